@@ -1,4 +1,4 @@
-"""The command line: ``warpweave train``, ``prove``, ``sample``, ``export`` and ``tune``."""
+"""The command line: ``warpweave`` and one of its commands."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _USAGE = """usage: warpweave COMMAND [OPTIONS]
 commands:
   train   train a GPT on text, on any mesh (warpweave train --help)
   prove   show that a mesh computes what one plain device computes (warpweave prove --help)
+  doctor  check this machine: kernels, links, axes (warpweave doctor --help)
   sample  generate text with a trained model (warpweave sample --help)
   export  write a trained model for Hugging Face transformers (warpweave export --help)
   tune    measure tiles on this GPU, write a table of the best (warpweave tune --help)
@@ -22,6 +23,7 @@ The last line that a command prints is one JSON object with its result."""
 _COMMANDS = {
     "train": ("train_config", "train"),
     "prove": ("prove.options", "prove.command"),
+    "doctor": ("doctor.options", "doctor.command"),
     "sample": ("sample_config", "sample"),
     "export": ("export_config", "export"),
     "tune": ("tune.options", "tune.command"),
