@@ -15,6 +15,7 @@ import tyro
 from warpweave.checkpoint import save_checkpoint
 from warpweave.config_file import read_options
 from warpweave.data import open_dataset
+from warpweave.doctor.options import DoctorConfig
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.memory import TrainingStep, estimate
 from warpweave.prove import ProveConfig
@@ -25,7 +26,10 @@ from warpweave.tune import TuneConfig
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-CONFIGS = {"train": TrainConfig, "prove": ProveConfig, "sample": SampleConfig, "tune": TuneConfig}
+CONFIGS = {
+    "train": TrainConfig, "prove": ProveConfig, "doctor": DoctorConfig, "sample": SampleConfig,
+    "tune": TuneConfig,
+}  # fmt: skip
 
 
 def _blocks(page: Path, language: str) -> list[str]:

@@ -58,164 +58,123 @@ def checks(device: torch.device, dtypes: tuple[str, ...], impl: str = "triton") 
             yield Check(f"{case.name}, {dtype}", "kernels/reference.py in fp64", run)
 
 
-def cases(device: torch.device, tokens: int) -> list[Case]:
-    """One or two cases of each family, of `tokens` rows."""
-    return [
-        *_pointwise(device, tokens),
-        *_products(device, tokens),
-        *_attention(device, tokens),
-        *_losses(device, tokens),
-        *_overlap(tokens // RANKS),
-    ]
+def cases(device: torch.device, T: int) -> list[Case]:
+    """One or more cases of each family, of T rows."""
+    return [*_pointwise(device, T), *_products(device, T), *_attention(device, T),
+            *_losses(device, T), *_overlap(T // RANKS)]  # fmt: skip
 
 
 def _pointwise(device: torch.device, T: int) -> Iterator[Case]:
     E = 2 * T + 1
-    drop = Drop(0.3, 5, 1, torch.arange(T, device=device) + 2**32)
-    key = {"seed": drop.seed, "site": drop.site, "tokens": drop.tokens}
     for name, ours, truth in (
         ("rms_norm", rms_norm, reference.rms_norm),
         ("layer_norm", layer_norm, reference.layer_norm),
     ):
         yield Case(
-            name,
-            [(T, E), (E,), (T, E)],
+            name, [(T, E), (E,), (T, E)],
             lambda x, w, r, impl, f=ours: f(x, w, residual=r, impl=impl),
             lambda x, w, r, f=truth: f(x, w, residual=r),
-        )
+        )  # fmt: skip
     for name in ACTIVATIONS:
-        yield Case(
-            f"activation {name}",
-            [(T, 2 * E)],
-            lambda x, impl, name=name: activate(x, name, impl=impl),
-            partial(reference.activate, activation=name),
-        )
-    yield Case(
-        "dropout",
-        [(T, E)],
-        lambda x, impl: dropout(x, drop, impl=impl),
-        lambda x: reference.dropout(x, drop.p, **key),
-    )
+        ours, truth = (partial(f, activation=name) for f in (activate, reference.activate))
+        yield Case(f"activation {name}", [(T, 2 * E)], ours, truth)
+    p, *key = drop = Drop(0.3, 5, 1, torch.arange(T, device=device) + 2**32)
+    named = dict(zip(("seed", "site", "tokens"), key))
+    ours, truth = partial(dropout, drop=drop), partial(reference.dropout, p=p, **named)
+    yield Case("dropout", [(T, E)], ours, truth)
     rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
 
-    def update(master, grad, m, v, impl):
-        state, step = [t.float() for t in (master, m, v.abs())], torch.tensor(6.0, device=device)
-        adamw_step(state[0], grad, *state[1:], step=step, **rates, impl=impl)
-        return tuple(state)
+    def state(grad: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
+        """Weights and moments, never in 16 bits."""
+        wide = reference.compute_dtype(grad)
+        return tuple(x.to(wide, copy=True) for x in (of[0], of[1], of[2].abs()))
 
-    def updated(master, grad, m, v):
-        wide = reference.compute_dtype(master)
-        state = (master.to(wide), grad, m.to(wide), v.abs().to(wide))
-        return reference.adamw_step(*state, step=7, **rates)
+    def update(grad: Tensor, *of: Tensor, impl: str) -> tuple[Tensor, ...]:
+        master, m, v = state(grad, *of)
+        step = torch.tensor(6.0, device=device)
+        adamw_step(master, grad, m, v, step=step, **rates, impl=impl)
+        return master, m, v
+
+    def updated(grad: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
+        master, m, v = state(grad, *of)
+        return reference.adamw_step(master, grad, m, v, step=7, **rates)
 
     yield Case("adamw", [(T * E,)] * 4, update, updated, False)
 
 
 def _products(device: torch.device, T: int) -> Iterator[Case]:
     K, N, heads, D = 2 * T + 1, T + 6, 2, 10
+    yield Case("gemm", [(T, K), (K, N), (N,)], gemm, reference.fused_gemm, False)
     yield Case(
-        "gemm", [(T, K), (K, N), (N,)], gemm, lambda a, b, c: reference.fused_gemm(a, b, c), False
-    )
-    yield Case(
-        "gemm with an epilogue",
-        [(T, K), (K, N), (N,), (T, N)],
-        lambda a, b, c, r, impl: fused_gemm(a, b, c, activation="gelu", residual=r, impl=impl)[0],
-        lambda a, b, c, r: reference.fused_gemm(a, b, c, activation="gelu", residual=r),
-        False,
-    )
+        "gemm with an epilogue", [(T, K), (K, N), (N,), (T, N)],
+        lambda *of, impl: fused_gemm(*of[:3], activation="gelu", residual=of[3], impl=impl)[0],
+        lambda *of: reference.fused_gemm(*of[:3], activation="gelu", residual=of[3]), False,
+    )  # fmt: skip
     for name, units in (("swiglu", (N, 2)), ("gelu", (N,))):
-        yield Case(
-            f"mlp {name}",
-            [(T, K), (*units, K), (K, N)],
-            partial(mlp, activation=name),
-            partial(reference.mlp, activation=name),
-        )
+        ours, truth = (partial(f, activation=name) for f in (mlp, reference.mlp))
+        yield Case(f"mlp {name}", [(T, K), (*units, K), (K, N)], ours, truth)
     cos, sin = rope_table(torch.arange(T, device=device), D)
-    yield Case(
-        "qkv and rope",
-        [(1, T, K), (heads, 4, D, K), (heads, 4, D)],
-        lambda x, w, b, impl: qkv_rope(x, w, b, cos, sin, impl=impl),
-        lambda x, w, b: reference.qkv_rope(x, w, b, cos, sin),
-    )
-    yield Case(
-        "rope",
-        [(1, T, heads, D)],
-        lambda x, impl: apply_rope(x, cos, sin, impl=impl),
-        lambda x: reference.apply_rope(x, cos, sin),
-    )
+    table = {"cos": cos, "sin": sin}
+    shapes = [(1, T, K), (heads, 4, D, K), (heads, 4, D)]
+    ours, truth = (partial(f, **table) for f in (qkv_rope, reference.qkv_rope))
+    yield Case("qkv and rope", shapes, ours, truth)
+    ours, truth = (partial(f, **table) for f in (apply_rope, reference.apply_rope))
+    yield Case("rope", [(1, T, heads, D)], ours, truth)
 
 
 def _attention(device: torch.device, T: int) -> Iterator[Case]:
     documents = torch.tensor([0, T // 3, T // 3, T], device=device)
-    for name, D, options in (
-        ("causal", 64, {}),
-        ("of documents, with a window", 40, {"documents": documents, "window": T // 4}),
-        ("softcap, dropout, all to all", 59, {"softcap": 5.0, "dropout": 0.2, "causal": False}),
-    ):
+    options: dict[str, tuple[int, dict[str, Any]]] = {
+        "causal": (64, {}),
+        "of documents, with a window": (40, {"documents": documents, "window": T // 4}),
+        "softcap, dropout, all to all": (59, {"softcap": 5.0, "dropout": 0.2, "causal": False}),
+    }
+    for name, (D, more) in options.items():
         shapes = [(1, T, 2, D), (1, T, 1, D), (1, T, 1, D)]
-        ours = partial(attention, return_lse=True, **options)
-        yield Case(f"attention {name}", shapes, ours, partial(reference.attention, **options))
+        ours = partial(attention, return_lse=True, **more)
+        yield Case(f"attention {name}", shapes, ours, partial(reference.attention, **more))
 
 
 def _losses(device: torch.device, T: int) -> Iterator[Case]:
     V, E = 4 * T + 3, T + 4
     labels = torch.arange(T, device=device) * 5 % V
     labels[::4] = -100
-    options = {"label_smoothing": 0.1, "z_loss": 0.01}
-    ours = {"reduction": "none", **options}
-    yield Case(
-        "cross entropy",
-        [(T, V)],
-        lambda z, impl: cross_entropy(z, labels, impl=impl, **ours),
-        lambda z: reference.cross_entropy(z, labels, **options),
-    )
-    yield Case(
-        "linear cross entropy",
-        [(T, E), (V, E)],
-        lambda x, w, impl: linear_cross_entropy(x, w, labels, impl=impl, **ours),
-        lambda x, w: reference.linear_cross_entropy(x, w, labels, **options),
-    )
+    options = {"labels": labels, "label_smoothing": 0.1, "z_loss": 0.01}
+    for name, shapes, ours, truth in (
+        ("cross entropy", [(T, V)], cross_entropy, reference.cross_entropy),
+        ("linear cross entropy", [(T, E), (V, E)], linear_cross_entropy,
+         reference.linear_cross_entropy),
+    ):  # fmt: skip
+        ours, truth = partial(ours, reduction="none", **options), partial(truth, **options)
+        yield Case(name, shapes, ours, truth)
 
 
 def _overlap(M: int) -> Iterator[Case]:
     """Products that hold their messages, of virtual ranks on one device: a[rank], the same b."""
 
-    def on_ranks(steps, a, b) -> list[Any]:
-        size = a.numel() * 8 + RANKS * M * b.shape[1] * 8
+    def on_ranks(steps: Callable[..., Any], a: Tensor, b: Tensor) -> tuple[Any, ...]:
+        size = 8 * (a.numel() + RANKS * M * b.shape[1])
         memories = local_memory(RANKS, slots=4 * M, capacity=size, device=a.device)
-        return run_local([steps(x, b, memory, Epilogue()) for x, memory in zip(a, memories)])
+        found = run_local([steps(x, b, memory, Epilogue()) for x, memory in zip(a, memories)])
+        return tuple(y[0] if isinstance(y, tuple) else y for y in found)
 
-    def gathered(a, b, impl):
-        return tuple(y for y, *_ in on_ranks(all_gather_gemm_steps, a, b))
-
-    def summed(steps, a, b, impl):
-        return tuple(on_ranks(steps, a, b))
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        """a[rank] b, as wide as an op accumulates."""
+        wide = reference.compute_dtype(a)
+        return a.to(wide) @ b.to(wide)
 
     K, N = 5 * M, 3 * M + 1
-    few, many = [(RANKS, M, K), (K, N)], [(RANKS, RANKS * M, K), (K, N)]
-    yield Case(
-        "all-gather -> gemm", few, gathered, lambda a, b: (a.flatten(0, 1) @ b,) * RANKS, False
-    )
-    yield Case(
-        "gemm -> reduce-scatter",
-        many,
-        partial(summed, gemm_reduce_scatter_steps),
-        lambda a, b: _sum_of_products(a, b).chunk(RANKS),
-        False,
-    )
-    yield Case(
-        "gemm -> all-reduce",
-        many,
-        partial(summed, gemm_all_reduce_steps),
-        lambda a, b: (_sum_of_products(a, b),) * RANKS,
-        False,
-    )
-
-
-def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
-    """sum over ranks of a[rank] b, accumulated as wide as an op is (`compute_dtype`)."""
-    wide = reference.compute_dtype(a)
-    return (a.to(wide) @ b.to(wide)).sum(0).to(a.dtype)
+    for name, rows, steps, truth in (
+        ("all-gather -> gemm", M, all_gather_gemm_steps, lambda y: (y.flatten(0, 1),) * RANKS),
+        ("gemm -> reduce-scatter", RANKS * M, gemm_reduce_scatter_steps,
+         lambda y: y.sum(0).chunk(RANKS)),
+        ("gemm -> all-reduce", RANKS * M, gemm_all_reduce_steps, lambda y: (y.sum(0),) * RANKS),
+    ):  # fmt: skip
+        yield Case(
+            name, [(RANKS, rows, K), (K, N)],
+            lambda a, b, impl, steps=steps: on_ranks(steps, a, b),
+            lambda a, b, truth=truth: tuple(y.to(a.dtype) for y in truth(product(a, b))), False,
+        )  # fmt: skip
 
 
 def _measure(case: Case, dtype: torch.dtype, device: torch.device, impl: str) -> Measured:

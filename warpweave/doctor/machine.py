@@ -72,10 +72,10 @@ def remarks() -> list[str]:
                 f"GPU {number} is busy, {(total - free) / 1e9:.1f} of {total / 1e9:.1f} GB are "
                 "taken: times and memory are not its own"
             )
-    for a in gpus:
-        alone = [b for b in gpus if b != a and not torch.cuda.can_device_access_peer(a, b)]
+        peers = (peer for peer in gpus if peer != number)
+        alone = [p for p in peers if not torch.cuda.can_device_access_peer(number, p)]
         if alone:
-            found.append(f"GPU {a} has no peer access to {alone}: overlap='fused' cannot run there")
+            found.append(f"GPU {number} has no peer access to {alone}: no overlap='fused' there")
     return found
 
 
@@ -89,23 +89,29 @@ def links(size: int = 1 << 28) -> Iterator[Check]:
     """A copy of `size` bytes from the first GPU to each other one, and back."""
     for peer in range(1, gpu_count()):
         for a, b in ((0, peer), (peer, 0)):
-            yield Check(f"copy GPU {a} -> {b}", "its source", partial(_copy, a, b, size))
+            ends = torch.device("cuda", a), torch.device("cuda", b)
+            yield Check(f"copy GPU {a} -> {b}", "its source", partial(_copy, *ends, size))
 
 
-def _copy(a: int, b: int, size: int) -> Measured:
-    """The share of bytes that arrive wrong, and the speed."""
-    source = torch.arange(size // 8, device=torch.device("cuda", a))
-    arrived = torch.empty(size // 8, dtype=source.dtype, device=torch.device("cuda", b))
+def _copy(a: torch.device, b: torch.device, size: int) -> Measured:
+    """The share of words that arrive wrong, and the speed."""
+    source = torch.arange(size // 8, device=a)
+    arrived = torch.empty(size // 8, dtype=source.dtype, device=b)
     for _ in range(2):  # the first one opens the link
-        torch.cuda.synchronize(a)
-        torch.cuda.synchronize(b)
+        drain(a, b)
         began = time.perf_counter()
         arrived.copy_(source)
-        torch.cuda.synchronize(a)
-        torch.cuda.synchronize(b)
+        drain(a, b)
         seconds = time.perf_counter() - began
     wrong = (arrived.cpu() != source.cpu()).double().mean().item()
     return Measured(wrong, 0.0, f"{size / seconds / 1e9:.1f} GB/s")
+
+
+def drain(*devices: torch.device) -> None:
+    """Wait until the devices have done all they were given."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def _commit() -> str | None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpweave.doctor.check import Check, Measured, within_budget
+from warpweave.doctor.machine import drain
 from warpweave.dtypes import DTYPES
 from warpweave.exchange import exchange
 from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
@@ -228,15 +229,10 @@ def _collective(name: str, device: torch.device, group: dist.ProcessGroup) -> Me
     }[name]
     for _ in range(3):  # the first one makes the communicator
         x = of(rank)
-        _drain(device)
+        drain(device)
         began = time.perf_counter()
         found = run(x).wait()
-        _drain(device)
+        drain(device)
         seconds = time.perf_counter() - began
     wrong = (found != right).double().mean().item() if found.shape == right.shape else 1.0
     return Measured(wrong, 0.0, f"{share * n * 4 / seconds / 1e9:.2f} GB/s")
-
-
-def _drain(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -6,6 +6,7 @@ Forward in bf16 at the sizes of an 8B Llama's layer; calls take turns, and L2 is
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from warpweave.kernels.norm import rms_norm
 from warpweave.messages import one_line
 from warpweave.tune.timing import Timer, interleave
 
-OURS = "warpweave"
+OURS, BY = "warpweave", {"impl": "triton"}
 Calls = dict[str, Callable[[], object]]
 
 
@@ -59,89 +60,60 @@ def measure(
 def problems(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Calls]]:
     """Each op with ours, by Triton, and what else computes it here."""
     T, E, hidden, V, H = sizes
-    liger = _liger()
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device).div(shape[-1] ** 0.5).to(torch.bfloat16)
 
     x, w, up, down, head = draw(T, E), draw(E), draw(hidden, 2, E), draw(E, hidden), draw(V, E)
-    by = {"impl": "triton"}
-    rms: Calls = {
-        OURS: lambda: rms_norm(x, w, **by),
-        "torch": lambda: F.rms_norm(x, (E,), w, 1e-6),
-    }
-    if liger is not None:
-        rms["Liger"] = lambda: liger.LigerRMSNormFunction.apply(x, w, 1e-6)
-    yield "rms_norm", rms
-    yield (
-        "gemm",
-        {OURS: lambda: gemm(x, head.t(), **by), "cuBLAS": lambda: x @ head.t()},
-    )
-    pairs = draw(T, 2 * hidden)
-    gate, value = pairs[:, ::2].contiguous(), pairs[:, 1::2].contiguous()
-    swiglu: Calls = {
-        OURS: lambda: activate(pairs, "swiglu", **by),
-        "torch": lambda: F.silu(gate) * value,
-    }
-    if liger is not None:
-        swiglu["Liger"] = lambda: liger.LigerSiLUMulFunction.apply(gate, value)
-    yield "swiglu", swiglu
-    gates, values = up[:, 0].contiguous(), up[:, 1].contiguous()
-    yield (
-        "mlp swiglu",
-        {
-            OURS: lambda: mlp(x, up, down, activation="swiglu", **by),
+    gates, values = (up[:, i].contiguous() for i in (0, 1))
+    pairs = draw(T, hidden, 2)
+    gate, value = (pairs[..., i].contiguous() for i in (0, 1))
+    pairs, logits, labels = pairs.flatten(1), x @ head.t(), torch.arange(T, device=device) % V
+    q, k = draw(1, T, H, E // H), draw(1, T, max(1, H // 4), E // H)
+    heads = [t.transpose(1, 2).contiguous() for t in (q, k)]
+    mask: dict[str, bool] = {"is_causal": True, "enable_gqa": True}
+    found: dict[str, Calls] = {
+        "rms_norm": {OURS: lambda: rms_norm(x, w, **BY), "torch": lambda: F.rms_norm(x, (E,), w)},
+        "swiglu": {
+            OURS: lambda: activate(pairs, "swiglu", **BY), "torch": lambda: F.silu(gate) * value,
+        },
+        "gemm": {OURS: lambda: gemm(x, head.t(), **BY), "cuBLAS": lambda: x @ head.t()},
+        "mlp swiglu": {
+            OURS: lambda: mlp(x, up, down, activation="swiglu", **BY),
             "cuBLAS": lambda: (F.silu(x @ gates.t()) * (x @ values.t())) @ down.t(),
         },
-    )
-    q = draw(1, T, H, E // H)
-    k = draw(1, T, max(1, H // 4), E // H)
-    heads = [t.transpose(1, 2).contiguous() for t in (q, k, k)]
-    yield (
-        "attention causal",
-        {
-            OURS: lambda: attention(q, k, k, **by),
-            "SDPA": lambda: F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True),
+        "attention causal": {
+            OURS: lambda: attention(q, k, k, **BY),
+            "SDPA": lambda: F.scaled_dot_product_attention(heads[0], heads[1], heads[1], **mask),
         },
-    )
-    labels = torch.arange(T, device=device) % V
-    logits = x @ head.t()
-    yield (
-        "cross entropy",
-        {
-            OURS: lambda: cross_entropy(logits, labels, **by),
+        "cross entropy": {
+            OURS: lambda: cross_entropy(logits, labels, **BY),
             "torch": lambda: F.cross_entropy(logits.float(), labels),
         },
-    )
-    loss: Calls = {
-        OURS: lambda: linear_cross_entropy(x, head, labels, **by),
-        "torch": lambda: F.cross_entropy((x @ head.t()).float(), labels),
-    }
-    if liger is not None:
-        loss["Liger"] = lambda: liger.LigerFusedLinearCrossEntropyFunction.apply(x, head, labels)
-    yield "linear cross entropy", loss
-    yield "adamw", _adamw(device, T * E)
+        "linear cross entropy": {
+            OURS: lambda: linear_cross_entropy(x, head, labels, **BY),
+            "torch": lambda: F.cross_entropy((x @ head.t()).float(), labels),
+        },
+        "adamw": _adamw(device, T * E),
+    }  # fmt: skip
+    if importlib.util.find_spec("liger_kernel") is not None:
+        liger = importlib.import_module("liger_kernel.ops")
+        rms, act = liger.LigerRMSNormFunction, liger.LigerSiLUMulFunction
+        loss = liger.LigerFusedLinearCrossEntropyFunction
+        found["rms_norm"]["Liger"] = lambda: rms.apply(x, w, 1e-6)
+        found["swiglu"]["Liger"] = lambda: act.apply(gate, value)
+        found["linear cross entropy"]["Liger"] = lambda: loss.apply(x, head, labels)
+    yield from found.items()
 
 
 def _adamw(device: torch.device, n: int) -> Calls:
-    """One step over flat fp32 weights."""
-    master, grad, m, v = (torch.rand(n, device=device) for _ in range(4))
+    """One step over n flat fp32 weights."""
+    state = [torch.rand(n, device=device) for _ in range(4)]
     step = torch.zeros((), device=device)
     rates = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    lists = [[x] for x in state]
     other = {"amsgrad": False, "maximize": False}
     return {
-        OURS: lambda: adamw_step(master, grad, m, v, step=step, **rates, impl="triton"),
-        "torch fused": lambda: torch._fused_adamw_(
-            [master], [grad], [m], [v], [], [step], **rates, **other
-        ),
+        OURS: lambda: adamw_step(*state, step=step, **rates, **BY),
+        "torch fused": lambda: torch._fused_adamw_(*lists, [], [step], **rates, **other),
     }
-
-
-def _liger() -> Any:
-    """Liger's ops; None where it is not installed."""
-    try:
-        import liger_kernel.ops as ops
-
-        return ops
-    except ImportError:
-        return None
