@@ -91,7 +91,7 @@ KERNELS = {
 
 
 def test_every_kernel_family_is_right_in_the_interpreter():
-    verdicts = [*run(kernels.checks(CPU, ("fp32",)), LATER)]
+    verdicts = [*run(kernels.family_checks(CPU, ("fp32",)), LATER)]
     assert len(verdicts) == 23
     assert [v for v in verdicts if not v.passed] == []
     assert all(0 < v.error <= v.limit < 2e-6 for v in verdicts)
@@ -102,7 +102,7 @@ def test_a_fault_in_one_family_fails_its_rows_and_no_others():
         """Of the torch path, which is quick; fused products are always Triton's."""
         steps = any(place.name.endswith("_steps") for place in plants)
         with planted(*plants):
-            every = kernels.checks(CPU, ("fp32",), "torch")
+            every = kernels.family_checks(CPU, ("fp32",), "torch")
             checks = [check for check in every if steps == ("->" in check.name)]
             assert len(checks) == (3 if steps else 20)
             return {verdict.name for verdict in run(checks, LATER) if not verdict.passed}
@@ -110,7 +110,7 @@ def test_a_fault_in_one_family_fails_its_rows_and_no_others():
     assert failed() == set()
     for name, (plant, begin) in KERNELS.items():
         wrong = failed(Plant(kernels, name, plant))
-        families = {check.name for check in kernels.checks(CPU, ("fp32",), "torch")}
+        families = {check.name for check in kernels.family_checks(CPU, ("fp32",), "torch")}
         assert wrong == {row for row in families if row.startswith(begin)} != set(), name
 
 
@@ -145,7 +145,7 @@ def _measured(rank: int, folder: str) -> None:
     session = Session(CPU, rank, 2, store, 60.0, Mesh(tp=2))
     for name, (plant, _) in ({"healthy": (None, "")} | ON_RANKS).items():
         with planted(*([Plant(ranks, name, plant)] if plant and rank == 1 else [])):
-            ranks.measure(session, ITEMS, f"{folder}/{name}")
+            ranks.measure_items(session, ITEMS, f"{folder}/{name}")
 
 
 def test_a_fault_of_one_rank_in_a_product_or_a_collective_fails_its_row(tmp_path):
@@ -230,7 +230,7 @@ def test_every_kernel_is_timed_beside_what_else_computes_it():
         call()
         return 0.5
 
-    rows = [*times.measure(CPU, timer, times.Sizes(8, 32, 16, 24, 2), rounds=1)]
+    rows = [*times.time_ops(CPU, timer, times.LayerSizes(8, 32, 16, 24, 2), rounds=1)]
     assert len(rows) == 8
     for row in rows:
         assert len(row) >= 3

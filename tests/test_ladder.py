@@ -34,9 +34,9 @@ ROOMS = {
         ("gpt",),
         ("generate",),
         ("boards", "checkpoint", "data", "engine", "hf", "launch", "memory", "tune"),
-        ("convert",),
+        ("convert", "gpus"),
         ("export_config", "prove", "sample_config", "train_config"),
-        ("export", "metrics", "resume", "sample"),
+        ("doctor", "export", "metrics", "resume", "sample"),
         ("train",),
         ("cli",),
     ),
@@ -73,6 +73,12 @@ ROOMS = {
         ("text",),
         ("source",),
     ),
+    "warpweave.doctor": (
+        ("check", "options"),
+        ("machine",),
+        ("kernels", "ranks", "times"),
+        ("command",),
+    ),
     "warpweave.prove": (
         ("layouts", "typecheck"),
         ("expected", "options"),
@@ -97,7 +103,7 @@ ALONE = {"warpweave.plain_gpt"}
 LOWER_DEPENDENCIES = {"torch", "triton", "numpy", "spmd_types"}
 TOP_DEPENDENCIES = LOWER_DEPENDENCIES | {
     "safetensors", "tyro", "tokenizers", "tqdm", "rich", "matplotlib", "tensorboard", "tomli",
-    "transformers", "wandb",
+    "transformers", "wandb", "liger_kernel",
 }  # fmt: skip
 FORBIDDEN_MODULES = (
     "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve",
@@ -253,6 +259,8 @@ def test_every_import_goes_down_the_ladder() -> None:
         ("warpweave.checkpoint.save", "from warpweave.checkpoint import read"),
         ("warpweave.prove.expected", "from warpweave.prove.proof import prove_layout"),
         ("warpweave.tune.calls", "from warpweave.tune import aot"),
+        ("warpweave.doctor.check", "from warpweave.doctor.machine import drain"),
+        ("warpweave.prove.proof", "from warpweave.doctor.check import worst"),
         ("warpweave.prove.command", "from warpweave.train import main"),
         ("warpweave.metrics", "from warpweave.cli import main"),
         ("warpweave.plain_gpt", "from warpweave.kernels.reference import attention"),

@@ -48,21 +48,21 @@ def checks(device: str, ranks: int, quick: bool) -> Iterator[Check]:
     low = ("bf16", "fp16", "fp32") if device == "cuda" else ("fp32", "fp16")
     dtypes = low[:1] if quick else low
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    yield from machine.links()
-    yield from kernels.checks(where, dtypes)
+    yield from machine.copies()
+    yield from kernels.family_checks(where, dtypes)
     yield from fused(device, ranks, dtypes)
     yield from axes(device, ranks, ("fp32", "bf16")[: 1 if quick or device == "cpu" else 2])
 
 
 def times(device: str) -> list[dict[str, Any]]:
-    """See `times.measure`; none on a CPU, where kernels are interpreted."""
+    """See `times.time_ops`; none on a CPU, where kernels are interpreted."""
     if device == "cpu":
         return []
-    from warpweave.doctor.times import Sizes, measure
+    from warpweave.doctor.times import LayerSizes, time_ops
     from warpweave.tune.timing import CudaTimer
 
     where = torch.device(device, 0)
-    return [*measure(where, CudaTimer(where), Sizes())]
+    return [*time_ops(where, CudaTimer(where), LayerSizes())]
 
 
 def examine(device: str, ranks: int, quick: bool) -> dict[str, Any]:

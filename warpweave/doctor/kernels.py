@@ -49,7 +49,9 @@ class Case(NamedTuple):
     differentiable: bool = True
 
 
-def checks(device: torch.device, dtypes: tuple[str, ...], impl: str = "triton") -> Iterator[Check]:
+def family_checks(
+    device: torch.device, dtypes: tuple[str, ...], impl: str = "triton"
+) -> Iterator[Check]:
     """Every family in each of `dtypes` on `device`; on a CPU the shapes are tiny."""
     tokens = 515 if device.type == "cuda" else 21
     for dtype in dtypes:

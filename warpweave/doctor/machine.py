@@ -85,7 +85,7 @@ def topology() -> str:
     return "\n".join(filter(None, (_said("nvidia-smi", *words) for words in of)))
 
 
-def links(size: int = 1 << 28) -> Iterator[Check]:
+def copies(size: int = 1 << 28) -> Iterator[Check]:
     """A copy of `size` bytes from the first GPU to each other one, and back."""
     for peer in range(1, gpu_count()):
         for a, b in ((0, peer), (peer, 0)):

@@ -64,7 +64,7 @@ def axes(device: str, ranks: int, dtypes: tuple[str, ...]) -> Iterator[Check]:
         for layout in ProveConfig(**options, dtype=dtype, device=device).layouts()
     ]
     named.sort(key=lambda of: -of[1].mesh.world)  # as `prove_rank` takes them
-    rows = _Rows([layout for _, layout in named], _proven)
+    rows = _RankRows([layout for _, layout in named], _proven)
     for number, (name, layout) in enumerate(named):
         yield Check(name, f"plain_gpt.py on one {device}", partial(_axis, rows, number, layout))
 
@@ -75,14 +75,14 @@ def fused(device: str, ranks: int, dtypes: tuple[str, ...]) -> Iterator[Check]:
         return
     items = [(name, dtype) for dtype in dtypes for name in PRODUCTS]
     items += [(name, dtypes[0]) for name in COLLECTIVES]
-    rows = _Rows(items, partial(_on_ranks, device, ranks))
+    rows = _RankRows(items, partial(_on_ranks, device, ranks))
     for number, (name, dtype) in enumerate(items):
         against = "reference, all ranks' terms" if name in PRODUCTS else "its sum or parts"
         run = partial(lambda number: Measured(**rows[number]), number)
         yield Check(f"{name} on {ranks} ranks, {dtype}", against, run)
 
 
-class _Rows:
+class _RankRows:
     """What ranks said of each item; they are started when the first one is asked for."""
 
     def __init__(self, items: Sequence[Any], start: Callable[[Sequence[Any], str], None]) -> None:
@@ -112,7 +112,7 @@ class _Rows:
 # ---------------------------------------------------------------- axes
 
 
-def _axis(rows: _Rows, number: int, layout: Layout) -> Measured:
+def _axis(rows: _RankRows, number: int, layout: Layout) -> Measured:
     row = rows[number]
     errors = Errors(**row["errors"])
     if row["layout"] != str(layout):
@@ -146,18 +146,18 @@ def measure_rank(
     session = join(Mesh(tp=ranks), timeout=TIMEOUT, backend=backend, port=port)
     torch.set_num_threads(1)
     with reported(session):
-        measure(session, items, path)
+        measure_items(session, items, path)
         session.close()
 
 
-def measure(session: Session, items: Sequence[tuple[str, str]], path: str) -> None:
+def measure_items(session: Session, items: Sequence[tuple[str, str]], path: str) -> None:
     """`measure_rank` once the ranks are joined."""
     mesh = session.mesh.connect(session.device.type)
     group = mesh.group("tp")
     for number, (name, dtype) in enumerate(items):
         session.beat(number, name)
         if name in PRODUCTS:
-            found = _product(name, DTYPES[dtype], session.device, mesh)
+            found = _fused(name, DTYPES[dtype], session.device, mesh)
         else:
             found = _collective(name, session.device, group)
         every = [Measured(*of) for of in exchange([*found], group)]
@@ -171,7 +171,7 @@ PRODUCTS = ("all-gather -> gemm", "gemm -> reduce-scatter", "gemm -> all-reduce"
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "send and receive")
 
 
-def _product(name: str, dtype: torch.dtype, device: torch.device, mesh: ConnectedMesh) -> Measured:
+def _fused(name: str, dtype: torch.dtype, device: torch.device, mesh: ConnectedMesh) -> Measured:
     """One fused product on this rank, of a[rank] and b[rank] that every rank draws alike."""
     rank, ranks, memory = mesh.index("tp"), mesh.size("tp"), mesh.workspace("tp")
     M, K, N = (257, 515, 130) if device.type == "cuda" else (3, 11, 10)

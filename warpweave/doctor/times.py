@@ -29,7 +29,7 @@ OURS, BY = "warpweave", {"impl": "triton"}
 Calls = dict[str, Callable[[], object]]
 
 
-class Sizes(NamedTuple):
+class LayerSizes(NamedTuple):
     """Tokens, width, hidden units, vocabulary, heads."""
 
     T: int = 4096
@@ -39,12 +39,12 @@ class Sizes(NamedTuple):
     H: int = 32
 
 
-def measure(
-    device: torch.device, timer: Timer, sizes: Sizes, rounds: int = 15
+def time_ops(
+    device: torch.device, timer: Timer, sizes: LayerSizes, rounds: int = 15
 ) -> Iterator[dict[str, Any]]:
     """A row for each op: its name and the milliseconds of every call, or why it cannot run here."""
     with torch.no_grad():
-        for op, calls in problems(device, sizes):
+        for op, calls in timed_ops(device, sizes):
             row: dict[str, Any] = {"op": op}
             able: Calls = {}
             for name, call in calls.items():
@@ -57,7 +57,7 @@ def measure(
             yield row | {name: round(median(ms), 4) for name, ms in times.items()}
 
 
-def problems(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Calls]]:
+def timed_ops(device: torch.device, sizes: LayerSizes) -> Iterator[tuple[str, Calls]]:
     """Each op with ours, by Triton, and what else computes it here."""
     T, E, hidden, V, H = sizes
 
