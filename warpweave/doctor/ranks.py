@@ -157,7 +157,7 @@ def measure_items(session: Session, items: Sequence[tuple[str, str]], path: str)
     for number, (name, dtype) in enumerate(items):
         session.beat(number, name)
         if name in PRODUCTS:
-            found = _fused(name, DTYPES[dtype], session.device, mesh)
+            found = _fused_product(name, DTYPES[dtype], session.device, mesh)
         else:
             found = _collective(name, session.device, group)
         every = [Measured(*of) for of in exchange([*found], group)]
@@ -171,7 +171,9 @@ PRODUCTS = ("all-gather -> gemm", "gemm -> reduce-scatter", "gemm -> all-reduce"
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "send and receive")
 
 
-def _fused(name: str, dtype: torch.dtype, device: torch.device, mesh: ConnectedMesh) -> Measured:
+def _fused_product(
+    name: str, dtype: torch.dtype, device: torch.device, mesh: ConnectedMesh
+) -> Measured:
     """One fused product on this rank, of a[rank] and b[rank] that every rank draws alike."""
     rank, ranks, memory = mesh.index("tp"), mesh.size("tp"), mesh.workspace("tp")
     M, K, N = (257, 515, 130) if device.type == "cuda" else (3, 11, 10)
