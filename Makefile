@@ -1,12 +1,12 @@
-# make venv | test | train | compiled | pretend | check | docs | clean. PYTHON chooses the interpreter,
-# ARGS goes to the command.
+# make venv | test | train | compiled | pretend | versions | check | docs | clean. PYTHON chooses the
+# interpreter, ARGS goes to the command.
 
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 TYPECHECK := build/typecheck
 
-.PHONY: venv test train compiled pretend check docs clean
+.PHONY: venv test train compiled pretend versions check docs clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -52,6 +52,11 @@ endif
 # Planted faults as a table, then random layouts, in NCCL's order on a CPU; ARGS="--first 40 --count 200".
 pretend: venv
 	PYTHONPATH=tests:tests/support $(VENV)/bin/python -P tests/support/pretend_run.py $(ARGS)
+
+# Kernel and rank tests under the oldest declared and the newest versions, in throw-away venvs; it is
+# not in CI: newer torch comes with CUDA, gigabytes of it.
+versions: venv
+	$(VENV)/bin/python benchmarks/versions.py $(ARGS)
 
 # Type checkers do not follow setuptools' package-dir mapping, so mypy reads a tree of links in which
 # the four folders stand where they are imported.
