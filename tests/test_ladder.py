@@ -33,6 +33,7 @@ ROOMS = {
         ("styles",),
         ("gpt",),
         ("generate",),
+        ("engine_stage",),
         ("boards", "checkpoint", "data", "engine", "hf", "launch", "memory", "tune"),
         ("convert", "gpus"),
         ("export_config", "prove", "sample_config", "train_config"),

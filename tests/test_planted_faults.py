@@ -420,7 +420,7 @@ def gradients_divided_by_micro_batches(mesh):
 @fault(9, PP)
 def gradients_divided_by_tokens_again(mesh):
     """torchtitan #2972: the pipeline scales gradients by the global tokens a second time."""
-    begins, right = ChainStage.begin, engine._EngineStage.reduce
+    begins, right = ChainStage.begin, engine.EngineStage.reduce
 
     def begin(self, batches, *args):
         self.tokens = batches[0].normaliser
@@ -431,7 +431,7 @@ def gradients_divided_by_tokens_again(mesh):
         for unit in self.units:
             unit.gradients.reduced.div_(self.tokens.wait())
 
-    return [(ChainStage, "begin", begin), (engine._EngineStage, "reduce", reduce)]
+    return [(ChainStage, "begin", begin), (engine.EngineStage, "reduce", reduce)]
 
 
 @fault(10, CP)
@@ -547,7 +547,7 @@ def one_token_counts_half(mesh):
 @fault(15, PP)
 def tied_gradients_not_summed(mesh):
     """Megatron-LM #1447: each end of the pipeline goes on with its own part."""
-    return [(engine._EngineStage, "tie", lambda self: None)]
+    return [(engine.EngineStage, "tie", lambda self: None)]
 
 
 @fault(15, PP)

@@ -739,7 +739,8 @@ def test_the_peak_of_a_gpu_is_what_was_allocated_in_mib(monkeypatch):
 
 def test_dropout_keys_tell_seeds_of_31_bits_and_steps_of_32_apart():
     numbers = [0, 1, 2**15, 2**16, 2**24 + 1, 2**30, 2**31 - 1]
-    assert len({train._key(seed, step) for seed in numbers for step in numbers}) == 49
+    keys = {TrainConfig(seed=seed).dropout_key(step) for seed in numbers for step in numbers}
+    assert len(keys) == 49
 
 
 def test_a_second_ctrl_c_stops_at_once_but_not_the_echo_of_the_first(monkeypatch):

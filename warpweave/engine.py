@@ -8,14 +8,14 @@ that runs them (`pipeline.stage`), the schedule and its executor (`parallel.sche
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from warpweave.config import GPTConfig, ParallelPlan
+from warpweave.engine_stage import EngineStage, RankUpdate, StepResult
 from warpweave.generate import Sampling, go_on
 from warpweave.gpt import GPT, MicroBatch
 from warpweave.kernels.attention.options import check_packed
@@ -30,7 +30,6 @@ from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.pipeline import Distributed, Like, execute
 from warpweave.parallel.pipeline.losses import Losses
-from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import ParamRecord
 from warpweave.transfer import upload
 
@@ -51,110 +50,6 @@ def _check_documents(documents: Tensor | None, tokens: Tensor) -> None:
             f"{tuple(documents.shape)}"
         )
     check_packed(documents.flatten(0, 1), tokens.flatten(0, 1))
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The results of a step: 0-dim tensors on the device, the same on every rank.
-
-    Attributes:
-        losses: name -> loss over the whole global batch, before the update: "loss" is the mean
-            over its valid tokens, others are auxiliary ones (`pipeline.losses`).
-        norm: global gradient norm before clipping.
-        interrupts: number of ranks that were interrupted.
-        overflow: the norm is not finite, but for fp16's loss scale, which can still shrink.
-        finite: bool[2], whether this rank's own losses and gradients are finite.
-    """
-
-    losses: Mapping[str, Tensor]
-    norm: Tensor
-    interrupts: Tensor
-    overflow: Tensor
-    finite: Tensor
-
-    @property
-    def loss(self) -> Tensor:
-        """The sum of all losses, whose gradient the step uses."""
-        first, *others = self.losses.values()
-        return sum(others, start=first)
-
-    @property
-    def stops(self) -> Tensor:
-        """Whether training stops with this step: a number is not finite, or a rank interrupted."""
-        good = self.loss.isfinite() & (self.norm.isfinite() | self.overflow)
-        return ~good | (self.interrupts > 0)
-
-    def all(self) -> Tensor:
-        """[loss, norm, interrupts, overflow] as one tensor, for one transfer to the host."""
-        every = self.loss, self.norm, self.interrupts, self.overflow
-        return torch.stack([x.to(self.loss) for x in every])
-
-
-class _RankUpdate:
-    """The optimizer step of all stages of a rank, run at the UPDATE of the last of them.
-
-    The global norm needs every stage's gradients; the losses are summed over ranks meanwhile.
-    """
-
-    def __init__(self, optimizer: ZeroOptimizer, stages: int) -> None:
-        self.optimizer, self.stages = optimizer, stages
-
-    def begin(
-        self, lr: float | None, halted: Tensor | None, start_losses: Callable[[], Pending]
-    ) -> None:
-        """Before a step; with `lr` None only the norm is computed, and gradients are kept."""
-        self._lr, self._halted = lr, halted
-        self._start_losses, self._missing = start_losses, self.stages
-
-    def arrive(self) -> None:
-        """Called by each stage when its gradients are reduced and tied; the last starts the
-        update."""
-        self._missing -= 1
-        if self._missing:
-            return
-        self.optimizer.sum_partials()
-        self.losses = self._start_losses()
-        if self._lr is None:
-            self.norm = self.optimizer.norm()
-        else:
-            self.norm = self.optimizer.step(self._lr, self._halted)
-
-
-class _EngineStage(ChainStage):
-    """A `ChainStage` with the tie and the update of a step."""
-
-    def __init__(
-        self,
-        segments: list[Segment],
-        update: _RankUpdate,
-        message: Like,
-        *,
-        shared: list[Unit],
-    ) -> None:
-        super().__init__(segments, shared=shared)
-        self.message, self._update = message, update
-
-    def input_like(self, mb: int) -> Like:
-        """(shape, dtype, device) of a pipeline message: one micro-batch's residual stream."""
-        return self.message
-
-    def unshard(self) -> None:
-        """Nothing: the chain all-gathers unit by unit, just ahead of use."""
-
-    def reshard(self) -> None:
-        """Nothing, likewise."""
-
-    def tie(self) -> Tensor | None:
-        """The reduced gradient of the tied embedding, to which the other end's is added.
-
-        Both ends shard the embedding's unit equally, so that this rank's slice matches its peer's.
-        """
-        return next((u.gradients.reduced for u in self.units if u.tied), None)
-
-    def update(self) -> None:
-        """This stage is ready for the optimizer step."""
-        self._update.arrive()
-        self.updated()
 
 
 def _guard_state_dict(gpt: GPT, units: list[Unit]) -> None:
@@ -236,11 +131,11 @@ class Engine:
             self.units, mesh, rule, clip=clip, loss_scale=scale, impl=impl
         )
         self.message: Like = ((own.stop - own.start, config.width), dtype, self.device)
-        self._update = _RankUpdate(self.optimizer, len(chains))
-        self.stages: dict[int, _EngineStage] = {}
+        self._update = RankUpdate(self.optimizer, len(chains))
+        self.stages: dict[int, EngineStage] = {}
         for stage, chain in chains.items():
             earlier = [unit for other in self.stages.values() for unit in other.units]
-            self.stages[stage] = _EngineStage(chain, self._update, self.message, shared=earlier)
+            self.stages[stage] = EngineStage(chain, self._update, self.message, shared=earlier)
         self.transport = Distributed(
             self.schedule, mesh.group("pp"), device=self.device, timeout=timeout
         )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from warpweave.parallel.mesh import Mesh
 
-BACKENDS = {None: None, "cpu": "gloo", "cuda": "nccl"}  # --device -> the backend asked for
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # by the type of the device
 _DRIVER = Path("/proc/driver/nvidia/version")
 _OVERLAPPING = 12030  # CUDA of the driver from which on ordered launches may overlap
 

@@ -19,7 +19,7 @@ from warpweave.sample_config import SampleConfig, parse
 
 def sample_rank(config: SampleConfig, port: int | None = None) -> None:
     """Generate as one rank; rank 0 prints the texts and the result's JSON line."""
-    backend = BACKENDS[config.device]
+    backend = BACKENDS.get(config.device)
     session = join(config.mesh, timeout=config.timeout, backend=backend, port=port)
     with reported(session, (CheckpointError,), refused=(ValueError, CheckpointError)):
         mesh = config.mesh.connect(session.device.type)
@@ -56,7 +56,7 @@ def run(config: SampleConfig) -> None:
         if config.mesh.world == 1:
             sample_rank(config)
         else:
-            backend = choose_backend(config.mesh.world, BACKENDS[config.device])
+            backend = choose_backend(config.mesh.world, BACKENDS.get(config.device))
             launch(sample_rank, (config,), config.mesh, backend=backend)
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         say(one_line(error))

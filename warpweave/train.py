@@ -28,7 +28,8 @@ from warpweave.convert.beside import keep_origin
 from warpweave.convert.source import open_model
 from warpweave.data import boundaries
 from warpweave.dtypes import DTYPES
-from warpweave.engine import Engine, StepResult
+from warpweave.engine import Engine
+from warpweave.engine_stage import StepResult
 from warpweave.gpt import GPT
 from warpweave.gpus import BACKENDS, choose_backend
 from warpweave.interrupt import Interrupt
@@ -238,15 +239,10 @@ class Trainer:
         tokens, labels, documents, ids = self._batch(step)
         lr = learning_rate(self.config, step)
         result = self.engine.step(
-            tokens,
-            labels,
-            ids,
-            lr=lr,
-            key=_key(self.config.seed, step),
+            tokens, labels, ids, lr=lr, key=self.config.dropout_key(step), documents=documents,
             interrupted=self.interrupt.number is not None,
-            documents=documents,
             halted=None if before is None else before.result.stops,
-        )
+        )  # fmt: skip
         return _Begun(result, lr, began)
 
     def _pauses(self, step: int) -> bool:
@@ -427,11 +423,6 @@ def _check_memory(config: TrainConfig, model: GPTConfig, device: str, **memory: 
     check_memory(step, **memory)
 
 
-def _key(seed: int, step: int) -> int:
-    """The dropout key of a step: 64 bits, seed above and step below."""
-    return ((seed & 0x7FFFFFFF) << 32) | (step & 0xFFFFFFFF)
-
-
 def train_rank(config: TrainConfig, port: int | None = None) -> int:
     """Train as one rank of a launched (or single) job; rank 0 prints the result's JSON line.
 
@@ -442,7 +433,7 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
         interrupt.listen()
     try:
         session = join(
-            config.mesh, timeout=config.timeout, backend=BACKENDS[config.device], port=port
+            config.mesh, timeout=config.timeout, backend=BACKENDS.get(config.device), port=port
         )
     except dist.DistError as error:
         say(f"rank {os.environ.get('RANK', '0')} could not connect to the other ranks: {error}")
@@ -476,7 +467,7 @@ def run(config: TrainConfig) -> NoReturn:
     try:
         config = config.for_ranks(int(os.environ["WORLD_SIZE"]) if torchrun else config.mesh.world)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun else config.mesh.world
-        backend = choose_backend(here, BACKENDS[config.device], launched=not torchrun)
+        backend = choose_backend(here, BACKENDS.get(config.device), launched=not torchrun)
         if local_rank == 0:  # the others wait for it in `join`, and find its tokens in the cache
             config.check()
             if backend == "gloo":

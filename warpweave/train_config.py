@@ -187,6 +187,10 @@ class TrainConfig:
         names = (*schedule, "eps", "weight_decay", "clip", "dtype", "packed", "separator")
         return {name: getattr(self, name) for name in names} | {"betas": list(self.betas)}
 
+    def dropout_key(self, step: int) -> int:
+        """The key of a step: 64 bits, seed above and step below."""
+        return ((self.seed & 0x7FFFFFFF) << 32) | (step & 0xFFFFFFFF)
+
     @property
     def token_cache(self) -> Path | None:
         """Where the ids of tokenised text are kept for the other ranks and runs."""

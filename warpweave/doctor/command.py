@@ -17,8 +17,8 @@ from warpweave.doctor import machine
 from warpweave.doctor.check import Check, Verdict
 from warpweave.doctor.check import run as run_checks
 from warpweave.doctor.options import DoctorConfig
-from warpweave.gpus import check_gpus
-from warpweave.launch import Stopped, gpu_count, under_torchrun
+from warpweave.gpus import choose_backend, gpu_count
+from warpweave.launch import Stopped, under_torchrun
 from warpweave.messages import say
 
 MINUTES, QUICK = 10.0, 1.0  # after which no check is begun
@@ -34,7 +34,7 @@ def half(config: DoctorConfig) -> tuple[str, int]:
     if config.ranks is not None and not 1 <= ranks <= 8:
         raise ValueError(f"ranks must be 1..8, got {ranks}")
     if device == "cuda":
-        check_gpus(max(1, ranks))
+        choose_backend(max(1, ranks), "nccl")
     return device, ranks
 
 

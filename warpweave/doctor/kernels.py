@@ -62,7 +62,7 @@ def family_checks(
 
 def cases(device: torch.device, T: int) -> list[Case]:
     """One or more cases of each family, of T rows."""
-    return [*_pointwise(device, T), *_products(device, T), *_attention(device, T),
+    return [*_pointwise(device, T), *_products(device, T), *_attention_cases(device, T),
             *_losses(device, T), *_overlap(T // RANKS)]  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def _products(device: torch.device, T: int) -> Iterator[Case]:
     yield Case("rope", [(1, T, heads, D)], ours, truth)
 
 
-def _attention(device: torch.device, T: int) -> Iterator[Case]:
+def _attention_cases(device: torch.device, T: int) -> Iterator[Case]:
     documents = torch.tensor([0, T // 3, T // 3, T], device=device)
     options: dict[str, tuple[int, dict[str, Any]]] = {
         "causal": (64, {}),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from warpweave import __version__
 from warpweave.doctor.check import Check, Measured
-from warpweave.launch import gpu_count
+from warpweave.gpus import gpu_count
 
 PACKAGES = ("triton", "numpy", "transformers", "liger-kernel")
 BUSY = 0.1  # of a GPU's memory that others may hold

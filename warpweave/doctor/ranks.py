@@ -23,6 +23,7 @@ from warpweave.doctor.check import Check, Measured, within_budget
 from warpweave.doctor.machine import drain
 from warpweave.dtypes import DTYPES
 from warpweave.exchange import exchange
+from warpweave.gpus import BACKENDS
 from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from warpweave.kernels.reference import compute_dtype
 from warpweave.launch import Session, Stopped, join, launch, reported
@@ -122,7 +123,8 @@ def _axis(rows: _RankRows, number: int, layout: Layout) -> Measured:
 
 def _proven(layouts: Sequence[Layout], path: str) -> None:
     """`prove_rank` on the ranks of the first, the largest."""
-    launch(_prove_quietly, ([*layouts], TIMEOUT, path), layouts[0].mesh)
+    backend = BACKENDS[layouts[0].device]
+    launch(_prove_quietly, ([*layouts], TIMEOUT, path), layouts[0].mesh, backend=backend)
 
 
 def _prove_quietly(layouts: list[Layout], timeout: float, path: str, port: int) -> None:
@@ -135,14 +137,15 @@ def _prove_quietly(layouts: list[Layout], timeout: float, path: str, port: int) 
 
 
 def _on_ranks(device: str, ranks: int, items: Sequence[tuple[str, str]], path: str) -> None:
-    launch(measure_rank, (device, ranks, [*items], path), Mesh(tp=ranks))
+    args = (device, ranks, [*items], path)
+    launch(measure_rank, args, Mesh(tp=ranks), backend=BACKENDS[device])
 
 
 def measure_rank(
     device: str, ranks: int, items: list[tuple[str, str]], path: str, port: int | None = None
 ) -> None:
     """Measure `items` in turn as one rank; rank 0 writes a line of JSON for each to `path`."""
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend = BACKENDS[device]
     session = join(Mesh(tp=ranks), timeout=TIMEOUT, backend=backend, port=port)
     torch.set_num_threads(1)
     with reported(session):

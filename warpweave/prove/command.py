@@ -18,6 +18,7 @@ from typing import NoReturn
 import torch
 
 from warpweave.gpt import PRESETS
+from warpweave.gpus import BACKENDS
 from warpweave.launch import Stopped, join, launch, reported, under_torchrun
 from warpweave.parallel.mesh import Mesh
 from warpweave.prove.layouts import Layout
@@ -31,7 +32,7 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
     One line of JSON for each layout as soon as it is proven. A rank that no remaining layout needs
     leaves.
     """
-    backend = "nccl" if layouts[0].device == "cuda" else "gloo"
+    backend = BACKENDS[layouts[0].device]
     session = join(layouts[0].mesh, timeout=timeout, backend=backend, port=port)
     torch.set_num_threads(1)
     if session.store is not None:  # a process of its own
@@ -144,7 +145,7 @@ def _prove(config: ProveConfig, summary: dict) -> None:
             if world == 1:
                 prove_rank(layouts, config.timeout, file.name)
             else:
-                backend = "nccl" if layouts[0].device == "cuda" else "gloo"
+                backend = BACKENDS[layouts[0].device]
                 args = (layouts, config.timeout, file.name)
                 launch(prove_rank, args, Mesh(dp=world), backend=backend)
         finally:  # a rank that died has its own exit code, and what is missing is not proven
