@@ -17,15 +17,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from plants import instead, noticed, planted
+from plants import Plant, instead, noticed, planted
 from ranks import NotedWork, run_ranks
 from sharded import beside_replicas, draw, part, world
 from threads import run_threads
 
 from warpweave.kernels.dropout import Drop
+from warpweave.kernels.gemm import local
 from warpweave.kernels.gemm.local import linear
 from warpweave.kernels.runtime.wgrad import rows
-from warpweave.parallel import collectives
+from warpweave.parallel import tensor
+from warpweave.parallel.collectives import Pending
 from warpweave.parallel.tensor import chunked
 from warpweave.parallel.tensor.ranks import TensorRanks, tensor_ranks
 from warpweave.parallel.words import Overlap
@@ -181,6 +183,38 @@ def test_messages_are_under_way_while_chunks_are_multiplied() -> None:
         assert run_ranks(ranks, _order) == [drawn] * ranks
 
 
+def _hidden(rank: int) -> list[str]:
+    """The same of a column-parallel backward, whose products are those of dx and of dW."""
+    events: list[str] = []
+
+    def noted(start: Callable) -> Callable:
+        def begin(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+            events.append("p")
+            pending, waits = start(x, group), ["w"]
+            return Pending(None, lambda: (events.extend(waits), waits.clear(), pending.wait())[2])
+
+        return begin
+
+    def told(product: Callable) -> Callable:
+        return lambda *tensors, **options: (events.append("m"), product(*tensors, **options))[1]
+
+    starts, drawn = ("start_all_gather", "start_reduce_scatter", "start_all_reduce_"), []
+    products = (Plant(module, "gemm", told) for module in (tensor.ranks, local))
+    with planted(*products, *(Plant(tensor.ranks, name, noted) for name in starts)):
+        whole, w = torch.zeros(SHARE * world()[2], K), torch.zeros(N, K)
+        for word, cut in itertools.product(("none", "bulk"), (True, False)):
+            x, dz = part(whole, 0) if cut else whole, torch.zeros(len(whole), N)
+            events.clear()
+            ranks = tensor_ranks(dist.group.WORLD, cut, word)
+            ranks.column_gradients(dz, x, w, (w, None), (True, True, False))
+            drawn.append("".join(events))
+    return drawn
+
+
+def test_bulk_hides_collectives_behind_the_products_and_its_twin_nothing() -> None:
+    assert run_ranks(2, _hidden) == [["pwmpwm", "mpwm", "pmpwmw", "mpmw"]] * 2
+
+
 def _absent(rank: int) -> None:
     for product in (
         lambda ranks: ranks.column_product(torch.ones(2, 2), lambda x, _: x),
@@ -210,7 +244,7 @@ GATHER, SCATTER, ROW = chunked.gather_product, chunked.product_scatter, TensorRa
 def _stale(send, recv, dest, source, group):
     """A chunk is used before it has arrived: its place holds what it held."""
     EXCHANGE(send, torch.empty_like(recv), dest, source, group).wait()
-    return collectives.Pending(None, recv.zero_)
+    return Pending(None, recv.zero_)
 
 
 def _the_other_way(send, recv, dest, source, group):

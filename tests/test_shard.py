@@ -27,6 +27,21 @@ def test_slices_padded_with_zeros_assemble_to_the_whole(shape, parts):
         assert torch.equal(record.assemble(slices[0], lambda x, axis, slices=slices: slices), full)
 
 
+@pytest.mark.parametrize("dims", [(0, 0), (0, 1), (1, 1)])
+def test_a_parameter_sharded_over_two_axes_assembles_to_the_whole(dims):
+    full, parts = torch.randn(7, 5, dtype=torch.float64), {"ep": 2, "tp": 3}
+    record = ParamRecord("w", (7, 5), tuple(map(Cut, parts, dims, parts.values())))
+    shards = {(e, t): record.slice(full, {"ep": e, "tp": t}) for e in range(2) for t in range(3)}
+
+    def gather(x, axis):  # what the ranks of the other axis hold once each has gathered over tp
+        if axis == "tp":
+            return [shards[0, t] for t in range(3)]
+        joined = (torch.cat([shards[e, t] for t in range(3)], dims[1]) for e in range(2))
+        return [own.narrow(dims[1], 0, x.shape[dims[1]]) for own in joined]
+
+    assert torch.equal(record.assemble(shards[0, 0], gather), full)
+
+
 @pytest.mark.parametrize("parts", [2, 3, 4, 7])
 def test_every_rank_holds_its_own_rows_and_zeros_past_the_end(parts):
     full = torch.arange(1.0, 14.0)[:, None].expand(13, 2)
