@@ -17,6 +17,7 @@ from warpweave.data import (
     JsonTokenizer,
     boundaries,
     open_dataset,
+    token_file,
     write_token_file,
 )
 from warpweave.data.split import Split
@@ -389,6 +390,24 @@ def test_token_files_come_back_memory_mapped(tmp_path: Path, vocab_size: int, dt
     assert b.vocab_size == tokens.max() + 1
     assert torch.equal(a.batch(1, range(4))[0], b.batch(1, range(4))[0])
     assert len(open_dataset(tmp_path / "a.bin", seq_len=9, split="validation")) == 250
+
+
+def test_a_token_file_whose_overwriting_was_cut_short_does_not_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "a.bin", token_file.replace
+    write_token_file(path, np.arange(4), vocab_size=5)
+
+    def die_at_sidecar(path: Path, fill: object) -> None:
+        if path.suffix == ".json":
+            raise KeyboardInterrupt
+        write(path, fill)
+
+    monkeypatch.setattr(token_file, "replace", die_at_sidecar)
+    with pytest.raises(KeyboardInterrupt):
+        write_token_file(path, np.array([4, 4, 4, 4]), vocab_size=5)
+    with pytest.raises(DataError, match=r"a\.bin\.json is missing"):
+        open_dataset(path, seq_len=2)
 
 
 def test_what_no_token_file_can_hold_is_not_written(tmp_path: Path) -> None:

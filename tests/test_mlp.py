@@ -56,6 +56,22 @@ def test_a_hooked_one_adds_and_drops_as_a_fused_one():
         assert_close_f64(mlp(x, *given), y, 1e-12)
 
 
+def test_a_hooked_one_recomputes_what_a_fused_one_does():
+    kept = {}
+    for recompute in ("nothing", "activation", "up"):
+        mlp, sizes = MLP(7, 11, recompute=recompute), []
+        mlp.up.register_forward_hook(lambda *_: None)
+
+        def keep(saved, sizes=sizes):
+            sizes.append(saved.numel())
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            mlp(draw(1, 6, 7).float().requires_grad_())
+        kept[recompute] = sum(sizes)
+    assert kept["up"] <= kept["activation"] <= kept["nothing"] - 6 * 11
+
+
 @EACH
 def test_its_weights_have_one_row_for_every_gate_and_unit(activation, bias):
     rows = 22 if activation == "swiglu" else 11
