@@ -493,6 +493,7 @@ def test_ranks_that_cannot_compute_together_say_so_before_they_connect(monkeypat
         assert line in str(end.value)
     else:
         assert end.value.code == 2
+        assert store.check(["verdict"])
         assert line in store.get("verdict").decode()
 
 
