@@ -291,6 +291,14 @@ def _a_number_is_read(right: Callable) -> Callable:
     return forward
 
 
+def _synchronizes(right: Callable) -> Callable:
+    def forward(self, *args, **options):
+        torch.cuda.synchronize()
+        return right(self, *args, **options)
+
+    return forward
+
+
 def _no_wait(right: Callable) -> Callable:
     """What a wait returns, at once."""
     return lambda self: self._finish()
@@ -382,6 +390,11 @@ FAULTS = {
         "1f1b",
         lambda: (_ahead(), Plant(ChainStage, "forward", _a_number_is_read)),
         "wait: .*_local_scalar_dense",
+    ),
+    "receives posted ahead, the host synchronises": Fault(
+        "1f1b",
+        lambda: (_ahead(), Plant(ChainStage, "forward", _synchronizes)),
+        "wait: .*synchronize",
     ),
     "gathered parameters are not waited for": Fault(
         "zero 3", lambda: (Plant(FlatParameters, "wait", _forgets),), "reads what all_gather"

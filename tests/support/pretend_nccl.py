@@ -15,9 +15,9 @@ host. On NCCL an operation is a kernel on a stream of its communicator. So here
 * the memory of messages is not another's (record_stream) until the host has waited for its device,
   as it may be ahead of it by any number of operations: `most_held` bytes;
 * a host that waits for its device waits for all that its rank has begun: it does when a number is
-  read (``.item()``), and, as `drains` says, when an operator runs for the first time (its kernel is
-  loaded), at every one, or at some by chance (an allocator that is short). If all ranks wait, that
-  is the deadlock it would be;
+  read (``.item()``), at `torch.cuda.synchronize`, and, as `drains` says, when an operator runs for
+  the first time (its kernel is loaded), at every one, or at some by chance (an allocator that is
+  short). If all ranks wait, that is the deadlock it would be;
 * no wait raises: what comes to no end, as when a peer has failed, ends the rank (`AbortedError`, as
   NCCL's watchdog would), and no `except` of what runs here sees it.
 
@@ -67,15 +67,21 @@ def run_nccl(
             _here.device.drain("the end")
             return result
 
-    with mock.patch.object(
+    options = mock.patch.object(
         dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), create=True
-    ):
+    )
+    waits = mock.patch.object(torch.cuda, "synchronize", _synchronize)
+    with options, waits:
         return run_threads(ranks, run, kind=LazyGroup if lazily else NcclGroup)
 
 
 def most_held() -> int:
     """The most bytes that this rank's messages have held at once so far."""
     return _here.device.most_held
+
+
+def _synchronize(device: Any = None) -> None:
+    _here.device.drain("synchronize")
 
 
 def loaded_beside_messages() -> set[str]:

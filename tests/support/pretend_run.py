@@ -1,7 +1,8 @@
 """`make pretend`: what the suite has no time for, under the pretended NCCL.
 
 First the faults of `test_pretend_nccl`, as a table: in which layout each is planted, how it shows,
-after how many seconds. Then layouts of `warpweave prove`, drawn by a seed and proven against the
+after how many seconds. Then every order in which two stages of two tensor ranks may start fused
+products and messages. Then layouts of `warpweave prove`, drawn by a seed and proven against the
 plain model, with hosts that wait for their device now and then and communicators made in either
 way. The last line says how it went; the exit status is 1 if anything is wrong.
 """
@@ -15,8 +16,10 @@ import time
 import torch
 from plants import planted
 from pretend_nccl import AbortedError, run_nccl
+from processors import Device, stuck
 from test_pretend_nccl import CASES, FAULTS, plainly, shows
 
+from warpweave.parallel.schedule import interleaved, with_comm
 from warpweave.prove.layouts import Layout, draw
 from warpweave.prove.proof import LIMITS, Errors, prove_layout
 
@@ -67,6 +70,9 @@ def main() -> None:
     torch.set_num_threads(1)
     before = time.perf_counter()
     silent, wrong = _tell(), 0
+    if left := stuck(with_comm(interleaved(2, 2, 2)), 2, Device(grid=132 - 16)):
+        wrong = 1
+    print(f"fused products that leave 16 processors to messages: {left or 'always go on'}")
     for seed in range(given.first, given.first + given.count):
         words = _prove(seed)
         wrong += bool(words)
