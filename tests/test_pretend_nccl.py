@@ -1,7 +1,7 @@
 """Whole training steps in NCCL's order: nobody waits for ever, and every bit is as in gloo's.
 
 What `pretend_nccl` imposes is listed there. Each fault of `FAULTS` is one that gloo forgives or may
-forgive, and must be told here.
+forgive, and must be told here; `make pretend` prints them as a table.
 """
 
 from __future__ import annotations
