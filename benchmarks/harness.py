@@ -33,6 +33,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from warpweave.doctor.check import relative_error as relative_error
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -184,15 +186,6 @@ def header(**extra: Any) -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 2),
         **extra,
     }
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """max|actual - expected| / max|expected|; infinite for other shapes or for NaN."""
-    if actual.shape != expected.shape:
-        return float("inf")
-    difference = (actual.double() - expected.double()).abs().max().item()
-    error = difference / (expected.double().abs().max().item() or 1.0)
-    return error if error == error else float("inf")
 
 
 def assert_equal(name: str, pairs: Mapping[str, tuple[Tensor, Tensor]], limit: float) -> Check:

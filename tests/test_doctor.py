@@ -158,7 +158,7 @@ def test_a_fault_of_one_rank_in_a_product_or_a_collective_fails_its_row(tmp_path
         assert wrong == [of] * bool(of), name
 
 
-def _axes(monkeypatch, dies_at=(), wrong=()) -> tuple[list[Verdict], list[int]]:
+def _axes(monkeypatch, dies_at=(), wrong=(), refuses=False) -> tuple[list[Verdict], list[int]]:
     """The axes' verdicts where ranks die before some layouts and are wrong in others, by name; and
     how many layouts each start of the ranks was given."""
     starts: list[int] = []
@@ -166,6 +166,8 @@ def _axes(monkeypatch, dies_at=(), wrong=()) -> tuple[list[Verdict], list[int]]:
     def launch(entry, args, mesh):
         layouts, _, path = args
         starts.append(len(layouts))
+        if refuses and len(starts) == 1:
+            raise OSError("no port")
         for layout in layouts:
             name = names[str(layout)]
             if name in dies_at:
@@ -190,6 +192,9 @@ def test_an_axis_that_is_wrong_or_kills_its_ranks_fails_and_the_others_are_prove
     assert list(failed) == ["tp, fp32", "cp, ring, fp32", "pp, 1F1B, fp32"]
     assert "exit status 7" in failed["tp, fp32"]
     assert starts == [8, 6, 2]
+    first, *others = _axes(monkeypatch, refuses=True)[0]
+    assert (first.passed, first.said) == (False, "OSError: no port")
+    assert all(verdict.passed for verdict in others)
 
 
 def test_the_axes_are_those_of_a_mesh_each_and_one_rank_has_none():

@@ -90,7 +90,8 @@ class _RankRows:
         self._items, self._start, self._found, self._said = items, start, list[dict](), ""
 
     def __getitem__(self, number: int) -> dict:
-        if number == len(self._found):
+        if number >= len(self._found):
+            self._found += [{}] * (number - len(self._found))  # of those whose launch raised
             self._found += self._more(self._items[number:])
         if found := self._found[number]:
             return found

@@ -108,12 +108,13 @@ def timed_ops(device: torch.device, sizes: LayerSizes) -> Iterator[tuple[str, Ca
 
 def _adamw(device: torch.device, n: int) -> Calls:
     """One step over n flat fp32 weights."""
-    p, g, m, v = state = [torch.rand(n, device=device) for _ in range(4)]
+    master, grad, m, v = (torch.rand(n, device=device) for _ in range(4))
     step = torch.zeros((), device=device)
     rates = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    lists = [[x] for x in state]
     other = {"amsgrad": False, "maximize": False}
     return {
-        OURS: lambda: adamw_step(p, g, m, v, step=step, impl="triton", **rates),
-        "torch fused": lambda: torch._fused_adamw_(*lists, [], [step], **rates, **other),
+        OURS: lambda: adamw_step(master, grad, m, v, step=step, **rates, **BY),
+        "torch fused": lambda: torch._fused_adamw_(
+            [master], [grad], [m], [v], [], [step], **rates, **other
+        ),
     }
