@@ -21,7 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NEWEST = {"torch": "2.15.0", "triton": "3.9.0", "numpy": "2.4.6", "transformers": "5.23.0"}
-NEEDS = ("safetensors", "tyro", "tokenizers", "tqdm", "matplotlib", "pytest", "pytest-timeout")
+NEEDS = (
+    "safetensors", "tyro", "tokenizers", "tqdm", "matplotlib", "pytest", "pytest-timeout",
+    "spmd_types",
+)  # fmt: skip
 TESTS = (
     "kernels_at_random", "kernel_gradients", "overlap", "overlap_protocol", "quick_interpreter",
     "collectives", "ring", "ulysses", "zero", "pipeline",
@@ -49,7 +52,7 @@ def install(python: Path, versions: dict[str, str]) -> list[str]:
         lacking.append(torch)
         if not pip(f"torch<{versions['torch']}"):
             return [*lacking, "any torch before it"]
-    for name in versions.keys() - {"torch"}:
+    for name in [name for name in versions if name != "torch"]:
         only = ["--no-deps"] * (name == "triton")  # torch asks for the one that it ships
         if not pip(*only, f"{name}=={versions[name]}"):
             lacking.append(f"{name}=={versions[name]}")
