@@ -186,7 +186,7 @@ def _adamw_step(
     impl: str,
 ) -> None:
     # Incremented before the launch: a program that wrote it would race with the others.
-    step.add_(1 if skip is None else (skip == 0).to(step.dtype))
+    step.add_(1 if skip is None else skip == 0)
     if master.numel() == 0:
         return
     half = _adamw_torch if impl == "torch" else _adamw_triton

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from warpweave import gpt
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
+from warpweave.generate import Sampling, generate
 from warpweave.kernels.gemm import cpu as gemm_cpu
 from warpweave.kernels.gemm import mainloop
+from warpweave.kernels.rope import rope_table
 from warpweave.kernels.runtime import dispatch
 from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
@@ -259,6 +263,23 @@ def test_an_fp16_overflow_skips_the_step_and_halves_the_scale():
 def test_valid_tokens_are_counted_beyond_what_float32_counts():
     labels = torch.zeros(1, dtype=torch.int64).expand(2**24 + 1)
     assert int(_engine(CONFIG, single())._count_valid(labels).wait()) == 2**24 + 1
+
+
+def test_rotary_tables_are_made_once_a_step_and_once_a_text():
+    """Not for every micro-batch and every token; packed or not."""
+    engine, made = (
+        _engine(LLAMA, single(), microbatches=4, micro_batch_size=2),
+        mock.Mock(wraps=rope_table),
+    )
+    with mock.patch.object(gpt, "rope_table", made):
+        data = _data(0, single(), 4)
+        engine.step(*data, lr=0.01)
+        assert made.call_count == 1
+        documents = torch.tensor([0, 5, SEQ_LEN]).expand(4, 2, -1)
+        engine.step(*data, lr=0.01, documents=documents)
+        assert made.call_count == 2
+        generate(engine.gpt, [[1, 2], [3]], Sampling(5))
+        assert made.call_count == 3
 
 
 # -------------------------------------------------------------------------- one-line refusals

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -251,10 +252,12 @@ class Engine:
         documents: Tensor | None,
     ) -> list[MicroBatch]:
         packed = [None] * len(tokens) if documents is None else documents
-        return [
-            self.gpt.micro_batch(t, y, valid, sample_ids=ids, seed=key, documents=of)
-            for t, y, ids, of in zip(tokens, labels, sample_ids, packed, strict=True)
-        ]
+        found: list[MicroBatch] = []
+        for t, y, ids, of in zip(tokens, labels, sample_ids, packed, strict=True):
+            like = found[0] if found else None
+            more: Any = {"sample_ids": ids, "seed": key, "documents": of, "like": like}
+            found.append(self.gpt.micro_batch(t, y, valid, **more))
+        return found
 
     def _count_valid(self, labels: Tensor) -> Pending:
         """Start the sum of valid tokens over data replicas; the result is at least 1, fp32 or

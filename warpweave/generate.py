@@ -15,6 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,10 +95,16 @@ def generate(
         ends = torch.full_like(pads, cache.capacity)
         documents = torch.stack((torch.zeros_like(pads), pads, ends), 1)
     last = gpt.mesh.sizes.rank_at(pp=gpt.placement[-1])
+    tables = gpt.rope_tables(torch.arange(cache.capacity, device=device))
 
     def step(chosen: Tensor | None) -> tuple[Tensor | None, int]:
         new = tokens if chosen is None else chosen[:, None]
-        return _logits(gpt, new, pads, documents, cache), last
+        at = slice(cache.start, cache.start + new.shape[1])
+        rows: Any = {name: (cos[at], sin[at]) for name, (cos, sin) in tables.items()}
+        context = TokenContext(
+            len(new), SequenceLayout(new.shape[1], 1), documents=documents, cache=cache, **rows
+        )
+        return _logits(gpt, new, pads, cache, context), last
 
     return go_on(gpt, len(prompts), sampling, step)
 
@@ -169,15 +176,12 @@ def kept(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _logits(
-    gpt: GPT, tokens: Tensor, pads: Tensor, documents: Tensor | None, cache: KVCache
+    gpt: GPT, tokens: Tensor, pads: Tensor, cache: KVCache, context: TokenContext
 ) -> Tensor | None:
     """Run tokens[B, n] after those in the cache; logits[B, V] of the last, on the last stage."""
     B, n = tokens.shape
     mesh, device = gpt.mesh, tokens.device
     positions = torch.arange(cache.start, cache.start + n, device=device)
-    context = TokenContext(
-        B, SequenceLayout(n, 1), documents=documents, cache=cache, **gpt.rope_tables(positions)
-    )
     own = (positions - pads[:, None]).clamp(min=0).flatten()
     ids = tokens.flatten()
     batch = MicroBatch(ids, ids, own, context, torch.ones((), device=device))

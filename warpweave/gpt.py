@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -205,6 +206,7 @@ class GPT(nn.Module):
         sample_ids: Tensor | None = None,
         seed: int = 0,
         documents: Tensor | None = None,
+        like: MicroBatch | None = None,
     ) -> MicroBatch:
         """This rank's view of a micro-batch of whole sequences.
 
@@ -217,6 +219,7 @@ class GPT(nn.Module):
                 to S, the same on all ranks: attention stays within them, and learned positions
                 count from a document's begin (rotary embedding sees differences only). None is one
                 document.
+            like: another micro-batch on this device, whose rotary tables are taken if they fit.
 
         Raises:
             ValueError: S is not the model's sequence length while it is sharded over the context
@@ -240,6 +243,11 @@ class GPT(nn.Module):
             table = rows_of(within.table, layout.runs(index))
             positions = positions - table[:, 0]
         positions = positions.clamp(max=self.config.seq_len - 1)  # of the layout's padding
+        tables: dict[str, Any]
+        if like is not None and like.context.layout == layout:
+            tables = {"rope": like.context.rope, "local_rope": like.context.local_rope}
+        else:
+            tables = self.rope_tables(local)
         tokens = layout.shard(tokens, index, 1).reshape(-1)
         labels = layout.shard(labels, index, 1, fill=-100).reshape(-1)
         rows = self.own_rows(len(tokens))
@@ -258,7 +266,7 @@ class GPT(nn.Module):
                 seed=seed,
                 token_ids=token_ids,
                 documents=within,
-                **self.rope_tables(local),
+                **tables,
             ),
             normaliser,
         )
