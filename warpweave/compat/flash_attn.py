@@ -402,10 +402,10 @@ def _read(x: Tensor) -> Any:
     written to `x` since (what writes to it by its address is not seen)."""
     if x.is_cpu or x.is_inference():  # the latter counts no writes
         return x.tolist()
-    version, found = getattr(x, "_numbers_read", (-1, []))
+    version, found = vars(x).get("_numbers_read", (-1, []))
     if version != x._version:
         found = x.tolist()
-        x._numbers_read = x._version, found  # type: ignore[attr-defined]
+        vars(x)["_numbers_read"] = x._version, found
     return list(found) if isinstance(found, list) else found
 
 
