@@ -17,6 +17,7 @@ ROOMS = {
         ("kernels",),
         ("parallel",),
         ("layers",),
+        ("transfer",),
         (
             "changes",
             "compat",

@@ -43,4 +43,4 @@ def test_flash_attentions_boundaries_are_read_once_for_all_layers(waits):
     """And again after they were written to: two tensors, and two versions of each."""
     assert _ours(waits["flash same"]) == {}
     for case in ("flash lopsided", "flash two", "flash cache"):
-        assert _ours(waits[case]) == {"warpweave/compat/flash_attn.py _read": 4}, case
+        assert _ours(waits[case]) == {"warpweave/compat/flash_attn.py _read_numbers": 4}, case

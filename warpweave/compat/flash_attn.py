@@ -391,21 +391,21 @@ def _unpacked(name: str, packed: Tensor, parts: int, ndim: int) -> tuple[Tensor,
 
 def _boundaries(name: str, boundaries: Tensor, x: Tensor) -> list[int]:
     """The boundaries as numbers; ValueError unless they ascend from 0 to at most x's rows."""
-    ends = _read(boundaries)
+    ends = _read_numbers(boundaries)
     if ends[0] != 0 or ends != sorted(ends) or ends[-1] > len(x):
         raise ValueError(f"{name} must ascend from 0 to at most {len(x)} rows, got {ends}")
     return ends
 
 
-def _read(x: Tensor) -> Any:
+def _read_numbers(x: Tensor) -> Any:
     """``x.tolist()``, which waits for a GPU once for all layers: read again only if torch has
     written to `x` since (what writes to it by its address is not seen)."""
     if x.is_cpu or x.is_inference():  # the latter counts no writes
         return x.tolist()
-    version, found = vars(x).get("_numbers_read", (-1, []))
+    version, found = vars(x).get("_read_numbers", (-1, []))
     if version != x._version:
         found = x.tolist()
-        vars(x)["_numbers_read"] = x._version, found
+        vars(x)["_read_numbers"] = x._version, found
     return list(found) if isinstance(found, list) else found
 
 
@@ -413,7 +413,7 @@ def _integers(
     name: str, value: int | Tensor | Sequence[int], batch: int, highest: int
 ) -> list[int]:
     """One number per sample; ValueError unless all lie in 0 .. highest."""
-    found = _read(value) if isinstance(value, Tensor) else value
+    found = _read_numbers(value) if isinstance(value, Tensor) else value
     found = list(found) if isinstance(found, (list, tuple, range)) else [found] * batch
     fit = all(isinstance(n, int) and 0 <= n <= highest for n in found)
     if len(found) != batch or not fit:
