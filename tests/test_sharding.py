@@ -145,7 +145,7 @@ def check(rank: int, broken: bool = False) -> list[str]:
     chosen = cases()
     if broken:  # dims that must be whole, cut as if each rank could do its part alone
         sharding.rope_op.sharding = "___d, _d, _d -> ___d"
-        sharding.attention_op.sharding = "_s__, _s__, _s__, _, _ -> _s__, __s"
+        sharding.attention_op.sharding = "_s__, _s__, _s__, _, _, _ -> _s__, __s"
         (rotate, rope_args, _, _), (attend, qkv, _, _) = (
             chosen[name] for name in ("rope heads", "attention heads")
         )
