@@ -237,9 +237,9 @@ def test_every_number_of_the_estimate_is_what_its_formula_says(form):
                             overlap=("bulk", "fused")[turn // 3 % 2])  # fmt: skip
         dtype, on_cpu = ("fp32", "bf16", "fp64")[turn // 2 % 3], turn % 4 < 2
         device = "cpu" if on_cpu else "cuda"
-        found = estimate(TrainingStep(config, mesh, plan, 2, dtype, device))
+        found = estimate(TrainingStep(config, mesh, plan, 3, dtype, device))
         for told, truth in zip(
-            found, _documented(config, mesh, plan, 2, dtype, on_cpu), strict=True
+            found, _documented(config, mesh, plan, 3, dtype, on_cpu), strict=True
         ):
             assert dataclasses.asdict(told) == pytest.approx(truth), (mesh, plan, dtype)
             states = truth["weights"] + truth["gradients"] + truth["optimizer"]
