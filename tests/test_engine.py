@@ -408,7 +408,7 @@ def test_interrupts_are_counted_and_results_travel_as_one_tensor():
     engine = _engine(CONFIG, single())
     for interrupted in (False, True):
         result = engine.step(*_data(0, single()), lr=0.0, interrupted=interrupted)
-        assert result.all().tolist() == [result.loss, result.norm, float(interrupted)]
+        assert result.all().tolist() == [result.loss, result.norm, float(interrupted), False]
 
 
 def _state_dicts(rank: int) -> None:
