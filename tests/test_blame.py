@@ -19,7 +19,7 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 
 from warpweave import launch
-from warpweave.blame import DUMPS, End, behind, blamed, recorded, told_ranks
+from warpweave.blame import DUMPS, End, behind, rank_at_fault, recorded, told_ranks
 from warpweave.parallel.mesh import Mesh
 
 ABORTED = -signal.SIGABRT
@@ -96,7 +96,7 @@ WATCHDOG = "ended by SIGABRT, as by NCCL's watchdog (its words are above)"
     ],
 )  # fmt: skip
 def test_evidence_names_a_rank_and_its_number_does_not(ends, dumps, said):
-    line = blamed([End(*end) for end in ends], Mesh(tp=3), _store(), dumps)
+    line = rank_at_fault([End(*end) for end in ends], Mesh(tp=3), _store(), dumps)
     assert line.startswith(said)
 
 
@@ -124,7 +124,7 @@ def test_the_flight_recorder_names_the_rank_that_did_not_join(tmp_path):
         (tmp_path / f"r{rank}").write_bytes(data)
     files = recorded(f"{tmp_path}/r", 4, 0.0)
     ends = [End(rank, ABORTED) for rank in range(3)]
-    line = blamed(ends, Mesh(tp=3), _store(), files)
+    line = rank_at_fault(ends, Mesh(tp=3), _store(), files)
     assert re.fullmatch(
         rf"all ranks were {re.escape(WATCHDOG)}; rank 1 \(tp=1\) did not join gloo:all_reduce "
         rf"\(number \d+ of group \d+\), says the flight recorder \({tmp_path}/r0 and others\)", line

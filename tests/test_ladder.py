@@ -30,7 +30,7 @@ ROOMS = {
             "plain_gpt",
             "shards",
         ),
-        ("config_file", "interrupt", "lr_schedule"),
+        ("blame", "config_file", "gpus", "interrupt", "lr_schedule"),
         ("styles",),
         ("gpt",),
         ("generate",),

@@ -57,7 +57,7 @@ def told_ranks(backend: str, folder: str) -> dict[str, str]:
     return told | {DUMPS: prefix, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
-def blamed(
+def rank_at_fault(
     ends: list[End], mesh: Mesh, store: dist.Store, dumps: dict[int, Path] | None = None
 ) -> str | None:
     """One line about the rank at fault, None where it reported its error itself.

@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from warpweave.blame import DUMPS, End, blamed, last_seen, recorded, told_ranks
+from warpweave.blame import DUMPS, End, last_seen, rank_at_fault, recorded, told_ranks
 from warpweave.gpus import disagreement, take_device
 from warpweave.messages import one_line, say
 from warpweave.parallel.mesh import Mesh
@@ -211,7 +211,7 @@ def _exit_for(
         if len(received) > 1:
             say("stopped at once, without saving")
         raise Stopped(received[0])
-    if (line := blamed(ends, mesh, store, dumps)) is not None:
+    if (line := rank_at_fault(ends, mesh, store, dumps)) is not None:
         say(line)
     code = code if code > 0 else 1
     raise Stopped(received[0], code) if received else SystemExit(code)
