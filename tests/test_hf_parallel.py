@@ -3,6 +3,7 @@ the untouched ones on one."""
 
 import functools
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,6 +87,7 @@ def _of_two(rank: int, folder: str) -> dict:
         "refused": _refused(rank),
         "packed": _packed(rank),
         "messages": _messages_of_norms(),
+        "odd": _loss_of_odd_tokens(),
         "float64": [float64(spread(*case, exact=True)) for case in EXACT],
         "lora": _lora(rank) if find_spec("peft") else None,
     }
@@ -95,6 +97,24 @@ def test_logits_loss_and_gradients_are_those_of_one_rank(two):
     """In float32, in which norms of transformers compute whatever the dtype."""
     for rank in two:
         assert_as_one_rank(TWO, rank["numbers"])
+
+
+def _loss_of_odd_tokens() -> list[torch.Tensor]:
+    from warpweave.hf.loss import LossForm, fused_loss
+    from warpweave.parallel.mesh import Mesh
+
+    spread = SimpleNamespace(mesh=Mesh(cp=2).connect())
+    vocabulary = SimpleNamespace(group=None, size=9, spread=spread)
+    draw = torch.Generator().manual_seed(2)
+    x, w = (torch.randn(n, 4, generator=draw) for n in (7, 9))
+    labels = torch.tensor([[3, 8, -100, 0, 1, 4, 2]])
+    found = fused_loss(x[None], w, labels, LossForm(), vocabulary=vocabulary)
+    return [found, torch.nn.functional.cross_entropy((x @ w.T)[:-1], labels[0, 1:])]
+
+
+def test_context_ranks_share_a_loss_of_tokens_that_they_do_not_divide(two):
+    for rank in two:
+        torch.testing.assert_close(*rank["odd"])
 
 
 @pytest.fixture(scope="module")
