@@ -5,10 +5,12 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +105,18 @@ def test_a_rank_reads_only_its_slice_and_owns_it(tmp_path: Path) -> None:
     assert part.untyped_storage().nbytes() == 5 * 2 * 4
     with pytest.raises(CheckpointError, match="holds no tensor 'nobody'"):
         reader.tensor("nobody")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_of_a_mapped_tensor_only_what_is_copied_is_loaded(tmp_path: Path) -> None:
+    whole = torch.arange(2**22, dtype=torch.float32).view(4096, 1024)  # 16 MiB
+    reader = open_checkpoint(save_checkpoint(tmp_path, 1, [("a", whole)], config={}, state={}))
+    mapped = reader.mapped("a")
+    assert torch.equal(mapped.narrow(0, 1000, 10).clone(), whole[1000:1010])
+    areas = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    (ours,) = [area for area in areas if str(tmp_path) in area]
+    assert int(re.search(r"Rss: +(\d+) kB", ours)[1]) < 8192
+    assert torch.equal(mapped, whole)
 
 
 def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ class Trainer:
         for kind, prefix in self._kinds():
 
             def saved(record: ParamRecord, prefix: str = prefix) -> Tensor:
-                return reader.tensor(prefix + record.name)
+                return reader.mapped(prefix + record.name)  # of which a rank reads its own
 
             self.engine.load(kind, saved)
         self.engine.optimizer.load_state(reader.state["optimizer"])

@@ -165,13 +165,18 @@ class Unit:
     def write(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
         """Set a state from logical tensors: ``value(record)`` returns the unsharded tensor.
 
-        "param" sets the master weights and the parameters.
+        "param" sets the master weights and the parameters. Of another state only the elements that
+        this rank keeps are read, so that those of a tensor in a mapped file are not loaded.
         """
-        buffer = self.buffer(kind)
-        whole = torch.zeros(self.layout.size, dtype=buffer.dtype, device=buffer.device)
+        buffer, size = self.buffer(kind), self.layout.size
+        whole = torch.zeros(size, dtype=buffer.dtype, device=buffer.device)
+        own = slice(0, size) if kind == "param" else self.state.region
         for record, _ in self.params:
             local = record.slice(value(record), self.mesh.coords)
-            self.layout.view(whole, record).copy_(local)
+            at = self.layout.offsets[record.name]
+            start, stop = max(own.start - at, 0), min(own.stop - at, local.numel())
+            if start < stop:
+                whole[at + start : at + stop].copy_(local.reshape(-1)[start:stop])
         if kind == "param":
             self.parameters.set(whole)
         buffer.copy_(whole[self.state.region])

@@ -70,6 +70,11 @@ class CheckpointReader:
         The result owns its memory. Raises `CheckpointError` for an unknown name, and if the file
         has changed since it was verified.
         """
+        return self.mapped(name, index).clone()
+
+    def mapped(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """As `tensor`, but in the file's memory map, not to be kept or written to: what is copied
+        out of it is all that is read from the disk."""
         entry = self._entry(name)
         path = self.path / entry["file"]
         try:
@@ -77,8 +82,8 @@ class CheckpointReader:
                 raise CheckpointError(f"{path} changed after it was verified; open it again")
             with safe_open(path, framework="pt") as file:
                 if index is None:
-                    return file.get_tensor(name).clone()
-                return file.get_slice(name)[index].clone()
+                    return file.get_tensor(name)
+                return file.get_slice(name)[index]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {name!r} from {path}: {one_line(error)}") from None
 
