@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from warpweave.kernels.gemm.mainloop import SPARE, leaving
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.modes import in_mode
 from warpweave.parallel import schedule as schedules
-from warpweave.parallel.collectives import Pending, gather, start_all_reduce_, start_exchange
+from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
 from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.data.zero import ZeroOptimizer
@@ -339,13 +340,11 @@ class Engine:
         for stage, chain in self.stages.items():
             if stage > 0 and rank_of[stage - 1] != rank_of[stage]:
                 x = torch.empty(shape, dtype=dtype, device=device)
-                source = rank_of[stage - 1]
-                start_exchange(None, x, source, source, self.mesh.group("pp")).wait()
+                dist.recv(x, group_src=rank_of[stage - 1], group=self.mesh.group("pp"))
             x, losses = chain.evaluate(x, batch, final if stage == at_end else None)
             every.append(losses)
             if x is not None and stage < at_end and rank_of[stage + 1] != rank_of[stage]:
-                dest = rank_of[stage + 1]
-                start_exchange(x.contiguous(), None, dest, dest, self.mesh.group("pp")).wait()
+                dist.send(x.contiguous(), group_dst=rank_of[stage + 1], group=self.mesh.group("pp"))
         return x if self.gpt.last else None, every
 
     def generate(

@@ -25,7 +25,7 @@ from warpweave.config import GPTConfig
 from warpweave.gpt import GPT, MicroBatch
 from warpweave.layers.context import KVCache, TokenContext
 from warpweave.modes import in_mode
-from warpweave.parallel.collectives import gather, start_exchange
+from warpweave.parallel.collectives import gather
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.pipeline.losses import split_losses
 from warpweave.transfer import upload
@@ -191,12 +191,12 @@ def _logits(
     else:
         like = next(gpt.parameters())
         x = like.new_empty(B * n, gpt.config.width)
-        start_exchange(None, x, here - 1, here - 1, group).wait()
+        dist.recv(x, group_src=here - 1, group=group)
     for block in gpt.blocks.values():
         x, _ = split_losses(block(x, context))
     cache.start += n
     if not gpt.last:
-        start_exchange(x.contiguous(), None, here + 1, here + 1, group).wait()
+        dist.send(x.contiguous(), group_dst=here + 1, group=group)
         return None
     last = x.unflatten(0, (B, n))[:, -1].contiguous()
     return gather(gpt.logits(last, batch), mesh.group("tp"), dim=-1)[:, : gpt.config.vocab_size]
