@@ -33,8 +33,8 @@ AXES = ("pp", "dp", "cp", "tp")
 SPLITS = {"dp": ("replica", "dp_shard"), "cp": ("ring", "ulysses")}
 # Outermost first, as in `AXES`.
 PRODUCTS = {"data": ("dp", "cp"), "shard": ("dp_shard", "cp"), "world": AXES}
-# Of NCCL's thread blocks in an operation of an axis, which products beside it do without. A guess:
-# NCCL itself takes up to 32 within a node.
+# Of NCCL's thread blocks in an operation of an axis; products beside it leave as many of a GPU's
+# processors. A guess: NCCL itself takes up to 32 within a node, and with NVLS needs 8.
 CTAS = 16
 
 

@@ -36,7 +36,7 @@ ROOMS = {
         ("generate",),
         ("engine_stage",),
         ("boards", "checkpoint", "data", "engine", "hf", "launch", "memory", "tune"),
-        ("convert", "gpus"),
+        ("convert",),
         ("export_config", "prove", "sample_config", "train_config"),
         ("doctor", "export", "metrics", "resume", "sample"),
         ("train",),

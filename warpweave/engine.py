@@ -21,7 +21,7 @@ from warpweave.engine_stage import EngineStage, RankUpdate, StepResult
 from warpweave.generate import Sampling, go_on
 from warpweave.gpt import GPT, MicroBatch
 from warpweave.kernels.attention.options import check_packed
-from warpweave.kernels.gemm.mainloop import SPARE, leaving
+from warpweave.kernels.gemm.mainloop import leaving
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.modes import in_mode
 from warpweave.parallel import schedule as schedules
@@ -29,7 +29,7 @@ from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
 from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.data.zero import ZeroOptimizer
-from warpweave.parallel.mesh import ConnectedMesh
+from warpweave.parallel.mesh import CTAS, ConnectedMesh
 from warpweave.parallel.pipeline import Distributed, Like, execute
 from warpweave.parallel.pipeline.losses import Losses
 from warpweave.parallel.shard import ParamRecord
@@ -217,7 +217,7 @@ class Engine:
         self._update.begin(
             lr, halted, lambda: self._start_global_losses(self._own_losses(), interrupted)
         )
-        with leaving(SPARE if self.mesh.size("world") > 1 else 0):
+        with leaving(CTAS if self.mesh.size("world") > 1 else 0):
             execute(self.schedule, self.stages, self.transport)
         valid.wait()  # where no loss did
         *losses, interrupts = self._update.losses.wait()

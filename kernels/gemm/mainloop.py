@@ -97,7 +97,6 @@ def tile_count(tile: GemmTile, M: int, N: int) -> int:
     return -(-M // tile.m) * -(-N // tile.n)
 
 
-SPARE = 8  # multiprocessors of a collective over NVLink: NVLS needs no more of NCCL's programs
 _spare: ContextVar[int] = ContextVar("warpweave_spare", default=0)
 
 
