@@ -38,7 +38,7 @@ ROOMS = {
         ("boards", "checkpoint", "data", "engine", "hf", "launch", "memory", "tune"),
         ("convert",),
         ("export_config", "prove", "sample_config", "train_config"),
-        ("doctor", "export", "metrics", "resume", "sample"),
+        ("collectives", "doctor", "export", "metrics", "resume", "sample"),
         ("train",),
         ("cli",),
     ),

@@ -161,12 +161,15 @@ class Engine:
     def load(self, kind, tensor) -> None:
         self.seen["loaded"] = kind
 
-    def step(self, tokens, labels, ids, *, lr, key, interrupted, documents) -> SimpleNamespace:
+    def step(
+        self, tokens, labels, ids, *, lr, key, interrupted, documents, halted
+    ) -> SimpleNamespace:
+        assert halted is None  # on a CPU no step runs ahead
         self.seen["rates"].append(lr)
         self.seen["keys"].append(key)
         self.seen["samples"].append((ids.tolist(), tokens.tolist()))
         self.seen["documents"].add(None if documents is None else int(documents.shape[-1] > 2))
-        return SimpleNamespace(all=lambda: torch.tensor([1.0, 1.0, 0.0]))
+        return SimpleNamespace(all=lambda: torch.tensor([1.0, 1.0, 0.0, 0.0]))
 
     def evaluate(self, tokens, labels, documents) -> torch.Tensor:
         self.seen["validation"].append(tokens.tolist())

@@ -10,12 +10,13 @@ from warpweave import __version__
 _USAGE = """usage: warpweave COMMAND [OPTIONS]
 
 commands:
-  train   train a GPT on text, on any mesh (warpweave train --help)
-  prove   show that a mesh computes what one plain device computes (warpweave prove --help)
-  doctor  check this machine: kernels, links, axes (warpweave doctor --help)
-  sample  generate text with a trained model (warpweave sample --help)
-  export  write a trained model for Hugging Face transformers (warpweave export --help)
-  tune    measure tiles on this GPU, write a table of the best (warpweave tune --help)
+  train        train a GPT on text, on any mesh (warpweave train --help)
+  prove        show that a mesh computes what one plain device computes (warpweave prove --help)
+  doctor       check this machine: kernels, links, axes (warpweave doctor --help)
+  collectives  measure all-reduce algorithms (warpweave collectives --help)
+  sample       generate text with a trained model (warpweave sample --help)
+  export       write a trained model for Hugging Face transformers (warpweave export --help)
+  tune         measure tiles on this GPU, write a table of the best (warpweave tune --help)
 
 The last line that a command prints is one JSON object with its result."""
 
@@ -24,6 +25,7 @@ _COMMANDS = {
     "train": ("train_config", "train"),
     "prove": ("prove.options", "prove.command"),
     "doctor": ("doctor.options", "doctor.command"),
+    "collectives": ("collectives.options", "collectives.command"),
     "sample": ("sample_config", "sample"),
     "export": ("export_config", "export"),
     "tune": ("tune.options", "tune.command"),

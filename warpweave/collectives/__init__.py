@@ -1,0 +1,1 @@
+"""``warpweave collectives``: all-reduce algorithms, counted, priced and measured."""
