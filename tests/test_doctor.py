@@ -163,7 +163,7 @@ def _axes(monkeypatch, dies_at=(), wrong=(), refuses=False) -> tuple[list[Verdic
     how many layouts each start of the ranks was given."""
     starts: list[int] = []
 
-    def launch(entry, args, mesh):
+    def launch(entry, args, mesh, **_):
         layouts, _, path = args
         starts.append(len(layouts))
         if refuses and len(starts) == 1:
@@ -323,6 +323,7 @@ def test_what_this_machine_does_not_have_is_said_in_one_line(monkeypatch, capsys
         assert "without torchrun" in _refused(DoctorConfig(), capsys)
     for module in (command, gpus):
         monkeypatch.setattr(module, "gpu_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     assert "2 GPU(s) are too few for 4 ranks" in _refused(DoctorConfig(ranks=4), capsys)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert "no NCCL, which 2 ranks on GPUs need" in _refused(DoctorConfig(), capsys)

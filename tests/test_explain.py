@@ -39,9 +39,9 @@ def _run(
     sent: list[int] = []
     world, peak = dist.get_world_size(), Peak()
 
-    def hop(send, recv, *ends):
-        sent.append(0 if send is None else send.numel() * send.element_size())
-        return exchange(send, recv, *ends)
+    def hop(sends, receives, group):
+        sent.append(sum(x.numel() * x.element_size() for x, _ in sends))
+        return exchange(sends, receives, group)
 
     def swap(send, recv, sizes, recv_sizes, group):
         sent.append((send.numel() - sizes[dist.get_rank(group)]) * send.element_size())
@@ -55,12 +55,12 @@ def _run(
         sent.append((world - 1) * x.numel() // world * x.element_size())
         return reduce_scatter(x, group)
 
-    exchange, all_to_all = messages.start_exchange, messages.start_all_to_all
+    exchange, all_to_all = messages.start_batch, messages.start_all_to_all
     all_gather, reduce_scatter = gather.start_all_gather, gather.start_reduce_scatter
     inputs, (do, _) = case.shard(rank)
     inputs = [x.clone().requires_grad_() for x in inputs]
     with (
-        mock.patch.multiple(messages, start_exchange=hop, start_all_to_all=swap),
+        mock.patch.multiple(messages, start_batch=hop, start_all_to_all=swap),
         mock.patch.multiple(gather, start_all_gather=collect, start_reduce_scatter=scatter),
         peak,
     ):

@@ -362,7 +362,7 @@ def test_every_option_of_the_command_arrives(words, seen, folders, tmp_path, cap
     words = [tokenizer if word == "TOKENIZER" else word for word in words]
     got = {}
 
-    def start(entry, args, mesh):
+    def start(entry, args, mesh, **_):
         got["mesh"] = mesh
         raise ValueError("not here")
 

@@ -319,13 +319,10 @@ def _free_at_once(right: Callable) -> Callable:
     return send
 
 
-def _unbatched(send, recv, to, source, group):
-    works = []
-    if send is not None:
-        works.append(dist.isend(send, group=group, group_dst=to))
-    if recv is not None:
-        works.append(dist.irecv(recv, group=group, group_src=source))
-    return collectives.Pending(None, lambda: ([work.wait() for work in works], recv)[1])
+def _unbatched(sends, receives, group):
+    works = [dist.isend(x, group=group, group_dst=to) for x, to in sends]
+    works += [dist.irecv(x, group=group, group_src=source) for x, source in receives]
+    return collectives.Pending(None, lambda: [work.wait() for work in works])
 
 
 def _swapped(right: Callable) -> Callable:
@@ -414,7 +411,7 @@ FAULTS = {
         "gpipe", lambda: (instead(transport, "_LAST", ("F",)),), "another number|inplace operation"
     ),
     "an exchange is two operations": Fault(
-        "ring", lambda: (instead(messages, "start_exchange", _unbatched),), "ranks .* wait: "
+        "ring", lambda: (instead(messages, "start_batch", _unbatched),), "ranks .* wait: "
     ),
     "two communicators are swapped": Fault(
         "1f1b",

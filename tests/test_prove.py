@@ -814,7 +814,7 @@ def test_a_layouts_groups_and_their_threads_end_before_those_of_the_next_but_one
 
 @pytest.mark.parametrize("name", OF_THE_LAST_RANK)
 def test_the_command_is_red_for_a_fault_on_another_rank_than_the_first(name, monkeypatch):
-    def launch(entry, args, mesh):
+    def launch(entry, args, mesh, **_):
         assert (entry, mesh) == (command.prove_rank, Mesh(dp=2))
         try:
             run_ranks(2, _ranked, args, name)
@@ -837,7 +837,9 @@ def _killed_rank(*args) -> None:
 
 def test_a_rank_that_dies_under_the_launcher_is_not_proven(monkeypatch, capfd):
     right = command.launch
-    monkeypatch.setattr(command, "launch", lambda _, *rest: right(_killed_rank, *rest))
+    monkeypatch.setattr(
+        command, "launch", lambda _, *rest, **how: right(_killed_rank, *rest, **how)
+    )
     code, lines = _main("--dp", "2")
     summary, printed = json.loads(lines[-1]), capfd.readouterr()
     assert code == 1
@@ -969,7 +971,7 @@ def test_a_proof_that_a_signal_stopped_says_so_and_not_that_it_passed_or_not(num
 def test_signals_reach_the_launcher_of_ranks_and_what_was_proven_by_then_is_told(number):
     """Which knows the first two itself; the terminal's end comes to it as the second."""
 
-    def launch(entry, args, mesh):
+    def launch(entry, args, mesh, **_):
         received = []
         handlers = {n: signal.signal(n, lambda n, _: received.append(n)) for n in SIGNALS[:2]}
         *_, path = args
@@ -1073,7 +1075,7 @@ def test_the_line_of_a_layout_tells_it_from_every_other():
      (("--tp", "0"), "mesh axis tp must be a positive integer, got 0"),
      (("--packed", "--typecheck"), "--packed: types do not see it, prove it with ranks"),
      (("--tp", "2", "--overlap", "fused"), "it needs --impl triton"),
-     (("--tp", "2", "--device", "cuda"), "device cuda needs a GPU, and ")],
+     (("--tp", "2", "--device", "cuda"), "this process is shown no GPU by torch ")],
 )  # fmt: skip
 def test_the_command_exits_with_two_and_one_line_for_a_layout_that_cannot_be(argv, message, capsys):
     with pytest.raises(SystemExit) as caught:

@@ -144,7 +144,14 @@ def test_the_figures_of_the_layout_page_are_the_estimates():
         step = TrainingStep(PRESETS[model], config.mesh, config.plan, 1, "bf16", "cuda")
         ranks = estimate(step)
         most = max(ranks, key=lambda rank: rank.total)
-        parts = (most.weights, most.gradients, most.optimizer, most.activations, most.total)
+        parts = (
+            most.weights,
+            most.gradients,
+            most.optimizer,
+            most.activations,
+            most.gpu,
+            most.total,
+        )
         assert [f"{part / 2**30:.1f}" for part in parts] == re.findall(r"[\d.]+", found[3]), line
     assert rows == 11
 

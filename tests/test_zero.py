@@ -429,7 +429,7 @@ def _chain(mesh, stage: int, dtype, layers: int = 3, width: int = 8):
 def _layer(linear: nn.Linear, last: bool):
     def fn(x, batch):
         y = torch.tanh(linear(batch if x is None else x))
-        return (None, {LOSS: (y * y).sum()}) if last else y
+        return (None, {LOSS: (y * y).sum(dtype=torch.float32)}) if last else y
 
     return fn
 

@@ -104,6 +104,10 @@ class Factories(TorchDispatchMode):
     """Within it what is made on the device, or moved to it, is there."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is aten.is_pinned:
+            return False
+        if func.overloadpacket in (aten.pin_memory, aten._pin_memory):
+            return args[0].clone()
         return _run(func, args, kwargs or {})
 
 
