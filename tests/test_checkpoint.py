@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -89,6 +90,25 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, shard_bytes: int)
     assert (reader.step, reader.config, reader.state, reader.mesh) == (7, CONFIG, STATE, {"dp": 2})
     shards = len(list(path.glob("*.safetensors")))
     assert shards == {1: 10, 400: 7, 1 << 30: 1}[shard_bytes]
+
+
+def test_safetensors_own_reader_finds_what_was_saved_each_at_a_multiple_of_its_width(
+    tmp_path: Path,
+) -> None:
+    tensors = weights() | {
+        'Maße/日本 "\\\n': torch.arange(3, dtype=torch.int16),
+        "odd": torch.ones(3, dtype=torch.bool),
+    }
+    path = save_checkpoint(tmp_path, 1, tensors.items(), config={}, state={})
+    (shard,) = path.glob("*.safetensors")
+    found = safetensors.torch.load_file(shard)
+    assert set(found) == set(tensors)
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    data = shard.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    for name, entry in json.loads(data[8:start]).items():
+        assert (start + entry["data_offsets"][0]) % tensors[name].element_size() == 0, name
+    assert torch.equal(open_checkpoint(path).tensor("odd"), tensors["odd"])
 
 
 def test_a_file_holds_just_so_many_bytes(tmp_path: Path) -> None:

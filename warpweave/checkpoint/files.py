@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from warpweave.exchange import exchange
 from warpweave.messages import one_line
@@ -44,7 +43,7 @@ def attempt(path: Path, work: Callable[..., dict[str, Any] | None], *args: Any) 
     """The result of ``work(*args)`` ({} for None), or {"error": the reason} if it raised."""
     try:
         return work(*args) or {}
-    except (CheckpointError, OSError, SafetensorError) as error:
+    except (CheckpointError, OSError) as error:
         return {"error": reason(error, path)}
 
 
@@ -61,27 +60,32 @@ def agree_on_all(own: dict[str, Any], group: dist.ProcessGroup | None) -> list[d
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def write(path: Path, data: bytes) -> str:
-    """Create a file (mode 0600, never through a link), flush it to the disk; the SHA-256 of `data`.
+def write(path: Path, *parts: bytes | memoryview) -> str:
+    """Create a file (mode 0600, never through a link) of these bytes, flush it to the disk; their
+    SHA-256.
 
     The digest is of the data in memory, so that what the disk changed is detected when it is read.
     """
-    view, done, digest = memoryview(data), 0, hashlib.sha256(data).hexdigest()
+    done, size, digest = 0, sum(map(len, parts)), hashlib.sha256()
     try:
         file = os.open(path, _CREATE, 0o600)
         try:
-            while done < len(data):
-                done += os.write(file, view[done : done + CHUNK])
+            for part in parts:
+                view = memoryview(part)
+                while view:
+                    written = os.write(file, view[:CHUNK])
+                    digest.update(view[:written])
+                    view, done = view[written:], done + written
             os.fsync(file)
         finally:
             os.close(file)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise CheckpointError(
-            f"cannot write {path}: {error.strerror} after {done} of {len(data)} bytes"
+            f"cannot write {path}: {error.strerror} after {done} of {size} bytes"
             + ("; free space or raise the limit, earlier checkpoints are intact" if full else "")
         ) from None
-    return digest
+    return digest.hexdigest()
 
 
 def flush_folder(path: Path) -> None:
