@@ -254,21 +254,24 @@ def test_a_wait_that_gave_up_ends_the_run_before_its_numbers_are_used(monkeypatc
     ],
 )
 @pytest.mark.parametrize("ranks", [[], [1], [0, 3]])
-@pytest.mark.parametrize("checkpoint", [None, Path("runs/step_00000006")])
+@pytest.mark.parametrize(
+    "checkpoint", [None, Path("runs/step_00000006"), CheckpointError("cannot write x: disk full")]
+)
 def test_a_run_that_cannot_go_on_says_what_where_and_what_is_left(
     loss, norm, what, words, ranks, checkpoint
 ):
     engine = mock.Mock(not_finite_ranks=lambda *_: ranks)
-    trainer = SimpleNamespace(
-        step=7, engine=engine, config=TrainConfig(dp=2, tp=2), checkpoint=checkpoint
-    )
+    saver = SimpleNamespace(wait=mock.Mock(side_effect=[checkpoint]))
+    trainer = SimpleNamespace(step=7, engine=engine, config=TrainConfig(dp=2, tp=2), saver=saver)
     with pytest.raises(TrainingStopped) as caught:
         Trainer._stop(trainer, loss, norm, what)
     names = {0: "rank 0 (dp=0, tp=0)", 1: "rank 1 (dp=0, tp=1)", 3: "rank 3 (dp=1, tp=1)"}
     where = ", ".join(names[rank] for rank in ranks) or "no single rank"
     kept = "" if math.isfinite(norm) else "the weights were not updated, "
     last = "there is no checkpoint"
-    if checkpoint is not None:
+    if isinstance(checkpoint, CheckpointError):
+        last = "cannot write x: disk full"
+    elif checkpoint is not None:
         last = "the last good checkpoint is runs/step_00000006"
     assert str(caught.value) == f"{words}, first seen on {where}; {kept}{last}"
 

@@ -44,8 +44,13 @@ def _run(folder: Path, **options):
     )
     trainer = _trainer(config)
     trainer.step = 3
-    trainer.save()
+    _save(trainer)
     return config.out
+
+
+def _save(trainer) -> None:
+    trainer.save()
+    trainer.saver.wait()
 
 
 def _export(capfd, *words: object) -> tuple[int, dict, str]:
@@ -333,7 +338,7 @@ def test_a_run_that_began_with_a_model_of_transformers_goes_back_as_that(tmp_pat
     (source / "tokenizer_config.json").write_text('{"eos_token": "7"}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
     config = _config(tmp_path, source)
-    _trainer(config).save()
+    _save(_trainer(config))
     assert read_stop_tokens(config.out) == (7,)
     assert (
         find_tokenizer(open_latest(config.out / "checkpoints").path).parent == config.out / "origin"
@@ -352,13 +357,13 @@ def test_a_run_that_began_with_a_model_of_transformers_goes_back_as_that(tmp_pat
     second = dataclasses.replace(
         config, tokenizer=own, init_from=config.out, out=tmp_path / "second"
     )
-    _trainer(second).save()
+    _save(_trainer(second))
     other = to_hf(second.out, tmp_path / "other")
     assert (other / "tokenizer.json").read_bytes() == own.read_bytes()
     assert not (other / "chat_template.jinja").exists()
     assert from_hf(other).fields["model_type"] == "mistral"
     assert (from_hf(other).fields["eos_token_id"], read_stop_tokens(other)) == (99, (99,))
     # A new run in the same folder: the earlier one is moved with what it needs.
-    _trainer(dataclasses.replace(config, init_from=None, overrides=SMALL, model="toy")).save()
+    _save(_trainer(dataclasses.replace(config, init_from=None, overrides=SMALL, model="toy")))
     moved = to_hf(config.out / "earlier-1", tmp_path / "moved")
     assert from_hf(moved).fields == from_hf(source).fields

@@ -173,6 +173,7 @@ def test_a_run_that_started_so_is_resumed_from_its_own_checkpoint(llama, tmp_pat
     for _ in range(2):
         stopped._train_step()
     stopped.save()
+    stopped.saver.wait()
     resumed = _trainer(dataclasses.replace(short, resume=True))
     assert resumed.step == 2
     assert "starts from" not in resumed.describe()

@@ -211,7 +211,7 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What ``warpweave train`` with these options does, on the first of its ranks."""
     seen: dict[str, Any] = {"saved": [], "evaluated": [], "kept": set(), "spared": set()}
     seen["boards"] = []
-    open_dataset, save = warpweave.data.open_dataset, save_checkpoint
+    open_dataset, save = warpweave.data.open_dataset, train.BackgroundSaver.save
 
     def join(mesh: Mesh, *, timeout: float, backend: str | None, port: int | None) -> Session:
         seen["join timeout"], seen["join backend"] = timeout, backend
@@ -229,12 +229,12 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
             seen["data read"] = data.fingerprint
         return data
 
-    def saved(where, step, tensors, **options):
+    def saved(saver, where, step, tensors, **options):
         seen["folder"] = where
         seen["saved"].append(step)
         seen["kept"].add(options["keep"])
         seen["spared"].add(options["spare"])
-        return save(where, step, tensors, **options)
+        return save(saver, where, step, tensors, **options)
 
     def written(self, row) -> None:
         if "val_loss" in row:
@@ -253,7 +253,7 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
     patch.setattr(Mesh, "connect", connect)
     patch.setattr(train, "Engine", lambda *args, **options: Engine(seen, *args, **options))
     patch.setattr(warpweave.data, "open_dataset", opened)
-    patch.setattr(train, "save_checkpoint", saved)
+    patch.setattr(train.BackgroundSaver, "save", saved)
     patch.setattr(metrics.Metrics, "write", written)
     patch.setattr(metrics.Metrics, "plot", lambda self: None)
     patch.setattr(train.Trainer, "describe", described)

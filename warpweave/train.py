@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from warpweave.checkpoint import CheckpointError, save_checkpoint
+from warpweave.checkpoint import BackgroundSaver, CheckpointError
 from warpweave.config import GPTConfig
 from warpweave.convert.beside import keep_origin
 from warpweave.convert.source import open_model
@@ -103,7 +103,7 @@ class Trainer:
         self._begun: _Begun | None = None
         self._read = 0.0  # when the last step's result came
         self._evaluation = (-1, math.nan)  # step and loss of the last one in this process
-        self.checkpoint: Path | None = None
+        self.saver = BackgroundSaver(self.mesh.group("world"), timeout=session.timeout)
         self.sequences_per_step = config.mesh.dp * config.plan.microbatches * config.batch
         self.tokens_per_step = self.sequences_per_step * self.model.seq_len
         self.peak_memory: list[float] = []
@@ -148,7 +148,8 @@ class Trainer:
         result's fields."""
         tqdm.set_lock(threading.RLock())  # its default lock is one of processes, and leaks
         try:
-            seconds = self._steps()
+            with self.saver:
+                seconds = self._steps()
         finally:
             self._flush()
         # A step's first run compiles and connects; it does not count unless it is the only one.
@@ -160,12 +161,9 @@ class Trainer:
         """Train until the run is over or stopped; the seconds of each step."""
         seconds: list[float] = []
         self._evaluate_if_due()  # an interrupted run has not come to that
+        silent = self.session.rank != 0
         with tqdm(
-            total=self.config.steps,
-            initial=self.step,
-            disable=self.session.rank != 0,
-            mininterval=0.5,
-            unit="step",
+            total=self.config.steps, initial=self.step, disable=silent, mininterval=0.5, unit="step"
         ) as bar:
             bar.set_postfix_str("first step: compiling and connecting")
             while not self.over and not self.stopped:
@@ -240,7 +238,7 @@ class Trainer:
         lr = learning_rate(self.config, step)
         result = self.engine.step(
             tokens, labels, ids, lr=lr, key=self.config.dropout_key(step), documents=documents,
-            interrupted=self.interrupt.number is not None,
+            interrupted=self.interrupt.number is not None or self.saver.failed,
             halted=None if before is None else before.result.stops,
         )  # fmt: skip
         return _Begun(result, lr, began)
@@ -288,9 +286,13 @@ class Trainer:
         names = ", ".join(self.config.mesh.describe(r) for r in ranks) or "no single rank"
         # The optimizer leaves everything untouched when the norm is not finite.
         kept = "" if math.isfinite(norm) else "the weights were not updated, "
-        last = "there is no checkpoint"
-        if self.checkpoint is not None:
-            last = f"the last good checkpoint is {self.checkpoint}"
+        try:
+            path = self.saver.wait()
+            last = (
+                "there is no checkpoint" if path is None else f"the last good checkpoint is {path}"
+            )
+        except CheckpointError as error:
+            last = str(error)
         raise TrainingStopped(f"{words} at step {number}, first seen on {names}; {kept}{last}")
 
     def evaluate(self) -> float:
@@ -318,7 +320,8 @@ class Trainer:
         return self.config.out / CHECKPOINTS
 
     def save(self) -> None:
-        """Write a checkpoint of logical tensors; every rank takes part."""
+        """Begin to write a checkpoint of logical tensors, once the one before is written; every
+        rank takes part."""
         self.session.beat(self.step, "saving")
         state = {
             "step": self.step,
@@ -334,14 +337,13 @@ class Trainer:
             "settings": self.config.settings,
         }
         self._flush()
-        self.checkpoint = save_checkpoint(
+        self.saver.save(
             self._folder,
             self.step,
             self._tensors(),
             config=dataclasses.asdict(self.model),
             state=state,
             mesh=dataclasses.asdict(self.config.mesh) | {"zero": self.config.plan.zero},
-            group=self.mesh.group("world"),
             keep=self.config.keep,
             spare=self.progress.best_step if self.config.early_stop else None,
         )
@@ -360,7 +362,7 @@ class Trainer:
         for kind, prefix in self._kinds():
             for record, tensor, mine in self.engine.read(kind):
                 if mine:
-                    yield prefix + record.name, tensor.cpu().contiguous()
+                    yield prefix + record.name, tensor
 
     def _resume(self) -> None:
         reader = open_run(self._folder, self.model, self.mesh.group("world"))
@@ -374,7 +376,7 @@ class Trainer:
         self.engine.optimizer.load_state(reader.state["optimizer"])
         self.step = reader.step
         self.progress = progress_of(reader, self.model.seq_len)
-        self.checkpoint = reader.path
+        self.saver.path = reader.path
         if self.session.rank == 0:
             if differing := differences(reader, self.config, self.sequences_per_step):
                 say(f"resumes with other settings than {reader.path}: {differing}")
@@ -405,7 +407,7 @@ class Trainer:
             "tokens_per_second": round(rate, 1),
             "mesh": dataclasses.asdict(self.config.mesh),
             "zero": self.config.plan.zero,
-            "checkpoint": str(self.checkpoint),
+            "checkpoint": str(self.saver.path),
             "plot": str(plot),
         } | (self.progress.lowest(self.step, val_loss) if self.config.early_stop else {})
 

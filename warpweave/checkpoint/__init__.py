@@ -29,11 +29,12 @@ checkpoint can choose its numbers, but cannot run code.
 
 One job at a time writes into a folder, which all its ranks share.
 
-`save` and `read` one step · `steps` the folder of steps: atomic publication, which are kept, which
-is the newest · `manifest` the description of a step, in strict JSON · `files` durable writes, and
-errors that all ranks share.
+`save` and `read` one step · `background` saving while training goes on · `steps` the folder of
+steps: atomic publication, which are kept, which is the newest · `manifest` the description of a
+step, in strict JSON · `files` durable writes, and errors that all ranks share.
 """
 
+from warpweave.checkpoint.background import BackgroundSaver
 from warpweave.checkpoint.files import CheckpointError, CheckpointWarning
 from warpweave.checkpoint.manifest import config_digest
 from warpweave.checkpoint.read import CheckpointReader, open_checkpoint, open_latest
@@ -41,6 +42,7 @@ from warpweave.checkpoint.save import save_checkpoint
 from warpweave.checkpoint.steps import latest
 
 __all__ = [
+    "BackgroundSaver",
     "CheckpointError",
     "CheckpointReader",
     "CheckpointWarning",

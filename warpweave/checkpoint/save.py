@@ -140,7 +140,11 @@ class _Shards:
         digest = write(self.folder / name, *parts)
         self.files[name] = {"bytes": sum(map(len, parts)), "sha256": digest}
         for key, value in self.waiting.items():
-            self.written[key] = {"file": name, "shape": list(value.shape), "dtype": _dtype(value)}
+            self.written[key] = {
+                "file": name,
+                "shape": list(value.shape),
+                "dtype": _dtype_name(value),
+            }
         self.clear()
 
     def close(self) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     entries, end = {}, 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        code, _ = DTYPE_CODES[_dtype(tensor)]
+        code, _ = DTYPE_CODES[_dtype_name(tensor)]
         shape = list(tensor.shape)
         entries[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -170,12 +174,12 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _dtype(tensor: torch.Tensor) -> str:
+def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    dtype = _dtype(tensor)
+    dtype = _dtype_name(tensor)
     if not isinstance(name, str) or not name or name == "__metadata__":
         raise CheckpointError(f"{name!r} cannot be a tensor's name")
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or dtype not in DTYPE_CODES:
