@@ -11,11 +11,16 @@ that they cannot disagree (the idea is nanotron's tied-parameter record, widened
 
 from __future__ import annotations
 
+import builtins
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
+
+_PIECE = 1 << 22  # elements that are drawn at a time
 
 
 @dataclass(frozen=True)
@@ -93,13 +98,19 @@ class ParamRecord:
             raise ValueError(
                 f"parameter {self.name} has logical shape {self.shape}, got {tuple(full.shape)}"
             )
-        for cut, before, after in self._lengths():
-            start = min(at[cut.axis] * after, before)
-            part = full.narrow(cut.dim, start, min(after, before - start))
-            padding = list(part.shape)
-            padding[cut.dim] = after - part.shape[cut.dim]
-            full = torch.cat([part, part.new_zeros(padding)], cut.dim) if padding[cut.dim] else part
-        return full
+        part, shape = full[self.held(at)], self.local_shape
+        behind = [n for i in reversed(range(full.ndim)) for n in (0, shape[i] - part.shape[i])]
+        return F.pad(part, behind) if any(behind) else part
+
+    def held(self, at: Mapping[str, int]) -> tuple[builtins.slice, ...]:
+        """The part of the logical tensor that the rank at mesh coordinates `at` holds, without
+        padding."""
+        first, stop = [0] * len(self.shape), list(self.shape)
+        for cut, _, after in self._lengths():
+            start = first[cut.dim] + at[cut.axis] * after
+            first[cut.dim] = min(start, stop[cut.dim])
+            stop[cut.dim] = min(start + after, stop[cut.dim])
+        return tuple(map(slice, first, stop))
 
     def assemble(
         self, local: torch.Tensor, gather: Callable[[torch.Tensor, str], list[torch.Tensor]]
@@ -114,16 +125,47 @@ class ParamRecord:
                 local = torch.cat(gather(local, cut.axis), cut.dim).narrow(cut.dim, 0, before)
         return local
 
-    def draw(self, seed: int, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The initial logical tensor, a function of `seed` and the name only.
+    def draw(
+        self,
+        seed: int,
+        *,
+        at: Mapping[str, int] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """The initial logical tensor, a function of `seed` and the name only; its shard on the rank
+        at mesh coordinates `at`, as `slice` would cut it, if these are given.
 
         Drawn in float32 on the CPU and then cast, so that every mesh, device and dtype starts from
-        the same values.
+        the same values. torch's generator cannot skip numbers, so a rank draws all up to its last
+        row, some rows at a time, and keeps its own.
         """
-        if self.init == "zeros":
-            return torch.zeros(self.shape, dtype=dtype)
+        record = replace(self, cuts=()) if at is None else self
+        rows, *others = record.held(at or {})
+        local = torch.zeros(record.local_shape, dtype=dtype)
+        own = local[tuple(slice(s.stop - s.start) for s in (rows, *others))]
         if self.init == "ones":
-            return torch.ones(self.shape, dtype=dtype)
+            own.fill_(1.0)
+        if isinstance(self.init, str):
+            return local
         digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") & (2**63 - 1))
-        return (torch.randn(self.shape, generator=generator) * float(self.init)).to(dtype)
+        for first, stop in self._pieces(rows.stop):
+            piece = torch.randn((stop - first, *self.shape[1:]), generator=generator)
+            here = slice(max(first, rows.start), min(stop, rows.stop))
+            if here.start < here.stop:
+                part = piece[here.start - first : here.stop - first][(slice(None), *others)]
+                own[here.start - rows.start : here.stop - rows.start] = part * float(self.init)
+        return local
+
+    def _pieces(self, stop: int) -> Iterator[tuple[int, int]]:
+        """The rows [first, last) to draw one after the other, up to row `stop` or more.
+
+        Multiples of 16 rows, of which the last piece has at least 16: `torch.randn` makes 16
+        numbers at a time, so pieces then have the numbers of the whole.
+        """
+        rows, each = self.shape[0], math.prod(self.shape[1:])
+        size, first = max(16, _PIECE // max(1, each) // 16 * 16), 0
+        while first < stop:
+            last = first + size if rows - first >= size + 16 else rows
+            yield first, last
+            first = last

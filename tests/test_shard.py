@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 import pytest
 import torch
+from threads import on_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from warpweave.engine import Engine
 from warpweave.gpt import GPT, GPTConfig
+from warpweave.parallel import shard
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.plain_gpt import PlainConfig, plain_init
@@ -74,6 +80,55 @@ def test_the_draw_depends_on_the_seed_and_the_name_alone():
     assert torch.equal(torch.get_rng_state(), before), "the draw touched the global generator"
     assert not torch.equal(record.draw(8), first)
     assert not torch.equal(record.renamed("blocks.4.up.weight").draw(7), first)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operator has made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        sizes = (x.numel() for x in tree_leaves(out) if torch.is_tensor(x) and not x.is_meta)
+        self.elements = max(self.elements, *sizes, 0)
+        return out
+
+
+@pytest.mark.parametrize("piece", [1, 100, 1 << 22])
+def test_a_rank_draws_its_own_shard_of_what_one_draw_of_the_whole_is(monkeypatch, piece):
+    """Some rows at a time, whatever their number, and no tensor much larger than that."""
+    monkeypatch.setattr(shard, "_PIECE", piece)
+    both = (Cut("ep", 0, 3), Cut("tp", 1, 2))
+    for shape in ((1,), (13,), (200,), (31, 7), (64, 1), (49, 5, 3), (2, 9), (130, 16), (33, 0)):
+        for cuts in ((), (Cut("tp", 0, 4),), both[: len(shape)], (Cut("ep", 0, 2), both[0])):
+            record = ParamRecord("w", shape, cuts, init=0.3)
+            digest = hashlib.sha256(b"5/w").digest()
+            g = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") & (2**63 - 1))
+            full = torch.randn(shape, generator=g) * 0.3
+            assert torch.equal(record.draw(5), full), shape
+            for at in ({"tp": t, "ep": e} for t in range(4) for e in range(3)):
+                if any(at[cut.axis] >= cut.parts for cut in cuts):
+                    continue
+                with Largest() as made:
+                    own = record.draw(5, at=at)
+                assert torch.equal(own, record.slice(full, at)), (shape, cuts, at)
+                assert made.elements <= max(own.numel(), piece + 31 * full[0].numel())
+    ones = ParamRecord("w", (5,), (Cut("tp", 0, 4),), init="ones")
+    assert [ones.draw(0, at={"tp": t}).tolist() for t in (1, 2, 3)] == [[1, 1], [1, 0], [0, 0]]
+
+
+def _made_by_an_engine(mesh: ConnectedMesh, config: GPTConfig) -> int:
+    with Largest() as largest:
+        engine = Engine(config, mesh)
+        engine.gpt.initialise(1)
+    return largest.elements
+
+
+def test_no_rank_of_a_mesh_makes_a_whole_tensor_to_initialise_its_shard(monkeypatch):
+    monkeypatch.setattr(shard, "_PIECE", 1 << 10)
+    config = GPTConfig(vocab_size=4096, seq_len=8, layers=1, width=32, heads=4)
+    for most in on_mesh(Mesh(tp=4), _made_by_an_engine, config):
+        assert most <= 4096 * 32 / 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -544,7 +544,7 @@ def _resume(rank: int, sizes: Mesh, stage: int, state, counts, steps):
     optimizer = ZeroOptimizer(units, mesh, AdamW(**ADAMW), clip=CLIP)
     for kind in KINDS:
         for unit in units:
-            unit.write(kind, lambda record, kind=kind: state[kind][record.name])
+            unit.write(kind, lambda r, kind=kind: r.slice(state[kind][r.name], mesh.coords))
     optimizer.load_state(counts)
     back = _read(units)
     assert all(torch.equal(back[k][n], state[k][n]) for k in KINDS for n in state[k])
@@ -779,7 +779,7 @@ def _experts(rank: int, sizes: dict[str, int], folder) -> None:
                         group=dist.group.WORLD)  # fmt: skip
         saved = open_checkpoint(folder / str(zero) / "step_00000002")
         for unit in _expert_units(mesh, 3 - zero):  # onto another placement
-            unit.write("param", lambda record, saved=saved: saved.tensor(record.name))
+            unit.write("param", lambda r, saved=saved: r.slice(saved.tensor(r.name), mesh.coords))
             for record, tensor in unit.read("param"):
                 assert torch.equal(tensor, found[record.name]), (zero, record.name)
 

@@ -142,7 +142,8 @@ class Engine:
             self.schedule, mesh.group("pp"), device=self.device, timeout=timeout
         )
         self._cold = self.device.type == "cuda" and mesh.size("pp") > 1  # see `_warm_up`
-        self.load("param", lambda record: record.draw(seed))
+        for unit in self.units:
+            unit.write("param", lambda record: record.draw(seed, at=mesh.coords))
 
     def _make_schedule(self) -> schedules.Schedule:
         """The plan's schedule with reductions, tie, update and all messages."""
@@ -406,7 +407,7 @@ class Engine:
     def load(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
         """Set "param" or one of the optimizer's moments from logical tensors, on any mesh."""
         for unit in self.units:
-            unit.write(kind, value)
+            unit.write(kind, lambda record: record.slice(value(record), self.mesh.coords))
 
     def read(self, kind: str) -> Iterator[tuple[ParamRecord, Tensor, bool]]:
         """Yield (record, logical tensor, mine) of the state of this rank's stages, "grad" included.

@@ -192,8 +192,7 @@ class GPT(nn.Module):
         records = self.parameter_records()
         for name, param in self.named_parameters():
             if not param.is_meta:
-                full = records[name].draw(seed)
-                param.copy_(records[name].slice(full, self.mesh.coords))
+                param.copy_(records[name].draw(seed, at=self.mesh.coords))
 
     # ------------------------------------------------------------------ forward
 

@@ -163,7 +163,8 @@ class Unit:
 
     @torch.no_grad()
     def write(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
-        """Set a state from logical tensors: ``value(record)`` returns the unsharded tensor.
+        """Set a state: ``value(record)`` returns the tensor that this rank's mesh coordinates hold
+        (`ParamRecord.slice`), the same on all ranks that ZeRO shards it over.
 
         "param" sets the master weights and the parameters. Of another state only the elements that
         this rank keeps are read, so that those of a tensor in a mapped file are not loaded.
@@ -172,7 +173,7 @@ class Unit:
         whole = torch.zeros(size, dtype=buffer.dtype, device=buffer.device)
         own = slice(0, size) if kind == "param" else self.state.region
         for record, _ in self.params:
-            local = record.slice(value(record), self.mesh.coords)
+            local = value(record)
             at = self.layout.offsets[record.name]
             start, stop = max(own.start - at, 0), min(own.stop - at, local.numel())
             if start < stop:
