@@ -185,8 +185,9 @@ class Attention(nn.Module):
             if layout is None:
                 layout = SequenceLayout(q.shape[1], 1)
             o = context_attention(
-                q, k, v, layout=layout, group=self.mesh.context, strategy=self.strategy, **masked
-            )
+                q, k, v, layout=layout, group=self.mesh.context, strategy=self.strategy,
+                buffers=self.mesh.buffers, **masked,
+            )  # fmt: skip
         o = o.flatten(2)
         o = o if context is None else o.flatten(0, 1)
         return self.out(o) if add_bias else self.out(o, add_bias=False)

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from warpweave.parallel.buffers import Buffers
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -268,6 +270,7 @@ class ConnectedMesh:
         groups: axis name -> process group, None where the axis has one rank.
         device_mesh: the torch DeviceMesh over (pp, dp, cp, tp), None for a single rank.
         timeout: that of `Mesh.connect`.
+        buffers: of the messages of context parallelism, for all layers.
     """
 
     sizes: Mesh
@@ -275,6 +278,7 @@ class ConnectedMesh:
     groups: dict[str, ProcessGroup | None]
     device_mesh: DeviceMesh | None
     timeout: timedelta | None = None
+    buffers: Buffers = field(default_factory=Buffers, repr=False, compare=False)
     _workspaces: dict[str, Workspace] = field(default_factory=dict, repr=False, compare=False)
 
     def group(self, axis: str) -> ProcessGroup | None:

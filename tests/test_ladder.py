@@ -52,12 +52,18 @@ ROOMS = {
     ),
     "warpweave.parallel": (
         ("words",),
-        ("shard", "layout", "collectives", "algorithms", "schedule", "symmetric"),
+        ("buffers", "shard", "layout", "collectives", "algorithms", "schedule", "symmetric"),
         ("mesh", "messages"),
         ("run_collective", "simulate", "context", "data", "tensor"),
         ("pipeline",),
     ),
-    "warpweave.checkpoint": (("files",), ("manifest",), ("steps",), ("read", "save")),
+    "warpweave.checkpoint": (
+        ("files",),
+        ("manifest",),
+        ("steps",),
+        ("read", "save"),
+        ("background",),
+    ),
     "warpweave.convert": (
         ("fields",),
         ("families",),

@@ -22,6 +22,7 @@ from ranks import NotedWork, run_ranks
 from warpweave.kernels.attention import attention_delta
 from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.parallel import messages
+from warpweave.parallel.buffers import Buffers
 from warpweave.parallel.context import context_attention, ring
 from warpweave.parallel.layout import SequenceLayout
 
@@ -193,7 +194,10 @@ def test_error_does_not_grow_with_ranks(dtype: torch.dtype) -> None:
     for faults, wrong in (
         ({"block_fwd": _carried_in_bf16}, {"o"}),  # what the gate is there for
         ({"block_bwd": _dq_in_bf16}, {"dq"}),
-        ({"_Message": lambda q, shape, _: _Message(q, shape, torch.bfloat16)}, {"dk", "dv"}),
+        (
+            {"_Message": lambda q, shape, _, of: _Message(q, shape, torch.bfloat16, of)},
+            {"dk", "dv"},
+        ),
     ):
         with mock.patch.multiple(ring, **faults):
             grown = errors(32)
@@ -211,6 +215,18 @@ def _dq_in_bf16(*args, **options) -> Tensors:
 
 
 _Message = ring._Message
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_no_result_is_in_the_memory_of_messages_that_the_next_call_takes(kind, window) -> None:
+    def give_back(self: Buffers, *given: torch.Tensor) -> None:
+        for buffer in given:
+            buffer.view(torch.uint8).fill_(255)  # NaN
+
+    case = Case(SequenceLayout(24, 4, kind), window=window)
+    with planted(instead(Buffers, "give_back", give_back)):
+        assert_equal_to_whole(case, emulate(case))
 
 
 # ------------------------------------------------------------------ 3. planted faults

@@ -44,6 +44,7 @@ from warpweave.kernels.attention.options import (
 from warpweave.kernels.attention.visible import Packed
 from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.kernels.runtime.wgrad import grad_dtype
+from warpweave.parallel.buffers import Buffers
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.context.explain import by_bytes, explain
 from warpweave.parallel.context.gather import GATHER, STREAM
@@ -84,6 +85,7 @@ def context_attention(
     strategy: Strategy | Links = "auto",
     return_lse: bool = False,
     overlap: bool = True,
+    buffers: Buffers | None = None,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's queries to keys and values of the whole sequence.
@@ -107,6 +109,8 @@ def context_attention(
         overlap: False waits for each message of the ring before its tile; the results are bitwise
             equal. "stream" then starts an all-gather only after the attention of the head before;
             "gather" and "ulysses" have nothing to overlap.
+        buffers: the memory of the ring's messages, which calls that follow each other (layers,
+            micro-batches) share; None is this call's own.
         impl: None, "triton" or "torch" for the kernels.
 
     Returns o[B, S/cp, Hq, Dv] in q's dtype, or (o, lse); both are differentiable. Every rank must
@@ -147,7 +151,7 @@ def context_attention(
     else:
         where = layout, ring, ulysses_group
         o, lse = _ContextAttention.apply(
-            q, k, v, sinks, _STRATEGIES[taken], *where, options, overlap
+            q, k, v, sinks, _STRATEGIES[taken], *where, options, overlap, buffers
         )
     o = o if o.shape[-1:] == width else o[..., : width[0]]
     return (o, lse) if return_lse else o
@@ -263,9 +267,11 @@ def resolve_strategy(
 
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, strategy, layout, group, ulysses_group, options, overlap):
+    def forward(ctx, q, k, v, sinks, strategy, layout, group, ulysses_group, options, overlap,
+                buffers=None):  # fmt: skip
         heads = q.shape[2], k.shape[2]
-        shards = Shards(layout, group, options, heads, ulysses_group, overlap)
+        buffers = Buffers() if buffers is None else buffers
+        shards = Shards(layout, group, options, heads, ulysses_group, overlap, buffers)
         o, lse, saved = attend_once(lambda: strategy.forward(shards, q, k, v, sinks), (q, k, v))
         ctx.save_for_backward(sinks, o, lse, *saved)
         ctx.strategy, ctx.shards = strategy, shards
@@ -284,7 +290,7 @@ class _ContextAttention(torch.autograd.Function):
         dsinks = None  # {partial cp}: the sum over this rank's rows
         if sinks is not None:
             dsinks = attention_dsinks(sinks, lse, delta).to(ctx.of_sinks)
-        return *grads, dsinks, *[None] * 6
+        return *grads, dsinks, *[None] * 7
 
     @staticmethod
     def spmd_typecheck(

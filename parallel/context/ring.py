@@ -58,7 +58,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import cycle
 
 import torch
 
@@ -67,6 +66,7 @@ from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.kernels.reference import Run, compute_dtype
 from warpweave.kernels.runtime.dispatch import choose
+from warpweave.parallel.buffers import Buffers
 from warpweave.parallel.context.strategy import ForwardBackward, Shards
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.messages import Hop, Steps, run_on_group
@@ -166,15 +166,11 @@ class _Route:
 Kept = Sequence[torch.Tensor | None]
 
 
-def _heads_first(
-    k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """k and v[B, S/cp, H, D] as one contiguous message [2, B, H, S/cp, D]."""
-    B, s, H, D = k.shape  # `stack` may lay them out otherwise, by the inputs' strides
-    kv = k.new_empty(2, B, H, s, D) if out is None else out
-    for part, x in zip(kv, (k, v)):
+def _heads_first(k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """k and v[B, S/cp, H, D] as one contiguous message [2, B, H, S/cp, D], `out`."""
+    for part, x in zip(out, (k, v)):
         part.copy_(x.transpose(1, 2))
-    return kv
+    return out
 
 
 def ring_forward(
@@ -186,16 +182,20 @@ def ring_forward(
     layout: SequenceLayout,
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
+    buffers: Buffers | None = None,
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, Kept]]:
     """Forward of one rank: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
 
-    Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and the K‖V saved for the backward.
+    Messages are in `buffers`, and what is returned is not: o (like q), lse[B, Hq, S/cp] (fp32 or
+    float64) and the K‖V saved for the backward.
     """
     route = _Route(rank, layout, options)
     if choose(options.impl, q) == "torch":  # the copy takes less than torch's kernel gains by it
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    here = _heads_first(k, v)
-    spare = torch.empty_like(here)
+    buffers = Buffers() if buffers is None else buffers
+    shape = 2, k.shape[0], k.shape[2], k.shape[1], k.shape[3]
+    here, spare = (buffers.take(shape, k.dtype, k.device) for _ in range(2))
+    _heads_first(k, v, out=here)
     o = lse = None
     for at, onward in zip(route.visits, (*route.visits[1:], None)):
         if onward is not None:
@@ -210,7 +210,8 @@ def ring_forward(
             yield None
             here, spare = spare, here
     last = route.visits[-1]
-    far = here if route.reach(last) == last else None
+    far = here.clone() if route.reach(last) == last else None
+    buffers.give_back(here, spare)
     own = (k, v) if route.stays or far is None else (None, None)
     return o.to(q.dtype), lse, (far, *own)
 
@@ -221,36 +222,27 @@ class _Message:
     A buffer of bytes, because K‖V has the inputs' dtype and dK‖dV is fp32 (or float64).
     """
 
-    def __init__(self, like: torch.Tensor, shape: Sequence[int], grad_dtype: torch.dtype) -> None:
+    def __init__(
+        self, like: torch.Tensor, shape: Sequence[int], grad_dtype: torch.dtype, buffers: Buffers
+    ) -> None:
         number = torch.Size(shape).numel()
         self._split = number * like.element_size()  # a multiple of the gradient's item size
         size = self._split + number * grad_dtype.itemsize
-        self._bytes = torch.empty(size, dtype=torch.uint8, device=like.device)
-        self.kv = self._bytes[: self._split].view(like.dtype).view(shape)
-        self.dkv = self._bytes[self._split :].view(grad_dtype).view(shape)
+        self.bytes = buffers.take((size,), torch.uint8, like.device)
+        self.kv = self.bytes[: self._split].view(like.dtype).view(shape)
+        self.dkv = self.bytes[self._split :].view(grad_dtype).view(shape)
 
     def part(self, kv: bool, dkv: bool) -> torch.Tensor | None:
         """The bytes of K‖V, of dK‖dV or of both; None for neither."""
-        start, stop = 0 if kv else self._split, len(self._bytes) if dkv else self._split
-        return self._bytes[start:stop] if kv or dkv else None
-
-
-class _Kept:
-    """The K‖V that the forward received last, if any; it has no dK‖dV to be sent yet."""
-
-    def __init__(self, kv: torch.Tensor | None) -> None:
-        self.kv = kv
-
-    def part(self, kv: bool, dkv: bool) -> torch.Tensor | None:
-        """The bytes of K‖V, or None."""
-        return self.kv.view(-1).view(torch.uint8) if kv else None
+        start, stop = 0 if kv else self._split, len(self.bytes) if dkv else self._split
+        return self.bytes[start:stop] if kv or dkv else None
 
 
 def _backward_hops(
     route: _Route,
-    here: _Message | _Kept,
+    here: _Message,
     spare: _Message,
-    own: Kept,
+    anew: torch.Tensor | None,
     at: tuple[int, int, int],
 ) -> list[Hop]:
     """The messages of one step of the backward.
@@ -260,7 +252,7 @@ def _backward_hops(
 
         K‖V of this step's block               now - onward ranks back, to be attended next
         dK‖dV of the previous step's block     before - now ranks back, to be added to there
-        K‖V of this rank's own block           onward ranks ahead, if it stayed on its owner and
+        K‖V of this rank's own block, `anew`   onward ranks ahead, if it stayed on its owner and
                                                that is the last rank which sees it
 
     The first two are one message where they go equally far, which is always so without a mask.
@@ -282,7 +274,7 @@ def _backward_hops(
             hops.append(route.hop(*ends, -dkv))
     if onward < now and onward in route.starts:
         starts, arrives = route.reach(0) == onward, route.reach(onward) == onward
-        ends = _heads_first(*own) if starts else None, spare.kv if arrives else None
+        ends = anew if starts else None, spare.kv if arrives else None
         hops.append(route.hop(*ends, onward))
     return hops
 
@@ -296,9 +288,10 @@ def ring_backward(
     layout: SequenceLayout,
     options: AttentionOptions,
     kv_grad_dtype: torch.dtype | None = None,
+    buffers: Buffers | None = None,
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Backward of one rank: q[B, S/cp, Hq, D], `kept` from `ring_forward`, and the `Upstream` of
-    this rank's rows.
+    this rank's rows. Messages are in `buffers`, and what is returned is not.
 
     Returns dq, dk, dv of this rank's rows, summed over all ranks, in q's dtype; dk and dv in
     `kv_grad_dtype` if that is given (the hybrid adds them to those of other ranks).
@@ -307,13 +300,17 @@ def ring_backward(
     visits, (far, *own) = route.visits[::-1], kept
     B, s, _, D = q.shape
     shape = (2, B, own[0].shape[2], s, D) if far is None else far.shape
-    buffers = cycle([_Message(q, shape, grad_dtype) for _ in range(2)])
-    here: _Message | _Kept = _Kept(far)
-    spare = next(buffers)
+    buffers = Buffers() if buffers is None else buffers
+    here, spare = (_Message(q, shape, grad_dtype, buffers) for _ in range(2))
+    if far is not None:
+        here.kv.copy_(far)
+    anew = None
+    if route.stays:
+        anew = _heads_first(*own, out=buffers.take(shape, q.dtype, q.device))
     kv_grad_dtype = kv_grad_dtype or q.dtype
     dq = None
     for before, at, onward in zip((visits[0], *visits), visits, (*visits[1:], 0)):
-        yield from _backward_hops(route, here, spare, own, (before, at, onward))
+        yield from _backward_hops(route, here, spare, anew, (before, at, onward))
         block, first = route.block(at), route.reach(at) == at
         into: Sequence[torch.Tensor | None] = (None, None)
         if first:  # no dK‖dV is received for this block: its sum starts on this rank
@@ -325,12 +322,12 @@ def ring_backward(
         if block is not None and not first:
             for whole, part in zip(spare.dkv.transpose(2, 3), tile):
                 whole.add_(part)
-        if onward == 0 < at and route.stays:
-            _heads_first(*own, out=spare.kv)
-        here, spare = spare, next(buffers)
+        if onward == 0 < at and anew is not None:
+            spare.kv.copy_(anew)
+        here, spare = spare, here
     assert dq is not None  # the own block is always visible
-    assert not isinstance(here, _Kept)
-    dk, dv = here.dkv.transpose(2, 3).to(kv_grad_dtype)
+    dk, dv = here.dkv.transpose(2, 3).to(kv_grad_dtype, copy=True)
+    buffers.give_back(here.bytes, spare.bytes, *([] if anew is None else [anew]))
     return dq.to(q.dtype), dk, dv
 
 
@@ -341,7 +338,9 @@ def _ring_forward(
     shards: Shards, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, Kept]:
     layout, options = shards.layout, shards.options
-    steps = ring_forward(shards.rank, q, k, v, layout=layout, options=options, sinks=sinks)
+    steps = ring_forward(
+        shards.rank, q, k, v, layout=layout, options=options, sinks=sinks, buffers=shards.buffers
+    )
     o, lse, kept = run_on_group(steps, shards.group, overlap=shards.overlap)
     return o, lse, (q, *kept)
 
@@ -350,7 +349,9 @@ def _ring_backward(
     shards: Shards, upstream: Upstream, saved: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (q, *kept), layout, options = saved, shards.layout, shards.options
-    steps = ring_backward(shards.rank, upstream, q, kept, layout=layout, options=options)
+    steps = ring_backward(
+        shards.rank, upstream, q, kept, layout=layout, options=options, buffers=shards.buffers
+    )
     return run_on_group(steps, shards.group, overlap=shards.overlap)
 
 

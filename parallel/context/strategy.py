@@ -10,13 +10,14 @@ a word in `parallel.words.Strategy`, a row in `attention._STRATEGIES` and its co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from warpweave.kernels.attention.options import AttentionOptions
+from warpweave.parallel.buffers import Buffers
 from warpweave.parallel.collectives import group_rank
 from warpweave.parallel.layout import SequenceLayout
 
@@ -33,6 +34,7 @@ class Shards:
         ulysses_group: the ranks of the all-to-alls; None for one rank. cp rank = rank in `group`
             times its size + rank in it.
         overlap: hide messages behind compute; False gives the same bits, one after the other.
+        buffers: of the ring's messages; calls one after the other share them.
     """
 
     layout: SequenceLayout
@@ -41,6 +43,7 @@ class Shards:
     heads: tuple[int, int]
     ulysses_group: dist.ProcessGroup | None = None
     overlap: bool = True
+    buffers: Buffers = field(default_factory=Buffers)
 
     @property
     def rank(self) -> int:

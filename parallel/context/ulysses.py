@@ -36,6 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,6 +45,7 @@ from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose
+from warpweave.parallel.buffers import Buffers
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.context.ring import Kept, ring_backward, ring_forward
 from warpweave.parallel.context.strategy import ForwardBackward, Shards
@@ -172,6 +174,7 @@ def ulysses_forward(
     split: HeadSplit,
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
+    buffers: Buffers | None = None,
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, Kept]]:
     """Forward of cp rank `rank`: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
 
@@ -202,7 +205,7 @@ def ulysses_forward(
         kept: Kept = (k, v)
     else:
         o, lse, kept = yield from ring_forward(
-            hop, q, k, v, layout=split.ring, options=options, sinks=sinks
+            hop, q, k, v, layout=split.ring, options=options, sinks=sinks, buffers=buffers
         )
     of_lse, of_o = yield from _start_exchange(
         me,
@@ -224,6 +227,7 @@ def ulysses_backward(
     split: HeadSplit,
     options: AttentionOptions,
     through_lse: bool,
+    buffers: Buffers | None = None,
 ) -> Steps[Tensors]:
     """Backward of cp rank `rank`: do[B, S/cp, Hq, D], what `ulysses_forward` saved, and
     delta[B, Hq, S/cp] = rowsum(o do) - dlse; `through_lse` says whether there is a dlse.
@@ -254,8 +258,9 @@ def ulysses_backward(
         dq, dk, dv = block_bwd(upstream, q, k, v, options, grad_dtype=wide)
     else:
         dq, dk, dv = yield from ring_backward(
-            hop, upstream, q, kept, layout=split.ring, options=options, kv_grad_dtype=wide
-        )
+            hop, upstream, q, kept, layout=split.ring, options=options, kv_grad_dtype=wide,
+            buffers=buffers,
+        )  # fmt: skip
     if not split.even(me):
         read = torch.tensor(split.read(me), device=q.device)
         dk, dv = (x.new_zeros(*x.shape[:2], n_kv, D).index_add_(2, read, x) for x in (dk, dv))
@@ -296,16 +301,16 @@ def _ulysses_forward(
     shards: Shards, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, Kept]:
     rank, split = _head_split(shards)
-    steps = ulysses_forward(rank, q, k, v, split=split, options=shards.options, sinks=sinks)
+    of: dict[str, Any] = {"split": split, "options": shards.options, "buffers": shards.buffers}
+    steps = ulysses_forward(rank, q, k, v, sinks=sinks, **of)
     return run_on_group(steps, shards.group, shards.ulysses_group, overlap=shards.overlap)
 
 
 def _ulysses_backward(shards: Shards, upstream: Upstream, saved: Tensors) -> Tensors:
     rank, split = _head_split(shards)
     do, _, delta, o = upstream  # saved lse and o are of this rank's heads
-    steps = ulysses_backward(
-        rank, do, saved, delta, split=split, options=shards.options, through_lse=o is None
-    )
+    of: dict[str, Any] = {"split": split, "options": shards.options, "buffers": shards.buffers}
+    steps = ulysses_backward(rank, do, saved, delta, through_lse=o is None, **of)
     return run_on_group(steps, shards.group, shards.ulysses_group, overlap=shards.overlap)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from warpweave.kernels.runtime.dtypes import DTYPES
+from warpweave.parallel.buffers import Buffers
 from warpweave.parallel.collectives import (
     by_gloo,
     group_options,
@@ -226,7 +227,7 @@ class Distributed:
         self._sending: dict[Action, tuple[Link, dist.Work, Tensor]] = {}
         self._ending = {a[1:3] for a in lists[self.rank] if a.op in _LAST}  # (stage, micro-batch)
         self._received: dict[tuple[int, int], list[Tensor]] = defaultdict(list)  # by those
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._buffers = Buffers()
 
     def _connect(self) -> dict[Link, ProcessGroup]:
         """Create the communicators, and send one message on every link."""
@@ -329,7 +330,7 @@ class Distributed:
         before = self._lists[rank][index - 1] if index else None
         if before is not None and before.op in _LAST:
             for buffer in self._received.pop((before.stage, before.mb), ()):
-                self._give_back(buffer)
+                self._buffers.give_back(buffer)
         for receive in self._posts.get((rank, index), ()):
             like = self.like(receive.stage + (receive.op == RECV_B), receive.mb)
             self._post(Receive(link(receive, self._rank_of), receive, like))
@@ -339,7 +340,7 @@ class Distributed:
         if action.op in SENDS:
             stage = action.stage + (action.op == SEND_F)
             _check_like(action, tensor, self.like(stage, action.mb))
-            tensor = self._buffer(tensor.shape, tensor.dtype).copy_(tensor)
+            tensor = self._buffers.take(tensor.shape, tensor.dtype, self._device).copy_(tensor)
         elif action in self._sending:  # an earlier TIE, whose answer is here
             self._arrive(action)
         tensor = tensor.contiguous()
@@ -361,7 +362,7 @@ class Distributed:
             self._arrive(action)
 
     def _post(self, want: Receive) -> None:
-        buffer = self._buffer(torch.Size(want.like[0]), want.like[1])
+        buffer = self._buffers.take(*want.like[:2], self._device)
         work = dist.irecv(buffer, group_src=want.link.src, group=self._communicators[want.link])
         assert work is not None
         self._posted[want.action] = work, buffer
@@ -381,14 +382,7 @@ class Distributed:
         link, work, buffer = self._sending.pop(action)
         self._wait(work, f"{action} to rank {link.dst}")
         if action.op in SENDS:
-            self._give_back(buffer)
-
-    def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        free = self._free[shape, dtype]
-        return free.pop() if free else torch.empty(shape, dtype=dtype, device=self._device)
-
-    def _give_back(self, buffer: Tensor) -> None:
-        self._free[buffer.shape, buffer.dtype].append(buffer)
+            self._buffers.give_back(buffer)
 
     def _wait(self, work: dist.Work, words: str) -> None:
         try:
