@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from close import relative_error
 from ranks import run_ranks
-from threads import on_mesh
+from threads import on_mesh, run_threads
 from torch import Tensor
 
 from warpweave.config import GPTConfig, ParallelPlan
@@ -66,7 +66,7 @@ HYBRID = {
 
 @pytest.mark.parametrize("world", HYBRID)
 def test_replicated_shards_train_as_one_device_does(world):
-    run_ranks(world, _proven, HYBRID[world])
+    run_threads(world, _proven, HYBRID[world])
 
 
 def test_a_run_says_over_how_many_ranks_its_shards_lie():
