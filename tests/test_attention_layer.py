@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_f64
-from ranks import run_ranks
 from sharded import MESHES, RTOL, check_layer, draw, own
 from threads import run_threads
 from torch import Tensor, nn
@@ -309,4 +308,4 @@ def _over_context_ranks(mesh: ConnectedMesh, how: dict) -> None:
 
 
 def test_a_sequence_cut_over_context_ranks_is_attended_whole():
-    run_ranks(4, _on_context_ranks)
+    run_threads(4, _on_context_ranks)

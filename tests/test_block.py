@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from close import assert_all_close, assert_close_f64, assert_error_budget, assert_same_bits
 from ranks import run_ranks
 from sharded import MESHES, RTOL, check_layer, draw
+from threads import run_threads
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -287,7 +288,7 @@ def _on_tensor_ranks(rank: int, sizes: Mesh) -> None:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_it_equals_one_device_on_tensor_ranks_dropout_included(sizes):
-    run_ranks(sizes.world, _on_tensor_ranks, sizes)
+    run_threads(sizes.world, _on_tensor_ranks, sizes)
 
 
 def _train(block: nn.Module, x: Tensor) -> list[Tensor]:

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import relative_error
-from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from threads import run_threads
 
 from warpweave.checkpoint import CheckpointError, save_checkpoint
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
@@ -221,7 +221,7 @@ def test_ranks_of_a_mesh_each_read_and_write_their_part(folders, tmp_path):
         mine[name] = Path(shutil.copytree(folders[name], tmp_path / name))
         logits = _theirs(name)(tokens).logits.detach()
         losses[name] = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    run_ranks(4, _on_ranks, mine, losses)
+    run_threads(4, _on_ranks, mine, losses)
 
 
 def test_bf16_weights_come_back_as_they_were_also_from_an_engine(tmp_path):

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from threads import run_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -95,7 +95,7 @@ def test_loss_evaluation_and_generated_text_agree_on_every_mesh(name):
     config = LLAMA if name == "cp2pp2" else CONFIG
     if MESHES[name][0].tp > 1:  # tokens that the second tensor rank holds
         assert min(_alone(config)["texts"][-1]) > VOCAB // 2
-    for story in run_ranks(MESHES[name][0].world, _on_mesh, name, config):
+    for story in run_threads(MESHES[name][0].world, _on_mesh, name, config):
         assert story["numbers"] == pytest.approx(_alone(config)["numbers"], rel=1e-12)
         assert story["texts"] == _alone(config)["texts"]
 
@@ -115,7 +115,7 @@ def _early_and_late(rank: int, zero: int) -> None:
 
 def test_gradients_that_leave_early_are_the_same_to_the_bit():
     for zero in (0, 1, 2):
-        run_ranks(4, _early_and_late, zero)
+        run_threads(4, _early_and_late, zero)
 
 
 def test_evaluation_is_the_plain_models_loss_without_dropout():
@@ -178,7 +178,7 @@ def _largest(rank: int) -> list[int]:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_sampled_token_costs_one_sequence_and_one_row_of_logits(ranks):
     """Not a micro-batch of whole sequences with the logits of all their tokens."""
-    every = run_ranks(ranks, _largest) if ranks > 1 else [_largest(0)]
+    every = run_threads(ranks, _largest) if ranks > 1 else [_largest(0)]
     for short, long in every:  # a row of logits is 6,000, 128 and 256 tokens of 32 features less
         assert short <= 6000
         assert long <= 256 * 32
@@ -240,7 +240,7 @@ def _falls(rank: int) -> list[tuple[str, list[float], float]]:
 
 
 def test_bf16_and_fp16_train_on_two_ranks():
-    for first, second in zip(*run_ranks(2, _falls), strict=True):
+    for first, second in zip(*run_threads(2, _falls), strict=True):
         assert first == second
         _, losses, count = first
         assert count == 15
@@ -377,7 +377,7 @@ def test_a_step_does_not_add_to_what_a_step_without_a_rate_left():
         result = alone.step(*_data(key, single()), lr=0.1)
     expected = pytest.approx([float(result.loss), float(result.norm)], rel=1e-12)
     for zero in range(4):
-        assert run_ranks(2, _after_idle_steps, zero) == [expected, expected]
+        assert run_threads(2, _after_idle_steps, zero) == [expected, expected]
 
 
 def test_a_step_does_not_add_to_what_a_failed_one_left():
@@ -425,7 +425,7 @@ def _state_dicts(rank: int) -> None:
 
 
 def test_a_state_dict_waits_for_its_parameters_and_refuses_freed_ones():
-    run_ranks(2, _state_dicts)
+    run_threads(2, _state_dicts)
 
 
 def _written(rank: int) -> list[list[str]]:
@@ -439,7 +439,7 @@ def _written(rank: int) -> list[list[str]]:
 def test_every_tensor_of_a_checkpoint_belongs_to_exactly_one_rank():
     model = _engine(CONFIG, single())
     every = sorted(record.name for record, _, _ in model.read("param"))
-    for ranks in zip(*run_ranks(4, _written), strict=True):
+    for ranks in zip(*run_threads(4, _written), strict=True):
         assert sorted(name for names in ranks for name in names) == every
         assert all(ranks), "a rank writes nothing"
 
@@ -457,7 +457,7 @@ def _one_is_interrupted(rank: int) -> list[float]:
 
 
 def test_every_rank_hears_of_a_stop_that_any_one_rank_was_asked_for():
-    assert run_ranks(4, _one_is_interrupted) == [[1.0] * 4 + [0.0]] * 4
+    assert run_threads(4, _one_is_interrupted) == [[1.0] * 4 + [0.0]] * 4
 
 
 def test_an_evaluation_between_steps_changes_neither_them_nor_itself():

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 from close import relative_error
-from ranks import run_ranks
 from test_convert import _theirs
+from threads import run_threads
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from warpweave import generate as module
@@ -120,7 +120,7 @@ def _on_ranks(rank: int, folders: dict[str, Path], expected: dict[str, list]) ->
 
 def test_tensor_ranks_and_stages_write_the_same_text(folders):
     names = ("qwen2", "gemma3", "olmo2")
-    run_ranks(4, _on_ranks, folders, {name: _expected(name) for name in names})
+    run_threads(4, _on_ranks, folders, {name: _expected(name) for name in names})
 
 
 def _left(logits: torch.Tensor, how: Sampling) -> torch.Tensor:

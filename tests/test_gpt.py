@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from close import assert_all_close, assert_close_f64, assert_same_bits, relative_error
 from ranks import run_ranks
+from threads import run_threads
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
@@ -566,7 +567,6 @@ def _on_ranks(rank: int, world: int) -> None:
         _check_mesh(Mesh(tp=2), gpt2, True)
         _check_mesh(Mesh(tp=2), llama, False)
         _check_mesh(Mesh(cp=2), gpt2, False)
-        _train_on_data_ranks(rank)
     elif world == 3:
         _check_mesh(Mesh(tp=3), gpt2, False)
         _check_mesh(Mesh(tp=3), dataclasses.replace(llama, kv_heads=3), True)
@@ -607,8 +607,12 @@ def _train_on_data_ranks(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_ranks_of_any_mesh_and_wrapper_equal_one_device(world):
-    run_ranks(world, _on_ranks, world)
+def test_ranks_of_any_mesh_equal_one_device(world):
+    run_threads(world, _on_ranks, world)
+
+
+def test_data_ranks_of_any_wrapper_equal_one_device():
+    run_ranks(2, _train_on_data_ranks)
 
 
 @EACH

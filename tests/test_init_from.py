@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from close import relative_error
-from ranks import run_ranks
 from safetensors.torch import load_file
+from threads import run_threads
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from warpweave import train
@@ -140,7 +140,7 @@ def _on_ranks(rank: int, config: TrainConfig) -> None:
 
 def test_four_ranks_start_from_the_same_weights(llama, tmp_path):
     config = _config(tmp_path, llama, tp=2, pp=2, steps=3)
-    run_ranks(4, _on_ranks, config)
+    run_threads(4, _on_ranks, config)
     losses, _ = _theirs(config, 3)
     ours = _losses(config.out)
     assert max(abs(a - b) / b for a, b in zip(ours, losses, strict=True)) < 1e-5

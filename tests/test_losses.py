@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import run_ranks
+from threads import on_mesh
 from torch import Tensor, nn
 
 from warpweave import gpt, plain_gpt
@@ -30,7 +30,7 @@ from warpweave.parallel.pipeline import InProcess, ModuleStage, execute
 from warpweave.parallel.pipeline.losses import LOSS, split_losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.schedule import one_f_one_b, split_backward, with_comm
-from warpweave.prove import Layout, expected, prove_layout
+from warpweave.prove import Errors, Layout, expected, prove_layout
 
 WIDTH, MICRO_BATCHES, DEPTH = 5, 3, 8
 WIDE = {"dtype": torch.float64}
@@ -277,15 +277,9 @@ def _with_losses(tokens: int, plain: bool = True) -> Iterator[None]:
     expected.train.cache_clear()
 
 
-def _prove(rank: int, layouts: list[Layout]) -> None:
-    for layout in layouts:
-        tokens = layout.sizes.samples * layout.sizes.seq_len
-        mesh = layout.mesh.connect()
-        with _with_losses(tokens):
-            assert (errors := prove_layout(layout, mesh)).worst < 32, (layout, errors)
-    with _with_losses(tokens, plain=False):  # teeth: the plain model without them
-        errors = prove_layout(layout, mesh)
-    assert min(errors.loss, errors.grad, errors.evaluation) > 1e6, errors
+def _prove(layout: Layout, plain: bool = True) -> Errors:
+    with _with_losses(layout.sizes.samples * layout.sizes.seq_len, plain):
+        return on_mesh(layout.mesh, lambda mesh: prove_layout(layout, mesh))[0]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +296,10 @@ def _prove(rank: int, layouts: list[Layout]) -> None:
     ids=["one rank", "three", "four"],
 )
 def test_a_gpt_with_losses_in_every_block_is_the_plain_one_with_them_on_any_mesh(layouts) -> None:
-    run_ranks(layouts[0].mesh.world, _prove, layouts)
+    for layout in layouts:
+        assert (errors := _prove(layout)).worst < 32, (layout, errors)
+    errors = _prove(layout, plain=False)  # teeth: the plain model without them
+    assert min(errors.loss, errors.grad, errors.evaluation) > 1e6, errors
 
 
 def test_a_step_reports_losses_by_name_and_their_sum_as_does_a_whole_model() -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import triton
 from close import relative_error
-from ranks import run_ranks
+from threads import run_threads
 
 import warpweave.train as train
 from warpweave.checkpoint import CheckpointError, config_digest, open_checkpoint, open_latest
@@ -208,7 +208,7 @@ def test_a_run_is_the_plain_models_step_by_step_on_every_mesh(tmp_path, changes)
     if config.mesh.world == 1:
         _run(0, config)
     else:
-        run_ranks(config.mesh.world, _run, config)
+        run_threads(config.mesh.world, _run, config)
     rows, state = _plain_run(config)
     assert max(row.get("grad_norm", 0.0) for row in rows) > 0.4
     for row, truth in zip(_rows(config.out), rows, strict=True):
@@ -243,7 +243,7 @@ def test_a_run_resumed_at_any_step_continues_bit_for_bit(tmp_path, world):
         _whole_and_resumed(0, config, stops)
     else:
         config = _replace(config, tp=2, dp=2, zero=2, dtype="bf16")
-        run_ranks(4, _whole_and_resumed, config, stops)
+        run_threads(4, _whole_and_resumed, config, stops)
     rows, state = _rows(config.out), _saved(config.out, 5)
     assert [row["step"] for row in rows] == [1, 2, 2, 3, 4, 4, 5, 5]
     for stop in stops:
@@ -274,7 +274,7 @@ def test_a_checkpoint_opens_on_any_mesh_and_zero_stage_and_the_run_stays_the_sam
     changing = _replace(config, out=tmp_path / "chain")
     _one_step(changing)
     changing = _replace(changing, resume=True)
-    run_ranks(2, _along_the_chain, changing)
+    run_threads(2, _along_the_chain, changing)
     assert _same(_held(_trainer(changing)), _saved(changing.out, 6))
     _one_step(changing)
     capsys.readouterr()
@@ -505,7 +505,7 @@ def _poisoned(rank: int, config: TrainConfig, where: str) -> tuple[str, bool, in
 )
 def test_nan_on_one_rank_stops_all_and_names_step_and_rank(tmp_path, where, axis, rank):
     config = _config(tmp_path, **{axis: 2}, zero=2, eval_every=0, save_every=2, dropout=0.0)
-    first, second = run_ranks(2, _poisoned, config, where)
+    first, second = run_threads(2, _poisoned, config, where)
     assert first == second
     message, untouched, step = first
     assert message == (

@@ -482,6 +482,7 @@ def run_threads(
     numbers = torch.get_rng_state()
     with ExitStack() as patches:
         patches.enter_context(mock.patch.multiple(dist, **_PRETENDED))
+        patches.enter_context(mock.patch.object(dist, "set_timeout", create=True))  # torch 2.14's
         patches.enter_context(mock.patch.object(device_mesh, "init_device_mesh", _init_device_mesh))
         for module in (collectives, parameters, reduce, unit, zero):
             for name in _BY_NAME.keys() & vars(module).keys():
