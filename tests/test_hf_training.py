@@ -24,7 +24,7 @@ from warpweave.parallel.mesh import Mesh  # noqa: E402
 from warpweave.shards import whole  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-V, STEPS = 61, 50
+V, STEPS = 61, 20
 
 
 def make(family: str) -> nn.Module:
@@ -61,7 +61,7 @@ def curve(model: nn.Module, folder, steps: int = STEPS, **options) -> list[float
     """The losses of a Trainer, step after step."""
     transformers.logging.set_verbosity_error()
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), use_cpu=True, max_steps=steps, learning_rate=1e-3,
+        output_dir=str(folder), use_cpu=True, max_steps=steps, learning_rate=3e-3,
         logging_steps=1, report_to=[], disable_tqdm=True, seed=3,
         **{"per_device_train_batch_size": 4, "save_strategy": "no", **options},
     )  # fmt: skip
@@ -104,7 +104,7 @@ def test_a_trainer_goes_the_same_way(folder, family, options):
     ww.apply(ours)
     found = curve(ours, folder, **options)
     assert worst(found, theirs) <= 1e-5
-    assert found[0] - found[-1] > 0.1  # it learns
+    assert sum(found[:5]) - sum(found[-5:]) > 5 * 0.1  # it learns
 
 
 def test_the_curve_would_show_a_wrong_number_of_labels(folder):
@@ -176,8 +176,8 @@ def _trainer_of_two(rank: int, folder: str) -> dict:
         model = make("llama")
         ww.apply(model, mesh=Mesh(**{axis: 2}).connect())
         here = f"{folder}/{axis}"
-        how = {**ACCUMULATION, **more, "save_steps": 10}
-        found[axis] = curve(model, here, 10, ddp_backend="gloo", **how)
+        how = {**ACCUMULATION, **more, "save_steps": 4}
+        found[axis] = curve(model, here, 4, ddp_backend="gloo", **how)
         if more:
             found["saved"] = {n: whole(p) for n, p in model.state_dict().items()}
     return found
@@ -186,12 +186,12 @@ def _trainer_of_two(rank: int, folder: str) -> dict:
 def test_a_trainer_of_two_ranks_goes_the_way_of_one_without_us(folder):
     """Of data ranks, and of tensor and of context ranks, which are given the same tokens."""
     theirs = plain_curve("llama", folder)
-    shorter = plain_curve("llama", folder, ("steps", 10), *ACCUMULATION.items())
+    shorter = plain_curve("llama", folder, ("steps", 4), *ACCUMULATION.items())
     for found in run_ranks(2, _trainer_of_two, str(folder)):
         assert worst(found["data"], theirs) <= 1e-5
         for axis in ("tp", "cp"):
             assert worst(found[axis], shorter) <= 1e-5
-        saved = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/tp/checkpoint-10")
+        saved = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/tp/checkpoint-4")
         for name, x in saved.state_dict().items():
             assert torch.equal(found["saved"][name], x)
 

@@ -177,7 +177,7 @@ def _spare_port() -> int:
 
 @LINUX
 def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(job, tmp_path):
-    options = ("--tp", "2", "--pp", "2", "--microbatches", "2", "--steps", "4", "--zero", "2")
+    options = ("--pp", "2", "--microbatches", "2", "--steps", "4", "--zero", "2")
     ours = job(*options)
     heard: set[str] = set()
 
@@ -193,17 +193,17 @@ def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(
     result = json.loads(out[-1])
     assert list(result) == ["val_loss", "steps", "stopped", "tokens_per_second", "mesh", "zero",
                             "checkpoint", "plot"]  # fmt: skip
-    assert result["mesh"] == {"dp": 1, "cp": 1, "tp": 2, "pp": 2, "ulysses": 1, "dp_shard": None}
+    assert result["mesh"] == {"dp": 1, "cp": 1, "tp": 1, "pp": 2, "ulysses": 1, "dp_shard": None}
     assert (result["steps"], result["zero"], result["stopped"]) == (4, 2, False)
     assert 4 < result["val_loss"] < 7
     assert Path(result["plot"]).read_bytes().startswith(b"\x89PNG")
     assert open_latest(ours.out / "checkpoints").path == Path(result["checkpoint"])
     assert "--- sample ---" in out
     peaks = next(line for line in out if line.startswith("peak memory per rank: "))
-    assert peaks.count("MiB") == 4
+    assert peaks.count("MiB") == 2
     assert len(_said(err)) == 1
     assert re.search(
-        r"4 ranks \(cpu.*, gloo\), dp=1 tp=2 cp=1 pp=2, ZeRO 2, 1f1b with 2 micro-"
+        r"2 ranks \(cpu.*, gloo\), dp=1 tp=1 cp=1 pp=2, ZeRO 2, 1f1b with 2 micro-"
         r"batches of 2; [\d,]+ parameters in fp32, 64 tokens per step$",
         _said(err)[0],
     )
@@ -213,7 +213,7 @@ def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(
     # The repository's root is on these ones' path, with its folders named kernels and parallel.
     port, nodes = str(_spare_port()), []
     for node in ("0", "1"):
-        where = ("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", node,
+        where = ("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", node,
                  "--master-addr", "127.0.0.1", "--master-port", port)  # fmt: skip
         runner = (sys.executable, "-m", "torch.distributed.run", *where, "-m", "warpweave.train")
         shared = ("--out", str(tmp_path / "shared"))
@@ -294,11 +294,14 @@ RUNS = ("ours", "torchrun", "own store", "early")
 
 
 def _suite(folder: Path) -> None:
-    """What a test does that is killed: three runs that train, a fourth whose ranks just start."""
+    """What a test does that is killed: three runs that train, a fourth whose ranks just start.
+
+    A rank of torchrun is alone, so that no peer's end is what it notices.
+    """
     for name in RUNS:
         (folder / name).mkdir()
     ours = Job(folder / "ours", *LONG, "--tp", "2")
-    runner = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    runner = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1")
     theirs = Job(folder / "torchrun", *LONG, command=(*runner, "-m", "warpweave.train"))
     # Where a rank keeps the store instead of torchrun, no rank loses a connection with it. torchrun
     # names a port that was free a while ago, and a connection of others may have taken it since.
@@ -340,7 +343,7 @@ def test_a_killed_suite_leaves_no_run_behind(tmp_path):
     try:
         with suite.stdout:
             assert suite.stdout.readline() == b"ready\n"
-        assert len(_marked(mark)) >= 13  # four launchers, eight ranks and the suite
+        assert len(_marked(mark)) >= 11  # four launchers, six ranks and the suite
         suite.kill()
         deadline = time.monotonic() + WAIT
         while _marked(mark) and time.monotonic() < deadline:

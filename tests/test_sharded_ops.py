@@ -104,18 +104,28 @@ def test_so_they_do_where_data_moves_within_the_products(name: str) -> None:
     run_ranks(4, _within_products, name)
 
 
-def _beside(rank: int) -> None:
-    for name, op in OPS.items():
-        with op.within():
-            beside_replicas(rank, lambda rank, op=op: _agree(op))
-            if name in ("column", "row"):
-                beside_replicas(rank, lambda rank, op=op: _deferred(op, {}))
-                beside_replicas(rank, lambda rank, op=op: _agree_within(op))
-                beside_replicas(rank, lambda rank, op=op: _deferred(op, fused()))
+@pytest.mark.parametrize("name", OPS)
+def test_the_group_need_not_be_the_world(name: str) -> None:
+    op = OPS[name]
+
+    def beside(rank: int) -> None:
+        beside_replicas(rank, lambda rank: _agree(op))
+        if name in ("column", "row"):
+            beside_replicas(rank, lambda rank: _deferred(op, {}))
+
+    with op.within():  # of all threads
+        run_threads(4, beside)
 
 
-def test_the_group_need_not_be_the_world() -> None:
-    run_ranks(4, _beside)
+def _beside_within(rank: int) -> None:
+    for name in ("column", "row"):
+        with OPS[name].within():
+            beside_replicas(rank, lambda rank, op=OPS[name]: _agree_within(op))
+            beside_replicas(rank, lambda rank, op=OPS[name]: _deferred(op, fused()))
+
+
+def test_nor_where_data_moves_within_the_products() -> None:
+    run_ranks(4, _beside_within)
 
 
 # ---------------------------------------------------------------- frozen, deferred, added up

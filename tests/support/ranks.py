@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -32,11 +33,14 @@ _PRELOAD = [
     "warpweave.prove",
     "warpweave.train",
 ]
+# And if this process has transformers: two more seconds, which no rank of other files is worth.
+_TRANSFORMERS = ["transformers.models.llama.modeling_llama", "transformers.trainer"]
 
 
 def _context() -> mp.context.ForkServerContext:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    more = _TRANSFORMERS if "transformers" in sys.modules else []
+    context.set_forkserver_preload([*_PRELOAD, *more])
     return context
 
 
