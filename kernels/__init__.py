@@ -13,6 +13,7 @@ The public ops, each under its import path, with its halves beside it:
     cross_entropy         cross_entropy, linear_cross_entropy
     dropout               dropout                   keyed by global token numbers
     adamw                 adamw_step, sum_of_squares
+    muon                  orthogonalize, symmetric_product
     merge                 merge                     of partial attention results
 
 `reference` says in plain torch what each means, `cost` what it must compute and move, `sharding`

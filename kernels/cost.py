@@ -44,6 +44,13 @@ def gemm(M: int, N: int, K: int, *, size: int = 2) -> Cost:
     return Cost(2 * M * N * K, (M * K + K * N + M * N) * size)
 
 
+def symmetric_product(M: int, K: int, *, add: bool = False, size: int = 2) -> Cost:
+    """out[M, M] = x[M, K] x^T, one triangle of it computed; with `add` plus another matrix, of
+    which a triangle is read."""
+    triangle = M * (M + 1) // 2
+    return Cost(2 * triangle * K, (M * K + M * M + add * triangle) * size)
+
+
 def fused_gemm(
     M: int,
     N: int,

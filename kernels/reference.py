@@ -340,6 +340,16 @@ def adamw_step(
     return master - lr * weight_decay * master - lr * update, m, v
 
 
+def orthogonalize(g, steps=5):
+    """Muon's Newton-Schulz steps on g[m, n] / |g|: about U V^T of g = U S V^T."""
+    x = g / (torch.linalg.matrix_norm(g) + 1e-7)
+    x = x.t() if len(x) > x.shape[1] else x
+    for _ in range(steps):
+        gram = x @ x.t()
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.t() if g.shape[0] > g.shape[1] else x
+
+
 # ---------------------------------------------------------------- linear layers
 
 

@@ -95,7 +95,10 @@ class Attention(nn.Module):
         qkv_bias = style.bias if style.qkv_bias is None else style.qkv_bias
         qkv_features = kv_heads * (self.group + 2) * self.head_dim
         out_features = num_heads * self.head_dim
-        self.qkv = ColumnParallelLinear(embed_dim, qkv_features, qkv_bias, place=place)
+        each = (self.group * self.head_dim, self.head_dim, self.head_dim)
+        self.qkv = ColumnParallelLinear(
+            embed_dim, qkv_features, qkv_bias, matrices=each, place=place
+        )
         self.out = RowParallelLinear(
             out_features, embed_dim, style.bias, init=out_init, place=place
         )

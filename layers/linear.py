@@ -37,6 +37,7 @@ class _ParallelLinear(nn.Module):
         shard_dim: int,
         init: float,
         place: Place,
+        matrices: tuple[int, ...] = (1,),
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -47,7 +48,8 @@ class _ParallelLinear(nn.Module):
         cut = "in_features" if shard_dim else "out_features"
         _check_divides(cut, in_features if shard_dim else out_features, tp)
         shape: tuple[int, ...] = (out_features, in_features)
-        weight = ParamRecord("weight", shape, (Cut("tp", shard_dim, tp),), init=init)
+        cuts = (Cut("tp", shard_dim, tp),)
+        weight = ParamRecord("weight", shape, cuts, init=init, matrices=matrices)
         self.records = {"weight": weight}
         self.weight = nn.Parameter(torch.empty(weight.local_shape, **factory))
         if bias:
@@ -118,6 +120,8 @@ class ColumnParallelLinear(_ParallelLinear):
         place: a `Place` in place of these, device and dtype.
         gather_output: return y[..., out], all-gathered, instead of y[..., out/tp].
         init: standard deviation of the weight in a keyed initialisation (``GPT``).
+        matrices: the rows of each of several linear maps that are fused in the weight, in turns
+            (`ParamRecord`).
 
     Raises:
         ValueError: out_features does not divide by tp.
@@ -133,8 +137,9 @@ class ColumnParallelLinear(_ParallelLinear):
         place: Place,
         gather_output: bool = False,
         init: float = 0.02,
+        matrices: tuple[int, ...] = (1,),
     ) -> None:
-        super().__init__(in_features, out_features, bias, 0, init, place)
+        super().__init__(in_features, out_features, bias, 0, init, place, matrices)
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor:

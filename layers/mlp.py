@@ -56,8 +56,10 @@ class MLP(nn.Module):
                 f"hidden_dim = {hidden_dim} does not divide by the tensor axis tp = {tp}"
             )
         self.activation, self.recompute, self.impl = style.activation, place.recompute, place.impl
-        up_features = 2 * hidden_dim if gated else hidden_dim
-        self.up = ColumnParallelLinear(embed_dim, up_features, style.bias, place=place)
+        each = (1, 1) if gated else (1,)
+        self.up = ColumnParallelLinear(
+            embed_dim, len(each) * hidden_dim, style.bias, matrices=each, place=place
+        )
         self.down = RowParallelLinear(hidden_dim, embed_dim, style.bias, init=out_init, place=place)
 
     def forward(

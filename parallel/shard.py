@@ -14,7 +14,7 @@ from __future__ import annotations
 import builtins
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,6 +49,9 @@ class ParamRecord:
             parallelism over "tp"), so that gradients are summed over them, too.
         init: "zeros", "ones", or a standard deviation.
         decay: weight decay applies.
+        matrices: of the weight of a linear map, the rows of each of its matrices, in turns: (1,) is
+            one matrix, (1, 1) two whose rows alternate (gate and up), (2 D, D, D) the queries, key
+            and value of each KV head. () is what is none: an embedding or head, a norm, a bias.
         tied: the stages that hold a copy, first is the owner; () if only one stage holds it.
         sum_over: the axis of the mesh whose ranks apply it to different tokens: its gradient is
             summed, and ZeRO shards it, over this axis.
@@ -60,6 +63,7 @@ class ParamRecord:
     partial: tuple[str, ...] = ()
     init: str | float = 0.02
     decay: bool = True
+    matrices: tuple[int, ...] = ()
     tied: tuple[int, ...] = ()
     sum_over: str = "data"
 
@@ -124,6 +128,16 @@ class ParamRecord:
             if cut.parts > 1:
                 local = torch.cat(gather(local, cut.axis), cut.dim).narrow(cut.dim, 0, before)
         return local
+
+    def split(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """The `matrices` of the logical tensor `full`, each [its rows, columns]."""
+        parts = full.unflatten(0, (-1, sum(self.matrices))).split(self.matrices, 1)
+        return [part.flatten(0, 1) for part in parts]
+
+    def join(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The logical tensor of its `matrices`; the inverse of `split`."""
+        parts = (x.unflatten(0, (-1, n)) for x, n in zip(matrices, self.matrices, strict=True))
+        return torch.cat([*parts], 1).flatten(0, 1)
 
     def draw(
         self,

@@ -133,6 +133,8 @@ def test_a_product_of_an_optional_kind_takes_the_large_tile_where_it_has_no_row(
     found = {arch: tiles.find_on("gemm", arch, "", 2, "wide") for arch in (0, 80, 90, 100, 120)}
     large = {arch: tiles.find_on("gemm", arch, "", 2, "large") for arch in found}
     assert [arch for arch in found if found[arch] != large[arch]] == [100]
+    own = {arch: tiles.find_on("gemm", arch, "", 2, "symmetric") for arch in found}
+    assert [own[arch] == large[arch] for arch in (0, 90, 100, 120)] == [True, False, False, True]
 
 
 def test_a_table_may_lie_in_folders_that_are_not_there_yet(table) -> None:
@@ -282,7 +284,7 @@ PRODUCT = {**_without("head_dim"), "kernel": "gemm", "kind": "large", "tile": GE
         ([{**GOOD, "kernel": "gemm"}], r"it must have .*'kind'"),
         (
             [{**PRODUCT, "kind": ["large"]}],
-            r"kind must be one of large, heavy, small, wide, got \['large'\]",
+            r"kind must be one of large, heavy, small, wide, symmetric, got \['large'\]",
         ),
         (
             [{**PRODUCT, "tile": {**GEMM, "n": 16}}],

@@ -46,7 +46,7 @@ def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def cases() -> list[Case]:
     """A case of each family and option; called in the subprocess only."""
-    from warpweave.kernels import activation, adamw, cost, dropout, norm, rope
+    from warpweave.kernels import activation, adamw, cost, dropout, muon, norm, rope
     from warpweave.kernels.attention import function as attention
     from warpweave.kernels.cross_entropy import backward, forward
     from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
@@ -115,7 +115,7 @@ def cases() -> list[Case]:
                 cost=cost.norm(T, E, layer=True, residual=True, backward=True),
             ),
         ]
-    found += _norm_chains(norm) + _rope_cases(rope) + _adamw_cases(adamw)
+    found += _norm_chains(norm) + _rope_cases(rope) + _adamw_cases(adamw) + _muon_cases(muon)
     for D, dtype in ((64, torch.bfloat16), (128, torch.float16)):
         q, k = m(2, 4096, 16, D, dtype=dtype), m(2, 4096, 4, D, dtype=dtype)
         row = m(2, 16, 4096, dtype=fp32)
@@ -320,6 +320,38 @@ def _adamw_cases(adamw) -> list[Case]:
             cost=Cost(2 * n, 2 * n),
         ),
     ]
+
+
+def _muon_cases(muon) -> list[Case]:
+    """Both symmetric products of a Newton-Schulz step; of few tiles, and of odd strides."""
+    from warpweave.kernels import cost
+
+    found = []
+    for M, K, dtype in (
+        (4096, 14336, torch.bfloat16), (768, 768, torch.bfloat16), (1031, 4099, torch.bfloat16),
+        (4096, 14336, torch.float32), (1024, 1024, torch.float64),
+    ):  # fmt: skip
+        kind, size = f"{M} {dtype}".replace("torch.", ""), {"size": dtype.itemsize}
+        x, a = m(M, K, dtype=dtype), m(M, M, dtype=dtype)
+        calls = {
+            "gram": lambda x=x: muon._symmetric_triton(x, None, 1.0, 1.0),
+            "polynomial": lambda a=a: muon._symmetric_triton(a, a, 2.0315, -4.775),
+        }
+        costs = {
+            "gram": cost.symmetric_product(M, K, **size),
+            "polynomial": cost.symmetric_product(M, M, add=True, **size),
+        }
+        found += [
+            Case(
+                f"muon {name} {kind}",
+                call,
+                tensor_cores=dtype == torch.bfloat16,
+                float64=dtype == torch.float64,
+                cost=costs[name],
+            )
+            for name, call in calls.items()
+        ]
+    return found
 
 
 def _overlap_cases() -> list[Case]:

@@ -32,12 +32,13 @@ def find_tile(a: torch.Tensor, b: torch.Tensor, kind: str) -> GemmTile:
 
     Kinds: "large"; "heavy", for the epilogues that spill at a large product's tile or make wgmma
     wait for one another: adding, dropout with a residual, and the gradient of an activation that
-    does not return its value. Either becomes "small" with less than one tile per multiprocessor,
+    does not return its value; "symmetric", of a matrix with its own transpose. Each becomes "small"
+    with less than one tile per multiprocessor,
     and with operands that are not loaded 16 bytes at a time.
     """
     tile = find("gemm", a.device, a.element_size(), kind)
     few = tile_count(tile, a.shape[0], b.shape[1]) < processors(a.device)
-    if few or not (_is_aligned(a) and _is_aligned(b)):
+    if few or not (is_aligned(a) and is_aligned(b)):
         tile = find("gemm", a.device, a.element_size(), "small")
     return tile
 
@@ -56,7 +57,7 @@ def shared_tile(a: torch.Tensor, rows: int, b: torch.Tensor, kind: str = "large"
     return tile
 
 
-def _is_aligned(x: torch.Tensor) -> bool:
+def is_aligned(x: torch.Tensor) -> bool:
     """Whether rows, or columns, are contiguous, do not overlap, and are aligned for loads of 16
     bytes (Triton requires addresses that are multiples of 16 bytes, and strides of 16 elements). A
     descriptor, see `operands`, requires the same, and at least 1 and fewer than 2^31 of them."""
@@ -77,7 +78,7 @@ def operands(
     """
     if a.element_size() != 2 or tile.m < 128 or capability(a.device) < 90:
         return a, b, (*a.stride(), *b.stride())
-    if not (_is_aligned(a) and _is_aligned(b)):
+    if not (is_aligned(a) and is_aligned(b)):
         return a, b, (*a.stride(), *b.stride())
     a, a_strides = _descriptor(a, tile.m, tile.k)
     b, b_strides = _descriptor(b, tile.k, tile.n)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 FORMAT = "warpweave tiles 1"
 MAX_HEAD_DIM = 256
 KINDS = ("large", "heavy", "small")
-OPTIONAL = ("wide",)  # kinds with a row only where the large tile will not do
+OPTIONAL = ("wide", "symmetric")  # kinds with a row only where the large tile will not do
 VARIANTS = ("dropout", "shared", "softcap", "into", "bounded", "striped", "masked")
 
 

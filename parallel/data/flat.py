@@ -5,14 +5,14 @@
     [     rank 0      |      rank 1      |      rank 2      |       rank 3           ]
 
 Slices are equal and ignore the boundaries of parameters. Parameters are ordered so that those with
-the same properties (weight decay, the axes over which they are sharded, the axes over which their
-gradient is still a partial sum) form few contiguous ranges.
+the same properties (matrices of linear maps first, weight decay, the axes over which they are
+sharded, the axes over which their gradient is still a partial sum) form few contiguous ranges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,14 +26,20 @@ _ALIGN = 32  # elements, so that every parameter starts on a 64-byte boundary
 class Range:
     """Elements ``[start, stop)`` of a flat buffer whose parameters share their properties.
 
-    `decay`, `cut_axes` and `partial` are those of their ``ParamRecord``.
+    `decay`, `cut_axes` and `partial` are those of their ``ParamRecord``; `matrix`: they are weights
+    of linear maps (`ParamRecord.matrices`).
     """
 
     start: int
     stop: int
+    matrix: bool
     decay: bool
     cut_axes: tuple[str, ...]
     partial: tuple[str, ...]
+
+
+def _properties(record: ParamRecord) -> tuple[bool, bool, tuple[str, ...], tuple[str, ...]]:
+    return bool(record.matrices), record.decay, record.cut_axes, record.partial
 
 
 class FlatLayout:
@@ -48,14 +54,13 @@ class FlatLayout:
         records: in the order of the buffer.
         offsets: name -> first element.
         ranges: contiguous ranges of equal properties, in order.
+        matrices: elements in front that are weights of linear maps, all of these.
         size: elements of the buffer, padding included; `ranks` times the slice's.
         own: this rank's slice.
     """
 
     def __init__(self, records: Iterable[ParamRecord], ranks: int, index: int) -> None:
-        self.records = tuple(
-            sorted(records, key=lambda r: (r.decay, r.cut_axes, r.partial), reverse=True)
-        )
+        self.records = tuple(sorted(records, key=_properties, reverse=True))
         self.offsets: dict[str, int] = {}
         ranges: list[Range] = []
         end = 0
@@ -63,11 +68,12 @@ class FlatLayout:
             self.offsets[record.name] = end
             size = torch.Size(record.local_shape).numel()
             start, end = end, end + -(-size // _ALIGN) * _ALIGN
-            alike = (record.decay, record.cut_axes, record.partial)
-            if ranges and (ranges[-1].decay, ranges[-1].cut_axes, ranges[-1].partial) == alike:
-                start = ranges.pop().start
-            ranges.append(Range(start, end, *alike))
+            this = Range(start, end, *_properties(record))
+            if ranges and replace(ranges[-1], start=start, stop=end) == this:
+                this = replace(this, start=ranges.pop().start)
+            ranges.append(this)
         self.ranges = tuple(ranges)
+        self.matrices = max((r.stop for r in ranges if r.matrix), default=0)
         slice_size = -(-end // (ranks * _ALIGN)) * _ALIGN
         self.size = slice_size * ranks
         self.own = slice(index * slice_size, (index + 1) * slice_size)

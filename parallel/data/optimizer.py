@@ -8,14 +8,14 @@ to 3), or all (ZeRO 0).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from warpweave.kernels.adamw import adamw_step
+from warpweave.kernels.muon import orthogonalize
 from warpweave.parallel.data.parameters import FlatParameters
 
 
@@ -38,6 +38,7 @@ class OptimizerState:
         self.is_master = self.param.dtype == wide
         self._own_master = None if self.is_master else self.param.to(wide)
         self.moments: dict[str, Tensor] = {}
+        self.of_rest: set[str] = set()  # moments that matrices have none of
 
     @property
     def param(self) -> Tensor:
@@ -50,11 +51,31 @@ class OptimizerState:
         """The master weights: the memory of `param` if no cast is needed."""
         return self.param if self._own_master is None else self._own_master
 
-    def add_moments(self, names: Sequence[str]) -> None:
-        """Allocate a zero buffer, like the masters, for each new name in `names`."""
-        for name in names:
+    @property
+    def matrices(self) -> int:
+        """How many of the elements in front are weights of linear maps (`FlatLayout.matrices`)."""
+        ends = min(self._parameters.layout.matrices, self.region.stop)
+        return max(0, ends - self.region.start)
+
+    def add_moments(self, rule: Rule) -> None:
+        """Allocate zeros, like the masters, for each of the rule's moments that is not there yet.
+
+        A moment that matrices have none of covers the rest of the region.
+        """
+        for name in rule.moments:
             if name not in self.moments:
-                self.moments[name] = torch.zeros_like(self.master)
+                start = 0 if name in rule.matrix_moments else self.matrices
+                self.moments[name] = torch.zeros_like(self.master[start:])
+                if name not in rule.matrix_moments:
+                    self.of_rest.add(name)
+
+    def moment(self, name: str, part: slice) -> Tensor | None:
+        """The moment of a part of the region; None where matrices have none of it."""
+        moment = self.moments[name]
+        missing = len(self.master) - len(moment)
+        if part.start < missing:
+            return None
+        return moment[part.start - missing : part.stop - missing]
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,7 @@ class Piece:
         master: the weights.
         grad: the summed gradient; only read.
         moments: name -> state, in place.
+        matrix: they are weights of linear maps; for Muon `grad` is then the direction to step in.
         param: set to the new weights in the parameters' dtype; None if `master` is the parameters.
         step: 0-dim, the number of updates before this one, one tensor per piece; the rule
             increments it.
@@ -74,6 +96,7 @@ class Piece:
     master: Tensor
     grad: Tensor
     moments: dict[str, Tensor]
+    matrix: bool
     param: Tensor | None
     step: Tensor
     decay: bool
@@ -85,6 +108,11 @@ class Rule(Protocol):
     @property
     def moments(self) -> tuple[str, ...]:
         """Names of the state tensors per parameter, as a checkpoint stores them."""
+        ...
+
+    @property
+    def matrix_moments(self) -> tuple[str, ...]:
+        """Those of them that weights of linear maps have (`ParamRecord.matrices`)."""
         ...
 
     def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
@@ -104,6 +132,11 @@ class AdamW:
     weight_decay: float = 0.1
     impl: str | None = None
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    @property
+    def matrix_moments(self) -> tuple[str, ...]:
+        """All."""
+        return self.moments
 
     def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
         """One pass over the piece (`kernels.adamw`)."""
@@ -136,6 +169,11 @@ class SGD:
     weight_decay: float = 0.0
     moments: tuple[str, ...] = ("momentum",)
 
+    @property
+    def matrix_moments(self) -> tuple[str, ...]:
+        """All."""
+        return self.moments
+
     def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Elementwise torch operators, as many passes over the piece."""
         g = piece.grad * scale
@@ -143,10 +181,85 @@ class SGD:
             g = g.add_(piece.master, alpha=self.weight_decay)
         b, skipped = piece.moments["momentum"], skip.bool()
         b.copy_(torch.where(skipped, b, self.momentum * b + g))
-        piece.master.copy_(torch.where(skipped, piece.master, piece.master - lr * b))
-        if piece.param is not None:
-            piece.param.copy_(piece.master)
-        piece.step.add_(1 - skip.to(piece.step.dtype))
+        _replace(piece, piece.master - lr * b, skip)
+
+
+def _replace(piece: Piece, new: Tensor, skip: Tensor) -> None:
+    """The weights of the piece become `new`, unless `skip` says that nothing changes."""
+    piece.master.copy_(torch.where(skip.bool(), piece.master, new))
+    if piece.param is not None:
+        piece.param.copy_(piece.master)
+    piece.step.add_(1 - skip.to(piece.step.dtype))
+
+
+Scale = Literal["moonlight", "jordan"]
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): Nesterov momentum,
+    orthogonalised, for the matrices of linear maps (`ParamRecord.matrices`); AdamW for the rest.
+
+    m <- momentum m + (1 - momentum) g;  u = (1 - momentum) g + momentum m
+    w <- w - lr weight_decay w - lr s O(u)
+
+    O is that of each whole matrix, by Newton-Schulz steps (`kernels.muon`), on every layout:
+    queries, keys and values apart, and gate and up (`data.muon`). m is an average, where Jordan's
+    first version had a sum: O does not see the factor 1 / (1 - momentum) between them.
+
+    Attributes:
+        momentum, weight_decay: as above.
+        scale: s of a matrix [out, in]. "moonlight": 0.2 sqrt(max(out, in)), with which an update
+            has the size of AdamW's, so that learning rate and decay carry over (Liu et al. 2025,
+            arXiv:2502.16982); "jordan": sqrt(max(1, out / in)).
+        rest: the rule of embedding, head, norms and biases, with the same learning rate.
+        dtype: of the Newton-Schulz steps, and of what ranks send for them; None is the masters',
+            bfloat16 is usual with parameters of 16 bits.
+        impl: "triton", "torch" or None, as for the kernels.
+    """
+
+    momentum: float = 0.95
+    weight_decay: float = 0.1
+    scale: Scale = "moonlight"
+    rest: AdamW = AdamW()
+    dtype: torch.dtype | None = None
+    impl: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale not in get_args(Scale):
+            raise ValueError(f"scale must be one of {get_args(Scale)}, got {self.scale!r}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """AdamW's; the first is the momentum of matrices."""
+        return self.rest.moments
+
+    @property
+    def matrix_moments(self) -> tuple[str, ...]:
+        """The first."""
+        return self.rest.moments[:1]
+
+    def nesterov(self, grad: Tensor, m: Tensor, scale: Tensor, skip: Tensor) -> Tensor:
+        """u of grad[n] times `scale` in the dtype of m[n], which is updated in place."""
+        g = grad * scale
+        m.copy_(torch.where(skip.bool(), m, m.lerp(g, 1 - self.momentum)))
+        return g.lerp_(m, self.momentum)
+
+    def orthogonalize(self, u: Tensor) -> Tensor:
+        """s O(u) of a matrix u[out, in]."""
+        out, cols = u.shape
+        s = 0.2 * max(out, cols) ** 0.5 if self.scale == "moonlight" else max(1, out / cols) ** 0.5
+        return orthogonalize(u, impl=self.impl) * s
+
+    def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
+        """A step of AdamW, or by the direction in the place of a matrix's gradient."""
+        if not piece.matrix:
+            self.rest.update(piece, lr, scale, skip)
+            return
+        shrink = 1 - lr * self.weight_decay if piece.decay else 1.0
+        _replace(piece, piece.master * shrink - lr * piece.grad, skip)
 
 
 class LossScale:

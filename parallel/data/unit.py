@@ -169,10 +169,11 @@ class Unit:
         "param" sets the master weights and the parameters. Of another state only the elements that
         this rank keeps are read, so that those of a tensor in a mapped file are not loaded.
         """
-        buffer, size = self.buffer(kind), self.layout.size
+        buffer, size, region = self.buffer(kind), self.layout.size, self.state.region
         whole = torch.zeros(size, dtype=buffer.dtype, device=buffer.device)
-        own = slice(0, size) if kind == "param" else self.state.region
-        for record, _ in self.params:
+        kept = slice(region.stop - len(buffer), region.stop)
+        own = slice(0, size) if kind == "param" else kept
+        for record in self._records(kind):
             local = value(record)
             at = self.layout.offsets[record.name]
             start, stop = max(own.start - at, 0), min(own.stop - at, local.numel())
@@ -180,18 +181,25 @@ class Unit:
                 whole[at + start : at + stop].copy_(local.reshape(-1)[start:stop])
         if kind == "param":
             self.parameters.set(whole)
-        buffer.copy_(whole[self.state.region])
+        buffer.copy_(whole[kept])
 
     @torch.no_grad()
     def read(self, kind: str) -> Iterator[tuple[ParamRecord, Tensor]]:
         """Yield (record, logical tensor) of a state. Collective over all axes that shard it."""
         flat = self.buffer(kind)
+        if missing := len(self.state.master) - len(flat):
+            flat = torch.cat([flat.new_zeros(missing), flat])
         if self.placement.optim:
             whole = torch.empty(self.layout.size, dtype=flat.dtype, device=flat.device)
             all_gather_into(whole, flat.contiguous(), group=self.parameters.group)
             flat = whole
-        for record, _ in self.params:
+        for record in self._records(kind):
             yield record, record.assemble(self.layout.view(flat, record), self._gather)
+
+    def _records(self, kind: str) -> list[ParamRecord]:
+        """The parameters that have this state."""
+        every = [record for record, _ in self.params]
+        return [r for r in every if not r.matrices] if kind in self.state.of_rest else every
 
     def _gather(self, x: Tensor, axis: str) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.mesh.size(axis))]

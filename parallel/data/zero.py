@@ -3,7 +3,8 @@
     a step, on every rank
     1. gradients are reduced already (all-reduce or reduce-scatter, `reduce`)
     2. global gradient norm: sum of squares of this rank's elements, all-reduced
-    3. update of this rank's slice of master weights (ZeRO 0: of all)
+    3. update of this rank's slice of master weights (ZeRO 0: of all); before it Muon's matrices are
+       orthogonalised whole, each by one rank (`muon`)
     4. ZeRO 1 and 2: start the all-gather of the updated parameters (3 gathers them before use)
 
 Every element is counted once in the global norm. Along an axis over which the norm is summed: by
@@ -20,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpweave.kernels.adamw import sum_of_squares
-from warpweave.parallel.data.optimizer import LossScale, Piece, Rule
+from warpweave.parallel.data.muon import WholeMatrices
+from warpweave.parallel.data.optimizer import LossScale, Muon, Piece, Rule
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.mesh import AXES, ConnectedMesh, factors
 
@@ -54,7 +56,13 @@ class ZeroOptimizer:
         self.units, self.mesh, self.rule, self.clip = units, mesh, rule, clip
         self.loss_scale, self.impl = loss_scale, impl
         for unit in units:
-            unit.state.add_moments(rule.moments)
+            unit.state.add_moments(rule)
+        self._whole: list[WholeMatrices] = []
+        if isinstance(rule, Muon):
+            kinds = dict.fromkeys((u.placement.shard_over, u.placement.optim) for u in units)
+            for kind in kinds:
+                alike = [u for u in units if (u.placement.shard_over, u.placement.optim) == kind]
+                self._whole.append(WholeMatrices(alike, mesh))
         device = units[0].state.master.device
         zero = torch.zeros((), dtype=torch.float64, device=device)  # fp32 counts to 2**24
         self.steps = [[zero.clone() for _ in u.layout.ranges] for u in units]
@@ -129,9 +137,10 @@ class ZeroOptimizer:
             scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
         if self.loss_scale is not None:
             scale = scale / self.loss_scale.value
+        directions = self._directions(scale, skip)
         for unit, steps in zip(self.units, self.steps, strict=True):
             unit.parameters.next_version(unit.state.region)
-            for piece in self._pieces(unit, steps):
+            for piece in self._pieces(unit, steps, directions.get(unit)):
                 self.rule.update(piece, lr, scale, skip)
             unit.gradients.clear()
             if unit.placement.optim and not unit.placement.param:
@@ -141,13 +150,30 @@ class ZeroOptimizer:
             self.loss_scale.update(skip, halted)
         return norm
 
-    def _pieces(self, unit: Unit, steps: list[Tensor]) -> Iterator[Piece]:
+    def _directions(self, scale: Tensor, skip: Tensor) -> dict[Unit, Tensor]:
+        """By Muon, what the matrices in each unit's region step along, in front of the region."""
+        rule, found = self.rule, dict[Unit, Tensor]()
+        if not isinstance(rule, Muon):
+            return found
+        for whole in self._whole:
+            for unit in whole.units:
+                grad = unit.gradients.reduced[: unit.state.matrices]
+                (name,) = rule.matrix_moments
+                u = rule.nesterov(grad, unit.state.moments[name][: len(grad)], scale, skip)
+                found[unit] = u if rule.dtype is None else u.to(rule.dtype)
+            whole.apply([found[unit] for unit in whole.units], rule.orthogonalize)
+        return found
+
+    def _pieces(self, unit: Unit, steps: list[Tensor], direction: Tensor | None) -> Iterator[Piece]:
         state, master, param = unit.state, unit.state.master, unit.state.param
         for r, part in unit.layout.ranges_of(state.region):
+            grad = unit.gradients.reduced if direction is None or not r.matrix else direction
+            moments = {name: state.moment(name, part) for name in state.moments}
             yield Piece(
                 master[part],
-                unit.gradients.reduced[part],
-                {name: moment[part] for name, moment in state.moments.items()},
+                grad[part],
+                {name: moment for name, moment in moments.items() if moment is not None},
+                r.matrix,
                 None if state.is_master else param[part],
                 steps[unit.layout.ranges.index(r)],
                 r.decay,
