@@ -21,6 +21,7 @@ from warpweave.engine import Engine
 from warpweave.memory import TrainingStep, check_memory, estimate, free_host_memory
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.tensor.linear_loss import CAPPED
+from warpweave.train_config import TrainConfig
 
 GIB = 2**30
 LLAMA = {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
@@ -49,9 +50,12 @@ def _bytes(tensors) -> int:
     return sum(storages.values())
 
 
-def _allocated(mesh: ConnectedMesh, zero: int, dtype: str, schedule: str) -> dict[str, int]:
+def _allocated(
+    mesh: ConnectedMesh, zero: int, dtype: str, schedule: str, optimizer: str = "adamw"
+) -> dict[str, int]:
     plan = ParallelPlan(zero=zero, schedule=schedule, microbatches=2)
-    engine = Engine(TINY, mesh, plan, micro_batch_size=2, dtype=DTYPES[dtype])
+    rule = TrainConfig(optimizer=optimizer).rule
+    engine = Engine(TINY, mesh, plan, micro_batch_size=2, dtype=DTYPES[dtype], rule=rule)
     shape = (2, 2, TINY.seq_len)
     tokens = torch.randint(0, TINY.vocab_size, shape)
     engine.step(tokens, tokens, torch.arange(4).view(2, 2), lr=1e-3)
@@ -90,6 +94,17 @@ def test_the_states_are_those_that_the_engine_allocates(mesh, zero, dtype, sched
         assert real["weights"] == pytest.approx(weights, rel=0.05)
         assert real["gradients"] == pytest.approx(gradients, rel=0.05)
         assert real["optimizer"] == pytest.approx(told.optimizer, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "zero", "tp"), [("muon", 2, 1), ("muon", 0, 2), ("sgd", 1, 1)]
+)
+def test_so_are_those_of_other_optimizers(optimizer, zero, tp):
+    mesh, plan = Mesh(dp=2 // tp, tp=tp), ParallelPlan(zero=zero, microbatches=2)
+    (told,) = estimate(TrainingStep(TINY, mesh, plan, 2, "bf16", optimizer=optimizer))
+    for real in on_mesh(mesh, _allocated, zero, "bf16", "1f1b", optimizer):
+        assert real["optimizer"] == pytest.approx(told.optimizer, rel=0.05)
+    assert (told.update > 0) == (optimizer == "muon")
 
 
 # ---------------------------------------------------------------- the peak of a step
@@ -207,6 +222,7 @@ def _documented(
             "activations": flight * layers * kept + 3 * whole + (last and loss),
             "loading": loading,
             "gpu": 0 if on_cpu else _beside(c, mesh, plan, T, m),
+            "update": 0,
         })  # fmt: skip
     return found
 

@@ -9,9 +9,11 @@ import torch
 from threads import on_mesh
 from torch import nn
 
+from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.gpt import GPT
 from warpweave.kernels import reference
 from warpweave.kernels.muon import orthogonalize, symmetric_product
+from warpweave.launch import Session
 from warpweave.parallel.data import muon
 from warpweave.parallel.data.optimizer import AdamW, Muon
 from warpweave.parallel.data.unit import make_unit
@@ -19,6 +21,8 @@ from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.prove.layouts import Layout, draw, smallest
+from warpweave.train import Trainer
+from warpweave.train_config import GPTOverrides, TrainConfig
 
 LR, CLIP, STEPS = 0.03, 5.0, 2
 RULE = Muon(momentum=0.9, weight_decay=0.2, rest=AdamW(eps=1e-3, weight_decay=0.2))
@@ -288,6 +292,58 @@ def test_each_matrix_is_orthogonalised_once_and_moves_once_each_way(monkeypatch,
         assert n / 2 < total <= data + (n if tp > 1 else 0)
 
 
+# ---------------------------------------------------------------- the trainer
+
+
+def _trainer(config: TrainConfig) -> Trainer:
+    session = Session(torch.device("cpu"), 0, 1, None, 60.0, config.mesh)
+    return Trainer(config, session)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "sgd"])
+def test_a_run_is_resumed_with_its_optimizer_and_no_other(tmp_path, optimizer):
+    text = tmp_path / "text"
+    text.write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
+    config = TrainConfig(
+        model="toy", overrides=GPTOverrides(layers=1, width=16, heads=2, seq_len=16), data=text,
+        batch=2, steps=4, save_every=2, eval_batches=1, sample=0, out=tmp_path / "run", lr=0.01,
+        optimizer=optimizer,
+    )  # fmt: skip
+    config.check()
+    whole = _trainer(config)
+    whole.run()
+    names = {name for name in open_latest(config.out / "checkpoints").names if "/" in name}
+    kinds = {name.split("/")[0] for name in names}
+    assert kinds == {"muon": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum"}}[optimizer]
+    assert ("exp_avg/blocks.0.mlp.up.weight" in names) == (optimizer == "muon")
+    assert "exp_avg_sq/blocks.0.mlp.up.weight" not in names
+
+    again = dataclasses.replace(config, out=tmp_path / "again")
+    stopped = _trainer(again)
+    for _ in range(2):
+        stopped._train_step()
+    stopped.save()
+    resumed = _trainer(dataclasses.replace(again, resume=True))
+    resumed.run()
+    for (record, a, _), (_, b, _) in zip(whole.engine.read("param"), resumed.engine.read("param")):
+        assert torch.equal(a, b), record.name
+    other = "adamw" if optimizer == "muon" else "muon"
+    with pytest.raises(CheckpointError, match=f"with optimizer {optimizer}, whose state is none"):
+        _trainer(dataclasses.replace(again, resume=True, optimizer=other))
+
+
+def test_with_parameters_of_16_bits_newton_schulz_has_bf16():
+    rules = {dtype: TrainConfig(optimizer="muon", dtype=dtype).rule for dtype in ("bf16", "fp32")}
+    assert (rules["bf16"].dtype, rules["fp32"].dtype) == (torch.bfloat16, None)
+    layout = Layout(Mesh(dp=2), zero=1, drawn=smallest(Mesh(dp=2), "gpt2"))
+    exact, low = (
+        on_mesh(layout.mesh, _train, layout, dataclasses.replace(RULE, dtype=dtype))[0]
+        for dtype in (None, torch.bfloat16)
+    )
+    moved = {n: float((low[n] - exact[n]).norm() / exact[n].norm()) for n in exact}
+    assert all((0 < x < 1e-2) == _is_matrix(n) for n, x in moved.items())
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -304,6 +360,7 @@ def _muon_of(record: ParamRecord) -> None:
         (lambda: _muon_of(ParamRecord("w", (8, 2), (Cut("cp", 0, 2),), matrices=(1,))), "over tp"),
         (lambda: Muon(scale="adam"), "scale must be one of .*moonlight"),
         (lambda: Muon(momentum=1.0), "momentum must be in"),
+        (lambda: TrainConfig(momentum=1.0).check(), "momentum must be in"),
         (lambda: orthogonalize(torch.zeros(3)), "a matrix of floats, got"),
         (lambda: orthogonalize(torch.zeros(3, 2), steps=0), "steps >= 1, got 0"),
         (lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(2, 2)), "add must be contiguous"),

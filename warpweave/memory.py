@@ -7,7 +7,9 @@ its master (8 for float64, otherwise 4), U the largest unit (a block, the embedd
 
     weights       P b                                        ZeRO 3: P b / D + 2 U b
     gradients     P m, ZeRO 1: + P m / D                     ZeRO 2, 3: P m / D + 2 U m
-    optimizer     2 P m (AdamW), + P m where b is not m      ZeRO 1 to 3: those / D
+    optimizer     2 P m (AdamW), P m (SGD) or (2 P - W) m    ZeRO 1 to 3: those / D
+                  (Muon, W of them in the matrices of blocks),
+                  + P m where b is not m
     activations   of every micro-batch in flight, by the schedule, and every block:
 
                       b (n t E + T (A + H D + Z) / tp) + 4 T H / tp   (lse)
@@ -22,6 +24,9 @@ its master (8 for float64, otherwise 4), U the largest unit (a block, the embedd
                   the block in its backward (its activations, their gradients and temporaries:
                   measured on CPUs, not derived), and on the rank with the loss its block of logits
                   (with a softcap also two fp32 copies) and (on a CPU) dW, V E m / tp.
+    update        with Muon, when the activations are gone: directions and messages of them, 4 W m
+                  (ZeRO 1 to 3: / D), and four times the largest matrix, whole; from the code, not
+                  measured
     loading       the largest unit, unsharded, in float32, twice: drawn and scaled, before any step
     gpu           on GPUs only, what is no tensor of the step; each a constant below, with its
                   source, none of them measured here: modules, cuBLAS's workspaces, NCCL's buffers
@@ -30,10 +35,10 @@ its master (8 for float64, otherwise 4), U the largest unit (a block, the embedd
                   [T, E] of its sums, T E m each, and with overlap "fused" two symmetric buffers of
                   such a term, rounded up to a power of two
 
-The estimate is their sum, with the larger of activations and loading. Sampling needs less than a
-step: it is one sequence, without gradients, and one row of logits. Message buffers, fragmentation
-of the allocator and the memory of a process without a model (0.3 GiB on a CPU; on a GPU its
-context, which is there when the free memory is read) are not included.
+The estimate is their sum, with the largest of activations, update and loading. Sampling needs less
+than a step: it is one sequence, without gradients, and one row of logits. Message buffers,
+fragmentation of the allocator and the memory of a process without a model (0.3 GiB on a CPU; on a
+GPU its context, which is there when the free memory is read) are not included.
 """
 
 from __future__ import annotations
@@ -78,12 +83,13 @@ class MemoryEstimate:
     activations: int
     loading: int
     gpu: int = 0
+    update: int = 0
 
     @property
     def total(self) -> int:
         """The peak."""
         states = self.weights + self.gradients + self.optimizer
-        return states + max(self.activations, self.loading) + self.gpu
+        return states + max(self.activations, self.loading, self.update) + self.gpu
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,7 @@ class TrainingStep:
         batch: sequences in a micro-batch.
         dtype: a key of `DTYPES`, of parameters and activations.
         device_type: "cpu" or "cuda".
+        optimizer: "adamw", "muon" or "sgd".
     """
 
     config: GPTConfig
@@ -103,6 +110,7 @@ class TrainingStep:
     batch: int
     dtype: str
     device_type: str = "cpu"
+    optimizer: str = "adamw"
 
     @property
     def tokens(self) -> int:
@@ -138,7 +146,10 @@ def estimate(step: TrainingStep) -> list[MemoryEstimate]:
         gradients = P * master + (P * master // data if zero == 1 else 0)
         if zero >= 2:
             gradients = P * master // data + 2 * U * master
-        optimizer = (2 + (master != size)) * P * master // (data if zero else 1)
+        W, largest = _matrices(step, rank)
+        moments = {"adamw": 2 * P, "muon": 2 * P - W, "sgd": P}[step.optimizer]
+        optimizer = (moments + (master != size) * P) * master // (data if zero else 1)
+        update = 4 * (W // (data if zero else 1) + largest) * master
         live = most = 0
         for action in schedule[rank]:
             layers = len(config.blocks_of(action.stage, len(placement)))
@@ -149,7 +160,7 @@ def estimate(step: TrainingStep) -> list[MemoryEstimate]:
             activations += _loss(step, size, master)
         loading = max(_units(config, Mesh(), plan, 0).values()) * 4 * 2
         parts = weights, gradients, optimizer, activations, loading, _gpu(step, master)
-        found.append(MemoryEstimate(*parts))
+        found.append(MemoryEstimate(*parts, update))
     return found
 
 
@@ -172,13 +183,29 @@ def _gpu(step: TrainingStep, master: int) -> int:
 
 def _units(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> Counter[str]:
     """Elements of each ZeRO unit on a pipeline rank, counted on the meta device."""
-    alone = mesh.seen_from(mesh.rank_at(pp=rank))
-    whole = plan if mesh.pp > 1 else dataclasses.replace(plan, schedule="1f1b", chunks=1)
     units: Counter[str] = Counter()
-    for name, param in GPT(config, mesh=alone, plan=whole, device="meta").named_parameters():
+    for name, param in _part(config, mesh, plan, rank).named_parameters():
         parts = name.split(".")
         units[parts[1] if parts[0] == "blocks" else parts[0]] += param.numel()
     return units
+
+
+def _part(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> GPT:
+    """A pipeline rank's part of the model on the meta device."""
+    alone = mesh.seen_from(mesh.rank_at(pp=rank))
+    whole = plan if mesh.pp > 1 else dataclasses.replace(plan, schedule="1f1b", chunks=1)
+    return GPT(config, mesh=alone, plan=whole, device="meta")
+
+
+def _matrices(step: TrainingStep, rank: int) -> tuple[int, int]:
+    """With Muon the elements of the matrices that it updates on a pipeline rank, and of the
+    largest one, whole; else 0."""
+    records = _part(step.config, step.mesh, step.plan, rank).parameter_records().values()
+    of = [record for record in records if record.matrices and step.optimizer == "muon"]
+    local = sum(math.prod(record.local_shape) for record in of)
+    return local, max(
+        (math.prod(r.shape) * max(r.matrices) // sum(r.matrices) for r in of), default=0
+    )
 
 
 def _block(step: TrainingStep, size: int) -> tuple[int, int]:

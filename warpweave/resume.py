@@ -86,7 +86,7 @@ def open_run(folder: Path, config: GPTConfig, group: dist.ProcessGroup | None) -
 
 
 def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> None:
-    """Refuse other data or another seed by a `CheckpointError`."""
+    """Refuse other data, another seed or optimizer by a `CheckpointError`."""
     saved = reader.state["data"]
     if saved["fingerprint"] != data.fingerprint:
         now = data.tokenizer_name
@@ -99,6 +99,11 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
     if reader.state["seed"] != config.seed:
         raise CheckpointError(
             f"{reader.path} was trained with seed {reader.state['seed']}, now {config.seed}"
+        )
+    if (before := reader.state["settings"].get("optimizer", "adamw")) != config.optimizer:
+        raise CheckpointError(
+            f"{reader.path} was trained with optimizer {before}, whose state is none of "
+            f"{config.optimizer}'s"
         )
 
 

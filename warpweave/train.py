@@ -39,7 +39,6 @@ from warpweave.lr_schedule import learning_rate, short_of_peak
 from warpweave.memory import TrainingStep, check_memory, free_host_memory
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, locked, peak_memory
-from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.shard import ParamRecord
 from warpweave.resume import Progress, check_run, differences, open_run, progress_of
 from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
@@ -93,7 +92,7 @@ class Trainer:
             dtype=DTYPES[str(config.dtype)],
             device=session.device,
             seed=config.seed,
-            rule=AdamW(config.betas, config.eps, config.weight_decay, config.impl),
+            rule=config.rule,
             clip=config.clip or None,
             impl=config.impl,
             timeout=config.timeout,
@@ -421,7 +420,9 @@ class Trainer:
 
 def _check_memory(config: TrainConfig, model: GPTConfig, device: str, **memory: int) -> None:
     """`check_memory` of a step on "cpu" or "cuda"."""
-    step = TrainingStep(model, config.mesh, config.plan, config.batch, str(config.dtype), device)
+    step = TrainingStep(
+        model, config.mesh, config.plan, config.batch, str(config.dtype), device, config.optimizer
+    )
     check_memory(step, **memory)
 
 

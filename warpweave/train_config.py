@@ -35,6 +35,7 @@ from warpweave.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from warpweave.data import Dataset
+    from warpweave.parallel.data.optimizer import Rule
 
 # Files and folders of a run, in `out`.
 METRICS, PLOT, CHECKPOINTS, CONFIG = "metrics.jsonl", "loss.png", "checkpoints", "config.toml"
@@ -132,12 +133,17 @@ class TrainConfig:
     """Warm-up steps, linear."""
     decay: float = 0.2
     """Decay phase of lr_schedule wsd, as a fraction of the steps."""
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    """Optimizer: AdamW; Muon for the matrices of the blocks, scaled so that AdamW's learning rate
+    fits, with AdamW for the rest; or SGD with momentum."""
+    momentum: float = 0.95
+    """Momentum of muon and sgd."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's beta1 and beta2, decay rates of the two moments."""
     eps: float = 1e-8
     """AdamW's epsilon, beside the square root of the second moment."""
     weight_decay: float = 0.1
-    """AdamW's weight decay, of matrices only."""
+    """Weight decay, of matrices only; sgd adds it to the gradient."""
     clip: float = 1.0
     """Gradient clipping: largest global norm; 0 for none."""
     seed: int = 0
@@ -184,8 +190,27 @@ class TrainConfig:
     def settings(self) -> dict[str, Any]:
         """What must stay as it was for a resumed run to be the same run, as JSON has it."""
         schedule = ("steps", "lr", "lr_schedule", "min_lr", "warmup", "decay")
-        names = (*schedule, "eps", "weight_decay", "clip", "dtype", "packed", "separator")
+        rule = ("optimizer", "momentum", "eps", "weight_decay", "clip")
+        names = (*schedule, *rule, "dtype", "packed", "separator")
         return {name: getattr(self, name) for name in names} | {"betas": list(self.betas)}
+
+    @property
+    def rule(self) -> Rule:
+        """The optimizer's update rule.
+
+        Muon's Newton-Schulz steps are bf16 if the parameters have 16 bits, else as the masters.
+        """
+        import torch
+
+        from warpweave.parallel.data.optimizer import SGD, AdamW, Muon
+
+        if self.optimizer == "sgd":
+            return SGD(self.momentum, self.weight_decay)
+        adamw = AdamW(self.betas, self.eps, self.weight_decay, self.impl)
+        if self.optimizer == "adamw":
+            return adamw
+        low = torch.bfloat16 if self.dtype in ("bf16", "fp16") else None
+        return Muon(self.momentum, self.weight_decay, rest=adamw, dtype=low, impl=self.impl)
 
     def dropout_key(self, step: int) -> int:
         """The key of a step: 64 bits, seed above and step below."""
@@ -295,6 +320,8 @@ class TrainConfig:
             raise ValueError(f"timeout must be positive seconds, at most a day, got {self.timeout}")
         if self.separator is not None and not self.packed:
             raise ValueError(f"separator = {self.separator} cuts documents: it needs --packed")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
         self.model_config(1).check(self.mesh, self.plan)
