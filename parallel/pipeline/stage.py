@@ -25,6 +25,7 @@ from torch import Tensor
 
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 from warpweave.parallel.context.kept import Kept
+from warpweave.parallel.data.batch_norm import recomputing
 from warpweave.parallel.data.reduce import end_to_end
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.pipeline.losses import Losses, Output, add_losses, split_losses
@@ -289,7 +290,7 @@ class ChainStage:
             self._enter(segments, k, k - 1, age)
             entry, roots = saved.inputs.pop(), saved.outputs.pop()
             if isinstance(roots, Kept):
-                with torch.enable_grad(), roots.second():
+                with torch.enable_grad(), roots.second(), recomputing():
                     roots = _roots(*split_losses(segment.fn(entry, self._batches[mb])))
             # The activation is the first of them, if there is one; all others are losses.
             of_y = () if gradient is None else (gradient,)
