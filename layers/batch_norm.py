@@ -59,12 +59,12 @@ class SyncBatchNorm(_BatchNorm):
         on any rank they stay."""
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        some = (moments.count > 0).to(moments.count.dtype)
+        some = (moments.n > 0).to(moments.n.dtype)
         self.num_batches_tracked += some.to(torch.int64)
         rate = some / self.num_batches_tracked.clamp(min=1)
         if self.momentum is not None:
             rate = some * self.momentum
-        var = moments.m2 / (moments.count - 1).clamp(min=1)
+        var = moments.m2 / (moments.n - 1).clamp(min=1)
         for running, now in ((self.running_mean, moments.mean), (self.running_var, var)):
             running.copy_(running.to(now.dtype).lerp(now, rate))
 

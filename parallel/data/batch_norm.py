@@ -49,7 +49,7 @@ class Moments(NamedTuple):
     """Of the values of each channel on all ranks: their number n (0-dim), mean[C] and M2[C], the
     sum of squared deviations; fp32, or fp64 for fp64."""
 
-    count: Tensor
+    n: Tensor
     mean: Tensor
     m2: Tensor
 
