@@ -1015,7 +1015,8 @@ OPTIONS = {
     "zero": (3, {}), "schedule": ("gpipe", {}), "sequence_parallel": (False, {"tp": 2}),
     "style": ("olmo", {}), "tied": (False, {}), "recompute": ("full", {}), "packed": (True, {}),
     "cp_strategy": ("gather", {}), "layout": ("striped", {}), "microbatches": (6, {}),
-    "overlap": ("chunked", {}), "dtype": ("bf16", {}), "device": ("cuda", {}),
+    "overlap": ("chunked", {}), "optimizer": ("muon", {}), "dtype": ("bf16", {}),
+    "device": ("cuda", {}),
     "impl": ("triton", {}), "timeout": (9.0, {}),
     "typecheck": (True, {}), "model": ("small", {"typecheck": True}),
 }  # fmt: skip

@@ -424,6 +424,31 @@ def plain_gpt_loss(
 
 
 @torch.no_grad()
+def is_muons(name: str) -> bool:
+    """Whether Muon steps this parameter: a weight of a linear layer in a block."""
+    return name.endswith(("qkv.weight", "out.weight", "up.weight", "down.weight"))
+
+
+def _matrices(name: str, weight: Tensor, config: PlainConfig) -> list[Tensor]:
+    """Views of the matrices of a weight: queries, keys, values, of all heads; gate, up."""
+    if name.endswith("qkv.weight"):
+        groups = weight.unflatten(0, (config.kv_heads, -1, config.head_dim))
+        return list(groups.split((groups.shape[1] - 2, 1, 1), 1))
+    if name.endswith("up.weight") and config.activation in ("swiglu", "geglu"):
+        return list(weight.unflatten(0, (-1, 2)).split(1, 1))
+    return [weight]
+
+
+def _newton_schulz(g: Tensor) -> Tensor:
+    """Muon's orthogonalisation of a matrix (Jordan et al. 2024)."""
+    x = g / (g.norm() + 1e-7)
+    for _ in range(5):
+        flat = x @ x.T if len(x) <= x.shape[1] else x.T @ x
+        p = -4.7750 * flat + 2.0315 * flat @ flat
+        x = 3.4445 * x + (p @ x if len(x) <= x.shape[1] else x @ p)
+    return x
+
+
 def plain_adamw_step(
     params: dict[str, Tensor],
     grads: dict[str, Tensor],
@@ -436,6 +461,8 @@ def plain_adamw_step(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     clip: float | None = None,
+    muon: PlainConfig | None = None,
+    momentum: float = 0.95,
 ) -> Tensor:
     """One AdamW step (Loshchilov and Hutter 2019, arXiv:1711.05101), in place; returns the norm.
 
@@ -443,6 +470,8 @@ def plain_adamw_step(
     is that of all gradients together before clipping; clipping multiplies every gradient with
     min(1, clip / (norm + 1e-6)), as torch does. Decay is lr * weight_decay on matrices only:
     names that end in .weight with two dimensions or more, so embeddings yes, norms and biases no.
+    With `muon`, the model's configuration, the matrices of its blocks are stepped by Muon with the
+    scale of Moonlight (arXiv:2502.16982); their "v" stays zero.
     """
     norm = torch.sqrt(sum((g * g).sum() for g in grads.values()))
     scale = 1.0 if clip is None else min(1.0, clip / (norm.item() + 1e-6))
@@ -453,6 +482,13 @@ def plain_adamw_step(
         g = grads[name] * scale
         if name.endswith(".weight") and param.ndim >= 2:
             param.mul_(1.0 - lr * weight_decay)
+        if muon is not None and is_muons(name):
+            m.copy_(momentum * m + (1.0 - momentum) * g)
+            u = momentum * m + (1.0 - momentum) * g
+            for part, of in zip(_matrices(name, param, muon), _matrices(name, u, muon)):
+                o = _newton_schulz(of.flatten(0, -2))
+                part.sub_((lr * 0.2 * max(o.shape) ** 0.5 * o).view(part.shape))
+            continue
         m.copy_(beta1 * m + (1.0 - beta1) * g)
         v.copy_(beta2 * v + (1.0 - beta2) * g * g)
         m_hat = m / (1.0 - beta1**step)

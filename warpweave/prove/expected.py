@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from warpweave.prove.layouts import Sizes
 STEPS = 3
 # eps of the gradients' size: an update is not the mere sign of a gradient that rounding may turn.
 ADAMW = {"eps": 1e-2, "weight_decay": 0.1}
+MUON = {"momentum": 0.8, "weight_decay": 0.1}
 CLIP = 1.2
 RATES = (0.01, 0.004, 0.02)  # the learning rate of each step
 KEY = 3 << 32  # of the first step's dropout: both words of the key count
@@ -128,6 +130,7 @@ def train(
     dtype: torch.dtype = torch.float64,
     moved: int = 0,
     device: torch.device | str = "cpu",
+    optimizer: str = "adamw",
 ) -> dict[str, Tensor]:
     """Train the plain model on one `device` for STEPS steps; all that `compared` names, on the CPU.
 
@@ -141,6 +144,7 @@ def train(
         masters = _moved(masters, moved)
     masters = {name: p.to(device) for name, p in masters.items()}
     moments: dict[str, dict[str, Tensor]] = {}
+    muon: Any = {"muon": config, "momentum": MUON["momentum"]} if optimizer == "muon" else {}
     values: dict[str, Tensor] = {}
     for step in range(STEPS):
         tokens, labels, ids, packed = _on(device, *batch(sizes, step), _numbers(sizes, step))
@@ -158,7 +162,7 @@ def train(
         values |= {f"gradient of {name} at step {step}": grad for name, grad in grads.items()}
         masters = {name: p.clone() for name, p in masters.items()}
         values[f"norm of step {step}"] = plain_adamw_step(
-            masters, grads, moments, step + 1, lr=RATES[step], clip=CLIP, **ADAMW
+            masters, grads, moments, step + 1, lr=RATES[step], clip=CLIP, **ADAMW, **muon
         )
         values |= {f"{name} after step {step}": p for name, p in masters.items()}
         at = STEPS + step

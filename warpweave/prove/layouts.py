@@ -109,6 +109,7 @@ class Layout:
     count: int | None = None
     drawn: Sizes | None = None
     device: str = "cpu"
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         if self.sizes.samples % (self.mesh.dp * self.microbatches):
@@ -191,6 +192,7 @@ class Layout:
                 "--tied" if self.tied else "--no-tied",
                 "--sequence-parallel" if self.sequence_parallel else "--no-sequence-parallel",
                 *["--packed"] * self.packed,
+                *[f"--optimizer {self.optimizer}"] * (self.optimizer != "adamw"),
             ]
         words += [f"--device {self.device}"] if self.device != "cpu" else []
         return " ".join(["warpweave prove", *words, f"--dtype {self.dtype} --impl {self.impl}"])
@@ -211,6 +213,7 @@ class Layout:
             words += [f"cp-strategy={self.strategy}{neighbours} layout={self.layout}"]
         if m.tp > 1:
             words += ["sequence-parallel"] * self.sequence_parallel + [f"overlap={self.overlap}"]
+        words += [f"optimizer={self.optimizer}"] if self.optimizer != "adamw" else []
         words += [f"device={self.device}"] if self.device != "cpu" else []
         return " ".join([*words, f"dtype={self.dtype}", f"impl={self.impl}"])
 
@@ -364,4 +367,5 @@ def draw(seed: int, impl: str = "torch") -> Layout:
         drawn=sizes,
     )
     shards = rng.choice(_shardings(mesh, layout.zero))  # last: an earlier seed keeps all the rest
-    return replace(layout, mesh=replace(mesh, dp_shard=shards))
+    rule = "muon" if seed % 4 == 3 else "adamw"
+    return replace(layout, mesh=replace(mesh, dp_shard=shards), optimizer=rule)

@@ -45,7 +45,7 @@ from warpweave.prove.layouts import Layout, Style, all_layouts, draw
 
 # With --typecheck, which follows one program whatever its values, order and messages are.
 _UNSEEN = ("all", "world", "random", "seed", "dp_shard", "zero", "schedule", "cp_strategy",
-           "packed", "microbatches", "overlap", "dtype", "device", "impl",
+           "packed", "microbatches", "overlap", "optimizer", "dtype", "device", "impl",
            "timeout")  # fmt: skip
 
 
@@ -101,6 +101,8 @@ class ProveConfig:
     it."""
     overlap: Overlap = "bulk"
     """Overlap of tensor ranks' collectives with products; fused needs --impl triton."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer that the steps are of; Muon for the matrices of the blocks."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "both"] = "both"
     """Precision of the proof; both is fp64, then fp32, on GPUs fp32, then bf16."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -133,6 +135,7 @@ class ProveConfig:
             self.overlap,
             packed=self.packed,
             count=self.microbatches,
+            optimizer=self.optimizer,
         )
 
     def typechecked(self) -> Layout:

@@ -59,6 +59,7 @@ def truth(
     dtype: torch.dtype = torch.float64,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
+    optimizer: str = "adamw",
 ) -> Truth:
     """What every layout of `model` in `dtype` is compared with; collective over `group`.
 
@@ -70,7 +71,7 @@ def truth(
     lengths = [torch.Size(s) for family in shapes.values() for s in family.values()]
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     mine = {
-        n: train(model, sizes, dtype if n else torch.float64, n, device)
+        n: train(model, sizes, dtype if n else torch.float64, n, device, optimizer)
         for n in range(rank, 1 + MOVED, ranks)
     }
     if rank == 0:
