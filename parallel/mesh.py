@@ -1,12 +1,13 @@
 """The mesh: the sizes of the parallel axes, a rank's coordinates, and its process groups.
 
-The four axes, outermost first (`AXES`): ``pp`` pipeline parallel, ``dp`` data parallel, ``cp``
-context parallel, ``tp`` tensor parallel; tp varies fastest over ranks, because it communicates
-most. An axis may be split in two (`SPLITS`): cp into a ``ring`` of ``ulysses`` groups (hybrid
-context parallelism), dp into replicas of ``dp_shard`` groups (hybrid sharding). Several axes may be
-taken as one (`PRODUCTS`): ``data`` = dp x cp, the ranks that hold the same parameters, see
-different tokens and sum their gradients; ``shard`` = dp_shard x cp, those of them over which ZeRO
-shards; and ``world``. Eight ranks of Mesh(dp=4, cp=2, dp_shard=2):
+The axes, outermost first (`AXES`): ``outer`` replicas that meet every n steps (local SGD, DiLoCo),
+``pp`` pipeline parallel, ``dp`` data parallel, ``cp`` context parallel, ``tp`` tensor parallel; tp
+varies fastest over ranks, because it communicates most. An axis may be split in two (`SPLITS`): cp
+into a ``ring`` of ``ulysses`` groups (hybrid context parallelism), dp into replicas of ``dp_shard``
+groups (hybrid sharding). Several axes may be taken as one (`PRODUCTS`): ``data`` = dp x cp, the
+ranks that hold the same parameters, see different tokens and sum their gradients in every step;
+``shard`` = dp_shard x cp, those of them over which ZeRO shards; ``inner``, the ranks of one outer
+replica; and ``world``. Eight ranks of Mesh(dp=4, cp=2, dp_shard=2):
 
     rank        0  1  2  3  4  5  6  7
     dp          0  0  1  1  2  2  3  3
@@ -30,11 +31,16 @@ if TYPE_CHECKING:
 
     from warpweave.parallel.symmetric import Workspace
 
-AXES = ("pp", "dp", "cp", "tp")
+AXES = ("outer", "pp", "dp", "cp", "tp")
 # Axis -> (groups, ranks in a group); the field of `Mesh` of that name is the size of a group.
 SPLITS = {"dp": ("replica", "dp_shard"), "cp": ("ring", "ulysses")}
 # Outermost first, as in `AXES`.
-PRODUCTS = {"data": ("dp", "cp"), "shard": ("dp_shard", "cp"), "world": AXES}
+PRODUCTS = {
+    "data": ("dp", "cp"),
+    "shard": ("dp_shard", "cp"),
+    "inner": AXES[1:],
+    "world": AXES,
+}
 # Of NCCL's thread blocks in an operation of an axis; products beside it leave as many of a GPU's
 # processors. A guess: NCCL itself takes up to 32 within a node, and with NVLS needs 8.
 CTAS = 16
@@ -59,11 +65,12 @@ class Mesh:
     """Sizes of the axes; no process group.
 
     Attributes:
-        dp, cp, tp, pp: sizes of the four axes.
+        dp, cp, tp, pp: sizes of the axes within an outer replica.
         ulysses: Ulysses degree: size of the groups of cp ranks with all-to-all; a ring runs over
             the cp / ulysses groups.
         dp_shard: hybrid sharding: size of the groups of dp ranks over which ZeRO shards, replicated
             over the dp / dp_shard groups; None is all of dp.
+        outer: replicas of all of the above, whose weights meet every n steps (`data.outer`).
 
     Raises:
         ValueError: one is not a positive integer, `ulysses` does not divide `cp`, or `dp_shard`
@@ -76,6 +83,7 @@ class Mesh:
     pp: int = 1
     ulysses: int = 1
     dp_shard: int | None = None
+    outer: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -90,12 +98,13 @@ class Mesh:
 
     @property
     def world(self) -> int:
-        """Number of ranks, dp * cp * tp * pp."""
+        """Number of ranks, outer * dp * cp * tp * pp."""
         return self.size("world")
 
     @property
     def data(self) -> int:
-        """Number of ranks that hold the same parameters and different tokens, dp * cp."""
+        """Number of ranks in an outer replica that hold the same parameters and different tokens,
+        dp * cp."""
         return self.size("data")
 
     def _lengths(self) -> dict[str, int]:
@@ -113,7 +122,7 @@ class Mesh:
         return lengths
 
     def size(self, axis: str) -> int:
-        """Size of `axis`: one of the four, a part of one, or a product."""
+        """Size of `axis`: one of `AXES`, a part of one, or a product."""
         lengths, size = self._lengths(), 1
         for f in factors(axis):  # torch.compile reads loops
             size *= lengths[f]
@@ -132,11 +141,11 @@ class Mesh:
         return index
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Axis name -> coordinate of `rank` on the four axes; the inverse of `rank_at`."""
+        """Axis name -> coordinate of `rank` on `AXES`; the inverse of `rank_at`."""
         return {axis: self.index(axis, rank) for axis in AXES}
 
     def rank_at(self, **at: int) -> int:
-        """The rank at the given coordinates on the four axes, by default 0.
+        """The rank at the given coordinates on `AXES`, by default 0.
 
         Raises ValueError for a coordinate outside its axis.
         """
@@ -194,18 +203,19 @@ class Mesh:
                     "torch.distributed is not initialised: start with torchrun and call "
                     "warpweave.launch.join(mesh) or dist.init_process_group() first"
                 )
+            replicas = f"outer={self.outer} x " if self.outer > 1 else ""
             raise ValueError(
-                f"mesh dp={self.dp} x cp={self.cp} x tp={self.tp} x pp={self.pp} needs "
+                f"mesh {replicas}dp={self.dp} x cp={self.cp} x tp={self.tp} x pp={self.pp} needs "
                 f"{self.world} ranks, but {found}"
             )
         if self.world == 1:
             return self.seen_from(0)
-        sizes = {axis: getattr(self, axis) for axis in AXES}
-        options = {axis: group_options(device_type, CTAS, timeout) for axis in AXES}
+        sizes = {a: getattr(self, a) for a in AXES if a != "outer" or self.outer > 1}
+        options = {axis: group_options(device_type, CTAS, timeout) for axis in sizes}
         device_mesh = init_device_mesh(
             device_type,
             tuple(sizes.values()),
-            mesh_dim_names=AXES,
+            mesh_dim_names=tuple(sizes),
             backend_override={axis: o for axis, o in options.items() if o and sizes[axis] > 1},
         )
         groups = self._make_groups(device_mesh, timeout)
@@ -214,15 +224,15 @@ class Mesh:
             set_timeout = (
                 getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             )
-            for group in {id(g): g for g in groups.values() if g is not None}.values():
+            made = {id(g): g for g in groups.values() if g not in (None, dist.group.WORLD)}
+            for group in made.values():
                 set_timeout(timeout, group)
-        groups["world"] = dist.group.WORLD
         return ConnectedMesh(self, dist.get_rank(), groups, device_mesh, timeout)
 
     def _make_groups(
         self, device_mesh: DeviceMesh, timeout: timedelta | None
     ) -> dict[str, ProcessGroup | None]:
-        """This rank's group along every axis but the world, None for an axis of size 1.
+        """This rank's group along every axis, None for an axis of size 1.
 
         Collective over all ranks, which create the groups in the same order. Axes with the same
         ranks share a group: "data" is "dp" if cp = 1.
@@ -236,7 +246,8 @@ class Mesh:
         groups: dict[str, ProcessGroup | None] = {}
         for axis in _names():
             along = tuple(f for f in factors(axis) if lengths[f] > 1)
-            if axis == "world":  # the default group, always a group of its own
+            if axis == "world" or (axis == "inner" and self.outer == 1):
+                groups[axis] = dist.group.WORLD  # always a group of its own
                 continue
             if along not in made and axis in AXES:
                 made[along] = device_mesh.get_group(axis)
@@ -251,7 +262,7 @@ class Mesh:
 
 
 def _names() -> tuple[str, ...]:
-    """Every axis: the four, their parts, and the products."""
+    """Every axis: `AXES`, their parts, and the products."""
     return (*AXES, *(part for parts in SPLITS.values() for part in parts), *PRODUCTS)
 
 
@@ -268,7 +279,8 @@ class ConnectedMesh:
         sizes: the mesh.
         rank: this rank in the default process group.
         groups: axis name -> process group, None where the axis has one rank.
-        device_mesh: the torch DeviceMesh over (pp, dp, cp, tp), None for a single rank.
+        device_mesh: the torch DeviceMesh over (pp, dp, cp, tp), with outer > 1 over `AXES`; None
+            for a single rank.
         timeout: that of `Mesh.connect`.
         buffers: of the messages of context parallelism, for all layers.
     """

@@ -13,7 +13,11 @@ from ranks import run_ranks
 from warpweave.layers.linear import ColumnParallelLinear
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh, single
 
-VARIES = {axis: (axis,) for axis in AXES} | {"data": ("dp", "cp"), "world": AXES}
+VARIES = {axis: (axis,) for axis in AXES} | {
+    "data": ("dp", "cp"),
+    "inner": ("pp", "dp", "cp", "tp"),
+    "world": AXES,
+}
 PARTS = ("replica", "dp_shard", "ring", "ulysses", "shard")
 
 
@@ -43,13 +47,15 @@ def test_coordinates_and_rank_at_are_inverse_on_every_mesh(world):
         assert len(seen) == world
 
 
-def test_tensor_ranks_are_neighbours_and_stages_are_outermost():
-    mesh = Mesh(dp=3, cp=2, tp=4, pp=2)
-    order = itertools.product(range(2), range(3), range(2), range(4))
-    for rank, (pp, dp, cp, tp) in enumerate(order):
-        assert mesh.coordinates(rank) == {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+def test_tensor_ranks_are_neighbours_and_replicas_outermost_before_stages():
+    mesh = Mesh(dp=3, cp=2, tp=4, pp=2, outer=2)
+    order = itertools.product(range(2), range(2), range(3), range(2), range(4))
+    for rank, (outer, pp, dp, cp, tp) in enumerate(order):
+        at = {"outer": outer, "pp": pp, "dp": dp, "cp": cp, "tp": tp}
+        assert mesh.coordinates(rank) == at
     assert mesh.data == 6
-    assert [mesh.size(axis) for axis in (*AXES, "data", "world")] == [2, 3, 2, 4, 6, 48]
+    sizes = [mesh.size(axis) for axis in (*AXES, "data", "inner", "world")]
+    assert sizes == [2, 2, 3, 2, 4, 6, 48, 96]
 
 
 def _check_groups(rank: int, meshes: list[Mesh]) -> None:
@@ -75,7 +81,9 @@ def test_groups_hold_exactly_the_right_ranks_on_every_mesh_of_four():
 
 def test_groups_hold_exactly_the_right_ranks_on_meshes_of_eight():
     three = [Mesh(2, 2, 2, 1), Mesh(2, 2, 1, 2), Mesh(2, 1, 2, 2), Mesh(1, 2, 2, 2)]
-    run_ranks(8, _check_groups, [*three, Mesh(4, 2), Mesh(2, 4), Mesh(tp=4, pp=2), Mesh(dp=8)])
+    outer = [Mesh(dp=2, tp=2, outer=2), Mesh(cp=4, outer=2), Mesh(pp=2, outer=4), Mesh(outer=8)]
+    more = [Mesh(4, 2), Mesh(2, 4), Mesh(tp=4, pp=2), Mesh(dp=8)]
+    run_ranks(8, _check_groups, [*three, *more, *outer])
 
 
 def _position(sizes: Mesh, rank: int, axis: str) -> tuple[int, int]:
@@ -121,6 +129,10 @@ def _shared_groups(rank: int) -> None:
     assert len({id(one.group(axis)) for axis in ("dp", "dp_shard", "data", "shard")}) == 1
     two = Mesh(dp=4, dp_shard=2).connect()
     assert two.group("shard") is two.group("dp_shard") is not two.group("data") is two.group("dp")
+    outer = Mesh(dp=2, outer=2).connect()
+    assert outer.group("inner") is outer.group("dp") is not outer.group("world")
+    assert one.group("inner") is one.group("world")
+    dist.barrier()  # no rank leaves while others still connect to it
 
 
 def test_axes_of_the_same_ranks_share_a_group():

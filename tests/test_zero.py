@@ -720,7 +720,12 @@ class _ExpertMesh(Mesh):
 
 
 EP_AXES = ("pp", "dp", "ep", "cp", "tp")
-EP_PRODUCTS = {"data": ("dp", "ep", "cp"), "shard": ("dp_shard", "ep", "cp"), "world": EP_AXES}
+EP_PRODUCTS = {
+    "data": ("dp", "ep", "cp"),
+    "shard": ("dp_shard", "ep", "cp"),
+    "inner": EP_AXES,
+    "world": EP_AXES,
+}
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from warpweave.modes import in_mode
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
 from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
+from warpweave.parallel.data.outer import SUM, OuterOptimizer, OuterRule
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import CTAS, ConnectedMesh
@@ -86,6 +88,7 @@ class Engine:
         seed: of the initialisation.
         rule: the update rule; None is ``AdamW()``.
         clip: largest gradient norm; None for none.
+        outer: when the replicas of the mesh's outer axis meet, and how; None for one replica.
         impl: "triton", "torch" or None, as for the kernels.
         timeout: seconds that a pipeline message may take.
 
@@ -105,6 +108,7 @@ class Engine:
         seed: int = 0,
         rule: Rule | None = None,
         clip: float | None = 1.0,
+        outer: OuterRule | None = None,
         impl: str | None = None,
         timeout: float = 300.0,
     ) -> None:
@@ -115,6 +119,8 @@ class Engine:
                 f"overlap 'fused' with pp = {mesh.size('pp')} may hang on a GPU: its products wait "
                 "for tensor ranks and hold the processors that messages between stages need"
             )
+        if (replicas := mesh.size("outer")) > 1 and outer is None:
+            raise ValueError(f"outer = {replicas} replicas need a rule by which they meet")
         self.config, self.mesh, self.plan, self.dtype = config, mesh, plan, dtype
         self.micro_batch_size, self.device = micro_batch_size, torch.device(device)
         choose(impl, torch.empty(0, device=self.device))  # or a line that says what is missing
@@ -133,7 +139,8 @@ class Engine:
             self.units, mesh, rule, clip=clip, loss_scale=scale, impl=impl
         )
         self.message: Like = ((own.stop - own.start, config.width), dtype, self.device)
-        self._update = RankUpdate(self.optimizer, len(chains))
+        self.outer = None if outer is None else self._make_outer(outer)
+        self._update = RankUpdate(self.optimizer, len(chains), self.outer)
         self.stages: dict[int, EngineStage] = {}
         for stage, chain in chains.items():
             earlier = [unit for other in self.stages.values() for unit in other.units]
@@ -156,6 +163,19 @@ class Engine:
         lists = schedules.with_update(lists)
         schedules.validate(lists, microbatches=self.plan.microbatches)
         return lists
+
+    def _make_outer(self, rule: OuterRule) -> OuterOptimizer:
+        """The outer optimizer; fragments are of every so many layers, with the embedding in the
+        first layer's and the head in the last one's."""
+        if rule.fragments > self.config.layers:
+            raise ValueError(
+                f"fragments = {rule.fragments} need as many layers, got {self.config.layers}"
+            )
+        ends = {"embedding": 0, "positions": 0, "head": self.config.layers - 1}
+        names = [unit.name for unit in self.units]
+        layers = [ends[n] if n in ends else int(n.removeprefix("block ")) for n in names]
+        fragments = [layer % rule.fragments for layer in layers]
+        return OuterOptimizer(rule, self.units, fragments, self.mesh)
 
     # ------------------------------------------------------------------ training
 
@@ -185,8 +205,11 @@ class Engine:
             halted: 0-dim, equal on all ranks; non-zero changes no weight or state. `stops` of the
                 step before, for a step that begins before that was read.
 
+        With an outer optimizer (`data.outer`) losses and norm are means over its replicas.
+
         Raises:
-            ValueError: shapes or dtypes do not fit, or a parameter is frozen; nothing was sent.
+            ValueError: shapes or dtypes do not fit, a parameter is frozen, or there is `halted` at
+                a step after which replicas meet; nothing was sent.
         """
         expected = (self.plan.microbatches, self.micro_batch_size, self.config.seq_len)
         if tuple(tokens.shape) != expected or labels.shape != tokens.shape:
@@ -200,6 +223,8 @@ class Engine:
             )
         _check_int64(tokens, labels)
         _check_documents(documents, tokens)
+        if halted is not None and self.outer is not None and self.outer.acts_next:
+            raise ValueError("a step after which replicas meet cannot be begun before the last one")
         frozen = (r.name for unit in self.units for r, p in unit.params if not p.requires_grad)
         if (name := next(frozen, None)) is not None:
             raise ValueError(f"the engine trains every parameter, but {name} does not require grad")
@@ -226,7 +251,18 @@ class Engine:
         norm = self._update.norm
         # The scale after the update: at 1 it is not to blame.
         overflow = ~norm.isfinite() & (scaler is not None and scaler.value > 1.0)
+        if self.mesh.size("outer") > 1:
+            norm, overflow = self._of_replicas(norm, overflow)
         return StepResult(named, norm, interrupts, overflow, self._own_finite())
+
+    def _of_replicas(self, norm: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean norm of the outer replicas, and whether a loss scale is to blame for each norm
+        that is not finite. Summed over the world, whose messages pass those of the outer axis."""
+        sums = torch.stack([norm, (~norm.isfinite() & ~overflow).to(norm)])
+        if self.mesh.index("inner"):  # the first rank of a replica speaks for it
+            sums.zero_()
+        total, blamed = start_all_reduce_(sums, self.mesh.group("world")).wait()
+        return total / self.mesh.size("outer"), ~total.isfinite() & (blamed == 0)
 
     def _warm_up(self, batch: MicroBatch, scale: Tensor | None) -> None:
         """Launch the kernels of each stage once, on zeros, before the first message between stages.
@@ -286,7 +322,7 @@ class Engine:
         for at, name in enumerate(names):
             shares = [losses[name] for losses in own if name in losses]
             if shares and self.mesh.index("tp") == 0:  # tensor ranks hold the same share
-                sums[at] = torch.stack(shares).sum()
+                sums[at] = torch.stack(shares).sum() / self.mesh.size("outer")
         if interrupted:
             sums[-1] = 1.0
         self.finite = sums.isfinite().all()
@@ -324,10 +360,14 @@ class Engine:
         valid = self._count_valid(labels)
         ids = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         batches = self._micro_batches(tokens, labels, ids, valid, 0, documents)
-        with in_mode(self.gpt, training=False):
+        with self._global_weights(), in_mode(self.gpt, training=False):
             every = [losses for batch in batches for losses in self._forward(batch)[1]]
         valid.wait()
         return self._start_global_losses(every).wait()[:-1].sum()
+
+    def _global_weights(self) -> AbstractContextManager[None]:
+        """What is not training is done with the weights that replicas have in common."""
+        return nullcontext() if self.outer is None else self.outer.global_weights()
 
     def _forward(
         self, batch: MicroBatch, final: Callable[[Tensor | None, MicroBatch], Tensor] | None = None
@@ -367,7 +407,8 @@ class Engine:
             tokens.extend([] if chosen is None else [chosen])
             return self._next_logits(torch.cat(tokens))
 
-        (row,) = go_on(self.gpt, 1, Sampling(length, temperature, seed=seed), step)
+        with self._global_weights():
+            (row,) = go_on(self.gpt, 1, Sampling(length, temperature, seed=seed), step)
         return torch.tensor(prompt.tolist() + row)
 
     def _next_logits(self, tokens: Tensor) -> tuple[Tensor | None, int]:
@@ -406,19 +447,25 @@ class Engine:
 
     def load(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
         """Set "param" or one of the optimizer's moments from logical tensors, on any mesh."""
-        for unit in self.units:
+        for unit in self._holding(kind):
             unit.write(kind, lambda record: record.slice(value(record), self.mesh.coords))
+        if self.outer is not None and kind == "param":
+            self.outer.reset()
+
+    def _holding(self, kind: str) -> list[Unit]:
+        """The units that have a state of this kind."""
+        return self.outer.flying if self.outer is not None and kind == SUM else self.units
 
     def read(self, kind: str) -> Iterator[tuple[ParamRecord, Tensor, bool]]:
         """Yield (record, logical tensor, mine) of the state of this rank's stages, "grad" included.
 
         Collective over the data and tensor ranks of the stages. `mine` is True on exactly one rank
-        of the whole mesh for each tensor: the one that writes it into a checkpoint.
+        of each outer replica for each tensor: the one that writes it into a checkpoint.
         """
         tp, ranks = self.mesh.size("tp"), self.mesh.size("data") * self.mesh.size("tp")
         me = self.mesh.index("data") * tp + self.mesh.index("tp")
         count = 0
-        for unit in self.units:
+        for unit in self._holding(kind):
             for record, tensor in unit.read(kind):
                 yield record, tensor, unit.owner and count % ranks == me
                 count += 1

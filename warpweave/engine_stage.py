@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from warpweave.parallel.collectives import Pending
+from warpweave.parallel.data.outer import OuterOptimizer
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.pipeline import Like
@@ -53,13 +54,16 @@ class StepResult:
 
 
 class RankUpdate:
-    """The optimizer step of all stages of a rank, run at the UPDATE of the last of them.
+    """The optimizer step of all stages of a rank, and what the outer optimizer does before and
+    after it, run at the UPDATE of the last of them.
 
     The global norm needs every stage's gradients; the losses are summed over ranks meanwhile.
     """
 
-    def __init__(self, optimizer: ZeroOptimizer, stages: int) -> None:
-        self.optimizer, self.stages = optimizer, stages
+    def __init__(
+        self, optimizer: ZeroOptimizer, stages: int, outer: OuterOptimizer | None = None
+    ) -> None:
+        self.optimizer, self.stages, self.outer = optimizer, stages, outer
 
     def begin(
         self, lr: float | None, halted: Tensor | None, start_losses: Callable[[], Pending]
@@ -75,11 +79,15 @@ class RankUpdate:
         if self._missing:
             return
         self.optimizer.sum_partials()
+        if self.outer is not None:
+            self.outer.before_update()
         self.losses = self._start_losses()
         if self._lr is None:
             self.norm = self.optimizer.norm()
-        else:
-            self.norm = self.optimizer.step(self._lr, self._halted)
+            return
+        self.norm = self.optimizer.step(self._lr, self._halted)
+        if self.outer is not None:
+            self.outer.after_update()
 
 
 class EngineStage(ChainStage):

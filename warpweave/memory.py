@@ -169,7 +169,8 @@ def _gpu(step: TrainingStep, master: int) -> int:
     if step.device_type == "cpu":
         return 0
     mesh, held = step.mesh, _MODULES + _CUBLAS
-    axes = [axis for axis in mesh.seen_from(0).groups if axis != "world" and mesh.size(axis) > 1]
+    whole = ("world",) if mesh.outer > 1 else ("world", "inner")
+    axes = [axis for axis in mesh.seen_from(0).groups if axis not in whole and mesh.size(axis) > 1]
     if mesh.world > 1:
         groups = {tuple(map(tuple, mesh.members(axis))) for axis in axes}
         held += _COMMUNICATOR * (1 + len(groups) + _BETWEEN_STAGES * (mesh.pp > 1))

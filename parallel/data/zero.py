@@ -69,16 +69,16 @@ class ZeroOptimizer:
         self.count = zero  # updates made; equal on every rank
         self.finite = torch.ones((), device=device)  # this rank's gradients in the last step
         self._norm_axes = self._find_norm_axes()
-        self._in_one_message = self._agree(self._norm_axes == factors("world"))
+        self._in_one_message = self._agree(self._norm_axes == factors("inner"))
 
     def _find_norm_axes(self) -> tuple[str, ...]:
         """The axes over which the norm is summed, because ranks count different elements; outermost
         first."""
-        shared = set(factors("world"))
+        shared = set(factors("inner"))
         for unit in self.units:
             same = () if unit.placement.optim else factors(unit.placement.sum_over)
             shared &= set(same)
-        return tuple(axis for axis in factors("world") if axis not in shared)
+        return tuple(axis for axis in factors("inner") if axis not in shared)
 
     def _agree(self, mine: bool) -> bool:
         """Whether it holds on every pipeline stage, whose units may have other data axes."""
@@ -103,10 +103,10 @@ class ZeroOptimizer:
     def norm(self) -> Tensor:
         """The global norm of the reduced gradients, 0-dim and the same on every rank; collective.
 
-        Summed over the whole mesh where every stage has shards: one message, so that replicas of a
-        shard scale it by the very same number, though only the first counts it. Gradients that all
-        data ranks hold are counted by each alike, and summed over the other axes only, the stages
-        last.
+        Summed over the outer replica where every stage has shards: one message, so that replicas
+        of a shard scale it by the very same number, though only the first counts it. Gradients that
+        all data ranks hold are counted by each alike, and summed over the other axes only, the
+        stages last.
         """
         squares = [
             sum_of_squares(piece, impl=self.impl)
@@ -116,7 +116,7 @@ class ZeroOptimizer:
         reference = self.units[0].gradients.reduced
         total = torch.stack(squares).sum() if squares else reference.new_zeros(())
         self.finite = total.isfinite()
-        for axis in ("world",) if self._in_one_message else reversed(self._norm_axes):
+        for axis in ("inner",) if self._in_one_message else reversed(self._norm_axes):
             if self.mesh.group(axis) is not None:
                 dist.all_reduce(total, group=self.mesh.group(axis))
         norm = total.sqrt()
