@@ -11,6 +11,7 @@ import json
 import shlex
 import sys
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, write_table
 from warpweave.kernels.runtime.tile_table import TileRow as TileRow
 from warpweave.launch import Session
+from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.train_config import TrainConfig, parse
 from warpweave.tune.options import TuneConfig
@@ -58,6 +60,14 @@ TRAIN = {
     "cp": Row("--cp 2", {"mesh.cp"}),
     "ulysses": Row("--ulysses 2", {"mesh.ulysses"}, "--cp 2"),
     "pp": Row("--pp 2", {"mesh.pp"}),
+    "outer": Row("--outer 2", {"mesh.outer", "validation", "tokens"}, "--outer-every 4"),
+    "outer_every": Row("--outer-every 5", {"outer.every"}, "--outer-every 4"),
+    "outer_lr": Row("--outer-lr 0.3", {"outer.lr"}, "--outer-every 4"),
+    "outer_momentum": Row("--outer-momentum 0.3", {"outer.momentum"}, "--outer-every 4"),
+    "fragments": Row("--fragments 2", {"outer.fragments"}, "--outer-every 4"),
+    "outer_delay": Row("--outer-delay 3", {"outer.delay"}, "--outer-every 4"),
+    "outer_mix": Row("--outer-mix 0.3", {"outer.mix"}, "--outer-every 4"),
+    "outer_warmup": Row("--outer-warmup 3", {"outer.warmup"}, "--outer-every 4"),
     "batch": Row("--batch 3", {"engine.micro_batch_size", "samples", "validation", "tokens"}),
     "dtype": Row("--dtype bf16", {"engine.dtype"}),
     "steps": Row("--steps 7", {"rates", "keys", "samples", "saved", "evaluated", "tokens",
@@ -142,7 +152,9 @@ class Engine:
     """Remembers what it is told. Every evaluation is worse than the one before."""
 
     def __init__(self, seen: dict[str, Any], model, mesh, plan, **options) -> None:
-        self.seen, self.count = seen, 0
+        self.seen, self.count, self.mesh, self.outer = seen, 0, mesh, None
+        outer = options.pop("outer")
+        seen |= {f"outer.{f.name}": getattr(outer, f.name, None) for f in fields(OuterRule)}
         rule, device = options.pop("rule"), options.pop("device")
         assert device == torch.device("cpu")
         for what, record in (
@@ -151,9 +163,7 @@ class Engine:
             ("mesh", mesh.sizes),
             ("rule", rule),
         ):
-            seen |= {
-                f"{what}.{f.name}": getattr(record, f.name) for f in dataclasses.fields(record)
-            }
+            seen |= {f"{what}.{f.name}": getattr(record, f.name) for f in fields(record)}
         seen |= {f"engine.{name}": value for name, value in options.items()}
         seen |= {"rates": [], "keys": [], "samples": [], "validation": [], "documents": set()}
         self.optimizer = SimpleNamespace(

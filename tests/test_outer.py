@@ -6,22 +6,32 @@ rank, and meets their logical tensors by the formulas of the papers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import shutil
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from threads import on_mesh
+import torch.distributed as dist
+from threads import on_mesh, run_threads
 from torch import Tensor
 
+from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
 from warpweave.engine_stage import StepResult
+from warpweave.launch import Session
 from warpweave.parallel.collectives import start_all_gather
 from warpweave.parallel.data.optimizer import SGD, AdamW
-from warpweave.parallel.data.outer import OuterOptimizer, OuterRule
+from warpweave.parallel.data.outer import GLOBAL, MOMENTUM, SUM, OuterOptimizer, OuterRule
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.resume import check_run
+from warpweave.train import Trainer
+from warpweave.train_config import GPTOverrides, TrainConfig
 
 CONFIG = GPTConfig(23, 8, 2, 8, 2, dropout=0.1)
 SAMPLES = 4  # of a step, over all replicas
@@ -51,21 +61,28 @@ def _read(engine: Engine, kind: str = "param") -> Weights:
     return {record.name: tensor.clone() for record, tensor, _ in engine.read(kind)}
 
 
+def _place(mesh: ConnectedMesh) -> tuple[int, int]:
+    """(which data replica this is, how many there are), over all outer replicas."""
+    each = mesh.size("dp")
+    return mesh.index("outer") * each + mesh.index("dp"), mesh.size("outer") * each
+
+
 def _steps(engine: Engine, steps: range) -> list[float]:
     """The losses of these steps, of which each data replica takes its part of the batch."""
-    (outer, replicas), (dp, each) = (
-        (engine.mesh.index(axis), engine.mesh.size(axis)) for axis in ("outer", "dp")
-    )
-    at = outer * each + dp
-    return [float(_step(engine, step, at, replicas * each).loss) for step in steps]
+    at, parts = _place(engine.mesh)
+    return [float(_step(engine, step, at, parts).loss) for step in steps]
 
 
 def _run(
-    mesh: ConnectedMesh, rule: OuterRule | None, zero: int = 1, options: Any = MappingProxyType({})
+    mesh: ConnectedMesh,
+    rule: OuterRule | None,
+    zero: int = 1,
+    options: Any = MappingProxyType({}),
+    steps: int = STEPS,
 ) -> tuple[Weights, list[float]]:
     """The weights of this rank's stages after the steps, and the losses."""
     engine = _engine(mesh, rule, zero, **options)
-    losses = _steps(engine, range(STEPS))
+    losses = _steps(engine, range(steps))
     return _read(engine), losses
 
 
@@ -146,10 +163,10 @@ _SGD = {"rule": SGD(momentum=0.0), "clip": None}  # the inner optimizer
 @pytest.mark.parametrize("axis", ["", "tp", "pp", "dp"])
 def test_every_step_with_sgd_is_data_parallelism(axis: str) -> None:
     """The mean of weights is the mean of gradients, if all have as many tokens."""
-    ((alone, losses),) = on_mesh(Mesh(), _run, None, 0, _SGD)
+    ((alone, losses),) = on_mesh(Mesh(), _run, None, 0, _SGD, 3)
     mesh = Mesh(**{axis: 2} if axis else {}, outer=2)
     rule = OuterRule(1, **LOCAL_SGD)
-    for found, means in on_mesh(mesh, _run, rule, INSIDE.get(axis, 0), _SGD):
+    for found, means in on_mesh(mesh, _run, rule, INSIDE.get(axis, 0), _SGD, 3):
         _close(found, alone, 1e-14)
         assert means == pytest.approx(losses, rel=1e-13)
 
@@ -205,3 +222,148 @@ def test_the_warm_up_is_data_parallelism_with_any_optimizer() -> None:
         return found
 
     assert on_mesh(Mesh(outer=2), differ)[0] == [False] * 3 + [True, False] * 2
+
+
+# -------------------------------------------------------------------------- between steps
+
+
+def _held_out(engine: Engine) -> float:
+    """The loss of four sequences that are no step's, each data replica with its part of them."""
+    tokens, labels = torch.randint(23, (2, 4, 8), generator=torch.Generator().manual_seed(99))
+    at, parts = _place(engine.mesh)
+    return float(engine.evaluate(
+        *(x.unflatten(0, (parts, -1, engine.micro_batch_size))[at] for x in (tokens, labels))
+    ))  # fmt: skip
+
+
+def _evaluated(mesh: ConnectedMesh, zero: int) -> tuple[float, list[int], Weights]:
+    engine = _engine(mesh, RULES["streaming"], zero)
+    _steps(engine, range(3))
+    before = _read(engine)
+    loss = _held_out(engine)
+    text = engine.generate(torch.tensor([1, 2]), 3, temperature=0.0).tolist()
+    assert all(torch.equal(w, before[name]) for name, w in _read(engine).items())
+    return loss, text, _read(engine, GLOBAL)
+
+
+@pytest.mark.parametrize("axis", ["", "dp"])
+def test_evaluation_and_text_are_of_the_weights_in_common(axis: str) -> None:
+    mesh = Mesh(**{axis: 2} if axis else {}, outer=2)
+    found = on_mesh(mesh, _evaluated, INSIDE.get(axis, 1))
+    alone = _engine(single(), None)
+    alone.load("param", lambda record: found[0][2][record.name])
+    for loss, text, weights in found:
+        assert loss == pytest.approx(_held_out(alone), rel=1e-13)
+        assert text == alone.generate(torch.tensor([1, 2]), 3, temperature=0.0).tolist()
+        assert all(torch.equal(w, found[0][2][name]) for name, w in weights.items())
+
+
+def _resumed(rank: int, config: TrainConfig, stops: list[int]) -> None:
+    """A run, and runs that go on from its checkpoints with a sum in flight or none."""
+    session = Session(torch.device("cpu"), rank, config.mesh.world, None, 60.0, config.mesh)
+    whole = Trainer(config, session)
+    ids = start_all_gather(whole._batch(0)[-1], whole.mesh.group("world")).wait()
+    assert ids.flatten().tolist() == [0, 1, 2, 3]  # each data replica its own samples
+    whole.run()
+    for stop in stops:
+        out = config.out.with_name(f"from-{stop}")
+        if rank == 0:
+            shutil.copytree(config.out, out)
+            for path in (out / "checkpoints").glob("step_*"):
+                if int(path.name[5:]) > stop:
+                    shutil.rmtree(path)
+        dist.barrier()
+        resumed = Trainer(dataclasses.replace(config, out=out, resume=True), session)
+        assert resumed.step == stop
+        resumed.run()
+        for kind in ("param", "exp_avg", "exp_avg_sq", GLOBAL, MOMENTUM):
+            found, expected = (_read(t.engine, kind) for t in (resumed, whole))
+            assert all(torch.equal(found[name], w) for name, w in expected.items()), (stop, kind)
+
+
+def _config(folder: Path, **changes: Any) -> TrainConfig:
+    text = folder / "text"
+    text.write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
+    small = GPTOverrides(layers=2, width=8, heads=2, seq_len=16)
+    return TrainConfig(
+        model="toy", overrides=small, plan=ParallelPlan(zero=2), data=text, batch=1, steps=6,
+        save_every=1, keep=9, eval_every=0, eval_batches=1, sample=0, out=folder / "run", **changes,
+    )  # fmt: skip
+
+
+STREAMING = {"outer": 2, "outer_every": 4, "fragments": 2, "outer_delay": 1, "outer_mix": 0.3}
+
+
+def test_a_run_goes_on_bit_for_bit_with_a_sum_in_flight(tmp_path: Path) -> None:
+    config = _config(tmp_path, dp=2, dtype="bf16", **STREAMING)
+    with mock.patch.object(dist.distributed_c10d, "_set_pg_timeout"):
+        run_threads(4, _resumed, config, [4])
+    reader = open_latest(config.out / "checkpoints")
+    assert {name.split("/")[0] for name in reader.names if "/" in name} == {
+        "replica0", "replica1", MOMENTUM, SUM,
+    }  # fmt: skip
+    for changes in ({"outer_mix": 0.2}, {"outer": 1}, {"outer": 1, "outer_every": None}):
+        other = dataclasses.replace(config, **changes)
+        if other.outer_every is None:
+            other = dataclasses.replace(other, fragments=1, outer_delay=0, outer_mix=0.0)
+        with pytest.raises(CheckpointError, match="was trained with outer replicas and optimizer"):
+            check_run(reader, other, config.open_data("train"))
+
+
+# -------------------------------------------------------------------------- refusals
+
+REFUSED = {
+    "replicas must meet every n >= 1 steps, got 0": {"outer_every": 0},
+    "fragments = 3 do not divide the 4 steps": {"outer_every": 4, "fragments": 3},
+    "outer delay = 2 must be less than the 2 steps between": {
+        "outer_every": 4, "fragments": 2, "outer_delay": 2
+    },
+    "outer delay = -1 must be": {"outer_every": 4, "outer_delay": -1},
+    "outer learning rate must be positive, .* got 0.0, 0.9": {"outer_every": 4, "outer_lr": 0.0},
+    "outer warm-up must be at least 0 steps, got -1": {"outer_every": 4, "outer_warmup": -1},
+    "fragments = 4 need as many layers, got 2": {"outer_every": 4, "fragments": 4},
+    "outer = 2 needs --outer-every": {"outer": 2},
+    "outer mix = 0.5 needs --outer-every": {"outer_mix": 0.5},
+    "mesh axis outer must be a positive integer, got 0": {"outer": 0, "outer_every": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        _config(tmp_path, **REFUSED[message]).check()
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_that_replicas_do_not_divide_are_refused(tmp_path: Path) -> None:
+    config = _config(tmp_path, outer=3, outer_every=2, tp=2)
+    assert config.for_ranks(12).mesh == Mesh(dp=2, tp=2, outer=3)
+    with pytest.raises(ValueError, match=r"outer=3 x dp=any x .* does not fit 8 ranks: it has 6"):
+        config.for_ranks(8)
+
+
+def _unlike(mesh: ConnectedMesh) -> None:
+    engine = _engine(mesh, RULES["DiLoCo"], seed=3 + mesh.index("outer"))
+    with pytest.raises(
+        ValueError,
+        match=r"^replicas must begin with the same weights, but other "
+        r"ones than on replica 0 are on rank 2 \(outer=1, tp=0\), rank 3 ",
+    ) as caught:
+        _steps(engine, range(1))  # fmt: skip
+    assert "\n" not in str(caught.value)
+
+
+def test_replicas_that_begin_with_other_weights_are_named_on_every_rank() -> None:
+    on_mesh(Mesh(outer=2, tp=2), _unlike)
+
+
+def test_the_engine_refuses_what_it_could_not_take_back() -> None:
+    with pytest.raises(ValueError, match="outer = 2 replicas need a rule"):
+        _engine(Mesh(outer=2).seen_from(0), None)
+    engine = _engine(single(), OuterRule(2))
+    halted = torch.zeros(())
+    tokens = torch.zeros(1, SAMPLES, 8, dtype=torch.int64)
+    given = (tokens, tokens, torch.arange(SAMPLES)[None])
+    engine.step(*given, lr=0.1, halted=halted)
+    with pytest.raises(ValueError, match="a step after which replicas meet cannot be begun"):
+        engine.step(*given, lr=0.1, halted=halted)

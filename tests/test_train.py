@@ -579,7 +579,9 @@ def test_a_run_leaves_metrics_a_plot_and_the_last_checkpoints(tmp_path, capsys):
     result = _trainer(config).run()
     out = config.out
     assert list(result) == RESULT
-    assert result["mesh"] == {"dp": 1, "cp": 1, "tp": 1, "pp": 1, "ulysses": 1, "dp_shard": None}
+    assert result["mesh"] == {
+        "dp": 1, "cp": 1, "tp": 1, "pp": 1, "ulysses": 1, "dp_shard": None, "outer": 1
+    }  # fmt: skip
     assert (result["steps"], result["zero"]) == (5, 1)
     assert result["tokens_per_second"] > 0
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -167,10 +167,7 @@ class Engine:
     def _make_outer(self, rule: OuterRule) -> OuterOptimizer:
         """The outer optimizer; fragments are of every so many layers, with the embedding in the
         first layer's and the head in the last one's."""
-        if rule.fragments > self.config.layers:
-            raise ValueError(
-                f"fragments = {rule.fragments} need as many layers, got {self.config.layers}"
-            )
+        rule.check(self.config.layers)
         ends = {"embedding": 0, "positions": 0, "head": self.config.layers - 1}
         names = [unit.name for unit in self.units]
         layers = [ends[n] if n in ends else int(n.removeprefix("block ")) for n in names]

@@ -10,6 +10,7 @@ its master (8 for float64, otherwise 4), U the largest unit (a block, the embedd
     optimizer     2 P m (AdamW), P m (SGD) or (2 P - W) m    ZeRO 1 to 3: those / D
                   (Muon, W of them in the matrices of blocks),
                   + P m where b is not m
+                  an outer optimizer: + P m, with momentum 2 P m, + P m / fragments for a sum
     activations   of every micro-batch in flight, by the schedule, and every block:
 
                       b (n t E + T (A + H D + Z) / tp) + 4 T H / tp   (lse)
@@ -55,6 +56,7 @@ from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.gpt import GPT
 from warpweave.kernels.activation import find_activation
+from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.layout import cut
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule.actions import FINISHES, F
@@ -102,6 +104,7 @@ class TrainingStep:
         dtype: a key of `DTYPES`, of parameters and activations.
         device_type: "cpu" or "cuda".
         optimizer: "adamw", "muon" or "sgd".
+        outer: the outer optimizer, None for none.
     """
 
     config: GPTConfig
@@ -111,6 +114,7 @@ class TrainingStep:
     dtype: str
     device_type: str = "cpu"
     optimizer: str = "adamw"
+    outer: OuterRule | None = None
 
     @property
     def tokens(self) -> int:
@@ -147,8 +151,11 @@ def estimate(step: TrainingStep) -> list[MemoryEstimate]:
         if zero >= 2:
             gradients = P * master // data + 2 * U * master
         W, largest = _matrices(step, rank)
-        moments = {"adamw": 2 * P, "muon": 2 * P - W, "sgd": P}[step.optimizer]
-        optimizer = (moments + (master != size) * P) * master // (data if zero else 1)
+        elements = {"adamw": 2 * P, "muon": 2 * P - W, "sgd": P}[step.optimizer]
+        elements += (master != size) * P
+        if step.outer is not None:  # global weights, outer momentum, and the sum in flight
+            elements += len(step.outer.states) * P + P // step.outer.fragments
+        optimizer = elements * master // (data if zero else 1)
         update = 4 * (W // (data if zero else 1) + largest) * master
         live = most = 0
         for action in schedule[rank]:

@@ -96,6 +96,11 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
             f"{reader.path} was trained on {other}: saved {saved['name']} "
             f"({saved['fingerprint'][:12]}), now {data.name} ({data.fingerprint[:12]})"
         )
+    outer = config.outer_settings
+    if (before := reader.state.get("outer")) != outer:
+        raise CheckpointError(
+            f"{reader.path} was trained with outer replicas and optimizer {before}, now {outer}"
+        )
     if reader.state["seed"] != config.seed:
         raise CheckpointError(
             f"{reader.path} was trained with seed {reader.state['seed']}, now {config.seed}"

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from warpweave import saved_state
 from warpweave.checkpoint import BackgroundSaver, CheckpointError
 from warpweave.config import GPTConfig
 from warpweave.convert.beside import keep_origin
@@ -30,6 +30,7 @@ from warpweave.data import boundaries
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.engine_stage import StepResult
+from warpweave.exchange import exchange
 from warpweave.gpt import GPT
 from warpweave.gpus import BACKENDS, choose_backend
 from warpweave.interrupt import Interrupt
@@ -39,7 +40,6 @@ from warpweave.lr_schedule import learning_rate, short_of_peak
 from warpweave.memory import TrainingStep, check_memory, free_host_memory
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, locked, peak_memory
-from warpweave.parallel.shard import ParamRecord
 from warpweave.resume import Progress, check_run, differences, open_run, progress_of
 from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
 from warpweave.transfer import upload
@@ -94,6 +94,7 @@ class Trainer:
             seed=config.seed,
             rule=config.rule,
             clip=config.clip or None,
+            outer=config.outer_rule,
             impl=config.impl,
             timeout=config.timeout,
         )
@@ -103,7 +104,9 @@ class Trainer:
         self._read = 0.0  # when the last step's result came
         self._evaluation = (-1, math.nan)  # step and loss of the last one in this process
         self.saver = BackgroundSaver(self.mesh.group("world"), timeout=session.timeout)
-        self.sequences_per_step = config.mesh.dp * config.plan.microbatches * config.batch
+        self.replicas = config.outer * config.mesh.dp  # data replicas, of which this is number
+        self.replica = self.mesh.index("outer") * config.mesh.dp + self.mesh.index("dp")
+        self.sequences_per_step = self.replicas * config.plan.microbatches * config.batch
         self.tokens_per_step = self.sequences_per_step * self.model.seq_len
         self.peak_memory: list[float] = []
         if config.resume:
@@ -130,7 +133,9 @@ class Trainer:
         count = sum(p.numel() for p in GPT(self.model, device="meta").parameters())
         ranks = "1 rank" if m.world == 1 else f"{m.world} ranks"
         return (
-            f"{ranks} ({self.session.where}), dp={m.dp} "
+            f"{ranks} ({self.session.where}), "
+            + (f"outer={m.outer} " if m.outer > 1 else "")
+            + f"dp={m.dp} "
             + (f"dp_shard={m.dp_shard} " if m.dp_shard is not None else "")
             + f"tp={m.tp} cp={m.cp} pp={m.pp}, "
             f"ZeRO {plan.zero}, {plan.schedule} with {plan.microbatches} micro-batches of "
@@ -215,7 +220,9 @@ class Trainer:
         in between. If this one stops the run, the next one changes nothing (`StepResult.stops`).
         """
         now = self._begun or self._begin(self.step)
-        early = self.ahead and not self._pauses(self.step + 1)
+        outer = self.engine.outer
+        meets = outer is not None and outer.acts_next  # it changes what it cannot take back
+        early = self.ahead and not self._pauses(self.step + 1) and not meets
         self._begun = self._begin(self.step + 1, now) if early else None
         loss, norm, interrupts, overflow = (float(x) for x in now.result.all().cpu())
         self.mesh.check_waits()
@@ -263,8 +270,8 @@ class Trainer:
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """This data replica's samples of a step: `_micro_batches` and sample ids [m, b]."""
-        m, b, dp = self.config.plan.microbatches, self.config.batch, self.mesh.index("dp")
-        ids = torch.arange(dp * m * b, (dp + 1) * m * b)
+        m, b, at = self.config.plan.microbatches, self.config.batch, self.replica
+        ids = torch.arange(at * m * b, (at + 1) * m * b)
         cut = self._micro_batches(*self.train_data.batch(step, ids.tolist()))
         return *cut, upload(ids.view(m, b), self.session.device)
 
@@ -284,7 +291,8 @@ class Trainer:
         words = f"{what} is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
         names = ", ".join(self.config.mesh.describe(r) for r in ranks) or "no single rank"
         # The optimizer leaves everything untouched when the norm is not finite.
-        kept = "" if math.isfinite(norm) else "the weights were not updated, "
+        untouched = not math.isfinite(norm) and self.config.outer_rule is None
+        kept = "the weights were not updated, " if untouched else ""
         try:
             path = self.saver.wait()
             last = (
@@ -299,9 +307,8 @@ class Trainer:
         self.session.beat(self.step, "evaluation")
         c = self.config
         count = c.eval_batches * c.batch
-        dp = self.mesh.index("dp")
-        mine = range(dp * count, (dp + 1) * count)
-        samples = self.val_data.fixed_batch(mine, count=count * c.mesh.dp)
+        mine = range(self.replica * count, (self.replica + 1) * count)
+        samples = self.val_data.fixed_batch(mine, count=count * self.replicas)
         value = float(self.engine.evaluate(*self._micro_batches(*samples)))
         self.mesh.check_waits()
         if not math.isfinite(value):
@@ -322,6 +329,7 @@ class Trainer:
         """Begin to write a checkpoint of logical tensors, once the one before is written; every
         rank takes part."""
         self.session.beat(self.step, "saving")
+        optimizers = exchange(self.engine.optimizer.state(), self.mesh.group("outer"))
         state = {
             "step": self.step,
             "seed": self.config.seed,
@@ -332,14 +340,16 @@ class Trainer:
                 "tokenizer": self.train_data.tokenizer_name,
             },
             "progress": dataclasses.asdict(self.progress),
-            "optimizer": self.engine.optimizer.state(),
+            "optimizer": optimizers[0],
+            "optimizers": optimizers,
+            "outer": self.config.outer_settings,
             "settings": self.config.settings,
         }
         self._flush()
         self.saver.save(
             self._folder,
             self.step,
-            self._tensors(),
+            saved_state.tensors(self.engine),
             config=dataclasses.asdict(self.model),
             state=state,
             mesh=dataclasses.asdict(self.config.mesh) | {"zero": self.config.plan.zero},
@@ -351,28 +361,12 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.flush()
 
-    def _kinds(self) -> list[tuple[str, str]]:
-        """(state, prefix of its tensors' names) of all that a checkpoint holds of a parameter."""
-        moments = self.engine.optimizer.rule.moments
-        return [("param", ""), *((name, f"{name}/") for name in moments)]
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors this rank writes; collective, as the others' are gathered along the way."""
-        for kind, prefix in self._kinds():
-            for record, tensor, mine in self.engine.read(kind):
-                if mine:
-                    yield prefix + record.name, tensor
-
     def _resume(self) -> None:
         reader = open_run(self._folder, self.model, self.mesh.group("world"))
         check_run(reader, self.config, self.train_data)
-        for kind, prefix in self._kinds():
-
-            def saved(record: ParamRecord, prefix: str = prefix) -> Tensor:
-                return reader.mapped(prefix + record.name)  # of which a rank reads its own
-
-            self.engine.load(kind, saved)
-        self.engine.optimizer.load_state(reader.state["optimizer"])
+        saved_state.load(self.engine, reader)
+        of_replicas = reader.state.get("optimizers") or [reader.state["optimizer"]]
+        self.engine.optimizer.load_state(of_replicas[self.mesh.index("outer")])
         self.step = reader.step
         self.progress = progress_of(reader, self.model.seq_len)
         self.saver.path = reader.path
@@ -421,7 +415,14 @@ class Trainer:
 def _check_memory(config: TrainConfig, model: GPTConfig, device: str, **memory: int) -> None:
     """`check_memory` of a step on "cpu" or "cuda"."""
     step = TrainingStep(
-        model, config.mesh, config.plan, config.batch, str(config.dtype), device, config.optimizer
+        model,
+        config.mesh,
+        config.plan,
+        config.batch,
+        str(config.dtype),
+        device,
+        config.optimizer,
+        config.outer_rule,
     )
     check_memory(step, **memory)
 

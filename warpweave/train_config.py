@@ -36,6 +36,7 @@ from warpweave.parallel.mesh import Mesh
 if TYPE_CHECKING:
     from warpweave.data import Dataset
     from warpweave.parallel.data.optimizer import Rule
+    from warpweave.parallel.data.outer import OuterRule
 
 # Files and folders of a run, in `out`.
 METRICS, PLOT, CHECKPOINTS, CONFIG = "metrics.jsonl", "loss.png", "checkpoints", "config.toml"
@@ -112,6 +113,27 @@ class TrainConfig:
     ring runs over the cp / ulysses groups of them. 1 for a ring alone."""
     pp: int = 1
     """Pipeline-parallel degree."""
+    outer: int = 1
+    """Outer replicas, each of dp x cp x tp x pp ranks, that train apart and meet every
+    `outer_every` steps: local SGD, DiLoCo."""
+    outer_every: int | None = None
+    """Steps between two meetings of the outer replicas, whose weights are then averaged and given
+    to the outer optimizer. Default: no outer optimizer."""
+    outer_lr: float = 0.7
+    """Learning rate of the outer SGD, whose gradient is what the mean of the replicas' weights is
+    away from the global ones; local SGD is 1, with no momentum."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer SGD."""
+    fragments: int = 1
+    """Streaming: fragments of the layers that meet in turn, outer_every / fragments steps apart."""
+    outer_delay: int = 0
+    """Streaming: steps by which a fragment's outer step comes after its sum began, which overlaps
+    them."""
+    outer_mix: float = 0.0
+    """Streaming: the part of the local weights that is kept when the global ones come."""
+    outer_warmup: int = 0
+    """Steps of data parallelism between the outer replicas before the first of `outer_every`
+    (post-local SGD)."""
     plan: ParallelPlan = ParallelPlan()
     """Parallel plan: how a step is distributed over the ranks."""
     batch: int = 8
@@ -184,7 +206,37 @@ class TrainConfig:
     def mesh(self) -> Mesh:
         """The mesh's sizes; an open `dp` is 1."""
         dp = 1 if self.dp is None else self.dp
-        return Mesh(dp, self.cp, self.tp, self.pp, self.ulysses, self.dp_shard)
+        return Mesh(dp, self.cp, self.tp, self.pp, self.ulysses, self.dp_shard, self.outer)
+
+    @property
+    def outer_rule(self) -> OuterRule | None:
+        """The outer optimizer; None for none.
+
+        Raises:
+            ValueError: replicas, or an option of the outer optimizer, without `outer_every`, or an
+                option that does not fit.
+        """
+        from warpweave.parallel.data.outer import OuterRule
+
+        names = ("lr", "momentum", "delay", "mix", "warmup")
+        given = {name: getattr(self, f"outer_{name}") for name in names}
+        given["fragments"] = self.fragments
+        if self.outer_every is None:
+            rule = OuterRule(1)
+            idle = [f"{n} = {v}" for n, v in given.items() if v != getattr(rule, n)]
+            if self.outer > 1 or idle:
+                what = f"outer = {self.outer}" if self.outer > 1 else f"outer {idle[0]}"
+                raise ValueError(f"{what} needs --outer-every, the steps between meetings")
+            return None
+        rule = OuterRule(self.outer_every, **given)
+        rule.check(self.overrides.layers or self.base.layers)
+        return rule
+
+    @property
+    def outer_settings(self) -> dict[str, Any] | None:
+        """The outer replicas and their rule, which a resumed run must have, as JSON has them."""
+        rule = self.outer_rule
+        return None if rule is None else {"replicas": self.outer} | dataclasses.asdict(rule)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -258,9 +310,8 @@ class TrainConfig:
             dp = max(1, ranks // others)
         filled = dataclasses.replace(self, dp=dp)
         if (found := filled.mesh.world) != ranks:
-            axes = " x ".join(
-                f"{axis}={getattr(self, axis) or 'any'}" for axis in ("dp", "cp", "tp", "pp")
-            )
+            named = (*["outer"] * (self.outer > 1), "dp", "cp", "tp", "pp")
+            axes = " x ".join(f"{axis}={getattr(self, axis) or 'any'}" for axis in named)
             raise ValueError(
                 f"mesh {axes} does not fit {ranks} ranks: it has {found}, and their number "
                 "must be the axes' product"
@@ -325,6 +376,7 @@ class TrainConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
         self.model_config(1).check(self.mesh, self.plan)
+        _ = self.outer_rule
         if self.init_from is not None:
             self._check_weights(self.init_from)
         from warpweave.parallel.layout import cut

@@ -85,6 +85,11 @@ class OuterRule:
         if self.warmup < 0:
             raise ValueError(f"outer warm-up must be at least 0 steps, got {self.warmup}")
 
+    def check(self, layers: int) -> None:
+        """Raise ``ValueError`` for more fragments than layers."""
+        if self.fragments > layers:
+            raise ValueError(f"fragments = {self.fragments} need as many layers, got {layers}")
+
     @property
     def apart(self) -> int:
         """Steps between the starts of two sums."""

@@ -1,0 +1,72 @@
+"""The tensors of a run in a checkpoint: which an engine writes, and their way back.
+
+    name                    tensor                                       written by
+    NAME                    weights; with an outer optimizer those that  replica 0
+                            its replicas have in common
+    exp_avg/NAME            a moment of the inner optimizer              replica 0
+    replica1/param/NAME     with an outer optimizer, local weights       replica 1
+    replica1/exp_avg/NAME   and local moments                            replica 1
+    outer_momentum/NAME     the outer optimizer's momentum               replica 0
+    outer_sum/NAME          the sum in flight of a streaming fragment    replica 0
+
+So whoever reads weights finds them at their names, whatever the optimizers were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from warpweave.checkpoint import CheckpointReader
+from warpweave.engine import Engine
+from warpweave.parallel.data.outer import GLOBAL, MOMENTUM, SUM
+from warpweave.parallel.shard import ParamRecord
+
+
+class _Kind(NamedTuple):
+    """A state, the prefix of its tensors' names, and whether replica 0 speaks for all."""
+
+    state: str
+    prefix: str
+    shared: bool
+
+
+def _kinds(engine: Engine) -> list[_Kind]:
+    """All that a checkpoint holds of a parameter, in the order in which it is loaded."""
+    moments = engine.optimizer.rule.moments
+    if engine.outer is None:
+        return [_Kind("param", "", True), *(_Kind(name, f"{name}/", True) for name in moments)]
+    here = f"replica{engine.mesh.index('outer')}/"
+    found = [_Kind(name, f"{here}{name}/", False) for name in ("param", *moments)]
+    found.append(_Kind(GLOBAL, "", True))
+    found += [_Kind(MOMENTUM, f"{MOMENTUM}/", True)] * (engine.outer.rule.momentum > 0)
+    return [*found, _Kind(SUM, f"{SUM}/", True)]
+
+
+def tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all that this rank writes; collective, as the others' are gathered along
+    the way."""
+    if engine.outer is not None:
+        engine.outer.wait()
+    first = engine.mesh.index("outer") == 0
+    for kind, prefix, shared in _kinds(engine):
+        for record, tensor, mine in engine.read(kind):
+            if mine and (first or not shared):
+                yield prefix + record.name, tensor
+
+
+def load(engine: Engine, reader: CheckpointReader) -> None:
+    """The inverse of `tensors`, after as many steps as the checkpoint's; each rank reads its own.
+
+    Raises `CheckpointError` for a tensor that is not there.
+    """
+    if engine.outer is not None:
+        engine.outer.resume(reader.step)
+    for kind, prefix, _ in _kinds(engine):
+
+        def saved(record: ParamRecord, prefix: str = prefix) -> Tensor:
+            return reader.mapped(prefix + record.name)
+
+        engine.load(kind, saved)
