@@ -193,7 +193,8 @@ def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(
     result = json.loads(out[-1])
     assert list(result) == ["val_loss", "steps", "stopped", "tokens_per_second", "mesh", "zero",
                             "checkpoint", "plot"]  # fmt: skip
-    assert result["mesh"] == {"dp": 1, "cp": 1, "tp": 1, "pp": 2, "ulysses": 1, "dp_shard": None}
+    assert result["mesh"] == {"dp": 1, "cp": 1, "tp": 1, "pp": 2, "ulysses": 1, "dp_shard": None,
+                              "outer": 1}  # fmt: skip
     assert (result["steps"], result["zero"], result["stopped"]) == (4, 2, False)
     assert 4 < result["val_loss"] < 7
     assert Path(result["plot"]).read_bytes().startswith(b"\x89PNG")

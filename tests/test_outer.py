@@ -24,11 +24,15 @@ from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
 from warpweave.engine_stage import StepResult
+from warpweave.gpt import GPT
 from warpweave.launch import Session
-from warpweave.parallel.collectives import start_all_gather
+from warpweave.parallel.collectives import reduce_from, start_all_gather
 from warpweave.parallel.data.optimizer import SGD, AdamW
 from warpweave.parallel.data.outer import GLOBAL, MOMENTUM, SUM, OuterOptimizer, OuterRule
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.prove.layouts import Layout
+from warpweave.prove.proof import prove_layout
+from warpweave.prove.typecheck import typecheck
 from warpweave.resume import check_run
 from warpweave.train import Trainer
 from warpweave.train_config import GPTOverrides, TrainConfig
@@ -367,3 +371,26 @@ def test_the_engine_refuses_what_it_could_not_take_back() -> None:
     engine.step(*given, lr=0.1, halted=halted)
     with pytest.raises(ValueError, match="a step after which replicas meet cannot be begun"):
         engine.step(*given, lr=0.1, halted=halted)
+
+
+# -------------------------------------------------------------------------- prove and typecheck
+
+
+def test_replicas_train_as_one_device_does() -> None:
+    """With all that `prove` compares, on the same batch."""
+    layout = Layout(Mesh(tp=2, outer=2), True)
+    for errors in on_mesh(layout.mesh, lambda mesh: prove_layout(layout, mesh)):
+        assert errors.worst <= 32.0, errors
+
+
+def test_types_know_the_outer_axis_and_that_a_replica_computes_alone(monkeypatch) -> None:
+    layout = Layout(Mesh(dp=2, outer=3))
+    typecheck(layout.model, layout.mesh)
+    embed = GPT.embed
+
+    def shared(self: GPT, *given: Any) -> Any:
+        return reduce_from(embed(self, *given), self.mesh.group("outer"))
+
+    monkeypatch.setattr(GPT, "embed", shared)
+    with pytest.raises(TypeError, match="stage 0"):
+        typecheck(layout.model, layout.mesh)

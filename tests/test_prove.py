@@ -1011,7 +1011,7 @@ def test_what_is_ignored_does_not_stop_a_proof():
 OPTIONS = {
     "all": (True, {}), "world": (2, {"all": True}), "random": (2, {}), "seed": (3, {"random": 2}),
     "dp": (2, {}), "tp": (2, {}), "cp": (2, {}), "pp": (2, {}), "ulysses": (2, {"cp": 4}),
-    "dp_shard": (2, {"dp": 4}),
+    "dp_shard": (2, {"dp": 4}), "outer": (2, {}),
     "zero": (3, {}), "schedule": ("gpipe", {}), "sequence_parallel": (False, {"tp": 2}),
     "style": ("olmo", {}), "tied": (False, {}), "recompute": ("full", {}), "packed": (True, {}),
     "cp_strategy": ("gather", {}), "layout": ("striped", {}), "microbatches": (6, {}),
@@ -1020,7 +1020,7 @@ OPTIONS = {
     "impl": ("triton", {}), "timeout": (9.0, {}),
     "typecheck": (True, {}), "model": ("small", {"typecheck": True}),
 }  # fmt: skip
-SEEN_BY_TYPES = {"dp", "tp", "cp", "pp", "sequence_parallel", "style", "tied", "recompute",
+SEEN_BY_TYPES = {"outer", "dp", "tp", "cp", "pp", "sequence_parallel", "style", "tied", "recompute",
                  "layout"}  # fmt: skip
 
 
@@ -1068,7 +1068,7 @@ def test_an_engine_is_told_all_that_a_layout_says():
 
 def test_the_line_of_a_layout_tells_it_from_every_other():
     plan = {field.name for field in dataclasses.fields(ParallelPlan)} & set(OPTIONS)
-    for name in plan | {"dp", "pp", "ulysses", "style", "tied", "packed"}:
+    for name in plan | {"outer", "dp", "pp", "ulysses", "style", "tied", "packed"}:
         other = {"tp": 2, "cp": 4} | {name: OPTIONS[name][0]}
         layouts = ProveConfig(tp=2, cp=4).given(), ProveConfig(**other).given()
         assert str(layouts[0]) != str(layouts[1]), name

@@ -202,6 +202,7 @@ class Layout:
         tokens."""
         m, s = self.mesh, self.sizes
         words = [] if self.drawn is None else [f"seed {s.seed}:"]
+        words += [f"outer={m.outer}"] if m.outer > 1 else []
         words += [f"{axis}={getattr(m, axis)}" for axis in ("dp", "tp", "cp", "pp")]
         words += [f"dp-shard={m.dp_shard}"] if m.dp_shard is not None else []
         words += [f"batch={m.dp}x{self.microbatches}x{self.micro_batch_size}x{s.seq_len}"]

@@ -76,6 +76,9 @@ class ProveConfig:
     ulysses: int = 1
     """Ulysses degree: neighbouring context ranks that exchange sequence for heads by all-to-all; a
     ring runs over the cp / ulysses groups of them. 1 for a ring alone."""
+    outer: int = 1
+    """Outer replicas of all of that, each of which trains on the whole batch; their weights are
+    averaged in every step."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp)."""
     schedule: ScheduleName = "1f1b"
@@ -121,7 +124,8 @@ class ProveConfig:
 
     def given(self) -> Layout:
         """The layout that the axes give."""
-        mesh = Mesh(self.dp, self.cp, self.tp, self.pp, self.ulysses, self.dp_shard)
+        sizes = (self.dp, self.cp, self.tp, self.pp, self.ulysses, self.dp_shard, self.outer)
+        mesh = Mesh(*sizes)
         return Layout(
             mesh,
             self.sequence_parallel and mesh.tp > 1,

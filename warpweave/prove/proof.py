@@ -15,6 +15,7 @@ from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.exchange import exchange
 from warpweave.parallel.data.optimizer import AdamW, Muon
+from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.shard import ParamRecord
 from warpweave.plain_gpt import is_muons
@@ -144,6 +145,7 @@ def _engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
         seed=layout.sizes.seed,
         rule=Muon(**MUON, rest=adamw, impl=layout.impl) if layout.optimizer == "muon" else adamw,
         clip=CLIP,
+        outer=OuterRule(1, lr=1.0, momentum=0.0) if mesh.size("outer") > 1 else None,
         impl=layout.impl,
         timeout=timeout,
     )
@@ -197,8 +199,9 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     counts = torch.tensor(list(owners.values()), device=device)
     if group is not None:
         dist.all_reduce(counts)
+    times = (STEPS + 3) * mesh.size("outer")
     for name, count in zip(owners, counts.tolist(), strict=True):
-        reads = STEPS + 3 - (layout.optimizer == "muon" and is_muons(name))
+        reads = times - (layout.optimizer == "muon" and is_muons(name)) * mesh.size("outer")
         if count != reads:  # lost in a checkpoint, or written twice
             compare.add("weight", f"{name} read {count} times, not {reads},", float("inf"))
     errors = {kind: compare.errors.get(kind, math.inf) for kind in KINDS}  # inf: never compared
