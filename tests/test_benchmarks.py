@@ -131,6 +131,23 @@ def test_the_ring_is_drawn_with_what_can_be_hidden(load, tmp_path, capsys, monke
     assert timeline.predicted(SequenceLayout(64, 2), 2.0, 0.5) == 1
 
 
+def test_local_steps_send_a_part_of_the_bytes(load, tmp_path, capsys, monkeypatch):
+    local = load("local_steps")
+    monkeypatch.setattr(local, "run_ranks", _first_rank)
+    local.main(["--quick", "--results", str(tmp_path)])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == json.loads((tmp_path / "cpu" / "local_steps.json").read_text())
+    ends = {name: points[-1] for name, points in last["curves"].items()}
+    whole = ends.pop("data parallel")
+    assert whole["bytes"] == 4 * whole["most"] > 4 * 4 * 256 * 16  # at least the embedding's, fp32
+    for name, end in ends.items():  # one in two of the four steps
+        assert end["bytes"] == whole["bytes"] / 2, name
+        assert end["most"] == whole["most"] or name == "streaming DiLoCo"
+        assert abs(end["val_loss"] - whole["val_loss"]) < 0.1
+    assert ends["streaming DiLoCo"]["most"] < whole["most"]
+    assert "DiLoCo" in (tmp_path / "cpu" / "local_steps.svg").read_text()
+
+
 def test_unequal_outputs_stop_a_benchmark(load):
     harness = load("harness")
     a = torch.randn(3, 5)
