@@ -502,6 +502,13 @@ FAULTS = (
         "(torch.lerp(weights, local, rule.mix))\n            _publish(unit)\n",
         "(torch.lerp(weights, local, rule.mix))\n",
         "the other ranks of a replica, and bf16 parameters, miss the outer step"),
+    Fault("outer-not-waited", "parallel/data/outer.py",
+        "        self.wait()\n        rule = self.rule\n", "        rule = self.rule\n",
+        "the sum in flight is used before it has arrived"),
+    Fault("outer-over-a-gather", "parallel/data/outer.py",
+        "            unit.parameters.wait()  # the update's all-gather, which may still read"
+        " the masters\n", "",
+        "masters are written while the all-gather of the update reads them"),
     Fault("outer-turn", "parallel/data/outer.py",
         "return (turn - 1) % self.fragments", "return turn % self.fragments",
         "the fragments meet in another order"),
