@@ -150,10 +150,10 @@ def main(argv: list[str] | None = None) -> None:
     """The benchmark."""
     options = parser(CLAIM).parse_args(argv)
     sizes = QUICK if options.quick else FULL
+    report = {"script": SCRIPT, "claim": CLAIM, "header": header(ranks=sizes.ranks)}
     curves = run_ranks(sizes.ranks, measure, sizes)
     said = {name: None if rule is None else dataclasses.asdict(rule)
             for name, rule in rules(sizes.every, sizes.steps).items()}  # fmt: skip
-    report = {"script": SCRIPT, "claim": CLAIM, "header": header(ranks=sizes.ranks)}
     report |= {"sizes": sizes._asdict() | {"config": dataclasses.asdict(sizes.config)}}
     report |= {"rules": said, "curves": curves}
     print(CLAIM, table(curves), sep="\n")
