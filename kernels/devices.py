@@ -13,6 +13,10 @@ import re
 from dataclasses import dataclass, replace
 
 KB = 1024
+# Of NCCL's thread blocks in an operation of an axis; a product beside it, and one that waits for
+# peers, leaves as many of a GPU's processors. A guess, of no data sheet: NCCL itself takes up to 32
+# within a node, and with NVLS needs 8.
+CTAS = 16
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from warpweave.kernels.devices import CTAS
 from warpweave.parallel.buffers import Buffers
 
 if TYPE_CHECKING:
@@ -41,9 +42,6 @@ PRODUCTS = {
     "inner": AXES[1:],
     "world": AXES,
 }
-# Of NCCL's thread blocks in an operation of an axis; products beside it leave as many of a GPU's
-# processors. A guess: NCCL itself takes up to 32 within a node, and with NVLS needs 8.
-CTAS = 16
 
 
 def factors(axis: str) -> tuple[str, ...]:

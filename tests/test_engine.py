@@ -18,12 +18,13 @@ from warpweave import gpt
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
 from warpweave.generate import Sampling, generate
+from warpweave.kernels.devices import CTAS
 from warpweave.kernels.gemm import cpu as gemm_cpu
 from warpweave.kernels.gemm import mainloop
 from warpweave.kernels.rope import rope_table
 from warpweave.kernels.runtime import dispatch
 from warpweave.kernels.runtime.tile_table import GemmTile
-from warpweave.parallel.mesh import CTAS, ConnectedMesh, Mesh, single
+from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.plain_gpt import PlainConfig, plain_gpt_logits, plain_gpt_loss, plain_init
 
 SAMPLES, SEQ_LEN, VOCAB = 8, 16, 37

@@ -10,6 +10,7 @@ import pytest
 import torch
 from interleavings import Recorder, explore, races
 
+from warpweave.kernels.devices import CTAS
 from warpweave.kernels.gemm.epilogue import Epilogue
 from warpweave.kernels.overlap import gather, scatter
 from warpweave.kernels.overlap.symmetric import local_memory
@@ -51,7 +52,7 @@ OPS = {
 def record(names, world, modules=None, sizes=ONE_TILE, *, beside=4, **options):
     """The programs of operations that follow one another on every stream of `world` ranks, which
     may wait on `beside` multiprocessors."""
-    many = gather.ROOM + beside
+    many = CTAS + beside
     with pytest.MonkeyPatch.context() as patch:
         for module in (gather, *(modules or {}).values()):
             patch.setattr(module, "processors", lambda device: many, raising=False)

@@ -22,6 +22,7 @@ from warpweave.engine_stage import EngineStage, RankUpdate, StepResult
 from warpweave.generate import Sampling, go_on
 from warpweave.gpt import GPT, MicroBatch
 from warpweave.kernels.attention.options import check_packed
+from warpweave.kernels.devices import CTAS
 from warpweave.kernels.gemm.mainloop import leaving
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.modes import in_mode
@@ -31,7 +32,7 @@ from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
 from warpweave.parallel.data.outer import SUM, OuterOptimizer, OuterRule
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.data.zero import ZeroOptimizer
-from warpweave.parallel.mesh import CTAS, ConnectedMesh
+from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.pipeline import Distributed, Like, execute
 from warpweave.parallel.pipeline.losses import Losses
 from warpweave.parallel.shard import ParamRecord

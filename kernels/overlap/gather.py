@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import torch
 
+from warpweave.kernels.devices import CTAS
 from warpweave.kernels.gemm.epilogue import Epilogue, find_precision, finish_tile
 from warpweave.kernels.gemm.mainloop import (
     gemm_options,
@@ -56,7 +57,6 @@ from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.kernels.runtime.tiles import find
 
 COPIERS = 16  # programs that copy: enough to saturate NVLink with an eighth of the SMs (predicted)
-ROOM = 16  # multiprocessors without a program that waits
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -267,12 +267,12 @@ def _gather_kernel(
 
 def waiting_programs(parts: int, device: torch.device) -> int:
     """The number of programs of a launch that waits for peers: at most one on each multiprocessor,
-    none on `ROOM` of them, and one per part of the work.
+    none on `CTAS` of them, and one per part of the work.
 
     A peer that is waited for may itself wait for a message of this rank, whose kernel would never
     start if the waiting programs held all multiprocessors until they end.
     """
-    return min(parts, max(1, processors(device) - ROOM))
+    return min(parts, max(1, processors(device) - CTAS))
 
 
 class Peers(NamedTuple):
