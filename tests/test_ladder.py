@@ -55,7 +55,14 @@ ROOMS = {
         ("buffers", "shard", "layout", "collectives", "algorithms", "schedule", "symmetric"),
         ("mesh", "messages"),
         ("run_collective", "simulate", "context", "data", "tensor"),
-        ("pipeline",),
+        ("pipeline", "server"),
+    ),
+    "warpweave.parallel.server": (
+        ("clocks", "link"),
+        ("shard",),
+        ("server",),
+        ("worker",),
+        ("replay",),
     ),
     "warpweave.checkpoint": (
         ("files",),
@@ -105,6 +112,7 @@ ROOMS = {
 STDLIB_ONLY = (
     "warpweave.parallel.algorithms",
     "warpweave.parallel.schedule",
+    "warpweave.parallel.server.clocks",
     "warpweave.parallel.simulate",
 )
 ALONE = {"warpweave.plain_gpt"}

@@ -1,0 +1,170 @@
+"""Stale synchronous parallel (SSP, Ho et al. 2013): who may pull, and which gradients are applied.
+
+A worker's clock counts its gradients that were accepted. One predicate covers every mode: a worker
+at clock c may pull weights when
+
+    min(clocks of all workers) >= c - staleness
+
+    staleness   mode                       gradients
+    0           synchronous (BSP)          `joint`: those of a clock are summed and applied as one
+    s           stale synchronous          each is applied when it comes
+    None        asynchronous (Hogwild,     each is applied when it comes
+                Downpour)
+
+so that at clock c a worker sees every gradient of clocks <= c - staleness - 1, and perhaps more.
+
+    staleness 1, three workers; a number is a gradient of that clock, . waits
+    worker 0   0 1 . . 2
+    worker 1   0 . 1 . . 2
+    worker 2   . . 0 . 1        worker 0 may pull for clock 2 when worker 2 has given clock 0
+
+Nothing here knows of tensors, messages or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Term:
+    """One worker's gradient within an update.
+
+    Attributes:
+        worker: its number, which no other worker of the run ever has.
+        clock: the worker's clock, from which its data and learning rate follow.
+        pulled: the version of the weights of which it is the gradient.
+        staleness: clock - min(clocks) when it pulled; never above the bound.
+        count: samples or tokens whose losses it is the sum of; the update divides by their sum.
+        loss: mean loss over them.
+    """
+
+    worker: int
+    clock: int
+    pulled: int
+    staleness: int
+    count: int
+    loss: float
+
+
+@dataclass
+class Clocks:
+    """The clocks of the workers and the version of the weights; every change is a method.
+
+    Attributes:
+        staleness: the bound; None for none.
+        joint: gradients of one clock are summed and applied together.
+        clocks: worker -> accepted gradients, of the workers that take part.
+        version: updates applied so far.
+        following: the number that the next worker to join will have.
+        floor: the lowest clock when there last was any.
+
+    Raises:
+        ValueError: a bound below 0, or joint updates with another bound than 0.
+    """
+
+    staleness: int | None = 0
+    joint: bool = True
+    clocks: dict[int, int] = field(default_factory=dict)
+    version: int = 0
+    following: int = 0
+    floor: int = 0
+    _waiting: dict[int, None] = field(
+        default_factory=dict, init=False
+    )  # who asked to pull, in their order
+    _pulled: dict[int, tuple[int, int]] = field(
+        default_factory=dict, init=False
+    )  # version, staleness
+    _given: list[Term] = field(default_factory=list, init=False)  # accepted and not applied
+
+    def __post_init__(self) -> None:
+        if self.staleness is not None and self.staleness < 0:
+            raise ValueError(f"staleness must be at least 0, or None, got {self.staleness}")
+        if self.joint and self.staleness != 0:
+            raise ValueError(f"joint updates need staleness 0, got {self.staleness}")
+
+    def join(self, worker: int | None = None, clock: int | None = None) -> int:
+        """Let a worker take part, by default a new one at the lowest clock; its number."""
+        worker = self.following if worker is None else worker
+        if worker in self.clocks:
+            raise ValueError(f"worker {worker} takes part already")
+        self.clocks[worker] = self._lowest() if clock is None else clock
+        self.following = max(self.following, worker + 1)
+        self.floor = min(self.clocks.values())
+        return worker
+
+    def leave(self, worker: int) -> None:
+        """A worker is done or lost; what it gave stays, what it was about to give will not come."""
+        self.floor = self._lowest()
+        del self.clocks[worker]
+        self._waiting.pop(worker, None)
+        self._pulled.pop(worker, None)
+
+    def ask(self, worker: int) -> None:
+        """A worker wants to pull."""
+        self._waiting[worker] = None
+
+    def owes(self, worker: int) -> bool:
+        """Whether it has pulled and its gradient was not accepted yet; until then it may not pull
+        again."""
+        return worker in self._pulled
+
+    def grant(self) -> list[int]:
+        """The workers that may pull this version now, in the order in which they asked."""
+        lowest = self._lowest()
+        found = [
+            w for w in self._waiting
+            if not self.owes(w)
+            and (self.staleness is None or lowest >= self.clocks[w] - self.staleness)
+        ]  # fmt: skip
+        for worker in found:
+            del self._waiting[worker]
+            self._pulled[worker] = (self.version, self.clocks[worker] - lowest)
+        return found
+
+    def give(self, worker: int, count: int, loss: float) -> None:
+        """Accept a worker's gradient of the weights that it pulled last.
+
+        Raises:
+            ValueError: it has pulled none since its last gradient.
+        """
+        if not self.owes(worker):
+            raise ValueError(f"worker {worker} gives a gradient of weights that it did not pull")
+        self._given.append(
+            Term(worker, self.clocks[worker], *self._pulled.pop(worker), count, loss)
+        )
+        self.clocks[worker] += 1
+
+    def updates(self) -> list[tuple[Term, ...]]:
+        """The updates that are due, each with its terms in the workers' order; counts them."""
+        due: list[tuple[Term, ...]]
+        if not self.joint:
+            due = [(term,) for term in self._given]
+        else:
+            lowest = min(self.clocks.values(), default=None)
+            done = [t for t in self._given if lowest is None or t.clock < lowest]
+            due = [tuple(sorted(done, key=lambda t: (t.clock, t.worker)))] if done else []
+        applied = {term for terms in due for term in terms}
+        self._given = [term for term in self._given if term not in applied]
+        self.version += len(due)
+        return due
+
+    def _lowest(self) -> int:
+        return min(self.clocks.values(), default=self.floor)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON; weights that are pulled will be pulled again."""
+        clocks = {str(worker): clock for worker, clock in self.clocks.items()}
+        return {"clocks": clocks, "version": self.version, "following": self.following,
+                "floor": self.floor}  # fmt: skip
+
+    def load(self, state: dict[str, Any], workers: Iterable[int]) -> None:
+        """Go on from `state` with these `workers`: each at its clock, new ones at the lowest."""
+        saved = {int(worker): clock for worker, clock in state["clocks"].items()}
+        lowest = min(saved.values(), default=state["floor"])
+        self.version, self.following, self.floor = state["version"], state["following"], lowest
+        self.clocks = {}
+        for worker in workers:
+            self.join(worker, saved.get(worker, lowest))

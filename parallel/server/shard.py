@@ -1,0 +1,161 @@
+"""A server's part of the weights: whole parameters, their optimizer state, and its updates.
+
+    parameters over two servers by bytes (longest first, each to the least loaded)
+    server 0   embedding 64K | norm 1K
+    server 1   up 32K | down 32K | bias 1K
+
+An update divides the sum of its terms' gradients by the sum of their counts and gives it to a rule
+of `parallel.data.optimizer`. Delay compensation (DC-ASGD, Zheng et al. 2017, arXiv:1609.08326) adds
+to a gradient g of older weights w_old the diagonal of its outer product as its Hessian:
+
+    g + lambda g * g * (w - w_old)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from warpweave.kernels.adamw import sum_of_squares
+from warpweave.parallel.data.flat import FlatLayout
+from warpweave.parallel.data.optimizer import Piece, Rule, master_dtype
+from warpweave.parallel.shard import ParamRecord
+
+
+def records_of(module: nn.Module) -> list[ParamRecord]:
+    """A record for each parameter of any module; matrices decay, vectors do not.
+
+    Raises:
+        ValueError: there is none, or one is frozen.
+    """
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    if frozen:
+        raise ValueError(f"a server trains every parameter, {frozen[0]} does not require grad")
+    return [
+        ParamRecord(name, tuple(p.shape), decay=p.ndim > 1) for name, p in module.named_parameters()
+    ]
+
+
+def digest(records: Sequence[ParamRecord], dtype: torch.dtype) -> str:
+    """SHA-256 of names, shapes and dtype: equal where weights and gradients fit each other."""
+    rows = sorted([r.name, list(r.shape)] for r in records)
+    return hashlib.sha256(json.dumps([str(dtype), rows]).encode()).hexdigest()
+
+
+def spread(records: Sequence[ParamRecord], servers: int) -> list[list[ParamRecord]]:
+    """The records of each server, about equal in bytes: longest processing time first.
+
+    Raises:
+        ValueError: there are fewer parameters than servers, or no server.
+    """
+    if not 1 <= servers <= len(records):
+        raise ValueError(f"{servers} servers cannot share {len(records)} parameters")
+    parts: list[list[ParamRecord]] = [[] for _ in range(servers)]
+    loads = [0] * servers
+    for record in sorted(records, key=lambda r: (-torch.Size(r.shape).numel(), r.name)):
+        least = loads.index(min(loads))
+        parts[least].append(record)
+        loads[least] += max(1, torch.Size(record.shape).numel())
+    return parts
+
+
+class Shard:
+    """The weights and optimizer state of some parameters, on the host.
+
+    Args:
+        records: the parameters.
+        value: the logical tensor of a record.
+        rule: the update rule; one that works on elements, as AdamW and SGD.
+        dtype: in which weights are pulled; masters, gradients and moments are fp32, or fp64.
+
+    Attributes:
+        layout: the offsets in the flat buffers, here and at the workers.
+        master: [layout.size], the master weights.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[ParamRecord],
+        value: Callable[[ParamRecord], Tensor],
+        rule: Rule,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.layout, self.rule, self.dtype = FlatLayout(records, 1, 0), rule, dtype
+        self.master = torch.zeros(self.layout.size, dtype=master_dtype(dtype))
+        self.moments = {name: torch.zeros_like(self.master) for name in rule.moments}
+        zero = torch.zeros((), dtype=torch.float64)
+        self.steps = [zero.clone() for _ in self.layout.ranges]
+        self.load("", value)
+
+    @property
+    def weights(self) -> Tensor:
+        """[layout.size], a copy in the dtype of the parameters."""
+        return self.master.to(self.dtype, copy=True)
+
+    def compensate(self, g: Tensor, count: int, old: Tensor, factor: float) -> None:
+        """Compensate a gradient [layout.size] of the sum of `count` losses for the updates since
+        the weights `old` that it is of, in place."""
+        g.addcmul_(g * g, self.master - old, value=factor / count)
+
+    def sum(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The sum of gradients [layout.size] in their order, in the first one's memory."""
+        total = gradients[0]
+        for g in gradients[1:]:
+            total += g
+        return total
+
+    def squares(self, total: Tensor) -> Tensor:
+        """The sum of squares of a gradient [layout.size], 0-dim: this server's term of its norm."""
+        return sum_of_squares(total).double()
+
+    @torch.no_grad()
+    def update(self, total: Tensor, lr: float, scale: float) -> None:
+        """One step of the rule by the gradient `total` times `scale`."""
+        factor = torch.tensor(scale, dtype=self.master.dtype)
+        for r, step in zip(self.layout.ranges, self.steps, strict=True):
+            part = slice(r.start, r.stop)
+            moments = {name: moment[part] for name, moment in self.moments.items()}
+            piece = Piece(self.master[part], total[part], moments, None, step, r.decay)
+            self.rule.update(piece, lr, factor, torch.zeros(()))
+
+    # ------------------------------------------------------------------ state in and out
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of masters, under the parameters' names, and of moments, "moment/name"."""
+        for prefix, buffer in self._buffers():
+            for record in self.layout.records:
+                yield prefix + record.name, self.layout.view(buffer, record)
+
+    def shapes(self, records: Sequence[ParamRecord]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of what a server with these `records` and this rule reads, in its order."""
+        for prefix, _ in self._buffers():
+            for record in FlatLayout(records, 1, 0).records:
+                yield prefix + record.name, record.shape
+
+    def load(self, prefix: str, value: Callable[[ParamRecord], Tensor]) -> None:
+        """Set the masters (prefix "") or a moment (its name and "/") from logical tensors."""
+        buffer = dict(self._buffers())[prefix]
+        for record in self.layout.records:
+            self.layout.view(buffer, record).copy_(value(record))
+
+    def _buffers(self) -> list[tuple[str, Tensor]]:
+        return [("", self.master), *((f"{name}/", m) for name, m in self.moments.items())]
+
+
+def norm_and_scale(
+    squares: Sequence[Tensor], count: int, clip: float | None
+) -> tuple[float, float]:
+    """(global norm of the mean gradient, factor for its sum) from every server's `squares`, which
+    are added in the servers' order; the factor clips the norm.
+
+    Raises:
+        FloatingPointError: the norm is not finite.
+    """
+    norm = float(torch.stack(list(squares)).sum().sqrt()) / count
+    if not norm < float("inf"):
+        raise FloatingPointError(f"the norm of a gradient is {norm}")
+    return norm, min(1.0, clip / (norm + 1e-6)) / count if clip is not None else 1.0 / count

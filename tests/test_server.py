@@ -1,0 +1,532 @@
+"""Parameter servers: the clocks simulated, servers and workers as threads over real sockets, and
+what replay makes of their logs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from warpweave.parallel.data.optimizer import SGD, AdamW
+from warpweave.parallel.server.clocks import Clocks, Term
+from warpweave.parallel.server.link import Mailbox, check_loopback
+from warpweave.parallel.server.replay import replay
+from warpweave.parallel.server.server import Notes, Server, ServerPlan, generation, start_generation
+from warpweave.parallel.server.shard import Shard, records_of, spread
+from warpweave.parallel.server.worker import LostError, Worker, module_gradient
+from warpweave.parallel.shard import ParamRecord
+
+MODES = {"synchronous": (0, True), "ssp 0": (0, False), "ssp 2": (2, False), "async": (None, False)}
+
+
+# ---------------------------------------------------------------- the clocks, simulated
+
+
+def _simulated(staleness, joint, *, workers=4, updates=1000, seed=0, leave=(), join=()):
+    """Workers whose gradients take random times; (version before it, term) of each applied term,
+    and at which version whose clocks were what."""
+    clocks, draw, now = Clocks(staleness, joint), random.Random(seed), 0.0
+    slow = {w: draw.choice([1.0, 1.0, 5.0]) for w in range(workers + len(join))}
+    for _ in range(workers):
+        clocks.ask(clocks.join())
+    busy: dict[int, float] = {}
+    applied: list[tuple[int, Term]] = []
+    alive: list[dict[int, int]] = []
+    while clocks.version < updates:
+        if clocks.version in leave and leave[clocks.version] in clocks.clocks:
+            busy.pop(leave[clocks.version], None)
+            clocks.leave(leave[clocks.version])
+        if clocks.version in join and clocks.following < workers + len(join):
+            clocks.ask(clocks.join())
+        before = clocks.version
+        for terms in clocks.updates():
+            applied += [(before, term) for term in terms]
+            alive += [dict(clocks.clocks)] * len(terms)
+            before += 1
+        for w in clocks.grant():
+            busy[w] = now + draw.expovariate(1.0) * slow[w]
+        assert busy, "everybody waits for somebody"
+        w = min(busy, key=busy.get)
+        now = busy.pop(w)
+        clocks.give(w, 1, 0.0)
+        clocks.ask(w)
+    return applied, alive
+
+
+def _seen_below(applied, staleness) -> bool:
+    """SSP's promise, from the log alone: whoever computed at clock c had pulled a version with
+    every gradient of clocks <= c - staleness - 1 of all workers."""
+    ready = {(t.worker, t.clock): at + 1 for at, t in applied}  # the version that holds it
+    for _, term in applied:
+        for (_, clock), version in ready.items():
+            if clock <= term.clock - staleness - 1 and version > term.pulled:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_staleness_is_never_above_its_bound_in_1000_updates(mode):
+    staleness, joint = MODES[mode]
+    applied, _ = _simulated(staleness, joint, updates=1000 // (4 if joint else 1))
+    assert len(applied) == 1000
+    most = max(term.staleness for _, term in applied)
+    if staleness is None:
+        assert most > 8, "asynchronous workers drift apart"
+        return
+    assert most == staleness, "the bound is reached, and not passed"
+    assert _seen_below(applied, staleness)
+    if staleness:
+        assert not _seen_below(applied, staleness - 1), "as the bound below would have it"
+    if joint:
+        assert all(term.pulled == at for at, term in applied), "synchronous: nothing is stale"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_leave_and_join_and_the_others_go_on(mode):
+    staleness, joint = MODES[mode]
+    applied, _ = _simulated(
+        staleness, joint, updates=200, leave={20: 1, 60: 2}, join=(40, 80), seed=3
+    )
+    assert {t.worker for _, t in applied} == set(range(6))
+    assert not [t for at, t in applied if t.worker == 1 and at > 25]
+    assert len({(t.worker, t.clock) for _, t in applied}) == len(applied), "none is applied twice"
+
+
+def test_a_gradient_of_weights_that_were_not_pulled_is_refused():
+    clocks = Clocks()
+    clocks.join()
+    with pytest.raises(ValueError, match="worker 0 gives a gradient of weights that it did not"):
+        clocks.give(0, 1, 0.0)
+
+
+def test_clocks_go_on_from_their_state():
+    clocks = Clocks(2, joint=False)
+    for _ in range(2):
+        clocks.ask(clocks.join())
+    for w in [w for _ in range(3) for w in clocks.grant()]:
+        clocks.give(w, 1, 0.5)
+    clocks.updates()
+    again = Clocks(2, joint=False)
+    again.load(clocks.state(), [0, 5])
+    assert (again.version, again.clocks, again.following) == (2, {0: 1, 5: 1}, 6)
+
+
+# ---------------------------------------------------------------- threads over real sockets
+
+
+def _lr(clock: int) -> float:
+    return 0.01 / (1 + 0.01 * clock)
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.down(self.norm(torch.tanh(self.up(x))))
+
+
+def _net() -> _Net:
+    torch.manual_seed(1)
+    return _Net().double()
+
+
+def _samples(number: int, clock: int):
+    draw = torch.Generator().manual_seed(1000 * number + clock)
+    x = torch.randn(3 + number % 2, 5, generator=draw, dtype=torch.float64)
+    return x, torch.stack([x.sum(1), x.prod(1), x[:, 0]], 1).detach()
+
+
+def _loss(number: int):
+    def loss_sum(net, clock):
+        x, y = _samples(number, clock)
+        return (net(x) - y).square().sum(), len(x)
+
+    return loss_sum
+
+
+def _compute(number: int):
+    return module_gradient(_net(), _loss(number))
+
+
+class _Log(Notes):
+    """Keeps everything in memory."""
+
+    def __init__(self) -> None:
+        self.rows, self.lines, self.saved = [], [], []
+
+    def update(self, version, lr, norm, terms):
+        del self.rows[version - 1 :]
+        self.rows.append(
+            {"version": version, "lr": lr, "terms": [dataclasses.asdict(t) for t in terms]}
+        )
+
+    def save(self, state, tensors):
+        self.saved.append((state, {name: x.clone() for name, x in tensors}))
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+class _Place:
+    """A store of its own, and what runs around it as threads."""
+
+    def __init__(self, plan: ServerPlan, rule, monkeypatch) -> None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        self.keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.plan, self.rule, self.log = plan, rule, _Log()
+        self.threads: list[threading.Thread] = []
+        self.errors: list[BaseException] = []
+        self.records = records_of(_net())
+
+    def store(self) -> dist.Store:
+        wait = timedelta(seconds=20)
+        return dist.TCPStore("127.0.0.1", self.keeper.port, is_master=False, timeout=wait)
+
+    def shards(self) -> list[Shard]:
+        weights = dict(_net().named_parameters())
+        return [
+            Shard(part, lambda r: weights[r.name].detach(), self.rule, torch.float64)
+            for part in spread(self.records, self.plan.servers)
+        ]
+
+    def start(self, fn: Callable[[], object]) -> None:
+        def caught() -> None:
+            try:
+                fn()
+            except BaseException as error:
+                self.errors.append(error)
+
+        self.threads.append(threading.Thread(target=caught, daemon=True))
+        self.threads[-1].start()
+
+    def serve(self, workers, state=None, shards=None) -> None:
+        for k, shard in enumerate(shards or self.shards()):
+            server = Server(
+                self.store(), k, self.plan, shard, records=self.records,
+                lr=_lr, notes=self.log if k == 0 else None,
+            )  # fmt: skip
+            self.start(
+                lambda server=server, k=k: server.serve(*([workers, state] if k == 0 else []))
+            )
+
+    def worker(self, number=None, **changed) -> Worker:
+        given = {"records": self.records, "dtype": torch.float64} | changed
+        return Worker(
+            self.store(), given["records"], self.plan, dtype=given["dtype"], number=number
+        )
+
+    def work(self, number: int | None, steps: int, delay: float = 0.0) -> None:
+        def run() -> None:
+            worker = self.worker(number)
+            draw, inner = random.Random(number or 99), _compute(worker.number)
+
+            def compute(clock, weights):
+                time.sleep(delay * draw.random())
+                return inner(clock, weights)
+
+            worker.run(steps, compute)
+
+        self.start(run)
+
+    def end(self) -> dict[str, torch.Tensor]:
+        deadline = time.monotonic() + 60
+        while any(thread.is_alive() for thread in self.threads) or self.errors:
+            if self.errors:
+                raise self.errors[0]
+            assert time.monotonic() < deadline, "it hangs"
+            time.sleep(0.01)
+        return self.log.saved[-1][1]
+
+    def replayed(self) -> dict[str, torch.Tensor]:
+        shards = self.shards()
+        assert replay(self.log.rows, self.plan, shards, _compute) == len(self.log.rows)
+        return {name: x for shard in shards for name, x in shard.read()}
+
+
+def _equal(found, expected) -> None:
+    assert found.keys() == expected.keys()
+    for name in found:
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize(("servers", "workers"), [(1, 1), (1, 3), (2, 2), (3, 2)])
+def test_synchronous_is_one_process_that_accumulates_bitwise(servers, workers, monkeypatch):
+    rule, steps = SGD(momentum=0.9, weight_decay=0.1), 6
+    place = _Place(ServerPlan(servers), rule, monkeypatch)
+    place.serve(range(workers))
+    for number in range(workers):
+        place.work(number, steps, delay=0.003)
+    found = place.end()
+    net = _net()
+    momentum = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    for clock in range(steps):
+        net.zero_grad()
+        counts = 0
+        for number in range(workers):
+            total, count = _loss(number)(net, clock)
+            total.backward()  # accumulates
+            counts += count
+        lr = _lr(clock)
+        for name, p in net.named_parameters():
+            g = p.grad * (1.0 / counts)
+            if p.ndim > 1:
+                g = g.add(p.detach(), alpha=0.1)
+            momentum[name] = 0.9 * momentum[name] + g
+            p.data = p.data - lr * momentum[name]
+    _equal(
+        found,
+        {n: p.detach() for n, p in net.named_parameters()}
+        | {f"momentum/{n}": m for n, m in momentum.items()},
+    )
+
+
+@pytest.mark.parametrize("rule", [AdamW((0.9, 0.99), weight_decay=0.1), SGD()])
+@pytest.mark.parametrize(
+    ("servers", "staleness", "compensation", "clip"),
+    [(1, None, 0.0, None), (2, 1, 0.0, 0.5), (1, None, 0.3, 0.5), (2, None, 0.3, None)],
+)
+def test_replay_has_the_bits_of_a_run_of_any_timing(
+    servers, staleness, compensation, clip, rule, monkeypatch
+):
+    plan = ServerPlan(
+        servers, staleness, joint=False, compensation=compensation, clip=clip, timeout=20
+    )
+    place = _Place(plan, rule, monkeypatch)
+    place.serve(range(3))
+    for number in range(3):
+        place.work(number, 8, delay=0.01)
+    found = place.end()
+    assert len(place.log.rows) == 24
+    terms = [t for row in place.log.rows for t in row["terms"]]
+    assert any(t["pulled"] < row["version"] - 1 for row, t in zip(place.log.rows, terms))
+    if staleness is not None:
+        assert max(t["staleness"] for t in terms) <= staleness
+    _equal(found, place.replayed())
+    # The order matters to the bits: another one has others.
+    place.log.rows[3]["terms"], place.log.rows[4]["terms"] = (
+        place.log.rows[4]["terms"],
+        place.log.rows[3]["terms"],
+    )
+    try:
+        other = place.replayed()
+    except ValueError:
+        return  # it applies a gradient before its weights are there
+    assert any(not torch.equal(found[name], other[name]) for name in found)
+
+
+def test_adamw_on_servers_is_torchs(monkeypatch):
+    place = _Place(ServerPlan(2, clip=0.7), AdamW((0.9, 0.99), 1e-8, 0.1), monkeypatch)
+    place.serve(range(2))
+    for number in range(2):
+        place.work(number, 5)
+    found = place.end()
+    net = _net()
+    decays = [p for p in net.parameters() if p.ndim > 1]
+    others = [p for p in net.parameters() if p.ndim == 1]
+    groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-8)
+    for clock in range(5):
+        adamw.zero_grad()
+        terms = [_loss(number)(net, clock) for number in range(2)]
+        (sum(total for total, _ in terms) / sum(count for _, count in terms)).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.7)
+        for group in adamw.param_groups:
+            group["lr"] = _lr(clock)
+        adamw.step()
+    for name, p in net.named_parameters():
+        torch.testing.assert_close(found[name], p.detach(), rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def _quick(**changed) -> ServerPlan:
+    return ServerPlan(**({"timeout": 1.0} | changed))
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("mode", ["synchronous", "ssp 2"])
+def test_the_run_goes_on_without_a_worker_that_hangs_and_with_one_that_joins(
+    servers, mode, monkeypatch
+):
+    """Worker 1 hangs at clock 2 within its computation, which takes the timeout to notice."""
+    staleness, joint = MODES[mode]
+    plan = _quick(servers=servers, staleness=staleness, joint=joint)
+    place = _Place(plan, SGD(), monkeypatch)
+    place.serve(range(2))
+    woken, told = threading.Event(), []
+
+    def hang() -> None:
+        worker, compute = place.worker(1), _compute(1)
+
+        def slow(clock, weights):
+            if clock == 2:
+                woken.wait(30)
+            return compute(clock, weights)
+
+        with pytest.raises(LostError) as lost:
+            worker.run(8, slow)
+        told.append(str(lost.value))
+
+    place.start(hang)
+    place.work(0, 8)
+    deadline = time.monotonic() + 20
+    while not any("worker 1 is lost" in line for line in place.log.lines):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    place.work(None, 8)
+    woken.set()
+    found = place.end()
+    assert told == ["the servers gave worker 1 up: no word from it for 1 s: it died or hangs"]
+    assert "worker 1 is lost at clock 2: no word from it for 1 s: it died or hangs" in (
+        place.log.lines
+    )
+    terms = [t for row in place.log.rows for t in row["terms"]]
+    assert {t["worker"] for t in terms} >= {0, 1}
+    assert sum(t["worker"] == 1 for t in terms) == 2
+    _equal(found, place.replayed())
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "async"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_servers_that_are_started_anew_go_on_from_their_checkpoint(servers, mode, monkeypatch):
+    """All servers die after update 11; the last checkpoint is that of update 8."""
+    staleness, joint = MODES[mode]
+    plan = ServerPlan(servers, staleness, joint=joint, save_every=4, timeout=5.0)
+    place = _Place(plan, SGD(), monkeypatch)
+
+    class Dies(_Log):
+        def update(self, version, lr, norm, terms):
+            super().update(version, lr, norm, terms)
+            if version == 11:
+                raise InterruptedError
+
+    log, place.log = place.log, Dies()
+    place.serve(range(2))
+    for number in range(2):
+        place.work(number, 12)
+    deadline = time.monotonic() + 20
+    while not any(isinstance(e, InterruptedError) for e in place.errors):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    place.errors.clear()
+    state, tensors = place.log.saved[-1]
+    assert state["version"] == 8
+    log.rows, place.log = place.log.rows[:8], log
+    shards = place.shards()
+    for shard in shards:
+        for prefix in ("", "momentum/"):
+            shard.load(prefix, lambda r, prefix=prefix: tensors[prefix + r.name])
+        for step in shard.steps:
+            step.fill_(state["version"])
+    if servers == 2:  # who starts servers anew ends the others first
+        Mailbox(generation(place.store()), "server/1").put(op="stop")
+    start_generation(place.store())
+    place.serve(range(2), state, shards)
+    found = place.end()
+    assert len(place.log.rows) == (12 if joint else 24)
+    _equal(found, place.replayed())
+
+
+def test_a_worker_of_another_model_is_refused(monkeypatch):
+    place = _Place(_quick(), SGD(), monkeypatch)
+    place.serve(range(1))
+    other = records_of(nn.Linear(5, 7))
+    with pytest.raises(ValueError, match="a worker of another model: names, shapes and dtype"):
+        place.worker(records=other)
+    with pytest.raises(ValueError, match="a worker of another model"):
+        place.worker(dtype=torch.float32)
+    place.work(0, 2)
+    place.end()
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(monkeypatch):
+    place = _Place(_quick(), SGD(), monkeypatch)
+    place.serve(range(1))
+
+    def run() -> None:
+        worker, inner = place.worker(0), _compute(0)
+
+        def compute(clock, weights):
+            found = inner(clock, weights)
+            next(iter(found.tensors.values()))[0] = float("nan")
+            return found
+
+        worker.run(3, compute)
+
+    place.start(run)
+    with pytest.raises(
+        FloatingPointError, match="worker 0 at clock 0: the norm of a gradient is nan"
+    ):
+        place.end()
+
+
+def test_servers_without_workers_and_workers_without_servers_end(monkeypatch):
+    place = _Place(_quick(timeout=0.3), SGD(), monkeypatch)
+    with pytest.raises(LostError, match="no word from the servers"):
+        place.worker(0)
+    place.serve(range(1))
+    with pytest.raises(TimeoutError, match="no worker is left after update 0"):
+        place.end()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"staleness": -1, "joint": False}, "staleness must be at least 0, or None, got -1"),
+        ({"staleness": 2}, "joint updates need staleness 0, got 2"),
+        ({"servers": 0}, "servers must be at least 1, got 0"),
+        ({"clip": 0.0}, "clip must be positive, or None for no clipping, got 0.0"),
+        ({"compensation": 0.1}, "compensation must be at least 0, and 0 where joint updates"),
+        ({"timeout": 0.0}, "need timeout > 0 and save_every >= 0, got 0.0 and 0"),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused(changed, words):
+    with pytest.raises(ValueError, match=words):
+        ServerPlan(**changed)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_a_store_that_is_open_to_the_network_is_refused(host):
+    with pytest.raises(ValueError, match="open to the network: ranks of one machine meet on 127"):
+        check_loopback(host)
+
+
+def test_gloo_stays_on_loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=eth0 would open sockets to the net"):
+        check_loopback("127.0.0.1")
+
+
+def test_delay_compensation_is_the_papers_formula():
+    """g + lambda g^2 (w - w_old) of the mean gradient, by SGD without momentum."""
+    record = ParamRecord("w", (3,))
+    shard = Shard([record], lambda r: torch.ones(3), SGD(0.0), torch.float64)
+    old = shard.weights
+    shard.update(torch.ones(shard.layout.size, dtype=torch.float64), 0.5, 1.0)
+    assert old[:3].tolist() == [1.0] * 3, "what was pulled stays as it was"
+    sums = torch.tensor([4.0, -8.0, 2.0], dtype=torch.float64)
+    given = torch.zeros_like(old)
+    given[:3] = sums
+    shard.compensate(given, 4, old, 0.1)
+    mean = sums / 4
+    expected = mean + 0.1 * mean * mean * (0.5 - 1.0)
+    torch.testing.assert_close(given[:3] / 4, expected, rtol=1e-14, atol=0)
+
+
+def test_parameters_are_spread_by_bytes():
+    records = records_of(nn.Sequential(nn.Linear(80, 90), nn.Linear(90, 60), nn.Linear(60, 30)))
+    loads = [sum(torch.Size(r.shape).numel() for r in part) for part in spread(records, 2)]
+    assert max(loads) < 1.05 * sum(loads) / 2
+    with pytest.raises(ValueError, match="7 servers cannot share 6 parameters"):
+        spread(records, 7)
