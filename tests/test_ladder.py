@@ -39,6 +39,7 @@ ROOMS = {
         ("convert",),
         ("export_config", "prove", "sample_config", "train_config"),
         ("collectives", "doctor", "export", "metrics", "resume", "sample"),
+        ("server",),
         ("train",),
         ("cli",),
     ),
@@ -101,6 +102,7 @@ ROOMS = {
         ("proof",),
         ("command",),
     ),
+    "warpweave.server": (("log", "replay_config"), ("roles",), ("replay", "run")),
     "warpweave.tune": (
         ("calls", "timing"),
         ("aot", "options"),

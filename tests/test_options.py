@@ -68,6 +68,10 @@ TRAIN = {
     "outer_delay": Row("--outer-delay 3", {"outer.delay"}, "--outer-every 4"),
     "outer_mix": Row("--outer-mix 0.3", {"outer.mix"}, "--outer-every 4"),
     "outer_warmup": Row("--outer-warmup 3", {"outer.warmup"}, "--outer-every 4"),
+    "server": Row("--server 2", {"servers.servers"}, "--server 1"),
+    "staleness": Row("--staleness 2", {"servers.staleness", "servers.joint"}, "--server 1"),
+    "compensation": Row("--compensation 0.1", {"servers.compensation"},
+                        "--server 1 --staleness 2"),
     "batch": Row("--batch 3", {"engine.micro_batch_size", "samples", "validation", "tokens"}),
     "dtype": Row("--dtype bf16", {"engine.dtype"}),
     "steps": Row("--steps 7", {"rates", "keys", "samples", "saved", "evaluated", "tokens",
@@ -281,6 +285,8 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
     config = config.for_ranks(config.mesh.world)
     config.check()
     assert train.train_rank(config) == 0
+    if (plan := config.server_plan) is not None:  # `test_server.py` has what servers do
+        seen |= {f"servers.{name}": value for name, value in vars(plan).items()}
     return seen
 
 

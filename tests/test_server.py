@@ -4,18 +4,28 @@ what replay makes of their logs."""
 from __future__ import annotations
 
 import dataclasses
+import json
+import multiprocessing
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from warpweave.checkpoint import CheckpointError, save_checkpoint
+from warpweave.config import ParallelPlan
+from warpweave.engine import Engine
 from warpweave.parallel.data.optimizer import SGD, AdamW
+from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.server.clocks import Clocks, Term
 from warpweave.parallel.server.link import Mailbox, check_loopback
 from warpweave.parallel.server.replay import replay
@@ -23,6 +33,13 @@ from warpweave.parallel.server.server import Notes, Server, ServerPlan, generati
 from warpweave.parallel.server.shard import Shard, records_of, spread
 from warpweave.parallel.server.worker import LostError, Worker, module_gradient
 from warpweave.parallel.shard import ParamRecord
+from warpweave.server.log import read_log, write_log
+from warpweave.server.replay import run as run_replay
+from warpweave.server.replay_config import ReplayConfig
+from warpweave.server.roles import ServedModel
+from warpweave.server.run import _Watch, run_servers
+from warpweave.train import run as run_train
+from warpweave.train_config import STALENESS, UPDATES, TrainConfig, parse
 
 MODES = {"synchronous": (0, True), "ssp 0": (0, False), "ssp 2": (2, False), "async": (None, False)}
 
@@ -147,11 +164,11 @@ def _samples(number: int, clock: int):
 
 
 def _loss(number: int):
-    def loss_sum(net, clock):
+    def losses(net, clock):
         x, y = _samples(number, clock)
-        return (net(x) - y).square().sum(), len(x)
+        yield (net(x) - y).square().sum(), len(x)
 
-    return loss_sum
+    return losses
 
 
 def _compute(number: int):
@@ -273,9 +290,9 @@ def test_synchronous_is_one_process_that_accumulates_bitwise(servers, workers, m
         net.zero_grad()
         counts = 0
         for number in range(workers):
-            total, count = _loss(number)(net, clock)
-            total.backward()  # accumulates
-            counts += count
+            for total, count in _loss(number)(net, clock):
+                total.backward()  # accumulates
+                counts += count
         lr = _lr(clock)
         for name, p in net.named_parameters():
             g = p.grad * (1.0 / counts)
@@ -337,7 +354,7 @@ def test_adamw_on_servers_is_torchs(monkeypatch):
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-8)
     for clock in range(5):
         adamw.zero_grad()
-        terms = [_loss(number)(net, clock) for number in range(2)]
+        terms = [term for number in range(2) for term in _loss(number)(net, clock)]
         (sum(total for total, _ in terms) / sum(count for _, count in terms)).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.7)
         for group in adamw.param_groups:
@@ -530,3 +547,155 @@ def test_parameters_are_spread_by_bytes():
     assert max(loads) < 1.05 * sum(loads) / 2
     with pytest.raises(ValueError, match="7 servers cannot share 6 parameters"):
         spread(records, 7)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def _options(tmp_path: Path, *more: str) -> TrainConfig:
+    (tmp_path / "text.txt").write_text(" ".join(str(i * i % 977) for i in range(1500)))
+    words = (
+        f"--model toy --data {tmp_path}/text.txt --batch 2 --seq-len 16 --steps 30 --warmup 2 "
+        f"--layers 1 --width 16 --heads 2 --hidden 32 --eval-batches 1 --save-every 4 --timeout 60 "
+        f"--device cpu --out {tmp_path}/run"
+    )
+    return parse([*words.split(), *more])
+
+
+def _rows(config: TrainConfig) -> list[dict]:
+    try:
+        return read_log(config.out / UPDATES)[1]
+    except ValueError:
+        return []
+
+
+def test_a_run_goes_on_when_workers_and_servers_are_killed_and_replay_has_its_bits(
+    tmp_path, monkeypatch, capfd
+):
+    """Three workers and two servers; then worker 1 is killed, then server 1, and a worker joins."""
+    config = _options(tmp_path, "--server", "2", "--dp", "3", "--staleness", "1")
+    config.check()
+    context = ranks._context()  # whose processes have imported everything
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    watch = _Watch(config, "cpu")
+    began = time.monotonic()
+
+    def reached(updates: int) -> None:
+        while len(_rows(config)) < updates:
+            assert time.monotonic() < began + 120
+            time.sleep(0.02)
+
+    def harm() -> None:
+        reached(6)
+        os.kill(watch.workers[1].pid, signal.SIGKILL)
+        reached(14)
+        os.kill(watch.servers[1].pid, signal.SIGKILL)
+        reached(18)
+        watch.workers[3] = watch._start("worker", None)
+
+    thread = threading.Thread(target=harm, daemon=True)
+    thread.start()
+    assert watch.run() == 0
+    thread.join()
+    printed = capfd.readouterr()
+    result = json.loads(printed.out.splitlines()[-1])
+    assert "worker 1 is lost at clock" in printed.err
+    assert "a server was killed: all start again from" in printed.err
+    assert "worker 3 joins at clock" in printed.err
+    terms = [t for row in _rows(config) for t in row["terms"]]
+    assert {t["worker"] for t in terms} == {0, 1, 2, 3}
+    assert max(t["staleness"] for t in terms) <= 1
+    assert result["updates"] == len(terms)
+    assert sum(result["delay"].values()) == len(terms)
+    assert {t["clock"] for t in terms if t["worker"] in (0, 2)} == set(range(30))
+    assert (config.out / STALENESS).exists()
+    assert _replayed(config, capfd) == (0, True)
+    # One number of the log is another: so are the bits.
+    log = config.out / UPDATES
+    head, rows = read_log(log)
+    rows[5]["lr"] *= 1.0000001
+    write_log(log, head, rows)
+    assert _replayed(config, capfd) == (1, False)
+
+
+def _replayed(config: TrainConfig, capfd) -> tuple[int, bool]:
+    with pytest.raises(SystemExit) as end:
+        run_replay(ReplayConfig(config.out))
+    return end.value.code, json.loads(capfd.readouterr().out.splitlines()[-1])["equal"]
+
+
+def test_workers_of_the_command_are_one_rank_of_the_trainer_that_accumulates(tmp_path):
+    """Two synchronous workers, and the engine with their micro-batches, in float64."""
+    config = _options(tmp_path, "--server", "2", "--dp", "2", "--dtype", "fp64")
+    served = ServedModel(config, "cpu")
+    log = [
+        {"version": c + 1, "lr": 0.01 * (c + 1),
+         "terms": [dataclasses.asdict(Term(w, c, c, 0, 32, 0.0)) for w in range(2)]}
+        for c in range(3)
+    ]  # fmt: skip
+    shards = [served.shard(k) for k in range(2)]
+    gpt = served.make_gpt(torch.device("cpu"))
+    replay(log, config.server_plan, shards, lambda number: served.gradient(gpt, number))
+    found = {name: x for shard in shards for name, x in shard.read()}
+    engine = Engine(
+        served.model, Mesh().connect("cpu"), ParallelPlan(microbatches=2), micro_batch_size=2,
+        dtype=torch.float64, seed=config.seed, rule=served.rule, clip=config.clip,
+    )  # fmt: skip
+    for clock in range(3):
+        ids = torch.arange(4).view(2, 2)
+        tokens, labels = served.data.batch(clock, ids.flatten().tolist())
+        engine.step(
+            tokens.view(2, 2, -1), labels.view(2, 2, -1), ids, lr=log[clock]["lr"],
+            key=config.dropout_key(clock),
+        )  # fmt: skip
+    for kind, prefix in (("param", ""), ("exp_avg", "exp_avg/"), ("exp_avg_sq", "exp_avg_sq/")):
+        for record, expected, _ in engine.read(kind):
+            torch.testing.assert_close(
+                found[prefix + record.name], expected, rtol=1e-9, atol=1e-13, msg=record.name
+            )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--server 1 --staleness -1", "staleness must be at least 0, or None, got -1"),
+        ("--server 1 --tp 2", "tp = 2 does not go with --server, whose workers are one rank each"),
+        ("--staleness 1", "staleness = 1 and compensation = 0 are of parameter servers"),
+        ("--server 1 --compensation 0.1", "0 where joint updates have no delay, got 0.1"),
+        ("--server 1 --dtype fp16", "dtype = fp16 needs a loss scale, which servers do not have"),
+        ("--server -1", "servers must be at least 1, got -1"),
+    ],
+)
+def test_options_that_servers_cannot_do_are_refused(options, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        _options(tmp_path, *options.split()).check()
+
+
+def test_servers_refuse_more_of_them_than_parameters_and_torchrun(tmp_path, monkeypatch, capsys):
+    with pytest.raises(ValueError, match="99 servers cannot share 16 parameters"):
+        run_servers(_options(tmp_path, "--server", "99"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=eth7 would open sockets to the net"):
+        run_servers(_options(tmp_path, "--server", "1"))
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "5")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        run_train(_options(tmp_path, "--server", "2", "--dp", "2"))
+    assert end.value.code == 2
+    assert "run it without torchrun, whose 5 ranks are no servers" in capsys.readouterr().err
+
+
+def test_servers_do_not_go_on_without_optimizer_state(tmp_path):
+    config = _options(tmp_path, "--server", "1")
+    served = ServedModel(config, "cpu")
+    state = {"seed": 0, "optimizer": {"count": 1.0}, "settings": config.settings,
+             "data": {"fingerprint": served.data.fingerprint}}  # fmt: skip
+    tensors = [pair for pair in served.shard(0).read() if "/" not in pair[0]]
+    folder, model = config.out / "checkpoints", dataclasses.asdict(served.model)
+    save_checkpoint(folder, 1, tensors, config=model, state=state)
+    with pytest.raises(CheckpointError, match=r"has no optimizer state \(exp_avg/blocks"):
+        served.open_run()
+    save_checkpoint(folder, 2, list(served.shard(0).read()), config=model, state=state)
+    with pytest.raises(CheckpointError, match="step_00000002 was not written by servers"):
+        served.open_run()

@@ -14,6 +14,7 @@ commands:
   prove        show that a mesh computes what one plain device computes (warpweave prove --help)
   doctor       check this machine: kernels, links, axes (warpweave doctor --help)
   collectives  measure all-reduce algorithms (warpweave collectives --help)
+  replay       repeat a run of parameter servers to the bit (warpweave replay --help)
   sample       generate text with a trained model (warpweave sample --help)
   export       write a trained model for Hugging Face transformers (warpweave export --help)
   tune         measure tiles on this GPU, write a table of the best (warpweave tune --help)
@@ -26,6 +27,7 @@ _COMMANDS = {
     "prove": ("prove.options", "prove.command"),
     "doctor": ("doctor.options", "doctor.command"),
     "collectives": ("collectives.options", "collectives.command"),
+    "replay": ("server.replay_config", "server.replay"),
     "sample": ("sample_config", "sample"),
     "export": ("export_config", "export"),
     "tune": ("tune.options", "tune.command"),

@@ -78,15 +78,8 @@ def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh, *, backend: str =
     for name in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    listener = _loopback_listener(0)
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    store = keep_store()
+    port = store.port
     folder = tempfile.mkdtemp(prefix="warpweave-")
     config = LaunchConfig(
         min_nodes=1,
@@ -137,6 +130,19 @@ def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh, *, backend: str =
     if received:
         raise Stopped(received[0])
     return values[0]
+
+
+def keep_store() -> dist.TCPStore:
+    """A store for ranks of this machine, kept by this process, on a free port of loopback."""
+    listener = _loopback_listener(0)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 @contextmanager

@@ -27,7 +27,16 @@ from warpweave.launch import Session
 from warpweave.messages import say
 from warpweave.parallel.collectives import gather
 from warpweave.parallel.mesh import ConnectedMesh
-from warpweave.train_config import CHECKPOINTS, CONFIG, METRICS, PLOT, UNWRITTEN, TrainConfig
+from warpweave.train_config import (
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    PLOT,
+    STALENESS,
+    UNWRITTEN,
+    UPDATES,
+    TrainConfig,
+)
 
 _HEADING = "# The options of a run, which `warpweave train --config` with this file is again.\n"
 
@@ -160,7 +169,7 @@ class Metrics:
 
 def set_aside(folder: Path) -> None:
     """Move an earlier run's files in `folder` out of the way of a new one."""
-    ours = (METRICS, PLOT, CHECKPOINTS, EVENTS, WANDB, CONFIG)
+    ours = (METRICS, PLOT, CHECKPOINTS, EVENTS, WANDB, CONFIG, UPDATES, STALENESS)
     names = [name for name in ours if (folder / name).exists()]
     if not names:
         return

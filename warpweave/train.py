@@ -41,6 +41,7 @@ from warpweave.memory import TrainingStep, check_memory, free_host_memory
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, locked, peak_memory
 from warpweave.resume import Progress, check_run, differences, open_run, progress_of
+from warpweave.server.run import run_servers
 from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
 from warpweave.transfer import upload
 
@@ -469,6 +470,11 @@ def run(config: TrainConfig) -> NoReturn:
     torchrun = under_torchrun()
     rank, local_rank = (int(os.environ.get(n, "0")) for n in ("RANK", "LOCAL_RANK"))
     try:
+        if config.server and torchrun:
+            raise ValueError(
+                f"--server {config.server} starts its servers and workers itself: run it without "
+                f"torchrun, whose {os.environ['WORLD_SIZE']} ranks are no servers"
+            )
         config = config.for_ranks(int(os.environ["WORLD_SIZE"]) if torchrun else config.mesh.world)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun else config.mesh.world
         backend = choose_backend(here, BACKENDS.get(config.device), launched=not torchrun)
@@ -481,7 +487,9 @@ def run(config: TrainConfig) -> NoReturn:
         with locked(config.out) if rank == 0 else nullcontext():
             if rank == 0 and (line := short_of_peak(config)):
                 say(line)
-            if torchrun:
+            if config.server:
+                code = run_servers(config)
+            elif torchrun:
                 train_rank(config)
                 code = 0
             elif config.mesh.world == 1:

@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     from warpweave.data import Dataset
     from warpweave.parallel.data.optimizer import Rule
     from warpweave.parallel.data.outer import OuterRule
+    from warpweave.parallel.server.server import ServerPlan
 
 # Files and folders of a run, in `out`.
 METRICS, PLOT, CHECKPOINTS, CONFIG = "metrics.jsonl", "loss.png", "checkpoints", "config.toml"
+UPDATES, STALENESS = "updates.jsonl", "staleness.png"  # of parameter servers
 UNWRITTEN = ("config", "resume")  # how the command was called, not what the run is
 FORMERLY = {("overlap", "auto"): "bulk"}  # what the config.toml of earlier runs says
 
@@ -139,6 +141,16 @@ class TrainConfig:
     batch: int = 8
     """Micro-batch size: sequences per micro-batch."""
 
+    server: int = 0
+    """Parameter servers: ranks that hold weights and optimizer, beside the `dp` workers, which each
+    do `steps`; evaluated at the end. 0 for none."""
+    staleness: int | Literal["unbounded"] = 0
+    """Staleness bound with --server: steps that a worker may be ahead of the slowest. 0 is
+    synchronous, and one update sums the gradients of all; else each gradient is one, at once."""
+    compensation: float = 0.0
+    """Delay compensation (DC-ASGD) with --server and a staleness: lambda in g + lambda g^2 (w -
+    w_old). 0 for none."""
+
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
     """Precision of parameters and activations; master weights, gradients and sums are fp32 (fp64
     for fp64). Default: bf16 on a GPU, whose tensor cores fp32 does not use, and fp32 on a CPU."""
@@ -237,6 +249,43 @@ class TrainConfig:
         """The outer replicas and their rule, which a resumed run must have, as JSON has them."""
         rule = self.outer_rule
         return None if rule is None else {"replicas": self.outer} | dataclasses.asdict(rule)
+
+    @property
+    def server_plan(self) -> ServerPlan | None:
+        """What servers and workers agree on; None without servers.
+
+        Raises:
+            ValueError: what servers cannot do.
+        """
+        if not self.server:
+            if self.staleness != 0 or self.compensation:
+                raise ValueError(
+                    f"staleness = {self.staleness} and compensation = {self.compensation:g} are of "
+                    "parameter servers: they need --server"
+                )
+            return None
+        from warpweave.parallel.server.server import ServerPlan
+
+        one = {"tp": 1, "cp": 1, "pp": 1, "dp_shard": None, "early_stop": 0}
+        one |= {"outer": 1, "outer_every": None}
+        for name, value in one.items():
+            if (given := getattr(self, name)) != value:
+                raise ValueError(
+                    f"{name} = {given} does not go with --server, whose workers are one rank each"
+                )
+        if self.dtype == "fp16":
+            raise ValueError("dtype = fp16 needs a loss scale, which servers do not have")
+        if self.optimizer == "muon":
+            raise ValueError("optimizer = muon needs whole matrices, which servers hold in pieces")
+        return ServerPlan(
+            self.server,
+            None if self.staleness == "unbounded" else self.staleness,
+            joint=self.staleness == 0,
+            compensation=self.compensation,
+            clip=self.clip or None,
+            timeout=self.timeout,
+            save_every=self.save_every,
+        )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -377,6 +426,7 @@ class TrainConfig:
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
         self.model_config(1).check(self.mesh, self.plan)
         _ = self.outer_rule
+        _ = self.server_plan
         if self.init_from is not None:
             self._check_weights(self.init_from)
         from warpweave.parallel.layout import cut

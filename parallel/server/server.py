@@ -49,6 +49,12 @@ def start_generation(store: dist.Store) -> None:
     store.add("server/generation", 1)
 
 
+def tell(store: dist.Store, op: str, **header: int) -> None:
+    """Tell the servers, from where their processes are watched: "stop", save and end the run; or
+    "lost", `worker` has died."""
+    Mailbox(generation(store), "server/0").put(op=op, **header)
+
+
 @dataclass(frozen=True)
 class ServerPlan:
     """What all servers and workers of a run agree on.
@@ -279,6 +285,9 @@ class Server:
         op, visitor = request["op"], request.get("visitor")
         if op == "stop":
             self._stopped = True
+        elif op == "lost":
+            if request["worker"] in self.clocks.clocks:
+                self._drop(request["worker"], "its process ended")
         elif op == "hello":
             self._welcome(visitor, request)
         elif visitor not in self._visitors:

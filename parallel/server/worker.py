@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +44,12 @@ Compute = Callable[[int, Mapping[str, Tensor]], Gradient]
 
 
 def module_gradient(
-    module: nn.Module, loss_sum: Callable[[nn.Module, int], tuple[Tensor, int]]
+    module: nn.Module, losses: Callable[[nn.Module, int], Iterable[tuple[Tensor, int]]]
 ) -> Compute:
     """The gradient of `module` at given weights, by autograd.
 
-    ``loss_sum(module, clock)`` is the sum (0-dim) of the losses of that clock's samples, and their
-    number. Buffers of the module are the worker's own.
+    ``losses(module, clock)`` has, for each micro-batch of that clock, the sum (0-dim) of the losses
+    of its samples, and their number. Buffers of the module are the worker's own.
     """
     params = dict(module.named_parameters())
 
@@ -58,12 +58,14 @@ def module_gradient(
             for name, param in params.items():
                 param.copy_(weights[name])
                 param.grad = None
-        total, count = loss_sum(module, clock)
-        total.backward()
+        loss, count = 0.0, 0
+        for total, n in losses(module, clock):
+            total.backward()
+            loss, count = loss + float(total.detach()), count + n
         tensors = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()
         }
-        return Gradient(tensors, count, float(total.detach()) / count)
+        return Gradient(tensors, count, loss / count)
 
     return gradient
 

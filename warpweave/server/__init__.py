@@ -1,0 +1,1 @@
+"""``warpweave train --server`` and ``warpweave replay``: parameter servers, their runs again."""

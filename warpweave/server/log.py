@@ -1,0 +1,78 @@
+"""The log of a run's updates, a line of JSON each, and what it says of staleness.
+
+{"threads": 1, "torch": "2.13.0", "servers": 2}
+{"version": 1, "lr": 0.001, "norm": 3.2, "terms": [{"worker": 0, "clock": 0, "pulled": 0, ...}]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def write_log(path: Path, head: Row, rows: Iterable[Row]) -> None:
+    """Write a log anew: its first line, and the rows that stay."""
+    new = path.with_suffix(".tmp")
+    new.write_text("".join(json.dumps(row) + "\n" for row in (head, *rows)))
+    new.replace(path)
+
+
+def read_log(path: Path) -> tuple[Row, list[Row]]:
+    """The first line and the rows; an incomplete last one, of a killed server, is passed over.
+
+    Raises:
+        ValueError: there is none, or it is no log.
+    """
+    try:
+        lines = path.read_text().split("\n")[:-1]
+        head, *rows = [json.loads(line) for line in lines]
+        if not isinstance(head, dict) or not all("terms" in row for row in rows):
+            raise ValueError("a line is no update")
+        head["threads"], head["servers"]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no log of updates: {error}") from None
+    return head, rows
+
+
+def staleness_of(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
+    """How many gradients had which staleness (clocks that their worker was ahead of the slowest
+    when it pulled) and which delay (updates between pull and application)."""
+    ahead: Counter[int] = Counter()
+    delays: Counter[int] = Counter()
+    for row in rows:
+        for term in row["terms"]:
+            ahead[term["staleness"]] += 1
+            delays[row["version"] - 1 - term["pulled"]] += 1
+    return {
+        name: {str(k): found[k] for k in sorted(found)}
+        for name, found in (("staleness", ahead), ("delay", delays))
+    }
+
+
+def plot_staleness(rows: Iterable[Row], path: Path) -> None:
+    """Both histograms, as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    labels = {
+        "staleness": "staleness at pull: clocks ahead of the slowest worker",
+        "delay": "delay: updates between pull and application",
+    }
+    figure, both = plt.subplots(1, 2, figsize=(9, 3.5), dpi=120)
+    for axes, (name, counts) in zip(both, staleness_of(rows).items(), strict=True):
+        axes.bar([int(k) for k in counts], list(counts.values()))
+        axes.set_xlabel(labels[name])
+        axes.set_ylabel("gradients")
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
