@@ -97,6 +97,22 @@ def test_context_is_compared_with_what_others_do(load, tmp_path, capsys, monkeyp
         assert errors["warpweave ring, bfloat16"][tensor] < 0.9 * min(theirs)
 
 
+def test_staleness_is_compared_by_six_modes(load, tmp_path, capsys):
+    """The bound of each mode is reached; waiting costs time, and its lack delay."""
+    load("server").main(["--quick", "--results", str(tmp_path)])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == json.loads((tmp_path / "cpu" / "server.json").read_text())
+    rows = {row["name"]: row for row in last["rows"]}
+    assert [rows[f"ssp {s}"]["staleness"] for s in (0, 2, 4)] == [0, 2, 4]
+    assert rows["synchronous"]["delay"] == 0
+    assert 8 * rows["synchronous"]["updates"] == rows["ssp 0"]["updates"] == 48
+    times = [row["time"] for row in last["rows"]]
+    assert times == sorted(times, reverse=True)
+    assert rows["asynchronous"]["mean_delay"] > rows["ssp 0"]["mean_delay"]
+    assert rows["asynchronous"]["val_loss"] != rows["delay-compensated"]["val_loss"]
+    assert (tmp_path / "cpu" / "server.svg").exists()
+
+
 def test_emulated_ranks_kernels_compute_what_one_does(load, capsys, monkeypatch):
     """In miniature on a CPU, where a tile with a wrong block is found; else it wants a GPU."""
     kernels = load("context_kernels")

@@ -29,7 +29,14 @@ from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.server.clocks import Clocks, Term
 from warpweave.parallel.server.link import Mailbox, check_loopback
 from warpweave.parallel.server.replay import replay
-from warpweave.parallel.server.server import Notes, Server, ServerPlan, generation, start_generation
+from warpweave.parallel.server.server import (
+    Notes,
+    Server,
+    ServerPlan,
+    generation,
+    start_generation,
+    tell,
+)
 from warpweave.parallel.server.shard import Shard, records_of, spread
 from warpweave.parallel.server.worker import LostError, Worker, module_gradient
 from warpweave.parallel.shard import ParamRecord
@@ -452,6 +459,23 @@ def test_servers_that_are_started_anew_go_on_from_their_checkpoint(servers, mode
     place.serve(range(2), state, shards)
     found = place.end()
     assert len(place.log.rows) == (12 if joint else 24)
+    _equal(found, place.replayed())
+
+
+def test_a_run_that_is_stopped_saves_and_its_workers_end(monkeypatch):
+    plan = ServerPlan(2, staleness=1, joint=False, timeout=10.0)
+    place = _Place(plan, SGD(), monkeypatch)
+    place.serve(range(2))
+    for number in range(2):
+        place.work(number, 10**6)
+    deadline = time.monotonic() + 20
+    while len(place.log.rows) < 10:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    tell(place.store(), "stop")
+    found = place.end()
+    ((state, _),) = place.log.saved
+    assert state["version"] == len(place.log.rows) < 10**5
     _equal(found, place.replayed())
 
 
