@@ -119,7 +119,14 @@ class Shard:
         for r, step in zip(self.layout.ranges, self.steps, strict=True):
             part = slice(r.start, r.stop)
             moments = {name: moment[part] for name, moment in self.moments.items()}
-            piece = Piece(self.master[part], total[part], moments, None, step, r.decay)
+            piece = Piece(
+                master=self.master[part],
+                grad=total[part],
+                moments=moments,
+                param=None,
+                step=step,
+                decay=r.decay,
+            )
             self.rule.update(piece, lr, factor, torch.zeros(()))
 
     # ------------------------------------------------------------------ state in and out
