@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import runpy
 from importlib.util import find_spec
@@ -102,3 +104,17 @@ def test_a_training_loop_of_ones_own_prints_one_devices_losses_on_any_mesh(capfd
 
 def _loop_of_two(port: int) -> None:
     _loop(tp=2)
+
+
+def _declared(rank: int) -> tuple[str, float]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        difference = runpy.run_path(str(EXAMPLES / "declared_gpt.py"))["compare"]()
+    return printed.getvalue(), difference
+
+
+def test_a_declared_gpt_lists_what_it_sends_and_has_one_ranks_loss():
+    (printed, difference), *_ = run_ranks(4, _declared)
+    assert "blocks.1.mlp.down()             [4/dp, 16, 32] {partial tp}" in printed
+    assert re.search(r"forward   tp     all_reduce +1 +8192  blocks.0.attention\n", printed)
+    assert difference < 1e-12

@@ -33,7 +33,7 @@ class _Kind(NamedTuple):
     shared: bool
 
 
-def _kinds(engine: Engine) -> list[_Kind]:
+def _states(engine: Engine) -> list[_Kind]:
     """All that a checkpoint holds of a parameter, in the order in which it is loaded."""
     moments = engine.optimizer.rule.moments
     if engine.outer is None:
@@ -51,20 +51,20 @@ def tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     if engine.outer is not None:
         engine.outer.wait()
     first = engine.mesh.index("outer") == 0
-    for kind, prefix, shared in _kinds(engine):
+    for kind, prefix, shared in _states(engine):
         for record, tensor, mine in engine.read(kind):
             if mine and (first or not shared):
                 yield prefix + record.name, tensor
 
 
-def load(engine: Engine, reader: CheckpointReader) -> None:
+def restore(engine: Engine, reader: CheckpointReader) -> None:
     """The inverse of `tensors`, after as many steps as the checkpoint's; each rank reads its own.
 
     Raises `CheckpointError` for a tensor that is not there.
     """
     if engine.outer is not None:
         engine.outer.resume(reader.step)
-    for kind, prefix, _ in _kinds(engine):
+    for kind, prefix, _ in _states(engine):
 
         def saved(record: ParamRecord, prefix: str = prefix) -> Tensor:
             return reader.mapped(prefix + record.name)

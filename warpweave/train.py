@@ -365,7 +365,7 @@ class Trainer:
     def _resume(self) -> None:
         reader = open_run(self._folder, self.model, self.mesh.group("world"))
         check_run(reader, self.config, self.train_data)
-        saved_state.load(self.engine, reader)
+        saved_state.restore(self.engine, reader)
         of_replicas = reader.state.get("optimizers") or [reader.state["optimizer"]]
         self.engine.optimizer.load_state(of_replicas[self.mesh.index("outer")])
         self.step = reader.step

@@ -130,7 +130,7 @@ class WholeMatrices:
             if record.matrices
         ]
         for _, record, _ in every:
-            _check(record)
+            _check_matrices(record)
         found: dict[int, _Matrix] = {}
         load = [[0] * self._tensor.ranks for _ in range(self._data.ranks)]
         for k in sorted(range(len(every)), key=lambda k: -_cost(every[k][1])):
@@ -213,7 +213,7 @@ def _assembled(record: ParamRecord, shards: list[Tensor]) -> Tensor:
     return record.assemble(shards[0], lambda _, axis: shards)
 
 
-def _check(record: ParamRecord) -> None:
+def _check_matrices(record: ParamRecord) -> None:
     rows = sum(record.matrices)
     if len(record.shape) != 2 or record.shape[0] % rows:
         raise ValueError(

@@ -181,10 +181,10 @@ class SGD:
             g = g.add_(piece.master, alpha=self.weight_decay)
         b, skipped = piece.moments["momentum"], skip.bool()
         b.copy_(torch.where(skipped, b, self.momentum * b + g))
-        _replace(piece, piece.master - lr * b, skip)
+        _set_weights(piece, piece.master - lr * b, skip)
 
 
-def _replace(piece: Piece, new: Tensor, skip: Tensor) -> None:
+def _set_weights(piece: Piece, new: Tensor, skip: Tensor) -> None:
     """The weights of the piece become `new`, unless `skip` says that nothing changes."""
     piece.master.copy_(torch.where(skip.bool(), piece.master, new))
     if piece.param is not None:
@@ -259,7 +259,7 @@ class Muon:
             self.rest.update(piece, lr, scale, skip)
             return
         shrink = 1 - lr * self.weight_decay if piece.decay else 1.0
-        _replace(piece, piece.master * shrink - lr * piece.grad, skip)
+        _set_weights(piece, piece.master * shrink - lr * piece.grad, skip)
 
 
 class LossScale:

@@ -123,6 +123,7 @@ class Shard:
                 master=self.master[part],
                 grad=total[part],
                 moments=moments,
+                matrix=False,
                 param=None,
                 step=step,
                 decay=r.decay,

@@ -24,7 +24,6 @@ from warpweave.launch import Session
 from warpweave.lr_schedule import learning_rate
 from warpweave.messages import say
 from warpweave.metrics import Metrics
-from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.server.clocks import Term
 from warpweave.parallel.server.server import Notes, Server
 from warpweave.parallel.server.shard import Shard, spread
@@ -51,7 +50,7 @@ class ServedModel:
         self.data = config.open_data("train")
         self.model: GPTConfig = config.model_config(self.data.vocab_size)
         self.records = list(GPT(self.model, device="meta").parameter_records().values())
-        self.rule = AdamW(config.betas, config.eps, config.weight_decay)
+        self.rule = config.rule
         self.dtype = DTYPES[str(self.config.dtype)]
 
     def shard(self, index: int) -> Shard:

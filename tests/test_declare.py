@@ -1,0 +1,251 @@
+"""Declared sharding: a plain model under a plan is `plain_gpt`, with the collectives of ours."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from close import assert_close_f64
+from ranks import run_ranks
+from torch import nn
+
+from warpweave.config import GPTConfig, ParallelPlan
+from warpweave.gpt import GPT as HandWritten
+from warpweave.parallel.mesh import Mesh
+from warpweave.plain_gpt import PlainConfig, plain_gpt_loss, plain_init
+
+EXAMPLE = str(Path(__file__).resolve().parents[1] / "examples" / "declared_gpt.py")
+GPT2 = PlainConfig(96, 12, 2, 32, 4, 4, 48)
+LLAMA = PlainConfig(
+    96, 12, 2, 32, 4, 2, 48, "rope", "rms", "swiglu", bias=False, tied=False
+)  # fmt: skip
+
+# The plan of the example as tuples of mesh axes, for dp x tp.
+TUPLES = {
+    "(tokens)": ("dp", None),
+    "(labels)": ("dp", None),
+    "*embedding.weight": ("tp", None),
+    "*.qkv.weight": ("tp", None),
+    "*.qkv.bias": ("tp",),
+    "*.attention.out.weight": (None, "tp"),
+    "*.up.weight": ("tp", None),
+    "*.up.bias": ("tp",),
+    "*.down.weight": (None, "tp"),
+    "embedding()": ("dp", None, None),
+    "*norm()": ("dp", None, None),
+    "*.attention()": ("dp", None, None),
+    "*.mlp()": ("dp", None, None),
+}
+DATA = {"(tokens)": "batch seq", "(labels)": "batch seq"}
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, none of the first row's and all but three of the second's being losses."""
+    tokens = torch.randint(96, (4, 12), generator=torch.Generator().manual_seed(0))
+    labels = tokens.roll(-1, 1)
+    labels[0] = labels[1, -3:] = -100
+    return tokens, labels
+
+
+def _mesh(sizes: dict[str, int]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
+
+
+def _equals_plain(rank: int, sizes: dict[str, int], which: str) -> None:
+    """Loss and gradients of both styles, each gradient with its parameter's placement."""
+    from warpweave.declare import shard
+
+    example = runpy.run_path(EXAMPLE)
+    named, axes = example["PLAN"], example["AXES"]
+    cases = {
+        "data": [(LLAMA, DATA, {"batch": "dp"})],
+        "tensor": [(GPT2, named, {**axes, "batch": ()}), (LLAMA, named, {**axes, "batch": ()})],
+        "both": [(GPT2, TUPLES, None), (LLAMA, named, axes)],
+        "sequence": [(GPT2, example["SEQUENCE_PLAN"], example["SEQUENCE_AXES"])],
+        "context": [(GPT2, named, {"seq": "cp"}), (LLAMA, named, {"seq": "cp"})],
+    }
+    for config, plan, axes in cases[which]:
+        weights = plain_init(config, 0, torch.float64)
+        weights = {name: w.requires_grad_() for name, w in weights.items()}
+        total, valid = plain_gpt_loss(weights, *_batch(), config)
+        (total / valid).backward()
+        model = shard(example["make"](config), plan, _mesh(sizes), axes)
+        loss = model(*_batch())
+        loss.backward()
+        assert_close_f64(loss.full_tensor().detach(), (total / valid).detach())
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.placements == parameter.placements, name
+            assert_close_f64(parameter.grad.full_tensor(), weights[name].grad)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "which"),
+    [
+        ({"dp": 2}, "data"),
+        ({"tp": 2}, "tensor"),
+        ({"cp": 3}, "context"),
+        ({"dp": 2, "tp": 2}, "both"),
+        ({"dp": 2, "tp": 2}, "sequence"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value.values())),
+)
+def test_a_declared_gpt_is_the_plain_one(sizes: dict[str, int], which: str) -> None:
+    ranks = torch.Size(sizes.values()).numel()
+    run_ranks(ranks, _equals_plain, sizes, which)
+
+
+def _collectives(rank: int, sequence: bool) -> tuple[Counter, Counter]:
+    """What one block adds, declared and hand-written, on two tensor ranks."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    from warpweave.declare import shard
+    from warpweave.explain import explain_sharding
+
+    example = runpy.run_path(EXAMPLE)
+    plan = example["SEQUENCE_PLAN" if sequence else "PLAN"]
+    axes = example["SEQUENCE_AXES" if sequence else "AXES"]
+    mesh = _mesh({"tp": 2})
+    declared, written = [], []
+    for layers in (2, 3):
+        config = PlainConfig(96, 12, layers, 32, 4, 4, 48)
+        model = shard(example["make"](config), plan, mesh, {**axes, "batch": ()})
+        with explain_sharding(model, mesh) as seen:
+            model(*_batch()).backward()
+        declared.append(Counter((sent.name, sent.bytes) for sent in seen.sent))
+        ours = HandWritten(
+            GPTConfig(96, 12, layers, 32, 4, hidden=48),
+            mesh=Mesh(tp=2).connect("cpu"),
+            plan=ParallelPlan(sequence_parallel=sequence, overlap="none"),
+            dtype=torch.float64,
+        )
+        with CommDebugMode() as counted:
+            ours(*_batch()).backward()
+        written.append(Counter({str(op): n for op, n in counted.get_comm_counts().items()}))
+    return declared[1] - declared[0], written[1] - written[0]
+
+
+def test_a_block_has_the_collectives_of_the_hand_written_one() -> None:
+    """Two all-reduces each way, or, between parts whose tokens are sharded, as many all-gathers and
+    reduce-scatters; ours gather x once more for the gradient of a weight, and sum the gradients of
+    norms in the optimizer."""
+    size = 4 * 12 * 32 * 8  # a micro-batch's activations, float64
+    for declared, written in run_ranks(2, _collectives, False):
+        assert declared == {("all_reduce", size): 4}
+        assert written == {"c10d.allreduce_": 4}
+    for declared, written in run_ranks(2, _collectives, True):
+        assert declared.pop(("all_reduce", 32 * 8)) == 4  # two norms, weight and bias
+        assert declared == {
+            ("all_gather_into_tensor", size // 2): 4,
+            ("reduce_scatter_tensor", size // 2): 4,
+        }
+        assert written == {"c10d._allgather_base_": 6, "c10d._reduce_scatter_base_": 4}
+
+
+LLAMA_PLAN = {
+    "(input_ids)": "batch seq",
+    "*.[qkv]_proj.weight": "(heads dim=8) width",
+    "*.o_proj.weight": "width (heads dim=8)",
+    "*.gate_proj.weight": "hidden width",
+    "*.up_proj.weight": "hidden width",
+    "*.down_proj.weight": "width hidden",
+    "lm_head.weight": "vocab width",
+    "*norm()": "batch seq width",
+    "*.self_attn()": "batch seq width",
+    "*.mlp()": "batch seq width",
+}
+
+
+def _hugging_face(rank: int) -> None:
+    import transformers
+
+    from warpweave.declare import shard
+    from warpweave.explain import explain_sharding
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config).double()
+    tokens, _ = _batch()
+    expected = model(tokens, use_cache=False).logits
+    expected.square().mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    mesh = _mesh({"dp": 2, "tp": 2})
+    axes = {"batch": "dp", "heads": "tp", "hidden": "tp", "vocab": "tp"}
+    shard(model, LLAMA_PLAN, mesh, axes)
+    with explain_sharding(model, mesh) as seen:
+        logits = model(tokens, use_cache=False).logits
+        logits.square().mean().backward()
+    assert_close_f64(logits.full_tensor().detach(), expected.detach())
+    for name, p in model.named_parameters():
+        assert_close_f64(p.grad.full_tensor(), gradients[name])
+    assert seen.counts("tp", "forward") == {"all_reduce": 4}
+    assert seen.counts("tp", "backward") == {"all_reduce": 5}  # a norm before the head more
+    assert seen.counts("dp", "forward") == {}
+    assert seen.counts("dp", "backward") == {"all_reduce": len(gradients)}
+    assert seen.layouts["model.layers.1.mlp.up_proj()"] == "[4/dp, 12, 48/tp]"
+    assert seen.layouts["model.layers.1.mlp.down_proj()"] == "[4/dp, 12, 32] {partial tp}"
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="an extra of its own")
+def test_a_hugging_face_llama_is_sharded_by_ten_lines() -> None:
+    run_ranks(4, _hugging_face)
+
+
+class _Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.head = nn.Linear(6, 8)
+        self.head.weight = self.up.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+REFUSED: list[tuple[dict, dict | None, str]] = [
+    ({"u.weight": "a b"}, {"a": "tp"}, "no parameter or module matches ['u.weight']"),
+    ({"up.weight": ("tp", "tp")}, None, "up.weight: axis 'tp' would shard two dims of (8, 6)"),
+    ({"up.weight": "a b"}, {"a": "tp", "b": "tp"}, "up.weight: axis 'tp' would shard two dims"),
+    ({"up.weight": ("ep", None)}, None, "up.weight: the mesh has axes ('tp',), not 'ep'"),
+    ({"up.weight": "a b c"}, {"a": "tp"}, "up.weight has the shape (8, 6), the plan names 3"),
+    ({"up.weight": "(a b"}, {"a": "tp"}, "plan['up.weight']: '(a b' has parentheses without"),
+    ({"up.weight": "(a b) c"}, {"b": "tp"}, "only the first name of (a b) can be sharded"),
+    ({"up.weight": "(a b=8) c"}, {"a": "tp"}, "up.weight: dim 0: 2 ranks do not divide 1"),
+    ({"up.weight": "a=7 b"}, {}, "up.weight: dim 0 has 8 elements, which are no (7,)"),
+    ({"up.weight": "a b"}, {"z": "tp"}, "axes: no entry of the plan names ['z']"),
+    ({"up(y)": "a b"}, {"a": "tp"}, "up(y): its forward takes ['input']"),
+    ({"up.weight": ("tp", None), "head.weight": (None, None)}, None, "head.weight is tied to up."),
+]
+
+
+def _refusals(rank: int) -> None:
+    from warpweave.declare import shard
+
+    mesh = _mesh({"tp": 2})
+    for plan, axes, words in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            shard(_Small(), plan, mesh, axes)
+    model = shard(_Small(), {"(x)": "rows width", "up()": "rows w"}, mesh, {"rows": "tp"})
+    with pytest.raises(ValueError, match=r"the model\(x\): dim 0: 2 ranks do not divide 3"):
+        model(torch.zeros(3, 6))
+    with pytest.raises(ValueError, match=r"up\(\) has the shape \(2, 4, 8\), the plan names 2"):
+        shard(_Small(), {"up()": "rows w"}, mesh, {"rows": "tp"})(torch.zeros(2, 4, 6))
+
+
+def test_plans_that_do_not_fit_are_refused_with_the_parameters_name() -> None:
+    run_ranks(2, _refusals)
