@@ -164,6 +164,21 @@ def test_local_steps_send_a_part_of_the_bytes(load, tmp_path, capsys, monkeypatc
     assert "DiLoCo" in (tmp_path / "cpu" / "local_steps.svg").read_text()
 
 
+def test_all_reduces_grow_as_their_closed_forms(load, tmp_path, capsys, monkeypatch):
+    growth = load("all_reduce")
+    monkeypatch.setattr(growth, "measure", lambda ranks, repeats: {"gloo": 1.0, "ring": 2.0})
+    growth.main(["--quick", "--results", str(tmp_path)])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == json.loads((tmp_path / "cpu" / "all_reduce.json").read_text())
+    at_16 = {row["name"]: row for row in last["simulated"] if row["ranks"] == 16}
+    assert at_16["ring"]["rounds"] == at_16["naive"]["rounds"] == 30
+    assert at_16["parallel"]["at_once"] == 240
+    assert at_16["server"]["busiest"] == 15
+    monkeypatch.setitem(growth.CLOSED, "ring", lambda R: (R + 1, 1, 1))
+    with pytest.raises(AssertionError, match=r"ring, 2 ranks: \(2, 1\.0, 1\.0\), expected"):
+        growth.simulate(2, 16)
+
+
 def test_unequal_outputs_stop_a_benchmark(load):
     harness = load("harness")
     a = torch.randn(3, 5)

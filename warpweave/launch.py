@@ -135,14 +135,9 @@ def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh, *, backend: str =
 def keep_store() -> dist.TCPStore:
     """A store for ranks of this machine, kept by this process, on a free port of loopback."""
     listener = _loopback_listener(0)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    port, fd = listener.getsockname()[1], listener.detach()
+    keep = {"is_master": True, "wait_for_workers": False, "master_listen_fd": fd}
+    return dist.TCPStore("127.0.0.1", port, **keep)
 
 
 @contextmanager

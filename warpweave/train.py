@@ -296,9 +296,7 @@ class Trainer:
         kept = "the weights were not updated, " if untouched else ""
         try:
             path = self.saver.wait()
-            last = (
-                "there is no checkpoint" if path is None else f"the last good checkpoint is {path}"
-            )
+            last = f"the last good checkpoint is {path}" if path else "there is no checkpoint"
         except CheckpointError as error:
             last = str(error)
         raise TrainingStopped(f"{words} at step {number}, first seen on {names}; {kept}{last}")
@@ -415,17 +413,8 @@ class Trainer:
 
 def _check_memory(config: TrainConfig, model: GPTConfig, device: str, **memory: int) -> None:
     """`check_memory` of a step on "cpu" or "cuda"."""
-    step = TrainingStep(
-        model,
-        config.mesh,
-        config.plan,
-        config.batch,
-        str(config.dtype),
-        device,
-        config.optimizer,
-        config.outer_rule,
-    )
-    check_memory(step, **memory)
+    sizes = config.mesh, config.plan, config.batch, str(config.dtype), device
+    check_memory(TrainingStep(model, *sizes, config.optimizer, config.outer_rule), **memory)
 
 
 def train_rank(config: TrainConfig, port: int | None = None) -> int:

@@ -1,0 +1,152 @@
+"""All-reduce algorithms as the number of ranks grows: simulated to 1,024, measured here to 8.
+
+The rounds that would run are counted (`parallel.algorithms.network.traffic`): "rounds" are moments
+of latency, "busiest" what the busiest rank sends or receives, "at once" what is under way in the
+fullest round, both in multiples of the vector. Each number is compared with its closed form. A
+parameter server that takes every rank's gradient and gives back the sum stands beside them. What is
+measured are gloo processes on this machine's cores, which they share, so that links are not what
+limits them; the simulation knows nothing of that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from math import log2
+from pathlib import Path
+from typing import Any
+
+from harness import header, parser, results_folder
+
+from warpweave.collectives.command import collectives_rank, summarised
+from warpweave.collectives.options import CollectivesConfig
+from warpweave.launch import launch
+from warpweave.parallel.algorithms.all_reduce import all_reduces
+from warpweave.parallel.algorithms.network import Network, traffic
+from warpweave.parallel.algorithms.rounds import Algorithm, Recv, Round, Rounds, Send
+from warpweave.parallel.mesh import Mesh
+
+CLAIM = (
+    "Rounds of an all-reduce grow with R in a ring, with log R in a butterfly, not at all where "
+    "all send to all, whose bytes at once grow with R^2."
+)
+SCRIPT = "all_reduce"
+BYTES = 1 << 22
+
+
+def server(rank: int, ranks: int, n: int) -> Rounds:
+    """A synchronous parameter server on rank 0: one round of pushes, one of pulls."""
+    others = range(1, ranks)
+    if rank == 0:
+        yield Round((), tuple(Recv(peer, 0, n, True) for peer in others))
+        yield Round(tuple(Send(peer, 0, n) for peer in others))
+    else:
+        yield Round((Send(0, 0, n),))
+        yield Round((), (Recv(0, 0, n, False),))
+
+
+# R -> (rounds, busiest, at once), in multiples of the vector.
+CLOSED: dict[str, Callable[[int], tuple[float, float, float]]] = {
+    "naive": lambda R: (2 * (R - 1), R - 1, 1),
+    "server": lambda R: (2, R - 1, R - 1),
+    "parallel": lambda R: (1, R - 1, R * (R - 1)),
+    "ring": lambda R: (2 * (R - 1), 2 * (R - 1) / R, 1),
+    "recursive doubling": lambda R: (log2(R), log2(R), R),
+    "halving-doubling": lambda R: (2 * log2(R), 2 * (R - 1) / R, R / 2),
+}
+GROWTH = {
+    "naive": "rounds O(R), busiest rank O(R)",
+    "server": "rounds O(1), busiest rank O(R)",
+    "parallel": "rounds O(1), at once O(R^2)",
+    "ring": "rounds O(R), busiest rank O(1)",
+    "recursive doubling": "rounds O(log R), busiest rank O(log R)",
+    "halving-doubling": "rounds O(log R), busiest rank O(1)",
+}
+
+
+def simulate(ranks: int, n: int) -> list[dict[str, Any]]:
+    """Each algorithm on this many ranks, n elements on each; raises for a number that is not its
+    closed form."""
+    algorithms: dict[str, Algorithm] = {**all_reduces(ranks), "server": server}
+    rows = []
+    for name, closed in CLOSED.items():
+        found = traffic(algorithms[name], ranks, n, Network(0.0, 0.0), size=1)
+        counted = found.rounds, found.busiest / n, found.at_once / n
+        if counted != closed(ranks):
+            raise AssertionError(f"{name}, {ranks} ranks: {counted}, expected {closed(ranks)}")
+        rows.append(dict(zip(("rounds", "busiest", "at_once"), counted), name=name, ranks=ranks))
+    return rows
+
+
+def measure(ranks: int, repeats: int) -> dict[str, float]:
+    """Milliseconds of each algorithm, and of gloo, on this machine."""
+    config = CollectivesConfig(
+        ranks=ranks, sizes=(str(BYTES),), repeats=repeats, device="cpu", timeout=120.0
+    )
+    rows = launch(collectives_rank, (config,), Mesh(dp=ranks), backend="gloo")
+    found = summarised(config, rows)
+    return {row["algorithm"]: round(1e3 * row["seconds"], 3) for row in found["rows"]}
+
+
+def table(rows: list[dict[str, Any]], measured: dict[str, dict[str, float]]) -> str:
+    """The largest simulated number of ranks, and what was measured."""
+    last = max(row["ranks"] for row in rows)
+    lines = [f"{last} ranks{'':12} {'rounds':>7} {'busiest':>9} {'at once':>9}   growth"]
+    for row in rows:
+        if row["ranks"] == last:
+            counts = f"{row['rounds']:7.0f} {row['busiest']:9.2f} {row['at_once']:9.0f}"
+            lines.append(f"{row['name']:22} {counts}   {GROWTH[row['name']]}")
+    names = [name for name in next(iter(measured.values()), {}) if name in CLOSED or name == "gloo"]
+    heads = "".join(f"{f'R = {R}':>10}" for R in measured)
+    lines += ["", f"{'4 MiB, measured, ms':22}{heads}"]
+    for name in names:
+        lines.append(f"{name:22}" + "".join(f"{times[name]:10.2f}" for times in measured.values()))
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Rounds, the busiest rank's vectors and vectors at once, over ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "warpweave"}):
+        figure, axes = plt.subplots(1, 3, figsize=(12, 4))
+        for one, key in zip(axes, ("rounds", "busiest", "at_once"), strict=True):
+            for name in CLOSED:
+                own = [row for row in rows if row["name"] == name]
+                one.plot([r["ranks"] for r in own], [r[key] for r in own], marker=".", label=name)
+            one.set(xscale="log", yscale="log", xlabel="ranks")
+            one.grid(alpha=0.3)
+        axes[0].set_title("rounds")
+        axes[1].set_title("vectors through the busiest rank")
+        axes[2].set_title("vectors under way at once")
+        axes[0].legend(fontsize=7)
+        figure.tight_layout()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The benchmark."""
+    options = parser(CLAIM).parse_args(argv)
+    most, some, repeats = (16, (2,), 1) if options.quick else (1024, (2, 4, 8), 9)
+    report: dict[str, Any] = {"script": SCRIPT, "claim": CLAIM, "header": header()}
+    ranks = [2**p for p in range(1, most.bit_length())]
+    rows = [row for R in ranks for row in simulate(R, most)]
+    measured = {str(R): measure(R, options.rounds or repeats) for R in some}
+    report |= {"simulated": rows, "bytes": BYTES, "measured_ms": measured}
+    print(CLAIM, table(rows, measured), sep="\n")
+    folder = results_folder(options)
+    if folder is not None:
+        path = folder / report["header"]["kind"] / f"{SCRIPT}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        draw(rows, path.with_suffix(".svg"))
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()
