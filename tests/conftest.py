@@ -3,9 +3,10 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before any import
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,6 +46,21 @@ def _fresh_compiler() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+class _AtOnce:
+    """A thread that has run when it is started."""
+
+    def __init__(self, target: Callable[[], None], **_: object) -> None:
+        self.start, self.join = target, lambda: None
+
+
+@pytest.fixture
+def saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are written by the thread that saves: of ranks that are threads no other is one."""
+    from warpweave.checkpoint import background
+
+    monkeypatch.setattr(background, "threading", SimpleNamespace(Thread=_AtOnce))
 
 
 @pytest.fixture(autouse=True)

@@ -100,11 +100,11 @@ def _train(mesh, layout: Layout, rule: Muon = RULE) -> dict[str, torch.Tensor]:
     """Every weight of this rank's stages after STEPS steps; gradients come from data rank 0."""
     units = _units(mesh, layout)
     for unit in units:
-        unit.write("param", lambda record: _draw(record, 0))
+        unit.write("param", lambda record: record.slice(_draw(record, 0), mesh.coords))
     optimizer = ZeroOptimizer(units, mesh, rule, clip=CLIP)
     for step in range(1, STEPS + 1):
         for unit in units:
-            unit.write("grad", lambda record, step=step: _draw(record, step))
+            unit.write("grad", lambda r, step=step: r.slice(_draw(r, step), mesh.coords))
         optimizer.step(LR)
     return {record.name: x.clone() for unit in units for record, x in unit.read("param")}
 
@@ -194,13 +194,13 @@ def _first_steps(mesh, layout: Layout, steps: range, start=None):
     for unit in units:
         for kind in KINDS:
             if start is not None:
-                unit.write(kind, lambda record, kind=kind: start[kind][record.name])
+                unit.write(kind, lambda r, kind=kind: r.slice(start[kind][r.name], mesh.coords))
             elif kind == "param":
-                unit.write(kind, lambda record: _draw(record, 0))
+                unit.write(kind, lambda record: record.slice(_draw(record, 0), mesh.coords))
     optimizer.load_state({"count": steps.start - 1.0})
     for step in steps:
         for unit in units:
-            unit.write("grad", lambda record, step=step: _draw(record, step))
+            unit.write("grad", lambda r, step=step: r.slice(_draw(r, step), mesh.coords))
         optimizer.step(LR)
     state = {kind: {r.name: x.clone() for u in units for r, x in u.read(kind)} for kind in KINDS}
     kept = sum(x.numel() for unit in units for x in unit.state.moments.values())
@@ -243,7 +243,7 @@ def _own(mesh, zero: int) -> list[torch.Tensor]:
     params = [(r, nn.Parameter(torch.zeros(r.local_shape, dtype=torch.float64))) for r in records]
     unit = make_unit("u", params, mesh, zero=zero)
     optimizer = ZeroOptimizer([unit], mesh, Muon(momentum=0.0, scale="jordan"), clip=None)
-    unit.write("grad", lambda record: _draw(record, 1))
+    unit.write("grad", lambda record: record.slice(_draw(record, 1), mesh.coords))
     optimizer.step(1.0)
     for record, x in unit.read("param"):
         o = _newton_schulz(_draw(record, 1)) * max(1, record.shape[0] / record.shape[1]) ** 0.5
@@ -323,6 +323,7 @@ def test_a_run_is_resumed_with_its_optimizer_and_no_other(tmp_path, optimizer):
     for _ in range(2):
         stopped._train_step()
     stopped.save()
+    stopped.saver.wait()
     resumed = _trainer(dataclasses.replace(again, resume=True))
     resumed.run()
     for (record, a, _), (_, b, _) in zip(whole.engine.read("param"), resumed.engine.read("param")):

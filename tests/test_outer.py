@@ -314,6 +314,7 @@ def _config(folder: Path, **changes: Any) -> TrainConfig:
 STREAMING = {"outer": 2, "outer_every": 4, "fragments": 2, "outer_delay": 1, "outer_mix": 0.3}
 
 
+@pytest.mark.usefixtures("saved_at_once")
 def test_a_run_goes_on_bit_for_bit_with_a_sum_in_flight(tmp_path: Path) -> None:
     config = _config(tmp_path, dp=2, dtype="bf16", **STREAMING)
     with mock.patch.object(dist.distributed_c10d, "_set_pg_timeout"):

@@ -23,7 +23,12 @@ from close import relative_error
 from threads import run_threads
 
 import warpweave.train as train
-from warpweave.checkpoint import CheckpointError, config_digest, open_checkpoint, open_latest
+from warpweave.checkpoint import (
+    CheckpointError,
+    config_digest,
+    open_checkpoint,
+    open_latest,
+)
 from warpweave.config import ParallelPlan
 from warpweave.data import write_token_file
 from warpweave.kernels.runtime import tiles
@@ -192,6 +197,7 @@ def _run(rank: int, config: TrainConfig) -> None:
     _trainer(config, rank).run()
 
 
+@pytest.mark.usefixtures("saved_at_once")
 @pytest.mark.parametrize("changes", RUNS)
 def test_a_run_is_the_plain_models_step_by_step_on_every_mesh(tmp_path, changes):
     """Losses, norms, evaluations, weights and moments, with dropout, decay and a clip that bites.
@@ -235,6 +241,7 @@ def _whole_and_resumed(rank: int, config: TrainConfig, stops: list[int]) -> None
         trainer.run()
 
 
+@pytest.mark.usefixtures("saved_at_once")
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_run_resumed_at_any_step_continues_bit_for_bit(tmp_path, world):
     stops = [1, 2, 3, 4] if world == 1 else [1, 3]
@@ -268,6 +275,7 @@ def _along_the_chain(rank: int, config: TrainConfig) -> None:
         assert _one_step(now, rank).step == step + 1
 
 
+@pytest.mark.usefixtures("saved_at_once")
 def test_a_checkpoint_opens_on_any_mesh_and_zero_stage_and_the_run_stays_the_same(tmp_path, capsys):
     config = _config(tmp_path, dtype="fp64", steps=7, eval_every=0)
     _trainer(config).run()
@@ -500,6 +508,7 @@ def _poisoned(rank: int, config: TrainConfig, where: str) -> tuple[str, bool, in
     return str(caught.value), all(torch.equal(held[n], saved[n]) for n in held), trainer.step
 
 
+@pytest.mark.usefixtures("saved_at_once")
 @pytest.mark.parametrize(
     ("where", "axis", "rank"), [("loss", "dp", "1 (dp=1)"), ("gradient norm", "pp", "0 (pp=0)")]
 )

@@ -139,6 +139,8 @@ class Engine:
         self.optimizer = ZeroOptimizer(
             self.units, mesh, rule, clip=clip, loss_scale=scale, impl=impl
         )
+        for unit in self.units:
+            unit.write("param", lambda record: record.draw(seed, at=mesh.coords))
         self.message: Like = ((own.stop - own.start, config.width), dtype, self.device)
         self.outer = None if outer is None else self._make_outer(outer)
         self._update = RankUpdate(self.optimizer, len(chains), self.outer)
@@ -150,8 +152,6 @@ class Engine:
             self.schedule, mesh.group("pp"), device=self.device, timeout=timeout
         )
         self._cold = self.device.type == "cuda" and mesh.size("pp") > 1  # see `_warm_up`
-        for unit in self.units:
-            unit.write("param", lambda record: record.draw(seed, at=mesh.coords))
 
     def _make_schedule(self) -> schedules.Schedule:
         """The plan's schedule with reductions, tie, update and all messages."""

@@ -8,6 +8,7 @@ to 3), or all (ZeRO 0).
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -57,16 +58,14 @@ class OptimizerState:
         ends = min(self._parameters.layout.matrices, self.region.stop)
         return max(0, ends - self.region.start)
 
-    def add_moments(self, rule: Rule) -> None:
-        """Allocate zeros, like the masters, for each of the rule's moments that is not there yet.
-
-        A moment that matrices have none of covers the rest of the region.
-        """
-        for name in rule.moments:
+    def add_moments(self, names: Iterable[str], rest: Container[str] = ()) -> None:
+        """Allocate zeros, like the masters, for each of the moments that is not there yet; those of
+        `rest`, which matrices have none of, cover the rest of the region."""
+        for name in names:
             if name not in self.moments:
-                start = 0 if name in rule.matrix_moments else self.matrices
+                start = self.matrices if name in rest else 0
                 self.moments[name] = torch.zeros_like(self.master[start:])
-                if name not in rule.matrix_moments:
+                if name in rest:
                     self.of_rest.add(name)
 
     def moment(self, name: str, part: slice) -> Tensor | None:

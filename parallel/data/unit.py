@@ -168,6 +168,8 @@ class Unit:
 
         "param" sets the master weights and the parameters. Of another state only the elements that
         this rank keeps are read, so that those of a tensor in a mapped file are not loaded.
+
+        Raises ValueError for a tensor that is not of the record's `local_shape`.
         """
         buffer, size, region = self.buffer(kind), self.layout.size, self.state.region
         whole = torch.zeros(size, dtype=buffer.dtype, device=buffer.device)
@@ -175,6 +177,9 @@ class Unit:
         own = slice(0, size) if kind == "param" else kept
         for record in self._records(kind):
             local = value(record)
+            if tuple(local.shape) != record.local_shape:
+                held, given = record.local_shape, tuple(local.shape)
+                raise ValueError(f"{record.name}: a rank holds {held} of it, got {kind} {given}")
             at = self.layout.offsets[record.name]
             start, stop = max(own.start - at, 0), min(own.stop - at, local.numel())
             if start < stop:

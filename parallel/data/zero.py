@@ -55,8 +55,9 @@ class ZeroOptimizer:
             raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
         self.units, self.mesh, self.rule, self.clip = units, mesh, rule, clip
         self.loss_scale, self.impl = loss_scale, impl
+        rest = {*rule.moments} - {*rule.matrix_moments}
         for unit in units:
-            unit.state.add_moments(rule)
+            unit.state.add_moments(rule.moments, rest)
         self._whole: list[WholeMatrices] = []
         if isinstance(rule, Muon):
             kinds = dict.fromkeys((u.placement.shard_over, u.placement.optim) for u in units)

@@ -404,7 +404,7 @@ def _batch(messages: Sequence[_Message]) -> list[_Work]:
     return [_Work(finish) for finish in messages[0].group.batch(ends)]
 
 
-def _new_group(ranks, timeout=None, pg_options=None, use_local_synchronization=False):
+def _new_group(ranks, timeout=None, backend=None, pg_options=None, use_local_synchronization=False):
     if use_local_synchronization and _here.rank not in ranks:
         return None
     assert pg_options is None or pg_options._timeout == timeout, "torch warns of two time-outs"
