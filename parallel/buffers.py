@@ -1,4 +1,4 @@
-"""Memory of messages that is used again.
+"""Reusable message buffers.
 
 A point-to-point operation of NCCL marks its tensors as used by another stream (record_stream).
 Their memory, once freed, is nobody's until the device has come that far, and the host may be many
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `mesh` imports this file, and does without torch where it only counts ranks
     import torch
     from torch import Tensor
 

@@ -57,7 +57,7 @@ class _AtOnce:
 
 @pytest.fixture
 def saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints are written by the thread that saves: of ranks that are threads no other is one."""
+    """The thread that saves writes, too: where ranks are threads, no other thread is one."""
     from warpweave.checkpoint import background
 
     monkeypatch.setattr(background, "threading", SimpleNamespace(Thread=_AtOnce))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from close import assert_close_f64
 from ranks import run_ranks
 from torch import nn
@@ -206,6 +207,62 @@ def test_a_hugging_face_llama_is_sharded_by_ten_lines() -> None:
     run_ranks(4, _hugging_face)
 
 
+class _Attends(nn.Module):
+    """Heads of 2 from products of their own, which share `kv` keys and values."""
+
+    def __init__(self, kv: int) -> None:
+        super().__init__()
+        self.kv = kv
+        self.q, self.v = nn.Linear(8, 8), nn.Linear(8, 2 * kv)
+        self.k = nn.Linear(8, 2 * kv, bias=False)  # whose gradient is rounding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class _Classifies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+        self.register_buffer("weight", torch.rand(5))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.linear(x), target, self.weight, ignore_index=255)
+
+
+def _as_one_rank(rank: int) -> None:
+    from warpweave.declare import shard
+
+    torch.set_default_dtype(torch.float64)
+    mesh, x = _mesh({"a": 2}), torch.randn(2, 6, 8)
+    target = torch.tensor([0, 1, 255, 3, 4, 255, 2, 255])  # of which the second rank has fewer
+    rows = {"(x)": "rows width", "(target)": "rows"}
+    for make, plan, axes, given in (
+        (lambda: _Attends(4), {"(x)": "batch seq width"}, {"seq": "a"}, (x,)),
+        (lambda: _Attends(1), {"(x)": "batch seq width"}, {"seq": "a"}, (x,)),
+        (lambda: _Attends(1), {"q.*": "heads ..."}, {"heads": "a"}, (x,)),
+        (lambda: _Attends(1), {"(x)": "batch seq width"}, {"batch": "a"}, (x,)),
+        (_Classifies, rows, {"rows": "a"}, (torch.randn(8, 4), target)),
+    ):
+        torch.manual_seed(0)
+        model = make()
+        expected = model(*given)
+        expected.square().sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad()
+        found = shard(model, plan, mesh, axes)(*given)
+        found.square().sum().backward()
+        assert_close_f64(found.full_tensor().detach(), expected.detach(), 1e-13)
+        for name, p in model.named_parameters():
+            assert_close_f64(p.grad.full_tensor(), gradients[name], 1e-13)
+
+
+def test_attention_and_weighted_losses_are_those_of_one_rank() -> None:
+    """One key for all heads or samples, keys of a sharded sequence, classes that are ignored."""
+    run_ranks(2, _as_one_rank)
+
+
 class _Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -228,6 +285,8 @@ REFUSED: list[tuple[dict, dict | None, str]] = [
     ({"up.weight": "(a b=8) c"}, {"a": "tp"}, "up.weight: dim 0: 2 ranks do not divide 1"),
     ({"up.weight": "a=7 b"}, {}, "up.weight: dim 0 has 8 elements, which are no (7,)"),
     ({"up.weight": "a b"}, {"z": "tp"}, "axes: no entry of the plan names ['z']"),
+    ({"up.weight": "... ..."}, {}, "may have names, name=size and ... once, got '...'"),
+    ({"up.weight": "a=0 b"}, {}, "may have names, name=size and ... once, got 'a=0'"),
     ({"up(y)": "a b"}, {"a": "tp"}, "up(y): its forward takes ['input']"),
     ({"up.weight": ("tp", None), "head.weight": (None, None)}, None, "head.weight is tied to up."),
 ]
@@ -241,8 +300,15 @@ def _refusals(rank: int) -> None:
         with pytest.raises(ValueError, match=re.escape(words)):
             shard(_Small(), plan, mesh, axes)
     model = shard(_Small(), {"(x)": "rows width", "up()": "rows w"}, mesh, {"rows": "tp"})
+    changed = _Small()
+    changed.forward = lambda x: 2 * x  # of the object, not of its class
+    shard(changed, {"(x)": "rows width"}, mesh, {"rows": "tp"})
+    assert changed(torch.ones(4, 6)).full_tensor().eq(2).all()
     with pytest.raises(ValueError, match=r"the model\(x\): dim 0: 2 ranks do not divide 3"):
         model(torch.zeros(3, 6))
+    model.up.register_forward_hook(lambda *_: [1], prepend=True)
+    with pytest.raises(ValueError, match=r"up\(\) is a list, a plan places tensors"):
+        model(torch.zeros(4, 6))
     with pytest.raises(ValueError, match=r"up\(\) has the shape \(2, 4, 8\), the plan names 2"):
         shard(_Small(), {"up()": "rows w"}, mesh, {"rows": "tp"})(torch.zeros(2, 4, 6))
 

@@ -33,8 +33,8 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import wraps
 from math import prod
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,8 @@ Axes = Mapping[str, str | tuple[str, ...]]
 Dims = str | Sequence[str | tuple[str, ...] | None]
 
 _PLACE = re.compile(r"(?P<module>[^()]*)\((?P<argument>\w*)\)")
-_TERM = re.compile(r"\(([^()]*)\)|([^\s()]+)")
+_TERM = re.compile(r"\(([^()]+)\)|([^\s()]+)")
+_PART = re.compile(r"(?P<name>[^\W\d]\w*)(=(?P<size>[1-9]\d*))?")
 
 
 class _Dim(NamedTuple):
@@ -76,17 +77,23 @@ def _read(entry: str, dims: Dims, axes: Axes) -> list[_Dim | None]:
         raise ValueError(f"plan[{entry!r}]: {dims!r} has parentheses without a partner")
     found: list[_Dim | None] = []
     for group, name in re.findall(_TERM, dims):
-        if name == "...":
+        if name == "..." and None not in found:
             found.append(None)
             continue
-        parts = [part.partition("=") for part in (group or name).split()]
-        first, *others = [_tuple(axes.get(part)) for part, _, _ in parts]
+        parts = [re.fullmatch(_PART, part) for part in (group or name).split()]
+        if not all(parts):
+            raise ValueError(
+                f"plan[{entry!r}]: {dims!r} may have names, name=size and ... once, got "
+                f"{group or name!r}"
+            )
+        first, *others = [_tuple(axes.get(part["name"])) for part in parts if part]
         if any(others):
             raise ValueError(
                 f"plan[{entry!r}]: only the first name of ({group}) can be sharded, as the shards "
                 "of the others do not lie in one piece"
             )
-        found.append(_Dim(first, tuple(int(size) if size else None for _, _, size in parts)))
+        sizes = (part["size"] for part in parts if part)
+        found.append(_Dim(first, tuple(int(size) if size else None for size in sizes)))
     return found
 
 
@@ -146,12 +153,16 @@ def shard(
 
     Args:
         plan: entries; the first one that matches decides. A key is a pattern, as of `fnmatch`, of
-            names of parameters or buffers; of modules with "()" for what they return (its first
-            tensor), or with the name of an argument of their forward in the parentheses. A value
-            lists dims: names in a string, "(heads dim)" for a dim of several, "heads=8" with a size
-            to check, "..." for any others; or a tuple of mesh axes.
+            names of parameters or buffers; of modules with "()" for what they return (a tensor, or
+            a tuple's first), or with the name of an argument of their forward in the parentheses. A
+            value lists dims: names in a string, "(heads dim)" for a dim of several, "heads=8" with
+            a size to check, "..." for any others; or a tuple of mesh axes.
         mesh: with names of its axes.
         axes: name of a dim -> the axis, or axes in the mesh's order, over which it is sharded.
+
+    Hooks on the tensors do this: a deep copy, a module that is made anew, or a parameter that is
+    unfrozen afterwards has none. Dropout on sharded activations draws by each rank's own generator:
+    seed data ranks apart, and tensor ranks alike.
 
     A plain tensor given to an argument that has an entry is the logical one, the same on all ranks,
     of which each takes its part; a loader that reads its own part gives ``DTensor.from_local``.
@@ -174,7 +185,7 @@ def shard(
     _shard_activations(model, entries, mesh, unused)
     if unused:
         raise ValueError(f"plan: no parameter or module matches {sorted(unused)}")
-    model.forward = MethodType(_replicating(type(model).forward, mesh), model)
+    model.forward = _replicating(model.forward, mesh)
     return model
 
 
@@ -244,7 +255,7 @@ def _shard_activations(
             what = f"{name or 'the model'}({argument})"
             put = _placer(what, entries[key], mesh)
             if not argument:
-                module.register_forward_hook(_on_result(put))
+                module.register_forward_hook(_on_result(what, put))
                 continue
             signature = inspect.signature(module.forward)
             if argument not in signature.parameters:
@@ -261,19 +272,23 @@ def _placer(what: str, dims: list[_Dim | None], mesh: DeviceMesh) -> Callable[[A
         where = _placements(what, dims, x.shape, mesh)
         x = _as_dtensor(x, mesh)
         y = x.redistribute(placements=where)
-        partial = any(p.is_partial() for p in x.placements)
-        if x.requires_grad:
+        if x.requires_grad:  # summed where x has no partial sums: once, and by reduce-scatter
+            partial = any(p.is_partial() for p in x.placements)
             _sum_gradient(y if partial else x)
         return y
 
     return place
 
 
-def _on_result(place: Callable[[Any], Any]) -> Callable[..., Any]:
+def _on_result(what: str, place: Callable[[Any], Any]) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple, result: Any) -> Any:
-        if isinstance(result, tuple):
+        if isinstance(result, Tensor):
+            return place(result)
+        if type(result) is tuple and result and isinstance(result[0], Tensor):
             return (place(result[0]), *result[1:])
-        return place(result)
+        raise ValueError(
+            f"{what} is a {type(result).__name__}, a plan places tensors and a tuple's first one"
+        )
 
     return hook
 
@@ -318,8 +333,12 @@ def _attention(
     It stays sharded over batch and heads, and over the sequence, where each rank has its queries
     and gathers keys and values (context parallelism by all-gather; their gradients are
     reduce-scattered). What else is sharded or partial is replicated first.
+
+    Raises ValueError for tensors of other than four dims.
     """
-    mesh = query.device_mesh
+    mesh, dims = query.device_mesh, (query.ndim, key.ndim, value.ndim)
+    if dims != (4, 4, 4):
+        raise ValueError(f"attention of a declared model takes [B, H, S, D], got {dims} dims")
     if enable_gqa:
         group = query.size(1) // key.size(1)
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
@@ -327,22 +346,41 @@ def _attention(
         p if p in (Shard(0), Shard(1), Shard(2)) and not query.size(p.dim) % ranks else Replicate()
         for p, ranks in zip(query.placements, mesh.shape, strict=True)
     ]
-    cut = [p == Shard(2) for p in where]
-    whole = [Replicate() if over else p for p, over in zip(where, cut, strict=True)]
-    partial = [Partial() if over else p for p, over in zip(where, cut, strict=True)]
-    if any(cut) and is_causal:
+    if Shard(2) in where and is_causal:
         shape = query.size(2), key.size(2)
         attn_mask = _as_dtensor(
             torch.ones(shape, dtype=torch.bool, device=query.device).tril(), mesh
         )
         is_causal = False
     mask = None if attn_mask is None else _own_mask(attn_mask, where)
-    q = query.redistribute(placements=where).to_local(grad_placements=where)
-    k, v = (
-        x.redistribute(placements=whole).to_local(grad_placements=partial) for x in (key, value)
-    )
+    q = _own_part(query, where, where)
+    k, v = (_own_part(x, _beside(x, query, where), where) for x in (key, value))
     y = attend(q, k, v, mask, dropout_p, is_causal, scale=scale)
     return DTensor.from_local(y, mesh, where, run_check=False)
+
+
+def _beside(x: DTensor, query: DTensor, where: list) -> list:
+    """The placements of keys or values whose queries are sharded so: whole sequences, and whole
+    where one head, or one sample, serves all."""
+    return [
+        p if p.is_shard() and p.dim < 2 and x.size(p.dim) == query.size(p.dim) else Replicate()
+        for p in where
+    ]
+
+
+def _own_part(x: DTensor, cuts: list, where: list) -> Tensor:
+    """This rank's part of x as `cuts` place it, in an operator whose ranks work as `where` says:
+    where x is not cut and they are, each has a part of its gradient."""
+    grads = [
+        Partial() if p.is_shard() and not cut.is_shard() else cut
+        for p, cut in zip(where, cuts, strict=True)
+    ]
+    # DTensor takes a gradient's strides for those of x, so both are contiguous.
+    own: Any = x.redistribute(placements=cuts).contiguous()
+    own = own.to_local(grad_placements=grads)
+    if own.requires_grad:
+        own.register_hook(Tensor.contiguous)
+    return own
 
 
 def _own_mask(mask: DTensor, where: list) -> Tensor:
@@ -353,11 +391,7 @@ def _own_mask(mask: DTensor, where: list) -> Tensor:
         else Replicate()
         for p in where
     ]  # fmt: skip
-    grads = [
-        Partial() if p.is_shard() and not c.is_shard() else c
-        for p, c in zip(where, cuts, strict=True)
-    ]
-    return mask.redistribute(placements=cuts).to_local(grad_placements=grads)
+    return _own_part(mask, cuts, where)
 
 
 def _mean_loss(
@@ -381,10 +415,11 @@ def _mean_loss(
             input, target, weight, *args, ignore_index=ignore_index, reduction=reduction, **kwargs
         )
     total = loss(input, target, weight, ignore_index=ignore_index, reduction="sum", **kwargs)
-    counted = (target != ignore_index).to(input.dtype)
+    wide = torch.promote_types(total.dtype, torch.float32)
+    counted = (target != ignore_index).to(wide)
     if weight is not None:
-        counted = counted * weight[target.clamp(min=0)]
-    return total / counted.sum()
+        counted = counted * weight[target.clamp(0, len(weight) - 1)]
+    return (total.to(wide) / counted.sum()).to(total.dtype)
 
 
 class _PlainAsReplicated(TorchFunctionMode):
@@ -399,9 +434,7 @@ class _PlainAsReplicated(TorchFunctionMode):
     ) -> Any:
         given = args, kwargs or {}
         if tree_any(lambda x: isinstance(x, DTensor), given):
-            given = tree_map(
-                lambda x: _as_dtensor(x, self.mesh) if isinstance(x, Tensor) else x, given
-            )
+            given = tree_map(self._convert, given)
             if func is F.scaled_dot_product_attention:
                 return _attention(func, *given[0], **given[1])
             if func in (F.cross_entropy, F.nll_loss):
@@ -415,8 +448,9 @@ class _PlainAsReplicated(TorchFunctionMode):
 def _replicating(forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
     """A model's forward in which plain tensors may meet DTensors."""
 
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    @wraps(forward)  # Hugging Face reads the signature
+    def run(*args: Any, **kwargs: Any) -> Any:
         with _PlainAsReplicated(mesh):
-            return forward(self, *args, **kwargs)
+            return forward(*args, **kwargs)
 
     return run

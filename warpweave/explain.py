@@ -1,11 +1,12 @@
-"""What DTensor made of a model and its plan: every layout, and every collective with its bytes.
+"""What DTensor made of a model and its plan: layouts, and its collectives with their bytes.
 
     with explain_sharding(model, mesh) as seen:
         model(tokens, labels).backward()
     print(seen)
 
 An activation that the plan leaves open may drift to a layout that costs collectives later; the
-table shows where, and an entry for the module stops it (`warpweave.declare`).
+table shows where, and an entry for the module stops it (`warpweave.declare`). Collectives are those
+of DTensor; what a model calls by itself (``dist.all_reduce``) is not among them.
 """
 
 from __future__ import annotations
@@ -99,14 +100,14 @@ class _Listener(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # first what it consists of
-        name = func._schema.name
-        if name.startswith("_c10d_functional::") and name[18:] in _FACTORS:
+        name = func._schema.name.removeprefix("_c10d_functional::")
+        if name in _FACTORS:
             own, axis = args[0], self.axes.get(args[-1], "?")
             ranks = dist.get_world_size(_resolve_process_group(args[-1]))
-            nbytes = round(own.numel() * own.element_size() * _FACTORS[name[18:]](ranks))
+            nbytes = round(own.numel() * own.element_size() * _FACTORS[name](ranks))
             phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
             module = self.modules[-1] if phase == "forward" else ""
-            self.seen.sent.append(_Sent(phase, module, name[18:], axis, nbytes))
+            self.seen.sent.append(_Sent(phase, module, name, axis, nbytes))
         return func(*args, **(kwargs or {}))
 
 

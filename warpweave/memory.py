@@ -154,7 +154,7 @@ def estimate(step: TrainingStep) -> list[MemoryEstimate]:
         elements = {"adamw": 2 * P, "muon": 2 * P - W, "sgd": P}[step.optimizer]
         elements += (master != size) * P
         if step.outer is not None:  # global weights, outer momentum, and the sum in flight
-            elements += len(step.outer.states) * P + P // step.outer.fragments
+            elements += len(step.outer.states) * P + _largest_fragment(step, units)
         optimizer = elements * master // (data if zero else 1)
         update = 4 * (W // (data if zero else 1) + largest) * master
         live = most = 0
@@ -196,6 +196,16 @@ def _units(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> Coun
         parts = name.split(".")
         units[parts[1] if parts[0] == "blocks" else parts[0]] += param.numel()
     return units
+
+
+def _largest_fragment(step: TrainingStep, units: Counter[str]) -> int:
+    """Elements of these units that meet at once, by the outer optimizer's fragments."""
+    assert step.outer is not None
+    layers, sums = step.config.layers, Counter[int]()
+    ends = {"embedding": 0, "positions": 0, "head": layers - 1, "final_norm": layers - 1}
+    for name, count in units.items():
+        sums[ends.get(name, 0 if not name.isdigit() else int(name)) % step.outer.fragments] += count
+    return max(sums.values())
 
 
 def _part(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> GPT:

@@ -122,15 +122,15 @@ class TrainConfig:
     """Steps between two meetings of the outer replicas, whose weights are then averaged and given
     to the outer optimizer. Default: no outer optimizer."""
     outer_lr: float = 0.7
-    """Learning rate of the outer SGD, whose gradient is what the mean of the replicas' weights is
-    away from the global ones; local SGD is 1, with no momentum."""
+    """Learning rate of the outer SGD, whose gradient is the global weights minus the mean of the
+    replicas'; local SGD is 1, with no momentum."""
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer SGD."""
     fragments: int = 1
     """Streaming: fragments of the layers that meet in turn, outer_every / fragments steps apart."""
     outer_delay: int = 0
-    """Streaming: steps by which a fragment's outer step comes after its sum began, which overlaps
-    them."""
+    """Streaming: steps from the start of a fragment's all-reduce, which they hide, to its outer
+    step."""
     outer_mix: float = 0.0
     """Streaming: the part of the local weights that is kept when the global ones come."""
     outer_warmup: int = 0
@@ -146,7 +146,7 @@ class TrainConfig:
     do `steps`; evaluated at the end. 0 for none."""
     staleness: int | Literal["unbounded"] = 0
     """Staleness bound with --server: steps that a worker may be ahead of the slowest. 0 is
-    synchronous, and one update sums the gradients of all; else each gradient is one, at once."""
+    synchronous, and one update is the mean of all; otherwise each gradient is an update."""
     compensation: float = 0.0
     """Delay compensation (DC-ASGD) with --server and a staleness: lambda in g + lambda g^2 (w -
     w_old). 0 for none."""
@@ -273,10 +273,21 @@ class TrainConfig:
                 raise ValueError(
                     f"{name} = {given} does not go with --server, whose workers are one rank each"
                 )
+        plan = dataclasses.replace(self.plan, microbatches=1)
+        for name, value in dataclasses.asdict(ParallelPlan()).items():
+            if (given := getattr(plan, name)) != value:
+                raise ValueError(f"{name} = {given} does nothing in workers of --server")
+        if self.tiles is not None:
+            raise ValueError("tiles are not read by workers of --server")
+        if self.compensation and self.staleness == 0:
+            raise ValueError(
+                f"compensation = {self.compensation:g} is of delayed gradients: it needs a "
+                "--staleness other than 0"
+            )
         if self.dtype == "fp16":
             raise ValueError("dtype = fp16 needs a loss scale, which servers do not have")
         if self.optimizer == "muon":
-            raise ValueError("optimizer = muon needs whole matrices, which servers hold in pieces")
+            raise ValueError("optimizer = muon: servers update element by element, adamw or sgd")
         return ServerPlan(
             self.server,
             None if self.staleness == "unbounded" else self.staleness,

@@ -14,9 +14,9 @@ matrices, the most expensive first to whom has least to do, and
                   rank 1  [ A' B B  ]      -> B B        -> O(B) -> [ O(A)' O(B)]
     ZeRO 0        both    [ A A A A A' B B ]: nothing goes in, O(A) and O(B) go to both
 
-An element moves once each way, if at all. A matrix that tensor ranks hold alike is like those of
-ZeRO 0. Over the replicas of hybrid sharding the work is done once in each. The result does not
-depend on the layout but by rounding: it is O of the same matrix.
+An element moves over each of the two axes at most once each way. A matrix that tensor ranks hold
+alike is like those of ZeRO 0. Over the replicas of hybrid sharding the work is done once in each.
+The result does not depend on the layout but by rounding: it is O of the same matrix.
 """
 
 from __future__ import annotations

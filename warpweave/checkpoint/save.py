@@ -160,10 +160,10 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """
     entries, end = {}, 0
     for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
+        start, end = end, end + tensor.nbytes
         code, _ = DTYPE_CODES[_dtype_name(tensor)]
         shape = list(tensor.shape)
-        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

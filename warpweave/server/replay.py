@@ -37,9 +37,9 @@ def run(config: ReplayConfig) -> None:
         gpt = served.make_gpt(device)
         shards = [served.shard(k) for k in range(found.server)]
         rows = rows[: reader.step]
-        replay(rows, found.server_plan, shards, lambda number: served.gradient(gpt, number))
         if len(rows) != reader.step:
             raise ValueError(f"{reader.path} has {reader.step} updates, the log {len(rows)}")
+        replay(rows, found.server_plan, shards, lambda number: served.gradient(gpt, number))
     except (ValueError, OSError, CheckpointError) as error:
         say(one_line(error))
         sys.exit(2)

@@ -29,7 +29,7 @@ from warpweave.parallel.server.server import Notes, Server
 from warpweave.parallel.server.shard import Shard, spread
 from warpweave.parallel.server.worker import Compute, Worker, module_gradient
 from warpweave.parallel.shard import ParamRecord
-from warpweave.resume import Progress, check_run, open_run, progress_of
+from warpweave.resume import Progress, check_run, differences, open_run, progress_of
 from warpweave.server.log import plot_staleness, read_log, staleness_of, write_log
 from warpweave.train_config import CHECKPOINTS, STALENESS, UPDATES, TrainConfig
 from warpweave.transfer import upload
@@ -79,6 +79,16 @@ class ServedModel:
             )
         if "server" not in reader.state:
             raise CheckpointError(f"{reader.path} was not written by servers")
+        # The log is replayed with one set of options.
+        saved = reader.state["data"]["sequences_per_step"]
+        each = self.config.plan.microbatches * self.config.batch
+        differing = differences(reader, self.config, saved)
+        if saved % each:
+            differing += f"; sequences_per_step: saved {saved}, now {each} a worker"
+        if differing:
+            raise CheckpointError(
+                f"{reader.path} is gone on from, and replayed, with its own options: {differing}"
+            )
         return reader
 
     def restore(self, shard: Shard, reader: CheckpointReader) -> None:
