@@ -31,7 +31,7 @@ from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
 
 GROUPS = {axis: f"the {axis} group" for axis in (*AXES, "data", "world", "ring", "ulysses")}
-PLACE = ConnectedMesh(Mesh(tp=2), 1, GROUPS, None, None, {"tp": "the workspace"})
+PLACE = ConnectedMesh(Mesh(tp=2), 1, GROUPS, None, _workspaces={"tp": "the workspace"})
 OVER = {"mesh": PLACE, "sequence_parallel": True, "overlap": "chunked"}
 RANKS = {"group": "the tp group", "sequence_parallel": True, "overlap": "chunked",
          "workspace": "the workspace"}  # fmt: skip
@@ -181,7 +181,7 @@ def test_what_is_attended(ulysses: int) -> None:
     found = told(attention, "context_attention", lambda: call(None), heads)
     pair = ("the ring group", "the ulysses group") if ulysses > 1 else "the cp group"
     over = {"layout": layout, "group": pair, "strategy": Links(2.0, 3.0), "documents": documents}
-    check(found, made | over)
+    check(found, made | over | {"buffers": layer.mesh.buffers})
     cache = KVCache(9, start=2)
     found = told(attention, "attention", lambda: call(cache), heads)
     for name in "kv":

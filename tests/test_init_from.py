@@ -138,6 +138,7 @@ def _on_ranks(rank: int, config: TrainConfig) -> None:
     _trainer(config, rank).run()
 
 
+@pytest.mark.usefixtures("saved_at_once")
 def test_four_ranks_start_from_the_same_weights(llama, tmp_path):
     config = _config(tmp_path, llama, tp=2, pp=2, steps=3)
     run_threads(4, _on_ranks, config)

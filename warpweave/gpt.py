@@ -188,10 +188,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draw every parameter from (seed, name); nothing happens on the meta device."""
+        """Draw every parameter from (seed, name); nothing happens to those without data."""
         records = self.parameter_records()
         for name, param in self.named_parameters():
-            if not param.is_meta:
+            if not (param.is_meta or isinstance(param, torch._subclasses.FakeTensor)):
                 param.copy_(records[name].draw(seed, at=self.mesh.coords))
 
     # ------------------------------------------------------------------ forward

@@ -270,7 +270,6 @@ class _ContextAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, strategy, layout, group, ulysses_group, options, overlap,
                 buffers=None):  # fmt: skip
         heads = q.shape[2], k.shape[2]
-        buffers = Buffers() if buffers is None else buffers
         shards = Shards(layout, group, options, heads, ulysses_group, overlap, buffers)
         o, lse, saved = attend_once(lambda: strategy.forward(shards, q, k, v, sinks), (q, k, v))
         ctx.save_for_backward(sinks, o, lse, *saved)

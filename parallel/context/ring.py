@@ -56,7 +56,7 @@ block is received into the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -242,7 +242,7 @@ def _backward_hops(
     route: _Route,
     here: _Message,
     spare: _Message,
-    anew: torch.Tensor | None,
+    anew: Callable[[], torch.Tensor],
     at: tuple[int, int, int],
 ) -> list[Hop]:
     """The messages of one step of the backward.
@@ -274,7 +274,7 @@ def _backward_hops(
             hops.append(route.hop(*ends, -dkv))
     if onward < now and onward in route.starts:
         starts, arrives = route.reach(0) == onward, route.reach(onward) == onward
-        ends = anew if starts else None, spare.kv if arrives else None
+        ends = anew() if starts else None, spare.kv if arrives else None
         hops.append(route.hop(*ends, onward))
     return hops
 
@@ -304,9 +304,12 @@ def ring_backward(
     here, spare = (_Message(q, shape, grad_dtype, buffers) for _ in range(2))
     if far is not None:
         here.kv.copy_(far)
-    anew = None
-    if route.stays:
-        anew = _heads_first(*own, out=buffers.take(shape, q.dtype, q.device))
+    taken = []
+
+    def anew() -> torch.Tensor:
+        taken.append(buffers.take(shape, q.dtype, q.device))
+        return _heads_first(*own, out=taken[-1])
+
     kv_grad_dtype = kv_grad_dtype or q.dtype
     dq = None
     for before, at, onward in zip((visits[0], *visits), visits, (*visits[1:], 0)):
@@ -322,12 +325,12 @@ def ring_backward(
         if block is not None and not first:
             for whole, part in zip(spare.dkv.transpose(2, 3), tile):
                 whole.add_(part)
-        if onward == 0 < at and anew is not None:
-            spare.kv.copy_(anew)
+        if onward == 0 < at and route.stays:
+            _heads_first(*own, out=spare.kv)
         here, spare = spare, here
     assert dq is not None  # the own block is always visible
     dk, dv = here.dkv.transpose(2, 3).to(kv_grad_dtype, copy=True)
-    buffers.give_back(here.bytes, spare.bytes, *([] if anew is None else [anew]))
+    buffers.give_back(here.bytes, spare.bytes, *taken)
     return dq.to(q.dtype), dk, dv
 
 

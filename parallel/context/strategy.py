@@ -10,7 +10,7 @@ a word in `parallel.words.Strategy`, a row in `attention._STRATEGIES` and its co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,7 +34,8 @@ class Shards:
         ulysses_group: the ranks of the all-to-alls; None for one rank. cp rank = rank in `group`
             times its size + rank in it.
         overlap: hide messages behind compute; False gives the same bits, one after the other.
-        buffers: of the ring's messages; calls one after the other share them.
+        buffers: of the ring's messages; calls one after the other share them. None for those of
+            this call's forward, and of its backward.
     """
 
     layout: SequenceLayout
@@ -43,7 +44,7 @@ class Shards:
     heads: tuple[int, int]
     ulysses_group: dist.ProcessGroup | None = None
     overlap: bool = True
-    buffers: Buffers = field(default_factory=Buffers)
+    buffers: Buffers | None = None
 
     @property
     def rank(self) -> int:
