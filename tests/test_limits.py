@@ -248,7 +248,7 @@ def test_where_a_run_stops_and_from_what_it_goes_on() -> None:
         assert Progress(best=1.0).why(step, 5).startswith(why)
     assert short_of_peak(TrainConfig(warmup=3, steps=3)) is None
     assert short_of_peak(TrainConfig(warmup=4, steps=3)) is not None
-    state = {"seed": 3, "data": {"fingerprint": "a", "name": "x"}}
+    state = {"seed": 3, "settings": {}, "data": {"fingerprint": "a", "name": "x"}}
     reader = SimpleNamespace(path="p", state=state)
     for seed, print_, words in ((3, "a", None), (4, "a", "with seed 3, now 4"), (3, "b", "other")):
         data = SimpleNamespace(fingerprint=print_, name="y", tokenizer_name=None)

@@ -149,7 +149,9 @@ def _blocks(rank: int) -> tuple[set, set]:
     """(Most thread blocks, high priority) of the communicators of axes and of links."""
     mesh = Mesh(pp=2, dp=2, cp=2).connect()
     links = Distributed(with_comm(one_f_one_b(2, 1)), mesh.group("pp"))._communicators.values()
-    axes = [group for axis, group in mesh.groups.items() if group and axis != "world"]
+    axes = [
+        group for axis, group in mesh.groups.items() if group and axis not in ("world", "inner")
+    ]
     return tuple(
         {(g.options.config.max_ctas, g.options.is_high_priority_stream) for g in groups}
         for groups in (axes, links)
@@ -328,7 +330,7 @@ def _forgets(right: Callable) -> Callable:
 def _free_at_once(right: Callable) -> Callable:
     def send(self, link, action, tensor):
         right(self, link, action, tensor)
-        self._give_back(self._sending[action][2])
+        self._buffers.give_back(self._sending[action][2])
 
     return send
 

@@ -613,9 +613,10 @@ def test_a_run_goes_on_when_workers_and_servers_are_killed_and_replay_has_its_bi
     def harm() -> None:
         reached(6)
         os.kill(watch.workers[1].pid, signal.SIGKILL)
-        reached(14)
+        there = len(_rows(config))
+        reached(there + 8)  # more than the others may be ahead of it: it is known to be lost
         os.kill(watch.servers[1].pid, signal.SIGKILL)
-        reached(18)
+        reached(there + 12)
         watch.workers[3] = watch._start("worker", None)
 
     thread = threading.Thread(target=harm, daemon=True)
@@ -686,7 +687,7 @@ def test_workers_of_the_command_are_one_rank_of_the_trainer_that_accumulates(tmp
         ("--server 1 --staleness -1", "staleness must be at least 0, or None, got -1"),
         ("--server 1 --tp 2", "tp = 2 does not go with --server, whose workers are one rank each"),
         ("--staleness 1", "staleness = 1 and compensation = 0 are of parameter servers"),
-        ("--server 1 --compensation 0.1", "0 where joint updates have no delay, got 0.1"),
+        ("--server 1 --compensation 0.1", "compensation = 0.1 is of delayed gradients"),
         ("--server 1 --dtype fp16", "dtype = fp16 needs a loss scale, which servers do not have"),
         ("--server -1", "servers must be at least 1, got -1"),
     ],

@@ -354,12 +354,12 @@ def _attention(
         is_causal = False
     mask = None if attn_mask is None else _own_mask(attn_mask, where)
     q = _own_part(query, where, where)
-    k, v = (_own_part(x, _beside(x, query, where), where) for x in (key, value))
+    k, v = (_own_part(x, _keys_beside(x, query, where), where) for x in (key, value))
     y = attend(q, k, v, mask, dropout_p, is_causal, scale=scale)
     return DTensor.from_local(y, mesh, where, run_check=False)
 
 
-def _beside(x: DTensor, query: DTensor, where: list) -> list:
+def _keys_beside(x: DTensor, query: DTensor, where: list) -> list:
     """The placements of keys or values whose queries are sharded so: whole sequences, and whole
     where one head, or one sample, serves all."""
     return [

@@ -345,7 +345,7 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None
     parts = ", ".join(
         f"{name} {value / _GIB:.1f}"
         for name, value in dataclasses.asdict(most).items()
-        if name != "loading" and (name != "gpu" or value)
+        if name != "loading" and (value or name not in ("gpu", "update"))
     )
     of_all = "" if total is None else f" of {total / _GIB:.1f}"
     where = "this GPU" if on_gpu else "this machine"
