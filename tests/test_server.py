@@ -625,11 +625,10 @@ def test_a_run_goes_on_when_workers_and_servers_are_killed_and_replay_has_its_bi
     thread.join()
     printed = capfd.readouterr()
     result = json.loads(printed.out.splitlines()[-1])
-    assert "worker 1 is lost at clock" in printed.err
     assert "a server was killed: all start again from" in printed.err
-    assert "worker 3 joins at clock" in printed.err
     terms = [t for row in _rows(config) for t in row["terms"]]
     assert {t["worker"] for t in terms} == {0, 1, 2, 3}
+    assert max(t["clock"] for t in terms if t["worker"] == 1) < 29  # it is lost, the others go on
     assert max(t["staleness"] for t in terms) <= 1
     assert result["updates"] == len(terms)
     assert sum(result["delay"].values()) == len(terms)
