@@ -10,13 +10,12 @@ limits them; the simulation knows nothing of that.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from math import log2
 from pathlib import Path
 from typing import Any
 
-from harness import header, parser, results_folder
+from harness import header, parser, results_folder, write_report
 
 from warpweave.collectives.command import collectives_rank, summarised
 from warpweave.collectives.options import CollectivesConfig
@@ -139,13 +138,9 @@ def main(argv: list[str] | None = None) -> None:
     measured = {str(R): measure(R, options.rounds or repeats) for R in some}
     report |= {"simulated": rows, "bytes": BYTES, "measured_ms": measured}
     print(CLAIM, table(rows, measured), sep="\n")
-    folder = results_folder(options)
-    if folder is not None:
-        path = folder / report["header"]["kind"] / f"{SCRIPT}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
+    path = write_report(report, results_folder(options))
+    if path is not None:
         draw(rows, path.with_suffix(".svg"))
-    print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

@@ -126,12 +126,18 @@ class Report:
                 f"{row.name:34} {row.shape:44} {row.ms:8.1f} {row.p20:8.1f} {row.p80:8.1f} "
                 f"{row.tokens_per_s:9.0f}  {ratios}"
             )
-        line = json.dumps(dataclasses.asdict(self))
-        if folder is not None:
-            path = folder / self.header["kind"] / f"{self.script}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        print(line, flush=True)
+        write_report(dataclasses.asdict(self), folder)
+
+
+def write_report(report: Mapping[str, Any], folder: Path | None) -> Path | None:
+    """Print a report as a line of JSON, and write it under `folder` unless that is None; where."""
+    path = None
+    if folder is not None:
+        path = folder / report["header"]["kind"] / f"{report['script']}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report), flush=True)
+    return path
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -14,13 +14,12 @@ The inner optimizer's settings are data parallelism's, the outer ones the papers
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from harness import header, parser, results_folder, run_ranks
+from harness import header, parser, results_folder, run_ranks, write_report
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.data import open_dataset
@@ -157,13 +156,9 @@ def main(argv: list[str] | None = None) -> None:
     report |= {"sizes": sizes._asdict() | {"config": dataclasses.asdict(sizes.config)}}
     report |= {"rules": said, "curves": curves}
     print(CLAIM, table(curves), sep="\n")
-    folder = results_folder(options)
-    if folder is not None:
-        path = folder / report["header"]["kind"] / f"{SCRIPT}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
+    path = write_report(report, results_folder(options))
+    if path is not None:
         draw(curves, path.with_suffix(".svg"))
-    print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ compared: on a CPU of a toy it says nothing about Newton-Schulz on a GPU.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import header, parser, results_folder
+from harness import header, parser, results_folder, write_report
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.data import Dataset, open_dataset
@@ -82,6 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     data = tuple(
         open_dataset(None, seq_len=length, seed=0, split=split) for split in ("train", "validation")
     )
+    head = header()
     curves = {
         name: {lr: curve(rule, lr, steps, data) for lr in rates} for name, rule in RULES.items()
     }
@@ -99,14 +99,11 @@ def main(argv: list[str] | None = None) -> None:
         name: min((r["steps"] for r in rows if r["optimizer"] == name and r["steps"]), default=None)
         for name in RULES
     }
-    report = {"script": "muon", "claim": CLAIM, "header": header(), "target": target, "rows": rows}
-    folder = results_folder(options)
-    if folder is not None:
-        path = folder / report["header"]["kind"] / "muon.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
+    report = {"script": "muon", "claim": CLAIM, "header": head, "target": target, "steps": needed}
+    report["rows"] = rows
+    path = write_report(report, results_folder(options))
+    if path is not None:
         plot(curves, target, path.with_suffix(".svg"))
-    print(json.dumps({"script": "muon", "steps": needed, "target": round(target, 4)}))
 
 
 if __name__ == "__main__":

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import header, parser, results_folder
+from harness import header, parser, results_folder, write_report
 
 from warpweave.parallel.server.clocks import Clocks
 from warpweave.parallel.server.replay import replay
@@ -169,15 +168,12 @@ def main(argv: list[str] | None = None) -> None:
     head = header(workers=WORKERS, slow=SLOW, seed=SEED, lr=lr, compensation=COMPENSATION)
     print(CLAIM)
     print(table(rows))
-    folder = results_folder(options)
     kept = [{k: v for k, v in row.items() if k not in ("losses", "times")} for row in rows]
     report = {"script": "server", "claim": CLAIM, "header": head, "rows": kept}
-    if folder is not None:
-        (folder / "cpu").mkdir(parents=True, exist_ok=True)
-        (folder / "cpu" / "server.json").write_text(json.dumps(report, indent=1) + "\n")
-        (folder / "cpu" / "server.md").write_text(table(rows) + "\n")
-        plot(rows, folder / "cpu" / "server.svg")
-    print(json.dumps(report), flush=True)
+    path = write_report(report, results_folder(options))
+    if path is not None:
+        path.with_suffix(".md").write_text(table(rows) + "\n")
+        plot(rows, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

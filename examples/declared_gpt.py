@@ -161,7 +161,7 @@ def compare(device: str = "cpu") -> float:
     labels = tokens.roll(-1, 1)
     plain = make(config).to(device)(tokens, labels)
     model = shard(make(config).to(device), PLAN, mesh, AXES)
-    with explain_sharding(model, mesh) as seen:
+    with explain_sharding(model) as seen:
         loss = model(tokens, labels)
         loss.backward()
     difference = (loss.full_tensor() - plain).abs().item()

@@ -179,6 +179,16 @@ def test_all_reduces_grow_as_their_closed_forms(load, tmp_path, capsys, monkeypa
         growth.simulate(2, 16)
 
 
+def test_muon_is_compared_with_adamw(load, tmp_path, capsys):
+    load("muon").main(["--quick", "--results", str(tmp_path)])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == json.loads((tmp_path / "cpu" / "muon.json").read_text())
+    lowest = {row["optimizer"]: min(row["losses"]) for row in last["rows"]}
+    assert last["target"] == pytest.approx(lowest["adamw"], abs=1e-4)
+    assert (last["steps"]["muon"] is not None) == (lowest["muon"] <= last["target"])
+    assert all(row["losses"][0] - row["lowest"] > 0.1 for row in last["rows"])
+
+
 def test_unequal_outputs_stop_a_benchmark(load):
     harness = load("harness")
     a = torch.randn(3, 5)

@@ -118,7 +118,7 @@ def _collectives(rank: int, sequence: bool) -> tuple[Counter, Counter]:
     for layers in (2, 3):
         config = PlainConfig(96, 12, layers, 32, 4, 4, 48)
         model = shard(example["make"](config), plan, mesh, {**axes, "batch": ()})
-        with explain_sharding(model, mesh) as seen:
+        with explain_sharding(model) as seen:
             model(*_batch()).backward()
         declared.append(Counter((sent.name, sent.bytes) for sent in seen.sent))
         ours = HandWritten(
@@ -188,7 +188,7 @@ def _hugging_face(rank: int) -> None:
     mesh = _mesh({"dp": 2, "tp": 2})
     axes = {"batch": "dp", "heads": "tp", "hidden": "tp", "vocab": "tp"}
     shard(model, LLAMA_PLAN, mesh, axes)
-    with explain_sharding(model, mesh) as seen:
+    with explain_sharding(model) as seen:
         logits = model(tokens, use_cache=False).logits
         logits.square().mean().backward()
     assert_close_f64(logits.full_tensor().detach(), expected.detach())
@@ -294,8 +294,11 @@ REFUSED: list[tuple[dict, dict | None, str]] = [
 
 def _refusals(rank: int) -> None:
     from warpweave.declare import shard
+    from warpweave.explain import explain_sharding
 
     mesh = _mesh({"tp": 2})
+    with pytest.raises(ValueError, match="no parameter of _Small is a DTensor: shard it first"):
+        explain_sharding(_Small()).__enter__()
     for plan, axes, words in REFUSED:
         with pytest.raises(ValueError, match=re.escape(words)):
             shard(_Small(), plan, mesh, axes)

@@ -20,22 +20,13 @@ from warpweave.parallel.data.unit import make_unit
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.shard import Cut, ParamRecord
+from warpweave.plain_gpt import _newton_schulz, is_muons
 from warpweave.prove.layouts import Layout, draw, smallest
 from warpweave.train import Trainer
 from warpweave.train_config import GPTOverrides, TrainConfig
 
 LR, CLIP, STEPS = 0.03, 5.0, 2
 RULE = Muon(momentum=0.9, weight_decay=0.2, rest=AdamW(eps=1e-3, weight_decay=0.2))
-
-
-def _newton_schulz(g: torch.Tensor) -> torch.Tensor:
-    """The reference: Muon's orthogonalisation in five lines."""
-    x = g / (g.norm() + 1e-7)
-    for _ in range(5):
-        flat = x @ x.T if len(x) <= x.shape[1] else x.T @ x
-        p = -4.7750 * flat + 2.0315 * flat @ flat
-        x = 3.4445 * x + (p @ x if len(x) <= x.shape[1] else x @ p)
-    return x
 
 
 def _parts(name: str, g: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
@@ -49,10 +40,6 @@ def _parts(name: str, g: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
         pairs = g.unflatten(0, (-1, 2))
         return [pairs[:, :1], pairs[:, 1:]]
     return [g]
-
-
-def _is_matrix(name: str) -> bool:
-    return name.split(".")[-2:][0] in ("qkv", "out", "up", "down") and name.endswith("weight")
 
 
 def _draw(record: ParamRecord, step: int) -> torch.Tensor:
@@ -73,7 +60,7 @@ def _one_device(layout: Layout, rule: Muon) -> dict[str, torch.Tensor]:
         for name, g in grads.items():
             g = g * min(1.0, CLIP / (norm + 1e-6))
             w[name] *= 1 - LR * 0.2 * records[name].decay
-            if _is_matrix(name):
+            if is_muons(name):
                 m[name] = 0.9 * m[name] + 0.1 * g
                 u = 0.1 * g + 0.9 * m[name]
                 for into, part in zip(_parts(name, w[name], layout), _parts(name, u, layout)):
@@ -222,13 +209,13 @@ def test_the_state_of_one_layout_goes_on_in_another(zeros):
     found = on_mesh(first.mesh, _first_steps, first, range(1, 2))
     state = _joined(found)
     assert {n for n in state["exp_avg"] if n not in state["exp_avg_sq"]} == {
-        n for n in state["exp_avg"] if _is_matrix(n)
+        n for n in state["exp_avg"] if is_muons(n)
     }
     truth = _one_device(second, RULE)
     found = on_mesh(second.mesh, _first_steps, second, range(2, 3), state)
     for name, x in _joined(found)["param"].items():
         assert (x - truth[name]).abs().max() < 1e-11, name
-    matrices = sum(x.numel() for n, x in truth.items() if _is_matrix(n))
+    matrices = sum(x.numel() for n, x in truth.items() if is_muons(n))
     rest = sum(x.numel() for n, x in truth.items()) - matrices
     most = 1.05 * (matrices + 2 * rest) / (4 if second.zero else 2)
     assert found[0][1] < most + 4 * 32 * 40, "one moment of matrices, two of the rest"
@@ -279,7 +266,7 @@ def test_each_matrix_is_orthogonalised_once_and_moves_once_each_way(monkeypatch,
     monkeypatch.setattr("test_muon.STEPS", 1)
     on_mesh(mesh, _train, layout)
     records = GPT(layout.model, device="meta").parameter_records()
-    matrices = [r for r in records.values() if _is_matrix(r.name)]
+    matrices = [r for r in records.values() if is_muons(r.name)]
     assert len(shapes) == sum(3 if r.name.endswith("qkv.weight") else 1 for r in matrices)
     n = sum(torch.Size(r.shape).numel() for r in matrices)
     exchanges = (1 if zero == 0 else 2) + (2 if tp > 1 else 0)
@@ -342,7 +329,7 @@ def test_with_parameters_of_16_bits_newton_schulz_has_bf16():
         for dtype in (None, torch.bfloat16)
     )
     moved = {n: float((low[n] - exact[n]).norm() / exact[n].norm()) for n in exact}
-    assert all((0 < x < 1e-2) == _is_matrix(n) for n, x in moved.items())
+    assert all((0 < x < 1e-2) == is_muons(n) for n, x in moved.items())
 
 
 # ---------------------------------------------------------------- refusals

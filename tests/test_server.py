@@ -686,6 +686,10 @@ def test_workers_of_the_command_are_one_rank_of_the_trainer_that_accumulates(tmp
         ("--server 1 --staleness -1", "staleness must be at least 0, or None, got -1"),
         ("--server 1 --tp 2", "tp = 2 does not go with --server, whose workers are one rank each"),
         ("--staleness 1", "staleness = 1 and compensation = 0 are of parameter servers"),
+        ("--server 1 --zero 3", "zero = 3 does nothing in workers of --server"),
+        ("--server 1 --recompute full", "recompute = full does nothing in workers"),
+        ("--server 1 --optimizer muon", "servers update element by element, adamw or sgd"),
+        ("--server 1 --outer-every 2", "outer_every = 2 does not go with --server"),
         ("--server 1 --compensation 0.1", "compensation = 0.1 is of delayed gradients"),
         ("--server 1 --dtype fp16", "dtype = fp16 needs a loss scale, which servers do not have"),
         ("--server -1", "servers must be at least 1, got -1"),
@@ -713,7 +717,7 @@ def test_servers_refuse_more_of_them_than_parameters_and_torchrun(tmp_path, monk
 def test_servers_do_not_go_on_without_optimizer_state(tmp_path):
     config = _options(tmp_path, "--server", "1")
     served = ServedModel(config, "cpu")
-    state = {"seed": 0, "optimizer": {"count": 1.0}, "settings": config.settings,
+    state = {"seed": 0, "optimizer": {"count": 1.0}, "settings": served.config.settings,
              "data": {"fingerprint": served.data.fingerprint}}  # fmt: skip
     tensors = [pair for pair in served.shard(0).read() if "/" not in pair[0]]
     folder, model = config.out / "checkpoints", dataclasses.asdict(served.model)
@@ -723,3 +727,15 @@ def test_servers_do_not_go_on_without_optimizer_state(tmp_path):
     save_checkpoint(folder, 2, list(served.shard(0).read()), config=model, state=state)
     with pytest.raises(CheckpointError, match="step_00000002 was not written by servers"):
         served.open_run()
+    state["data"] |= {"name": "x", "sequences_per_step": 8}
+    save_checkpoint(
+        folder, 3, list(served.shard(0).read()), config=model, state=state | {"server": {}}
+    )
+    assert served.open_run().step == 3
+    for changes, words in (
+        ({"lr": 0.5}, "lr: saved .*, now 0.5"),
+        ({"batch": 3}, "now 3 a worker"),
+    ):
+        other = ServedModel(dataclasses.replace(config, **changes), "cpu")
+        with pytest.raises(CheckpointError, match=f"with its own options: .*{words}"):
+            other.open_run()

@@ -452,7 +452,7 @@ class Engine:
 
     def _holding(self, kind: str) -> list[Unit]:
         """The units that have a state of this kind."""
-        return self.outer.flying if self.outer is not None and kind == SUM else self.units
+        return self.outer.in_flight if self.outer is not None and kind == SUM else self.units
 
     def read(self, kind: str) -> Iterator[tuple[ParamRecord, Tensor, bool]]:
         """Yield (record, logical tensor, mine) of the state of this rank's stages, "grad" included.

@@ -1,6 +1,6 @@
 """What DTensor made of a model and its plan: layouts, and its collectives with their bytes.
 
-    with explain_sharding(model, mesh) as seen:
+    with explain_sharding(model) as seen:
         model(tokens, labels).backward()
     print(seen)
 
@@ -112,18 +112,18 @@ class _Listener(TorchDispatchMode):
 
 
 @contextmanager
-def explain_sharding(model: nn.Module, mesh: DeviceMesh) -> Iterator[Explanation]:
-    """Within it, note every layout and every collective of a model that `shard` sharded.
+def explain_sharding(model: nn.Module) -> Iterator[Explanation]:
+    """Within it, note the layouts and collectives of a model that `declare.shard` sharded.
 
-    with explain_sharding(model, mesh) as seen:
-        model(tokens, labels).backward()
-    print(seen)
+    Raises ValueError for a model without a DTensor.
     """
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    sharded = {name: x for name, x in held.items() if isinstance(x, DTensor)}
+    if not sharded:
+        raise ValueError(f"no parameter of {type(model).__name__} is a DTensor: shard it first")
     seen = Explanation()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, DTensor):
-            seen.layouts[name] = _layout(tensor)
-    listener, handles = _Listener(seen, mesh), []
+    seen.layouts |= {name: _layout(x) for name, x in sharded.items()}
+    listener, handles = _Listener(seen, next(iter(sharded.values())).device_mesh), []
 
     def enter(name: str) -> Callable[..., None]:
         return lambda *_: listener.modules.append(name)

@@ -204,7 +204,7 @@ def _largest_fragment(step: TrainingStep, units: Counter[str]) -> int:
     layers, sums = step.config.layers, Counter[int]()
     ends = {"embedding": 0, "positions": 0, "head": layers - 1, "final_norm": layers - 1}
     for name, count in units.items():
-        sums[ends.get(name, 0 if not name.isdigit() else int(name)) % step.outer.fragments] += count
+        sums[(ends[name] if name in ends else int(name)) % step.outer.fragments] += count
     return max(sums.values())
 
 
@@ -218,8 +218,10 @@ def _part(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> GPT:
 def _matrices(step: TrainingStep, rank: int) -> tuple[int, int]:
     """With Muon the elements of the matrices that it updates on a pipeline rank, and of the
     largest one, whole; else 0."""
+    if step.optimizer != "muon":
+        return 0, 0
     records = _part(step.config, step.mesh, step.plan, rank).parameter_records().values()
-    of = [record for record in records if record.matrices and step.optimizer == "muon"]
+    of = [record for record in records if record.matrices]
     local = sum(math.prod(record.local_shape) for record in of)
     return local, max(
         (math.prod(r.shape) * max(r.matrices) // sum(r.matrices) for r in of), default=0

@@ -423,7 +423,6 @@ def plain_gpt_loss(
     return -torch.where(valid, chosen, 0.0).sum(), int(valid.sum())
 
 
-@torch.no_grad()
 def is_muons(name: str) -> bool:
     """Whether Muon steps this parameter: a weight of a linear layer in a block."""
     return name.endswith(("qkv.weight", "out.weight", "up.weight", "down.weight"))
@@ -449,6 +448,7 @@ def _newton_schulz(g: Tensor) -> Tensor:
     return x
 
 
+@torch.no_grad()
 def plain_adamw_step(
     params: dict[str, Tensor],
     grads: dict[str, Tensor],

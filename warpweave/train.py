@@ -41,7 +41,6 @@ from warpweave.memory import TrainingStep, check_memory, free_host_memory
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, locked, peak_memory
 from warpweave.resume import Progress, check_run, differences, open_run, progress_of
-from warpweave.server.run import run_servers
 from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
 from warpweave.transfer import upload
 
@@ -477,6 +476,8 @@ def run(config: TrainConfig) -> NoReturn:
             if rank == 0 and (line := short_of_peak(config)):
                 say(line)
             if config.server:
+                from warpweave.server.run import run_servers
+
                 code = run_servers(config)
             elif torchrun:
                 train_rank(config)

@@ -33,8 +33,8 @@ def find_tile(a: torch.Tensor, b: torch.Tensor, kind: str) -> GemmTile:
     Kinds: "large"; "heavy", for the epilogues that spill at a large product's tile or make wgmma
     wait for one another: adding, dropout with a residual, and the gradient of an activation that
     does not return its value; "symmetric", of a matrix with its own transpose. Each becomes "small"
-    with less than one tile per multiprocessor,
-    and with operands that are not loaded 16 bytes at a time.
+    with less than one tile per multiprocessor, and with operands that are not loaded 16 bytes at a
+    time.
     """
     tile = find("gemm", a.device, a.element_size(), kind)
     few = tile_count(tile, a.shape[0], b.shape[1]) < processors(a.device)

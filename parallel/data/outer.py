@@ -126,7 +126,7 @@ class OuterOptimizer:
 
     Attributes:
         step: updates of the inner optimizer so far.
-        flying: the units whose sum is in flight.
+        in_flight: the units whose sum is in flight.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class OuterOptimizer:
         self.rule, self.mesh, self.units = rule, mesh, list(units)
         self.group, self.replicas = mesh.group("outer"), mesh.size("outer")
         self.step, self._checked = 0, False
-        self.flying: list[Unit] = []
+        self.in_flight: list[Unit] = []
         self._sum: Pending | None = None
         self._fragments: list[list[Unit]] = [[] for _ in range(rule.fragments)]
         for unit, fragment in zip(units, fragments, strict=True):
@@ -152,12 +152,12 @@ class OuterOptimizer:
         self._checked = False
 
     def resume(self, step: int) -> None:
-        """After `step` updates; whoever calls it sets the tensors of the state, `SUM` of `flying`
-        too."""
+        """After `step` updates; whoever calls it sets the tensors of the state, `SUM` of the units
+        in flight too."""
         self.step, self._checked = step, False
         fragment = self.rule.in_flight(step)
         if fragment is not None:
-            self._take_off(fragment)
+            self._join_masters(fragment)
 
     @property
     def acts_next(self) -> bool:
@@ -188,22 +188,21 @@ class OuterOptimizer:
             return
         fragment = self.rule.starts(self.step)
         if fragment is not None:
-            total = self._take_off(fragment)
-            if self.flying:
+            total = self._join_masters(fragment)
+            if self.in_flight:
                 self._sum = start_all_reduce_(total, self.group)
         if self.rule.starts(self.step - self.rule.delay) is not None:
-            self._land()
+            self._outer_step()
 
-    def _take_off(self, fragment: int) -> Tensor:
+    def _join_masters(self, fragment: int) -> Tensor:
         """The fragment's masters in one buffer, whose parts are the `SUM` of its units."""
-        self.flying = self._fragments[fragment]
-        masters = [unit.state.master for unit in self.flying]
+        self.in_flight = self._fragments[fragment]
+        masters = [unit.state.master for unit in self.in_flight]
         # A pipeline stage may have no layer of a fragment.
         total = torch.cat(masters) if masters else self.units[0].state.master.new_zeros(0)
         parts = total.split([master.numel() for master in masters])
-        for unit, part in zip(self.flying, parts, strict=True):
+        for unit, part in zip(self.in_flight, parts, strict=True):
             unit.state.moments[SUM] = part
-        self._sum = Pending(None, lambda: total)
         return total
 
     def wait(self) -> None:
@@ -211,11 +210,11 @@ class OuterOptimizer:
         if self._sum is not None:
             self._sum.wait()
 
-    def _land(self) -> None:
+    def _outer_step(self) -> None:
         """The outer step of the fragment in flight."""
         self.wait()
         rule = self.rule
-        for unit in self.flying:
+        for unit in self.in_flight:
             state = unit.state
             mean = state.moments.pop(SUM).div_(self.replicas)
             weights, local = state.moments[GLOBAL], state.master
@@ -227,7 +226,7 @@ class OuterOptimizer:
             unit.parameters.wait()  # the update's all-gather, which may still read the masters
             local.copy_(torch.lerp(weights, local, rule.mix))
             _publish(unit)
-        self.flying, self._sum = [], None
+        self.in_flight, self._sum = [], None
 
     def _check_equal(self) -> None:
         """Raise on every rank if global weights differ between replicas."""

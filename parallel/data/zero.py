@@ -169,7 +169,7 @@ class ZeroOptimizer:
         state, master, param = unit.state, unit.state.master, unit.state.param
         for r, part in unit.layout.ranges_of(state.region):
             grad = unit.gradients.reduced if direction is None or not r.matrix else direction
-            moments = {name: state.moment(name, part) for name in state.moments}
+            moments = {name: state.moment(name, part) for name in self.rule.moments}
             yield Piece(
                 master[part],
                 grad[part],

@@ -82,12 +82,12 @@ class ServedModel:
         # The log is replayed with one set of options.
         saved = reader.state["data"]["sequences_per_step"]
         each = self.config.plan.microbatches * self.config.batch
-        differing = differences(reader, self.config, saved)
+        differing = [differences(reader, self.config, saved)]
         if saved % each:
-            differing += f"; sequences_per_step: saved {saved}, now {each} a worker"
-        if differing:
+            differing.append(f"sequences_per_step: saved {saved}, now {each} a worker")
+        if words := "; ".join(filter(None, differing)):
             raise CheckpointError(
-                f"{reader.path} is gone on from, and replayed, with its own options: {differing}"
+                f"{reader.path} is gone on from, and replayed, with its own options: {words}"
             )
         return reader
 
