@@ -35,6 +35,8 @@ def _another(kind: object, value: object) -> object:
     if get_origin(kind) is tuple:
         return (4, 0)
     kinds = [k for k in get_args(kind) if k is not type(None)]
+    if kinds and get_origin(kinds[0]) is Literal:  # or a path
+        kind = kinds[0]
     if get_origin(kind) is Literal:
         return next(word for word in get_args(kind) if word != value)
     kind = kinds[0] if kinds else kind
@@ -98,7 +100,9 @@ def test_the_help_says_what_each_option_is_and_its_default(capsys):
         "the data's)",
         "--zero {0,1,2,3} ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp). "
         "(default: 1)",
-        "--schedule {gpipe,1f1b,interleaved} Pipeline schedule: the order of the micro-batches. "
+        "--schedule {gpipe,interleaved,1f1b}|STR Pipeline schedule: the order of the "
+        "micro-batches; a path ending in .csv is a file of one, in torch's notation, a "
+        "row per pipeline rank. "
         "(default: 1f1b)",
         "--batch INT Micro-batch size: sequences per micro-batch. (default: 8)",
         "--ulysses INT Ulysses degree: ",
@@ -131,18 +135,24 @@ def test_a_wrong_word_or_option_is_refused_by_its_name(capsys, words, message):
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["zero", "schedule", "recompute", "layout", "cp_strategy"])
+@pytest.mark.parametrize("name", ["zero", "recompute", "layout", "cp_strategy"])
 def test_a_plan_of_other_words_is_refused(name):
     words = ", ".join(map(str, get_args(get_type_hints(ParallelPlan)[name])))
     with pytest.raises(ValueError, match=f"^{name} must be one of {words}, got 'most'$"):
         ParallelPlan(**{name: "most"})
 
 
+def test_a_schedule_that_nobody_knows_is_refused():
+    words = "one of gpipe, .*1f1b.* or a path ending in .csv"
+    with pytest.raises(ValueError, match=f"^schedule must be {words}, got 'most'$"):
+        ParallelPlan(schedule="most")
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
         (ParallelPlan(microbatches=0), "microbatches must be at least 1, got 0"),
-        (ParallelPlan(chunks=2), "chunks = 2 stages per rank need the interleaved .*'1f1b'"),
+        (ParallelPlan(chunks=2), "schedule 1f1b has chunks = 1 stages per rank, got 2"),
         (ParallelPlan(schedule="interleaved", chunks=0), ".*needs c >= 1 stages per rank.*c=0"),
         (
             ParallelPlan(schedule="interleaved", chunks=2),

@@ -52,7 +52,16 @@ from warpweave.prove import (
 )
 from warpweave.prove import truth as truths
 from warpweave.prove import typecheck as typechecks
-from warpweave.prove.layouts import Sizes, Style, _strategies, all_layouts, draw, meshes, smallest
+from warpweave.prove.layouts import (
+    SYNCHRONOUS,
+    Sizes,
+    Style,
+    _strategies,
+    all_layouts,
+    draw,
+    meshes,
+    smallest,
+)
 
 
 def drawn(mesh: Mesh) -> Layout:
@@ -576,8 +585,7 @@ def test_the_table_holds_every_mesh_and_every_choice_that_means_something(world)
         for sp in (False, True) if tp > 1 else (False,):  # a message of its own each
             ways = {lay.overlap for lay in mine if lay.sequence_parallel == sp}
             assert ways == ({"bulk", "none", "chunked"} if tp > 1 else {"bulk"})
-        several = {"interleaved"} if pp > 1 else set()
-        assert {lay.schedule for lay in mine} == {"gpipe", "1f1b"} | several
+        assert {lay.schedule for lay in mine} == ({*SYNCHRONOUS} if pp > 1 else {"gpipe", "1f1b"})
         styles = set(itertools.product(("gpt2", "llama", "qwen"), (True, False)))
         assert {(lay.style, lay.tied) for lay in mine} == styles
         if pp > 1:  # fewer micro-batches than stages, and more

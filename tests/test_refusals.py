@@ -24,6 +24,7 @@ from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.pipeline.execute import execute
 from warpweave.parallel.pipeline.module import ModuleStage
 from warpweave.parallel.pipeline.transport import Distributed, InProcess
+from warpweave.parallel.schedule import gpipe, interleaved, one_f_one_b
 from warpweave.parallel.schedule.actions import (
     REDUCE,
     RESHARD,
@@ -39,7 +40,6 @@ from warpweave.parallel.schedule.actions import (
     W,
     placement,
 )
-from warpweave.parallel.schedule.gpipe_1f1b import gpipe, interleaved, one_f_one_b
 from warpweave.parallel.schedule.passes import split_backward, with_comm, with_unshard
 from warpweave.parallel.schedule.text import from_csv
 from warpweave.parallel.schedule.validation import validate

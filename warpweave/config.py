@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
 from warpweave.kernels.cost import gpt_step, gpt_weights
 from warpweave.kernels.rope_scaling import RopeScaling
@@ -18,7 +18,10 @@ from warpweave.parallel import schedule as schedules
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import Choice, Kind, Overlap
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+if TYPE_CHECKING:
+    ScheduleName = str
+else:  # the names that there are, for the help of options
+    ScheduleName = Literal[(*schedules.FAMILIES,)] | str
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -44,8 +47,9 @@ class ParallelPlan:
 
     Attributes:
         zero: ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp).
-        schedule: Pipeline schedule: the order of the micro-batches.
-        chunks: Model chunks (virtual stages) of each pipeline rank, with the interleaved schedule.
+        schedule: Pipeline schedule: the order of the micro-batches; a path ending in .csv is a file
+            of one, in torch's notation, a row per pipeline rank.
+        chunks: Model chunks (virtual stages) of each pipeline rank, with a schedule that has them.
         microbatches: Micro-batches per step and data replica: gradient accumulation.
         early_gradients: Early input gradients: a pipeline stage sends its input's gradient before
             it computes those of its weights, the same bits, sooner. Not with ZeRO 2 and 3 over data
@@ -79,24 +83,15 @@ class ParallelPlan:
 
     def __post_init__(self) -> None:
         _check_words(self)
+        schedules.find_family(self.schedule)
 
     def make_schedule(self, ranks: int) -> schedules.Schedule:
         """The schedule of `ranks` pipeline ranks: forwards and backwards, without communication.
 
-        Raises ValueError if there is no micro-batch, or there are several stages on a rank though
-        the schedule is not interleaved.
+        Raises ValueError if the schedule has no such micro-batches or chunks.
         """
-        if self.microbatches < 1:
-            raise ValueError(f"microbatches must be at least 1, got {self.microbatches}")
-        if self.schedule == "interleaved":
-            return schedules.interleaved(ranks, self.microbatches, self.chunks)
-        if self.chunks != 1:
-            raise ValueError(
-                f"chunks = {self.chunks} stages per rank need the interleaved schedule, "
-                f"got {self.schedule!r}"
-            )
-        generators = {"gpipe": schedules.gpipe, "1f1b": schedules.one_f_one_b}
-        return generators[self.schedule](ranks, self.microbatches)
+        family = schedules.find_family(self.schedule)
+        return family.make(ranks, self.microbatches, self.chunks)
 
     def placement(self, ranks: int) -> list[int]:
         """The pipeline rank of each stage, with `ranks` pipeline ranks."""

@@ -1,13 +1,17 @@
 """Pipeline schedules as data, of the standard library alone.
 
-`actions` the actions of a schedule and what each depends on · `gpipe_1f1b` GPipe, 1F1B, interleaved
-1F1B · `passes` that add sends, ZeRO's collectives, ties and updates · `ordering` the order in which
-lists can run, deadlocks · `validation` whether lists are right · `open_passes` a run cut into
-passes that are left open · `text` in the form of torch's runtime.
+`actions` the actions of a schedule and what each depends on · `families` the schedules, a family a
+file, each a record (`family`) · `passes` that add sends, ZeRO's collectives, ties and updates ·
+`ordering` the order in which lists can run, deadlocks · `validation` whether lists are right ·
+`open_passes` a run cut into passes that are left open · `text` in the form of torch's runtime.
 """
 
 from warpweave.parallel.schedule.actions import Action, Link, Schedule, placement
-from warpweave.parallel.schedule.gpipe_1f1b import gpipe, interleaved, one_f_one_b
+from warpweave.parallel.schedule.families import FAMILIES, find_family
+from warpweave.parallel.schedule.families.gpipe import gpipe
+from warpweave.parallel.schedule.families.interleaved import interleaved
+from warpweave.parallel.schedule.families.one_f_one_b import one_f_one_b
+from warpweave.parallel.schedule.family import ScheduleFamily
 from warpweave.parallel.schedule.open_passes import cut_into_passes, renumbered, validate_pass
 from warpweave.parallel.schedule.ordering import (
     acknowledged,
@@ -28,11 +32,14 @@ from warpweave.parallel.schedule.text import from_csv, to_csv
 from warpweave.parallel.schedule.validation import validate
 
 __all__ = [
+    "FAMILIES",
     "Action",
     "Link",
     "Schedule",
+    "ScheduleFamily",
     "acknowledged",
     "cut_into_passes",
+    "find_family",
     "from_csv",
     "gpipe",
     "interleaved",

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from warpweave.config import GPTConfig, ParallelPlan, Recompute, ScheduleName
+from warpweave.config import GPTConfig, ParallelPlan, Recompute
 from warpweave.kernels.rope_scaling import RopeScaling
 from warpweave.parallel.mesh import AXES, Mesh
+from warpweave.parallel.schedule import FAMILIES, find_family
 from warpweave.parallel.words import Kind, Overlap, Strategy
 
 Style = Literal["gpt2", "llama", "mixed", "qwen", "gemma", "olmo", "primer"]
@@ -44,6 +45,7 @@ STYLES: dict[str, dict] = {
         "bias": True,
     },
 }  # fmt: skip
+SYNCHRONOUS = tuple(name for name, family in FAMILIES.items() if family.staleness is None)
 PRIMES = (5, 11, 23, 37, 53)  # vocabularies; five words leave some of six tensor ranks without any
 
 
@@ -127,7 +129,7 @@ class Layout:
     @property
     def chunks(self) -> int:
         """Stages of each pipeline rank."""
-        return 2 if self.schedule == "interleaved" else 1
+        return find_family(self.schedule).chunks or 2
 
     @property
     def microbatches(self) -> int:
@@ -257,7 +259,7 @@ def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
         for sp, zero, schedule, strategy, style, tied in itertools.product(
             (False, True) if mesh.tp > 1 else (False,),
             range(4) if mesh.data > 1 else (0,),
-            get_args(ScheduleName) if mesh.pp > 1 else ("gpipe", "1f1b"),
+            SYNCHRONOUS if mesh.pp > 1 else ("gpipe", "1f1b"),
             _strategies(mesh, heads),
             ("gpt2", "llama"),
             (True, False),
@@ -327,8 +329,8 @@ def draw(seed: int, impl: str = "torch") -> Layout:
     mesh = rng.choice(list(meshes(rng.choice((2, 3, 4, 5, 6, 6, 8, 8)))))
     sp = mesh.tp > 1 and rng.random() < 0.7
     cut = rng.choice(_kinds(mesh, "hybrid" if mesh.ulysses > 1 else "auto"))
-    schedule = rng.choice(get_args(ScheduleName))
-    stages = mesh.pp * (2 if schedule == "interleaved" else 1)
+    schedule = rng.choice(SYNCHRONOUS)
+    stages = mesh.pp * (FAMILIES[schedule].chunks or 2)
     count, size = rng.randint(1, mesh.pp + 3), rng.randint(1, 3)
     chunks = 2 if mesh.cp > 1 and cut in ("zigzag", "balanced") else 1
     local = [
