@@ -329,8 +329,7 @@ def draw(seed: int, impl: str = "torch") -> Layout:
     mesh = rng.choice(list(meshes(rng.choice((2, 3, 4, 5, 6, 6, 8, 8)))))
     sp = mesh.tp > 1 and rng.random() < 0.7
     cut = rng.choice(_kinds(mesh, "hybrid" if mesh.ulysses > 1 else "auto"))
-    schedule = rng.choice(SYNCHRONOUS)
-    stages = mesh.pp * (FAMILIES[schedule].chunks or 2)
+    each = rng.choice((1, 1, 2))  # stages of a rank
     count, size = rng.randint(1, mesh.pp + 3), rng.randint(1, 3)
     chunks = 2 if mesh.cp > 1 and cut in ("zigzag", "balanced") else 1
     local = [
@@ -346,7 +345,7 @@ def draw(seed: int, impl: str = "torch") -> Layout:
         samples=mesh.dp * count * size,
         seq_len=_ragged(mesh.cp * rng.choice(local), mesh.cp, seed),
         vocab=rng.choice(PRIMES),
-        layers=stages + rng.randint(0, 2),
+        layers=mesh.pp * each + rng.randint(0, 2),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=rng.choice((3, 4, 5) if style == "gpt2" else (2, 4, 6)),
@@ -358,7 +357,7 @@ def draw(seed: int, impl: str = "torch") -> Layout:
         mesh,
         sp,
         rng.randrange(4) if mesh.data > 1 else 0,
-        schedule,
+        "1f1b",
         style,
         rng.random() < 0.5,
         rng.choice(get_args(Recompute)),
@@ -369,6 +368,9 @@ def draw(seed: int, impl: str = "torch") -> Layout:
         count=count,
         drawn=sizes,
     )
-    shards = rng.choice(_shardings(mesh, layout.zero))  # last: an earlier seed keeps all the rest
+    # Last: an earlier seed keeps all the rest.
+    shards = rng.choice(_shardings(mesh, layout.zero))
+    schedule = rng.choice([s for s in SYNCHRONOUS if (FAMILIES[s].chunks or 2) == each])
     rule = "muon" if seed % 4 == 3 else "adamw"
-    return replace(layout, mesh=replace(mesh, dp_shard=shards), optimizer=rule)
+    mesh = replace(mesh, dp_shard=shards)
+    return replace(layout, mesh=mesh, schedule=schedule, optimizer=rule)
