@@ -18,6 +18,7 @@ from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.convert.families import canonical, read_config
 from warpweave.gpt import GPT
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.schedule import FAMILIES
 from warpweave.prove.layouts import STYLES
 from warpweave.train_config import TrainConfig, _overrides_of
 
@@ -100,7 +101,7 @@ def test_the_help_says_what_each_option_is_and_its_default(capsys):
         "the data's)",
         "--zero {0,1,2,3} ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp). "
         "(default: 1)",
-        "--schedule {gpipe,interleaved,1f1b}|STR Pipeline schedule: the order of the "
+        f"--schedule {{{','.join(FAMILIES)}}}|STR Pipeline schedule: the order of the "
         "micro-batches; a path ending in .csv is a file of one, in torch's notation, a "
         "row per pipeline rank. "
         "(default: 1f1b)",

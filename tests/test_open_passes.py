@@ -25,7 +25,9 @@ from warpweave.parallel.schedule import (
     Schedule,
     cut_into_passes,
     from_csv,
+    pipedream,
     renumbered,
+    split_backward,
     to_csv,
     validate,
     validate_pass,
@@ -39,20 +41,8 @@ CPU = torch.device("cpu")
 LR = 0.2
 
 
-def pipedream(p: int, n: int, split: bool = False) -> Schedule:
-    """1F1B without a flush (arXiv:1806.03377): an update after each B; F reads the newest."""
-    rows = []
-    for s in range(p):
-        warm = min(p - 1 - s, n)
-        row = [Action("F", s, i, 0) for i in range(warm)]
-        for i in range(n):
-            if i + warm < n:
-                row.append(Action("F", s, i + warm, i))
-            ver = max(i - warm, 0)
-            row += [Action(op, s, i, ver) for op in (("I", "W") if split else ("B",))]
-            row.append(Action("UPDATE", s, ver=i + 1))
-        rows.append(row)
-    return rows
+def _pipedream(p: int, n: int, split: bool = False) -> Schedule:
+    return split_backward(pipedream(p, n)) if split else pipedream(p, n)
 
 
 def _block(k: int) -> nn.Sequential:
@@ -117,7 +107,7 @@ def _build(p: int, n: int, mine: range, versions=None) -> dict[int, ModuleStage]
 
 def _passes(p: int, each: int, count: int, split: bool = False) -> list[Schedule]:
     """The first pass, the one that is repeated, and the last."""
-    lists = pipedream(p, each * count, split)
+    lists = _pipedream(p, each * count, split)
     validate(lists, staleness=p - 1)
     validate(with_comm(lists), staleness=p - 1)
     passes = [
@@ -161,7 +151,7 @@ def test_pipedream_in_open_passes_is_the_delayed_rule_bit_for_bit(p: int, split:
 
 def _vee(stages: int, n: int, split: bool = False) -> Schedule:
     """The same, folded: stages s and `stages` - 1 - s on one rank."""
-    flat, lists = pipedream(stages, n, split), [[] for _ in range(-(-stages // 2))]
+    flat, lists = _pipedream(stages, n, split), [[] for _ in range(-(-stages // 2))]
     for s, index in order(flat):
         lists[min(s, stages - 1 - s)].append(flat[s][index])
     return lists

@@ -11,8 +11,15 @@ from warpweave.parallel.schedule.families import FAMILIES, find_family
 from warpweave.parallel.schedule.families.gpipe import gpipe
 from warpweave.parallel.schedule.families.interleaved import interleaved
 from warpweave.parallel.schedule.families.one_f_one_b import one_f_one_b
+from warpweave.parallel.schedule.families.pipedream import pipedream, pipedream_2bw
 from warpweave.parallel.schedule.family import ScheduleFamily
-from warpweave.parallel.schedule.open_passes import cut_into_passes, renumbered, validate_pass
+from warpweave.parallel.schedule.open_passes import (
+    OpenRun,
+    cut_into_passes,
+    open_run,
+    renumbered,
+    validate_pass,
+)
 from warpweave.parallel.schedule.ordering import (
     acknowledged,
     order,
@@ -35,6 +42,7 @@ __all__ = [
     "FAMILIES",
     "Action",
     "Link",
+    "OpenRun",
     "Schedule",
     "ScheduleFamily",
     "acknowledged",
@@ -44,7 +52,10 @@ __all__ = [
     "gpipe",
     "interleaved",
     "one_f_one_b",
+    "open_run",
     "order",
+    "pipedream",
+    "pipedream_2bw",
     "placement",
     "posted_ahead",
     "posted_at_need",

@@ -12,10 +12,18 @@ after each micro-batch, cut after two (UPDATE as U):
 Rank 0 has begun micro-batch 2 at the cut, and ends it behind it. A message ends in the pass in
 which it begins: `with_comm` lets rank 1 receive the input of 2 before the cut, and use it after.
 From the second on passes are the same but for their numbers, which `renumbered` takes away; so one
-transport serves all of them.
+transport serves all of them. A run that ends nowhere is then two lists (`open_run`): `fill` begins
+what is under way at any cut, after nothing or after a checkpoint, and `steady` goes on from there:
+
+    fill     rank 0   0F0@-1 0SEND_F0
+             rank 1   1RECV_F0
+    steady   rank 0   0F1 0SEND_F1 0RECV_B0 0B0@-1 0U1 0F2@1 0SEND_F2 0RECV_B1 0B1 0U2
+             rank 1   1F0 1B0 1SEND_B0 1U1 1RECV_F1 1F1@1 1B1@1 1SEND_B1 1U2 1RECV_F2
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from warpweave.parallel.schedule.actions import (
     AFTER,
@@ -27,12 +35,15 @@ from warpweave.parallel.schedule.actions import (
     UPDATE,
     WHOLE,
     Action,
+    F,
     Schedule,
     gives,
     lowered,
+    placement,
 )
 from warpweave.parallel.schedule.ordering import begun_before, order
-from warpweave.parallel.schedule.validation import check_links
+from warpweave.parallel.schedule.passes import with_comm
+from warpweave.parallel.schedule.validation import check_links, validate
 
 
 def cut_into_passes(lists: Schedule, each: int) -> list[Schedule]:
@@ -77,6 +88,69 @@ def renumbered(lists: Schedule, microbatches: int, versions: int = 0) -> Schedul
         )
 
     return [[moved(a) for a in actions] for actions in lists]
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """An asynchronous run without an end, as two passes with messages; micro-batch 0 and version 0
+    of each are those that are the next, and the newest, when it begins.
+
+    Attributes:
+        fill: begins the micro-batches that are under way between two passes.
+        steady: every pass.
+        microbatches, updates: of a pass, on every stage.
+        ahead: passes by which the first stage's forwards are ahead, rounded up.
+        staleness: of each stage: by how many updates the weights of a gradient are older than those
+            that it is applied to. Versions -`staleness` to -1, before the first, are version 0.
+    """
+
+    fill: Schedule
+    steady: Schedule
+    microbatches: int
+    updates: int
+    ahead: int
+    staleness: tuple[int, ...]
+
+
+def open_run(lists: Schedule, each: int) -> OpenRun:
+    """The asynchronous run of which `lists` are a beginning, in passes of `each` micro-batches.
+
+    Raises:
+        ValueError: the lists are not valid, or no two passes of them are the same.
+    """
+    staleness = _staleness(lists)
+    validate(with_comm(lists), staleness=max(staleness))
+    passes = cut_into_passes(lists, each)
+    updates = sum(a.op == UPDATE and a.stage == 0 for row in passes[0] for a in row)
+    same = [renumbered(one, k * each, k * updates) for k, one in enumerate(passes)]
+    steady = next((k for k in range(len(same) - 1) if same[k] == same[k + 1]), None)
+    if steady is None:
+        raise ValueError(f"no two of {len(passes)} passes of {each} micro-batches are the same")
+    begun = [
+        [a for one in passes[:steady] for a in one[rank] if a.op == F and a.mb >= steady * each]
+        for rank in range(len(lists))
+    ]
+    fill = renumbered(begun, steady * each, steady * updates)
+    ahead = -(-max((a.mb + 1 for row in fill for a in row), default=0) // each)
+    filled, again = (with_comm(one, placement(lists)) for one in (fill, same[steady]))
+    for one in (filled, again)[not ahead :]:
+        validate_pass(one)
+    return OpenRun(filled, again, each, updates, ahead, staleness)
+
+
+def _staleness(lists: Schedule) -> tuple[int, ...]:
+    """Of each stage, by how many updates a gradient's weights are older than those it changes."""
+    every = [a for actions in lists for a in actions]
+    found = []
+    for s in sorted({a.stage for a in every}):
+        newest = most = 0
+        for a in (a for a in every if a.stage == s):
+            if a.op in FINISHES:
+                most = max(most, newest - a.ver)
+            elif a.op == UPDATE:
+                newest = a.ver
+        found.append(most)
+    return tuple(found)
 
 
 def validate_pass(lists: Schedule) -> None:

@@ -16,7 +16,7 @@ collectives, the tie of first and last stage, and the optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from warpweave.parallel.schedule.actions import (
     FINISHES,
@@ -94,16 +94,17 @@ def send_first(lists: Schedule) -> Schedule:
     return [[part for action in actions for part in parts(action)] for actions in lists]
 
 
-def with_comm(lists: Schedule) -> Schedule:
+def with_comm(lists: Schedule, rank_of: Sequence[int] | None = None) -> Schedule:
     """Adds a send after each F, B or I that another rank waits for, and a receive where it waits.
 
     Sends do not block, so a send follows directly what computes its data, and a receive directly
     precedes what uses it; transports post receives earlier. Activations and gradients have separate
     links. On each, receives must be in the order of sends; they are in every known schedule, and
     `validate` checks it. In a pass that is left open (`open_passes`), what only a later one uses is
-    received at the end, and what an earlier one received is not received again.
+    received at the end, and what an earlier one received is not received again. `rank_of` is the
+    rank of each stage where a pass has no action of some stage.
     """
-    rank_of = placement(lists)
+    rank_of = placement(lists) if rank_of is None else rank_of
     if lowered(lists):
         raise ValueError("with_comm: the lists hold sends and receives already")
     made = {event for actions in lists for a in actions for event in gives(a)}

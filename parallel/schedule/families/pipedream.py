@@ -1,0 +1,92 @@
+"""Asynchronous 1F1B, which never flushes: PipeDream (arXiv:1806.03377) with weight stashing, also
+with vertical sync, and PipeDream-2BW (arXiv:2006.09503).
+
+Every stage runs 1F1B over the micro-batches of the whole run, and its own optimizer steps as soon
+as a gradient is complete, so that no rank is ever idle but at the two ends of the run. A
+micro-batch's backward uses the version of the weights that its forward read (weight stashing).
+
+    PipeDream, three ranks; F one and B two steps long, an update (U) after each B
+    F0 F1 F2 .  .  .  .  B0 -  F3 B1 -  F4 B2 -  F5 B3 -  ...
+    .  F0 F1 .  .  B0 -  F2 B1 -  F3 B2 -  F4 B3 -  ...
+    .  .  F0 B0 -  F1 B1 -  F2 B2 -  F3 B3 -  ...
+
+    which version of its stage's weights the forward of micro-batch i reads; U makes i + 1
+    i                      0  1  2  3  4  5  6     delay at U   versions kept
+    rank 0                 0  0  0  1  2  3  4     2            3
+    rank 1                 0  0  1  2  3  4  5     1            2
+    rank 2                 0  1  2  3  4  5  6     0            1
+    any, vertical sync     0  0  0  1  2  3  4     2            3
+    any, 2BW, m = 3        0  0  0  0  0  0  1     1            2  (U after 2, 5, 8, ...)
+
+So with w_s(t) the weights of stage s after t updates, and f_i the loss of micro-batch i, of p
+stages:
+
+    PipeDream        w_s(t+1) = rule(w_s(t), grad_s f_t(w_0(t-p+1), ..., w_(p-1)(t)))
+    vertical sync    w_s(t+1) = rule(w_s(t), grad_s f_t(w_0(t-p+1), ..., w_(p-1)(t-p+1)))
+    2BW              w_s(t+1) = rule(w_s(t), grad_s sum of f_i over i in [t m, t m + m) at w(t-1))
+
+where weights before w(0) are w(0). 2BW keeps two versions ("double-buffered") and needs m >= p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from warpweave.parallel.schedule.actions import UPDATE, WHOLE, Action, B, Schedule
+from warpweave.parallel.schedule.families.one_f_one_b import one_f_one_b
+from warpweave.parallel.schedule.family import ScheduleFamily, need
+
+
+def pipedream(p: int, n: int, *, vertical: bool = False) -> Schedule:
+    """PipeDream for a whole run of `n` micro-batches, with an UPDATE after each B.
+
+    The forward of micro-batch i on stage s reads version max(0, i - (p-1-s)), the newest; with
+    vertical sync max(0, i - (p-1)) on all stages, so that a micro-batch sees one version of the
+    model.
+    """
+    return _asynchronous(p, n, 1, lambda s, i: max(0, i - (p - 1 if vertical else p - 1 - s)))
+
+
+def pipedream_2bw(p: int, m: int, steps: int) -> Schedule:
+    """PipeDream-2BW for a run of `steps` updates, each by the gradients of `m` >= p micro-batches.
+
+    The forward of those of update t reads version max(0, t - 1) on all stages.
+    """
+    if m < p:
+        raise ValueError(f"PipeDream-2BW needs m >= p micro-batches per update, got m={m} p={p}")
+    return _asynchronous(p, m * steps, m, lambda s, i: max(0, i // m - 1))
+
+
+def _asynchronous(p: int, n: int, each: int, version: Callable[[int, int], int]) -> Schedule:
+    """1F1B of `n` micro-batches, where micro-batch i reads ``version(s, i)`` on stage s, with an
+    UPDATE after every `each` backwards."""
+    need("PipeDream", p, n)
+    lists: Schedule = [[] for _ in range(p)]
+    for s, actions in enumerate(one_f_one_b(p, n)):
+        for a in actions:
+            lists[s].append(a._replace(ver=version(s, a.mb)))
+            if a.op == B and (a.mb + 1) % each == 0:
+                lists[s].append(Action(UPDATE, s, WHOLE, (a.mb + 1) // each))
+    return lists
+
+
+def _steps(p: int, m: int) -> int:
+    """Steps of a run of which two in the middle are the same (`open_passes.open_run`)."""
+    return 2 * -(-(p - 1) // m) + 3
+
+
+def _family(name: str, vertical: bool) -> ScheduleFamily:
+    def generate(p: int, m: int, c: int) -> Schedule:
+        return pipedream(p, m * _steps(p, m), vertical=vertical)
+
+    return ScheduleFamily(name, generate, staleness=lambda p: p - 1)
+
+
+# Their lists are of a run of a few steps, which goes on for ever like the one in the middle.
+SCHEDULES = (
+    _family("pipedream", False),
+    _family("pipedream-vs", True),
+    ScheduleFamily(
+        "pipedream-2bw", lambda p, m, c: pipedream_2bw(p, m, _steps(p, m)), staleness=lambda p: 1
+    ),
+)
