@@ -22,7 +22,6 @@ path.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,34 +37,13 @@ from warpweave.kernels.runtime.dispatch import (
 )
 from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 from warpweave.kernels.runtime.op import operator
+from warpweave.kernels.words import ACTIVATIONS, find_activation
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)  # of GELU's sigmoid at 0
 _BLOCK = 2048  # elements of x per program: 16 per thread of 4 warps
 
-
-class Activation(NamedTuple):
-    """An activation: its elementwise function, and whether that gates pairs."""
-
-    pointwise: str
-    gated: bool
-
-
-ACTIVATIONS = {
-    "gelu": Activation("gelu", False),
-    "gelu_erf": Activation("gelu_erf", False),
-    "relu2": Activation("relu2", False),
-    "swiglu": Activation("silu", True),
-    "geglu": Activation("gelu", True),
-}
 RECOMPUTE = ("nothing", "activation", "up")
 """What the backward of an MLP may compute again instead of keeping it; see ``kernels.mlp``."""
-
-
-def find_activation(name: str) -> Activation:
-    """The entry of ACTIVATIONS, or ValueError."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
-    return ACTIVATIONS[name]
 
 
 # ---------------------------------------------------------------- device helpers

@@ -39,11 +39,10 @@ from typing import get_args
 import torch
 
 from warpweave.kernels.reference import Run
-from warpweave.parallel.words import Kind
+from warpweave.parallel.words import Kind, chunks_of, local_rows
 
 # Boundaries of packed documents, of one sample or several; None is one document.
 Documents = Sequence[int] | torch.Tensor | None
-FEWEST_ROWS = 128  # of a chunk of a balanced layout: a tile of the attention kernels
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,9 @@ class SequenceLayout:
     @property
     def local_len(self) -> int:
         """Rows on each rank, padding included."""
-        each = 2 if self.kind == "zigzag" and self.parts > 1 else 1
-        each = each if self.chunks is None else len(self.chunks[0])
-        return -(-self.seq_len // (self.parts * each)) * each
+        if self.chunks is not None:
+            return local_rows(self.seq_len, self.parts, len(self.chunks[0]))
+        return local_rows(self.seq_len, self.parts, chunks_of(self.seq_len, self.parts, self.kind))
 
     @property
     def padded_len(self) -> int:
@@ -281,12 +280,10 @@ def _assign(costs: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
 
 def cut(seq_len: int, parts: int, kind: Kind) -> SequenceLayout:
     """The layout of that kind. A balanced one is for one document, and its `for_documents` for
-    others: with 16 chunks per rank, or 8, 4 or 2 so that a chunk has `FEWEST_ROWS` rows."""
+    others, with `chunks_of` chunks per rank."""
     if kind != "balanced":
         return SequenceLayout(seq_len, parts, kind)
-    rows = seq_len // parts
-    each = next((n for n in (16, 8, 4) if rows >= n * FEWEST_ROWS), 2)
-    return balance(seq_len, parts, each=each)
+    return balance(seq_len, parts, each=chunks_of(seq_len, parts, kind))
 
 
 def shift_labels(tokens: torch.Tensor, *, dim: int = -1, ignore_index: int = -100) -> torch.Tensor:

@@ -1,6 +1,8 @@
-"""The words by which layouts, strategies and overlap are chosen; imports the standard library only.
+"""The words by which layouts, strategies and overlap are chosen, and sizes that go with them;
+imports the standard library only.
 
-The command line offers them as options, and refuses a wrong one without importing torch.
+The command line offers the words as options, and refuses a wrong one without importing torch; the
+planner counts with the sizes.
 """
 
 from __future__ import annotations
@@ -11,3 +13,20 @@ Kind = Literal["zigzag", "contiguous", "striped", "balanced"]  # sequence layout
 Strategy = Literal["auto", "ring", "gather", "stream", "ulysses", "hybrid"]  # of `context`
 Choice = Literal[Strategy, "measured"]  # of a plan; "measured": "auto" by measured links
 Overlap = Literal["none", "bulk", "chunked", "fused"]  # of `tensor.ranks`
+
+FEWEST_ROWS = 128  # of a chunk of a balanced layout: a tile of the attention kernels
+CAPPED = (1024, 2**26)  # logits with a softcap: rows of each rank at a time, and logits, at most
+
+
+def chunks_of(seq_len: int, parts: int, kind: Kind) -> int:
+    """The equal chunks of a sequence that each of `parts` ranks holds: two in zigzag; balanced 16,
+    or 8, 4 or 2 so that a chunk has `FEWEST_ROWS` rows; otherwise one."""
+    if kind == "balanced":
+        rows = seq_len // parts
+        return next((n for n in (16, 8, 4) if rows >= n * FEWEST_ROWS), 2)
+    return 2 if kind == "zigzag" and parts > 1 else 1
+
+
+def local_rows(seq_len: int, parts: int, chunks: int) -> int:
+    """Rows on each of `parts` ranks with so many chunks each: the sequence is padded at its end."""
+    return -(-seq_len // (parts * chunks)) * chunks

@@ -32,9 +32,9 @@ from warpweave.gpt import GPT
 from warpweave.kernels.rope_scaling import RopeScaling
 from warpweave.launch import join
 from warpweave.lr_schedule import short_of_peak
-from warpweave.memory import TrainingStep, check_memory, estimate
 from warpweave.parallel.mesh import Mesh
 from warpweave.plain_gpt import PlainConfig
+from warpweave.plan.memory import TrainingStep, check_memory, estimate
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig
 from warpweave.prove.typecheck import typecheck

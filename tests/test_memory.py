@@ -18,9 +18,9 @@ from warpweave import train
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
-from warpweave.memory import TrainingStep, check_memory, estimate, free_host_memory
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.tensor.linear_loss import CAPPED
+from warpweave.plan.memory import TrainingStep, check_memory, estimate, free_host_memory
 from warpweave.train_config import TrainConfig
 
 GIB = 2**30

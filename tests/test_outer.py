@@ -27,11 +27,11 @@ from warpweave.engine import Engine
 from warpweave.engine_stage import StepResult
 from warpweave.gpt import GPT
 from warpweave.launch import Session
-from warpweave.memory import TrainingStep, estimate
 from warpweave.parallel.collectives import reduce_from, start_all_gather
 from warpweave.parallel.data.optimizer import SGD, AdamW
 from warpweave.parallel.data.outer import GLOBAL, MOMENTUM, SUM, OuterOptimizer, OuterRule
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.plan.memory import TrainingStep, estimate
 from warpweave.prove.layouts import Layout
 from warpweave.prove.proof import prove_layout
 from warpweave.prove.typecheck import typecheck

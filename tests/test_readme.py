@@ -17,7 +17,7 @@ from warpweave.config_file import read_options
 from warpweave.data import open_dataset
 from warpweave.doctor.options import DoctorConfig
 from warpweave.gpt import GPT, PRESETS, GPTConfig
-from warpweave.memory import TrainingStep, estimate
+from warpweave.plan.memory import TrainingStep, estimate
 from warpweave.prove import ProveConfig
 from warpweave.sample_config import SampleConfig
 from warpweave.train_config import TrainConfig

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
 from warpweave.kernels.cost import gpt_step, gpt_weights
 from warpweave.kernels.rope_scaling import RopeScaling
+from warpweave.kernels.words import find_activation
 from warpweave.layers.style import BlockStyle, HeadStyle, MLPStyle
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.mesh import Mesh
@@ -217,8 +218,6 @@ class GPTConfig(HeadStyle, MLPStyle):
 
     def step_flops(self, tokens: int) -> int:
         """Model FLOPs of a training step on `tokens` of whole sequences, by ``cost.gpt_step``."""
-        from warpweave.kernels.activation import find_activation
-
         heads = {"layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}
         weights = gpt_weights(
             **heads,

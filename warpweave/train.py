@@ -37,9 +37,9 @@ from warpweave.interrupt import Interrupt
 from warpweave.kernels.runtime import tiles
 from warpweave.launch import Session, join, launch, leave, reported, under_torchrun
 from warpweave.lr_schedule import learning_rate, short_of_peak
-from warpweave.memory import TrainingStep, check_memory, free_host_memory
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, locked, peak_memory
+from warpweave.plan.memory import TrainingStep, check_memory, free_host_memory
 from warpweave.resume import Progress, check_run, differences, open_run, progress_of
 from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
 from warpweave.transfer import upload

@@ -31,8 +31,7 @@ from warpweave.parallel.tensor.embedding import check_vocabulary
 from warpweave.parallel.tensor.linear import column_parallel_linear
 from warpweave.parallel.tensor.loss import vocab_parallel_cross_entropy
 from warpweave.parallel.tensor.ranks import tensor_ranks
-
-CAPPED = (1024, 2**26)  # with a softcap: rows of each rank at a time, and logits, at most
+from warpweave.parallel.words import CAPPED
 
 
 def vocab_parallel_linear_cross_entropy(

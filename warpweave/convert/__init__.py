@@ -15,8 +15,18 @@ property of the weights: what is read has none.
 texts, card · `source` reading, or a checkpoint of ours · `write` writing.
 """
 
-from warpweave.convert.fields import ConvertError
-from warpweave.convert.folder import HFFolder, from_hf
-from warpweave.convert.write import to_hf
+from typing import TYPE_CHECKING
+
+from warpweave.lazy import names_of
+
+if TYPE_CHECKING:
+    from warpweave.convert.fields import ConvertError
+    from warpweave.convert.folder import HFFolder, from_hf
+    from warpweave.convert.write import to_hf
 
 __all__ = ["ConvertError", "HFFolder", "from_hf", "to_hf"]
+
+__getattr__ = names_of(
+    "warpweave.convert",
+    {"fields": ("ConvertError",), "folder": ("HFFolder", "from_hf"), "write": ("to_hf",)},
+)

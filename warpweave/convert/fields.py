@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from warpweave.config import GPTConfig
-from warpweave.kernels.rope import RopeScaling
+from warpweave.kernels.rope_scaling import RopeScaling
 
 
 class ConvertError(ValueError):

@@ -16,7 +16,7 @@ from torch import Tensor
 from warpweave.config import GPTConfig
 from warpweave.convert.families import Family
 from warpweave.gpt import GPT
-from warpweave.kernels.activation import find_activation
+from warpweave.kernels.words import find_activation
 from warpweave.parallel.shard import ParamRecord
 
 

@@ -49,18 +49,20 @@ import math
 import os
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.dtypes import DTYPES
-from warpweave.gpt import GPT
-from warpweave.kernels.activation import find_activation
-from warpweave.parallel.data.outer import OuterRule
-from warpweave.parallel.layout import cut
+from warpweave.kernels.words import find_activation
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule.actions import FINISHES, F
-from warpweave.parallel.tensor.linear_loss import CAPPED
+from warpweave.parallel.words import CAPPED, chunks_of, local_rows
+
+if TYPE_CHECKING:
+    from warpweave.parallel.data.outer import OuterRule
+
+SIZES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of an element
 
 _GIB = 2**30
 _MIB = 2**20
@@ -101,7 +103,7 @@ class TrainingStep:
     Attributes:
         config, mesh, plan: as the engine takes them, checked.
         batch: sequences in a micro-batch.
-        dtype: a key of `DTYPES`, of parameters and activations.
+        dtype: a key of `SIZES`, of parameters and activations.
         device_type: "cpu" or "cuda".
         optimizer: "adamw", "muon" or "sgd".
         outer: the outer optimizer, None for none.
@@ -119,8 +121,8 @@ class TrainingStep:
     @property
     def tokens(self) -> int:
         """T: tokens of a micro-batch on a context rank."""
-        layout = cut(self.config.seq_len, self.mesh.cp, self.plan.layout)
-        return self.batch * layout.local_len
+        length, cp = self.config.seq_len, self.mesh.cp
+        return self.batch * local_rows(length, cp, chunks_of(length, cp, self.plan.layout))
 
     @property
     def rows(self) -> int:
@@ -128,47 +130,84 @@ class TrainingStep:
         return self.tokens // self.mesh.tp if self.plan.sequence_parallel else self.tokens
 
 
+class States(NamedTuple):
+    """Bytes of a rank's model states, or of those of one parameter: the weights, their gradients,
+    and the optimizer's (masters and moments)."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+def sharded(states: States, zero: int, ranks: int) -> States:
+    """What ZeRO leaves of model states on each of `ranks` data ranks (arXiv:1910.02054, figure 1).
+
+    With psi parameters of 2 + 2 + 12 bytes on N ranks:
+
+        stage 0  16 psi          1  4 psi + 12 psi / N    2  2 psi + 14 psi / N    3  16 psi / N
+    """
+    shares = (ranks if zero >= stage else 1 for stage in (3, 2, 1))
+    return States(*(held // share for held, share in zip(states, shares)))
+
+
 def estimate(step: TrainingStep) -> list[MemoryEstimate]:
     """The estimate for each pipeline rank; all ranks at the same pipeline index need the same."""
-    config, mesh, plan = step.config, step.mesh, step.plan
-    size = DTYPES[step.dtype].itemsize
-    master = max(size, 4)
-    placement = plan.placement(mesh.pp)
-    each = [_units(config, mesh, plan, rank) for rank in range(mesh.pp)]
-    schedule = plan.make_schedule(mesh.pp)
-    whole, spared = _block(step, size)
-    stream = step.rows * config.width * size
+    return [_estimate_rank(step, rank) for rank in range(step.mesh.pp)]
+
+
+def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
+    """The estimate for one pipeline rank."""
+    size, data = SIZES[step.dtype], step.mesh.size("shard")
+    master, zero = max(size, 4), step.plan.zero if data > 1 else 0
+    units = units_of(step.config, step.mesh, step.plan, rank)
+    P, U = sum(units.values()), max(units.values())
+    W, largest = _matrices(step, rank)
+    elements = {"adamw": 2 * P, "muon": 2 * P - W, "sgd": P}[step.optimizer]
+    elements += (master != size) * P
+    if step.outer is not None:  # global weights, outer momentum, and the sum in flight
+        elements += len(step.outer.states) * P + _largest_fragment(step, units)
+    held = sharded(States(P * size, P * master, elements * master), zero, data)
+    weights = held.weights + (2 * U * size if zero == 3 else 0)
+    gradients = held.gradients + (P * master // data if zero == 1 else 0)
+    gradients += 2 * U * master if zero >= 2 else 0
+    update = 4 * (W // (data if zero else 1) + largest) * master
+    loading = max(units_of(step.config, Mesh(), _unpiped(step.plan), 0).values()) * 4 * 2
+    parts = weights, gradients, held.optimizer, _activation_bytes(step, rank), loading
+    return MemoryEstimate(*parts, _gpu(step, master), update)
+
+
+def _activation_bytes(step: TrainingStep, rank: int) -> int:
+    """Bytes of activations on a pipeline rank at the peak of its backward."""
+    config, mesh, size = step.config, step.mesh, SIZES[step.dtype]
+    whole, spared = block_activations(step)
     heads = config.heads + config.num_kv_heads
     attended = 2 * heads * config.head_dim * size + 8 * config.heads if mesh.cp > 1 else 0
-    again = stream + attended * step.tokens // mesh.tp
-    kept = {"none": whole, "selective": whole - spared, "full": again}[plan.recompute]
-    data = mesh.size("shard")
-    zero, found = plan.zero if data > 1 else 0, []
-    for rank, units in enumerate(each):
-        P, U = sum(units.values()), max(units.values())
-        weights = P * size if zero < 3 else P * size // data + 2 * U * size
-        gradients = P * master + (P * master // data if zero == 1 else 0)
-        if zero >= 2:
-            gradients = P * master // data + 2 * U * master
-        W, largest = _matrices(step, rank)
-        elements = {"adamw": 2 * P, "muon": 2 * P - W, "sgd": P}[step.optimizer]
-        elements += (master != size) * P
-        if step.outer is not None:  # global weights, outer momentum, and the sum in flight
-            elements += len(step.outer.states) * P + _largest_fragment(step, units)
-        optimizer = elements * master // (data if zero else 1)
-        update = 4 * (W // (data if zero else 1) + largest) * master
+    again = step.rows * config.width * size + attended * step.tokens // mesh.tp
+    kept = {"none": whole, "selective": whole - spared, "full": again}[step.plan.recompute]
+    found = live_blocks(step.plan, mesh.pp, config.layers)[rank] * kept + 3 * whole
+    last = _stages(step.plan, mesh.pp)[-1] == rank
+    return found + (_loss(step, size, max(size, 4)) if last else 0)
+
+
+@lru_cache(maxsize=4096)
+def _stages(plan: ParallelPlan, ranks: int) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    return tuple(plan.placement(ranks))
+
+
+@lru_cache(maxsize=4096)
+def live_blocks(plan: ParallelPlan, ranks: int, layers: int) -> tuple[int, ...]:
+    """For each pipeline rank the most blocks, counted once per micro-batch, whose activations its
+    list of actions keeps at once."""
+    stages, found = len(_stages(plan, ranks)), []
+    each = [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
+    for actions in plan.make_schedule(ranks):
         live = most = 0
-        for action in schedule[rank]:
-            layers = len(config.blocks_of(action.stage, len(placement)))
-            live += layers * (action.op == F) - layers * (action.op in FINISHES)
+        for op, stage, _, _ in actions:
+            live += each[stage] * ((op == F) - (op in FINISHES))
             most = max(most, live)
-        activations = most * kept + 3 * whole
-        if placement[-1] == rank:
-            activations += _loss(step, size, master)
-        loading = max(_units(config, Mesh(), plan, 0).values()) * 4 * 2
-        parts = weights, gradients, optimizer, activations, loading, _gpu(step, master)
-        found.append(MemoryEstimate(*parts, update))
-    return found
+        found.append(most)
+    return tuple(found)
 
 
 def _gpu(step: TrainingStep, master: int) -> int:
@@ -189,16 +228,55 @@ def _gpu(step: TrainingStep, master: int) -> int:
     return held
 
 
-def _units(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> Counter[str]:
-    """Elements of each ZeRO unit on a pipeline rank, counted on the meta device."""
-    units: Counter[str] = Counter()
-    for name, param in _part(config, mesh, plan, rank).named_parameters():
-        parts = name.split(".")
-        units[parts[1] if parts[0] == "blocks" else parts[0]] += param.numel()
+@lru_cache(maxsize=4096)
+def units_of(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> dict[str, int]:
+    """Parameters in each ZeRO unit on a pipeline rank: a block by its number, the embedding, the
+    positions, the final norm, the head."""
+    stages = _stages(plan, mesh.pp)
+    own = [stage for stage, at in enumerate(stages) if at == rank]
+    first, last = stages[0] == rank, stages[-1] == rank
+    rows, norm = -(-config.vocab_size // mesh.tp) * config.width, _norm(config)
+    units = {"embedding": rows} if first or (last and config.tied) else {}
+    if first and config.positions == "learned":
+        units["positions"] = config.seq_len * config.width
+    for stage in own:
+        blocks = config.blocks_of(stage, len(stages))
+        units |= dict.fromkeys(map(str, blocks), block_parameters(config, mesh.tp))
+    if last:
+        units |= {"final_norm": norm} | ({} if config.tied else {"head": rows})
     return units
 
 
-def _largest_fragment(step: TrainingStep, units: Counter[str]) -> int:
+def block_parameters(config: GPTConfig, tp: int = 1) -> int:
+    """Parameters of one block on a tensor rank."""
+    queries, keys = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, gates = config.num_hidden, 2 if find_activation(config.activation).gated else 1
+    qkv, up, width = queries + 2 * keys, gates * hidden, config.width
+    count = sum(_block_matrices(config)) // tp
+    has_qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
+    count += has_qkv_bias * qkv // tp + config.bias * (up // tp + 2 * width)
+    if config.qk_norm:
+        heads = (queries + keys) // tp if config.qk_norm_whole else 2 * config.head_dim
+        count += heads
+    count += config.sinks * config.heads // tp
+    return count + (4 if config.norm_place == "sandwich" else 2) * _norm(config)
+
+
+def _norm(config: GPTConfig) -> int:
+    """Parameters of a norm over the width."""
+    bias = config.bias if config.norm_bias is None else config.norm_bias
+    return config.width * (2 if config.norm == "layer" and bias else 1)
+
+
+def _block_matrices(config: GPTConfig) -> list[int]:
+    """Elements of each matrix of a block: queries, keys, values, output, up (and gate), down."""
+    queries, keys = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
+    gates = 2 if find_activation(config.activation).gated else 1
+    rows = [queries, keys, keys, queries, *[config.num_hidden] * (gates + 1)]
+    return [config.width * count for count in rows]
+
+
+def _largest_fragment(step: TrainingStep, units: dict[str, int]) -> int:
     """Elements of these units that meet at once, by the outer optimizer's fragments."""
     assert step.outer is not None
     layers, sums = step.config.layers, Counter[int]()
@@ -208,11 +286,9 @@ def _largest_fragment(step: TrainingStep, units: Counter[str]) -> int:
     return max(sums.values())
 
 
-def _part(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> GPT:
-    """A pipeline rank's part of the model on the meta device."""
-    alone = mesh.seen_from(mesh.rank_at(pp=rank))
-    whole = plan if mesh.pp > 1 else dataclasses.replace(plan, schedule="1f1b", chunks=1)
-    return GPT(config, mesh=alone, plan=whole, device="meta")
+def _unpiped(plan: ParallelPlan) -> ParallelPlan:
+    """The plan for one pipeline rank."""
+    return dataclasses.replace(plan, schedule="1f1b", chunks=1)
 
 
 def _matrices(step: TrainingStep, rank: int) -> tuple[int, int]:
@@ -220,26 +296,36 @@ def _matrices(step: TrainingStep, rank: int) -> tuple[int, int]:
     largest one, whole; else 0."""
     if step.optimizer != "muon":
         return 0, 0
-    records = _part(step.config, step.mesh, step.plan, rank).parameter_records().values()
-    of = [record for record in records if record.matrices]
-    local = sum(math.prod(record.local_shape) for record in of)
-    return local, max(
-        (math.prod(r.shape) * max(r.matrices) // sum(r.matrices) for r in of), default=0
-    )
+    blocks = sum(name.isdigit() for name in units_of(step.config, step.mesh, step.plan, rank))
+    each = _block_matrices(step.config)
+    return blocks * (sum(each) // step.mesh.tp), max(each)
 
 
-def _block(step: TrainingStep, size: int) -> tuple[int, int]:
-    """Bytes of activations that one block keeps per micro-batch, and how many of them are the MLP's
-    hidden activations."""
-    config, tp = step.config, step.mesh.tp
+def block_activations(step: TrainingStep, *, fused: bool = True) -> tuple[int, int]:
+    """Bytes of activations that one block keeps per micro-batch, and how many of them recompute
+    "selective" spares.
+
+    With `fused` those of our kernels (the module's docstring), which spare the MLP's hidden
+    activations. Without, those that arXiv:2205.05198 counts for Megatron-LM, which also keep the
+    masks of dropout and the MLP's hidden activations after the activation function, and the scores
+    of attention, before and after softmax and dropout, which are spared:
+
+        s b h (10 + 24 / t + 5 a s / (h t)), with sequence parallelism s b h (34 + 5 a s / h) / t
+    """
+    config, tp, size = step.config, step.mesh.tp, SIZES[step.dtype]
+    T, E = step.tokens, config.width
     q, kv = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
+    gates = 2 if find_activation(config.activation).gated else 1
+    norms = 6 if config.norm_place == "sandwich" else 4
+    if not fused:
+        scores = (2 * size + 1) * config.heads * T * config.seq_len // tp
+        over = size * T * (2 * q + 2 * kv + config.num_hidden * (gates + 1)) // tp
+        return (size * norms + 2) * step.rows * E + over + scores, scores
     attention = 2 * q + 2 * kv + (q + kv if config.positions == "rope" else 0)
-    hidden = config.num_hidden * (2 if find_activation(config.activation).gated else 1)
-    hidden += config.num_hidden if step.device_type == "cpu" else 0
-    hidden = size * step.tokens * hidden // tp
-    cut = (size * attention + 4 * config.heads) * step.tokens // tp
-    kept = 6 if config.norm_place == "sandwich" else 4
-    return size * kept * step.rows * config.width + cut + hidden, hidden
+    hidden = config.num_hidden * (gates + (step.device_type == "cpu"))
+    hidden = size * T * hidden // tp
+    over = (size * attention + 4 * config.heads) * T // tp
+    return size * norms * step.rows * E + over + hidden, hidden
 
 
 def _loss(step: TrainingStep, size: int, master: int) -> int:
