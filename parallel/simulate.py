@@ -26,6 +26,7 @@ from warpweave.parallel.schedule.actions import (
     I,
     Schedule,
     W,
+    cells,
     deps,
     gives,
     lowered,
@@ -34,6 +35,7 @@ from warpweave.parallel.schedule.actions import (
 )
 from warpweave.parallel.schedule.ordering import order
 
+OVERLAP = "OVERLAP_F_B"  # a cell, among costs
 Cost = Mapping[str, float] | Callable[[Action], float]
 
 
@@ -84,8 +86,8 @@ class Timeline:
     def draw(self, tick: float = 1.0) -> str:
         """A Gantt chart of the compute actions: a line per rank, a column per `tick` of time.
 
-        A cell names op and micro-batch, and before them the stage if ranks hold several; ``-``
-        continues a cell, ``.`` is idle.
+        A column names op and micro-batch, before them the stage if ranks hold several, behind them
+        ``&`` if the action is one cell with the next; ``-`` continues an action, ``.`` is idle.
         """
         several = any(len({c.action.stage for c in row}) > 1 for row in self.cells)
         begin = min(cell.start for row in self.cells for cell in row)
@@ -97,7 +99,7 @@ class Timeline:
                     continue
                 first, stop = round((start - begin) / tick), round((end - begin) / tick)
                 line[first:stop] = ["-"] * (stop - first)
-                name = f"{action.op}{action.mb}"
+                name = f"{action.op}{action.mb}" + "&" * action.joined
                 line[first] = f"{action.stage}{name}" if several else name
         wide = max(len(cell) for line in grid for cell in line)
         return "\n".join(" ".join(cell.ljust(wide) for cell in line).rstrip() for line in grid)
@@ -108,8 +110,8 @@ def simulate(lists: Schedule, cost: Cost, comm: float = 0) -> Timeline:
 
     Args:
         lists: the schedule.
-        cost: time per op ({"F": 1, "B": 2}; B is I + W if left out, other ops 0), or a function of
-            an `Action`.
+        cost: time per op ({"F": 1, "B": 2}; B is I + W if left out, other ops 0) and of a cell
+            ("OVERLAP_F_B"; F + B if left out), or a function of an `Action`.
         comm: time of one message between ranks. A receive or TIE that waits counts as idle.
 
     Raises:
@@ -118,27 +120,35 @@ def simulate(lists: Schedule, cost: Cost, comm: float = 0) -> Timeline:
     rank_of = placement(lists)
     places = rank_of if lowered(lists) else None
     price = cost if callable(cost) else _price(cost)
-    cells: list[list[Cell]] = [[] for _ in lists]
+    overlapped = None if callable(cost) else cost.get(OVERLAP)
+    rows: list[list[Cell]] = [[] for _ in lists]
     happened: dict[Action, float] = {}
     tied = len(tied_stages(rank_of)) == 2
     met: float | None = None
     for rank, index in order(lists):
-        action = lists[rank][index]
-        start = cells[rank][-1].end if cells[rank] else 0
-        for event in deps(action, len(rank_of), places):
+        if index < len(rows[rank]):  # the second of a cell
+            continue
+        unit = next(cells(lists[rank][index : index + 2]))
+        action = unit[0]
+        start = rows[rank][-1].end if rows[rank] else 0
+        for event in (e for a in unit for e in deps(a, len(rank_of), places)):
             hop = comm if rank_of[event.stage] != rank else 0
             start = max(start, happened[event] + hop)
         if action.op == TIE and tied:  # `order` puts the two that meet next to each other
             if met is None:
-                peer = cells[rank_of[len(rank_of) - 1 - action.stage]]
+                peer = rows[rank_of[len(rank_of) - 1 - action.stage]]
                 met = start = max(start, peer[-1].end if peer else 0) + comm
             else:
                 start, met = met, None
-        end = start + price(action)
-        cells[rank].append(Cell(action, start, end))
-        happened.update(dict.fromkeys(gives(action), end))
+        prices = [price(a) for a in unit]
+        if len(unit) == 2 and overlapped is not None:  # each has its share of the time
+            prices = [overlapped * part / sum(prices) for part in prices]
+        for a, length in zip(unit, prices):
+            rows[rank].append(Cell(a, start, start + length))
+            start += length
+        happened.update((event, start) for a in unit for event in gives(a))
     return Timeline(
-        cells=tuple(map(tuple, cells)),
+        cells=tuple(map(tuple, rows)),
         activations=tuple(map(_peak_activations, lists)),
         versions=tuple(map(_peak_versions, lists)),
     )

@@ -110,7 +110,7 @@ def test_the_help_says_what_each_option_is_and_its_default(capsys):
         "--cp-strategy {auto,ring,gather,stream,ulysses,hybrid,measured} Context-parallel "
         "attention: ",
     ):
-        assert line in shown
+        assert line.replace(" ", "") in shown.replace(" ", "")
     for record in (GPTConfig, ParallelPlan):
         for name in set(get_type_hints(record)) - {"rope_scaling"}:
             option = f"--{name.replace('_', '-')}"
@@ -144,7 +144,7 @@ def test_a_plan_of_other_words_is_refused(name):
 
 
 def test_a_schedule_that_nobody_knows_is_refused():
-    words = "one of gpipe, .*1f1b.* or a path ending in .csv"
+    words = "one of .*gpipe, .*1f1b.* or a path ending in .csv"
     with pytest.raises(ValueError, match=f"^schedule must be {words}, got 'most'$"):
         ParallelPlan(schedule="most")
 

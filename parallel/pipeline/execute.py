@@ -181,7 +181,7 @@ def _run_rank(
         held[kind, stage, mb] = value.detach()
 
     for index, action in enumerate(lists[rank]):
-        op, s, i, ver = action
+        op, s, i, ver, _ = action
         transport.reach(rank, index)
         for needed in deps(action, len(rank_of), rank_of):
             if needed.op == UPDATE:

@@ -146,7 +146,7 @@ class InProcess:
 
 
 def _send_of(receive: Action) -> Action:
-    _, s, i, _ = receive
+    s, i = receive.stage, receive.mb
     return Action(SEND_F, s - 1, i) if receive.op == RECV_F else Action(SEND_B, s + 1, i)
 
 

@@ -25,6 +25,11 @@ all-gathers and reductions, the sum of tied weights' gradients, the optimizer st
 ``UPDATE``   the optimizer step; its `ver` is the version of the weights that it produces
 ===========  ===================================================================================
 
+A *cell* is an ``F`` and a ``B`` of another micro-batch that a rank computes together, so that the
+messages of the one pass under the products of the other (DualPipe, arXiv:2412.19437): the F is
+`joined` to the B that follows it, ``0F3& 7B1``, torch's ``(0F3;7B1)OVERLAP_F_B``. It begins when
+both can, and what it gives is there when both have ended.
+
 The rank of each stage follows from the lists (`placement`), so looped and V-shaped placements need
 nothing else. `Action.ver` is the version of the weights that an ``F`` reads; a synchronous schedule
 reads version 0 in all of a step. Sources: GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush,
@@ -35,7 +40,7 @@ Standard library only. Every error is a ``ValueError`` of one line with the numb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 F, B, I, W = "F", "B", "I", "W"
@@ -54,17 +59,18 @@ AFTER = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}  # the peer's stage minus
 
 class Action(NamedTuple):
     """One entry of a rank's list: `op` on `stage` for micro-batch `mb`, with weights of version
-    `ver`."""
+    `ver`, `joined` to the next one in a cell."""
 
     op: str
     stage: int
     mb: int = WHOLE
     ver: int = 0
+    joined: bool = False
 
     def __str__(self) -> str:
         text = f"{self.stage}{self.op}"
         text += str(self.mb) if self.mb != WHOLE else ""
-        return text + (f"@{self.ver}" if self.ver else "")
+        return text + (f"@{self.ver}" if self.ver else "") + "&" * self.joined
 
 
 Schedule = list[list[Action]]
@@ -91,7 +97,7 @@ def deps(action: Action, stages: int, rank_of: Sequence[int] | None = None) -> t
     (the rank of each stage) the answer is for lowered lists, in which an F or B waits for its RECV
     where the other stage is on another rank, and a RECV for its SEND.
     """
-    op, s, i, ver = action
+    op, s, i, ver, _ = action
     if op == F:
         earlier = [Action(UPDATE, s, WHOLE, ver)] if ver else []
         if s > 0:
@@ -116,12 +122,25 @@ def deps(action: Action, stages: int, rank_of: Sequence[int] | None = None) -> t
 
 def gives(action: Action) -> tuple[Action, ...]:
     """The events that `action` completes: itself without its version, and I and W for a B."""
-    op, s, i, _ = action
+    op, s, i, _, _ = action
     if op == UPDATE:
         return (action,)
     if op == B:
         return (Action(I, s, i), Action(W, s, i))
     return (Action(op, s, i),)
+
+
+def cells(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
+    """A rank's list in units: most are an action, a cell is two."""
+    first: tuple[Action, ...] = ()
+    for action in actions:
+        if action.joined and not first:
+            first = (action,)
+        else:
+            yield (*first, action)
+            first = ()
+    if first:
+        yield first
 
 
 def placement(lists: Schedule) -> list[int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from warpweave.parallel.schedule.actions import Schedule
+from warpweave.parallel.schedule.actions import Action, F, I, Schedule, W
 
 
 @dataclass(frozen=True)
@@ -42,3 +42,27 @@ def need(name: str, p: int, m: int) -> None:
     """ValueError unless there is a stage and a micro-batch."""
     if p < 1 or m < 1:
         raise ValueError(f"{name} needs p >= 1 stages and m >= 1 micro-batches, got p={p} m={m}")
+
+
+def count_up(pattern: str, stages: Sequence[int], m: int) -> list[Action]:
+    """A rank's list from a pattern of ops and of which of its `stages` they are.
+
+    ``"F0 F1 F0&B1 I0 W"`` is F of its first stage, F of its second, a cell of F of the first and B
+    of the second, I of the first, and the oldest W that is owed (``W0``: of the first). Each op of
+    a stage goes on to the next micro-batch; those from `m` on are left out.
+    """
+    following: dict[tuple[bool, int], int] = {}  # (is it an F, stage) -> micro-batch
+    owed: list[Action] = []
+    actions: list[Action] = []
+    for name in pattern.replace("&", "& ").split():
+        op, k = name[0], int(name.strip("FBIW&") or -1)
+        if op == W:
+            action = next(a for a in owed if k < 0 or a.stage == stages[k])
+            owed.remove(action)
+        else:
+            mb = following.get((op == F, k), 0)
+            following[op == F, k] = mb + 1
+            action = Action(op, stages[k], mb, joined=name.endswith("&"))
+            owed += [action._replace(op=W)] * (op == I)
+        actions.append(action)
+    return [a for a in actions if a.mb < m]

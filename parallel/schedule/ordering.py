@@ -14,6 +14,7 @@ from warpweave.parallel.schedule.actions import (
     Action,
     Link,
     Schedule,
+    cells,
     deps,
     gives,
     link,
@@ -41,8 +42,8 @@ def begun_before(lists: Schedule) -> set[Action]:
 def order(lists: Schedule, before: Iterable[Action] = ()) -> list[Position]:
     """A topological order of all actions, as positions (rank, index), after the events `before`.
 
-    A receive waits for its send, and the two TIEs wait for each other. ValueError, with what each
-    rank waits for, if there is none: the lists deadlock.
+    A receive waits for its send, the two TIEs for each other, and a cell for what both of its
+    actions wait for. ValueError, with what each rank waits for, if there is none: a deadlock.
     """
     rank_of = placement(lists)
     places = rank_of if lowered(lists) else None
@@ -51,8 +52,9 @@ def order(lists: Schedule, before: Iterable[Action] = ()) -> list[Position]:
     def head(rank: int) -> Action | None:
         return lists[rank][at[rank]] if at[rank] < len(lists[rank]) else None
 
-    def unmet(action: Action) -> list[Action]:
-        return [d for d in deps(action, len(rank_of), places) if d not in done]
+    def unmet(rank: int) -> list[Action]:
+        cell = next(cells(lists[rank][at[rank] : at[rank] + 2]))
+        return [d for a in cell for d in deps(a, len(rank_of), places) if d not in done]
 
     def meets(action: Action) -> Action | None:
         if action.op == TIE and len(tied_stages(rank_of)) == 2:
@@ -68,7 +70,7 @@ def order(lists: Schedule, before: Iterable[Action] = ()) -> list[Position]:
     while moved:
         moved = False
         for rank in range(len(lists)):
-            while (action := head(rank)) is not None and not unmet(action):
+            while (action := head(rank)) is not None and not unmet(rank):
                 peer = meets(action)
                 if peer is not None and head(rank_of[peer.stage]) != peer:
                     break
@@ -78,7 +80,7 @@ def order(lists: Schedule, before: Iterable[Action] = ()) -> list[Position]:
                 moved = True
     stuck = [
         f"rank {rank} at {action} waits for "
-        + (" and ".join(map(str, unmet(action))) or str(meets(action)))
+        + (" and ".join(map(str, unmet(rank))) or str(meets(action)))
         for rank in range(len(lists))
         if (action := head(rank)) is not None
     ]

@@ -16,7 +16,7 @@ collectives, the tie of first and last stage, and the optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from warpweave.parallel.schedule.actions import (
     FINISHES,
@@ -37,6 +37,7 @@ from warpweave.parallel.schedule.actions import (
     I,
     Schedule,
     W,
+    cells,
     gives,
     lowered,
     placement,
@@ -44,25 +45,25 @@ from warpweave.parallel.schedule.actions import (
 )
 
 
-def split_backward(lists: Schedule, *, lag: int = 0) -> Schedule:
+def split_backward(lists: Schedule, *, lag: int | Sequence[int] = 0) -> Schedule:
     """Splits every B into I and W (zero-bubble, arXiv:2401.10241), each W delayed by `lag`
-    backwards of its stage; the remaining W come last."""
-    if lag < 0:
+    backwards of its rank (one number, or one for each rank); the remaining W come last."""
+    lags = [lag] * len(lists) if isinstance(lag, int) else lag
+    if min(lags, default=0) < 0:
         raise ValueError(f"lag must be >= 0, got {lag}")
     result = []
-    for actions in lists:
-        owed: dict[int, list[Action]] = {}
+    for actions, late in zip(lists, lags, strict=True):
+        owed: list[Action] = []
         out = []
         for action in actions:
             if action.op != B:
-                out.append(action)
+                out.append(action._replace(joined=False))
                 continue
-            queue = owed.setdefault(action.stage, [])
-            queue.append(action._replace(op=W))
+            owed.append(action._replace(op=W))
             out.append(action._replace(op=I))
-            if len(queue) > lag:
-                out.append(queue.pop(0))
-        result.append(out + [a for queue in owed.values() for a in queue])
+            if len(owed) > late:
+                out.append(owed.pop(0))
+        result.append(out + owed)
     return result
 
 
@@ -79,23 +80,24 @@ def send_first(lists: Schedule) -> Schedule:
     Gradients pass p-1 stages in an I each instead of a B, so the bubble is (p-1) W smaller: the
     first step towards zero bubble (arXiv:2401.10241). Between I and W a stage holds the operands of
     one micro-batch's weight gradients. Stage 0 of 1F1B holds the most activations and has no one to
-    send to, so the peak memory over ranks does not grow.
+    send to, so the peak memory over ranks does not grow. The B of a cell stays whole.
     """
     rank_of = placement(lists)
     if lowered(lists):
         raise ValueError("send_first: the lists hold sends and receives already")
 
-    def parts(action: Action) -> list[Action]:
-        s = action.stage
-        if action.op != B or s == 0 or rank_of[s - 1] == rank_of[s]:
-            return [action]
-        return [action._replace(op=I), action._replace(op=W)]
+    def parts(cell: tuple[Action, ...]) -> tuple[Action, ...]:
+        action, s = cell[0], cell[0].stage
+        if len(cell) == 2 or action.op != B or s == 0 or rank_of[s - 1] == rank_of[s]:
+            return cell
+        return action._replace(op=I), action._replace(op=W)
 
-    return [[part for action in actions for part in parts(action)] for actions in lists]
+    return [[part for cell in cells(actions) for part in parts(cell)] for actions in lists]
 
 
 def with_comm(lists: Schedule, rank_of: Sequence[int] | None = None) -> Schedule:
-    """Adds a send after each F, B or I that another rank waits for, and a receive where it waits.
+    """Adds a send after each F, B or I (or cell) that another rank waits for, and a receive where
+    it waits.
 
     Sends do not block, so a send follows directly what computes its data, and a receive directly
     precedes what uses it; transports post receives earlier. Activations and gradients have separate
@@ -111,22 +113,23 @@ def with_comm(lists: Schedule, rank_of: Sequence[int] | None = None) -> Schedule
     result: Schedule = [[] for _ in lists]
     left: Schedule = [[] for _ in lists]  # receives whose data a later pass uses
     for actions, out in zip(lists, result):
-        for action in actions:
-            s, i = action.stage, action.mb
-            ahead = s + 1 < len(rank_of) and rank_of[s + 1] != rank_of[s]
-            behind = s > 0 and rank_of[s - 1] != rank_of[s]
-            if action.op == F:
-                out += [Action(RECV_F, s, i)] * (behind and Action(F, s - 1, i) in made)
-                out += [action] + [Action(SEND_F, s, i)] * ahead
-                if ahead and Action(F, s + 1, i) not in made:
-                    left[rank_of[s + 1]].append(Action(RECV_F, s + 1, i))
-            elif action.op in (B, I):
-                out += [Action(RECV_B, s, i)] * (ahead and Action(I, s + 1, i) in made)
-                out += [action] + [Action(SEND_B, s, i)] * behind
-                if behind and Action(I, s - 1, i) not in made:
-                    left[rank_of[s - 1]].append(Action(RECV_B, s - 1, i))
-            else:
-                out.append(action)
+        for cell in cells(actions):
+            sends = []
+            for action in cell:
+                s, i = action.stage, action.mb
+                ahead = s + 1 < len(rank_of) and rank_of[s + 1] != rank_of[s]
+                behind = s > 0 and rank_of[s - 1] != rank_of[s]
+                if action.op == F:
+                    out += [Action(RECV_F, s, i)] * (behind and Action(F, s - 1, i) in made)
+                    sends += [Action(SEND_F, s, i)] * ahead
+                    if ahead and Action(F, s + 1, i) not in made:
+                        left[rank_of[s + 1]].append(Action(RECV_F, s + 1, i))
+                elif action.op in (B, I):
+                    out += [Action(RECV_B, s, i)] * (ahead and Action(I, s + 1, i) in made)
+                    sends += [Action(SEND_B, s, i)] * behind
+                    if behind and Action(I, s - 1, i) not in made:
+                        left[rank_of[s - 1]].append(Action(RECV_B, s - 1, i))
+            out += [*cell, *sends]
     return [out + receives for out, receives in zip(result, left)]
 
 
@@ -153,27 +156,36 @@ def with_unshard(lists: Schedule, *, window: int | None = None) -> Schedule:
     """
     if window is not None and window < 0:
         raise ValueError(f"window must be None or >= 0 stages, got {window}")
-    result = []
-    for actions in lists:
-        reads = [a.stage if a.op in READS else None for a in actions]
-        out, resident = [], []
-        for index, action in enumerate(actions):
-            if action.op not in READS:
-                out.append(action)
+    return [list(_gathered(list(cells(actions)), window)) for actions in lists]
+
+
+def _gathered(units: list[tuple[Action, ...]], window: int | None) -> Iterator[Action]:
+    """A rank's list, in units, with its UNSHARD and RESHARD."""
+    reads = [list(dict.fromkeys(a.stage for a in unit if a.op in READS)) for unit in units]
+    last = {stage: index for index, own in enumerate(reads) for stage in own}
+    resident: list[int] = []
+    for index, unit in enumerate(units):
+        for stage in reads[index]:
+            if stage in resident:
                 continue
-            if action.stage not in resident:
-                if window and len(resident) == window:
-                    furthest = max(resident, key=lambda s: reads.index(s, index))
-                    resident.remove(furthest)
-                    out.append(Action(RESHARD, furthest))
-                resident.append(action.stage)
-                out.append(Action(UNSHARD, action.stage))
-            out.append(action)
-            if window == 0 or action.stage not in reads[index + 1 :]:
-                resident.remove(action.stage)
-                out.append(Action(RESHARD, action.stage))
-        result.append(out)
-    return result
+            if window and len(resident) == window:
+                idle = [s for s in resident if s not in reads[index]]
+                if not idle:
+                    raise ValueError(
+                        f"window = {window} stage is too few for {' '.join(map(str, unit))}, "
+                        f"which reads stages {reads[index]}"
+                    )
+                later = {s: k for k in reversed(range(index, len(units))) for s in reads[k]}
+                furthest = max(idle, key=lambda s: later[s])
+                resident.remove(furthest)
+                yield Action(RESHARD, furthest)
+            resident.append(stage)
+            yield Action(UNSHARD, stage)
+        yield from unit
+        for stage in reads[index]:
+            if window == 0 or index == last[stage]:
+                resident.remove(stage)
+                yield Action(RESHARD, stage)
 
 
 def with_tie(lists: Schedule) -> Schedule:

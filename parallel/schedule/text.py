@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator
 
 from warpweave.parallel.schedule.actions import (
     COMPUTE,
@@ -19,39 +18,59 @@ from warpweave.parallel.schedule.actions import (
     WHOLE,
     Action,
     Schedule,
+    cells,
 )
+
+_OPS = (*COMPUTE, *SENDS, *RECEIVES, UNSHARD, RESHARD, REDUCE, TIE, UPDATE)
 
 _TORCH_NAME = {REDUCE: "REDUCE_GRAD"}
 _OUR_NAME = {theirs: ours for ours, theirs in _TORCH_NAME.items()}
 _PATTERN = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)(?:@(-?\d+))?")
+_CELL = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 
 
 def to_csv(lists: Schedule) -> str:
-    """One row per rank, one cell per action, in the form that torch's pipelining runtime reads.
+    """One row per rank, one field per action, in the form that torch's pipelining runtime reads.
 
-    ``"2F0"`` is stage, op, micro-batch. torch does not know TIE, UPDATE and the suffix
-    ``@version``: exchange lists with it before the passes that add them.
+    ``"2F0"`` is stage, op, micro-batch; ``"(0F3;7B1)OVERLAP_F_B"`` is a cell. torch does not know
+    TIE, UPDATE and the suffix ``@version``: exchange lists with it before the passes that add them.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for actions in lists:
-        writer.writerow([str(a._replace(op=_TORCH_NAME.get(a.op, a.op))) for a in actions])
+        writer.writerow(map(_field, cells(actions)))
     return text.getvalue()
 
 
+def _field(unit: tuple[Action, ...]) -> str:
+    names = [str(a._replace(op=_TORCH_NAME.get(a.op, a.op), joined=False)) for a in unit]
+    return names[0] if len(unit) == 1 else f"({';'.join(names)})OVERLAP_F_B"
+
+
 def from_csv(text: str) -> Schedule:
-    """The inverse of `to_csv`; empty cells (torch's idle slots) are skipped."""
-    return [list(_parse_row(row)) for row in csv.reader(io.StringIO(text))]
+    """The inverse of `to_csv`; empty fields (torch's idle slots) are skipped.
+
+    Raises:
+        ValueError: a field that is not of this form, named with its row and place.
+    """
+    rows = enumerate(csv.reader(io.StringIO(text)))
+    return [[a for at, field in enumerate(row) for a in _parse(field, n, at)] for n, row in rows]
 
 
-def _parse_row(row: list[str]) -> Iterator[Action]:
-    for cell in (cell.strip() for cell in row):
-        if not cell:
-            continue
-        found = _PATTERN.fullmatch(cell)
-        op = _OUR_NAME.get(found[2], found[2]) if found else ""
-        if found is None or op not in (
-            *COMPUTE, *SENDS, *RECEIVES, UNSHARD, RESHARD, REDUCE, TIE, UPDATE,
-        ):  # fmt: skip
-            raise ValueError(f"cell {cell!r} is not [stage][op][micro-batch][@version], as in 2F0")
-        yield Action(op, int(found[1]), int(found[3] or WHOLE), int(found[4] or 0))
+def _parse(field: str, row: int, at: int) -> list[Action]:
+    """The action of a field, the two of a cell, or none."""
+    if not field.strip():
+        return []
+    cell = _CELL.fullmatch(field.strip())
+    found = [_PATTERN.fullmatch(name.strip()) for name in (cell.groups() if cell else (field,))]
+    actions = [
+        Action(_OUR_NAME.get(f[2], f[2]), int(f[1]), int(f[3] or WHOLE), int(f[4] or 0))
+        for f in found
+        if f is not None
+    ]
+    if len(actions) < len(found) or any(a.op not in _OPS for a in actions):
+        raise ValueError(
+            f"row {row} field {at}: {field!r} is not [stage][op][micro-batch][@version], as in "
+            "2F0, or (2F0;5B1)OVERLAP_F_B"
+        )
+    return actions if cell is None else [actions[0]._replace(joined=True), actions[1]]

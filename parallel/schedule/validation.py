@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from warpweave.parallel.schedule.actions import (
@@ -45,8 +46,9 @@ def validate(
 ) -> None:
     """ValueError, in one line, unless the schedule is complete, consistent and free of deadlock.
 
-    * Each stage is on one rank. Each (stage, micro-batch) has one F and either one B or one I and
-      one W, for the same number of micro-batches (`microbatches`, if given) on every stage.
+    * Each stage is on one rank. A cell is an F and a B of different micro-batches. Each (stage,
+      micro-batch) has one F and either one B or one I and one W, for the same number of
+      micro-batches (`microbatches`, if given) on every stage.
     * A backward uses the version that its F read, and an F a version that exists. Each UPDATE
       produces the next version from gradients at most `staleness` versions old; no W is missing
       before it, and no gradient comes after the last. All stages have equally many UPDATEs.
@@ -58,6 +60,8 @@ def validate(
     * No deadlock (`order`).
     """
     rank_of = placement(lists)
+    for rank, actions in enumerate(lists):
+        _check_cells(rank, actions)
     per_stage: list[list[Action]] = [[] for _ in rank_of]
     for action in (a for actions in lists for a in actions):
         per_stage[action.stage].append(action)
@@ -84,9 +88,22 @@ def validate(
     order(lists)
 
 
+def _check_cells(rank: int, actions: list[Action]) -> None:
+    for at, action in enumerate(actions):
+        after = actions[at + 1] if at + 1 < len(actions) else None
+        if action.joined and (
+            action.op != F or after is None or after.op != B or after.mb == action.mb
+        ):
+            raise ValueError(
+                f"rank {rank} position {at}: {action} and {after} are no cell, which is an F and a "
+                "B of another micro-batch"
+            )
+
+
 def _check_compute(s: int, actions: list[Action], m: int, stages: int) -> None:
+    times = Counter((a.op, a.mb) for a in actions)
     for i in range(m):
-        f, b, inp, w = (sum(a.op == op and a.mb == i for a in actions) for op in COMPUTE)
+        f, b, inp, w = (times[op, i] for op in COMPUTE)
         if f != 1 or (b, inp, w) not in ((1, 0, 0), (0, 1, 1)):
             raise ValueError(
                 f"stage {s} micro-batch {i} has {f} F, {b} B, {inp} I and {w} W: "

@@ -202,7 +202,7 @@ FAULTS = (
         "oldest = max(gradients, key=lambda g: g.ver)",
         "an update of gradients too old passes if one of them is fresh"),
     Fault("schedule-lag-one-less", "parallel/schedule/passes.py",
-        "if len(queue) > lag:", "if len(queue) >= lag:",
+        "if len(owed) > late:", "if len(owed) >= late:",
         "W follows one backward too early"),
     Fault("shard-draw-dtype", "parallel/shard.py",
         "*self.shape[1:]), generator=generator)",

@@ -13,13 +13,16 @@ from warpweave.parallel.schedule.actions import Action, B, F, Schedule
 from warpweave.parallel.schedule.family import ScheduleFamily, need
 
 
-def interleaved(p: int, m: int, c: int) -> Schedule:
+def interleaved(p: int, m: int, c: int, ahead: int = 2) -> Schedule:
     """Interleaved 1F1B: p * c stages on p ranks, of which rank r holds r, r + p, ..., r + (c-1) p.
 
     Micro-batches pass in groups of p: on each rank a whole group passes one of its stages before
     the next. If p does not divide m, groups have p to 2p - 1 micro-batches, as even as possible.
     The bubble is c times smaller than that of 1F1B, for c times the messages and up to
     1 + (p-1)/(p c) times the activations on rank 0.
+
+    Each rank has done `ahead` more forwards than the next one when its backwards begin: 2, or 1 for
+    1F1B and ZB-H1, in which the gradient waits on its way back.
     """
     need("interleaved 1F1B", p, m)
     if c < 1:
@@ -30,7 +33,7 @@ def interleaved(p: int, m: int, c: int) -> Schedule:
     backwards = [(k, i) for group in groups for k in reversed(range(c)) for i in group]
     lists = []
     for r in range(p):
-        warm = min(m * c, 2 * (p - 1 - r) + (c - 1) * max(map(len, groups)))
+        warm = min(m * c, ahead * (p - 1 - r) + (c - 1) * max(map(len, groups)))
         f = [Action(F, k * p + r, i) for k, i in forwards]
         b = [Action(B, k * p + r, i) for k, i in backwards]
         steady = [a for pair in zip(f[warm:], b) for a in pair]

@@ -1,0 +1,79 @@
+"""V-Half and V-Min (Qi et al. 2024, arXiv:2405.15362): pipelines of a controllable memory.
+
+A *building block* is what a micro-batch does on all ranks; the schedule is the block again every
+six steps. Rank r of p holds stages r and 2 p - 1 - r, and from a rank to its neighbour each of the
+four ways takes a fixed time: down with F0, up with F1, down with I1, up with I0. What a rank holds
+is how long it waits from F to W, so short ways need little memory. F, I and W one step long
+(`Timeline.draw`), three ranks, first part of V-Min:
+
+    0F0 .   .   .   .   5F0 0F1 5I0 5W0 .   .   5F1 0F2 0I0 5I1 5W1 0W0 5F2 0F3 0I1 5I2 5W2 0W1
+    .   1F0 .   .   4F0 .   .   1F1 4I0 .   4F1 4W0 1I0 1F2 1W0 4I1 4F2 4W1 1I1 1F3 1W1 4I2 4F3
+    .   .   2F0 3F0 .   .   .   .   2F1 3F1 3I0 2I0 3W0 2W0 2F2 3F2 3I1 2I1 3W1 2W1 2F3 3F3 3I2
+"""
+
+from __future__ import annotations
+
+from warpweave.parallel.schedule.actions import Action, Schedule
+from warpweave.parallel.schedule.family import ScheduleFamily, need
+
+_EACH = 6  # steps in which a rank does F, I and W of both of its stages
+
+
+def building_block(p: int, ways: tuple[int, int, int, int]) -> list[dict[str, int]]:
+    """The time of each action of a micro-batch on each rank: ``"F0"``, ..., ``"W1"``.
+
+    `ways` are the times between neighbours of F0, F1, I1 and I0. Each way begins as early as can be
+    without meeting another one of the blocks before and behind on any rank; each W stands in the
+    next place that is free.
+    """
+    block: list[dict[str, int]] = [{} for _ in range(p)]
+    for name, way in zip(("F0", "F1", "I1", "I0"), ways):
+        down = name in ("F0", "I1")
+        hops = [way * (r if down else p - 1 - r) for r in range(p)]
+        before = [max(times.values(), default=-1) for times in block]
+        first = before[0 if down else -1] + 1
+        start = next(
+            t for t in range(first, first + _EACH)
+            if all((t + hop - x) % _EACH for hop, own in zip(hops, block) for x in own.values())
+        )  # fmt: skip
+        for hop, times in zip(hops, block):
+            times[name] = start + hop
+    for times in block:
+        for name in ("W1", "W0"):
+            taken = {t % _EACH for t in times.values()}
+            after = times[name.replace("W", "I")] + 1
+            times[name] = next(t for t in range(after, after + _EACH) if t % _EACH not in taken)
+    return block
+
+
+def repeated(p: int, m: int, ways: tuple[int, int, int, int]) -> Schedule:
+    """The lists of `m` micro-batches by their building block."""
+    need("a building block", p, m)
+    lists = []
+    for r, times in enumerate(building_block(p, ways)):
+        stages = r, 2 * p - 1 - r
+        timed = sorted(
+            (t + _EACH * i, Action(name[0], stages[int(name[1])], i))
+            for name, t in times.items()
+            for i in range(m)
+        )
+        lists.append([action for _, action in timed])
+    return lists
+
+
+def v_half(p: int, m: int) -> Schedule:
+    """V-Half: the activations of at most (p+3)/2 micro-batches, for half the bubble of 1F1B (with
+    F = I = W, as p grows)."""
+    return repeated(p, m, (2, 1, 2, 1))
+
+
+def v_min(p: int, m: int) -> Schedule:
+    """V-Min: the activations of at most (p+4)/3 micro-batches, for two thirds of the bubble of 1F1B
+    (with F = I = W)."""
+    return repeated(p, m, (1, 1, 1, 1))
+
+
+SCHEDULES = (
+    ScheduleFamily("v-half", lambda p, m, c: v_half(p, m), chunks=2),
+    ScheduleFamily("v-min", lambda p, m, c: v_min(p, m), chunks=2),
+)

@@ -1,0 +1,248 @@
+"""Every schedule: against torch's generators, the papers' closed forms, and its own drawing."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed.pipelining.schedules as theirs
+
+from warpweave.parallel.schedule import (
+    FAMILIES,
+    families,
+    find_family,
+    from_csv,
+    placement,
+    send_first,
+    to_csv,
+    validate,
+    with_comm,
+    with_reduce,
+    with_tie,
+    with_unshard,
+    with_update,
+)
+from warpweave.parallel.simulate import simulate
+
+SYNCHRONOUS = [name for name, family in FAMILIES.items() if family.staleness is None]
+RANKS = (1, 2, 3, 4, 8)
+
+
+def stages(name: str) -> tuple[int, ...]:
+    """Stages per rank to try."""
+    return (1, 2, 3) if FAMILIES[name].chunks is None else (FAMILIES[name].chunks,)
+
+
+def counts(name: str, p: int) -> list[int]:
+    """Micro-batches to try: fewer than ranks, as many, more."""
+    least = 2 * p if name == "dualpipe-v" else 1
+    return sorted({m for m in (1, 2, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 4 * p) if m >= least})
+
+
+def test_every_file_of_the_folder_is_known():
+    files = {path.stem for path in Path(families.__path__[0]).glob("*.py")} - {"__init__"}
+    assert {family.generate.__module__.rpartition(".")[2] for family in FAMILIES.values()} == files
+    assert {"gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",
+            "v-half", "v-min"} <= set(SYNCHRONOUS)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("p", RANKS)
+def test_lists_are_complete_and_free_of_deadlock(name: str, p: int):
+    for c in stages(name):
+        for m in counts(name, p):
+            lists = FAMILIES[name].make(p, m, c)
+            assert len(placement(lists)) == p * c
+            validate(lists, microbatches=m)
+            for passed in (lists, send_first(lists)):
+                whole = with_comm(with_update(with_tie(with_reduce(with_unshard(passed)))))
+                validate(whole, microbatches=m)
+                assert from_csv(to_csv(whole)) == whole
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_the_gradients_of_a_stage_are_summed_in_one_order(name: str):
+    for p in (2, 4):
+        for m in counts(name, p):
+            for actions in FAMILIES[name].make(p, m, stages(name)[-1]):
+                for stage in {a.stage for a in actions}:
+                    for ops in ("BI", "BW"):
+                        order = [a.mb for a in actions if a.stage == stage and a.op in ops]
+                        assert order == list(range(m))
+
+
+# ------------------------------------------------------------------------------------- torch
+
+
+def torchs(schedule: type, p: int, m: int, c: int):
+    """The lists of a generator of torch's, made without stages and a process group."""
+    rows = []
+    for rank in range(p):
+        made = schedule.__new__(schedule)
+        made.pp_group_size, made._n_microbatches = p, m
+        made._num_stages = made.num_stages = p * c
+        made.n_local_stages, made._stages = c, [None] * c
+        made.number_of_rounds = max(1, m // p)
+        made.microbatches_per_round = m // made.number_of_rounds
+        row = made._calculate_single_rank_operations(rank)
+        rows.append(",".join("" if a is None else str(a) for a in row))
+    return from_csv("\n".join(rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "chunks"),
+    [
+        ("interleaved", theirs.ScheduleInterleaved1F1B, (1, 2, 3)),
+        ("looped-bfs", theirs.ScheduleLoopedBFS, (1, 2, 3)),
+        ("zb-h1", theirs.ScheduleInterleavedZeroBubble, (1, 2, 3)),
+        ("zb-v", theirs.ScheduleZBVZeroBubble, (2,)),
+        ("dualpipe-v", theirs.ScheduleDualPipeV, (2,)),
+    ],
+)
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_lists_are_torchs_action_for_action(name: str, schedule: type, chunks, p: int):
+    for m in counts(name, p):
+        if m % max(1, m // p):  # which torch refuses
+            continue
+        for c in chunks:
+            made = torchs(schedule, p, m, c)
+            if name == "looped-bfs":  # whose backward torch has from the last to the first
+                mirrored = {"F": lambda i: i, "B": lambda i, m=m: m - 1 - i}
+                made = [[a._replace(mb=mirrored[a.op](a.mb)) for a in row] for row in made]
+            assert FAMILIES[name].make(p, m, c) == made
+
+
+def test_a_cell_is_written_as_torch_reads_it():
+    text = to_csv(with_comm(FAMILIES["dualpipe-v"].make(2, 4, 2)))
+    for row in text.splitlines():
+        for field in row.split(","):
+            assert str(theirs._Action.from_str(field)) == field
+    assert text.count("OVERLAP_F_B") == 2 * 3  # a row: two in the steady part, one at its end
+
+
+# ------------------------------------------------------------------------------- closed forms
+
+
+PRICES = [(1, 1, 1), (1, 1.25, 0.75), (2, 1.5, 1.25)]  # F, I, W; sums of them are exact
+
+
+def timeline(name: str, p: int, m: int, price, c: int = 1, **more):
+    f, i, w = (each / c for each in price)
+    return simulate(FAMILIES[name].make(p, m, c), {"F": f, "I": i, "W": w, **more})
+
+
+def extra(line, m: int, price) -> tuple[float, float]:
+    """(of the span, of the widest rank) what is over the work of m micro-batches."""
+    return line.span - m * sum(price), max(line.width) - m * sum(price)
+
+
+@pytest.mark.parametrize("price", PRICES)
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_bubbles_are_the_closed_forms(p: int, price):
+    f, i, w = price
+    skew = p - 1
+    for m in (2 * p, 3 * p, 4 * p):
+        for name in ("gpipe", "1f1b"):
+            assert extra(timeline(name, p, m, price), m, price)[0] == skew * (f + i + w)
+        for c in (1, 2, 4):
+            for name in ("interleaved", "looped-bfs"):
+                line = timeline(name, p, m, price, c)
+                assert extra(line, m, price)[0] == pytest.approx(skew * (f + i + w) / c)
+        assert extra(timeline("zb-h1", p, m, price), m, price)[0] == skew * (f + i - w)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_zero_bubbles_are_zero_within_each_rank_and_skewed_between_them(p: int):
+    price = (1, 1, 1)
+    for m in (2 * p - 1, 2 * p, 4 * p):
+        assert extra(timeline("zb-h2", p, m, price), m, price) == (p - 1, 0)
+        assert extra(timeline("zb-v", p, m, price, 2), m, price) == ((p - 1) / 2, 0)
+    for price in PRICES[1:]:  # the width that the paper gives where W is shorter
+        f, i, w = price
+        line = timeline("zb-h2", p, 4 * p, price)
+        assert extra(line, 4 * p, price)[1] == pytest.approx((p - 1) * (f + i - 2 * w))
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@pytest.mark.parametrize("cell", [2, 2.5, 3])
+def test_dualpipe_v_idles_as_deepseek_says(p: int, cell: float):
+    """(PP/2 - 1)(F&B + B - 3W) with PP = 2 p, the most over ranks of what is idle."""
+    for m in (2 * p, 4 * p):
+        lists = FAMILIES["dualpipe-v"].make(p, m, 2)
+        line = simulate(lists, {"F": 1, "I": 1, "W": 1, "OVERLAP_F_B": cell})
+        assert max(line.idle) == (p - 1) * (cell + 2 - 3)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 8, 16])
+def test_peak_activations_are_the_closed_forms(p: int):
+    m = 4 * p
+
+    def peaks(name: str, c: int = 1) -> tuple[float, ...]:
+        return timeline(name, p, m, (1, 1, 1), c).activations
+
+    assert peaks("gpipe") == peaks("looped-bfs", 2) == (m,) * p
+    assert peaks("1f1b") == tuple(p - r for r in range(p))
+    assert peaks("interleaved", 2)[0] == p * (1 + (p - 1) / (2 * p))
+    assert peaks("zb-h1") == (p,) * p
+    assert peaks("zb-h2") == (2 * p - 1,) * p
+    assert peaks("zb-v", 2) == (p,) * p
+    assert max(peaks("dualpipe-v", 2)) == p + 0.5
+    assert max(peaks("v-half", 2)) <= (p + 3) / 2
+    assert max(peaks("v-min", 2)) <= (p + 4) / 3
+
+
+@pytest.mark.parametrize("p", [4, 8, 16])
+def test_controllable_memory_costs_the_bubble_that_the_paper_says(p: int):
+    """A half and two thirds of 1F1B's, to two steps of half a rank for each of its few seams."""
+    m, price = 4 * p, (1, 1, 1)
+    whole = extra(timeline("1f1b", p, m, price), m, price)[0]
+    assert extra(timeline("v-half", p, m, price, 2), m, price)[0] == pytest.approx(whole / 2, abs=3)
+    found = extra(timeline("v-min", p, m, price, 2), m, price)[0]
+    assert found == pytest.approx(whole * 2 / 3, abs=1)
+
+
+# ---------------------------------------------------------------------------------- drawings
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "cost"),
+    [
+        ("gpipe", 4, 4, {"F": 1, "B": 2}),
+        ("1f1b", 4, 4, {"F": 1, "B": 2}),
+        ("interleaved", 2, 4, {"F": 1, "B": 2}),
+        ("looped-bfs", 2, 4, {"F": 1, "B": 2}),
+        ("zb-h1", 4, 7, {"F": 1, "I": 1, "W": 1}),
+        ("zb-h2", 4, 7, {"F": 1, "I": 1, "W": 1}),
+        ("zb-v", 3, 6, {"F": 1, "I": 1, "W": 1}),
+        ("dualpipe-v", 2, 6, {"F": 1, "I": 1, "W": 1}),
+        ("v-min", 3, 6, {"F": 1, "I": 1, "W": 1}),
+    ],
+)
+def test_a_file_draws_what_it_makes(name: str, p: int, m: int, cost):
+    family = FAMILIES[name]
+    chunks = 2 if name in ("interleaved", "looped-bfs") else family.chunks or 1
+    lines = simulate(family.make(p, m, chunks), cost).draw().splitlines()
+    module = __import__(family.generate.__module__, fromlist=["__doc__"])
+    shown = [line.strip() for line in (module.__doc__ or "").splitlines()]
+    begin = next(k for k, line in enumerate(shown) if line and lines[0].startswith(line))
+    assert len(shown[begin]) > 60
+    for line, drawn in zip(lines, shown[begin : begin + p], strict=True):
+        assert line.startswith(drawn)
+
+
+# -------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "message"),
+    [
+        ("zb-v", (2, 4, 1), "schedule zb-v has chunks = 2 stages per rank, got 1"),
+        ("zb-h2", (2, 4, 2), "schedule zb-h2 has chunks = 1 stages per rank, got 2"),
+        ("dualpipe-v", (3, 5, 2), "DualPipe-V needs m >= 2 p = 6 micro-batches, got m=5"),
+        ("v-min", (2, 0, 2), "microbatches must be at least 1, got 0"),
+        ("zb-h1", (0, 1, 1), "needs p >= 1 stages and m >= 1 micro-batches, got p=0 m=1"),
+        ("zb", (1, 1, 1), "schedule must be one of .*, zb-h1, .* or a path ending in .csv, got "),
+    ],
+)
+def test_what_a_schedule_does_not_have_is_one_line(name: str, numbers, message: str):
+    with pytest.raises(ValueError, match=message) as error:
+        find_family(name).make(*numbers)
+    assert "\n" not in str(error.value)
