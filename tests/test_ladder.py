@@ -56,7 +56,8 @@ ROOMS = {
         ("words",),
         ("buffers", "shard", "layout", "collectives", "algorithms", "schedule", "symmetric"),
         ("mesh", "messages"),
-        ("run_collective", "simulate", "context", "data", "tensor"),
+        ("run_collective",),
+        ("simulate", "context", "data", "tensor"),
         ("pipeline", "server"),
     ),
     "warpweave.parallel.server": (

@@ -20,9 +20,12 @@ from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import Choice, Kind, Overlap
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     ScheduleName = str
 else:  # the names that there are, for the help of options
     ScheduleName = Literal[(*schedules.FAMILIES,)] | str
+Reduce = Literal["library", "ordered"]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -69,6 +72,10 @@ class ParallelPlan:
             (ulysses), or both (hybrid, with ulysses > 1). auto is the one that sends least,
             measured the one with the least exposed time at the link speeds that the run measures
             when it starts.
+        reduce: Reduction of gradients over the data ranks: once a step where the ZeRO stage allows
+            it, by the library's collectives (library), or in the order of the global micro-batches
+            (ordered), the same bits for any number of data ranks with as many micro-batches in all,
+            for the bytes of a reduction in every micro-batch.
     """
 
     zero: Literal[0, 1, 2, 3] = 1
@@ -81,6 +88,7 @@ class ParallelPlan:
     recompute: Recompute = "none"
     layout: Kind = "zigzag"
     cp_strategy: Choice = "auto"
+    reduce: Reduce = "library"
 
     def __post_init__(self) -> None:
         _check_words(self)
@@ -93,6 +101,16 @@ class ParallelPlan:
         """
         family = schedules.find_family(self.schedule)
         return family.make(ranks, self.microbatches, self.chunks)
+
+    def deal(self, replicas: int, size: int) -> Tensor:
+        """The samples of a step, int64[replicas, microbatches, size], that each micro-batch of a
+        data replica holds: with ordered sums micro-batches are dealt to the replicas in turn."""
+        import torch  # options do without
+
+        every, m = torch.arange(replicas * self.microbatches * size), self.microbatches
+        if self.reduce == "ordered":
+            return every.view(m, replicas, size).transpose(0, 1)
+        return every.view(replicas, m, size)
 
     def placement(self, ranks: int) -> list[int]:
         """The pipeline rank of each stage, with `ranks` pipeline ranks."""
@@ -239,6 +257,9 @@ class GPTConfig(HeadStyle, MLPStyle):
 
         if mesh.dp_shard is not None and plan.zero == 0:
             raise ValueError(f"dp_shard = {mesh.dp_shard} needs ZeRO 1 to 3, got zero = 0")
+        if plan.reduce == "ordered" and (mesh.dp_shard is not None or mesh.outer > 1):
+            given = f"dp_shard = {mesh.dp_shard}, outer = {mesh.outer}"
+            raise ValueError(f"reduce = 'ordered' does not go with replicas of shards: {given}")
         if self.num_kv_heads % mesh.tp:
             raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {mesh.tp}")
         if self.num_hidden % mesh.tp:

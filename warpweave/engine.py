@@ -29,6 +29,7 @@ from warpweave.modes import in_mode
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
 from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
+from warpweave.parallel.data.ordered import check_order
 from warpweave.parallel.data.outer import SUM, OuterOptimizer, OuterRule
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.data.zero import ZeroOptimizer
@@ -156,8 +157,12 @@ class Engine:
     def _make_schedule(self) -> schedules.Schedule:
         """The plan's schedule with reductions, tie, update and all messages."""
         lists = self.plan.make_schedule(self.mesh.size("pp"))
-        if self.plan.early_gradients and not (self.plan.zero >= 2 and self.mesh.size("shard") > 1):
+        ordered = self.plan.reduce == "ordered"
+        freed = ordered or (self.plan.zero >= 2 and self.mesh.size("shard") > 1)
+        if self.plan.early_gradients and not freed:
             lists = schedules.send_first(lists)
+        if ordered:
+            check_order(lists, tied=self.config.tied)
         lists = schedules.with_reduce(schedules.with_comm(lists))
         if self.config.tied:
             lists = schedules.with_tie(lists)

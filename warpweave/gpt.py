@@ -400,9 +400,10 @@ class GPT(nn.Module):
 
         def unit(name: str, prefixes: tuple[str, ...], tied: bool = False) -> Unit:
             chosen = [(records[n], p) for n, p in params.items() if n.startswith(prefixes)]
-            owner = self.first or not tied
+            ends = {"tied": tied, "owner": self.first or not tied}
+            ordered = self.plan.reduce == "ordered"
             return make_unit(
-                name, chosen, self.mesh, zero=zero, device=device, tied=tied, owner=owner
+                name, chosen, self.mesh, zero=zero, device=device, ordered=ordered, **ends
             )
 
         shared = None

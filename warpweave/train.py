@@ -270,10 +270,9 @@ class Trainer:
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """This data replica's samples of a step: `_micro_batches` and sample ids [m, b]."""
-        m, b, at = self.config.plan.microbatches, self.config.batch, self.replica
-        ids = torch.arange(at * m * b, (at + 1) * m * b)
-        cut = self._micro_batches(*self.train_data.batch(step, ids.tolist()))
-        return *cut, upload(ids.view(m, b), self.session.device)
+        ids = self.config.plan.deal(self.replicas, self.config.batch)[self.replica]
+        cut = self._micro_batches(*self.train_data.batch(step, ids.flatten().tolist()))
+        return *cut, upload(ids, self.session.device)
 
     def _micro_batches(self, *samples: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens and labels [n * b, S] as micro-batches [n, b, S] with documents, on the device."""

@@ -10,6 +10,8 @@ every reduction is a SUM, because the loss is already divided by the global numb
                                           freed in between
     hybrid       replicas of shards       then, once per step, one all-reduce of the slice over the
                                           replicas
+    any          in order (`ordered`)     one all-to-all per micro-batch; ZeRO 0: then, once per
+                                          step, one all-gather
 
     ZeRO 2, two micro-batches, four data ranks; g[m, r] of micro-batch m on rank r, slices a to d
     rank r, after micro-batch 0    slice r of  sum over r' of g[0, r']
@@ -24,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from warpweave.parallel.collectives import reduce_scatter_into
+from warpweave.parallel.collectives import Pending, reduce_scatter_into
 from warpweave.parallel.data.flat import FlatLayout, allocate, free, is_free
 from warpweave.parallel.shard import ParamRecord
 
@@ -41,7 +43,7 @@ class FlatGradients:
             all-reduced afterwards (hybrid sharding); None is one.
         sharded_result: reduce-scatter: each rank gets its slice of the sum; otherwise all-reduce.
         sharded_accumulation: reduce-scatter after every micro-batch and keep only the slice; needs
-            `sharded_result`.
+            `sharded_result`, but for `ordered`.
         dtype: in which gradients accumulate and are summed.
         device: of the buffers.
 
@@ -72,9 +74,9 @@ class FlatGradients:
             self.reduced = torch.zeros(layout.slice_size, dtype=dtype, device=device)
         self.place(torch.zeros(layout.size, dtype=dtype, device=device))
         self.joined = False  # True once `end_to_end` has allocated the buffer
-        self._in_flight: tuple[dist.Work, Tensor] | None = None  # over `group`
+        self._in_flight: tuple[dist.Work | Pending, Tensor] | None = None  # over `group`
         self._is_last = False  # of the step
-        self._over_replicas: dist.Work | None = None
+        self._last: dist.Work | None = None  # after the last micro-batch
         # A gradient without a value yet is overwritten, not added to.
         self._flat_is_stale = False
         self._reduced_is_stale = True
@@ -167,20 +169,30 @@ class FlatGradients:
         work, out = self._in_flight
         self._in_flight = None
         work.wait()
-        if out is not self.flat and out is not self.reduced:
-            self.reduced.add_(out)
+        self._add(out)
         self._reduced_is_stale = False
         if self.sharded_accumulation:
             free(self.flat)
-        if self._is_last and self.replicas is not None:
-            self._over_replicas = dist.all_reduce(self.reduced, group=self.replicas, async_op=True)
+        if self._is_last:
+            self._last = self._start_last()
+
+    def _add(self, out: Tensor) -> None:
+        """Add what a reduction gave to the reduced slice."""
+        if out is not self.flat and out is not self.reduced:
+            self.reduced.add_(out)
+
+    def _start_last(self) -> dist.Work | None:
+        """Start what follows the last micro-batch of a step: the all-reduce over replicas."""
+        if self.replicas is None:
+            return None
+        return dist.all_reduce(self.reduced, group=self.replicas, async_op=True)
 
     def finish(self) -> None:
         """Wait for all reductions: `reduced` is then the sum over the data ranks."""
         self.advance()
-        if self._over_replicas is not None:
-            self._over_replicas.wait()
-            self._over_replicas = None
+        if self._last is not None:
+            self._last.wait()
+            self._last = None
 
     def is_before(self, other: FlatGradients) -> bool:
         """Whether the replicated gradients `other` directly follow these in memory
@@ -202,7 +214,11 @@ def end_to_end(every: Sequence[FlatGradients]) -> None:
     that were joined before, because others may hold views of them. Only gradients of one data group
     share a buffer.
     """
-    whole = [g for g in every if g.group is not None and not g.sharded_result and not g.joined]
+    whole = [
+        g
+        for g in every
+        if g.group is not None and not (g.sharded_result or g.sharded_accumulation or g.joined)
+    ]
     kinds = dict.fromkeys((g.group, g.flat.dtype, g.flat.device) for g in whole)
     for kind in kinds:
         alike = [g for g in whole if (g.group, g.flat.dtype, g.flat.device) == kind]

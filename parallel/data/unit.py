@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from warpweave.parallel.collectives import all_gather_into
 from warpweave.parallel.data.flat import FlatLayout
 from warpweave.parallel.data.optimizer import OptimizerState, master_dtype
+from warpweave.parallel.data.ordered import OrderedGradients
 from warpweave.parallel.data.parameters import FlatParameters
 from warpweave.parallel.data.reduce import FlatGradients
 from warpweave.parallel.mesh import ConnectedMesh, factors
@@ -219,6 +220,7 @@ def make_unit(
     *,
     zero: int = 0,
     device: torch.device | str = "cpu",
+    ordered: bool = False,
     tied: bool = False,
     owner: bool = True,
 ) -> Unit:
@@ -232,11 +234,12 @@ def make_unit(
         mesh: the connected mesh.
         zero: ZeRO stage, 0 to 3.
         device: of the buffers.
+        ordered: sum gradients in the order of the global micro-batches (`data.ordered`).
         tied, owner: as of `Unit`.
 
     Raises:
-        ValueError: another stage than these, several dtypes or axes to sum over, or a shape that is
-            not its record's.
+        ValueError: another stage than these, several dtypes or axes to sum over, a shape that is
+            not its record's, or replicas of shards whose gradients are to be summed in order.
     """
     given = {record.name: (record, param) for record, param in params}
     dtypes = {param.dtype for _, param in given.values()}
@@ -249,19 +252,30 @@ def make_unit(
     place = zero_placement(zero, sum_over, mesh)
     shards, index = mesh.size(place.shard_over), mesh.index(place.shard_over)
     layout = FlatLayout((record for record, _ in given.values()), shards, index)
-    ordered = [given[record.name] for record in layout.records]
+    pairs = [given[record.name] for record in layout.records]
     group = mesh.group(place.shard_over)
-    parameters = FlatParameters(layout, ordered, group, sharded=place.param, device=device)
+    parameters = FlatParameters(layout, pairs, group, sharded=place.param, device=device)
     replicated = place.optim and place.replicate_over is not None
-    gradients = FlatGradients(
-        layout,
-        ordered,
-        group if place.optim else mesh.group(sum_over),
-        replicas=mesh.group(place.replicate_over) if replicated else None,
-        sharded_result=place.optim,
-        sharded_accumulation=place.grad,
-        dtype=master_dtype(dtype),
-        device=device,
-    )
+    replicas = mesh.group(place.replicate_over) if replicated else None
+    over = group if place.optim else mesh.group(sum_over)
+    wide = master_dtype(dtype)
+    gradients: FlatGradients
+    if ordered and replicas is None:
+        gradients = OrderedGradients(
+            layout, pairs, over, sharded_result=place.optim, dtype=wide, device=device
+        )
+    elif ordered:
+        raise ValueError(f"unit {name}: gradients of replicas of shards are not summed in order")
+    else:
+        gradients = FlatGradients(
+            layout,
+            pairs,
+            over,
+            replicas=replicas,
+            sharded_result=place.optim,
+            sharded_accumulation=place.grad,
+            dtype=wide,
+            device=device,
+        )
     state = OptimizerState(parameters, layout.own if place.optim else slice(0, layout.size))
     return Unit(name, mesh, place, parameters, gradients, state, tied=tied, owner=owner)

@@ -21,10 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpweave.kernels.adamw import sum_of_squares
+from warpweave.parallel.algorithms.direct import ordered
 from warpweave.parallel.data.muon import WholeMatrices
 from warpweave.parallel.data.optimizer import LossScale, Muon, Piece, Rule
+from warpweave.parallel.data.ordered import OrderedGradients, exact_sum
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.mesh import AXES, ConnectedMesh, factors
+from warpweave.parallel.run_collective import run_collective
 
 
 class ZeroOptimizer:
@@ -54,6 +57,7 @@ class ZeroOptimizer:
         if clip is not None and not clip > 0:
             raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
         self.units, self.mesh, self.rule, self.clip = units, mesh, rule, clip
+        self.ordered = any(isinstance(u.gradients, OrderedGradients) for u in units)
         self.loss_scale, self.impl = loss_scale, impl
         rest = {*rule.moments} - {*rule.matrix_moments}
         for unit in units:
@@ -97,7 +101,10 @@ class ZeroOptimizer:
             if group is None or not pieces:
                 continue
             joined = torch.cat(pieces)
-            dist.all_reduce(joined, group=group)
+            if self.ordered:
+                run_collective(ordered, joined, group)
+            else:
+                dist.all_reduce(joined, group=group)
             for piece, total in zip(pieces, joined.split([p.numel() for p in pieces]), strict=True):
                 piece.copy_(total)
 
@@ -109,18 +116,21 @@ class ZeroOptimizer:
         all data ranks hold are counted by each alike, and summed over the other axes only, the
         stages last.
         """
-        squares = [
-            sum_of_squares(piece, impl=self.impl)
-            for unit in self.units
-            for piece in unit.counted_grads(self._norm_axes)
-        ]
+        pieces = [p for unit in self.units for p in unit.counted_grads(self._norm_axes)]
+        axes = ("inner",) if self._in_one_message else reversed(self._norm_axes)
+        groups = [self.mesh.group(axis) for axis in axes]
         reference = self.units[0].gradients.reduced
-        total = torch.stack(squares).sum() if squares else reference.new_zeros(())
-        self.finite = total.isfinite()
-        for axis in ("inner",) if self._in_one_message else reversed(self._norm_axes):
-            if self.mesh.group(axis) is not None:
-                dist.all_reduce(total, group=self.mesh.group(axis))
-        norm = total.sqrt()
+        if self.ordered:
+            largest, total, self.finite = exact_sum(pieces, groups, reference, squares=True)
+            norm = (largest * total.sqrt()).to(reference.dtype)
+        else:
+            squares = [sum_of_squares(piece, impl=self.impl) for piece in pieces]
+            total = torch.stack(squares).sum() if squares else reference.new_zeros(())
+            self.finite = total.isfinite()
+            for group in groups:
+                if group is not None:
+                    dist.all_reduce(total, group=group)
+            norm = total.sqrt()
         return norm / self.loss_scale.value if self.loss_scale is not None else norm
 
     @torch.no_grad()

@@ -136,7 +136,7 @@ class ChainStage:
         self._views = {p: view for unit in self.units for p, view in unit.gradients.views.items()}
         # A boundary costs a little, so there is none where nothing happens between segments.
         self._must_cut = any(s.recompute for s in self.segments) or any(
-            unit.placement.param or unit.placement.grad for unit in self.units
+            unit.placement.param or unit.gradients.sharded_accumulation for unit in self.units
         )
         self._fused = self._cut.fused()
         # Gradients that do not fill a bucket before the last one is complete cannot overlap.
@@ -334,12 +334,12 @@ class ChainStage:
     def _reduce_completed(self, units: Sequence[Unit]) -> None:
         """Start reducing `units`, whose gradients a segment has just completed, if they are due.
 
-        Sharded gradients (ZeRO 2 and 3) are reduced after every micro-batch, at most two units at a
-        time, to bound the memory of unreduced buffers. Those of ZeRO 0 and 1 are reduced after the
-        last micro-batch, in buckets.
+        Sharded gradients (ZeRO 2 and 3, and all that are summed in order) are reduced after every
+        micro-batch, at most two units at a time, to bound the memory of unreduced buffers. Others
+        are reduced after the last micro-batch, in buckets.
         """
         for unit in units:
-            if unit.placement.grad:
+            if unit.gradients.sharded_accumulation:
                 self._start_reducing(unit)
                 if len(self._reducing) > 2:
                     self._reducing.pop(0).gradients.advance()

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 
 from warpweave.parallel import collectives
-from warpweave.parallel.data import parameters, reduce, unit, zero
+from warpweave.parallel.data import ordered, parameters, reduce, unit, zero
 from warpweave.parallel.mesh import Mesh
 
 
@@ -484,7 +484,7 @@ def run_threads(
         patches.enter_context(mock.patch.multiple(dist, **_PRETENDED))
         patches.enter_context(mock.patch.object(dist, "set_timeout", create=True))  # torch 2.14's
         patches.enter_context(mock.patch.object(device_mesh, "init_device_mesh", _init_device_mesh))
-        for module in (collectives, parameters, reduce, unit, zero):
+        for module in (collectives, ordered, parameters, reduce, unit, zero):
             for name in _BY_NAME.keys() & vars(module).keys():
                 patches.enter_context(mock.patch.object(module, name, _BY_NAME[name]))
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]

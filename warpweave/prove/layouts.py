@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from warpweave.config import GPTConfig, ParallelPlan, Recompute
+from warpweave.config import GPTConfig, ParallelPlan, Recompute, Reduce
 from warpweave.kernels.rope_scaling import RopeScaling
 from warpweave.parallel.mesh import AXES, Mesh
 from warpweave.parallel.schedule import FAMILIES, find_family
@@ -112,6 +112,7 @@ class Layout:
     drawn: Sizes | None = None
     device: str = "cpu"
     optimizer: str = "adamw"
+    reduce: Reduce = "library"
 
     def __post_init__(self) -> None:
         if self.sizes.samples % (self.mesh.dp * self.microbatches):
@@ -149,6 +150,7 @@ class Layout:
         """The engine's plan."""
         return ParallelPlan(
             zero=self.zero,
+            reduce=self.reduce,
             schedule=self.schedule,
             chunks=self.chunks,
             microbatches=self.microbatches,
@@ -195,6 +197,7 @@ class Layout:
                 "--sequence-parallel" if self.sequence_parallel else "--no-sequence-parallel",
                 *["--packed"] * self.packed,
                 *[f"--optimizer {self.optimizer}"] * (self.optimizer != "adamw"),
+                *[f"--reduce {self.reduce}"] * (self.reduce != "library"),
             ]
         words += [f"--device {self.device}"] if self.device != "cpu" else []
         return " ".join(["warpweave prove", *words, f"--dtype {self.dtype} --impl {self.impl}"])
@@ -217,6 +220,7 @@ class Layout:
         if m.tp > 1:
             words += ["sequence-parallel"] * self.sequence_parallel + [f"overlap={self.overlap}"]
         words += [f"optimizer={self.optimizer}"] if self.optimizer != "adamw" else []
+        words += [f"reduce={self.reduce}"] if self.reduce != "library" else []
         words += [f"device={self.device}"] if self.device != "cpu" else []
         return " ".join([*words, f"dtype={self.dtype}", f"impl={self.impl}"])
 

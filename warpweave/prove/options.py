@@ -38,15 +38,15 @@ from typing import Literal
 
 import tyro
 
-from warpweave.config import Recompute, ScheduleName
+from warpweave.config import Recompute, Reduce, ScheduleName
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import Kind, Overlap, Strategy
 from warpweave.prove.layouts import Layout, Style, all_layouts, draw
 
 # With --typecheck, which follows one program whatever its values, order and messages are.
-_UNSEEN = ("all", "world", "random", "seed", "dp_shard", "zero", "schedule", "cp_strategy",
-           "packed", "microbatches", "overlap", "optimizer", "dtype", "device", "impl",
-           "timeout")  # fmt: skip
+_UNSEEN = ("all", "world", "random", "seed", "dp_shard", "zero", "reduce", "schedule",
+           "cp_strategy", "packed", "microbatches", "overlap", "optimizer", "dtype", "device",
+           "impl", "timeout")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,9 @@ class ProveConfig:
     averaged in every step."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp)."""
+    reduce: Reduce = "library"
+    """Reduction of gradients: by the library's collectives, or ordered, the same bits for any
+    number of data ranks."""
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule: the order of the micro-batches."""
     sequence_parallel: bool = True
@@ -140,6 +143,7 @@ class ProveConfig:
             packed=self.packed,
             count=self.microbatches,
             optimizer=self.optimizer,
+            reduce=self.reduce,
         )
 
     def typechecked(self) -> Layout:

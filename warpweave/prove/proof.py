@@ -161,14 +161,13 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     group, device = mesh.group("world"), engine.device
     told = layout.model, sizes, DTYPES[layout.dtype], group, device, layout.optimizer
     compare = _Comparison(truth(*told))
-    shape = (layout.mesh.dp, layout.microbatches, layout.micro_batch_size)
+    own = layout.plan.deal(layout.mesh.dp, layout.micro_batch_size)[mesh.index("dp")]
     owners = dict.fromkeys(compare.truth.names, 0)  # ranks that say a tensor is theirs to write
 
     def mine(step: int) -> list[Tensor | None]:
         """This replica's part of a batch and of its documents, by micro-batches."""
         every = (*batch(sizes, step), documents(sizes, step))
-        whole = [None if x is None else x.unflatten(0, shape) for x in every]
-        return [None if x is None else x[mesh.index("dp")].to(device) for x in whole]
+        return [None if x is None else x[own].to(device) for x in every]
 
     def read(kind: str, state: str, what: str, scale: float = 1.0) -> None:
         for record, tensor, owned in engine.read(state):
