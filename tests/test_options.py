@@ -145,6 +145,7 @@ TRAIN = {
     "recompute": Row("--recompute full", {"plan.recompute"}),
     "layout": Row("--layout striped", {"plan.layout"}),
     "cp_strategy": Row("--cp-strategy ring", {"plan.cp_strategy"}),
+    "reduce": Row("--reduce ordered", {"plan.reduce", "samples"}, "--microbatches 2 --dp 2"),
 }  # fmt: skip
 BASE = shlex.split(
     "--model toy --data text.txt --batch 2 --steps 6 --warmup 2 --lr 0.1 --eval-every 2 "
