@@ -1,4 +1,4 @@
-"""``reduce = "ordered"``: the same weights, moments and norms, to the bit, on any data ranks."""
+"""``reduce = "ordered"``: weights, moments, norms and losses to the same bits on any data ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Case:
     reduce: str = "ordered"
 
     def run(self, dp: int, zero: int) -> dict[str, torch.Tensor]:
-        """The norms of all steps, and every weight and moment after them."""
+        """The losses and norms of all steps, and every weight and moment after them."""
         count, sp = self.samples // dp, self.mesh.tp > 1
         plan = ParallelPlan(zero, microbatches=count, sequence_parallel=sp, reduce=self.reduce)
         with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +65,8 @@ class _Case:
             generator = torch.Generator().manual_seed(step)
             drawn = torch.randint(37, (self.samples, 9), generator=generator)
             tokens, labels = drawn[ids, :-1], drawn[ids, 1:]
-            found[f"norm {step}"] = engine.step(tokens, labels, ids, lr=0.01, key=step).norm
+            result = engine.step(tokens, labels, ids, lr=0.01, key=step)
+            found |= {f"norm {step}": result.norm, f"loss {step}": result.loss}
         for kind in ("param", *self.rule.moments):
             found |= {f"{kind} {r.name}": x.clone() for r, x, _ in engine.read(kind)}
         return found

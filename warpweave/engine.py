@@ -29,7 +29,7 @@ from warpweave.modes import in_mode
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
 from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
-from warpweave.parallel.data.ordered import check_order
+from warpweave.parallel.data.ordered import check_order, exact_sum
 from warpweave.parallel.data.outer import SUM, OuterOptimizer, OuterRule
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.data.zero import ZeroOptimizer
@@ -313,7 +313,8 @@ class Engine:
         return [of_mb for stage in self.stages.values() for of_mb in stage.losses.values()]
 
     def _start_global_losses(self, own: list[Losses], interrupted: bool = False) -> Pending:
-        """Start summing [each loss, number of interrupted ranks] over the mesh, in one message."""
+        """Start summing [each loss, number of interrupted ranks] over the mesh, in one message;
+        with ordered sums each loss apart, to the same bits on any number of data ranks."""
         names = self.gpt.loss_names
         if unknown := sorted({name for losses in own for name in losses} - {*names}):
             raise ValueError(
@@ -322,14 +323,22 @@ class Engine:
             )
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         sums = torch.zeros(len(names) + 1, dtype=wide, device=self.device)
+        world, exact = self.mesh.group("world"), []
         for at, name in enumerate(names):
             shares = [losses[name] for losses in own if name in losses]
-            if shares and self.mesh.index("tp") == 0:  # tensor ranks hold the same share
-                sums[at] = torch.stack(shares).sum() / self.mesh.size("outer")
+            held = [torch.stack(shares)] if shares and self.mesh.index("tp") == 0 else []
+            for each in held:  # tensor ranks hold the same share
+                sums[at] = each.sum() / self.mesh.size("outer")
+            if self.plan.reduce == "ordered":
+                unit, total, _ = exact_sum(held, [world], sums)
+                exact.append(unit * total)
         if interrupted:
             sums[-1] = 1.0
         self.finite = sums.isfinite().all()
-        return start_all_reduce_(sums, self.mesh.group("world"))
+        pending = start_all_reduce_(sums, world)
+        if exact:
+            return Pending(None, lambda: torch.stack([*exact, pending.wait()[-1]]).to(wide))
+        return pending
 
     def _own_finite(self) -> Tensor:
         """bool[2]: this rank's losses and gradients of what ran last are finite."""
