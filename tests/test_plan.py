@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,7 @@ from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.gpt import GPT
 from warpweave.parallel.mesh import Mesh
+from warpweave.plan.device import Efficiency, Hardware, find_hardware
 from warpweave.plan.memory import (
     SIZES,
     States,
@@ -21,6 +25,7 @@ from warpweave.plan.memory import (
     sharded,
     units_of,
 )
+from warpweave.plan.time import Job, block_parts, least_time, predict, step_time, step_traffic
 
 # ---------------------------------------------------------------- memory
 
@@ -93,13 +98,203 @@ def test_blocks_in_flight_are_the_schedules() -> None:
     assert live_blocks(looped, 4, 8) == (11, 9, 7, 5)  # 2 (p - 1 - r) + (c - 1) p + 1
 
 
+# ---------------------------------------------------------------- time
+
+A100, H100 = find_hardware("a100-80g"), find_hardware("h100")
+SMALL = GPTConfig(64, 256, 8, 512, 8)
+
+
+def _job(config: GPTConfig = SMALL, hardware: Hardware = A100, **given: Any) -> Job:
+    """A job of bf16; `given` are fields of `Job`, `Mesh` and `ParallelPlan`."""
+    parts: dict[type, dict] = {Job: {"batch": 1}, Mesh: {}, ParallelPlan: {"zero": 0}}
+    for (name, value), kind in itertools.product(given.items(), parts):
+        if name in {f.name for f in dataclasses.fields(kind)}:
+            parts[kind][name] = value
+    mesh, plan = Mesh(**parts[Mesh]), ParallelPlan(**parts[ParallelPlan])
+    more = {"dtype": "bf16", "device_type": "cuda", "hardware": hardware} | parts[Job]
+    return Job(config, mesh, plan, **more)
+
+
+def _ideal(**figures: float) -> Hardware:
+    """A100s that reach all of their figures, with memory, links and launches that take no time."""
+    free = {"memory": math.inf, "nvlink": math.inf, "network": math.inf} | figures
+    device = dataclasses.replace(A100.device, **free)
+    return Hardware("ideal", device, 80e9, Efficiency(1, 1, 1, 1, 1, 0))
+
+
+def test_free_memory_and_links_leave_the_flops() -> None:
+    """All products, with attention 3.5 times forward where the model's FLOPs count 3 times."""
+    job = _job(hardware=_ideal(), microbatches=3, batch=2)
+    c = job.config
+    attention = 2 * c.layers * job.sequences * c.heads * c.seq_len**2 * c.head_dim
+    flops = c.step_flops(job.sequences * c.seq_len) + attention / 2
+    assert step_time(job) == pytest.approx(flops / A100.device.half, rel=1e-12)
+    assert predict(job).mfu == pytest.approx(1 - attention / 2 / flops, rel=1e-12)
+    full = step_time(dataclasses.replace(job, plan=dataclasses.replace(job.plan, recompute="full")))
+    forward = 2 * c.layers * job.sequences * c.seq_len * 12 * c.width**2 + attention
+    assert full - step_time(job) == pytest.approx(forward / A100.device.half, rel=1e-9)
+
+
+@pytest.mark.parametrize(("pp", "m", "chunks"), [(4, 8, 1), (2, 4, 2), (4, 8, 2)])
+def test_the_pipelines_bubble_is_the_papers(pp: int, m: int, chunks: int) -> None:
+    """arXiv:2104.04473: (p - 1) / (m c) of the ideal time, where the head costs nothing."""
+    config = dataclasses.replace(SMALL, vocab_size=1, seq_len=8192)
+    given: dict[str, Any] = {"hardware": _ideal(), "microbatches": m}
+    name = "1f1b" if chunks == 1 else "interleaved"
+    one = predict(_job(config, **given))
+    many = predict(_job(config, pp=pp, schedule=name, chunks=chunks, **given))
+    expected = one.pipeline / pp * (1 + (pp - 1) / m / chunks)
+    assert many.pipeline == pytest.approx(expected, rel=1e-4)
+
+
+def test_links_cost_their_bytes() -> None:
+    """A slow link of each kind, its traffic worked out by hand."""
+    c, b, speed = dataclasses.replace(SMALL, kv_heads=4), 2, 1e9
+    T, layers, m = c.seq_len, c.layers, 2
+    P = sum(units_of(c, Mesh(), ParallelPlan(), 0).values())
+    pass_of = T * c.width * b / 2
+    cases = {  # mesh, plan: bytes of each rank
+        "tp": (m * layers * 10 * pass_of, {"tp": 2, "overlap": "none"}),
+        "cp": (m * layers * (T // 2) * 2 * 4 * c.head_dim * (b + b + 4), {"cp": 2}),
+        "dp": (P * (2 * 4) * 3 / 4, {"dp": 4}),
+        "dp zero 1": (P * (4 + b) * 3 / 4, {"dp": 4, "zero": 1}),
+        "dp zero 3": (P * m * (4 + 2 * b) * 3 / 4, {"dp": 4, "zero": 3}),
+        "pp": (2 * m * T * c.width * b, {"pp": 2}),
+    }
+    for name, (moved, given) in cases.items():
+        found = {axis: rest for axis, *rest in step_traffic(_job(c, microbatches=m, **given))}
+        assert found[name[:2]] == ["NVLink", pytest.approx(moved)], name
+        fast, slow = (
+            step_time(_job(c, _ideal(half=1e30, nvlink=each), microbatches=m, **given))
+            for each in (math.inf, speed)
+        )
+        extra = slow - fast
+        if name == "tp":  # and the embedding's and the head's
+            moved += m * 4 * pass_of
+        if name == "cp":  # and the sum of gradients, but for what the last backward hides
+            moved += P * (2 * 4) / 2 - layers * (T // 2) * 2 * 4 * c.head_dim * (b + 4)
+        if name == "pp":  # there and back: the second micro-batch's are beside the first's
+            moved = 2 * T * c.width * b
+        assert extra == pytest.approx(moved / speed, rel=0.02), name
+
+
+def test_a_group_over_nodes_shares_its_adapters() -> None:
+    near, far = (speed * 0.7 for speed in (A100.device.nvlink, A100.device.network))
+    assert A100.bandwidth(1, 8) == A100.bandwidth(4, 2) == pytest.approx(near)
+    assert A100.bandwidth(8, 2) == pytest.approx(far)
+    assert A100.bandwidth(2, 8) == pytest.approx(4 * far)
+    assert A100.bandwidth(1, 16) == pytest.approx(min(near, 8 * far))
+
+
+# arXiv:2104.04473, table 1: heads, width, layers, tp, pp, GPUs, sequences, TFLOP/s of each GPU.
+NARAYANAN = [
+    (24, 2304, 24, 1, 1, 32, 512, 137), (32, 3072, 30, 2, 1, 64, 512, 138),
+    (32, 4096, 36, 4, 1, 128, 512, 142), (48, 6144, 40, 8, 1, 256, 1024, 135),
+    (64, 8192, 48, 8, 2, 512, 1536, 138), (80, 10240, 60, 8, 4, 1024, 1792, 140),
+    (96, 12288, 80, 8, 8, 1536, 2304, 148), (128, 16384, 96, 8, 16, 1920, 2160, 155),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", NARAYANAN)
+def test_megatrons_table_is_predicted(row: tuple[int, ...]) -> None:
+    """Within 10 %, as its formula counts FLOPs."""
+    heads, h, layers, tp, pp, n, sequences, tflops = row
+    s, V, dp = 2048, 51200, n // tp // pp
+    flops = 96 * sequences * s * layers * h**2 * (1 + s / (6 * h) + V / (16 * layers * h))
+    job = _job(
+        GPTConfig(V, s, layers, h, heads), tp=tp, pp=pp, dp=dp, microbatches=sequences // dp,
+        recompute="full", sequence_parallel=False, overlap="none", fused=False,
+    )  # fmt: skip
+    assert step_time(job) == pytest.approx(flops / n / (tflops * 1e12), rel=0.1)
+
+
+# arXiv:2205.05198, table 5: heads, width, layers, pp, chunks, sequences, micro-batch, seconds with
+# full recompute, and with selective and sequence parallelism.
+KORTHIKANTI = [
+    (64, 6144, 48, 1, 1, 4, 4, 1.42, 1.10), (96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75),
+    (128, 20480, 105, 35, 3, 280, 1, 49.05, 37.83), (160, 25600, 128, 64, 1, 512, 1, 94.42, 71.49),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", KORTHIKANTI[:2])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_korthikantis_table_is_predicted(row: tuple, recompute: str) -> None:
+    """Within 10 %."""
+    heads, h, layers, pp, chunks, sequences, batch, full, selective = row
+    job = _job(
+        GPTConfig(51200, 2048, layers, h, heads), tp=8, pp=pp, chunks=chunks, batch=batch,
+        schedule="interleaved" if chunks > 1 else "1f1b", microbatches=sequences // batch,
+        recompute=recompute, sequence_parallel=recompute == "selective", fused=False,
+    )  # fmt: skip
+    published = full if recompute == "full" else selective
+    assert step_time(job) == pytest.approx(published, rel=0.1)
+
+
+MESHES = [{}, {"tp": 8}, {"tp": 2, "cp": 2}, {"pp": 4}, {"pp": 2, "chunks": 4},
+          {"dp": 8, "zero": 3}, {"tp": 8, "pp": 2, "dp": 4, "zero": 1},
+          {"dp": 16, "zero": 2, "pp": 2}]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", MESHES)
+def test_faster_hardware_is_never_slower(given: dict) -> None:
+    """And no more work is quicker; `least_time` is below what is simulated."""
+    config = PRESETS["llama-8b"]
+    given = given | {"schedule": "interleaved" if "chunks" in given else "1f1b", "microbatches": 6}
+    job = _job(config, H100, **given)
+    now = step_time(job)
+    assert 0.5 * now < least_time(job) <= now * (1 + 1e-12)
+    for figure in ("half", "memory", "nvlink", "network"):
+        device = dataclasses.replace(H100.device, **{figure: 2 * getattr(H100.device, figure)})
+        faster = dataclasses.replace(H100, device=device)
+        assert step_time(dataclasses.replace(job, hardware=faster)) <= now
+    for name, value in (("recompute", "full"), ("recompute", "selective"), ("microbatches", 7)):
+        plan = dataclasses.replace(job.plan, **{name: value})
+        assert step_time(dataclasses.replace(job, plan=plan)) > now
+    parts = block_parts(job)
+    assert all(p.weights <= p.backward and min(p) >= 0 for p in parts.values())
+
+
+# ---------------------------------------------------------------- hardware
+
+
+def test_hardware_of_ones_own(tmp_path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text('base = "h100"\nnetwork = 12.5e9\nnode = 4\nfar = 0.9\n')
+    found = find_hardware(str(path))
+    assert (found.name, found.node, found.device.network) == ("ours", 4, 12.5e9)
+    assert found.efficiency == dataclasses.replace(H100.efficiency, far=0.9)
+    assert found.device.half == H100.device.half
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("tpu", None, "hw must be one of a100-40g, .* got 'tpu'"),
+        ("a40", None, r"a40 has no figure nvlink \(bytes/s over NVLink\)"),
+        ("no.toml", None, "cannot be read: No such file"),
+        ("x.toml", "half = ", "x.toml is not TOML"),
+        ("x.json", '{"half": 1e15, "memory": 3e12}', "no base and lacks nvlink, network, capacity"),
+        ("x.json", '{"base": "h100", "halves": 1}', "halves is no field; fields are base, half"),
+        ("x.json", '{"base": "h100", "half": -1}', "half must be a positive number, got -1"),
+        ("x.json", '{"base": "mi300"}', "base must be one of a100-40g, .* got 'mi300'"),
+        ("x.json", "[1]", "must hold names and values"),
+    ],
+)
+def test_hardware_that_cannot_be(tmp_path, name: str, text: str | None, says: str) -> None:
+    given = name if "." not in name else str(tmp_path / name)
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=says):
+        find_hardware(given)
+
+
 # ---------------------------------------------------------------- the command
 
 
 def test_planning_imports_no_torch() -> None:
     """Importing torch takes seconds."""
     code = (
-        "import sys, warpweave.plan.memory, warpweave.convert.families\n"
+        "import sys, warpweave.plan.time, warpweave.convert.families\n"
         "assert 'torch' not in sys.modules, 'torch'"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)

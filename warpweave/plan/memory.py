@@ -185,12 +185,12 @@ def _activation_bytes(step: TrainingStep, rank: int) -> int:
     again = step.rows * config.width * size + attended * step.tokens // mesh.tp
     kept = {"none": whole, "selective": whole - spared, "full": again}[step.plan.recompute]
     found = live_blocks(step.plan, mesh.pp, config.layers)[rank] * kept + 3 * whole
-    last = _stages(step.plan, mesh.pp)[-1] == rank
+    last = stage_ranks(step.plan, mesh.pp)[-1] == rank
     return found + (_loss(step, size, max(size, 4)) if last else 0)
 
 
 @lru_cache(maxsize=4096)
-def _stages(plan: ParallelPlan, ranks: int) -> tuple[int, ...]:
+def stage_ranks(plan: ParallelPlan, ranks: int) -> tuple[int, ...]:
     """The pipeline rank of each stage."""
     return tuple(plan.placement(ranks))
 
@@ -199,7 +199,7 @@ def _stages(plan: ParallelPlan, ranks: int) -> tuple[int, ...]:
 def live_blocks(plan: ParallelPlan, ranks: int, layers: int) -> tuple[int, ...]:
     """For each pipeline rank the most blocks, counted once per micro-batch, whose activations its
     list of actions keeps at once."""
-    stages, found = len(_stages(plan, ranks)), []
+    stages, found = len(stage_ranks(plan, ranks)), []
     each = [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
     for actions in plan.make_schedule(ranks):
         live = most = 0
@@ -232,7 +232,7 @@ def _gpu(step: TrainingStep, master: int) -> int:
 def units_of(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> dict[str, int]:
     """Parameters in each ZeRO unit on a pipeline rank: a block by its number, the embedding, the
     positions, the final norm, the head."""
-    stages = _stages(plan, mesh.pp)
+    stages = stage_ranks(plan, mesh.pp)
     own = [stage for stage, at in enumerate(stages) if at == rank]
     first, last = stages[0] == rank, stages[-1] == rank
     rows, norm = -(-config.vocab_size // mesh.tp) * config.width, _norm(config)

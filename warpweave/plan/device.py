@@ -1,0 +1,169 @@
+"""Hardware by name: a GPU's figures, its memory, the GPUs of a node, and what training reaches of
+each figure.
+
+The data sheets' figures are those of ``kernels.devices``, the one table of GPUs. A file of one's
+own (TOML or JSON) has fields of `Hardware`, `Device` and `Efficiency` by name, over those of its
+``base``, a row of `HARDWARE`, if it names one:
+
+    base = "h100"
+    network = 12.5e9      # bytes per second in one direction, of each GPU
+    node = 4              # GPUs that NVLink connects
+    far = 0.9             # the part of the network that collectives reach
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from warpweave.config_file import tomllib
+from warpweave.kernels.devices import A40, A100, B200, H100, H200, H800, L40S, Device
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What of a data sheet's figures a training step reaches: one set per GPU, for every model.
+
+    Attributes:
+        product: of the FLOP/s, in large products of matrices.
+        attention: of the FLOP/s, in fused attention.
+        elementwise: of the memory's bytes per second, in elementwise kernels.
+        near, far: of NVLink's and of the network's bytes per second, in collectives.
+        latency: seconds of a kernel or message with nothing to do.
+    """
+
+    product: float
+    attention: float
+    elementwise: float
+    near: float
+    far: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A cluster of equal GPUs.
+
+    Attributes:
+        name: as the option gives it.
+        device: the GPU's figures.
+        capacity: bytes of its memory.
+        efficiency: what training reaches of them.
+        node: GPUs that NVLink connects.
+    """
+
+    name: str
+    device: Device
+    capacity: float
+    efficiency: Efficiency
+    node: int = 8
+
+    @property
+    def products(self) -> float:
+        """FLOP/s of a large product."""
+        return self.device.half * self.efficiency.product
+
+    @property
+    def stream(self) -> float:
+        """Bytes per second that an elementwise kernel moves."""
+        return self.device.memory * self.efficiency.elementwise
+
+    def bandwidth(self, inner: int, size: int) -> float:
+        """Bytes per second and rank of a collective of `size` ranks, neighbours `inner` apart.
+
+        Within a node NVLink's. Over nodes that of the network adapters of the group's ranks in a
+        node, which its rings share: two nodes of 4 GPUs, tp = 2, dp = 4, one of the two dp groups
+
+            node 0   [0] 1 [2] 3      rings 0 2 | 4 6 and 2 0 | 6 4 leave a node by two adapters
+            node 1   [4] 5 [6] 7
+        """
+        near = self.device.nvlink * self.efficiency.near
+        if inner * size <= self.node:
+            return near
+        return min(near, max(1, self.node // inner) * self.device.network * self.efficiency.far)
+
+
+# Fitted by hand to the rows of arXiv:2104.04473, table 1 (A100); the others are A100's, H100's and
+# B200's products and attention after public reports of their libraries. benchmarks/plan_rows.py
+# fits them to published rows.
+_A100 = Efficiency(0.75, 0.55, 0.80, 0.70, 0.70, 4e-6)
+_H100 = Efficiency(0.65, 0.50, 0.80, 0.70, 0.70, 4e-6)
+_B200 = Efficiency(0.65, 0.45, 0.80, 0.70, 0.70, 4e-6)
+
+HARDWARE = {
+    h.name: h
+    for h in (
+        Hardware("a100-40g", replace(A100, memory=1.555e12), 40e9, _A100),
+        Hardware("a100-80g", A100, 80e9, _A100),
+        Hardware("a40", A40, 48e9, _A100),
+        Hardware("l40s", L40S, 48e9, _H100),
+        Hardware("h100", H100, 80e9, _H100),
+        Hardware("h800", H800, 80e9, _H100),
+        Hardware("h200", H200, 141e9, _H100),
+        Hardware("b200", B200, 180e9, _B200),
+    )
+}
+_FIGURES = {"half": "FLOP/s in 16 bits", "memory": "bytes/s of memory",
+            "nvlink": "bytes/s over NVLink", "network": "bytes/s over the network"}  # fmt: skip
+_FIELDS = {
+    **dict.fromkeys(_FIGURES, "device"),
+    **dict.fromkeys(("capacity", "node"), "hardware"),
+    **{f.name: "efficiency" for f in fields(Efficiency)},
+}
+
+
+def find_hardware(name: str) -> Hardware:
+    """The row of `HARDWARE` of that name, or what the file of that name says.
+
+    Raises:
+        ValueError: no such row or file, a field that is none, or a figure that is missing.
+    """
+    if name in HARDWARE:
+        found = HARDWARE[name]
+    elif Path(name).suffix in (".toml", ".json"):
+        found = _read_hardware(Path(name))
+    else:
+        raise ValueError(
+            f"hw must be one of {', '.join(HARDWARE)}, or a .toml or .json file, got {name!r}"
+        )
+    for figure, what in _FIGURES.items():
+        if not getattr(found.device, figure) > 0:
+            raise ValueError(
+                f"{name} has no figure {figure} ({what}): give it in a file with "
+                f'base = "{name if name in HARDWARE else "h100"}"'
+            )
+    return found
+
+
+def _read_hardware(path: Path) -> Hardware:
+    """The hardware in a file; ValueError names the file and what is wrong with it."""
+    try:
+        text = path.read_text()
+        given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not {path.suffix[1:].upper()}: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{path} must hold names and values")
+    base = given.pop("base", None)
+    if base is not None and base not in HARDWARE:
+        raise ValueError(f"{path}: base must be one of {', '.join(HARDWARE)}, got {base!r}")
+    for key, value in given.items():
+        if key not in _FIELDS:
+            raise ValueError(f"{path}: {key} is no field; fields are base, {', '.join(_FIELDS)}")
+        if type(value) not in (int, float) or not value > 0:
+            raise ValueError(f"{path}: {key} must be a positive number, got {value!r}")
+    missing = [key for key in (*_FIGURES, "capacity") if base is None and key not in given]
+    if missing:
+        raise ValueError(f"{path} has no base and lacks {', '.join(missing)}")
+    like = HARDWARE[base or "h100"]
+    own: dict[str, dict[str, Any]] = {"device": {}, "efficiency": {}, "hardware": {}}
+    for key, value in given.items():
+        own[_FIELDS[key]][key] = value
+    device = replace(like.device, name=path.stem, **own["device"])
+    efficiency = replace(like.efficiency, **own["efficiency"])
+    more = own["hardware"] | {"name": path.stem}
+    return replace(like, device=device, efficiency=efficiency, **more)

@@ -1,0 +1,442 @@
+"""The time of a training step, predicted: FLOPs and bytes over the speeds that hardware reaches.
+
+The formulas of FLOPs and bytes are those of ``kernels.cost``; `Hardware.efficiency` has the six
+numbers by which they become seconds (`products`, elementwise and attention; links near and far; a
+latency). Of one block and micro-batch, with T = tokens of a context rank and E the width:
+
+    products     qkv, output, up (and gate) and down over tp ranks: the roofline, by
+                 FLOPs / (peak x efficiency) and bytes / bandwidth; twice that in the backward,
+                 of which the weights' half may come later (W)
+    attention    the causal half, forward and 2.5 times that backward, over tp and cp ranks
+    elementwise  the norms with their residual sums, by bytes
+    tensor       4 passes of [T, E] over tp ranks forward (2 all-gathers and reduce-scatters, or 2
+                 all-reduces), as many backward and with sequence parallelism 2 more; what `overlap`
+                 hides runs beside products. A pass is T E b (tp - 1) / tp bytes on NVLink
+    context      a ring's keys and values, (cp - 1) blocks, and in the backward their gradients;
+                 (cp - 1) / cp of attention hides them
+    recompute    "full" adds a block's forward to its backward, "selective" its product up
+
+The pipeline is the one simulator's (``parallel.simulate``) with these times for each stage, the
+embedding's and the head's with the first and the last, and its messages. After it come the
+gradients' sum over data ranks (what the last backward does not hide), the optimizer's bytes and
+the all-gather of the weights. ZeRO 2 and 3 sum gradients, ZeRO 3 gathers weights, in every
+micro-batch, beside its computation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from warpweave.config import ParallelPlan
+from warpweave.kernels import cost
+from warpweave.kernels.cost import Cost
+from warpweave.kernels.words import find_activation
+from warpweave.parallel.schedule.actions import Action, B, F, I, W
+from warpweave.parallel.simulate import Timeline, simulate
+from warpweave.plan.device import Hardware
+from warpweave.plan.memory import SIZES, TrainingStep, stage_ranks, units_of
+
+_CHUNKS = 4  # of "chunked" and "fused" overlap: one of them is always exposed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(TrainingStep):
+    """A training step on given hardware.
+
+    Attributes:
+        hardware: which GPUs.
+        fused: by our kernels; False as Megatron-LM of arXiv:2205.05198 and before: scores of
+            attention in memory, dropout, activation and rotation in kernels of their own. Recompute
+            "selective" is then of the scores.
+    """
+
+    hardware: Hardware
+    fused: bool = True
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step, over all replicas."""
+        return self.batch * self.plan.microbatches * self.mesh.dp * self.mesh.outer
+
+
+class Work(NamedTuple):
+    """Seconds of one micro-batch on one rank, of the backward's the part `weights` for weights'
+    gradients."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weights: float = 0.0
+
+    def plus(self, other: Work, count: int = 1) -> Work:
+        """The sum with `count` times another."""
+        return Work(*(mine + count * theirs for mine, theirs in zip(self, other)))
+
+
+class StepTime(NamedTuple):
+    """The prediction of a step.
+
+    Attributes:
+        seconds: of the step.
+        pipeline: of them, from the first forward to the last backward.
+        reduction: the exposed sum of gradients.
+        update: the optimizer and the exposed all-gather of weights.
+        mfu: model FLOPs (``cost.gpt_step``) over the GPUs' peak.
+        timeline: the simulated pipeline.
+    """
+
+    seconds: float
+    pipeline: float
+    reduction: float
+    update: float
+    mfu: float
+    timeline: Timeline
+
+
+def step_time(job: Job) -> float:
+    """Seconds of a training step, predicted."""
+    return predict(job).seconds
+
+
+def predict(job: Job) -> StepTime:
+    """The prediction of a step, its pipeline simulated action by action."""
+    work = stage_work(job)
+
+    def price(action: Action) -> float:
+        stage = work[action.stage]
+        each = {F: stage.forward, B: stage.backward, W: stage.weights}
+        each[I] = stage.backward - stage.weights
+        return each.get(action.op, 0.0)
+
+    timeline = simulate(job.plan.make_schedule(job.mesh.pp), price, message(job)[1])
+    ends = [row[-1].end for row in timeline.cells]
+    last = [max(work[a.stage].backward for a, *_ in row) for row in timeline.cells]
+    summed = [max(0.0, gradient_sum(job, rank) - last[rank]) for rank in range(job.mesh.pp)]
+    stop = max(end + more for end, more in zip(ends, summed))
+    update = max(_update(job, rank) for rank in range(job.mesh.pp))
+    seconds = stop + update
+    flops = job.config.step_flops(job.sequences * job.config.seq_len)
+    mfu = flops / (seconds * job.mesh.world * job.hardware.device.half)
+    return StepTime(seconds, max(ends), stop - max(ends), update, mfu, timeline)
+
+
+def least_time(job: Job) -> float:
+    """A time that no schedule of this job's stages goes below, without simulating it.
+
+    A rank begins when its first stage's input has come and then works through all micro-batches;
+    after its last backward the stages before still have theirs, unless the schedule splits
+    backwards, so that weights' gradients may come last:
+
+        rank r   | F of the stages before | m (F + B) of its own stages | B of the stages before |
+    """
+    (ranks, splits), work, hop = _shape(job.plan, job.mesh.pp), stage_work(job), message(job)[1]
+    found = 0.0
+    for rank in range(job.mesh.pp):
+        own = [stage for stage, at in enumerate(ranks) if at == rank]
+        before = work[: own[0]]
+        ahead = sum(stage.forward for stage in before) + hop * _crossings(ranks, own[0])
+        busy = sum(work[stage].forward + work[stage].backward for stage in own)
+        after = 0.0 if splits else sum(stage.backward for stage in before)
+        found = max(found, ahead + job.plan.microbatches * busy + after)
+    return found + max(_update(job, rank) for rank in range(job.mesh.pp))
+
+
+def _crossings(ranks: tuple[int, ...], stage: int) -> int:
+    """Messages between ranks on the way to a stage."""
+    return sum(a != b for a, b in pairwise(ranks[: stage + 1]))
+
+
+@lru_cache(maxsize=4096)
+def _shape(plan: ParallelPlan, ranks: int) -> tuple[tuple[int, ...], bool]:
+    """The rank of each stage, and whether backwards are split."""
+    lists = plan.make_schedule(ranks)
+    return stage_ranks(plan, ranks), any(a.op in (I, W) for actions in lists for a in actions)
+
+
+# ---------------------------------------------------------------- a stage
+
+
+def stage_work(job: Job) -> list[Work]:
+    """The work of each stage on one micro-batch."""
+    ranks = stage_ranks(job.plan, job.mesh.pp)
+    block, found = block_work(job), []
+    for stage, rank in enumerate(ranks):
+        blocks = len(job.config.blocks_of(stage, len(ranks)))
+        work = Work().plus(block, blocks)
+        if stage == 0:
+            work = work.plus(_embedding_work(job))
+        if stage == len(ranks) - 1:
+            work = work.plus(_head_work(job))
+        found.append(_beside_zero(job, rank, work))
+    return found
+
+
+def block_work(job: Job) -> Work:
+    """The work of a block, all its parts."""
+    total = Work()
+    for part in block_parts(job).values():
+        total = total.plus(part)
+    return total
+
+
+def block_parts(job: Job) -> dict[str, Work]:
+    """The seconds of a block by part, as the module's docstring lists them."""
+    products, attention = _product_work(job), _attention_work(job)
+    parts = {
+        "products": products,
+        "attention": attention,
+        "elementwise": _elementwise_work(job),
+        "tensor": _tensor_work(job, products),
+        "context": _context_work(job, attention),
+    }
+    if job.plan.recompute == "full":
+        parts["recompute"] = Work(0.0, sum(part.forward for part in parts.values()))
+    elif job.plan.recompute == "selective":
+        again = _product_time(job, *_shapes(job)[2]) if job.fused else attention.forward
+        parts["recompute"] = Work(0.0, again)
+    return parts
+
+
+def _shapes(job: Job) -> list[tuple[int, int, int]]:
+    """M, N, K of a block's forward products on a rank: qkv, output, up (and gate), down."""
+    config, tp, T, E = job.config, job.mesh.tp, job.tokens, job.config.width
+    q, kv = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
+    gates, hidden = 2 if find_activation(config.activation).gated else 1, config.num_hidden
+    return [(T, (q + 2 * kv) // tp, E), (T, E, q // tp), (T, gates * hidden // tp, E),
+            (T, E, hidden // tp)]  # fmt: skip
+
+
+def _product_time(job: Job, M: int, N: int, K: int) -> float:
+    """Seconds of a product of matrices."""
+    hardware = job.hardware
+    found = cost.gemm(M, N, K, size=SIZES[job.dtype])
+    return found.seconds(hardware.products, hardware.stream) + hardware.efficiency.latency
+
+
+def _stream(job: Job, *costs: Cost) -> float:
+    """Seconds of elementwise kernels, by their bytes."""
+    each = (found.bytes / job.hardware.stream for found in costs)
+    return sum(each) + len(costs) * job.hardware.efficiency.latency
+
+
+def _product_work(job: Job) -> Work:
+    shapes = _shapes(job)
+    forward = sum(_product_time(job, M, N, K) for M, N, K in shapes)
+    inputs = sum(_product_time(job, M, K, N) for M, N, K in shapes)
+    weights = sum(_product_time(job, N, K, M) for M, N, K in shapes)
+    return Work(forward, inputs + weights, weights)
+
+
+def _attention_work(job: Job) -> Work:
+    config, mesh, S = job.config, job.mesh, job.config.seq_len
+    heads, kv_heads = config.heads // mesh.tp, config.num_kv_heads // mesh.tp
+    latency, efficiency = job.hardware.efficiency.latency, job.hardware.efficiency
+    found, size = [], SIZES[job.dtype]
+    for backward in (False, True):
+        like = {"kv_heads": kv_heads, "backward": backward, "size": size}
+        shape = job.batch, S, S, heads, config.head_dim
+        if job.fused:  # windows by the mean of the layers
+            windows = config.windows or (0,)
+            each = [cost.attention(*shape, window=w or None, **like) for w in windows]
+            speed = job.hardware.device.half * efficiency.attention
+            sums = [one.seconds(speed, job.hardware.stream) for one in each]
+            found.append(sum(sums) / len(sums) / mesh.cp + latency)
+        else:  # all pairs, and the scores through memory: products, softmax, dropout
+            flops = cost.attention(*shape, causal=False).flops * (2 if backward else 1)
+            scores = job.batch * heads * S * S
+            moved = scores * (5 * size + 1) * (2 if backward else 1)
+            seconds = flops / job.hardware.products + moved / job.hardware.stream
+            found.append(seconds / mesh.cp + 4 * latency)
+    return Work(*found)
+
+
+def _elementwise_work(job: Job) -> Work:
+    config, size, rows, E = job.config, SIZES[job.dtype], job.rows, job.config.width
+    norms = 4 if config.norm_place == "sandwich" else 2
+    gated, n = find_activation(config.activation).gated, job.tokens * config.num_hidden
+    found = []
+    for back in (False, True):
+        norm = cost.norm(
+            rows, E, layer=config.norm == "layer", residual=True, backward=back, size=size
+        )
+        each = [norm] * norms
+        if not job.fused:
+            act = cost.swiglu if gated else cost.gelu
+            each += [act(n // job.mesh.tp, backward=back, size=size)]
+            each += [cost.dropout(rows, E, size=size)] * 2
+            if config.positions == "rope":
+                heads = (config.heads + config.num_kv_heads) // job.mesh.tp
+                each += [cost.rope(1, job.tokens, heads, config.head_dim, size=size)]
+        found.append(_stream(job, *each))
+    return Work(*found)
+
+
+def _embedding_work(job: Job) -> Work:
+    """Rows of the embedding looked up, and summed over tensor ranks; fp32 gradients of them."""
+    moved = job.tokens * job.config.width * SIZES[job.dtype]
+    passes = 1 if job.plan.sequence_parallel else 2
+    near = passes * tensor_pass(job)[1]
+    return Work(_stream(job, Cost(0, 2 * moved)) + near, _stream(job, Cost(0, 4 * moved)) + near)
+
+
+def _head_work(job: Job) -> Work:
+    """The final norm, the product with the head and the loss."""
+    config, T, E, size = job.config, job.tokens, job.config.width, SIZES[job.dtype]
+    V = -(-config.vocab_size // job.mesh.tp)
+    near = tensor_pass(job)[1]
+    norm = [cost.norm(job.rows, E, layer=config.norm == "layer", size=size)]
+    forward = _product_time(job, T, V, E) + _stream(job, *norm, cost.cross_entropy(T, V, size=size))
+    back = [cost.norm(job.rows, E, layer=config.norm == "layer", backward=True, size=size)]
+    back += [cost.cross_entropy(T, V, backward=True, size=size)]
+    weights = _product_time(job, V, E, T)
+    backward = _product_time(job, T, E, V) + weights + _stream(job, *back)
+    return Work(forward + near, backward + near, weights)
+
+
+# ---------------------------------------------------------------- messages: (bytes, seconds)
+
+
+def _sent(job: Job, inner: int, size: int, moved: float) -> tuple[float, float]:
+    """A collective of `size` ranks, neighbours `inner` apart, each of which sends `moved` bytes."""
+    if size == 1:
+        return 0.0, 0.0
+    latency = job.hardware.efficiency.latency * math.ceil(math.log2(size))
+    return moved, latency + moved / job.hardware.bandwidth(inner, size)
+
+
+def tensor_pass(job: Job) -> tuple[float, float]:
+    """(bytes, seconds) of one all-gather or reduce-scatter of [T, E] over the tensor ranks."""
+    tp, whole = job.mesh.tp, job.tokens * job.config.width * SIZES[job.dtype]
+    return _sent(job, 1, tp, whole * (tp - 1) / tp)
+
+
+def tensor_passes(job: Job) -> tuple[int, int]:
+    """Passes over the tensor ranks of a block's forward and backward."""
+    return (4, 6 if job.plan.sequence_parallel else 4) if job.mesh.tp > 1 else (0, 0)
+
+
+def _tensor_work(job: Job, products: Work) -> Work:
+    """What of the tensor ranks' collectives products do not hide.
+
+    "bulk" hides those of the backward that come beside a product: the second gather of a column-
+    parallel layer's input beside the product for its gradient, and the sum of that beside the
+    product for the weights'. "chunked" and "fused" hide all but their first part.
+    """
+    (ahead, back), each = tensor_passes(job), tensor_pass(job)[1]
+    if job.plan.overlap in ("chunked", "fused"):
+        shown = (1 / _CHUNKS, 1 / _CHUNKS)
+    else:
+        bare = 2 / 6 if job.plan.sequence_parallel else 0.0
+        shown = (1.0, bare if job.plan.overlap == "bulk" else 1.0)
+    found = [
+        count * each * part + max(0.0, count * each * (1 - part) - work)
+        for count, part, work in zip((ahead, back), shown, products)
+    ]
+    return Work(*found)
+
+
+def context_bytes(job: Job) -> tuple[float, float]:
+    """Bytes that a context rank sends in a block's forward and backward, in a ring over all of
+    them: keys and values, and in the backward their fp32 gradients, too."""
+    config, cp, size = job.config, job.mesh.cp, SIZES[job.dtype]
+    kv = 2 * job.tokens * config.num_kv_heads // job.mesh.tp * config.head_dim
+    return (cp - 1) * kv * size, (cp - 1) * kv * (size + max(4, size))
+
+
+def _context_work(job: Job, attention: Work) -> Work:
+    cp = job.mesh.cp
+    found = []
+    for moved, work in zip(context_bytes(job), attention):
+        seconds = _sent(job, job.mesh.tp, cp, moved)[1]
+        found.append(max(0.0, seconds - work * (cp - 1) / cp))
+    return Work(*found)
+
+
+def message(job: Job) -> tuple[float, float]:
+    """(bytes, seconds) of a message from stage to stage: [T, E], of each tensor rank its rows."""
+    mesh, moved = job.mesh, job.rows * job.config.width * SIZES[job.dtype]
+    if mesh.pp == 1:
+        return 0.0, 0.0
+    hardware, inner = job.hardware, mesh.tp * mesh.cp * mesh.dp
+    far = hardware.device.network * hardware.efficiency.far
+    near = inner * mesh.pp <= hardware.node
+    speed = hardware.bandwidth(inner, mesh.pp) if near else far
+    return moved, hardware.efficiency.latency + moved / speed
+
+
+def _parameters(job: Job, rank: int) -> int:
+    return sum(units_of(job.config, job.mesh, job.plan, rank).values())
+
+
+def _over_shards(job: Job, rank: int, each: float) -> float:
+    """Seconds of an all-gather or reduce-scatter over the shards of a pipeline rank's parameters,
+    of `each` bytes."""
+    shard = job.mesh.size("shard")
+    moved = _parameters(job, rank) * each * (shard - 1) / shard
+    return _sent(job, job.mesh.tp, shard, moved)[1]
+
+
+def gradient_sum(job: Job, rank: int) -> float:
+    """Seconds of the sum of a pipeline rank's gradients over the data ranks, at a step's end."""
+    mesh, wide, P = job.mesh, max(4, SIZES[job.dtype]), _parameters(job, rank)
+    if job.plan.zero == 0:
+        return 2 * _sent(job, mesh.tp, mesh.data, P * wide * (mesh.data - 1) / mesh.data)[1]
+    shard, replicas = mesh.size("shard"), mesh.size("replica")
+    over = P * wide / shard * (replicas - 1) / replicas
+    of_replicas = 2 * _sent(job, mesh.tp * shard, replicas, over)[1]
+    return of_replicas + (_over_shards(job, rank, wide) if job.plan.zero == 1 else 0.0)
+
+
+def _beside_zero(job: Job, rank: int, work: Work) -> Work:
+    """The work of a stage beside what ZeRO 2 and 3 send in each micro-batch."""
+    if job.plan.zero < 2:
+        return work
+    stages, size = stage_ranks(job.plan, job.mesh.pp).count(rank), SIZES[job.dtype]
+    gather = _over_shards(job, rank, size / stages) if job.plan.zero == 3 else 0.0
+    summed = gather + _over_shards(job, rank, max(4, size) / stages)
+    return Work(max(work.forward, gather), max(work.backward, summed), work.weights)
+
+
+def _update(job: Job, rank: int) -> float:
+    """Seconds of the optimizer's step, and of what it gathers of the weights (ZeRO 1 and 2)."""
+    size, shard = SIZES[job.dtype], job.mesh.size("shard") if job.plan.zero else 1
+    copy = size if size < 4 else 0
+    own = cost.adamw(_parameters(job, rank) // shard, param_size=copy)
+    gather = _over_shards(job, rank, size) if job.plan.zero in (1, 2) else 0.0
+    return _stream(job, own) + gather
+
+
+def step_traffic(job: Job) -> Iterator[tuple[str, str, float]]:
+    """Per axis: its name, the link that it uses, and the bytes that a rank sends in a step.
+
+    Of the rank with most, a first or last stage's own pieces left out.
+    """
+    mesh, plan, node = job.mesh, job.plan, job.hardware.node
+    stages = stage_ranks(plan, mesh.pp)
+    layers = max(len(job.config.blocks_of(s, len(stages))) for s in range(len(stages)))
+    layers *= len(stages) // mesh.pp
+    m = plan.microbatches
+
+    def over(inner: int, size: int) -> str:
+        return "NVLink" if inner * size <= node else "network"
+
+    if mesh.tp > 1:
+        passes = sum(tensor_passes(job)) + (4 if plan.recompute == "full" else 0)
+        yield "tp", over(1, mesh.tp), m * layers * passes * tensor_pass(job)[0]
+    if mesh.cp > 1:
+        yield "cp", over(mesh.tp, mesh.cp), m * layers * sum(context_bytes(job))
+    if mesh.pp > 1:
+        inner = mesh.tp * mesh.cp * mesh.dp
+        yield "pp", over(inner, mesh.pp), 2 * m * len(stages) / mesh.pp * message(job)[0]
+    if mesh.data > 1:
+        P = max(_parameters(job, rank) for rank in range(mesh.pp))
+        wide, size, shard = max(4, SIZES[job.dtype]), SIZES[job.dtype], mesh.size("shard")
+        share, replicas = (shard - 1) / shard, mesh.size("replica")
+        sums = {0: 2 * wide, 1: wide + size, 2: m * wide + size, 3: m * (wide + 2 * size)}
+        moved = P * sums[plan.zero] * share
+        moved += 2 * P * wide / shard * (replicas - 1) / replicas
+        yield "dp", over(mesh.tp, mesh.data), moved
