@@ -203,8 +203,8 @@ def live_blocks(plan: ParallelPlan, ranks: int, layers: int) -> tuple[int, ...]:
     each = [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
     for actions in plan.make_schedule(ranks):
         live = most = 0
-        for op, stage, _, _ in actions:
-            live += each[stage] * ((op == F) - (op in FINISHES))
+        for action in actions:
+            live += each[action.stage] * ((action.op == F) - (action.op in FINISHES))
             most = max(most, live)
         found.append(most)
     return tuple(found)
