@@ -61,6 +61,8 @@ CASES = {
     "zero 1": (Mesh(dp=2), {"zero": 1}),
     "zero 2": (Mesh(dp=2), {"zero": 2}),
     "zero 3": (Mesh(dp=2), {"zero": 3}),
+    "in order, zero 0": (Mesh(dp=2), {"reduce": "ordered", "zero": 0}),
+    "in order, zero 3": (Mesh(pp=2, dp=2), {"reduce": "ordered", "zero": 3}),
     "hybrid sharding": (Mesh(dp=4, dp_shard=2), {"zero": 3}),
     "tensor": (Mesh(tp=2), {"sequence_parallel": False}),
     "sequence, none": (Mesh(tp=2), {"overlap": "none"}),
