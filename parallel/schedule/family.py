@@ -17,6 +17,7 @@ class ScheduleFamily:
         generate: (p, m, c) -> the lists of p ranks and m micro-batches with c stages per rank,
             compute actions alone.
         chunks: stages per rank that it has; None: any number, as told.
+        least: p -> the fewest micro-batches.
         staleness: of an asynchronous schedule, p -> by how many updates the weights that a gradient
             was computed with may be older than those it is applied to; as many old versions of the
             weights are kept beside the newest. None: synchronous, version 0 in all of a step.
@@ -25,12 +26,14 @@ class ScheduleFamily:
     name: str
     generate: Callable[[int, int, int], Schedule]
     chunks: int | None = 1
+    least: Callable[[int], int] = lambda p: 1
     staleness: Callable[[int], int] | None = None
 
     def make(self, p: int, m: int, c: int = 1) -> Schedule:
         """The lists; ValueError, in one line, unless it has such lists."""
-        if m < 1:
-            raise ValueError(f"microbatches must be at least 1, got {m}")
+        if m < (least := self.least(p)):
+            where = "" if least == 1 else f" with schedule {self.name} on {p} ranks"
+            raise ValueError(f"microbatches must be at least {least}{where}, got {m}")
         if self.chunks not in (None, c):
             raise ValueError(
                 f"schedule {self.name} has chunks = {self.chunks} stages per rank, got {c}"

@@ -138,7 +138,12 @@ class Layout:
         if self.count is not None:
             return self.count
         counts = _divisors(self.sizes.samples // self.mesh.dp)
-        return next((m for m in counts if m > self.mesh.pp), counts[-1])
+        return next((m for m in counts if m > self.mesh.pp and m >= self._least), counts[-1])
+
+    @property
+    def _least(self) -> int:
+        """The fewest micro-batches that the schedule has."""
+        return find_family(self.schedule).least(self.mesh.pp)
 
     @property
     def micro_batch_size(self) -> int:
@@ -250,7 +255,7 @@ def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
     ways to overlap that `impl` can run, samples of one or several documents, shards over all data
     ranks or with replicas, and "llama" without or "qwen" with windows and sinks take turns.
     """
-    every = list(meshes(world))
+    every = sorted(meshes(world), key=lambda mesh: -mesh.pp)
     if world > 4:
         most = max(map(_axes, every))
         every = [mesh for mesh in every if _axes(mesh) == most]
@@ -268,7 +273,8 @@ def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
             ("gpt2", "llama"),
             (True, False),
         ):
-            turn = len(layouts)
+            turn, least = len(layouts), FAMILIES[schedule].least(mesh.pp)
+            mine = [m for m in counts if m >= least] or [None]
             if style == "llama" and turn % 7 < 3:
                 style = "qwen"
             shards = _shardings(mesh, zero)
@@ -285,7 +291,7 @@ def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
                     _kinds(mesh, strategy)[turn // 3 % len(_kinds(mesh, strategy))],
                     _overlaps(mesh, impl)[turn // 2 % len(_overlaps(mesh, impl))],
                     packed=turn % 5 in (1, 3),
-                    count=counts[turn % len(counts)],
+                    count=mine[turn % len(mine)],
                 )
             )
     return layouts
@@ -374,7 +380,13 @@ def draw(seed: int, impl: str = "torch") -> Layout:
     )
     # Last: an earlier seed keeps all the rest.
     shards = rng.choice(_shardings(mesh, layout.zero))
-    schedule = rng.choice([s for s in SYNCHRONOUS if (FAMILIES[s].chunks or 2) == each])
+    schedule = rng.choice(
+        [
+            name
+            for name in SYNCHRONOUS
+            if (FAMILIES[name].chunks or 2) == each and FAMILIES[name].least(mesh.pp) <= count
+        ]
+    )
     rule = "muon" if seed % 4 == 3 else "adamw"
     mesh = replace(mesh, dp_shard=shards)
     return replace(layout, mesh=mesh, schedule=schedule, optimizer=rule)

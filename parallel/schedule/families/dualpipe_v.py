@@ -21,8 +21,6 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     time of a cell; ranks hold the activations of p + 1/2 micro-batches.
     """
     need("DualPipe-V", p, m)
-    if m < 2 * p:
-        raise ValueError(f"DualPipe-V needs m >= 2 p = {2 * p} micro-batches, got m={m}")
     lists = []
     for r in range(p):
         left = p - 1 - r
@@ -40,4 +38,4 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     return lists
 
 
-SCHEDULES = (ScheduleFamily("dualpipe-v", lambda p, m, c: dualpipe_v(p, m), chunks=2),)
+SCHEDULES = (ScheduleFamily("dualpipe-v", lambda p, m, c: dualpipe_v(p, m), 2, lambda p: 2 * p),)
