@@ -6,8 +6,20 @@ stages that the papers say, in a history of weights that knows of no schedule.
 
 from __future__ import annotations
 
-import pytest
+import functools
 
+import pytest
+import torch
+from threads import run_threads
+from torch import Tensor
+from torch.func import functional_call
+
+from warpweave.config import GPTConfig, ParallelPlan
+from warpweave.engine import Engine
+from warpweave.gpt import GPT
+from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate
+from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, Piece
+from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import (
     FAMILIES,
     open_run,
@@ -112,3 +124,186 @@ def test_wrong_versions_are_refused() -> None:
         validate(dropped, staleness=1)
     with pytest.raises(ValueError, match="no two of 2 passes of 3 micro-batches are the same"):
         open_run(pipedream(2, 6), 3)
+
+
+# ----------------------------------------------------------------------------- training
+
+
+CONFIG = GPTConfig(
+    vocab_size=23, seq_len=8, layers=5, width=16, heads=2, hidden=20, tied=False, dropout=0.1
+)
+SIZE, RATES = 2, (0.01, 0.004, 0.02, 0.01)
+RULES = {
+    "adamw": AdamW(eps=1e-2),
+    "muon": Muon(rest=AdamW(eps=1e-2)),
+    "sgd": SGD(0.9, 0.1),
+}
+
+
+def _data(step: int, m: int, dp: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens and labels [dp, m, SIZE, S] and sample ids [dp, m, SIZE] of a step."""
+    shape = (dp, m, SIZE, CONFIG.seq_len)
+    draw = torch.Generator().manual_seed(step)
+    tokens, labels = (torch.randint(0, CONFIG.vocab_size, shape, generator=draw) for _ in "xy")
+    labels[torch.rand(shape, generator=draw) < 0.3] = -100
+    count = dp * m * SIZE
+    return tokens, labels, step * count + torch.arange(count).view(shape[:3])
+
+
+def _delay(name: str, p: int, s: int) -> int:
+    return {"pipedream": p - 1 - s, "pipedream-vs": p - 1, "pipedream-2bw": 1, "1f1b": 0}[name]
+
+
+def _stage(name: str, p: int) -> int:
+    """The stage of a parameter."""
+    kind, number, *_ = [*name.split("."), ""]
+    if kind == "blocks":
+        return next(s for s in range(p) if int(number) in CONFIG.blocks_of(s, p))
+    return 0 if kind in ("embedding", "positions") else p - 1
+
+
+def _rule_step(rule, record, w: Tensor, grad: Tensor, moments: dict, lr: float, t: int) -> Tensor:
+    """A parameter after a step, by the library's rule of one element or matrix."""
+    scale, skip = torch.ones((), dtype=w.dtype), torch.zeros((), dtype=w.dtype)
+    matrix = isinstance(rule, Muon) and bool(record.matrices)
+    names = rule.matrix_moments if matrix else rule.moments
+    for name in names:
+        moments.setdefault(name, torch.zeros_like(w))
+    if matrix:
+        u = rule.nesterov(grad, moments[names[0]], scale, skip)
+        grad = record.join([rule.orthogonalize(part) for part in record.split(u)])
+    w = w.clone()
+    flat = {name: moments[name].view(-1) for name in names}
+    step = torch.full((), float(t), dtype=torch.float64)
+    rule.update(
+        Piece(w.view(-1), grad.reshape(-1), flat, matrix, None, step, record.decay),
+        lr, scale, skip,
+    )  # fmt: skip
+    return w
+
+
+@functools.cache
+def _delayed(
+    name: str, p: int, m: int, *, rule: str = "adamw", dp: int = 1, dtype=torch.float64
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of every step, and the final weights, by the delayed rule on one device.
+
+    Update t of stage s is by the gradient, at the weights of all stages of their delays' updates
+    before t, of one micro-batch (PipeDream), or of the m of a step (2BW).
+    """
+    gpt = GPT(CONFIG, seed=3, dtype=dtype)
+    records, each = gpt.parameter_records(), m if name in ("pipedream-2bw", "1f1b") else 1
+    history = [{n: w.detach().clone() for n, w in gpt.named_parameters()}]
+    moments: dict[str, dict] = {n: {} for n in history[0]}
+    losses = []
+    for step, lr in enumerate(RATES):
+        tokens, labels, ids = _data(step, m, dp)
+        of_step = []
+        for part in (slice(at, at + each) for at in range(0, m, each)):
+            t, total = len(history) - 1, {}
+            valid = (labels[:, part] != -100).sum().clamp(min=1).to(dtype)
+            of_update = []
+            for r in range(dp):
+                old = {
+                    n: history[max(0, t - _delay(name, p, _stage(n, p)))][n].clone()
+                    for n in history[0]
+                }
+                for w in old.values():
+                    w.requires_grad_()
+                share, sums = [], {w: torch.empty_like(w) for w in old.values()}
+                for mb in range(part.start, part.stop):
+                    batch = gpt.micro_batch(
+                        tokens[r, mb], labels[r, mb], valid, sample_ids=ids[r, mb], seed=step
+                    )
+                    named = {f"gpt.{n}": w for n, w in old.items()}
+                    loss = functional_call(_Loss(gpt), named, batch)
+                    with accumulate(WeightGradients(sums)):  # products are added, as by stages
+                        loss.backward()
+                    share.append(loss.detach())
+                of_update.append(torch.stack(share))
+                for n, w in old.items():
+                    total[n] = w.grad if n not in total else total[n] + w.grad
+            of_step.append(torch.stack(of_update))  # [dp, each]
+            new = {}
+            for n, w in history[-1].items():
+                new[n] = _rule_step(RULES[rule], records[n], w, total[n], moments[n], lr, t)
+            history.append(new)
+        of_rank = torch.cat(of_step, 1)
+        losses.append(float(sum(row.sum() for row in of_rank) / (m // each)))
+    return losses, history[-1]
+
+
+class _Loss(torch.nn.Module):
+    """The whole model's share of the loss of a micro-batch."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, batch) -> Tensor:
+        x = self.gpt.embed(None, batch)
+        for block in self.gpt.blocks.values():
+            x = block(x, batch.context)
+        return self.gpt.head_loss(x, batch)
+
+
+def _engine(mesh, name: str, m: int, *, rule: str = "adamw", dtype=torch.float64, **plan) -> Engine:
+    return Engine(
+        CONFIG, mesh, ParallelPlan(schedule=name, microbatches=m, **plan),
+        micro_batch_size=SIZE, dtype=dtype, seed=3, rule=RULES[rule], clip=None,
+    )  # fmt: skip
+
+
+def _train(rank: int, sizes: Mesh, name: str, m: int, **options):
+    mesh = sizes.connect()
+    engine = _engine(mesh, name, m, **options)
+
+    def mine(step: int):
+        return [x[mesh.index("dp")] for x in _data(step, m, sizes.dp)]
+
+    ahead = engine.passes.ahead
+    for step in range(ahead):
+        engine.feed(*mine(step), key=step)
+    results = [
+        engine.step(*mine(step + ahead), lr=lr, key=step + ahead) for step, lr in enumerate(RATES)
+    ]
+    kept = {unit.parameters.kept for unit in engine.units}
+    weights = {record.name: w.clone() for record, w, _ in engine.read("param")}
+    return [float(r.loss) for r in results], weights, kept
+
+
+def _trained(sizes: Mesh, name: str, m: int, **options):
+    """Losses, weights of all stages, and how many versions each stage keeps."""
+    ranks = run_threads(sizes.world, lambda rank: _train(rank, sizes, name, m, **options))
+    assert all(losses == ranks[0][0] for losses, _, _ in ranks)
+    weights = {n: w for _, of_rank, _ in ranks for n, w in of_rank.items()}
+    return ranks[0][0], weights, [kept for _, _, kept in ranks[:: sizes.dp]]
+
+
+CASES = {
+    "p1": ("pipedream-2bw", Mesh(), 3, {}),
+    "p2": ("pipedream", Mesh(pp=2), 2, {}),
+    "p2, one micro-batch a step": ("pipedream", Mesh(pp=2), 1, {}),
+    "p3, fewer micro-batches than stages": ("pipedream", Mesh(pp=3), 1, {"rule": "sgd"}),
+    "p4": ("pipedream", Mesh(pp=4), 3, {"recompute": "full"}),
+    "p2 muon": ("pipedream", Mesh(pp=2), 2, {"rule": "muon", "recompute": "full"}),
+    "p3 vertical sync": ("pipedream-vs", Mesh(pp=3), 2, {}),
+    "p3 2bw": ("pipedream-2bw", Mesh(pp=3), 3, {"recompute": "full"}),
+    "p2 2bw muon": ("pipedream-2bw", Mesh(pp=2), 2, {"rule": "muon"}),
+    "p2 dp2 zero 1": ("pipedream", Mesh(pp=2, dp=2), 2, {"zero": 1}),
+    "p2 dp2 zero 1 muon": ("pipedream", Mesh(pp=2, dp=2), 2, {"zero": 1, "rule": "muon"}),
+    "p2 dp2 zero 2": ("pipedream", Mesh(pp=2, dp=2), 2, {"zero": 2}),
+    "p2 dp2 2bw zero 1": ("pipedream-2bw", Mesh(pp=2, dp=2), 3, {"zero": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_the_delayed_rule_to_the_bit(case: str) -> None:
+    name, sizes, m, options = CASES[case]
+    losses, weights, kept = _trained(sizes, name, m, **options)
+    rule = options.get("rule", "adamw")
+    expected, final = _delayed(name, sizes.pp, m, rule=rule, dp=sizes.dp)
+    assert kept == [{1 + _delay(name, sizes.pp, s)} for s in range(sizes.pp)]
+    assert losses == expected
+    assert weights.keys() == final.keys()
+    assert all(torch.equal(weights[n], w) for n, w in final.items())

@@ -112,6 +112,25 @@ class ParallelPlan:
             return every.view(m, replicas, size).transpose(0, 1)
         return every.view(replicas, m, size)
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the schedule is asynchronous: gradients of weights older than the newest."""
+        return schedules.find_family(self.schedule).staleness is not None
+
+    def check_update(self, *, clip: float | None, fp16: bool, outer: bool) -> None:
+        """Raise a one-line ``ValueError`` for what is done to all stages at once, if the schedule
+        is asynchronous."""
+        words = (
+            (f"clip = {clip}, by the norm of all stages,", bool(clip)),
+            ("dtype = fp16, whose overflow skips the update of all stages,", fp16),
+            ("an outer optimizer, which replaces the weights of all stages,", outer),
+        )
+        for what, given in words:
+            if self.asynchronous and given:
+                raise ValueError(
+                    f"{what} cannot be with schedule {self.schedule}: its stages update one by one"
+                )
+
     def placement(self, ranks: int) -> list[int]:
         """The pipeline rank of each stage, with `ranks` pipeline ranks."""
         return schedules.placement(self.make_schedule(ranks))
@@ -264,6 +283,15 @@ class GPTConfig(HeadStyle, MLPStyle):
             raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {mesh.tp}")
         if self.num_hidden % mesh.tp:
             raise ValueError(f"hidden = {self.num_hidden} does not divide by tp = {mesh.tp}")
+        if plan.asynchronous and plan.zero == 3:
+            raise ValueError(
+                f"zero = 3 keeps no whole versions: schedule {plan.schedule} needs some"
+            )
+        if plan.asynchronous and self.tied and mesh.pp > 1:
+            raise ValueError(
+                f"the ends of a tied embedding get its gradients {mesh.pp - 1} micro-batches apart "
+                f"by schedule {plan.schedule}, and would wait for each other: it needs tied = False"
+            )
         stages = len(plan.placement(mesh.pp))
         if stages > self.layers:
             found = f"pp = {mesh.pp}" if stages == mesh.pp else f"{stages} pipeline"

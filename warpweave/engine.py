@@ -7,6 +7,7 @@ that runs them (`pipeline.stage`), the schedule and its executor (`parallel.sche
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,59 +19,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.engine_stage import EngineStage, RankUpdate, StepResult
+from warpweave.engine_checks import check_batch, check_documents, check_int64, guard_state_dict
+from warpweave.engine_passes import make_lists, make_passes
+from warpweave.engine_stage import EngineStage, RankUpdate, StageUpdate, StepResult
 from warpweave.generate import Sampling, go_on
 from warpweave.gpt import GPT, MicroBatch
-from warpweave.kernels.attention.options import check_packed
 from warpweave.kernels.devices import CTAS
 from warpweave.kernels.gemm.mainloop import leaving
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.modes import in_mode
-from warpweave.parallel import schedule as schedules
 from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
 from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
-from warpweave.parallel.data.ordered import check_order, exact_sum
+from warpweave.parallel.data.ordered import exact_sum
 from warpweave.parallel.data.outer import SUM, OuterOptimizer, OuterRule
-from warpweave.parallel.data.unit import Unit
+from warpweave.parallel.data.unit import Unit, version_age
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh
-from warpweave.parallel.pipeline import Distributed, Like, execute
+from warpweave.parallel.pipeline import Like
 from warpweave.parallel.pipeline.losses import Losses
+from warpweave.parallel.schedule import OpenRun
 from warpweave.parallel.shard import ParamRecord
 from warpweave.transfer import upload
 
 _STEP = 128  # tokens by which the window of `generate` grows
-
-
-def _check_int64(tokens: Tensor, labels: Tensor) -> None:
-    if tokens.dtype != torch.int64 or labels.dtype != torch.int64:
-        raise ValueError(f"tokens and labels must be int64, got {tokens.dtype} and {labels.dtype}")
-
-
-def _check_documents(documents: Tensor | None, tokens: Tensor) -> None:
-    if documents is None:
-        return
-    if (documents.ndim, documents.shape[:2]) != (3, tokens.shape[:2]):
-        raise ValueError(
-            f"documents must have shape [{tokens.shape[0]}, {tokens.shape[1]}, boundaries], got "
-            f"{tuple(documents.shape)}"
-        )
-    check_packed(documents.flatten(0, 1), tokens.flatten(0, 1))
-
-
-def _guard_state_dict(gpt: GPT, units: list[Unit]) -> None:
-    """Make ``state_dict`` wait for a pending all-gather, and refuse freed parameters (ZeRO 3)."""
-
-    def check(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        for unit in units:
-            unit.parameters.wait()
-            if not unit.parameters.materialised:
-                raise RuntimeError(
-                    f"ZeRO 3 keeps only a shard of {unit.name} on this rank: Engine.read gives "
-                    "whole tensors, state_dict cannot"
-                )
-
-    gpt.register_state_dict_pre_hook(check)
 
 
 class Engine:
@@ -127,48 +98,41 @@ class Engine:
         self.micro_batch_size, self.device = micro_batch_size, torch.device(device)
         choose(impl, torch.empty(0, device=self.device))  # or a line that says what is missing
         self.gpt = GPT(config, mesh=mesh, plan=plan, device="meta", dtype=dtype, impl=impl)
-        self.schedule = self._make_schedule()
+        plan.check_update(clip=clip, fp16=dtype == torch.float16, outer=outer is not None)
+        run = make_lists(config, plan, mesh)
         rows = micro_batch_size * self.gpt.layout.local_len
         own = self.gpt.own_rows(rows)
         chains = self.gpt.segments(zero=plan.zero, device=self.device)
         self.units: list[Unit] = list(
             dict.fromkeys(u for chain in chains.values() for s in chain for u in s.units)
         )
-        _guard_state_dict(self.gpt, self.units)
+        guard_state_dict(self.gpt, self.units)
         scale = LossScale().to(self.device) if dtype == torch.float16 else None
         rule = AdamW(impl=impl) if rule is None else rule
         self.optimizer = ZeroOptimizer(
-            self.units, mesh, rule, clip=clip, loss_scale=scale, impl=impl
+            self.units, mesh, rule, clip=clip, loss_scale=scale, impl=impl, apart=plan.asynchronous
         )
         for unit in self.units:
             unit.write("param", lambda record: record.draw(seed, at=mesh.coords))
         self.message: Like = ((own.stop - own.start, config.width), dtype, self.device)
         self.outer = None if outer is None else self._make_outer(outer)
-        self._update = RankUpdate(self.optimizer, len(chains), self.outer)
         self.stages: dict[int, EngineStage] = {}
+        steps, staleness = len(chains), [0] * len(self.gpt.placement)
+        if isinstance(run, OpenRun):
+            steps, staleness = run.updates, [*run.staleness]
+        updating = StageUpdate if plan.asynchronous else RankUpdate
+        self._update = updating(self.optimizer, steps, self.outer)
         for stage, chain in chains.items():
             earlier = [unit for other in self.stages.values() for unit in other.units]
-            self.stages[stage] = EngineStage(chain, self._update, self.message, shared=earlier)
-        self.transport = Distributed(
-            self.schedule, mesh.group("pp"), device=self.device, timeout=timeout
-        )
+            self.stages[stage] = EngineStage(
+                chain, self._update, self.message, shared=earlier, versions=1 + staleness[stage]
+            )
+        self.staleness = tuple(staleness)
+        how: dict[str, Any] = {"device": self.device, "timeout": timeout}
+        self.passes = make_passes(run, self.stages, mesh.group("pp"), **how)
+        self.schedule, self.transport = self.passes.lists, self.passes.transport
+        self._counted: list[Pending] = []  # sums of valid tokens that nobody has waited for
         self._cold = self.device.type == "cuda" and mesh.size("pp") > 1  # see `_warm_up`
-
-    def _make_schedule(self) -> schedules.Schedule:
-        """The plan's schedule with reductions, tie, update and all messages."""
-        lists = self.plan.make_schedule(self.mesh.size("pp"))
-        ordered = self.plan.reduce == "ordered"
-        freed = ordered or (self.plan.zero >= 2 and self.mesh.size("shard") > 1)
-        if self.plan.early_gradients and not freed:
-            lists = schedules.send_first(lists)
-        if ordered:
-            check_order(lists, tied=self.config.tied)
-        lists = schedules.with_reduce(schedules.with_comm(lists))
-        if self.config.tied:
-            lists = schedules.with_tie(lists)
-        lists = schedules.with_update(lists)
-        schedules.validate(lists, microbatches=self.plan.microbatches)
-        return lists
 
     def _make_outer(self, rule: OuterRule) -> OuterOptimizer:
         """The outer optimizer; fragments are of every so many layers, with the embedding in the
@@ -181,6 +145,37 @@ class Engine:
         return OuterOptimizer(rule, self.units, fragments, self.mesh)
 
     # ------------------------------------------------------------------ training
+
+    def feed(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sample_ids: Tensor,
+        *,
+        key: int = 0,
+        documents: Tensor | None = None,
+    ) -> None:
+        """The data of one step of an asynchronous schedule, as for `step`, without an update.
+
+        Needed for the first `passes.ahead` steps, before the first call of `step` and after `load`.
+        """
+        expected = (self.plan.microbatches, self.micro_batch_size, self.config.seq_len)
+        check_batch(tokens, labels, sample_ids, expected, documents)
+        if not self.gpt.training:  # it walks over all modules
+            self.gpt.train()
+        scaler = self.optimizer.loss_scale
+        scale = scaler.value if scaler is not None else None
+        each = self.plan.microbatches // self.passes.updates
+        for part in (slice(at, at + each) for at in range(0, self.plan.microbatches, each)):
+            valid = self._count_valid(labels[part])
+            packed = None if documents is None else documents[part]
+            batches = self._micro_batches(
+                tokens[part], labels[part], sample_ids[part], valid, key, packed
+            )
+            self._counted.append(valid)
+            if self._cold:
+                self._warm_up(batches[0], scale)
+            self.passes.feed(batches, scale)
 
     def step(
         self,
@@ -208,55 +203,76 @@ class Engine:
             halted: 0-dim, equal on all ranks; non-zero changes no weight or state. `stops` of the
                 step before, for a step that begins before that was read.
 
-        With an outer optimizer (`data.outer`) losses and norm are means over its replicas.
+        With an outer optimizer (`data.outer`) losses and norm are means over its replicas. With an
+        asynchronous schedule the data and `key` are those of the step `passes.ahead` later (`feed`
+        takes the first ones); losses and norm are of this step: its losses means, and its norm the
+        root of the mean square, over its updates.
 
         Raises:
-            ValueError: shapes or dtypes do not fit, a parameter is frozen, or there is `halted` at
-                a step after which replicas meet; nothing was sent.
+            ValueError: shapes or dtypes do not fit, a parameter is frozen, there is `halted` at
+                a step after which replicas meet, or with an asynchronous schedule `halted`, no
+                `lr`, or no data of the steps between; nothing was sent.
         """
-        expected = (self.plan.microbatches, self.micro_batch_size, self.config.seq_len)
-        if tuple(tokens.shape) != expected or labels.shape != tokens.shape:
-            raise ValueError(
-                f"tokens and labels must have shape {expected}, got {tuple(tokens.shape)} and "
-                f"{tuple(labels.shape)}"
-            )
-        if tuple(sample_ids.shape) != expected[:2]:
-            raise ValueError(
-                f"sample_ids must have shape {expected[:2]}, got {tuple(sample_ids.shape)}"
-            )
-        _check_int64(tokens, labels)
-        _check_documents(documents, tokens)
+        return self.begin(
+            tokens, labels, sample_ids, lr=lr, key=key, interrupted=interrupted,
+            documents=documents, halted=halted,
+        ).wait()  # fmt: skip
+
+    def begin(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sample_ids: Tensor,
+        *,
+        lr: float | None,
+        key: int = 0,
+        interrupted: bool = False,
+        documents: Tensor | None = None,
+        halted: Tensor | None = None,
+    ) -> Pending:
+        """`step` whose result, a `StepResult`, is waited for later: no rank of an asynchronous
+        schedule then waits for another one's losses before it begins its next step."""
         if halted is not None and self.outer is not None and self.outer.acts_next:
             raise ValueError("a step after which replicas meet cannot be begun before the last one")
+        if self.plan.asynchronous and (lr is None or halted is not None):
+            raise ValueError(
+                f"schedule {self.plan.schedule} has begun the next steps: a step needs lr, and "
+                "cannot be halted"
+            )
         frozen = (r.name for unit in self.units for r, p in unit.params if not p.requires_grad)
         if (name := next(frozen, None)) is not None:
             raise ValueError(f"the engine trains every parameter, but {name} does not require grad")
         for unit in self.units:
             unit.gradients.clear()  # what a step without an update, or one that failed, left there
-        valid = self._count_valid(labels)
-        batches = self._micro_batches(tokens, labels, sample_ids, valid, key, documents)
-        if not self.gpt.training:  # it walks over all modules
-            self.gpt.train()
-        scaler = self.optimizer.loss_scale
-        scale = scaler.value if scaler is not None else None
-        if self._cold:
-            self._warm_up(batches[0], scale)
-        for stage in self.stages.values():
-            stage.begin(batches, scale)
+        self.feed(tokens, labels, sample_ids, key=key, documents=documents)
         self._update.begin(
-            lr, halted, lambda: self._start_global_losses(self._own_losses(), interrupted)
+            lr,
+            halted,
+            lambda: self._start_global_losses(self._own_losses(), interrupted, self._update.square),
         )
         with leaving(CTAS if self.mesh.size("world") > 1 else 0):
-            execute(self.schedule, self.stages, self.transport)
-        valid.wait()  # where no loss did
-        *losses, interrupts = self._update.losses.wait()
+            self.passes.run()
+        while self._counted:  # where no loss did
+            self._counted.pop().wait()
+        ended = self._update.losses, self._update.norm, self._own_finite()
+        result = functools.cache(lambda: self._result(*ended))
+        if not self.plan.asynchronous:
+            result()
+        return Pending(None, result)
+
+    def _result(self, sums: Pending, norm: Tensor, finite: Tensor) -> StepResult:
+        """The result of a step, whose losses are waited for."""
+        *losses, interrupts = sums.wait()
+        if self.plan.asynchronous:
+            *losses, square = losses
+            losses, norm = [loss / self.passes.updates for loss in losses], square.sqrt()
         named = dict(zip(self.gpt.loss_names, losses, strict=True))
-        norm = self._update.norm
+        scaler = self.optimizer.loss_scale
         # The scale after the update: at 1 it is not to blame.
         overflow = ~norm.isfinite() & (scaler is not None and scaler.value > 1.0)
         if self.mesh.size("outer") > 1:
             norm, overflow = self._of_replicas(norm, overflow)
-        return StepResult(named, norm, interrupts, overflow, self._own_finite())
+        return StepResult(named, norm, interrupts, overflow, finite)
 
     def _of_replicas(self, norm: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
         """The mean norm of the outer replicas, and whether a loss scale is to blame for each norm
@@ -312,9 +328,12 @@ class Engine:
         """The losses of this rank's stages and micro-batches in the step."""
         return [of_mb for stage in self.stages.values() for of_mb in stage.losses.values()]
 
-    def _start_global_losses(self, own: list[Losses], interrupted: bool = False) -> Pending:
-        """Start summing [each loss, number of interrupted ranks] over the mesh, in one message;
-        with ordered sums each loss apart, to the same bits on any number of data ranks."""
+    def _start_global_losses(
+        self, own: list[Losses], interrupted: bool = False, square: Tensor | None = None
+    ) -> Pending:
+        """Start summing [each loss, a stage's `square`, number of interrupted ranks] over the mesh,
+        in one message; with ordered sums each loss apart, to the same bits on any number of data
+        ranks."""
         names = self.gpt.loss_names
         if unknown := sorted({name for losses in own for name in losses} - {*names}):
             raise ValueError(
@@ -322,7 +341,8 @@ class Engine:
                 f"{[*names]}"
             )
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        sums = torch.zeros(len(names) + 1, dtype=wide, device=self.device)
+        more = len(names) + (square is not None)
+        sums = torch.zeros(more + 1, dtype=wide, device=self.device)
         world, exact = self.mesh.group("world"), []
         for at, name in enumerate(names):
             shares = [losses[name] for losses in own if name in losses]
@@ -335,9 +355,14 @@ class Engine:
         if interrupted:
             sums[-1] = 1.0
         self.finite = sums.isfinite().all()
+        if square is not None and self.mesh.index("data") == self.mesh.index("tp") == 0:
+            sums[-2] = square  # the first rank speaks for the stage
         pending = start_all_reduce_(sums, world)
         if exact:
-            return Pending(None, lambda: torch.stack([*exact, pending.wait()[-1]]).to(wide))
+            rest = slice(len(exact), None)
+            return Pending(
+                None, lambda: torch.cat([torch.stack(exact).to(wide), pending.wait()[rest]])
+            )
         return pending
 
     def _own_finite(self) -> Tensor:
@@ -367,8 +392,8 @@ class Engine:
                 f"tokens and labels must have shape [n >= 1, {size}, {length}], got "
                 f"{tuple(tokens.shape)} and {tuple(labels.shape)}"
             )
-        _check_int64(tokens, labels)
-        _check_documents(documents, tokens)
+        check_int64(tokens, labels)
+        check_documents(documents, tokens)
         valid = self._count_valid(labels)
         ids = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         batches = self._micro_batches(tokens, labels, ids, valid, 0, documents)
@@ -458,7 +483,10 @@ class Engine:
     # ------------------------------------------------------------------ state in and out
 
     def load(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
-        """Set "param" or one of the optimizer's moments from logical tensors, on any mesh."""
+        """Set "param" (in all versions), one older version of it ("version1", of one update ago) or
+        one of the optimizer's moments from logical tensors, on any mesh."""
+        if kind == "param" or version_age(kind):
+            self.passes.restart()
         for unit in self._holding(kind):
             unit.write(kind, lambda record: record.slice(value(record), self.mesh.coords))
         if self.outer is not None and kind == "param":
@@ -466,7 +494,9 @@ class Engine:
 
     def _holding(self, kind: str) -> list[Unit]:
         """The units that have a state of this kind."""
-        return self.outer.in_flight if self.outer is not None and kind == SUM else self.units
+        if self.outer is not None and kind == SUM:
+            return self.outer.in_flight
+        return [unit for unit in self.units if version_age(kind) < unit.parameters.kept]
 
     def read(self, kind: str) -> Iterator[tuple[ParamRecord, Tensor, bool]]:
         """Yield (record, logical tensor, mine) of the state of this rank's stages, "grad" included.

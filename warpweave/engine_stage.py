@@ -64,6 +64,7 @@ class RankUpdate:
         self, optimizer: ZeroOptimizer, stages: int, outer: OuterOptimizer | None = None
     ) -> None:
         self.optimizer, self.stages, self.outer = optimizer, stages, outer
+        self.square: Tensor | None = None
 
     def begin(
         self, lr: float | None, halted: Tensor | None, start_losses: Callable[[], Pending]
@@ -90,6 +91,27 @@ class RankUpdate:
             self.outer.after_update()
 
 
+class StageUpdate(RankUpdate):
+    """The optimizer steps of an asynchronous schedule's stage: one at each of its UPDATEs, by its
+    own gradients alone; after the last of a pass the losses are summed over ranks.
+
+    Args:
+        optimizer: of the stage's units, whose norm is the stage's.
+        updates: of a pass.
+    """
+
+    def arrive(self) -> None:
+        """A step; `square` becomes the mean over the pass's of the squares of their norms."""
+        self.optimizer.sum_partials()
+        self.norm = self.optimizer.step(self._lr)
+        square = self.norm.square() / self.stages
+        again = self.square is not None and self._missing < self.stages
+        self.square = self.square + square if again else square
+        self._missing -= 1
+        if not self._missing:
+            self.losses = self._start_losses()
+
+
 class EngineStage(ChainStage):
     """A `ChainStage` with the tie and the update of a step."""
 
@@ -100,8 +122,9 @@ class EngineStage(ChainStage):
         message: Like,
         *,
         shared: list[Unit],
+        versions: int = 1,
     ) -> None:
-        super().__init__(segments, shared=shared)
+        super().__init__(segments, shared=shared, versions=versions)
         self.message, self._update = message, update
 
     def input_like(self, mb: int) -> Like:

@@ -129,6 +129,16 @@ class FlatParameters:
         self._versions = count
 
     @torch.no_grad()
+    def fill_versions(self) -> None:
+        """All versions that are kept are there from the beginning: equal to the newest."""
+        self.wait()
+        self._older = [self.flat.clone() for _ in range(self._versions - 1)]
+
+    def older(self, age: int) -> Tensor:
+        """The buffer [layout.size] of `age` >= 1 updates ago, which must be kept."""
+        return self._older[age - 1]
+
+    @torch.no_grad()
     def next_version(self, region: slice) -> None:
         """Before an update in place of `region`: if older versions are kept, the newest becomes one
         of them, and `flat` a buffer with its values in `region`. The oldest gives its memory."""
@@ -146,7 +156,7 @@ class FlatParameters:
     def show(self, age: int) -> None:
         """The parameters are those of `age` updates ago, which must be kept."""
         if age != self._shown:
-            self._point_to(self._older[age - 1] if age else self.flat)
+            self._point_to(self.older(age) if age else self.flat)
             self._shown = age
 
     def _point_to(self, buffer: Tensor) -> None:
@@ -154,10 +164,15 @@ class FlatParameters:
             param.data = self.layout.view(buffer, record)
 
     @torch.no_grad()
-    def set(self, whole: Tensor) -> None:
-        """Set the parameters to `whole` [layout.size], of any dtype, the same on every data
-        rank."""
+    def set(self, whole: Tensor, age: int = 0) -> None:
+        """Set the parameters to `whole` [layout.size], of any dtype, the same on every data rank:
+        all versions that are kept, or only that of `age` updates ago."""
         self.wait()  # or a pending all-gather would restore the old values
+        if age:
+            self.older(age).copy_(whole)
+            return
+        for older in self._older:
+            older.copy_(whole)
         if self.shard is None:
             self.flat.copy_(whole)
             return

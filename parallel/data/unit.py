@@ -78,6 +78,7 @@ STAGES = {
     2: {"optim": True, "grad": True},
     3: {"optim": True, "grad": True, "param": True},
 }
+VERSION = "version"
 # Axis over which gradients are summed -> over which shards lie, over which these are replicated.
 SHARDS = {"data": ("shard", "replica"), "dp": ("dp_shard", "replica")}
 
@@ -93,6 +94,11 @@ def zero_placement(zero: int, sum_over: str, mesh: ConnectedMesh) -> Placement:
     shard_over, replicate_over = SHARDS.get(sum_over, (sum_over, None))
     states = STAGES[zero if mesh.group(shard_over) is not None else 0]
     return Placement(sum_over, shard_over, replicate_over, **states)
+
+
+def version_age(kind: str) -> int:
+    """3 for the state "version3"; 0 for one that is no older version of the parameters."""
+    return int(kind.removeprefix(VERSION)) if kind.startswith(VERSION) else 0
 
 
 @dataclass(eq=False)
@@ -158,8 +164,11 @@ class Unit:
     # ------------------------------------------------------------------ state in and out
 
     def buffer(self, kind: str) -> Tensor:
-        """The flat buffer of "param" (the master), "grad" (reduced) or a moment."""
+        """The flat buffer of "param" (the master), "grad" (reduced), a moment, or "version1", the
+        parameters of one update ago, "version2" and so on."""
         own = {"param": self.state.master, "grad": self.gradients.reduced}
+        if age := version_age(kind):
+            return self.parameters.older(age)[self.state.region]
         return own[kind] if kind in own else self.state.moments[kind]
 
     @torch.no_grad()
@@ -167,15 +176,17 @@ class Unit:
         """Set a state: ``value(record)`` returns the tensor that this rank's mesh coordinates hold
         (`ParamRecord.slice`), the same on all ranks that ZeRO shards it over.
 
-        "param" sets the master weights and the parameters. Of another state only the elements that
-        this rank keeps are read, so that those of a tensor in a mapped file are not loaded.
+        "param" sets the master weights and the parameters, in all versions. Of a moment only the
+        elements that this rank keeps are read, so that those of a tensor in a mapped file are not
+        loaded.
 
         Raises ValueError for a tensor that is not of the record's `local_shape`.
         """
         buffer, size, region = self.buffer(kind), self.layout.size, self.state.region
         whole = torch.zeros(size, dtype=buffer.dtype, device=buffer.device)
         kept = slice(region.stop - len(buffer), region.stop)
-        own = slice(0, size) if kind == "param" else kept
+        age = version_age(kind)
+        own = slice(0, size) if kind == "param" or age else kept
         for record in self._records(kind):
             local = value(record)
             if tuple(local.shape) != record.local_shape:
@@ -185,8 +196,8 @@ class Unit:
             start, stop = max(own.start - at, 0), min(own.stop - at, local.numel())
             if start < stop:
                 whole[at + start : at + stop].copy_(local.reshape(-1)[start:stop])
-        if kind == "param":
-            self.parameters.set(whole)
+        if kind == "param" or age:
+            self.parameters.set(whole, age)
         buffer.copy_(whole[kept])
 
     @torch.no_grad()

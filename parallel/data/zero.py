@@ -40,6 +40,8 @@ class ZeroOptimizer:
         clip: largest global gradient norm; None for no clipping.
         loss_scale: for fp16; the backward pass must start from its value as the loss's gradient.
         impl: "triton", "torch" or None, as for the kernels; of the norm.
+        apart: each pipeline stage has steps of its own (asynchronous schedules): the norm, and with
+            it whether a step changes nothing, is that of the stage.
 
     Building one is collective over the pipeline stages.
     """
@@ -53,6 +55,7 @@ class ZeroOptimizer:
         clip: float | None = 1.0,
         loss_scale: LossScale | None = None,
         impl: str | None = None,
+        apart: bool = False,
     ) -> None:
         if clip is not None and not clip > 0:
             raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
@@ -73,17 +76,18 @@ class ZeroOptimizer:
         self.steps = [[zero.clone() for _ in u.layout.ranges] for u in units]
         self.count = zero  # updates made; equal on every rank
         self.finite = torch.ones((), device=device)  # this rank's gradients in the last step
-        self._norm_axes = self._find_norm_axes()
+        axes = tuple(axis for axis in factors("inner") if not (apart and axis == "pp"))
+        self._norm_axes = self._find_norm_axes(axes)
         self._in_one_message = self._agree(self._norm_axes == factors("inner"))
 
-    def _find_norm_axes(self) -> tuple[str, ...]:
-        """The axes over which the norm is summed, because ranks count different elements; outermost
-        first."""
-        shared = set(factors("inner"))
+    def _find_norm_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of `axes` over which the norm is summed, because ranks count different elements;
+        outermost first."""
+        shared = set(axes)
         for unit in self.units:
             same = () if unit.placement.optim else factors(unit.placement.sum_over)
             shared &= set(same)
-        return tuple(axis for axis in factors("inner") if axis not in shared)
+        return tuple(axis for axis in axes if axis not in shared)
 
     def _agree(self, mine: bool) -> bool:
         """Whether it holds on every pipeline stage, whose units may have other data axes."""

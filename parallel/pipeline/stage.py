@@ -97,6 +97,7 @@ class _Saved:
     chain: _Chain
     weights: list[WeightGradients]
     version: int  # of the weights that it reads
+    losses: Losses = field(default_factory=dict)
     inputs: list[Tensor | None] = field(default_factory=list)
     outputs: list[tuple[Tensor, ...] | Kept] = field(default_factory=list)  # roots of backward
 
@@ -115,7 +116,7 @@ class ChainStage:
             forward read. Not of parameters that ZeRO 3 shards.
 
     Attributes:
-        losses: micro-batch -> name -> loss, detached, of the step so far.
+        losses: micro-batch -> name -> loss, detached, of those that have ended in this step.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class ChainStage:
             add_losses(total, {name: loss.detach() for name, loss in losses.items()})
             if k + 1 < len(segments):  # the last one is needed first in the backward pass
                 self._leave(segments, k, k + 1)
-        self.losses[mb] = total
+        saved.losses = total
         return x
 
     def _chain(self, mb: int) -> _Chain:
@@ -276,7 +277,7 @@ class ChainStage:
             for unit in segment.units:
                 unit.gradients.after_backward()
             self._reduce_completed(completed)
-        del self._batches[mb]
+        self._end(mb, saved)
 
     def _backward(self, mb: int, dy: Tensor | None, *, deferred: bool) -> Tensor | None:
         age = self._age(mb)
@@ -307,8 +308,12 @@ class ChainStage:
             if not deferred:
                 self._reduce_completed(saved.chain.completes[k])
         if not deferred:
-            del self._batches[mb]
+            self._end(mb, saved)
         return gradient
+
+    def _end(self, mb: int, saved: _Saved) -> None:
+        self.losses[mb] = saved.losses
+        del self._batches[mb]
 
     # ------------------------------------------------------------------ parameters and gradients
 

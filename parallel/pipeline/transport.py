@@ -188,6 +188,7 @@ class Distributed:
             that it updates.
         open_pass: `lists` are a pass that is left open (`schedule.open_passes`) of a run that the
             caller has validated.
+        beside: the transport of another pass of that run, whose communicators are used.
 
     Building one is collective over all ranks, not only those of `group`: each rank builds that of
     its own pipeline, whose lists may be others. It cannot be used again after an error.
@@ -206,6 +207,7 @@ class Distributed:
         timeout: float = 300.0,
         staleness: int = 0,
         open_pass: bool = False,
+        beside: Distributed | None = None,
     ) -> None:
         if open_pass:
             validate_pass(lists)
@@ -222,7 +224,9 @@ class Distributed:
         ahead = group is None or by_gloo(group, self._device)
         self._posts = (posted_ahead if ahead else posted_at_need)(lists)
         self._table: dict[tuple[int, int], Like] | None = None
-        self._communicators = self._connect()
+        self._communicators: dict[Link, ProcessGroup] = (
+            self._connect() if beside is None else beside._communicators
+        )
         self._posted: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._sending: dict[Action, tuple[Link, dist.Work, Tensor]] = {}
         self._ending = {a[1:3] for a in lists[self.rank] if a.op in _LAST}  # (stage, micro-batch)

@@ -465,11 +465,9 @@ FAULTS = (
         "for stage in [*self.stages.values()][-1:] for of_mb in",
         "auxiliary losses of a rank's other stages are missing in what a step reports"),
     Fault("engine-blames-everyone", "warpweave/engine.py",
-        "        self.finite = sums.isfinite().all()\n"
-        '        return start_all_reduce_(sums, self.mesh.group("world"))',
-        '        pending = start_all_reduce_(sums, self.mesh.group("world"))\n'
-        "        self.finite = pending.wait().isfinite().all()\n"
-        "        return pending",
+        "        self.finite = sums.isfinite().all()\n",
+        '        every = start_all_reduce_(sums.clone(), self.mesh.group("world"))\n'
+        "        self.finite = every.wait().isfinite().all()\n",
         "every rank is named for a loss that one rank made"),
     Fault("engine-evaluates-in-training", "warpweave/engine.py",
         "with self._global_weights(), in_mode(self.gpt, training=False):\n            every = [",
