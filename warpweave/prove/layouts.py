@@ -261,14 +261,14 @@ def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
         every = [mesh for mesh in every if _axes(mesh) == most]
     layouts: list[Layout] = []
     for mesh in every:
-        counts = [
-            m for m in _divisors(smallest(mesh, "gpt2").samples // mesh.dp) if m <= mesh.pp + 2
-        ]
+        samples = smallest(mesh, "gpt2").samples // mesh.dp
+        counts = [m for m in _divisors(samples) if m <= mesh.pp + 2]
+        fit = [name for name in SYNCHRONOUS if FAMILIES[name].least(mesh.pp) <= samples]
         heads = smallest(mesh, "gpt2").heads // mesh.tp
         for sp, zero, schedule, strategy, style, tied in itertools.product(
             (False, True) if mesh.tp > 1 else (False,),
             range(4) if mesh.data > 1 else (0,),
-            SYNCHRONOUS if mesh.pp > 1 else ("gpipe", "1f1b"),
+            fit if mesh.pp > 1 else ("gpipe", "1f1b"),
             _strategies(mesh, heads),
             ("gpt2", "llama"),
             (True, False),
