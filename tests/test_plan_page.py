@@ -1,0 +1,110 @@
+"""The planner's page: it parses, asks the network for nothing, and its numbers are those of its
+JSON. Headless browsers are looked at by hand; here the document is taken apart."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from warpweave.parallel.schedule import one_f_one_b
+from warpweave.parallel.simulate import simulate
+from warpweave.plan.page import COLOURS, LEFT, WIDTH, page
+
+GIB = 2**30
+LAYOUTS = [
+    {"layout": "tp8 pp2", "seconds": 1.25, "mfu": 0.512345, "zero": 1},
+    {"layout": "tp4 <pp4>", "seconds": 1.5, "mfu": 0.42, "zero": 0},
+]
+MEMORY = [
+    {"weights": 10 * GIB, "optimizer": 20 * GIB, "activations": 30 * GIB},
+    {"weights": 12 * GIB, "optimizer": 24 * GIB, "activations": 15 * GIB},
+]
+VOID = {"meta", "rect", "line"}
+
+
+class Parsed(HTMLParser):
+    """Tags in order with their attributes and text; fails where one is closed that is not open."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict, list[str]]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs), []))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.found.append((tag, dict(attrs), []))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.found:
+            self.found[-1][2].append(data)
+
+    def all(self, tag: str) -> list[tuple[dict, str]]:
+        return [(attrs, "".join(text)) for name, attrs, text in self.found if name == tag]
+
+
+@pytest.fixture(scope="module")
+def document() -> str:
+    timeline = simulate(one_f_one_b(2, 4), {"F": 0.01, "B": 0.02})
+    return page("a <model> & more", LAYOUTS, MEMORY, 80 * GIB, timeline)
+
+
+def test_the_page_asks_for_nothing_from_outside(document) -> None:
+    assert re.findall(r"https?://[^\"'\s]+", document) == ["http://www.w3.org/2000/svg"] * 2
+    assert not re.search(r"<(link|img|iframe)|\ssrc=|@import|url\(|fetch\(", document)
+    assert "<model>" not in document
+
+
+def test_the_json_in_the_page_is_what_it_shows(document) -> None:
+    parsed = Parsed(document)
+    plan = json.loads(next(text for attrs, text in parsed.all("script") if attrs.get("id")))
+    assert plan["layouts"] == LAYOUTS
+    assert plan["memory"] == MEMORY
+    cells = [(attrs["data-value"], text) for attrs, text in parsed.all("td")]
+    assert [value for value, _ in cells] == [
+        str(v) for row in plan["layouts"] for v in row.values()
+    ]
+    assert [text for _, text in cells][:4] == ["tp8 pp2", "1.25", "0.5123", "1"]
+    assert [text for _, text in parsed.all("th")] == ["layout", "seconds", "mfu", "zero"]
+
+
+def test_memory_is_stacked_to_scale(document) -> None:
+    picture = document[document.index('<svg id="memory"') :]
+    rects = Parsed(picture[: picture.index("</svg>") + 6]).all("rect")
+    bars = [attrs for attrs, _ in rects if attrs["height"] == "17"]
+    assert len(bars) == 6
+    for rank, held in enumerate(MEMORY):
+        x = float(LEFT)
+        for bar, colour, size in zip(bars[3 * rank :], COLOURS, held.values()):
+            assert float(bar["x"]) == pytest.approx(x, abs=0.02)
+            assert float(bar["width"]) == pytest.approx(size / (80 * GIB) * WIDTH, abs=0.01)
+            assert bar["fill"] == colour
+            x += float(bar["width"])
+    assert "60.0 GiB" in picture
+    assert "51.0 GiB" in picture
+    assert re.search(rf'<line x1="{LEFT + WIDTH}.00"', picture)
+
+
+def test_more_memory_than_a_gpu_has_is_drawn_past_its_line() -> None:
+    timeline = simulate(one_f_one_b(1, 1), {"F": 1, "B": 2})
+    found = page("x", LAYOUTS, MEMORY, 40 * GIB, timeline)
+    assert f'<line x1="{LEFT + WIDTH * 40 / 60:.2f}"' in found
+
+
+def test_the_timeline_has_a_bar_an_action(document) -> None:
+    drawn = document[document.index('<div id="timeline">') :]
+    assert drawn.count("</title></rect>") == 16
+    assert "<title>1B0: 0.02 to 0.04</title>" in drawn
+    assert "idle 20%" in drawn
