@@ -25,7 +25,7 @@ import torch.distributed as dist
 import tyro
 from plants import Plant, planted
 from ranks import run_ranks
-from threads import run_threads
+from threads import on_mesh, run_threads
 
 from warpweave import engine as engines
 from warpweave import gpus
@@ -34,6 +34,7 @@ from warpweave.dtypes import DTYPES
 from warpweave.kernels.norm import function as norm
 from warpweave.launch import Session, Stopped
 from warpweave.parallel.data import parameters, zero
+from warpweave.parallel.data.optimizer import SGD
 from warpweave.parallel.mesh import AXES, Mesh, single
 from warpweave.parallel.pipeline.losses import LOSS
 from warpweave.parallel.shard import ParamRecord
@@ -677,10 +678,25 @@ def test_a_seed_gives_one_layout_and_seeds_reach_every_corner():
     assert some(lambda lay: lay.sizes.dropout == 0)
     assert some(lambda lay: lay.sizes.seq_len % 2)
     assert some(lambda lay: lay.mesh.dp_shard is not None)
+    assert some(lambda lay: lay.mesh.outer > 1 and lay.mesh.world > 2)
+    assert some(lambda lay: lay.reduce == "ordered" and lay.mesh.data > 1)
+    assert {lay.optimizer for lay in layouts} == {"adamw", "muon", "sgd"}
     for name in ("style", "zero", "schedule", "tied", "recompute", "strategy", "layout"):
         assert {getattr(lay, name) for lay in layouts} >= {
             getattr(lay, name) for lay in all_layouts(4)
         }
+
+
+def test_sgd_is_proven_and_another_momentum_is_seen():
+    layout = Layout(Mesh(dp=2), zero=2, style="llama", optimizer="sgd")
+
+    def worst() -> float:
+        return on_mesh(layout.mesh, lambda mesh: prove_layout(layout, mesh))[0].worst
+
+    assert worst() <= LIMITS["fp64"]
+    other = SGD(momentum=0.8001, weight_decay=0.1)
+    with mock.patch.object(proof, "SGD", return_value=other):
+        assert worst() > 1e3
 
 
 def _cuts_inside_a_sample(layout: Layout) -> bool:

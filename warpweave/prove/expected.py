@@ -24,6 +24,7 @@ STEPS = 3
 # eps of the gradients' size: an update is not the mere sign of a gradient that rounding may turn.
 ADAMW = {"eps": 1e-2, "weight_decay": 0.1}
 MUON = {"momentum": 0.8, "weight_decay": 0.1}
+PLAIN_SGD = {"momentum": 0.8, "weight_decay": 0.1}
 CLIP = 1.2
 RATES = (0.01, 0.004, 0.02)  # the learning rate of each step
 KEY = 3 << 32  # of the first step's dropout: both words of the key count
@@ -90,7 +91,14 @@ def plain_config(config: GPTConfig) -> PlainConfig:
     return PlainConfig(**dataclasses.asdict(config) | sizes)
 
 
-def compared(config: PlainConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+def moments_of(optimizer: str) -> dict[str, str]:
+    """The optimizer's states, by their names in the plain one."""
+    return {"m": "momentum"} if optimizer == "sgd" else {"m": "exp_avg", "v": "exp_avg_sq"}
+
+
+def compared(
+    config: PlainConfig, optimizer: str = "adamw"
+) -> dict[str, dict[str, tuple[int, ...]]]:
     """Words of what is compared -> parameter -> shape; of what no parameter has, "" -> shape."""
     params = plain_shapes(config)
     one: dict[str, tuple[int, ...]] = {"": ()}
@@ -100,7 +108,25 @@ def compared(config: PlainConfig) -> dict[str, dict[str, tuple[int, ...]]]:
         found[f"gradient of {{}} at step {step}"] = found[f"{{}} after step {step}"] = params
         found[f"evaluation after step {step}"] = one
         found[f"logits after step {step}"] = {"": (config.vocab_size,)}
-    return found | {"exp_avg of {}": params, "exp_avg_sq of {}": params}
+    return found | {f"{kind} of {{}}": params for kind in moments_of(optimizer).values()}
+
+
+def _sgd_step(
+    params: dict[str, Tensor],
+    grads: dict[str, Tensor],
+    state: dict[str, dict[str, Tensor]],
+    lr: float,
+) -> Tensor:
+    """`plain_adamw_step` with the arithmetic of ``torch.optim.SGD``; returns the norm."""
+    norm = torch.sqrt(sum((g * g).sum() for g in grads.values()))
+    scale = min(1.0, CLIP / (norm.item() + 1e-6))
+    for name, param in params.items():
+        g, b = grads[name] * scale, state.setdefault(name, {"m": torch.zeros_like(param)})["m"]
+        if name.endswith(".weight") and param.ndim >= 2:
+            g = g + PLAIN_SGD["weight_decay"] * param
+        b.copy_(PLAIN_SGD["momentum"] * b + g)
+        param.sub_(lr * b)
+    return norm
 
 
 def _moved(params: dict[str, Tensor], number: int) -> dict[str, Tensor]:
@@ -161,9 +187,13 @@ def train(
         values[f"loss of step {step}"] = loss.detach()
         values |= {f"gradient of {name} at step {step}": grad for name, grad in grads.items()}
         masters = {name: p.clone() for name, p in masters.items()}
-        values[f"norm of step {step}"] = plain_adamw_step(
-            masters, grads, moments, step + 1, lr=RATES[step], clip=CLIP, **ADAMW, **muon
-        )
+        if optimizer == "sgd":
+            norm = _sgd_step(masters, grads, moments, RATES[step])
+        else:
+            norm = plain_adamw_step(
+                masters, grads, moments, step + 1, lr=RATES[step], clip=CLIP, **ADAMW, **muon
+            )
+        values[f"norm of step {step}"] = norm
         values |= {f"{name} after step {step}": p for name, p in masters.items()}
         at = STEPS + step
         tokens, labels, _, packed = _on(device, *batch(sizes, at), _numbers(sizes, at))
@@ -173,6 +203,6 @@ def train(
         values[f"logits after step {step}"] = last_logits(
             params, prompt(sizes, step).to(device), config
         )
-    for name, moment in moments.items():
-        values[f"exp_avg of {name}"], values[f"exp_avg_sq of {name}"] = moment["m"], moment["v"]
+    for name, of in moments.items():
+        values |= {f"{kind} of {name}": of[m] for m, kind in moments_of(optimizer).items()}
     return {what: value.cpu() for what, value in values.items()}

@@ -387,6 +387,12 @@ def draw(seed: int, impl: str = "torch") -> Layout:
             if (FAMILIES[name].chunks or 2) == each and FAMILIES[name].least(mesh.pp) <= count
         ]
     )
-    rule = "muon" if seed % 4 == 3 else "adamw"
-    mesh = replace(mesh, dp_shard=shards)
-    return replace(layout, mesh=mesh, schedule=schedule, optimizer=rule)
+    outer = 2 if seed % 5 == 2 and mesh.world <= 4 else 1
+    ordered = outer == 1 and shards is None and schedule in ("gpipe", "1f1b", "interleaved")
+    return replace(
+        layout,
+        mesh=replace(mesh, dp_shard=shards, outer=outer),
+        schedule=schedule,
+        optimizer={3: "muon", 5: "sgd", 7: "muon"}.get(seed % 8, "adamw"),
+        reduce="ordered" if seed % 7 == 4 and ordered else "library",
+    )

@@ -14,7 +14,7 @@ from torch import Tensor
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.exchange import exchange
-from warpweave.parallel.data.optimizer import AdamW, Muon
+from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, Rule
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.shard import ParamRecord
@@ -24,6 +24,7 @@ from warpweave.prove.expected import (
     CLIP,
     KEY,
     MUON,
+    PLAIN_SGD,
     RATES,
     STEPS,
     batch,
@@ -134,7 +135,11 @@ def _ratio(error: float, unit: float) -> float:
 
 def _engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
     """The engine that trains as `layout` says."""
-    adamw = AdamW(**ADAMW, impl=layout.impl)
+    rule: Rule = AdamW(**ADAMW, impl=layout.impl)
+    if layout.optimizer == "muon":
+        rule = Muon(**MUON, rest=rule, impl=layout.impl)
+    elif layout.optimizer == "sgd":
+        rule = SGD(**PLAIN_SGD)
     return Engine(
         layout.model,
         mesh,
@@ -143,7 +148,7 @@ def _engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
         dtype=DTYPES[layout.dtype],
         device=torch.empty(0, device=layout.device).device,  # with this rank's number
         seed=layout.sizes.seed,
-        rule=Muon(**MUON, rest=adamw, impl=layout.impl) if layout.optimizer == "muon" else adamw,
+        rule=rule,
         clip=CLIP,
         outer=OuterRule(1, lr=1.0, momentum=0.0) if mesh.size("outer") > 1 else None,
         impl=layout.impl,
@@ -192,13 +197,13 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         compare.text(engine.generate(start, new, temperature=0.0), start, step, new)
     after = f"{{}} after step {STEPS - 1}"
     read("weight", "param", after)
-    read("moment", "exp_avg", "exp_avg of {}")
-    read("moment", "exp_avg_sq", "exp_avg_sq of {}")
+    for kind in engine.optimizer.rule.moments:
+        read("moment", kind, f"{kind} of {{}}")
     _compare_parameters(compare, engine, mesh, after)
     counts = torch.tensor(list(owners.values()), device=device)
     if group is not None:
         dist.all_reduce(counts)
-    times = (STEPS + 3) * mesh.size("outer")
+    times = (STEPS + 1 + len(engine.optimizer.rule.moments)) * mesh.size("outer")
     for name, count in zip(owners, counts.tolist(), strict=True):
         reads = times - (layout.optimizer == "muon" and is_muons(name)) * mesh.size("outer")
         if count != reads:  # lost in a checkpoint, or written twice

@@ -66,7 +66,7 @@ def truth(
     Each training of the plain model is one rank's, on its `device`, who tells the others. The
     values are on the CPU.
     """
-    shapes = compared(plain_config(model))
+    shapes = compared(plain_config(model), optimizer)
     words = [what.format(name) for what, family in shapes.items() for name in family]
     lengths = [torch.Size(s) for family in shapes.values() for s in family.values()]
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
