@@ -6,7 +6,11 @@ stages that the papers say, in a history of weights that knows of no schedule.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
+import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +18,16 @@ from threads import run_threads
 from torch import Tensor
 from torch.func import functional_call
 
+from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
+from warpweave.interrupt import Interrupt
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate
+from warpweave.launch import Session
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, Piece
+from warpweave.parallel.data.outer import OuterRule
+from warpweave.parallel.data.parameters import FlatParameters
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import (
     FAMILIES,
@@ -32,6 +41,8 @@ from warpweave.parallel.schedule import (
     with_reduce,
 )
 from warpweave.parallel.simulate import simulate
+from warpweave.train import Trainer
+from warpweave.train_config import GPTOverrides, TrainConfig
 
 NAMES = ("pipedream", "pipedream-vs", "pipedream-2bw")
 
@@ -307,3 +318,145 @@ def test_training_is_the_delayed_rule_to_the_bit(case: str) -> None:
     assert losses == expected
     assert weights.keys() == final.keys()
     assert all(torch.equal(weights[n], w) for n, w in final.items())
+
+
+def test_the_delays_and_the_versions_show() -> None:
+    """Each rule's run is its own, from the second step on; backward by another version is seen."""
+    runs = [_delayed(name, 2, 2)[0] for name in ("1f1b", *NAMES)]
+    assert all(abs(a[-1] - b[-1]) > 1e-6 for i, a in enumerate(runs) for b in runs[:i])
+    show = FlatParameters.show
+    for age in (0, 1):  # of all weights, whichever version is asked for
+        with mock.patch.object(FlatParameters, "show", lambda self, _, age=age: show(self, age)):
+            try:
+                losses, _, _ = _trained(Mesh(pp=2), "pipedream", 2)
+            except IndexError:  # the last stage keeps no older version
+                continue
+        assert losses != _delayed("pipedream", 2, 2)[0]
+
+
+def _resumed(rank: int, sizes: Mesh, name: str, m: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Two steps by one engine, and the others by a second one that was given its state."""
+    mesh = sizes.connect()
+
+    def run(engine: Engine, steps: range) -> list[float]:
+        ahead = engine.passes.ahead
+        for step in range(steps.start, steps.start + ahead):
+            engine.feed(*(x[0] for x in _data(step, m)), key=step)
+        found = []
+        for step in steps:
+            given = [x[0] for x in _data(step + ahead, m)]
+            found.append(float(engine.step(*given, lr=RATES[step], key=step + ahead).loss))
+            engine.evaluate(*given[:2])  # changes nothing
+        return found
+
+    first, second = (_engine(mesh, name, m) for _ in "ab")
+    losses = run(first, range(2))
+    run(second, range(1))  # which loading makes undone
+    older = [f"version{age}" for age in range(1, 1 + max(first.staleness))]
+    for kind in ("param", *older, "exp_avg", "exp_avg_sq"):
+        state = {record.name: tensor.clone() for record, tensor, _ in first.read(kind)}
+        second.load(kind, lambda record, state=state: state[record.name])
+    second.optimizer.load_state(first.optimizer.state())
+    losses += run(second, range(2, len(RATES)))
+    return losses, {record.name: w.clone() for record, w, _ in second.read("param")}
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_a_run_that_was_taken_up_again_is_the_same_run_to_the_bit(name: str) -> None:
+    ranks = run_threads(3, _resumed, Mesh(pp=3), name, 3)
+    losses, weights = _delayed(name, 3, 3)
+    assert ranks[0][0] == losses
+    found = {n: w for _, of_rank in ranks for n, w in of_rank.items()}
+    assert all(torch.equal(found[n], w) for n, w in weights.items())
+
+
+def test_steps_need_the_data_of_those_that_have_begun(monkeypatch) -> None:
+    def wrong(rank: int) -> None:
+        engine = _engine(Mesh(pp=2).connect(), "pipedream", 2)
+        given = [x[0] for x in _data(0, 2)]
+        with pytest.raises(ValueError, match=r"needs 4 micro-batches that were fed .*, got 2"):
+            engine.step(*given, lr=0.1)
+        for more in ({"lr": None}, {"lr": 0.1, "halted": torch.ones(())}):
+            with pytest.raises(ValueError, match="a step needs lr, and cannot be halted"):
+                engine.step(*given, **more)
+
+    run_threads(2, wrong)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ({"clip": 1.0}, "clip = 1.0, by the norm of all stages, cannot be with schedule pipedream"),
+        ({"dtype": torch.float16}, "dtype = fp16, whose overflow skips the update of all stages"),
+        ({"outer": OuterRule(2)}, "an outer optimizer, which replaces the weights of all stages"),
+        ({"zero": 3}, "zero = 3 keeps no whole versions: schedule pipedream needs some"),
+        ({"tied": True, "pp": 3}, "a tied embedding get its gradients 2 micro-batches apart"),
+        ({"name": "pipedream-2bw", "pp": 3}, "needs m >= p micro-batches per update, got m=2 p=3"),
+    ],
+)
+def test_what_needs_all_stages_at_once_is_refused(what: dict, words: str) -> None:
+    engine = {name: what[name] for name in ("clip", "dtype", "outer") if name in what}
+    plan = ParallelPlan(
+        schedule=what.get("name", "pipedream"), microbatches=2, zero=what.get("zero", 1)
+    )
+    config = dataclasses.replace(CONFIG, tied=what.get("tied", False))
+    with pytest.raises(ValueError, match=words) as error:
+        Engine(config, Mesh(pp=what.get("pp", 1)).seen_from(0), plan, **{"clip": None} | engine)
+    assert "\n" not in str(error.value)
+
+
+# ----------------------------------------------------------------------------- the trainer
+
+
+def _config(out, **changes) -> TrainConfig:
+    own = {"plan": ParallelPlan(schedule="pipedream-2bw", microbatches=2), "clip": 0.0}
+    small = GPTOverrides(layers=1, width=16, heads=2, seq_len=16, tied=False)
+    rest = {"steps": 6, "batch": 1, "eval_every": 0, "eval_batches": 1, "sample": 0, "warmup": 2}
+    return TrainConfig(**{"overrides": small, "out": out, "save_every": 3} | own | rest | changes)
+
+
+def _trainer(config: TrainConfig, interrupt: Interrupt | None = None) -> Trainer:
+    session = Session(torch.device("cpu"), 0, 1, None, 60.0, config.mesh)
+    return Trainer(config, session, interrupt)
+
+
+def _rows(config: TrainConfig) -> list[dict]:
+    lines = (config.out / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if "per_sec" not in k} for line in lines]
+
+
+def test_the_trainer_goes_on_from_versions_and_from_an_interrupt(tmp_path) -> None:
+    """One rank, where 2BW has its delay of one update; metrics have it."""
+    config = _config(tmp_path / "whole")
+    config.check()
+    _trainer(config).run()
+    trained = [row for row in _rows(config) if "loss" in row]
+    assert [row["staleness"] for row in trained] == [[1]] * 6
+
+    interrupt = Interrupt()
+    stopped = dataclasses.replace(config, out=tmp_path / "stopped")
+    trainer = _trainer(stopped, interrupt)
+    begin = trainer._begin
+
+    def interrupted(step, *before):
+        interrupt.number = 15 if step == 3 else interrupt.number
+        return begin(step, *before)
+
+    trainer._begin = interrupted
+    # The step that saw it is 4; the next one has begun, and changed the weights.
+    assert trainer.run()["steps"] == 5
+    _trainer(dataclasses.replace(stopped, resume=True)).run()
+    last = [open_latest(c.out / "checkpoints") for c in (config, stopped)]
+    assert last[0].names == last[1].names
+    assert any(name.startswith("version1/") for name in last[0].names)
+    assert all(torch.equal(last[0].tensor(n), last[1].tensor(n)) for n in last[0].names)
+    assert [r for r in _rows(stopped) if "loss" in r] == trained
+
+    with pytest.raises(CheckpointError, match=r"holds versions of weights .*2bw.*, now 1f1b: "):
+        _trainer(_config(stopped.out, resume=True, plan=ParallelPlan(microbatches=2)))
+    plain = _config(tmp_path / "plain", plan=ParallelPlan(microbatches=2), steps=3)
+    _trainer(plain).run()
+    shutil.copytree(plain.out, tmp_path / "on")
+    _trainer(_config(tmp_path / "on", resume=True)).run()  # with its weights as both versions
+    with pytest.raises(ValueError, match=r"clip = 1.0, by the norm of all stages"):
+        _config(tmp_path / "x", clip=1.0).check()

@@ -117,7 +117,7 @@ class ParallelPlan:
         """Whether the schedule is asynchronous: gradients of weights older than the newest."""
         return schedules.find_family(self.schedule).staleness is not None
 
-    def check_update(self, *, clip: float | None, fp16: bool, outer: bool) -> None:
+    def check_update(self, clip: float | None, fp16: bool, outer: bool) -> None:
         """Raise a one-line ``ValueError`` for what is done to all stages at once, if the schedule
         is asynchronous."""
         words = (

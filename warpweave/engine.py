@@ -98,7 +98,7 @@ class Engine:
         self.micro_batch_size, self.device = micro_batch_size, torch.device(device)
         choose(impl, torch.empty(0, device=self.device))  # or a line that says what is missing
         self.gpt = GPT(config, mesh=mesh, plan=plan, device="meta", dtype=dtype, impl=impl)
-        plan.check_update(clip=clip, fp16=dtype == torch.float16, outer=outer is not None)
+        plan.check_update(clip, dtype == torch.float16, outer is not None)
         run = make_lists(config, plan, mesh)
         rows = micro_batch_size * self.gpt.layout.local_len
         own = self.gpt.own_rows(rows)

@@ -151,6 +151,11 @@ class Metrics:
             if points:
                 label = "training" if name == "loss" else "validation"
                 axes.plot(*zip(*points), label=label, **style)
+        stale = [(row["step"], row["staleness"]) for row in rows if "staleness" in row]
+        if stale:  # of an asynchronous schedule's stages
+            other = axes.twinx()
+            other.plot([step for step, _ in stale], [ages for _, ages in stale], ":", lw=0.8)
+            other.set_ylabel("staleness of each stage (updates)")
         axes.set_xlabel("step")
         axes.set_ylabel("loss (nats per token)")
         axes.grid(alpha=0.3)

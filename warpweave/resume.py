@@ -101,6 +101,13 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
         raise CheckpointError(
             f"{reader.path} was trained with outer replicas and optimizer {before}, now {outer}"
         )
+    before, now = reader.state.get("asynchronous"), config.asynchronous
+    if before not in (None, now):
+        raise CheckpointError(
+            f"{reader.path} holds versions of weights of an asynchronous schedule {before}, "
+            f"now {now or config.plan.schedule}: train on with that one, or from its weights with "
+            "--init-from"
+        )
     if reader.state["seed"] != config.seed:
         raise CheckpointError(
             f"{reader.path} was trained with seed {reader.state['seed']}, now {config.seed}"
@@ -115,8 +122,10 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
 def differences(reader: CheckpointReader, config: TrainConfig, sequences_per_step: int) -> str:
     """The settings that differ from the checkpoint's, which is allowed, as text; "" if none."""
     now: dict[str, Any] = config.settings | {"sequences_per_step": sequences_per_step}
+    now["asynchronous"] = config.asynchronous
     # A setting that did not exist yet had what is now its default.
     before = TrainConfig().settings | reader.state["settings"]
+    before["asynchronous"] = reader.state.get("asynchronous")
     before["sequences_per_step"] = reader.state["data"]["sequences_per_step"]
     return "; ".join(
         f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items() if before.get(k) != v

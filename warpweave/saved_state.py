@@ -8,6 +8,11 @@
     replica1/exp_avg/NAME   and local moments                            replica 1
     outer_momentum/NAME     the outer optimizer's momentum               replica 0
     outer_sum/NAME          the sum in flight of a streaming fragment    replica 0
+    version1/NAME           with an asynchronous schedule the weights    replica 0
+                            of one update ago, version2/NAME of two
+
+What is under way in an asynchronous pipeline is not saved: the forwards that have begun are run
+again from these versions, to the same bits.
 
 So whoever reads weights finds them at their names, whatever the optimizers were.
 """
@@ -22,6 +27,7 @@ from torch import Tensor
 from warpweave.checkpoint import CheckpointReader
 from warpweave.engine import Engine
 from warpweave.parallel.data.outer import GLOBAL, MOMENTUM, SUM
+from warpweave.parallel.data.unit import VERSION, version_age
 from warpweave.parallel.shard import ParamRecord
 
 
@@ -37,7 +43,8 @@ def _states(engine: Engine) -> list[_Kind]:
     """All that a checkpoint holds of a parameter, in the order in which it is loaded."""
     moments = engine.optimizer.rule.moments
     if engine.outer is None:
-        return [_Kind("param", "", True), *(_Kind(name, f"{name}/", True) for name in moments)]
+        older = [f"{VERSION}{age}" for age in range(1, 1 + max(engine.staleness))]
+        return [_Kind("param", "", True), *(_Kind(n, f"{n}/", True) for n in (*older, *moments))]
     here = f"replica{engine.mesh.index('outer')}/"
     found = [_Kind(name, f"{here}{name}/", False) for name in ("param", *moments)]
     found.append(_Kind(GLOBAL, "", True))
@@ -57,14 +64,17 @@ def tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
                 yield prefix + record.name, tensor
 
 
-def restore(engine: Engine, reader: CheckpointReader) -> None:
+def restore(engine: Engine, reader: CheckpointReader, *, versions: bool = True) -> None:
     """The inverse of `tensors`, after as many steps as the checkpoint's; each rank reads its own.
+    Without `versions` in the checkpoint all that are kept are the newest.
 
     Raises `CheckpointError` for a tensor that is not there.
     """
     if engine.outer is not None:
         engine.outer.resume(reader.step)
     for kind, prefix, _ in _states(engine):
+        if version_age(kind) and not versions:
+            continue
 
         def saved(record: ParamRecord, prefix: str = prefix) -> Tensor:
             return reader.mapped(prefix + record.name)

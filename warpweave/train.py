@@ -18,15 +18,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
 from warpweave import saved_state
+from warpweave.batches import Batches
 from warpweave.checkpoint import BackgroundSaver, CheckpointError
 from warpweave.config import GPTConfig
 from warpweave.convert.beside import keep_origin
 from warpweave.convert.source import open_model
-from warpweave.data import boundaries
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.engine_stage import StepResult
@@ -39,10 +38,10 @@ from warpweave.launch import Session, join, launch, leave, reported, under_torch
 from warpweave.lr_schedule import learning_rate, short_of_peak
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, locked, peak_memory
+from warpweave.parallel.collectives import Pending
 from warpweave.plan.memory import TrainingStep, check_memory, free_host_memory
 from warpweave.resume import Progress, check_run, differences, open_run, progress_of
 from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
-from warpweave.transfer import upload
 
 
 class TrainingStopped(RuntimeError):
@@ -53,9 +52,9 @@ _RAISED_BY_ALL = (TrainingStopped, CheckpointError)  # on every rank alike
 
 
 class _Begun(NamedTuple):
-    """A step that the device was given: its result, learning rate and time of begin."""
+    """A step that the device was given: its pending result, learning rate and time of begin."""
 
-    result: StepResult
+    result: Pending
     lr: float
     began: float
 
@@ -76,11 +75,13 @@ class Trainer:
         self.config, self.session = config, session
         self.interrupt = interrupt if interrupt is not None else Interrupt()
         tiles.load(config.tiles)
-        self.train_data, self.val_data = config.open_data("train"), config.open_data("validation")
-        self.model = config.model_config(self.train_data.vocab_size)
         self.mesh = config.mesh.connect(
             session.device.type, timeout=timedelta(seconds=session.timeout)
         )
+        replica = self.mesh.index("outer") * config.mesh.dp + self.mesh.index("dp")
+        self.batches = Batches(config, replica, session.device)
+        self.train_data = self.batches.train
+        self.model = config.model_config(self.train_data.vocab_size)
         if session.device.type == "cuda":  # on CPUs `main` has asked for all ranks of a machine
             free, total = torch.cuda.mem_get_info(session.device)
             _check_memory(config, self.model, "cuda", free=free, total=total, ranks=1)
@@ -99,14 +100,14 @@ class Trainer:
             timeout=config.timeout,
         )
         self.step, self.progress, self.stopped = 0, Progress(), False
-        self.ahead = session.device.type != "cpu"  # a step is begun before the last one is read
+        # A step is begun before the last one is read.
+        self.ahead = session.device.type != "cpu" or config.plan.asynchronous
         self._begun: _Begun | None = None
+        self._interrupted = False
         self._read = 0.0  # when the last step's result came
         self._evaluation = (-1, math.nan)  # step and loss of the last one in this process
         self.saver = BackgroundSaver(self.mesh.group("world"), timeout=session.timeout)
-        self.replicas = config.outer * config.mesh.dp  # data replicas, of which this is number
-        self.replica = self.mesh.index("outer") * config.mesh.dp + self.mesh.index("dp")
-        self.sequences_per_step = self.replicas * config.plan.microbatches * config.batch
+        self.sequences_per_step = config.replicas * config.plan.microbatches * config.batch
         self.tokens_per_step = self.sequences_per_step * self.model.seq_len
         self.peak_memory: list[float] = []
         if config.resume:
@@ -114,6 +115,7 @@ class Trainer:
         elif config.init_from is not None:
             source = open_model(config.init_from, self.mesh.group("world"))
             self.engine.load("param", source.tensor)
+        self._fed = self.step  # the first step whose data the engine was not given
         self.metrics: Metrics | None = None
         if session.rank == 0:
             self.metrics = Metrics(
@@ -217,35 +219,47 @@ class Trainer:
         """One step: (its row of metrics, its seconds, True if a rank was asked to stop).
 
         A GPU gets the next step before the loss of this one is read, unless something is to be done
-        in between. If this one stops the run, the next one changes nothing (`StepResult.stops`).
+        in between. If this one stops the run, the next one changes nothing (`StepResult.stops`);
+        that of an asynchronous schedule has changed weights by then, and is the last one.
         """
         now = self._begun or self._begin(self.step)
         outer = self.engine.outer
         meets = outer is not None and outer.acts_next  # it changes what it cannot take back
-        early = self.ahead and not self._pauses(self.step + 1) and not meets
+        early = self.ahead and not (self._pauses(self.step + 1) or meets or self._interrupted)
         self._begun = self._begin(self.step + 1, now) if early else None
-        loss, norm, interrupts, overflow = (float(x) for x in now.result.all().cpu())
+        result = now.result.wait()
+        loss, norm, interrupts, overflow = (float(x) for x in result.all().cpu())
         self.mesh.check_waits()
         # fp16 may overflow under its loss scale, which then shrinks.
         if not math.isfinite(loss) or (not math.isfinite(norm) and not overflow):
-            self._stop(loss, norm, step=now.result)
+            self._stop(loss, norm, step=result)
         self.step += 1
         self.progress.tokens += self.tokens_per_step
         row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm,
                "lr": now.lr, "tokens": self.progress.tokens}  # fmt: skip
+        if self.config.plan.asynchronous:
+            row["staleness"] = list(self.engine.staleness)
         began, self._read = max(now.began, self._read), time.perf_counter()
-        return row, self._read - began, interrupts > 0
+        self._interrupted |= interrupts > 0
+        goes_on = self._begun is not None and self.config.plan.asynchronous
+        return row, self._read - began, self._interrupted and not goes_on
 
     def _begin(self, step: int, before: _Begun | None = None) -> _Begun:
         """Give a step to the device, behind the step `before` if that was not read yet."""
         self.session.beat(step, "training step")
         began = time.perf_counter()
-        tokens, labels, documents, ids = self._batch(step)
+        key, last = self.config.dropout_key, step + self.engine.passes.ahead
+        for fed in range(self._fed, last):
+            tokens, labels, documents, ids = self.batches.step(fed)
+            self.engine.feed(tokens, labels, ids, key=key(fed), documents=documents)
+        self._fed = last + 1
+        tokens, labels, documents, ids = self.batches.step(last)
         lr = learning_rate(self.config, step)
-        result = self.engine.step(
-            tokens, labels, ids, lr=lr, key=self.config.dropout_key(step), documents=documents,
+        halts = before is not None and not self.config.plan.asynchronous
+        result = self.engine.begin(
+            tokens, labels, ids, lr=lr, key=key(last), documents=documents,
             interrupted=self.interrupt.number is not None or self.saver.failed,
-            halted=None if before is None else before.result.stops,
+            halted=before.result.wait().stops if before is not None and halts else None,
         )  # fmt: skip
         return _Begun(result, lr, began)
 
@@ -268,19 +282,6 @@ class Trainer:
         bar.set_postfix(shown, refresh=False)
         bar.update()
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """This data replica's samples of a step: `_micro_batches` and sample ids [m, b]."""
-        ids = self.config.plan.deal(self.replicas, self.config.batch)[self.replica]
-        cut = self._micro_batches(*self.train_data.batch(step, ids.flatten().tolist()))
-        return *cut, upload(ids, self.session.device)
-
-    def _micro_batches(self, *samples: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens and labels [n * b, S] as micro-batches [n, b, S] with documents, on the device."""
-        every = (*samples, boundaries(samples[1])) if self.config.packed else samples
-        size, device = self.config.batch, self.session.device
-        cut = [upload(x.unflatten(0, (-1, size)), device) for x in every]
-        return cut[0], cut[1], cut[2] if self.config.packed else None
-
     def _stop(
         self, loss: float, norm: float, what: str = "loss", step: StepResult | None = None
     ) -> NoReturn:
@@ -291,6 +292,7 @@ class Trainer:
         names = ", ".join(self.config.mesh.describe(r) for r in ranks) or "no single rank"
         # The optimizer leaves everything untouched when the norm is not finite.
         untouched = not math.isfinite(norm) and self.config.outer_rule is None
+        untouched &= not self.config.plan.asynchronous
         kept = "the weights were not updated, " if untouched else ""
         try:
             path = self.saver.wait()
@@ -302,11 +304,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss on fixed validation samples, in nats per token."""
         self.session.beat(self.step, "evaluation")
-        c = self.config
-        count = c.eval_batches * c.batch
-        mine = range(self.replica * count, (self.replica + 1) * count)
-        samples = self.val_data.fixed_batch(mine, count=count * self.replicas)
-        value = float(self.engine.evaluate(*self._micro_batches(*samples)))
+        value = float(self.engine.evaluate(*self.batches.held_out()))
         self.mesh.check_waits()
         if not math.isfinite(value):
             self._stop(value, 0.0, "validation loss")
@@ -340,6 +338,7 @@ class Trainer:
             "optimizer": optimizers[0],
             "optimizers": optimizers,
             "outer": self.config.outer_settings,
+            "asynchronous": self.config.asynchronous,
             "settings": self.config.settings,
         }
         self._flush()
@@ -361,7 +360,8 @@ class Trainer:
     def _resume(self) -> None:
         reader = open_run(self._folder, self.model, self.mesh.group("world"))
         check_run(reader, self.config, self.train_data)
-        saved_state.restore(self.engine, reader)
+        versions = reader.state.get("asynchronous") is not None
+        saved_state.restore(self.engine, reader, versions=versions)
         of_replicas = reader.state.get("optimizers") or [reader.state["optimizer"]]
         self.engine.optimizer.load_state(of_replicas[self.mesh.index("outer")])
         self.step = reader.step
@@ -403,7 +403,7 @@ class Trainer:
 
     def _sample_text(self) -> str:
         """A continuation of the validation text's first few tokens."""
-        prompt = torch.from_numpy(self.val_data.tokens[:8].astype("int64"))
+        prompt = torch.from_numpy(self.batches.validation.tokens[:8].astype("int64"))
         tokens = self.engine.generate(prompt, self.config.sample, seed=self.config.seed).tolist()
         # A model's vocabulary may be larger than its data's, and an untrained one draws from all.
         return self.train_data.decode([t for t in tokens if t < self.train_data.vocab_size])

@@ -221,6 +221,11 @@ class TrainConfig:
         return Mesh(dp, self.cp, self.tp, self.pp, self.ulysses, self.dp_shard, self.outer)
 
     @property
+    def replicas(self) -> int:
+        """Data replicas."""
+        return self.outer * self.mesh.dp
+
+    @property
     def outer_rule(self) -> OuterRule | None:
         """The outer optimizer; None for none.
 
@@ -249,6 +254,13 @@ class TrainConfig:
         """The outer replicas and their rule, which a resumed run must have, as JSON has them."""
         rule = self.outer_rule
         return None if rule is None else {"replicas": self.outer} | dataclasses.asdict(rule)
+
+    @property
+    def asynchronous(self) -> dict[str, Any] | None:
+        """What the versions of weights in a checkpoint are of, if the schedule is asynchronous."""
+        plan = self.plan
+        found = {"schedule": plan.schedule, "microbatches": plan.microbatches, "pp": self.pp}
+        return found if plan.asynchronous else None
 
     @property
     def server_plan(self) -> ServerPlan | None:
@@ -436,7 +448,7 @@ class TrainConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
         self.model_config(1).check(self.mesh, self.plan)
-        _ = self.outer_rule
+        self.plan.check_update(self.clip, self.dtype == "fp16", self.outer_rule is not None)
         _ = self.server_plan
         if self.init_from is not None:
             self._check_weights(self.init_from)
