@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -85,6 +87,43 @@ def prompt(sizes: Sizes, step: int) -> Tensor:
     return torch.randint(0, sizes.vocab, (length,), generator=generator)
 
 
+@dataclass(frozen=True)
+class Delayed:
+    """The delayed rule of an asynchronous pipeline schedule, as its papers say it, without lists.
+
+    Update t of a stage is by the gradient at w(t - delay), of a micro-batch of every data replica
+    (PipeDream, arXiv:1806.03377), or of all of a step (2BW, arXiv:2006.09503). Delays are, of stage
+    s of p, p - 1 - s (pipedream), p - 1 (vertical sync), 1 (2BW); weights before w(0) are w(0).
+
+    Attributes:
+        schedule: "pipedream", "pipedream-vs" or "pipedream-2bw".
+        stages, replicas, microbatches: of the layout.
+    """
+
+    schedule: str
+    stages: int
+    replicas: int
+    microbatches: int
+
+    def updates(self, samples: int) -> list[Tensor]:
+        """The samples, as indices in a step's batch, of each of its updates."""
+        every = torch.arange(samples).view(self.replicas, self.microbatches, -1)
+        if self.schedule == "pipedream-2bw":
+            return [every.flatten()]
+        return [every[:, mb].flatten() for mb in range(self.microbatches)]
+
+    def delay(self, name: str, layers: int) -> int:
+        """Of a parameter, by its stage; blocks are spread evenly."""
+        kind, number, *_ = [*name.split("."), ""]
+        ends = [layers * (s + 1) // self.stages for s in range(self.stages)]
+        stage = 0 if kind in ("embedding", "positions") else self.stages - 1
+        if kind == "blocks":
+            stage = next(s for s, end in enumerate(ends) if int(number) < end)
+        return {"pipedream": self.stages - 1 - stage, "pipedream-2bw": 1}.get(
+            self.schedule, self.stages - 1
+        )
+
+
 def plain_config(config: GPTConfig) -> PlainConfig:
     """The plain model's configuration of the same GPT."""
     sizes = {"kv_heads": config.num_kv_heads, "hidden": config.num_hidden}
@@ -116,10 +155,11 @@ def _sgd_step(
     grads: dict[str, Tensor],
     state: dict[str, dict[str, Tensor]],
     lr: float,
+    clip: float = math.inf,
 ) -> Tensor:
     """`plain_adamw_step` with the arithmetic of ``torch.optim.SGD``; returns the norm."""
     norm = torch.sqrt(sum((g * g).sum() for g in grads.values()))
-    scale = min(1.0, CLIP / (norm.item() + 1e-6))
+    scale = min(1.0, clip / (norm.item() + 1e-6))
     for name, param in params.items():
         g, b = grads[name] * scale, state.setdefault(name, {"m": torch.zeros_like(param)})["m"]
         if name.endswith(".weight") and param.ndim >= 2:
@@ -157,11 +197,14 @@ def train(
     moved: int = 0,
     device: torch.device | str = "cpu",
     optimizer: str = "adamw",
+    delayed: Delayed | None = None,
 ) -> dict[str, Tensor]:
     """Train the plain model on one `device` for STEPS steps; all that `compared` names, on the CPU.
 
-    In float64 it is the truth. With `moved` > 0 the initial weights are first moved by one unit in
-    the last place of `dtype`, in a pattern of that number. Low dtypes have masters in float32.
+    With `delayed` by that rule, unclipped: a step's loss is then the mean of its updates', its norm
+    the root of the mean square of theirs, its gradient the last one's. In float64 it is the truth.
+    With `moved` > 0 the initial weights are first moved by one unit in the last place of `dtype`,
+    in a pattern of that number. Low dtypes have masters in float32.
     """
     config = plain_config(model)
     wide = torch.promote_types(dtype, torch.float32)
@@ -172,28 +215,48 @@ def train(
     moments: dict[str, dict[str, Tensor]] = {}
     muon: Any = {"muon": config, "momentum": MUON["momentum"]} if optimizer == "muon" else {}
     values: dict[str, Tensor] = {}
+    history = [masters]
+    every = [torch.arange(sizes.samples)]
+    delays = dict.fromkeys(masters, 0)
+    if delayed is not None:
+        every = delayed.updates(sizes.samples)
+        delays = {name: delayed.delay(name, model.layers) for name in masters}
     for step in range(STEPS):
-        tokens, labels, ids, packed = _on(device, *batch(sizes, step), _numbers(sizes, step))
-        params = {name: p.to(dtype, copy=True).requires_grad_() for name, p in masters.items()}
-        total, valid = plain_gpt_loss(
-            params, tokens, labels, config,
-            seed=KEY + step, sample_ids=ids, document=packed,
-        )  # fmt: skip
-        loss = total / max(valid, 1)
-        grads = {
-            name: grad.to(wide)
-            for name, grad in zip(params, torch.autograd.grad(loss, list(params.values())))
-        }
-        values[f"loss of step {step}"] = loss.detach()
-        values |= {f"gradient of {name} at step {step}": grad for name, grad in grads.items()}
-        masters = {name: p.clone() for name, p in masters.items()}
-        if optimizer == "sgd":
-            norm = _sgd_step(masters, grads, moments, RATES[step])
-        else:
-            norm = plain_adamw_step(
-                masters, grads, moments, step + 1, lr=RATES[step], clip=CLIP, **ADAMW, **muon
-            )
+        losses, norms = [], []
+        for part in every:
+            given = (*batch(sizes, step), _numbers(sizes, step))
+            parts = [None if x is None else x[part] for x in given]
+            tokens, labels, ids, packed = _on(device, *parts)
+            at = {name: max(0, len(history) - 1 - delays[name]) for name in masters}
+            params = {
+                name: history[at[name]][name].to(dtype, copy=True).requires_grad_()
+                for name in masters
+            }
+            total, valid = plain_gpt_loss(
+                params, tokens, labels, config,
+                seed=KEY + step, sample_ids=ids, document=packed,
+            )  # fmt: skip
+            loss = total / max(valid, 1)
+            grads = {
+                name: grad.to(wide)
+                for name, grad in zip(params, torch.autograd.grad(loss, list(params.values())))
+            }
+            masters = {name: p.clone() for name, p in masters.items()}
+            clip = {"clip": CLIP} if delayed is None else {}
+            if optimizer == "sgd":
+                norm = _sgd_step(masters, grads, moments, lr=RATES[step], **clip)
+            else:
+                norm = plain_adamw_step(
+                    masters, grads, moments, len(history), lr=RATES[step], **clip, **ADAMW, **muon
+                )
+            history.append(masters)
+            losses.append(loss.detach())
+            norms.append(norm)
+        values[f"loss of step {step}"] = torch.stack(losses).mean()
+        several = len(norms) > 1
+        norm = torch.stack(norms).square().mean().sqrt() if several else norms[0]
         values[f"norm of step {step}"] = norm
+        values |= {f"gradient of {name} at step {step}": grad for name, grad in grads.items()}
         values |= {f"{name} after step {step}": p for name, p in masters.items()}
         at = STEPS + step
         tokens, labels, _, packed = _on(device, *batch(sizes, at), _numbers(sizes, at))

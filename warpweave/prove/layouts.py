@@ -46,6 +46,7 @@ STYLES: dict[str, dict] = {
     },
 }  # fmt: skip
 SYNCHRONOUS = tuple(name for name, family in FAMILIES.items() if family.staleness is None)
+ASYNCHRONOUS = tuple(name for name in FAMILIES if name not in SYNCHRONOUS)
 PRIMES = (5, 11, 23, 37, 53)  # vocabularies; five words leave some of six tensor ranks without any
 
 
@@ -294,7 +295,26 @@ def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
                     count=mine[turn % len(mine)],
                 )
             )
+        layouts += _asynchronous(mesh, len(layouts))
     return layouts
+
+
+def _asynchronous(mesh: Mesh, turn: int) -> list[Layout]:
+    """Every asynchronous schedule and ZeRO stage that goes with it, where there are stages."""
+    return [
+        Layout(
+            mesh,
+            zero=zero,
+            schedule=name,
+            style=("gpt2", "llama")[(turn + zero) % 2],
+            tied=False,
+            recompute=get_args(Recompute)[(turn + zero) % 3],
+            strategy="hybrid" if mesh.ulysses > 1 else "auto",
+            count=next(m for m in _divisors(max(1, 12 // mesh.dp)) if m >= mesh.pp),
+        )
+        for name in ASYNCHRONOUS * (mesh.pp > 1)
+        for zero in (range(3) if mesh.data > 1 else (0,))
+    ]
 
 
 def _shardings(mesh: Mesh, zero: int) -> tuple[int | None, ...]:

@@ -27,6 +27,7 @@ from warpweave.prove.expected import (
     PLAIN_SGD,
     RATES,
     STEPS,
+    Delayed,
     batch,
     documents,
     prompt,
@@ -149,7 +150,7 @@ def _engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
         device=torch.empty(0, device=layout.device).device,  # with this rank's number
         seed=layout.sizes.seed,
         rule=rule,
-        clip=CLIP,
+        clip=None if layout.plan.asynchronous else CLIP,
         outer=OuterRule(1, lr=1.0, momentum=0.0) if mesh.size("outer") > 1 else None,
         impl=layout.impl,
         timeout=timeout,
@@ -165,7 +166,9 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     engine = _engine(layout, mesh, timeout)
     group, device = mesh.group("world"), engine.device
     told = layout.model, sizes, DTYPES[layout.dtype], group, device, layout.optimizer
-    compare = _Comparison(truth(*told))
+    rule = (layout.schedule, layout.mesh.pp, layout.mesh.dp, layout.microbatches)
+    delayed = Delayed(*rule) if layout.plan.asynchronous else None
+    compare = _Comparison(truth(*told, delayed))
     own = layout.plan.deal(layout.mesh.dp, layout.micro_batch_size)[mesh.index("dp")]
     owners = dict.fromkeys(compare.truth.names, 0)  # ranks that say a tensor is theirs to write
 
@@ -182,10 +185,15 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     scaler = engine.optimizer.loss_scale
     if scaler is not None:
         scaler.value.fill_(256.0)  # a step that overflowed would be skipped
-    for step in range(STEPS):
+    ahead = engine.passes.ahead  # steps whose first forwards have begun
+    for step in range(ahead):
         tokens, labels, ids, packed = mine(step)
+        engine.feed(tokens, labels, ids, key=KEY + step, documents=packed)
+    for step in range(STEPS):
+        tokens, labels, ids, packed = mine(step + ahead)
         scale = 1.0 if scaler is None else float(scaler.value)  # its gradients keep it
-        result = engine.step(tokens, labels, ids, lr=RATES[step], key=KEY + step, documents=packed)
+        key = KEY + step + ahead
+        result = engine.step(tokens, labels, ids, lr=RATES[step], key=key, documents=packed)
         compare.tensor("loss", f"loss of step {step}", result.loss)
         compare.tensor("norm", f"norm of step {step}", result.norm)
         read("grad", "grad", f"gradient of {{}} at step {step}", scale)

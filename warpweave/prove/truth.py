@@ -21,7 +21,7 @@ from torch import Tensor
 
 from warpweave.gpt import GPTConfig
 from warpweave.plain_gpt import plain_shapes
-from warpweave.prove.expected import compared, last_logits, plain_config, train
+from warpweave.prove.expected import Delayed, compared, last_logits, plain_config, train
 from warpweave.prove.layouts import Sizes
 
 MOVED = 3  # trainings with moved weights: one alone may hardly move some number, by chance
@@ -60,8 +60,10 @@ def truth(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     optimizer: str = "adamw",
+    delayed: Delayed | None = None,
 ) -> Truth:
-    """What every layout of `model` in `dtype` is compared with; collective over `group`.
+    """What every layout of `model` in `dtype` is compared with, or with `delayed` those of that
+    rule; collective over `group`.
 
     Each training of the plain model is one rank's, on its `device`, who tells the others. The
     values are on the CPU.
@@ -71,7 +73,7 @@ def truth(
     lengths = [torch.Size(s) for family in shapes.values() for s in family.values()]
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     mine = {
-        n: train(model, sizes, dtype if n else torch.float64, n, device, optimizer)
+        n: train(model, sizes, dtype if n else torch.float64, n, device, optimizer, delayed)
         for n in range(rank, 1 + MOVED, ranks)
     }
     if rank == 0:
