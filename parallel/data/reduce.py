@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from warpweave.kernels.runtime.wgrad import WeightGradients
 from warpweave.parallel.collectives import Pending, reduce_scatter_into
 from warpweave.parallel.data.flat import FlatLayout, allocate, free, is_free
 from warpweave.parallel.shard import ParamRecord
@@ -128,6 +129,19 @@ class FlatGradients:
             param.grad = view
         self.flat[end:].zero_()
         self._flat_is_stale = False
+
+    def before_input(self) -> None:
+        """Prepare for a backward pass whose weight gradients come later; `after_input` follows."""
+        for _, param in self._params:
+            param.grad = None
+
+    def after_input(self, store: WeightGradients) -> None:
+        """Defer to `store` what the backward pass left in ``.grad``, too: with sharded accumulation
+        a micro-batch's gradients are reduced together, and the buffer is free until then."""
+        for _, param in self._params:
+            if (gradient := param.grad) is not None:
+                store.append(param, lambda gradient=gradient: gradient)
+            param.grad = self.views[param]
 
     def clear(self) -> None:
         """After the optimizer step: mark the gradients as used, so that the next overwrite them."""

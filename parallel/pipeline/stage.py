@@ -273,6 +273,7 @@ class ChainStage:
             for unit in segment.units:
                 unit.parameters.show(age)
                 unit.gradients.before_backward()
+            weights.buffers = self._views
             weights.run()
             for unit in segment.units:
                 unit.gradients.after_backward()
@@ -296,12 +297,20 @@ class ChainStage:
             # The activation is the first of them, if there is one; all others are losses.
             of_y = () if gradient is None else (gradient,)
             seeds = of_y + (self._dloss,) * (len(roots) - len(of_y))
+            weights = saved.weights[k]
+            apart = [unit for unit in segment.units if deferred and unit.placement.grad]
+            if apart:  # no buffer is there until W
+                weights.buffers = {}
             for unit in segment.units:
-                unit.gradients.before_backward()
-            with (collect if deferred else accumulate)(saved.weights[k]):
+                begins = unit.gradients.before_input if apart else unit.gradients.before_backward
+                begins()
+            with (collect if deferred else accumulate)(weights):
                 torch.autograd.backward(roots, seeds)
             for unit in segment.units:
-                unit.gradients.after_backward()
+                if apart:
+                    unit.gradients.after_input(weights)
+                else:
+                    unit.gradients.after_backward()
             gradient = None if entry is None else entry.grad
             del roots
             self._leave(segments, k, k - 1)

@@ -1,0 +1,228 @@
+"""Every synchronous schedule, executed: the bits of one device and of 1F1B, and the memory that the
+simulator says.
+
+The truth of the first part is plain autograd over the whole model, summed micro-batch by
+micro-batch. Threads stand for ranks in the second, whose truth is 1F1B of the whole engine, which
+`prove` compares with a plain model.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from threads import run_threads
+from torch import Tensor, nn
+
+from warpweave.config import GPTConfig, ParallelPlan
+from warpweave.engine import Engine
+from warpweave.kernels.runtime.wgrad import wgrad
+from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.pipeline import Distributed, InProcess, ModuleStage, execute
+from warpweave.parallel.pipeline.stage import ChainStage
+from warpweave.parallel.schedule import FAMILIES, placement, split_backward, with_comm
+from warpweave.parallel.simulate import simulate
+
+SYNCHRONOUS = [name for name, family in FAMILIES.items() if family.staleness is None]
+WIDTH, TOKENS, DEPTH = 5, 3, 16
+LIKE = ((TOKENS, WIDTH), torch.float32, torch.device("cpu"))
+
+
+def made(name: str, p: int, m: int):
+    """The lists of a schedule that has several stages per rank where it may."""
+    return FAMILIES[name].make(p, m, FAMILIES[name].chunks or 2)
+
+
+class Product(torch.autograd.Function):
+    """x @ w.T, whose weight gradient can be deferred."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        return dy @ weight, wgrad(weight, lambda: dy.T @ x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.nn.functional.gelu(Product.apply(self.norm(x), self.weight))
+
+
+def blocks() -> list[Block]:
+    torch.manual_seed(3)
+    return [Block() for _ in range(DEPTH)]
+
+
+def inputs(mb: int) -> Tensor:
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(mb))
+
+
+def loss(mb: int, y: Tensor) -> Tensor:
+    return ((y - mb) ** 2).sum() / TOKENS
+
+
+def gradients(modules) -> list[Tensor]:
+    return [p.grad for module in modules for p in module.parameters()]
+
+
+def one_device(m: int) -> list[Tensor]:
+    every = blocks()
+    for mb in range(m):
+        loss(mb, nn.Sequential(*every)(inputs(mb))).backward()
+    return gradients(every)
+
+
+def staged(lists, mine=None) -> dict[int, ModuleStage]:
+    """The model as the stages of `lists`, those of ranks `mine`."""
+    every, rank_of = blocks(), placement(lists)
+    ends = [DEPTH * s // len(rank_of) for s in range(len(rank_of) + 1)]
+    return {
+        s: ModuleStage(
+            nn.Sequential(*every[ends[s] : ends[s + 1]]),
+            inputs=inputs if s == 0 else None,
+            like=None if s == 0 else LIKE,
+            loss=loss if s == len(rank_of) - 1 else None,
+        )
+        for s, rank in enumerate(rank_of)
+        if mine is None or rank in mine
+    }
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_gradients_are_one_devices_bit_for_bit(name: str, p: int):
+    for m in {FAMILIES[name].least(p), 2 * p + 1}:
+        lists = with_comm(made(name, p, m))
+        stages = staged(lists)
+        execute(lists, stages, InProcess())
+        assert equal(gradients(stages[s].module for s in sorted(stages)), one_device(m))
+
+
+def test_sums_in_another_order_are_other_bits():
+    """What the tests above can see: of three micro-batches, the last first."""
+    lists = [row[:3] + row[:2:-1] for row in FAMILIES["gpipe"].make(1, 3)]
+    stages = staged(lists)
+    execute(lists, stages, InProcess())
+    assert not equal(gradients([stages[0].module]), one_device(3))
+
+
+def _over_gloo(rank: int) -> dict[str, dict[int, list[Tensor]]]:
+    found = {}
+    for name in SYNCHRONOUS:
+        lists = with_comm(made(name, 2, 5))
+        stages = staged(lists, [rank])
+        execute(lists, stages, Distributed(lists, dist.group.WORLD, timeout=300))
+        found[name] = {s: gradients([stage.module]) for s, stage in stages.items()}
+    return found
+
+
+def test_gradients_over_gloo_are_one_devices_bit_for_bit():
+    near, far = run_ranks(2, _over_gloo)
+    for name in SYNCHRONOUS:
+        by_stage = near[name] | far[name]
+        found = [g for s in sorted(by_stage) for g in by_stage[s]]
+        assert equal(found, one_device(5)), name
+
+
+# ------------------------------------------------------------------------------- the engine
+
+
+COUNT = 4
+MODEL = GPTConfig(11, 4, 4, 4, 2, tied=False, dropout=0.2)
+
+
+def plan_of(name: str, **options) -> ParallelPlan:
+    chunks = FAMILIES[name].chunks or 2
+    return ParallelPlan(schedule=name, chunks=chunks, microbatches=COUNT, **options)
+
+
+def _stepped(rank: int, plans: list[ParallelPlan]) -> list[tuple[dict, float, float]]:
+    """For each plan the reduced gradients of a rank's units, and its most saved micro-batches at a
+    time, counted and simulated."""
+    mesh = Mesh(dp=2, pp=2).connect()
+    return [_one_step(plan, mesh) for plan in plans]
+
+
+def _one_step(plan: ParallelPlan, mesh) -> tuple[dict, float, float]:
+    engine = Engine(MODEL, mesh, plan, seed=3)
+    tokens = torch.randint(0, 11, (2, COUNT, 1, 4), generator=torch.Generator().manual_seed(4))
+    replica, most = mesh.index("dp"), 0
+    own = tokens[replica]
+    forward = ChainStage.forward
+
+    def counted(stage: ChainStage, *args) -> Tensor | None:
+        nonlocal most
+        result = forward(stage, *args)
+        most = max(most, sum(len(s._saved) for s in engine.stages.values()))
+        return result
+
+    for stage in engine.stages.values():
+        stage.forward = counted.__get__(stage)
+    ids = torch.arange(2 * COUNT).view(2, COUNT, 1)[replica]
+    engine.step(own, own.roll(1, -1), ids, lr=None, key=7)
+    line = simulate(engine.schedule, {"F": 1})
+    simulated = line.activations[mesh.index("pp")] * len(engine.stages)
+    found = {(unit.name, replica): unit.gradients.reduced.clone() for unit in engine.units}
+    return found, most, simulated
+
+
+def stepped(*plans: ParallelPlan) -> list[dict]:
+    """The gradients of all ranks; asserts that the memory is that which is simulated."""
+    found: list[dict] = []
+    for ranks in zip(*run_threads(4, _stepped, list(plans))):
+        assert all(most == simulated for _, most, simulated in ranks)
+        found.append({k: x for gradients, *_ in ranks for k, x in gradients.items()})
+    return found
+
+
+def same(a: dict, b: dict) -> bool:
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_the_engines_gradients_are_those_of_1f1b_bit_for_bit(zero: int):
+    options = {"zero": zero, "recompute": ("none", "selective", "full", "none")[zero]}
+    plain = ParallelPlan(microbatches=COUNT, early_gradients=False, **options)
+    expected, *found = stepped(plain, *(plan_of(name, **options) for name in SYNCHRONOUS))
+    for name, gradients in zip(SYNCHRONOUS, found, strict=True):
+        assert same(gradients, expected), name
+
+
+def test_a_weight_gradient_that_is_dropped_is_seen():
+    """The last W of a stage adds nothing; the list is whole."""
+    (expected,) = stepped(ParallelPlan(zero=2, microbatches=COUNT))
+    whole = ChainStage.backward_weight
+
+    def dropped(stage: ChainStage, mb: int) -> None:
+        if mb == COUNT - 1:
+            for weights in stage._saved[mb].weights:
+                weights._entries.clear()
+        whole(stage, mb)
+
+    with mock.patch.object(ChainStage, "backward_weight", dropped):
+        (found,) = stepped(plan_of("zb-v", zero=2))
+    assert not same(found, expected)
+
+
+def test_split_backwards_leave_weights_to_w_whatever_zero_is():
+    """W of a micro-batch late by the whole step: nothing of the next one is in its reduction."""
+    (expected,) = stepped(ParallelPlan(zero=3, microbatches=COUNT))
+    late = split_backward(FAMILIES["gpipe"].make(2, COUNT), lag=COUNT)
+    with mock.patch.object(ParallelPlan, "make_schedule", return_value=late):
+        (found,) = stepped(ParallelPlan(zero=3, microbatches=COUNT))
+    assert same(found, expected)
