@@ -101,11 +101,11 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
         raise CheckpointError(
             f"{reader.path} was trained with outer replicas and optimizer {before}, now {outer}"
         )
-    before, now = reader.state.get("asynchronous"), config.asynchronous
-    if before not in (None, now):
+    held, wanted = reader.state.get("asynchronous"), config.asynchronous
+    if held not in (None, wanted):
         raise CheckpointError(
-            f"{reader.path} holds versions of weights of an asynchronous schedule {before}, "
-            f"now {now or config.plan.schedule}: train on with that one, or from its weights with "
+            f"{reader.path} holds versions of weights of an asynchronous schedule {held}, "
+            f"now {wanted or config.plan.schedule}: train on with that one, or from its weights with "
             "--init-from"
         )
     if reader.state["seed"] != config.seed:

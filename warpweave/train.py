@@ -235,13 +235,13 @@ class Trainer:
             self._stop(loss, norm, step=result)
         self.step += 1
         self.progress.tokens += self.tokens_per_step
+        asynchronous = self.config.plan.asynchronous
         row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm,
-               "lr": now.lr, "tokens": self.progress.tokens}  # fmt: skip
-        if self.config.plan.asynchronous:
-            row["staleness"] = list(self.engine.staleness)
+               "lr": now.lr, "tokens": self.progress.tokens,
+               **({"staleness": list(self.engine.staleness)} if asynchronous else {})}  # fmt: skip
         began, self._read = max(now.began, self._read), time.perf_counter()
         self._interrupted |= interrupts > 0
-        goes_on = self._begun is not None and self.config.plan.asynchronous
+        goes_on = self._begun is not None and asynchronous
         return row, self._read - began, self._interrupted and not goes_on
 
     def _begin(self, step: int, before: _Begun | None = None) -> _Begun:

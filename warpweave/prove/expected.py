@@ -227,11 +227,9 @@ def train(
             given = (*batch(sizes, step), _numbers(sizes, step))
             parts = [None if x is None else x[part] for x in given]
             tokens, labels, ids, packed = _on(device, *parts)
-            at = {name: max(0, len(history) - 1 - delays[name]) for name in masters}
-            params = {
-                name: history[at[name]][name].to(dtype, copy=True).requires_grad_()
-                for name in masters
-            }
+            t = len(history) - 1
+            old = {name: history[max(0, t - delay)][name] for name, delay in delays.items()}
+            params = {n: p.to(dtype, copy=True).requires_grad_() for n, p in old.items()}
             total, valid = plain_gpt_loss(
                 params, tokens, labels, config,
                 seed=KEY + step, sample_ids=ids, document=packed,
