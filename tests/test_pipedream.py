@@ -41,6 +41,7 @@ from warpweave.parallel.schedule import (
     with_reduce,
 )
 from warpweave.parallel.simulate import simulate
+from warpweave.plan.memory import TrainingStep, estimate
 from warpweave.train import Trainer
 from warpweave.train_config import GPTOverrides, TrainConfig
 
@@ -283,6 +284,21 @@ def _train(rank: int, sizes: Mesh, name: str, m: int, **options):
     return [float(r.loss) for r in results], weights, kept
 
 
+def _weight_bytes(rank: int, sizes: Mesh, name: str, m: int) -> int:
+    """Those of all versions of a stage's parameters, as a run holds them."""
+    engine = _engine(sizes.connect(), name, m)
+    held = ((w, 1 + len(u.parameters._older)) for u in engine.units for _, w in u.params)
+    return sum(w.nbytes * versions for w, versions in held)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_estimate_of_memory_counts_the_versions(name: str) -> None:
+    plan = ParallelPlan(schedule=name, microbatches=3)
+    told = estimate(TrainingStep(CONFIG, Mesh(pp=3), plan, SIZE, "fp64"))
+    held = run_threads(3, _weight_bytes, Mesh(pp=3), name, 3)
+    assert [rank.weights for rank in told] == held
+
+
 def _trained(sizes: Mesh, name: str, m: int, **options):
     """Losses, weights of all stages, and how many versions each stage keeps."""
     ranks = run_threads(sizes.world, lambda rank: _train(rank, sizes, name, m, **options))
@@ -391,7 +407,7 @@ def test_steps_need_the_data_of_those_that_have_begun(monkeypatch) -> None:
         ({"outer": OuterRule(2)}, "an outer optimizer, which replaces the weights of all stages"),
         ({"zero": 3}, "zero = 3 keeps no whole versions: schedule pipedream needs some"),
         ({"tied": True, "pp": 3}, "a tied embedding get its gradients 2 micro-batches apart"),
-        ({"name": "pipedream-2bw", "pp": 3}, "needs m >= p micro-batches per update, got m=2 p=3"),
+        ({"name": "pipedream-2bw", "pp": 3}, "at least 3 with schedule pipedream-2bw on 3 ranks"),
     ],
 )
 def test_what_needs_all_stages_at_once_is_refused(what: dict, words: str) -> None:

@@ -105,8 +105,7 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
     if held not in (None, wanted):
         raise CheckpointError(
             f"{reader.path} holds versions of weights of an asynchronous schedule {held}, "
-            f"now {wanted or config.plan.schedule}: train on with that one, or from its weights with "
-            "--init-from"
+            f"now {wanted or config.plan.schedule}: --resume with that one, --init-from its weights"
         )
     if reader.state["seed"] != config.seed:
         raise CheckpointError(

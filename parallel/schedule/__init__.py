@@ -18,6 +18,7 @@ from warpweave.parallel.schedule.open_passes import (
     cut_into_passes,
     open_run,
     renumbered,
+    staleness,
     validate_pass,
 )
 from warpweave.parallel.schedule.ordering import (
@@ -62,6 +63,7 @@ __all__ = [
     "renumbered",
     "send_first",
     "split_backward",
+    "staleness",
     "to_csv",
     "validate",
     "validate_pass",

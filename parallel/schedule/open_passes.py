@@ -118,8 +118,8 @@ def open_run(lists: Schedule, each: int) -> OpenRun:
     Raises:
         ValueError: the lists are not valid, or no two passes of them are the same.
     """
-    staleness = _staleness(lists)
-    validate(with_comm(lists), staleness=max(staleness))
+    stale = staleness(lists)
+    validate(with_comm(lists), staleness=max(stale))
     passes = cut_into_passes(lists, each)
     updates = sum(a.op == UPDATE and a.stage == 0 for row in passes[0] for a in row)
     same = [renumbered(one, k * each, k * updates) for k, one in enumerate(passes)]
@@ -135,11 +135,12 @@ def open_run(lists: Schedule, each: int) -> OpenRun:
     filled, again = (with_comm(one, placement(lists)) for one in (fill, same[steady]))
     for one in (filled, again)[not ahead :]:
         validate_pass(one)
-    return OpenRun(filled, again, each, updates, ahead, staleness)
+    return OpenRun(filled, again, each, updates, ahead, stale)
 
 
-def _staleness(lists: Schedule) -> tuple[int, ...]:
-    """Of each stage, by how many updates a gradient's weights are older than those it changes."""
+def staleness(lists: Schedule) -> tuple[int, ...]:
+    """Of each stage, by how many updates a gradient's weights are older than those it changes; as
+    many older versions are kept beside the newest."""
     every = [a for actions in lists for a in actions]
     found = []
     for s in sorted({a.stage for a in every}):

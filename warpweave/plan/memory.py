@@ -6,6 +6,8 @@ ranks over which ZeRO shards (dp_shard x cp if the mesh says so), b bytes of a p
 its master (8 for float64, otherwise 4), U the largest unit (a block, the embedding or the head):
 
     weights       P b                                        ZeRO 3: P b / D + 2 U b
+                  an asynchronous schedule: once more for every older version
+                  (PipeDream: pp - 1 - stage, 2BW: 1)
     gradients     P m, ZeRO 1: + P m / D                     ZeRO 2, 3: P m / D + 2 U m
     optimizer     2 P m (AdamW), P m (SGD) or (2 P - W) m    ZeRO 1 to 3: those / D
                   (Muon, W of them in the matrices of blocks),
@@ -56,6 +58,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.kernels.words import find_activation
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.schedule import staleness
 from warpweave.parallel.schedule.actions import FINISHES, F
 from warpweave.parallel.words import CAPPED, chunks_of, local_rows
 
@@ -168,6 +171,8 @@ def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
         elements += len(step.outer.states) * P + _largest_fragment(step, units)
     held = sharded(States(P * size, P * master, elements * master), zero, data)
     weights = held.weights + (2 * U * size if zero == 3 else 0)
+    if step.plan.asynchronous:  # a whole copy for each older version
+        weights += P * size * staleness(step.plan.make_schedule(step.mesh.pp))[rank]
     gradients = held.gradients + (P * master // data if zero == 1 else 0)
     gradients += 2 * U * master if zero >= 2 else 0
     update = 4 * (W // (data if zero else 1) + largest) * master

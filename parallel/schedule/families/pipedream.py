@@ -87,6 +87,9 @@ SCHEDULES = (
     _family("pipedream", False),
     _family("pipedream-vs", True),
     ScheduleFamily(
-        "pipedream-2bw", lambda p, m, c: pipedream_2bw(p, m, _steps(p, m)), staleness=lambda p: 1
+        "pipedream-2bw",
+        lambda p, m, c: pipedream_2bw(p, m, _steps(p, m)),
+        least=lambda p: p,
+        staleness=lambda p: 1,
     ),
 )
