@@ -309,7 +309,7 @@ def _asynchronous(mesh: Mesh, turn: int) -> list[Layout]:
             style=("gpt2", "llama")[(turn + zero) % 2],
             tied=False,
             recompute=get_args(Recompute)[(turn + zero) % 3],
-            strategy="hybrid" if mesh.ulysses > 1 else "auto",
+            strategy=_strategies(mesh, mesh.cp)[0],
             count=next(m for m in _divisors(max(1, 12 // mesh.dp)) if m >= mesh.pp),
         )
         for name in ASYNCHRONOUS * (mesh.pp > 1)
