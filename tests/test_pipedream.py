@@ -269,6 +269,7 @@ def _engine(mesh, name: str, m: int, *, rule: str = "adamw", dtype=torch.float64
 def _train(rank: int, sizes: Mesh, name: str, m: int, **options):
     mesh = sizes.connect()
     engine = _engine(mesh, name, m, **options)
+    engine._cold = sizes.pp == 3  # as on a GPU: stages run once before the first message
 
     def mine(step: int):
         return [x[mesh.index("dp")] for x in _data(step, m, sizes.dp)]

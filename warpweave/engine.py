@@ -20,7 +20,7 @@ from torch import Tensor
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine_checks import check_batch, check_documents, check_int64, guard_state_dict
-from warpweave.engine_passes import make_lists, make_passes
+from warpweave.engine_passes import make_lists, make_passes, warm_up
 from warpweave.engine_stage import EngineStage, RankUpdate, StageUpdate, StepResult
 from warpweave.generate import Sampling, go_on
 from warpweave.gpt import GPT, MicroBatch
@@ -132,7 +132,7 @@ class Engine:
         self.passes = make_passes(run, self.stages, mesh.group("pp"), **how)
         self.schedule, self.transport = self.passes.lists, self.passes.transport
         self._counted: list[Pending] = []  # sums of valid tokens that nobody has waited for
-        self._cold = self.device.type == "cuda" and mesh.size("pp") > 1  # see `_warm_up`
+        self._cold = self.device.type == "cuda" and mesh.size("pp") > 1  # see `warm_up`
 
     def _make_outer(self, rule: OuterRule) -> OuterOptimizer:
         """The outer optimizer; fragments are of every so many layers, with the embedding in the
@@ -174,7 +174,9 @@ class Engine:
             )
             self._counted.append(valid)
             if self._cold:
-                self._warm_up(batches[0], scale)
+                warm_up(self.stages, batches[0], scale)
+                self.passes.restart()
+                self._cold = False
             self.passes.feed(batches, scale)
 
     def step(
@@ -282,22 +284,6 @@ class Engine:
             sums.zero_()
         total, blamed = start_all_reduce_(sums, self.mesh.group("world")).wait()
         return total / self.mesh.size("outer"), ~total.isfinite() & (blamed == 0)
-
-    def _warm_up(self, batch: MicroBatch, scale: Tensor | None) -> None:
-        """Launch the kernels of each stage once, on zeros, before the first message between stages.
-
-        At its first launch a kernel is compiled and loaded, which takes seconds and may wait for
-        the device, where a message may be waiting for a peer. The gradients are thrown away.
-        """
-        shape, dtype, device = self.message
-        for number, stage in self.stages.items():
-            stage.begin([batch], scale)
-            y = stage.forward(0, torch.zeros(shape, dtype=dtype, device=device) if number else None)
-            stage.backward(0, None if y is None else torch.zeros_like(y))
-            stage.reduce()
-        for unit in self.units:
-            unit.gradients.clear()
-        self._cold = False
 
     def _micro_batches(
         self,

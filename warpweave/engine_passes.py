@@ -153,6 +153,22 @@ class OpenPasses:
         self._fed -= self._run.microbatches
 
 
+def warm_up(stages: Mapping[int, EngineStage], batch: Any, scale: Tensor | None) -> None:
+    """Launch the kernels of each stage once, on zeros, before the first message between stages.
+
+    At its first launch a kernel is compiled and loaded, which takes seconds and may wait for the
+    device, where a message may be waiting for a peer. The gradients are thrown away.
+    """
+    for number, stage in stages.items():
+        shape, dtype, device = stage.message
+        stage.begin([batch], scale)
+        y = stage.forward(0, torch.zeros(shape, dtype=dtype, device=device) if number else None)
+        stage.backward(0, None if y is None else torch.zeros_like(y))
+        stage.reduce()
+        for unit in stage.units:
+            unit.gradients.clear()
+
+
 def make_passes(
     run: schedules.Schedule | schedules.OpenRun, *args: Any, **how: Any
 ) -> StepPasses | OpenPasses:
