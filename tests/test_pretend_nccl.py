@@ -38,18 +38,26 @@ SIZES = {"vocab_size": 23, "seq_len": 8, "width": 8, "heads": 4, "hidden": 12}
 
 
 def _steps(rank: int, sizes: Mesh, plan: ParallelPlan) -> list[torch.Tensor]:
-    """Two steps: losses, norms and this rank's weights."""
-    mesh = sizes.connect()
-    config = GPTConfig(**SIZES, layers=2 * plan.chunks)
-    engine = Engine(config, mesh, plan, micro_batch_size=2, dtype=torch.float64, seed=3)
+    """Two steps: losses, norms and this rank's weights. The losses of an asynchronous schedule are
+    waited for after the next step."""
+    mesh, stale = sizes.connect(), plan.asynchronous
+    config = GPTConfig(**SIZES, layers=max(2 * plan.chunks, sizes.pp), tied=not stale)
+    own = {"clip": None if stale else 1.0, "dtype": torch.float64, "seed": 3}
+    engine = Engine(config, mesh, plan, micro_batch_size=2, **own)
     draw = torch.Generator().manual_seed(mesh.index("dp"))
     ids = torch.arange(2 * plan.microbatches).view(-1, 2)
     found = []
-    for key in range(2):
+    for key in range(2 + engine.passes.ahead):
         text = torch.randint(0, SIZES["vocab_size"], (plan.microbatches, 2, 9), generator=draw)
         inputs, labels = text[..., :-1].contiguous(), text[..., 1:].contiguous()
-        found.append(engine.step(inputs, labels, ids, lr=0.02, key=key).all())
-    return [*found, *(t for _, t, _ in engine.read("param"))]
+        if key < engine.passes.ahead:
+            engine.feed(inputs, labels, ids, key=key)
+        elif stale:
+            found.append(engine.begin(inputs, labels, ids, lr=0.02, key=key))
+        else:
+            found.append(engine.step(inputs, labels, ids, lr=0.02, key=key))
+    results = [step.wait() if stale else step for step in found]
+    return [*(r.all() for r in results), *(t for _, t, _ in engine.read("param"))]
 
 
 CASES = {
@@ -75,6 +83,8 @@ CASES = {
     "ulysses and ring": (Mesh(cp=4, ulysses=2), {"cp_strategy": "hybrid"}),
     "pipeline of zero 2": (Mesh(pp=2, dp=2), {"zero": 2}),
     "pipeline of zero 3": (Mesh(pp=2, dp=2), {"zero": 3}),
+    "pipedream": (Mesh(pp=2, dp=2), {"schedule": "pipedream", "zero": 1}),
+    "2bw": (Mesh(pp=4), {"schedule": "pipedream-2bw"}),
     "pipeline of tensor": (Mesh(pp=2, tp=2), {"recompute": "full"}),
 }
 
