@@ -13,6 +13,8 @@ from torch import nn
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
+from warpweave.gpt import GPT
+from warpweave.memory import TrainingStep, estimate
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, Rule
 from warpweave.parallel.data.ordered import check_order, exact_sum
@@ -140,6 +142,25 @@ def test_a_step_is_dealt_in_turn() -> None:
     assert plan.deal(3, 2).tolist() == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
     blocks = dataclasses.replace(plan, reduce="library").deal(3, 2)
     assert blocks.flatten().tolist() == [*range(12)]
+
+
+def _held(mesh: ConnectedMesh, plan: ParallelPlan) -> int:
+    """Bytes of the gradients between steps."""
+    every = [t for unit in Engine(MODEL, mesh, plan).units for t in vars(unit.gradients).values()]
+    storages = [x.untyped_storage() for x in every if isinstance(x, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize(("dp", "zero"), [(1, 1), (2, 0), (2, 3)])
+def test_the_memory_is_estimated(dp: int, zero: int) -> None:
+    plan, mesh = ParallelPlan(zero, reduce="ordered"), Mesh(dp=dp)
+    (told,) = estimate(TrainingStep(MODEL, mesh, plan, 1, "fp32"))
+    largest = max(
+        sum(p.numel() for p in block.parameters()) for block in GPT(MODEL).blocks.values()
+    )
+    in_flight = (4 if dp > 1 else 2) * 4 * largest
+    for held in on_mesh(mesh, _held, plan):  # padded to 128 bytes for each parameter
+        assert held == pytest.approx(told.gradients - in_flight, rel=0.1)
 
 
 # ---------------------------------------------------------------- the exact sum

@@ -9,6 +9,7 @@ its master (8 for float64, otherwise 4), U the largest unit (a block, the embedd
                   an asynchronous schedule: once more for every older version
                   (PipeDream: pp - 1 - stage, 2BW: 1)
     gradients     P m, ZeRO 1: + P m / D                     ZeRO 2, 3: P m / D + 2 U m
+                  in order, any ZeRO: P m / D + 4 U m, ZeRO 0: + P m
     optimizer     2 P m (AdamW), P m (SGD) or (2 P - W) m    ZeRO 1 to 3: those / D
                   (Muon, W of them in the matrices of blocks),
                   + P m where b is not m
@@ -175,6 +176,9 @@ def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
         weights += P * size * staleness(step.plan.make_schedule(step.mesh.pp))[rank]
     gradients = held.gradients + (P * master // data if zero == 1 else 0)
     gradients += 2 * U * master if zero >= 2 else 0
+    if step.plan.reduce == "ordered":
+        gradients = P * master // data + (P * master if data > 1 and not zero else 0)
+        gradients += (4 if data > 1 else 2) * U * master
     update = 4 * (W // (data if zero else 1) + largest) * master
     loading = max(units_of(step.config, Mesh(), _unpiped(step.plan), 0).values()) * 4 * 2
     parts = weights, gradients, held.optimizer, _activation_bytes(step, rank), loading
