@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.gpus import pretend_gpus
+from support.pretend_nccl import _Options
 
 from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.launch import Session, _loopback_listener, _store, join
@@ -468,6 +470,7 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend
         store.set(f"device/{rank}", json.dumps({"name": name, "uuid": f"of {rank}"}))
     monkeypatch.setattr("warpweave.launch._store", lambda *args: store)
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: groups.append((a, k)))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
     session = join(Mesh(tp=2, pp=2), backend=asked)
     if backend == "gloo" and sys.platform == "linux":
         assert torch.get_num_threads() == 4  # of 8 cores, with another rank on this machine
@@ -477,6 +480,8 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend
     ((name,), options) = groups[0]
     assert (name, options["rank"], options["world_size"]) == (backend, 3, 4)
     assert options["device_id"] == (session.device if backend == "nccl" else None)
+    blocks = options["pg_options"] and options["pg_options"].config.max_ctas
+    assert blocks == (16 if backend == "nccl" else None)  # as many as kernels leave free
 
 
 @pytest.mark.parametrize("port", [None, 1])

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from warpweave.kernels.devices import CTAS
+from warpweave.parallel.collectives import nccl_options
 from warpweave.parallel.mesh import Mesh
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # by the type of the device
@@ -137,3 +140,18 @@ def refusal(devices: list[dict[str, Any]], mesh: Mesh) -> str | None:
         found = ", ".join(f"{mesh.describe(rank)} has {name}" for name, rank in kinds.items())
         return f"ranks must compute alike, on devices of one kind, but {found}"
     return None
+
+
+def connect(device: torch.device, store: dist.Store, rank: int, world: int, timeout: float) -> None:
+    """Make the default process group: NCCL on GPUs, with no more thread blocks than kernels leave
+    free for it (`leaving`), else gloo."""
+    nccl, limit = device.type == "cuda", timedelta(seconds=timeout)
+    dist.init_process_group(
+        "nccl" if nccl else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=limit,
+        device_id=device if nccl else None,
+        pg_options=nccl_options(CTAS, limit) if nccl else None,
+    )

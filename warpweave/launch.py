@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from warpweave.blame import DUMPS, End, last_seen, rank_at_fault, recorded, told_ranks
-from warpweave.gpus import disagreement, take_device
+from warpweave.gpus import connect, disagreement, take_device
 from warpweave.messages import one_line, say
 from warpweave.parallel.mesh import Mesh
 
@@ -329,15 +329,8 @@ class Session:
         dist.destroy_process_group()
         self._renewals += 1
         self.mesh, self.world = mesh, mesh.world
-        nccl = self.device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if nccl else "gloo",
-            store=dist.PrefixStore(f"renewal_{self._renewals}", self.store),
-            rank=self.rank,
-            world_size=self.world,
-            timeout=timedelta(seconds=self.timeout),
-            device_id=self.device if nccl else None,
-        )
+        store = dist.PrefixStore(f"renewal_{self._renewals}", self.store)
+        connect(self.device, store, self.rank, self.world, self.timeout)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -463,14 +456,7 @@ def join(
             raise ValueError(line)
         store.set("verdict", line)  # for `launch`, as no rank speaks for it
         sys.exit(2)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=timeout),
-        device_id=device if backend == "nccl" else None,
-    )
+    connect(device, store, rank, world, timeout)
     where, launched = f"{own['name']}, {backend}", port is not None
     return Session(device, rank, world, store, timeout, mesh, where, launched=launched)
 
