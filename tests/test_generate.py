@@ -278,6 +278,25 @@ def _with_words(folder: Path) -> None:
     words.save(str(folder / "tokenizer.json"))
 
 
+def test_the_command_computes_on_the_device_that_it_is_given(folders, tmp_path, capfd, monkeypatch):
+    folder = Path(shutil.copytree(folders["llama3"], tmp_path / "llama3"))
+    _with_words(folder)
+    given = str(folder), "--prompt", "5", "--tokens", "1"
+    code, _, err = _sample(capfd, *given, "--device", "cuda")
+    assert (code, err.count("\n")) == (2, 0)
+    assert "no GPU" in err
+    asked = []
+
+    def join(mesh, *, backend, **_):
+        asked.append(backend)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(sample, "join", join)
+    for words in ((), ("--device", "cpu"), ("--device", "cuda")):
+        assert "far enough" in _sample(capfd, *given, *words)[2]
+    assert asked == [None, "gloo", "nccl"]
+
+
 @pytest.mark.parametrize("axes", [(), ("--tp", "2")], ids=["one", "two ranks"])
 def test_the_command_writes_transformers_tokens(axes, folders, tmp_path, capfd):
     folder = Path(shutil.copytree(folders["llama3"], tmp_path / "llama3"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from interleavings import Recorder, explore, races
+from triton.runtime.interpreter import interpreter_builder
 
 from warpweave.kernels.devices import CTAS
 from warpweave.kernels.gemm.epilogue import Epilogue
@@ -209,12 +210,33 @@ def test_an_epoch_that_a_replay_repeats_is_found(op):
     assert any("race" in problem for problem in explore(programs, residents=2).problems)
 
 
-def test_copying_programs_that_start_last_deadlock_where_few_run_at_once(tmp_path, clean_modules):
-    edit = (
-        "gather",
-        "tl.program_id(0)\n    if pid",
-        "tl.num_programs(0) - 1 - tl.program_id(0)\n    if pid",
+COPIERS_LAST = (
+    "gather",
+    "tl.program_id(0)\n    if pid",
+    "tl.num_programs(0) - 1 - tl.program_id(0)\n    if pid",
+)
+
+
+@pytest.mark.parametrize(("edits", "bound"), [([COPIERS_LAST], 200), ([], 100)])
+def test_tiles_wait_twice_as_long_as_the_copiers_which_can_name_the_operation(
+    edits, bound, tmp_path, clean_modules, monkeypatch
+):
+    """The interpreter runs one program after the other: the first to wait for a rank that never
+    comes waits to its bound, all later ones hardly."""
+    module = planted(tmp_path, *edits)["gather"]
+    memory, _ = local_memory(2, slots=4, capacity=1 << 14, polls=100)
+    looks, atomic = [], interpreter_builder.create_atomic_rmw
+    monkeypatch.setattr(
+        interpreter_builder, "create_atomic_rmw", lambda *args: looks.append(0) or atomic(*args)
     )
-    programs = record(("gather",), 2, planted(tmp_path, edit))
+    steps, _ = _gather(module, 2, memory, *ONE_TILE)
+    with pinned(TILES):
+        list(steps)
+    assert bool(memory.error[4]) == (bound == 100), "the signature of who reported"
+    assert bound < len(looks) < bound + 10
+
+
+def test_copying_programs_that_start_last_deadlock_where_few_run_at_once(tmp_path, clean_modules):
+    programs = record(("gather",), 2, planted(tmp_path, COPIERS_LAST))
     assert explore(programs, residents=9).problems == []
     assert explore(programs, residents=1).problems == ["deadlock"]

@@ -13,8 +13,9 @@ import torch
 @pytest.fixture(scope="module")
 def waits() -> dict[str, dict[str, int]]:
     """Case -> function of ours (or of transformers) -> how often the host waited there."""
-    if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
-        pytest.skip("this torch cannot register a device from Python")
+    maker = "_setup_privateuseone_for_python_backend"
+    if not hasattr(torch.utils.backend_registration, maker):
+        pytest.skip(f"the private {maker}, which pretends a device, is not in {torch.__version__}")
     program = Path(__file__).parent / "support" / "syncs.py"
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     run = subprocess.run(
