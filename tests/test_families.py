@@ -20,6 +20,7 @@ from warpweave.parallel.schedule import (
     with_unshard,
     with_update,
 )
+from warpweave.parallel.schedule.__main__ import main
 from warpweave.parallel.simulate import simulate
 
 SYNCHRONOUS = [name for name, family in FAMILIES.items() if family.staleness is None]
@@ -246,3 +247,106 @@ def test_what_a_schedule_does_not_have_is_one_line(name: str, numbers, message: 
     with pytest.raises(ValueError, match=message) as error:
         find_family(name).make(*numbers)
     assert "\n" not in str(error.value)
+
+
+# ----------------------------------------------------------------------------- files of a user's
+
+
+def written(tmp_path: Path, lists) -> str:
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(lists))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_every_schedule_is_written_and_read_again(name: str, tmp_path: Path, capsys):
+    c = stages(name)[-1]
+    for comm in ([], ["--comm"]):
+        main([name, "--ranks", "2", "--microbatches", "5", "--chunks", str(c), *comm])
+        path = tmp_path / f"{name}.csv"
+        path.write_text(capsys.readouterr().out)
+        assert find_family(str(path)).make(2, 5, c) == FAMILIES[name].make(2, 5, c)
+
+
+def test_a_file_with_torchs_messages_is_read(tmp_path: Path):
+    """Receives where torch puts them, which posts them before it needs them."""
+    ranks, every = 4, theirs.ScheduleZBVZeroBubble.__new__(theirs.ScheduleZBVZeroBubble)
+    every.pp_group_size, every._n_microbatches, every.num_stages = ranks, 9, 2 * ranks
+    order = {r: every._calculate_single_rank_operations(r) for r in range(ranks)}
+    place = [min(s, 2 * ranks - 1 - s) for s in range(2 * ranks)]
+    added = theirs._add_send_recv(
+        {r: [a for a in row if a is not None] for r, row in order.items()},
+        stage_to_rank=place.__getitem__,
+        num_stages=2 * ranks,
+    )
+    path = tmp_path / "torchs.csv"
+    path.write_text("\n".join(",".join(map(str, added[r])) for r in range(ranks)))
+    assert find_family(str(path)).make(ranks, 9, 2) == FAMILIES["zb-v"].make(ranks, 9, 2)
+
+
+WHOLE_FILE = with_comm(FAMILIES["zb-v"].make(2, 4, 2))
+
+
+def changed(old: str, new: str = "") -> str:
+    """The file with one field another or without it."""
+    rows = [row.split(",") for row in to_csv(WHOLE_FILE).splitlines()]
+    assert sum(row.count(old) for row in rows) == 1
+    rows = [[new if field == old else field for field in row] for row in rows]
+    return "\n".join(",".join(filter(None, row)) for row in rows)
+
+
+def swapped(one: str, two: str) -> str:
+    text = f",{to_csv(WHOLE_FILE)}".replace("\n", "\n,")
+    assert one in text
+    assert two in text
+    return (
+        text.replace(f",{one},", ",?,")
+        .replace(f",{two},", f",{one},")
+        .replace("?", two)
+        .rstrip(",\n")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (changed("3W1"), "rank 0: stage 3 micro-batch 1 has 1 F, 0 B, 1 I and 0 W: needs one"),
+        (changed("3W1", "3W0"), "rank 0: stage 3 micro-batch 0 has 1 F, 0 B, 1 I and 2 W"),
+        (changed("1F2", "0F2"), "stage 0 is on ranks 0 and 1"),
+        (changed("2I0", "2X0"), "row 1 field 9: '2X0' is not .stage..op..micro-batch."),
+        (changed("0SEND_F1"), "0SEND_F1 occurs 0 times, needs 1"),
+        (swapped("1RECV_F0", "1RECV_F1"), "link F from rank 0 to 1: message 0 is sent as 0SEND_F0"),
+        (swapped("0I0", "0W0"), r"rank 0 position \d+: 0W0 comes before 0I0"),
+        (
+            swapped("0F1", "3F0"),
+            "deadlock: rank 0 at 3F0 waits for 3RECV_F0; rank 1 at 1RECV_F1 waits",
+        ),
+    ],
+)
+def test_a_file_that_is_subtly_wrong_is_refused_with_the_reason(text, message, tmp_path: Path):
+    path = tmp_path / "wrong.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"^schedule .*wrong\.csv: .*{message}") as error:
+        find_family(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_of_other_numbers_is_refused(tmp_path: Path):
+    family = find_family(written(tmp_path, FAMILIES["zb-v"].make(2, 4, 2)))
+    for numbers, message in (
+        ((3, 4, 2), "is of 2 ranks and 4 micro-batches, got 3 and 4"),
+        ((2, 5, 2), "is of 2 ranks and 4 micro-batches, got 2 and 5"),
+        ((2, 3, 2), "at least 4 with schedule .*mine.csv on 2 ranks, got 3"),
+        ((2, 4, 1), "has chunks = 2 stages per rank, got 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            family.make(*numbers)
+    with pytest.raises(ValueError, match=r"none\.csv cannot be read: No such file"):
+        find_family(str(tmp_path / "none.csv"))
+
+
+def test_more_activations_than_the_limit_are_named():
+    lists = FAMILIES["1f1b"].make(4, 8)
+    validate(lists, activations=4)
+    with pytest.raises(ValueError, match=r"^rank 0 position 3: 0F3 is the activation number 4 of"):
+        validate(lists, activations=3)

@@ -31,13 +31,13 @@ class ScheduleFamily:
 
     def make(self, p: int, m: int, c: int = 1) -> Schedule:
         """The lists; ValueError, in one line, unless it has such lists."""
-        if m < (least := self.least(p)):
-            where = "" if least == 1 else f" with schedule {self.name} on {p} ranks"
-            raise ValueError(f"microbatches must be at least {least}{where}, got {m}")
         if self.chunks not in (None, c):
             raise ValueError(
                 f"schedule {self.name} has chunks = {self.chunks} stages per rank, got {c}"
             )
+        if m < (least := self.least(p)):
+            where = "" if least == 1 else f" with schedule {self.name} on {p} ranks"
+            raise ValueError(f"microbatches must be at least {least}{where}, got {m}")
         return self.generate(p, m, c)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import zip_longest
 
 from warpweave.parallel.schedule.actions import (
     AFTER,
@@ -43,6 +44,7 @@ def validate(
     *,
     microbatches: int | None = None,
     staleness: int = 0,
+    activations: int | None = None,
 ) -> None:
     """ValueError, in one line, unless the schedule is complete, consistent and free of deadlock.
 
@@ -57,11 +59,32 @@ def validate(
     * If there is any REDUCE, every gradient is reduced before TIE, UPDATE or the end. If there is
       any UNSHARD, parameters are gathered when read, not gathered twice, and freed. If there is a
       TIE, both ends have it, after REDUCE and before UPDATE.
+    * No rank holds more than `activations`, if given: one from each F to its B or W.
     * No deadlock (`order`).
+
+    What is wrong is named with rank, position in its list and action.
     """
+    try:
+        _validate(lists, microbatches, staleness, activations)
+    except _WrongError as error:
+        rank, at = next(
+            (rank, at)
+            for rank, actions in enumerate(lists)
+            for at, action in enumerate(actions)
+            if action is error.action
+        )
+        raise ValueError(f"rank {rank} position {at}: {error}") from None
+    order(lists)
+
+
+def _validate(
+    lists: Schedule, microbatches: int | None, staleness: int, activations: int | None
+) -> None:
     rank_of = placement(lists)
-    for rank, actions in enumerate(lists):
-        _check_cells(rank, actions)
+    for actions in lists:
+        _check_cells(actions)
+        if activations is not None:
+            _check_activations(actions, activations)
     per_stage: list[list[Action]] = [[] for _ in rank_of]
     for action in (a for actions in lists for a in actions):
         per_stage[action.stage].append(action)
@@ -69,7 +92,7 @@ def validate(
     for s, actions in enumerate(per_stage):
         if microbatches is None:
             microbatches = 1 + max(a.mb for own in per_stage for a in own)
-        _check_compute(s, actions, microbatches, len(rank_of))
+        _check_compute(s, actions, microbatches, rank_of)
         _check_versions(s, actions, staleness)
         if REDUCE in ops:
             _check_collected(s, actions, REDUCE, (TIE, UPDATE), "are not reduced before")
@@ -85,44 +108,55 @@ def validate(
         ends = [(Action(SEND_F, s, 0), Action(SEND_B, s + 1, 0)) for s in crossings]
         mbs = range(microbatches or 0)
         check_links(lists, [a._replace(mb=i) for pair in ends for i in mbs for a in pair])
-    order(lists)
 
 
-def _check_cells(rank: int, actions: list[Action]) -> None:
-    for at, action in enumerate(actions):
-        after = actions[at + 1] if at + 1 < len(actions) else None
-        if action.joined and (
-            action.op != F or after is None or after.op != B or after.mb == action.mb
-        ):
-            raise ValueError(
-                f"rank {rank} position {at}: {action} and {after} are no cell, which is an F and a "
-                "B of another micro-batch"
-            )
+class _WrongError(Exception):
+    """What is wrong with an action of the lists."""
+
+    def __init__(self, action: Action, text: str) -> None:
+        super().__init__(f"{action}{text}")
+        self.action = action
 
 
-def _check_compute(s: int, actions: list[Action], m: int, stages: int) -> None:
+def _check_cells(actions: list[Action]) -> None:
+    for a, after in zip_longest(actions, actions[1:]):
+        if a.joined and (a.op != F or after is None or after.op != B or after.mb == a.mb):
+            raise _WrongError(a, f" and {after} are no cell: an F and a B of another micro-batch")
+
+
+def _check_activations(actions: list[Action], most: int) -> None:
+    live = 0
+    for a in actions:
+        live += (a.op == F) - (a.op in FINISHES)
+        if live > most:
+            raise _WrongError(a, f" is the activation number {live} of its rank, allowed {most}")
+
+
+def _check_compute(s: int, actions: list[Action], m: int, rank_of: list[int]) -> None:
     times = Counter((a.op, a.mb) for a in actions)
     for i in range(m):
         f, b, inp, w = (times[op, i] for op in COMPUTE)
         if f != 1 or (b, inp, w) not in ((1, 0, 0), (0, 1, 1)):
             raise ValueError(
-                f"stage {s} micro-batch {i} has {f} F, {b} B, {inp} I and {w} W: "
-                "needs one F and either one B or one I and one W"
+                f"rank {rank_of[s]}: stage {s} micro-batch {i} has {f} F, {b} B, {inp} I and {w} "
+                "W: needs one F and either one B or one I and one W"
             )
     for a in actions:
         if a.op in COMPUTE + SENDS + RECEIVES and not 0 <= a.mb < m:
-            raise ValueError(f"{a}: micro-batch {a.mb} is not one of {m}")
+            raise _WrongError(a, f": micro-batch {a.mb} is not one of {m}")
         if a.op not in COMPUTE + SENDS + RECEIVES and a.mb != WHOLE:
-            raise ValueError(f"{a}: {a.op} concerns a whole stage, its micro-batch must be {WHOLE}")
+            raise _WrongError(
+                a, f": {a.op} concerns a whole stage, its micro-batch must be {WHOLE}"
+            )
     read = {a.mb: a.ver for a in actions if a.op == F}
     for a in actions:
         if a.op in (B, I, W) and a.ver != read[a.mb]:
-            raise ValueError(f"{a} runs on version {a.ver}, its F read version {read[a.mb]}")
+            raise _WrongError(a, f" runs on version {a.ver}, its F read version {read[a.mb]}")
     done: set[Action] = set()
     for a in actions:
-        for d in deps(a, stages) if a.op in COMPUTE else ():
+        for d in deps(a, len(rank_of)) if a.op in COMPUTE else ():
             if d.stage == s and d.op != UPDATE and d not in done:
-                raise ValueError(f"{a} comes before {d}")
+                raise _WrongError(a, f" comes before {d}")
         done.update(gives(a))
 
 
@@ -130,7 +164,7 @@ def _check_versions(s: int, actions: list[Action], staleness: int) -> None:
     newest, owed, gradients = 0, set(), []
     for a in actions:
         if a.op == F and a.ver > newest:
-            raise ValueError(f"{a} reads version {a.ver}, but the newest there is is {newest}")
+            raise _WrongError(a, f" reads version {a.ver}, but the newest there is is {newest}")
         if a.op == I:
             owed.add(a.mb)
         if a.op in FINISHES:
@@ -138,18 +172,19 @@ def _check_versions(s: int, actions: list[Action], staleness: int) -> None:
             gradients.append(a)
         if a.op == UPDATE:
             if a.ver != newest + 1:
-                raise ValueError(f"{a} produces version {a.ver} after version {newest}")
+                raise _WrongError(a, f" produces version {a.ver} after version {newest}")
             if owed:
-                raise ValueError(
-                    f"{a} while W is owed for micro-batches {sorted(owed)} of stage {s}"
+                raise _WrongError(
+                    a, f" while W is owed for micro-batches {sorted(owed)} of stage {s}"
                 )
             if not gradients:
-                raise ValueError(f"{a} has no gradient to apply")
+                raise _WrongError(a, " has no gradient to apply")
             oldest = min(gradients, key=lambda g: g.ver)
             if newest - oldest.ver > staleness:
-                raise ValueError(
-                    f"{a} applies the gradient of {oldest}, {newest - oldest.ver} versions old, "
-                    f"allowed {staleness}"
+                raise _WrongError(
+                    a,
+                    f" applies the gradient of {oldest}, {newest - oldest.ver} versions old, "
+                    f"allowed {staleness}",
                 )
             newest, gradients = a.ver, []
     if newest and gradients:
@@ -175,11 +210,11 @@ def _check_gathered(s: int, actions: list[Action]) -> None:
     gathered = False
     for a in actions:
         if a.op in READS and not gathered:
-            raise ValueError(f"{a} reads parameters that are not gathered")
+            raise _WrongError(a, " reads parameters that are not gathered")
         if a.op in (UPDATE, UNSHARD) and gathered:
-            raise ValueError(f"{a} while the parameters of stage {s} are gathered")
+            raise _WrongError(a, f" while the parameters of stage {s} are gathered")
         if a.op == RESHARD and not gathered:
-            raise ValueError(f"{a} while the parameters of stage {s} are not gathered")
+            raise _WrongError(a, f" while the parameters of stage {s} are not gathered")
         gathered = {UNSHARD: True, RESHARD: False}.get(a.op, gathered)
     if gathered:
         raise ValueError(f"stage {s} is left gathered at the end, RESHARD is missing")
@@ -189,7 +224,7 @@ def _check_tied(lists: Schedule, rank_of: list[int]) -> None:
     ends = {0, len(rank_of) - 1}
     for a in (a for actions in lists for a in actions if a.op == TIE):
         if a.stage not in tied_stages(rank_of):
-            raise ValueError(f"{a}: only stages {list(tied_stages(rank_of))} have a TIE")
+            raise _WrongError(a, f": only stages {list(tied_stages(rank_of))} have a TIE")
     for s in tied_stages(rank_of):
         own = [a for a in lists[rank_of[s]] if a.stage in ends]
         _check_collected(s, own, TIE, (UPDATE,), "are not tied before")

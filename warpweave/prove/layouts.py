@@ -126,6 +126,8 @@ class Layout:
     def sizes(self) -> Sizes:
         """Sizes of the model and the batch."""
         sizes = self.drawn or smallest(self.mesh, self.style, self.chunks)
+        if self.schedule.endswith(".csv"):  # which has its own number of micro-batches
+            sizes = replace(sizes, samples=self.mesh.dp * self._least)
         return replace(sizes, documents=4) if self.packed else sizes
 
     @property

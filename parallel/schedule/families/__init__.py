@@ -10,9 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
-from warpweave.parallel.schedule.actions import WHOLE, Schedule
+from warpweave.parallel.schedule.actions import COMPUTE, RECEIVES, SENDS, Schedule, placement
 from warpweave.parallel.schedule.family import ScheduleFamily
 from warpweave.parallel.schedule.text import from_csv
+from warpweave.parallel.schedule.validation import validate
 
 FAMILIES: dict[str, ScheduleFamily] = {
     family.name: family
@@ -22,31 +23,39 @@ FAMILIES: dict[str, ScheduleFamily] = {
 
 
 def find_family(name: str) -> ScheduleFamily:
-    """The schedule of a name or of a path that ends in .csv (`from_csv`); ValueError for another
-    word."""
+    """The schedule of a name, or of a file in torch's notation whose path ends in .csv.
+
+    Raises:
+        ValueError: in one line, for another word, or a file that cannot be read or is no schedule.
+    """
     if name.endswith(".csv"):
-        return ScheduleFamily(name, lambda p, m, c: _read_csv(Path(name), p, m, c), chunks=None)
+        return _in_file(Path(name))
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ValueError(f"schedule must be one of {known} or a path ending in .csv, got {name!r}")
     return FAMILIES[name]
 
 
-def _read_csv(path: Path, p: int, m: int, c: int) -> Schedule:
-    """The lists in a file; ValueError unless they are of p ranks and m micro-batches."""
+def _in_file(path: Path) -> ScheduleFamily:
+    """The schedule in a file, with or without its messages, which are seen to be right and then
+    left out: whoever runs it adds them, and ZeRO's actions, itself."""
     try:
         lists = from_csv(path.read_text())
+        known = COMPUTE + SENDS + RECEIVES
+        validate([[a for a in actions if a.op in known] for actions in lists])
     except OSError as error:
-        raise ValueError(f"schedule {path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"schedule {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"schedule {path}: {error}") from error
-    found = len({a.mb for actions in lists for a in actions} - {WHOLE})
-    if (len(lists), found) != (p, m):
-        raise ValueError(
-            f"schedule {path} is for {len(lists)} ranks and {found} micro-batches, "
-            f"not for pp = {p} and {m}"
-        )
-    stages = {a.stage for actions in lists for a in actions}
-    if c != 1 and len(stages) != p * c:
-        raise ValueError(f"schedule {path} has {len(stages)} stages, not {p} * {c}")
-    return lists
+        raise ValueError(f"schedule {path}: {error}") from None
+    compute = [[a for a in actions if a.op in COMPUTE] for actions in lists]
+    count = 1 + max(a.mb for actions in compute for a in actions)
+    ranks, chunks = len(compute), -(-len(placement(compute)) // len(compute))
+
+    def generate(p: int, m: int, c: int) -> Schedule:
+        if (p, m) != (ranks, count):
+            raise ValueError(
+                f"schedule {path} is of {ranks} ranks and {count} micro-batches, got {p} and {m}"
+            )
+        return compute
+
+    return ScheduleFamily(str(path), generate, chunks, lambda p: count)
