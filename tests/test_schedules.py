@@ -6,6 +6,7 @@ micro-batch. Threads stand for ranks in the second, whose truth is 1F1B of the w
 `prove` compares with a plain model.
 """
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -21,8 +22,11 @@ from warpweave.kernels.runtime.wgrad import wgrad
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.pipeline import Distributed, InProcess, ModuleStage, execute
 from warpweave.parallel.pipeline.stage import ChainStage
-from warpweave.parallel.schedule import FAMILIES, placement, split_backward, with_comm
+from warpweave.parallel.schedule import FAMILIES, placement, split_backward, to_csv, with_comm
 from warpweave.parallel.simulate import simulate
+from warpweave.prove.layouts import Layout, Sizes
+from warpweave.prove.options import ProveConfig
+from warpweave.prove.proof import LIMITS, prove_layout
 
 SYNCHRONOUS = [name for name, family in FAMILIES.items() if family.staleness is None]
 WIDTH, TOKENS, DEPTH = 5, 3, 16
@@ -226,3 +230,40 @@ def test_split_backwards_leave_weights_to_w_whatever_zero_is():
     with mock.patch.object(ParallelPlan, "make_schedule", return_value=late):
         (found,) = stepped(ParallelPlan(zero=3, microbatches=COUNT))
     assert same(found, expected)
+
+
+# -------------------------------------------------------------------------------- proofs
+
+
+SMALL = Sizes(
+    samples=8, seq_len=4, vocab=11, layers=4, heads=2, kv_heads=2, head_dim=2, hidden=8
+)  # fmt: skip
+RANKS = Mesh(dp=2, pp=2)
+
+
+def _proven(rank: int, layout: Layout) -> float:
+    return prove_layout(layout, layout.mesh.connect(), 300.0).worst
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(RANKS, zero=2, schedule="zb-v", style="llama", recompute="full"),
+        Layout(RANKS, zero=3, schedule="zb-h1", recompute="selective"),
+        Layout(RANKS, zero=1, schedule="dualpipe-v", style="gemma", recompute="full"),
+        Layout(RANKS, zero=0, schedule="v-half", style="qwen"),
+    ],
+    ids=lambda layout: layout.schedule,
+)
+def test_tied_layouts_equal_the_plain_model(layout: Layout):
+    """First and last stage on one rank, and on two, with weight gradients that come late."""
+    small = replace(layout, drawn=SMALL, count=4)
+    assert max(run_threads(4, _proven, small)) < LIMITS["fp64"]
+
+
+def test_a_schedule_in_a_file_is_proven(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(with_comm(made("zb-v", 2, 5))))
+    layout = ProveConfig(pp=2, schedule=str(path), dtype="fp64").layouts()[0]
+    assert (layout.microbatches, layout.chunks, layout.sizes.samples) == (5, 2, 5)
+    assert max(run_threads(2, _proven, layout)) < LIMITS["fp64"]
