@@ -85,7 +85,7 @@ def test_forwards_read_the_versions_of_the_papers() -> None:
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_repeat_a_pass_and_keep_as_many_versions_as_the_papers(name: str, p: int) -> None:
-    for m in {1, 2, p, p + 1, 2 * p}:
+    for m in {1, p, p + 1} if p < 8 else {p + 1}:
         if name == "pipedream-2bw" and m < p:
             continue
         lists = FAMILIES[name].make(p, m)
@@ -142,9 +142,9 @@ def test_wrong_versions_are_refused() -> None:
 
 
 CONFIG = GPTConfig(
-    vocab_size=23, seq_len=8, layers=5, width=16, heads=2, hidden=20, tied=False, dropout=0.1
+    vocab_size=23, seq_len=8, layers=4, width=16, heads=2, hidden=20, tied=False, dropout=0.1
 )
-SIZE, RATES = 2, (0.01, 0.004, 0.02, 0.01)
+SIZE, RATES = 2, (0.01, 0.004, 0.02)
 RULES = {
     "adamw": AdamW(eps=1e-2),
     "muon": Muon(rest=AdamW(eps=1e-2)),
@@ -428,8 +428,12 @@ def test_what_needs_all_stages_at_once_is_refused(what: dict, words: str) -> Non
 def _config(out, **changes) -> TrainConfig:
     own = {"plan": ParallelPlan(schedule="pipedream-2bw", microbatches=2), "clip": 0.0}
     small = GPTOverrides(layers=1, width=16, heads=2, seq_len=16, tied=False)
+    text = out.parent / "text"
+    text.write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
     rest = {"steps": 6, "batch": 1, "eval_every": 0, "eval_batches": 1, "sample": 0, "warmup": 2}
-    return TrainConfig(**{"overrides": small, "out": out, "save_every": 3} | own | rest | changes)
+    return TrainConfig(
+        **{"overrides": small, "out": out, "data": text, "save_every": 3} | own | rest | changes
+    )
 
 
 def _trainer(config: TrainConfig, interrupt: Interrupt | None = None) -> Trainer:
