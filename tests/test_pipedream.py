@@ -355,13 +355,16 @@ def _resumed(rank: int, sizes: Mesh, name: str, m: int) -> tuple[list[float], di
     """Two steps by one engine, and the others by a second one that was given its state."""
     mesh = sizes.connect()
 
+    def mine(step: int):
+        return [x[mesh.index("dp")] for x in _data(step, m, sizes.dp)]
+
     def run(engine: Engine, steps: range) -> list[float]:
         ahead = engine.passes.ahead
         for step in range(steps.start, steps.start + ahead):
-            engine.feed(*(x[0] for x in _data(step, m)), key=step)
+            engine.feed(*mine(step), key=step)
         found = []
         for step in steps:
-            given = [x[0] for x in _data(step + ahead, m)]
+            given = mine(step + ahead)
             found.append(float(engine.step(*given, lr=RATES[step], key=step + ahead).loss))
             engine.evaluate(*given[:2])  # changes nothing
         return found
@@ -378,10 +381,14 @@ def _resumed(rank: int, sizes: Mesh, name: str, m: int) -> tuple[list[float], di
     return losses, {record.name: w.clone() for record, w, _ in second.read("param")}
 
 
-@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
-def test_a_run_that_was_taken_up_again_is_the_same_run_to_the_bit(name: str) -> None:
-    ranks = run_threads(3, _resumed, Mesh(pp=3), name, 3)
-    losses, weights = _delayed(name, 3, 3)
+@pytest.mark.parametrize(
+    ("name", "sizes", "m"),
+    [("pipedream", Mesh(pp=3), 3), ("pipedream-2bw", Mesh(pp=2, dp=2), 3)],  # with ZeRO 1
+    ids=["pipedream", "2bw"],
+)
+def test_a_run_that_was_taken_up_again_is_the_same_run_to_the_bit(name, sizes, m) -> None:
+    ranks = run_threads(sizes.world, _resumed, sizes, name, m)
+    losses, weights = _delayed(name, sizes.pp, m, rule="adamw", dp=sizes.dp)
     assert ranks[0][0] == losses
     found = {n: w for _, of_rank in ranks for n, w in of_rank.items()}
     assert all(torch.equal(found[n], w) for n, w in weights.items())
