@@ -57,7 +57,7 @@ class ParallelPlan:
         microbatches: Micro-batches per step and data replica: gradient accumulation.
         early_gradients: Early input gradients: a pipeline stage sends its input's gradient before
             it computes those of its weights, the same bits, sooner. Not with ZeRO 2 and 3 over data
-            ranks, which free gradients block by block.
+            ranks, nor with ordered reductions, which free gradients block by block.
         sequence_parallel: Sequence parallelism: with tp > 1, shard the residual stream's tokens
             over the tensor ranks.
         overlap: Overlap of tensor ranks' collectives with products: not at all (none),
