@@ -34,6 +34,7 @@ from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, write_table
 from warpweave.kernels.runtime.tile_table import TileRow as TileRow
 from warpweave.launch import Session
+from warpweave.parallel.collectives import Pending
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.train_config import TrainConfig, parse
@@ -175,19 +176,18 @@ class Engine:
             loss_scale=None, rule=rule, state=dict, load_state=lambda state: None
         )
         self.gpt = SimpleNamespace(blocks={"0": None}, layout=SimpleNamespace(local_len=16))
+        self.passes, self.staleness = SimpleNamespace(ahead=0), (0,)
 
     def load(self, kind, tensor) -> None:
         self.seen["loaded"] = kind
 
-    def step(
-        self, tokens, labels, ids, *, lr, key, interrupted, documents, halted
-    ) -> SimpleNamespace:
+    def begin(self, tokens, labels, ids, *, lr, key, interrupted, documents, halted) -> Pending:
         assert halted is None  # on a CPU no step runs ahead
         self.seen["rates"].append(lr)
         self.seen["keys"].append(key)
         self.seen["samples"].append((ids.tolist(), tokens.tolist()))
         self.seen["documents"].add(None if documents is None else int(documents.shape[-1] > 2))
-        return SimpleNamespace(all=lambda: torch.tensor([1.0, 1.0, 0.0, 0.0]))
+        return Pending(None, lambda: SimpleNamespace(all=lambda: torch.tensor([1.0, 1, 0, 0])))
 
     def evaluate(self, tokens, labels, documents) -> torch.Tensor:
         self.seen["validation"].append(tokens.tolist())

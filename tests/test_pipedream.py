@@ -31,7 +31,7 @@ from warpweave.parallel.data.parameters import FlatParameters
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import (
     FAMILIES,
-    open_run,
+    leave_open,
     pipedream,
     pipedream_2bw,
     send_first,
@@ -90,7 +90,7 @@ def test_runs_repeat_a_pass_and_keep_as_many_versions_as_the_papers(name: str, p
             continue
         lists = FAMILIES[name].make(p, m)
         for variant in (lists, split_backward(lists), send_first(lists)):
-            run = open_run(with_reduce(variant), m)
+            run = leave_open(with_reduce(variant), m)
             assert run.updates == (1 if name == "pipedream-2bw" else m)
             assert run.ahead == -(-(p - 1) // m)
             delays = {
@@ -135,7 +135,7 @@ def test_wrong_versions_are_refused() -> None:
     with pytest.raises(ValueError, match="stage 1 micro-batch 1 has 1 F, 0 B, 1 I and 0 W"):
         validate(dropped, staleness=1)
     with pytest.raises(ValueError, match="no two of 2 passes of 3 micro-batches are the same"):
-        open_run(pipedream(2, 6), 3)
+        leave_open(pipedream(2, 6), 3)
 
 
 # ----------------------------------------------------------------------------- training

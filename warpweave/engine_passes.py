@@ -45,7 +45,7 @@ def make_lists(
     if ordered:
         check_order(lists, tied=config.tied)
     if plan.asynchronous:
-        return schedules.open_run(schedules.with_reduce(lists), plan.microbatches)
+        return schedules.leave_open(schedules.with_reduce(lists), plan.microbatches)
     lists = schedules.with_reduce(schedules.with_comm(lists))
     if config.tied:
         lists = schedules.with_tie(lists)

@@ -16,7 +16,7 @@ from warpweave.parallel.schedule.family import ScheduleFamily
 from warpweave.parallel.schedule.open_passes import (
     OpenRun,
     cut_into_passes,
-    open_run,
+    leave_open,
     renumbered,
     staleness,
     validate_pass,
@@ -53,7 +53,7 @@ __all__ = [
     "gpipe",
     "interleaved",
     "one_f_one_b",
-    "open_run",
+    "leave_open",
     "order",
     "pipedream",
     "pipedream_2bw",

@@ -44,7 +44,7 @@ def pipedream(p: int, n: int, *, vertical: bool = False) -> Schedule:
     vertical sync max(0, i - (p-1)) on all stages, so that a micro-batch sees one version of the
     model.
     """
-    return _asynchronous(p, n, 1, lambda s, i: max(0, i - (p - 1 if vertical else p - 1 - s)))
+    return _without_flush(p, n, 1, lambda s, i: max(0, i - (p - 1 if vertical else p - 1 - s)))
 
 
 def pipedream_2bw(p: int, m: int, steps: int) -> Schedule:
@@ -54,10 +54,10 @@ def pipedream_2bw(p: int, m: int, steps: int) -> Schedule:
     """
     if m < p:
         raise ValueError(f"PipeDream-2BW needs m >= p micro-batches per update, got m={m} p={p}")
-    return _asynchronous(p, m * steps, m, lambda s, i: max(0, i // m - 1))
+    return _without_flush(p, m * steps, m, lambda s, i: max(0, i // m - 1))
 
 
-def _asynchronous(p: int, n: int, each: int, version: Callable[[int, int], int]) -> Schedule:
+def _without_flush(p: int, n: int, each: int, version: Callable[[int, int], int]) -> Schedule:
     """1F1B of `n` micro-batches, where micro-batch i reads ``version(s, i)`` on stage s, with an
     UPDATE after every `each` backwards."""
     need("PipeDream", p, n)
@@ -70,14 +70,14 @@ def _asynchronous(p: int, n: int, each: int, version: Callable[[int, int], int])
     return lists
 
 
-def _steps(p: int, m: int) -> int:
-    """Steps of a run of which two in the middle are the same (`open_passes.open_run`)."""
+def _steps_to_repeat(p: int, m: int) -> int:
+    """Steps of a run of which two in the middle are the same (`open_passes.leave_open`)."""
     return 2 * -(-(p - 1) // m) + 3
 
 
 def _family(name: str, vertical: bool) -> ScheduleFamily:
     def generate(p: int, m: int, c: int) -> Schedule:
-        return pipedream(p, m * _steps(p, m), vertical=vertical)
+        return pipedream(p, m * _steps_to_repeat(p, m), vertical=vertical)
 
     return ScheduleFamily(name, generate, staleness=lambda p: p - 1)
 
@@ -88,7 +88,7 @@ SCHEDULES = (
     _family("pipedream-vs", True),
     ScheduleFamily(
         "pipedream-2bw",
-        lambda p, m, c: pipedream_2bw(p, m, _steps(p, m)),
+        lambda p, m, c: pipedream_2bw(p, m, _steps_to_repeat(p, m)),
         least=lambda p: p,
         staleness=lambda p: 1,
     ),
