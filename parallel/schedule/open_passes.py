@@ -12,7 +12,7 @@ after each micro-batch, cut after two (UPDATE as U):
 Rank 0 has begun micro-batch 2 at the cut, and ends it behind it. A message ends in the pass in
 which it begins: `with_comm` lets rank 1 receive the input of 2 before the cut, and use it after.
 From the second on passes are the same but for their numbers, which `renumbered` takes away; so one
-transport serves all of them. A run that ends nowhere is then two lists (`leave_open`): `fill` begins
+transport serves all of them. A run without an end is then two lists (`leave_open`): `fill` begins
 what is under way at any cut, after nothing or after a checkpoint, and `steady` goes on from there:
 
     fill     rank 0   0F0@-1 0SEND_F0
