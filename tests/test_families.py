@@ -200,6 +200,40 @@ def test_controllable_memory_costs_the_bubble_that_the_paper_says(p: int):
     assert found == pytest.approx(whole * 2 / 3, abs=1)
 
 
+# ------------------------------------------------------------------------------------ cells
+
+
+def test_a_cell_begins_when_both_can_and_gives_when_both_have_ended():
+    lists = from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1")
+    validate(lists)
+    assert simulate(lists, {"F": 1, "B": 2}).draw().splitlines() == [
+        "F0  .   .   .   F1& B0  -   .   .   .   B1  -",
+        ".   F0  B0  -   .   .   .   F1  B1  -   .   .",
+    ]
+    cheaper = simulate(lists, {"F": 1, "B": 2, "OVERLAP_F_B": 1.5})
+    assert (cheaper.span, cheaper.busy) == (10.5, (4.5, 6))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1", "deadlock: rank 0 at 0F1& waits for 1I0"),
+        ("(0F0;0B0)OVERLAP_F_B", "rank 0 position 0: 0F0& and 0B0 are no cell"),
+        ("0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1", "rank 0 position 1: 0F1& and 0I0 are no cell"),
+    ],
+)
+def test_what_is_no_cell_is_refused(text: str, message: str):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        validate(from_csv(text))
+
+
+def test_a_cell_of_two_stages_needs_a_window_of_two():
+    lists = FAMILIES["dualpipe-v"].make(2, 4, 2)
+    validate(with_unshard(lists, window=2))
+    with pytest.raises(ValueError, match=r"window = 1 stage is too few for 0F3& 3B1, .*\[0, 3\]$"):
+        with_unshard(lists, window=1)
+
+
 # ---------------------------------------------------------------------------------- drawings
 
 
