@@ -485,6 +485,13 @@ def test_the_trainer_goes_on_from_versions_and_from_an_interrupt(tmp_path) -> No
     plain = _config(tmp_path / "plain", plan=ParallelPlan(microbatches=2), steps=3)
     _trainer(plain).run()
     shutil.copytree(plain.out, tmp_path / "on")
-    _trainer(_config(tmp_path / "on", resume=True)).run()  # with its weights as both versions
+    trainer = _trainer(_config(tmp_path / "on", resume=True))
+    both = (
+        {r.name: w.clone() for r, w, _ in trainer.engine.read(k)} for k in ("param", "version1")
+    )
+    newest, older = both  # the checkpoint's weights are both
+    assert newest.keys() == older.keys()
+    assert all(torch.equal(newest[n], older[n]) for n in newest)
+    trainer.run()
     with pytest.raises(ValueError, match=r"clip = 1.0, by the norm of all stages"):
         _config(tmp_path / "x", clip=1.0).check()
