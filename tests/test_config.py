@@ -223,6 +223,7 @@ PUBLISHED = {  # what stands in the config.json of each; Llama 3.2's without its
     "llama-1b": _llama3(16, 2048, 32, 8192, tie_word_embeddings=True),
     "llama-8b": _llama3(32, 4096, 32, 14336),
     "llama-70b": _llama3(80, 8192, 64, 28672),
+    "llama3-405b": _llama3(126, 16384, 128, 53248),
 }
 
 

@@ -15,12 +15,15 @@ from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.gpt import GPT
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.schedule import FAMILIES
+from warpweave.plan.choose import Search, choose_layouts
 from warpweave.plan.device import Efficiency, Hardware, find_hardware
 from warpweave.plan.memory import (
     SIZES,
     States,
     TrainingStep,
     block_activations,
+    estimate,
     live_blocks,
     sharded,
     units_of,
@@ -286,6 +289,84 @@ def test_hardware_that_cannot_be(tmp_path, name: str, text: str | None, says: st
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=says):
         find_hardware(given)
+
+
+# ---------------------------------------------------------------- the search
+
+NARROW = dataclasses.replace(SMALL, seq_len=2048, vocab_size=5000, layers=5)
+
+
+def _every(search: Search) -> list[Job]:
+    """Every layout of a search, by loops that share nothing with it."""
+    found = []
+    sizes = [n for n in range(1, search.gpus + 1) if search.gpus % n == 0]
+    for dp, cp, tp, pp in itertools.product(sizes, repeat=4):
+        if dp * cp * tp * pp != search.gpus or search.config.seq_len // cp < 1024:
+            continue
+        for batch, recompute, name, chunks, zero in itertools.product(
+            (1, 2, 4), ("none", "selective", "full"), FAMILIES, (1, 2, 4, 5), range(4)
+        ):
+            m, rest = divmod(search.sequences, dp * batch)
+            looped = FAMILIES[name].chunks is None
+            if rest or FAMILIES[name].staleness or (looped and chunks == 1):
+                continue
+            if (pp == 1 and name != "1f1b") or (dp * cp == 1 and zero != 1):
+                continue
+            plan = {"schedule": name, "chunks": chunks, "microbatches": m, "zero": zero}
+            job = _job(search.config, search.hardware, dp=dp, cp=cp, tp=tp, pp=pp, batch=batch,
+                       recompute=recompute, **plan)  # fmt: skip
+            try:
+                job.plan.make_schedule(pp)
+                job.config.check(job.mesh, job.plan)
+            except ValueError:
+                continue
+            found.append(job)
+    return found
+
+
+@pytest.mark.parametrize(("gpus", "gib"), [(4, 80), (4, 1.4), (8, 1.75)])
+def test_the_search_finds_what_brute_force_finds(gpus: int, gib: float) -> None:
+    """All layouts predicted one by one; with little memory most of the fast ones fall out."""
+    hardware = dataclasses.replace(A100, capacity=gib * 2**30)
+    search = Search(NARROW, gpus, hardware, sequences=8)
+    every = _every(search)
+    fit = [job for job in every if max(r.total for r in estimate(job)) <= hardware.capacity]
+    assert len(fit) > 20
+    assert (len(fit) < len(every)) == (gib < 80)
+    times = sorted(step_time(job) for job in fit)
+    found = choose_layouts(search, keep=4)
+    assert [c.time.seconds for c in found.best] == pytest.approx(times[:4], rel=1e-12)
+    for chosen in found.best:
+        assert chosen.job in fit
+        assert chosen.job.mesh.world == gpus
+        assert chosen.job.sequences == search.sequences
+    assert found.simulated < len(every) / 10
+
+
+def test_a_large_search_simulates_few() -> None:
+    """Of thousands of layouts of 64 GPUs, not one in a hundred."""
+    found = choose_layouts(Search(PRESETS["llama-8b"], 64, H100, 256), keep=1)
+    assert found.bounded > 1000
+    assert found.simulated < found.bounded / 100
+    assert found.refused["does not fit the memory"] > 100
+    assert found.miss is not None
+    assert found.miss[1] > H100.capacity
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"config": PRESETS["llama3-405b"], "gpus": 8},
+         r"no layout of 8 GPUs fits: the smallest needs \d+\.\d GiB on a GPU, h100 has 74.5"),
+        ({"gpus": 7}, "no layout of 7 GPUs is possible: dp does not divide the 4 sequences"),
+        ({"gpus": 0}, "gpus and sequences must be at least 1, got 0 and 4"),
+        ({"sequences": 0}, "gpus and sequences must be at least 1, got 8 and 0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned(given: dict, says: str) -> None:
+    like = {"config": NARROW, "gpus": 8, "hardware": H100, "sequences": 4}
+    with pytest.raises(ValueError, match=says):
+        choose_layouts(Search(**like | given))
 
 
 # ---------------------------------------------------------------- the command

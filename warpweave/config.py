@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
 from warpweave.kernels.cost import gpt_step, gpt_weights
@@ -29,10 +30,13 @@ Reduce = Literal["library", "ordered"]
 Recompute = Literal["none", "selective", "full"]
 
 
+_hints = lru_cache(maxsize=None)(get_type_hints)  # a planner makes plans by the thousand
+
+
 def _check_words(record: GPTConfig | ParallelPlan) -> None:
     """Raise ``ValueError`` if a field has a word that is not one of its choices, or a number of the
     wrong type, as may happen with JSON from elsewhere."""
-    for name, kind in get_type_hints(type(record)).items():
+    for name, kind in _hints(type(record)).items():
         value = getattr(record, name)
         if get_origin(kind) is Literal and value not in get_args(kind):
             words = ", ".join(map(str, get_args(kind)))
@@ -269,6 +273,13 @@ class GPTConfig(HeadStyle, MLPStyle):
             tokens=tokens, seq_len=self.seq_len, weights=weights, windows=windows, **heads
         )
 
+    def check_tensor(self, tp: int) -> None:
+        """Raise a one-line ``ValueError`` if `tp` tensor ranks do not divide a block's matrices."""
+        if self.num_kv_heads % tp:
+            raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {tp}")
+        if self.num_hidden % tp:
+            raise ValueError(f"hidden = {self.num_hidden} does not divide by tp = {tp}")
+
     def check(self, mesh: Mesh, plan: ParallelPlan = ParallelPlan()) -> None:
         """Raise a one-line ``ValueError`` if this model cannot be sharded over `mesh` by `plan`."""
         from warpweave.parallel.context import resolve_strategy  # and torch: options do without
@@ -279,10 +290,7 @@ class GPTConfig(HeadStyle, MLPStyle):
         if plan.reduce == "ordered" and (mesh.dp_shard is not None or mesh.outer > 1):
             given = f"dp_shard = {mesh.dp_shard}, outer = {mesh.outer}"
             raise ValueError(f"reduce = 'ordered' does not go with replicas of shards: {given}")
-        if self.num_kv_heads % mesh.tp:
-            raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {mesh.tp}")
-        if self.num_hidden % mesh.tp:
-            raise ValueError(f"hidden = {self.num_hidden} does not divide by tp = {mesh.tp}")
+        self.check_tensor(mesh.tp)
         if plan.asynchronous and plan.zero == 3:
             raise ValueError(
                 f"zero = 3 keeps no whole versions: schedule {plan.schedule} needs some"
@@ -326,4 +334,8 @@ PRESETS = {
     "llama-70b": GPTConfig(
         layers=80, width=8192, heads=64, kv_heads=8, hidden=28672, tied=False, **_LLAMA3
     ),
+    "llama3-405b": GPTConfig(
+        layers=126, width=16384, heads=128, kv_heads=8, hidden=53248, tied=False, **_LLAMA3
+    ),
+    "gpt3-175b": GPTConfig(50257, 2048, 96, 12288, 96),
 }

@@ -77,7 +77,7 @@ class TrainConfig:
     one of its own, config.toml in `out`."""
     model: Literal[
         "toy", "small", "toy-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl",
-        "llama-1b", "llama-8b", "llama-70b",
+        "llama-1b", "llama-8b", "llama-70b", "llama3-405b", "gpt3-175b",
     ] = "small"  # fmt: skip
     """Model preset; the model's own options change single numbers of it."""
     overrides: Annotated[Any, tyro.conf.arg(constructor=GPTOverrides)] = field(

@@ -58,9 +58,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.kernels.words import find_activation
-from warpweave.parallel.mesh import Mesh
-from warpweave.parallel.schedule import staleness
-from warpweave.parallel.schedule.actions import FINISHES, F
+from warpweave.parallel.mesh import Mesh, factors
+from warpweave.parallel.schedule import FAMILIES, find_family, placement, staleness
+from warpweave.parallel.schedule.actions import FINISHES, F, I, W
 from warpweave.parallel.words import CAPPED, chunks_of, local_rows
 
 if TYPE_CHECKING:
@@ -185,32 +185,75 @@ def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
     return MemoryEstimate(*parts, _gpu(step, master), update)
 
 
-def _activation_bytes(step: TrainingStep, rank: int) -> int:
-    """Bytes of activations on a pipeline rank at the peak of its backward."""
+def least_memory(step: TrainingStep) -> float:
+    """Bytes that the fullest rank needs whatever the schedule: those of a mean rank, which holds
+    one micro-batch in all of its blocks and no embedding."""
+    mesh, size, blocks = step.mesh, SIZES[step.dtype], step.config.layers / step.mesh.pp
+    P, master = int(blocks * block_parameters(step.config, mesh.tp)), max(size, 4)
+    elements = (2 if step.optimizer == "adamw" else 1) + (master != size)
+    states = States(P * size, P * master, elements * P * master)
+    held = sharded(states, step.plan.zero, mesh.size("shard"))
+    whole, kept = _kept(step)
+    return sum(held) + blocks * kept + 3 * whole + _gpu(step, master)
+
+
+def _kept(step: TrainingStep) -> tuple[int, int]:
+    """Bytes of a block's activations per micro-batch: all, and what recomputation leaves."""
     config, mesh, size = step.config, step.mesh, SIZES[step.dtype]
     whole, spared = block_activations(step)
     heads = config.heads + config.num_kv_heads
     attended = 2 * heads * config.head_dim * size + 8 * config.heads if mesh.cp > 1 else 0
     again = step.rows * config.width * size + attended * step.tokens // mesh.tp
     kept = {"none": whole, "selective": whole - spared, "full": again}[step.plan.recompute]
+    return whole, kept
+
+
+def _activation_bytes(step: TrainingStep, rank: int) -> int:
+    """Bytes of activations on a pipeline rank at the peak of its backward."""
+    config, mesh, size = step.config, step.mesh, SIZES[step.dtype]
+    whole, kept = _kept(step)
     found = live_blocks(step.plan, mesh.pp, config.layers)[rank] * kept + 3 * whole
     last = stage_ranks(step.plan, mesh.pp)[-1] == rank
     return found + (_loss(step, size, max(size, 4)) if last else 0)
 
 
-@lru_cache(maxsize=4096)
 def stage_ranks(plan: ParallelPlan, ranks: int) -> tuple[int, ...]:
     """The pipeline rank of each stage."""
-    return tuple(plan.placement(ranks))
+    return pipeline_shape(plan, ranks)[0]
+
+
+def pipeline_shape(plan: ParallelPlan, ranks: int) -> tuple[tuple[int, ...], bool]:
+    """The pipeline rank of each stage, and whether backwards are in two parts.
+
+    Raises ValueError if the schedule has no such micro-batches or chunks.
+    """
+    m = plan.microbatches
+    if plan.schedule not in FAMILIES:  # a file, which may be another one next time
+        return _pipeline_shape.__wrapped__(plan.schedule, m, plan.chunks, ranks)
+    if m > 4 * ranks:  # more of them change neither
+        m = 2 * ranks + m % (2 * ranks)
+    return _pipeline_shape(plan.schedule, m, plan.chunks, ranks)
 
 
 @lru_cache(maxsize=4096)
+def _pipeline_shape(name: str, m: int, chunks: int, ranks: int) -> tuple[tuple[int, ...], bool]:
+    lists = find_family(name).make(ranks, m, chunks)
+    return tuple(placement(lists)), any(a.op in (I, W) for actions in lists for a in actions)
+
+
 def live_blocks(plan: ParallelPlan, ranks: int, layers: int) -> tuple[int, ...]:
     """For each pipeline rank the most blocks, counted once per micro-batch, whose activations its
     list of actions keeps at once."""
-    stages, found = len(stage_ranks(plan, ranks)), []
+    count = _live_blocks if plan.schedule in FAMILIES else _live_blocks.__wrapped__
+    return count(plan.schedule, plan.microbatches, plan.chunks, ranks, layers)
+
+
+@lru_cache(maxsize=4096)
+def _live_blocks(name: str, m: int, chunks: int, ranks: int, layers: int) -> tuple[int, ...]:
+    lists, found = find_family(name).make(ranks, m, chunks), []
+    stages = len(placement(lists))
     each = [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
-    for actions in plan.make_schedule(ranks):
+    for actions in lists:
         live = most = 0
         for action in actions:
             live += each[action.stage] * ((action.op == F) - (action.op in FINISHES))
@@ -224,11 +267,8 @@ def _gpu(step: TrainingStep, master: int) -> int:
     if step.device_type == "cpu":
         return 0
     mesh, held = step.mesh, _MODULES + _CUBLAS
-    whole = ("world",) if mesh.outer > 1 else ("world", "inner")
-    axes = [axis for axis in mesh.seen_from(0).groups if axis not in whole and mesh.size(axis) > 1]
     if mesh.world > 1:
-        groups = {tuple(map(tuple, mesh.members(axis))) for axis in axes}
-        held += _COMMUNICATOR * (1 + len(groups) + _BETWEEN_STAGES * (mesh.pp > 1))
+        held += _COMMUNICATOR * (1 + _groups(mesh) + _BETWEEN_STAGES * (mesh.pp > 1))
     if mesh.tp > 1:
         term = step.tokens * step.config.width * master
         held += 2 * term
@@ -238,19 +278,40 @@ def _gpu(step: TrainingStep, master: int) -> int:
 
 
 @lru_cache(maxsize=4096)
+def _groups(mesh: Mesh) -> int:
+    """Groups of ranks that a rank is in, besides the world: each set of axes with several ranks."""
+    whole = ("world",) if mesh.outer > 1 else ("world", "inner")
+    axes = [axis for axis in mesh.seen_from(0).groups if axis not in whole and mesh.size(axis) > 1]
+    return len({tuple(f for f in factors(axis) if mesh.size(f) > 1) for axis in axes})
+
+
 def units_of(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> dict[str, int]:
     """Parameters in each ZeRO unit on a pipeline rank: a block by its number, the embedding, the
     positions, the final norm, the head."""
-    stages = stage_ranks(plan, mesh.pp)
-    own = [stage for stage, at in enumerate(stages) if at == rank]
+    return _units(config, mesh.tp, stage_ranks(plan, mesh.pp), rank)
+
+
+def parameters_of(step: TrainingStep) -> tuple[int, ...]:
+    """Parameters on each pipeline rank."""
+    return _parameters(step.config, step.mesh.tp, stage_ranks(step.plan, step.mesh.pp))
+
+
+@lru_cache(maxsize=4096)
+def _parameters(config: GPTConfig, tp: int, stages: tuple[int, ...]) -> tuple[int, ...]:
+    ranks = range(max(stages) + 1)
+    return tuple(sum(_units(config, tp, stages, rank).values()) for rank in ranks)
+
+
+@lru_cache(maxsize=4096)
+def _units(config: GPTConfig, tp: int, stages: tuple[int, ...], rank: int) -> dict[str, int]:
     first, last = stages[0] == rank, stages[-1] == rank
-    rows, norm = -(-config.vocab_size // mesh.tp) * config.width, _norm(config)
+    rows, norm = -(-config.vocab_size // tp) * config.width, _norm(config)
     units = {"embedding": rows} if first or (last and config.tied) else {}
     if first and config.positions == "learned":
         units["positions"] = config.seq_len * config.width
-    for stage in own:
-        blocks = config.blocks_of(stage, len(stages))
-        units |= dict.fromkeys(map(str, blocks), block_parameters(config, mesh.tp))
+    each = block_parameters(config, tp)
+    for stage in (stage for stage, at in enumerate(stages) if at == rank):
+        units |= dict.fromkeys(map(str, config.blocks_of(stage, len(stages))), each)
     if last:
         units |= {"final_norm": norm} | ({} if config.tied else {"head": rows})
     return units

@@ -27,19 +27,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
-from warpweave.config import ParallelPlan
 from warpweave.kernels import cost
 from warpweave.kernels.cost import Cost
 from warpweave.kernels.words import find_activation
 from warpweave.parallel.schedule.actions import Action, B, F, I, W
 from warpweave.parallel.simulate import Timeline, simulate
 from warpweave.plan.device import Hardware
-from warpweave.plan.memory import SIZES, TrainingStep, stage_ranks, units_of
+from warpweave.plan.memory import (
+    SIZES,
+    TrainingStep,
+    parameters_of,
+    pipeline_shape,
+    stage_ranks,
+)
 
 _CHUNKS = 4  # of "chunked" and "fused" overlap: one of them is always exposed
 
@@ -133,28 +137,18 @@ def least_time(job: Job) -> float:
 
         rank r   | F of the stages before | m (F + B) of its own stages | B of the stages before |
     """
-    (ranks, splits), work, hop = _shape(job.plan, job.mesh.pp), stage_work(job), message(job)[1]
-    found = 0.0
-    for rank in range(job.mesh.pp):
-        own = [stage for stage, at in enumerate(ranks) if at == rank]
-        before = work[: own[0]]
-        ahead = sum(stage.forward for stage in before) + hop * _crossings(ranks, own[0])
-        busy = sum(work[stage].forward + work[stage].backward for stage in own)
-        after = 0.0 if splits else sum(stage.backward for stage in before)
-        found = max(found, ahead + job.plan.microbatches * busy + after)
-    return found + max(_update(job, rank) for rank in range(job.mesh.pp))
-
-
-def _crossings(ranks: tuple[int, ...], stage: int) -> int:
-    """Messages between ranks on the way to a stage."""
-    return sum(a != b for a, b in pairwise(ranks[: stage + 1]))
-
-
-@lru_cache(maxsize=4096)
-def _shape(plan: ParallelPlan, ranks: int) -> tuple[tuple[int, ...], bool]:
-    """The rank of each stage, and whether backwards are split."""
-    lists = plan.make_schedule(ranks)
-    return stage_ranks(plan, ranks), any(a.op in (I, W) for actions in lists for a in actions)
+    (ranks, splits), work = pipeline_shape(job.plan, job.mesh.pp), stage_work(job)
+    hop = message(job)[1]
+    starts: dict[int, tuple[float, float]] = {}  # of each rank: what comes before and after it
+    busy, ahead, after = [0.0] * job.mesh.pp, 0.0, 0.0
+    for stage, rank in enumerate(ranks):
+        ahead += hop if stage and ranks[stage - 1] != rank else 0.0
+        starts.setdefault(rank, (ahead, 0.0 if splits else after))
+        busy[rank] += work[stage].forward + work[stage].backward
+        ahead, after = ahead + work[stage].forward, after + work[stage].backward
+    m = job.plan.microbatches
+    pipeline = max(sum(starts[rank]) + m * each for rank, each in enumerate(busy))
+    return pipeline + max(_update(job, rank) for rank in range(job.mesh.pp))
 
 
 # ---------------------------------------------------------------- a stage
@@ -163,16 +157,24 @@ def _shape(plan: ParallelPlan, ranks: int) -> tuple[tuple[int, ...], bool]:
 def stage_work(job: Job) -> list[Work]:
     """The work of each stage on one micro-batch."""
     ranks = stage_ranks(job.plan, job.mesh.pp)
-    block, found = block_work(job), []
+    alike = replace(job.plan, zero=0, schedule="1f1b", chunks=1, microbatches=1)
+    (block, embedding, head), found = _pieces(replace(job, plan=alike)), []
     for stage, rank in enumerate(ranks):
         blocks = len(job.config.blocks_of(stage, len(ranks)))
         work = Work().plus(block, blocks)
         if stage == 0:
-            work = work.plus(_embedding_work(job))
+            work = work.plus(embedding)
         if stage == len(ranks) - 1:
-            work = work.plus(_head_work(job))
-        found.append(_beside_zero(job, rank, work))
+            work = work.plus(head)
+        found.append(_beside_zero(job, rank, work) if job.plan.zero > 1 else work)
     return found
+
+
+@lru_cache(maxsize=4096)
+def _pieces(job: Job) -> tuple[Work, Work, Work]:
+    """The work of a block, of the embedding and of the head, for jobs that differ in what these do
+    not see."""
+    return block_work(job), _embedding_work(job), _head_work(job)
 
 
 def block_work(job: Job) -> Work:
@@ -368,21 +370,17 @@ def message(job: Job) -> tuple[float, float]:
     return moved, hardware.efficiency.latency + moved / speed
 
 
-def _parameters(job: Job, rank: int) -> int:
-    return sum(units_of(job.config, job.mesh, job.plan, rank).values())
-
-
 def _over_shards(job: Job, rank: int, each: float) -> float:
     """Seconds of an all-gather or reduce-scatter over the shards of a pipeline rank's parameters,
     of `each` bytes."""
     shard = job.mesh.size("shard")
-    moved = _parameters(job, rank) * each * (shard - 1) / shard
+    moved = parameters_of(job)[rank] * each * (shard - 1) / shard
     return _sent(job, job.mesh.tp, shard, moved)[1]
 
 
 def gradient_sum(job: Job, rank: int) -> float:
     """Seconds of the sum of a pipeline rank's gradients over the data ranks, at a step's end."""
-    mesh, wide, P = job.mesh, max(4, SIZES[job.dtype]), _parameters(job, rank)
+    mesh, wide, P = job.mesh, max(4, SIZES[job.dtype]), parameters_of(job)[rank]
     if job.plan.zero == 0:
         return 2 * _sent(job, mesh.tp, mesh.data, P * wide * (mesh.data - 1) / mesh.data)[1]
     shard, replicas = mesh.size("shard"), mesh.size("replica")
@@ -393,8 +391,6 @@ def gradient_sum(job: Job, rank: int) -> float:
 
 def _beside_zero(job: Job, rank: int, work: Work) -> Work:
     """The work of a stage beside what ZeRO 2 and 3 send in each micro-batch."""
-    if job.plan.zero < 2:
-        return work
     stages, size = stage_ranks(job.plan, job.mesh.pp).count(rank), SIZES[job.dtype]
     gather = _over_shards(job, rank, size / stages) if job.plan.zero == 3 else 0.0
     summed = gather + _over_shards(job, rank, max(4, size) / stages)
@@ -405,7 +401,7 @@ def _update(job: Job, rank: int) -> float:
     """Seconds of the optimizer's step, and of what it gathers of the weights (ZeRO 1 and 2)."""
     size, shard = SIZES[job.dtype], job.mesh.size("shard") if job.plan.zero else 1
     copy = size if size < 4 else 0
-    own = cost.adamw(_parameters(job, rank) // shard, param_size=copy)
+    own = cost.adamw(parameters_of(job)[rank] // shard, param_size=copy)
     gather = _over_shards(job, rank, size) if job.plan.zero in (1, 2) else 0.0
     return _stream(job, own) + gather
 
@@ -433,7 +429,7 @@ def step_traffic(job: Job) -> Iterator[tuple[str, str, float]]:
         inner = mesh.tp * mesh.cp * mesh.dp
         yield "pp", over(inner, mesh.pp), 2 * m * len(stages) / mesh.pp * message(job)[0]
     if mesh.data > 1:
-        P = max(_parameters(job, rank) for rank in range(mesh.pp))
+        P = max(parameters_of(job))
         wide, size, shard = max(4, SIZES[job.dtype]), SIZES[job.dtype], mesh.size("shard")
         share, replicas = (shard - 1) / shard, mesh.size("replica")
         sums = {0: 2 * wide, 1: wide + size, 2: m * wide + size, 3: m * (wide + 2 * size)}

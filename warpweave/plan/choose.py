@@ -1,0 +1,214 @@
+"""The fastest layouts of a model on given hardware that fit its memory: a best-first search, exact.
+
+A layout is a mesh (tp within a node, pp, cp, dp), a micro-batch, ZeRO's stage, recomputation, a
+schedule and its chunks. There are tens of thousands; few are simulated. A heap holds, by a time
+that none of them goes below, first the families (mesh, micro-batch, recomputation), then the
+layouts of a family that was taken from it, then layouts that were simulated. What comes out as
+simulated is the next best, because everything left has a bound above it:
+
+    family   bound: its blocks' work, no bubble         memory: all of ZeRO 3, one micro-batch
+    layout   bound: `time.least_time`                   memory: `memory.estimate`
+    answer   the simulated time
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, get_args
+
+from warpweave.config import GPTConfig, ParallelPlan, Recompute
+from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.schedule import FAMILIES
+from warpweave.plan.device import Hardware
+from warpweave.plan.memory import MemoryEstimate, estimate, least_memory, pipeline_shape
+from warpweave.plan.time import Job, StepTime, block_work, least_time, predict
+
+_ROWS = 1024  # of a sequence on a context rank, at least
+_BATCH = 16  # sequences of a micro-batch, at most
+_CHUNKS = 16  # stages of a rank, at most
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a layout is looked for.
+
+    Attributes:
+        config: the model.
+        gpus: their number.
+        hardware: their figures.
+        sequences: of a step, over all data replicas.
+        dtype: of parameters and activations.
+
+    Raises:
+        ValueError: no GPU or no sequence.
+    """
+
+    config: GPTConfig
+    gpus: int
+    hardware: Hardware
+    sequences: int
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.sequences < 1:
+            raise ValueError(
+                f"gpus and sequences must be at least 1, got {self.gpus} and {self.sequences}"
+            )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A layout that fits, and its prediction."""
+
+    job: Job
+    time: StepTime
+    memory: list[MemoryEstimate]
+
+
+@dataclass
+class Found:
+    """The answer to a search.
+
+    Attributes:
+        best: the fastest layouts, in order.
+        refused: why others cannot be -> how many.
+        miss: the layout that lacks least memory of those that would be faster than the last of
+            `best`, and the bytes that it needs.
+        simulated, bounded: layouts whose pipeline was simulated, and those with a bound.
+    """
+
+    best: list[Chosen] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    miss: tuple[Job, int] | None = None
+    simulated: int = 0
+    bounded: int = 0
+
+
+def choose_layouts(search: Search, keep: int = 5) -> Found:
+    """The `keep` fastest layouts of a search.
+
+    Raises:
+        ValueError: there is none; says what stands in the way, with the numbers.
+    """
+    found, heap, number = Found(), [], count()
+
+    def push(least: float, item: Any) -> None:
+        heapq.heappush(heap, (least, next(number), item))
+
+    smallest = None
+    for family in families(search, found.refused):
+        least = least_memory(replace(family, plan=replace(family.plan, zero=3)))
+        if least > search.hardware.capacity:
+            found.refused["does not fit the memory, whatever its schedule and ZeRO stage"] += 1
+            smallest = min(smallest or least, least)
+            continue
+        work, layers = block_work(family), family.config.layers / family.mesh.pp
+        push(family.plan.microbatches * layers * (work.forward + work.backward), (family,))
+    while heap and len(found.best) < keep:
+        _, _, item = heapq.heappop(heap)
+        if isinstance(item, Chosen):
+            found.best.append(item)
+        elif isinstance(item, tuple):
+            for job in layouts_of(item[0], found.refused):
+                if least_memory(job) > search.hardware.capacity:
+                    found.refused["does not fit the memory"] += 1
+                    continue
+                found.bounded += 1
+                push(least_time(job), job)
+        else:
+            memory = estimate(item)
+            needed = max(rank.total for rank in memory)
+            if needed > search.hardware.capacity:
+                found.refused["does not fit the memory"] += 1
+                if found.miss is None or needed < found.miss[1]:
+                    found.miss = item, needed
+                continue
+            found.simulated += 1
+            time = predict(item)
+            push(time.seconds, Chosen(item, time, memory))
+    if not found.best:
+        raise ValueError(_none(search, found, smallest))
+    return found
+
+
+def families(search: Search, refused: Counter[str]) -> Iterator[Job]:
+    """Every mesh, micro-batch and recomputation, with one schedule; why others cannot be."""
+    config, layers = search.config, search.config.layers
+    for tp in (n for n in _divisors_of(search.gpus) if n <= search.hardware.node):
+        try:
+            config.check_tensor(tp)
+        except ValueError as error:
+            refused[str(error)] += 1
+            continue
+        for pp in (n for n in _divisors_of(search.gpus // tp) if n <= layers):
+            for cp in _divisors_of(search.gpus // tp // pp):
+                dp = search.gpus // tp // pp // cp
+                if cp > 1 and config.seq_len // cp < _ROWS:
+                    continue
+                if search.sequences % dp:
+                    refused[f"dp does not divide the {search.sequences} sequences"] += 1
+                    continue
+                yield from _of_mesh(search, Mesh(dp, cp, tp, pp), refused)
+
+
+def _of_mesh(search: Search, mesh: Mesh, refused: Counter[str]) -> Iterator[Job]:
+    each = search.sequences // mesh.dp
+    for batch in (n for n in (1, 2, 4, 8, 16) if each % n == 0 and n <= _BATCH):
+        plan = ParallelPlan(microbatches=each // batch)
+        like: dict[str, Any] = {"device_type": "cuda", "hardware": search.hardware}
+        job = Job(search.config, mesh, plan, batch, search.dtype, **like)
+        if job.tokens % mesh.tp:
+            refused[f"{job.tokens} tokens do not divide by tp = {mesh.tp}"] += 1
+            continue
+        for recompute in get_args(Recompute):
+            yield replace(job, plan=replace(plan, recompute=recompute))
+
+
+def layouts_of(family: Job, refused: Counter[str]) -> Iterator[Job]:
+    """Every schedule, number of chunks and ZeRO stage of a family."""
+    mesh, plan = family.mesh, family.plan
+    for name, schedule in FAMILIES.items():
+        if schedule.staleness is not None or (mesh.pp == 1 and name != "1f1b"):
+            continue
+        for chunks in _chunk_counts(schedule.chunks, family.config.layers, mesh.pp):
+            own = replace(plan, schedule=name, chunks=chunks)
+            try:
+                pipeline_shape(own, mesh.pp)
+            except ValueError:
+                refused[f"{name} needs other micro-batches or chunks"] += 1
+                continue
+            for zero in (0, 1, 2, 3) if mesh.data > 1 else (1,):
+                yield replace(family, plan=replace(own, zero=zero))
+
+
+def _chunk_counts(fixed: int | None, layers: int, pp: int) -> list[int]:
+    """Stages per rank to try: powers of two and what divides a rank's layers."""
+    most = min(layers // pp, _CHUNKS)
+    if fixed is not None:
+        return [fixed] if fixed <= most else []
+    return [n for n in range(2, most + 1) if not n & (n - 1) or layers % (pp * n) == 0]
+
+
+def _divisors_of(n: int) -> list[int]:
+    small = [m for m in range(1, int(n**0.5) + 1) if n % m == 0]
+    return sorted({*small, *(n // m for m in small)})
+
+
+def _none(search: Search, found: Found, smallest: float | None) -> str:
+    """Why no layout is left, in one line."""
+    room = search.hardware.capacity / _GIB
+    what = f"no layout of {search.gpus} GPUs"
+    if found.miss is not None:
+        smallest = min(smallest or found.miss[1], found.miss[1])
+    if smallest is not None:
+        return (
+            f"{what} fits: the smallest needs {smallest / _GIB:.1f} GiB on a GPU, "
+            f"{search.hardware.name} has {room:.1f}"
+        )
+    reasons = ", ".join(f"{why} ({n})" for why, n in found.refused.most_common(3))
+    return f"{what} is possible: {reasons or 'their number has no divisors that fit'}"
