@@ -414,15 +414,15 @@ def test_steps_need_the_data_of_those_that_have_begun(monkeypatch) -> None:
         ({"dtype": torch.float16}, "dtype = fp16, whose overflow skips the update of all stages"),
         ({"outer": OuterRule(2)}, "an outer optimizer, which replaces the weights of all stages"),
         ({"zero": 3}, "zero = 3 keeps no whole versions: schedule pipedream needs some"),
+        ({"reduce": "ordered"}, "reduce = 'ordered' needs steps that are the same on any number"),
         ({"tied": True, "pp": 3}, "a tied embedding get its gradients 2 micro-batches apart"),
         ({"name": "pipedream-2bw", "pp": 3}, "at least 3 with schedule pipedream-2bw on 3 ranks"),
     ],
 )
 def test_what_needs_all_stages_at_once_is_refused(what: dict, words: str) -> None:
     engine = {name: what[name] for name in ("clip", "dtype", "outer") if name in what}
-    plan = ParallelPlan(
-        schedule=what.get("name", "pipedream"), microbatches=2, zero=what.get("zero", 1)
-    )
+    own = {name: what[name] for name in ("zero", "reduce") if name in what}
+    plan = ParallelPlan(schedule=what.get("name", "pipedream"), microbatches=2, **own)
     config = dataclasses.replace(CONFIG, tied=what.get("tied", False))
     with pytest.raises(ValueError, match=words) as error:
         Engine(config, Mesh(pp=what.get("pp", 1)).seen_from(0), plan, **{"clip": None} | engine)

@@ -295,6 +295,11 @@ class GPTConfig(HeadStyle, MLPStyle):
             raise ValueError(
                 f"zero = 3 keeps no whole versions: schedule {plan.schedule} needs some"
             )
+        if plan.asynchronous and plan.reduce == "ordered":
+            raise ValueError(
+                "reduce = 'ordered' needs steps that are the same on any number of data ranks, "
+                f"schedule {plan.schedule} updates by those of a replica's micro-batches"
+            )
         if plan.asynchronous and self.tied and mesh.pp > 1:
             raise ValueError(
                 f"the ends of a tied embedding get its gradients {mesh.pp - 1} micro-batches apart "

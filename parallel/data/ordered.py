@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from warpweave.parallel.collectives import all_gather_into, start_all_to_all
 from warpweave.parallel.data.flat import FlatLayout
 from warpweave.parallel.data.reduce import FlatGradients
-from warpweave.parallel.schedule.actions import B, I, Schedule, W, placement
+from warpweave.parallel.schedule.actions import FINISHES, Schedule, placement
 from warpweave.parallel.shard import ParamRecord
 
 _LIMBS, _BITS = 3, 22  # of a term, below the largest; 2**(63 - 22) terms do not overflow
@@ -42,14 +42,14 @@ _CHUNK = 2**20  # terms in float64 at a time
 
 
 def check_order(lists: Schedule, *, tied: bool) -> None:
-    """Raise ValueError unless every stage ends the backward of a micro-batch before the next one's,
-    in ascending order; with `tied`, first and last stage on one rank as if they were one."""
+    """Raise ValueError unless every stage ends the backwards of micro-batches in ascending order;
+    with `tied`, first and last stage on one rank as if they were one."""
     rank_of = placement(lists)
     last = len(rank_of) - 1
     alone = [{stage} for stage in range(last + 1)]
     for stages in [*alone, {0, last}] if tied and rank_of[0] == rank_of[last] else alone:
-        backward = [a for a in lists[rank_of[min(stages)]] if a.op in (B, I, W)]
-        order = [a.mb for a in backward if a.stage in stages]
+        actions = [a for a in lists[rank_of[min(stages)]] if a.op in FINISHES]
+        order = [a.mb for a in actions if a.stage in stages]
         if order != sorted(order):
             raise ValueError(
                 f"reduce = 'ordered' sums micro-batches in ascending order, but the backward of "

@@ -298,8 +298,9 @@ class ChainStage:
             of_y = () if gradient is None else (gradient,)
             seeds = of_y + (self._dloss,) * (len(roots) - len(of_y))
             weights = saved.weights[k]
-            apart = [unit for unit in segment.units if deferred and unit.placement.grad]
-            if apart:  # no buffer is there until W
+            # Gradients that are reduced in every micro-batch have no buffer until W.
+            apart = deferred and any(u.gradients.sharded_accumulation for u in segment.units)
+            if apart:
                 weights.buffers = {}
             for unit in segment.units:
                 begins = unit.gradients.before_input if apart else unit.gradients.before_backward
