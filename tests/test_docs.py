@@ -34,6 +34,15 @@ def test_the_map_is_what_the_sources_and_tests_say(monkeypatch) -> None:
     assert (DOCS / "map.md").read_text() == script.page(), message
 
 
+def test_schedules_are_drawn_as_the_code_makes_them(monkeypatch) -> None:
+    script, page = _script(monkeypatch, "schedules"), (DOCS / "schedules.md").read_text()
+    assert page == script.filled(page), "python docs/scripts/schedules.py draws them anew"
+    drawn = {words.split()[0] for words in re.findall("<!-- draw (.*) -->", page)}
+    synchronous = {n for n, family in script.FAMILIES.items() if family.staleness is None}
+    assert drawn == synchronous
+    assert page != script.filled(page.replace("draw zb-h1 4 7", "draw zb-h1 4 8"))
+
+
 def test_the_map_has_every_source_file_and_says_what_it_is_for(monkeypatch) -> None:
     script = _script(monkeypatch, "map")
     rows = [_cells(line) for line in script.page().splitlines() if line.startswith("| `")]
