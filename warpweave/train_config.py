@@ -167,9 +167,10 @@ class TrainConfig:
     """Warm-up steps, linear."""
     decay: float = 0.2
     """Decay phase of lr_schedule wsd, as a fraction of the steps."""
-    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    """Optimizer: AdamW; Muon for the matrices of the blocks, scaled so that AdamW's learning rate
-    fits, with AdamW for the rest; or SGD with momentum."""
+    optimizer: Literal["adamw", "nadamw", "muon", "sgd"] = "adamw"
+    """Optimizer: AdamW; NAdamW, whose look-ahead corrects for delays (--betas 0.99 0.999); Muon for
+    the matrices of the blocks, scaled so that AdamW's learning rate fits, with AdamW for the rest;
+    or SGD with momentum."""
     momentum: float = 0.95
     """Momentum of muon and sgd."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -320,18 +321,16 @@ class TrainConfig:
 
     @property
     def rule(self) -> Rule:
-        """The optimizer's update rule.
-
-        Muon's Newton-Schulz steps are bf16 if the parameters have 16 bits, else as the masters.
-        """
+        """The optimizer's update rule; Muon's steps are bf16 if the parameters have 16 bits."""
         import torch
 
-        from warpweave.parallel.data.optimizer import SGD, AdamW, Muon
+        from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, NAdamW
 
         if self.optimizer == "sgd":
             return SGD(self.momentum, self.weight_decay)
-        adamw = AdamW(self.betas, self.eps, self.weight_decay, self.impl)
-        if self.optimizer == "adamw":
+        kind = NAdamW if self.optimizer == "nadamw" else AdamW
+        adamw = kind(self.betas, self.eps, self.weight_decay, self.impl)
+        if self.optimizer != "muon":
             return adamw
         low = torch.bfloat16 if self.dtype in ("bf16", "fp16") else None
         return Muon(self.momentum, self.weight_decay, rest=adamw, dtype=low, impl=self.impl)

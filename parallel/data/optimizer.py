@@ -158,6 +158,32 @@ class AdamW:
 
 
 @dataclass(frozen=True)
+class NAdamW(AdamW):
+    """NAdam (Dozat 2016) with decoupled weight decay: AdamW with Nesterov's look-ahead, the delay
+    correction of arXiv:2505.01099 for asynchronous pipelines.
+
+    m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2
+    u = beta1 m / (1 - beta1^(t+1)) + (1 - beta1) g / (1 - beta1^t)
+    w <- w - lr weight_decay w - lr u / (sqrt(v / (1 - beta2^t)) + eps)
+
+    The step looks ahead along the momentum, and a stale gradient enters it discounted by 1 - beta1,
+    with beta1 near 1: the paper's is 0.99. Its code has ``torch.optim.NAdam``, where beta1 rises to
+    that from its half in the first thousands of steps; here it is constant.
+    """
+
+    def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
+        """Elementwise torch operators, as many passes over the piece."""
+        (b1, b2), g, skipped = self.betas, piece.grad * scale, skip.bool()
+        m, v = (piece.moments[name] for name in self.moments)
+        m.copy_(torch.where(skipped, m, m.lerp(g, 1 - b1)))
+        v.copy_(torch.where(skipped, v, v.lerp(g * g, 1 - b2)))
+        t = piece.step + 1
+        u = m * (b1 / (1 - b1 ** (t + 1))) + g * ((1 - b1) / (1 - b1**t))
+        new = piece.master * (1 - lr * self.weight_decay) if piece.decay else piece.master
+        _set_weights(piece, new - lr * u / ((v / (1 - b2**t)).sqrt() + self.eps), skip)
+
+
+@dataclass(frozen=True)
 class SGD:
     """Stochastic gradient descent with momentum, as ``torch.optim.SGD``: decay joins the gradient.
 

@@ -109,7 +109,7 @@ class TrainingStep:
         batch: sequences in a micro-batch.
         dtype: a key of `SIZES`, of parameters and activations.
         device_type: "cpu" or "cuda".
-        optimizer: "adamw", "muon" or "sgd".
+        optimizer: "adamw", "nadamw", "muon" or "sgd".
         outer: the outer optimizer, None for none.
     """
 
@@ -166,7 +166,7 @@ def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
     units = units_of(step.config, step.mesh, step.plan, rank)
     P, U = sum(units.values()), max(units.values())
     W, largest = _matrices(step, rank)
-    elements = {"adamw": 2 * P, "muon": 2 * P - W, "sgd": P}[step.optimizer]
+    elements = {"muon": 2 * P - W, "sgd": P}.get(step.optimizer, 2 * P)
     elements += (master != size) * P
     if step.outer is not None:  # global weights, outer momentum, and the sum in flight
         elements += len(step.outer.states) * P + _largest_fragment(step, units)
