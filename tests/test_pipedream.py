@@ -419,7 +419,25 @@ def test_a_run_that_was_taken_up_again_is_the_same_run_to_the_bit(name, sizes, m
     assert all(torch.equal(found[n], w) for n, w in weights.items())
 
 
-def test_steps_need_the_data_of_those_that_have_begun(monkeypatch) -> None:
+def test_no_rank_waits_for_the_losses_of_another_before_its_next_step() -> None:
+    """The last stage begins a step before the first has ended the one before."""
+    seen: list[tuple[int, str, int]] = []
+
+    def run(rank: int) -> None:
+        engine = _engine(Mesh(pp=3).connect(), "pipedream", 3)
+        engine.feed(*(x[0] for x in _data(0, 3)))
+        results = []
+        for step in range(2):
+            seen.append((rank, "begins", step))
+            results.append(engine.begin(*(x[0] for x in _data(step + 1, 3)), lr=0.01))
+            seen.append((rank, "ended", step))
+        assert all(result.wait().loss.isfinite() for result in results)
+
+    run_threads(3, run)
+    assert seen.index((2, "begins", 1)) < seen.index((0, "ended", 0))
+
+
+def test_steps_need_the_data_of_those_that_have_begun() -> None:
     def wrong(rank: int) -> None:
         engine = _engine(Mesh(pp=2).connect(), "pipedream", 2)
         given = [x[0] for x in _data(0, 2)]
