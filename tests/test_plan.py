@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import itertools
+import json
 import math
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
+from warpweave import config_file, train_config
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.convert.families import canonical
 from warpweave.dtypes import DTYPES
 from warpweave.gpt import GPT
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import FAMILIES
 from warpweave.plan.choose import Search, choose_layouts
+from warpweave.plan.command import run
 from warpweave.plan.device import Efficiency, Hardware, find_hardware
 from warpweave.plan.memory import (
     SIZES,
@@ -28,7 +35,9 @@ from warpweave.plan.memory import (
     sharded,
     units_of,
 )
+from warpweave.plan.options import parse
 from warpweave.plan.time import Job, block_parts, least_time, predict, step_time, step_traffic
+from warpweave.prove import options as prove_options
 
 # ---------------------------------------------------------------- memory
 
@@ -372,13 +381,105 @@ def test_what_cannot_be_planned(given: dict, says: str) -> None:
 # ---------------------------------------------------------------- the command
 
 
+def _planned(tmp_path, *words: str) -> tuple[dict[str, Any], str]:
+    """The record of ``warpweave plan`` on few GPUs, and what it printed."""
+    config = parse([*words, "--out", str(tmp_path / "plan.json")])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run(config)
+    return json.loads((tmp_path / "plan.json").read_text()), printed.getvalue()
+
+
+def test_the_page_has_the_numbers_of_its_json(tmp_path) -> None:
+    """And the last line is the JSON; the HTML page is made; --explain adds up."""
+    words = ("--model", "gpt2-xl", "--gpus", "8", "--hw", "a100-80g", "--sequences", "64")
+    html = tmp_path / "plan.html"
+    told, printed = _planned(tmp_path, *words, "--explain", "--best", "3", "--html", str(html))
+    assert json.loads(printed.splitlines()[-1]) == told
+    assert html.read_text().startswith("<!doctype html>")
+    assert len(told["layouts"]) == 3
+    seconds = [row["seconds"] for row in told["layouts"]]
+    assert seconds == sorted(seconds)
+    for row in told["layouts"]:
+        o = row["options"]
+        assert o["dp"] * o["cp"] * o["tp"] * o["pp"] == 8
+        assert o["dp"] * o["batch"] * o["microbatches"] == 64
+        assert f"{row['seconds']:8.3f} {row['mfu']:6.1%}" in printed
+        flops = PRESETS["gpt2-xl"].step_flops(64 * 1024)
+        assert row["mfu"] == pytest.approx(flops / row["seconds"] / 8 / 312e12)
+        assert max(rank["total"] for rank in row["memory"]) <= 80e9
+    assert f"MFU: {PRESETS['gpt2-xl'].step_flops(64 * 1024):.4g} model FLOPs" in printed
+    for name, most in max(told["layouts"][0]["memory"], key=lambda rank: rank["total"]).items():
+        if name != "total":
+            assert f"  {name:12} {most / 2**30:8.2f} GiB" in printed
+
+
+def test_a_plan_is_one_flag_of_train_and_prove(tmp_path, capsys) -> None:
+    told, _ = _planned(tmp_path, "--model", "llama-8b", "--gpus", "32", "--hw", "a100-40g",
+                       "--sequences", "64", "--best", "1")  # fmt: skip
+    options, path = told["layouts"][0]["options"], str(tmp_path / "plan.json")
+    train = train_config.parse(["--layout", path, "--steps", "3", "--dp", str(options["dp"])])
+    found = config_file.options_of(train)
+    assert {name: found[name] for name in options} == options
+    assert (train.steps, train.plan.layout) == (3, "zigzag")
+    assert train_config.parse(["--layout", "striped"]).plan.layout == "striped"
+    proof = prove_options.parse([f"--layout={path}"]).given()
+    assert {axis: getattr(proof.mesh, axis) for axis in ("dp", "cp", "tp", "pp")} == {
+        axis: options[axis] for axis in ("dp", "cp", "tp", "pp")
+    }
+    assert (proof.zero, proof.schedule) == (options["zero"], options["schedule"])
+    assert prove_options.parse(["--layout", path, "--typecheck"]).typechecked().mesh == proof.mesh
+    toml = tmp_path / "run.toml"
+    toml.write_text("batch = 3\n")
+    many = tmp_path / "many.json"
+    many.write_text(json.dumps({"layouts": [{"options": options | {"dp": 4096}}]}))
+    for parse_of, words, says in (
+        (train_config.parse, ["--layout", path, "--tp", "16"], "tp = 16 is given, but the layout"),
+        (train_config.parse, ["--layout", path, "--config", str(toml)], "batch = 3 is given, but"),
+        (prove_options.parse, ["--layout", path, "--pp", "32"], "pp = 32 is given, but the layout"),
+        (prove_options.parse, ["--layout", str(many)], "ranks of --layout are more than 64"),
+        (train_config.parse, ["--layout", "missing.json"], "missing.json cannot be read"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            parse_of(words)
+        assert stopped.value.code == 2
+        assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", "gpt5"], "model must be one of toy, .*, or a config.json, got 'gpt5'"),
+        (["--model", "no.json"], "no.json: . holds no model of transformers: no no.json"),
+        (["--hw", "tpu"], "hw must be one of a100-40g"),
+        (["--model", "llama3-405b"], "no layout of 8 GPUs fits: the smallest needs"),
+        (["--best", "0"], "best must be at least 1, got 0"),
+    ],
+)
+def test_what_the_command_refuses(words: list[str], says: str, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(parse(words))
+    assert stopped.value.code == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_hugging_face_config_is_planned(tmp_path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048,
+              "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+              "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = parse(["--model", str(tmp_path), "--seq-len", "4096"]).config
+    assert given == canonical(dataclasses.replace(PRESETS["llama-1b"], seq_len=4096))
+
+
 def test_planning_imports_no_torch() -> None:
     """Importing torch takes seconds."""
     code = (
-        "import sys, warpweave.plan.time, warpweave.convert.families\n"
-        "assert 'torch' not in sys.modules, 'torch'"
+        "import sys; from warpweave.cli import main\n"
+        "sys.argv[1:] = 'plan --model gpt2 --gpus 2 --sequences 4 --best 1'.split(); main()\n"
+        "import warpweave.convert.families; assert 'torch' not in sys.modules, 'torch'"
     )
-    subprocess.run([sys.executable, "-P", "-c", code], check=True)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True)
 
 
 def test_parameters_of_named_models() -> None:

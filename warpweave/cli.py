@@ -12,6 +12,7 @@ _USAGE = """usage: warpweave COMMAND [OPTIONS]
 commands:
   train        train a GPT on text, on any mesh (warpweave train --help)
   prove        show that a mesh computes what one plain device computes (warpweave prove --help)
+  plan         find the fastest layouts of a model on given GPUs (warpweave plan --help)
   doctor       check this machine: kernels, links, axes (warpweave doctor --help)
   collectives  measure all-reduce algorithms (warpweave collectives --help)
   replay       repeat a run of parameter servers to the bit (warpweave replay --help)
@@ -25,6 +26,7 @@ The last line that a command prints is one JSON object with its result."""
 _COMMANDS = {
     "train": ("train_config", "train"),
     "prove": ("prove.options", "prove.command"),
+    "plan": ("plan.options", "plan.command"),
     "doctor": ("doctor.options", "doctor.command"),
     "collectives": ("collectives.options", "collectives.command"),
     "replay": ("server.replay_config", "server.replay"),

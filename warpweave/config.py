@@ -70,7 +70,8 @@ class ParallelPlan:
         recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
             but each block's input and the results of attention over context ranks (full).
         layout: Sequence sharding over the context ranks; balanced assigns chunks of each
-            micro-batch by the work of its documents.
+            micro-batch by the work of its documents. And a path ending in .json is a whole layout,
+            of ``warpweave plan --out``.
         cp_strategy: Context-parallel attention: keys and values rotate round a ring (ring) or are
             all-gathered (gather; stream: head by head), all-to-alls exchange sequence for heads
             (ulysses), or both (hybrid, with ulysses > 1). auto is the one that sends least,

@@ -7,7 +7,7 @@ import sys
 
 from warpweave.checkpoint import CheckpointError
 from warpweave.convert import ConvertError, to_hf
-from warpweave.convert.folder import read_json
+from warpweave.convert.fields import read_json
 from warpweave.convert.source import find_step, read_stop_tokens
 from warpweave.dtypes import DTYPES
 from warpweave.export_config import ExportConfig, parse

@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import tyro
 
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
-from warpweave.config_file import read_options
+from warpweave.config_file import options_of, read_options, with_options
 from warpweave.kernels.runtime.tile_table import read_table
 from warpweave.lr_schedule import LRSchedule
 from warpweave.messages import one_line, say
 from warpweave.parallel.mesh import Mesh
+from warpweave.plan.layout import check_agree, take_layout
 
 if TYPE_CHECKING:
     from warpweave.data import Dataset
@@ -485,15 +486,21 @@ class TrainConfig:
 
 
 def parse(argv: list[str] | None = None) -> TrainConfig:
-    """The options of the command line, and below them those of ``--config``; a wrong one ends the
-    process with 2."""
-    about: dict[str, Any] = {"prog": "warpweave train", "description": __doc__, "args": argv}
-    given = tyro.cli(TrainConfig, **about)
-    if given.config is None:
-        return given
+    """The options of the command line, and below them those of ``--config`` and of a planned
+    ``--layout FILE.json``; a wrong one ends the process with 2."""
     try:
-        defaults = read_options(given.config, TrainConfig(), ("config",), FORMERLY)
+        rest, layout = take_layout(argv)
+        about: dict[str, Any] = {"prog": "warpweave train", "description": __doc__, "args": rest}
+        given, defaults = tyro.cli(TrainConfig, **about), TrainConfig()
+        if given.config is None and not layout:
+            return given
+        if given.config is not None:
+            defaults = read_options(given.config, defaults, ("config",), FORMERLY)
+        apart, filed = options_of(TrainConfig()), options_of(defaults)
+        check_agree(layout, filed | {n: v for n, v in layout.items() if filed[n] == apart[n]})
+        found = tyro.cli(TrainConfig, default=with_options(defaults, layout), **about)
+        check_agree(layout, options_of(found))
     except ValueError as error:
         say(one_line(error))
         sys.exit(2)
-    return dataclasses.replace(tyro.cli(TrainConfig, default=defaults, **about), config=None)
+    return dataclasses.replace(found, config=None)

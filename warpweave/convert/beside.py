@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from warpweave.config import GPTConfig
-from warpweave.convert.fields import ConvertError
-from warpweave.convert.folder import read_json
+from warpweave.convert.fields import ConvertError, read_json
 from warpweave.data import ByteTokenizer
 from warpweave.messages import one_line
 

@@ -1,17 +1,41 @@
-"""Fields of a config.json that families share: expected values, defaults, rotary embedding."""
+"""Fields of a config.json that families share: values expected, defaults, rotary embedding."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from warpweave.config import GPTConfig
 from warpweave.kernels.rope_scaling import RopeScaling
+from warpweave.messages import one_line
 
 
 class ConvertError(ValueError):
     """A folder or model that cannot be converted; one line that names what stands in the way."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model's folder."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        name = path.parent
+        text = f"{name} holds no model of transformers: no {path.name}"
+        if not name.exists():
+            text = f"{name} does not exist"
+            if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
+                text += "; a model of the hub is fetched before: "
+                text += f"hf download {name} --local-dir FOLDER"
+        raise ConvertError(text) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConvertError(f"cannot read {path}: {one_line(error)}") from None
+    if not isinstance(found, dict):
+        raise ConvertError(f"cannot read {path}: it holds no object")
+    return found
 
 
 def expect(fields: Mapping[str, Any], name: str, *values: Any) -> Any:

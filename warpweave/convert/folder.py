@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from warpweave.config import GPTConfig
 from warpweave.convert.families import FAMILIES, Family, read_config
-from warpweave.convert.fields import ConvertError
+from warpweave.convert.fields import ConvertError, read_json
 from warpweave.convert.tensors import TensorRule, rules_of
 from warpweave.gpt import GPT
 from warpweave.messages import one_line
@@ -140,26 +138,6 @@ def about(path: Path) -> Iterator[None]:
         yield
     except ConvertError as error:
         raise ConvertError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model's folder."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        name = path.parent
-        text = f"{name} holds no model of transformers: no {path.name}"
-        if not name.exists():
-            text = f"{name} does not exist"
-            if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
-                text += "; a model of the hub is fetched before: "
-                text += f"hf download {name} --local-dir FOLDER"
-        raise ConvertError(text) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConvertError(f"cannot read {path}: {one_line(error)}") from None
-    if not isinstance(found, dict):
-        raise ConvertError(f"cannot read {path}: it holds no object")
-    return found
 
 
 def _find_tensors(path: Path) -> dict[str, StoredTensor]:

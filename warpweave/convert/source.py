@@ -14,8 +14,8 @@ from warpweave.checkpoint.manifest import MANIFEST, read_manifest
 from warpweave.config import GPTConfig
 from warpweave.convert.beside import GENERATION, find_origin
 from warpweave.convert.families import read_config
-from warpweave.convert.fields import ConvertError
-from warpweave.convert.folder import HFFolder, about, fill, from_hf, read_json
+from warpweave.convert.fields import ConvertError, read_json
+from warpweave.convert.folder import HFFolder, about, fill, from_hf
 from warpweave.gpt import GPT
 from warpweave.parallel.shard import ParamRecord
 

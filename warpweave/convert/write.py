@@ -28,7 +28,8 @@ from warpweave.convert.beside import (
     tokenizer_of,
 )
 from warpweave.convert.families import FAMILIES, canonical, read_config, write_config
-from warpweave.convert.folder import INDEX, SINGLE, read_json
+from warpweave.convert.fields import read_json
+from warpweave.convert.folder import INDEX, SINGLE
 from warpweave.convert.source import find_step
 from warpweave.convert.tensors import rules_of
 from warpweave.engine import Engine

@@ -198,12 +198,12 @@ def block_parts(job: Job) -> dict[str, Work]:
     if job.plan.recompute == "full":
         parts["recompute"] = Work(0.0, sum(part.forward for part in parts.values()))
     elif job.plan.recompute == "selective":
-        again = _product_time(job, *_shapes(job)[2]) if job.fused else attention.forward
+        again = _product_time(job, *product_shapes(job)[2]) if job.fused else attention.forward
         parts["recompute"] = Work(0.0, again)
     return parts
 
 
-def _shapes(job: Job) -> list[tuple[int, int, int]]:
+def product_shapes(job: Job) -> list[tuple[int, int, int]]:
     """M, N, K of a block's forward products on a rank: qkv, output, up (and gate), down."""
     config, tp, T, E = job.config, job.mesh.tp, job.tokens, job.config.width
     q, kv = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -226,7 +226,7 @@ def _stream(job: Job, *costs: Cost) -> float:
 
 
 def _product_work(job: Job) -> Work:
-    shapes = _shapes(job)
+    shapes = product_shapes(job)
     forward = sum(_product_time(job, M, N, K) for M, N, K in shapes)
     inputs = sum(_product_time(job, M, K, N) for M, N, K in shapes)
     weights = sum(_product_time(job, N, K, M) for M, N, K in shapes)

@@ -33,20 +33,25 @@ the learning rate changes, and clipping is active in one step and not in the nex
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
 from warpweave.config import Recompute, Reduce, ScheduleName
+from warpweave.messages import one_line, say
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import Kind, Overlap, Strategy
+from warpweave.plan.layout import check_agree, take_layout
 from warpweave.prove.layouts import Layout, Style, all_layouts, draw
 
 # With --typecheck, which follows one program whatever its values, order and messages are.
 _UNSEEN = ("all", "world", "random", "seed", "dp_shard", "zero", "reduce", "schedule",
            "cp_strategy", "packed", "microbatches", "overlap", "optimizer", "dtype", "device",
            "impl", "timeout")  # fmt: skip
+
+_RANKS = 64  # processes that a planned layout may ask for
 
 
 @dataclass(frozen=True)
@@ -203,5 +208,25 @@ class ProveConfig:
 
 
 def parse(argv: list[str] | None = None) -> ProveConfig:
-    """The options of the command line; a wrong one ends the process with 2."""
-    return tyro.cli(ProveConfig, prog="warpweave prove", description=__doc__, args=argv)
+    """The options of the command line, and below them those of a planned ``--layout FILE.json``
+    that a proof has; a wrong one ends the process with 2."""
+    try:
+        rest, layout = take_layout(argv)
+        about: dict[str, Any] = {"prog": "warpweave prove", "description": __doc__, "args": rest}
+        given = tyro.cli(ProveConfig, **about)
+        if not layout:
+            return given
+        # The tiny model has chunks and micro-batches of its own; types see none of `_UNSEEN`.
+        without = _UNSEEN if given.typecheck else ("microbatches",)
+        own = {n: v for n, v in layout.items() if hasattr(given, n) and n not in without}
+        found = tyro.cli(ProveConfig, default=dataclasses.replace(ProveConfig(), **own), **about)
+        check_agree(own, vars(found))
+        if not found.typecheck and found.given().mesh.world > _RANKS:
+            raise ValueError(
+                f"{found.given().mesh.world} ranks of --layout are more than {_RANKS} processes: "
+                "--typecheck follows their types, or plan for fewer --gpus"
+            )
+    except ValueError as error:
+        say(one_line(error))
+        sys.exit(2)
+    return found

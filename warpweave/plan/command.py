@@ -1,0 +1,151 @@
+"""What ``warpweave plan`` does: the search, and one page of text about what it found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from warpweave.messages import one_line, say
+from warpweave.plan.choose import Chosen, Found, Search, choose_layouts
+from warpweave.plan.device import find_hardware
+from warpweave.plan.explain import explained
+from warpweave.plan.layout import options_of_job
+from warpweave.plan.memory import parameters_of
+from warpweave.plan.options import PlanConfig
+from warpweave.plan.time import step_traffic
+
+_GIB = 2**30
+
+
+def run(config: PlanConfig) -> None:
+    """Search, print the page and as the last line one JSON object; exit code 2 for what cannot be
+    planned."""
+    try:
+        search = Search(config.config, config.gpus, find_hardware(config.hw), config.step_sequences)
+        if config.best < 1:
+            raise ValueError(f"best must be at least 1, got {config.best}")
+        found = choose_layouts(search, config.best)
+    except ValueError as error:
+        say(one_line(error))
+        sys.exit(2)
+    result = as_record(config, search, found)
+    print("\n".join(lines(config, search, found)))
+    if config.explain:
+        print("\n".join(explained(found.best[0])))
+    if config.html is not None:
+        config.html.write_text(_html(config, search, found))
+    if config.out is not None:
+        config.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def as_record(config: PlanConfig, search: Search, found: Found) -> dict[str, Any]:
+    """What was found, as JSON; `layouts` in order, each with the options that train by it."""
+    miss = None
+    if found.miss is not None:
+        miss = {"options": options_of_job(found.miss[0]), "memory": found.miss[1]}
+    return {
+        "model": config.model,
+        "gpus": search.gpus,
+        "hardware": search.hardware.name,
+        "sequences": search.sequences,
+        "seq_len": search.config.seq_len,
+        "layouts": [_chosen_row(chosen) for chosen in found.best],
+        "refused": dict(found.refused),
+        "nearest_miss": miss,
+        "simulated": found.simulated,
+        "bounded": found.bounded,
+    }
+
+
+def _chosen_row(chosen: Chosen) -> dict[str, Any]:
+    """A layout's options and predictions; bytes, seconds."""
+    job, time = chosen.job, chosen.time
+    tokens = job.sequences * job.config.seq_len
+    return {
+        "options": options_of_job(job),
+        "seconds": time.seconds,
+        "mfu": time.mfu,
+        "tokens_per_second": tokens / time.seconds,
+        "bubble": time.timeline.bubble,
+        "memory": [dataclasses.asdict(rank) | {"total": rank.total} for rank in chosen.memory],
+        "traffic": {
+            axis: {"link": link, "bytes": moved} for axis, link, moved in step_traffic(job)
+        },
+    }
+
+
+def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
+    """The page of text."""
+    hardware, model = search.hardware, search.config
+    first = found.best[0].job
+    alone = dataclasses.replace(
+        first,
+        mesh=dataclasses.replace(first.mesh, dp=1, cp=1, tp=1, pp=1),
+        plan=dataclasses.replace(first.plan, schedule="1f1b", chunks=1),
+    )
+    billions = parameters_of(alone)[0] / 1e9
+    yield (
+        f"{config.model}, {billions:.3g} B parameters, on {search.gpus} {hardware.name} "
+        f"({hardware.node} to a node); a step has {search.sequences} sequences of "
+        f"{model.seq_len} tokens. Predicted, not measured."
+    )
+    yield ""
+    yield (
+        " seconds    MFU  tokens/s/GPU    GiB  tp  pp  cp    dp  micro-batches  ZeRO  recompute"
+        "  schedule"
+    )
+    for chosen in found.best:
+        job, time = chosen.job, chosen.time
+        mesh, plan = job.mesh, job.plan
+        most = max(rank.total for rank in chosen.memory) / _GIB
+        speed = job.sequences * model.seq_len / time.seconds / search.gpus
+        chunks = f" x {plan.chunks}" if plan.chunks > 1 else ""
+        yield (
+            f"{time.seconds:8.3f} {time.mfu:6.1%} {speed:13.0f} {most:6.1f} {mesh.tp:3} "
+            f"{mesh.pp:3} {mesh.cp:3} {mesh.dp:5} {plan.microbatches:8} of {job.batch:<3} "
+            f"{plan.zero:4}  {plan.recompute:9}  {plan.schedule}{chunks}"
+        )
+    yield ""
+    yield "sent by a rank in a step of the first layout:"
+    for axis, link, moved in step_traffic(first):
+        yield f"  {axis:3} {moved / 1e9:10.2f} GB  {link}"
+    yield ""
+    yield (
+        f"{found.simulated} layouts were simulated, {found.bounded} compared by a bound; "
+        "why others fall out:"
+    )
+    for why, count in found.refused.most_common():
+        yield f"  {count:6}  {why}"
+    if found.miss is not None:
+        job, needed = found.miss
+        options = " ".join(f"{k} {v}" for k, v in options_of_job(job).items())
+        yield (
+            f"nearest miss: {needed / _GIB:.1f} GiB of {hardware.capacity / _GIB:.1f} for {options}"
+        )
+
+
+def _html(config: PlanConfig, search: Search, found: Found) -> str:
+    """The page of `plan.page`."""
+    from warpweave.plan.page import page
+
+    rows = []
+    for chosen in found.best:
+        row = _chosen_row(chosen)
+        most = max(rank["total"] for rank in row["memory"]) / _GIB
+        rows.append({"seconds": row["seconds"], "mfu": row["mfu"], "GiB": most} | row["options"])
+    memory = [_stacked(rank) for rank in found.best[0].memory]
+    title = f"{config.model} on {search.gpus} {search.hardware.name}"
+    timeline = found.best[0].time.timeline
+    return page(title, rows, memory, search.hardware.capacity, timeline)
+
+
+def _stacked(rank: Any) -> dict[str, float]:
+    """A rank's memory by kind, of what is there at one time only the most."""
+    held = dataclasses.asdict(rank)
+    rest = ("activations", "loading", "update")
+    most = max(rest, key=held.__getitem__)
+    return {name: value for name, value in held.items() if name == most or name not in rest}

@@ -1,0 +1,120 @@
+"""Formula and numbers behind each figure of a layout: ``warpweave plan --explain``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from warpweave.plan.choose import Chosen
+from warpweave.plan.memory import (
+    SIZES,
+    block_activations,
+    block_parameters,
+    live_blocks,
+    parameters_of,
+)
+from warpweave.plan.time import (
+    Job,
+    block_parts,
+    context_bytes,
+    gradient_sum,
+    message,
+    product_shapes,
+    stage_work,
+    tensor_pass,
+    tensor_passes,
+)
+
+_GIB, _MS = 2**30, 1e3
+
+
+def explained(chosen: Chosen) -> Iterator[str]:
+    """Lines of text about a layout's time and memory."""
+    yield ""
+    yield from _block(chosen.job)
+    yield from _step(chosen)
+    yield from _memory_of(chosen)
+
+
+def _block(job: Job) -> Iterator[str]:
+    """A block's work by part."""
+    mesh, speed = job.mesh, job.hardware
+    yield (
+        f"a block and micro-batch: T = {job.tokens} tokens of {job.batch} sequences, a rank has "
+        f"{job.rows} rows of width {job.config.width}"
+    )
+    names = ("qkv", "output", "up", "down")
+    for name, (M, N, K) in zip(names, product_shapes(job)):
+        flops = 2 * M * N * K
+        yield (
+            f"  {name:7} 2 x {M} x {N} x {K} = {flops / 1e12:.4f} TFLOP / "
+            f"({speed.device.half / 1e12:g} TFLOP/s x {speed.efficiency.product:g}) = "
+            f"{flops / speed.products * _MS:.3f} ms"
+        )
+    if mesh.tp > 1:
+        moved, seconds = tensor_pass(job)
+        count = tensor_passes(job)
+        yield (
+            f"  tensor: {count[0]} passes forward, {count[1]} backward of {moved / 1e6:.2f} MB = "
+            f"T E b (tp - 1) / tp, each {seconds * _MS:.3f} ms at "
+            f"{speed.bandwidth(1, mesh.tp) / 1e9:.0f} GB/s; overlap {job.plan.overlap}"
+        )
+    if mesh.cp > 1:
+        ahead, back = context_bytes(job)
+        yield (
+            f"  context: {ahead / 1e6:.2f} MB forward and {back / 1e6:.2f} MB backward at "
+            f"{speed.bandwidth(mesh.tp, mesh.cp) / 1e9:.0f} GB/s, beside attention"
+        )
+    yield "  exposed ms      forward  backward  of it weights"
+    for name, work in block_parts(job).items():
+        ahead, back, weights = (seconds * _MS for seconds in work)
+        yield f"  {name:12} {ahead:10.3f} {back:9.3f} {weights:14.3f}"
+
+
+def _step(chosen: Chosen) -> Iterator[str]:
+    """The step: its stages, its bubble, what follows the pipeline."""
+    job, time = chosen.job, chosen.time
+    work, m = stage_work(job), job.plan.microbatches
+    first, last = work[0], work[-1]
+    yield (
+        f"stages: first {first.forward * _MS:.2f} + {first.backward * _MS:.2f} ms, last "
+        f"{last.forward * _MS:.2f} + {last.backward * _MS:.2f} ms forward and backward, a message "
+        f"{message(job)[0] / 1e6:.2f} MB in {message(job)[1] * _MS:.3f} ms"
+    )
+    yield (
+        f"pipeline: {m} micro-batches by {job.plan.schedule} simulated: {time.pipeline:.4f} s, "
+        f"{time.timeline.bubble:.1%} idle"
+    )
+    yield (
+        f"gradients: {gradient_sum(job, 0):.4f} s to sum over {job.mesh.data} data ranks, exposed "
+        f"{time.reduction:.4f} s; update and gather {time.update:.4f} s"
+    )
+    flops = job.config.step_flops(job.sequences * job.config.seq_len)
+    peak = job.mesh.world * job.hardware.device.half
+    yield (
+        f"MFU: {flops:.4g} model FLOPs / ({time.seconds:.4f} s x {job.mesh.world} x "
+        f"{job.hardware.device.half / 1e12:g} TFLOP/s = {time.seconds * peak:.4g}) = {time.mfu:.1%}"
+    )
+
+
+def _memory_of(chosen: Chosen) -> Iterator[str]:
+    """The fullest rank's memory."""
+    job = chosen.job
+    rank = max(range(job.mesh.pp), key=lambda r: chosen.memory[r].total)
+    held = chosen.memory[rank]
+    kept, size = block_activations(job)[0], SIZES[job.dtype]
+    unfused = block_activations(job, fused=False)[0]
+    yield (
+        f"memory of pipeline rank {rank}: {parameters_of(job)[rank] / 1e6:.1f} M parameters "
+        f"({block_parameters(job.config, job.mesh.tp) / 1e6:.1f} M a block) of {size} bytes, "
+        f"{max(4, size)} of gradient and {12 if size < 4 else 2 * size} of optimizer; ZeRO "
+        f"{job.plan.zero} over {job.mesh.size('shard')} ranks"
+    )
+    yield (
+        f"  activations: {live_blocks(job.plan, job.mesh.pp, job.config.layers)[rank]} blocks in "
+        f"flight, {kept / 1e6:.1f} MB each without recomputation (arXiv:2205.05198's, with masks "
+        f"and scores: {unfused / 1e6:.1f} MB)"
+    )
+    for name, value in dataclasses.asdict(held).items():
+        yield f"  {name:12} {value / _GIB:8.2f} GiB"
+    yield f"  {'peak':12} {held.total / _GIB:8.2f} GiB of {job.hardware.capacity / _GIB:.1f}"

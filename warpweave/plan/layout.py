@@ -1,0 +1,75 @@
+"""The layout that a plan found, as options of ``warpweave train`` and ``warpweave prove``.
+
+``--layout plan.json`` takes the first layout of the file that ``warpweave plan --out`` wrote. An
+option that is given beside it must agree with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from warpweave.plan.time import Job
+
+_PLAN = ("zero", "schedule", "chunks", "microbatches", "recompute", "sequence_parallel", "overlap")
+_MESH = ("dp", "cp", "tp", "pp")
+OPTIONS = (*_MESH, *_PLAN, "batch")
+
+
+def options_of_job(job: Job) -> dict[str, Any]:
+    """The options that train by a job's layout."""
+    found = {name: getattr(job.mesh, name) for name in _MESH}
+    found |= {name: getattr(job.plan, name) for name in _PLAN}
+    return found | {"batch": job.batch}
+
+
+def take_layout(argv: Sequence[str] | None) -> tuple[list[str], dict[str, Any]]:
+    """The arguments without ``--layout FILE.json``, and the options in that file, {} without one.
+
+    ``--layout`` with another word is an option of its own (of context ranks) and stays.
+
+    Raises:
+        ValueError: the file is no plan; one line that names it.
+    """
+    rest, found = [], {}
+    words = iter(sys.argv[1:] if argv is None else argv)
+    for word in words:
+        name, _, path = word.partition("=")
+        if name == "--layout" and not path:
+            path = next(words, "")
+            word = path if path == "" else f"{name}={path}"
+        if name == "--layout" and path.endswith(".json"):
+            found = read_layout(Path(path))
+        else:
+            rest.append(word)
+    return [word for word in rest if word], found
+
+
+def read_layout(path: Path) -> dict[str, Any]:
+    """The options of the first layout in a plan's file; ValueError if it holds none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    try:
+        options = found["layouts"][0]["options"]
+        known = {name: options[name] for name in OPTIONS}
+    except (KeyError, IndexError, TypeError):
+        raise ValueError(f"{path} holds no layout: warpweave plan --out writes one") from None
+    if extra := set(options) - set(OPTIONS):
+        raise ValueError(f"{path}: {sorted(extra)[0]} is no option of a layout")
+    return known
+
+
+def check_agree(layout: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for an option that was given and differs from the layout's."""
+    for name, value in layout.items():
+        if given[name] != value:
+            raise ValueError(
+                f"{name} = {given[name]} is given, but the layout of --layout has {value}"
+            )
