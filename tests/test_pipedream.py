@@ -311,17 +311,19 @@ def _trained(sizes: Mesh, name: str, m: int, **options):
 
 CASES = {
     "p1": ("pipedream-2bw", Mesh(), 3, {}),
-    "p2": ("pipedream", Mesh(pp=2), 2, {}),
-    "p2, one micro-batch a step": ("pipedream", Mesh(pp=2), 1, {}),
     "p2, a look-ahead": ("pipedream", Mesh(pp=2), 2, {"rule": "nadamw"}),
     "p3, fewer micro-batches than stages": ("pipedream", Mesh(pp=3), 1, {"rule": "sgd"}),
     "p4": ("pipedream", Mesh(pp=4), 3, {"recompute": "full"}),
-    "p2 muon": ("pipedream", Mesh(pp=2), 2, {"rule": "muon", "recompute": "full"}),
     "p3 vertical sync": ("pipedream-vs", Mesh(pp=3), 2, {}),
     "p3 2bw": ("pipedream-2bw", Mesh(pp=3), 3, {"recompute": "full"}),
     "p2 2bw muon": ("pipedream-2bw", Mesh(pp=2), 2, {"rule": "muon"}),
     "p2 dp2 zero 1": ("pipedream", Mesh(pp=2, dp=2), 2, {"zero": 1}),
-    "p2 dp2 zero 1 muon": ("pipedream", Mesh(pp=2, dp=2), 2, {"zero": 1, "rule": "muon"}),
+    "p2 dp2 zero 1 muon": (
+        "pipedream",
+        Mesh(pp=2, dp=2),
+        2,
+        {"zero": 1, "rule": "muon", "recompute": "full"},
+    ),
     "p2 dp2 zero 2": ("pipedream", Mesh(pp=2, dp=2), 2, {"zero": 2}),
     "p2 dp2 2bw zero 1": ("pipedream-2bw", Mesh(pp=2, dp=2), 3, {"zero": 1}),
 }
