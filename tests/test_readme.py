@@ -17,6 +17,7 @@ from warpweave.config_file import read_options
 from warpweave.data import open_dataset
 from warpweave.doctor.options import DoctorConfig
 from warpweave.gpt import GPT, PRESETS, GPTConfig
+from warpweave.parallel.schedule import FAMILIES, to_csv
 from warpweave.plan.memory import TrainingStep, estimate
 from warpweave.prove import ProveConfig
 from warpweave.sample_config import SampleConfig
@@ -122,7 +123,9 @@ def test_a_program_runs_alone(tmp_path, monkeypatch, page, number, text):
 
 
 @pytest.mark.parametrize(("page", "command", "options"), COMMANDS)
-def test_a_command_has_the_options_that_it_is_given(page, command, options):
+def test_a_command_has_the_options_that_it_is_given(tmp_path, monkeypatch, page, command, options):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.csv").write_text(to_csv(FAMILIES["zb-v"].make(2, 4, 2)))  # as docs/schedules.md does
     assert isinstance(tyro.cli(CONFIGS[command], args=options), CONFIGS[command])
 
 
