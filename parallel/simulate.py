@@ -26,7 +26,7 @@ from warpweave.parallel.schedule.actions import (
     I,
     Schedule,
     W,
-    cells,
+    cell_at,
     deps,
     gives,
     lowered,
@@ -128,7 +128,7 @@ def simulate(lists: Schedule, cost: Cost, comm: float = 0) -> Timeline:
     for rank, index in order(lists):
         if index < len(rows[rank]):  # the second of a cell
             continue
-        unit = next(cells(lists[rank][index : index + 2]))
+        unit = cell_at(lists[rank], index)
         action = unit[0]
         start = rows[rank][-1].end if rows[rank] else 0
         for event in (e for a in unit for e in deps(a, len(rank_of), places)):
@@ -141,7 +141,7 @@ def simulate(lists: Schedule, cost: Cost, comm: float = 0) -> Timeline:
             else:
                 start, met = met, None
         prices = [price(a) for a in unit]
-        if len(unit) == 2 and overlapped is not None:  # each has its share of the time
+        if action.joined and overlapped is not None:  # each has its share of the time
             prices = [overlapped * part / sum(prices) for part in prices]
         for a, length in zip(unit, prices):
             rows[rank].append(Cell(a, start, start + length))
@@ -172,6 +172,8 @@ def _peak_activations(actions: list[Action]) -> float:
 
 def _peak_versions(actions: list[Action]) -> int:
     """Versions of one stage's weights that are newest, held by a graph, or still to be read."""
+    if not any(a.ver for a in actions):
+        return 1 if actions else 0
     peak = 0
     for stage in {a.stage for a in actions}:
         own = [a for a in actions if a.stage == stage]

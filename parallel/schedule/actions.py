@@ -143,6 +143,11 @@ def cells(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
         yield first
 
 
+def cell_at(actions: Sequence[Action], index: int) -> Sequence[Action]:
+    """The unit that begins at `index`."""
+    return actions[index : index + 1 + actions[index].joined]
+
+
 def placement(lists: Schedule) -> list[int]:
     """The rank of each stage. ValueError if a stage is on two ranks or stages are not 0 to n-1."""
     rank_of: dict[int, int] = {}

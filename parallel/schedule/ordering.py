@@ -14,7 +14,7 @@ from warpweave.parallel.schedule.actions import (
     Action,
     Link,
     Schedule,
-    cells,
+    cell_at,
     deps,
     gives,
     link,
@@ -47,14 +47,14 @@ def order(lists: Schedule, before: Iterable[Action] = ()) -> list[Position]:
     """
     rank_of = placement(lists)
     places = rank_of if lowered(lists) else None
-    at, done, result = [0] * len(lists), set(before), []
+    at, done, result, stages = [0] * len(lists), set(before), [], len(rank_of)
 
     def head(rank: int) -> Action | None:
         return lists[rank][at[rank]] if at[rank] < len(lists[rank]) else None
 
     def unmet(rank: int) -> list[Action]:
-        cell = next(cells(lists[rank][at[rank] : at[rank] + 2]))
-        return [d for a in cell for d in deps(a, len(rank_of), places) if d not in done]
+        cell = cell_at(lists[rank], at[rank])
+        return [d for a in cell for d in deps(a, stages, places) if d not in done]
 
     def meets(action: Action) -> Action | None:
         if action.op == TIE and len(tied_stages(rank_of)) == 2:
