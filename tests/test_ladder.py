@@ -41,7 +41,7 @@ ROOMS = {
         ("timeline",),
         ("plan",),
         ("export_config", "prove", "sample_config", "train_config"),
-        ("batches", "collectives", "doctor", "export", "metrics", "resume", "sample"),
+        ("batches", "collectives", "doctor", "export", "measured", "metrics", "resume", "sample"),
         ("server",),
         ("train",),
         ("cli",),

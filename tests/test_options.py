@@ -103,6 +103,7 @@ TRAIN = {
     "sample": Row("--sample 9", {"sample"}),
     "tensorboard": Row("--tensorboard", {"boards"}),
     "wandb": Row("--wandb project", {"boards"}),
+    "timeline": Row("--timeline t.svg", {"recorded"}),
     "device": Row("--device cpu", {"join backend"}),
     "impl": Row("--impl torch", {"engine.impl", "rule.impl"}),
     "tiles": Row("--tiles tiles.json", {"tiles"}),
@@ -228,7 +229,7 @@ def folder(tmp_path_factory) -> Path:
 def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What ``warpweave train`` with these options does, on the first of its ranks."""
     seen: dict[str, Any] = {"saved": [], "evaluated": [], "kept": set(), "spared": set()}
-    seen["boards"] = []
+    seen["boards"], seen["recorded"] = [], []
     open_dataset, save = warpweave.data.open_dataset, train.BackgroundSaver.save
 
     def join(mesh: Mesh, *, timeout: float, backend: str | None, port: int | None) -> Session:
@@ -282,6 +283,13 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
         patch.setattr(boards, board, lambda *args, name=board: seen["boards"].append(name)
                       or SimpleNamespace(flush=list, close=list))  # fmt: skip
     patch.setitem(sys.modules, "wandb", SimpleNamespace(init=None))
+    patch.setattr(
+        train,
+        "recording",
+        lambda engine, path, due: nullcontext(
+            seen["recorded"].append(path) if path and due else None
+        ),
+    )
     config = parse(argv)
     config = config.for_ranks(config.mesh.world)
     config.check()

@@ -11,7 +11,7 @@ import pytest
 
 from warpweave.parallel.schedule import one_f_one_b
 from warpweave.parallel.simulate import simulate
-from warpweave.plan.page import COLOURS, LEFT, WIDTH, page
+from warpweave.plan.page import COLOURS, LEFT, WIDTH, plan_page
 
 GIB = 2**30
 LAYOUTS = [
@@ -58,7 +58,7 @@ class Parsed(HTMLParser):
 @pytest.fixture(scope="module")
 def document() -> str:
     timeline = simulate(one_f_one_b(2, 4), {"F": 0.01, "B": 0.02})
-    return page("a <model> & more", LAYOUTS, MEMORY, 80 * GIB, timeline)
+    return plan_page("a <model> & more", LAYOUTS, MEMORY, 80 * GIB, timeline)
 
 
 def test_the_page_asks_for_nothing_from_outside(document) -> None:
@@ -99,7 +99,7 @@ def test_memory_is_stacked_to_scale(document) -> None:
 
 def test_more_memory_than_a_gpu_has_is_drawn_past_its_line() -> None:
     timeline = simulate(one_f_one_b(1, 1), {"F": 1, "B": 2})
-    found = page("x", LAYOUTS, MEMORY, 40 * GIB, timeline)
+    found = plan_page("x", LAYOUTS, MEMORY, 40 * GIB, timeline)
     assert f'<line x1="{LEFT + WIDTH * 40 / 60:.2f}"' in found
 
 

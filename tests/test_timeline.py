@@ -10,7 +10,7 @@ import pytest
 
 from warpweave.parallel.schedule import Action, one_f_one_b
 from warpweave.parallel.simulate import Cell, Timeline, simulate
-from warpweave.timeline import COLOURS, LEFT, ROW, TOP, WIDTH, svg, trace, write
+from warpweave.timeline import COLOURS, LEFT, ROW, TOP, WIDTH, svg, trace, write_timeline
 
 #            0   1   2   3   4   5   6   7   8
 # rank 0    F0  F1  ......  B0      ..  B1        rank 1 runs F0 at 1 and B0 at 2, then F1 and B1
@@ -83,7 +83,7 @@ def test_files_by_their_suffix(timeline, tmp_path) -> None:
     from matplotlib.image import imread
 
     for suffix in ("svg", "png", "json"):
-        write(tmp_path / "new" / f"t.{suffix}", {"1F1B": timeline})
+        write_timeline(tmp_path / "new" / f"t.{suffix}", {"1F1B": timeline})
     assert ElementTree.parse(tmp_path / "new" / "t.svg").getroot().tag == f"{SVG}svg"
     assert len(json.loads((tmp_path / "new" / "t.json").read_text())["traceEvents"]) == 3 + 8
     pixels = (imread(tmp_path / "new" / "t.png")[..., :3] * 255).round().astype(int)
@@ -94,7 +94,7 @@ def test_files_by_their_suffix(timeline, tmp_path) -> None:
     assert area["B"] == pytest.approx(2 * area["F"], rel=0.05)
     assert area["F"] > 0.08 * pixels.shape[0] * pixels.shape[1]
     with pytest.raises(ValueError, match=r"a timeline is a file in \.svg, \.png, \.json, got 'a.p"):
-        write("a.pdf", {"1F1B": timeline})
+        write_timeline("a.pdf", {"1F1B": timeline})
 
 
 def test_stages_of_a_rank_are_shaded_and_actions_that_take_no_time_are_not_drawn() -> None:

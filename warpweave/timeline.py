@@ -65,8 +65,10 @@ def _colour(op: str, at: float) -> str:
 
 
 def _title(name: str, timeline: Timeline) -> str:
-    held = max(timeline.activations)
-    return f"{name}: idle {timeline.bubble:.0%}, activations of at most {held:g} micro-batches"
+    held, rows = max(timeline.activations), timeline.cells
+    work = sum(c.end - c.start for row in rows for c in row if c.action.op not in RECEIVES)
+    idle = 1 - work / (timeline.span * len(rows))  # a receive that lasts is waiting
+    return f"{name}: idle {idle:.0%}, activations of at most {held:g} micro-batches"
 
 
 def _name(action: Action) -> str:
@@ -168,13 +170,13 @@ def trace(panels: Mapping[str, Timeline], second: float = 1.0) -> dict[str, Any]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def check_suffix(path: str | Path) -> None:
-    """ValueError unless `write` can write such a file."""
-    if Path(path).suffix not in SUFFIXES:
+def check_suffix(path: str | Path | None) -> None:
+    """ValueError unless `write_timeline` can write such a file; None is no file."""
+    if path is not None and Path(path).suffix not in SUFFIXES:
         raise ValueError(f"a timeline is a file in {', '.join(SUFFIXES)}, got {str(path)!r}")
 
 
-def write(path: str | Path, panels: Mapping[str, Timeline]) -> None:
+def write_timeline(path: str | Path, panels: Mapping[str, Timeline]) -> None:
     """Write timelines in seconds to a file: a picture (.svg, .png) or a trace (.json)."""
     check_suffix(path)
     path = Path(path)

@@ -36,6 +36,7 @@ from warpweave.interrupt import Interrupt
 from warpweave.kernels.runtime import tiles
 from warpweave.launch import Session, join, launch, leave, reported, under_torchrun
 from warpweave.lr_schedule import learning_rate, short_of_peak
+from warpweave.measured import recording
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, locked, peak_memory
 from warpweave.parallel.collectives import Pending
@@ -256,11 +257,12 @@ class Trainer:
         tokens, labels, documents, ids = self.batches.step(last)
         lr = learning_rate(self.config, step)
         halts = before is not None and not self.config.plan.asynchronous
-        result = self.engine.begin(
-            tokens, labels, ids, lr=lr, key=key(last), documents=documents,
-            interrupted=self.interrupt.number is not None or self.saver.failed,
-            halted=before.result.wait().stops if before is not None and halts else None,
-        )  # fmt: skip
+        with recording(self.engine, self.config.timeline, step + 1 == self.config.steps):
+            result = self.engine.begin(
+                tokens, labels, ids, lr=lr, key=key(last), documents=documents,
+                interrupted=self.interrupt.number is not None or self.saver.failed,
+                halted=before.result.wait().stops if before is not None and halts else None,
+            )  # fmt: skip
         return _Begun(result, lr, began)
 
     def _pauses(self, step: int) -> bool:

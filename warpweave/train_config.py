@@ -207,6 +207,8 @@ class TrainConfig:
     """TensorBoard events are written, too (needs warpweave[tensorboard])."""
     wandb: str | None = None
     """Weights & Biases project to log to (needs warpweave[wandb])."""
+    timeline: Path | None = None
+    """Timeline of the last step, measured and simulated: .svg, .png, or Chrome's trace (.json)."""
     device: Literal["cpu", "cuda"] | None = None
     """Device that computes; default: GPUs where there are any, one for each rank."""
     impl: Literal["triton", "torch"] | None = None
@@ -281,7 +283,7 @@ class TrainConfig:
         from warpweave.parallel.server.server import ServerPlan
 
         one = {"tp": 1, "cp": 1, "pp": 1, "dp_shard": None, "early_stop": 0}
-        one |= {"outer": 1, "outer_every": None}
+        one |= {"outer": 1, "outer_every": None, "timeline": None}
         for name, value in one.items():
             if (given := getattr(self, name)) != value:
                 raise ValueError(
@@ -410,19 +412,15 @@ class TrainConfig:
         from warpweave.data import open_dataset
 
         return open_dataset(
-            self.data,
-            seq_len=self.seq_len,
-            seed=self.seed,
-            split=split,
-            tokenizer=self.tokenizer_file,
-            cache=self.token_cache,
-            separator=self.separator,
-        )
+            self.data, seq_len=self.seq_len, seed=self.seed, split=split,
+            tokenizer=self.tokenizer_file, cache=self.token_cache, separator=self.separator,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raise a one-line error for what cannot work, before any rank is started."""
         from warpweave.boards import check_boards
         from warpweave.checkpoint import latest
+        from warpweave.timeline import check_suffix
 
         for low, names in (
             (1, ("steps", "batch", "keep", "eval_batches")),
@@ -465,6 +463,7 @@ class TrainConfig:
         if self.tiles is not None:
             read_table(self.tiles, by="device")
         check_boards(self.tensorboard, self.wandb)
+        check_suffix(self.timeline)
         vocabulary = self.open_data("train").vocab_size
         self.open_data("validation")
         self.model_config(vocabulary)

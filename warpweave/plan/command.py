@@ -130,7 +130,7 @@ def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
 
 def _html(config: PlanConfig, search: Search, found: Found) -> str:
     """The page of `plan.page`."""
-    from warpweave.plan.page import page
+    from warpweave.plan.page import plan_page
 
     rows = []
     for chosen in found.best:
@@ -140,7 +140,7 @@ def _html(config: PlanConfig, search: Search, found: Found) -> str:
     memory = [_stacked(rank) for rank in found.best[0].memory]
     title = f"{config.model} on {search.gpus} {search.hardware.name}"
     timeline = found.best[0].time.timeline
-    return page(title, rows, memory, search.hardware.capacity, timeline)
+    return plan_page(title, rows, memory, search.hardware.capacity, timeline)
 
 
 def _stacked(rank: Any) -> dict[str, float]:

@@ -63,7 +63,7 @@ drawing.ondblclick = () => show(0, whole.width)
 """
 
 
-def page(
+def plan_page(
     title: str,
     layouts: Sequence[Mapping[str, Any]],
     memory: Sequence[Mapping[str, float]],
@@ -88,9 +88,9 @@ def page(
             f"<h1>{escape(title)}</h1>",
             "<p>Predicted by warpweave plan; nothing here is measured.</p>",
             "<h2>Layouts</h2>",
-            _table(layouts),
+            _layout_table(layouts),
             "<h2>Memory per rank of the first layout</h2>",
-            _memory(memory, capacity),
+            _memory_bars(memory, capacity),
             "<h2>Timeline of the first layout</h2>",
             "<p>The wheel zooms, dragging moves, a double click shows all.</p>",
             f'<div id="timeline">{svg({"simulated": timeline}, tooltips=True)}</div>',
@@ -100,7 +100,7 @@ def page(
     )
 
 
-def _table(layouts: Sequence[Mapping[str, Any]]) -> str:
+def _layout_table(layouts: Sequence[Mapping[str, Any]]) -> str:
     """The layouts as a table; `data-value` of a cell is what it is sorted by."""
     names = list(layouts[0])
     rows = []
@@ -120,16 +120,16 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _memory(memory: Sequence[Mapping[str, float]], capacity: float) -> str:
+def _memory_bars(memory: Sequence[Mapping[str, float]], capacity: float) -> str:
     """Bars of each rank's memory, stacked by kind, and a line at the capacity, as SVG."""
     kinds = list(dict.fromkeys(kind for rank in memory for kind in rank))
     scale = WIDTH / max(capacity, *(sum(rank.values()) for rank in memory))
     bottom = TOP + len(memory) * ROW
     parts = []
     for at, kind in enumerate(kinds):
-        x = LEFT + at * 110
-        parts.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{_colour(at)}"/>')
-        parts.append(f'<text x="{x + 16}" y="14">{escape(kind)}</text>')
+        start = LEFT + at * 110
+        box = f'<rect x="{start}" y="4" width="12" height="12" fill="{_colour_of_kind(at)}"/>'
+        parts.append(f'{box}<text x="{start + 16}" y="14">{escape(kind)}</text>')
     for rank, held in enumerate(memory):
         x, y = float(LEFT), TOP + rank * ROW
         parts.append(f'<text x="4" y="{y + 14}">rank {rank}</text>')
@@ -138,7 +138,7 @@ def _memory(memory: Sequence[Mapping[str, float]], capacity: float) -> str:
             tip = f"<title>{escape(kind)}: {held.get(kind, 0) / _GIB:.2f} GiB</title>"
             parts.append(
                 f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW - 3}" '
-                f'fill="{_colour(at)}">{tip}</rect>'
+                f'fill="{_colour_of_kind(at)}">{tip}</rect>'
             )
             x += width
         total = sum(held.values()) / _GIB
@@ -154,5 +154,5 @@ def _memory(memory: Sequence[Mapping[str, float]], capacity: float) -> str:
     )
 
 
-def _colour(at: int) -> str:
+def _colour_of_kind(at: int) -> str:
     return COLOURS[at % len(COLOURS)]

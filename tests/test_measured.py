@@ -1,0 +1,82 @@
+"""`warpweave.measured`: marks are where actions begin, and the simulated step beside the measured
+one takes the measured times of actions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from threads import run_threads
+
+from warpweave.config import GPTConfig, ParallelPlan
+from warpweave.engine import Engine
+from warpweave.measured import panels, recording
+from warpweave.parallel.mesh import Mesh, single
+from warpweave.parallel.schedule import one_f_one_b, with_comm
+
+CONFIG = GPTConfig(vocab_size=19, seq_len=8, layers=2, width=8, heads=2)
+
+
+def test_the_simulation_takes_the_medians_and_leaves_the_waiting_out() -> None:
+    """Two ranks, two micro-batches; rank 1 waits 5 for its first message, which takes no time."""
+    lists = with_comm(one_f_one_b(2, 2))
+    took = {"F": 1.0, "B": 2.0, "SEND_F": 0.25, "SEND_B": 0.5, "RECV_F": 5.0, "RECV_B": 3.0}
+    marks = []
+    for actions in lists:
+        marks.append([10.0])
+        for at, action in enumerate(actions):
+            slow = 100.0 if (action.op, action.stage, action.mb, at > 2) == ("F", 0, 1, True) else 0
+            marks[-1].append(marks[-1][-1] + took[action.op] + slow)
+    found = panels(lists, marks)
+    simulated, measured = found.values()
+    for row, actions, times in zip(measured.cells, lists, marks):
+        assert [(c.action, c.start, c.end) for c in row] == [*zip(actions, times, times[1:])]
+    lengths = {c.action: c.end - c.start for row in simulated.cells for c in row}
+    for action, length in lengths.items():
+        assert length == pytest.approx(0.0 if "RECV" in action.op else took[action.op])
+    first = next(c for c in simulated.cells[1] if c.action.op == "F")
+    assert first.start == 1.25  # not 5
+    assert simulated.activations == measured.activations
+
+
+def _run(mesh, path, steps: int) -> list:
+    plan = ParallelPlan(microbatches=4, schedule="1f1b")
+    engine = Engine(CONFIG, mesh, plan, seed=1, dtype=torch.float64)
+    tokens = torch.randint(0, 19, (2, 4, 1, 8), generator=torch.Generator().manual_seed(0))
+    before = engine.passes.transport
+    losses = []
+    for step in range(steps):
+        with recording(engine, path, step == steps - 1):
+            result = engine.step(*tokens, torch.arange(4)[:, None], lr=0.1)
+        assert engine.passes.transport is before
+        losses.append(float(result.all()[0]))
+    return losses
+
+
+def _rank(rank: int, path) -> list:
+    return _run(Mesh(pp=2).connect("cpu"), path, 2)
+
+
+@pytest.mark.parametrize("suffix", ["json", "svg"])
+def test_a_step_of_one_rank_is_recorded_and_changes_nothing(tmp_path, suffix) -> None:
+    path = tmp_path / f"t.{suffix}"
+    assert _run(single(), path, 2) == _run(single(), None, 2)
+    assert path.stat().st_size > 1000
+
+
+def test_two_pipeline_ranks_in_threads(tmp_path) -> None:
+    path = tmp_path / "t.json"
+    run_threads(2, _rank, path)
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    for pid in (0, 1):
+        for rank in (0, 1):
+            own = [e for e in events if (e["pid"], e["tid"]) == (pid, rank)]
+            names = [e["name"] for e in sorted(own, key=lambda e: e["ts"]) if e["cat"] in "FBIW"]
+            first = ["0F0", "0F1"] if rank == 0 else ["1F0", "1I0", "1W0"]
+            assert names[: len(first)] == first
+            split = ["F", "I", "W"] if rank else ["F", "B"]  # stage 0 has no gradient to send
+            assert sorted(names) == sorted(f"{rank}{op}{i}" for op in split for i in range(4))
+    waits = [e for e in events if e["cat"] == "RECV_F"]
+    assert {e["pid"] for e in waits} == {1}  # the simulated ones take no time
+    assert min(e["ts"] for e in events if e["pid"] == 1) == 0
