@@ -18,15 +18,15 @@ latency). Of one block and micro-batch, with T = tokens of a context rank and E 
 
 The pipeline is the one simulator's (``parallel.simulate``) with these times for each stage, the
 embedding's and the head's with the first and the last, and its messages. After it come the
-gradients' sum over data ranks (what the last backward does not hide), the optimizer's bytes and
-the all-gather of the weights. ZeRO 2 and 3 sum gradients, ZeRO 3 gathers weights, in every
-micro-batch, beside its computation.
+gradients' sum over data ranks (what the last backwards do not hide), the optimizer's bytes and the
+all-gather of the weights (what the next step's first forward does not hide). ZeRO 2 and 3 sum
+gradients, ZeRO 3 gathers weights, in every micro-batch, beside its computation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -34,8 +34,8 @@ from typing import NamedTuple
 from warpweave.kernels import cost
 from warpweave.kernels.cost import Cost
 from warpweave.kernels.words import find_activation
-from warpweave.parallel.schedule.actions import Action, B, F, I, W
-from warpweave.parallel.simulate import Timeline, simulate
+from warpweave.parallel.schedule.actions import FINISHES, Action, B, F, I, W
+from warpweave.parallel.simulate import Cell, Timeline, simulate
 from warpweave.plan.device import Hardware
 from warpweave.plan.memory import (
     SIZES,
@@ -45,6 +45,9 @@ from warpweave.plan.memory import (
     stage_ranks,
 )
 
+# What computation loses to a message beside it, of the message's time: processors that NCCL takes
+# and bytes of memory. Fitted with the efficiencies: benchmarks/plan_rows.py.
+_BESIDE = 0.25
 _CHUNKS = 4  # of "chunked" and "fused" overlap: one of them is always exposed
 
 
@@ -54,13 +57,24 @@ class Job(TrainingStep):
 
     Attributes:
         hardware: which GPUs.
-        fused: by our kernels; False as Megatron-LM of arXiv:2205.05198 and before: scores of
-            attention in memory, dropout, activation and rotation in kernels of their own. Recompute
-            "selective" is then of the scores.
+        fused: by our kernels; False: sums of the residual stream, dropout, activation and rotation
+            in kernels of their own, copies into attention's layout and back, and the loss from fp32
+            copies of the logits.
+        scores: attention's scores go through memory, as before FlashAttention. Recompute
+            "selective" is then of the scores (arXiv:2205.05198).
+        stops_early: recompute "full" is torch.utils.checkpoint's, which does not repeat the last
+            product, whose result no backward needs.
+        summed: bytes of a gradient's element in sums over data ranks.
+        casts: every input of a block's products is cast to 8 bits, twice, once transposed, and
+            every gradient of their outputs; the hardware's `products` are then those in 8 bits.
     """
 
     hardware: Hardware
     fused: bool = True
+    scores: bool = False
+    stops_early: bool = False
+    summed: int = 4
+    casts: bool = False
 
     @property
     def sequences(self) -> int:
@@ -118,14 +132,22 @@ def predict(job: Job) -> StepTime:
 
     timeline = simulate(job.plan.make_schedule(job.mesh.pp), price, message(job)[1])
     ends = [row[-1].end for row in timeline.cells]
-    last = [max(work[a.stage].backward for a, *_ in row) for row in timeline.cells]
-    summed = [max(0.0, gradient_sum(job, rank) - last[rank]) for rank in range(job.mesh.pp)]
-    stop = max(end + more for end, more in zip(ends, summed))
-    update = max(_update(job, rank) for rank in range(job.mesh.pp))
+    stop = max(_gradients_summed(job, rank, row) for rank, row in enumerate(timeline.cells))
+    update = _update(job, work)
     seconds = stop + update
     flops = job.config.step_flops(job.sequences * job.config.seq_len)
     mfu = flops / (seconds * job.mesh.world * job.hardware.device.half)
     return StepTime(seconds, max(ends), stop - max(ends), update, mfu, timeline)
+
+
+def _gradients_summed(job: Job, rank: int, row: Sequence[Cell]) -> float:
+    """When a pipeline rank's gradients are summed: stage by stage, each beside its last backward
+    and those of the rank's other stages after it."""
+    last = {cell.action.stage: cell.start for cell in row if cell.action.op in FINISHES}
+    each, done = gradient_sum(job, rank) / len(last), 0.0
+    for start in sorted(last.values()):
+        done = max(done, start) + each
+    return max(done, row[-1].end)
 
 
 def least_time(job: Job) -> float:
@@ -148,7 +170,7 @@ def least_time(job: Job) -> float:
         ahead, after = ahead + work[stage].forward, after + work[stage].backward
     m = job.plan.microbatches
     pipeline = max(sum(starts[rank]) + m * each for rank, each in enumerate(busy))
-    return pipeline + max(_update(job, rank) for rank in range(job.mesh.pp))
+    return pipeline + _update(job, work)
 
 
 # ---------------------------------------------------------------- a stage
@@ -196,9 +218,11 @@ def block_parts(job: Job) -> dict[str, Work]:
         "context": _context_work(job, attention),
     }
     if job.plan.recompute == "full":
-        parts["recompute"] = Work(0.0, sum(part.forward for part in parts.values()))
+        again = sum(part.forward for part in parts.values())
+        again -= _product_time(job, *product_shapes(job)[3]) if job.stops_early else 0.0
+        parts["recompute"] = Work(0.0, again)
     elif job.plan.recompute == "selective":
-        again = _product_time(job, *product_shapes(job)[2]) if job.fused else attention.forward
+        again = attention.forward if job.scores else _product_time(job, *product_shapes(job)[2])
         parts["recompute"] = Work(0.0, again)
     return parts
 
@@ -241,7 +265,7 @@ def _attention_work(job: Job) -> Work:
     for backward in (False, True):
         like = {"kv_heads": kv_heads, "backward": backward, "size": size}
         shape = job.batch, S, S, heads, config.head_dim
-        if job.fused:  # windows by the mean of the layers
+        if not job.scores:  # windows by the mean of the layers
             windows = config.windows or (0,)
             each = [cost.attention(*shape, window=w or None, **like) for w in windows]
             speed = job.hardware.device.half * efficiency.attention
@@ -263,16 +287,22 @@ def _elementwise_work(job: Job) -> Work:
     found = []
     for back in (False, True):
         norm = cost.norm(
-            rows, E, layer=config.norm == "layer", residual=True, backward=back, size=size
+            rows, E, layer=config.norm == "layer", residual=job.fused, backward=back, size=size
         )
         each = [norm] * norms
         if not job.fused:
             act = cost.swiglu if gated else cost.gelu
             each += [act(n // job.mesh.tp, backward=back, size=size)]
-            each += [cost.dropout(rows, E, size=size)] * 2
+            each += [Cost(rows * E, 3 * rows * E * size)] * 2  # sums of the residual stream
+            each += [cost.dropout(rows, E, size=size)] * (2 if config.dropout else 0)
+            heads = 2 * (config.heads + config.num_kv_heads) // job.mesh.tp
+            each += [Cost(0, 2 * job.tokens * heads * config.head_dim * size)]  # attention's layout
             if config.positions == "rope":
                 heads = (config.heads + config.num_kv_heads) // job.mesh.tp
                 each += [cost.rope(1, job.tokens, heads, config.head_dim, size=size)]
+        if job.casts:
+            values = sum(N if back else K for _, N, K in product_shapes(job))
+            each += [Cost(0, (size + 2) * job.tokens * values)]
         found.append(_stream(job, *each))
     return Work(*found)
 
@@ -291,9 +321,14 @@ def _head_work(job: Job) -> Work:
     V = -(-config.vocab_size // job.mesh.tp)
     near = tensor_pass(job)[1]
     norm = [cost.norm(job.rows, E, layer=config.norm == "layer", size=size)]
-    forward = _product_time(job, T, V, E) + _stream(job, *norm, cost.cross_entropy(T, V, size=size))
     back = [cost.norm(job.rows, E, layer=config.norm == "layer", backward=True, size=size)]
-    back += [cost.cross_entropy(T, V, backward=True, size=size)]
+    if job.fused:
+        norm += [cost.cross_entropy(T, V, size=size)]
+        back += [cost.cross_entropy(T, V, backward=True, size=size)]
+    else:  # an fp32 copy, its log-softmax; the gradient of both
+        norm += [Cost(4 * T * V, (size + 4 + 4 + 4) * T * V)]
+        back += [Cost(4 * T * V, (4 + 4 + 4 + size) * T * V)]
+    forward = _product_time(job, T, V, E) + _stream(job, *norm)
     weights = _product_time(job, V, E, T)
     backward = _product_time(job, T, E, V) + weights + _stream(job, *back)
     return Work(forward + near, backward + near, weights)
@@ -380,7 +415,7 @@ def _over_shards(job: Job, rank: int, each: float) -> float:
 
 def gradient_sum(job: Job, rank: int) -> float:
     """Seconds of the sum of a pipeline rank's gradients over the data ranks, at a step's end."""
-    mesh, wide, P = job.mesh, max(4, SIZES[job.dtype]), parameters_of(job)[rank]
+    mesh, wide, P = job.mesh, max(job.summed, SIZES[job.dtype]), parameters_of(job)[rank]
     if job.plan.zero == 0:
         return 2 * _sent(job, mesh.tp, mesh.data, P * wide * (mesh.data - 1) / mesh.data)[1]
     shard, replicas = mesh.size("shard"), mesh.size("replica")
@@ -393,17 +428,28 @@ def _beside_zero(job: Job, rank: int, work: Work) -> Work:
     """The work of a stage beside what ZeRO 2 and 3 send in each micro-batch."""
     stages, size = stage_ranks(job.plan, job.mesh.pp).count(rank), SIZES[job.dtype]
     gather = _over_shards(job, rank, size / stages) if job.plan.zero == 3 else 0.0
-    summed = gather + _over_shards(job, rank, max(4, size) / stages)
-    return Work(max(work.forward, gather), max(work.backward, summed), work.weights)
+    summed = gather + _over_shards(job, rank, max(job.summed, size) / stages)
+    return Work(_slowed(work.forward, gather), _slowed(work.backward, summed), work.weights)
 
 
-def _update(job: Job, rank: int) -> float:
-    """Seconds of the optimizer's step, and of what it gathers of the weights (ZeRO 1 and 2)."""
+def _slowed(work: float, message: float) -> float:
+    """Seconds of computation and of a message beside it, which slow each other."""
+    return max(work, message) + _BESIDE * min(work, message)
+
+
+def _update(job: Job, work: list[Work]) -> float:
+    """Seconds of the optimizer's step, and of what it gathers of the weights (ZeRO 1 and 2) that
+    the next step's first forward does not hide; of the slowest rank."""
     size, shard = SIZES[job.dtype], job.mesh.size("shard") if job.plan.zero else 1
-    copy = size if size < 4 else 0
-    own = cost.adamw(parameters_of(job)[rank] // shard, param_size=copy)
-    gather = _over_shards(job, rank, size) if job.plan.zero in (1, 2) else 0.0
-    return _stream(job, own) + gather
+    first = [0.0] * job.mesh.pp
+    for stage, rank in enumerate(stage_ranks(job.plan, job.mesh.pp)):
+        first[rank] += work[stage].forward
+    found = []
+    for rank, P in enumerate(parameters_of(job)):
+        own = _stream(job, cost.adamw(P // shard, param_size=size if size < 4 else 0))
+        gather = _over_shards(job, rank, size) if job.plan.zero in (1, 2) else 0.0
+        found.append(own + max(0.0, gather - first[rank]))
+    return max(found)
 
 
 def step_traffic(job: Job) -> Iterator[tuple[str, str, float]]:
