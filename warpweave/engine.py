@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.engine_checks import check_batch, check_boundaries, check_int64, guard_state_dict
+from warpweave.engine_checks import check_batch, check_packing, check_int64, guard_state_dict
 from warpweave.engine_passes import make_lists, make_passes, warm_up
 from warpweave.engine_stage import EngineStage, RankUpdate, StageUpdate, StepResult
 from warpweave.generate import Sampling, go_on
@@ -379,7 +379,7 @@ class Engine:
                 f"{tuple(tokens.shape)} and {tuple(labels.shape)}"
             )
         check_int64(tokens, labels)
-        check_boundaries(documents, tokens)
+        check_packing(documents, tokens)
         valid = self._count_valid(labels)
         ids = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         batches = self._micro_batches(tokens, labels, ids, valid, 0, documents)

@@ -17,7 +17,7 @@ def check_int64(tokens: Tensor, labels: Tensor) -> None:
         raise ValueError(f"tokens and labels must be int64, got {tokens.dtype} and {labels.dtype}")
 
 
-def check_boundaries(documents: Tensor | None, tokens: Tensor) -> None:
+def check_packing(documents: Tensor | None, tokens: Tensor) -> None:
     """ValueError unless `documents` are boundaries of documents in every sequence of `tokens`."""
     if documents is None:
         return
@@ -48,7 +48,7 @@ def check_batch(
             f"sample_ids must have shape {expected[:2]}, got {tuple(sample_ids.shape)}"
         )
     check_int64(tokens, labels)
-    check_boundaries(documents, tokens)
+    check_packing(documents, tokens)
 
 
 def guard_state_dict(gpt: GPT, units: list[Unit]) -> None:
