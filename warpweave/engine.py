@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.engine_checks import check_batch, check_packing, check_int64, guard_state_dict
+from warpweave.engine_checks import check_batch, check_int64, check_packing, guard_state_dict
 from warpweave.engine_passes import make_lists, make_passes, warm_up
 from warpweave.engine_stage import EngineStage, RankUpdate, StageUpdate, StepResult
 from warpweave.generate import Sampling, go_on
