@@ -394,9 +394,13 @@ def test_the_page_has_the_numbers_of_its_json(tmp_path) -> None:
     """And the last line is the JSON; the HTML page is made; --explain adds up."""
     words = ("--model", "gpt2-xl", "--gpus", "8", "--hw", "a100-80g", "--sequences", "64")
     html = tmp_path / "plan.html"
-    told, printed = _planned(tmp_path, *words, "--explain", "--best", "3", "--html", str(html))
+    told, printed = _planned(tmp_path, *words, "--explain", "--best", "3", "--html", str(html),
+                            "--timeline", str(tmp_path / "t.json"))  # fmt: skip
     assert json.loads(printed.splitlines()[-1]) == told
     assert html.read_text().startswith("<!doctype html>")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    span = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") / 1e6
+    assert 0.5 * told["layouts"][0]["seconds"] < span <= told["layouts"][0]["seconds"]
     assert len(told["layouts"]) == 3
     seconds = [row["seconds"] for row in told["layouts"]]
     assert seconds == sorted(seconds)

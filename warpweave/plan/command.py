@@ -16,6 +16,7 @@ from warpweave.plan.layout import options_of_job
 from warpweave.plan.memory import parameters_of
 from warpweave.plan.options import PlanConfig
 from warpweave.plan.time import step_traffic
+from warpweave.timeline import check_suffix, write_timeline
 
 _GIB = 2**30
 
@@ -27,6 +28,7 @@ def run(config: PlanConfig) -> None:
         search = Search(config.config, config.gpus, find_hardware(config.hw), config.step_sequences)
         if config.best < 1:
             raise ValueError(f"best must be at least 1, got {config.best}")
+        check_suffix(config.timeline)
         found = choose_layouts(search, config.best)
     except ValueError as error:
         say(one_line(error))
@@ -37,6 +39,8 @@ def run(config: PlanConfig) -> None:
         print("\n".join(explained(found.best[0])))
     if config.html is not None:
         config.html.write_text(_html(config, search, found))
+    if config.timeline is not None:
+        write_timeline(config.timeline, {"simulated": found.best[0].time.timeline})
     if config.out is not None:
         config.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

@@ -44,6 +44,8 @@ class PlanConfig:
     """File for what was found, as JSON, for --layout of train and prove."""
     html: Path | None = None
     """File for one self-contained page: layouts to sort, memory per rank, the timeline."""
+    timeline: Path | None = None
+    """File for the best layout's timeline: .svg, .png, or Chrome's trace (.json)."""
 
     @property
     def config(self) -> GPTConfig:
