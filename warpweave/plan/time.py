@@ -133,7 +133,7 @@ def predict(job: Job) -> StepTime:
     timeline = simulate(job.plan.make_schedule(job.mesh.pp), price, message(job)[1])
     ends = [row[-1].end for row in timeline.cells]
     stop = max(_gradients_summed(job, rank, row) for rank, row in enumerate(timeline.cells))
-    update = _update(job, fullest(job))
+    update = _update(job, work)
     seconds = stop + update
     flops = job.config.step_flops(job.sequences * job.config.seq_len)
     mfu = flops / (seconds * job.mesh.world * job.hardware.device.half)
@@ -170,7 +170,7 @@ def least_time(job: Job) -> float:
         ahead, after = ahead + work[stage].forward, after + work[stage].backward
     m = job.plan.microbatches
     pipeline = max(sum(starts[rank]) + m * each for rank, each in enumerate(busy))
-    return pipeline + _update(job, fullest(job))
+    return pipeline + _update(job, work)
 
 
 # ---------------------------------------------------------------- a stage
@@ -403,12 +403,6 @@ def message(job: Job) -> tuple[float, float]:
     near = inner * mesh.pp <= hardware.node
     speed = hardware.bandwidth(inner, mesh.pp) if near else far
     return moved, hardware.efficiency.latency + moved / speed
-
-
-def fullest(job: Job) -> int:
-    """The pipeline rank with most parameters, which updates longest."""
-    each = parameters_of(job)
-    return each.index(max(each))
 
 
 def _over_shards(job: Job, rank: int, each: float) -> float:
