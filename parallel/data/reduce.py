@@ -21,6 +21,7 @@ every reduction is a SUM, because the loss is already divided by the global numb
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -140,7 +141,7 @@ class FlatGradients:
         a micro-batch's gradients are reduced together, and the buffer is free until then."""
         for _, param in self._params:
             if (gradient := param.grad) is not None:
-                store.append(param, lambda gradient=gradient: gradient)
+                store.append(param, partial(_given, gradient))
             param.grad = self.views[param]
 
     def clear(self) -> None:
@@ -217,6 +218,10 @@ class FlatGradients:
             and mine.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
             and mine.storage_offset() + mine.numel() == following.storage_offset()
         )
+
+
+def _given(gradient: Tensor) -> Tensor:
+    return gradient
 
 
 def end_to_end(every: Sequence[FlatGradients]) -> None:
