@@ -71,6 +71,11 @@ def _title(name: str, timeline: Timeline) -> str:
     return f"{name}: idle {idle:.0%}, activations of at most {held:g} micro-batches"
 
 
+def _edge(timeline: Timeline) -> float:
+    """Width of the white line round a bar: none where it would hide a row of many."""
+    return 0.5 if max(map(len, timeline.cells)) < 200 else 0
+
+
 def _name(action: Action) -> str:
     return str(action.mb) if action.mb >= 0 else ""
 
@@ -105,10 +110,11 @@ def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False) -> str:
                 )
         top += len(timeline.cells) * ROW + GAP
     elements.append(f'<text x="{LEFT}" y="{top + 10}">{LEGEND}</text>')
-    right, bottom = LEFT + WIDTH + 12, top + 20
+    right, bottom, edge = LEFT + WIDTH + 12, top + 20, min(map(_edge, panels.values()))
     style = (
         "text{font:11px sans-serif;fill:#333}.title{font-weight:bold}"
-        "rect{stroke:#fff;stroke-width:.5}.n{font-size:9px;text-anchor:middle;fill:#102030}"
+        f"rect{{stroke:#fff;stroke-width:{edge}}}"
+        ".n{font-size:9px;text-anchor:middle;fill:#102030}"
     ) + "".join(f".{shade}{{fill:{colour}}}" for colour, shade in colours.items())
     return "\n".join(
         [
@@ -139,7 +145,11 @@ def png(panels: Mapping[str, Timeline], path: Path) -> None:
             drawn[rank, colour].append((cell.start, cell.end - cell.start))
         for (rank, colour), spans in drawn.items():
             axis.broken_barh(
-                spans, (rank - 0.45, 0.9), facecolors=colour, edgecolors="white", linewidth=0.4
+                spans,
+                (rank - 0.45, 0.9),
+                facecolors=colour,
+                edgecolors="white",
+                linewidth=_edge(timeline),
             )
         ranks = range(len(timeline.cells))
         axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
