@@ -3,6 +3,7 @@ exist."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections import Counter
@@ -18,6 +19,7 @@ from warpweave.data import open_dataset
 from warpweave.doctor.options import DoctorConfig
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.parallel.schedule import FAMILIES, to_csv
+from warpweave.plan.layout import OPTIONS, take_layout
 from warpweave.plan.memory import TrainingStep, estimate
 from warpweave.prove import ProveConfig
 from warpweave.sample_config import SampleConfig
@@ -125,6 +127,8 @@ def test_a_program_runs_alone(tmp_path, monkeypatch, page, number, text):
 @pytest.mark.parametrize(("page", "command", "options"), COMMANDS)
 def test_a_command_has_the_options_that_it_is_given(tmp_path, monkeypatch, page, command, options):
     monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(json.dumps({"layouts": [{"options": dict.fromkeys(OPTIONS)}]}))
+    options, _ = take_layout(options)
     Path("mine.csv").write_text(to_csv(FAMILIES["zb-v"].make(2, 4, 2)))  # as docs/schedules.md does
     assert isinstance(tyro.cli(CONFIGS[command], args=options), CONFIGS[command])
 

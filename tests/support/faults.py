@@ -584,7 +584,7 @@ FAULTS = (
         "max(1, config.steps - begin)", "max(1, config.steps)",
         "with a warm-up the learning rate does not come down to its floor"),
     Fault("config-data-seed", "warpweave/train_config.py",
-        "            seed=self.seed,\n", "",
+        "seq_len=self.seq_len, seed=self.seed, split=split,", "seq_len=self.seq_len, split=split,",
         "every seed sees the same samples"),
     # ---- data, checkpoints, metrics, ranks ------------------------------------------------------
     Fault("data-step-and-number-mixed", "warpweave/data/dataset.py",
