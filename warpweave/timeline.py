@@ -31,9 +31,9 @@ COLOURS = {
     "W": ("#f0c987", "#c98f2f"),
 }
 WAITING, OTHER = "#eeeeee", "#b8a0d0"
-LEGEND = (
-    "blue: forward, green: backward (teal: of the input, amber: of the weights), by micro-batch; "
-    "dark: a rank's later stages; violet: sums and updates; white and grey: idle"
+LEGEND = (  # lines
+    "blue: forward, green: backward (teal: of the input, amber: of the weights), by micro-batch;",
+    "dark: a rank's later stages; violet: sums and updates; white and grey: idle",
 )
 
 
@@ -109,8 +109,10 @@ def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False) -> str:
                     f'<text x="{x + width / 2:.1f}" y="{y + 13}" class="n">{action.mb}</text>'
                 )
         top += len(timeline.cells) * ROW + GAP
-    elements.append(f'<text x="{LEFT}" y="{top + 10}">{LEGEND}</text>')
-    right, bottom, edge = LEFT + WIDTH + 12, top + 20, min(map(_edge, panels.values()))
+    for line in LEGEND:
+        elements.append(f'<text x="{LEFT}" y="{top + 10}">{line}</text>')
+        top += 14
+    right, bottom, edge = LEFT + WIDTH + 12, top + 6, min(map(_edge, panels.values()))
     style = (
         "text{font:11px sans-serif;fill:#333}.title{font-weight:bold}"
         f"rect{{stroke:#fff;stroke-width:{edge}}}"
