@@ -48,7 +48,9 @@ def load(monkeypatch):
         ("data_parallel", {"warpweave zero=0": "torch DDP", "warpweave zero=1": "torch DDP",
                            "torch DDP": None,
                            "warpweave zero=3": "torch FSDP2", "torch FSDP2": None}),
-        ("pipeline_1f1b", {"warpweave 1f1b": "torch Schedule1F1B", "torch Schedule1F1B": None}),
+        ("pipelines", {"warpweave 1f1b": "torch Schedule1F1B", "torch Schedule1F1B": None,
+                       "warpweave zb-h1": "torch ScheduleInterleavedZeroBubble",
+                       "torch ScheduleInterleavedZeroBubble": None}),
         ("overlap_timeline", {"chunked": "none", "none": None}),
     ],
 )  # fmt: skip
