@@ -51,8 +51,9 @@ QUICK = ("1f1b", "zb-h1")
 class Chunk(nn.Module):
     """One stage of the model, as torch's pipeline wants it: one tensor in, one out."""
 
-    def __init__(self, gpt: GPT, stage: int, batch: int) -> None:
+    def __init__(self, gpt: GPT, stage: int, batch: int, *, split: bool) -> None:
         super().__init__()
+        self.split = split
         stages = len(gpt.placement)
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         self.blocks = nn.ModuleList(gpt.blocks[str(i)] for i in gpt.layers_of(stage))
@@ -69,7 +70,9 @@ class Chunk(nn.Module):
             x = self.embedding(x.flatten()) + self.positions(self.at)
         for block in self.blocks:
             x = block(x, self.context)
-        return self.final_norm(x) if self.is_last else x
+        x = self.final_norm(x) if self.is_last else x
+        # Under a split backward torch detaches the output in place, which a view does not allow.
+        return x.clone() if x._is_view() and self.split else x
 
 
 class Torch:
@@ -86,12 +89,14 @@ class Torch:
             return self.gpt.loss(x, self.gpt.head_weight, labels.flatten(), tokens)
 
         count = len(self.gpt.placement)
+        split = any(a.op == "I" for actions in plan.make_schedule(WORLD) for a in actions)
         stages = [
             PipelineStage(
-                Chunk(self.gpt, s, batch), s, count, torch.device("cpu"), group=mesh.group("pp")
+                Chunk(self.gpt, s, batch, split=split), s, count, torch.device("cpu"),
+                group=mesh.group("pp"),
             )
             for s in self.gpt.stages
-        ]
+        ]  # fmt: skip
         kind = SCHEDULES[plan.schedule][1]
         single = plan.schedule in ("gpipe", "1f1b")
         self.schedule = kind(
