@@ -38,8 +38,9 @@ def test_schedules_are_drawn_as_the_code_makes_them(monkeypatch) -> None:
     script, page = _script(monkeypatch, "schedules"), (DOCS / "schedules.md").read_text()
     assert page == script.filled(page), "python docs/scripts/schedules.py draws them anew"
     drawn = {words.split()[0] for words in re.findall("<!-- draw (.*) -->", page)}
-    synchronous = {n for n, family in script.FAMILIES.items() if family.staleness is None}
-    assert drawn == synchronous
+    others = {"pipedream-vs", "pipedream-2bw"}  # pipedream's, but for updates and versions
+    assert drawn == set(script.FAMILIES) - others
+    assert all(f"`{name}`" in page for name in others)
     assert page != script.filled(page.replace("draw zb-h1 4 7", "draw zb-h1 4 8"))
 
 
@@ -102,6 +103,31 @@ def test_the_page_of_performance_says_what_is_predicted_of_an_h100() -> None:
     for op, *figures in said:
         _, _, epilogue, passes, _, allowed, slower, _, _, taken = predicted[op]
         assert figures == [epilogue, passes, allowed, slower, taken], op
+
+
+def test_the_page_of_performance_says_how_well_the_planner_predicts() -> None:
+    """Each row is one of plan/rows.md; README has the median error of half test."""
+    text = (RESULTS / "plan" / "rows.md").read_text()
+    rows = {cells[0]: cells for cells in map(_cells, text.splitlines()) if len(cells) == 6}
+    page = (DOCS / "performance.md").read_text().partition("## The planner")[2]
+    said = [
+        cells
+        for cells in map(_cells, page.splitlines())
+        if cells[0] in rows and cells[1][0] in "123456789"
+    ]
+    assert len(said) == 6
+    for cells in said:
+        assert cells == rows[cells[0]][:4]
+    readme = (ROOT / "README.md").read_text()
+    assert f"median error {rows['test'][2]} on published rows held out" in readme
+
+
+def test_the_number_of_layouts_that_are_proven_is_that_of_prove_all() -> None:
+    from warpweave.prove.layouts import all_layouts
+
+    count = f"{sum(len(all_layouts(world)) for world in range(1, 5)):,}"
+    assert f"`prove`: {count} layouts of 1 to 4 ranks" in (ROOT / "README.md").read_text()
+    assert f"# are all {count} of 1 to 4 ranks?" in (DOCS / "commands.md").read_text()
 
 
 def _anchors(page: Path) -> set[str]:

@@ -21,6 +21,7 @@ from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.parallel.schedule import FAMILIES, to_csv
 from warpweave.plan.layout import OPTIONS, take_layout
 from warpweave.plan.memory import TrainingStep, estimate
+from warpweave.plan.options import PlanConfig
 from warpweave.prove import ProveConfig
 from warpweave.sample_config import SampleConfig
 from warpweave.train_config import TrainConfig
@@ -30,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 CONFIGS = {
-    "train": TrainConfig, "prove": ProveConfig, "doctor": DoctorConfig, "sample": SampleConfig,
-    "tune": TuneConfig,
+    "train": TrainConfig, "prove": ProveConfig, "plan": PlanConfig, "doctor": DoctorConfig,
+    "sample": SampleConfig, "tune": TuneConfig,
 }  # fmt: skip
 
 
