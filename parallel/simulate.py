@@ -6,8 +6,6 @@ action at a time; a send costs the sender nothing and is received `comm` later. 
 (first start to last end over all ranks: a step with a global gradient norm or barrier) and `width`
 (each rank's own first start to last end), because "zero bubble" holds for the latter only
 (arXiv:2401.10241).
-
-Activations are counted at F (+1) and at B or W (-1), as almost nothing is freed between I and W.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from warpweave.parallel.schedule.actions import (
     cell_at,
     deps,
     gives,
+    held_activations,
     lowered,
     placement,
     tied_stages,
@@ -163,11 +162,7 @@ def _price(cost: Mapping[str, float]) -> Callable[[Action], float]:
 
 def _peak_activations(actions: list[Action]) -> float:
     stages = len({a.stage for a in actions})
-    held = peak = 0
-    for a in actions:
-        held += (a.op == F) - (a.op in (B, W))
-        peak = max(peak, held)
-    return peak / stages if stages else 0.0
+    return max(0, *held_activations(actions)) / stages if stages else 0.0
 
 
 def _peak_versions(actions: list[Action]) -> int:

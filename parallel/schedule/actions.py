@@ -40,7 +40,8 @@ Standard library only. Every error is a ``ValueError`` of one line with the numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 F, B, I, W = "F", "B", "I", "W"
@@ -146,6 +147,15 @@ def cells(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
 def cell_at(actions: Sequence[Action], index: int) -> Sequence[Action]:
     """The unit that begins at `index`."""
     return actions[index : index + 1 + actions[index].joined]
+
+
+def held_activations(
+    actions: Sequence[Action], of: Callable[[int], int] = lambda stage: 1
+) -> list[int]:
+    """The activations that a rank holds after each action of its list: one, or ``of(stage)``, from
+    an F to its B or W, as almost nothing is freed between I and W."""
+    steps = (((a.op == F) - (a.op in FINISHES)) * of(a.stage) for a in actions)
+    return list(accumulate(steps))
 
 
 def placement(lists: Schedule) -> list[int]:

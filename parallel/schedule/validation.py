@@ -31,6 +31,7 @@ from warpweave.parallel.schedule.actions import (
     W,
     deps,
     gives,
+    held_activations,
     link,
     lowered,
     placement,
@@ -125,11 +126,9 @@ def _check_cells(actions: list[Action]) -> None:
 
 
 def _check_activations(actions: list[Action], most: int) -> None:
-    live = 0
-    for a in actions:
-        live += (a.op == F) - (a.op in FINISHES)
-        if live > most:
-            raise _WrongError(a, f" is the activation number {live} of its rank, allowed {most}")
+    for a, held in zip(actions, held_activations(actions)):
+        if held > most:
+            raise _WrongError(a, f" is the activation number {held} of its rank, allowed {most}")
 
 
 def _check_compute(s: int, actions: list[Action], m: int, rank_of: list[int]) -> None:

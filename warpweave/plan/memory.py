@@ -60,7 +60,7 @@ from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.kernels.words import find_activation
 from warpweave.parallel.mesh import Mesh, factors
 from warpweave.parallel.schedule import FAMILIES, find_family, placement, staleness
-from warpweave.parallel.schedule.actions import FINISHES, F, I, W
+from warpweave.parallel.schedule.actions import I, W, held_activations
 from warpweave.parallel.words import CAPPED, chunks_of, local_rows
 
 if TYPE_CHECKING:
@@ -250,16 +250,10 @@ def live_blocks(plan: ParallelPlan, ranks: int, layers: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _live_blocks(name: str, m: int, chunks: int, ranks: int, layers: int) -> tuple[int, ...]:
-    lists, found = find_family(name).make(ranks, m, chunks), []
+    lists = find_family(name).make(ranks, m, chunks)
     stages = len(placement(lists))
     each = [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
-    for actions in lists:
-        live = most = 0
-        for action in actions:
-            live += each[action.stage] * ((action.op == F) - (action.op in FINISHES))
-            most = max(most, live)
-        found.append(most)
-    return tuple(found)
+    return tuple(max(held_activations(actions, each.__getitem__), default=0) for actions in lists)
 
 
 def _gpu(step: TrainingStep, master: int) -> int:
