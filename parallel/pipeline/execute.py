@@ -173,7 +173,7 @@ def _run_rank(
     """
     rank_of = placement(lists)
     last = len(rank_of) - 1
-    done, owed, held, newest = state.done, state.owed, state.held, state.newest
+    owed, held = state.owed, state.held
 
     def keep(kind: str, stage: int, mb: int, value: Tensor | None, action: Action) -> None:
         if value is None:
@@ -183,15 +183,7 @@ def _run_rank(
     for index, action in enumerate(lists[rank]):
         op, s, i, ver, _ = action
         transport.reach(rank, index)
-        for needed in deps(action, len(rank_of), rank_of):
-            if needed.op == UPDATE:
-                met = needed.ver <= newest.get(s, 0)
-            else:
-                met = rank_of[needed.stage] != rank or needed in done
-            if not met:
-                raise RuntimeError(f"rank {rank}: {action} comes before {needed}")
-        if i != WHOLE and done.intersection(gives(action)):
-            raise RuntimeError(f"rank {rank}: {action} occurs twice")
+        _check_turn(rank, action, state, rank_of)
         stage, mb = stages[s], i + first[0]
         if op == F:
             y = stage.forward(mb, held.pop((F, s, i)) if s > 0 else None, ver + first[1])
@@ -222,13 +214,28 @@ def _run_rank(
                 raise RuntimeError(
                     f"rank {rank}: {action} while W is owed for micro-batches {late}"
                 )
-            _is_whole(stage, op)
+            _run_on_whole(stage, op)
             if op == UPDATE:
-                newest[s] = ver
-        done.update(gives(action))
+                state.newest[s] = ver
+        state.done.update(gives(action))
 
 
-def _is_whole(stage: Stage, op: str) -> None:
+def _check_turn(rank: int, action: Action, state: _RankState, rank_of: list[int]) -> None:
+    """RuntimeError unless what `action` depends on is done, as far as this rank sees, and it is not
+    done itself."""
+    for needed in deps(action, len(rank_of), rank_of):
+        if needed.op == UPDATE:
+            met = needed.ver <= state.newest.get(action.stage, 0)
+        else:
+            met = rank_of[needed.stage] != rank or needed in state.done
+        if not met:
+            raise RuntimeError(f"rank {rank}: {action} comes before {needed}")
+    if action.mb != WHOLE and state.done.intersection(gives(action)):
+        raise RuntimeError(f"rank {rank}: {action} occurs twice")
+
+
+def _run_on_whole(stage: Stage, op: str) -> None:
+    """Run an action that concerns a stage and no micro-batch."""
     if op == UNSHARD:
         stage.unshard()
     elif op == RESHARD:

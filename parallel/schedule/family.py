@@ -1,4 +1,4 @@
-"""What a file of `families` says of each schedule in it."""
+"""A pipeline schedule by name: the lists of any number of ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from warpweave.parallel.schedule.actions import Action, F, I, Schedule, W
 
 @dataclass(frozen=True)
 class ScheduleFamily:
-    """A schedule for any number of ranks and micro-batches.
+    """A pipeline schedule for any number of ranks and micro-batches.
 
     Attributes:
         name: as ``--schedule`` says it.

@@ -1,10 +1,10 @@
 """V-Half and V-Min (Qi et al. 2024, arXiv:2405.15362): pipelines of a controllable memory.
 
 A *building block* is what a micro-batch does on all ranks; the schedule is the block again every
-six steps. Rank r of p holds stages r and 2 p - 1 - r, and from a rank to its neighbour each of the
-four ways takes a fixed time: down with F0, up with F1, down with I1, up with I0. What a rank holds
-is how long it waits from F to W, so short ways need little memory. F, I and W one step long
-(`Timeline.draw`), three ranks, first part of V-Min:
+six steps. Rank r of p holds stages r and 2 p - 1 - r. On its four ways through the ranks, down with
+F0, up with F1, down with I1, up with I0, a micro-batch begins on the next rank a fixed *offset* of
+steps later. A rank holds activations from F to W (the *lifespan*), so that small offsets need
+little memory. F, I and W one step long (`Timeline.draw`), three ranks, first part of V-Min:
 
     0F0 .   .   .   .   5F0 0F1 5I0 5W0 .   .   5F1 0F2 0I0 5I1 5W1 0W0 5F2 0F3 0I1 5I2 5W2 0W1
     .   1F0 .   .   4F0 .   .   1F1 4I0 .   4F1 4W0 1I0 1F2 1W0 4I1 4F2 4W1 1I1 1F3 1W1 4I2 4F3
@@ -19,17 +19,17 @@ from warpweave.parallel.schedule.family import ScheduleFamily, need
 _EACH = 6  # steps in which a rank does F, I and W of both of its stages
 
 
-def building_block(p: int, ways: tuple[int, int, int, int]) -> list[dict[str, int]]:
+def building_block(p: int, offsets: tuple[int, int, int, int]) -> list[dict[str, int]]:
     """The time of each action of a micro-batch on each rank: ``"F0"``, ..., ``"W1"``.
 
-    `ways` are the times between neighbours of F0, F1, I1 and I0. Each way begins as early as can be
-    without meeting another one of the blocks before and behind on any rank; each W stands in the
-    next place that is free.
+    `offsets` are those of F0, F1, I1 and I0. Each of the four begins at the first step at which no
+    rank is busy with another action of this block or of its repetitions; each W takes the first
+    free step after its I.
     """
     block: list[dict[str, int]] = [{} for _ in range(p)]
-    for name, way in zip(("F0", "F1", "I1", "I0"), ways):
+    for name, offset in zip(("F0", "F1", "I1", "I0"), offsets):
         down = name in ("F0", "I1")
-        hops = [way * (r if down else p - 1 - r) for r in range(p)]
+        hops = [offset * (r if down else p - 1 - r) for r in range(p)]
         before = [max(times.values(), default=-1) for times in block]
         first = before[0 if down else -1] + 1
         start = next(
@@ -46,11 +46,11 @@ def building_block(p: int, ways: tuple[int, int, int, int]) -> list[dict[str, in
     return block
 
 
-def repeated(p: int, m: int, ways: tuple[int, int, int, int]) -> Schedule:
+def repeated(p: int, m: int, offsets: tuple[int, int, int, int]) -> Schedule:
     """The lists of `m` micro-batches by their building block."""
     need("a building block", p, m)
     lists = []
-    for r, times in enumerate(building_block(p, ways)):
+    for r, times in enumerate(building_block(p, offsets)):
         stages = r, 2 * p - 1 - r
         timed = sorted(
             (t + _EACH * i, Action(name[0], stages[int(name[1])], i))

@@ -17,8 +17,10 @@ from warpweave.parallel.schedule.family import ScheduleFamily, count_up, need
 def dualpipe_v(p: int, m: int) -> Schedule:
     """DualPipe-V: m >= 2 p micro-batches.
 
-    At most (p-1)(F&B + B - 3W) of a rank's time is idle, in units of half a rank and with F&B the
-    time of a cell; ranks hold the activations of p + 1/2 micro-batches.
+    At most (p-1)(F&B + B - 3W) of a rank's time is idle, with B and W of one stage, of which a rank
+    has two, and F&B of a cell; ranks hold the activations of p + 1/2 micro-batches. The pattern is
+    the eight steps of DeepSeek's program: F0, F0 F1, I1 W1 F1, the cells of the steady part, those
+    without new F0, B1 B0 of which the second half is I alone, W I0, W.
     """
     need("DualPipe-V", p, m)
     lists = []
@@ -26,7 +28,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
         left = p - 1 - r
         steady = "F0&B1 F1&B0 " * (m - 2 * p + r + 1)
         ending = ("B1 B0 " * (r + 1)).split()
-        if r == p - 1:  # the first two wait for each other
+        if r == p - 1:  # no cell at first: each would wait for the other's input
             steady = steady.replace("&", " ", 1)
         for at in range(r + 1, 2 * r + 2):
             ending[at] = ending[at].replace("B", "I")

@@ -21,8 +21,8 @@ def interleaved(p: int, m: int, c: int, ahead: int = 2) -> Schedule:
     The bubble is c times smaller than that of 1F1B, for c times the messages and up to
     1 + (p-1)/(p c) times the activations on rank 0.
 
-    Each rank has done `ahead` more forwards than the next one when its backwards begin: 2, or 1 for
-    1F1B and ZB-H1, in which the gradient waits on its way back.
+    Rank r warms up with `ahead` (p-1-r) + (c-1) p forwards, where p divides m. `ahead` is 2 as in
+    Megatron-LM; with 1 and c = 1 the lists are those of 1F1B.
     """
     need("interleaved 1F1B", p, m)
     if c < 1:

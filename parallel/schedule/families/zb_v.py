@@ -18,9 +18,9 @@ from warpweave.parallel.schedule.family import ScheduleFamily, count_up, need
 def zb_v(p: int, m: int) -> Schedule:
     """ZB-V: the zero bubble of ZB-H2 in the memory of 1F1B, for twice the messages.
 
-    With F = I = W and m >= 2 p - 1 no rank waits between its first and its last action, and ranks
-    begin one F of half a rank after another; every rank holds the activations of p micro-batches.
-    Fewer micro-batches are the first of so many.
+    With F = I = W and m >= 2 p - 1 no rank waits between its first and its last action, and rank r
+    begins r F of a stage after rank 0; every rank holds the activations of p micro-batches. For a
+    smaller m the lists are those of 2 p - 1 micro-batches without the later ones.
     """
     need("ZB-V", p, m)
     n, lists = max(m, 2 * p - 1), []

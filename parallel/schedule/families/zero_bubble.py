@@ -25,8 +25,8 @@ from warpweave.parallel.schedule.passes import split_backward
 
 
 def zb_h1(p: int, m: int, c: int) -> Schedule:
-    """ZB-H1: 1F1B of I, each W as many backwards later on rank r as r; with c > 1 stages per rank
-    interleaved (torch's ScheduleInterleavedZeroBubble).
+    """ZB-H1: 1F1B with its B split into I and W, and each W of rank r put off by r backwards; with
+    c > 1 stages per rank interleaved 1F1B (torch's ScheduleInterleavedZeroBubble).
 
     With c = 1 the bubble is (p-1)(F+I-W), and every rank holds the activations of min(m, p)
     micro-batches.
@@ -35,10 +35,10 @@ def zb_h1(p: int, m: int, c: int) -> Schedule:
 
 
 def zb_h2(p: int, m: int) -> Schedule:
-    """ZB-H2: p - 1 - r more warm-up forwards than ZB-H1 on rank r, each W 2 r backwards later.
+    """ZB-H2: p - 1 - r more warm-up forwards than ZB-H1 on rank r, each W put off by 2 r backwards.
 
     For m >= 2 p - 1 a rank's own bubble is (p-1)(F+I-2W), 0 if F = I = W, for the activations of
-    2 p - 1 micro-batches; ranks begin and end (p-1) F one after the other.
+    2 p - 1 micro-batches. Rank r begins r F after rank 0, and ends as much later.
     """
     return split_backward(interleaved(p, m, 1), lag=range(0, 2 * p, 2))
 
