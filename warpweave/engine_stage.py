@@ -58,12 +58,17 @@ class RankUpdate:
     after it, run at the UPDATE of the last of them.
 
     The global norm needs every stage's gradients; the losses are summed over ranks meanwhile.
+
+    Args:
+        optimizer: of all units of the rank.
+        updates: UPDATEs of the rank in a step, one for each of its stages.
+        outer: the outer optimizer, if there is one.
     """
 
     def __init__(
-        self, optimizer: ZeroOptimizer, stages: int, outer: OuterOptimizer | None = None
+        self, optimizer: ZeroOptimizer, updates: int, outer: OuterOptimizer | None = None
     ) -> None:
-        self.optimizer, self.stages, self.outer = optimizer, stages, outer
+        self.optimizer, self.updates, self.outer = optimizer, updates, outer
         self.square: Tensor | None = None
 
     def begin(
@@ -71,7 +76,7 @@ class RankUpdate:
     ) -> None:
         """Before a step; with `lr` None only the norm is computed, and gradients are kept."""
         self._lr, self._halted = lr, halted
-        self._start_losses, self._missing = start_losses, self.stages
+        self._start_losses, self._missing = start_losses, self.updates
 
     def arrive(self) -> None:
         """Called by each stage when its gradients are reduced and tied; the last starts the
@@ -95,17 +100,15 @@ class StageUpdate(RankUpdate):
     """The optimizer steps of an asynchronous schedule's stage: one at each of its UPDATEs, by its
     own gradients alone; after the last of a pass the losses are summed over ranks.
 
-    Args:
-        optimizer: of the stage's units, whose norm is the stage's.
-        updates: of a pass.
+    The optimizer is of the stage's units, and its norm the stage's.
     """
 
     def arrive(self) -> None:
         """A step; `square` becomes the mean over the pass's of the squares of their norms."""
         self.optimizer.sum_partials()
         self.norm = self.optimizer.step(self._lr)
-        square = self.norm.square() / self.stages
-        again = self.square is not None and self._missing < self.stages
+        square = self.norm.square() / self.updates
+        again = self.square is not None and self._missing < self.updates
         self.square = self.square + square if again else square
         self._missing -= 1
         if not self._missing:

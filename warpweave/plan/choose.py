@@ -1,12 +1,12 @@
-"""The fastest layouts of a model on given hardware that fit its memory: a best-first search, exact.
+"""The fastest layouts of a model that fit given hardware, by best-first branch and bound, exact.
 
 A layout is a mesh (tp within a node, pp, cp, dp), a micro-batch, ZeRO's stage, recomputation, a
 schedule and its chunks. There are tens of thousands; few are simulated. A heap holds, by a time
-that none of them goes below, first the families (mesh, micro-batch, recomputation), then the
-layouts of a family that was taken from it, then layouts that were simulated. What comes out as
+that none of them goes below, first the branches (mesh, micro-batch, recomputation), then the
+layouts of a branch that was taken from it, then layouts that were simulated. What comes out as
 simulated is the next best, because everything left has a bound above it:
 
-    family   bound: its blocks' work, no bubble         memory: all of ZeRO 3, one micro-batch
+    branch   bound: its blocks' work, no bubble         memory: all of ZeRO 3, one micro-batch
     layout   bound: `time.least_time`                   memory: `memory.estimate`
     answer   the simulated time
 """
@@ -28,7 +28,7 @@ from warpweave.plan.memory import MemoryEstimate, estimate, least_memory, pipeli
 from warpweave.plan.time import Job, StepTime, block_work, least_time, predict
 
 _ROWS = 1024  # of a sequence on a context rank, at least
-_BATCH = 16  # sequences of a micro-batch, at most
+_BATCHES = (1, 2, 4, 8, 16)  # sequences of a micro-batch
 _CHUNKS = 16  # stages of a rank, at most
 _GIB = 2**30
 
@@ -101,14 +101,14 @@ def choose_layouts(search: Search, keep: int = 5) -> Found:
         heapq.heappush(heap, (least, next(number), item))
 
     smallest = None
-    for family in families(search, found.refused):
-        least = least_memory(replace(family, plan=replace(family.plan, zero=3)))
+    for branch in branches(search, found.refused):
+        least = least_memory(replace(branch, plan=replace(branch.plan, zero=3)))
         if least > search.hardware.capacity:
             found.refused["does not fit the memory, whatever its schedule and ZeRO stage"] += 1
             smallest = min(smallest or least, least)
             continue
-        work, layers = block_work(family), family.config.layers / family.mesh.pp
-        push(family.plan.microbatches * layers * (work.forward + work.backward), (family,))
+        work, layers = block_work(branch), branch.config.layers / branch.mesh.pp
+        push(branch.plan.microbatches * layers * (work.forward + work.backward), (branch,))
     while heap and len(found.best) < keep:
         _, _, item = heapq.heappop(heap)
         if isinstance(item, Chosen):
@@ -136,7 +136,7 @@ def choose_layouts(search: Search, keep: int = 5) -> Found:
     return found
 
 
-def families(search: Search, refused: Counter[str]) -> Iterator[Job]:
+def branches(search: Search, refused: Counter[str]) -> Iterator[Job]:
     """Every mesh, micro-batch and recomputation, with one schedule; why others cannot be."""
     config, layers = search.config, search.config.layers
     for tp in (n for n in _divisors_of(search.gpus) if n <= search.hardware.node):
@@ -158,7 +158,7 @@ def families(search: Search, refused: Counter[str]) -> Iterator[Job]:
 
 def _of_mesh(search: Search, mesh: Mesh, refused: Counter[str]) -> Iterator[Job]:
     each = search.sequences // mesh.dp
-    for batch in (n for n in (1, 2, 4, 8, 16) if each % n == 0 and n <= _BATCH):
+    for batch in (n for n in _BATCHES if each % n == 0):
         plan = ParallelPlan(microbatches=each // batch)
         like: dict[str, Any] = {"device_type": "cuda", "hardware": search.hardware}
         job = Job(search.config, mesh, plan, batch, search.dtype, **like)
@@ -169,13 +169,13 @@ def _of_mesh(search: Search, mesh: Mesh, refused: Counter[str]) -> Iterator[Job]
             yield replace(job, plan=replace(plan, recompute=recompute))
 
 
-def layouts_of(family: Job, refused: Counter[str]) -> Iterator[Job]:
-    """Every schedule, number of chunks and ZeRO stage of a family."""
-    mesh, plan = family.mesh, family.plan
+def layouts_of(branch: Job, refused: Counter[str]) -> Iterator[Job]:
+    """Every schedule, number of chunks and ZeRO stage of a branch."""
+    mesh, plan = branch.mesh, branch.plan
     for name, schedule in FAMILIES.items():
         if schedule.staleness is not None or (mesh.pp == 1 and name != "1f1b"):
             continue
-        for chunks in _chunk_counts(schedule.chunks, family.config.layers, mesh.pp):
+        for chunks in _chunk_counts(schedule.chunks, branch.config.layers, mesh.pp):
             own = replace(plan, schedule=name, chunks=chunks)
             try:
                 pipeline_shape(own, mesh.pp)
@@ -183,7 +183,7 @@ def layouts_of(family: Job, refused: Counter[str]) -> Iterator[Job]:
                 refused[f"{name} needs other micro-batches or chunks"] += 1
                 continue
             for zero in (0, 1, 2, 3) if mesh.data > 1 else (1,):
-                yield replace(family, plan=replace(own, zero=zero))
+                yield replace(branch, plan=replace(own, zero=zero))
 
 
 def _chunk_counts(fixed: int | None, layers: int, pp: int) -> list[int]:

@@ -165,8 +165,8 @@ def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
     master, zero = max(size, 4), step.plan.zero if data > 1 else 0
     units = units_of(step.config, step.mesh, step.plan, rank)
     P, U = sum(units.values()), max(units.values())
-    W, largest = _matrices(step, rank)
-    elements = {"muon": 2 * P - W, "sgd": P}.get(step.optimizer, 2 * P)
+    matrices, largest = _matrices(step, rank)
+    elements = {"muon": 2 * P - matrices, "sgd": P}.get(step.optimizer, 2 * P)
     elements += (master != size) * P
     if step.outer is not None:  # global weights, outer momentum, and the sum in flight
         elements += len(step.outer.states) * P + _largest_fragment(step, units)
@@ -179,14 +179,14 @@ def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
     if step.plan.reduce == "ordered":
         gradients = P * master // data + (P * master if data > 1 and not zero else 0)
         gradients += (4 if data > 1 else 2) * U * master
-    update = 4 * (W // (data if zero else 1) + largest) * master
+    update = 4 * (matrices // (data if zero else 1) + largest) * master
     loading = max(units_of(step.config, Mesh(), _unpiped(step.plan), 0).values()) * 4 * 2
     parts = weights, gradients, held.optimizer, _activation_bytes(step, rank), loading
     return MemoryEstimate(*parts, _gpu(step, master), update)
 
 
 def least_memory(step: TrainingStep) -> float:
-    """Bytes that the fullest rank needs whatever the schedule: those of a mean rank, which holds
+    """A lower bound of the fullest rank's bytes by any schedule: those of a mean rank, which holds
     one micro-batch in all of its blocks and no embedding."""
     mesh, size, blocks = step.mesh, SIZES[step.dtype], step.config.layers / step.mesh.pp
     P, master = int(blocks * block_parameters(step.config, mesh.tp)), max(size, 4)

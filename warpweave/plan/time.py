@@ -46,9 +46,9 @@ from warpweave.plan.memory import (
 )
 
 # What computation loses to a message beside it, of the message's time: processors that NCCL takes
-# and bytes of memory. Fitted with the efficiencies: benchmarks/plan_rows.py.
+# and bytes of memory. Set by hand: no efficiency that benchmarks/plan_rows.py fits.
 _BESIDE = 0.25
-_CHUNKS = 4  # of "chunked" and "fused" overlap: one of them is always exposed
+_CHUNKS = 4  # of "chunked" and "fused" overlap, one of them always exposed; assumed, no row tells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def _gradients_summed(job: Job, rank: int, row: Sequence[Cell]) -> float:
 
 
 def least_time(job: Job) -> float:
-    """A time that no schedule of this job's stages goes below, without simulating it.
+    """A lower bound of the time of a step by any schedule of this job's stages.
 
     A rank begins when its first stage's input has come and then works through all micro-batches;
     after its last backward the stages before still have theirs, unless the schedule splits
