@@ -355,6 +355,10 @@ def swapped(one: str, two: str) -> str:
             swapped("0F1", "3F0"),
             "deadlock: rank 0 at 3F0 waits for 3RECV_F0; rank 1 at 1RECV_F1 waits",
         ),
+        (  # without messages, of which there is no order that both ranks have
+            "0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0",
+            "link F from rank 0 to 1: message 0 is sent as 0SEND_F0 and received as 0SEND_F1",
+        ),
     ],
 )
 def test_a_file_that_is_subtly_wrong_is_refused_with_the_reason(text, message, tmp_path: Path):

@@ -11,6 +11,7 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from warpweave.dtypes import DTYPES
 from warpweave.gpt import GPT
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import FAMILIES
-from warpweave.plan.choose import Search, choose_layouts
+from warpweave.plan.choose import Search, choose_layouts, families
 from warpweave.plan.command import run
 from warpweave.plan.device import Efficiency, Hardware, find_hardware
 from warpweave.plan.memory import (
@@ -290,6 +291,10 @@ def test_hardware_of_ones_own(tmp_path) -> None:
         ("x.json", '{"base": "h100", "halves": 1}', "halves is no field; fields are base, half"),
         ("x.json", '{"base": "h100", "half": -1}', "half must be a positive number, got -1"),
         ("x.json", '{"base": "mi300"}', "base must be one of a100-40g, .* got 'mi300'"),
+        ("x.json", '{"base": ["h100"]}', r"base must be one of a100-40g, .* got \['h100'\]"),
+        ("x.json", '{"base": "h100", "half": Infinity}', "half must be a positive number, got inf"),
+        ("x.json", '{"base": "h100", "node": 2.5}', "node must be a whole number of GPUs, got 2.5"),
+        ("x.json", '{"base": "h100", "far": 7}', "far is a part of a figure, at most 1, got 7"),
         ("x.json", "[1]", "must hold names and values"),
     ],
 )
@@ -382,6 +387,19 @@ def test_what_cannot_be_planned(given: dict, says: str) -> None:
 # ---------------------------------------------------------------- the command
 
 
+def test_tensor_ranks_do_not_cross_nodes() -> None:
+    """Groups of three are 0 1 2, 3 4 5, 6 7 | 8 where a node has eight; six GPUs are in one."""
+    config = dataclasses.replace(SMALL, seq_len=3072, heads=6, kv_heads=6, width=96, hidden=192)
+
+    def degrees(gpus: int) -> set[int]:
+        return {job.mesh.tp for job in families(Search(config, gpus, H100, 24), Counter())}
+
+    assert degrees(6) == {1, 2, 3, 6}
+    assert degrees(24) == {1, 2}
+    assert H100.bandwidth(2, 4) == H100.bandwidth(1, 8) == H100.bandwidth(1, 2)
+    assert H100.bandwidth(1, 3) < H100.bandwidth(1, 2)
+
+
 def _planned(tmp_path, *words: str) -> tuple[dict[str, Any], str]:
     """The record of ``warpweave plan`` on few GPUs, and what it printed."""
     config = parse([*words, "--out", str(tmp_path / "plan.json")])
@@ -458,6 +476,8 @@ def test_a_plan_is_one_flag_of_train_and_prove(tmp_path, capsys) -> None:
         (["--hw", "tpu"], "hw must be one of a100-40g"),
         (["--model", "llama3-405b"], "no layout of 8 GPUs fits: the smallest needs"),
         (["--best", "0"], "best must be at least 1, got 0"),
+        (["--out", "no/p.json"], "no/p.json cannot be written: it is no file in a folder"),
+        (["--html", "."], r"\. cannot be written: it is no file in a folder that exists"),
     ],
 )
 def test_what_the_command_refuses(words: list[str], says: str, capsys) -> None:

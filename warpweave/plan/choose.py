@@ -139,7 +139,9 @@ def choose_layouts(search: Search, keep: int = 5) -> Found:
 def branches(search: Search, refused: Counter[str]) -> Iterator[Job]:
     """Every mesh, micro-batch and recomputation, with one schedule; why others cannot be."""
     config, layers = search.config, search.config.layers
-    for tp in (n for n in _divisors_of(search.gpus) if n <= search.hardware.node):
+    if search.gpus < search.hardware.node:
+        search = replace(search, hardware=replace(search.hardware, node=search.gpus))
+    for tp in (n for n in _divisors_of(search.gpus) if search.hardware.joins(1, n)):
         try:
             config.check_tensor(tp)
         except ValueError as error:

@@ -29,6 +29,9 @@ def run(config: PlanConfig) -> None:
         if config.best < 1:
             raise ValueError(f"best must be at least 1, got {config.best}")
         check_suffix(config.timeline)
+        for path in filter(None, (config.out, config.html, config.timeline)):
+            if path.is_dir() or not path.absolute().parent.is_dir():
+                raise ValueError(f"{path} cannot be written: it is no file in a folder that exists")
         found = choose_layouts(search, config.best)
     except ValueError as error:
         say(one_line(error))

@@ -14,6 +14,7 @@ own (TOML or JSON) has fields of `Hardware`, `Device` and `Efficiency` by name, 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,11 @@ class Hardware:
         """Bytes per second that an elementwise kernel moves."""
         return self.device.memory * self.efficiency.elementwise
 
+    def joins(self, inner: int, size: int) -> bool:
+        """Whether every group of `size` ranks, neighbours `inner` apart, is within a node: three
+        ranks in nodes of eight are not, as those of the third group are 6 7 | 8."""
+        return self.node % (inner * size) == 0
+
     def bandwidth(self, inner: int, size: int) -> float:
         """Bytes per second and rank of a collective of `size` ranks, neighbours `inner` apart.
 
@@ -80,7 +86,7 @@ class Hardware:
             node 1   [4] 5 [6] 7
         """
         near = self.device.nvlink * self.efficiency.near
-        if inner * size <= self.node:
+        if self.joins(inner, size):
             return near
         return min(near, max(1, self.node // inner) * self.device.network * self.efficiency.far)
 
@@ -151,13 +157,17 @@ def _read_hardware(path: Path) -> Hardware:
     if not isinstance(given, dict):
         raise ValueError(f"{path} must hold names and values")
     base = given.pop("base", None)
-    if base is not None and base not in HARDWARE:
+    if base is not None and base not in [*HARDWARE]:
         raise ValueError(f"{path}: base must be one of {', '.join(HARDWARE)}, got {base!r}")
     for key, value in given.items():
         if key not in _FIELDS:
             raise ValueError(f"{path}: {key} is no field; fields are base, {', '.join(_FIELDS)}")
-        if type(value) not in (int, float) or not value > 0:
+        if type(value) not in (int, float) or not 0 < value < math.inf:
             raise ValueError(f"{path}: {key} must be a positive number, got {value!r}")
+        if key == "node" and value != int(value):
+            raise ValueError(f"{path}: node must be a whole number of GPUs, got {value}")
+        if _FIELDS[key] == "efficiency" and key != "latency" and value > 1:
+            raise ValueError(f"{path}: {key} is a part of a figure, at most 1, got {value}")
     missing = [key for key in (*_FIGURES, "capacity") if base is None and key not in given]
     if missing:
         raise ValueError(f"{path} has no base and lacks {', '.join(missing)}")

@@ -400,7 +400,7 @@ def message(job: Job) -> tuple[float, float]:
         return 0.0, 0.0
     hardware, inner = job.hardware, mesh.tp * mesh.cp * mesh.dp
     far = hardware.device.network * hardware.efficiency.far
-    near = inner * mesh.pp <= hardware.node
+    near = hardware.joins(inner, mesh.pp)
     speed = hardware.bandwidth(inner, mesh.pp) if near else far
     return moved, hardware.efficiency.latency + moved / speed
 
@@ -457,14 +457,14 @@ def step_traffic(job: Job) -> Iterator[tuple[str, str, float]]:
 
     Of the rank with most, a first or last stage's own pieces left out.
     """
-    mesh, plan, node = job.mesh, job.plan, job.hardware.node
+    mesh, plan = job.mesh, job.plan
     stages = stage_ranks(plan, mesh.pp)
     layers = max(len(job.config.blocks_of(s, len(stages))) for s in range(len(stages)))
     layers *= len(stages) // mesh.pp
     m = plan.microbatches
 
     def over(inner: int, size: int) -> str:
-        return "NVLink" if inner * size <= node else "network"
+        return "NVLink" if job.hardware.joins(inner, size) else "network"
 
     if mesh.tp > 1:
         passes = sum(tensor_passes(job)) + (4 if plan.recompute == "full" else 0)

@@ -12,6 +12,7 @@ from pkgutil import iter_modules
 
 from warpweave.parallel.schedule.actions import COMPUTE, RECEIVES, SENDS, Schedule, placement
 from warpweave.parallel.schedule.family import ScheduleFamily
+from warpweave.parallel.schedule.passes import with_comm
 from warpweave.parallel.schedule.text import from_csv
 from warpweave.parallel.schedule.validation import validate
 
@@ -38,16 +39,17 @@ def find_family(name: str) -> ScheduleFamily:
 
 def _in_file(path: Path) -> ScheduleFamily:
     """The schedule in a file, with or without its messages, which are seen to be right and then
-    left out: whoever runs it adds them, and ZeRO's actions, itself."""
+    left out: whoever runs it adds them, and ZeRO's actions, itself; those must be right, too."""
     try:
         lists = from_csv(path.read_text())
         known = COMPUTE + SENDS + RECEIVES
         validate([[a for a in actions if a.op in known] for actions in lists])
+        compute = [[a for a in actions if a.op in COMPUTE] for actions in lists]
+        validate(with_comm(compute))
     except OSError as error:
         raise ValueError(f"schedule {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"schedule {path}: {error}") from None
-    compute = [[a for a in actions if a.op in COMPUTE] for actions in lists]
     count = 1 + max(a.mb for actions in compute for a in actions)
     ranks, chunks = len(compute), -(-len(placement(compute)) // len(compute))
 
