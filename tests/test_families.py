@@ -23,7 +23,7 @@ from warpweave.parallel.schedule import (
 from warpweave.parallel.schedule.__main__ import main
 from warpweave.parallel.simulate import simulate
 
-SYNCHRONOUS = [name for name, family in FAMILIES.items() if family.staleness is None]
+SYNCHRONOUS = [name for name, family in FAMILIES.items() if not family.asynchronous]
 RANKS = (1, 2, 3, 4, 8)
 
 

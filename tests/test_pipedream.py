@@ -99,7 +99,6 @@ def test_runs_repeat_a_pass_and_keep_as_many_versions_as_the_papers(name: str, p
                 "pipedream-2bw": (1,) * p,
             }
             assert run.staleness == delays[name]
-            assert max(run.staleness) == FAMILIES[name].staleness(p)
             done = [a for row in run.steady for a in row if a.op in ("B", "W")]
             assert len(done) == p * m == len({a._replace(ver=0) for a in done})
             begun = [len([a for a in row if a.op == "F"]) for row in run.fill]

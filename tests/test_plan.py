@@ -323,7 +323,7 @@ def _every(search: Search) -> list[Job]:
         ):
             m, rest = divmod(search.sequences, dp * batch)
             looped = FAMILIES[name].chunks is None
-            if rest or FAMILIES[name].staleness or (looped and chunks == 1):
+            if rest or FAMILIES[name].asynchronous or (looped and chunks == 1):
                 continue
             if (pp == 1 and name != "1f1b") or (dp * cp == 1 and zero != 1):
                 continue

@@ -528,7 +528,7 @@ def test_no_rank_computes_under_a_message_that_waits_for_it(p: int, name: str) -
         made = FAMILIES[name].make(p, m, c or FAMILIES[name].chunks)
         for split in splits:
             lists = with_comm(split(made))
-            if FAMILIES[name].staleness is None:
+            if not FAMILIES[name].asynchronous:
                 lists = with_update(with_tie(lists))
             posts = posted_at_need(lists)
             places = at_their_places(lists)

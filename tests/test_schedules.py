@@ -28,7 +28,7 @@ from warpweave.prove.layouts import Layout, Sizes
 from warpweave.prove.options import ProveConfig
 from warpweave.prove.proof import LIMITS, prove_layout
 
-SYNCHRONOUS = [name for name, family in FAMILIES.items() if family.staleness is None]
+SYNCHRONOUS = [name for name, family in FAMILIES.items() if not family.asynchronous]
 WIDTH, TOKENS, DEPTH = 5, 3, 16
 LIKE = ((TOKENS, WIDTH), torch.float32, torch.device("cpu"))
 

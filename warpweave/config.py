@@ -120,7 +120,7 @@ class ParallelPlan:
     @property
     def asynchronous(self) -> bool:
         """Whether the schedule is asynchronous: gradients of weights older than the newest."""
-        return schedules.find_family(self.schedule).staleness is not None
+        return schedules.find_family(self.schedule).asynchronous
 
     def check_update(self, clip: float | None, fp16: bool, outer: bool) -> None:
         """Raise a one-line ``ValueError`` for what is done to all stages at once, if the schedule

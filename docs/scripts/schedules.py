@@ -35,7 +35,7 @@ def table(p: str, m: str, *costs: str) -> str:
     """Idle time and peak activations of every synchronous schedule, least idle first."""
     rows = []
     for name, family in FAMILIES.items():
-        if family.staleness is not None or family.least(int(p)) > int(m):
+        if family.asynchronous or family.least(int(p)) > int(m):
             continue
         several = (2,) if name in ("interleaved", "looped-bfs") else (1, 2)  # 1: 1f1b, gpipe
         for chunks in several if family.chunks is None else (family.chunks,):

@@ -18,16 +18,15 @@ class ScheduleFamily:
             compute actions alone.
         chunks: stages per rank that it has; None: any number, as told.
         least: p -> the fewest micro-batches.
-        staleness: of an asynchronous schedule, p -> by how many updates the weights that a gradient
-            was computed with may be older than those it is applied to; as many old versions of the
-            weights are kept beside the newest. None: synchronous, version 0 in all of a step.
+        asynchronous: its lists hold updates, and gradients of older weights than they change
+            (`open_passes.staleness`); otherwise all of a step reads version 0.
     """
 
     name: str
     generate: Callable[[int, int, int], Schedule]
     chunks: int | None = 1
     least: Callable[[int], int] = lambda p: 1
-    staleness: Callable[[int], int] | None = None
+    asynchronous: bool = False
 
     def make(self, p: int, m: int, c: int = 1) -> Schedule:
         """The lists; ValueError, in one line, unless it has such lists."""

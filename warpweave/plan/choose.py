@@ -175,7 +175,7 @@ def layouts_of(branch: Job, refused: Counter[str]) -> Iterator[Job]:
     """Every schedule, number of chunks and ZeRO stage of a branch."""
     mesh, plan = branch.mesh, branch.plan
     for name, schedule in FAMILIES.items():
-        if schedule.staleness is not None or (mesh.pp == 1 and name != "1f1b"):
+        if schedule.asynchronous or (mesh.pp == 1 and name != "1f1b"):
             continue
         for chunks in _chunk_counts(schedule.chunks, branch.config.layers, mesh.pp):
             own = replace(plan, schedule=name, chunks=chunks)

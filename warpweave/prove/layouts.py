@@ -45,7 +45,7 @@ STYLES: dict[str, dict] = {
         "bias": True,
     },
 }  # fmt: skip
-SYNCHRONOUS = tuple(name for name, family in FAMILIES.items() if family.staleness is None)
+SYNCHRONOUS = tuple(name for name, family in FAMILIES.items() if not family.asynchronous)
 ASYNCHRONOUS = tuple(name for name in FAMILIES if name not in SYNCHRONOUS)
 PRIMES = (5, 11, 23, 37, 53)  # vocabularies; five words leave some of six tensor ranks without any
 

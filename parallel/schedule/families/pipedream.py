@@ -75,21 +75,22 @@ def _steps_to_repeat(p: int, m: int) -> int:
     return 2 * -(-(p - 1) // m) + 3
 
 
-def _family(name: str, vertical: bool) -> ScheduleFamily:
-    def generate(p: int, m: int, c: int) -> Schedule:
-        return pipedream(p, m * _steps_to_repeat(p, m), vertical=vertical)
-
-    return ScheduleFamily(name, generate, staleness=lambda p: p - 1)
-
-
 # Their lists are of a run of a few steps, which goes on for ever like the one in the middle.
 SCHEDULES = (
-    _family("pipedream", False),
-    _family("pipedream-vs", True),
+    ScheduleFamily(
+        "pipedream",
+        lambda p, m, c: pipedream(p, m * _steps_to_repeat(p, m)),
+        asynchronous=True,
+    ),
+    ScheduleFamily(
+        "pipedream-vs",
+        lambda p, m, c: pipedream(p, m * _steps_to_repeat(p, m), vertical=True),
+        asynchronous=True,
+    ),
     ScheduleFamily(
         "pipedream-2bw",
         lambda p, m, c: pipedream_2bw(p, m, _steps_to_repeat(p, m)),
         least=lambda p: p,
-        staleness=lambda p: 1,
+        asynchronous=True,
     ),
 )
