@@ -10,7 +10,7 @@ action at a time; a send costs the sender nothing and is received `comm` later. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,7 +104,9 @@ class Timeline:
         return "\n".join(" ".join(cell.ljust(wide) for cell in line).rstrip() for line in grid)
 
 
-def simulate(lists: Schedule, cost: Cost, comm: float = 0) -> Timeline:
+def simulate(
+    lists: Schedule, cost: Cost, comm: float = 0, before: Collection[Action] = ()
+) -> Timeline:
     """The timeline of `lists`, before or after `with_comm` with the same result.
 
     Args:
@@ -112,6 +114,7 @@ def simulate(lists: Schedule, cost: Cost, comm: float = 0) -> Timeline:
         cost: time per op ({"F": 1, "B": 2}; B is I + W if left out, other ops 0) and of a cell
             ("OVERLAP_F_B"; F + B if left out), or a function of an `Action`.
         comm: time of one message between ranks. A receive or TIE that waits counts as idle.
+        before: events that happened before time 0, of a pass that is left open (`begun_before`).
 
     Raises:
         ValueError: the lists deadlock; names what each rank waits for.
@@ -121,10 +124,11 @@ def simulate(lists: Schedule, cost: Cost, comm: float = 0) -> Timeline:
     price = cost if callable(cost) else _price(cost)
     overlapped = None if callable(cost) else cost.get(OVERLAP)
     rows: list[list[Cell]] = [[] for _ in lists]
-    happened: dict[Action, float] = {}
+    happened = dict.fromkeys(before, 0.0)
+    held = [[*_begun(actions, before), *actions] for actions in lists]
     tied = len(tied_stages(rank_of)) == 2
     met: float | None = None
-    for rank, index in order(lists):
+    for rank, index in order(lists, before):
         if index < len(rows[rank]):  # the second of a cell
             continue
         unit = cell_at(lists[rank], index)
@@ -148,9 +152,16 @@ def simulate(lists: Schedule, cost: Cost, comm: float = 0) -> Timeline:
         happened.update((event, start) for a in unit for event in gives(a))
     return Timeline(
         cells=tuple(map(tuple, rows)),
-        activations=tuple(map(_peak_activations, lists)),
-        versions=tuple(map(_peak_versions, lists)),
+        activations=tuple(map(_peak_activations, held)),
+        versions=tuple(map(_peak_versions, held)),
     )
+
+
+def _begun(actions: list[Action], before: Collection[Action]) -> Iterator[Action]:
+    """The forwards of a rank that happened before, of which backwards are in its list."""
+    for a in actions:
+        if a.op in (B, I) and Action(F, a.stage, a.mb) in before:
+            yield a._replace(op=F)
 
 
 def _price(cost: Mapping[str, float]) -> Callable[[Action], float]:

@@ -13,7 +13,8 @@ from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
 from warpweave.measured import panels, recording
 from warpweave.parallel.mesh import Mesh, single
-from warpweave.parallel.schedule import one_f_one_b, with_comm
+from warpweave.parallel.schedule import FAMILIES, leave_open, one_f_one_b, with_comm, with_reduce
+from warpweave.parallel.simulate import simulate
 
 CONFIG = GPTConfig(vocab_size=19, seq_len=8, layers=2, width=8, heads=2)
 
@@ -56,6 +57,22 @@ def _run(mesh, path, steps: int) -> list:
 
 def _rank(rank: int, path) -> list:
     return _run(Mesh(pp=2).connect("cpu"), path, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m"), [("pipedream", 3, 2), ("pipedream-vs", 2, 3), ("pipedream-2bw", 3, 3)]
+)
+def test_a_pass_that_is_left_open_has_both_timelines(name: str, p: int, m: int) -> None:
+    """What an earlier pass began is there at the start, and counts as held: as much as in a run."""
+    family = FAMILIES[name]
+    run = leave_open(with_reduce(family.make(p, m)), m)
+    marks = [[float(at) for at in range(len(row) + 1)] for row in run.steady]
+    simulated, measured = panels(run.steady, marks).values()
+    whole = simulate(family.make(p, m), {"F": 1, "B": 2})
+    for found in (simulated, measured):
+        assert (found.activations, found.versions) == (whole.activations, whole.versions)
+    done = [c.action for row in simulated.cells for c in row]
+    assert sorted(done) == sorted(a for row in run.steady for a in row)
 
 
 @pytest.mark.parametrize("suffix", ["json", "svg"])

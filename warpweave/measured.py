@@ -28,6 +28,7 @@ import torch.distributed as dist
 from warpweave.engine import Engine
 from warpweave.parallel.collectives import start_all_gather
 from warpweave.parallel.schedule.actions import RECEIVES, Action, Schedule
+from warpweave.parallel.schedule.ordering import begun_before
 from warpweave.parallel.simulate import Cell, Timeline, simulate
 from warpweave.timeline import write_timeline
 
@@ -123,6 +124,6 @@ def panels(lists: Schedule, marks: Sequence[Sequence[float]]) -> dict[str, Timel
             return 0.0
         return median(taken[action.op, action.stage])
 
-    simulated = simulate(lists, cost)
+    simulated = simulate(lists, cost, before=begun_before(lists))
     measured = replace(simulated, cells=tuple(cells))
     return {"simulated, with the measured times of actions": simulated, "measured": measured}
