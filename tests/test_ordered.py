@@ -234,6 +234,9 @@ def test_a_schedule_in_another_order_is_refused() -> None:
     check_order(both, tied=False)
     with pytest.raises(ValueError, match=r"stages \[0, 1\] is in the order \[0, 1, 0, 1\]"):
         check_order(both, tied=True)
+    plan = ParallelPlan(schedule="zb-v", chunks=2, microbatches=3, reduce="ordered")
+    with pytest.raises(ValueError, match=r"stages \[0, 3\] is in the order \[0, 1, 0, 2, 1, 2\]"):
+        dataclasses.replace(MODEL, layers=4).check(Mesh(pp=2), plan)  # before any rank is started
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=4, dp_shard=2), Mesh(outer=2)])

@@ -284,6 +284,7 @@ class GPTConfig(HeadStyle, MLPStyle):
     def check(self, mesh: Mesh, plan: ParallelPlan = ParallelPlan()) -> None:
         """Raise a one-line ``ValueError`` if this model cannot be sharded over `mesh` by `plan`."""
         from warpweave.parallel.context import resolve_strategy  # and torch: options do without
+        from warpweave.parallel.data.ordered import check_order
         from warpweave.parallel.layout import cut
 
         if mesh.dp_shard is not None and plan.zero == 0:
@@ -306,6 +307,8 @@ class GPTConfig(HeadStyle, MLPStyle):
                 f"the ends of a tied embedding get its gradients {mesh.pp - 1} micro-batches apart "
                 f"by schedule {plan.schedule}, and would wait for each other: it needs tied = False"
             )
+        if plan.reduce == "ordered":
+            check_order(plan.make_schedule(mesh.pp), tied=self.tied)
         stages = len(plan.placement(mesh.pp))
         if stages > self.layers:
             found = f"pp = {mesh.pp}" if stages == mesh.pp else f"{stages} pipeline"

@@ -27,7 +27,6 @@ from torch.distributed import ProcessGroup
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine_stage import EngineStage
 from warpweave.parallel import schedule as schedules
-from warpweave.parallel.data.ordered import check_order
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.pipeline import Distributed, InFlight, execute
 
@@ -38,12 +37,9 @@ def make_lists(
     """The plan's schedule with reductions, tie, updates and all messages: the lists of a step, or
     an asynchronous run."""
     lists = plan.make_schedule(mesh.size("pp"))
-    ordered = plan.reduce == "ordered"
-    freed = ordered or (plan.zero >= 2 and mesh.size("shard") > 1)
+    freed = plan.reduce == "ordered" or (plan.zero >= 2 and mesh.size("shard") > 1)
     if plan.early_gradients and not freed:
         lists = schedules.send_first(lists)
-    if ordered:
-        check_order(lists, tied=config.tied)
     if plan.asynchronous:
         return schedules.leave_open(schedules.with_reduce(lists), plan.microbatches)
     lists = schedules.with_reduce(schedules.with_comm(lists))
