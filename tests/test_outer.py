@@ -282,7 +282,7 @@ def _resumed(rank: int, config: TrainConfig, stops: list[int]) -> None:
     """A run, and runs that go on from its checkpoints with a sum in flight or none."""
     session = Session(torch.device("cpu"), rank, config.mesh.world, None, 60.0, config.mesh)
     whole = Trainer(config, session)
-    ids = start_all_gather(whole._batch(0)[-1], whole.mesh.group("world")).wait()
+    ids = start_all_gather(whole.batches.step(0)[-1], whole.mesh.group("world")).wait()
     assert ids.flatten().tolist() == [0, 1, 2, 3]  # each data replica its own samples
     whole.run()
     for stop in stops:
