@@ -26,6 +26,7 @@ from warpweave.parallel.schedule import FAMILIES
 from warpweave.plan.choose import Search, choose_layouts, families
 from warpweave.plan.command import run
 from warpweave.plan.device import Efficiency, Hardware, find_hardware
+from warpweave.plan.layout import options_of_job, take_layout
 from warpweave.plan.memory import (
     SIZES,
     States,
@@ -466,6 +467,30 @@ def test_a_plan_is_one_flag_of_train_and_prove(tmp_path, capsys) -> None:
             parse_of(words)
         assert stopped.value.code == 2
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"dp": "2"}, "mesh axis dp must be a positive integer, got '2'"),
+        ({"zero": 7}, "zero must be one of 0, 1, 2, 3, got 7"),
+        ({"schedule": ["1f1b"]}, r"schedule must be str, got \['1f1b'\]"),
+        ({"microbatches": 0}, "microbatches must be at least 1, got 0"),
+        ({"chunks": 2}, "schedule 1f1b has chunks = 1 stages per rank, got 2"),
+        ({"batch": {}}, r"batch must be int, got \{\}"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+    ],
+)
+def test_a_layout_with_a_wrong_value_is_one_line(wrong: dict, says: str, tmp_path) -> None:
+    path = tmp_path / "plan.json"
+    job = _job(pp=2, microbatches=4)
+    path.write_text(json.dumps({"layouts": [{"options": options_of_job(job)}]}))
+    assert take_layout(["--layout", str(path), "--data", ""])[0] == ["--data", ""]
+    path.write_text(json.dumps({"layouts": [{"options": options_of_job(job) | wrong}]}))
+    with pytest.raises(ValueError, match=rf"plan\.json: {says}") as error:
+        take_layout([f"--layout={path}"])
+    assert "\n" not in str(error.value)
+    assert take_layout(["--layout"]) == (["--layout"], {})  # whose word is missing, and is missed
 
 
 @pytest.mark.parametrize(

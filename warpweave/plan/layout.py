@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from warpweave.config import ParallelPlan
+from warpweave.parallel.mesh import Mesh
 from warpweave.plan.time import Job
 
 _PLAN = ("zero", "schedule", "chunks", "microbatches", "recompute", "sequence_parallel", "overlap")
@@ -40,12 +42,12 @@ def take_layout(argv: Sequence[str] | None) -> tuple[list[str], dict[str, Any]]:
         name, _, path = word.partition("=")
         if name == "--layout" and not path:
             path = next(words, "")
-            word = path if path == "" else f"{name}={path}"
+            word = f"{name}={path}" if path else name
         if name == "--layout" and path.endswith(".json"):
             found = read_layout(Path(path))
         else:
             rest.append(word)
-    return [word for word in rest if word], found
+    return rest, found
 
 
 def read_layout(path: Path) -> dict[str, Any]:
@@ -63,7 +65,22 @@ def read_layout(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} holds no layout: warpweave plan --out writes one") from None
     if extra := set(options) - set(OPTIONS):
         raise ValueError(f"{path}: {sorted(extra)[0]} is no option of a layout")
+    try:
+        _check_options(known)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return known
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a value that is none of its option, or no schedule of the ranks."""
+    for name, kind in {"schedule": str, "batch": int}.items():
+        if type(options[name]) is not kind:
+            raise ValueError(f"{name} must be {kind.__name__}, got {options[name]!r}")
+    if options["batch"] < 1:
+        raise ValueError(f"batch must be at least 1, got {options['batch']}")
+    plan = ParallelPlan(**{name: options[name] for name in _PLAN})
+    plan.placement(Mesh(**{name: options[name] for name in _MESH}).pp)
 
 
 def check_agree(layout: Mapping[str, Any], given: Mapping[str, Any]) -> None:
