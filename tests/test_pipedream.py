@@ -539,3 +539,16 @@ def test_the_trainer_goes_on_from_versions_and_from_an_interrupt(tmp_path) -> No
     trainer.run()
     with pytest.raises(ValueError, match=r"clip = 1.0, by the norm of all stages"):
         _config(tmp_path / "x", clip=1.0).check()
+
+
+def test_a_timeline_is_written_or_missed(tmp_path, capsys) -> None:
+    """Of an asynchronous schedule, too; a folder that cannot be made is found before training."""
+    config = _config(tmp_path / "run", steps=2, timeline=tmp_path / "new" / "t.json")
+    config.check()
+    _trainer(config).run()
+    assert json.loads(config.timeline.read_text())["traceEvents"]
+    assert "was not written" not in capsys.readouterr().err
+    _trainer(dataclasses.replace(config, resume=True)).run()
+    assert "t.json was not written: step 2, the last, was not trained" in capsys.readouterr().err
+    with pytest.raises(OSError, match="text"):
+        dataclasses.replace(config, timeline=tmp_path / "text" / "t.json").check()

@@ -151,14 +151,16 @@ class Trainer:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step (or an interrupt, or an early stop), save, evaluate, sample; the
-        result's fields."""
+        """Train to the last step or a stop, save, evaluate, sample; the fields of the result."""
         tqdm.set_lock(threading.RLock())  # its default lock is one of processes, and leaks
         try:
             with self.saver:
                 seconds = self._steps()
         finally:
             self._flush()
+        c = self.config
+        if c.timeline and self.session.rank == 0 and not (seconds and self.step == c.steps):
+            say(f"{c.timeline} was not written: step {c.steps}, the last, was not trained here")
         # A step's first run compiles and connects; it does not count unless it is the only one.
         counted = seconds[1:] or seconds
         rate = len(counted) * self.tokens_per_step / sum(counted) if counted else 0.0

@@ -464,6 +464,8 @@ class TrainConfig:
             read_table(self.tiles, by="device")
         check_boards(self.tensorboard, self.wandb)
         check_suffix(self.timeline)
+        if self.timeline is not None:  # not after the last step, which is not saved yet
+            self.timeline.parent.mkdir(parents=True, exist_ok=True)
         vocabulary = self.open_data("train").vocab_size
         self.open_data("validation")
         self.model_config(vocabulary)
