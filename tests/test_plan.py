@@ -23,7 +23,7 @@ from warpweave.dtypes import DTYPES
 from warpweave.gpt import GPT
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import FAMILIES
-from warpweave.plan.choose import Search, choose_layouts, families
+from warpweave.plan.choose import Search, branches, choose_layouts
 from warpweave.plan.command import run
 from warpweave.plan.device import Efficiency, Hardware, find_hardware
 from warpweave.plan.layout import options_of_job, take_layout
@@ -393,7 +393,7 @@ def test_tensor_ranks_do_not_cross_nodes() -> None:
     config = dataclasses.replace(SMALL, seq_len=3072, heads=6, kv_heads=6, width=96, hidden=192)
 
     def degrees(gpus: int) -> set[int]:
-        return {job.mesh.tp for job in families(Search(config, gpus, H100, 24), Counter())}
+        return {job.mesh.tp for job in branches(Search(config, gpus, H100, 24), Counter())}
 
     assert degrees(6) == {1, 2, 3, 6}
     assert degrees(24) == {1, 2}
