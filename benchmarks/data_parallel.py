@@ -18,7 +18,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Report, assert_equal, header, interleave, parser, results_folder, run_ranks
+from harness import (
+    Report,
+    assert_equal,
+    header,
+    interleave,
+    parser,
+    results_folder,
+    run_ranks,
+    torch_adamw,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -47,12 +56,7 @@ class Torch:
     def __init__(self, module: nn.Module, loss: Callable[[nn.Module, Tensor, Tensor], Tensor]):
         self.module, self.loss = module, loss
         params = [p for p in module.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in params if (p.ndim > 1) == matrix],
-             "weight_decay": DECAY if matrix else 0.0}
-            for matrix in (True, False)
-        ]  # fmt: skip
-        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+        self.optimizer = torch_adamw(params, LR, BETAS, EPS, DECAY)
 
     def backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)

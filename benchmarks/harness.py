@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -240,6 +240,18 @@ def interleave(
         dist.all_reduce(table, dist.ReduceOp.MAX)
         times = dict(zip(names, table.tolist(), strict=True))
     return times
+
+
+def torch_adamw(
+    params: Iterable[Tensor], lr: float, betas: tuple[float, float], eps: float, decay: float
+) -> torch.optim.AdamW:
+    """torch's fused AdamW with weight decay of matrices alone, as ours."""
+    every = list(params)
+    groups = [
+        {"params": [p for p in every if (p.ndim > 1) == matrix], "weight_decay": decay * matrix}
+        for matrix in (True, False)
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def run_ranks(world: int, entry: Callable[..., Any], *args: Any) -> Any:

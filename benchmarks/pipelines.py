@@ -18,7 +18,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Report, assert_equal, header, interleave, parser, results_folder, run_ranks
+from harness import (
+    Report,
+    assert_equal,
+    header,
+    interleave,
+    parser,
+    results_folder,
+    run_ranks,
+    torch_adamw,
+)
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -103,12 +112,7 @@ class Torch:
             stages[0] if single else stages, MICROBATCHES, loss_fn=loss, scale_grads=False
         )
         self.params = list(self.gpt.parameters())
-        groups = [
-            {"params": [p for p in self.params if (p.ndim > 1) == matrix],
-             "weight_decay": DECAY if matrix else 0.0}
-            for matrix in (True, False)
-        ]  # fmt: skip
-        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+        self.optimizer = torch_adamw(self.params, LR, BETAS, EPS, DECAY)
 
     def backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """tokens and labels [m, B, S] -> the loss, on every rank."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
+from harness import torch_adamw
 from torch import Tensor, nn
 
 from warpweave.gpt import GPTConfig
@@ -130,12 +131,7 @@ class Trained:
         self.params, self.loss = params, loss
         wide = torch.promote_types(params[0].dtype, torch.float32)
         self.masters = [p.detach().to(wide, copy=True) for p in params]
-        groups = [
-            {"params": [m for m in self.masters if (m.ndim > 1) == matrix],
-             "weight_decay": DECAY if matrix else 0.0}
-            for matrix in (True, False)
-        ]  # fmt: skip
-        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+        self.optimizer = torch_adamw(self.masters, LR, BETAS, EPS, DECAY)
 
     def backward(self, tokens: Tensor) -> Tensor:
         """The loss; gradients are in the parameters' `grad`."""

@@ -17,7 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from harness import Check, Report, assert_equal, header, interleave, parser, results_folder
+from harness import (
+    Check,
+    Report,
+    assert_equal,
+    header,
+    interleave,
+    parser,
+    results_folder,
+    torch_adamw,
+)
 from torch import Tensor, nn
 
 from warpweave.engine import Engine
@@ -77,12 +86,7 @@ class Theirs:
             for name, tensor in weights.items():
                 self.params[their_name(name)].copy_(to_theirs(name, tensor, config.heads))
         assert len(weights) == len(self.params)
-        groups = [
-            {"params": [p for p in self.params.values() if (p.ndim > 1) == matrix],
-             "weight_decay": DECAY if matrix else 0.0}
-            for matrix in (True, False)
-        ]  # fmt: skip
-        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+        self.optimizer = torch_adamw(self.params.values(), LR, BETAS, EPS, DECAY)
         self.model.train()
 
     def backward(self, tokens: Tensor) -> Tensor:

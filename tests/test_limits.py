@@ -34,7 +34,8 @@ from warpweave.launch import join
 from warpweave.lr_schedule import short_of_peak
 from warpweave.parallel.mesh import Mesh
 from warpweave.plain_gpt import PlainConfig
-from warpweave.plan.memory import TrainingStep, check_memory, estimate
+from warpweave.plan.fits import check_memory
+from warpweave.plan.memory import TrainingStep, estimate
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig
 from warpweave.prove.typecheck import typecheck

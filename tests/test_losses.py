@@ -14,13 +14,13 @@ from unittest import mock
 
 import pytest
 import torch
+from deferred import Product
 from threads import on_mesh
 from torch import Tensor, nn
 
 from warpweave import gpt, plain_gpt
 from warpweave.config import GPTConfig
 from warpweave.engine import Engine
-from warpweave.kernels.runtime.wgrad import wgrad
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import reduce_from
@@ -36,20 +36,6 @@ WIDTH, MICRO_BATCHES, DEPTH = 5, 3, 8
 WIDE = {"dtype": torch.float64}
 
 
-class _Linear(torch.autograd.Function):
-    """x @ w.T whose weight gradient can be deferred."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        return dy @ weight, wgrad(weight, lambda: dy.T @ x)
-
-
 class _Layer(nn.Module):
     """tanh(x W^T + b); odd layers have losses of the sum and of the result, one by one name."""
 
@@ -61,7 +47,7 @@ class _Layer(nn.Module):
         self.k = k
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        h = _Linear.apply(x, self.weight) + self.bias
+        h = Product.apply(x, self.weight) + self.bias
         y = torch.tanh(h)
         if self.k % 2 == 0:
             return y

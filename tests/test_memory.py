@@ -20,7 +20,8 @@ from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.tensor.linear_loss import CAPPED
-from warpweave.plan.memory import TrainingStep, check_memory, estimate, free_host_memory
+from warpweave.plan.fits import check_memory, free_host_memory
+from warpweave.plan.memory import TrainingStep, estimate
 from warpweave.train_config import TrainConfig
 
 GIB = 2**30

@@ -177,7 +177,7 @@ class Engine:
             loss_scale=None, rule=rule, state=dict, load_state=lambda state: None
         )
         self.gpt = SimpleNamespace(blocks={"0": None}, layout=SimpleNamespace(local_len=16))
-        self.passes, self.staleness = SimpleNamespace(ahead=0), (0,)
+        self.passes, self.staleness = SimpleNamespace(ahead=0, asynchronous=False), (0,)
 
     def load(self, kind, tensor) -> None:
         self.seen["loaded"] = kind

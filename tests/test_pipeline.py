@@ -11,11 +11,11 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from deferred import Product
 from plants import instead, planted
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from warpweave.kernels.runtime.wgrad import wgrad
 from warpweave.parallel.pipeline import Distributed, InProcess, ModuleStage, execute
 from warpweave.parallel.pipeline import transport as transport_module
 from warpweave.parallel.schedule import (
@@ -39,23 +39,6 @@ WIDTHS = (6, 5, 7, 6, 5)  # unequal, so that every link has its own shape; block
 CPU = torch.device("cpu")
 
 
-class _Linear(torch.autograd.Function):
-    """x @ w.T whose weight gradient can be deferred, as in the Triton layers; counts backwards."""
-
-    calls = 0
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        _Linear.calls += 1
-        x, weight = ctx.saved_tensors
-        return dy @ weight, wgrad(weight, lambda: dy.T @ x)
-
-
 class Block(nn.Module):
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -63,7 +46,7 @@ class Block(nn.Module):
         self.weight = nn.Parameter(torch.randn(out, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.gelu(_Linear.apply(self.norm(x), self.weight))
+        return torch.nn.functional.gelu(Product.apply(self.norm(x), self.weight))
 
 
 def model() -> list[Block]:
@@ -158,11 +141,11 @@ def lowered(name: str, p: int, m: int):
 def test_virtual_ranks_equal_one_device_bit_for_bit(name: str, p: int, m: int) -> None:
     expected, losses = truth(m)
     stages = build(p, m)
-    _Linear.calls = 0
+    Product.calls = 0
     execute(lowered(name, p, m), stages, InProcess())
     assert equal(grads_of(stages), expected)
     assert [stages[p - 1].losses[mb] for mb in range(m)] == [{"loss": x} for x in losses]
-    assert _Linear.calls == DEPTH * m  # once per layer and micro-batch, split or not
+    assert Product.calls == DEPTH * m  # once per layer and micro-batch, split or not
 
 
 def test_i_leaves_the_linear_weights_to_w() -> None:
@@ -435,13 +418,13 @@ def _real(rank: int, p: int) -> dict[str, list[Tensor]]:
             lists = lowered(name, p, m)
             transport = Counting(lists, dist.group.WORLD, timeout=300)
             stages = build(p, m, _mine(lists, rank))
-            _Linear.calls = 0
+            Product.calls = 0
             execute(lists, stages, transport)
             assert not transport.lost
             assert not transport.late
             if name == "1f1b" and m > p and rank < p - 1:  # not all m outputs and m gradients
                 assert transport.peak <= 2 * (p - rank)
-            assert _Linear.calls == m * len(list(stages[rank].module))
+            assert Product.calls == m * len(list(stages[rank].module))
             result[f"{name} {m}"] = grads_of(stages)
             again = build(p, m, [rank])  # the same transport serves the next step
             execute(lists, again, transport)

@@ -105,11 +105,12 @@ def test_activations_without_fusion_are_korthikantis(tp: int, sequence_parallel:
 
 def test_blocks_in_flight_are_the_schedules() -> None:
     """1F1B keeps p - r micro-batches of rank r's layers, GPipe all of them."""
+    eight = GPTConfig(**TINY | {"layers": 8})
     ofob, gpipe = (ParallelPlan(schedule=name, microbatches=7) for name in ("1f1b", "gpipe"))
-    assert live_blocks(ofob, 4, 8) == (8, 6, 4, 2)
-    assert live_blocks(gpipe, 4, 8) == (14, 14, 14, 14)
+    assert live_blocks(ofob, 4, eight) == (8, 6, 4, 2)
+    assert live_blocks(gpipe, 4, eight) == (14, 14, 14, 14)
     looped = dataclasses.replace(ofob, schedule="interleaved", chunks=2, microbatches=8)
-    assert live_blocks(looped, 4, 8) == (11, 9, 7, 5)  # 2 (p - 1 - r) + (c - 1) p + 1
+    assert live_blocks(looped, 4, eight) == (11, 9, 7, 5)  # 2 (p - 1 - r) + (c - 1) p + 1
 
 
 # ---------------------------------------------------------------- time

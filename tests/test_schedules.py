@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from deferred import Product
 from ranks import run_ranks
 from threads import run_threads
 from torch import Tensor, nn
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
-from warpweave.kernels.runtime.wgrad import wgrad
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.pipeline import Distributed, InProcess, ModuleStage, execute
 from warpweave.parallel.pipeline.stage import ChainStage
@@ -36,20 +36,6 @@ LIKE = ((TOKENS, WIDTH), torch.float32, torch.device("cpu"))
 def made(name: str, p: int, m: int):
     """The lists of a schedule that has several stages per rank where it may."""
     return FAMILIES[name].make(p, m, FAMILIES[name].chunks or 2)
-
-
-class Product(torch.autograd.Function):
-    """x @ w.T, whose weight gradient can be deferred."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        return dy @ weight, wgrad(weight, lambda: dy.T @ x)
 
 
 class Block(nn.Module):
@@ -178,7 +164,7 @@ def _one_step(plan: ParallelPlan, mesh) -> tuple[dict, float, float]:
         stage.forward = counted.__get__(stage)
     ids = torch.arange(2 * COUNT).view(2, COUNT, 1)[replica]
     engine.step(own, own.roll(1, -1), ids, lr=None, key=7)
-    line = simulate(engine.schedule, {"F": 1})
+    line = simulate(engine.passes.lists, {"F": 1})
     simulated = line.activations[mesh.index("pp")] * len(engine.stages)
     found = {(unit.name, replica): unit.gradients.reduced.clone() for unit in engine.units}
     return found, most, simulated
@@ -267,3 +253,14 @@ def test_a_schedule_in_a_file_is_proven(tmp_path):
     layout = ProveConfig(pp=2, schedule=str(path), dtype="fp64").layouts()[0]
     assert (layout.microbatches, layout.chunks, layout.sizes.samples) == (5, 2, 5)
     assert max(run_threads(2, _proven, layout)) < LIMITS["fp64"]
+
+
+def test_a_step_does_not_read_the_file_again(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(made("1f1b", 1, 2)))
+    plan = ParallelPlan(schedule=str(path), microbatches=2)
+    engine = Engine(MODEL, Mesh().seen_from(0), plan)
+    tokens = torch.randint(0, 11, (2, 1, 4), generator=torch.Generator().manual_seed(4))
+    path.unlink()
+    for step in range(2):
+        assert engine.step(tokens, tokens, torch.arange(2).view(2, 1), lr=0.1, key=step).norm > 0

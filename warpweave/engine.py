@@ -20,7 +20,7 @@ from torch import Tensor
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine_checks import check_batch, check_int64, check_packing, guard_state_dict
-from warpweave.engine_passes import make_lists, make_passes, warm_up
+from warpweave.engine_passes import OpenPasses, StepPasses, make_lists, warm_up
 from warpweave.engine_stage import EngineStage, RankUpdate, StageUpdate, StepResult
 from warpweave.generate import Sampling, go_on
 from warpweave.gpt import GPT, MicroBatch
@@ -128,9 +128,10 @@ class Engine:
                 chain, self._update, self.message, shared=earlier, versions=1 + staleness[stage]
             )
         self.staleness = tuple(staleness)
-        how: dict[str, Any] = {"device": self.device, "timeout": timeout}
-        self.passes = make_passes(run, self.stages, mesh.group("pp"), **how)
-        self.schedule, self.transport = self.passes.lists, self.passes.transport
+        passes: Any = OpenPasses if plan.asynchronous else StepPasses
+        self.passes: StepPasses | OpenPasses = passes(
+            run, self.stages, mesh.group("pp"), device=self.device, timeout=timeout
+        )
         self._counted: list[Pending] = []  # sums of valid tokens that nobody has waited for
         self._cold = self.device.type == "cuda" and mesh.size("pp") > 1  # see `warm_up`
 
@@ -236,7 +237,7 @@ class Engine:
         schedule then waits for another one's losses before it begins its next step."""
         if halted is not None and self.outer is not None and self.outer.acts_next:
             raise ValueError("a step after which replicas meet cannot be begun before the last one")
-        if self.plan.asynchronous and (lr is None or halted is not None):
+        if self.passes.asynchronous and (lr is None or halted is not None):
             raise ValueError(
                 f"schedule {self.plan.schedule} has begun the next steps: a step needs lr, and "
                 "cannot be halted"
@@ -258,14 +259,14 @@ class Engine:
             self._counted.pop().wait()
         ended = self._update.losses, self._update.norm, self._own_finite()
         result = functools.cache(lambda: self._result(*ended))
-        if not self.plan.asynchronous:
+        if not self.passes.asynchronous:
             result()
         return Pending(None, result)
 
     def _result(self, sums: Pending, norm: Tensor, finite: Tensor) -> StepResult:
         """The result of a step, whose losses are waited for."""
         *losses, interrupts = sums.wait()
-        if self.plan.asynchronous:
+        if self.passes.asynchronous:
             *losses, square = losses
             losses, norm = [loss / self.passes.updates for loss in losses], square.sqrt()
         named = dict(zip(self.gpt.loss_names, losses, strict=True))

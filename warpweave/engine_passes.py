@@ -60,7 +60,7 @@ class StepPasses:
         device, timeout: as of the engine.
     """
 
-    ahead, updates = 0, 1
+    asynchronous, ahead, updates = False, 0, 1
 
     def __init__(
         self,
@@ -100,6 +100,8 @@ class OpenPasses:
         ahead: steps by which data comes earlier than its losses.
         updates: of a step.
     """
+
+    asynchronous = True
 
     def __init__(
         self,
@@ -163,12 +165,3 @@ def warm_up(stages: Mapping[int, EngineStage], batch: Any, scale: Tensor | None)
         stage.reduce()
         for unit in stage.units:
             unit.gradients.clear()
-
-
-def make_passes(
-    run: schedules.Schedule | schedules.OpenRun, *args: Any, **how: Any
-) -> StepPasses | OpenPasses:
-    """The passes of what `make_lists` returned."""
-    if isinstance(run, schedules.OpenRun):
-        return OpenPasses(run, *args, **how)
-    return StepPasses(run, *args, **how)

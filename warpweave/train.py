@@ -40,7 +40,8 @@ from warpweave.measured import recording
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, locked, peak_memory
 from warpweave.parallel.collectives import Pending
-from warpweave.plan.memory import TrainingStep, check_memory, free_host_memory
+from warpweave.plan.fits import check_memory, free_host_memory
+from warpweave.plan.memory import TrainingStep
 from warpweave.resume import Progress, check_run, differences, open_run, progress_of
 from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
 
@@ -81,8 +82,7 @@ class Trainer:
         )
         replica = self.mesh.index("outer") * config.mesh.dp + self.mesh.index("dp")
         self.batches = Batches(config, replica, session.device)
-        self.train_data = self.batches.train
-        self.model = config.model_config(self.train_data.vocab_size)
+        self.model = config.model_config(self.batches.train.vocab_size)
         if session.device.type == "cuda":  # on CPUs `main` has asked for all ranks of a machine
             free, total = torch.cuda.mem_get_info(session.device)
             _check_memory(config, self.model, "cuda", free=free, total=total, ranks=1)
@@ -101,11 +101,10 @@ class Trainer:
             timeout=config.timeout,
         )
         self.step, self.progress, self.stopped = 0, Progress(), False
-        # A step is begun before the last one is read.
-        self.ahead = session.device.type != "cpu" or config.plan.asynchronous
+        # Whether a step is begun before the last one is read.
+        self.ahead = session.device.type != "cpu" or self.engine.passes.asynchronous
         self._begun: _Begun | None = None
-        self._interrupted = False
-        self._read = 0.0  # when the last step's result came
+        self._interrupted, self._read = False, 0.0  # when the last step's result came
         self._evaluation = (-1, math.nan)  # step and loss of the last one in this process
         self.saver = BackgroundSaver(self.mesh.group("world"), timeout=session.timeout)
         self.sequences_per_step = config.replicas * config.plan.microbatches * config.batch
@@ -128,7 +127,7 @@ class Trainer:
                 evaluates=self.over or self._due,
             )
             files = config.out, config.init_from, config.tokenizer_file
-            keep_origin(*files, self.train_data.tokenizer_name, again=config.resume)
+            keep_origin(*files, self.batches.train.tokenizer_name, again=config.resume)
 
     def describe(self) -> str:
         """Where and what this run trains, in one line."""
@@ -238,13 +237,13 @@ class Trainer:
             self._stop(loss, norm, step=result)
         self.step += 1
         self.progress.tokens += self.tokens_per_step
-        asynchronous = self.config.plan.asynchronous
+        stale: Any = {"staleness": [*self.engine.staleness]}
         row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm,
                "lr": now.lr, "tokens": self.progress.tokens,
-               **({"staleness": list(self.engine.staleness)} if asynchronous else {})}  # fmt: skip
+               **(stale if self.engine.passes.asynchronous else {})}  # fmt: skip
         began, self._read = max(now.began, self._read), time.perf_counter()
         self._interrupted |= interrupts > 0
-        goes_on = self._begun is not None and asynchronous
+        goes_on = self._begun is not None and self.engine.passes.asynchronous
         return row, self._read - began, self._interrupted and not goes_on
 
     def _begin(self, step: int, before: _Begun | None = None) -> _Begun:
@@ -258,7 +257,7 @@ class Trainer:
         self._fed = last + 1
         tokens, labels, documents, ids = self.batches.step(last)
         lr = learning_rate(self.config, step)
-        halts = before is not None and not self.config.plan.asynchronous
+        halts = before is not None and not self.engine.passes.asynchronous
         with recording(self.engine, self.config.timeline, step + 1 == self.config.steps):
             result = self.engine.begin(
                 tokens, labels, ids, lr=lr, key=key(last), documents=documents,
@@ -296,7 +295,7 @@ class Trainer:
         names = ", ".join(self.config.mesh.describe(r) for r in ranks) or "no single rank"
         # The optimizer leaves everything untouched when the norm is not finite.
         untouched = not math.isfinite(norm) and self.config.outer_rule is None
-        untouched &= not self.config.plan.asynchronous
+        untouched &= not self.engine.passes.asynchronous
         kept = "the weights were not updated, " if untouched else ""
         try:
             path = self.saver.wait()
@@ -333,10 +332,10 @@ class Trainer:
             "step": self.step,
             "seed": self.config.seed,
             "data": {
-                "name": self.train_data.name,
-                "fingerprint": self.train_data.fingerprint,
+                "name": self.batches.train.name,
+                "fingerprint": self.batches.train.fingerprint,
                 "sequences_per_step": self.sequences_per_step,
-                "tokenizer": self.train_data.tokenizer_name,
+                "tokenizer": self.batches.train.tokenizer_name,
             },
             "progress": dataclasses.asdict(self.progress),
             "optimizer": optimizers[0],
@@ -363,7 +362,7 @@ class Trainer:
 
     def _resume(self) -> None:
         reader = open_run(self._folder, self.model, self.mesh.group("world"))
-        check_run(reader, self.config, self.train_data)
+        check_run(reader, self.config, self.batches.train)
         versions = reader.state.get("asynchronous") is not None
         saved_state.restore(self.engine, reader, versions=versions)
         of_replicas = reader.state.get("optimizers") or [reader.state["optimizer"]]
@@ -410,7 +409,7 @@ class Trainer:
         prompt = torch.from_numpy(self.batches.validation.tokens[:8].astype("int64"))
         tokens = self.engine.generate(prompt, self.config.sample, seed=self.config.seed).tolist()
         # A model's vocabulary may be larger than its data's, and an untrained one draws from all.
-        return self.train_data.decode([t for t in tokens if t < self.train_data.vocab_size])
+        return self.batches.train.decode([t for t in tokens if t < self.batches.train.vocab_size])
 
 
 def _check_memory(config: TrainConfig, model: GPTConfig, device: str, **memory: int) -> None:

@@ -449,7 +449,9 @@ class TrainConfig:
         self.plan.check_update(self.clip, self.dtype == "fp16", self.outer_rule is not None)
         _ = self.server_plan
         if self.init_from is not None:
-            self._check_weights(self.init_from)
+            from warpweave.convert.source import check_same_model
+
+            check_same_model(self.model_config(1), self.init_from)
         from warpweave.parallel.layout import cut
 
         rows = self.batch * cut(self.seq_len, self.cp, self.plan.layout).local_len
@@ -469,21 +471,6 @@ class TrainConfig:
         vocabulary = self.open_data("train").vocab_size
         self.open_data("validation")
         self.model_config(vocabulary)
-
-    def _check_weights(self, folder: Path) -> None:
-        """Raise if the weights in `folder` are not those of a model with the overrides."""
-        from warpweave.convert.source import open_model
-        from warpweave.gpt import GPT
-
-        models = (self.model_config(1), open_model(folder).config)
-        ours, theirs = (GPT(m, device="meta").parameter_records() for m in models)
-        for name in {**ours, **theirs}:
-            wanted, found = (r[name].shape if name in r else None for r in (ours, theirs))
-            if wanted != found:
-                raise ValueError(
-                    f"{name} is {found} in {folder}, but with the given options the model's is "
-                    f"{wanted}"
-                )
 
 
 def parse(argv: list[str] | None = None) -> TrainConfig:

@@ -108,7 +108,7 @@ def train(
                 impl=impl,
             )
             likes = {(s, i): engine.message for s in range(mesh.pp) for i in range(MICROBATCHES)}
-            engine.transport._agree = lambda lists, stages: likes
+            engine.passes.transport._agree = lambda lists, stages: likes
             ids = torch.zeros(MICROBATCHES, BATCH, dtype=torch.int64, device=engine.device)
             tokens = ids[..., None].expand(-1, -1, SIZES["seq_len"]).contiguous()
             for _ in range(2):

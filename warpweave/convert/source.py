@@ -61,6 +61,20 @@ def open_model(folder: Path, group: dist.ProcessGroup | None = None) -> HFFolder
     return SavedModel(_ours(step, reader.config), reader)
 
 
+def check_same_model(config: GPTConfig, folder: Path) -> None:
+    """Raise a one-line ``ValueError`` if the weights in a folder are of other shapes than the
+    model's."""
+    ours, theirs = (
+        GPT(m, device="meta").parameter_records() for m in (config, open_model(folder).config)
+    )
+    for name in {**ours, **theirs}:
+        wanted, found = (r[name].shape if name in r else None for r in (ours, theirs))
+        if wanted != found:
+            raise ValueError(
+                f"{name} is {found} in {folder}, but with the given options the model's is {wanted}"
+            )
+
+
 def find_tokenizer(folder: Path) -> Path | None:
     """The tokenizer.json of a folder, or of a run's ``origin``; None if it has no tokenizer at all.
 

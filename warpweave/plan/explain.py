@@ -111,7 +111,7 @@ def _memory_of(chosen: Chosen) -> Iterator[str]:
         f"{job.plan.zero} over {job.mesh.size('shard')} ranks"
     )
     yield (
-        f"  activations: {live_blocks(job.plan, job.mesh.pp, job.config.layers)[rank]} blocks in "
+        f"  activations: {live_blocks(job.plan, job.mesh.pp, job.config)[rank]} blocks in "
         f"flight, {kept / 1e6:.1f} MB each without recomputation (arXiv:2205.05198's, with masks "
         f"and scores: {unfused / 1e6:.1f} MB)"
     )

@@ -49,12 +49,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.kernels.words import find_activation
@@ -68,7 +66,7 @@ if TYPE_CHECKING:
 
 SIZES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of an element
 
-_GIB = 2**30
+
 _MIB = 2**20
 # Kernels of torch, cuBLAS and Triton, loaded at their first launch: read off public reports of 0.6
 # to 1 GiB for context and modules, of which the context alone is about half.
@@ -212,7 +210,7 @@ def _activation_bytes(step: TrainingStep, rank: int) -> int:
     """Bytes of activations on a pipeline rank at the peak of its backward."""
     config, mesh, size = step.config, step.mesh, SIZES[step.dtype]
     whole, kept = _kept(step)
-    found = live_blocks(step.plan, mesh.pp, config.layers)[rank] * kept + 3 * whole
+    found = live_blocks(step.plan, mesh.pp, config)[rank] * kept + 3 * whole
     last = stage_ranks(step.plan, mesh.pp)[-1] == rank
     return found + (_loss(step, size, max(size, 4)) if last else 0)
 
@@ -241,18 +239,18 @@ def _pipeline_shape(name: str, m: int, chunks: int, ranks: int) -> tuple[tuple[i
     return tuple(placement(lists)), any(a.op in (I, W) for actions in lists for a in actions)
 
 
-def live_blocks(plan: ParallelPlan, ranks: int, layers: int) -> tuple[int, ...]:
+def live_blocks(plan: ParallelPlan, ranks: int, config: GPTConfig) -> tuple[int, ...]:
     """For each pipeline rank the most blocks, counted once per micro-batch, whose activations its
     list of actions keeps at once."""
     count = _live_blocks if plan.schedule in FAMILIES else _live_blocks.__wrapped__
-    return count(plan.schedule, plan.microbatches, plan.chunks, ranks, layers)
+    return count(plan.schedule, plan.microbatches, plan.chunks, ranks, config)
 
 
 @lru_cache(maxsize=4096)
-def _live_blocks(name: str, m: int, chunks: int, ranks: int, layers: int) -> tuple[int, ...]:
+def _live_blocks(name: str, m: int, chunks: int, ranks: int, config: GPTConfig) -> tuple[int, ...]:
     lists = find_family(name).make(ranks, m, chunks)
     stages = len(placement(lists))
-    each = [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
+    each = [len(config.blocks_of(stage, stages)) for stage in range(stages)]
     return tuple(max(held_activations(actions, each.__getitem__), default=0) for actions in lists)
 
 
@@ -401,109 +399,3 @@ def _loss(step: TrainingStep, size: int, master: int) -> int:
     if config.logit_softcap is not None:  # and of it in float32 what the backward makes
         logits = min(max(CAPPED[1], vocabulary), tokens * vocabulary) * (size + 2 * master)
     return logits + tokens * config.width * size + on_cpu * vocabulary * config.width * master
-
-
-# ---------------------------------------------------------------- what there is
-
-
-def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Free bytes of this machine within the limits of this process's control groups.
-
-    File cache counts as free. Where neither is known (not on Linux), all of the machine's memory.
-    """
-    try:
-        lines = (proc / "meminfo").read_text().splitlines()
-        fields = dict(line.split(":") for line in lines)
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([free, *_limits(proc, cgroups)])
-
-
-def _limits(proc: Path, cgroups: Path) -> list[int]:
-    """Bytes left in each control group, of version 1 or 2, from this process's own to the root."""
-    names = {
-        "": ("memory.max", "memory.current", "inactive_file"),
-        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    }
-    left = []
-    try:
-        rows = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
-    except OSError:
-        return []
-    for _, controllers, path in rows:
-        kind = "memory" if "memory" in controllers.split(",") else controllers
-        if kind not in names:
-            continue
-        limit, usage, cached = names[kind]
-        top = cgroups / kind
-        own = top / path.lstrip("/")
-        for folder in [own, *own.parents]:  # a container may see its own group as the root
-            try:
-                most, used = (folder / limit).read_text(), int((folder / usage).read_text())
-                stat = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
-                if most.strip() != "max":
-                    left.append(int(most) - used + int(stat.get(cached, 0)))
-            except (OSError, ValueError):
-                pass
-            if folder == top:
-                break
-    return left
-
-
-# ---------------------------------------------------------------- the refusal
-
-
-def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None = None) -> None:
-    """Raise a one-line ``ValueError`` if a training step does not fit into `free` bytes of memory,
-    shared by `ranks` ranks: 1 on a GPU, all of this machine's on a CPU. `total` is a GPU's."""
-
-    def needed(step: TrainingStep) -> float:
-        totals = [rank.total for rank in estimate(step)]
-        return max(totals) if ranks == 1 else sum(totals) / len(totals) * ranks
-
-    def other(**changes: Any) -> TrainingStep:
-        return dataclasses.replace(step, **changes)
-
-    now, mesh, plan, on_gpu = needed(step), step.mesh, step.plan, step.device_type == "cuda"
-    if now <= free:
-        return
-    spare: dict[str, Any] = {"recompute": "full"} | ({"zero": 3} if mesh.data > 1 else {})
-    ways = {
-        f"--{name} {value}": other(plan=dataclasses.replace(plan, **{name: value}))
-        for name, value in spare.items()
-    }
-    no_replicas = dataclasses.replace(mesh, dp_shard=None)
-    if mesh.size("replica") > 1:
-        ways[f"--dp-shard {mesh.dp}"] = other(mesh=no_replicas)
-    ways |= {"--dtype bf16": other(dtype="bf16"), "--batch 1": other(batch=1)}
-    for tp in (2, 4, 8) if on_gpu else ():  # on CPUs they share the memory
-        wider = dataclasses.replace(mesh, tp=mesh.tp * tp)
-        try:
-            step.config.check(wider, plan)
-        except ValueError:
-            break
-        ways[f"--tp {wider.tp}"] = other(mesh=wider)
-    less = {name: needed(way) for name, way in ways.items()}
-    helps = sorted((size, name) for name, size in less.items() if size < 0.95 * now)
-    words = ", ".join(f"{name} {size / _GIB:.1f} GiB" for size, name in helps)
-    if helps and helps[0][0] > free:
-        together = other(
-            mesh=no_replicas, plan=dataclasses.replace(plan, **spare), batch=1, dtype="bf16"
-        )
-        every = "all but --tp" if on_gpu else "all of them"
-        words += f"; with {every} {needed(together) / _GIB:.1f}"
-    most = max(estimate(step), key=lambda rank: rank.total)
-    parts = ", ".join(
-        f"{name} {value / _GIB:.1f}"
-        for name, value in dataclasses.asdict(most).items()
-        if name != "loading" and (value or name not in ("gpu", "update"))
-    )
-    of_all = "" if total is None else f" of {total / _GIB:.1f}"
-    where = "this GPU" if on_gpu else "this machine"
-    of = "" if ranks == 1 else f" for {ranks} ranks"
-    raise ValueError(
-        f"training needs about {now / _GIB:.1f} GiB{of} (a rank: {parts}), {where} has "
-        f"{free / _GIB:.1f}{of_all} GiB free; "
-        + (f"it would need, with {words}" if words else "take a smaller --model")
-    )

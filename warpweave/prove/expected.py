@@ -119,9 +119,8 @@ class Delayed:
         stage = 0 if kind in ("embedding", "positions") else self.stages - 1
         if kind == "blocks":
             stage = next(s for s, end in enumerate(ends) if int(number) < end)
-        return {"pipedream": self.stages - 1 - stage, "pipedream-2bw": 1}.get(
-            self.schedule, self.stages - 1
-        )
+        vertical, last = self.stages - 1, self.stages - 1 - stage
+        return {"pipedream": last, "pipedream-vs": vertical, "pipedream-2bw": 1}[self.schedule]
 
 
 def plain_config(config: GPTConfig) -> PlainConfig:
