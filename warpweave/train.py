@@ -1,5 +1,4 @@
-"""``warpweave train``: the training loop of each rank, and its launch; options are in
-`train_config`."""
+"""``warpweave train``: the training loop of each rank, and its launch (options: `train_config`)."""
 
 from __future__ import annotations
 
@@ -257,12 +256,12 @@ class Trainer:
         self._fed = last + 1
         tokens, labels, documents, ids = self.batches.step(last)
         lr = learning_rate(self.config, step)
-        halts = before is not None and not self.engine.passes.asynchronous
+        free = self.engine.passes.asynchronous  # its next steps have begun, and are not undone
         with recording(self.engine, self.config.timeline, step + 1 == self.config.steps):
             result = self.engine.begin(
                 tokens, labels, ids, lr=lr, key=key(last), documents=documents,
                 interrupted=self.interrupt.number is not None or self.saver.failed,
-                halted=before.result.wait().stops if before is not None and halts else None,
+                halted=None if before is None or free else before.result.wait().stops,
             )  # fmt: skip
         return _Begun(result, lr, began)
 
