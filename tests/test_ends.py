@@ -261,6 +261,7 @@ def test_a_run_that_cannot_go_on_says_what_where_and_what_is_left(
     loss, norm, what, words, ranks, checkpoint
 ):
     engine = mock.Mock(not_finite_ranks=lambda *_: ranks)
+    engine.passes.asynchronous = False
     saver = SimpleNamespace(wait=mock.Mock(side_effect=[checkpoint]))
     trainer = SimpleNamespace(step=7, engine=engine, config=TrainConfig(dp=2, tp=2), saver=saver)
     with pytest.raises(TrainingStopped) as caught:
