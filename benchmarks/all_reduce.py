@@ -30,7 +30,7 @@ CLAIM = (
     "all send to all, whose bytes at once grow with R^2."
 )
 SCRIPT = "all_reduce"
-BYTES = 1 << 22
+SIZES = 1 << 12, 1 << 16, 1 << 20, 1 << 22  # bytes
 
 
 def server(rank: int, ranks: int, n: int) -> Rounds:
@@ -77,17 +77,21 @@ def simulate(ranks: int, n: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(ranks: int, repeats: int) -> dict[str, float]:
-    """Milliseconds of each algorithm, and of gloo, on this machine."""
+def measure(ranks: int, sizes: tuple[int, ...], repeats: int) -> dict[str, Any]:
+    """Milliseconds of each algorithm and of gloo by bytes, on this machine, and the network that
+    was fitted to ours: seconds of a round, of a byte over a link and of a byte added."""
     config = CollectivesConfig(
-        ranks=ranks, sizes=(str(BYTES),), repeats=repeats, device="cpu", timeout=120.0
+        ranks=ranks, sizes=tuple(map(str, sizes)), repeats=repeats, device="cpu", timeout=120.0
     )
     rows = launch(collectives_rank, (config,), Mesh(dp=ranks), backend="gloo")
     found = summarised(config, rows)
-    return {row["algorithm"]: round(1e3 * row["seconds"], 3) for row in found["rows"]}
+    ms: dict[str, list[float]] = {}
+    for row in found["rows"]:
+        ms.setdefault(row["algorithm"], []).append(round(1e3 * row["seconds"], 3))
+    return {"ms": ms, **{k: found[k] for k in ("network", "predicted_by_measured")}}
 
 
-def table(rows: list[dict[str, Any]], measured: dict[str, dict[str, float]]) -> str:
+def table(rows: list[dict[str, Any]], sizes: tuple[int, ...], measured: dict[int, Any]) -> str:
     """The largest simulated number of ranks, and what was measured."""
     last = max(row["ranks"] for row in rows)
     lines = [f"{last} ranks{'':12} {'rounds':>7} {'busiest':>9} {'at once':>9}   growth"]
@@ -95,11 +99,17 @@ def table(rows: list[dict[str, Any]], measured: dict[str, dict[str, float]]) -> 
         if row["ranks"] == last:
             counts = f"{row['rounds']:7.0f} {row['busiest']:9.2f} {row['at_once']:9.0f}"
             lines.append(f"{row['name']:22} {counts}   {GROWTH[row['name']]}")
-    names = [name for name in next(iter(measured.values()), {}) if name in CLOSED or name == "gloo"]
-    heads = "".join(f"{f'R = {R}':>10}" for R in measured)
-    lines += ["", f"{'4 MiB, measured, ms':22}{heads}"]
-    for name in names:
-        lines.append(f"{name:22}" + "".join(f"{times[name]:10.2f}" for times in measured.values()))
+    for ranks, found in measured.items():
+        heads = "".join(f"{size:>12,}" for size in sizes)
+        lines += ["", f"{f'ms, R = {ranks}, bytes':22}{heads}"]
+        for name, times in found["ms"].items():
+            lines.append(f"{name:22}" + "".join(f"{time:12.3f}" for time in times))
+        alpha, beta, gamma = found["network"].values()
+        low, high = found["predicted_by_measured"]
+        lines.append(
+            f"fitted: a round {1e6 * alpha:.0f} us, a byte over a link {1e9 * beta:.2f} ns, a byte "
+            f"added {1e9 * gamma:.2f} ns; predicted / measured from {low:.2f} to {high:.2f}"
+        )
     return "\n".join(lines)
 
 
@@ -131,13 +141,15 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """The benchmark."""
     options = parser(CLAIM).parse_args(argv)
-    most, some, repeats = (16, (2,), 1) if options.quick else (1024, (2, 4, 8), 9)
+    most, some, sizes, repeats = (
+        (16, (2,), SIZES[:2], 1) if options.quick else (1024, (2, 4, 8), SIZES, 9)
+    )
     report: dict[str, Any] = {"script": SCRIPT, "claim": CLAIM, "header": header()}
     ranks = [2**p for p in range(1, most.bit_length())]
     rows = [row for R in ranks for row in simulate(R, most)]
-    measured = {str(R): measure(R, options.rounds or repeats) for R in some}
-    report |= {"simulated": rows, "bytes": BYTES, "measured_ms": measured}
-    print(CLAIM, table(rows, measured), sep="\n")
+    measured = {R: measure(R, sizes, options.rounds or repeats) for R in some}
+    report |= {"simulated": rows, "bytes": sizes, "measured": measured}
+    print(CLAIM, table(rows, sizes, measured), sep="\n")
     path = write_report(report, results_folder(options))
     if path is not None:
         draw(rows, path.with_suffix(".svg"))

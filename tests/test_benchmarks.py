@@ -20,6 +20,8 @@ from clock import HotLoop
 from ranks import run_ranks
 
 from warpweave.gpt import GPTConfig
+from warpweave.parallel.algorithms.all_reduce import all_reduces
+from warpweave.parallel.algorithms.network import Network, traffic
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.plain_gpt import plain_gpt_loss
 from warpweave.prove.expected import plain_config
@@ -168,10 +170,23 @@ def test_local_steps_send_a_part_of_the_bytes(load, tmp_path, capsys, monkeypatc
 
 def test_all_reduces_grow_as_their_closed_forms(load, tmp_path, capsys, monkeypatch):
     growth = load("all_reduce")
-    monkeypatch.setattr(growth, "measure", lambda ranks, repeats: {"gloo": 1.0, "ring": 2.0})
+    network = Network(1e-4, 1e-9, 0.0)
+
+    def launch(_entry, args, mesh, backend):  # ranks that take what the network says
+        return [
+            {"algorithm": name, "elements": n, "seconds": traffic(a, mesh.dp, n, network).seconds}
+            for n in args[0].elements
+            for name, a in all_reduces(mesh.dp).items()
+        ]
+
+    monkeypatch.setattr(growth, "launch", launch)
     growth.main(["--quick", "--results", str(tmp_path)])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == json.loads((tmp_path / "cpu" / "all_reduce.json").read_text())
+    found = last["measured"]["2"]
+    assert found["network"] == pytest.approx({"alpha": 1e-4, "beta": 1e-9, "gamma": 0}, abs=1e-15)
+    assert found["predicted_by_measured"] == [1.0, 1.0]
+    assert found["ms"]["parallel"] == [0.104, 0.166]  # 4 and 64 KiB
     at_16 = {row["name"]: row for row in last["simulated"] if row["ranks"] == 16}
     assert at_16["ring"]["rounds"] == at_16["naive"]["rounds"] == 30
     assert at_16["parallel"]["at_once"] == 240

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
 import subprocess
 import sys
 
@@ -92,6 +94,16 @@ finally:
     assert done.returncode == code
     assert words in done.stdout + done.stderr
     assert done.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help")])
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-P", "-m", "warpweave", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_the_version_is_printed(monkeypatch, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from importlib import import_module
 
@@ -37,11 +39,18 @@ _COMMANDS = {
 
 
 def main() -> None:
-    """Entry point of the ``warpweave`` command; Ctrl-C during the imports ends it quietly."""
+    """Entry point of the ``warpweave`` command; Ctrl-C during the imports ends it quietly, and so
+    does a reader that has seen enough (``warpweave train --help | head``)."""
     try:
-        _main()
+        try:
+            _main()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def _main() -> None:
