@@ -21,6 +21,7 @@ import torch
 import triton
 from close import relative_error
 from threads import run_threads
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import warpweave.train as train
 from warpweave.checkpoint import (
@@ -473,6 +474,32 @@ def test_steps_that_begin_before_the_last_loss_is_read_are_the_same_run(tmp_path
         assert here.state["optimizer"] == there.state["optimizer"]
         assert _same(*({n: r.tensor(n) for n in r.names} for r in (here, there)))
     assert _rows(ahead.out) == _rows(config.out)
+
+
+def test_a_step_reads_one_tensor_of_its_device_when_the_next_one_has_begun(tmp_path, monkeypatch):
+    """What a host with a GPU would wait for; of SGD, as AdamW's step on a CPU reads a flag."""
+    trainer = _trainer(_config(tmp_path, optimizer="sgd", steps=9, eval_every=0, save_every=0))
+    trainer.ahead, begun, fetched, seen = True, _begins(trainer), [], []
+    cpu, numbers = torch.Tensor.cpu, torch.ops.aten._local_scalar_dense
+
+    def fetch(tensor):
+        seen.append(f"read with step {begun[-1]} begun")
+        fetched.append(cpu(tensor).clone())  # a copy, as from a GPU
+        return fetched[-1]
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket is numbers:
+                places = [x.untyped_storage().data_ptr() for x in (args[0], *fetched[-1:])]
+                if len({*places}) != 1 or not fetched:
+                    seen.append("a number of the device's is read")
+            return func(*args, **kwargs or {})
+
+    monkeypatch.setattr(torch.Tensor, "cpu", fetch)
+    with Reads():
+        for _ in range(3):
+            trainer._train_step()
+    assert seen == [f"read with step {step} begun" for step in (1, 2, 3)]
 
 
 def test_batches_go_to_a_gpu_by_pinned_memory_and_the_host_goes_on():
