@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import resource
+import shutil
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -13,7 +16,10 @@ import pytest
 import torch
 from test_train import _config, _replace, _trainer
 
+from warpweave import metrics as metrics_module
 from warpweave.boards import WeightsAndBiases, check_boards
+from warpweave.launch import Session
+from warpweave.metrics import Metrics
 from warpweave.train import Interrupt
 
 
@@ -192,3 +198,181 @@ def test_the_bar_says_what_the_first_step_waits_for(tmp_path, capsys):
     assert "0/1 [00:00<?, ?step/s, first step: compiling and connecting]" in said
     assert "loss=" in said.rsplit("\r", 1)[1]
     assert "compiling" not in said.rsplit("\r", 1)[1]
+
+
+# ---- what is damaged, and what cannot be written -------------------------------------------------
+
+
+def _metrics(folder: Path, step: int, **changes) -> Metrics:
+    """The metrics of a run that is resumed at `step`, without its trainer."""
+    config = _config(folder, **{"resume": True} | changes)
+    session = Session(torch.device("cpu"), 0, 1, None, 60.0, config.mesh)
+    return Metrics(config, session, config.model_config(256), step, tokens_per_step=32)
+
+
+def _row(step: int) -> bytes:
+    return json.dumps({"step": step, "loss": 1.5}).encode()
+
+
+DAMAGE = {
+    "cut": b'{"step": 4, "lo',
+    "binary": bytes(range(1, 10)) + bytes(range(11, 256)),
+    "latin1": '{"step": 2, "word": "Maß"}'.encode("latin1"),
+    "list": b"[2, 1.5]",
+    "number": b"2",
+    "no step": b'{"loss": 1.5}',
+    "step as text": b'{"step": "2", "loss": 1.5}',
+    "step as truth": b'{"step": true, "loss": 1.5}',
+    "step as fraction": b'{"step": 2.0, "loss": 1.5}',
+    "zeros": bytes(64),
+    "zeros before": bytes(8) + _row(2),
+    "deep": b"[" * 100_000,
+    "long number": b'{"step": ' + b"9" * 5000 + b"}",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("where", [0, 1, 3])
+def test_damaged_rows_are_set_aside_and_the_others_stay(tmp_path, capsys, kind, where):
+    lines = [_row(1), _row(2), _row(3)]
+    lines.insert(where, DAMAGE[kind])
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b"\n".join(lines))
+    metrics = _metrics(tmp_path, 2)
+    metrics.write({"step": 3, "loss": 2.5})
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.5), (2, 1.5), (3, 2.5)]
+    aside, said = path.with_name("metrics.jsonl.damaged-1"), capsys.readouterr().err.strip()
+    if not DAMAGE[kind]:
+        assert (aside.exists(), said) == (False, "")
+        return
+    assert aside.read_bytes() == DAMAGE[kind] + b"\n"
+    assert said == f"warpweave: {path}: damaged rows (1) were set aside in {aside}"
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "dangling", "pipe", "empty", "absent"])
+def test_what_is_no_file_of_metrics_is_moved_and_no_link_is_followed(tmp_path, capsys, kind):
+    path, other = tmp_path / "run" / "metrics.jsonl", tmp_path / "other"
+    path.parent.mkdir()
+    other.write_bytes(_row(1) + b"\n")
+    make = {
+        "folder": path.mkdir, "link": lambda: path.symlink_to(other), "empty": path.touch,
+        "dangling": lambda: path.symlink_to("nowhere"), "pipe": lambda: os.mkfifo(path),
+    }  # fmt: skip
+    make.get(kind, lambda: None)()
+    _metrics(tmp_path, 1).write({"step": 2})
+    assert path.read_text() == '{"step": 2}\n'
+    assert path.is_file()
+    assert not path.is_symlink()
+    assert other.read_bytes() == _row(1) + b"\n"
+    assert not (path.parent / "nowhere").exists()
+    aside, said = path.with_name("metrics.jsonl.damaged-1"), capsys.readouterr().err
+    assert os.path.lexists(aside) == (kind not in ("empty", "absent"))
+    assert (f"{path} is " in said and f"moved to {aside}" in said) == os.path.lexists(aside)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_files_of_a_run_are_written_beside_links_of_their_names(tmp_path, capsys, resume):
+    config, other = _config(tmp_path, steps=1), tmp_path / "other"
+    if resume:
+        _trainer(config).run()
+    config.out.mkdir(exist_ok=True)
+    other.write_text("mine")
+    names = ("config.toml", "loss.png", "metrics.tmp", "metrics.jsonl")
+    for name in names:
+        (config.out / name).unlink(missing_ok=True)
+        (config.out / name).symlink_to(other)
+    result = _trainer(_replace(config, resume=resume)).run()
+    assert other.read_text() == "mine"
+    assert all((config.out / n).is_file() and not (config.out / n).is_symlink() for n in names[:2])
+    assert result["plot"] == str(config.out / "loss.png")
+
+
+def test_a_link_that_comes_while_a_run_goes_on_is_not_written_through(tmp_path, capsys):
+    metrics, other = _metrics(tmp_path, 0), tmp_path / "other"
+    other.write_text("mine")
+    metrics.path.unlink()
+    metrics.path.symlink_to(other)
+    metrics.write({"step": 1})
+    assert other.read_text() == "mine"
+    assert f"{metrics.path} cannot be written" in capsys.readouterr().err
+
+
+def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, capsys):
+    """A limit of file size cuts a row in half, as a full disk does."""
+    metrics = _metrics(tmp_path, 0)
+    metrics.write({"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.path.stat().st_size + 5, hard))
+    try:
+        for step in (2, 3):
+            metrics.write({"step": step})
+            assert metrics.path.read_text() == '{"step": 1}\n'
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    metrics.write({"step": 4})
+    assert metrics.path.read_text() == "".join(f'{{"step": {i}}}\n' for i in range(1, 5))
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert said.startswith(
+        f"warpweave: {metrics.path} cannot be written, the run goes on and tries"
+    )
+
+
+@pytest.mark.parametrize("what", ["replace", "_append"])
+def test_a_disk_that_fails_at_a_resume_keeps_the_rows_in_memory(tmp_path, monkeypatch, what):
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(_row(1) + b"\n" + _row(2) + b"\n" + _row(3) + b"\n")
+
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics_module, what, fails)
+        metrics = _metrics(tmp_path, 1)
+        metrics.write({"step": 2})
+    metrics.write({"step": 3})
+    assert path.read_bytes() == _row(1) + b'\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_run_ends_well_whose_metrics_plot_and_boards_all_fail(tmp_path, capsys, monkeypatch):
+    class Broken:
+        def row(self, row):
+            raise RuntimeError("the board\nis gone")
+
+        flush = close = lambda self: self.row({})
+
+    monkeypatch.setattr(metrics_module, "open_boards", lambda *_: [Broken()])
+    config = _config(tmp_path, steps=3)
+    trainer = _trainer(config)
+    for name in ("loss.png", "metrics.jsonl"):
+        (config.out / name).unlink(missing_ok=True)
+        (config.out / name / "mine").mkdir(parents=True)
+    result = trainer.run()
+    assert (result["steps"], result["plot"]) == (3, None)
+    said = capsys.readouterr().err
+    for line in (
+        f"{config.out}/metrics.jsonl cannot be written, the run goes on",
+        f"{config.out}/loss.png cannot be written, the run goes on",
+        f"{config.out} cannot be written by Broken, the run goes on and tries again: the board is",
+    ):
+        assert said.count(line) == 1, line
+
+
+def test_a_folder_that_is_removed_stops_no_run(tmp_path, capsys):
+    metrics = _metrics(tmp_path, 0)
+    shutil.rmtree(metrics.folder)
+    metrics.write({"step": 1})
+    assert metrics.plot() is None
+    metrics.folder.mkdir()
+    metrics.write({"step": 2})
+    assert metrics.path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_options_that_cannot_be_written_are_said(tmp_path, capsys):
+    (tmp_path / "run" / "config.toml" / "mine").mkdir(parents=True)
+    metrics = _metrics(tmp_path, 0)
+    said = capsys.readouterr().err
+    assert f"{metrics.folder}/config.toml cannot be written, the run goes on" in said

@@ -2,26 +2,31 @@
 
 A metric of a step is a field of the row of `Metrics.trained`, one of an evaluation of that of
 `Metrics.evaluated`. What the progress bar shows of them is in `train`. One job at a time writes
-into a folder (`locked`).
+into a folder (`locked`). Nothing here stops a run that has begun: what cannot be written is said
+once, with its path, and tried again with the next row.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from warpweave.boards import EVENTS, WANDB, open_boards
+from warpweave.boards import EVENTS, WANDB, Board, open_boards
+from warpweave.checkpoint.files import CheckpointError, open_regular, reason
 from warpweave.config import GPTConfig
 from warpweave.config_file import options_of, write_options
 from warpweave.convert.beside import ORIGIN
+from warpweave.data.files import replace
 from warpweave.kernels.devices import find_device
 from warpweave.launch import Session
 from warpweave.messages import say
@@ -38,6 +43,8 @@ from warpweave.train_config import (
     TrainConfig,
 )
 
+_DAMAGED = f"{METRICS}.damaged"  # lines of damaged metrics, -1 and so on
+_MODE = 0o666  # of files that a user's colleagues read, too, if their umask lets them
 _HEADING = "# The options of a run, which `warpweave train --config` with this file is again.\n"
 
 
@@ -88,12 +95,15 @@ class Metrics:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / METRICS
         self._shown = -1  # step of an evaluation that is made again, which boards have already
+        self._said: set[str] = set()
+        self._owed, self._anew = bytearray(), False  # rows to write; whether they are the file
         if config.resume:
             self._rewind(step, evaluates=evaluates)
         else:
             set_aside(self.folder)
-        text = write_options(config, UNWRITTEN)
-        (self.folder / CONFIG).write_text(_HEADING + text)
+        text = (_HEADING + write_options(config, UNWRITTEN)).encode()
+        with self._tried(self.folder / CONFIG):
+            replace(self.folder / CONFIG, lambda file: file.write(text), _MODE)
         self.boards = open_boards(self.folder, step, options_of(config))
 
     def trained(self, row: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -110,41 +120,84 @@ class Metrics:
         self.write({"step": step, "val_loss": val_loss, "peak_memory_mib": peak_mib})
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row; the file is complete up to here at any time."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        """Append one row; the file is complete up to here at any time. Rows that cannot be written
+        are kept in memory until one of the next can."""
+        self._owed += json.dumps(row).encode() + b"\n"
+        self._write_owed()
         if "val_loss" not in row or row["step"] != self._shown:
-            for board in self.boards:
-                board.row(row)
+            self._on_boards(lambda board: board.row(row))
 
     def flush(self) -> None:
         """Flush, so that no row is lost if this process is killed."""
+        self._on_boards(lambda board: board.flush())
+
+    def _write_owed(self) -> None:
+        with self._tried(self.path):
+            if self._anew:
+                replace(self.path, lambda file: file.write(self._owed), _MODE)
+            else:
+                _append(self.path, self._owed)
+            self._owed, self._anew = bytearray(), False
+
+    def _on_boards(self, do: Callable[[Board], None]) -> None:
         for board in self.boards:
-            board.flush()
+            with self._tried(self.folder, f" by {type(board).__name__}"):
+                do(board)
+
+    @contextmanager
+    def _tried(self, path: Path, by: str = "") -> Iterator[None]:
+        """Whatever goes wrong in the block is said, once for each `path`, and the run goes on."""
+        try:
+            yield
+        except Exception as error:
+            if (what := f"{path} cannot be written{by}") not in self._said:
+                self._said.add(what)
+                say(f"{what}, the run goes on and tries again: {reason(error, path)}")
 
     def _rewind(self, step: int, *, evaluates: bool) -> None:
         """Keep the rows up to `step`, without the evaluation at it if the run `evaluates` there."""
-        rows = self._rows() if self.path.exists() else []
+        rows = self._whole_rows()
         again = [row for row in rows if row["step"] == step and "val_loss" in row and evaluates]
         kept = [row for row in rows if row["step"] <= step and row not in again]
         self._shown = step if again else -1
-        new = self.path.with_suffix(".tmp")
-        new.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(new, self.path)
+        self._owed += "".join(json.dumps(row) + "\n" for row in kept).encode()
+        self._anew = True
+        self._write_owed()
 
-    def _rows(self) -> list[dict[str, Any]]:
-        """All rows; after a crash the last one may be incomplete and is skipped."""
-        lines = self.path.read_text().split("\n")
-        return [json.loads(line) for line in lines[:-1]]
+    def _whole_rows(self) -> list[dict[str, Any]]:
+        """The rows of an interrupted run; what is none is set aside, such as half a row after a
+        crash, or a link or folder of the file's name."""
+        rows: list[dict[str, Any]] = []
+        aside = _unused(self.folder, _DAMAGED)
+        with self._tried(aside):
+            try:
+                rows, damaged = _read_rows(self.path)
+            except (CheckpointError, OSError) as error:
+                if os.path.lexists(self.path):
+                    os.rename(self.path, aside)
+                    say(f"{reason(error, self.path)}; it was moved to {aside}, and rows begin anew")
+                return []
+            if damaged:
+                replace(aside, lambda file: file.write(b"\n".join(damaged) + b"\n"), _MODE)
+                say(f"{self.path}: damaged rows ({len(damaged)}) were set aside in {aside}")
+        return rows
 
-    def plot(self) -> Path:
-        """Training and validation loss over steps, as PNG."""
+    def plot(self) -> Path | None:
+        """Training and validation loss over steps, as PNG; its path, or None if it could not be
+        written."""
+        path = self.folder / PLOT
+        with self._tried(path):
+            self._plot(path)
+            return path
+        return None
+
+    def _plot(self, path: Path) -> None:
         import matplotlib
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
-        rows = self._rows()
+        rows, _ = _read_rows(self.path)
         figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
         for name, style in (("loss", {"lw": 0.8}), ("val_loss", {"lw": 1.5, "marker": "o"})):
             points = [(row["step"], row[name]) for row in rows if name in row]
@@ -161,32 +214,72 @@ class Metrics:
         axes.grid(alpha=0.3)
         axes.legend()
         figure.tight_layout()
-        path = self.folder / PLOT
-        figure.savefig(path)
+        image = io.BytesIO()
+        figure.savefig(image)
         plt.close(figure)
-        return path
+        replace(path, lambda file: file.write(image.getbuffer()), _MODE)
 
     def close(self) -> None:
         """Close the boards."""
-        for board in self.boards:
-            board.close()
+        self._on_boards(lambda board: board.close())
+
+
+def _read_rows(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """The rows of a file of metrics, and the lines that are none.
+
+    Raises:
+        CheckpointError, OSError: it is no regular file, or cannot be read.
+    """
+    rows, damaged = [], []
+    with os.fdopen(open_regular(path), "rb") as file:
+        lines = file.read().split(b"\n")
+    for line in filter(None, lines):
+        try:
+            row = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            row = None
+        whole = isinstance(row, dict) and type(row.get("step")) is int
+        (rows if whole else damaged).append(row if whole else line)
+    return rows, damaged
+
+
+def _append(path: Path, data: bytes | bytearray) -> None:
+    """Append all of `data` to a file, or nothing; never through a link."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = os.open(path, flags, _MODE)
+    try:
+        size = os.fstat(file).st_size
+        try:
+            if os.write(file, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.ftruncate(file, size)
+            raise
+    finally:
+        os.close(file)
+
+
+def _unused(folder: Path, name: str) -> Path:
+    """The first of `folder`/`name`-1, -2, ... that is not there."""
+    number = 1
+    while os.path.lexists(folder / f"{name}-{number}"):
+        number += 1
+    return folder / f"{name}-{number}"
 
 
 def set_aside(folder: Path) -> None:
     """Move an earlier run's files in `folder` out of the way of a new one."""
     ours = (METRICS, PLOT, CHECKPOINTS, EVENTS, WANDB, CONFIG, UPDATES, STALENESS)
-    names = [name for name in ours if (folder / name).exists()]
+    names = [name for name in ours if os.path.lexists(folder / name)]
     if not names:
         return
-    number = 1
-    while (folder / f"earlier-{number}").exists():
-        number += 1
-    aside = folder / f"earlier-{number}"
+    aside = _unused(folder, "earlier")
     aside.mkdir()
-    for name in (*names, ORIGIN):
-        if (folder / name).exists():
+    for name in (*names, ORIGIN, *(path.name for path in folder.glob(f"{_DAMAGED}-*"))):
+        if os.path.lexists(folder / name):
             (folder / name).rename(aside / name)
-    say(f"the earlier run in {folder} was moved to {aside} (--resume would have continued it)")
+    hint = " (--resume would have continued it)" if CHECKPOINTS in names else ""
+    say(f"the earlier run in {folder} was moved to {aside}{hint}")
 
 
 @contextmanager
@@ -196,7 +289,8 @@ def locked(folder: Path) -> Iterator[None]:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        lock = os.fdopen(os.open(folder / "lock", flags, _MODE))
     except OSError as error:
         raise ValueError(f"--out {folder} cannot be written: {error.strerror}") from None
     with lock as file:

@@ -400,7 +400,7 @@ class Trainer:
             "mesh": dataclasses.asdict(self.config.mesh),
             "zero": self.config.plan.zero,
             "checkpoint": str(self.saver.path),
-            "plot": str(plot),
+            "plot": plot and str(plot),
         } | (self.progress.lowest(self.step, val_loss) if self.config.early_stop else {})
 
     def _sample_text(self) -> str:

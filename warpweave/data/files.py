@@ -27,12 +27,12 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(read_whole(path)).hexdigest()
 
 
-def replace(path: Path, write: Callable[[Any], object]) -> None:
-    """Write a file under a new name (0600, never through a link) and rename it into place."""
+def replace(path: Path, write: Callable[[Any], object], mode: int = 0o600) -> None:
+    """Write a file under a new name, never through a link, and rename it into place."""
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
-        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
             write(file)
         os.replace(temporary, path)
     except OSError as error:

@@ -217,7 +217,7 @@ class RunNotes(Notes):
             "workers": c.mesh.dp,
             **staleness_of(rows),
             "checkpoint": str(self.checkpoint),
-            "plot": str(plot),
+            "plot": plot and str(plot),
         }
 
 
