@@ -179,7 +179,7 @@ def _run(**change) -> None:
 
 POSITIVE = ("steps", "batch", "keep", "eval_batches")
 COUNTS = ("warmup", "save_every", "eval_every", "early_stop", "sample", "seed")
-REALS = ("lr", "min_lr", "eps", "weight_decay", "clip")
+REALS = ("lr", "min_lr", "eps", "weight_decay", "clip", "save_minutes")
 
 
 @pytest.fixture

@@ -92,6 +92,7 @@ TRAIN = {
     "seed": Row("--seed 3", {"engine.seed", "data.seed", "keys", "samples", "sample"}),
     "out": Row("--out elsewhere", {"folder"}),
     "save_every": Row("--save-every 2", {"saved"}),
+    "save_minutes": Row("--save-minutes 1e-9", {"saved"}),
     "keep": Row("--keep 5", {"kept"}),
     "resume": Row("--resume", {"begins at", "loaded", "rates", "keys", "samples", "documents",
                                "tokens", "folder", "saved", "kept", "spared", "evaluated"},
@@ -188,7 +189,8 @@ class Engine:
         self.seen["keys"].append(key)
         self.seen["samples"].append((ids.tolist(), tokens.tolist()))
         self.seen["documents"].add(None if documents is None else int(documents.shape[-1] > 2))
-        return Pending(None, lambda: SimpleNamespace(all=lambda: torch.tensor([1.0, 1, 0, 0])))
+        result = torch.tensor([1.0, 1, interrupted, 0])
+        return Pending(None, lambda: SimpleNamespace(all=lambda: result))
 
     def evaluate(self, tokens, labels, documents) -> torch.Tensor:
         self.seen["validation"].append(tokens.tolist())
@@ -421,7 +423,7 @@ def test_every_option_comes_back_from_the_file_that_a_run_leaves(tmp_path):
         ("steps = 'many'", 'steps must be an integer, got "many"'),
         ("steps = 3.0", "steps must be an integer, got 3.0"),
         ("steps = true", "steps must be an integer, got true"),
-        ("resume = 1", "resume must be true or false, got 1"),
+        ("resume = 1", 'resume must be true or false or one of "auto", got 1'),
         ("lr = '1e-3'", 'lr must be a number, got "1e-3"'),
         ("lr = true", "lr must be a number, got true"),
         ("lr = 1" + 400 * "0", "lr must be a number, got 1000"),

@@ -529,7 +529,10 @@ def test_servers_without_workers_and_workers_without_servers_end(monkeypatch):
         ({"servers": 0}, "servers must be at least 1, got 0"),
         ({"clip": 0.0}, "clip must be positive, or None for no clipping, got 0.0"),
         ({"compensation": 0.1}, "compensation must be at least 0, and 0 where joint updates"),
-        ({"timeout": 0.0}, "need timeout > 0 and save_every >= 0, got 0.0 and 0"),
+        (
+            {"timeout": 0.0},
+            "need timeout > 0, save_every and save_minutes >= 0, got 0.0, 0 and 0.0",
+        ),
     ],
 )
 def test_a_plan_that_cannot_work_is_refused(changed, words):

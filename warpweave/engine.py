@@ -188,7 +188,7 @@ class Engine:
         *,
         lr: float | None,
         key: int = 0,
-        interrupted: bool = False,
+        interrupted: float = 0.0,
         documents: Tensor | None = None,
         halted: Tensor | None = None,
     ) -> StepResult:
@@ -200,7 +200,8 @@ class Engine:
             sample_ids: int64 [microbatches, micro_batch_size], indices in the global batch.
             lr: learning rate; None for no update, with gradients kept as reduced.
             key: dropout key of this step.
-            interrupted: this rank was interrupted; all ranks get the number of such ranks.
+            interrupted: 1 if this rank was interrupted, and a half if it asks for something else
+                between steps, as one rank may; all ranks get the sum.
             documents: int64 [microbatches, micro_batch_size, n + 1], boundaries of the documents
                 that are packed into each sequence (`GPT.micro_batch`), which may repeat the last.
             halted: 0-dim, equal on all ranks; non-zero changes no weight or state. `stops` of the
@@ -229,7 +230,7 @@ class Engine:
         *,
         lr: float | None,
         key: int = 0,
-        interrupted: bool = False,
+        interrupted: float = 0.0,
         documents: Tensor | None = None,
         halted: Tensor | None = None,
     ) -> Pending:
@@ -316,11 +317,10 @@ class Engine:
         return [of_mb for stage in self.stages.values() for of_mb in stage.losses.values()]
 
     def _start_global_losses(
-        self, own: list[Losses], interrupted: bool = False, square: Tensor | None = None
+        self, own: list[Losses], interrupted: float = 0.0, square: Tensor | None = None
     ) -> Pending:
-        """Start summing [each loss, a stage's `square`, number of interrupted ranks] over the mesh,
-        in one message; with ordered sums each loss apart, to the same bits on any number of data
-        ranks."""
+        """Start summing [each loss, a stage's `square`, `interrupted`] over the mesh, in one
+        message; with ordered sums each loss apart, to the same bits on any number of data ranks."""
         names = self.gpt.loss_names
         if unknown := sorted({name for losses in own for name in losses} - {*names}):
             raise ValueError(
@@ -339,8 +339,7 @@ class Engine:
             if self.plan.reduce == "ordered":
                 unit, total, _ = exact_sum(held, [world], sums)
                 exact.append(unit * total)
-        if interrupted:
-            sums[-1] = 1.0
+        sums[-1] = float(interrupted)
         self.finite = sums.isfinite().all()
         if square is not None and self.mesh.index("data") == self.mesh.index("tp") == 0:
             sums[-2] = square  # the first rank speaks for the stage

@@ -24,7 +24,8 @@ class StepResult:
         losses: name -> loss over the whole global batch, before the update: "loss" is the mean
             over its valid tokens, others are auxiliary ones (`pipeline.losses`).
         norm: global gradient norm before clipping.
-        interrupts: number of ranks that were interrupted.
+        interrupts: number of ranks that were interrupted, and a half if one asked for something
+            else between steps.
         overflow: the norm is not finite, but for fp16's loss scale, which can still shrink.
         finite: bool[2], whether this rank's own losses and gradients are finite.
     """
@@ -45,7 +46,7 @@ class StepResult:
     def stops(self) -> Tensor:
         """Whether training stops with this step: a number is not finite, or a rank interrupted."""
         good = self.loss.isfinite() & (self.norm.isfinite() | self.overflow)
-        return ~good | (self.interrupts > 0)
+        return ~good | (self.interrupts >= 1)
 
     def all(self) -> Tensor:
         """[loss, norm, interrupts, overflow] as one tensor, for one transfer to the host."""

@@ -64,17 +64,24 @@ class Progress:
         return {"lowest_val_loss": loss if loss is None else round(loss, 4), "lowest_step": at}
 
 
-def open_run(folder: Path, config: GPTConfig, group: dist.ProcessGroup | None) -> CheckpointReader:
+def open_run(
+    folder: Path, config: GPTConfig, group: dist.ProcessGroup | None, resume: bool | str = True
+) -> CheckpointReader | None:
     """The newest good checkpoint in `folder`, of a model of `config`; rank 0 says what it passed.
+    None on every rank if `resume` is False, or "auto" where there is no checkpoint.
 
     Raises:
         CheckpointError: there is none, or it is of another model, or of no run of the trainer.
     """
+    if not resume:
+        return None
     with warnings.catch_warnings(record=True) as passed_over:
         warnings.simplefilter("always")
         reader = open_latest(folder, group=group)
     for warning in passed_over:  # on rank 0
         say(str(warning.message))
+    if reader is None and resume == "auto":
+        return None
     if reader is None:
         raise CheckpointError(f"nothing to resume from: no checkpoint in {folder}")
     fields = dataclasses.fields(config)
@@ -83,6 +90,26 @@ def open_run(folder: Path, config: GPTConfig, group: dist.ProcessGroup | None) -
     if not {"data", "seed", "optimizer", "settings"} <= set(reader.state):
         raise CheckpointError(f"{reader.path} was not written by the trainer")
     return reader
+
+
+def state_of(
+    config: TrainConfig, data: Dataset, progress: Progress, *, step: int, sequences_per_step: int
+) -> dict[str, Any]:
+    """What a checkpoint says of a run after `step`, for `open_run` and `check_run`, as JSON."""
+    return {
+        "step": step,
+        "seed": config.seed,
+        "data": {
+            "name": data.name,
+            "fingerprint": data.fingerprint,
+            "sequences_per_step": sequences_per_step,
+            "tokenizer": data.tokenizer_name,
+        },
+        "progress": dataclasses.asdict(progress),
+        "outer": config.outer_settings,
+        "asynchronous": config.asynchronous,
+        "settings": config.settings,
+    }
 
 
 def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> None:

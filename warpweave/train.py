@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from warpweave import saved_state
 from warpweave.batches import Batches
-from warpweave.checkpoint import BackgroundSaver, CheckpointError
+from warpweave.checkpoint import BackgroundSaver, CheckpointError, CheckpointReader
 from warpweave.config import GPTConfig
 from warpweave.convert.beside import keep_origin
 from warpweave.convert.source import open_model
@@ -41,7 +41,7 @@ from warpweave.metrics import Metrics, locked, peak_memory
 from warpweave.parallel.collectives import Pending
 from warpweave.plan.fits import check_memory, free_host_memory
 from warpweave.plan.memory import TrainingStep
-from warpweave.resume import Progress, check_run, differences, open_run, progress_of
+from warpweave.resume import Progress, check_run, differences, open_run, progress_of, state_of
 from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
 
 
@@ -109,21 +109,20 @@ class Trainer:
         self.sequences_per_step = config.replicas * config.plan.microbatches * config.batch
         self.tokens_per_step = self.sequences_per_step * self.model.seq_len
         self.peak_memory: list[float] = []
-        if config.resume:
-            self._resume()
+        self._timely, self._saved = False, time.monotonic()  # a save is due by time; the last one
+        reader = open_run(self._folder, self.model, self.mesh.group("world"), config.resume)
+        self.config = config = dataclasses.replace(config, resume=reader is not None)
+        if reader is not None:
+            self._resume(reader)
         elif config.init_from is not None:
             source = open_model(config.init_from, self.mesh.group("world"))
             self.engine.load("param", source.tensor)
         self._fed = self.step  # the first step whose data the engine was not given
         self.metrics: Metrics | None = None
         if session.rank == 0:
+            tokens, due = self.tokens_per_step, self.over or self._due
             self.metrics = Metrics(
-                config,
-                session,
-                self.model,
-                self.step,
-                tokens_per_step=self.tokens_per_step,
-                evaluates=self.over or self._due,
+                config, session, self.model, self.step, tokens_per_step=tokens, evaluates=due
             )
             files = config.out, config.init_from, config.tokenizer_file
             keep_origin(*files, self.batches.train.tokenizer_name, again=config.resume)
@@ -203,7 +202,8 @@ class Trainer:
         """Evaluate and save, if it is time to; the last step is saved, and evaluated afterwards."""
         c = self.config
         lowest = not self.stopped and self._evaluate_if_due() and c.early_stop > 0
-        timely = c.save_every and self.step % c.save_every == 0
+        timely = self._timely and self._begun is None  # a step that has begun comes first
+        timely |= c.save_every > 0 and self.step % c.save_every == 0
         if self.over or self.stopped or timely or lowest:
             self.save()
 
@@ -226,7 +226,8 @@ class Trainer:
         now = self._begun or self._begin(self.step)
         outer = self.engine.outer
         meets = outer is not None and outer.acts_next  # it changes what it cannot take back
-        early = self.ahead and not (self._pauses(self.step + 1) or meets or self._interrupted)
+        halts = self._interrupted or self._timely or self._pauses(self.step + 1) or meets
+        early = self.ahead and not halts
         self._begun = self._begin(self.step + 1, now) if early else None
         result = now.result.wait()
         loss, norm, interrupts, overflow = (float(x) for x in result.all().cpu())
@@ -241,7 +242,8 @@ class Trainer:
                "lr": now.lr, "tokens": self.progress.tokens,
                **(stale if self.engine.passes.asynchronous else {})}  # fmt: skip
         began, self._read = max(now.began, self._read), time.perf_counter()
-        self._interrupted |= interrupts > 0
+        self._interrupted |= interrupts >= 1
+        self._timely |= interrupts % 1 > 0
         goes_on = self._begun is not None and self.engine.passes.asynchronous
         return row, self._read - began, self._interrupted and not goes_on
 
@@ -260,10 +262,16 @@ class Trainer:
         with recording(self.engine, self.config.timeline, step + 1 == self.config.steps):
             result = self.engine.begin(
                 tokens, labels, ids, lr=lr, key=key(last), documents=documents,
-                interrupted=self.interrupt.number is not None or self.saver.failed,
+                interrupted=self._wishes(),
                 halted=None if before is None or free else before.result.wait().stops,
             )  # fmt: skip
         return _Begun(result, lr, began)
+
+    def _wishes(self) -> float:
+        """`Engine.begin`'s `interrupted`: 1 to stop, and on rank 0 a half for a save in time."""
+        stops = self.interrupt.number is not None or self.saver.failed
+        due = 0 < 60 * self.config.save_minutes <= time.monotonic() - self._saved
+        return stops + 0.5 * (due and self.session.rank == 0 and not self.saver.busy)
 
     def _pauses(self, step: int) -> bool:
         """Whether an evaluation, a checkpoint or the end follows `step`."""
@@ -327,29 +335,18 @@ class Trainer:
         rank takes part."""
         self.session.beat(self.step, "saving")
         optimizers = exchange(self.engine.optimizer.state(), self.mesh.group("outer"))
-        state = {
-            "step": self.step,
-            "seed": self.config.seed,
-            "data": {
-                "name": self.batches.train.name,
-                "fingerprint": self.batches.train.fingerprint,
-                "sequences_per_step": self.sequences_per_step,
-                "tokenizer": self.batches.train.tokenizer_name,
-            },
-            "progress": dataclasses.asdict(self.progress),
-            "optimizer": optimizers[0],
-            "optimizers": optimizers,
-            "outer": self.config.outer_settings,
-            "asynchronous": self.config.asynchronous,
-            "settings": self.config.settings,
-        }
+        state = state_of(
+            self.config, self.batches.train, self.progress,
+            step=self.step, sequences_per_step=self.sequences_per_step,
+        )  # fmt: skip
+        self._timely, self._saved = False, time.monotonic()
         self._flush()
         self.saver.save(
             self._folder,
             self.step,
             saved_state.tensors(self.engine),
             config=dataclasses.asdict(self.model),
-            state=state,
+            state=state | {"optimizer": optimizers[0], "optimizers": optimizers},
             mesh=dataclasses.asdict(self.config.mesh) | {"zero": self.config.plan.zero},
             keep=self.config.keep,
             spare=self.progress.best_step if self.config.early_stop else None,
@@ -359,8 +356,7 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.flush()
 
-    def _resume(self) -> None:
-        reader = open_run(self._folder, self.model, self.mesh.group("world"))
+    def _resume(self, reader: CheckpointReader) -> None:
         check_run(reader, self.config, self.batches.train)
         versions = reader.state.get("asynchronous") is not None
         saved_state.restore(self.engine, reader, versions=versions)

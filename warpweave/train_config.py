@@ -46,7 +46,12 @@ UPDATES, STALENESS = "updates.jsonl", "staleness.png"  # of parameter servers
 UNWRITTEN = ("config", "resume")  # how the command was called, not what the run is
 FORMERLY = {("overlap", "auto"): "bulk"}  # what the config.toml of earlier runs says
 
-_DAY = 86400.0  # seconds
+
+_WORDS: dict[str, Any] = {"True": True, "False": False, "auto": "auto"}
+_RESUME = tyro.constructors.PrimitiveConstructorSpec[Any](  # --resume may stand alone
+    (0, 1), "[True|False|auto]", lambda words: _WORDS[words[0]] if words else True,
+    lambda value: value in _WORDS.values(), lambda value: [str(value)], (*_WORDS,),
+)  # fmt: skip
 
 
 def _overrides_of(config: type) -> Any:
@@ -192,8 +197,10 @@ class TrainConfig:
     """Checkpoint interval in steps; 0 for one at the end only."""
     keep: int = 3
     """Number of newest checkpoints to keep."""
-    resume: bool = False
-    """Resume from the newest good checkpoint in `out`."""
+    save_minutes: float = 10.0
+    """Checkpoint interval in minutes, by the first rank's clock; 0 for none."""
+    resume: Annotated[bool | Literal["auto"], _RESUME] = False
+    """Resume from the newest good checkpoint in `out`; auto: if there is one, and else begin."""
     eval_every: int = 100
     """Evaluation interval in steps; 0 for one at the end only."""
     early_stop: int = 0
@@ -312,6 +319,7 @@ class TrainConfig:
             clip=self.clip or None,
             timeout=self.timeout,
             save_every=self.save_every,
+            save_minutes=self.save_minutes,
         )
 
     @property
@@ -425,19 +433,17 @@ class TrainConfig:
         for low, names in (
             (1, ("steps", "batch", "keep", "eval_batches")),
             (0, ("warmup", "save_every", "eval_every", "early_stop", "sample", "seed")),
-            (0, ("lr", "min_lr", "eps", "weight_decay", "clip")),
+            (0, ("lr", "min_lr", "eps", "weight_decay", "clip", "save_minutes")),
         ):
             for name in names:
-                if not low <= getattr(self, name) < math.inf:
-                    finite = " and finite" if isinstance(getattr(self, name), float) else ""
-                    raise ValueError(
-                        f"{name} must be at least {low}{finite}, got {getattr(self, name)}"
-                    )
+                if not low <= (value := getattr(self, name)) < math.inf:
+                    finite = " and finite" if isinstance(value, float) else ""
+                    raise ValueError(f"{name} must be at least {low}{finite}, got {value}")
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay is a part of the steps, 0 to 1, got {self.decay}")
         if self.early_stop and not self.eval_every:
             raise ValueError(f"early_stop = {self.early_stop} evaluations need --eval-every")
-        if not 0 < self.timeout <= _DAY:
+        if not 0 < self.timeout <= 86400:
             raise ValueError(f"timeout must be positive seconds, at most a day, got {self.timeout}")
         if self.separator is not None and not self.packed:
             raise ValueError(f"separator = {self.separator} cuts documents: it needs --packed")
@@ -460,7 +466,7 @@ class TrainConfig:
                 f"batch x seq_len / cp = {rows} tokens do not divide by tp = {self.tp} "
                 "(sequence parallelism)"
             )
-        if self.resume and latest(self.out / CHECKPOINTS) is None:
+        if self.resume is True and latest(self.out / CHECKPOINTS) is None:
             raise ValueError(f"nothing to resume from: no checkpoint in {self.out / CHECKPOINTS}")
         if self.tiles is not None:
             read_table(self.tiles, by="device")

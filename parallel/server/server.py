@@ -65,7 +65,7 @@ class ServerPlan:
         compensation: lambda of the delay compensation; 0 for none.
         clip: largest global norm of an update's mean gradient; None for no clipping.
         timeout: seconds after which a worker that is to do something is lost, and of every wait.
-        save_every: updates between checkpoints; 0 for one at the end.
+        save_every, save_minutes: updates and minutes between checkpoints; 0 for one at the end.
 
     Raises:
         ValueError: a number out of its range.
@@ -78,6 +78,7 @@ class ServerPlan:
     clip: float | None = None
     timeout: float = 60.0
     save_every: int = 0
+    save_minutes: float = 0.0
 
     def __post_init__(self) -> None:
         Clocks(self.staleness, self.joint)
@@ -90,9 +91,10 @@ class ServerPlan:
             )
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be positive, or None for no clipping, got {self.clip}")
-        if not self.timeout > 0 or self.save_every < 0:
+        if not self.timeout > 0 or self.save_every < 0 or not self.save_minutes >= 0:
             raise ValueError(
-                f"need timeout > 0 and save_every >= 0, got {self.timeout} and {self.save_every}"
+                f"need timeout > 0, save_every and save_minutes >= 0, got {self.timeout}, "
+                f"{self.save_every} and {self.save_minutes}"
             )
 
 
@@ -171,7 +173,8 @@ class Server:
         self._due: dict[int, float] = {}  # when it must have been heard
         self._taken: dict[int, _Push] = {}  # gradients that not every server has
         self._done: list[int] = []  # connections of workers that wait for the end
-        self._saved, self._empty = -1, 0.0  # update of the last checkpoint, when nobody was left
+        self._saved, self._saved_when = -1, 0.0  # update and time of the last checkpoint
+        self._empty = 0.0  # when nobody was left
         self._stopped, self._quit = False, False  # by the caller; the last worker went by itself
 
     # ------------------------------------------------------------------ on every server
@@ -207,7 +210,7 @@ class Server:
         self._saved = self.clocks.version if state else -1
         now = time.monotonic()
         self._due = dict.fromkeys(self.clocks.clocks, now + wait)
-        self._empty = now
+        self._empty = self._saved_when = now
         while not self._over():
             request = self._inbox.take(_LOOK)
             if request is not None:
@@ -373,7 +376,8 @@ class Server:
                 names = ", ".join(f"worker {t.worker} at clock {t.clock}" for t in terms)
                 raise FloatingPointError(f"{names}: {error}") from None
             self.notes.update(before, lr, norm, terms)
-            if self.plan.save_every and before % self.plan.save_every == 0:
+            timely = 0 < 60 * self.plan.save_minutes <= time.monotonic() - self._saved_when
+            if timely or (self.plan.save_every and before % self.plan.save_every == 0):
                 self._save(before)
         for worker in self.clocks.grant():
             visitor = self._visitor(worker)
@@ -386,7 +390,7 @@ class Server:
     def _save(self, version: int) -> None:
         """A checkpoint of what every server has after update `version`."""
         self._order("save")
-        self._saved = version
+        self._saved, self._saved_when = version, time.monotonic()
         self.notes.save(self.clocks.state(), self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

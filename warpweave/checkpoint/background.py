@@ -56,6 +56,11 @@ class BackgroundSaver:
         self._result: Path | BaseException | None = None
 
     @property
+    def busy(self) -> bool:
+        """Whether a save is in flight on this rank."""
+        return self._thread is not None and self._result is None
+
+    @property
     def failed(self) -> bool:
         """Whether the save in flight has failed on this rank: `wait` raises its error."""
         return isinstance(self._result, BaseException)

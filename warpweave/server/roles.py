@@ -29,7 +29,7 @@ from warpweave.parallel.server.server import Notes, Server
 from warpweave.parallel.server.shard import Shard, spread
 from warpweave.parallel.server.worker import Compute, Worker, module_gradient
 from warpweave.parallel.shard import ParamRecord
-from warpweave.resume import Progress, check_run, differences, open_run, progress_of
+from warpweave.resume import Progress, check_run, differences, open_run, progress_of, state_of
 from warpweave.server.log import plot_staleness, read_log, staleness_of, write_log
 from warpweave.train_config import CHECKPOINTS, STALENESS, UPDATES, TrainConfig
 from warpweave.transfer import upload
@@ -71,6 +71,7 @@ class ServedModel:
             CheckpointError: there is none, it is of another run, or servers cannot go on from it.
         """
         reader = open_run(self.config.out / CHECKPOINTS, self.model, None)
+        assert reader is not None
         check_run(reader, self.config, self.data)
         wanted = {f"{name}/{r.name}" for name in self.rule.moments for r in self.records}
         if missing := sorted(wanted - set(reader.names)):
@@ -178,20 +179,8 @@ class RunNotes(Notes):
             version,
             tensors,
             config=dataclasses.asdict(served.model),
-            state={
-                "step": version,
-                "seed": c.seed,
-                "data": {
-                    "name": served.data.name,
-                    "fingerprint": served.data.fingerprint,
-                    "sequences_per_step": per_step,
-                    "tokenizer": served.data.tokenizer_name,
-                },
-                "progress": dataclasses.asdict(self.progress),
-                "optimizer": {"count": float(version)},
-                "settings": c.settings,
-                "server": state,
-            },
+            state=state_of(c, served.data, self.progress, step=version, sequences_per_step=per_step)
+            | {"optimizer": {"count": float(version)}, "server": state},
             mesh=dataclasses.asdict(c.mesh) | {"zero": 0},
             keep=c.keep,
         )

@@ -80,7 +80,8 @@ class _Watch:
             for n in (signal.SIGINT, signal.SIGTERM)
         }
         try:
-            self._start_servers(self.config.resume)
+            found = self.config.resume == "auto" and latest(self.config.out / CHECKPOINTS)
+            self._start_servers(self.config.resume is True or bool(found))
             for number in range(self.config.mesh.dp):
                 self.workers[number] = self._start("worker", number)
             code = self._watch()
