@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -779,22 +778,6 @@ def test_dropout_keys_tell_seeds_of_31_bits_and_steps_of_32_apart():
     numbers = [0, 1, 2**15, 2**16, 2**24 + 1, 2**30, 2**31 - 1]
     keys = {TrainConfig(seed=seed).dropout_key(step) for seed in numbers for step in numbers}
     assert len(keys) == 49
-
-
-def test_a_second_ctrl_c_stops_at_once_but_not_the_echo_of_the_first(monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(train.time, "monotonic", lambda: clock[0])
-    interrupt = Interrupt()
-    interrupt._handle(signal.SIGINT, None)
-    interrupt._handle(signal.SIGINT, None)  # from the terminal and from the launcher
-    clock[0] = 101.5
-    interrupt._handle(signal.SIGINT, None)  # late, on a busy machine
-    clock[0] = 103.0
-    interrupt._handle(signal.SIGTERM, None)  # is already on its way
-    with pytest.raises(KeyboardInterrupt):
-        interrupt._handle(signal.SIGINT, None)
-    interrupt._handle(signal.SIGINT, None)  # not in the middle of the way out
-    assert interrupt.number == signal.SIGINT
 
 
 def test_token_files_and_their_vocabulary_train(tmp_path):

@@ -19,6 +19,7 @@ import json
 import os
 import pickletools
 import signal
+import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -49,8 +50,9 @@ def told_ranks(backend: str, folder: str) -> dict[str, str]:
     """The environment in which ranks start. On gloo their log is silent, since one rank says in one
     line why it failed; on NCCL the watchdog speaks in it, and flight recorders write to `folder`,
     unless the user has named another place."""
-    # torch would open a store for the ranks on all interfaces; ours is on loopback.
-    told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # Custom operators import torch.compile, which makes a folder for its cache; no rank compiles.
+    cache = "TORCHINDUCTOR_CACHE_DIR"
+    told = {cache: os.environ.get(cache, tempfile.gettempdir())}
     if backend == "gloo":
         return told | {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
     prefix = os.environ.get(DUMPS, os.path.join(folder, "flight_recorder_rank_"))
@@ -71,9 +73,9 @@ def rank_at_fault(
     first = ends[0]
     if first.aborted and dumps is not None:
         return _after_abort([e.rank for e in ends if e.aborted], mesh, store, dumps)
-    if first.code < 0:
-        name = signal.Signals(-first.code).name
-        return f"{mesh.describe(first.rank)} was killed by {name}{last_seen(store, first.rank)}"
+    if first.code <= 0:
+        how = f"was killed by {signal.Signals(-first.code).name}" if first.code else "left (exit 0)"
+        return f"{mesh.describe(first.rank)} {how}{last_seen(store, first.rank)}"
     return store.get("verdict").decode() if store.check(["verdict"]) else None
 
 

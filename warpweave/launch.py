@@ -1,19 +1,20 @@
-"""Ranks: started by torchrun's launcher, connected, with errors that name the rank that failed.
+"""Ranks: started, watched and started again, connected, with errors that name the rank that failed.
 
 On one machine every socket of ours listens on loopback only. Under ``torchrun`` (one machine or
 several) the launcher has opened its store already, on every interface, and we join it.
 
-Ctrl-C and SIGTERM: `launch` forwards the first one, once, as SIGTERM; ranks finish their step and
-save. A second one kills them. Ranks start with both signals blocked and `join` unblocks them, so
-that a signal during the seconds of imports is neither lost nor a traceback on every rank. If
-`launch`'s own process or torchrun dies, by SIGKILL too, its ranks end at once (`end_with_parent`).
+Signals (`interrupt`): `launch` passes the first one on, once, as SIGTERM; ranks finish their step
+and save. A second one kills them. Ranks start with them blocked and `join` unblocks them, so that a
+signal during the seconds of imports is neither lost nor a traceback on every rank. If `launch`'s
+own process or torchrun dies, by SIGKILL too, its ranks end at once (`end_with_parent`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
-import logging
+import math
 import multiprocessing
 import os
 import shutil
@@ -29,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,14 +39,14 @@ import torch.distributed as dist
 
 from warpweave.blame import DUMPS, End, last_seen, rank_at_fault, recorded, told_ranks
 from warpweave.gpus import connect, disagreement, take_device
+from warpweave.interrupt import STOPS, Interrupt
 from warpweave.messages import one_line, say
 from warpweave.parallel.mesh import Mesh
 
 _GRACE = 3.0  # seconds in which ranks that saw an error wait for the others' reports
 # Seconds after a rank's failure in which the others must have ended; on NCCL their flight recorders
-# write first, and communicators are aborted.
+# write first, and communicators are aborted. None are given after a death, which says enough.
 _LINGER = {"gloo": _GRACE + 2.0, "nccl": 30.0}
-_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(SystemExit):
@@ -65,71 +67,36 @@ def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh, *, backend: str =
 
     `port` is where this process keeps the ranks' store, for `join`; the store outlives any rank, so
     that the survivors can ask it who is missing. `entry` must be importable (a module-level
-    function). No restarts: a run is resumed from its last checkpoint by the same command with
-    ``--resume``. `backend` is that on which the ranks will `join`. Must be called from the main
-    thread.
+    function) and its result one of JSON. `backend` is that on which the ranks will `join`. Must be
+    called from the main thread.
 
-    Exits with a rank's exit code (1 for one that was killed) if a rank fails, with `Stopped` if a
-    signal came; no rank outlives this call.
+    Exits with a rank's exit code (1 for one that died) if a rank fails, with `Stopped` if a signal
+    came; no rank outlives this call.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    store = keep_store()
-    port = store.port
-    folder = tempfile.mkdtemp(prefix="warpweave-")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=mesh.world,
-        run_id="warpweave",
-        rdzv_backend="c10d",
-        rdzv_endpoint=os.path.join(folder, "rendezvous"),
-        rdzv_configs={"store_type": "file"},
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        local_addr="127.0.0.1",
-    )
+    store, began, dumps = keep_store(), time.time(), None
+    folder = tempfile.mkdtemp(prefix="warpweave-") if backend == "nccl" else ""
+    told = told_ranks(backend, folder)
+    processes: list[BaseProcess] = []
     sys.stdout.flush()
-    values: dict[int, Any] = {}
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        # Children inherit the mask of the thread that starts them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    with Interrupt() as interrupt:
         try:
-            values.update(elastic_launch(config, entry)(*args, port))
-        except BaseException as error:
-            errors.append(error)
-
-    received: list[int] = []
-    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in _STOPS}
-    resource_tracker.ensure_running()  # it would unblock the signals in the thread that starts it
-    launcher = threading.Thread(target=run, name="launcher", daemon=True)
-    told, dumps, began = told_ranks(backend, folder), None, time.time()
-    try:
-        with _environment(**told):
-            launcher.start()
-            ends = _watch(launcher, mesh.world, received, _LINGER[backend])
-        if errors and isinstance(errors[0], ChildFailedError):
-            # None was seen where a rank ended before the last one had started.
-            ends = ends or [End(r, end.exitcode) for r, end in errors[0].failures.items()]
-            dumps = recorded(told.get(DUMPS), mesh.world, began)
-            _exit_for(ends, mesh, store, received, dumps)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if not dumps or DUMPS in os.environ:  # else the recorders' files are in it
-            shutil.rmtree(folder, ignore_errors=True)
-    if errors:
-        raise errors[0]
-    if received:
-        raise Stopped(received[0])
-    return values[0]
+            with _environment(**told):
+                _start(processes, entry, args, mesh.world, store.port)
+            ends = _watch(processes, interrupt, store, backend)
+            if ends:
+                dumps = recorded(told.get(DUMPS), mesh.world, began)
+                _exit_for(ends, mesh, store, interrupt.number, dumps)
+        except KeyboardInterrupt:
+            say("stopped at once, without saving")
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            if not dumps or DUMPS in os.environ:  # else the recorders' files are in it
+                shutil.rmtree(folder, ignore_errors=True)
+    if interrupt.number is not None:
+        raise Stopped(interrupt.number)
+    return json.loads(store.get("result/0"))
 
 
 def keep_store() -> dist.TCPStore:
@@ -142,80 +109,89 @@ def keep_store() -> dist.TCPStore:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """The ranks' environment; afterwards this process, whose launcher adds to it, has its own."""
-    before = dict(os.environ)
+    """The ranks' environment, which torch reads while they import it; afterwards this process has
+    its own."""
+    before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name in os.environ.keys() - before:
-            del os.environ[name]
-        os.environ.update(before)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _watch(launcher: threading.Thread, world: int, received: list[int], linger: float) -> list[End]:
-    """Until the launcher's thread ends: forward signals, and stop ranks that outlive a failure by
-    `linger` seconds (torch's launcher would wait 30). The ranks that ended badly, in the order in
-    which they did."""
-    others = set(multiprocessing.active_children())
-    children: list[Any] = []
-    passed_on, failed_at, ends = False, None, dict[int, End]()
-    while launcher.is_alive():
-        if len(children) < world:
-            launcher.join(0.1)
-            started = set(multiprocessing.active_children()) - others
-            children = sorted(started, key=lambda child: child._identity)
-            continue
-        launcher.join(0.02)  # ranks that end within it count as one after the other
-        if received and not passed_on:
-            passed_on = True
-            for child in children:
-                child.terminate()
-        for rank, child in enumerate(children):
-            if rank not in ends and (code := _failed(child)):
-                ends[rank] = End(rank, code)
-                failed_at = failed_at or time.monotonic()
-        late = failed_at is not None and time.monotonic() > failed_at + linger
-        if late or len(received) > 1:
-            for child in children:
-                child.kill()
-    for rank, child in enumerate(children):
-        if rank not in ends and child.exitcode:
-            ends[rank] = End(rank, child.exitcode)
-    return list(ends.values())
-
-
-def _failed(child: Any) -> int:
-    """The exit code of a child process that has ended badly, else 0; leaves it for the launcher's
-    thread to collect."""
-    if not hasattr(os, "waitid"):  # some macOS: known once the launcher has ended
-        return 0
+def _start(
+    processes: list[BaseProcess], entry: Callable[..., Any], args: tuple, world: int, port: int
+) -> None:
+    """Start the ranks' processes with signals blocked, which they inherit."""
+    resource_tracker.ensure_running()  # it would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
-        end = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # it has been collected
-        return child.exitcode or 0
-    if end is None:
-        return 0
-    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        for rank in range(world):
+            given = (rank, world, port, entry, args)
+            process = multiprocessing.get_context("spawn").Process(target=_rank, args=given)
+            process.start()
+            processes.append(process)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _rank(rank: int, world: int, port: int, entry: Callable[..., Any], args: tuple) -> None:
+    """One rank, in a process of its own."""
+    end_with_parent()
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world)):
+        os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
+    result = json.dumps(entry(*args, port))
+    dist.TCPStore("127.0.0.1", port, is_master=False).set(f"result/{rank}", result)
+    leave(0)
+
+
+def _watch(
+    processes: list[BaseProcess], interrupt: Interrupt, store: dist.Store, backend: str
+) -> list[End]:
+    """Until all ranks have ended: pass a signal on, and stop those that outlive a failure.
+
+    The ranks that ended badly, in the order in which they did; one without a result has died.
+    """
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    ends: list[End] = []
+    passed_on, deadline = False, math.inf
+    while running:
+        for sentinel in connection.wait([*running], 0.1):
+            rank = running.pop(sentinel)  # type: ignore[call-overload]
+            processes[rank].join()
+            end = End(rank, processes[rank].exitcode or 0)
+            if end.code or not store.check([f"result/{rank}"]):
+                ends.append(end)
+                speaks = end.code > 0 or (end.aborted and backend == "nccl")
+                linger = _LINGER[backend] if speaks else 0.0
+                deadline = min(deadline, time.monotonic() + linger)
+        if interrupt.number is not None and not passed_on:
+            passed_on = True
+            for process in processes:
+                process.terminate()
+        if time.monotonic() >= deadline:
+            for process in processes:
+                process.kill()
+    return ends
 
 
 def _exit_for(
     ends: list[End],
     mesh: Mesh,
     store: dist.Store,
-    received: list[int],
+    stopped: int | None,
     dumps: dict[int, Path] | None,
 ) -> NoReturn:
-    """Report failures that the ranks could not report themselves, and exit."""
+    """Report failures that the ranks could not report themselves, and exit; `stopped` is the number
+    of a signal that asked for it."""
     code = ends[0].code
-    if received and code < 0:
-        if len(received) > 1:
-            say("stopped at once, without saving")
-        raise Stopped(received[0])
+    if stopped is not None and code <= 0:
+        raise Stopped(stopped)
     if (line := rank_at_fault(ends, mesh, store, dumps)) is not None:
         say(line)
     code = code if code > 0 else 1
-    raise Stopped(received[0], code) if received else SystemExit(code)
+    raise SystemExit(code) if stopped is None else Stopped(stopped, code)
 
 
 def _loopback_listener(port: int) -> socket.socket:
@@ -338,25 +314,26 @@ class Session:
             dist.destroy_process_group()
 
 
-def end_with_parent(last_words: str | None = None) -> None:
-    """Kill this process as soon as the one that started it is gone, wherever it is then.
+def end_with_parent() -> None:
+    """Kill this process as soon as the one that started it is gone, however stuck it is then.
 
-    A child of `multiprocessing` has a pipe that breaks when its parent ends, by SIGKILL too; others
-    look twice a second whether they were given another parent. `last_words` are said on stderr.
+    Linux does it, even to a process that is stopped or holds the interpreter's lock; it does so
+    when the *thread* that started this process ends, too. Elsewhere, and for a child of a fork
+    server, a thread waits for the end of the parent.
     """
-    parent = multiprocessing.parent_process()
-    starter = os.getppid()
+    parent, starter = multiprocessing.parent_process(), os.getppid()
+    if sys.platform == "linux" and (parent is None or parent.pid == starter):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != starter:  # it was gone before
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
 
     def watch() -> None:
-        if parent is not None:
+        if parent is not None:  # its pipe to this process breaks when it ends, by SIGKILL too
             connection.wait([parent.sentinel])
         while parent is None and os.getppid() == starter:
             time.sleep(0.5)
-        try:
-            if last_words is not None:
-                say(last_words)
-        finally:  # the terminal may be gone, too
-            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
@@ -427,12 +404,9 @@ def join(
             used (`gpus`); the same on all ranks where they are several.
     """
     env = os.environ
-    if port is not None:
-        name = mesh.describe(int(env["RANK"]))
-        end_with_parent(f"{name} stops: the process that started the ranks is gone")
-    elif "TORCHELASTIC_RUN_ID" in env:  # a rank that keeps the store itself would never notice
-        end_with_parent(f"rank {env['RANK']} stops: the launcher is gone")
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # see `launch`
+    if port is None and "TORCHELASTIC_RUN_ID" in env:
+        end_with_parent()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # see `launch`
     backend, device, own = take_device(backend, launched=port is not None)
     if not under_torchrun():
         if mesh.world != 1:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from warpweave.checkpoint import CheckpointError, latest
 from warpweave.gpus import gpu_count
+from warpweave.interrupt import STOPS, Interrupt
 from warpweave.launch import end_with_parent, keep_store, leave
 from warpweave.messages import one_line, say
 from warpweave.parallel.server.link import check_loopback
@@ -70,30 +71,28 @@ class _Watch:
 
     def __init__(self, config: TrainConfig, device: str) -> None:
         self.config, self.device, self.store = config, device, keep_store()
-        self.received: list[int] = []
+        self.interrupt = Interrupt()
         self.servers: list[BaseProcess] = []
         self.workers: dict[int, BaseProcess] = {}
 
     def run(self) -> int:
-        before = {
-            n: signal.signal(n, lambda number, _: self.received.append(number))
-            for n in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
-            found = self.config.resume == "auto" and latest(self.config.out / CHECKPOINTS)
-            self._start_servers(self.config.resume is True or bool(found))
-            for number in range(self.config.mesh.dp):
-                self.workers[number] = self._start("worker", number)
-            code = self._watch()
-        finally:
-            for process in (*self.servers, *self.workers.values()):
-                process.kill()
-                process.join()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with self.interrupt:
+            try:
+                found = self.config.resume == "auto" and latest(self.config.out / CHECKPOINTS)
+                self._start_servers(self.config.resume is True or bool(found))
+                for number in range(self.config.mesh.dp):
+                    self.workers[number] = self._start("worker", number)
+                code = self._watch()
+            except KeyboardInterrupt:
+                say("stopped at once, without saving")
+                code = 0
+            finally:
+                for process in (*self.servers, *self.workers.values()):
+                    process.kill()
+                    process.join()
         if code == 0 and self.store.check(["result"]):
             print(self.store.get("result").decode(), flush=True)
-        return 128 + self.received[0] if code == 0 and self.received else code
+        return 128 + self.interrupt.number if code == 0 and self.interrupt.number else code
 
     def _start(self, role: str, number: int, *more: Any) -> BaseProcess:
         given = (role, number, self.config, self.device, self.store.port, *more)
@@ -109,14 +108,11 @@ class _Watch:
 
     def _watch(self) -> int:
         """Until server 0 is done: its exit code, or that of what cannot be mended."""
-        again = stops = 0
+        again, told = 0, False
         while (code := self.servers[0].exitcode) != 0:
             time.sleep(0.05)
-            if len(self.received) > stops:
-                stops = len(self.received)
-                if stops > 1:
-                    say("stopped at once, without saving")
-                    return 128 + self.received[0]
+            if self.interrupt.number and not told:
+                told = True
                 tell(self.store, "stop")
             codes = [server.exitcode for server in self.servers]
             if failed := [c for c in codes if c is not None and c > 0]:
@@ -156,8 +152,9 @@ class _Watch:
 def _rank(role: str, number: int, config: TrainConfig, device: str, port: int, *more: Any) -> None:
     """One server or worker, in a process of its own."""
     name = f"{role} {number}"
-    end_with_parent(f"{name} stops: the process that started it is gone")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it says when to stop
+    end_with_parent()
+    for stop in STOPS:  # the process that started it says when to stop
+        signal.signal(stop, signal.SIG_IGN)
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // (config.server + config.mesh.dp)))
     wait = timedelta(seconds=config.timeout)
