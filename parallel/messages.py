@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from warpweave.parallel.collectives import Pending, by_gloo, start_all_to_all, start_batch
+from warpweave.parallel.observe import carried
 
 T = TypeVar("T")
 
@@ -117,7 +118,7 @@ def run_on_group(
             if isinstance(message, AllToAll):
                 pending.append(start_all_to_all(*message, inner_group))
             elif message is not None and overlap and _on_cpu_by_gloo(message, group):
-                pending.append(thread.submit(start_batch, *message, group))
+                pending.append(thread.submit(carried(start_batch), *message, group))
             elif message is not None:
                 pending.append(start_batch(*message, group))
             if message is None or not overlap:

@@ -178,7 +178,9 @@ def _run(**change) -> None:
 
 
 POSITIVE = ("steps", "batch", "keep", "eval_batches")
-COUNTS = ("warmup", "save_every", "eval_every", "early_stop", "sample", "seed")
+COUNTS = (
+    "warmup", "save_every", "eval_every", "early_stop", "sample", "seed", "check_every",
+)  # fmt: skip
 REALS = ("lr", "min_lr", "eps", "weight_decay", "clip", "save_minutes")
 
 

@@ -108,6 +108,8 @@ TRAIN = {
     "device": Row("--device cpu", {"join backend"}),
     "impl": Row("--impl torch", {"engine.impl", "rule.impl"}),
     "tiles": Row("--tiles tiles.json", {"tiles"}),
+    "check_every": Row("--check-every 3", {"compared"}),
+    "check_collectives": Row("--check-collectives", {"compared"}),
     "timeout": Row("--timeout 77", {"engine.timeout", "join timeout", "mesh timeout"}),
     "vocab_size": Row("--vocab-size 300", {"model.vocab_size"}),
     "seq_len": Row("--seq-len 32", {"model.seq_len", "data.seq_len", "samples", "validation",
@@ -231,7 +233,7 @@ def folder(tmp_path_factory) -> Path:
 def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What ``warpweave train`` with these options does, on the first of its ranks."""
     seen: dict[str, Any] = {"saved": [], "evaluated": [], "kept": set(), "spared": set()}
-    seen["boards"], seen["recorded"] = [], []
+    seen["boards"], seen["recorded"], seen["compared"] = [], [], []
     open_dataset, save = warpweave.data.open_dataset, train.BackgroundSaver.save
 
     def join(mesh: Mesh, *, timeout: float, backend: str | None, port: int | None) -> Session:
@@ -268,6 +270,12 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen["steps"] = trainer.config.steps
         return ""
 
+    class Compared(train.Agreement):
+        def _comparing(self, due):
+            seen["compared"].append(due or self._always)
+            return nullcontext()
+
+    patch.setattr(train, "Agreement", Compared)
     patch.setattr(train, "reported", lambda *args, **options: nullcontext())
     patch.setattr(Interrupt, "listen", lambda self: None)
     patch.setattr(train, "join", join)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from warpweave import saved_state
+from warpweave.agree import Agreement, TrainingStopped
 from warpweave.batches import Batches
 from warpweave.checkpoint import BackgroundSaver, CheckpointError, CheckpointReader
 from warpweave.config import GPTConfig
@@ -38,18 +39,14 @@ from warpweave.lr_schedule import learning_rate, short_of_peak
 from warpweave.measured import recording
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, locked, peak_memory
+from warpweave.parallel.checked import CollectiveMismatch
 from warpweave.parallel.collectives import Pending
 from warpweave.plan.fits import check_memory, free_host_memory
 from warpweave.plan.memory import TrainingStep
 from warpweave.resume import Progress, check_run, differences, open_run, progress_of, state_of
 from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
 
-
-class TrainingStopped(RuntimeError):
-    """A loss or gradient is not finite, and training stops."""
-
-
-_RAISED_BY_ALL = (TrainingStopped, CheckpointError)  # on every rank alike
+_RAISED_BY_ALL = (TrainingStopped, CheckpointError, CollectiveMismatch)  # on every rank alike
 
 
 class _Begun(NamedTuple):
@@ -99,6 +96,7 @@ class Trainer:
             impl=config.impl,
             timeout=config.timeout,
         )
+        self.agreement = Agreement(config, session)
         self.step, self.progress, self.stopped = 0, Progress(), False
         # Whether a step is begun before the last one is read.
         self.ahead = session.device.type != "cpu" or self.engine.passes.asynchronous
@@ -251,17 +249,18 @@ class Trainer:
         """Give a step to the device, behind the step `before` if that was not read yet."""
         self.session.beat(step, "training step")
         began = time.perf_counter()
-        key, last = self.config.dropout_key, step + self.engine.passes.ahead
+        c, last = self.config, step + self.engine.passes.ahead
         for fed in range(self._fed, last):
             tokens, labels, documents, ids = self.batches.step(fed)
-            self.engine.feed(tokens, labels, ids, key=key(fed), documents=documents)
+            self.engine.feed(tokens, labels, ids, key=c.dropout_key(fed), documents=documents)
         self._fed = last + 1
         tokens, labels, documents, ids = self.batches.step(last)
-        lr = learning_rate(self.config, step)
+        lr = learning_rate(c, step)
         free = self.engine.passes.asynchronous  # its next steps have begun, and are not undone
-        with recording(self.engine, self.config.timeline, step + 1 == self.config.steps):
+        timed = recording(self.engine, c.timeline, step + 1 == c.steps)
+        with self.agreement.of_step(step + 1), timed:
             result = self.engine.begin(
-                tokens, labels, ids, lr=lr, key=key(last), documents=documents,
+                tokens, labels, ids, lr=lr, key=c.dropout_key(last), documents=documents,
                 interrupted=self._wishes(),
                 halted=None if before is None or free else before.result.wait().stops,
             )  # fmt: skip
@@ -314,7 +313,8 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss on fixed validation samples, in nats per token."""
         self.session.beat(self.step, "evaluation")
-        value = float(self.engine.evaluate(*self.batches.held_out()))
+        with self.agreement.of_evaluation():
+            value = float(self.engine.evaluate(*self.batches.held_out()))
         self.mesh.check_waits()
         if not math.isfinite(value):
             self._stop(value, 0.0, "validation loss")

@@ -224,6 +224,11 @@ class TrainConfig:
     """Tile table for the kernels, as ``warpweave tune`` writes it; default: the shipped tiles."""
     timeout: float = 300.0
     """Timeout in seconds of any message between ranks."""
+    check_every: int = 100
+    """Steps between two comparisons of the ranks: of the collectives of that step; 0 for none but
+    those of the first two steps and the first evaluation, which are always compared."""
+    check_collectives: bool = False
+    """Debugging: every collective is compared between ranks before it is issued, which is slow."""
 
     @property
     def mesh(self) -> Mesh:
@@ -432,7 +437,18 @@ class TrainConfig:
 
         for low, names in (
             (1, ("steps", "batch", "keep", "eval_batches")),
-            (0, ("warmup", "save_every", "eval_every", "early_stop", "sample", "seed")),
+            (
+                0,
+                (
+                    "warmup",
+                    "save_every",
+                    "eval_every",
+                    "early_stop",
+                    "sample",
+                    "seed",
+                    "check_every",
+                ),
+            ),
             (0, ("lr", "min_lr", "eps", "weight_decay", "clip", "save_minutes")),
         ):
             for name in names:

@@ -32,6 +32,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from observed import observe
 from torch.distributed import device_mesh
 
 from warpweave.parallel import collectives
@@ -292,7 +293,7 @@ class _Work:
         return True
 
 
-def _collective(op, x, out, make, take, group, async_op) -> _Work | None:
+def _collective(op, x, out, make, take, group, async_op) -> _Work | bool:
     """The collective `op` that is given `x` and fills `out`: ``take(make(every x))`` when it is
     waited for."""
     assert x.is_contiguous(), "gloo and NCCL take contiguous tensors"
@@ -301,11 +302,9 @@ def _collective(op, x, out, make, take, group, async_op) -> _Work | None:
         return make([x for (x,) in every])
 
     begun = op, tuple(x.shape), x.dtype
+    observe(_of(group), op, x)
     work = _Work(_of(group).begin(begun, [x], out, make_of, take))
-    if async_op:
-        return work
-    work.wait()
-    return None
+    return work if async_op else work.wait()
 
 
 def _sum(terms: list[torch.Tensor]) -> torch.Tensor:
@@ -379,8 +378,10 @@ def _all_to_all(recv, send, recv_sizes, send_sizes, group=None, async_op=False):
         assert [len(part) for part in parts] == recv_sizes, "sent and received differ"
         recv.detach().copy_(torch.cat(parts))
 
-    begun = "all_to_all", send.dtype
-    work = _Work(group.begin(begun, [*send.split(send_sizes)], [recv], list, take))
+    observe(group, "all_to_all", send, sizes=(send_sizes, recv_sizes))
+    work = _Work(
+        group.begin(("all_to_all", send.dtype), [*send.split(send_sizes)], [recv], list, take)
+    )
     return work if async_op else work.wait()
 
 
@@ -391,16 +392,18 @@ def _peer(group: Group, rank: int | None, in_group: int | None) -> int:
 def _isend(x, dst=None, group=None, tag=0, group_dst=None):
     group = _of(group)
     assert x.is_contiguous(), "gloo and NCCL take contiguous tensors"
-    return _Work(group.send(x, _peer(group, dst, group_dst)))
+    return _Work(group.send(x, observe(group, "send", x, _peer(group, dst, group_dst))))
 
 
 def _irecv(x, src=None, group=None, tag=0, group_src=None):
     group = _of(group)
-    return _Work(group.receive(x, _peer(group, src, group_src)))
+    return _Work(group.receive(x, observe(group, "recv", x, _peer(group, src, group_src))))
 
 
 def _batch(messages: Sequence[_Message]) -> list[_Work]:
     ends = [(op is _isend, x, peer) for op, x, _, peer in messages]
+    for sent, x, peer in ends:
+        observe(messages[0].group, "send" if sent else "recv", x, peer)
     return [_Work(finish) for finish in messages[0].group.batch(ends)]
 
 

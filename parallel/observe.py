@@ -1,0 +1,130 @@
+"""What a rank is about to issue, seen just before: every collective and message of its thread.
+
+All of torch.distributed's operations, ours and a user's, go through torch's dispatcher, forward and
+backward. `Observer` is a dispatch mode that passes each to `before` as an `Operation`, whose key is
+the same on all ranks that take part in it:
+
+    two ranks of group 3, then a message between them
+    rank 0    all_reduce -> "3/0"    all_gather -> "3/1"    isend to 1    -> "3/0>1/0"
+    rank 1    all_reduce -> "3/0"    all_gather -> "3/1"    irecv from 0  -> "3/0>1/0"
+
+Outside ``with observer`` nothing is intercepted and nothing costs anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils import _python_dispatch as dispatch
+
+# In torch's schemas the input comes first where the operation is in place, else after the output.
+_IN_PLACE = ("allreduce_", "broadcast_", "reduce_", "allreduce_coalesced_", "send", "recv_")
+_NAMES = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "recv_": "recv",
+}
+
+
+class Operation(NamedTuple):
+    """A collective, or one end of a message, that this rank is about to issue.
+
+    Attributes:
+        key: of the group's n-th collective, or the n-th message from one of its ranks to another.
+        ranks: those that take part, of the default group.
+        what: name, and what must be equal on all of them: "all_reduce of float32[4, 5]".
+        given: the tensors that this rank gives; of a receive the buffers.
+        side: "send" or "recv" of a message, "" of a collective.
+        sizes: of an all-to-all, the elements for and from each rank.
+    """
+
+    key: str
+    ranks: tuple[int, ...]
+    what: str
+    given: tuple[torch.Tensor, ...]
+    side: str = ""
+    sizes: tuple[list[int], list[int]] | None = None
+
+
+class Observer(dispatch.TorchDispatchMode):
+    """Calls `before` with each operation that is issued within ``with observer``; may be entered
+    again, by several threads too (`carried`), and counts on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+
+    def before(self, operation: Operation) -> None:
+        """An operation that is issued when this returns, and not if it raises."""
+        raise NotImplementedError
+
+    def numbered(self, group: str) -> str:
+        """The key of the next operation of a group, or of a link of one."""
+        return f"{group}/{next(self._numbers[group])}"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            self.before(self._operation(func, args))
+        return func(*args, **(kwargs or {}))
+
+    def _operation(self, func: Any, args: tuple) -> Operation:
+        op = func._schema.name.removeprefix("c10d::")
+        at = next(i for i, a in enumerate(func._schema.arguments) if a.name == "process_group")
+        group = dist.ProcessGroup.unbox(args[at])
+        ranks, name = tuple(dist.get_process_group_ranks(group)), str(group.group_name)
+        given = tuple(_tensors(args[0 if op in _IN_PLACE or at == 1 else 1]))
+        what = f"{_NAMES.get(op, op.strip('_'))} of {described(given)}"
+        if op in ("send", "recv_"):
+            me, peer = group.rank(), args[2]
+            src, dst = (me, peer) if op == "send" else (peer, me)
+            key = self.numbered(f"{name}/{src}>{dst}")
+            return Operation(key, (ranks[src], ranks[dst]), what, given, op.strip("_"))
+        sizes = None
+        if op == "alltoall_base_":
+            what, sizes = f"all_to_all of {given[0].dtype}", (list(args[4]), list(args[3]))
+        elif op == "broadcast_":
+            what += f" from rank {ranks[args[2]]}"
+        return Operation(self.numbered(name), ranks, what, given, sizes=sizes)
+
+
+def described(tensors: tuple[torch.Tensor, ...]) -> str:
+    """ "float32[4, 5]" of each tensor, as errors name it."""
+    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in tensors)
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for x in given:
+            yield from _tensors(x)
+
+
+def observers() -> list[Observer]:
+    """Those that this thread has entered."""
+    return [m for m in dispatch._get_current_dispatch_mode_stack() if isinstance(m, Observer)]
+
+
+def carried(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` for another thread, with what observes this one (torch's modes are a thread's own)."""
+    if not (found := observers()):
+        return fn
+
+    def run(*args: Any) -> Any:
+        with ExitStack() as modes:
+            for mode in found:
+                modes.enter_context(mode)
+            return fn(*args)
+
+    return run
