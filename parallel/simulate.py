@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from warpweave.parallel.schedule.actions import (
@@ -25,14 +26,12 @@ from warpweave.parallel.schedule.actions import (
     Schedule,
     W,
     cell_at,
-    deps,
     gives,
     held_activations,
-    lowered,
     placement,
     tied_stages,
 )
-from warpweave.parallel.schedule.ordering import order
+from warpweave.parallel.schedule.ordering import in_order
 
 OVERLAP = "OVERLAP_F_B"  # a cell, among costs
 Cost = Mapping[str, float] | Callable[[Action], float]
@@ -120,21 +119,20 @@ def simulate(
         ValueError: the lists deadlock; names what each rank waits for.
     """
     rank_of = placement(lists)
-    places = rank_of if lowered(lists) else None
     price = cost if callable(cost) else _price(cost)
     overlapped = None if callable(cost) else cost.get(OVERLAP)
     rows: list[list[Cell]] = [[] for _ in lists]
     happened = dict.fromkeys(before, 0.0)
-    held = [[*_begun(actions, before), *actions] for actions in lists]
+    held = [[*_begun(actions, before), *actions] if before else actions for actions in lists]
     tied = len(tied_stages(rank_of)) == 2
     met: float | None = None
-    for rank, index in order(lists, before):
+    for rank, index, events in in_order(lists, before):
         if index < len(rows[rank]):  # the second of a cell
             continue
         unit = cell_at(lists[rank], index)
         action = unit[0]
         start = rows[rank][-1].end if rows[rank] else 0
-        for event in (e for a in unit for e in deps(a, len(rank_of), places)):
+        for event in events:
             hop = comm if rank_of[event.stage] != rank else 0
             start = max(start, happened[event] + hop)
         if action.op == TIE and tied:  # `order` puts the two that meet next to each other
@@ -149,7 +147,8 @@ def simulate(
         for a, length in zip(unit, prices):
             rows[rank].append(Cell(a, start, start + length))
             start += length
-        happened.update((event, start) for a in unit for event in gives(a))
+        for a in unit:
+            happened.update(dict.fromkeys(gives(a), start))
     return Timeline(
         cells=tuple(map(tuple, rows)),
         activations=tuple(map(_peak_activations, held)),
@@ -183,15 +182,21 @@ def _peak_versions(actions: list[Action]) -> int:
     peak = 0
     for stage in {a.stage for a in actions}:
         own = [a for a in actions if a.stage == stage]
-        newest, held = 0, {}
-        last_read = {a.ver: index for index, a in enumerate(own) if a.op == F}
+        born = {a.ver: index for index, a in enumerate(own) if a.op == UPDATE}
+        newest, last, held = min(born, default=1) - 1, {}, {}  # last: version -> its last index
         for index, a in enumerate(own):
             if a.op == UPDATE:
-                newest = a.ver
+                last[newest], newest = max(last.get(newest, 0), index - 1), a.ver
+            if a.op in (F, B, I):
+                last[a.ver] = index
             if a.op == F:
                 held[a.mb] = a.ver
-            waiting = {v for v, last in last_read.items() if index < last and v <= newest}
-            peak = max(peak, len({newest, *held.values()} | waiting))
             if a.op in (B, I):
                 del held[a.mb]
+        last |= dict.fromkeys([newest, *held.values()], len(own) - 1)
+        changes = [0] * (len(own) + 1)
+        for version, index in last.items():
+            changes[born.get(version, 0)] += 1
+            changes[index + 1] -= 1
+        peak = max(peak, *accumulate(changes))
     return peak

@@ -350,6 +350,10 @@ def swapped(one: str, two: str) -> str:
         (changed("2I0", "2X0"), "row 1 field 9: '2X0' is not .stage..op..micro-batch."),
         (changed("0SEND_F1"), "0SEND_F1 occurs 0 times, needs 1"),
         (swapped("1RECV_F0", "1RECV_F1"), "link F from rank 0 to 1: message 0 is sent as 0SEND_F0"),
+        (changed("0W1", "0REDUCE_GRAD"), "rank 0: 0REDUCE is added by whoever runs it"),
+        (to_csv(with_update(FAMILIES["1f1b"].make(2, 2))), "rank 0: 0UPDATE@1 is added by"),
+        ("0F0,0B0\n\n1F0,1B0", "rank 1: has no action"),
+        ("0F0,0B0\n,,", "rank 1: has no action"),
         (swapped("0I0", "0W0"), r"rank 0 position \d+: 0W0 comes before 0I0"),
         (
             swapped("0F1", "3F0"),
@@ -367,6 +371,12 @@ def test_a_file_that_is_subtly_wrong_is_refused_with_the_reason(text, message, t
     with pytest.raises(ValueError, match=rf"^schedule .*wrong\.csv: .*{message}") as error:
         find_family(str(path))
     assert "\n" not in str(error.value)
+
+
+def test_blank_lines_at_the_end_are_no_ranks(tmp_path: Path):
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(FAMILIES["1f1b"].make(2, 3)) + "\n \n\n")
+    assert find_family(str(path)).make(2, 3) == FAMILIES["1f1b"].make(2, 3)
 
 
 def test_a_file_of_other_numbers_is_refused(tmp_path: Path):

@@ -18,6 +18,7 @@ from warpweave.parallel.schedule import (
     with_unshard,
     with_update,
 )
+from warpweave.parallel.schedule.ordering import begun_before
 from warpweave.parallel.simulate import simulate
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 2), (3, 7), (4, 2), (4, 4), (4, 16), (8, 8), (8, 32)]
@@ -130,6 +131,9 @@ def test_versions_of_synchronous_and_asynchronous_lists() -> None:
     later = "0F0 0F1 0B0 0UPDATE@1 0F2@1 0B2@1 0UPDATE@2 0B1 0UPDATE@3 0F3@1 0B3@1 0UPDATE@4"
     held = simulate([from_csv(later.replace(" ", ","))[0]], {"F": 1})
     assert held.versions == (3,)  # at UPDATE@2: 2 is newest, 0 in flight, 1 still to be read by F3
+    later = "0F2@1 0B2@1 0UPDATE@3 0F3@2 0B3@2 0UPDATE@4"  # of a run whose newest version is 2
+    cut = [from_csv(later.replace(" ", ","))[0]]
+    assert simulate(cut, {"F": 1}, before=begun_before(cut)).versions == (2,)
 
 
 def test_several_stages_on_a_rank_share_it() -> None:

@@ -123,12 +123,10 @@ def deps(action: Action, stages: int, rank_of: Sequence[int] | None = None) -> t
 
 def gives(action: Action) -> tuple[Action, ...]:
     """The events that `action` completes: itself without its version, and I and W for a B."""
-    op, s, i, _, _ = action
-    if op == UPDATE:
-        return (action,)
+    op, s, i, ver, joined = action
     if op == B:
         return (Action(I, s, i), Action(W, s, i))
-    return (Action(op, s, i),)
+    return (Action(op, s, i) if (ver or joined) and op != UPDATE else action,)
 
 
 def cells(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:

@@ -3,7 +3,7 @@ message acknowledges, and when receives are posted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from warpweave.parallel.schedule.actions import (
     AFTER,
@@ -45,48 +45,49 @@ def order(lists: Schedule, before: Iterable[Action] = ()) -> list[Position]:
     A receive waits for its send, the two TIEs for each other, and a cell for what both of its
     actions wait for. ValueError, with what each rank waits for, if there is none: a deadlock.
     """
+    return [(rank, index) for rank, index, _ in in_order(lists, before)]
+
+
+def in_order(
+    lists: Schedule, before: Iterable[Action] = ()
+) -> Iterator[tuple[int, int, list[Action]]]:
+    """The positions of `order`, one by one, and the events that each waits for."""
     rank_of = placement(lists)
     places = rank_of if lowered(lists) else None
-    at, done, result, stages = [0] * len(lists), set(before), [], len(rank_of)
+    at, done, stages = [0] * len(lists), set(before), len(rank_of)
+
+    def needs(rank: int) -> list[Action]:
+        return [d for a in cell_at(lists[rank], at[rank]) for d in deps(a, stages, places)]
 
     def head(rank: int) -> Action | None:
         return lists[rank][at[rank]] if at[rank] < len(lists[rank]) else None
-
-    def unmet(rank: int) -> list[Action]:
-        cell = cell_at(lists[rank], at[rank])
-        return [d for a in cell for d in deps(a, stages, places) if d not in done]
 
     def meets(action: Action) -> Action | None:
         if action.op == TIE and len(tied_stages(rank_of)) == 2:
             return action._replace(stage=len(rank_of) - 1 - action.stage)
         return None
 
-    def go(rank: int, action: Action) -> None:
-        result.append((rank, at[rank]))
-        at[rank] += 1
-        done.update(gives(action))
-
     moved = True
     while moved:
         moved = False
         for rank in range(len(lists)):
-            while (action := head(rank)) is not None and not unmet(rank):
+            while (action := head(rank)) and done.issuperset(events := needs(rank)):
                 peer = meets(action)
                 if peer is not None and head(rank_of[peer.stage]) != peer:
                     break
-                go(rank, action)
-                if peer is not None:
-                    go(rank_of[peer.stage], peer)
+                for own in (action, peer) if peer else (action,):
+                    yield rank_of[own.stage], at[rank_of[own.stage]], events
+                    at[rank_of[own.stage]] += 1
+                    done.update(gives(own))
                 moved = True
     stuck = [
         f"rank {rank} at {action} waits for "
-        + (" and ".join(map(str, unmet(rank))) or str(meets(action)))
+        + (" and ".join(str(d) for d in needs(rank) if d not in done) or str(meets(action)))
         for rank in range(len(lists))
-        if (action := head(rank)) is not None
+        if (action := head(rank))
     ]
     if stuck:
         raise ValueError(f"deadlock: {'; '.join(stuck)}")
-    return result
 
 
 def acknowledged(lists: Schedule) -> dict[Action, list[Action]]:

@@ -39,11 +39,16 @@ def find_family(name: str) -> ScheduleFamily:
 
 def _in_file(path: Path) -> ScheduleFamily:
     """The schedule in a file, with or without its messages, which are seen to be right and then
-    left out: whoever runs it adds them, and ZeRO's actions, itself; those must be right, too."""
+    left out: whoever runs it adds them itself; those must be right, too. Sums, ties, ZeRO's gathers
+    and updates, which follow from other options, are refused, and ranks that do nothing."""
     try:
-        lists = from_csv(path.read_text())
-        known = COMPUTE + SENDS + RECEIVES
-        validate([[a for a in actions if a.op in known] for actions in lists])
+        lists = from_csv(path.read_text().rstrip())  # no blank lines at the end
+        for rank, actions in enumerate(lists):
+            others = [a for a in actions if a.op not in COMPUTE + SENDS + RECEIVES]
+            if others or not actions:
+                what = f"{others[0]} is added by whoever runs it" if others else "has no action"
+                raise ValueError(f"rank {rank}: {what}")
+        validate(lists)
         compute = [[a for a in actions if a.op in COMPUTE] for actions in lists]
         validate(with_comm(compute))
     except OSError as error:
