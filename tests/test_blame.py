@@ -36,7 +36,7 @@ def _watched(port: int) -> None:
     if rank == 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.PrefixStore("attempt_0", dist.TCPStore("127.0.0.1", port, is_master=False))
     store.set(f"ready/{rank}", "")
     store.wait(["ready/0", "ready/2"])
     store.set("beat/1", json.dumps([7, "saving", time.time()]))

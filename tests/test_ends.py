@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,10 +142,9 @@ def test_a_launch_ends_as_its_first_rank_did_or_as_the_signal_says(
     store.set("verdict", "word")
     store.set("beat/0", json.dumps([4, "saving", 0.0]))
     ends = [End(rank, code) for rank, code in codes.items()]
-    with pytest.raises(SystemExit) as caught:
-        launch._exit_for(ends, Mesh(tp=2), store, stopped, None)
-    assert (type(caught.value), caught.value.code) == (type(raised), raised.code)
-    assert getattr(caught.value, "number", None) == getattr(raised, "number", None)
+    failure = launch._failure(ends, Mesh(tp=2), store, stopped, None)
+    assert (type(failure), failure.code) == (type(raised), raised.code)
+    assert getattr(failure, "number", None) == getattr(raised, "number", None)
     err = capsys.readouterr().err
     assert said in err
     assert bool(err) == bool(said)
@@ -162,6 +162,37 @@ def test_what_ranks_are_told_is_told_to_nobody_else_however_a_launch_ends(monkey
     with pytest.raises(LeftError):
         _told_and_failed()
     assert dict(os.environ) == before
+
+
+# -------------------------------------------------------------------------- started again
+
+
+def _fails(code: int, port: int) -> list[bool]:
+    """Rank 1 ends in the first attempt, after both had begun; what the second attempt is told."""
+    session = launch.join(Mesh(dp=2), port=port, backend="gloo")
+    goes_on = session.goes_on
+    dist.barrier()
+    session.begin()
+    dist.barrier()
+    if session.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(code)
+    dist.barrier()
+    return [goes_on, session.goes_on]
+
+
+def test_ranks_that_fail_are_started_again_and_told_that_they_go_on(capfd):
+    assert launch.launch(_fails, (0,), Mesh(dp=2), max_restarts=1) == [True, True]
+    lines = capfd.readouterr().err.splitlines()  # with rank 0's own, if it was quick
+    said = [line for line in lines if line.startswith("warpweave: ")]
+    assert re.fullmatch(r"warpweave: rank 1 \(dp=1\) left \(exit 0\).*", said[0])
+    assert said[1:] == ["warpweave: all ranks start again, 1 of 1 times"]
+
+
+def test_a_refusal_is_final(capfd):
+    with pytest.raises(SystemExit) as ended:
+        launch.launch(_fails, (2,), Mesh(dp=2), max_restarts=1)
+    assert ended.value.code == 2
+    assert "again" not in capfd.readouterr().err
 
 
 # -------------------------------------------------------------------------- one rank of a run

@@ -447,7 +447,7 @@ def test_a_single_process_speaks_for_itself():
     assert alone.explain(ValueError("two\nlines")) == "two lines"
 
 
-def _torchrun(monkeypatch):
+def _environment(monkeypatch):
     """Rank 3 of 4, the second one on its machine."""
     environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in environment.items():
@@ -456,7 +456,7 @@ def _torchrun(monkeypatch):
 
 @pytest.mark.parametrize("tp", [2, 8])
 def test_as_many_ranks_as_the_mesh_needs_are_wanted(monkeypatch, tp):
-    _torchrun(monkeypatch)
+    _environment(monkeypatch)
     threads = torch.get_num_threads()
     with pytest.raises(ValueError, match=rf"tp={tp} x pp=1 needs {tp} ranks"):
         join(Mesh(tp=tp))
@@ -475,7 +475,7 @@ def test_as_many_ranks_as_the_mesh_needs_are_wanted(monkeypatch, tp):
 def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend, device, where):
     """The choice alone: CUDA's answers are made up and nothing is connected."""
     groups = []
-    _torchrun(monkeypatch)
+    _environment(monkeypatch)
     threads = torch.get_num_threads()
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
     chosen = pretend_gpus(monkeypatch, gpus)
@@ -502,7 +502,7 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend
 @pytest.mark.parametrize("port", [None, 1])
 def test_ranks_that_cannot_compute_together_say_so_before_they_connect(monkeypatch, port):
     """Under torchrun as an error of all ranks alike, under `launch` in the line that it says."""
-    _torchrun(monkeypatch)
+    _environment(monkeypatch)
     monkeypatch.setattr("warpweave.launch.end_with_parent", lambda: None)
     pretend_gpus(monkeypatch, 2)
     store = dist.HashStore()
@@ -529,7 +529,7 @@ def test_ranks_that_torchrun_starts_again_do_not_read_what_the_dead_wrote(monkey
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        store = _store(1, 4, 2, timedelta(seconds=1), None)
+        store = _store(1, 4, 2, timedelta(seconds=1))
         assert not store.check(["address"])
         store.set("address", "here")
 

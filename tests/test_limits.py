@@ -179,7 +179,8 @@ def _run(**change) -> None:
 
 POSITIVE = ("steps", "batch", "keep", "eval_batches")
 COUNTS = (
-    "warmup", "save_every", "eval_every", "early_stop", "sample", "seed", "check_every",
+    "warmup", "save_every", "max_restarts", "eval_every", "check_every", "early_stop", "sample",
+    "seed",
 )  # fmt: skip
 REALS = ("lr", "min_lr", "eps", "weight_decay", "clip", "save_minutes")
 

@@ -91,6 +91,7 @@ TRAIN = {
     "clip": Row("--clip 0.3", {"engine.clip"}),
     "seed": Row("--seed 3", {"engine.seed", "data.seed", "keys", "samples", "sample"}),
     "out": Row("--out elsewhere", {"folder"}),
+    "max_restarts": Row("--max-restarts 2", set()),  # `test_ends.py`, `test_launch.py`
     "save_every": Row("--save-every 2", {"saved"}),
     "save_minutes": Row("--save-minutes 1e-9", {"saved"}),
     "keep": Row("--keep 5", {"kept"}),

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -48,6 +49,9 @@ _GRACE = 3.0  # seconds in which ranks that saw an error wait for the others' re
 # write first, and communicators are aborted. None are given after a death, which says enough.
 _LINGER = {"gloo": _GRACE + 2.0, "nccl": 30.0}
 
+# Of torchrun's environment: whether it keeps the ranks' store, and how often it has restarted them.
+_AGENTS_STORE, _ATTEMPT = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
+
 
 class Stopped(SystemExit):
     """Signal `number` asked this process to end: 128 + that, or what a rank then failed with."""
@@ -62,36 +66,46 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh, *, backend: str = "gloo") -> Any:
+def launch(
+    entry: Callable[..., Any],
+    args: tuple,
+    mesh: Mesh,
+    *,
+    backend: str = "gloo",
+    max_restarts: int = 0,
+) -> Any:
     """Run ``entry(*args, port)`` on every rank of `mesh` on this machine; rank 0's result.
 
     `port` is where this process keeps the ranks' store, for `join`; the store outlives any rank, so
     that the survivors can ask it who is missing. `entry` must be importable (a module-level
-    function) and its result one of JSON. `backend` is that on which the ranks will `join`. Must be
-    called from the main thread.
+    function) and its result one of JSON. `backend` is that on which the ranks will `join`. After a
+    failure, but no refusal (exit code 2), all ranks are started again up to `max_restarts` times.
+    Must be called from the main thread.
 
     Exits with a rank's exit code (1 for one that died) if a rank fails, with `Stopped` if a signal
     came; no rank outlives this call.
     """
-    store, began, dumps = keep_store(), time.time(), None
+    kept, began, dumps = keep_store(), time.time(), None
     folder = tempfile.mkdtemp(prefix="warpweave-") if backend == "nccl" else ""
     told = told_ranks(backend, folder)
-    processes: list[BaseProcess] = []
     sys.stdout.flush()
     with Interrupt() as interrupt:
         try:
-            with _environment(**told):
-                _start(processes, entry, args, mesh.world, store.port)
-            ends = _watch(processes, interrupt, store, backend)
-            if ends:
+            for attempt in range(max_restarts + 1):
+                store = dist.PrefixStore(f"attempt_{attempt}", kept)
+                rank = partial(_rank, mesh.world, kept.port, attempt, entry, args)
+                with _environment(**told), _started(rank, mesh.world) as processes:
+                    ends = _watch(processes, interrupt, store, backend)
+                if not ends:
+                    break
                 dumps = recorded(told.get(DUMPS), mesh.world, began)
-                _exit_for(ends, mesh, store, interrupt.number, dumps)
+                failure = _failure(ends, mesh, store, interrupt.number, dumps)
+                if attempt == max_restarts or failure.code == 2 or interrupt.number is not None:
+                    raise failure
+                say(f"all ranks start again, {attempt + 1} of {max_restarts} times")
         except KeyboardInterrupt:
             say("stopped at once, without saving")
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
             if not dumps or DUMPS in os.environ:  # else the recorders' files are in it
                 shutil.rmtree(folder, ignore_errors=True)
     if interrupt.number is not None:
@@ -120,29 +134,39 @@ def _environment(**values: str) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _start(
-    processes: list[BaseProcess], entry: Callable[..., Any], args: tuple, world: int, port: int
-) -> None:
-    """Start the ranks' processes with signals blocked, which they inherit."""
+@contextmanager
+def _started(rank: Callable[[int], None], world: int) -> Iterator[list[BaseProcess]]:
+    """Processes that run ``rank(0)`` to ``rank(world - 1)``, started with signals blocked, which
+    they inherit; killed in the end."""
+    processes: list[BaseProcess] = []
     resource_tracker.ensure_running()  # it would unblock the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
-        for rank in range(world):
-            given = (rank, world, port, entry, args)
-            process = multiprocessing.get_context("spawn").Process(target=_rank, args=given)
-            process.start()
-            processes.append(process)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        try:
+            for number in range(world):
+                process = multiprocessing.get_context("spawn").Process(target=rank, args=(number,))
+                process.start()
+                processes.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        yield processes
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for started in processes:
+            started.kill()
+            started.join()
 
 
-def _rank(rank: int, world: int, port: int, entry: Callable[..., Any], args: tuple) -> None:
-    """One rank, in a process of its own."""
+def _rank(
+    world: int, port: int, attempt: int, entry: Callable[..., Any], args: tuple, rank: int
+) -> None:
+    """One rank, in a process of its own and in the environment that torchrun gives."""
     end_with_parent()
     for name, value in (("RANK", rank), ("WORLD_SIZE", world)):
         os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {_AGENTS_STORE: "True", _ATTEMPT: str(attempt)}
     result = json.dumps(entry(*args, port))
-    dist.TCPStore("127.0.0.1", port, is_master=False).set(f"result/{rank}", result)
+    _store(rank, world, world, timedelta(seconds=30)).set(f"result/{rank}", result)
     leave(0)
 
 
@@ -176,22 +200,22 @@ def _watch(
     return ends
 
 
-def _exit_for(
+def _failure(
     ends: list[End],
     mesh: Mesh,
     store: dist.Store,
     stopped: int | None,
     dumps: dict[int, Path] | None,
-) -> NoReturn:
-    """Report failures that the ranks could not report themselves, and exit; `stopped` is the number
+) -> SystemExit:
+    """Report what the ranks could not report themselves; what to exit with. `stopped` is the number
     of a signal that asked for it."""
     code = ends[0].code
     if stopped is not None and code <= 0:
-        raise Stopped(stopped)
+        return Stopped(stopped)
     if (line := rank_at_fault(ends, mesh, store, dumps)) is not None:
         say(line)
     code = code if code > 0 else 1
-    raise SystemExit(code) if stopped is None else Stopped(stopped, code)
+    return SystemExit(code) if stopped is None else Stopped(stopped, code)
 
 
 def _loopback_listener(port: int) -> socket.socket:
@@ -231,6 +255,18 @@ class Session:
     where: str = "cpu"
     launched: bool = False
     _renewals: int = 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an earlier attempt of this launch had come to `begin`."""
+        kept, attempt = getattr(self.store, "underlying_store", None), os.environ.get(_ATTEMPT, "0")
+        earlier = [dist.PrefixStore(f"attempt_{n}", kept) for n in range(int(attempt)) if kept]
+        return any(store.check(["begun"]) for store in earlier)
+
+    def begin(self) -> None:
+        """Record that the work has begun with which a restarted launch goes on."""
+        if self.store is not None:
+            self.store.set("begun", "")
 
     def beat(self, step: int, phase: str) -> None:
         """Record the progress of this rank in the store, for others to report if it hangs."""
@@ -424,7 +460,7 @@ def join(
             f"mesh dp={mesh.dp} x cp={mesh.cp} x tp={mesh.tp} x pp={mesh.pp} needs {mesh.world} "
             f"ranks, but {world} were started"
         )
-    store = _store(rank, world, local_world, timedelta(seconds=timeout), port)
+    store = _store(rank, world, local_world, timedelta(seconds=timeout))
     if (line := disagreement(store, rank, mesh, own)) is not None:
         if port is None:
             raise ValueError(line)
@@ -435,10 +471,8 @@ def join(
     return Session(device, rank, world, store, timeout, mesh, where, launched=launched)
 
 
-def _store(
-    rank: int, world: int, local_world: int, timeout: timedelta, port: int | None
-) -> dist.Store:
-    """The ranks' store: that of `launch`, else torchrun's if it keeps one, else rank 0's own.
+def _store(rank: int, world: int, local_world: int, timeout: timedelta) -> dist.Store:
+    """The ranks' store: the launcher's if it keeps one, else rank 0's own.
 
     Keys are scoped by the launcher's attempt, because restarted gloo workers would otherwise read
     the addresses of the dead attempt and hang.
@@ -446,13 +480,11 @@ def _store(
     env = os.environ
     if world == local_world:
         env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    if port is not None:
-        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    hosts = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts = rank == 0 and env.get(_AGENTS_STORE) != "True"
     options: dict[str, Any] = {}
     if hosts and world == local_world:
         address = "127.0.0.1"
         options["master_listen_fd"] = _loopback_listener(port).detach()
     store = dist.TCPStore(address, port, world, is_master=hosts, timeout=timeout, **options)
-    return dist.PrefixStore(f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"attempt_{env.get(_ATTEMPT, '0')}", store)

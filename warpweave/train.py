@@ -430,8 +430,10 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
         sys.exit(1)
     interrupt.listen()  # not earlier under torchrun, which ends ranks that still wait by SIGTERM
     with reported(session, _RAISED_BY_ALL, refused=(ValueError, CheckpointError)):
-        session.beat(0, "start")
+        if session.goes_on:
+            config = dataclasses.replace(config, resume="auto")
         trainer = Trainer(config, session, interrupt)
+        session.begin()
     with reported(session, _RAISED_BY_ALL):
         if session.rank == 0:
             say(trainer.describe())
@@ -456,10 +458,10 @@ def run(config: TrainConfig) -> NoReturn:
     rank, local_rank = (int(os.environ.get(n, "0")) for n in ("RANK", "LOCAL_RANK"))
     try:
         if config.server and torchrun:
-            raise ValueError(
-                f"--server {config.server} starts its servers and workers itself: run it without "
-                f"torchrun, whose {os.environ['WORLD_SIZE']} ranks are no servers"
-            )
+            ranks = f"torchrun, whose {os.environ['WORLD_SIZE']} ranks are no servers"
+            raise ValueError(f"--server {config.server} starts its own: run it without {ranks}")
+        if config.max_restarts and torchrun:
+            raise ValueError(f"max_restarts = {config.max_restarts}: torchrun has its own option")
         config = config.for_ranks(int(os.environ["WORLD_SIZE"]) if torchrun else config.mesh.world)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun else config.mesh.world
         backend = choose_backend(here, BACKENDS.get(config.device), launched=not torchrun)
@@ -476,19 +478,17 @@ def run(config: TrainConfig) -> NoReturn:
                 from warpweave.server.run import run_servers
 
                 code = run_servers(config)
-            elif torchrun:
-                train_rank(config)
-                code = 0
-            elif config.mesh.world == 1:
+            elif torchrun or (config.mesh.world == 1 and not config.max_restarts):
                 code = train_rank(config)
             else:
-                code = launch(train_rank, (config,), config.mesh, backend=backend)
+                again = {"backend": backend, "max_restarts": config.max_restarts}
+                code = launch(train_rank, (config,), config.mesh, **again)
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         if local_rank == 0:
             say(one_line(error))
         sys.exit(2)
     if torchrun:
-        leave(code)
+        leave(0)
     sys.exit(code)
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # Files and folders of a run, in `out`.
 METRICS, PLOT, CHECKPOINTS, CONFIG = "metrics.jsonl", "loss.png", "checkpoints", "config.toml"
 UPDATES, STALENESS = "updates.jsonl", "staleness.png"  # of parameter servers
-UNWRITTEN = ("config", "resume")  # how the command was called, not what the run is
+UNWRITTEN = ("config", "resume", "max_restarts")  # how the command was called, not what the run is
 FORMERLY = {("overlap", "auto"): "bulk"}  # what the config.toml of earlier runs says
 
 
@@ -201,6 +201,9 @@ class TrainConfig:
     """Checkpoint interval in minutes, by the first rank's clock; 0 for none."""
     resume: Annotated[bool | Literal["auto"], _RESUME] = False
     """Resume from the newest good checkpoint in `out`; auto: if there is one, and else begin."""
+    max_restarts: int = 0
+    """Number of times that all ranks are started again after a failure, to go on from the newest
+    checkpoint. (torchrun has an option of its own.)"""
     eval_every: int = 100
     """Evaluation interval in steps; 0 for one at the end only."""
     early_stop: int = 0
@@ -295,7 +298,7 @@ class TrainConfig:
         from warpweave.parallel.server.server import ServerPlan
 
         one = {"tp": 1, "cp": 1, "pp": 1, "dp_shard": None, "early_stop": 0}
-        one |= {"outer": 1, "outer_every": None, "timeline": None}
+        one |= {"outer": 1, "outer_every": None, "timeline": None, "max_restarts": 0}
         for name, value in one.items():
             if (given := getattr(self, name)) != value:
                 raise ValueError(
@@ -437,18 +440,8 @@ class TrainConfig:
 
         for low, names in (
             (1, ("steps", "batch", "keep", "eval_batches")),
-            (
-                0,
-                (
-                    "warmup",
-                    "save_every",
-                    "eval_every",
-                    "early_stop",
-                    "sample",
-                    "seed",
-                    "check_every",
-                ),
-            ),
+            (0, ("warmup", "save_every", "max_restarts", "eval_every", "check_every")),
+            (0, ("early_stop", "sample", "seed")),
             (0, ("lr", "min_lr", "eps", "weight_decay", "clip", "save_minutes")),
         ):
             for name in names:
