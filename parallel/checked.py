@@ -129,7 +129,7 @@ class CheckedCollectives(Observer):
                 key, ranks, what = json.loads(there)
                 at = f"{what} {_among(ranks)}"
                 if self._rank in ranks and self._is_ahead(key):
-                    self._raise(f"{self._names([self._rank])} calls {where}, {name} {at}")
+                    self._raise(f"{self._mesh.describe(self._rank)} calls {where}, {name} {at}")
             if late:
                 seen = f", and was last seen in {at}" if at else ""
                 self._raise(f"{name} did not come to {where} within {self._timeout:g} s{seen}")
@@ -146,7 +146,7 @@ class CheckedCollectives(Observer):
         for rank, (what, _) in rows.items():
             whats.setdefault(what, []).append(rank)
         if len(whats) > 1:
-            calls = (f"{self._names(ranks)} {'call' + 's' * (len(ranks) == 1)} {what}"
+            calls = (f"{self._mesh.names(ranks)} {'call' + 's' * (len(ranks) == 1)} {what}"
                      for what, ranks in whats.items())  # fmt: skip
             return ", ".join(calls)
         if operation.sizes is None:
@@ -159,11 +159,6 @@ class CheckedCollectives(Observer):
                     return (f"in an all_to_all {src} sends {dst} {sends[b]} elements, which "
                             f"expects {receives[a]}")  # fmt: skip
         return None
-
-    def _names(self, ranks: list[int]) -> str:
-        if len(ranks) == 1:
-            return self._mesh.describe(ranks[0])
-        return f"ranks {', '.join(map(str, ranks))}"
 
     def _raise(self, words: str) -> None:
         """Raise for what was found first, here or on another rank."""

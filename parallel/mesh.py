@@ -19,6 +19,7 @@ replica; and ``world``. Eight ranks of Mesh(dp=4, cp=2, dp_shard=2):
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -170,6 +171,13 @@ class Mesh:
         at = self.coordinates(rank)
         inside = ", ".join(f"{axis}={at[axis]}" for axis in AXES if getattr(self, axis) > 1)
         return f"rank {rank} ({inside})" if inside else f"rank {rank}"
+
+    def names(self, ranks: Iterable[int]) -> str:
+        """ "ranks 0, 1, 3", or what `describe` says of a single one."""
+        first, *others = ranks
+        if not others:
+            return self.describe(first)
+        return f"ranks {', '.join(map(str, (first, *others)))}"
 
     def seen_from(self, rank: int) -> ConnectedMesh:
         """The mesh from the view of `rank`, without process groups: every group is None."""

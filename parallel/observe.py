@@ -42,7 +42,8 @@ class Operation(NamedTuple):
         key: of the group's n-th collective, or the n-th message from one of its ranks to another.
         ranks: those that take part, of the default group.
         what: name, and what must be equal on all of them: "all_reduce of float32[4, 5]".
-        given: the tensors that this rank gives; of a receive the buffers.
+        given: the tensors that this rank gives, none to another's broadcast; of a receive the
+            buffers.
         side: "send" or "recv" of a message, "" of a collective.
         sizes: of an all-to-all, the elements for and from each rank.
     """
@@ -95,6 +96,7 @@ class Observer(dispatch.TorchDispatchMode):
             what, sizes = f"all_to_all of {given[0].dtype}", (list(args[4]), list(args[3]))
         elif op == "broadcast_":
             what += f" from rank {ranks[args[2]]}"
+            given = given if group.rank() == args[2] else ()
         return Operation(self.numbered(name), ranks, what, given, sizes=sizes)
 
 

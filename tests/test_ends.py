@@ -21,6 +21,7 @@ import torch.distributed as dist
 from test_train import _config, _replace, _rows, _trainer
 
 import warpweave.launch as launch
+import warpweave.not_finite as not_finite
 import warpweave.train as train
 from warpweave.blame import End
 from warpweave.checkpoint import CheckpointError
@@ -263,16 +264,22 @@ def test_a_wait_that_gave_up_ends_the_run_before_its_numbers_are_used(monkeypatc
     "checkpoint", [None, Path("runs/step_00000006"), CheckpointError("cannot write x: disk full")]
 )
 def test_a_run_that_cannot_go_on_says_what_where_and_what_is_left(
-    loss, norm, what, words, ranks, checkpoint
+    monkeypatch, loss, norm, what, words, ranks, checkpoint
 ):
     engine = mock.Mock(not_finite_ranks=lambda *_: ranks)
-    engine.passes.asynchronous = False
+    engine.outer, engine.passes.asynchronous = None, False
+    engine.mesh.sizes, engine.mesh.size = Mesh(dp=2, tp=2), lambda axis: 2
     saver = SimpleNamespace(wait=mock.Mock(side_effect=[checkpoint]))
-    trainer = SimpleNamespace(step=7, engine=engine, config=TrainConfig(dp=2, tp=2), saver=saver)
+    batches = mock.Mock(step=lambda step: range(4), held_out=lambda: ())
+    trainer = SimpleNamespace(
+        step=7, engine=engine, config=TrainConfig(dp=2, tp=2), saver=saver, batches=batches
+    )
+    monkeypatch.setattr(not_finite, "origins", lambda engine, again: {})
     with pytest.raises(TrainingStopped) as caught:
         Trainer._stop(trainer, loss, norm, what)
-    names = {0: "rank 0 (dp=0, tp=0)", 1: "rank 1 (dp=0, tp=1)", 3: "rank 3 (dp=1, tp=1)"}
-    where = ", ".join(names[rank] for rank in ranks) or "no single rank"
+    groups = {0: "ranks 0, 1", 1: "ranks 0, 1", 3: "ranks 2, 3"}
+    names = [f"{groups[rank]}, within this tensor group" for rank in ranks]
+    where = f"{', '.join(names) or 'no single rank'}, but not when the step was run again"
     kept = "" if math.isfinite(norm) else "the weights were not updated, "
     last = "there is no checkpoint"
     if isinstance(checkpoint, CheckpointError):

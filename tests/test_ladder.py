@@ -52,7 +52,7 @@ ROOMS = {
             "resume",
             "sample",
         ),
-        ("server",),
+        ("not_finite", "server"),
         ("train",),
         ("cli",),
     ),

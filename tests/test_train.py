@@ -544,7 +544,8 @@ def test_nan_on_one_rank_stops_all_and_names_step_and_rank(tmp_path, where, axis
     assert first == second
     message, untouched, step = first
     assert message == (
-        f"{where} is nan at step 3, first seen on rank {rank}; the weights were not updated, "
+        f"{where} is nan at step 3, first seen on rank {rank}, but not when the step was run "
+        "again; the weights were not updated, "
         f"the last good checkpoint is {config.out}/checkpoints/step_00000002"
     )
     assert untouched
@@ -601,7 +602,7 @@ def test_a_validation_loss_that_is_no_number_stops_the_run(tmp_path, monkeypatch
     with pytest.raises(
         TrainingStopped,
         match=r"validation loss is inf at step 1, first seen on "
-        r"no single rank; the last good .*step_00000001",
+        r"no single rank, but not when the step was run again; the last good .*step_00000001",
     ):
         trainer.run()  # fmt: skip
 

@@ -39,6 +39,7 @@ from warpweave.lr_schedule import learning_rate, short_of_peak
 from warpweave.measured import recording
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, locked, peak_memory
+from warpweave.not_finite import first_seen
 from warpweave.parallel.checked import CollectiveMismatch
 from warpweave.parallel.collectives import Pending
 from warpweave.plan.fits import check_memory, free_host_memory
@@ -294,11 +295,10 @@ class Trainer:
     def _stop(
         self, loss: float, norm: float, what: str = "loss", step: StepResult | None = None
     ) -> NoReturn:
-        """Raise on every rank, naming the ranks whose loss or gradients are no longer numbers."""
+        """Raise on every rank, naming where loss or gradients ceased to be numbers."""
         number = self.step + (what == "loss")
-        ranks = self.engine.not_finite_ranks(step)
+        seen = first_seen(self.engine, self.batches, self.step, what, step)
         words = f"{what} is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
-        names = ", ".join(self.config.mesh.describe(r) for r in ranks) or "no single rank"
         # The optimizer leaves everything untouched when the norm is not finite.
         untouched = not math.isfinite(norm) and self.config.outer_rule is None
         untouched &= not self.engine.passes.asynchronous
@@ -308,7 +308,7 @@ class Trainer:
             last = f"the last good checkpoint is {path}" if path else "there is no checkpoint"
         except CheckpointError as error:
             last = str(error)
-        raise TrainingStopped(f"{words} at step {number}, first seen on {names}; {kept}{last}")
+        raise TrainingStopped(f"{words} at step {number}, first seen on {seen}; {kept}{last}")
 
     def evaluate(self) -> float:
         """Mean loss on fixed validation samples, in nats per token."""
