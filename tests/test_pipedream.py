@@ -314,7 +314,7 @@ CASES = {
     "p3, fewer micro-batches than stages": ("pipedream", Mesh(pp=3), 1, {"rule": "sgd"}),
     "p4": ("pipedream", Mesh(pp=4), 3, {"recompute": "full"}),
     "p3 vertical sync": ("pipedream-vs", Mesh(pp=3), 2, {}),
-    "p3 2bw": ("pipedream-2bw", Mesh(pp=3), 3, {"recompute": "full"}),
+    "p4 2bw": ("pipedream-2bw", Mesh(pp=4), 4, {"recompute": "full"}),
     "p2 2bw muon": ("pipedream-2bw", Mesh(pp=2), 2, {"rule": "muon"}),
     "p2 dp2 zero 1": ("pipedream", Mesh(pp=2, dp=2), 2, {"zero": 1}),
     "p2 dp2 zero 1 muon": (

@@ -133,23 +133,25 @@ def test_gradients_over_gloo_are_one_devices_bit_for_bit():
 
 COUNT = 4
 MODEL = GPTConfig(11, 4, 4, 4, 2, tied=False, dropout=0.2)
+RANKS = Mesh(dp=2, pp=2)
 
 
 def plan_of(name: str, **options) -> ParallelPlan:
     chunks = FAMILIES[name].chunks or 2
-    return ParallelPlan(schedule=name, chunks=chunks, microbatches=COUNT, **options)
+    return ParallelPlan(schedule=name, chunks=chunks, **{"microbatches": COUNT} | options)
 
 
-def _stepped(rank: int, plans: list[ParallelPlan]) -> list[tuple[dict, float, float]]:
+def _stepped(rank: int, plans: list[ParallelPlan], sizes: Mesh) -> list[tuple[dict, float, float]]:
     """For each plan the reduced gradients of a rank's units, and its most saved micro-batches at a
     time, counted and simulated."""
-    mesh = Mesh(dp=2, pp=2).connect()
+    mesh = sizes.connect()
     return [_one_step(plan, mesh) for plan in plans]
 
 
 def _one_step(plan: ParallelPlan, mesh) -> tuple[dict, float, float]:
-    engine = Engine(MODEL, mesh, plan, seed=3)
-    tokens = torch.randint(0, 11, (2, COUNT, 1, 4), generator=torch.Generator().manual_seed(4))
+    count = plan.microbatches
+    engine = Engine(replace(MODEL, layers=2 * mesh.size("pp")), mesh, plan, seed=3)
+    tokens = torch.randint(0, 11, (2, count, 1, 4), generator=torch.Generator().manual_seed(4))
     replica, most = mesh.index("dp"), 0
     own = tokens[replica]
     forward = ChainStage.forward
@@ -162,7 +164,7 @@ def _one_step(plan: ParallelPlan, mesh) -> tuple[dict, float, float]:
 
     for stage in engine.stages.values():
         stage.forward = counted.__get__(stage)
-    ids = torch.arange(2 * COUNT).view(2, COUNT, 1)[replica]
+    ids = torch.arange(2 * count).view(2, count, 1)[replica]
     engine.step(own, own.roll(1, -1), ids, lr=None, key=7)
     line = simulate(engine.passes.lists, {"F": 1})
     simulated = line.activations[mesh.index("pp")] * len(engine.stages)
@@ -170,10 +172,10 @@ def _one_step(plan: ParallelPlan, mesh) -> tuple[dict, float, float]:
     return found, most, simulated
 
 
-def stepped(*plans: ParallelPlan) -> list[dict]:
+def stepped(*plans: ParallelPlan, sizes: Mesh = RANKS) -> list[dict]:
     """The gradients of all ranks; asserts that the memory is that which is simulated."""
     found: list[dict] = []
-    for ranks in zip(*run_threads(4, _stepped, list(plans))):
+    for ranks in zip(*run_threads(sizes.world, _stepped, list(plans), sizes)):
         assert all(most == simulated for _, most, simulated in ranks)
         found.append({k: x for gradients, *_ in ranks for k, x in gradients.items()})
     return found
@@ -190,6 +192,18 @@ def test_the_engines_gradients_are_those_of_1f1b_bit_for_bit(zero: int):
     plain = ParallelPlan(microbatches=COUNT, early_gradients=False, **options)
     expected, *found = stepped(plain, *(plan_of(name, **options) for name in SYNCHRONOUS))
     for name, gradients in zip(SYNCHRONOUS, found, strict=True):
+        assert same(gradients, expected), name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "m", "names"),
+    [(Mesh(pp=4), 8, SYNCHRONOUS), (Mesh(pp=8), 8, ("interleaved", "zb-v"))],
+    ids=("p4", "p8"),
+)
+def test_so_are_those_of_longer_pipelines(sizes: Mesh, m: int, names):
+    plain = ParallelPlan(microbatches=m, early_gradients=False)
+    expected, *found = stepped(plain, *(plan_of(n, microbatches=m) for n in names), sizes=sizes)
+    for name, gradients in zip(names, found, strict=True):
         assert same(gradients, expected), name
 
 
@@ -224,7 +238,6 @@ def test_split_backwards_leave_weights_to_w_whatever_zero_is():
 SMALL = Sizes(
     samples=8, seq_len=4, vocab=11, layers=4, heads=2, kv_heads=2, head_dim=2, hidden=8
 )  # fmt: skip
-RANKS = Mesh(dp=2, pp=2)
 
 
 def _proven(rank: int, layout: Layout) -> float:
