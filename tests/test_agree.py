@@ -3,7 +3,9 @@ differs is named, on every rank alike."""
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from pretend_nccl import run_nccl
+from ranks import run_ranks
 from test_train import _config
 from thread_store import Store
 from threads import run_threads
 
 from warpweave.launch import Session
 from warpweave.parallel.checked import CollectiveMismatch
+from warpweave.replicas import checksum
 from warpweave.train import Trainer, TrainingStopped
-from warpweave.train_config import TrainConfig
+from warpweave.train_config import METRICS, TrainConfig
 
 
 def _trainer(rank: int, config: TrainConfig, store: Any) -> Trainer:
@@ -44,29 +48,32 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def _rows(rank: int, config: TrainConfig, store: Any) -> tuple[Any, int]:
-    trainer = _trainer(rank, config, store)
-    result = trainer.run()
-    return result["val_loss"], 0 if store is None else len(store.values)
+def _loss(rank: int, config: TrainConfig, store: Any) -> float:
+    return _trainer(rank, config, store).run()["val_loss"]
+
+
+def _rows(config: TrainConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.out / METRICS).read_text().splitlines()]
 
 
 @pytest.mark.usefixtures("saved_at_once")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_whose_collectives_are_all_compared_is_the_same_run(tmp_path, layout):
-    """Waiting for the others at each of them is no deadlock in any layout."""
+def test_a_run_whose_steps_are_all_compared_is_the_same_run(tmp_path, layout):
+    """Waiting for the others at each collective is no deadlock in any layout, and what replicas
+    hold is equal bit for bit."""
     options = {"steps": 2, "eval_every": 1, **LAYOUTS[layout]}
     config = _small(tmp_path, **options)
-    every = _small(tmp_path, **options, check_collectives=True, out=tmp_path / "every")
-    (plain, _), *_ = run_threads(config.mesh.world, _rows, config, None)
-    (checked, keys), *_ = run_threads(config.mesh.world, _rows, every, Store())
-    assert checked == plain
-    assert keys > 0
+    every = _small(tmp_path, **options, check_every=1, out=tmp_path / "every")
+    plain, *_ = run_threads(config.mesh.world, _loss, config, None)
+    compared, *_ = run_threads(config.mesh.world, _loss, every, Store())
+    assert compared == plain
+    assert [row["step"] for row in _rows(every) if "slowest_rank" in row] == [1, 2]
 
 
 @pytest.mark.usefixtures("saved_at_once")
 def test_comparing_collectives_is_no_deadlock_in_nccls_order(tmp_path):
     layout = LAYOUTS["interleaved"] | {"layers": 4, "steps": 1, "eval_every": 0, "tp": 1, "dp": 2}
-    run_nccl(4, _rows, _small(tmp_path, **layout), Store(), drains="never")
+    run_nccl(4, _loss, _small(tmp_path, **layout), Store(), drains="never")
 
 
 def _strays(rank: int, config: TrainConfig, store: Any, at: int) -> tuple[str, int]:
@@ -172,3 +179,115 @@ def test_where_steps_cannot_be_run_again_the_tensor_group_is_named(tmp_path):
     config = _small(tmp_path, steps=1, eval_every=0, **layout)
     found = run_threads(4, _stopped, config, (3,), "output blocks.1.attention_norm")
     assert found == ["ranks 2, 3, within this tensor group"] * 4
+
+
+# ---------------------------------------------------------------- replicas
+
+
+def _held(rank: int, config: TrainConfig, store: Any, spoil: Any) -> str:
+    """What is said after step 2, once `spoil` has been at what this rank holds."""
+    trainer = _trainer(rank, config, store)
+    begin = trainer.engine.begin
+
+    def spoiled(*given: Any, **options: Any) -> Any:
+        if trainer.step == 0:
+            spoil(rank, trainer)
+        return begin(*given, **options)
+
+    trainer.engine.begin = spoiled
+    with pytest.raises(TrainingStopped) as caught:
+        trainer.run()
+    assert trainer.step == 2
+    return str(caught.value).partition(" after step 2")[0]
+
+
+def _flip(x: torch.Tensor) -> None:
+    """The lowest bit of the first number."""
+    x.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+
+def _flip_weight(name: str, ranks: tuple[int, ...]) -> Any:
+    def spoil(rank: int, trainer: Trainer) -> None:
+        parameter = trainer.engine.gpt.get_parameter(name) if rank in ranks else None
+        if parameter is not None:
+            _flip(parameter.data)
+
+    return spoil
+
+
+def _flip_moment(rank: int, trainer: Trainer) -> None:
+    if rank == 2:
+        unit = next(unit for unit in trainer.engine.units if unit.name == "block 0")
+        unit.state.moments["exp_avg"][0] += 1.0
+
+
+def _other_tokens(rank: int, trainer: Trainer) -> None:
+    tokens, *rest = trainer.batches.step(rank)
+    trainer.batches.step = lambda step: (tokens, *rest)
+
+
+def _other_count(rank: int, trainer: Trainer) -> None:
+    trainer.engine.optimizer.count += rank == 0
+
+
+NORM = "blocks.1.mlp_norm.weight"
+SPOILT = [
+    ({"tp": 2, "zero": 0}, _flip_weight(NORM, (1,)),
+     f"rank 0 (tp=0) and rank 1 (tp=1) differ in {NORM}"),
+    ({"dp": 2, "tp": 2, "zero": 0}, _flip_weight(NORM, (3,)),
+     f"rank 3 (dp=1, tp=1) differs in {NORM} from ranks 0, 1, 2"),
+    ({"dp": 3, "zero": 0}, _flip_weight("blocks.0.mlp.up.weight", (1,)),
+     "rank 1 (dp=1) differs in blocks.0.mlp.up.weight from ranks 0, 2"),
+    ({"dp": 4, "dp_shard": 2, "zero": 3}, _flip_moment,
+     "rank 0 (dp=0) and rank 2 (dp=2) differ in blocks.0."),
+    ({"pp": 2, "zero": 0}, _flip_weight("embedding.weight", (1,)),
+     "rank 0 (pp=0) and rank 1 (pp=1) differ in embedding.weight"),
+    ({"tp": 2}, _other_tokens, "rank 0 (tp=0) and rank 1 (tp=1) differ in tokens"),
+    ({"dp": 3}, _other_count,
+     "rank 0 (dp=0) differs in the optimizer's step count from ranks 1, 2"),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("saved_at_once")
+@pytest.mark.parametrize(("layout", "spoil", "words"), SPOILT)
+def test_a_replica_that_differs_is_named(tmp_path, layout, spoil, words):
+    config = _small(tmp_path, steps=3, eval_every=0, check_every=2, microbatches=2, **layout)
+    found = run_threads(config.mesh.world, _held, config, Store(), spoil)
+    assert len({*found}) == 1
+    first, second = words.split(" differ", 1)
+    assert found[0].startswith(first)
+    assert second.partition(" from ")[0].removeprefix("s") in found[0]
+    assert found[0].endswith(words.partition(" from ")[2])
+
+
+def test_every_flipped_bit_changes_a_checksum():
+    for dtype, words in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        x = torch.randn(7).to(dtype)
+        for bit in range(8 * x.element_size()):
+            y = x.clone()
+            y[3:4].view(words).bitwise_xor_(-(2**15) if bit == 15 and words == torch.int16
+                                            else torch.tensor(2**bit).to(words))  # fmt: skip
+            assert checksum(y) != checksum(x)
+            assert torch.equal(checksum(y), checksum(y.clone()))
+
+
+# ---------------------------------------------------------------- stragglers
+
+
+def _slow(rank: int, folder: str, config: TrainConfig, slow: int) -> None:
+    trainer = _trainer(rank, config, dist.FileStore(f"{folder}/store", config.mesh.world))
+    if rank == slow:
+        trainer.engine.gpt.blocks["1"].register_forward_hook(lambda *_: time.sleep(0.1))
+    trainer.run()
+
+
+@pytest.mark.parametrize(("layout", "slow"), [({"tp": 2}, 1), ({"pp": 2}, 1)])
+def test_a_slow_rank_stands_in_the_metrics(tmp_path, layout, slow):
+    """200 ms a step, in two micro-batches, which the other rank waits for."""
+    config = _small(tmp_path, steps=4, eval_every=0, check_every=2, **layout)
+    run_ranks(2, _slow, str(tmp_path), config, slow)
+    found = [row for row in _rows(config) if "slowest_rank" in row]
+    assert [(row["step"], row["slowest_rank"]) for row in found] == [(2, slow), (4, slow)]
+    for row in found:
+        lead = 2 * (row["slowest_seconds"] - row["median_seconds"])  # of two: half their sum
+        assert 0.1 < lead < 0.3

@@ -42,7 +42,6 @@ ROOMS = {
         ("plan",),
         ("export_config", "prove", "sample_config", "train_config"),
         (
-            "agree",
             "batches",
             "collectives",
             "doctor",
@@ -52,7 +51,8 @@ ROOMS = {
             "resume",
             "sample",
         ),
-        ("not_finite", "server"),
+        ("not_finite", "replicas", "server"),
+        ("agree",),
         ("train",),
         ("cli",),
     ),

@@ -272,6 +272,15 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
         return ""
 
     class Compared(train.Agreement):
+        def due(self, step):
+            return self._every > 0 and step % self._every == 0
+
+        def after_step(self, step):
+            return {}
+
+        def _timed(self, began):
+            return self._comparing(True)
+
         def _comparing(self, due):
             seen["compared"].append(due or self._always)
             return nullcontext()

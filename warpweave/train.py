@@ -12,7 +12,6 @@ import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -97,7 +96,7 @@ class Trainer:
             impl=config.impl,
             timeout=config.timeout,
         )
-        self.agreement = Agreement(config, session)
+        self.agreement = Agreement(config, session, self.engine)
         self.step, self.progress, self.stopped = 0, Progress(), False
         # Whether a step is begun before the last one is read.
         self.ahead = session.device.type != "cpu" or self.engine.passes.asynchronous
@@ -109,7 +108,9 @@ class Trainer:
         self.tokens_per_step = self.sequences_per_step * self.model.seq_len
         self.peak_memory: list[float] = []
         self._timely, self._saved = False, time.monotonic()  # a save is due by time; the last one
-        reader = open_run(self._folder, self.model, self.mesh.group("world"), config.resume)
+        reader = open_run(
+            config.out / CHECKPOINTS, self.model, self.mesh.group("world"), config.resume
+        )
         self.config = config = dataclasses.replace(config, resume=reader is not None)
         if reader is not None:
             self._resume(reader)
@@ -239,7 +240,8 @@ class Trainer:
         stale: Any = {"staleness": [*self.engine.staleness]}
         row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm,
                "lr": now.lr, "tokens": self.progress.tokens,
-               **(stale if self.engine.passes.asynchronous else {})}  # fmt: skip
+               **(stale if self.engine.passes.asynchronous else {}),
+               **self.agreement.after_step(self.step)}  # fmt: skip
         began, self._read = max(now.began, self._read), time.perf_counter()
         self._interrupted |= interrupts >= 1
         self._timely |= interrupts % 1 > 0
@@ -258,10 +260,11 @@ class Trainer:
         tokens, labels, documents, ids = self.batches.step(last)
         lr = learning_rate(c, step)
         free = self.engine.passes.asynchronous  # its next steps have begun, and are not undone
+        data = {"tokens": tokens, "labels": labels, "learning rate": lr, "key": c.dropout_key(last)}
         timed = recording(self.engine, c.timeline, step + 1 == c.steps)
-        with self.agreement.of_step(step + 1), timed:
+        with self.agreement.of_step(step + 1, began, data), timed:
             result = self.engine.begin(
-                tokens, labels, ids, lr=lr, key=c.dropout_key(last), documents=documents,
+                tokens, labels, ids, lr=lr, key=data["key"], documents=documents,
                 interrupted=self._wishes(),
                 halted=None if before is None or free else before.result.wait().stops,
             )  # fmt: skip
@@ -274,9 +277,10 @@ class Trainer:
         return stops + 0.5 * (due and self.session.rank == 0 and not self.saver.busy)
 
     def _pauses(self, step: int) -> bool:
-        """Whether an evaluation, a checkpoint or the end follows `step`."""
+        """Whether an evaluation, a checkpoint, a comparison or the end follows `step`."""
         c = self.config
-        return step >= c.steps or any(n and step % n == 0 for n in (c.save_every, c.eval_every))
+        every = c.save_every, c.eval_every, c.check_every
+        return step >= c.steps or any(n and step % n == 0 for n in every)
 
     def _log(self, bar: tqdm, row: dict[str, Any], seconds: float) -> None:
         """A step's metrics, and the progress bar; on rank 0."""
@@ -326,10 +330,6 @@ class Trainer:
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    def _folder(self) -> Path:
-        return self.config.out / CHECKPOINTS
-
     def save(self) -> None:
         """Begin to write a checkpoint of logical tensors, once the one before is written; every
         rank takes part."""
@@ -342,7 +342,7 @@ class Trainer:
         self._timely, self._saved = False, time.monotonic()
         self._flush()
         self.saver.save(
-            self._folder,
+            self.config.out / CHECKPOINTS,
             self.step,
             saved_state.tensors(self.engine),
             config=dataclasses.asdict(self.model),

@@ -228,8 +228,8 @@ class TrainConfig:
     timeout: float = 300.0
     """Timeout in seconds of any message between ranks."""
     check_every: int = 100
-    """Steps between two comparisons of the ranks: of the collectives of that step; 0 for none but
-    those of the first two steps and the first evaluation, which are always compared."""
+    """Steps between two comparisons of the ranks: of a step's collectives, of what replicas hold
+    after it, of the ranks' own times. 0 for none but of the collectives of the first two steps."""
     check_collectives: bool = False
     """Debugging: every collective is compared between ranks before it is issued, which is slow."""
 
