@@ -56,7 +56,10 @@ class CheckedCollectives(Observer):
         self, store: Any, mesh: Mesh, rank: int, timeout: float, device: torch.device
     ) -> None:
         super().__init__()
-        self._store = dist.PrefixStore("checked", store) if isinstance(store, dist.Store) else store
+        if isinstance(store, dist.Store):  # what an earlier one of this process left is not read
+            number = store.add(f"checked/{rank}", 1)
+            store = dist.PrefixStore(f"checked/{number}", store)
+        self._store = store
         self._mesh, self._rank, self._timeout, self._device = mesh, rank, timeout, device
         self._last: dict[str, str] = {}  # of each group the key of the last collective
         self.waited = 0.0

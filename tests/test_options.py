@@ -96,7 +96,8 @@ TRAIN = {
     "save_minutes": Row("--save-minutes 1e-9", {"saved"}),
     "keep": Row("--keep 5", {"kept"}),
     "resume": Row("--resume", {"begins at", "loaded", "rates", "keys", "samples", "documents",
-                               "tokens", "folder", "saved", "kept", "spared", "evaluated"},
+                               "tokens", "folder", "saved", "kept", "spared", "evaluated",
+                               "compared"},
                   "--out earlier"),
     "eval_every": Row("--eval-every 3", {"evaluated"}),
     "early_stop": Row("--early-stop 1", {"rates", "keys", "samples", "saved", "spared",
@@ -234,7 +235,7 @@ def folder(tmp_path_factory) -> Path:
 def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What ``warpweave train`` with these options does, on the first of its ranks."""
     seen: dict[str, Any] = {"saved": [], "evaluated": [], "kept": set(), "spared": set()}
-    seen["boards"], seen["recorded"], seen["compared"] = [], [], []
+    seen["boards"], seen["recorded"], seen["compared"] = [], [], 0
     open_dataset, save = warpweave.data.open_dataset, train.BackgroundSaver.save
 
     def join(mesh: Mesh, *, timeout: float, backend: str | None, port: int | None) -> Session:
@@ -282,7 +283,7 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
             return self._comparing(True)
 
         def _comparing(self, due):
-            seen["compared"].append(due or self._always)
+            seen["compared"] += due or self._always
             return nullcontext()
 
     patch.setattr(train, "Agreement", Compared)

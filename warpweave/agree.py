@@ -24,7 +24,7 @@ from warpweave.launch import Session
 from warpweave.measured import Marked
 from warpweave.parallel.checked import CheckedCollectives
 from warpweave.parallel.schedule.actions import RECEIVES, TIE
-from warpweave.replicas import Replicas
+from warpweave.replicas import ReplicaCheck
 from warpweave.train_config import TrainConfig
 
 _FIRST = 2  # steps of a process whose collectives are compared
@@ -45,7 +45,7 @@ class Agreement:
 
     def __init__(self, config: TrainConfig, session: Session, engine: Engine) -> None:
         self._always, self._every = config.check_collectives, config.check_every
-        self._engine, self._replicas = engine, Replicas(engine)
+        self._engine, self._replicas = engine, ReplicaCheck(engine)
         self._checked: CheckedCollectives | None = None
         self._steps, self._evaluations = _FIRST, 1  # to be compared still
         self._data: Mapping[str, Any] = {}
@@ -65,7 +65,7 @@ class Agreement:
         self, step: int, began: float, data: Mapping[str, Any]
     ) -> AbstractContextManager[object]:
         """The context of a step that `began`, whose number is `step` afterwards, on `data`
-        (`Replicas.compare`)."""
+        (`ReplicaCheck.compare`)."""
         self._steps -= 1
         if self.due(step):
             self._data = data

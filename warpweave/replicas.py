@@ -2,8 +2,8 @@
 
 A parameter, its master weight and its moments are equal on all ranks that hold the same slice of
 it: over tp where it is not sharded (norms), over the data ranks where ZeRO does not shard it, over
-the replicas of a shard, and at both ends of a pipeline if it is tied. `Replicas` gathers one 64-bit
-sum of the bits of each, in one small collective, and names the rank that has another one:
+the replicas of a shard, and at both ends of a pipeline if it is tied. `ReplicaCheck` gathers one
+64-bit sum of the bits of each, in one small collective, and names the rank that has another one:
 
     four ranks, dp = tp = 2, ZeRO 1             rank 0   rank 1   rank 2   rank 3
     blocks.0.norm.weight                        a        a        a        a
@@ -40,7 +40,7 @@ def checksum(x: Tensor) -> Tensor:
     return raw.view(torch.int64).sum()
 
 
-def _states(unit: Unit) -> Iterator[tuple[str, Tensor, slice, bool]]:
+def _bits_of(unit: Unit) -> Iterator[tuple[str, Tensor, slice, bool]]:
     """(name, flat buffer, its place in the layout, whether ZeRO shards it) of what a unit holds."""
     parameters, state, layout = unit.parameters, unit.state, unit.layout
     if parameters.shard is not None:
@@ -62,7 +62,7 @@ def _held(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
     for unit in engine.units:
         shard = mesh.index(unit.placement.shard_over)
         bounds = [*unit.layout.offsets.values(), unit.layout.size][1:]
-        for kind, buffer, place, sharded in _states(unit):
+        for kind, buffer, place, sharded in _bits_of(unit):
             for record, stop in zip(unit.layout.records, bounds, strict=True):
                 first = max(unit.layout.offsets[record.name], place.start)
                 last = min(stop, place.stop)
@@ -74,7 +74,7 @@ def _held(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
                 yield record.name + kind, str(at), part
 
 
-class Replicas:
+class ReplicaCheck:
     """Compares what an engine holds, and the data of its step, between the ranks of its mesh."""
 
     def __init__(self, engine: Engine) -> None:
