@@ -68,21 +68,14 @@ class Job:
             )
 
     def members(self) -> list[int]:
-        """Every living process of the job's process group."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(fields[2]) == self.process.pid and fields[0] != "Z":
-                found.append(int(path.name))
-        return sorted(found)
+        """Every living process of the job, in whichever process group."""
+        return sorted(_marked(f"TMPDIR={self.temporary}"))
 
     def ranks(self) -> list[int]:
         """The ranks' processes, in the order in which they were started."""
-        marks = [(p, Path(f"/proc/{p}/cmdline").read_bytes()) for p in self.members()]
-        return [p for p, line in marks if b"spawn_main" in line]
+        mark = b"spawn_main" if self.ours else b"warpweave.train"
+        others = [p for p in self.members() if p != self.process.pid]
+        return [p for p in others if mark in Path(f"/proc/{p}/cmdline").read_bytes()]
 
     def tell_ranks(self, number: signal.Signals) -> None:
         """Send a signal to every process of the job but the one that starts the ranks."""
@@ -135,8 +128,9 @@ class Job:
 
     def stop(self) -> None:
         """Leave nothing running, whatever the test found."""
-        if self.members():
-            os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -233,17 +227,41 @@ def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(
     assert ends[1][1] == []  # the second node's ranks have nothing to say
 
 
+def _torchrun(ranks: int, *options: str) -> tuple[str, ...]:
+    """The command of a run under torchrun."""
+    torch = (sys.executable, "-P", "-m", "torch.distributed.run")
+    return (*torch, "--nproc-per-node", str(ranks), *options, "-m", "warpweave.train")
+
+
 @LINUX
-def test_a_killed_rank_is_named_and_the_others_stop(job):
-    run = job(*LONG, "--tp", "2")
-    run.wait_for(lambda: run.steps() >= 3)
-    os.kill(run.ranks()[1], signal.SIGKILL)
-    code, _, err = run.end()
-    assert code == 1
-    assert len(_said(err)) == 2, err
-    assert re.search(r"rank 1 \(tp=1\) was killed by SIGKILL, last seen at step \d+ \(\w+", err)
-    assert _noise(err) == []
-    assert open_latest(run.out / "checkpoints").step >= 2
+def test_a_killed_rank_is_named_alone_and_a_restarted_run_is_the_same_run_to_the_bit(job):
+    options, again = (*LONG, "--dp", "2", "--zero", "2"), ("--max-restarts", "1")
+    losses, resumed = [], []
+    theirs = job(*options, name="theirs", command=_torchrun(2, *again))
+    for words in ("no word from rank 1 (dp=1): it died", "rank 1 (dp=1) was killed by SIGKILL"):
+        run = theirs
+        if losses:  # in the folder of the other one, whose checkpoints it does not take for its own
+            run = job(*options, *again, "--out", str(theirs.out), name="ours")
+            run.out = theirs.out
+            run.wait_for(lambda run=run: "was moved to" in run.stderr.read_text())
+        run.wait_for(lambda run=run: len(run.ranks()) == 2 and run.steps() >= 3)
+        os.kill(run.ranks()[1], signal.SIGKILL)
+        run.wait_for(lambda run=run: "resumed at step" in run.stderr.read_text())
+        resumed.append(int(run.stderr.read_text().split("resumed at step ")[1].split()[0]))
+        run.wait_for(lambda run=run: run.steps() >= resumed[-1] + 3)
+        run.process.terminate()
+        _, _, err = run.end()
+        blamed = [line for line in _said(err) if re.search(r"rank \d", line)]
+        assert len(blamed) == 1, err
+        assert words in blamed[0]
+        losses.append(_losses(run))
+    assert min(resumed) >= 1
+    whole = job(*options, name="whole")
+    whole.wait_for(lambda: whole.steps() >= max(resumed) + 3)
+    whole.process.terminate()
+    assert whole.end()[0] == 143
+    for some in losses:
+        assert all(a == b for a, b in zip(some, _losses(whole), strict=False))
 
 
 @LINUX
@@ -257,12 +275,6 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(job):
     assert re.search(r"no word from rank 0 \(tp=0\): it died or hangs, last seen at step \d+", err)
     assert _noise(err) == []
     assert open_latest(run.out / "checkpoints").step >= 2
-
-
-def _torchrun(ranks: int, *options: str) -> tuple[str, ...]:
-    """The command of a run under torchrun."""
-    torch = (sys.executable, "-P", "-m", "torch.distributed.run")
-    return (*torch, "--nproc-per-node", str(ranks), *options, "-m", "warpweave.train")
 
 
 @LINUX
@@ -421,14 +433,14 @@ def test_an_error_of_all_ranks_is_said_once_and_blames_nobody():
 
 
 def test_a_rank_that_said_why_leaves_no_blame_for_those_that_had_not_yet(monkeypatch):
-    monkeypatch.setattr("warpweave.launch._GRACE", 0.3)
+    monkeypatch.setattr("warpweave.heartbeat.SILENCE", 0.3)
     first, second, _ = _sessions(3)  # the third one is silent
     assert second.explain(TypeError("no")) == "rank 1 (tp=1) failed: TypeError: no"
     assert first.explain(RuntimeError(LOST)) is None
 
 
 def test_silent_ranks_are_named_with_their_last_word(monkeypatch):
-    monkeypatch.setattr("warpweave.launch._GRACE", 0.3)
+    monkeypatch.setattr("warpweave.heartbeat.SILENCE", 0.3)
     sessions = _sessions(4)
     sessions[2].beat(7, "saving")
     for rank in (1, 3):

@@ -20,7 +20,6 @@ import os
 import pickletools
 import signal
 import tempfile
-import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from warpweave.heartbeat import last_seen
 from warpweave.parallel.mesh import Mesh
 
 DUMPS = "TORCH_FR_DUMP_TEMP_FILE"  # the prefix of the recorder's files; torch appends the rank
@@ -77,14 +77,6 @@ def rank_at_fault(
         how = f"was killed by {signal.Signals(-first.code).name}" if first.code else "left (exit 0)"
         return f"{mesh.describe(first.rank)} {how}{last_seen(store, first.rank)}"
     return store.get("verdict").decode() if store.check(["verdict"]) else None
-
-
-def last_seen(store: dist.Store, rank: int) -> str:
-    """ ", last seen at step 3 (saving), 0.4 s ago", from the rank's last `Session.beat`."""
-    if not store.check([f"beat/{rank}"]):
-        return " before its first step"
-    step, phase, then = json.loads(store.get(f"beat/{rank}"))
-    return f", last seen at step {step} ({phase}), {time.time() - then:.1f} s ago"
 
 
 def _after_abort(aborted: list[int], mesh: Mesh, store: dist.Store, dumps: dict[int, Path]) -> str:

@@ -38,16 +38,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from warpweave.blame import DUMPS, End, last_seen, rank_at_fault, recorded, told_ranks
+from warpweave.blame import DUMPS, End, rank_at_fault, recorded, told_ranks
 from warpweave.gpus import connect, disagreement, take_device
+from warpweave.heartbeat import SILENCE, Heartbeat, at_fault
 from warpweave.interrupt import STOPS, Interrupt
 from warpweave.messages import one_line, say
 from warpweave.parallel.mesh import Mesh
 
-_GRACE = 3.0  # seconds in which ranks that saw an error wait for the others' reports
 # Seconds after a rank's failure in which the others must have ended; on NCCL their flight recorders
-# write first, and communicators are aborted. None are given after a death, which says enough.
-_LINGER = {"gloo": _GRACE + 2.0, "nccl": 30.0}
+# write first, and communicators are aborted. None after a death or a verdict, which says enough.
+_LINGER = {"gloo": SILENCE + 1.0, "nccl": 30.0}
 
 # Of torchrun's environment: whether it keeps the ranks' store, and how often it has restarted them.
 _AGENTS_STORE, _ATTEMPT = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
@@ -188,7 +188,7 @@ def _watch(
             if end.code or not store.check([f"result/{rank}"]):
                 ends.append(end)
                 speaks = end.code > 0 or (end.aborted and backend == "nccl")
-                linger = _LINGER[backend] if speaks else 0.0
+                linger = _LINGER[backend] if speaks and not store.check(["verdict"]) else 0.0
                 deadline = min(deadline, time.monotonic() + linger)
         if interrupt.number is not None and not passed_on:
             passed_on = True
@@ -256,6 +256,9 @@ class Session:
     launched: bool = False
     _renewals: int = 0
 
+    def __post_init__(self) -> None:
+        self.heartbeat = None if self.store is None else Heartbeat(self.store, self.rank)
+
     @property
     def goes_on(self) -> bool:
         """Whether an earlier attempt of this launch had come to `begin`."""
@@ -270,15 +273,15 @@ class Session:
 
     def beat(self, step: int, phase: str) -> None:
         """Record the progress of this rank in the store, for others to report if it hangs."""
-        if self.store is not None:
-            self.store.set(f"beat/{self.rank}", json.dumps([step, phase, time.time()]))
+        if self.heartbeat is not None:
+            self.heartbeat.note(step, phase)
 
     def explain(self, error: BaseException, common: tuple[type, ...] = ()) -> str | None:
         """`error` as one line that names the rank at fault; None if another rank reports it.
 
         Errors of the types in `common` are raised by all ranks alike, and name the rank themselves.
-        A rank with another error than a lost connection is the cause and reports it. A rank that
-        lost its peers waits a moment for reports; the ranks that do not report are at fault.
+        A rank with another error than a lost connection is the cause and reports it. For ranks that
+        lost their peers the first to know says who is at fault, by `heartbeat`.
         """
         words = one_line(error)
         text = words if isinstance(error, (ValueError, *common)) else type(error).__name__
@@ -295,17 +298,11 @@ class Session:
                     return None
                 return text if isinstance(error, common) else f"{name} failed: {text}"
             self.store.set(f"failed/{self.rank}", text)
-            reported = self._reported()
-            if self.store.add("causes", 0) > 0 or self.rank != min(reported):
+            found = at_fault(self.store, self.rank, self.world)
+            if self.store.add("causes", 0) > 0 or self.store.add("speakers", 1) > 1:
                 return None
-            silent = [r for r in range(self.world) if r not in reported]
-            verdict = f"{name}: {text}"
-            if silent:
-                verdict = "; ".join(
-                    f"no word from {self.mesh.describe(r)}: it died or hangs"
-                    f"{last_seen(self.store, r)}"
-                    for r in silent
-                )
+            named = [why.format(self.mesh.describe(r)) for r, why in sorted(found.items())]
+            verdict = "; ".join(named) or f"{name}: {text}"
             if not self.launched:
                 return verdict
             self.store.set("verdict", verdict)
@@ -313,20 +310,6 @@ class Session:
         except RuntimeError:  # the store is gone too, there is no one left to ask
             keeper = "the process that started the ranks" if self.launched else "the launcher"
             return f"{name} stops: {keeper} is gone"
-
-    def _reported(self) -> set[int]:
-        """The ranks that saw an error, after waiting a moment for all of them."""
-        assert self.store is not None
-        reported: set[int] = set()
-        deadline = time.monotonic() + _GRACE
-        while len(reported) < self.world and time.monotonic() < deadline:
-            for rank in set(range(self.world)) - reported:
-                if self.store.check([f"failed/{rank}"]):
-                    reported.add(rank)
-            if self.store.add("causes", 0) > 0:
-                break
-            time.sleep(0.05)
-        return reported
 
     def renew(self, mesh: Mesh) -> None:
         """Replace the process groups by a fresh default one; collective over `mesh`.
@@ -346,6 +329,8 @@ class Session:
 
     def close(self) -> None:
         """Leave the process group."""
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -461,14 +446,17 @@ def join(
             f"ranks, but {world} were started"
         )
     store = _store(rank, world, local_world, timedelta(seconds=timeout))
+    where, launched = f"{own['name']}, {backend}", port is not None
+    session = Session(device, rank, world, store, timeout, mesh, where, launched=launched)
+    assert session.heartbeat is not None
+    session.heartbeat.start()
     if (line := disagreement(store, rank, mesh, own)) is not None:
         if port is None:
             raise ValueError(line)
         store.set("verdict", line)  # for `launch`, as no rank speaks for it
         sys.exit(2)
     connect(device, store, rank, world, timeout)
-    where, launched = f"{own['name']}, {backend}", port is not None
-    return Session(device, rank, world, store, timeout, mesh, where, launched=launched)
+    return session
 
 
 def _store(rank: int, world: int, local_world: int, timeout: timedelta) -> dist.Store:

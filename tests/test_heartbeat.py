@@ -1,0 +1,106 @@
+"""Who is at fault, by heartbeats: ranks are threads here, each with beats of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from warpweave.heartbeat import Heartbeat, at_fault, last_beat
+from warpweave.launch import Session
+from warpweave.parallel.mesh import Mesh
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+LATE = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:79] Timed out waiting 8000ms for recv")
+
+
+def _stuck(store: dist.Store, ended: threading.Event) -> None:
+    while not ended.is_set():
+        time.sleep(0.01)
+
+
+def _waits(store: dist.Store, ended: threading.Event) -> None:
+    store.wait(["the end"])  # as in a collective: in C++, without the interpreter's lock
+
+
+@contextlib.contextmanager
+def _ranks(*mains: Callable | None) -> Iterator[list[Session]]:
+    """Sessions, whose main threads run these functions; None is one that does not beat."""
+    store, ended, mesh = dist.HashStore(), threading.Event(), Mesh(tp=len(mains))
+    sessions = []
+    for rank, main in enumerate(mains):
+        session = Session(torch.device("cpu"), rank, len(mains), store, 9.0, mesh)
+        session.beat(3, "training step")
+        sessions.append(session)
+        if main is None:
+            continue
+        thread = threading.Thread(target=main, args=(store, ended), daemon=True)
+        thread.start()
+        session.heartbeat._main = thread.ident
+        session.heartbeat.start()
+    yield sessions
+    ended.set()
+    store.set("the end", "")
+    for session in sessions:
+        session.heartbeat.stop()
+
+
+@pytest.mark.parametrize("error", [LOST, LATE], ids=["lost", "late"])
+def test_a_rank_without_a_beat_is_named_alone_and_once(error):
+    """Also beside a rank that is busy elsewhere and has not noticed yet."""
+    with _ranks(_waits, None, _stuck, _waits) as sessions:
+        began = time.monotonic()
+        said = sessions[3].explain(error)
+        assert time.monotonic() - began < 20
+        assert re.fullmatch(
+            r"no word from rank 1 \(tp=1\): it died or hangs, last seen at step 3 "
+            r"\(training step\), \d+\.\d s ago", said
+        )  # fmt: skip
+        assert sessions[0].explain(LOST) is None
+
+
+def test_after_a_time_out_the_rank_that_waits_for_nobody_is_named_with_its_place():
+    with _ranks(_waits, _waits, _stuck, _waits) as sessions:
+        sessions[0].store.set("failed/3", "lost")  # and has ended, without further beats
+        sessions[3].heartbeat.stop()
+        said = sessions[1].explain(LATE)
+    assert re.fullmatch(
+        r"rank 2 \(tp=2\) hangs in test_heartbeat\.py:\d+ \(_stuck\), last seen at step 3 "
+        r"\(training step\), \d+\.\d s ago", said
+    )  # fmt: skip
+
+
+def test_nobody_is_named_where_nobody_is_known():
+    with _ranks(_waits, _waits, _stuck) as sessions:
+        assert sessions[0].explain(LOST) == f"rank 0 (tp=0): RuntimeError: {LOST}"
+    with _ranks(_waits, _waits) as sessions:  # each in another collective
+        assert sessions[0].explain(LATE) == f"rank 0 (tp=0): RuntimeError: {LATE}"
+
+
+def test_a_rank_that_says_why_is_not_blamed_by_those_that_wait_for_its_beat():
+    with _ranks(_waits, None) as (first, second):
+        threading.Timer(0.2, lambda: second.explain(TypeError("no"))).start()
+        assert at_fault(first.store, 0, 2) == {}
+
+
+def test_beats_tell_of_a_main_thread_that_does_not_and_end_with_their_store():
+    store = dist.HashStore()
+    heartbeat = Heartbeat(store, 5)
+    assert last_beat(store, 5) is None
+    heartbeat.note(7, "saving")
+    first = last_beat(store, 5)
+    assert first[:2] == (7, "saving")
+    heartbeat.start()
+    beat, deadline = first, time.monotonic() + 20
+    while (beat.alive <= first.alive or ".py:" not in beat.place) and time.monotonic() < deadline:
+        time.sleep(0.3)
+        beat = last_beat(store, 5)
+    assert beat.alive > first.alive
+    assert (beat.when, beat.waits) == (first.when, False)
+    heartbeat.stop()

@@ -1,0 +1,139 @@
+"""Heartbeats: what each rank tells of itself through the store, and by them who is at fault.
+
+    beat/R     [step, phase, its time, liveness, waits, place]: twice a second, by a thread
+    failed/R   the error that the rank met in its main thread
+
+The thread beats whatever the main thread does, and looks where that one is. So after an error
+
+    no new beat                      the process is dead, stopped, or stuck in C with the
+                                     interpreter's lock: it is at fault, and no other rank is
+    beats, outside of a collective   stuck or late, while the others timed out: at fault
+    beats, waits in a collective     a victim like the rank that asks; so is one with an error
+
+What cannot be known: of ranks that all wait in collectives, which one is in the wrong one; of one
+that does not beat, whether it is dead (its launcher knows); of a rank on NCCL, whose main thread
+waits for its stream and not in a collective, whether it is a victim (`blame`).
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+INTERVAL = 0.5  # seconds between two beats
+SILENCE = 3 * INTERVAL  # without a beat in this time a rank is silent
+_TORCH = os.path.dirname(dist.__file__)
+
+
+class Beat(NamedTuple):
+    """The last word of a rank: its progress, when that was (Unix time), a number that grows as long
+    as it lives, and whether its main thread waits for other ranks, and where it is."""
+
+    step: int
+    phase: str
+    when: float
+    alive: float = 0.0
+    waits: bool = False
+    place: str = "no place"
+
+
+class Heartbeat:
+    """This rank's beats into `store`; made in its main thread."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self._key = store, f"beat/{rank}"
+        self._progress = (0, "start", time.time())
+        self._main, self._ended = threading.get_ident(), threading.Event()
+
+    def note(self, step: int, phase: str) -> None:
+        """Record the progress of the main thread."""
+        self._progress = (step, phase, time.time())
+        self._publish(self._store)
+
+    def start(self) -> None:
+        """Beat until `stop`, or as long as there is a store."""
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        """Beat no more."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # dist.DistError is one: the store's process has ended
+            # A connection of its own: a wait for a key in the main thread holds that one's.
+            store = self._store.clone()  # type: ignore[attr-defined]
+            self._publish(store)
+            while not self._ended.wait(INTERVAL):
+                self._publish(store)
+
+    def _publish(self, store: dist.Store) -> None:
+        waits, place = where(sys._current_frames().get(self._main))
+        beat = Beat(*self._progress, time.monotonic(), waits, place)
+        store.set(self._key, json.dumps(beat))
+
+
+def where(frame: FrameType | None) -> tuple[bool, str]:
+    """Whether a thread whose innermost frame is `frame` waits for other ranks, and its place: it
+    does in a function of torch.distributed, and in a call of any ``wait()``."""
+    if frame is None:
+        return False, "no place"
+    code, line = frame.f_code, frame.f_lineno
+    waits = code.co_filename.startswith(_TORCH)
+    waits |= ".wait(" in linecache.getline(code.co_filename, line)
+    return waits, f"{Path(code.co_filename).name}:{line} ({code.co_name})"
+
+
+def last_beat(store: dist.Store, rank: int) -> Beat | None:
+    """The last beat of a rank; None before the first."""
+    key = f"beat/{rank}"
+    return Beat(*json.loads(store.get(key))) if store.check([key]) else None
+
+
+def last_seen(store: dist.Store, rank: int) -> str:
+    """ ", last seen at step 3 (saving), 0.4 s ago", from the rank's last beat."""
+    if (beat := last_beat(store, rank)) is None:
+        return " before its first step"
+    return f", last seen at step {beat.step} ({beat.phase}), {time.time() - beat.when:.1f} s ago"
+
+
+def _known(store: dist.Store) -> bool:
+    """Whether a rank has said why it failed, or who is at fault."""
+    return any(store.add(key, 0) > 0 for key in ("causes", "speakers"))
+
+
+def at_fault(store: dist.Store, rank: int, world: int) -> dict[int, str]:
+    """Of `world` ranks those at fault for the lost connection that `rank` has met, and why; empty
+    where one has said so itself, or nobody can be named. Waits for beats, up to `SILENCE`."""
+
+    def excused(other: int) -> bool:
+        return other == rank or store.check([f"failed/{other}"])
+
+    before = {other: last_beat(store, other) for other in range(world)}
+    silent = {other for other in range(world) if not excused(other)}
+    deadline = time.monotonic() + SILENCE
+    while silent and not _known(store) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        silent = {o for o in silent if not excused(o) and last_beat(store, o) == before[o]}
+    if _known(store):
+        return {}
+    if silent:
+        return {o: f"no word from {{}}: it died or hangs{last_seen(store, o)}" for o in silent}
+    texts = [store.get(f"failed/{o}") for o in range(world) if store.check([f"failed/{o}"])]
+    if not any(b"imed out" in text or b"imeout" in text for text in texts):
+        return {}
+    beats = {o: last_beat(store, o) for o in range(world) if not excused(o)}
+    return {
+        other: f"{{}} hangs in {beat.place}{last_seen(store, other)}"
+        for other, beat in beats.items()
+        if beat is not None and not beat.waits
+    }
