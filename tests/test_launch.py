@@ -78,10 +78,9 @@ class Job:
         return [p for p in others if mark in Path(f"/proc/{p}/cmdline").read_bytes()]
 
     def tell_ranks(self, number: signal.Signals) -> None:
-        """Send a signal to every process of the job but the one that starts the ranks."""
-        for pid in self.members():
-            if pid != self.process.pid:
-                os.kill(pid, number)
+        """Send a signal to every rank."""
+        for pid in self.ranks():
+            os.kill(pid, number)
 
     def listening(self) -> set[str]:
         """Addresses (hexadecimal) on which any process of the job listens."""
@@ -343,11 +342,9 @@ def _suite(folder: Path) -> None:
     own = Job(folder / "own store", *LONG, command=(*apart, *rank))
     for run in (ours, theirs, own):
         run.wait_for(lambda run=run: run.steps() >= 2)
-        run.tell_ranks(signal.SIGSTOP)  # while the others start, who need the processor
+        run.tell_ranks(signal.SIGSTOP)  # and they stay so
     early = Job(folder / "early", *LONG, "--tp", "2")
     early.wait_for(lambda: len(early.ranks()) == 2)
-    for run in (ours, theirs, own):
-        run.tell_ranks(signal.SIGCONT)
     print("ready", flush=True)
     time.sleep(600)
 
