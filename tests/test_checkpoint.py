@@ -32,9 +32,11 @@ from warpweave.checkpoint import (
     open_latest,
     save_checkpoint,
 )
+from warpweave.checkpoint import manifest as manifest_module
 from warpweave.launch import end_with_parent
 
 CONFIG = {"width": 64, "layers": 3, "eps": 1e-6, "tied": True}
+SHARD = "rank00000-00000.safetensors"
 STATE = {"step": 7, "seed": 12345678901234567890, "loss_scale": 0.1 + 0.2, "note": None}
 
 
@@ -187,6 +189,13 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(
 
 
 # ---- which steps stay ----------------------------------------------------------------------------
+
+
+def test_a_config_of_a_truth_value_is_not_one_of_a_number(tmp_path: Path) -> None:
+    reader = open_checkpoint(save(tmp_path))
+    reader.require_config(CONFIG | {"layers": 3.0})
+    with pytest.raises(CheckpointError, match="tied: saved True, now 1"):
+        reader.require_config(CONFIG | {"tied": 1})
 
 
 def test_the_newest_k_stay_and_foreign_files_are_never_touched(tmp_path: Path) -> None:
@@ -395,6 +404,20 @@ def test_a_file_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
     ("change", "says"),
     [
         (lambda m: m.update(schema=2), "schema 2, this version reads schema 1"),
+        (lambda m: m.update(schema=True), "schema True, this version reads schema 1"),
+        (lambda m: m.update(schema=1.0), "schema 1.0, this version reads schema 1"),
+        (lambda m: m.update(schema="1" * 9999), "schema '1{100,400}$"),
+        (lambda m: m.update(step=7.0), "step 7.0 must be an integer >= 0"),
+        (lambda m: m.update(step="7"), "step '7' must be an integer >= 0"),
+        (lambda m: m.update(mesh=[]), "mesh must be an object"),
+        (lambda m: m["files"][SHARD].update(bytes=True), "bad bytes or sha256"),
+        (lambda m: m["files"][SHARD].update(bytes=float(m["files"][SHARD]["bytes"])), "bad bytes"),
+        (lambda m: m["files"][SHARD].update(bytes=-1), "bad bytes or sha256"),
+        (lambda m: m["files"][SHARD].update(sha256=int("1" * 64)), "bad bytes or sha256"),
+        (lambda m: m["tensors"]["rng"].update(shape=[101.0]), "bad file"),
+        (lambda m: m["tensors"]["rng"].update(shape=["101"]), "bad file"),
+        (lambda m: m["tensors"]["rng"].update(shape=[True]), "bad file"),
+        (lambda m: m.update({f"key{i}": 0 for i in range(3000)}), r"keys .{,400}$"),
         (lambda m: m.update(format="other"), "not a checkpoint"),
         (lambda m: m.update(surprise=1), "surprise"),
         (lambda m: m.pop("state"), "state"),
@@ -404,7 +427,7 @@ def test_a_file_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
         (lambda m: m["tensors"]["rng"].update(shape=[-1]), "bad file"),
         (lambda m: m["tensors"]["rng"].update(shape=[10**300] * 50), "bad file"),
         (lambda m: m["tensors"]["rng"].update(shape=[2**61] * 60), "bad file"),
-        (lambda m: m["tensors"]["rng"].update(shape=[2] * 20000), "bad file"),
+        (lambda m: m["tensors"]["rng"].update(shape=[2] * 2000), "bad file"),
         (lambda m: m["tensors"]["rng"].update(dtype="object"), "bad file"),
         (lambda m: m["tensors"]["rng"].update(file="rank00009-00000.safetensors"), "bad file"),
         (lambda m: m["tensors"]["rng"].update(shape=[100]), "'rng' is"),
@@ -424,7 +447,8 @@ def test_a_forged_manifest_with_a_right_digest_is_still_checked(
 
 
 @pytest.mark.parametrize(
-    "text", ['{"format": 1, "format": 2}', '{"step": NaN}', "[" * 100_000, "\xff", "[]", ""]
+    "text",
+    ['{"format": 1, "format": 2}', '{"step": NaN}', "[" * 11_000, "\xff", "[]", "", "[1e999]"],
 )
 def test_a_manifest_that_is_no_strict_json_is_refused(tmp_path: Path, text: str) -> None:
     import hashlib
@@ -435,6 +459,36 @@ def test_a_manifest_that_is_no_strict_json_is_refused(tmp_path: Path, text: str)
     (path / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
     with pytest.raises(CheckpointError, match=r"manifest.json: (not JSON|not a checkpoint)"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("part", [b"[],", b"{},", b"0,", b'"' + b"x" * 61 + b'",'])
+def test_a_manifest_is_counted_before_it_is_parsed(
+    tmp_path: Path, monkeypatch, part: bytes
+) -> None:
+    """60 MiB of what takes a parser a minute and gigabytes; and 1 MiB of it, but for long names."""
+    import hashlib
+
+    path = save(tmp_path)
+    monkeypatch.setattr(manifest_module, "parse_manifest", None)
+    for size in (60, 1) if len(part) < 9 else (60,):
+        data = b"[" + part * (size * 2**20 // len(part)) + b"0]"
+        (path / "manifest.json").write_bytes(data)
+        (path / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
+        began = time.process_time()
+        with pytest.raises(CheckpointError, match=r"manifest.json has .* bytes") as error:
+            open_checkpoint(path)
+        one_line(error)
+        assert time.process_time() - began < 2.0
+
+
+@pytest.mark.parametrize(("name", "shape"), [("t{}", [1, 2, 3, 4]), ("exp_avg_sq/layer.{}.w", [9])])
+def test_a_manifest_of_120000_tensors_is_read(tmp_path: Path, name: str, shape: list[int]) -> None:
+    entry = {"dtype": "float32", "file": SHARD, "shape": shape}
+    tensors = {name.format(i): entry for i in range(120_000)}
+    data = json.dumps({"tensors": tensors}, separators=(",", ":")).encode()
+    manifest_module._check_size(data, tmp_path)
+    with pytest.raises(CheckpointError, match=r"bytes and .* values, at most"):
+        manifest_module._check_size(data * 2, tmp_path)
 
 
 class Evil:
@@ -498,6 +552,11 @@ def entry(begin: int, end: int, dtype: str = "U8") -> dict:
         (header([1, 2]) + b"\0" * 8, "bad safetensors header"),
         (header({"a": {"dtype": "U8", "shape": 4, "data_offsets": 7}}), "bad safetensors header"),
         (header(b"[" * 4000), "bad safetensors header"),
+        (header({"a": entry(False, 4), "b": entry(4, 8)}) + b"\0" * 8, "'a' is"),
+        (header({"a": entry(0, 4.0), "b": entry(4, 8)}) + b"\0" * 8, "'a' is"),
+        (header({"a": entry(0, 4) | {"shape": [4.0]}, "b": entry(4, 8)}) + b"\0" * 8, "'a' is"),
+        (header({"a": entry(0, 4) | {"more": 1}, "b": entry(4, 8)}) + b"\0" * 8, "'a' is"),
+        (header({"a": entry(0, 4) | {"data_offsets": "04"}, "b": entry(4, 8)}), "header"),
         (header(b'{"a": 1, "a": 2}'), "bad safetensors header"),
     ],
 )

@@ -10,10 +10,12 @@ import pytest
 import torch
 from refused import one_line
 from test_background_saver import Gate, _before
+from test_checkpoint import rewrite
 from test_train import _config, _one_step, _replace, _rows, _same, _saved, _trainer
 from threads import run_threads
 
 from warpweave.checkpoint import CheckpointError, open_checkpoint
+from warpweave.resume import open_run
 from warpweave.server import run as servers
 from warpweave.train import TrainConfig
 from warpweave.train_config import CHECKPOINTS, parse
@@ -237,3 +239,42 @@ class _Clock:
 
     def __getattr__(self, name: str):
         return (lambda: self._now[0]) if name == "monotonic" else getattr(time, name)
+
+
+# ---- what a forged state may hold ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("step", True), ("step", 2), ("step", 1.0), ("seed", False), ("seed", "0"), ("seed", -1),
+        ("data", []), ("data", {}), ("settings", None), ("optimizer", 3), ("outer", "none"),
+        ("data.name", 3), ("data.fingerprint", None), ("data.sequences_per_step", 4.0),
+        ("data.sequences_per_step", -4), ("data.tokenizer", 1), ("progress", None),
+        ("progress.tokens", "5"), ("progress.tokens", True), ("progress.best", 3),
+        ("progress.evaluated", 1.0), ("progress.since", -1), ("optimizer.count", True),
+        ("optimizer.count", "1"), ("optimizers.0.count", 1), ("optimizers", {}),
+        ("optimizers", [0]), ("mesh.tp", "2"), ("mesh.dp", True),
+    ],
+    ids=lambda pair: f"{pair[0]}={pair[1]}",
+)  # fmt: skip
+def test_a_state_of_another_type_is_refused_by_name(tmp_path, path):
+    config = _config(tmp_path, steps=1, eval_every=0, layers=1)
+    source = tmp_path.parent / "forged"
+    if not source.exists():
+        _trainer(_replace(config, out=source)).run()
+    shutil.copytree(source, config.out)
+
+    def change(manifest: dict) -> None:
+        words, value = path
+        *names, last = words.split(".")
+        at = manifest if names[:1] == ["mesh"] else manifest["state"]
+        for name in names:
+            at = at[int(name)] if name.isdigit() else at[name]
+        at[last] = value
+
+    rewrite(config.out / CHECKPOINTS / "step_00000001", change)
+    with pytest.raises(CheckpointError) as caught:
+        open_run(config.out / CHECKPOINTS, config.model_config(256), None)
+    said = one_line(caught)
+    assert "state" in said or "by the trainer" in said

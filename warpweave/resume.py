@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch.distributed as dist
 
@@ -87,9 +87,38 @@ def open_run(
     fields = dataclasses.fields(config)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     reader.require_config(dataclasses.asdict(config), defaults)
-    if not {"data", "seed", "optimizer", "settings"} <= set(reader.state):
+    state, data = reader.state, reader.state.get("data")
+    whole = {"data", "seed", "optimizer", "settings"} <= set(state) and isinstance(data, dict)
+    if not whole or not {"name", "fingerprint", "sequences_per_step"} <= set(data):
         raise CheckpointError(f"{reader.path} was not written by the trainer")
+    _require(f"{reader.path}: state", state, _STATE | {"progress": get_type_hints(Progress)})
+    for optimizer in state.get("optimizers", ()):
+        _require(f"{reader.path}: optimizer", optimizer, _STATE["optimizer"])
+    _require(f"{reader.path}: mesh", reader.mesh, dict.fromkeys(reader.mesh, int | None))
+    if state.get("step", reader.step) != reader.step:
+        raise CheckpointError(f"{reader.path} has a state of step {state['step']}")
     return reader
+
+
+# What `state_of` writes, by type; what an older version did not write may be missing.
+_STATE: dict[str, Any] = {
+    "step": int, "seed": int, "settings": dict, "outer": dict | None, "asynchronous": dict | None,
+    "data": {"name": str, "fingerprint": str, "sequences_per_step": int, "tokenizer": str | None},
+    "optimizer": {"count": float, "loss_scale": float, "good_steps": float}, "optimizers": list,
+    "server": dict,
+}  # fmt: skip
+
+
+def _require(where: str, value: Any, kind: Any) -> None:
+    """Raise `CheckpointError` unless a JSON value is of type `kind`, one of a union's, or an object
+    whose values are of the types that `kind` has for their names; integers are 0 or more."""
+    if isinstance(kind, dict) and isinstance(value, dict):
+        for name, part in value.items():
+            _require(f"{where}.{name}", part, kind.get(name, object))
+        return
+    fits = kind is object or type(value) in (get_args(kind) or (kind,))
+    if not fits or (type(value) is int and value < 0):
+        raise CheckpointError(f"{where} is {value!r:.80}, which was not written by the trainer")
 
 
 def state_of(

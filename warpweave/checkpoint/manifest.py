@@ -39,7 +39,9 @@ DTYPE_CODES = {
 _KEYS = frozenset(
     ("format", "schema", "step", "config", "config_sha256", "state", "mesh", "files", "tensors")
 )
-_MAX_BYTES = 64 << 20  # bounds the cost of a hostile manifest; 300,000 tensors fit
+# They bound what a hostile manifest costs. One of 130,000 tensors has 16 MiB; names are most of it,
+# so that it has a comma or bracket for every 11 bytes or more.
+_MAX_BYTES, _VALUES, _BYTES_PER_VALUE = 16 << 20, 10_000, 10
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
@@ -68,8 +70,7 @@ def write_manifest(
     for part in ("files", "tensors"):
         manifest[part] = {name: entry for report in reports for name, entry in report[part].items()}
     data = dump(manifest, "manifest")
-    if len(data) > _MAX_BYTES:
-        raise CheckpointError(f"the manifest has {len(data)} bytes, at most {_MAX_BYTES} are read")
+    _check_size(data, folder / MANIFEST)
     digest = write(folder / MANIFEST, data)
     write(folder / DIGEST, digest.encode())
     return digest
@@ -83,6 +84,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is not a folder (links are refused)")
     path = folder / MANIFEST
     data = read_at_most(path, _MAX_BYTES)
+    _check_size(data, path)
     expected = read_at_most(folder / DIGEST, 64)
     digest = hashlib.sha256(data).hexdigest()
     if digest.encode() != expected:
@@ -97,15 +99,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return {**manifest, "sha256": digest}
 
 
+def _check_size(data: bytes, path: Path) -> None:
+    """Raise `CheckpointError` for a manifest that is too much for this version to parse."""
+    values, most = sum(map(data.count, b",[{")), _VALUES + len(data) // _BYTES_PER_VALUE
+    if len(data) > _MAX_BYTES or values > most:
+        raise CheckpointError(
+            f"{path} has {len(data)} bytes and {values} values, at most {_MAX_BYTES} bytes and, in "
+            f"so many, {most} values are read"
+        )
+
+
 def _check_manifest(manifest: Any, path: Path) -> None:
     """Raise `CheckpointError` for a manifest at `path` that saving did not write."""
 
     def wrong(what: str) -> NoReturn:
-        raise CheckpointError(f"{path}: {what}")
+        raise CheckpointError(f"{path}: {what:.400}")
 
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         wrong(f'not a checkpoint: "format" must be "{FORMAT}"')
-    if manifest.get("schema") != SCHEMA:
+    if type(manifest.get("schema")) is not int or manifest["schema"] != SCHEMA:
         wrong(f"schema {manifest.get('schema')!r}, this version reads schema {SCHEMA}")
     if set(manifest) != _KEYS:
         wrong(f"keys {sorted(set(manifest) ^ _KEYS)} are missing or unknown")
@@ -124,9 +136,9 @@ def _check_manifest(manifest: Any, path: Path) -> None:
             wrong(f"file name {name!r} is not of the form rank00000-00000.safetensors")
         if not isinstance(entry, dict) or set(entry) != {"bytes", "sha256"}:
             wrong(f"file {name} must have bytes and sha256")
-        if type(entry["bytes"]) is not int or not re.fullmatch(
-            "[0-9a-f]{64}", str(entry["sha256"])
-        ):
+        size, digest = entry["bytes"], entry["sha256"]
+        digest_fits = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
+        if type(size) is not int or size < 0 or not digest_fits:
             wrong(f"file {name} has bad bytes or sha256")
     for name, entry in manifest["tensors"].items():
         if not isinstance(entry, dict) or set(entry) != {"file", "shape", "dtype"}:
@@ -164,7 +176,8 @@ def dump(value: Any, what: str) -> bytes:
 
 
 def parse_manifest(data: bytes) -> Any:
-    """Parse strict JSON: `ValueError` for duplicate names and for NaN, which Python accepts."""
+    """Parse strict JSON: `ValueError` for duplicate names, and for NaN and infinite numbers, which
+    Python accepts."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -175,4 +188,7 @@ def parse_manifest(data: bytes) -> Any:
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not JSON")
 
-    return json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
+    def finite(number: str) -> float:
+        return value if math.isfinite(value := float(number)) else refuse(number)
+
+    return json.loads(data, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)

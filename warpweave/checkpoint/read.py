@@ -99,7 +99,7 @@ class CheckpointReader:
         differing = [
             f"{key}: saved {saved.get(key, 'nothing')!r}, now {current.get(key, 'nothing')!r}"
             for key in sorted({*saved, *current})
-            if key not in saved or key not in current or saved[key] != current[key]
+            if key not in saved or key not in current or not _same(saved[key], current[key])
         ]
         if differing:
             raise CheckpointError(
@@ -128,9 +128,12 @@ def open_checkpoint(
     try:
         manifest = read_manifest(path)
         stamps = _check_listing(path, manifest["files"])
-        for number, name in enumerate(sorted(manifest["files"])):
+        tensors: dict[str, dict[str, Any]] = {name: {} for name in manifest["files"]}
+        for key, entry in manifest["tensors"].items():
+            tensors[entry["file"]][key] = entry
+        for number, (name, entry) in enumerate(sorted(manifest["files"].items())):
             if number % world == rank:
-                _check_shard(path / name, name, manifest)
+                _check_shard(path / name, entry, tensors[name])
         verdict = {"manifest": manifest["sha256"]}
     except (CheckpointError, OSError) as error:
         verdict = {"error": reason(error, path)}
@@ -174,6 +177,11 @@ def open_latest(
     return None
 
 
+def _same(saved: Any, current: Any) -> bool:
+    """Equal as JSON: 1 is 1.0, but not true."""
+    return saved == current and isinstance(saved, bool) == isinstance(current, bool)
+
+
 def _check_listing(folder: Path, files: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Check that the folder has exactly the manifest's files, regular, of their sizes; their
     stamps."""
@@ -193,10 +201,10 @@ def _check_listing(folder: Path, files: dict[str, Any]) -> dict[str, tuple[int, 
     return {name: stamp(found[name]) for name in files}
 
 
-def _check_shard(path: Path, name: str, manifest: dict[str, Any]) -> None:
-    """Check that the safetensors header agrees with the manifest, and the SHA-256 of the file."""
-    size = manifest["files"][name]["bytes"]
-    expected = {key: e for key, e in manifest["tensors"].items() if e["file"] == name}
+def _check_shard(path: Path, entry: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Check that the safetensors header agrees with the manifest's `entry` and the tensors that it
+    says are in the file, and the SHA-256 of the file."""
+    size = entry["bytes"]
     with os.fdopen(open_regular(path), "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         # Bounded by the manifest before it is read, so that a hostile one costs no memory or time.
@@ -208,7 +216,8 @@ def _check_shard(path: Path, name: str, manifest: dict[str, Any]) -> None:
         try:
             header = parse_manifest(file.read(length))
             entries = {
-                key: (e["dtype"], e["shape"], *e["data_offsets"]) for key, e in header.items()
+                key: (e.pop("dtype"), e.pop("shape"), *e.pop("data_offsets"), *e)
+                for key, e in header.items()
             }
             order = sorted(entries, key=lambda key: entries[key][2:])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -221,7 +230,7 @@ def _check_shard(path: Path, name: str, manifest: dict[str, Any]) -> None:
             shape = expected[key]["shape"]
             code, width = DTYPE_CODES[expected[key]["dtype"]]
             should = (code, shape, position, position + width * math.prod(shape))
-            if entries[key] != should:
+            if repr(entries[key]) != repr(should):  # true and 1.0 are equal to 1
                 raise CheckpointError(
                     f"{path}: tensor {key!r} is (dtype, shape, begin, end) = "
                     f"{entries[key]!r:.200}, it must be {should}"
@@ -233,8 +242,8 @@ def _check_shard(path: Path, name: str, manifest: dict[str, Any]) -> None:
         digest = hashlib.sha256()
         while chunk := file.read(CHUNK):
             digest.update(chunk)
-    if digest.hexdigest() != manifest["files"][name]["sha256"]:
+    if digest.hexdigest() != entry["sha256"]:
         raise CheckpointError(
             f"{path} is damaged: its SHA-256 is {digest.hexdigest()}, "
-            f"the manifest says {manifest['files'][name]['sha256']}"
+            f"the manifest says {entry['sha256']}"
         )
