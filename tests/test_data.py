@@ -1,6 +1,9 @@
 """Data: samples depend on (seed, step, number) alone; splits share no file; errors name files."""
 
+import hashlib
 import json
+import os
+import time
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +19,7 @@ from warpweave.data import (
     Dataset,
     JsonTokenizer,
     boundaries,
+    files,
     open_dataset,
     token_file,
     write_token_file,
@@ -506,3 +510,85 @@ def test_validation_has_the_nearest_number_of_files_and_never_all(count, fractio
     files = [f"{i}.txt" for i in range(count)]
     mine, others = (Split(name, fraction).choose(files) for name in ("validation", "train"))
     assert (len(mine), sorted(mine + others)) == (chosen, sorted(files))
+
+
+# ---- what has changed between two runs -----------------------------------------------------------
+
+
+def _token_file(folder: Path, kind: str, tokens: np.ndarray) -> Path:
+    path = folder / f"tokens.{kind}"
+    if kind == "npy":
+        np.save(path, tokens)
+    else:
+        write_token_file(path, tokens, vocab_size=60000)
+    return path
+
+
+def _age(path: Path) -> None:
+    """As if the file had been written a while ago."""
+    past = time.time_ns() - 10**10
+    os.utime(path, ns=(past, past))
+    while time.time_ns() - path.stat().st_ctime_ns < 1.1 * 10**9:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", ["bin", "npy"])
+def test_any_byte_of_a_token_file_is_in_its_fingerprint(tmp_path: Path, kind: str) -> None:
+    """4 MiB, one token changed at either end, in the middle, and half of the file."""
+    tokens = (np.arange(2**21) * 7919 % 59999).astype(np.uint16)
+    path = _token_file(tmp_path, kind, tokens)
+    first = open_dataset(path, seq_len=4).fingerprint
+    assert open_dataset(path, seq_len=4, split="validation").fingerprint == first
+    found = {first}
+    for part in (slice(1), slice(2**20, 2**20 + 1), slice(-1, None), slice(2**19, 2**19 * 3)):
+        other = tokens.copy()
+        other[part] ^= 1
+        found.add(open_dataset(_token_file(tmp_path, kind, other), seq_len=4).fingerprint)
+    assert len(found) == 5
+
+
+def test_a_hash_is_kept_until_the_file_changes_in_any_way(tmp_path: Path, monkeypatch) -> None:
+    path, kept = tmp_path / "file", tmp_path / "kept"
+    path.write_bytes(b"some bytes")
+    truth = hashlib.sha256(b"some bytes").hexdigest()
+    assert files.sha256(path, kept) == truth
+    assert not kept.exists()  # too young: a write in the same tick would not show
+    path.write_bytes(b"same tick!")
+    assert files.sha256(path, kept) == hashlib.sha256(b"same tick!").hexdigest()
+    path.write_bytes(b"some bytes")
+    _age(path)
+    assert files.sha256(path, kept) == truth
+    monkeypatch.setattr(files, "_CHUNK", 0)  # it would read nothing
+    assert (
+        files.sha256(path, kept) == files.sha256(tmp_path / "kept" / ".." / "file", kept) == truth
+    )
+    monkeypatch.undo()
+    times = path.stat()
+    path.write_bytes(b"SOME BYTES")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    changed = hashlib.sha256(b"SOME BYTES").hexdigest()
+    assert files.sha256(path, kept) == changed  # overwritten in place, with its old time
+    other = tmp_path / "other"
+    other.write_bytes(b"some bytes")
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other.replace(path)
+    assert files.sha256(path, kept) == truth  # replaced by another of the same size and time
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"NAME": 3}', '{"NAME": []}', "[" * 100_000])
+def test_damaged_hashes_are_computed_anew(tmp_path: Path, text: str) -> None:
+    path, kept = tmp_path / "file", tmp_path / "kept"
+    path.write_bytes(b"some bytes")
+    kept.mkdir()
+    (kept / "digests.json").write_text(text.replace("NAME", str(path)))
+    assert files.sha256(path, kept) == hashlib.sha256(b"some bytes").hexdigest()
+
+
+def test_a_folder_that_cannot_keep_hashes_costs_time_only(tmp_path: Path) -> None:
+    path, kept = tmp_path / "file", tmp_path / "kept"
+    path.write_bytes(b"some bytes")
+    _age(path)
+    kept.touch()
+    assert files.sha256(path, kept) == hashlib.sha256(b"some bytes").hexdigest()
+    with pytest.raises(DataError, match="cannot read"):
+        files.sha256(tmp_path / "absent", kept)

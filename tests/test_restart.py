@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from refused import one_line
@@ -15,6 +16,7 @@ from test_train import _config, _one_step, _replace, _rows, _same, _saved, _trai
 from threads import run_threads
 
 from warpweave.checkpoint import CheckpointError, open_checkpoint
+from warpweave.data import write_token_file
 from warpweave.resume import open_run
 from warpweave.server import run as servers
 from warpweave.train import TrainConfig
@@ -158,6 +160,32 @@ def _finished(tmp_path: Path) -> Path:
     config = _config(tmp_path, steps=1, out=tmp_path / "finished")
     _trainer(config).run()
     return config.out
+
+
+def test_a_token_file_of_which_half_was_replaced_is_refused(tmp_path, capsys):
+    """And one that an earlier version compared by its ends is gone on from, and that is said."""
+    tokens = np.arange(2**19) * 7919 % 251
+    config = _config(tmp_path, steps=1, layers=1, eval_every=0, data=tmp_path / "tokens.bin")
+    write_token_file(config.data, tokens, vocab_size=256)
+    _trainer(config).run()
+    config = _replace(config, resume=True, steps=2)
+    assert _trainer(config).step == 1
+    assert "fingerprint" not in capsys.readouterr().err
+    tokens[2**17 : 3 * 2**17] = 7
+    write_token_file(config.data, tokens, vocab_size=256)
+    with pytest.raises(CheckpointError, match=r"was trained on other data: saved .*tokens.bin"):
+        _trainer(config)
+    rewrite(
+        config.out / CHECKPOINTS / "step_00000001",
+        lambda manifest: manifest["state"]["data"].update(fingerprint="ab" * 32),
+    )
+    assert _trainer(config).step == 1
+    words = "fingerprint: saved of a file's ends, now of the whole"
+    assert words in capsys.readouterr().err
+    config = _replace(config, data=config.data.rename(tmp_path / "other.bin"))
+    (tmp_path / "tokens.bin.json").rename(tmp_path / "other.bin.json")
+    with pytest.raises(CheckpointError, match="was trained on other data"):
+        _trainer(config)
 
 
 # ---- by time -------------------------------------------------------------------------------------

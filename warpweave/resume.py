@@ -12,6 +12,7 @@ import torch.distributed as dist
 from warpweave.checkpoint import CheckpointError, CheckpointReader, open_latest
 from warpweave.config import GPTConfig
 from warpweave.data import Dataset
+from warpweave.data.token_file import WHOLE
 from warpweave.messages import say
 from warpweave.train_config import TrainConfig
 
@@ -144,7 +145,8 @@ def state_of(
 def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> None:
     """Refuse other data, another seed or optimizer by a `CheckpointError`."""
     saved = reader.state["data"]
-    if saved["fingerprint"] != data.fingerprint:
+    same = saved["fingerprint"] == data.fingerprint
+    if not same and not (_of_ends(saved) and saved["name"] == data.name):
         now = data.tokenizer_name
         before, now = (str(name)[:12] for name in (saved.get("tokenizer", now), now))
         other = "other data" if before == now else f"other tokens (tokenizer {before}, now {now})"
@@ -174,6 +176,11 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
         )
 
 
+def _of_ends(saved: dict[str, Any]) -> bool:
+    """Whether an older version has saved the fingerprint of a token file, which was of its ends."""
+    return saved.get("tokenizer", "") is None and not saved["fingerprint"].startswith(WHOLE)
+
+
 def differences(reader: CheckpointReader, config: TrainConfig, sequences_per_step: int) -> str:
     """The settings that differ from the checkpoint's, which is allowed, as text; "" if none."""
     now: dict[str, Any] = config.settings | {"sequences_per_step": sequences_per_step}
@@ -182,6 +189,8 @@ def differences(reader: CheckpointReader, config: TrainConfig, sequences_per_ste
     before = TrainConfig().settings | reader.state["settings"]
     before["asynchronous"] = reader.state.get("asynchronous")
     before["sequences_per_step"] = reader.state["data"]["sequences_per_step"]
+    now["fingerprint"] = "of the whole"
+    before["fingerprint"] = "of a file's ends" if _of_ends(reader.state["data"]) else "of the whole"
     return "; ".join(
         f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items() if before.get(k) != v
     )

@@ -359,9 +359,10 @@ class TrainConfig:
         return ((self.seed & 0x7FFFFFFF) << 32) | (step & 0xFFFFFFFF)
 
     @property
-    def token_cache(self) -> Path | None:
-        """Where the ids of tokenised text are kept for the other ranks and runs."""
-        return self.out / "tokens" if self.tokenizer_file is not None else None
+    def token_cache(self) -> Path:
+        """Where the ids of tokenised text, and hashes of token files, are kept for the other ranks
+        and runs."""
+        return self.out / "tokens"
 
     @property
     def tokenizer_file(self) -> Path | None:

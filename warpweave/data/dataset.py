@@ -23,7 +23,7 @@ class Corpus:
 
     tokens[N] unsigned; starts[files] int64 ascending, the first token of each file; `name` says
     where the text came from; `fingerprint` is equal exactly when the tokens and the tokenizer are
-    (for token files: size, vocabulary, first and last MiB), so that a resumed run can insist on its
+    (for token files: the whole file and its vocabulary), so that a resumed run can insist on its
     own data.
     """
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+_CHUNK = 16 << 20  # bytes read at a time
 
 
 class DataError(ValueError):
@@ -22,9 +27,42 @@ def read_whole(path: Path) -> bytes:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
-def sha256(path: Path) -> str:
-    """Digest of a file."""
-    return hashlib.sha256(read_whole(path)).hexdigest()
+def sha256(path: Path, kept: Path | None = None) -> str:
+    """SHA-256 of a file, or `DataError`; about a second a GB, if the processor has it.
+
+    A folder `kept` keeps it in ``digests.json``, so that it is computed anew only if the file's
+    size, inode, or time of its last write or change is another. A file of the last second is not
+    kept: a further write might leave its times as they are.
+    """
+    memory = None if kept is None else kept / "digests.json"
+    digests: Any = {}
+    if memory is not None:
+        with suppress(OSError, ValueError, RecursionError):
+            digests = json.loads(memory.read_bytes())
+        digests = digests if isinstance(digests, dict) else {}
+    name, digest = str(path.resolve()), hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            stamp = _stamp(file.fileno())
+            if isinstance(held := digests.get(name), list) and held[:-1] == stamp:
+                return str(held[-1])
+            old = time.time_ns() - max(stamp[1:3]) > 10**9
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+            whole = _stamp(file.fileno()) == stamp
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    if memory is not None and old and whole:
+        found = json.dumps(digests | {name: [*stamp, digest.hexdigest()]}).encode()
+        with suppress(OSError, DataError):  # it is computed again, then
+            memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace(memory, lambda file: file.write(found))
+    return digest.hexdigest()
+
+
+def _stamp(file: int) -> list[int]:
+    status = os.fstat(file)
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
 
 
 def replace(path: Path, write: Callable[[Any], object], mode: int = 0o600) -> None:

@@ -30,7 +30,8 @@ def open_dataset(
 
     `tokenizer` is the path of a tokenizer JSON (default: bytes); `pattern` filters the file names
     of a folder; `cache` is a folder that keeps the ids of tokenised text under a hash of the text,
-    so that the next opening skips the tokenizer; a token `separator` ends a document. Raises
+    so that the next opening skips the tokenizer, and the hashes of files, until these change; a
+    token `separator` ends a document. Raises
     `DataError`, one line, for a source that is missing, empty, or shorter than the seq_len + 1
     tokens that one sample needs.
     """
@@ -43,7 +44,7 @@ def open_dataset(
     if path is not None and path.suffix in TOKEN_FILES:
         if tokenizer is not None:
             raise DataError(f"{path} holds tokens, so the tokenizer {tokenizer} cannot apply")
-        corpus = open_token_file(path)
+        corpus = open_token_file(path, None if cache is None else Path(cache))
         low, high = part.cut(len(corpus))
         corpus = dataclasses.replace(corpus, tokens=corpus.tokens[low:high])
     else:

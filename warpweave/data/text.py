@@ -16,7 +16,7 @@ import numpy as np
 from warpweave.data.dataset import Corpus
 from warpweave.data.files import DataError, read_whole, replace, sha256
 from warpweave.data.split import Split
-from warpweave.data.token_file import open_token_file, write_token_file
+from warpweave.data.token_file import map_tokens, write_token_file
 from warpweave.data.tokenizer import ByteTokenizer, JsonTokenizer
 
 _LIBRARY_SKIPS = frozenset(
@@ -150,7 +150,7 @@ def _read_cache(path: Path) -> tuple[np.ndarray, np.ndarray]:
         digests = {}
     for suffix in (".bin", ".starts"):
         file = path.with_suffix(suffix)
-        if not isinstance(digests, dict) or digests.get(suffix) != sha256(file):
+        if not isinstance(digests, dict) or digests.get(suffix) != sha256(file, path.parent):
             raise DataError(f"{file} is damaged (its SHA-256 differs); delete {path}.* to rebuild")
-    data = open_token_file(path.with_suffix(".bin"))
-    return data.tokens, np.fromfile(path.with_suffix(".starts"), dtype="<i8")
+    tokens, _ = map_tokens(path.with_suffix(".bin"))
+    return tokens, np.fromfile(path.with_suffix(".starts"), dtype="<i8")

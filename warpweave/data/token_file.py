@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from warpweave.data.dataset import Corpus
-from warpweave.data.files import DataError, read_whole, replace
+from warpweave.data.files import DataError, read_whole, replace, sha256
 from warpweave.data.tokenizer import smallest_dtype
 from warpweave.messages import one_line
 
+WHOLE = "whole:"  # begins the fingerprint of all of a file; earlier ones were of its ends
 _FORMAT, _VERSION = "warpweave-tokens", 1
 _DTYPES = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4"}
 
@@ -43,8 +44,22 @@ def write_token_file(path: str | Path, tokens: np.ndarray, *, vocab_size: int) -
     replace(_sidecar(path), lambda file: file.write(json.dumps(header).encode()))
 
 
-def open_token_file(path: Path) -> Corpus:
-    """A token file, memory-mapped."""
+def open_token_file(path: Path, cache: Path | None = None) -> Corpus:
+    """A token file, memory-mapped; its SHA-256 is kept in the folder `cache`."""
+    tokens, vocab_size = map_tokens(path)
+    head = f"{tokens.dtype.name} {len(tokens)} {vocab_size} {sha256(path, cache)}"
+    return Corpus(
+        tokens=tokens,
+        starts=np.zeros(1, dtype=np.int64),
+        vocab_size=vocab_size,
+        name=str(path),
+        fingerprint=WHOLE + hashlib.sha256(head.encode()).hexdigest(),
+        tokenizer=None,
+    )
+
+
+def map_tokens(path: Path) -> tuple[np.ndarray, int]:
+    """The tokens of a file, memory-mapped, and the size of their vocabulary."""
     sidecar = _sidecar(path)
     size = path.stat().st_size
     header = _read_header(sidecar) if sidecar.exists() or path.suffix == ".bin" else None
@@ -76,17 +91,7 @@ def open_token_file(path: Path) -> Corpus:
             )
         tokens = np.memmap(path, dtype=dtype, mode="r")
     vocab_size = int(tokens.max()) + 1 if header is None else header["vocab_size"]
-    edge = (1 << 20) // tokens.itemsize
-    digest = hashlib.sha256(f"{tokens.dtype.name} {len(tokens)} {vocab_size} ".encode())
-    digest.update(tokens[:edge].tobytes() + tokens[-edge:].tobytes())
-    return Corpus(
-        tokens=tokens,
-        starts=np.zeros(1, dtype=np.int64),
-        vocab_size=vocab_size,
-        name=str(path),
-        fingerprint=digest.hexdigest(),
-        tokenizer=None,
-    )
+    return tokens, vocab_size
 
 
 def _sidecar(path: Path) -> Path:
