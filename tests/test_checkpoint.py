@@ -33,6 +33,8 @@ from warpweave.checkpoint import (
     save_checkpoint,
 )
 from warpweave.checkpoint import manifest as manifest_module
+from warpweave.checkpoint import save as save_module
+from warpweave.checkpoint.steps import publish_step
 from warpweave.launch import end_with_parent
 
 CONFIG = {"width": 64, "layers": 3, "eps": 1e-6, "tied": True}
@@ -608,6 +610,34 @@ def test_a_full_disk_is_one_clear_error_and_older_steps_are_intact(tmp_path: Pat
     assert drained == ["small", "big", "later", "last"]  # peers may wait in its collectives
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]
     assert open_latest(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "lose", "manifest"])
+def test_a_step_that_the_disk_did_not_take_costs_no_older_one(
+    tmp_path: Path, monkeypatch, damage: str
+) -> None:
+    """The disk says that it has what it has not."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    def publish(temporary: Path, step: Path, digest: str) -> None:
+        publish_step(temporary, step, digest)
+        path = step / ("manifest.json" if damage == "manifest" else SHARD)
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 4
+        path.unlink()
+        if damage != "lose":
+            path.write_bytes(data[:-1] if damage == "cut" else data)
+
+    monkeypatch.setattr(save_module, "publish_step", publish)
+    with pytest.raises(CheckpointError, match=r"read back after saving, .*older steps are kept"):
+        save(tmp_path, 3, keep=1)
+    monkeypatch.undo()
+    assert {path.name[-1] for path in tmp_path.glob("step_*")} == {"1", "2", "3"}
+    with pytest.warns(CheckpointWarning, match="passed over: .*step_00000003"):
+        assert open_latest(tmp_path).step == 2
+    save(tmp_path, 3, keep=1)
+    assert [path.name[-1] for path in tmp_path.glob("step_*")] == ["3"]
 
 
 CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir")

@@ -19,7 +19,9 @@ On disk::
     each rank   writes its tensors to files of its own, flushes them, hashes what it wrote
     all         gather the reports, or the error of any rank
     rank 0      writes manifest and digest, flushes the folder, renames it to step_00000123,
-                replaces `latest`, removes old steps
+                replaces `latest`
+    all         read the step back, each some of the files, as they would to open it
+    rank 0      removes old steps
 
 The rename makes a step visible whole or not at all. Opening verifies everything first (folder
 listing, manifest digest and schema, sizes, safetensors headers, SHA-256 of every file) and only

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from warpweave.checkpoint.files import CheckpointError, agree_on_all, attempt, write
 from warpweave.checkpoint.manifest import DTYPE_CODES, new_manifest, write_manifest
+from warpweave.checkpoint.read import open_checkpoint
 from warpweave.checkpoint.steps import begin, discard, prune, publish_step
 from warpweave.exchange import exchange
 
@@ -38,9 +39,11 @@ def save_checkpoint(
     rank's disk is full. Files hold up to `shard_bytes`, or one tensor. `config`, `state` and `mesh`
     are JSON (those of rank 0 are written); floats must be finite and are restored bit for bit.
 
-    Afterwards the folder keeps this step, the `keep` - 1 highest others and step `spare`. A step
-    that already exists is replaced. Raises `CheckpointError` on every rank if any rank failed; what
-    was in the folder before is then untouched and no partial step is visible.
+    Afterwards the folder keeps this step, the `keep` - 1 highest others and step `spare`, once the
+    step was read back and is what was written. A step that already exists is replaced. Raises
+    `CheckpointError` on every rank if any rank failed; what was in the folder before is then
+    untouched and no partial step is visible (but if it was read back otherwise than written, it
+    stays beside what was there before, and is passed over by `open_latest`).
     """
     if step < 0 or keep < 1 or shard_bytes < 1:
         raise CheckpointError(
@@ -70,6 +73,11 @@ def save_checkpoint(
         if rank == 0:  # also for KeyboardInterrupt and errors of `tensors` itself
             discard(temporary)
         raise
+    # 4. All read it back, from the disk, before an older step goes.
+    try:
+        open_checkpoint(target, group=group)
+    except CheckpointError as error:
+        raise CheckpointError(f"read back after saving, {error}; older steps are kept") from None
     if rank == 0:
         prune(folder, target, keep, spare)
     return target
