@@ -92,7 +92,8 @@ ROOMS = {
         ("files",),
         ("manifest",),
         ("steps",),
-        ("read", "save"),
+        ("read",),
+        ("save",),
         ("background",),
     ),
     "warpweave.convert": (
@@ -297,7 +298,7 @@ def test_every_import_goes_down_the_ladder() -> None:
         ("warpweave.engine", "from warpweave.prove.layouts import Layout"),
         ("warpweave.data.text", "from warpweave.checkpoint import latest"),
         ("warpweave.checkpoint.files", "from warpweave.checkpoint.steps import latest"),
-        ("warpweave.checkpoint.save", "from warpweave.checkpoint import read"),
+        ("warpweave.checkpoint.read", "from warpweave.checkpoint import save"),
         ("warpweave.prove.expected", "from warpweave.prove.proof import prove_layout"),
         ("warpweave.tune.calls", "from warpweave.tune import aot"),
         ("warpweave.doctor.check", "from warpweave.doctor.machine import drain"),

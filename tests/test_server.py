@@ -721,7 +721,8 @@ def test_servers_do_not_go_on_without_optimizer_state(tmp_path):
     config = _options(tmp_path, "--server", "1")
     served = ServedModel(config, "cpu")
     state = {"seed": 0, "optimizer": {"count": 1.0}, "settings": served.config.settings,
-             "data": {"fingerprint": served.data.fingerprint}}  # fmt: skip
+             "data": {"fingerprint": served.data.fingerprint, "name": "x",
+                      "sequences_per_step": 8}}  # fmt: skip
     tensors = [pair for pair in served.shard(0).read() if "/" not in pair[0]]
     folder, model = config.out / "checkpoints", dataclasses.asdict(served.model)
     save_checkpoint(folder, 1, tensors, config=model, state=state)
@@ -730,7 +731,6 @@ def test_servers_do_not_go_on_without_optimizer_state(tmp_path):
     save_checkpoint(folder, 2, list(served.shard(0).read()), config=model, state=state)
     with pytest.raises(CheckpointError, match="step_00000002 was not written by servers"):
         served.open_run()
-    state["data"] |= {"name": "x", "sequences_per_step": 8}
     save_checkpoint(
         folder, 3, list(served.shard(0).read()), config=model, state=state | {"server": {}}
     )

@@ -458,7 +458,7 @@ FAULTS = (
         "biases and norms of foreign modules decay"),
     # ---- engine -----------------------------------------------------------------------------
     Fault("engine-interrupt-last-stage", "warpweave/engine.py",
-        "        if interrupted:\n", "        if interrupted and self.gpt.last:\n",
+        "sums[-1] = float(interrupted)", "sums[-1] = float(interrupted) * self.gpt.last",
         "a stop asked of any but the last stage's ranks is not heard"),
     Fault("engine-losses-of-one-stage", "warpweave/engine.py",
         "for stage in self.stages.values() for of_mb in",
@@ -627,7 +627,7 @@ FAULTS = (
         "if repr(entries[key]) != repr(should):", "if entries[key] != should:",
         "a shard's header may say true for 1, and more than it should"),
     Fault("manifest-uncounted", "warpweave/checkpoint/manifest.py",
-        "    _check_size(data, path)\n", "",
+        "    _count_values(data, path)\n", "",
         "a forged manifest is parsed before its values are counted"),
     Fault("resume-any-number", "warpweave/resume.py",
         "type(value) in (get_args(kind) or (kind,))", "isinstance(value, kind)",

@@ -70,7 +70,7 @@ def write_manifest(
     for part in ("files", "tensors"):
         manifest[part] = {name: entry for report in reports for name, entry in report[part].items()}
     data = dump(manifest, "manifest")
-    _check_size(data, folder / MANIFEST)
+    _count_values(data, folder / MANIFEST)
     digest = write(folder / MANIFEST, data)
     write(folder / DIGEST, digest.encode())
     return digest
@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is not a folder (links are refused)")
     path = folder / MANIFEST
     data = read_at_most(path, _MAX_BYTES)
-    _check_size(data, path)
+    _count_values(data, path)
     expected = read_at_most(folder / DIGEST, 64)
     digest = hashlib.sha256(data).hexdigest()
     if digest.encode() != expected:
@@ -99,7 +99,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return {**manifest, "sha256": digest}
 
 
-def _check_size(data: bytes, path: Path) -> None:
+def _count_values(data: bytes, path: Path) -> None:
     """Raise `CheckpointError` for a manifest that is too much for this version to parse."""
     values, most = sum(map(data.count, b",[{")), _VALUES + len(data) // _BYTES_PER_VALUE
     if len(data) > _MAX_BYTES or values > most:
