@@ -45,6 +45,12 @@ PRODUCTS = {
 }
 
 
+def divisors(n: int) -> list[int]:
+    """The divisors of `n`, in order."""
+    small = [m for m in range(1, int(n**0.5) + 1) if n % m == 0]
+    return sorted({*small, *(n // m for m in small)})
+
+
 def factors(axis: str) -> tuple[str, ...]:
     """The factors of `axis`: the axes, neither split nor products, that it consists of, outermost
     first.

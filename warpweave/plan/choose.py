@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any, get_args
 
 from warpweave.config import GPTConfig, ParallelPlan, Recompute
-from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.mesh import Mesh, divisors
 from warpweave.parallel.schedule import FAMILIES
 from warpweave.plan.device import Hardware
 from warpweave.plan.memory import MemoryEstimate, estimate, least_memory, pipeline_shape
@@ -141,14 +141,14 @@ def branches(search: Search, refused: Counter[str]) -> Iterator[Job]:
     config, layers = search.config, search.config.layers
     if search.gpus < search.hardware.node:
         search = replace(search, hardware=replace(search.hardware, node=search.gpus))
-    for tp in (n for n in _divisors_of(search.gpus) if search.hardware.joins(1, n)):
+    for tp in (n for n in divisors(search.gpus) if search.hardware.joins(1, n)):
         try:
             config.check_tensor(tp)
         except ValueError as error:
             refused[str(error)] += 1
             continue
-        for pp in (n for n in _divisors_of(search.gpus // tp) if n <= layers):
-            for cp in _divisors_of(search.gpus // tp // pp):
+        for pp in (n for n in divisors(search.gpus // tp) if n <= layers):
+            for cp in divisors(search.gpus // tp // pp):
                 dp = search.gpus // tp // pp // cp
                 if cp > 1 and config.seq_len // cp < _ROWS:
                     continue
@@ -194,11 +194,6 @@ def _chunk_counts(fixed: int | None, layers: int, pp: int) -> list[int]:
     if fixed is not None:
         return [fixed] if fixed <= most else []
     return [n for n in range(2, most + 1) if not n & (n - 1) or layers % (pp * n) == 0]
-
-
-def _divisors_of(n: int) -> list[int]:
-    small = [m for m in range(1, int(n**0.5) + 1) if n % m == 0]
-    return sorted({*small, *(n // m for m in small)})
 
 
 def _none(search: Search, found: Found, smallest: float | None) -> str:

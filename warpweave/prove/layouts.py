@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from warpweave.config import GPTConfig, ParallelPlan, Recompute, Reduce
 from warpweave.kernels.rope_scaling import RopeScaling
-from warpweave.parallel.mesh import AXES, Mesh
+from warpweave.parallel.mesh import AXES, Mesh, divisors
 from warpweave.parallel.schedule import FAMILIES, find_family
 from warpweave.parallel.words import Kind, Overlap, Strategy
 
@@ -140,7 +140,7 @@ class Layout:
         """Micro-batches of each data replica in a step."""
         if self.count is not None:
             return self.count
-        counts = _divisors(self.sizes.samples // self.mesh.dp)
+        counts = divisors(self.sizes.samples // self.mesh.dp)
         return next((m for m in counts if m > self.mesh.pp and m >= self._least), counts[-1])
 
     @property
@@ -233,15 +233,11 @@ class Layout:
         return " ".join([*words, f"dtype={self.dtype}", f"impl={self.impl}"])
 
 
-def _divisors(n: int) -> list[int]:
-    return [m for m in range(1, n + 1) if n % m == 0]
-
-
 def meshes(world: int) -> Iterator[Mesh]:
     """Every mesh of `world` ranks."""
-    for dp, tp, cp, pp in itertools.product(_divisors(world), repeat=4):
+    for dp, tp, cp, pp in itertools.product(divisors(world), repeat=4):
         if dp * tp * cp * pp == world:
-            for neighbours in (1, *_divisors(cp)[1:-1]):
+            for neighbours in (1, *divisors(cp)[1:-1]):
                 yield Mesh(dp, cp, tp, pp, neighbours)
 
 
@@ -265,7 +261,7 @@ def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
     layouts: list[Layout] = []
     for mesh in every:
         samples = smallest(mesh, "gpt2").samples // mesh.dp
-        counts = [m for m in _divisors(samples) if m <= mesh.pp + 2]
+        counts = [m for m in divisors(samples) if m <= mesh.pp + 2]
         fit = [name for name in SYNCHRONOUS if FAMILIES[name].least(mesh.pp) <= samples]
         heads = smallest(mesh, "gpt2").heads // mesh.tp
         for sp, zero, schedule, strategy, style, tied in itertools.product(
@@ -312,7 +308,7 @@ def _asynchronous(mesh: Mesh, turn: int) -> list[Layout]:
             tied=False,
             recompute=get_args(Recompute)[(turn + zero) % 3],
             strategy=_strategies(mesh, mesh.cp)[0],
-            count=next(m for m in _divisors(max(1, 12 // mesh.dp)) if m >= mesh.pp),
+            count=next(m for m in divisors(max(1, 12 // mesh.dp)) if m >= mesh.pp),
         )
         for name in ASYNCHRONOUS * (mesh.pp > 1)
         for zero in (range(3) if mesh.data > 1 else (0,))
@@ -321,7 +317,7 @@ def _asynchronous(mesh: Mesh, turn: int) -> list[Layout]:
 
 def _shardings(mesh: Mesh, zero: int) -> tuple[int | None, ...]:
     """What `dp_shard` may be: all data replicas, and what leaves several shards and replicas."""
-    fewer = [n for n in _divisors(mesh.dp)[:-1] if n * mesh.cp > 1]
+    fewer = [n for n in divisors(mesh.dp)[:-1] if n * mesh.cp > 1]
     return (None, *fewer) if zero else (None,)
 
 
