@@ -1,5 +1,7 @@
 """`explain`: bytes and messages are those that are sent, memory is ordered as measured."""
 
+import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -9,6 +11,8 @@ from ranks import run_ranks
 from test_memory import Peak
 from test_ring import Case
 
+from warpweave.config import GPTConfig, ParallelPlan
+from warpweave.kernels.devices import A100
 from warpweave.parallel import messages
 from warpweave.parallel.context import (
     Links,
@@ -19,6 +23,10 @@ from warpweave.parallel.context import (
 )
 from warpweave.parallel.context.explain import StrategyCost, explain, table
 from warpweave.parallel.layout import SequenceLayout, balance
+from warpweave.parallel.mesh import Mesh
+from warpweave.plan.device import Efficiency, Hardware
+from warpweave.plan.memory import SIZES
+from warpweave.plan.time import Job, block_parts, context_bytes
 
 
 def _costs(case: Case, links: Links | None = None) -> dict[str, StrategyCost]:
@@ -202,6 +210,25 @@ def test_exposed_is_what_compute_does_not_hide() -> None:
         assert found["gather"] == pytest.approx(3 * sent)
         assert found["ring"] == pytest.approx(hops * sent - hops / (hops + 1) * compute)
         assert found["stream"] == pytest.approx(3 * sent - 0.25 * compute)
+
+
+@pytest.mark.parametrize("cp", [2, 3, 8])
+@pytest.mark.parametrize(("tp", "dtype", "flops"), [(1, "fp32", 1e9), (2, "bf16", 1e12)])
+def test_the_planners_ring_is_this_one(cp: int, tp: int, dtype: str, flops: float) -> None:
+    """Bytes and exposed seconds of a block, on links and kernels without latency, where messages
+    are the longer and where tiles are."""
+    config, link = GPTConfig(11, 48 * cp, 2, 96, 12, kv_heads=4), 1e9
+    device = replace(A100, half=flops, memory=math.inf, nvlink=link, network=link)
+    hardware = Hardware("ideal", device, 80e9, Efficiency(1, 1, 1, 1, 1, 0))
+    job = Job(config, Mesh(cp=cp, tp=tp), ParallelPlan(), 3, dtype, hardware=hardware)
+    costs = explain(
+        SequenceLayout(config.seq_len, cp), heads=12 // tp, kv_heads=4 // tp, head_dim=8, batch=3,
+        itemsize=SIZES[dtype], links=Links(link, flops),
+    )  # fmt: skip
+    (ring,) = (cost for cost in costs if cost.strategy == "ring")
+    assert context_bytes(job) == (ring.forward, ring.backward)
+    exposed = block_parts(job)["context"]
+    assert exposed.forward + exposed.backward == pytest.approx(ring.exposed)
 
 
 # ------------------------------------------------------------------ what "auto" takes
