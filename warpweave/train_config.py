@@ -360,8 +360,7 @@ class TrainConfig:
 
     @property
     def token_cache(self) -> Path:
-        """Where the ids of tokenised text, and hashes of token files, are kept for the other ranks
-        and runs."""
+        """Where ids of tokenised text and hashes of token files are kept for others and later."""
         return self.out / "tokens"
 
     @property
