@@ -54,6 +54,7 @@ ROOMS = {
         ("not_finite", "replicas", "server"),
         ("agree",),
         ("train",),
+        ("elastic",),
         ("cli",),
     ),
     "warpweave.kernels": (
@@ -118,6 +119,13 @@ ROOMS = {
         ("machine",),
         ("kernels", "ranks", "times"),
         ("command",),
+    ),
+    "warpweave.elastic": (
+        ("connections", "seat"),
+        ("membership",),
+        ("trainer",),
+        ("rank",),
+        ("run",),
     ),
     "warpweave.prove": (
         ("layouts", "typecheck"),

@@ -73,6 +73,7 @@ TRAIN = {
     "staleness": Row("--staleness 2", {"servers.staleness", "servers.joint"}, "--server 1"),
     "compensation": Row("--compensation 0.1", {"servers.compensation"},
                         "--server 1 --staleness 2"),
+    "elastic": Row("--elastic 2", {"elastic"}, "--elastic 1 --dp 3 --zero 0"),
     "batch": Row("--batch 3", {"engine.micro_batch_size", "samples", "validation", "tokens"}),
     "dtype": Row("--dtype bf16", {"engine.dtype"}),
     "steps": Row("--steps 7", {"rates", "keys", "samples", "saved", "evaluated", "tokens",
@@ -315,6 +316,8 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
     config = config.for_ranks(config.mesh.world)
     config.check()
     assert train.train_rank(config) == 0
+    if config.elastic:  # `test_elastic.py` has what replicas do
+        seen["elastic"] = config.elastic
     if (plan := config.server_plan) is not None:  # `test_server.py` has what servers do
         seen |= {f"servers.{name}": value for name, value in vars(plan).items()}
     return seen

@@ -54,7 +54,7 @@ class Agreement:
             # A wait holds a connection, which others use.
             store = store.clone()  # type: ignore[attr-defined]
             self._checked = CheckedCollectives(
-                store, config.mesh, session.rank, session.timeout, session.device
+                store, session.mesh, session.rank, session.timeout, session.device
             )
 
     def due(self, step: int) -> bool:

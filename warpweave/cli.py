@@ -58,6 +58,8 @@ def _main() -> None:
     if command in _COMMANDS:
         options, program = (f"warpweave.{name}" for name in _COMMANDS[command])
         config = import_module(options).parse(rest)  # without torch: a wrong option is told at once
+        if command == "train" and config.elastic:
+            program = "warpweave.elastic.run"
         import_module(program).run(config)
     elif command in ("", "-h", "--help"):
         print(_USAGE)

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from warpweave import saved_state
 from warpweave.agree import Agreement, TrainingStopped
 from warpweave.batches import Batches
-from warpweave.checkpoint import BackgroundSaver, CheckpointError, CheckpointReader
+from warpweave.checkpoint import BackgroundSaver, CheckpointError
 from warpweave.config import GPTConfig
 from warpweave.convert.beside import keep_origin
 from warpweave.convert.source import open_model
@@ -61,10 +62,12 @@ class Trainer:
     """The training loop on one rank; collective over the session's ranks.
 
     Args:
-        config: what to train; its mesh has the session's ranks.
-        session: this rank's connection.
+        config: what to train.
+        session: this rank's connection, with `config`'s mesh or the replicas of it that are left.
         interrupt: tells this rank to stop; None for never.
     """
+
+    updates = True  # a step is begun with its update
 
     def __init__(
         self, config: TrainConfig, session: Session, interrupt: Interrupt | None = None
@@ -73,9 +76,8 @@ class Trainer:
         self.config, self.session = config, session
         self.interrupt = interrupt if interrupt is not None else Interrupt()
         tiles.load(config.tiles)
-        self.mesh = config.mesh.connect(
-            session.device.type, timeout=timedelta(seconds=session.timeout)
-        )
+        limit = timedelta(seconds=session.timeout)
+        self.mesh = session.mesh.connect(session.device.type, timeout=limit)
         replica = self.mesh.index("outer") * config.mesh.dp + self.mesh.index("dp")
         self.batches = Batches(config, replica, session.device)
         self.model = config.model_config(self.batches.train.vocab_size)
@@ -105,16 +107,12 @@ class Trainer:
         self._evaluation = (-1, math.nan)  # step and loss of the last one in this process
         self.saver = BackgroundSaver(self.mesh.group("world"), timeout=session.timeout)
         self.sequences_per_step = config.replicas * config.plan.microbatches * config.batch
-        self.tokens_per_step = self.sequences_per_step * self.model.seq_len
+        trained = self.sequences_per_step // config.mesh.dp * session.mesh.dp  # by those here
+        self.tokens_per_step = trained * self.model.seq_len
         self.peak_memory: list[float] = []
         self._timely, self._saved = False, time.monotonic()  # a save is due by time; the last one
-        reader = open_run(
-            config.out / CHECKPOINTS, self.model, self.mesh.group("world"), config.resume
-        )
-        self.config = config = dataclasses.replace(config, resume=reader is not None)
-        if reader is not None:
-            self._resume(reader)
-        elif config.init_from is not None:
+        self.config = config = dataclasses.replace(config, resume=self._resume())
+        if not config.resume and config.init_from is not None:
             source = open_model(config.init_from, self.mesh.group("world"))
             self.engine.load("param", source.tensor)
         self._fed = self.step  # the first step whose data the engine was not given
@@ -154,14 +152,17 @@ class Trainer:
             with self.saver:
                 seconds = self._steps()
         finally:
-            self._flush()
+            if self.metrics is not None:
+                self.metrics.flush()
         c = self.config
         if c.timeline and self.session.rank == 0 and not (seconds and self.step == c.steps):
             say(f"{c.timeline} was not written: step {c.steps}, the last, was not trained here")
         # A step's first run compiles and connects; it does not count unless it is the only one.
         counted = seconds[1:] or seconds
         rate = len(counted) * self.tokens_per_step / sum(counted) if counted else 0.0
-        return self._result(None if self.stopped else self._final_loss(), rate)
+        if not self.stopped and self._evaluation[0] != self.step:  # an early stop has evaluated
+            self.evaluate()
+        return self._result(None if self.stopped else self._evaluation[1], rate)
 
     def _steps(self) -> list[float]:
         """Train until the run is over or stopped; the seconds of each step."""
@@ -180,11 +181,6 @@ class Trainer:
                 self._log(bar, row, took)
                 self._after_step()
         return seconds
-
-    def _final_loss(self) -> float:
-        """The validation loss of the last step, evaluated unless an early stop already has."""
-        step, value = self._evaluation
-        return value if step == self.step else self.evaluate()
 
     @property
     def over(self) -> bool:
@@ -235,6 +231,7 @@ class Trainer:
         # fp16 may overflow under its loss scale, which then shrinks.
         if not math.isfinite(loss) or (not math.isfinite(norm) and not overflow):
             self._stop(loss, norm, step=result)
+        self._commit(now)
         self.step += 1
         self.progress.tokens += self.tokens_per_step
         stale: Any = {"staleness": [*self.engine.staleness]}
@@ -264,8 +261,8 @@ class Trainer:
         timed = recording(self.engine, c.timeline, step + 1 == c.steps)
         with self.agreement.of_step(step + 1, began, data), timed:
             result = self.engine.begin(
-                tokens, labels, ids, lr=lr, key=data["key"], documents=documents,
-                interrupted=self._wishes(),
+                tokens, labels, ids, lr=lr if self.updates else None, key=data["key"],
+                documents=documents, interrupted=self._wishes(),
                 halted=None if before is None or free else before.result.wait().stops,
             )  # fmt: skip
         return _Begun(result, lr, began)
@@ -275,6 +272,9 @@ class Trainer:
         stops = self.interrupt.number is not None or self.saver.failed
         due = 0 < 60 * self.config.save_minutes <= time.monotonic() - self._saved
         return stops + 0.5 * (due and self.session.rank == 0 and not self.saver.busy)
+
+    def _commit(self, begun: _Begun) -> None:
+        """The update of a step, where it was begun without (`updates`)."""
 
     def _pauses(self, step: int) -> bool:
         """Whether an evaluation, a checkpoint, a comparison or the end follows `step`."""
@@ -340,23 +340,25 @@ class Trainer:
             step=self.step, sequences_per_step=self.sequences_per_step,
         )  # fmt: skip
         self._timely, self._saved = False, time.monotonic()
-        self._flush()
+        if self.metrics is not None:
+            self.metrics.flush()
         self.saver.save(
             self.config.out / CHECKPOINTS,
             self.step,
             saved_state.tensors(self.engine),
             config=dataclasses.asdict(self.model),
             state=state | {"optimizer": optimizers[0], "optimizers": optimizers},
-            mesh=dataclasses.asdict(self.config.mesh) | {"zero": self.config.plan.zero},
+            mesh=dataclasses.asdict(self.session.mesh) | {"zero": self.config.plan.zero},
             keep=self.config.keep,
             spare=self.progress.best_step if self.config.early_stop else None,
         )
 
-    def _flush(self) -> None:
-        if self.metrics is not None:
-            self.metrics.flush()
-
-    def _resume(self, reader: CheckpointReader) -> None:
+    def _resume(self) -> bool:
+        """Go on from the newest checkpoint, if that is asked for and there is one."""
+        folder, group = self.config.out / CHECKPOINTS, self.mesh.group("world")
+        reader = open_run(folder, self.model, group, self.config.resume)
+        if reader is None:
+            return False
         check_run(reader, self.config, self.batches.train)
         versions = reader.state.get("asynchronous") is not None
         saved_state.restore(self.engine, reader, versions=versions)
@@ -371,6 +373,7 @@ class Trainer:
             if self.over:
                 why = self.progress.why(self.step, self.config.steps)
                 say(f"{reader.path} {why}: there is nothing to train, only to evaluate")
+        return True
 
     # ------------------------------------------------------------------ the end
 
@@ -452,8 +455,8 @@ def main(argv: list[str] | None = None) -> None:
     run(parse(argv))
 
 
-def run(config: TrainConfig) -> NoReturn:
-    """The command ``warpweave train``; it ends the process."""
+def run(config: TrainConfig, elastic: Callable[..., int] | None = None) -> NoReturn:
+    """The command ``warpweave train``; it ends the process. `elastic` starts an elastic run."""
     torchrun = under_torchrun()
     rank, local_rank = (int(os.environ.get(n, "0")) for n in ("RANK", "LOCAL_RANK"))
     try:
@@ -478,6 +481,10 @@ def run(config: TrainConfig) -> NoReturn:
                 from warpweave.server.run import run_servers
 
                 code = run_servers(config)
+            elif config.elastic:
+                if elastic is None or torchrun:
+                    raise ValueError("--elastic is an option of warpweave train, without torchrun")
+                code = elastic(config, backend)
             elif torchrun or (config.mesh.world == 1 and not config.max_restarts):
                 code = train_rank(config)
             else:

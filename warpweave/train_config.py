@@ -157,6 +157,10 @@ class TrainConfig:
     """Delay compensation (DC-ASGD) with --server and a staleness: lambda in g + lambda g^2 (w -
     w_old). 0 for none."""
 
+    elastic: int = 0
+    """Elastic data parallelism: replicas that die leave the run, which goes on while this many are
+    left, and join it again. 0 for a run that ends with any of its ranks."""
+
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
     """Precision of parameters and activations; master weights, gradients and sums are fp32 (fp64
     for fp64). Default: bf16 on a GPU, whose tensor cores fp32 does not use, and fp32 on a CPU."""
@@ -298,7 +302,7 @@ class TrainConfig:
         from warpweave.parallel.server.server import ServerPlan
 
         one = {"tp": 1, "cp": 1, "pp": 1, "dp_shard": None, "early_stop": 0}
-        one |= {"outer": 1, "outer_every": None, "timeline": None, "max_restarts": 0}
+        one |= {"outer": 1, "outer_every": None, "timeline": None, "max_restarts": 0, "elastic": 0}
         for name, value in one.items():
             if (given := getattr(self, name)) != value:
                 raise ValueError(

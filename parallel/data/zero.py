@@ -138,13 +138,14 @@ class ZeroOptimizer:
         return norm / self.loss_scale.value if self.loss_scale is not None else norm
 
     @torch.no_grad()
-    def step(self, lr: float, halted: Tensor | None = None) -> Tensor:
+    def step(self, lr: float, halted: Tensor | None = None, norm: Tensor | None = None) -> Tensor:
         """One update of every parameter; returns the global gradient norm before clipping, 0-dim.
 
         If the norm is not finite no parameter or state changes, on any rank; nor, the loss scale
-        included, if `halted` (0-dim, equal on all ranks) is non-zero. No host sync.
+        included, if `halted` (0-dim, equal on all ranks) is non-zero. No host sync. With `norm`,
+        the result of `norm` on these gradients, no other rank is waited for (but with Muon).
         """
-        norm = self.norm()
+        norm = self.norm() if norm is None else norm
         bad = ~norm.isfinite()
         skip = (bad if halted is None else bad | halted.bool()).to(norm.dtype)
         scale = torch.ones_like(norm)
