@@ -18,11 +18,12 @@ from test_train import _config
 from thread_store import Store
 from threads import run_threads
 
+from warpweave.agree import TrainingStopped
 from warpweave.launch import Session
 from warpweave.parallel.checked import CollectiveMismatch
 from warpweave.replicas import checksum
-from warpweave.train import Trainer, TrainingStopped
 from warpweave.train_config import METRICS, TrainConfig
+from warpweave.trainer import Trainer
 
 
 def _trainer(rank: int, config: TrainConfig, store: Any) -> Trainer:

@@ -17,10 +17,11 @@ from warpweave import train
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.convert.families import canonical, read_config
 from warpweave.gpt import GPT
+from warpweave.option_kinds import overrides_of
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import FAMILIES
 from warpweave.prove.layouts import STYLES
-from warpweave.train_config import TrainConfig, _overrides_of
+from warpweave.train_config import TrainConfig
 
 
 def _help(capsys, record: type) -> str:
@@ -88,7 +89,7 @@ def test_a_field_that_is_added_is_an_option_with_its_help(capsys):
         layers: int
         window: int | None = None
 
-    overrides = _overrides_of(Config)
+    overrides = overrides_of(Config, __name__)
     assert tyro.cli(overrides, args=["--window", "3"]) == overrides(window=3)
     assert "Tokens that each token sees. (default: the preset's)" in _help(capsys, overrides)
 

@@ -23,16 +23,19 @@ from test_train import _config, _replace, _rows, _trainer
 import warpweave.launch as launch
 import warpweave.not_finite as not_finite
 import warpweave.train as train
+import warpweave.trainer as trainer_module
+from warpweave.agree import TrainingStopped
 from warpweave.blame import End
 from warpweave.checkpoint import CheckpointError
 from warpweave.config import ParallelPlan
 from warpweave.dtypes import DTYPES
+from warpweave.interrupt import Interrupt
 from warpweave.launch import Session, Stopped, reported
 from warpweave.metrics import peak_memory
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.resume import Progress
-from warpweave.train import Interrupt, Trainer, TrainingStopped
 from warpweave.train_config import TrainConfig
+from warpweave.trainer import Trainer
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
 
@@ -349,12 +352,12 @@ def test_a_gpu_trains_in_bf16_unless_told_and_its_memory_is_judged_by_that(
     """With an engine and a GPU that are not there."""
     judged = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 2))
-    monkeypatch.setattr(train, "check_memory", lambda step, **_: judged.append(step.dtype))
-    monkeypatch.setattr(train, "Engine", mock.Mock(side_effect=LeftError))
+    monkeypatch.setattr(trainer_module, "check_memory", lambda step, **_: judged.append(step.dtype))
+    monkeypatch.setattr(trainer_module, "Engine", mock.Mock(side_effect=LeftError))
     session = Session(torch.device(device), 0, 1, None, 9.0, Mesh())
     with pytest.raises(LeftError):
         Trainer(_config(tmp_path, dtype=given), session)
-    assert train.Engine.call_args.kwargs["dtype"] == DTYPES[dtype]
+    assert trainer_module.Engine.call_args.kwargs["dtype"] == DTYPES[dtype]
     assert judged == ([dtype] if device == "cuda" else [])
 
 
@@ -382,7 +385,7 @@ def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsy
     monkeypatch.setattr(train, "choose_backend", backend)
     monkeypatch.setattr(train, "free_host_memory", lambda: 77)
     memory = lambda *_, free, ranks: done.update(memory=(free, ranks))  # noqa: E731
-    monkeypatch.setattr(train, "_check_memory", memory)
+    monkeypatch.setattr(train, "check_fits", memory)
     monkeypatch.setattr(train, "locked", locked)
     monkeypatch.setattr(train, "train_rank", lambda config: done.update(alone=config.dp) or 143)
     told = lambda entry, args, mesh, **_: done.update(launched=mesh) or 130  # noqa: E731

@@ -26,8 +26,8 @@ from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.prove.layouts import Layout, draw
 from warpweave.prove.proof import prove_layout
-from warpweave.train import Trainer
 from warpweave.train_config import TrainConfig
+from warpweave.trainer import Trainer
 
 ENOUGH = 32.0  # times what rounding does, in float64; see `prove`
 

@@ -20,8 +20,9 @@ from warpweave.config import ParallelPlan
 from warpweave.convert import ConvertError, from_hf, to_hf
 from warpweave.data import write_token_file
 from warpweave.launch import Session
-from warpweave.train import TrainConfig, Trainer, learning_rate
-from warpweave.train_config import GPTOverrides
+from warpweave.lr_schedule import learning_rate
+from warpweave.train_config import GPTOverrides, TrainConfig
+from warpweave.trainer import Trainer
 
 STEPS = 20
 

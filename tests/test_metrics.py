@@ -18,9 +18,9 @@ from test_train import _config, _replace, _trainer
 
 from warpweave import metrics as metrics_module
 from warpweave.boards import WeightsAndBiases, check_boards
+from warpweave.interrupt import Interrupt
 from warpweave.launch import Session
 from warpweave.metrics import Metrics
-from warpweave.train import Interrupt
 
 
 class Wandb(ModuleType):

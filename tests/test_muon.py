@@ -22,8 +22,8 @@ from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.plain_gpt import _newton_schulz, is_muons
 from warpweave.prove.layouts import Layout, draw, smallest
-from warpweave.train import Trainer
 from warpweave.train_config import GPTOverrides, TrainConfig
+from warpweave.trainer import Trainer
 
 LR, CLIP, STEPS = 0.03, 5.0, 2
 RULE = Muon(momentum=0.9, weight_decay=0.2, rest=AdamW(eps=1e-3, weight_decay=0.2))

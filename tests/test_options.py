@@ -23,6 +23,7 @@ from wiring import Row, differences, missing
 
 import warpweave.data
 import warpweave.train as train
+import warpweave.trainer as trainer
 import warpweave.tune.command as tune_command
 from warpweave import boards, metrics
 from warpweave.checkpoint import save_checkpoint
@@ -237,7 +238,7 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What ``warpweave train`` with these options does, on the first of its ranks."""
     seen: dict[str, Any] = {"saved": [], "evaluated": [], "kept": set(), "spared": set()}
     seen["boards"], seen["recorded"], seen["compared"] = [], [], 0
-    open_dataset, save = warpweave.data.open_dataset, train.BackgroundSaver.save
+    open_dataset, save = warpweave.data.open_dataset, trainer.BackgroundSaver.save
 
     def join(mesh: Mesh, *, timeout: float, backend: str | None, port: int | None) -> Session:
         seen["join timeout"], seen["join backend"] = timeout, backend
@@ -273,7 +274,7 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen["steps"] = trainer.config.steps
         return ""
 
-    class Compared(train.Agreement):
+    class Compared(trainer.Agreement):
         def due(self, step):
             return self._every > 0 and step % self._every == 0
 
@@ -287,18 +288,18 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
             seen["compared"] += due or self._always
             return nullcontext()
 
-    patch.setattr(train, "Agreement", Compared)
+    patch.setattr(trainer, "Agreement", Compared)
     patch.setattr(train, "reported", lambda *args, **options: nullcontext())
     patch.setattr(Interrupt, "listen", lambda self: None)
     patch.setattr(train, "join", join)
     patch.setattr(Mesh, "connect", connect)
-    patch.setattr(train, "Engine", lambda *args, **options: Engine(seen, *args, **options))
+    patch.setattr(trainer, "Engine", lambda *args, **options: Engine(seen, *args, **options))
     patch.setattr(warpweave.data, "open_dataset", opened)
-    patch.setattr(train.BackgroundSaver, "save", saved)
+    patch.setattr(trainer.BackgroundSaver, "save", saved)
     patch.setattr(metrics.Metrics, "write", written)
     patch.setattr(metrics.Metrics, "plot", lambda self: None)
     patch.setattr(train.Trainer, "describe", described)
-    patch.setattr(train, "open_model", lambda path, group: seen.update({"starts from": path})
+    patch.setattr(trainer, "open_model", lambda path, group: seen.update({"starts from": path})
                   or SimpleNamespace(tensor=None))  # fmt: skip
     patch.setattr(tiles, "load", lambda path: seen.update(tiles=path))
     for board in ("TensorBoard", "WeightsAndBiases"):

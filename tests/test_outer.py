@@ -36,8 +36,8 @@ from warpweave.prove.layouts import Layout
 from warpweave.prove.proof import prove_layout
 from warpweave.prove.typecheck import typecheck
 from warpweave.resume import check_run
-from warpweave.train import Trainer
 from warpweave.train_config import GPTOverrides, TrainConfig
+from warpweave.trainer import Trainer
 
 CONFIG = GPTConfig(23, 8, 2, 8, 2, dropout=0.1)
 SAMPLES = 4  # of a step, over all replicas

@@ -42,8 +42,8 @@ from warpweave.parallel.schedule import (
 )
 from warpweave.parallel.simulate import simulate
 from warpweave.plan.memory import TrainingStep, estimate
-from warpweave.train import Trainer
 from warpweave.train_config import GPTOverrides, TrainConfig
+from warpweave.trainer import Trainer
 
 NAMES = ("pipedream", "pipedream-vs", "pipedream-2bw")
 

@@ -23,6 +23,7 @@ from threads import run_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import warpweave.train as train
+from warpweave.agree import TrainingStopped
 from warpweave.checkpoint import (
     CheckpointError,
     config_digest,
@@ -31,15 +32,17 @@ from warpweave.checkpoint import (
 )
 from warpweave.config import ParallelPlan
 from warpweave.data import write_token_file
+from warpweave.interrupt import Interrupt
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, TileRow, write_table
 from warpweave.launch import Session
+from warpweave.lr_schedule import learning_rate
 from warpweave.metrics import locked, peak_memory, set_aside, utilisation
 from warpweave.parallel.mesh import Mesh
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
 from warpweave.resume import check_run, differences
-from warpweave.train import Interrupt, TrainConfig, Trainer, TrainingStopped, learning_rate
-from warpweave.train_config import GPTOverrides, parse
+from warpweave.train_config import GPTOverrides, TrainConfig, parse
+from warpweave.trainer import Trainer
 from warpweave.transfer import upload
 
 RESULT = ["val_loss", "steps", "stopped", "tokens_per_second", "mesh", "zero", "checkpoint", "plot"]

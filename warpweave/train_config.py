@@ -17,12 +17,11 @@ torchrun would take anything else for a failed rank; a failed or refused one end
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -31,6 +30,7 @@ from warpweave.config_file import options_of, read_options, with_options
 from warpweave.kernels.runtime.tile_table import read_table
 from warpweave.lr_schedule import LRSchedule
 from warpweave.messages import one_line, say
+from warpweave.option_kinds import RESUME, overrides_of
 from warpweave.parallel.mesh import Mesh
 from warpweave.plan.layout import check_agree, take_layout
 
@@ -46,31 +46,7 @@ UPDATES, STALENESS = "updates.jsonl", "staleness.png"  # of parameter servers
 UNWRITTEN = ("config", "resume", "max_restarts")  # how the command was called, not what the run is
 FORMERLY = {("overlap", "auto"): "bulk"}  # what the config.toml of earlier runs says
 
-
-_WORDS: dict[str, Any] = {"True": True, "False": False, "auto": "auto"}
-_RESUME = tyro.constructors.PrimitiveConstructorSpec[Any](  # --resume may stand alone
-    (0, 1), "[True|False|auto]", lambda words: _WORDS[words[0]] if words else True,
-    lambda value: value in _WORDS.values(), lambda value: [str(value)], (*_WORDS,),
-)  # fmt: skip
-
-
-def _overrides_of(config: type) -> Any:
-    """A frozen record of the fields of `config`, their types and their help; None is not given."""
-    hints = {"vocab_size": "(default: the larger of the preset's and the data's)"}
-    kinds, fields = get_type_hints(config), []
-    sizes_first = sorted(dataclasses.fields(config), key=lambda item: bool(item.kw_only))
-    for item in sizes_first:
-        if item.name == "rope_scaling":  # a record, which comes with a model
-            continue
-        hint = hints.get(item.name, "(default: the preset's)")
-        option: Any = Annotated[kinds[item.name] | None, tyro.conf.arg(help_behavior_hint=hint)]
-        fields.append((item.name, option, None))
-    said = [(inspect.getdoc(c) or "").partition("Attributes:")[2] for c in config.__mro__[:-1]]
-    namespace = {"__doc__": "A model.\n\nAttributes:" + "".join(said), "__module__": __name__}
-    return dataclasses.make_dataclass("GPTOverrides", fields, frozen=True, namespace=namespace)
-
-
-GPTOverrides: Any = _overrides_of(GPTConfig)
+GPTOverrides: Any = overrides_of(GPTConfig, __name__)
 
 
 @tyro.conf.configure(tyro.conf.OmitArgPrefixes)  # --layers, not --overrides.layers
@@ -203,7 +179,7 @@ class TrainConfig:
     """Number of newest checkpoints to keep."""
     save_minutes: float = 10.0
     """Checkpoint interval in minutes, by the first rank's clock; 0 for none."""
-    resume: Annotated[bool | Literal["auto"], _RESUME] = False
+    resume: Annotated[bool | Literal["auto"], RESUME] = False
     """Resume from the newest good checkpoint in `out`; auto: if there is one, and else begin."""
     max_restarts: int = 0
     """Number of times that all ranks are started again after a failure, to go on from the newest

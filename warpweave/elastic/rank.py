@@ -29,11 +29,11 @@ from warpweave.launch import (
     reported,
 )
 from warpweave.messages import say
-from warpweave.train import _RAISED_BY_ALL
 from warpweave.train_config import TrainConfig
+from warpweave.trainer import RAISED_BY_ALL
 
 T = TypeVar("T")
-_BY_ALL = (*_RAISED_BY_ALL, StateLostError)
+_BY_ALL = (*RAISED_BY_ALL, StateLostError)
 _GRACE = 10.0  # seconds beyond a time-out in which the keeper finds out who hangs
 
 

@@ -32,8 +32,8 @@ from warpweave.metrics import Metrics
 from warpweave.parallel.data.recovery import State, held_state, recover
 from warpweave.parallel.mesh import Mesh
 from warpweave.resume import Progress
-from warpweave.train import Trainer, _Begun
 from warpweave.train_config import TrainConfig
+from warpweave.trainer import Begun, Trainer
 
 
 class StateLostError(RuntimeError):
@@ -157,12 +157,12 @@ class ElasticTrainer(Trainer):
             self.save()
         return super()._steps()
 
-    def _begin(self, step: int, before: _Begun | None = None) -> _Begun:
+    def _begin(self, step: int, before: Begun | None = None) -> Begun:
         if self._leaves:
             raise Regroup
         return super()._begin(step, before)
 
-    def _commit(self, begun: _Begun) -> None:
+    def _commit(self, begun: Begun) -> None:
         """Vote, and update if the step counts.
 
         Raises:
