@@ -7,12 +7,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from warpweave.heartbeat import Heartbeat, at_fault, last_beat
+from warpweave.heartbeat import Heartbeat, at_fault, last_beat, where
 from warpweave.launch import Session
 from warpweave.parallel.mesh import Mesh
 
@@ -104,3 +105,10 @@ def test_beats_tell_of_a_main_thread_that_does_not_and_end_with_their_store():
     assert beat.alive > first.alive
     assert (beat.when, beat.waits) == (first.when, False)
     heartbeat.stop()
+
+
+def test_a_frame_between_two_lines_is_nowhere_in_particular():
+    """Python gives it no line number; a heartbeat died of that."""
+    frame = mock.Mock(f_lineno=None)
+    frame.f_code = _stuck.__code__
+    assert where(frame) == (False, "test_heartbeat.py:0 (_stuck)")

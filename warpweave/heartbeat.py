@@ -17,9 +17,8 @@ waits for its stream and not in a collective, whether it is a victim (`blame`).
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
+import linecache
 import os
 import sys
 import threading
@@ -88,20 +87,10 @@ def where(frame: FrameType | None) -> tuple[bool, str]:
     does in a function of torch.distributed, and in a call of any ``wait()``."""
     if frame is None:
         return False, "no place"
-    code, line = frame.f_code, frame.f_lineno
+    code, line = frame.f_code, frame.f_lineno or 0  # None between two lines
     waits = code.co_filename.startswith(_TORCH)
-    waits = waits or _calls_wait(code.co_filename, line)
+    waits |= ".wait(" in linecache.getline(code.co_filename, line)
     return waits, f"{Path(code.co_filename).name}:{line} ({code.co_name})"
-
-
-@functools.cache
-def _calls_wait(path: str, line: int) -> bool:
-    """Whether a line of a file calls ``wait()`` (`linecache` is not for several threads)."""
-    try:
-        with open(path, "rb") as file:
-            return b".wait(" in next(itertools.islice(file, line - 1, None), b"")
-    except (OSError, ValueError):  # no file: <frozen importlib>, or code that was made
-        return False
 
 
 def last_beat(store: dist.Store, rank: int) -> Beat | None:

@@ -3,7 +3,9 @@
 A step whose gradient norm is not finite has changed nothing, so it is run once more, and each rank
 notes in order whether its modules' outputs, their gradients, and what it gives to collectives and
 messages are finite. NaN spreads by these: a rank has it from others if any of them gave it to a
-collective that both took part in before this rank's own first one. It comes from all other ranks:
+collective that both took part in before this rank's own first one, or sent it in a message. As
+receives are posted long before their values are used, a message counts where a module is given NaN
+or the gradient of what was sent is NaN. It comes from all other ranks:
 
     two tensor ranks, NaN in rank 1's part of blocks.0.mlp
     rank 0    attention ok    gives to reduce_scatter 7: ok     mlp NaN, after 7: has it from rank 1
@@ -32,6 +34,8 @@ class _Note(NamedTuple):
     key: str  # of an operation, "" of a module
     bad: bool
     where: str
+    received: bool = False  # the operation is a receive
+    given: bool = False  # what is bad may have come in a message
 
 
 class _Notes(Observer):
@@ -40,12 +44,17 @@ class _Notes(Observer):
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[_Note] = []
-        self.within = "the step"  # the module entered last
+        self.within = self._left = "the step"  # the modules entered and left last
+        self._given: list[bool] = []  # whether the inputs of the modules entered are bad
+        self._sent: set[str] = set()  # modules whose outputs go to another stage
 
     def before(self, operation: Operation) -> None:
-        bad = operation.side != "recv" and _bad(operation.given)
-        name = operation.what.partition(" of ")[0]
-        self.notes.append(_Note(operation.key, bad, f"what it gives to {name} in {self.within}"))
+        received = operation.side == "recv"
+        if operation.side == "send":
+            self._sent.add(self._left)
+        bad = not received and _bad(operation.given)
+        where = f"what it gives to {operation.what.partition(' of ')[0]} in {self.within}"
+        self.notes.append(_Note(operation.key, bad, where, received))
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
@@ -64,17 +73,19 @@ class _Notes(Observer):
 
     def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         self.within = name
+        self._given.append(_bad(x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)))
 
     def _leave(self, name: str, module: nn.Module, inputs: Any, out: Any) -> None:
         found = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        self.notes.append(_Note("", _bad(found), name))
+        self.notes.append(_Note("", _bad(found), name, given=self._given.pop()))
+        self._left = name
         for x in found:
             if x.requires_grad:
-                x.register_hook(partial(self._gradient, f"the gradient of {name}"))
+                x.register_hook(partial(self._gradient, name))
 
     def _gradient(self, name: str, dy: torch.Tensor) -> None:
-        self.notes.append(_Note("", _bad([dy]), name))
-        self.within = name
+        self.within = f"the gradient of {name}"
+        self.notes.append(_Note("", _bad([dy]), self.within, given=name in self._sent))
 
 
 def _bad(tensors: Any) -> bool:
@@ -91,10 +102,13 @@ def origins(engine: Engine, again: Callable[[], object]) -> dict[int, str]:
         again()
     of_all = exchange([note.key for note in notes.notes if note.key and note.bad], world)
     others = {key for rank, keys in enumerate(of_all) if rank != engine.mesh.rank for key in keys}
-    where = None
+    where, received = None, False
     for note in notes.notes:
-        if note.bad or note.key in others:
-            where = note.where if note.bad else None
+        if note.received:
+            received |= note.key in others
+        elif note.bad or note.key in others:
+            from_others = not note.bad or (received and note.given)
+            where = None if from_others else note.where
             break
     return {rank: name for rank, name in enumerate(exchange(where, world)) if name is not None}
 
