@@ -6,22 +6,35 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import multiprocessing
+import os
 import re
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
 from close import relative_error
 from threads import run_threads
 
 from warpweave.checkpoint import open_latest
 from warpweave.config import ParallelPlan
-from warpweave.elastic.membership import Generation, Regroup
+from warpweave.elastic.connections import Connections
+from warpweave.elastic.membership import Generation, Member, Regroup, announce
+from warpweave.elastic.run import Keeper
 from warpweave.elastic.seat import Seat, replica_width
-from warpweave.elastic.trainer import Carried, ElasticTrainer
+from warpweave.elastic.trainer import Carried, ElasticTrainer, StateLostError, source_of
 from warpweave.interrupt import Interrupt
-from warpweave.launch import Session
+from warpweave.launch import Session, keep_store
 from warpweave.lr_schedule import learning_rate
+from warpweave.parallel.mesh import Mesh
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
 from warpweave.train_config import GPTOverrides, TrainConfig
 
@@ -33,10 +46,11 @@ def _config(folder: Path, **changes) -> TrainConfig:
     for i in range(60):
         (text / f"{i}.txt").write_bytes(b" ".join(b"%d" % (j * j % 977) for j in range(i, i + 12)))
     plan = {name: changes.pop(name) for name in ("zero", "schedule") if name in changes}
+    layers = changes.pop("layers", 1)
     return dataclasses.replace(
         TrainConfig(
             model="toy",
-            overrides=GPTOverrides(layers=2, width=16, heads=2, seq_len=16, dropout=0.1),
+            overrides=GPTOverrides(layers=layers, width=16, heads=2, seq_len=16, dropout=0.1),
             plan=ParallelPlan(**{"microbatches": 2, "zero": 0} | plan), dtype="fp64", clip=0.4,
             weight_decay=0.3, data=text, batch=2, steps=6, warmup=2, lr=0.02, eval_every=0,
             eval_batches=1, sample=0, out=folder / "run", timeout=30.0, seed=5, elastic=1,
@@ -134,7 +148,7 @@ RUNS = (
     ({"dp": 3}, STORY),
     ({"dp": 3, "zero": 1, "dp_shard": 1}, [([0, 1, 2], {"1": "abort"}), ([2], {})]),
     ({"dp": 2, "tp": 2}, TWO),
-    ({"dp": 2, "pp": 2}, TWO),
+    ({"dp": 2, "pp": 2, "layers": 2}, TWO),
     ({"dp": 4, "dp_shard": 2, "zero": 3}, TWO),
     ({"dp": 4, "dp_shard": 2, "zero": 2}, TWO),
     ({"dp": 2, "cp": 2, "dp_shard": 1, "zero": 1}, TWO),
@@ -145,9 +159,10 @@ RUNS = (
     ("changes", "words"),
     [
         ({"plan": ParallelPlan(zero=1)}, "ZeRO 1 shards it over all dp = 3: give --zero 0 or --dp"),
-        ({"elastic": 3}, "elastic = 3 must be at least 1 and less than the replicas, which are 3"),
-        ({"dp": 4, "dp_shard": 2, "elastic": 2}, "the replicas, which are 2"),
-        ({"elastic": -1}, "elastic = -1 must be at least 1"),
+        ({"elastic": 4}, "elastic must be 1 to the replicas, 2 or more: 4 of 3"),
+        ({"dp": 1}, "2 or more: 1 of 1"),
+        ({"dp": 4, "dp_shard": 2, "plan": ParallelPlan(), "elastic": 3}, "2 or more: 3 of 2"),
+        ({"elastic": -1}, "2 or more: -1 of 3"),
         ({"outer_every": 4}, "outer_every = 4 does not go with --elastic"),
         ({"plan": ParallelPlan(zero=0, schedule="pipedream")}, "schedule = pipedream does not go"),
         ({"plan": ParallelPlan(zero=0, reduce="ordered")}, "reduce = ordered does not go"),
@@ -171,7 +186,7 @@ def test_a_run_is_that_of_one_device_on_the_samples_of_those_that_were_there(
     config = _config(tmp_path, **changes)
     carried: dict[int, Carried] = {}
     for number, (replicas, decisions) in enumerate(story, 1):
-        generation = Generation(number, 0, dict.fromkeys(replicas, 0))
+        generation = Generation(number, 0, dict.fromkeys(replicas, 0), begun=number > 1)
         world = Seat(config.mesh, replica_width(config), 0).mesh.world
         world = world * len(replicas) * replica_width(config) // config.mesh.dp
         carried = dict(run_threads(world, _generation, config, generation, decisions, carried))
@@ -179,3 +194,227 @@ def test_a_run_is_that_of_one_device_on_the_samples_of_those_that_were_there(
     assert len({tuple(row["replicas"]) for row in _rows(config)}) == len(
         {tuple(replicas) for replicas, _ in story}
     )
+
+
+# -------------------------------------------------------------------------- votes, connections
+
+
+@pytest.fixture
+def store():
+    return keep_store()
+
+
+def _member(store, seat: Seat, close=lambda: None) -> Member:
+    def client() -> dist.Store:
+        wait = timedelta(seconds=20)
+        return dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=wait)
+
+    return Member(client, seat, 0, close)
+
+
+def _at_once(*calls) -> list:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(20) for future in [pool.submit(call) for call in calls]]
+
+
+def _three(store) -> list[Member]:
+    """Three replicas of one rank each, in generation 1."""
+    members = [_member(store, Seat(Mesh(dp=3), 1, rank)) for rank in range(3)]
+    announce(store, Generation(1, 0, {0: 0, 1: 0, 2: 0}))
+    for member in members:
+        assert member.enter().number == 1
+    return members
+
+
+def test_a_step_counts_when_all_have_voted_and_ends_the_generation_where_replicas_wait(store):
+    members = _three(store)
+    assert _at_once(*(partial(m.vote, "0", 3) for m in members)) == ["go"] * 3
+    waiting = partial(members[0].vote, "1", 3), partial(members[1].vote, "1", 3)
+
+    def join_then_vote() -> str:
+        announce(store, Generation(2, 0, {0: 0, 1: 0, 2: 0, 3: 0}))
+        while members[2].latest.number < 2:
+            time.sleep(0.01)
+        return members[2].vote("1", 3)
+
+    assert _at_once(*waiting, join_then_vote) == ["regroup"] * 3
+    assert not members[0].lost
+
+
+def test_a_step_is_given_up_by_all_if_a_replica_is_lost_before_its_vote(store):
+    members = _three(store)
+
+    def lose() -> None:
+        time.sleep(0.1)
+        announce(store, Generation(2, 0, {0: 0, 1: 0}, "2 left", lost=True))
+
+    decisions = _at_once(partial(members[0].vote, "0", 3), partial(members[1].vote, "0", 3), lose)
+    assert decisions[:2] == ["abort"] * 2
+    assert members[2].vote("0", 3) == "abort"  # too late, though now all have
+    assert members[0].enter().replicas == [0, 1]
+
+
+def test_a_replica_lost_after_its_vote_has_made_the_step(store):
+    members = _three(store)
+    votes = [partial(member.vote, "0", 3) for member in members]
+    _at_once(*votes[:1], lambda: members[1].vote("0", 3), lambda: members[2].vote("0", 3))
+    announce(store, Generation(2, 0, {0: 0, 1: 0}, "2 left", lost=True))
+    assert members[0].wait_for_loss(20)
+    assert members[0]._store.get("decision/1/0") == b"go"
+
+
+def test_a_rank_that_was_started_again_waits_for_its_own_generation(store):
+    """It closes nothing for what it was not in."""
+    announce(store, Generation(1, 0, {0: 0, 1: 0}))
+    announce(store, Generation(2, 0, {0: 0}, "1 left", lost=True))
+    closed = []
+    member = _member(store, Seat(Mesh(dp=2), 1, 0), lambda: closed.append(1))
+    member._start = 1
+    thread = threading.Thread(target=member.enter, daemon=True)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    assert not closed
+    announce(store, Generation(3, 0, {0: 1, 1: 0}))
+    thread.join(20)
+    assert member.current.number == 3
+    announce(store, Generation(4, 0, {0: 1}, "1 left", lost=True))
+    assert member.wait_for_loss(20)
+    assert closed == [1]
+
+
+def test_connections_of_a_generation_are_closed_and_no_others(store):
+    """A wait that nobody answers ends; what was open before, and what came later, lives on."""
+
+    def client() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", store.port, is_master=False)
+
+    before = client()
+    connections = Connections()
+    ours = client()
+    connections.complete()
+    later = client()
+
+    def wait() -> str:
+        with pytest.raises(dist.DistNetworkError):
+            ours.get("never")
+        return "ended"
+
+    def close() -> None:
+        time.sleep(0.2)
+        connections.close()
+
+    assert _at_once(wait, close)[0] == "ended"
+    before.set("key", "1")
+    assert later.get("key") == b"1"
+
+
+def test_the_source_is_the_lowest_replica_that_is_whole():
+    mesh = Mesh(dp=6, dp_shard=2)
+    assert source_of([3, 3, 3, 3, 3, 3], mesh, 2) == 0
+    assert source_of([None, None, 3, 2, 3, 3], mesh, 2) == 2
+    for lost in ([None] * 6, [3, None, None, 3, None, None]):
+        with pytest.raises(StateLostError, match="holds the whole state: resume from a checkpoint"):
+            source_of(lost, mesh, 2)
+
+
+# -------------------------------------------------------------------------- ranks as processes
+
+
+class _Harmed(Keeper):
+    """A keeper whose ranks come to harm by the steps of `harm`, a generator of conditions to wait
+    for."""
+
+    def __init__(self, config: TrainConfig, harm) -> None:
+        super().__init__(config)
+        self._harm, self._until = harm(self), lambda: True
+        self.changes: list[str] = []  # which rank 0 of each generation says
+
+    def rows(self) -> list[dict]:
+        try:
+            return _rows(self.config)
+        except (OSError, ValueError):
+            return []
+
+    def hit(self, rank: int, number: int = signal.SIGKILL) -> None:
+        replica = self.replicas[self.seats[rank].replica]
+        os.kill(replica.processes[rank].pid, number)
+
+    def _announce(self, members, change, *more) -> None:
+        self.changes.append(change)
+        super()._announce(members, change, *more)
+
+    def _watch(self) -> int | None:
+        if self._until():
+            self._until = next(self._harm, lambda: False)
+        return super()._watch()
+
+
+@pytest.fixture
+def _quick_ranks(monkeypatch):
+    context = ranks._context()  # whose processes have imported everything
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)
+    monkeypatch.setattr(context, "set_forkserver_preload", lambda modules: None)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.mark.usefixtures("_quick_ranks")
+def test_a_run_outlives_ranks_that_die_at_any_time_and_is_one_devices(tmp_path, capfd):
+    """One dies; its successor dies while it joins; rank 0 and another die at once; one hangs."""
+
+    def harm(keeper: Keeper):
+        def steps(more: int):
+            there = len(keeper.rows()) + more
+            return lambda: len(keeper.rows()) >= there
+
+        def together():
+            there = len(keeper.rows())
+            return lambda: [0, 1, 2] in [row["replicas"] for row in keeper.rows()[there:]]
+
+        yield steps(2)
+        keeper.hit(1)
+        yield lambda: len(keeper.current.members) == 2
+        yield lambda: len(keeper.current.members) == 3
+        keeper.hit(1)  # it has been let in, and connects
+        yield lambda: len(keeper.current.members) == 2
+        yield together()
+        keeper.hit(0)
+        keeper.hit(2)
+        yield lambda: keeper.current.replicas == [1]
+        yield together()
+        keeper.hit(2, signal.SIGSTOP)
+        yield lambda: len(keeper.current.members) == 2
+
+    config = _config(tmp_path, dp=3, steps=150, timeout=6.0, save_every=50)
+    config.check()
+    keeper = _Harmed(config, harm)
+    assert keeper.run() == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["steps"] == 150
+    assert "rank 2 (dp=2) hangs, last seen at step" in said.err
+    began, first, *later = keeper.changes
+    assert (began, later[0]) == ("", "replica 1 joins")
+    assert first.startswith("replica 1 left: rank 1 (dp=1) was killed by SIGKILL, last seen at")
+    assert first.endswith("; replicas 0 and 2 go on")
+    assert any(change.endswith("; replica 1 goes on") for change in later)
+    seen = {tuple(row["replicas"]) for row in _rows(config)}
+    assert {(0, 1, 2), (0, 2), (1,), (0, 1)} <= seen
+    _is_the_plain_run(config)
+
+
+@pytest.mark.usefixtures("_quick_ranks")
+def test_fewer_replicas_than_asked_for_save_and_stop(tmp_path):
+    """The first half of a replica of two tensor ranks takes the other with it."""
+
+    def harm(keeper: Keeper):
+        yield lambda: len(keeper.rows()) >= 3
+        keeper.hit(2)
+
+    config = _config(tmp_path, dp=2, tp=2, steps=5000, elastic=2)
+    keeper = _Harmed(config, harm)
+    assert keeper.run() == 1
+    words = "; fewer than the 2 of --elastic are left; replica 0 saves and stops"
+    assert keeper.changes[-1].endswith(words)
+    rows = _rows(config)
+    assert open_latest(config.out / "checkpoints").step == rows[-1]["step"] < 5000
+    assert all(row["replicas"] == [0, 1] for row in rows)

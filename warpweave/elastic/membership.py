@@ -15,7 +15,7 @@ decision wins, by the store's compare-and-set:
 
     go         by the last to vote
     regroup    by the last to vote, where replicas wait to join: after the update all leave
-    abort      by a rank that waits for votes when the generation has lost a replica
+    abort      by any rank that learns that the generation has lost a replica
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import torch.distributed as dist
 
 from warpweave.elastic.seat import Seat
 
-_LOOK = timedelta(milliseconds=50)  # between looks whether a step that is voted on was given up
 _FOREVER = timedelta(days=365)
 
 
@@ -50,6 +49,7 @@ class Generation:
         change: who has left or joined and why, in words.
         lost: a replica has left, so that nothing of the generation before can be waited for.
         stop: the ranks save and stop at once, as too few replicas are left.
+        begun: an earlier generation has trained, so that a member holds its state.
     """
 
     number: int
@@ -58,6 +58,7 @@ class Generation:
     change: str = ""
     lost: bool = False
     stop: bool = False
+    begun: bool = False
 
     @property
     def replicas(self) -> list[int]:
@@ -96,7 +97,7 @@ class Member:
         self.current = self.latest = Generation(0, 0, {})
         self.updating, self._news = threading.Lock(), threading.Condition()
         self._lost = 0  # the last generation that followed a loss
-        self._decision = ""  # the key of the last one
+        self._decision = "decision"  # the key of the last one
         self._store = connect()
         threading.Thread(target=self._listen, args=(connect(),), daemon=True).start()
         self._store.set(f"ready/{start}/{seat.rank}", "")
@@ -116,9 +117,11 @@ class Member:
                 with self.updating:
                     self._close()
             with self._news:
-                self.latest = new
+                self.latest, open_vote = new, self._decision
                 self._lost = new.number if new.lost else self._lost
                 self._news.notify_all()
+            if new.lost:
+                store.compare_set(open_vote, "", "abort")
 
     @property
     def lost(self) -> bool:
@@ -163,19 +166,12 @@ class Member:
         """Agree with all `world` ranks whether `step` counts: "go", "regroup" or "abort"."""
         of = self.current.number
         votes, decision = f"votes/{of}/{step}", f"decision/{of}/{step}"
+        with self._news:
+            last, self._decision = self._decision, decision
         if self._store.add(votes, 1) == world:
             self._store.compare_set(decision, "", "regroup" if self.latest.number > of else "go")
-            for key in (votes, self._decision):  # all have read the last one
+            for key in (votes, last):  # all have read the last decision
                 self._store.delete_key(key)
-        self._decision = decision
-        while not self._decided(decision):
-            if self.lost:
-                self._store.compare_set(decision, "", "abort")
-        return self._store.get(decision).decode()
-
-    def _decided(self, decision: str) -> bool:
-        try:
-            self._store.wait([decision], _LOOK)
-        except dist.DistStoreError:
-            return False
-        return True
+        if self.lost:
+            self._store.compare_set(decision, "", "abort")
+        return self._store.get(decision).decode()  # a loss from now on is noticed by `_listen`

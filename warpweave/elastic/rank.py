@@ -29,12 +29,13 @@ from warpweave.launch import (
     reported,
 )
 from warpweave.messages import say
+from warpweave.parallel.checked import CollectiveMismatch
 from warpweave.train_config import TrainConfig
 from warpweave.trainer import RAISED_BY_ALL
 
 T = TypeVar("T")
 _BY_ALL = (*RAISED_BY_ALL, StateLostError)
-_GRACE = 10.0  # seconds beyond a time-out in which the keeper finds out who hangs
+_GRACE = 15.0  # seconds after a failed connection in which the keeper finds out who hangs
 
 
 def train_member(config: TrainConfig, seat: Seat, start: int, port: int) -> None:
@@ -138,10 +139,10 @@ class _Rank:
             return None
         except Exception as error:
             lost = self.member.lost
-            if _is_connection_error(error):
+            if _is_connection_error(error) or isinstance(error, CollectiveMismatch):
                 self.connections.close()  # so that whoever waits for this rank does no longer
                 self.member.complain()
-                lost = self.member.wait_for_loss(self.config.timeout + _GRACE)
+                lost = self.member.wait_for_loss(_GRACE)
             elif isinstance(error, CheckpointError):  # of a save that a death has cut, perhaps
                 lost = self.member.wait_for_loss(1.0)
             if lost:

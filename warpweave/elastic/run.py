@@ -101,6 +101,7 @@ class Keeper:
         self.current = Generation(0, 0, {})
         self.stores = [self.store, self.store]  # of the last generation and the one before
         self.interrupt, self._passed_on = Interrupt(), False
+        self._begun = False  # a generation has trained
         self._ends_by = 0.0  # when a rank has come to the end, the time by which all must have
         self._complained = 0.0  # when the first connection of the generation failed
 
@@ -149,18 +150,17 @@ class Keeper:
             return self._finish(members)  # ranks end when all of them have come to the end
         self._end_hung()
         lost = {n: end for n, r in enumerate(self.replicas) if (end := r.bad_end())}
+        count = self.store.add(f"settled/{self.current.number}", 0)
+        settled = count == sum(len(replica.ranks) for replica in members)
+        self._begun |= settled and bool(members)
         if lost:
             return self._lose(lost)
         ready = {n: r.start for n, r in enumerate(self.replicas) if self._ready(r)}
         whole = len(ready) == len([r for r in self.replicas if r.processes])
-        settled = self.store.add(f"settled/{self.current.number}", 0) == sum(
-            len(r.ranks) for r in members
-        )
         if ready.keys() > self.current.members.keys() and settled and (members or whole):
             new = ready.keys() - self.current.members.keys()
-            self._announce(
-                ready, f"{_listed(new)} {'joins' if len(new) == 1 else 'join'}" if members else ""
-            )
+            join = f"{_listed(new)} {'joins' if len(new) == 1 else 'join'}"
+            self._announce(ready, join if members else "")
         return None
 
     def _ready(self, replica: _Replica) -> bool:
@@ -181,13 +181,13 @@ class Keeper:
         of, members = self.current.number, self.current.replicas
         ranks = {rank: n for n in members for rank in self.replicas[n].ranks}
         silent = [rank for rank in ranks if not self.store.check([f"failed/{of}/{rank}"])]
-        if len(silent) == len(ranks):
+        if len(silent) in (0, len(ranks)):  # all have failed: they say why, and end
             return
         self._complained = self._complained or time.monotonic()
         if time.monotonic() < self._complained + _GRACE:
             return
         self._complained = time.monotonic()
-        for rank in silent or ranks:
+        for rank in silent:
             say(f"{self.config.mesh.describe(rank)} hangs{self._last_seen(rank)}: it is ended")
             self.replicas[ranks[rank]].processes[rank].kill()
 
@@ -203,17 +203,18 @@ class Keeper:
         left = {n: s for n, s in self.current.members.items() if n not in lost}
         of_run = lost.keys() & self.current.members.keys()
         for number in lost:
-            replica = self.replicas[number]
-            replica.kill()
-            replica.processes = {}
-            if replica.start < _AGAIN and self.interrupt.number is None:
+            self.replicas[number].kill()
+            self.replicas[number].processes = {}
+        few = bool(of_run) and len(left) < self.config.elastic
+        for number in [] if few or self.interrupt.number is not None else lost:
+            if self.replicas[number].start < _AGAIN:
                 self._start(number)
             else:
                 causes.append(f"replica {number} is not started again")
-        there = len(left) if of_run else sum(bool(r.processes) for r in self.replicas)
-        few = there < self.config.elastic
+        if not self.current.members:  # before the run has begun
+            few = sum(bool(r.processes) for r in self.replicas) < self.config.elastic
         if few:
-            causes.append(f"{there} of the replicas are left, fewer than --elastic asks for")
+            causes.append(f"fewer than the {self.config.elastic} of --elastic are left")
         if not of_run and not few:
             say("; ".join(causes))
         elif not left:
@@ -222,8 +223,9 @@ class Keeper:
             say("; ".join([*causes, found]))
             return max(code, 1)
         else:
-            go_on = "save and stop" if few else "goes on" if len(left) == 1 else "go on"
-            self._announce(left, "; ".join([*causes, f"{_listed(left)} {go_on}"]), True, few)
+            one, several = ("saves and stops", "save and stop") if few else ("goes on", "go on")
+            verb = one if len(left) == 1 else several
+            self._announce(left, "; ".join([*causes, f"{_listed(left)} {verb}"]), True, few)
         return None
 
     def _why(self, rank: int, code: int) -> str:
@@ -242,7 +244,7 @@ class Keeper:
         """Begin the next generation, which has a store of its own."""
         self.stores, self._complained = [self.stores[-1], keep_store()], 0.0
         number, port = self.current.number + 1, self.stores[-1].port
-        self.current = Generation(number, port, members, change, lost, stop)
+        self.current = Generation(number, port, members, change, lost, stop, self._begun)
         announce(self.store, self.current)
 
 

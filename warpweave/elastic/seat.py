@@ -24,11 +24,9 @@ def replica_width(config: TrainConfig) -> int:
             f"over all dp = {mesh.dp}: give --zero 0 or --dp-shard"
         )
     width = mesh.dp_shard or 1
-    if not 0 < least < mesh.dp // width:
-        raise ValueError(
-            f"elastic = {least} must be at least 1 and less than the replicas, which are "
-            f"{mesh.dp // width}"
-        )
+    replicas = mesh.dp // width
+    if replicas < 2 or not 0 < least <= replicas:
+        raise ValueError(f"elastic must be 1 to the replicas, 2 or more: {least} of {replicas}")
     refused = (
         (f"outer_every = {config.outer_every}", config.outer_every is not None),
         (f"schedule = {config.plan.schedule}", config.plan.asynchronous),

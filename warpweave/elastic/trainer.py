@@ -55,20 +55,18 @@ class Carried:
     state: State | None = None
 
 
-def source_of(steps: list[int | None], mesh: Mesh, width: int) -> int | None:
-    """The lowest replica all of whose ranks hold the newest step; None if no rank holds any.
+def source_of(steps: list[int | None], mesh: Mesh, width: int) -> int:
+    """The lowest replica all of whose ranks hold the newest step.
 
     Raises:
         StateLostError: there is no such replica.
     """
     newest = max((step for step in steps if step is not None), default=None)
-    if newest is None:
-        return None
     behind = {mesh.index("dp", r) // width for r, step in enumerate(steps) if step != newest}
     for replica in range(mesh.dp // width):
-        if replica not in behind:
+        if newest is not None and replica not in behind:
             return replica
-    raise StateLostError(f"no replica holds all of step {newest}: resume from the last checkpoint")
+    raise StateLostError("no replica is left that holds the whole state: resume from a checkpoint")
 
 
 class ElasticTrainer(Trainer):
@@ -99,8 +97,9 @@ class ElasticTrainer(Trainer):
         told = exchange([carried.step, carried.about], group)
         self._held = [step for step, _ in told]
         width = member.seat.width
-        self._source = source_of(self._held, session.mesh, width)
-        if self._source is not None:
+        self._source: int | None = None
+        if member.current.begun or None not in self._held:
+            self._source = source_of(self._held, session.mesh, width)
             self._about = told[session.mesh.rank_at(dp=self._source * width)][1]
         super().__init__(config, session, interrupt)
         self._carried = Carried()  # the engine has it now
