@@ -58,6 +58,7 @@ ROOMS = {
         ("trainer",),
         ("train",),
         ("elastic",),
+        ("trials",),
         ("cli",),
     ),
     "warpweave.kernels": (

@@ -17,6 +17,7 @@ commands:
   plan         find the fastest layouts of a model on given GPUs (warpweave plan --help)
   doctor       check this machine: kernels, links, axes (warpweave doctor --help)
   collectives  measure all-reduce algorithms (warpweave collectives --help)
+  trials       plant faults in runs: is what is promised kept? (warpweave trials --help)
   replay       repeat a run of parameter servers to the bit (warpweave replay --help)
   sample       generate text with a trained model (warpweave sample --help)
   export       write a trained model for Hugging Face transformers (warpweave export --help)
@@ -31,6 +32,7 @@ _COMMANDS = {
     "plan": ("plan.options", "plan.command"),
     "doctor": ("doctor.options", "doctor.command"),
     "collectives": ("collectives.options", "collectives.command"),
+    "trials": ("trials.options", "trials.command"),
     "replay": ("server.replay_config", "server.replay"),
     "sample": ("sample_config", "sample"),
     "export": ("export_config", "export"),

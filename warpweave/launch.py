@@ -93,7 +93,7 @@ def launch(
         try:
             for attempt in range(max_restarts + 1):
                 store = dist.PrefixStore(f"attempt_{attempt}", kept)
-                rank = partial(_run_rank, mesh.world, kept.port, attempt, entry, args)
+                rank = partial(_rank_process, mesh.world, kept.port, attempt, entry, args)
                 with _environment(**told), _started(rank, mesh.world) as processes:
                     ends = _watch(processes, interrupt, store, backend)
                 if not ends:
@@ -156,7 +156,7 @@ def _started(rank: Callable[[int], None], world: int) -> Iterator[list[BaseProce
             started.join()
 
 
-def _run_rank(
+def _rank_process(
     world: int, port: int, attempt: int, entry: Callable[..., Any], args: tuple, rank: int
 ) -> None:
     """One rank, in a process of its own and in the environment that torchrun gives."""

@@ -25,10 +25,13 @@ from warpweave.train_config import TrainConfig, parse
 from warpweave.trainer import RAISED_BY_ALL, Trainer, check_fits
 
 
-def train_rank(config: TrainConfig, port: int | None = None) -> int:
+def train_rank(
+    config: TrainConfig, port: int | None = None, *, kind: Callable[..., Trainer] = Trainer
+) -> int:
     """Train as one rank of a launched (or single) job; rank 0 prints the result's JSON line.
 
-    Returns the exit code, 0 or 128 + the number of the signal that interrupted the run.
+    `kind` makes the trainer. Returns the exit code, 0 or 128 + the number of the signal that
+    interrupted the run.
     """
     interrupt = Interrupt()
     if port is not None or not under_torchrun():
@@ -44,7 +47,7 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
     with reported(session, RAISED_BY_ALL, refused=(ValueError, CheckpointError)):
         if session.goes_on:
             config = dataclasses.replace(config, resume="auto")
-        trainer = Trainer(config, session, interrupt)
+        trainer = kind(config, session, interrupt)
         session.begin()
     with reported(session, RAISED_BY_ALL):
         if session.rank == 0:
@@ -64,8 +67,14 @@ def main(argv: list[str] | None = None) -> None:
     run(parse(argv))
 
 
-def run(config: TrainConfig, elastic: Callable[..., int] | None = None) -> NoReturn:
-    """The command ``warpweave train``; it ends the process. `elastic` starts an elastic run."""
+def run(
+    config: TrainConfig,
+    elastic: Callable[..., int] | None = None,
+    as_rank: Callable[..., int] | None = None,
+) -> NoReturn:
+    """The command ``warpweave train``; it ends the process. `elastic` starts an elastic run,
+    `as_rank` is called in the place of `train_rank`."""
+    as_rank = as_rank or train_rank
     torchrun = under_torchrun()
     rank, local_rank = (int(os.environ.get(n, "0")) for n in ("RANK", "LOCAL_RANK"))
     try:
@@ -95,10 +104,10 @@ def run(config: TrainConfig, elastic: Callable[..., int] | None = None) -> NoRet
                     raise ValueError("--elastic is an option of warpweave train, without torchrun")
                 code = elastic(config, backend)
             elif torchrun or (config.mesh.world == 1 and not config.max_restarts):
-                code = train_rank(config)
+                code = as_rank(config)
             else:
                 again = {"backend": backend, "max_restarts": config.max_restarts}
-                code = launch(train_rank, (config,), config.mesh, **again)
+                code = launch(as_rank, (config,), config.mesh, **again)
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         if local_rank == 0:
             say(one_line(error))

@@ -1,0 +1,167 @@
+"""A training job as a shell would start it, watched from outside. Linux: it reads ``/proc``."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from warpweave.checkpoint import CheckpointReader, open_latest
+from warpweave.train_config import CHECKPOINTS
+
+_C = ctypes.CDLL(None)
+_TINY = "--model toy --layers 2 --width 16 --heads 2 --seq-len 16 --batch 2 --sample 0 --warmup 1"
+
+
+class BrokenPromiseError(Exception):
+    """Something else happened than what is promised."""
+
+
+def promised(held: bool, otherwise: object) -> None:
+    """Raise `BrokenPromiseError`, with what was found instead, unless it held."""
+    if not held:
+        raise BrokenPromiseError(str(otherwise))
+
+
+class Ended(NamedTuple):
+    """How a job ended.
+
+    Attributes:
+        code: its exit status, negative for a signal.
+        result: the JSON object of its last line; None without.
+        stderr: all that was printed there.
+        seconds: since the epoch.
+    """
+
+    code: int
+    result: dict[str, Any] | None
+    stderr: str
+    seconds: float
+
+    @property
+    def said(self) -> list[str]:
+        """The lines of ours on stderr."""
+        return [line for line in self.stderr.splitlines() if line.startswith("warpweave: ")]
+
+
+def _die_with_parent() -> None:
+    """In a new process: SIGKILL when the one that started it ends, even by SIGKILL."""
+    _C.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class TrainingJob:
+    """``warpweave train`` on a tiny model, in a session of its own; in ``folder/run``.
+
+    Args:
+        folder: for its text, its output and what it prints; made if it is missing.
+        options: of the command, after those of the model; None for a job that ran there before.
+        command: ``python -m warpweave train``, or what runs it.
+        env: in addition to this process's.
+        seconds: that anything waited for may take.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: Sequence[str] | None,
+        *,
+        command: Sequence[str],
+        env: dict[str, str] | None = None,
+        seconds: float = 600.0,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = folder / "text"
+        if not text.exists():
+            text.write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
+        self.out, self.seconds = folder / "run", seconds
+        self._stdout, self._stderr = folder / "stdout", folder / "stderr"
+        if options is None:
+            return
+        line = [*command, *_TINY.split(), "--data", str(text), "--out", str(self.out), *options]
+        with self._stdout.open("w") as out, self._stderr.open("w") as err:
+            self.process = subprocess.Popen(
+                line,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+            )
+
+    def members(self) -> list[int]:
+        """Every living process of the job's session."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                found.append(int(path.name))
+        return sorted(found)
+
+    def ranks(self) -> list[int]:
+        """The ranks' processes, in the order in which they were started."""
+        marks = [(p, Path(f"/proc/{p}/cmdline").read_bytes()) for p in self.members()]
+        forked = [p for p, line in marks if b"forkserver" in line]  # the first is the server
+        return forked[1:] or [p for p, line in marks if b"spawn_main" in line]
+
+    def wait_for(self, what: Callable[[], object]) -> None:
+        """Wait until `what` is true; `BrokenPromiseError` if the job ends before."""
+        deadline = time.monotonic() + self.seconds
+        while not what():
+            promised(self.process.poll() is None, self._stderr.read_text())
+            promised(time.monotonic() < deadline, self._stderr.read_text())
+            time.sleep(0.02)
+
+    def steps(self) -> int:
+        """Steps done so far."""
+        path = self.out / "metrics.jsonl"
+        return path.read_text().count('"loss"') if path.exists() else 0
+
+    def end(self, code: int | None = None) -> Ended:
+        """Wait for the end, with exit status `code` if one is given; `BrokenPromiseError` if it is
+        another, or if anybody of the job is left five seconds later."""
+        try:
+            found = self.process.wait(self.seconds)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            raise BrokenPromiseError(f"no end in {self.seconds:.0f} s") from None
+        ended, deadline = time.time(), time.monotonic() + 5.0
+        while (left := self.members()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        promised(left == [], f"left behind: {left}")
+        lines = self._stdout.read_text().splitlines()
+        result = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
+        end = Ended(found, result, self._stderr.read_text(), ended)
+        promised(code in (None, found), f"exit status {found}, expected {code}: {end.stderr}")
+        return end
+
+    def newest(self) -> CheckpointReader:
+        """Its newest good checkpoint."""
+        kept = open_latest(self.out / CHECKPOINTS)
+        if kept is None:
+            raise BrokenPromiseError("there is no checkpoint")
+        return kept
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics."""
+        return [json.loads(row) for row in (self.out / "metrics.jsonl").read_text().splitlines()]
+
+    def losses(self) -> dict[int, float]:
+        """The loss of each step that is in the metrics."""
+
+        return {row["step"]: row["loss"] for row in self.rows() if "loss" in row}
+
+    def stop(self) -> None:
+        """Leave nothing running."""
+        if hasattr(self, "process"):
+            for pid in self.members():
+                os.kill(pid, signal.SIGKILL)
+            self.process.wait()
