@@ -26,9 +26,10 @@ quick_interpreter.install()
 
 # Files of half a minute and more, in the order in which processes that share the suite take them.
 _LONGEST = (
-    "launch", "prove", "compile_counts", "train", "hf", "benchmarks", "attention", "fused", "gemm",
-    "planted_faults", "compiles", "tune", "gpt", "zero", "typecheck", "hf_training", "hf_parallel",
-    "checkpoint", "attention_mask", "overlap_fuzz", "generate", "styles", "packaging",
+    "trials", "launch", "prove", "agree", "compile_counts", "train", "hf", "benchmarks",
+    "attention", "fused", "gemm", "planted_faults", "compiles", "tune", "gpt", "zero", "typecheck",
+    "hf_training", "hf_parallel", "elastic", "checkpoint", "attention_mask", "restart",
+    "overlap_fuzz", "generate", "styles", "packaging",
 )  # fmt: skip
 
 
