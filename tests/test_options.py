@@ -307,7 +307,7 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
                       or SimpleNamespace(flush=list, close=list))  # fmt: skip
     patch.setitem(sys.modules, "wandb", SimpleNamespace(init=None))
     patch.setattr(
-        train,
+        trainer,
         "recording",
         lambda engine, path, due: nullcontext(
             seen["recorded"].append(path) if path and due else None

@@ -26,12 +26,12 @@ from warpweave.trainer import RAISED_BY_ALL, Trainer, check_fits
 
 
 def train_rank(
-    config: TrainConfig, port: int | None = None, *, kind: Callable[..., Trainer] = Trainer
+    config: TrainConfig, port: int | None = None, *, kind: Callable[..., Trainer] | None = None
 ) -> int:
     """Train as one rank of a launched (or single) job; rank 0 prints the result's JSON line.
 
-    `kind` makes the trainer. Returns the exit code, 0 or 128 + the number of the signal that
-    interrupted the run.
+    `kind` makes the trainer; None is `Trainer`. Returns the exit code, 0 or 128 + the number of the
+    signal that interrupted the run.
     """
     interrupt = Interrupt()
     if port is not None or not under_torchrun():
@@ -47,7 +47,7 @@ def train_rank(
     with reported(session, RAISED_BY_ALL, refused=(ValueError, CheckpointError)):
         if session.goes_on:
             config = dataclasses.replace(config, resume="auto")
-        trainer = kind(config, session, interrupt)
+        trainer = (kind or Trainer)(config, session, interrupt)
         session.begin()
     with reported(session, RAISED_BY_ALL):
         if session.rank == 0:
