@@ -44,14 +44,16 @@ class _Notes(Observer):
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[_Note] = []
-        self.within = self._left = "the step"  # the modules entered and left last
+        self.within = "the step"  # the module entered last
+        self._left: list[str] = []  # the module left last, and those within with the same output
+        self._out: object = None
         self._given: list[bool] = []  # whether the inputs of the modules entered are bad
         self._sent: set[str] = set()  # modules whose outputs go to another stage
 
     def before(self, operation: Operation) -> None:
         received = operation.side == "recv"
         if operation.side == "send":
-            self._sent.add(self._left)
+            self._sent.update(self._left)
         bad = not received and _bad(operation.given)
         where = f"what it gives to {operation.what.partition(' of ')[0]} in {self.within}"
         self.notes.append(_Note(operation.key, bad, where, received))
@@ -78,7 +80,9 @@ class _Notes(Observer):
     def _leave(self, name: str, module: nn.Module, inputs: Any, out: Any) -> None:
         found = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         self.notes.append(_Note("", _bad(found), name, given=self._given.pop()))
-        self._left = name
+        out = found[0] if found else None
+        self._left = [*self._left, name] if out is self._out else [name]
+        self._out = out
         for x in found:
             if x.requires_grad:
                 x.register_hook(partial(self._gradient, name))
