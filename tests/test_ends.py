@@ -124,7 +124,7 @@ def test_what_was_printed_is_out_before_a_process_leaves(monkeypatch):
     ],
 )
 def test_what_torch_raises_for_a_peer_that_is_gone_is_no_error_of_ones_own(error, lost):
-    assert launch._is_connection_error(error) == lost
+    assert launch.is_connection_error(error) == lost
 
 
 @pytest.mark.parametrize(

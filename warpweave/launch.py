@@ -291,7 +291,7 @@ class Session:
             return text
         name = self.mesh.describe(self.rank)
         try:
-            if not _is_connection_error(error):  # this rank is (one of) the cause
+            if not is_connection_error(error):  # this rank is (one of) the cause
                 first = self.store.add("causes", 1) == 1
                 self.store.set(f"failed/{self.rank}", text)
                 if not first:
@@ -379,7 +379,7 @@ def reported(
         line = session.explain(error, common)
         if line is not None:
             refusals = (ValueError, OSError, MemoryError, torch.OutOfMemoryError, *common)
-            if not isinstance(error, refusals) and not _is_connection_error(error):
+            if not isinstance(error, refusals) and not is_connection_error(error):
                 traceback.print_exception(error)
             say(line)
         leave(2 if isinstance(error, refused) else 1)
@@ -396,7 +396,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _is_connection_error(error: BaseException) -> bool:
+def is_connection_error(error: BaseException) -> bool:
     """Whether it is an error that torch.distributed raises for a lost or late peer."""
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError

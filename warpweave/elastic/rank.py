@@ -23,8 +23,8 @@ from warpweave.gpus import BACKENDS, connect, disagreement, take_device
 from warpweave.interrupt import STOPS, Interrupt
 from warpweave.launch import (
     Session,
-    _is_connection_error,
     end_with_parent,
+    is_connection_error,
     leave,
     reported,
 )
@@ -139,7 +139,7 @@ class _Rank:
             return None
         except Exception as error:
             lost = self.member.lost
-            if _is_connection_error(error) or isinstance(error, CollectiveMismatch):
+            if is_connection_error(error) or isinstance(error, CollectiveMismatch):
                 self.connections.close()  # so that whoever waits for this rank does no longer
                 self.member.complain()
                 lost = self.member.wait_for_loss(_GRACE)

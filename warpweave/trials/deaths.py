@@ -123,9 +123,11 @@ def _goes_on(arena: Arena, fault: Fault, *, torchrun: int = 0) -> str:
     wanted = arena.saved().losses()
     job = arena.start(fault=fault, torchrun=torchrun, max_restarts=1)
     end = job.end(0)
+    resumed = re.findall(r"resumed at step (\d+)", end.stderr)
+    promised(len(resumed) == 1, f"it did not go on from a checkpoint: {end.stderr}")
     promised(job.losses() == wanted, "other losses than those of an undisturbed run")
     took = arena.took(arena.since(job, end), 15.0)
-    return f"restarted, {STEPS} losses to the bit; {took} from the kill to the end"
+    return f"went on at step {resumed[0]}, {STEPS} losses to the bit; {took} from kill to end"
 
 
 @trial("started again, a run has the losses of an undisturbed one, to the bit", *GRID)

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from warpweave.layers.block import TransformerBlock
 from warpweave.train import run, train_rank
 from warpweave.train_config import TrainConfig, parse
 from warpweave.trainer import Trainer
@@ -40,7 +41,8 @@ class Fault:
         step: it happens when this step begins, counted from 0, or when it is saved.
         at: at the beginning of the step, `delay` seconds into it, or as long into its save.
         delay: in seconds.
-        once: not in a run that was started again.
+
+    It happens once, and not again in a run that was started again.
     """
 
     act: str
@@ -48,7 +50,6 @@ class Fault:
     step: int
     at: Literal["begin", "within", "save"] = "begin"
     delay: float = 0.0
-    once: bool = True
 
     @property
     def text(self) -> str:
@@ -65,9 +66,8 @@ class FaultyTrainer(Trainer):
 
     def _is_due(self, step: int, *, saving: bool) -> bool:
         f = self._fault
-        if f.once and self._marker.exists():
-            return False
-        return (f.rank, f.step, f.at == "save") == (self.session.rank, step, saving)
+        here = (f.rank, f.step, f.at == "save") == (self.session.rank, step, saving)
+        return here and not self._marker.exists()
 
     def _act(self) -> None:
         self._marker.write_text(repr(time.time()))
@@ -136,15 +136,9 @@ def _lag(trainer: Trainer) -> None:
 
 
 def _nan(trainer: Trainer) -> None:
-    """Not a number in the outputs of this rank's second block."""
-    blocks = [m for m in trainer.engine.gpt.modules() if type(m).__name__ == "TransformerBlock"]
-    blocks[-1].register_forward_hook(lambda _m, _i, out: _poisoned(out))
-
-
-def _poisoned(out: Any) -> Any:
-    first = out[0] if isinstance(out, tuple) else out
-    first = first * float("nan")
-    return (first, *out[1:]) if isinstance(out, tuple) else first
+    """Not a number in the output of this rank's last block."""
+    blocks = [m for m in trainer.engine.gpt.modules() if isinstance(m, TransformerBlock)]
+    blocks[-1].register_forward_hook(lambda _module, _inputs, x: x * float("nan"))
 
 
 def _flip(trainer: Trainer) -> None:

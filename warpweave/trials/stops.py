@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from warpweave.trials.job import TrainingJob, promised
 from warpweave.trials.trial import Arena, trial
@@ -18,9 +19,15 @@ def _running(arena: Arena) -> TrainingJob:
     return job
 
 
-def _saved(job: TrainingJob, number: signal.Signals) -> str:
-    """That the job ends as signal `number` says, with its last step saved; in words."""
+def _saves(arena: Arena, number: signal.Signals, *to: Callable[[int, int], None]) -> str:
+    """That a run to which each of `to` sends `number`, 0.3 s apart, ends as the signal says and its
+    last step is saved; in words."""
+    job = _running(arena)
     done = job.steps()
+    for send in to:
+        if job.process.poll() is None:
+            send(job.process.pid, number)
+            time.sleep(0.3)
     end, kept = job.end(128 + number), job.newest().step
     result = end.result or {}
     promised(result.get("stopped") is True, end.stderr)
@@ -31,37 +38,25 @@ def _saved(job: TrainingJob, number: signal.Signals) -> str:
 @trial("it ends after its step, which is saved")
 def terminated(arena: Arena) -> str:
     """SIGTERM to the launcher."""
-    job = _running(arena)
-    os.kill(job.process.pid, signal.SIGTERM)
-    return _saved(job, signal.SIGTERM)
+    return _saves(arena, signal.SIGTERM, os.kill)
 
 
 @trial("a hung-up terminal is a stop that saves")
 def hung_up(arena: Arena) -> str:
     """SIGHUP to all."""
-    job = _running(arena)
-    os.killpg(job.process.pid, signal.SIGHUP)
-    return _saved(job, signal.SIGHUP)
+    return _saves(arena, signal.SIGHUP, os.killpg)
 
 
 @trial("a signal that comes twice within 2 s is one")
 def ctrl_c_twice_at_once(arena: Arena) -> str:
-    """SIGINT to all, again 0.3 s later, as a terminal and a launcher give it."""
-    job = _running(arena)
-    os.killpg(job.process.pid, signal.SIGINT)
-    time.sleep(0.3)
-    if job.process.poll() is None:
-        os.killpg(job.process.pid, signal.SIGINT)
-    return _saved(job, signal.SIGINT)
+    """SIGINT to all and again, as a terminal and a launcher give it."""
+    return _saves(arena, signal.SIGINT, os.killpg, os.killpg)
 
 
 @trial("a stop by `timeout`, which signals its child and then the group, saves")
 def timed_out(arena: Arena) -> str:
-    """SIGTERM to the launcher and then to all."""
-    job = _running(arena)
-    os.kill(job.process.pid, signal.SIGTERM)
-    os.killpg(job.process.pid, signal.SIGTERM)
-    return _saved(job, signal.SIGTERM)
+    """SIGTERM to the launcher, then to all."""
+    return _saves(arena, signal.SIGTERM, os.kill, os.killpg)
 
 
 @trial("a second signal later than 2 s stops at once")

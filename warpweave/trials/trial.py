@@ -72,11 +72,14 @@ class Arena:
     def reference(self) -> TrainingJob:
         """An undisturbed run on this layout, which has ended."""
         apart = Arena(self.references / self.layout.replace(" ", "-"), self.layout, self.references)
-        known = apart.folder.exists()
-        if known:
+        if apart.folder.exists():
             return apart._job(None)
         job = apart.start()
-        job.end(0)
+        try:
+            job.end(0)
+        except BrokenPromiseError:
+            apart.leave()
+            raise
         return job
 
     def saved(self) -> TrainingJob:
