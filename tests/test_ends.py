@@ -192,6 +192,15 @@ def test_ranks_that_fail_are_started_again_and_told_that_they_go_on(capfd):
     assert said[1:] == ["warpweave: all ranks start again, 1 of 1 times"]
 
 
+def test_under_torchrun_restarts_are_its_own_option(monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        train.run(TrainConfig(dp=2, max_restarts=1))
+    assert ended.value.code == 2
+    assert "max_restarts = 1: torchrun has its own option" in capsys.readouterr().err
+
+
 def test_a_refusal_is_final(capfd):
     with pytest.raises(SystemExit) as ended:
         launch.launch(_fails, (2,), Mesh(dp=2), max_restarts=1)

@@ -10,7 +10,7 @@ import time
 
 from warpweave.trials.faults import Fault, planted_at
 from warpweave.trials.job import Ended, TrainingJob, promised
-from warpweave.trials.trial import ELASTIC, FOUR, GRID, STEPS, Arena, trial
+from warpweave.trials.trial import ELASTIC, FOUR, GRID, SERVED, STEPS, Arena, trial
 
 AT = 4  # the step in which something happens
 _RANKS = re.compile(r"\branks? (\d+(?:, \d+)*)")
@@ -99,9 +99,13 @@ def _launcher_dies(act: str, arena: Arena) -> str:
     job = arena.start(fault=Fault(act, 1, AT))
     job.wait_for(lambda: planted_at(job.out))
     time.sleep(0.2)
+    return _ends_with_launcher(job)
+
+
+def _ends_with_launcher(job: TrainingJob) -> str:
     os.kill(job.process.pid, signal.SIGKILL)
     began = time.monotonic()
-    job.end()  # expects that nobody is left after five seconds
+    job.end()  # nobody may be left after five seconds
     return f"nobody left after {time.monotonic() - began:.1f} s"
 
 
@@ -115,6 +119,15 @@ def launcher_killed_with_a_stopped_rank(arena: Arena) -> str:
 def launcher_killed_with_a_stuck_rank(arena: Arena) -> str:
     """SIGKILL of the launcher."""
     return _launcher_dies("hold the lock", arena)
+
+
+@trial("servers and workers end within 5 s of the process that started them", SERVED)
+def launcher_of_servers_killed(arena: Arena) -> str:
+    """SIGKILL of it, with a worker that is stopped."""
+    job = arena.start(steps=100_000)
+    job.wait_for(lambda: job.steps() >= 2)
+    os.kill(job.ranks()[1], signal.SIGSTOP)
+    return _ends_with_launcher(job)
 
 
 def _goes_on(arena: Arena, fault: Fault, *, torchrun: int = 0) -> str:

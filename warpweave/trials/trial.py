@@ -19,8 +19,9 @@ LAYOUTS = {
     "pp2, interleaved": "--pp 2 --layers 4 --microbatches 2 --schedule interleaved --chunks 2",
     "pp2, PipeDream": "--pp 2 --microbatches 2 --schedule pipedream --clip 0",
     "dp3, elastic": "--dp 3 --zero 0 --elastic 1",
+    "1 server, 1 worker": "--server 1 --dp 1",
 }
-TWO, *GRID, ELASTIC = LAYOUTS
+TWO, *GRID, ELASTIC, SERVED = LAYOUTS
 FOUR = GRID[:3]
 STEPS = 8
 
