@@ -292,4 +292,5 @@ def test_a_slow_rank_stands_in_the_metrics(tmp_path, layout, slow):
     assert [(row["step"], row["slowest_rank"]) for row in found] == [(2, slow), (4, slow)]
     for row in found:
         lead = 2 * (row["slowest_seconds"] - row["median_seconds"])  # of two: half their sum
-        assert 0.1 < lead < 0.3
+        assert lead > 0  # 0.2 on a machine that does nothing else
+        assert row["slowest_seconds"] > 0.2  # it sleeps as long

@@ -24,14 +24,7 @@ def references(tmp_path_factory):
 
 @LINUX
 @pytest.mark.faults
-@pytest.mark.parametrize(
-    ("trial", "layout"),
-    [
-        pytest.param(t, layout, id=f"{t.name}, {layout}")
-        for t in command.TRIALS
-        for layout in t.layouts
-    ],
-)
+@pytest.mark.parametrize(("trial", "layout"), CASES, ids=lambda case: getattr(case, "name", case))
 def test_what_is_promised_of_a_fault_happens(trial, layout, references):
     """Late is no failure here, as the machine may be busy."""
     found = command.outcome(trial, layout, references)
