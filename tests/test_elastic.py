@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -329,7 +328,7 @@ class _Harmed(Keeper):
     for."""
 
     def __init__(self, config: TrainConfig, harm) -> None:
-        super().__init__(config)
+        super().__init__(config, ranks.QuickProcesses())
         self._harm, self._until = harm(self), lambda: True
         self.changes: list[str] = []  # which rank 0 of each generation says
 
@@ -354,14 +353,11 @@ class _Harmed(Keeper):
 
 
 @pytest.fixture
-def _quick_ranks(monkeypatch):
-    context = ranks._context()  # whose processes have imported everything
-    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)
-    monkeypatch.setattr(context, "set_forkserver_preload", lambda modules: None)
+def _over_loopback(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-@pytest.mark.usefixtures("_quick_ranks")
+@pytest.mark.usefixtures("_over_loopback")
 def test_a_run_outlives_ranks_that_die_at_any_time_and_is_one_devices(tmp_path, capfd):
     """One dies; its successor dies while it joins; rank 0 and another die at once; one hangs."""
 
@@ -405,7 +401,7 @@ def test_a_run_outlives_ranks_that_die_at_any_time_and_is_one_devices(tmp_path, 
     _is_the_plain_run(config)
 
 
-@pytest.mark.usefixtures("_quick_ranks")
+@pytest.mark.usefixtures("_over_loopback")
 def test_fewer_replicas_than_asked_for_save_and_stop(tmp_path):
     """The first half of a replica of two tensor ranks takes the other with it."""
 

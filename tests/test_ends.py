@@ -33,6 +33,7 @@ from warpweave.interrupt import Interrupt
 from warpweave.launch import Session, Stopped, reported
 from warpweave.metrics import peak_memory
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.processes import environment, leave
 from warpweave.resume import Progress
 from warpweave.train_config import TrainConfig
 from warpweave.trainer import Trainer
@@ -107,7 +108,7 @@ def test_what_was_printed_is_out_before_a_process_leaves(monkeypatch):
         stream = SimpleNamespace(flush=lambda name=name: done.append(name))
         monkeypatch.setattr(sys, name, stream)
     monkeypatch.setattr(os, "_exit", done.append)
-    launch.leave(7)
+    leave(7)
     monkeypatch.undo()
     assert (set(done[:2]), done[2:]) == ({"stdout", "stderr"}, [7])
 
@@ -155,7 +156,7 @@ def test_a_launch_ends_as_its_first_rank_did_or_as_the_signal_says(
 
 
 def _told_and_failed() -> None:
-    with launch._environment(THERE="now", NEW="1"):
+    with environment(THERE="now", NEW="1"):
         assert (os.environ["THERE"], os.environ["NEW"]) == ("now", "1")
         raise LeftError
 

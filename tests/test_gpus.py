@@ -38,7 +38,7 @@ def test_ranks_compute_on_gpus_or_are_refused_and_on_the_cpu_if_asked(
     monkeypatch, tmp_path, there, ranks, options, found
 ):
     pretend_gpus(monkeypatch, there)
-    monkeypatch.setattr(gpus, "_DRIVER", tmp_path / "none")
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "none")
     if found in ("nccl", "gloo"):
         assert choose_backend(ranks, **options) == found
     else:
@@ -51,7 +51,7 @@ def test_a_torch_that_does_not_see_the_gpus_of_its_machine_is_not_taken_for_a_cp
 ):
     pretend_gpus(monkeypatch, 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpus, "_DRIVER", tmp_path)
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path)
     line = f"NVIDIA's driver, but torch {torch.__version__} finds no GPU: install one for its CUDA"
     with pytest.raises(ValueError, match=re.escape(f"{line}, {AGAIN}")):
         choose_backend(1)

@@ -26,6 +26,7 @@ from support.pretend_nccl import _Options
 from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.launch import Session, _loopback_listener, _store, join
 from warpweave.parallel.mesh import Mesh
+from warpweave.trials.job import ranks_among
 
 ROOT = Path(__file__).parent.parent
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -73,9 +74,10 @@ class Job:
 
     def ranks(self) -> list[int]:
         """The ranks' processes, in the order in which they were started."""
-        mark = b"spawn_main" if self.ours else b"warpweave.train"
         others = [p for p in self.members() if p != self.process.pid]
-        return [p for p in others if mark in Path(f"/proc/{p}/cmdline").read_bytes()]
+        if self.ours:
+            return ranks_among(others)
+        return [p for p in others if b"warpweave.train" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
     def tell_ranks(self, number: signal.Signals) -> None:
         """Send a signal to every rank."""

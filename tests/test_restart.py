@@ -17,6 +17,7 @@ from threads import run_threads
 
 from warpweave.checkpoint import CheckpointError, open_checkpoint
 from warpweave.data import write_token_file
+from warpweave.processes import Processes
 from warpweave.resume import open_run
 from warpweave.server import run as servers
 from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
@@ -151,7 +152,7 @@ def test_servers_go_on_by_auto_where_there_is_a_checkpoint(tmp_path, monkeypatch
 
     monkeypatch.setattr(servers._Watch, "_start_servers", start)
     with pytest.raises(StopError) as caught:
-        servers._Watch(config, "cpu").run()
+        servers._Watch(config, "cpu", Processes()).run()
     assert caught.value.args == (resume is True or (resume == "auto" and there),)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -602,10 +601,8 @@ def test_a_run_goes_on_when_workers_and_servers_are_killed_and_replay_has_its_bi
     """Three workers and two servers; then worker 1 is killed, then server 1, and a worker joins."""
     config = _options(tmp_path, "--server", "2", "--dp", "3", "--staleness", "1")
     config.check()
-    context = ranks._context()  # whose processes have imported everything
-    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    watch = _Watch(config, "cpu")
+    watch = _Watch(config, "cpu", ranks.QuickProcesses())
     began = time.monotonic()
 
     def reached(updates: int) -> None:

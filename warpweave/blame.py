@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import pickletools
 import signal
-import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +27,6 @@ import torch.distributed as dist
 
 from warpweave.heartbeat import last_seen
 from warpweave.parallel.mesh import Mesh
-
-DUMPS = "TORCH_FR_DUMP_TEMP_FILE"  # the prefix of the recorder's files; torch appends the rank
 
 
 @dataclass(frozen=True)
@@ -44,19 +40,6 @@ class End:
     def aborted(self) -> bool:
         """By SIGABRT, or as a shell reports it."""
         return self.code in (-signal.SIGABRT, 128 + signal.SIGABRT)
-
-
-def told_ranks(backend: str, folder: str) -> dict[str, str]:
-    """The environment in which ranks start. On gloo their log is silent, since one rank says in one
-    line why it failed; on NCCL the watchdog speaks in it, and flight recorders write to `folder`,
-    unless the user has named another place."""
-    # Custom operators import torch.compile, which makes a folder for its cache; no rank compiles.
-    cache = "TORCHINDUCTOR_CACHE_DIR"
-    told = {cache: os.environ.get(cache, tempfile.gettempdir())}
-    if backend == "gloo":
-        return told | {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
-    prefix = os.environ.get(DUMPS, os.path.join(folder, "flight_recorder_rank_"))
-    return told | {DUMPS: prefix, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def rank_at_fault(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 
 from warpweave import __version__
+from warpweave.processes import Processes
 
 _USAGE = """usage: warpweave COMMAND [OPTIONS]
 
@@ -62,7 +64,10 @@ def _main() -> None:
         config = import_module(options).parse(rest)  # without torch: a wrong option is told at once
         if command == "train" and config.elastic:
             program = "warpweave.elastic.run"
-        import_module(program).run(config)
+        ranks = hasattr(config, "starts_ranks")
+        early = Processes.early(program) if ranks and config.starts_ranks else None
+        with early or nullcontext() as processes:
+            import_module(program).run(*((config, processes) if ranks else (config,)))
     elif command in ("", "-h", "--help"):
         print(_USAGE)
     elif command == "--version":

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import defaultdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from warpweave.kernels.devices import CTAS
 from warpweave.parallel.collectives import nccl_options
 from warpweave.parallel.mesh import Mesh
+from warpweave.processes import DRIVER
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # by the type of the device
-_DRIVER = Path("/proc/driver/nvidia/version")
 _OVERLAPPING = 12030  # CUDA of the driver from which on ordered launches may overlap
 
 
@@ -49,7 +49,7 @@ def choose_backend(local_world: int, asked: str | None = None, *, launched: bool
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         if asked == "nccl":
             raise ValueError(f"this process is shown no GPU by torch {torch.__version__}")
-        if _DRIVER.exists() and not hidden:
+        if DRIVER.exists() and not hidden:
             raise ValueError(
                 f"this machine has NVIDIA's driver, but torch {torch.__version__} finds no GPU: "
                 f"install one for its CUDA, {instead}"
@@ -65,6 +65,12 @@ def choose_backend(local_world: int, asked: str | None = None, *, launched: bool
             f"{gpus} GPU(s) are too few for {local_world} ranks: start as many ranks, {instead}"
         )
     return "nccl"
+
+
+def share_cores(processes: int) -> None:
+    """Give torch this process's share of the cores, of as many as compute on this machine's CPU."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // processes))
 
 
 def prepare_nccl() -> None:

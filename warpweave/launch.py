@@ -4,46 +4,40 @@ On one machine every socket of ours listens on loopback only. Under ``torchrun``
 several) the launcher has opened its store already, on every interface, and we join it.
 
 Signals (`interrupt`): `launch` passes the first one on, once, as SIGTERM; ranks finish their step
-and save. A second one kills them. Ranks start with them blocked and `join` unblocks them, so that a
-signal during the seconds of imports is neither lost nor a traceback on every rank. If `launch`'s
-own process or torchrun dies, by SIGKILL too, its ranks end at once (`end_with_parent`).
+and save. A second one kills them. Ranks start with them blocked (`processes`) and `join` unblocks
+them. If `launch`'s own process or torchrun dies, by SIGKILL too, its ranks end at once.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from multiprocessing import connection, resource_tracker
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from warpweave.blame import DUMPS, End, rank_at_fault, recorded, told_ranks
-from warpweave.gpus import connect, disagreement, take_device
+from warpweave.blame import End, rank_at_fault, recorded
+from warpweave.gpus import connect, disagreement, share_cores, take_device
 from warpweave.heartbeat import SILENCE, Heartbeat, at_fault
 from warpweave.interrupt import STOPS, Interrupt
 from warpweave.messages import one_line, say
 from warpweave.parallel.mesh import Mesh
+from warpweave.processes import DUMPS, Processes, end_with_parent, environment, leave, told_ranks
 
 # Seconds after a rank's failure in which the others must have ended; on NCCL their flight recorders
 # write first, and communicators are aborted. None after a death or a verdict, which says enough.
@@ -73,6 +67,7 @@ def launch(
     *,
     backend: str = "gloo",
     max_restarts: int = 0,
+    processes: Processes | None = None,
 ) -> Any:
     """Run ``entry(*args, port)`` on every rank of `mesh` on this machine; rank 0's result.
 
@@ -80,7 +75,8 @@ def launch(
     that the survivors can ask it who is missing. `entry` must be importable (a module-level
     function) and its result one of JSON. `backend` is that on which the ranks will `join`. After a
     failure, but no refusal (exit code 2), all ranks are started again up to `max_restarts` times.
-    Must be called from the main thread.
+    `processes` are those in which the ranks run if they were prepared earlier, on gloo. Must be
+    called from the main thread.
 
     Exits with a rank's exit code (1 for one that died) if a rank fails, with `Stopped` if a signal
     came; no rank outlives this call.
@@ -89,13 +85,19 @@ def launch(
     folder = tempfile.mkdtemp(prefix="warpweave-") if backend == "nccl" else ""
     told = told_ranks(backend, folder)
     sys.stdout.flush()
-    with Interrupt() as interrupt:
+    with environment(**told):
+        module = getattr(entry, "func", entry).__module__ if backend == "gloo" else None
+        processes = processes or Processes(module)
+    with Interrupt() as interrupt, processes:
         try:
             for attempt in range(max_restarts + 1):
                 store = dist.PrefixStore(f"attempt_{attempt}", kept)
-                rank = partial(_rank_process, mesh.world, kept.port, attempt, entry, args)
-                with _environment(**told), _started(rank, mesh.world) as processes:
-                    ends = _watch(processes, interrupt, store, backend)
+                given = mesh.world, kept.port, attempt, entry, args
+                with environment(**told):
+                    for rank in range(mesh.world):
+                        processes.start(_rank_process, rank, *given)
+                ends = _watch(processes, interrupt, store, backend)
+                processes.end()
                 if not ends:
                     break
                 dumps = recorded(told.get(DUMPS), mesh.world, began)
@@ -121,46 +123,10 @@ def keep_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, **keep)
 
 
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """The ranks' environment, which torch reads while they import it; afterwards this process has
-    its own."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-@contextmanager
-def _started(rank: Callable[[int], None], world: int) -> Iterator[list[BaseProcess]]:
-    """Processes that run ``rank(0)`` to ``rank(world - 1)``, started with signals blocked, which
-    they inherit; killed in the end."""
-    processes: list[BaseProcess] = []
-    resource_tracker.ensure_running()  # it would unblock the signals
-    try:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-        try:
-            for number in range(world):
-                process = multiprocessing.get_context("spawn").Process(target=rank, args=(number,))
-                process.start()
-                processes.append(process)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        yield processes
-    finally:
-        for started in processes:
-            started.kill()
-            started.join()
-
-
 def _rank_process(
-    world: int, port: int, attempt: int, entry: Callable[..., Any], args: tuple, rank: int
+    rank: int, world: int, port: int, attempt: int, entry: Callable[..., Any], args: tuple
 ) -> None:
     """One rank, in a process of its own and in the environment that torchrun gives."""
-    end_with_parent()
     for name, value in (("RANK", rank), ("WORLD_SIZE", world)):
         os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -171,20 +137,21 @@ def _rank_process(
 
 
 def _watch(
-    processes: list[BaseProcess], interrupt: Interrupt, store: dist.Store, backend: str
+    processes: Processes, interrupt: Interrupt, store: dist.Store, backend: str
 ) -> list[End]:
     """Until all ranks have ended: pass a signal on, and stop those that outlive a failure.
 
     The ranks that ended badly, in the order in which they did; one without a result has died.
     """
-    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    running = dict(enumerate(processes.started))
     ends: list[End] = []
     passed_on, deadline = False, math.inf
     while running:
-        for sentinel in connection.wait([*running], 0.1):
-            rank = running.pop(sentinel)  # type: ignore[call-overload]
-            processes[rank].join()
-            end = End(rank, processes[rank].exitcode or 0)
+        processes.wait(0.1)
+        codes = {rank: p.exitcode for rank, p in running.items() if p.exitcode is not None}
+        for rank in sorted(codes, key=codes.__getitem__):  # at once: first who was killed
+            del running[rank]
+            end = End(rank, codes[rank])
             if end.code or not store.check([f"result/{rank}"]):
                 ends.append(end)
                 speaks = end.code > 0 or (end.aborted and backend == "nccl")
@@ -192,10 +159,10 @@ def _watch(
                 deadline = min(deadline, time.monotonic() + linger)
         if interrupt.number is not None and not passed_on:
             passed_on = True
-            for process in processes:
+            for process in running.values():
                 process.terminate()
         if time.monotonic() >= deadline:
-            for process in processes:
+            for process in running.values():
                 process.kill()
     return ends
 
@@ -335,30 +302,6 @@ class Session:
             dist.destroy_process_group()
 
 
-def end_with_parent() -> None:
-    """Kill this process as soon as the one that started it is gone, however stuck it is then.
-
-    Linux does it, even to a process that is stopped or holds the interpreter's lock; it does so
-    when the *thread* that started this process ends, too. Elsewhere, and for a child of a fork
-    server, a thread waits for the end of the parent.
-    """
-    parent, starter = multiprocessing.parent_process(), os.getppid()
-    if sys.platform == "linux" and (parent is None or parent.pid == starter):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != starter:  # it was gone before
-            os.kill(os.getpid(), signal.SIGKILL)
-        return
-
-    def watch() -> None:
-        if parent is not None:  # its pipe to this process breaks when it ends, by SIGKILL too
-            connection.wait([parent.sentinel])
-        while parent is None and os.getppid() == starter:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
 @contextmanager
 def reported(
     session: Session, common: tuple[type, ...] = (), *, refused: tuple[type, ...] = ()
@@ -383,17 +326,6 @@ def reported(
                 traceback.print_exception(error)
             say(line)
         leave(2 if isinstance(error, refused) else 1)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process without the interpreter's shutdown.
-
-    Threads of process groups may outlive it: after a run that went well, one rank in some dozens
-    was seen to abort (torch 2.13, "terminate called without an active exception").
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def is_connection_error(error: BaseException) -> bool:
@@ -437,8 +369,7 @@ def join(
         return Session(device, 0, 1, None, timeout, mesh, own["name"])
     local_world = int(env.get("LOCAL_WORLD_SIZE", "1"))
     if backend == "gloo":
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world))
+        share_cores(local_world)
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
     if mesh.world != world:
         raise ValueError(

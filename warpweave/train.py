@@ -16,11 +16,12 @@ import torch.distributed as dist
 from warpweave.checkpoint import CheckpointError
 from warpweave.gpus import BACKENDS, choose_backend
 from warpweave.interrupt import Interrupt
-from warpweave.launch import join, launch, leave, reported, under_torchrun
+from warpweave.launch import join, launch, reported, under_torchrun
 from warpweave.lr_schedule import short_of_peak
 from warpweave.messages import one_line, say
 from warpweave.metrics import locked
 from warpweave.plan.fits import free_host_memory
+from warpweave.processes import Processes, leave
 from warpweave.train_config import TrainConfig, parse
 from warpweave.trainer import RAISED_BY_ALL, Trainer, check_fits
 
@@ -69,11 +70,14 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(
     config: TrainConfig,
+    processes: Processes | None = None,
+    *,
     elastic: Callable[..., int] | None = None,
     as_rank: Callable[..., int] | None = None,
 ) -> NoReturn:
-    """The command ``warpweave train``; it ends the process. `elastic` starts an elastic run,
-    `as_rank` is called in the place of `train_rank`."""
+    """The command ``warpweave train``; it ends the process. Ranks are started in `processes`, if
+    they were prepared early; `elastic` starts an elastic run, `as_rank` is called in the place of
+    `train_rank`."""
     as_rank = as_rank or train_rank
     torchrun = under_torchrun()
     rank, local_rank = (int(os.environ.get(n, "0")) for n in ("RANK", "LOCAL_RANK"))
@@ -98,16 +102,22 @@ def run(
             if config.server:
                 from warpweave.server.run import run_servers
 
-                code = run_servers(config)
+                code = run_servers(config, processes)
             elif config.elastic:
                 if elastic is None or torchrun:
                     raise ValueError("--elastic is an option of warpweave train, without torchrun")
-                code = elastic(config, backend)
+                code = elastic(config, backend, processes)
             elif torchrun or (config.mesh.world == 1 and not config.max_restarts):
                 code = as_rank(config)
             else:
-                again = {"backend": backend, "max_restarts": config.max_restarts}
-                code = launch(as_rank, (config,), config.mesh, **again)
+                code = launch(
+                    as_rank,
+                    (config,),
+                    config.mesh,
+                    backend=backend,
+                    max_restarts=config.max_restarts,
+                    processes=processes,
+                )
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         if local_rank == 0:
             say(one_line(error))

@@ -220,6 +220,12 @@ class TrainConfig:
         return Mesh(dp, self.cp, self.tp, self.pp, self.ulysses, self.dp_shard, self.outer)
 
     @property
+    def starts_ranks(self) -> bool:
+        """Whether ``warpweave train`` starts processes; torchrun may have started them already."""
+        axes = (self.dp or 1, self.cp, self.tp, self.pp, self.outer)
+        return max(axes) > 1 or bool(self.server or self.max_restarts or self.elastic)
+
+    @property
     def replicas(self) -> int:
         """Data replicas."""
         return self.outer * self.mesh.dp

@@ -181,7 +181,7 @@ class Worker:
             op="hello", visitor=self._visitor, worker=self.number, digest=self._digest
         )
         try:
-            answer = self._answer("welcome", wait=self.plan.timeout)
+            answer = self._answer("welcome", wait=3 * self.plan.timeout)
         except _RestartedError:
             return self._connect()
         self.number, self.clock = answer["worker"], answer["clock"]

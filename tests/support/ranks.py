@@ -19,6 +19,8 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+from warpweave.processes import Processes
+
 # What ranks of many files import, which would take each of them longer than most tests: all of the
 # package, and what Triton's interpreter, torch.compile and FSDP2 ask for. Nothing of tests: before
 # Python 3.13 a forkserver has not the path of the process that starts it, and passes over what it
@@ -44,6 +46,15 @@ def _context() -> mp.context.ForkServerContext:
     return context
 
 
+class QuickProcesses(Processes):
+    """Children of that forkserver in the place of those that `warpweave` would start."""
+
+    def start(self, target: Callable[..., Any], *args: Any) -> mp.process.BaseProcess:
+        self.started.append(_context().Process(target=target, args=args))
+        self.started[-1].start()
+        return self.started[-1]
+
+
 def _child(
     rank: int,
     world: int,
@@ -59,7 +70,7 @@ def _child(
     import torch
     import torch.distributed as dist
 
-    from warpweave.launch import end_with_parent
+    from warpweave.processes import end_with_parent
 
     end_with_parent()
     quick_interpreter.install()

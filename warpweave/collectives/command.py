@@ -25,6 +25,7 @@ from warpweave.parallel.algorithms.all_reduce import all_reduces
 from warpweave.parallel.algorithms.network import traffic
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.run_collective import run_collective
+from warpweave.processes import Processes
 
 Row = dict[str, Any]
 
@@ -155,8 +156,8 @@ def main(argv: list[str] | None = None) -> None:
     run(parse(argv))
 
 
-def run(config: CollectivesConfig) -> None:
-    """The command ``warpweave collectives``."""
+def run(config: CollectivesConfig, processes: Processes | None = None) -> None:
+    """The command ``warpweave collectives``, in `processes` if they were prepared early."""
     try:
         if under_torchrun():
             raise ValueError("collectives starts its own ranks, run it without torchrun")
@@ -167,9 +168,8 @@ def run(config: CollectivesConfig) -> None:
     except (ValueError, OSError) as error:
         say(one_line(error))
         sys.exit(2)
-    found = summarised(
-        config, launch(collectives_rank, (config,), Mesh(dp=config.ranks), backend=backend)
-    )
+    mesh, how = Mesh(dp=config.ranks), {"backend": backend, "processes": processes}
+    found = summarised(config, launch(collectives_rank, (config,), mesh, **how))
     print(rows_table(found))
     if config.out is not None:
         (config.out / "collectives.json").write_text(json.dumps(found) + "\n")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import tyro
 
@@ -39,6 +39,7 @@ class CollectivesConfig:
     """Device: cuda, a GPU for each rank and NCCL, or cpu, gloo. Default: cuda if there are GPUs."""
     timeout: float = 60.0
     """Timeout in seconds of any message between ranks."""
+    starts_ranks: ClassVar[bool] = True
 
     def check(self) -> None:
         """Raise ValueError for what cannot be measured."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -19,17 +18,12 @@ from warpweave.elastic.connections import NCCL_SETTINGS, Connections
 from warpweave.elastic.membership import Generation, Member, Regroup
 from warpweave.elastic.seat import Seat
 from warpweave.elastic.trainer import Carried, ElasticTrainer, StateLostError
-from warpweave.gpus import BACKENDS, connect, disagreement, take_device
+from warpweave.gpus import BACKENDS, connect, disagreement, share_cores, take_device
 from warpweave.interrupt import STOPS, Interrupt
-from warpweave.launch import (
-    Session,
-    end_with_parent,
-    is_connection_error,
-    leave,
-    reported,
-)
+from warpweave.launch import Session, is_connection_error, reported
 from warpweave.messages import say
 from warpweave.parallel.checked import CollectiveMismatch
+from warpweave.processes import leave
 from warpweave.train_config import TrainConfig
 from warpweave.trainer import RAISED_BY_ALL
 
@@ -41,7 +35,6 @@ _GRACE = 15.0  # seconds after a failed connection in which the keeper finds out
 def train_member(config: TrainConfig, seat: Seat, start: int, port: int) -> None:
     """Train as the rank of `seat`, whose replica was started `start` times before, by the keeper's
     store on `port`; ends the process."""
-    end_with_parent()
     interrupt = Interrupt()
     interrupt.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
@@ -50,8 +43,7 @@ def train_member(config: TrainConfig, seat: Seat, start: int, port: int) -> None
     os.environ |= {"WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}"}
     _, device, own = take_device(BACKENDS.get(config.device), launched=True)
     if device.type == "cpu":
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // world))
+        share_cores(world)
 
     def client(port: int = port) -> dist.Store:
         wait = timedelta(seconds=config.timeout)

@@ -10,24 +10,23 @@ torch's launcher ends every rank when one dies, so that it cannot start these.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterable
-from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
-from warpweave.blame import last_seen, told_ranks
 from warpweave.checkpoint import latest
 from warpweave.elastic.membership import Generation, announce
 from warpweave.elastic.rank import train_member
 from warpweave.elastic.seat import Seat, replica_width
+from warpweave.heartbeat import last_seen
 from warpweave.interrupt import STOPS, Interrupt
 from warpweave.launch import keep_store
 from warpweave.messages import say
+from warpweave.processes import Forked, Processes, end, told_ranks
 from warpweave.train import run as run_train
 from warpweave.train_config import CHECKPOINTS, TrainConfig
 
@@ -37,12 +36,12 @@ _REFUSED = 2  # exit code of a rank that cannot do what is asked
 _DONE = (0, *(128 + number for number in STOPS))  # exit codes of ranks that came to the end
 
 
-def run(config: TrainConfig) -> NoReturn:
+def run(config: TrainConfig, processes: Processes | None = None) -> NoReturn:
     """The command ``warpweave train`` with ``--elastic``; it ends the process."""
-    run_train(config, run_elastic)
+    run_train(config, processes, elastic=run_elastic)
 
 
-def run_elastic(config: TrainConfig, backend: str) -> int:
+def run_elastic(config: TrainConfig, backend: str, processes: Processes | None = None) -> int:
     """Start the ranks and wait for the end; the exit code, of an interrupt 128 + its number.
 
     Raises:
@@ -52,7 +51,8 @@ def run_elastic(config: TrainConfig, backend: str) -> int:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if backend == "gloo":
         os.environ.update(told_ranks(backend, ""))
-    return Keeper(config).run()
+    processes = processes or Processes(train_member.__module__ if backend == "gloo" else None)
+    return Keeper(config, processes).run()
 
 
 class _Replica:
@@ -65,7 +65,7 @@ class _Replica:
 
     def __init__(self, ranks: list[int]) -> None:
         self.ranks, self.start = ranks, -1
-        self.processes: dict[int, BaseProcess] = {}
+        self.processes: dict[int, BaseProcess | Forked] = {}
 
     def bad_end(self) -> tuple[int, int] | None:
         """(rank, exit code) of a rank that has died."""
@@ -81,17 +81,14 @@ class _Replica:
 
     def kill(self) -> None:
         """End it at once."""
-        for process in self.processes.values():
-            process.kill()
-        for process in self.processes.values():
-            process.join()
+        end(self.processes.values())
 
 
 class Keeper:
     """The process that has started the ranks."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.config, self.store = config, keep_store()
+    def __init__(self, config: TrainConfig, processes: Processes) -> None:
+        self.config, self.store, self.processes = config, keep_store(), processes
         self.width = replica_width(config)
         self.seats = [Seat(config.mesh, self.width, r) for r in range(config.mesh.world)]
         self.replicas = [
@@ -107,7 +104,7 @@ class Keeper:
 
     def run(self) -> int:
         """Until the run has ended; its exit code."""
-        with self.interrupt:
+        with self.interrupt, self.processes:
             try:
                 for number in range(len(self.replicas)):
                     self._start(number)
@@ -116,31 +113,22 @@ class Keeper:
             except KeyboardInterrupt:
                 say("stopped at once, without saving")
                 code = 0
-            finally:
-                for replica in self.replicas:
-                    replica.kill()
         if self.store.check(["result"]) and code in _DONE:
             print(self.store.get("result").decode(), flush=True)
         return 128 + self.interrupt.number if code == 0 and self.interrupt.number else code
 
     def _start(self, number: int) -> None:
-        """Start the ranks of a replica; they inherit that signals wait until they listen."""
+        """Start the ranks of a replica."""
         replica = self.replicas[number]
         replica.start += 1
-        resource_tracker.ensure_running()  # it would unblock the signals
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["warpweave.elastic.rank"])  # so that it is soon back
         for rank in replica.ranks:
             given = self.config, self.seats[rank], replica.start, self.store.port
-            replica.processes[rank] = context.Process(target=train_member, args=given)
-            replica.processes[rank].start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            replica.processes[rank] = self.processes.start(train_member, *given)
 
     def _watch(self) -> int | None:
         """Look once at what has happened; the exit code if the run has ended."""
         alive = [p for r in self.replicas for p in r.processes.values() if p.exitcode is None]
-        connection.wait([process.sentinel for process in alive], 0.02)
+        self.processes.wait(0.02)
         if self.interrupt.number is not None and not self._passed_on:
             self._passed_on = True
             for process in alive:

@@ -21,6 +21,7 @@ from warpweave.gpt import PRESETS
 from warpweave.gpus import BACKENDS
 from warpweave.launch import Stopped, join, launch, reported, under_torchrun
 from warpweave.parallel.mesh import Mesh
+from warpweave.processes import Processes
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig
 from warpweave.prove.proof import LIMITS, Errors, prove_layout
@@ -131,7 +132,7 @@ class _RefusedError(Exception):
     """A request that cannot be fulfilled; only its message is printed."""
 
 
-def _prove(config: ProveConfig, summary: dict) -> None:
+def _prove(config: ProveConfig, summary: dict, processes: Processes | None = None) -> None:
     """Prove layouts on ranks of this machine; `summary` is filled in however they end."""
     try:
         layouts = config.layouts()
@@ -147,7 +148,7 @@ def _prove(config: ProveConfig, summary: dict) -> None:
             else:
                 backend = BACKENDS[layouts[0].device]
                 args = (layouts, config.timeout, file.name)
-                launch(prove_rank, args, Mesh(dp=world), backend=backend)
+                launch(prove_rank, args, Mesh(dp=world), backend=backend, processes=processes)
         finally:  # a rank that died has its own exit code, and what is missing is not proven
             summary |= judge(layouts, file.readlines())
 
@@ -210,17 +211,21 @@ def _stoppable() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def run(config: ProveConfig) -> NoReturn:
+def run(config: ProveConfig, processes: Processes | None = None) -> NoReturn:
     """The command ``warpweave prove``: exits with 0 if everything was proven, else with 1.
 
     2 for invalid layouts, 128 plus its number for a signal. However the ranks end, the last line
-    reports what was proven; after a signal ``passed`` is null.
+    reports what was proven; after a signal ``passed`` is null. Ranks are started in `processes`, if
+    they were prepared early.
     """
     began, code = time.perf_counter(), 1
     summary: dict = {"passed": None}
     with _stoppable() as received:
         try:
-            (_typecheck if config.typecheck else _prove)(config, summary)
+            if config.typecheck:
+                _typecheck(config, summary)
+            else:
+                _prove(config, summary, processes)
             code = 0 if summary["passed"] else 1
         except _RefusedError as error:
             print(f"warpweave: {error}", file=sys.stderr)

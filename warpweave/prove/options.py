@@ -151,6 +151,12 @@ class ProveConfig:
             reduce=self.reduce,
         )
 
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether ranks are started on the CPU, if nothing is refused."""
+        several = self.all or self.random or max(self.dp, self.cp, self.tp, self.pp, self.outer) > 1
+        return self.device == "cpu" and not self.typecheck and bool(several)
+
     def typechecked(self) -> Layout:
         """The layout whose types are checked; raises ValueError for what types do not see."""
         of_the_tiny_model = () if self.model is None else ("style", "tied")

@@ -1,8 +1,8 @@
 """``warpweave train --server``: starts servers and workers, and starts servers again that die.
 
     this process       keeps the store, watches the others
-    server 0 .. K-1    spawned; all of them anew, from the newest checkpoint, if a signal kills one
-    worker 0 .. N-1    spawned; one that is killed is missed by nobody: the servers are told
+    server 0 .. K-1    all of them anew, from the newest checkpoint, if a signal kills one
+    worker 0 .. N-1    one that is killed is missed by nobody: the servers are told
 
 torch's launcher ends every rank when one dies, so that it cannot start these.
 """
@@ -10,7 +10,6 @@ torch's launcher ends every rank when one dies, so that it cannot start these.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -23,14 +22,15 @@ import torch
 import torch.distributed as dist
 
 from warpweave.checkpoint import CheckpointError, latest
-from warpweave.gpus import gpu_count
+from warpweave.gpus import gpu_count, share_cores
 from warpweave.interrupt import STOPS, Interrupt
-from warpweave.launch import end_with_parent, keep_store, leave
+from warpweave.launch import keep_store
 from warpweave.messages import one_line, say
 from warpweave.parallel.server.link import check_loopback
 from warpweave.parallel.server.server import start_generation, tell
 from warpweave.parallel.server.shard import spread
 from warpweave.parallel.server.worker import LostError
+from warpweave.processes import Forked, Processes, end, leave
 from warpweave.server.roles import ServedModel, serve, work
 from warpweave.train_config import CHECKPOINTS, TrainConfig
 
@@ -39,8 +39,9 @@ _REFUSED = (ValueError, CheckpointError, OSError)
 _FAILED = (LostError, TimeoutError, FloatingPointError, dist.DistError)
 
 
-def run_servers(config: TrainConfig) -> int:
-    """Run the command; the exit code, of an interrupt 128 + its number.
+def run_servers(config: TrainConfig, processes: Processes | None = None) -> int:
+    """Run the command, in `processes` if they are prepared; the exit code, of an interrupt
+    128 + its number.
 
     Raises:
         ValueError: what cannot work, before anything is started.
@@ -55,7 +56,8 @@ def run_servers(config: TrainConfig) -> int:
         f"{config.server} servers and {dp} workers ({device}), staleness {config.staleness}; "
         f"{per_step} sequences a worker and step"
     )
-    return _Watch(config, device).run()
+    processes = processes or Processes(__name__ if device == "cpu" else None)
+    return _Watch(config, device, processes).run()
 
 
 def _device(config: TrainConfig) -> str:
@@ -69,14 +71,15 @@ def _device(config: TrainConfig) -> str:
 class _Watch:
     """The processes of a run."""
 
-    def __init__(self, config: TrainConfig, device: str) -> None:
+    def __init__(self, config: TrainConfig, device: str, processes: Processes) -> None:
         self.config, self.device, self.store = config, device, keep_store()
+        self.processes = processes
         self.interrupt = Interrupt()
-        self.servers: list[BaseProcess] = []
-        self.workers: dict[int, BaseProcess] = {}
+        self.servers: list[BaseProcess | Forked] = []
+        self.workers: dict[int, BaseProcess | Forked] = {}
 
     def run(self) -> int:
-        with self.interrupt:
+        with self.interrupt, self.processes:
             try:
                 found = self.config.resume == "auto" and latest(self.config.out / CHECKPOINTS)
                 self._start_servers(self.config.resume is True or bool(found))
@@ -86,19 +89,13 @@ class _Watch:
             except KeyboardInterrupt:
                 say("stopped at once, without saving")
                 code = 0
-            finally:
-                for process in (*self.servers, *self.workers.values()):
-                    process.kill()
-                    process.join()
         if code == 0 and self.store.check(["result"]):
             print(self.store.get("result").decode(), flush=True)
         return 128 + self.interrupt.number if code == 0 and self.interrupt.number else code
 
-    def _start(self, role: str, number: int, *more: Any) -> BaseProcess:
+    def _start(self, role: str, number: int, *more: Any) -> BaseProcess | Forked:
         given = (role, number, self.config, self.device, self.store.port, *more)
-        process = multiprocessing.get_context("spawn").Process(target=_rank, args=given)
-        process.start()
-        return process
+        return self.processes.start(_rank, *given)
 
     def _start_servers(self, resume: bool) -> None:
         workers = list(self.workers) or list(range(self.config.mesh.dp))
@@ -133,9 +130,7 @@ class _Watch:
 
     def _restart(self) -> None:
         """Start all servers anew from the newest checkpoint; workers turn to them by themselves."""
-        for server in self.servers:
-            server.kill()
-            server.join()
+        end(self.servers)
         step = latest(self.config.out / CHECKPOINTS)
         say(f"a server was killed: all start again from {step or 'the beginning'}")
         start_generation(self.store)
@@ -152,11 +147,9 @@ class _Watch:
 def _rank(role: str, number: int, config: TrainConfig, device: str, port: int, *more: Any) -> None:
     """One server or worker, in a process of its own."""
     name = f"{role} {number}"
-    end_with_parent()
     for stop in STOPS:  # the process that started it says when to stop
         signal.signal(stop, signal.SIG_IGN)
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // (config.server + config.mesh.dp)))
+    share_cores(config.server + config.mesh.dp)
     wait = timedelta(seconds=config.timeout)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait)
     try:

@@ -1,6 +1,6 @@
 """Faults that are planted in a rank of a training job, at a step or in a save.
 
-    python -m warpweave.trials.faults '{"act": "kill", "rank": 1, "step": 3}' --tp 2 --steps 9 ...
+    python -m warpweave.trials.faulty '{"act": "kill", "rank": 1, "step": 3}' --tp 2 --steps 9 ...
 
 is ``warpweave train`` with these options, in which rank 1 kills itself when its step 3 begins.
 """
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from warpweave.layers.block import TransformerBlock
+from warpweave.processes import Processes
 from warpweave.train import run, train_rank
 from warpweave.train_config import TrainConfig, parse
 from warpweave.trainer import Trainer
@@ -70,7 +71,9 @@ class FaultyTrainer(Trainer):
         return here and not self._marker.exists()
 
     def _act(self) -> None:
-        self._marker.write_text(repr(time.time()))
+        written = self._marker.with_suffix(".part")
+        written.write_text(repr(time.time()))
+        written.rename(self._marker)
         ACTS[self._fault.act](self)
 
     def _begin(self, step: int, *before: Any) -> Any:
@@ -171,11 +174,7 @@ def planted_at(out: Path) -> float | None:
     return float(path.read_text()) if path.exists() else None
 
 
-def main() -> None:
-    """A job with a fault."""
+def main(processes: Processes | None) -> None:
+    """A job with a fault, in `processes` if they were prepared early."""
     fault = Fault(**json.loads(sys.argv[1]))
-    run(parse(sys.argv[2:]), as_rank=partial(faulty_rank, fault))
-
-
-if __name__ == "__main__":
-    main()
+    run(parse(sys.argv[2:]), processes, as_rank=partial(faulty_rank, fault))

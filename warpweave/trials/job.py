@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,29 @@ def _die_with_parent() -> None:
     _C.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def living() -> dict[int, tuple[int, int]]:
+    """Each process that is no zombie, with its parent and its session."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, parent, _, session = (path / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+            if state != "Z":
+                found[int(path.name)] = int(parent), int(session)
+    return found
+
+
+def ranks_among(pids: list[int]) -> list[int]:
+    """Those of a launch's processes that are ranks, in the order in which they were started: on the
+    CPU the children of its fork server, else its own."""
+    parents, started = living(), []
+    for pid in pids:
+        with suppress(OSError):
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                started.append(pid)
+    forked = [pid for pid in started if pid in parents and parents[pid][0] in started]
+    return forked or started
+
+
 class TrainingJob:
     """``warpweave train`` on a tiny model, in a session of its own; in ``folder/run``.
 
@@ -96,21 +120,11 @@ class TrainingJob:
 
     def members(self) -> list[int]:
         """Every living process of the job's session."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(fields[3]) == self.process.pid and fields[0] != "Z":
-                found.append(int(path.name))
-        return sorted(found)
+        return sorted(pid for pid, (_, of) in living().items() if of == self.process.pid)
 
     def ranks(self) -> list[int]:
         """The ranks' processes, in the order in which they were started."""
-        marks = [(p, Path(f"/proc/{p}/cmdline").read_bytes()) for p in self.members()]
-        forked = [p for p, line in marks if b"forkserver" in line]  # the first is the server
-        return forked[1:] or [p for p, line in marks if b"spawn_main" in line]
+        return ranks_among(self.members())
 
     def wait_for(self, what: Callable[[], object]) -> None:
         """Wait until `what` is true; `BrokenPromiseError` if the job ends before."""
@@ -151,8 +165,9 @@ class TrainingJob:
         return kept
 
     def rows(self) -> list[dict[str, Any]]:
-        """The metrics."""
-        return [json.loads(row) for row in (self.out / "metrics.jsonl").read_text().splitlines()]
+        """The metrics, as far as they are written."""
+        whole = (self.out / "metrics.jsonl").read_text().rpartition("\n")[0]
+        return [json.loads(row) for row in whole.splitlines()]
 
     def losses(self) -> dict[int, float]:
         """The loss of each step that is in the metrics."""

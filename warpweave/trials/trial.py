@@ -59,7 +59,7 @@ class Arena:
         words += ("--save-every", "1", "--keep", "99", "--timeout", str(self.timeout), *options)
         program = ("-m", "warpweave", "train")
         if fault is not None:
-            program = ("-m", "warpweave.trials.faults", fault.text)
+            program = ("-m", "warpweave.trials.faulty", fault.text)
         again = ("--max-restarts", str(max_restarts))
         if torchrun:
             ranks = ("-m", "torch.distributed.run", "--nproc-per-node", str(torchrun))

@@ -1,0 +1,192 @@
+"""Processes of a run: forked or new, they have this process's environment and end with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from warpweave import processes
+from warpweave.interrupt import STOPS
+from warpweave.processes import Processes, end, environment
+
+MODULE = __name__
+
+
+@pytest.fixture(scope="module")
+def started():
+    with environment(OLD="of the server"):
+        several = Processes(MODULE), Processes()
+    with several[0] as forked, several[1] as spawned:
+        yield {"forked": forked, "spawned": spawned}
+
+
+def _tells(path: Path) -> None:
+    blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    threads = len(os.listdir("/proc/self/task"))
+    told = {name: os.environ.get(name) for name in ("TOLD", "OLD")}
+    path.write_text(json.dumps(told | {"blocked": blocked, "threads": threads, "pid": os.getpid()}))
+
+
+def _exits(code: int) -> None:
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _sleeps(path: Path) -> None:
+    path.write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def _raises() -> None:
+    raise RuntimeError("planted")
+
+
+def _has_children(path: Path) -> None:
+    """Two who outlive it, and keep what it had open."""
+    for _ in range(2):
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+    path.touch()
+    os._exit(3)
+
+
+def _wait_for(what, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("how", ["forked", "spawned"])
+def test_a_process_has_the_environment_of_its_start_and_waits_with_signals(started, how, tmp_path):
+    with environment(OLD="x", TOLD="first"):
+        first = started[how].start(_tells, tmp_path / "first")
+    with environment(TOLD="second"):
+        second = started[how].start(_tells, tmp_path / "second")
+    for process, name, old in ((first, "first", "x"), (second, "second", None)):
+        process.join()
+        assert process.exitcode == 0
+        found = json.loads((tmp_path / name).read_text())
+        assert (found["TOLD"], found["OLD"], found["pid"]) == (name, old, process.pid)
+        assert set(STOPS) <= set(found["blocked"])
+        assert found["threads"] == 1  # it was forked by a process of one thread
+    assert not set(STOPS) & signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.mark.parametrize("how", ["forked", "spawned"])
+def test_how_each_ended_is_known_in_any_order(started, how):
+    codes = [0, 3, -9, -6, 255]
+    several = [started[how].start(_exits, code) for code in codes]
+    broken = started[how].start(_raises)
+    for process in reversed(several):
+        process.join()
+    assert [process.exitcode for process in several] == codes
+    broken.join()
+    assert broken.exitcode == 1
+
+
+@pytest.mark.parametrize("how", ["forked", "spawned"])
+def test_waiting_ends_with_a_process_or_in_time(started, how, tmp_path):
+    sleeper = started[how].start(_sleeps, tmp_path / "pid")
+    _wait_for(lambda: (tmp_path / "pid").exists())
+    began = time.monotonic()
+    sleeper.join(0.2)
+    started[how].wait(0.2)
+    assert time.monotonic() > began + 0.4
+    assert sleeper.exitcode is None
+    os.kill(sleeper.pid, signal.SIGKILL)
+    while sleeper.exitcode is None:
+        assert time.monotonic() < began + 60
+        started[how].wait(60.0)
+    assert sleeper.exitcode == -signal.SIGKILL
+    sleeper.kill()  # and nothing else is hit
+    started[how].end()
+    assert started[how].started == []
+
+
+def test_a_stop_reaches_a_forked_process_when_it_listens(started, tmp_path):
+    sleeper = started["forked"].start(_sleeps, tmp_path / "pid")
+    _wait_for(lambda: (tmp_path / "pid").exists())
+    sleeper.terminate()  # which is blocked
+    sleeper.join(0.3)
+    assert sleeper.exitcode is None
+    end([sleeper])
+    assert sleeper.exitcode == -signal.SIGKILL
+
+
+def test_an_end_is_noticed_though_children_of_the_process_live_on(started, tmp_path):
+    parent = started["forked"].start(_has_children, tmp_path / "done")
+    parent.join(20.0)
+    assert parent.exitcode == 3
+
+
+def test_if_the_fork_server_is_killed_all_are_and_none_can_be_started(tmp_path):
+    with Processes(MODULE) as forked:
+        sleeper = forked.start(_sleeps, tmp_path / "pid")
+        forked._server.process.kill()
+        forked.wait(60.0)
+        assert sleeper.exitcode == -signal.SIGKILL
+        _wait_for(lambda: not _alive(sleeper.pid))
+        with pytest.raises(ChildProcessError, match="the fork server has died"):
+            forked.start(_exits, 0)
+
+
+@pytest.mark.parametrize("module", [MODULE, None])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_none_outlives_a_killed_parent_stopped_or_not(module, number, tmp_path):
+    program = (
+        "import pathlib, sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "import test_processes as t\n"
+        "from warpweave.processes import Processes\n"
+        "if __name__ == '__main__':\n"
+        f"    with Processes({module!r}) as some:\n"
+        "        some.start(t._sleeps, pathlib.Path(sys.argv[2]))\n"
+        "        time.sleep(600)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    args = [tmp_path / "program.py", Path(__file__).parent, tmp_path / "pid"]
+    parent = subprocess.Popen([sys.executable, *map(str, args)], env=os.environ | _paths())
+    _wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    pid = int((tmp_path / "pid").read_text())
+    if number == signal.SIGSTOP:
+        os.kill(pid, number)
+    parent.kill()
+    parent.wait()
+    _wait_for(lambda: not _alive(pid), 5.0)
+
+
+def _paths() -> dict[str, str]:
+    support = Path(__file__).parent / "support"
+    return {"PYTHONPATH": os.pathsep.join([str(support), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_what_is_prepared_early_is_for_ranks_on_the_cpu_that_we_start(monkeypatch, tmp_path):
+    made: list[dict] = []
+    monkeypatch.setattr(processes, "_ForkServer", lambda module: made.append(dict(os.environ)))
+    monkeypatch.setattr(processes, "DRIVER", tmp_path / "none")
+    before = dict(os.environ)
+    assert isinstance(Processes.early(MODULE), Processes)
+    assert made[0]["TORCH_CPP_LOG_LEVEL"] == "FATAL"
+    assert dict(os.environ) == before
+    monkeypatch.setenv("RANK", "0")
+    assert Processes.early(MODULE) is None
+    monkeypatch.delenv("RANK")
+    (tmp_path / "none").touch()
+    assert Processes.early(MODULE) is None
+    assert len(made) == 1

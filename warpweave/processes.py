@@ -1,0 +1,287 @@
+"""Processes of a run on one machine: each started with signals blocked, none outlives its parent.
+
+A rank needs five seconds of a processor to import torch, and torch.compile with its first custom
+operator. Ranks on the CPU are forked, therefore, from one process that has imported both:
+
+    this process --- spawns ---> fork server --- forks ---> rank 0, rank 1, ...
+         | <--- (pid, exit code) ---- |
+
+and start again at once. On GPUs each is a new interpreter, as a process that has looked at CUDA
+cannot be forked. multiprocessing has a fork server, too: one for the whole program, with the
+environment in which it was first used, and alive until its last child ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from multiprocessing import connection, resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+from warpweave.interrupt import STOPS
+
+DUMPS = "TORCH_FR_DUMP_TEMP_FILE"  # the prefix of flight recorders' files; torch appends the rank
+DRIVER = Path("/proc/driver/nvidia/version")  # there where CUDA may be
+
+
+def told_ranks(backend: str, folder: str) -> dict[str, str]:
+    """The environment in which ranks start. On gloo their log is silent, since one rank says in one
+    line why it failed; on NCCL the watchdog speaks in it, and flight recorders write to `folder`,
+    unless the user has named another place."""
+    # Custom operators import torch.compile, which makes a folder for its cache; no rank compiles.
+    cache = "TORCHINDUCTOR_CACHE_DIR"
+    told = {cache: os.environ.get(cache, tempfile.gettempdir())}
+    if backend == "gloo":
+        return told | {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
+    prefix = os.environ.get(DUMPS, os.path.join(folder, "flight_recorder_rank_"))
+    return told | {DUMPS: prefix, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """For processes that are started meanwhile; afterwards this process has its own."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+class Processes:
+    """What starts the processes of a run, and ends them.
+
+    They start with the signals of `STOPS` blocked and unblock them when they listen, so that one
+    that comes earlier is neither lost nor a traceback. To be used in the main thread.
+
+    Args:
+        module: all are forked from a process that has imported it; None for new interpreters.
+
+    Attributes:
+        started: those that `end` would end.
+    """
+
+    def __init__(self, module: str | None = None) -> None:
+        self.started: list[BaseProcess | Forked] = []
+        self._server = None if module is None else _ForkServer(module)
+
+    @classmethod
+    def early(cls, module: str) -> Processes | None:
+        """Those of ranks on the CPU, whose `module` is imported while this process imports it, too.
+
+        None where ranks may be on GPUs, or torchrun has started them.
+        """
+        if DRIVER.exists() or "RANK" in os.environ:
+            return None
+        with environment(**told_ranks("gloo", "")):
+            return cls(module)
+
+    def start(self, target: Callable[..., Any], *args: Any) -> BaseProcess | Forked:
+        """Run ``target(*args)`` in a process with this one's environment.
+
+        `target` is a module-level function, `args` can be pickled.
+        """
+        started = self._server.start(target, args) if self._server else _spawned(target, *args)
+        self.started.append(started)
+        return started
+
+    def wait(self, timeout: float) -> None:
+        """Until a process has ended, `timeout` seconds at most."""
+        running = [p for p in self.started if isinstance(p, BaseProcess) and p.exitcode is None]
+        pipes = [self._server.pipe] if self._server else []
+        connection.wait([*(p.sentinel for p in running), *pipes], timeout)
+
+    def end(self) -> None:
+        """Kill those that still run, and wait until they are gone."""
+        end(self.started)
+        self.started.clear()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        if self._server:
+            end([self._server.process])
+
+
+def end(processes: Collection[BaseProcess | Forked]) -> None:
+    """Kill those that still run, and wait until they are gone."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+
+
+class Forked:
+    """A process that was forked: what is needed here of multiprocessing's interface."""
+
+    def __init__(self, server: _ForkServer, pid: int) -> None:
+        self._server, self.pid = server, pid
+        self._code: int | None = None
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs, negative for a signal."""
+        self._server.read()
+        return self._code
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._send(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        if self.exitcode is None:
+            with suppress(ProcessLookupError):  # it ends this moment
+                os.kill(self.pid, number)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, `timeout` seconds at most."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while self.exitcode is None:
+            left = None if until is None else until - time.monotonic()
+            if not connection.wait([self._server.pipe], left):
+                return
+
+
+class _ForkServer:
+    """This process's side of it.
+
+    Attributes:
+        process: the server.
+        pipe: to it go what to run, from it come pids and exit codes.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.process = _spawned(_serve, theirs, module)
+        theirs.close()
+        self._running: dict[int, Forked] = {}
+
+    def start(self, target: Callable[..., Any], args: tuple) -> Forked:
+        if not self.process.is_alive():
+            raise ChildProcessError("the fork server has died")
+        self.pipe.send((dict(os.environ), target, args))
+        while (pid := self._next()) is None:
+            pass
+        self._running[pid] = Forked(self, pid)
+        return self._running[pid]
+
+    def read(self) -> None:
+        """Take note of who has ended."""
+        while self._running and self.pipe.poll():
+            self._next()
+
+    def _next(self) -> int | None:
+        """Read a message; the pid of a process that was started."""
+        try:
+            pid, code = self.pipe.recv()
+        except (EOFError, ConnectionResetError):  # the server was killed, and they with it
+            if not self._running:
+                raise ChildProcessError("the fork server has died") from None
+            pid, code = next(iter(self._running)), -signal.SIGKILL
+        if code is None:
+            return pid
+        self._running.pop(pid)._code = code
+        return None
+
+
+def _serve(pipe: connection.Connection, module: str) -> None:
+    """The fork server's loop: fork what is asked for, tell who has ended."""
+    for name in (module, "torch._dynamo"):
+        import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection would write to all pages that the forked share
+    context, running = multiprocessing.get_context("fork"), []
+    while True:
+        if pipe in connection.wait([pipe, *(child.sentinel for child in running)], 0.2):
+            try:
+                given = pipe.recv()
+            except EOFError:
+                return
+            child = context.Process(target=_forked, args=(pipe, *given))
+            child.start()
+            running.append(child)
+            pipe.send((child.pid, None))
+        for child in [child for child in running if child.exitcode is not None]:
+            running.remove(child)
+            pipe.send((child.pid, child.exitcode))
+
+
+def _forked(
+    pipe: connection.Connection, environ: dict[str, str], target: Callable[..., Any], args: tuple
+) -> None:
+    pipe.close()
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
+    _run(target, *args)
+
+
+def _spawned(target: Callable[..., Any], *args: Any) -> BaseProcess:
+    """A new interpreter that runs ``target(*args)``."""
+    resource_tracker.ensure_running()  # it would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        process = multiprocessing.get_context("spawn").Process(target=_run, args=(target, *args))
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process
+
+
+def _run(target: Callable[..., Any], *args: Any) -> None:
+    end_with_parent()
+    target(*args)
+
+
+def end_with_parent() -> None:
+    """Kill this process as soon as the one that started it is gone, however stuck it is then.
+
+    Linux does it, even to a process that is stopped or holds the interpreter's lock; it does so
+    when the *thread* that started this process ends, too. Elsewhere, and for a child of
+    multiprocessing's fork server, a thread waits for the end of the parent.
+    """
+    parent, starter = multiprocessing.parent_process(), os.getppid()
+    if sys.platform == "linux" and (parent is None or parent.pid == starter):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != starter:  # it was gone before
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+    def watch() -> None:
+        if parent is not None:  # its pipe to this process breaks when it ends, by SIGKILL too
+            connection.wait([parent.sentinel])
+        while parent is None and os.getppid() == starter:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without the interpreter's shutdown.
+
+    Threads of process groups may outlive it: after a run that went well, one rank in some dozens
+    was seen to abort (torch 2.13, "terminate called without an active exception").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
