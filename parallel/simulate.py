@@ -129,26 +129,27 @@ def simulate(
     for rank, index, events in in_order(lists, before):
         if index < len(rows[rank]):  # the second of a cell
             continue
-        unit = cell_at(lists[rank], index)
-        action = unit[0]
-        start = rows[rank][-1].end if rows[rank] else 0
+        row, action = rows[rank], lists[rank][index]
+        start = row[-1].end if row else 0
         for event in events:
-            hop = comm if rank_of[event.stage] != rank else 0
-            start = max(start, happened[event] + hop)
+            there = happened[event] + (comm if rank_of[event.stage] != rank else 0)
+            start = there if there > start else start
         if action.op == TIE and tied:  # `order` puts the two that meet next to each other
             if met is None:
                 peer = rows[rank_of[len(rank_of) - 1 - action.stage]]
                 met = start = max(start, peer[-1].end if peer else 0) + comm
             else:
                 start, met = met, None
+        unit = cell_at(lists[rank], index) if action.joined else (action,)
         prices = [price(a) for a in unit]
         if action.joined and overlapped is not None:  # each has its share of the time
             prices = [overlapped * part / sum(prices) for part in prices]
         for a, length in zip(unit, prices):
-            rows[rank].append(Cell(a, start, start + length))
+            row.append(Cell(a, start, start + length))
             start += length
         for a in unit:
-            happened.update(dict.fromkeys(gives(a), start))
+            for event in gives(a):
+                happened[event] = start
     return Timeline(
         cells=tuple(map(tuple, rows)),
         activations=tuple(map(_peak_activations, held)),

@@ -3,7 +3,7 @@ message acknowledges, and when receives are posted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from warpweave.parallel.schedule.actions import (
     AFTER,
@@ -50,20 +50,24 @@ def order(lists: Schedule, before: Iterable[Action] = ()) -> list[Position]:
 
 def in_order(
     lists: Schedule, before: Iterable[Action] = ()
-) -> Iterator[tuple[int, int, list[Action]]]:
+) -> Iterator[tuple[int, int, Sequence[Action]]]:
     """The positions of `order`, one by one, and the events that each waits for."""
     rank_of = placement(lists)
     places = rank_of if lowered(lists) else None
     at, done, stages = [0] * len(lists), set(before), len(rank_of)
+    several = len(tied_stages(rank_of)) == 2
 
-    def needs(rank: int) -> list[Action]:
+    def needs(rank: int) -> Sequence[Action]:
+        action = lists[rank][at[rank]]
+        if not action.joined:
+            return deps(action, stages, places)
         return [d for a in cell_at(lists[rank], at[rank]) for d in deps(a, stages, places)]
 
     def head(rank: int) -> Action | None:
         return lists[rank][at[rank]] if at[rank] < len(lists[rank]) else None
 
     def meets(action: Action) -> Action | None:
-        if action.op == TIE and len(tied_stages(rank_of)) == 2:
+        if action.op == TIE and several:
             return action._replace(stage=len(rank_of) - 1 - action.stage)
         return None
 
@@ -76,8 +80,9 @@ def in_order(
                 if peer is not None and head(rank_of[peer.stage]) != peer:
                     break
                 for own in (action, peer) if peer else (action,):
-                    yield rank_of[own.stage], at[rank_of[own.stage]], events
-                    at[rank_of[own.stage]] += 1
+                    place = rank_of[own.stage]
+                    yield place, at[place], events
+                    at[place] += 1
                     done.update(gives(own))
                 moved = True
     stuck = [

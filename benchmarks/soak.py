@@ -1,0 +1,104 @@
+"""A long run on four ranks: memory, descriptors, threads and shared memory over a thousand steps.
+
+Every 50 steps it saves, every 100 it evaluates and compares its replicas: what a run keeps opening,
+starting or holding would show. `/proc` is read for each rank twice a second (Linux). The bounds
+are on what the last third needs more than the second one, as caches fill at first.
+
+    python benchmarks/soak.py               # 1,000 steps on two layouts: minutes on 2 cores
+    python benchmarks/soak.py --quick       # 60 steps
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from harness import header, parser, results_folder, write_report
+
+from warpweave.trials.job import TrainingJob
+
+CLAIM = "1,000 steps on four ranks leave memory, descriptors, threads and shared memory flat."
+LAYOUTS = {
+    "tp2 pp2": "--tp 2 --pp 2 --microbatches 2",
+    "tp2 dp2, ZeRO 3": "--tp 2 --dp 2 --zero 3",
+}
+# What the median of the last third of a run may be above that of the second third, on any rank.
+BOUNDS = {"resident KiB": 1024, "descriptors": 0, "threads": 0, "shared KiB": 64}
+
+
+def looked_at(pid: int) -> dict[str, int]:
+    """The figures of `BOUNDS` of one process; OSError if it has ended."""
+    at = Path(f"/proc/{pid}")
+    lines = (line.split() for line in (at / "status").read_text().splitlines())
+    status = {fields[0]: fields[1] for fields in lines if len(fields) > 1}
+    return {
+        "resident KiB": int(status["RssAnon:"]),
+        "descriptors": len(os.listdir(at / "fd")),
+        "threads": int(status["Threads:"]),
+        "shared KiB": int(status["RssShmem:"]),
+    }
+
+
+def soaked(layout: str, steps: int) -> dict[str, Any]:
+    """Run it; the medians of each third of the steps, by figure, of the rank that grew most."""
+    seen: list[tuple[int, int, dict[str, int]]] = []  # step, rank, what
+    with tempfile.TemporaryDirectory() as folder:
+        every = ("--save-every", "50", "--keep", "2", "--eval-every", "100", "--check-every", "100")
+        job = TrainingJob(
+            Path(folder), (*LAYOUTS[layout].split(), "--steps", str(steps), *every),
+            command=(sys.executable, "-P", "-m", "warpweave", "train"), seconds=1800.0,
+        )  # fmt: skip
+        try:
+            while job.process.poll() is None:
+                with suppress(OSError):
+                    at = job.steps()
+                    seen += [(at, rank, looked_at(pid)) for rank, pid in enumerate(job.ranks())]
+                time.sleep(0.5)
+            job.end(0)
+        finally:
+            job.stop()
+    row: dict[str, Any] = {"name": layout, "steps": steps}
+    for what in BOUNDS:
+        thirds = []
+        for rank in range(4):
+            of = [
+                [
+                    w[what]
+                    for at, r, w in seen
+                    if r == rank and steps * k < 3 * at <= steps * (k + 1)
+                ]
+                for k in range(3)
+            ]
+            thirds.append([int(statistics.median(values)) for values in of])
+        row[what] = max(thirds, key=lambda t: t[2] - t[1])
+    return row
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The benchmark; raises AssertionError for what is not flat."""
+    options = parser(CLAIM).parse_args(argv)
+    steps = 60 if options.quick else 1000
+    head = header(bounds=BOUNDS)
+    rows = [soaked(layout, steps) for layout in LAYOUTS]
+    print(CLAIM)
+    print(f"{'layout':20}" + "".join(f"{what + ', by thirds':>32}" for what in BOUNDS))
+    for row in rows:
+        shown = (", ".join(f"{v:,}" for v in row[what]) for what in BOUNDS)
+        print(f"{row['name']:20}" + "".join(f"{text:>32}" for text in shown))
+    report = {"script": "soak", "claim": CLAIM, "header": head, "rows": rows}
+    write_report(report, results_folder(options))
+    for row in rows if not options.quick else ():
+        for what, bound in BOUNDS.items():
+            _, second, last = row[what]
+            grown = f"{row['name']}: {what} grew from {second} to {last}"
+            assert last <= second + bound, grown
+
+
+if __name__ == "__main__":
+    main()
