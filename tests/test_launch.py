@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -12,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,113 +24,19 @@ from support.pretend_nccl import _Options
 from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.launch import Session, _loopback_listener, _store, join
 from warpweave.parallel.mesh import Mesh
-from warpweave.trials.job import ranks_among
+from warpweave.trials.job import TrainingJob, marked
 
 ROOT = Path(__file__).parent.parent
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 WAIT = 600.0  # seconds, on a machine that does much else
 
 
-_C = ctypes.CDLL(None)
-
-
-def _die_with_parent() -> None:
-    """In a new process: SIGKILL when the one that started it ends, even by SIGKILL (Linux)."""
-    _C.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-class Job:
-    """A training job in a process group of its own, as a shell would start it.
-
-    It ends with this process, and its ranks end with it.
-    """
+class Job(TrainingJob):
+    """A training job from the repository's root."""
 
     def __init__(self, folder: Path, *options: str, command: tuple[str, ...] = ()) -> None:
-        text = folder / "text"
-        text.write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
-        self.out = folder / "run"
-        self.stdout, self.stderr = folder / "stdout", folder / "stderr"
-        self.temporary, self.ours = folder / "tmp", not command
-        self.temporary.mkdir()
-        sizes = "--model toy --layers 2 --width 16 --heads 2 --seq-len 16 --batch 2 --sample 4"
-        files = ("--data", text, "--out", self.out, "--warmup", "1")
         command = command or (sys.executable, "-P", "-m", "warpweave.cli", "train")
-        with self.stdout.open("w") as out, self.stderr.open("w") as err:
-            self.process = subprocess.Popen(
-                [*command, *sizes.split(), *files, *options],
-                cwd=ROOT,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)},
-            )
-
-    def members(self) -> list[int]:
-        """Every living process of the job, in whichever process group."""
-        return sorted(_marked(f"TMPDIR={self.temporary}"))
-
-    def ranks(self) -> list[int]:
-        """The ranks' processes, in the order in which they were started."""
-        others = [p for p in self.members() if p != self.process.pid]
-        if self.ours:
-            return ranks_among(others)
-        return [p for p in others if b"warpweave.train" in Path(f"/proc/{p}/cmdline").read_bytes()]
-
-    def tell_ranks(self, number: signal.Signals) -> None:
-        """Send a signal to every rank."""
-        for pid in self.ranks():
-            os.kill(pid, number)
-
-    def listening(self) -> set[str]:
-        """Addresses (hexadecimal) on which any process of the job listens."""
-        sockets = set()
-        for pid in self.members():
-            try:
-                links = [os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir()]
-            except OSError:
-                continue
-            sockets |= {name[8:-1] for name in links if name.startswith("socket:[")}
-        rows = [
-            line.split()
-            for table in ("tcp", "tcp6")
-            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-        ]
-        return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
-
-    def wait_for(self, what: Callable[[], object]) -> None:
-        deadline = time.monotonic() + WAIT
-        while not what():
-            assert self.process.poll() is None, self.stderr.read_text()
-            assert time.monotonic() < deadline, self.stderr.read_text()
-            time.sleep(0.05)
-
-    def steps(self) -> int:
-        """Steps done so far."""
-        path = self.out / "metrics.jsonl"
-        return path.read_text().count('"loss"') if path.exists() else 0
-
-    def end(self) -> tuple[int, list[str], str]:
-        """Exit code, lines of stdout, and what was said on stderr; nothing is left behind."""
-        code = self.process.wait(WAIT)
-        self.leave()
-        if self.ours:  # torchrun leaves a folder of its own
-            assert [*self.temporary.iterdir()] == []
-        return code, self.stdout.read_text().splitlines(), self.stderr.read_text()
-
-    def leave(self, seconds: float = 5.0) -> None:
-        """Nobody is left soon (Python's resource tracker ends when it sees the others gone)."""
-        deadline = time.monotonic() + seconds
-        while (left := self.members()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert left == []
-
-    def stop(self) -> None:
-        """Leave nothing running, whatever the test found."""
-        for pid in self.members():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+        super().__init__(folder, ("--sample", "4", *options), command=command, cwd=ROOT)
 
 
 @pytest.fixture
@@ -140,17 +44,12 @@ def job(tmp_path):
     jobs: list[Job] = []
 
     def start(*options: str, name: str = "job", **more) -> Job:
-        (tmp_path / name).mkdir()
         jobs.append(Job(tmp_path / name, *options, **more))
         return jobs[-1]
 
     yield start
     for each in jobs:
         each.stop()
-
-
-def _said(stderr: str) -> list[str]:
-    return [line for line in stderr.splitlines() if line.startswith("warpweave: ")]
 
 
 def _noise(stderr: str) -> list[str]:
@@ -160,8 +59,7 @@ def _noise(stderr: str) -> list[str]:
 
 
 def _losses(job: Job) -> list[float]:
-    rows = [json.loads(line) for line in (job.out / "metrics.jsonl").read_text().splitlines()]
-    return [row.get("loss", row.get("val_loss")) for row in rows]
+    return [row.get("loss", row.get("val_loss")) for row in job.rows()]
 
 
 LONG = ("--steps", "100000", "--save-every", "1", "--keep", "2", "--eval-every", "0")
@@ -187,11 +85,8 @@ def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(
         return ours.process.poll() is not None or ours.steps() >= 3
 
     ours.wait_for(listen)
-    code, out, err = ours.end()
-    assert code == 0, err
-    assert heard <= {"0100007F", "0" * 24 + "01000000"}, "listens beyond loopback"
+    _, result, out, err, _ = end = ours.end(0)
     assert "0100007F" in heard
-    result = json.loads(out[-1])
     assert list(result) == ["val_loss", "steps", "stopped", "tokens_per_second", "mesh", "zero",
                             "checkpoint", "plot"]  # fmt: skip
     assert result["mesh"] == {"dp": 1, "cp": 1, "tp": 1, "pp": 2, "ulysses": 1, "dp_shard": None,
@@ -203,11 +98,11 @@ def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(
     assert "--- sample ---" in out
     peaks = next(line for line in out if line.startswith("peak memory per rank: "))
     assert peaks.count("MiB") == 2
-    assert len(_said(err)) == 1
+    assert len(end.said) == 1
     assert re.search(
         r"2 ranks \(cpu.*, gloo\), dp=1 tp=1 cp=1 pp=2, ZeRO 2, 1f1b with 2 micro-"
         r"batches of 2; [\d,]+ parameters in fp32, 64 tokens per step$",
-        _said(err)[0],
+        end.said[0],
     )
     assert "loss=" in err
     assert _noise(err) == []
@@ -220,12 +115,11 @@ def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(
         runner = (sys.executable, "-m", "torch.distributed.run", *where, "-m", "warpweave.train")
         shared = ("--out", str(tmp_path / "shared"))
         nodes.append(job(*options, *shared, name=f"node{node}", command=runner))
-    ends = [node.end() for node in nodes]
-    assert [code for code, _, _ in ends] == [0, 0], ends
-    assert json.loads(ends[0][1][-1])["val_loss"] == result["val_loss"]
+    ends = [node.end(0) for node in nodes]
+    assert ends[0].result["val_loss"] == result["val_loss"]
     nodes[0].out = tmp_path / "shared"
     assert _losses(nodes[0]) == _losses(ours)
-    assert ends[1][1] == []  # the second node's ranks have nothing to say
+    assert ends[1].stdout == []  # the second node's ranks have nothing to say
 
 
 def _torchrun(ranks: int, *options: str) -> tuple[str, ...]:
@@ -235,24 +129,16 @@ def _torchrun(ranks: int, *options: str) -> tuple[str, ...]:
 
 
 @LINUX
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("command", [(), _torchrun(2)], ids=["ours", "torchrun"])
-def test_a_stop_that_comes_twice_saves_and_leaves_nobody(job, first, command):
-    """A doubled Ctrl-C; a closed terminal, and then ``timeout``."""
-    run = job("--steps", "100000", "--eval-every", "0", "--dp", "2", command=command)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_stop_under_torchrun_saves_and_leaves_nobody(job, number):
+    """Of our own command the trials tell (`warpweave.trials.stops`)."""
+    run = job("--steps", "100000", "--eval-every", "0", "--dp", "2", command=_torchrun(2))
     run.wait_for(lambda: run.steps() >= 3)
-    os.killpg(run.process.pid, first)
-    time.sleep(0.3)
-    if run.ours:  # torchrun takes a second one for another matter, and has ended its own wait
-        os.killpg(run.process.pid, signal.SIGINT)
-    code, out, err = run.end()
-    result = json.loads(out[-1])
-    assert (result["val_loss"], result["stopped"]) == (None, True)
-    assert open_latest(run.out / "checkpoints").step == result["steps"] == run.steps()
-    assert len(_said(err)) == 1, err
-    if run.ours:
-        assert code == 128 + first, err
-        assert _noise(err) == []
+    os.killpg(run.process.pid, number)
+    end = run.end()
+    assert (end.result["val_loss"], end.result["stopped"]) == (None, True)
+    assert open_latest(run.out / "checkpoints").step == end.result["steps"] == run.steps()
+    assert len(end.said) == 1, end.stderr
 
 
 @LINUX
@@ -260,9 +146,7 @@ def test_ctrl_c_while_ranks_start_is_quiet(job):
     early = job("--steps", "100000", "--dp", "2", name="early")
     early.wait_for(lambda: len(early.ranks()) == 2)
     os.killpg(early.process.pid, signal.SIGINT)
-    code, _, err = early.end()
-    assert code == 130, err
-    assert _noise(err) == []
+    assert _noise(early.end(130).stderr) == []
 
 
 RUNS = ("ours", "torchrun", "own store", "early")
@@ -273,8 +157,6 @@ def _suite(folder: Path) -> None:
 
     A rank of torchrun is alone, so that no peer's end is what it notices.
     """
-    for name in RUNS:
-        (folder / name).mkdir()
     ours = Job(folder / "ours", *LONG, "--tp", "2")
     runner = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1")
     theirs = Job(folder / "torchrun", *LONG, command=(*runner, "-m", "warpweave.train"))
@@ -285,23 +167,12 @@ def _suite(folder: Path) -> None:
     own = Job(folder / "own store", *LONG, command=(*apart, *rank))
     for run in (ours, theirs, own):
         run.wait_for(lambda run=run: run.steps() >= 2)
-        run.tell_ranks(signal.SIGSTOP)  # and they stay so
+        for rank in run.ranks():
+            os.kill(rank, signal.SIGSTOP)  # and they stay so
     early = Job(folder / "early", *LONG, "--tp", "2")
     early.wait_for(lambda: len(early.ranks()) == 2)
     print("ready", flush=True)
     time.sleep(600)
-
-
-def _marked(mark: str) -> list[int]:
-    """Living processes with `mark` in the environment they were started with."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:  # a zombie's environment is empty
-            if mark.encode() in (path / "environ").read_bytes():
-                found.append(int(path.name))
-        except OSError:  # another user's, or gone
-            continue
-    return found
 
 
 @LINUX
@@ -316,31 +187,31 @@ def test_a_killed_suite_leaves_no_run_behind(tmp_path):
     try:
         with suite.stdout:
             assert suite.stdout.readline() == b"ready\n"
-        assert len(_marked(mark)) >= 11  # four launchers, six ranks and the suite
+        assert len(marked(mark)) >= 11  # four launchers, six ranks and the suite
         suite.kill()
         deadline = time.monotonic() + WAIT
-        while _marked(mark) and time.monotonic() < deadline:
+        while marked(mark) and time.monotonic() < deadline:
             time.sleep(0.1)
-        left = [(p, Path(f"/proc/{p}/cmdline").read_bytes()) for p in _marked(mark)]
+        left = [(p, Path(f"/proc/{p}/cmdline").read_bytes()) for p in marked(mark)]
         said = [(tmp_path / name / "stderr").read_text() for name in RUNS]
         assert left == [], said
     finally:
         suite.kill()
         suite.wait()
-        for pid in _marked(mark):
+        for pid in marked(mark):
             os.kill(pid, signal.SIGKILL)
 
 
 @LINUX
 def test_a_refused_resume_ends_with_2_and_one_line(job):
     first = job("--steps", "1", "--eval-every", "0")
-    assert first.end()[0] == 0
+    first.end(0)
     before = sorted((path, path.stat().st_mtime_ns) for path in first.out.rglob("*"))
     options = ("--resume", "--seed", "3", "--out", str(first.out))
     for ranks in ("1", "2"):
-        code, out, err = job(*options, "--tp", ranks, name=f"tp{ranks}").end()
-        assert (code, out, len(_said(err)), _noise(err)) == (2, [], 1, []), err
-        assert _said(err)[0].endswith("step_00000001 was trained with seed 0, now 3")
+        end = job(*options, "--tp", ranks, name=f"tp{ranks}").end(2)
+        assert (end.stdout, len(end.said), _noise(end.stderr)) == ([], 1, []), end.stderr
+        assert end.said[0].endswith("step_00000001 was trained with seed 0, now 3")
     assert sorted((path, path.stat().st_mtime_ns) for path in first.out.rglob("*")) == before
 
 

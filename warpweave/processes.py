@@ -36,13 +36,18 @@ DUMPS = "TORCH_FR_DUMP_TEMP_FILE"  # the prefix of flight recorders' files; torc
 DRIVER = Path("/proc/driver/nvidia/version")  # there where CUDA may be
 
 
+def no_cache() -> dict[str, str]:
+    """The environment in which torch.compile makes no folder for its cache: custom operators import
+    it, but no rank compiles."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    return {name: os.environ.get(name, tempfile.gettempdir())}
+
+
 def told_ranks(backend: str, folder: str) -> dict[str, str]:
     """The environment in which ranks start. On gloo their log is silent, since one rank says in one
     line why it failed; on NCCL the watchdog speaks in it, and flight recorders write to `folder`,
     unless the user has named another place."""
-    # Custom operators import torch.compile, which makes a folder for its cache; no rank compiles.
-    cache = "TORCHINDUCTOR_CACHE_DIR"
-    told = {cache: os.environ.get(cache, tempfile.gettempdir())}
+    told = no_cache()
     if backend == "gloo":
         return told | {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
     prefix = os.environ.get(DUMPS, os.path.join(folder, "flight_recorder_rank_"))

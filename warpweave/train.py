@@ -21,7 +21,7 @@ from warpweave.lr_schedule import short_of_peak
 from warpweave.messages import one_line, say
 from warpweave.metrics import locked
 from warpweave.plan.fits import free_host_memory
-from warpweave.processes import Processes, leave
+from warpweave.processes import Processes, leave, no_cache
 from warpweave.train_config import TrainConfig, parse
 from warpweave.trainer import RAISED_BY_ALL, Trainer, check_fits
 
@@ -108,6 +108,7 @@ def run(
                     raise ValueError("--elastic is an option of warpweave train, without torchrun")
                 code = elastic(config, backend, processes)
             elif torchrun or (config.mesh.world == 1 and not config.max_restarts):
+                os.environ.update(no_cache())
                 code = as_rank(config)
             else:
                 code = launch(

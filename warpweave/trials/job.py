@@ -17,6 +17,7 @@ from warpweave.checkpoint import CheckpointReader, open_latest
 from warpweave.train_config import CHECKPOINTS
 
 _C = ctypes.CDLL(None)
+_LOOPBACK = {"0100007F", "0" * 24 + "01000000"}  # as in /proc/net, of IPv4 and IPv6
 _TINY = "--model toy --layers 2 --width 16 --heads 2 --seq-len 16 --batch 2 --sample 0 --warmup 1"
 
 
@@ -36,12 +37,14 @@ class Ended(NamedTuple):
     Attributes:
         code: its exit status, negative for a signal.
         result: the JSON object of its last line; None without.
+        stdout: the lines that were printed there.
         stderr: all that was printed there.
         seconds: since the epoch.
     """
 
     code: int
     result: dict[str, Any] | None
+    stdout: list[str]
     stderr: str
     seconds: float
 
@@ -56,37 +59,31 @@ def _die_with_parent() -> None:
     _C.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def living() -> dict[int, tuple[int, int]]:
-    """Each process that is no zombie, with its parent and its session."""
-    found = {}
+def marked(mark: str) -> list[int]:
+    """Living processes with `mark` in the environment that they were started with, ascending."""
+    found = []
     for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            state, parent, _, session = (path / "stat").read_text().rsplit(")", 1)[1].split()[:4]
-            if state != "Z":
-                found[int(path.name)] = int(parent), int(session)
-    return found
+        with suppress(OSError):  # another user's, or gone; a zombie's environment is empty
+            if mark.encode() in (path / "environ").read_bytes():
+                found.append(int(path.name))
+    return sorted(found)
 
 
-def ranks_among(pids: list[int]) -> list[int]:
-    """Those of a launch's processes that are ranks, in the order in which they were started: on the
-    CPU the children of its fork server, else its own."""
-    parents, started = living(), []
-    for pid in pids:
-        with suppress(OSError):
-            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                started.append(pid)
-    forked = [pid for pid in started if pid in parents and parents[pid][0] in started]
-    return forked or started
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 class TrainingJob:
     """``warpweave train`` on a tiny model, in a session of its own; in ``folder/run``.
 
+    Whatever it starts knows it by its temporary folder, in which nothing may be left; it listens on
+    loopback only. (torchrun leaves a folder there, and listens everywhere.)
+
     Args:
         folder: for its text, its output and what it prints; made if it is missing.
         options: of the command, after those of the model; None for a job that ran there before.
         command: ``python -m warpweave train``, or what runs it.
-        env: in addition to this process's.
+        cwd: where it runs; None for this process's.
         seconds: that anything waited for may take.
     """
 
@@ -96,7 +93,7 @@ class TrainingJob:
         options: Sequence[str] | None,
         *,
         command: Sequence[str],
-        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
         seconds: float = 600.0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,27 +101,52 @@ class TrainingJob:
         if not text.exists():
             text.write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
         self.out, self.seconds = folder / "run", seconds
+        self.ours = "torch.distributed.run" not in command
+        self._temporary = folder / "tmp"
         self._stdout, self._stderr = folder / "stdout", folder / "stderr"
         if options is None:
             return
+        self._temporary.mkdir(exist_ok=True)
         line = [*command, *_TINY.split(), "--data", str(text), "--out", str(self.out), *options]
         with self._stdout.open("w") as out, self._stderr.open("w") as err:
             self.process = subprocess.Popen(
                 line,
+                cwd=cwd,
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+                env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary)},
             )
 
     def members(self) -> list[int]:
-        """Every living process of the job's session."""
-        return sorted(pid for pid, (_, of) in living().items() if of == self.process.pid)
+        """Every living process of the job, in whichever session."""
+        return marked(f"TMPDIR={self._temporary}\0")
 
     def ranks(self) -> list[int]:
-        """The ranks' processes, in the order in which they were started."""
-        return ranks_among(self.members())
+        """The ranks' processes, in the order in which they were started: of `launch` the children
+        of its fork server, on GPUs its own."""
+        mark, started = b"spawn_main" if self.ours else b"warpweave.train", {}
+        for pid in self.members():
+            with suppress(OSError):
+                if mark in Path(f"/proc/{pid}/cmdline").read_bytes() and pid != self.process.pid:
+                    started[pid] = _parent(pid)
+        forked = [pid for pid, parent in started.items() if parent in started]
+        return forked or [*started]
+
+    def listening(self) -> set[str]:
+        """Addresses (hexadecimal) on which any process of the job listens."""
+        sockets = set()
+        for pid in self.members():
+            with suppress(OSError):
+                links = [os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir()]
+                sockets |= {name[8:-1] for name in links if name.startswith("socket:[")}
+        rows = [
+            line.split()
+            for table in ("tcp", "tcp6")
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        ]
+        return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
 
     def wait_for(self, what: Callable[[], object]) -> None:
         """Wait until `what` is true; `BrokenPromiseError` if the job ends before."""
@@ -133,6 +155,8 @@ class TrainingJob:
             promised(self.process.poll() is None, self._stderr.read_text())
             promised(time.monotonic() < deadline, self._stderr.read_text())
             time.sleep(0.02)
+        beyond = self.listening() - _LOOPBACK if self.ours else set()
+        promised(not beyond, f"it listens beyond loopback: {beyond}")
 
     def steps(self) -> int:
         """Steps done so far."""
@@ -141,7 +165,7 @@ class TrainingJob:
 
     def end(self, code: int | None = None) -> Ended:
         """Wait for the end, with exit status `code` if one is given; `BrokenPromiseError` if it is
-        another, or if anybody of the job is left five seconds later."""
+        another, or if any process of the job is left five seconds later, or a file."""
         try:
             found = self.process.wait(self.seconds)
         except subprocess.TimeoutExpired:
@@ -150,10 +174,11 @@ class TrainingJob:
         ended, deadline = time.time(), time.monotonic() + 5.0
         while (left := self.members()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        promised(left == [], f"left behind: {left}")
+        files = [path.name for path in self._temporary.iterdir()] if self.ours else []
+        promised(not left and not files, f"left behind: {left} {files}")
         lines = self._stdout.read_text().splitlines()
         result = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
-        end = Ended(found, result, self._stderr.read_text(), ended)
+        end = Ended(found, result, lines, self._stderr.read_text(), ended)
         promised(code in (None, found), f"exit status {found}, expected {code}: {end.stderr}")
         return end
 
