@@ -69,7 +69,7 @@ def marked(mark: str) -> list[int]:
     return sorted(found)
 
 
-def _parent(pid: int) -> int:
+def _parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
@@ -130,7 +130,7 @@ class TrainingJob:
         for pid in self.members():
             with suppress(OSError):
                 if mark in Path(f"/proc/{pid}/cmdline").read_bytes() and pid != self.process.pid:
-                    started[pid] = _parent(pid)
+                    started[pid] = _parent_of(pid)
         forked = [pid for pid, parent in started.items() if parent in started]
         return forked or [*started]
 
