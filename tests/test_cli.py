@@ -49,7 +49,7 @@ def test_an_unknown_command_is_refused_with_2(monkeypatch, capsys):
 def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, program, arguments):
     given = []
 
-    def run(config):
+    def run(config, *processes):
         given.append(config)
         raise KeyboardInterrupt
 
