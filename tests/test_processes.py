@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import numpy
 import pytest
 
 from warpweave import processes
@@ -29,9 +32,8 @@ def started():
 
 def _tells(path: Path) -> None:
     blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-    threads = len(os.listdir("/proc/self/task"))
     told = {name: os.environ.get(name) for name in ("TOLD", "OLD")}
-    path.write_text(json.dumps(told | {"blocked": blocked, "threads": threads, "pid": os.getpid()}))
+    path.write_text(json.dumps(told | {"blocked": blocked, "pid": os.getpid()}))
 
 
 def _exits(code: int) -> None:
@@ -85,7 +87,6 @@ def test_a_process_has_the_environment_of_its_start_and_waits_with_signals(start
         found = json.loads((tmp_path / name).read_text())
         assert (found["TOLD"], found["OLD"], found["pid"]) == (name, old, process.pid)
         assert set(STOPS) <= set(found["blocked"])
-        assert found["threads"] == 1  # it was forked by a process of one thread
     assert not set(STOPS) & signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
@@ -136,15 +137,78 @@ def test_an_end_is_noticed_though_children_of_the_process_live_on(started, tmp_p
     assert parent.exitcode == 3
 
 
-def test_if_the_fork_server_is_killed_all_are_and_none_can_be_started(tmp_path):
+def test_if_the_fork_server_is_killed_all_are_and_another_takes_its_place(tmp_path):
     with Processes(MODULE) as forked:
         sleeper = forked.start(_sleeps, tmp_path / "pid")
-        forked._server.process.kill()
+        sleeper.server.kill()
         forked.wait(60.0)
         assert sleeper.exitcode == -signal.SIGKILL
         _wait_for(lambda: not _alive(sleeper.pid))
-        with pytest.raises(ChildProcessError, match="the fork server has died"):
-            forked.start(_exits, 0)
+        sleeper.server.join()
+        again = forked.start(_exits, 5)
+        again.join()
+        assert again.exitcode == 5
+
+
+def test_a_stopped_fork_server_does_not_keep_an_end_waiting(tmp_path):
+    with Processes(MODULE) as forked:
+        sleeper = forked.start(_sleeps, tmp_path / "pid")
+        _wait_for(lambda: (tmp_path / "pid").exists())
+        os.kill(sleeper.server.pid, signal.SIGSTOP)
+    assert sleeper.exitcode == -signal.SIGKILL
+    assert not _alive(sleeper.pid)
+
+
+def test_what_cannot_be_started_fails_alone(started):
+    """The server, and what it has forked, go on."""
+    fine = started["forked"].start(_exits, 4)
+    wrong = started["forked"].start(_exits, _Broken())
+    for process, code in ((wrong, 1), (fine, 4)):
+        process.join()
+        assert process.exitcode == code
+
+
+class _Broken:
+    """Cannot be unpickled."""
+
+    def __reduce__(self):
+        return _raises, ()
+
+
+def test_a_module_with_threads_is_not_forked_from(tmp_path, monkeypatch):
+    (tmp_path / "with_a_thread.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with Processes("with_a_thread") as new:
+        process = new.start(_exits, 6)
+        assert isinstance(process, BaseProcess)
+        process.join()
+        assert process.exitcode == 6
+
+
+def test_each_forked_process_draws_numbers_of_its_own(started, tmp_path):
+    for name in ("a", "b"):
+        started["forked"].start(_draws, tmp_path / name).join()
+    first, second = ((tmp_path / name).read_text() for name in ("a", "b"))
+    assert first.split()[0] != second.split()[0]
+    assert first.split()[1] != second.split()[1]
+
+
+def _draws(path: Path) -> None:
+    path.write_text(f"{random.random()} {numpy.random.rand()}")
+
+
+def test_a_fork_server_that_dies_while_it_imports_ends_the_start(tmp_path, monkeypatch, capfd):
+    (tmp_path / "broken_module.py").write_text("raise RuntimeError('planted')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with (
+        Processes("broken_module") as new,
+        pytest.raises(ChildProcessError, match="the process that forks ranks has ended"),
+    ):
+        new.start(_exits, 0)
+    assert "RuntimeError: planted" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("module", [MODULE, None])

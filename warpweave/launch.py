@@ -85,10 +85,7 @@ def launch(
     folder = tempfile.mkdtemp(prefix="warpweave-") if backend == "nccl" else ""
     told = told_ranks(backend, folder)
     sys.stdout.flush()
-    with environment(**told):
-        module = getattr(entry, "func", entry).__module__ if backend == "gloo" else None
-        processes = processes or Processes(module)
-    with Interrupt() as interrupt, processes:
+    with Interrupt() as interrupt, _prepared(processes, entry, backend, told) as processes:
         try:
             for attempt in range(max_restarts + 1):
                 store = dist.PrefixStore(f"attempt_{attempt}", kept)
@@ -107,12 +104,26 @@ def launch(
                 say(f"all ranks start again, {attempt + 1} of {max_restarts} times")
         except KeyboardInterrupt:
             say("stopped at once, without saving")
+        except ChildProcessError as error:
+            say(one_line(error))
+            raise SystemExit(1) from None
         finally:
             if not dumps or DUMPS in os.environ:  # else the recorders' files are in it
                 shutil.rmtree(folder, ignore_errors=True)
     if interrupt.number is not None:
         raise Stopped(interrupt.number)
     return json.loads(store.get("result/0"))
+
+
+def _prepared(
+    early: Processes | None, entry: Callable[..., Any], backend: str, told: dict[str, str]
+) -> Processes:
+    """What starts the ranks, `early` if it can be that."""
+    if early is not None and backend == "gloo":
+        return early
+    module = getattr(entry, "func", entry).__module__  # it may be a partial
+    with environment(**told):
+        return Processes(module if backend == "gloo" else None)
 
 
 def keep_store() -> dist.TCPStore:

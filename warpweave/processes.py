@@ -1,14 +1,15 @@
 """Processes of a run on one machine: each started with signals blocked, none outlives its parent.
 
-A rank needs five seconds of a processor to import torch, and torch.compile with its first custom
-operator. Ranks on the CPU are forked, therefore, from one process that has imported both:
+A rank needs three seconds of a processor for its imports. Ranks on the CPU are forked, therefore,
+from one process that has done them (Linux):
 
     this process --- spawns ---> fork server --- forks ---> rank 0, rank 1, ...
          | <--- (pid, exit code) ---- |
 
 and start again at once. On GPUs each is a new interpreter, as a process that has looked at CUDA
-cannot be forked. multiprocessing has a fork server, too: one for the whole program, with the
-environment in which it was first used, and alive until its last child ends.
+cannot be forked, nor one with threads, which modules may start when they are imported.
+multiprocessing has a fork server, too: one for the whole program, with the environment in which it
+was first used, and alive until its last child ends.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -81,7 +85,8 @@ class Processes:
 
     def __init__(self, module: str | None = None) -> None:
         self.started: list[BaseProcess | Forked] = []
-        self._server = None if module is None else _ForkServer(module)
+        self._module = module if sys.platform == "linux" else None
+        self._server = None if self._module is None else _ForkServer(self._module)
 
     @classmethod
     def early(cls, module: str) -> Processes | None:
@@ -98,7 +103,14 @@ class Processes:
         """Run ``target(*args)`` in a process with this one's environment.
 
         `target` is a module-level function, `args` can be pickled.
+
+        Raises:
+            ChildProcessError: the fork server ended meanwhile.
         """
+        if self._server and not self._server.process.is_alive():
+            self._server = _ForkServer(self._module)
+        if self._server and not self._server.forks():
+            self._server = None
         started = self._server.start(target, args) if self._server else _spawned(target, *args)
         self.started.append(started)
         return started
@@ -118,9 +130,11 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
-        if self._server:
-            end([self._server.process])
+        try:
+            self.end()
+        finally:
+            if self._server:
+                end([self._server.process])
 
 
 def end(processes: Collection[BaseProcess | Forked]) -> None:
@@ -128,6 +142,9 @@ def end(processes: Collection[BaseProcess | Forked]) -> None:
     for process in processes:
         process.kill()
     for process in processes:
+        process.join(10.0)
+        if process.exitcode is None and isinstance(process, Forked):
+            process.server.kill()  # it is stuck, and all that it has forked end with it
         process.join()
 
 
@@ -137,6 +154,11 @@ class Forked:
     def __init__(self, server: _ForkServer, pid: int) -> None:
         self._server, self.pid = server, pid
         self._code: int | None = None
+
+    @property
+    def server(self) -> BaseProcess:
+        """The process that has forked it."""
+        return self._server.process
 
     @property
     def exitcode(self) -> int | None:
@@ -162,7 +184,7 @@ class Forked:
         until = None if timeout is None else time.monotonic() + timeout
         while self.exitcode is None:
             left = None if until is None else until - time.monotonic()
-            if not connection.wait([self._server.pipe], left):
+            if (left is not None and left <= 0) or not connection.wait([self._server.pipe], left):
                 return
 
 
@@ -176,14 +198,20 @@ class _ForkServer:
 
     def __init__(self, module: str) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
-        self.process = _spawned(_serve, theirs, module)
+        with environment(OPENBLAS_NUM_THREADS="1"):  # numpy would start threads
+            self.process = _spawned(_serve, theirs, module)
         theirs.close()
+        self._forks: bool | None = None
         self._running: dict[int, Forked] = {}
 
+    def forks(self) -> bool:
+        """Whether it has no threads; waits until it has imported its module."""
+        if self._forks is None:
+            self._forks = self._received()
+        return self._forks
+
     def start(self, target: Callable[..., Any], args: tuple) -> Forked:
-        if not self.process.is_alive():
-            raise ChildProcessError("the fork server has died")
-        self.pipe.send((dict(os.environ), target, args))
+        self._send(dict(os.environ), bytes(ForkingPickler.dumps((target, args))))
         while (pid := self._next()) is None:
             pass
         self._running[pid] = Forked(self, pid)
@@ -197,46 +225,72 @@ class _ForkServer:
     def _next(self) -> int | None:
         """Read a message; the pid of a process that was started."""
         try:
-            pid, code = self.pipe.recv()
-        except (EOFError, ConnectionResetError):  # the server was killed, and they with it
+            pid, code = self._received()
+        except ChildProcessError:  # they have ended with it
             if not self._running:
-                raise ChildProcessError("the fork server has died") from None
+                raise
             pid, code = next(iter(self._running)), -signal.SIGKILL
         if code is None:
             return pid
-        self._running.pop(pid)._code = code
+        if (forked := self._running.pop(pid, None)) is not None:
+            forked._code = code
         return None
+
+    def _received(self) -> Any:
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionError):
+            raise ChildProcessError("the process that forks ranks has ended") from None
+
+    def _send(self, *message: Any) -> None:
+        try:
+            self.pipe.send(message)
+        except ConnectionError:
+            raise ChildProcessError("the process that forks ranks has ended") from None
 
 
 def _serve(pipe: connection.Connection, module: str) -> None:
-    """The fork server's loop: fork what is asked for, tell who has ended."""
-    for name in (module, "torch._dynamo"):
-        import_module(name)
-    gc.collect()
-    gc.freeze()  # a collection would write to all pages that the forked share
-    context, running = multiprocessing.get_context("fork"), []
+    """The fork server. It leaves without waiting for its children, which end with it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    code = 1
+    try:
+        import_module(module)
+        gc.collect()
+        gc.freeze()  # a collection would write to all pages that the forked share
+        pipe.send(len(os.listdir("/proc/self/task")) == 1)
+        _fork_as_told(pipe)
+    except EOFError:
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    leave(code)
+
+
+def _fork_as_told(pipe: connection.Connection) -> NoReturn:
+    """Fork what is asked for, tell who has ended; EOFError when nobody asks any more."""
+    context = multiprocessing.get_context("fork")
+    running: list[BaseProcess] = []
     while True:
+        # A sentinel is open as long as any child of the process lives.
         if pipe in connection.wait([pipe, *(child.sentinel for child in running)], 0.2):
-            try:
-                given = pipe.recv()
-            except EOFError:
-                return
-            child = context.Process(target=_forked, args=(pipe, *given))
+            child = context.Process(target=_forked, args=(pipe, *pipe.recv()))
             child.start()
             running.append(child)
             pipe.send((child.pid, None))
-        for child in [child for child in running if child.exitcode is not None]:
+        ended = [child for child in running if child.exitcode is not None]
+        for child in sorted(ended, key=lambda child: child.exitcode):  # first who was killed
             running.remove(child)
             pipe.send((child.pid, child.exitcode))
 
 
-def _forked(
-    pipe: connection.Connection, environ: dict[str, str], target: Callable[..., Any], args: tuple
-) -> None:
+def _forked(pipe: connection.Connection, environ: dict[str, str], given: bytes) -> None:
     pipe.close()
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update(environ)
+    if "numpy" in sys.modules:  # each its own, as if it had imported it
+        sys.modules["numpy"].random.seed()
+    target, args = pickle.loads(given)
     _run(target, *args)
 
 

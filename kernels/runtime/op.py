@@ -150,6 +150,9 @@ class Op:
             parameters, return_annotation=None if result is type(None) else result
         )
         self.operator = torch.library.custom_op(f"warpweave::{name}", flat, mutates_args=writes)
+        # Beside the one that custom_op makes, which imports all of torch.compile at its first call
+        # (two seconds) and looks at each call whether outputs are inputs.
+        torch.library.impl(f"warpweave::{name}", ("cpu", "cuda"), flat)
         self.operator.register_fake(lambda *args: fake(*self.nested(args)))
         if gradient is None:
             return

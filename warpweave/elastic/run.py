@@ -51,7 +51,8 @@ def run_elastic(config: TrainConfig, backend: str, processes: Processes | None =
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if backend == "gloo":
         os.environ.update(told_ranks(backend, ""))
-    processes = processes or Processes(train_member.__module__ if backend == "gloo" else None)
+    if processes is None or backend != "gloo":
+        processes = Processes(train_member.__module__ if backend == "gloo" else None)
     return Keeper(config, processes).run()
 
 

@@ -30,7 +30,7 @@ from warpweave.parallel.server.link import check_loopback
 from warpweave.parallel.server.server import start_generation, tell
 from warpweave.parallel.server.shard import spread
 from warpweave.parallel.server.worker import LostError
-from warpweave.processes import Forked, Processes, end, leave
+from warpweave.processes import Forked, Processes, end, environment, leave, told_ranks
 from warpweave.server.roles import ServedModel, serve, work
 from warpweave.train_config import CHECKPOINTS, TrainConfig
 
@@ -56,7 +56,9 @@ def run_servers(config: TrainConfig, processes: Processes | None = None) -> int:
         f"{config.server} servers and {dp} workers ({device}), staleness {config.staleness}; "
         f"{per_step} sequences a worker and step"
     )
-    processes = processes or Processes(__name__ if device == "cpu" else None)
+    if processes is None or device != "cpu":
+        with environment(**told_ranks("gloo", "")):
+            processes = Processes(__name__ if device == "cpu" else None)
     return _Watch(config, device, processes).run()
 
 
