@@ -269,7 +269,7 @@ def _serve(pipe: connection.Connection, module: str) -> None:
 def _fork_as_told(pipe: connection.Connection) -> NoReturn:
     """Fork what is asked for, tell who has ended; EOFError when nobody asks any more."""
     context = multiprocessing.get_context("fork")
-    running: list[BaseProcess] = []
+    running: list[Any] = []  # context.Process
     while True:
         # A sentinel is open as long as any child of the process lives.
         if pipe in connection.wait([pipe, *(child.sentinel for child in running)], 0.2):
