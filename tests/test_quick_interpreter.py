@@ -78,6 +78,49 @@ def test_types_and_their_errors_are_tritons(element, shape):
         assert found == (_told(element, shape),) * 2
 
 
+def _operand(name: str, sizes: tuple[int, ...]) -> core.tensor:
+    dtype = getattr(core, name)
+    data = np.arange(np.prod(sizes)).reshape(sizes).astype(interpreter._get_np_dtype(dtype))
+    return core.tensor(
+        interpreter.TensorHandle(data, dtype),
+        dtype if sizes == (1,) else core.block_type(dtype, [*sizes]),
+    )
+
+
+_NAMES = ["int1", "int32", "uint32", "int64", "float16", "bfloat16", "float32", "float64"]
+_NUMBERS = [0, 1, -1, 2**31 - 1, 2**31, -(2**31), 2**63, 0.0, -0.0, 0.5, 1e-40, -np.inf, True]
+
+
+@pytest.mark.parametrize("flags", [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize("sizes", [(1,), (4,)])
+@pytest.mark.parametrize("name", _NAMES)
+def test_operands_and_their_errors_are_tritons(name, sizes, flags):
+    """Of two tensors, and of a tensor and a number: their dtype, shape and every bit."""
+    semantic = interpreter.interpreter_semantic
+    others = [_operand(n, s) for n in _NAMES for s in ((1,), (4,), (2, 1))]
+
+    def told(lhs, rhs):
+        try:
+            with np.errstate(over="ignore"):
+                found = semantic.binary_op_type_checking_impl(
+                    lhs, rhs, arithmetic_check=flags[0], div_or_mod=flags[1]
+                )
+        except Exception as error:
+            return type(error), str(error)
+        return [
+            (str(x.type), x.shape.values, x.handle.dtype.name, x.handle.data.tobytes())
+            for x in found
+        ]
+
+    def all_told():
+        x = _operand(name, sizes)
+        return [told(*pair) for y in (*others, *_NUMBERS) for pair in ((x, y), (y, x))]
+
+    found = all_told(), all_told()
+    with uninstalled():
+        assert found == (all_told(),) * 2
+
+
 @pytest.mark.parametrize("operation", ["add", "sub", "mul"])
 def test_an_overflow_is_told_where_triton_tells_it(operation, monkeypatch):
     semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
@@ -38,7 +39,12 @@ def _language() -> Places:
         prepared.add(module)
         return prepare(function)
 
+    asks_for_semantic = core.add.__code__  # of what `builtin` makes
+
     def interpreted(member):
+        if getattr(member, "__code__", None) is asks_for_semantic:
+            member = member.__wrapped__  # it is given
+
         def call(*args, **options):
             options["_semantic"] = interpreter.interpreter_semantic
             return member(*args, **options)
@@ -138,12 +144,85 @@ def _sums() -> Places:
     return [(place, "binary_op_sanitize_overflow_impl", assert_no_overflow)]
 
 
+def _operands() -> Places:
+    """Two operands of one dtype and shape are taken as they are, and the constants that numbers of
+    a program become beside a tensor are made once."""
+    place, right = semantic.TritonSemantic, semantic.TritonSemantic.binary_op_type_checking_impl
+    tensor, block_type, handle = core.tensor, core.block_type, interpreter.TensorHandle
+    least = {"int32": -(2**31), "int64": -(2**63)}
+    constants: dict[tuple[Any, ...], np.ndarray] = {}
+    takes_number = {"int32": int, "int64": int, "fp32": float, "fp64": float}
+    widened = {"fp16", "bf16"}  # where they are divided
+
+    def constant(like, value):
+        kind = like.type
+        sizes = builtins.tuple(kind.shape.values) if type(kind) is block_type else (1,)
+        key = (value, like.dtype.name, sizes)
+        if (data := constants.get(key)) is None:
+            data = constants[key] = np.full(sizes, value, dtype=interpreter._get_np_dtype(kind))
+            data.flags.writeable = False
+        return tensor(handle(data, like.dtype), kind)
+
+    def beside(like, value):
+        """`value` as a tensor like `like`, if it is a number that leaves it as it is."""
+        name = like.dtype.name
+        if type(value) is not takes_number.get(name) or (value == 0.0 and name[0] == "f"):
+            return None
+        if type(value) is int and not least[name] <= value < -least[name]:
+            return None
+        return constant(like, value)
+
+    def operands(
+        self,
+        lhs,
+        rhs,
+        allow_lhs_ptr=False,
+        allow_rhs_ptr=False,
+        arithmetic_check=True,
+        div_or_mod=False,
+    ):
+        if type(lhs) is tensor:
+            if type(rhs) is tensor:
+                name = lhs.dtype.name
+                if (
+                    name == rhs.dtype.name
+                    and lhs.shape is rhs.shape  # which is kept once for each
+                    and type(lhs.dtype) is core.dtype
+                    and not (div_or_mod and name in widened)
+                ):
+                    return lhs, rhs
+            elif arithmetic_check and (number := beside(lhs, rhs)) is not None:
+                return lhs, number
+        elif arithmetic_check and type(rhs) is tensor and (number := beside(rhs, lhs)) is not None:
+            return number, rhs
+        return right(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return [(place, "binary_op_type_checking_impl", operands)]
+
+
+def _arrays() -> Places:
+    """That an array's elements are no larger than its dtype's is asked once for each of the two."""
+    right = interpreter.TensorHandle.__post_init__
+    fits: set[tuple[int, str]] = set()
+
+    def fit(self):
+        if (key := (self.data.itemsize, self.dtype.name)) not in fits:
+            right(self)
+            fits.add(key)
+
+    return [(interpreter.TensorHandle, "__post_init__", fit)]
+
+
 _plain: Places = []  # what was replaced
+
+
+def _all() -> Places:
+    return [*_language(), *_types(), *_sums(), *_operands(), *_arrays()]
 
 
 def install() -> None:
     """Replace them in this process, for good."""
-    for place, name, value in () if _plain else (*_language(), *_types(), *_sums()):
+    for place, name, value in () if _plain else _all():
         _plain.append((place, name, getattr(place, name)))
         setattr(place, name, value)
 
