@@ -88,7 +88,7 @@ def _operand(name: str, sizes: tuple[int, ...]) -> core.tensor:
 
 
 _NAMES = ["int1", "int32", "uint32", "int64", "float16", "bfloat16", "float32", "float64"]
-_NUMBERS = [0, 1, -1, 2**31 - 1, 2**31, -(2**31), 2**63, 0.0, -0.0, 0.5, 1e-40, -np.inf, True]
+_NUMBERS = [0, 1, -1, 2**31 - 1, 2**31, -(2**31), 2**63, -0.0, 0.0, 0.5, 1e-40, -np.inf, True]
 
 
 @pytest.mark.parametrize("flags", [(True, False), (True, True), (False, True)])
