@@ -15,7 +15,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results" / "hf"
@@ -64,14 +64,17 @@ def _resident(what: str) -> int:
     raise OSError(f"/proc/self/status has no {what}")
 
 
-def compared(vocabulary: int, tokens: int) -> dict:
+def measured_apart(side: str, vocabulary: int, tokens: int) -> dict[str, float]:
+    """`measured` in a process of its own."""
+    command = [sys.executable, "-P", __file__, "--side", side]
+    command += ["--vocabulary", str(vocabulary), "--tokens", str(tokens)]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+def compared(vocabulary: int, tokens: int, measure: Callable[..., dict] = measured_apart) -> dict:
     """Both sides, and the ratio of what they added at most."""
-    found = {}
-    for side in SIDES:
-        command = [sys.executable, "-P", __file__, "--side", side]
-        command += ["--vocabulary", str(vocabulary), "--tokens", str(tokens)]
-        out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
-        found[side] = json.loads(out.stdout.splitlines()[-1])
+    found = {side: measure(side, vocabulary, tokens) for side in SIDES}
     theirs, ours = (found[side] for side in SIDES)
     if abs(ours["loss"] - theirs["loss"]) > 1e-5 * theirs["loss"]:
         raise SystemExit(f"the losses differ: {ours['loss']} and {theirs['loss']}")
