@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -18,13 +17,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import QuickProcesses
 from support.gpus import pretend_gpus
 from support.pretend_nccl import _Options
 
+from warpweave import train
 from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.launch import Session, _loopback_listener, _store, join
 from warpweave.parallel.mesh import Mesh
-from warpweave.trials.job import TrainingJob, marked
+from warpweave.train_config import parse
+from warpweave.trials.job import _TINY, TrainingJob, marked
 
 ROOT = Path(__file__).parent.parent
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -81,7 +83,8 @@ def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(
     heard: set[str] = set()
 
     def listen() -> bool:
-        heard.update(ours.listening())
+        if ours.out.exists():
+            heard.update(ours.listening())
         return ours.process.poll() is not None or ours.steps() >= 3
 
     ours.wait_for(listen)
@@ -129,10 +132,11 @@ def _torchrun(ranks: int, *options: str) -> tuple[str, ...]:
 
 
 @LINUX
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_stop_under_torchrun_saves_and_leaves_nobody(job, number):
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 2), (signal.SIGHUP, 1)])
+def test_a_stop_under_torchrun_saves_and_leaves_nobody(job, number, ranks):
     """Of our own command the trials tell (`warpweave.trials.stops`)."""
-    run = job("--steps", "100000", "--eval-every", "0", "--dp", "2", command=_torchrun(2))
+    options = ("--steps", "100000", "--eval-every", "0", "--dp", str(ranks))
+    run = job(*options, command=_torchrun(ranks))
     run.wait_for(lambda: run.steps() >= 3)
     os.killpg(run.process.pid, number)
     end = run.end()
@@ -149,47 +153,44 @@ def test_ctrl_c_while_ranks_start_is_quiet(job):
     assert _noise(early.end(130).stderr) == []
 
 
-RUNS = ("ours", "torchrun", "own store", "early")
+RUNS = ("own store", "early")
 
 
 def _suite(folder: Path) -> None:
-    """What a test does that is killed: three runs that train, a fourth whose ranks just start.
+    """What a test does that is killed: torchrun with a rank that stands still, and our own command
+    whose ranks just start.
 
-    A rank of torchrun is alone, so that no peer's end is what it notices.
+    A rank of torchrun is alone and keeps the store itself, so that it is neither a peer's end nor
+    torchrun's that it notices. That ours end when they stand still the trials tell
+    (`warpweave.trials.deaths`).
     """
-    ours = Job(folder / "ours", *LONG, "--tp", "2")
+    os.environ["STARTED_BY"] = str(folder)
+    # torchrun names a port that was free a while ago; a connection of others may have taken it.
     runner = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1")
-    theirs = Job(folder / "torchrun", *LONG, command=(*runner, "-m", "warpweave.train"))
-    # Where a rank keeps the store instead of torchrun, no rank loses a connection with it. torchrun
-    # names a port that was free a while ago, and a connection of others may have taken it since.
     apart = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *runner, "--standalone", "--no-python")
     rank = ("env", f"MASTER_PORT={_spare_port()}", sys.executable, "-m", "warpweave.train")
     own = Job(folder / "own store", *LONG, command=(*apart, *rank))
-    for run in (ours, theirs, own):
-        run.wait_for(lambda run=run: run.steps() >= 2)
-        for rank in run.ranks():
-            os.kill(rank, signal.SIGSTOP)  # and they stay so
     early = Job(folder / "early", *LONG, "--tp", "2")
+    own.wait_for(lambda: own.steps() >= 2)
+    for rank in own.ranks():
+        os.kill(rank, signal.SIGSTOP)  # and it stays so
     early.wait_for(lambda: len(early.ranks()) == 2)
-    print("ready", flush=True)
+    (folder / "ready").touch()
     time.sleep(600)
 
 
 @LINUX
 def test_a_killed_suite_leaves_no_run_behind(tmp_path):
     mark = f"STARTED_BY={tmp_path}"
-    code = f"import test_launch as t; t._suite(t.Path({str(tmp_path)!r}))"
-    suite = subprocess.Popen(
-        [sys.executable, "-P", "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "STARTED_BY": str(tmp_path)},
-        stdout=subprocess.PIPE,
-    )
+    suite = QuickProcesses().start(_suite, tmp_path)
     try:
-        with suite.stdout:
-            assert suite.stdout.readline() == b"ready\n"
-        assert len(marked(mark)) >= 11  # four launchers, six ranks and the suite
-        suite.kill()
         deadline = time.monotonic() + WAIT
+        while not (tmp_path / "ready").exists():
+            assert suite.exitcode is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert len(marked(mark)) >= 5  # two launchers and three ranks
+        suite.kill()
         while marked(mark) and time.monotonic() < deadline:
             time.sleep(0.1)
         left = [(p, Path(f"/proc/{p}/cmdline").read_bytes()) for p in marked(mark)]
@@ -197,22 +198,42 @@ def test_a_killed_suite_leaves_no_run_behind(tmp_path):
         assert left == [], said
     finally:
         suite.kill()
-        suite.wait()
+        suite.join()
         for pid in marked(mark):
             os.kill(pid, signal.SIGKILL)
 
 
-@LINUX
-def test_a_refused_resume_ends_with_2_and_one_line(job):
-    first = job("--steps", "1", "--eval-every", "0")
-    first.end(0)
-    before = sorted((path, path.stat().st_mtime_ns) for path in first.out.rglob("*"))
-    options = ("--resume", "--seed", "3", "--out", str(first.out))
-    for ranks in ("1", "2"):
-        end = job(*options, "--tp", ranks, name=f"tp{ranks}").end(2)
-        assert (end.stdout, len(end.said), _noise(end.stderr)) == ([], 1, []), end.stderr
-        assert end.said[0].endswith("step_00000001 was trained with seed 0, now 3")
-    assert sorted((path, path.stat().st_mtime_ns) for path in first.out.rglob("*")) == before
+def test_a_refused_resume_ends_with_2_and_one_line(tmp_path):
+    (tmp_path / "text").write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
+    words = f"{_TINY} --data {tmp_path}/text --out {tmp_path}/run --eval-every 0".split()
+    files = tmp_path / "run"
+
+    def ends(name: str, *more: str) -> tuple[int, str, str]:
+        """The exit code, what was printed, and what on stderr, of a run in processes of ours."""
+        folder = tmp_path / name
+        folder.mkdir()
+        with QuickProcesses(folder) as processes:
+            if "--tp" in more:
+                with pytest.raises(SystemExit) as end:
+                    train.run(parse([*words, *more]), processes)
+                code = end.value.code
+            else:
+                alone = processes.start(train.main, [*words, *more])
+                alone.join()
+                code = alone.exitcode
+        return code, (folder / "stdout").read_text(), (folder / "stderr").read_text()
+
+    assert ends("first", "--steps", "1")[0] == 0
+    before = sorted((path, path.stat().st_mtime_ns) for path in files.rglob("*"))
+    assert files / "checkpoints" / "step_00000001" in [path for path, _ in before]
+    again = ("--resume", "--seed", "3")
+    for name, more in (("alone", again), ("two", (*again, "--tp", "2"))):
+        code, out, err = ends(name, *more)
+        assert (code, out, _noise(err)) == (2, "", []), err
+        (line,) = filter(None, err.splitlines())
+        assert line.startswith("warpweave: ")
+        assert line.endswith("step_00000001 was trained with seed 0, now 3")
+    assert sorted((path, path.stat().st_mtime_ns) for path in files.rglob("*")) == before
 
 
 # -------------------------------------------------------------------------- who says what

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from warpweave.processes import Processes
@@ -47,12 +48,29 @@ def _context() -> mp.context.ForkServerContext:
 
 
 class QuickProcesses(Processes):
-    """Children of that forkserver in the place of those that `warpweave` would start."""
+    """Children of that forkserver in the place of those that `warpweave` would start.
+
+    What they print is added to the files stdout and stderr of `folder`; without one it goes where
+    the forkserver's goes.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__()
+        self._folder = folder
 
     def start(self, target: Callable[..., Any], *args: Any) -> mp.process.BaseProcess:
+        if self._folder is not None:
+            target, args = _printing, (str(self._folder), target, args)
         self.started.append(_context().Process(target=target, args=args))
         self.started[-1].start()
         return self.started[-1]
+
+
+def _printing(folder: str, target: Callable[..., Any], args: tuple) -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        os.dup2(os.open(os.path.join(folder, name), flags, 0o600), number)
+    target(*args)
 
 
 def _child(

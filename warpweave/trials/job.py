@@ -150,11 +150,13 @@ class TrainingJob:
 
     def wait_for(self, what: Callable[[], object]) -> None:
         """Wait until `what` is true; `BrokenPromiseError` if the job ends before."""
-        deadline = time.monotonic() + self.seconds
+        deadline, began = time.monotonic() + self.seconds, time.thread_time()
         while not what():
             promised(self.process.poll() is None, self._stderr.read_text())
             promised(time.monotonic() < deadline, self._stderr.read_text())
-            time.sleep(0.02)
+            looked = time.thread_time() - began
+            time.sleep(max(0.02, 4 * looked))  # the job needs the processor more
+            began = time.thread_time()
         beyond = self.listening() - _LOOPBACK if self.ours else set()
         promised(not beyond, f"it listens beyond loopback: {beyond}")
 
