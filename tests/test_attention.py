@@ -329,7 +329,7 @@ def test_bfloat16_gradients_of_grouped_heads_add_up_in_float32(group) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # before the mask, for nothing
 def test_float32_scores_in_the_thousands_err_no_more_than_their_roundings() -> None:
     """There lse itself has three decimals."""
-    for _ in range(5):
+    for _ in range(2):
         q, k, v = draw(Sq=70, Sk=70, D=128, dtype=torch.float32)
         low = [(400 * q.detach()).requires_grad_(), k, v]
         exact = [x.detach().double().requires_grad_() for x in low]
@@ -570,8 +570,10 @@ def test_it_compiles_into_one_graph_with_gradients() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("impl", "backend"),
+    [("torch", None), ("triton", None), ("torch", "aot_eager"), ("triton", "eager")],
+)
 def test_forward_mode_raises_and_is_no_silent_zero(impl, backend) -> None:
     q, k, v = (x.detach() for x in draw(Sq=3, Sk=3))
     sinks = torch.zeros(2, dtype=F64)
@@ -639,8 +641,7 @@ _CALLS = {
 @pytest.mark.parametrize(
     ("case", "impl", "grad"),
     [(case, "torch", True) for case in _CALLS]
-    + [("decoding", "torch", False), ("documents", "torch", False)]
-    + [("seed", "triton", True), ("position", "triton", True), ("decoding", "triton", False)],
+    + [("decoding", "torch", False), ("seed", "triton", True), ("decoding", "triton", False)],
 )
 def test_integers_that_change_are_symbols_to_a_compiler(case, impl, grad) -> None:
     """The operator is one; what runs inside it no compiler sees."""
@@ -651,7 +652,7 @@ def test_integers_that_change_are_symbols_to_a_compiler(case, impl, grad) -> Non
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager" if grad else "eager")
     compiled = torch.compile(f, fullgraph=True, backend=counter)
-    for n in range(20 if impl == "torch" else 5):  # an interpreter takes long
+    for n in range(11 if impl == "torch" else 5):  # an interpreter takes long
         args = _moving(n, grad)[case]
         found = []
         for call in (compiled, f) if n % 6 in (1, 4) else (compiled,):

@@ -208,7 +208,7 @@ def test_an_unknown_norm_is_refused():
 # ------------------------------------------------------------------- an ordinary module
 
 
-COMPILED = {"llama": LLAMA, "gemma": GEMMA, "olmo": OLMO, "selective": GPT2 | {"recompute": "up"}}
+COMPILED = {"gemma": GEMMA, "olmo": OLMO, "selective": GPT2 | {"recompute": "up"}}
 
 
 @DYNAMO  # a block of GPT-2 in test_gpt.py

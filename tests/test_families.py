@@ -33,8 +33,8 @@ def stages(name: str) -> tuple[int, ...]:
 
 
 def counts(name: str, p: int) -> list[int]:
-    """Micro-batches to try: fewer than ranks, as many, more."""
-    tried = {1, 2, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 4 * p}
+    """Micro-batches to try: fewer than ranks, as many, more; of many ranks three."""
+    tried = {1, 2, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 4 * p} if p < 8 else {1, p + 1, 2 * p}
     return sorted(m for m in tried if m >= FAMILIES[name].least(p))
 
 

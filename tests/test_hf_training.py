@@ -24,7 +24,7 @@ from warpweave.parallel.mesh import Mesh  # noqa: E402
 from warpweave.shards import whole  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-V, STEPS = 61, 20
+V, STEPS, FEWER = 61, 20, 8
 
 
 def make(family: str) -> nn.Module:
@@ -90,12 +90,13 @@ def folder(tmp_path_factory):
 
 
 ACCUMULATION = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
+SHORT = ACCUMULATION | {"steps": FEWER}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     "options",
-    [{}, ACCUMULATION, {"gradient_checkpointing": True}],
+    [{}, SHORT, {"gradient_checkpointing": True, "steps": FEWER}],
     ids=["plain", "accumulation", "checkpointing"],
 )
 def test_a_trainer_goes_the_same_way(folder, family, options):
@@ -104,12 +105,12 @@ def test_a_trainer_goes_the_same_way(folder, family, options):
     ww.apply(ours)
     found = curve(ours, folder, **options)
     assert worst(found, theirs) <= 1e-5
-    assert sum(found[:5]) - sum(found[-5:]) > 5 * 0.1  # it learns
+    assert "steps" in options or sum(found[:5]) - sum(found[-5:]) > 5 * 0.1  # it learns
 
 
 def test_the_curve_would_show_a_wrong_number_of_labels(folder):
     """An accumulation that divides by each batch's own labels is far from the bound."""
-    theirs = plain_curve("llama", folder, *ACCUMULATION.items())
+    theirs = plain_curve("llama", folder, *SHORT.items())
     ours = make("llama")
     ww.apply(ours)
     fused = ours.loss_function
@@ -118,7 +119,7 @@ def test_the_curve_would_show_a_wrong_number_of_labels(folder):
         return fused(*args, **kwargs) / 3
 
     ours.loss_function = loss_function
-    assert worst(curve(ours, folder, **ACCUMULATION), theirs) > 1e-3
+    assert worst(curve(ours, folder, **SHORT), theirs) > 1e-3
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -236,7 +237,7 @@ def accumulated(model: nn.Module, labels: str, accumulate: int, rank: int, world
 
 
 LABELS = ("ragged", "a micro-batch without", "a rank without")
-TABLE = [(labels, accumulate) for labels in LABELS for accumulate in (1, 2, 4)]
+TABLE = [(LABELS[0], 1), (LABELS[0], 4), (LABELS[1], 2), (LABELS[1], 4), (LABELS[2], 2)]
 
 
 def _table_of_two(rank: int) -> list[tuple]:

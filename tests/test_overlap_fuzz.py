@@ -36,7 +36,7 @@ OPS = {
     "scatter": gemm_reduce_scatter,
     "reduce": gemm_all_reduce,
 }
-ROUNDS = {2: 40, 3: 15}  # of each operation, by ranks
+ROUNDS = {2: 20, 3: 8}  # of each operation, by ranks
 SHAPES = ((1, 1, 1), (3, 5, 2), (7, 32, 3), (16, 3, 5), (2, 38, 1), (20, 6, 3))  # S, N, K
 
 
@@ -196,7 +196,7 @@ def _at_random(rank: int, world: int) -> dict:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", ROUNDS)
-def test_hundreds_of_operations_at_random_moments(world):
+def test_many_operations_at_random_moments(world):
     results = run_ranks(world, _at_random, world, timeout=3000)  # on a busy machine
     assert {op for op, _ in results[0]} == OPS.keys()
     for case, y in results[0].items():
@@ -206,7 +206,7 @@ def test_hundreds_of_operations_at_random_moments(world):
 # ---------------------------------------------------------------- planted faults
 
 
-def _one_is_last(rank: int, op: str, folder: Path, edits: list, last: int) -> None:
+def _one_is_last(rank: int, ops: list[str], folder: Path, edits: list, last: int) -> None:
     luck = Last(map_file(folder / "looks", 8).view(torch.int64), rank == last)
     delay(luck)
     if edits:
@@ -215,7 +215,7 @@ def _one_is_last(rank: int, op: str, folder: Path, edits: list, last: int) -> No
         function.gather_steps = modules["gather"].gather_steps
         function.scatter_steps = modules["scatter"].scatter_steps
     two_tiles = SHAPES.index((2, 38, 1)), SHAPES.index((20, 6, 3))
-    run(rank, 2, [(op, shape) for shape in two_tiles] * 2)
+    run(rank, 2, [(op, shape) for op in ops for shape in two_tiles] * 2)
     luck.end()
 
 
@@ -241,11 +241,10 @@ def test_a_planted_fault_is_a_wrong_result_when_one_rank_is_last(name, tmp_path)
     create_file(tmp_path / "looks", 8)
     # Where the data came too early, so may have the signature that is beside it.
     with pytest.raises(AssertionError, match=r"is wrong in round|: rank 1 is in "):
-        run_ranks(2, _one_is_last, op, tmp_path, edits, 1)
+        run_ranks(2, _one_is_last, [op], tmp_path, edits, 1)
 
 
 @pytest.mark.parametrize("last", [0, 1])
-@pytest.mark.parametrize("op", OPS)
-def test_without_a_fault_the_last_rank_is_waited_for(op, last, tmp_path):
+def test_without_a_fault_the_last_rank_is_waited_for(last, tmp_path):
     create_file(tmp_path / "looks", 8)
-    run_ranks(2, _one_is_last, op, tmp_path, [], last)
+    run_ranks(2, _one_is_last, [*OPS], tmp_path, [], last)

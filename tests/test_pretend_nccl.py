@@ -108,8 +108,23 @@ def _is_right(name: str, drains: Drains, lazily: bool = False) -> None:
             assert torch.equal(a, b), "another number"
 
 
-@pytest.mark.parametrize("drains", ["never", "always"])
-@pytest.mark.parametrize("name", CASES)
+OF_EACH_KIND = (
+    *(
+        "interleaved",
+        "zero 3",
+        "in order, zero 3",
+        "hybrid sharding",
+        "sequence, chunked",
+        "stream",
+    ),
+    *("stream", "ulysses and ring", "pipedream", "2bw", "pipeline of tensor"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "drains"),
+    [*((name, "never") for name in CASES), *((name, "always") for name in OF_EACH_KIND)],
+)
 def test_steps_end_and_every_bit_is_as_in_gloos_order(name: str, drains: Drains) -> None:
     _is_right(name, drains)
 
@@ -227,9 +242,13 @@ def test_messages_of_more_micro_batches_hold_no_more_memory() -> None:
     assert held[4] == held[6], f"more is held: {held}"
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize(
-    ("sizes", "strategy"), [(Mesh(cp=3), "ring"), (Mesh(cp=4, ulysses=2), "hybrid")]
+    ("sizes", "strategy", "layout"),
+    [
+        (Mesh(cp=3), "ring", "zigzag"),
+        (Mesh(cp=3), "ring", "contiguous"),
+        (Mesh(cp=4, ulysses=2), "hybrid", "contiguous"),
+    ],
 )
 def test_a_ring_of_more_micro_batches_holds_no_more_memory(sizes, strategy, layout) -> None:
     held = {}

@@ -129,9 +129,8 @@ def assert_equal_to_whole(case: Case, got: Tensors, rtol: float = 1e-11) -> None
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize(("parts", "chunk"), [(1, 3), (2, 5), (3, 3), (4, 7), (8, 1)])
+@pytest.mark.parametrize(("causal", "kv_heads"), [(True, 4), (True, 1), (False, 1)])
+@pytest.mark.parametrize(("parts", "chunk"), [(1, 3), (2, 5), (3, 3), (4, 2), (8, 1)])
 def test_ring_equals_whole_attention(
     kind: str, causal: bool, kv_heads: int, parts: int, chunk: int
 ) -> None:
@@ -186,9 +185,9 @@ def test_error_does_not_grow_with_ranks(dtype: torch.dtype) -> None:
         return float((a.double() - b).norm() / b.norm())
 
     alone, limit = errors(1), 2.0 if dtype == torch.float32 else 1.1
-    for parts in (2, 4, 16, 32):
+    for parts in (2, 4, 32):
         # lse is fp32 in all of them, and each merge rounds it: an error of 1e-7, whatever else is.
-        limits = dict.fromkeys(NAMES, limit) | {"lse": 2.0 if parts <= 16 else 3.0}
+        limits = dict.fromkeys(NAMES, limit) | {"lse": 2.0 if parts < 32 else 3.0}
         ratios = dict(zip(NAMES, (e / a for e, a in zip(errors(parts), alone))))
         assert all(ratios[n] <= limits[n] for n in NAMES), f"{parts} ranks: {ratios}"
     for faults, wrong in (
@@ -200,7 +199,7 @@ def test_error_does_not_grow_with_ranks(dtype: torch.dtype) -> None:
         ),
     ):
         with mock.patch.multiple(ring, **faults):
-            grown = errors(32)
+            grown = errors(16)
         assert wrong <= {n for n, e, a in zip(NAMES, grown, alone) if e > limits[n] * a}, faults
 
 
@@ -285,8 +284,8 @@ FAULTS = {
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize("parts", [3, 4])
 def test_planted_fault_shows(fault: str, kind: str, parts: int) -> None:
-    case = Case(SequenceLayout(6 * parts, parts, kind))
-    assert_equal_to_whole(case, emulate(case))
+    """`test_ring_equals_whole_attention` finds such a case right."""
+    case = Case(SequenceLayout(6 * parts, parts, kind), kv_heads=1)
     with (
         planted(*(instead(ring, *plant) for plant in FAULTS[fault](parts).items())),
         pytest.raises((AssertionError, RuntimeError), match=r"Case|deadlock"),
@@ -348,12 +347,14 @@ def _ring_on_ranks(rank: int, cases: list[Case]) -> None:
         blocking, *same = _run(case, rank, overlap=False)
         assert all(map(torch.equal, results, blocking))
         assert same == [forward, backward]
-        for name, got, whole, emulated in zip(NAMES, results, case.truth(), emulate(case)):
+        emulated = [None if rank else emulate(case)]
+        dist.broadcast_object_list(emulated)
+        for name, got, whole, of_all in zip(NAMES, results, case.truth(), emulated[0]):
             dim = 2 if name == "lse" else 1
             mine = case.layout.shard(whole, rank, dim)
             assert_close_f64(got, mine, 1e-11 if case.dtype == torch.float64 else 1e-2)
             if parts > 1:
-                assert torch.equal(got, case.layout.shard(emulated, rank, dim)), (case, name)
+                assert torch.equal(got, case.layout.shard(of_all, rank, dim)), (case, name)
         # Forward: P-1 times K‖V. Backward: P messages that hold P-1 times K‖V and P-1 times dK‖dV.
         kv, dkv = _bytes(case)
         if case.layout.kind == "contiguous" and case.causal:  # but for what would go round the end
@@ -537,7 +538,7 @@ def _expected_messages(case: Case) -> tuple[list[list[int]], list[list[int]]]:
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 def test_a_hop_that_the_window_hides_from_all_is_not_made(kind: str, causal: bool) -> None:
     """And the numbers are those of one device, for windows from one key to all and P up to 7."""
-    for parts, length in ((2, 4), (3, 6), (4, 4), (7, 2)):
+    for parts, length in ((2, 4), (3, 6), (7, 2)):
         layout = SequenceLayout(parts * length, parts, kind)
         block = length // 2 if kind == "zigzag" else length
         for window in sorted({1, 2, block, block + 1, block + 2, 2 * block + 2, 99}):

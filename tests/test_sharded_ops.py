@@ -69,7 +69,7 @@ def _agree(op: Op) -> None:
                 assert all(torch.equal(other[name], t) for name, t in first.items())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3, 4])  # and 2 of 4, where the group is not the world
 @pytest.mark.parametrize("name", OPS)
 def test_results_and_gradients_equal_plain_torch(name: str, ranks: int) -> None:
     _on_threads(ranks, name, _agree)
@@ -93,7 +93,7 @@ def _within_products(rank: int, name: str) -> None:
     op = OPS[name]
     layer = name in ("column", "row")
     with op.within():
-        on_first(rank, (1, 2, 3, 4) if layer else (1, 2, 3), lambda rank: _agree_within(op))
+        on_first(rank, (1, 3, 4) if layer else (2, 3), lambda rank: _agree_within(op))
         if layer:
             on_first(rank, (1, 2), lambda rank: _deferred(op, fused()))
             on_first(rank, (2,), lambda rank: _frozen(op, fused()))

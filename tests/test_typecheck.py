@@ -74,18 +74,18 @@ ONE_LAYER = {name: dataclasses.replace(config, layers=1) for name, config in STY
 # ---------------------------------------------------------------- what holds
 
 
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(
-    "mesh",
+    ("mesh", "sp_style"),  # the other style is checked the other way
     [
-        Mesh(dp=64, cp=2, tp=8),  # 1,024 ranks; K and V are gathered
-        Mesh(dp=16, cp=4, tp=8, pp=2),  # 1,024; the ring, for gpt2
-        Mesh(tp=8),
+        (Mesh(dp=64, cp=2, tp=8), "gpt2"),  # 1,024 ranks; K and V are gathered
+        (Mesh(dp=16, cp=4, tp=8, pp=2), "llama"),  # 1,024; the ring, for gpt2
+        (Mesh(tp=8), "gpt2"),
     ],
     ids=str,
 )
-def test_the_gpt_typechecks(mesh: Mesh, style: str, sp: bool) -> None:
+@pytest.mark.parametrize("style", STYLES)
+def test_the_gpt_typechecks(mesh: Mesh, style: str, sp_style: str) -> None:
+    sp = style == sp_style
     typecheck(STYLES[style], mesh, sequence_parallel=sp, recompute="selective" if sp else "none")
 
 
@@ -126,7 +126,7 @@ def test_a_norm_over_all_heads_needs_the_sum_of_every_ranks_squares() -> None:
 
 def test_stages_of_the_largest_model_typecheck_in_full_size() -> None:
     mesh = Mesh(dp=4, cp=4, tp=8, pp=40)  # 5,120 ranks
-    typecheck(PRESETS["llama-70b"], mesh, stages=range(0, 40, 13), sequence_parallel=True)
+    typecheck(PRESETS["llama-70b"], mesh, stages=(0, 20, 39), sequence_parallel=True)
 
 
 def test_no_memory_is_needed() -> None:

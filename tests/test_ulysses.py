@@ -59,10 +59,17 @@ def emulate(
 # ------------------------------------------------------------------ 1. exactness
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (8, 1), (9, 3), (10, 2), (12, 4)])
+RANKS = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2)]
+
+
 @pytest.mark.parametrize(
-    ("ring", "degree"),
-    [(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2)],
+    ("ring", "degree", "heads", "kv_heads"),
+    [(*ranks, *heads) for ranks in RANKS for heads in ((8, 2), (9, 3))]
+    + [
+        (*ranks, *heads)
+        for ranks in ((1, 4), (2, 3), (3, 2))
+        for heads in ((8, 8), (8, 1), (10, 2), (12, 4))
+    ],
 )
 def test_it_equals_whole_attention(ring: int, degree: int, heads: int, kv_heads: int) -> None:
     """Heads that divide by the Ulysses degree, and heads that do not; KV heads that are copied."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -31,7 +31,7 @@ def typecheck(
     config: GPTConfig,
     mesh: Mesh,
     *,
-    stages: range | None = None,
+    stages: Iterable[int] | None = None,
     sequence_parallel: bool = False,
     recompute: str = "none",
     layout: str = "zigzag",
