@@ -93,15 +93,26 @@ def _within_products(rank: int, name: str) -> None:
     op = OPS[name]
     layer = name in ("column", "row")
     with op.within():
+        if layer:
+            beside_replicas(rank, lambda rank: _agree_within(op))
+            beside_replicas(rank, lambda rank: _deferred(op, fused()))
         on_first(rank, (1, 3, 4) if layer else (2, 3), lambda rank: _agree_within(op))
         if layer:
             on_first(rank, (1, 2), lambda rank: _deferred(op, fused()))
             on_first(rank, (2,), lambda rank: _frozen(op, fused()))
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_so_they_do_where_data_moves_within_the_products(name: str) -> None:
-    run_ranks(4, _within_products, name)
+def _within_all_products(rank: int) -> None:
+    for name in FUSED:
+        try:
+            _within_products(rank, name)
+        except AssertionError as error:
+            raise AssertionError(f"{name} is wrong") from error
+
+
+def test_so_they_do_where_data_moves_within_the_products() -> None:
+    """Of several counts of ranks, and of a group that is not the world."""
+    run_ranks(4, _within_all_products)
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -115,17 +126,6 @@ def test_the_group_need_not_be_the_world(name: str) -> None:
 
     with op.within():  # of all threads
         run_threads(4, beside)
-
-
-def _beside_within(rank: int) -> None:
-    for name in ("column", "row"):
-        with OPS[name].within():
-            beside_replicas(rank, lambda rank, op=OPS[name]: _agree_within(op))
-            beside_replicas(rank, lambda rank, op=OPS[name]: _deferred(op, fused()))
-
-
-def test_nor_where_data_moves_within_the_products() -> None:
-    run_ranks(4, _beside_within)
 
 
 # ---------------------------------------------------------------- frozen, deferred, added up

@@ -23,7 +23,8 @@ from typing import Any
 from warpweave.processes import Processes
 
 # What ranks of many files import, which would take each of them longer than most tests: all of the
-# package, and what Triton's interpreter, torch.compile and FSDP2 ask for. Nothing of tests: before
+# package, what Triton's interpreter, torch.compile and FSDP2 ask for, and pytest, which the files of
+# tests import. None of these: before
 # Python 3.13 a forkserver has not the path of the process that starts it, and passes over what it
 # does not find.
 _PRELOAD = [
@@ -31,6 +32,7 @@ _PRELOAD = [
     "torch.distributed",
     "torch.distributed.device_mesh",
     "torch.testing._comparison",
+    "pytest",
     "torch._dynamo.backends.debugging",
     "triton.experimental.gluon.language",
     "warpweave.prove",
