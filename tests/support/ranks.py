@@ -23,10 +23,9 @@ from typing import Any
 from warpweave.processes import Processes
 
 # What ranks of many files import, which would take each of them longer than most tests: all of the
-# package, what Triton's interpreter, torch.compile and FSDP2 ask for, and pytest, which the files of
-# tests import. None of these: before
-# Python 3.13 a forkserver has not the path of the process that starts it, and passes over what it
-# does not find.
+# package, what Triton's interpreter, torch.compile and FSDP2 ask for, and pytest, which test files
+# import. None of those files: before Python 3.13 a forkserver has not the path of the process that
+# starts it, and passes over what it does not find.
 _PRELOAD = [
     "torch",
     "torch.distributed",
