@@ -23,10 +23,11 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(3600)
 # Words in the names of cases.
 CASES = (
-    "planted", "gelu tanh fwd", "swiglu bwd", "dropout", "rms_norm fwd E=768", "norm bwd E=768",
-    "norm chain fwd E=768", "R=32 interleaved", "D=64", "attention delta", "V=256 ", "adamw float3",
-    "squares float32", "gemm swiglu", "mlp swiglu bwd", "qkv fwd D=128", "qkv bwd", "qkv bounded",
-    "gather_gemm gelu", "scatter unrounded", "two shots",
+    "planted", "gelu tanh bwd", "attention dropout", "rms_norm fwd E=768", "layer_norm bwd E=768",
+    "rms_norm chain fwd E=768", "R=32 interleaved", "attention delta", "fwd V=256 ",
+    "z-loss V=256 ", "adamw float3", "squares float32", "gemm dropout", "mlp swiglu bwd, h kept",
+    "qkv fwd D=128 beside", "qkv bwd", "qkv bounded", "gather_gemm gelu", "unrounded bounded",
+    "two shots",
 )  # fmt: skip
 
 
