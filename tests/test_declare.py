@@ -60,7 +60,12 @@ def _mesh(sizes: dict[str, int]) -> Any:
     return init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
 
 
-def _equals_plain(rank: int, sizes: dict[str, int], which: str) -> None:
+def _equal_plain(rank: int, plans: list[tuple[dict[str, int], str]]) -> None:
+    for sizes, which in plans:
+        _equals_plain(sizes, which)
+
+
+def _equals_plain(sizes: dict[str, int], which: str) -> None:
     """Loss and gradients of both styles, each gradient with its parameter's placement."""
     from warpweave.declare import shard
 
@@ -88,22 +93,23 @@ def _equals_plain(rank: int, sizes: dict[str, int], which: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "which"),
+    "plans",
     [
-        ({"dp": 2}, "data"),
-        ({"tp": 2}, "tensor"),
-        ({"cp": 3}, "context"),
-        ({"dp": 2, "tp": 2}, "both"),
-        ({"dp": 2, "tp": 2}, "sequence"),
+        [({"dp": 2}, "data"), ({"tp": 2}, "tensor")],
+        [({"cp": 3}, "context")],
+        [({"dp": 2, "tp": 2}, "both"), ({"dp": 2, "tp": 2}, "sequence")],
     ],
-    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value.values())),
+    ids=lambda plans: " and ".join(which for _, which in plans),
 )
-def test_a_declared_gpt_is_the_plain_one(sizes: dict[str, int], which: str) -> None:
-    ranks = torch.Size(sizes.values()).numel()
-    run_ranks(ranks, _equals_plain, sizes, which)
+def test_a_declared_gpt_is_the_plain_one(plans: list[tuple[dict[str, int], str]]) -> None:
+    run_ranks(torch.Size(plans[0][0].values()).numel(), _equal_plain, plans)
 
 
-def _collectives(rank: int, sequence: bool) -> tuple[Counter, Counter]:
+def _of_both(rank: int) -> list[tuple[Counter, Counter]]:
+    return [_collectives(sequence) for sequence in (False, True)]
+
+
+def _collectives(sequence: bool) -> tuple[Counter, Counter]:
     """What one block adds, declared and hand-written, on two tensor ranks."""
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -138,10 +144,9 @@ def test_a_block_has_the_collectives_of_the_hand_written_one() -> None:
     reduce-scatters; ours gather x once more for the gradient of a weight, and sum the gradients of
     norms in the optimizer."""
     size = 4 * 12 * 32 * 8  # a micro-batch's activations, float64
-    for declared, written in run_ranks(2, _collectives, False):
-        assert declared == {("all_reduce", size): 4}
-        assert written == {"c10d.allreduce_": 4}
-    for declared, written in run_ranks(2, _collectives, True):
+    for whole, cut in run_ranks(2, _of_both):
+        assert whole == ({("all_reduce", size): 4}, {"c10d.allreduce_": 4})
+        declared, written = cut
         assert declared.pop(("all_reduce", 32 * 8)) == 4  # two norms, weight and bias
         assert declared == {
             ("all_gather_into_tensor", size // 2): 4,
