@@ -37,7 +37,7 @@ from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, TileRow, write_table
 from warpweave.launch import Session
 from warpweave.lr_schedule import learning_rate
-from warpweave.metrics import locked, peak_memory, set_aside, utilisation
+from warpweave.metrics import Metrics, locked, peak_memory, set_aside, utilisation
 from warpweave.parallel.mesh import Mesh
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
 from warpweave.resume import check_run, differences
@@ -45,6 +45,8 @@ from warpweave.train_config import GPTOverrides, TrainConfig, parse
 from warpweave.trainer import Trainer
 from warpweave.transfer import upload
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+PLOT = Metrics._plot
 RESULT = ["val_loss", "steps", "stopped", "tokens_per_second", "mesh", "zero", "checkpoint", "plot"]
 REFUSALS = (TrainingStopped, CheckpointError)
 
@@ -213,7 +215,7 @@ def test_a_run_is_the_plain_models_step_by_step_on_every_mesh(tmp_path, changes)
         words = b" ".join(b"%d" % (j * j % 977) for j in range(i, i + 12))
         (folder / f"{i}.txt").write_bytes(words)
     common = {"dtype": "fp64", "seed": 5, "clip": 0.4, "weight_decay": 0.3, "eval_batches": 3}
-    config = _config(tmp_path, **common | changes, save_every=0)
+    config = _config(tmp_path, **{"steps": 3} | common | changes, save_every=0)
     if config.mesh.world == 1:
         _run(0, config)
     else:
@@ -247,7 +249,7 @@ def _whole_and_resumed(rank: int, config: TrainConfig, stops: list[int]) -> None
 @pytest.mark.usefixtures("saved_at_once")
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_run_resumed_at_any_step_continues_bit_for_bit(tmp_path, world):
-    stops = [1, 2, 3, 4] if world == 1 else [1, 3]
+    stops = [1, 2, 3, 4] if world == 1 else [3]
     config = _config(tmp_path)
     if world == 1:
         _whole_and_resumed(0, config, stops)
@@ -584,7 +586,7 @@ def test_an_fp16_run_resumed_around_an_overflow_has_the_same_loss_scale(tmp_path
         trainer.run()
         return trainer
 
-    config = _config(tmp_path, dtype="fp16", steps=8)
+    config = _config(tmp_path, dtype="fp16", steps=8, layers=1)
     trained(config)
     steps = sorted((config.out / "checkpoints").glob("step_*"))
     scales = [open_checkpoint(path).state["optimizer"]["loss_scale"] for path in steps]
@@ -613,7 +615,8 @@ def test_a_validation_loss_that_is_no_number_stops_the_run(tmp_path, monkeypatch
 # -------------------------------------------------------------------------- what a run leaves
 
 
-def test_a_run_leaves_metrics_a_plot_and_the_last_checkpoints(tmp_path, capsys):
+def test_a_run_leaves_metrics_a_plot_and_the_last_checkpoints(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Metrics, "_plot", PLOT)
     config = _config(tmp_path, keep=2, sample=6, layers=1)
     result = _trainer(config).run()
     out = config.out
@@ -623,7 +626,7 @@ def test_a_run_leaves_metrics_a_plot_and_the_last_checkpoints(tmp_path, capsys):
     }  # fmt: skip
     assert (result["steps"], result["zero"]) == (5, 1)
     assert result["tokens_per_second"] > 0
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert result["plot"] == str(out / "loss.png")
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
