@@ -42,10 +42,12 @@ def _proven(rank: int, layouts: list[Layout]) -> None:
 
 
 def _drawn(mesh: Mesh, stage: int) -> Layout:
-    """A random model on `mesh`, with sizes that no axis divides."""
+    """A random model of two layers on `mesh`, with sizes that no axis divides."""
     at = next(s for s in range(9999) if (lay := draw(s)).mesh == dataclasses.replace(
         mesh, dp_shard=lay.mesh.dp_shard))  # fmt: skip
-    return dataclasses.replace(draw(at), mesh=mesh, zero=stage)
+    sizes, each = draw(at).sizes, draw(at).micro_batch_size
+    sizes = dataclasses.replace(sizes, layers=2, samples=2 * mesh.dp * each)
+    return dataclasses.replace(draw(at), mesh=mesh, zero=stage, count=2, drawn=sizes)
 
 
 HYBRID = {
@@ -58,7 +60,7 @@ HYBRID = {
     8: [
         Layout(Mesh(dp=4, pp=2, dp_shard=2), zero=2),  # the embedding is tied over the stages
         Layout(Mesh(dp=4, pp=2, dp_shard=2), zero=3, schedule="interleaved"),
-        Layout(Mesh(dp=4, tp=2, dp_shard=2), True, 1, style="llama"),
+        Layout(Mesh(dp=4, tp=2, dp_shard=2), True, 1, style="llama", count=1),
         Layout(Mesh(dp=4, cp=2, dp_shard=2), zero=3),
     ],
 }
