@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from ranks import QuickProcesses, run_ranks
 
 from warpweave.launch import launch
 from warpweave.parallel.mesh import Mesh
@@ -77,9 +77,11 @@ def _cut_mlp(port: int) -> None:
     runpy.run_path(str(EXAMPLES / "parallel_mlp.py"))["main"]()
 
 
-def test_a_module_that_is_cut_has_half_of_its_weights_and_the_same_numbers(capfd):
-    launch(_cut_mlp, (), Mesh(tp=2))  # the program compares, and fails where they differ
-    said = re.findall(r"rank \d: \(128, 64\) of \(256, 64\), ok", capfd.readouterr().out)
+def test_a_module_that_is_cut_has_half_of_its_weights_and_the_same_numbers(tmp_path):
+    # The program compares, and fails where they differ.
+    launch(_cut_mlp, (), Mesh(tp=2), processes=QuickProcesses(tmp_path))
+    printed = (tmp_path / "stdout").read_text()
+    said = re.findall(r"rank \d: \(128, 64\) of \(256, 64\), ok", printed)
     assert sorted(said) == [f"rank {rank}: (128, 64) of (256, 64), ok" for rank in range(2)]
 
 
@@ -92,14 +94,14 @@ def _losses(printed: str) -> list[float]:
     return [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", printed)]
 
 
-def test_a_training_loop_of_ones_own_prints_one_devices_losses_on_any_mesh(capfd):
+def test_a_training_loop_of_ones_own_prints_one_devices_losses_on_any_mesh(tmp_path, capsys):
     _loop()
-    alone = _losses(capfd.readouterr().out)
+    alone = _losses(capsys.readouterr().out)
     assert len(alone) == 4
     assert alone[0] > 2
     assert alone[-1] < 1
-    launch(_loop_of_two, (), Mesh(tp=2))
-    assert _losses(capfd.readouterr().out) == pytest.approx(alone, abs=2e-4)
+    launch(_loop_of_two, (), Mesh(tp=2), processes=QuickProcesses(tmp_path))
+    assert _losses((tmp_path / "stdout").read_text()) == pytest.approx(alone, abs=2e-4)
 
 
 def _loop_of_two(port: int) -> None:
