@@ -468,7 +468,10 @@ def test_inductor_gives_the_same_numbers():
     """Torch's default backend, in float32, forward and backward: it writes C++, and without a
     compiler for that it raises by itself, here too."""
     # No worker outlives the test; no search, by compiling, for the widest vectors of this CPU.
-    options = {"compile_threads": 1, "cpp.vec_isa_ok": False}
+    # C++ that is not made fast is compiled faster.
+    options = {
+        "compile_threads": 1, "cpp.vec_isa_ok": False, "aot_inductor.debug_compile": True,
+    }  # fmt: skip
     config = dataclasses.replace(CONFIGS["llama"], layers=1)
     gpt, params = _scattered(config, dtype=torch.float32)
     batch = _tokens(S=7)

@@ -48,7 +48,7 @@ STYLES: dict[str, dict[str, Any]] = {
         "kv_heads": 2,
     },
 }  # fmt: skip
-MICROBATCHES, BATCH = 4, 2
+MICROBATCHES, BATCH = 2, 2
 
 
 def register() -> collections.Counter[str]:
