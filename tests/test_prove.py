@@ -76,18 +76,23 @@ def drawn(mesh: Mesh) -> Layout:
     return dataclasses.replace(layout, count=2, drawn=sizes)
 
 
-# In one micro-batch where none is added to another.
+def shallow(mesh: Mesh, *words, **options) -> Layout:
+    """A layout of one block in one micro-batch, where none meets another."""
+    layout = Layout(mesh, *words, **options)
+    return dataclasses.replace(layout, count=1, drawn=dataclasses.replace(layout.sizes, layers=1))
+
+
 LAYOUTS = {
     2: [
-        Layout(Mesh(dp=2), zero=0, count=1),
+        shallow(Mesh(dp=2), zero=0),
         Layout(Mesh(dp=2), zero=3, style="llama", recompute="selective"),
         Layout(Mesh(cp=2), zero=2, style="llama", tied=False),
-        Layout(Mesh(tp=2), style="llama", recompute="full", count=1),
+        shallow(Mesh(tp=2), style="llama", recompute="full"),
         Layout(Mesh(tp=2), style="qwen", count=1),
-        Layout(Mesh(tp=2), style="olmo", count=1),
+        shallow(Mesh(tp=2), style="olmo"),
         Layout(Mesh(tp=2), True, style="primer", recompute="selective", overlap="chunked"),
         Layout(Mesh(tp=2), True, style="gemma", count=1),
-        Layout(Mesh(tp=2), True, style="gpt2", tied=False, count=1),
+        shallow(Mesh(tp=2), True, style="gpt2", tied=False),
         Layout(Mesh(pp=2), schedule="gpipe", recompute="full"),
         Layout(Mesh(pp=2), schedule="interleaved", style="llama", count=3),
         Layout(Mesh(dp=2), zero=1, schedule="interleaved"),  # both stages on each rank
@@ -105,19 +110,17 @@ LAYOUTS = {
         ),
         Layout(Mesh(tp=2, pp=2), style="gemma", tied=False, recompute="full", count=2),
         Layout(Mesh(tp=2, cp=2), True, 3, style="olmo", overlap="chunked"),
-        Layout(Mesh(tp=4), True, style="gpt2", count=1),
+        shallow(Mesh(tp=4), True, style="gpt2"),
         Layout(Mesh(pp=4), schedule="1f1b", style="llama", count=4),
         Layout(Mesh(pp=2, dp=2), zero=3, schedule="interleaved", count=2),
         Layout(Mesh(pp=2, dp=2), zero=2, style="llama", packed=True, count=2),
-        Layout(Mesh(dp=2, cp=2), strategy="ring", packed=True, count=1),
+        shallow(Mesh(dp=2, cp=2), strategy="ring", packed=True),
         Layout(Mesh(tp=2, cp=2), True, style="qwen", strategy="gather", packed=True, count=1),
         Layout(
             Mesh(tp=2, cp=2), True, 3, strategy="ulysses", layout="striped", packed=True, count=1
         ),
-        Layout(Mesh(cp=4, ulysses=2), style="llama", strategy="hybrid", packed=True, count=1),
-        Layout(
-            Mesh(dp=2, cp=2), zero=1, strategy="gather", layout="balanced", packed=True, count=1
-        ),
+        shallow(Mesh(cp=4, ulysses=2), style="llama", strategy="hybrid", packed=True),
+        shallow(Mesh(dp=2, cp=2), zero=1, strategy="gather", layout="balanced", packed=True),
         Layout(
             Mesh(pp=2, dp=2), zero=1, schedule="pipedream", tied=False, recompute="full", count=2
         ),
