@@ -39,6 +39,7 @@ from warpweave.resume import check_run
 from warpweave.train_config import GPTOverrides, TrainConfig
 from warpweave.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 CONFIG = GPTConfig(23, 8, 2, 8, 2, dropout=0.1)
 SAMPLES = 4  # of a step, over all replicas
 STEPS = 7
