@@ -144,20 +144,9 @@ def test_every_rank_is_told_of_another_that_holds_other_numbers(four):
         assert "model.embed_tokens.weight: the ranks hold different" in rank["unseeded"]
 
 
-@functools.cache
-def alone(family: str, padding: bool) -> dict:
-    """What one rank computes, for all ranks to be compared with."""
-    return computed(perturbed(family), padding=padding)
-
-
-@functools.cache
-def alone_in_float64(family: str) -> dict:
-    return float64(perturbed(family).double())
-
-
 def assert_as_one_rank(cases: list[tuple], rank: list[tuple]) -> None:
     for case, (found, _) in zip(cases, rank, strict=True):
-        assert_all_close(found, alone(case[0], case[3]))
+        assert_all_close(found, computed(perturbed(case[0]), padding=case[3]))
 
 
 EXACT = (
@@ -180,7 +169,7 @@ def float64(model: nn.Module) -> dict:
 def test_where_transformers_computes_in_float64_so_do_ranks(two):
     for rank in two:
         for (family, *_), found in zip(EXACT, rank["float64"], strict=True):
-            wanted = alone_in_float64(family)
+            wanted = float64(perturbed(family).double())
             assert all(x.dtype == torch.float64 for x in found.values())
             assert_all_close(found, wanted, 1e-11)
 
