@@ -18,7 +18,6 @@ import ctypes
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -290,7 +289,7 @@ def _forked(pipe: connection.Connection, environ: dict[str, str], given: bytes) 
     os.environ.update(environ)
     if "numpy" in sys.modules:  # each its own, as if it had imported it
         sys.modules["numpy"].random.seed()
-    target, args = pickle.loads(given)
+    target, args = ForkingPickler.loads(given)
     _run(target, *args)
 
 
