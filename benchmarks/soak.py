@@ -23,7 +23,7 @@ from harness import header, parser, results_folder, write_report
 
 from warpweave.trials.job import TrainingJob
 
-CLAIM = "1,000 steps on four ranks leave memory, descriptors, threads and shared memory flat."
+CLAIM = "Memory, descriptors, threads and shared memory of four ranks over 1,000 steps."
 LAYOUTS = {
     "tp2 pp2": "--tp 2 --pp 2 --microbatches 2",
     "tp2 dp2, ZeRO 3": "--tp 2 --dp 2 --zero 3",
