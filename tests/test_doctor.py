@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -341,3 +343,19 @@ def test_a_quick_check_is_of_one_dtype_and_the_kernels_are_interpreted(monkeypat
     assert not [name for name in quick if "fp16" in name]
     assert set(quick) < set(every)
     assert len(every) == 23 * 2 + 3 * 2 + 4 + 8
+
+
+@pytest.mark.parametrize("arguments", [[], ["--device", "cpu"]])
+def test_the_command_on_a_cpu_has_its_kernels_interpreted(arguments):
+    """Without TRITON_INTERPRET of the user's own, which these tests' other processes have."""
+    code = (
+        "import sys\n"
+        "from warpweave.doctor.options import parse\n"
+        "parse(sys.argv[1:])\n"
+        "import warpweave.doctor.command\n"
+        "from warpweave.kernels.runtime import dispatch\n"
+        "sys.exit(not dispatch.INTERPRET)\n"
+    )
+    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    found = subprocess.run([sys.executable, "-P", "-c", code, *arguments], env=environment)
+    assert found.returncode == 0

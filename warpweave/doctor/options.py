@@ -10,11 +10,14 @@ was begun has passed, else 1, and 2 for what cannot be asked.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import tyro
+
+from warpweave.processes import DRIVER
 
 
 @dataclass(frozen=True)
@@ -32,5 +35,11 @@ class DoctorConfig:
 
 
 def parse(argv: list[str] | None = None) -> DoctorConfig:
-    """The options of the command line; a wrong one ends the process with 2."""
-    return tyro.cli(DoctorConfig, prog="warpweave doctor", description=__doc__, args=argv)
+    """The options of the command line; a wrong one ends the process with 2.
+
+    Sets TRITON_INTERPRET where kernels will be interpreted, as importing them reads it.
+    """
+    config = tyro.cli(DoctorConfig, prog="warpweave doctor", description=__doc__, args=argv)
+    if config.device == "cpu" or (config.device is None and not DRIVER.exists()):
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    return config
