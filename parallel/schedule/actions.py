@@ -74,11 +74,6 @@ class Action(NamedTuple):
         return text + (f"@{self.ver}" if self.ver else "") + "&" * self.joined
 
 
-def event(op: str, stage: int, mb: int = WHOLE, ver: int = 0) -> Action:
-    """``Action(op, stage, mb, ver)`` in a third of the time: lists of half a million are walked."""
-    return tuple.__new__(Action, (op, stage, mb, ver, False))
-
-
 Schedule = list[list[Action]]
 
 
@@ -105,22 +100,22 @@ def deps(action: Action, stages: int, rank_of: Sequence[int] | None = None) -> t
     """
     op, s, i, ver, _ = action
     if op == F:
-        if s == 0:
-            return (event(UPDATE, s, WHOLE, ver),) if ver else ()
-        remote = rank_of is not None and rank_of[s - 1] != rank_of[s]
-        earlier = event(RECV_F, s, i) if remote else event(F, s - 1, i)
-        return (event(UPDATE, s, WHOLE, ver), earlier) if ver else (earlier,)
+        earlier = [Action(UPDATE, s, WHOLE, ver)] if ver else []
+        if s > 0:
+            remote = rank_of is not None and rank_of[s - 1] != rank_of[s]
+            earlier.append(Action(RECV_F, s, i) if remote else Action(F, s - 1, i))
+        return tuple(earlier)
     if op in (B, I):
         if s == stages - 1:
-            return (event(F, s, i),)
+            return (Action(F, s, i),)
         remote = rank_of is not None and rank_of[s + 1] != rank_of[s]
-        return (event(F, s, i), event(RECV_B, s, i) if remote else event(I, s + 1, i))
+        return (Action(F, s, i), Action(RECV_B, s, i) if remote else Action(I, s + 1, i))
     if op in (W, SEND_B):
-        return (event(I, s, i),)
+        return (Action(I, s, i),)
     if op == SEND_F:
-        return (event(F, s, i),)
+        return (Action(F, s, i),)
     if op in RECEIVES:
-        return (event(MATCHING[op], s + AFTER[op], i),)
+        return (Action(MATCHING[op], s + AFTER[op], i),)
     if op in (UNSHARD, RESHARD, REDUCE, TIE, UPDATE):
         return ()  # ordered by their position in the list alone
     raise ValueError(f"unknown op {op!r} of stage {s} micro-batch {i}")
@@ -130,8 +125,8 @@ def gives(action: Action) -> tuple[Action, ...]:
     """The events that `action` completes: itself without its version, and I and W for a B."""
     op, s, i, ver, joined = action
     if op == B:
-        return (event(I, s, i), event(W, s, i))
-    return (event(op, s, i) if (ver or joined) and op != UPDATE else action,)
+        return (Action(I, s, i), Action(W, s, i))
+    return (Action(op, s, i) if (ver or joined) and op != UPDATE else action,)
 
 
 def cells(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
