@@ -26,7 +26,7 @@ from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.launch import Session, _loopback_listener, _store, join
 from warpweave.parallel.mesh import Mesh
 from warpweave.train_config import parse
-from warpweave.trials.job import _TINY, TrainingJob, marked
+from warpweave.trials.job import TINY, TrainingJob, marked
 
 ROOT = Path(__file__).parent.parent
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -205,7 +205,7 @@ def test_a_killed_suite_leaves_no_run_behind(tmp_path):
 
 def test_a_refused_resume_ends_with_2_and_one_line(tmp_path):
     (tmp_path / "text").write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
-    words = f"{_TINY} --data {tmp_path}/text --out {tmp_path}/run --eval-every 0".split()
+    words = f"{TINY} --data {tmp_path}/text --out {tmp_path}/run --eval-every 0".split()
     files = tmp_path / "run"
 
     def ends(name: str, *more: str) -> tuple[int, str, str]:

@@ -17,7 +17,7 @@ import pytest
 
 from warpweave import processes
 from warpweave.interrupt import STOPS
-from warpweave.processes import Processes, end, environment
+from warpweave.processes import Forked, Processes, environment
 
 MODULE = __name__
 
@@ -53,11 +53,13 @@ def _raises() -> None:
 
 def _has_children(path: Path) -> None:
     """Two who outlive it, and keep what it had open."""
+    children = []
     for _ in range(2):
-        if os.fork() == 0:
-            time.sleep(30)
+        children.append(os.fork())
+        if children[-1] == 0:
+            time.sleep(300)
             os._exit(0)
-    path.touch()
+    path.write_text(" ".join(map(str, children)))
     os._exit(3)
 
 
@@ -88,6 +90,15 @@ def test_a_process_has_the_environment_of_its_start_and_waits_with_signals(start
         assert (found["TOLD"], found["OLD"], found["pid"]) == (name, old, process.pid)
         assert set(STOPS) <= set(found["blocked"])
     assert not set(STOPS) & signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_ranks_are_forked_whatever_threads_numpy_would_start(monkeypatch):
+    """OMP_NUM_THREADS, which is set in all other tests, would keep it from that."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    with Processes("warpweave.train") as forked:
+        process = forked.start(_exits, 0)
+        assert isinstance(process, Forked)
+        process.join()
 
 
 @pytest.mark.parametrize("how", ["forked", "spawned"])
@@ -121,20 +132,33 @@ def test_waiting_ends_with_a_process_or_in_time(started, how, tmp_path):
     assert started[how].started == []
 
 
-def test_a_stop_reaches_a_forked_process_when_it_listens(started, tmp_path):
-    sleeper = started["forked"].start(_sleeps, tmp_path / "pid")
-    _wait_for(lambda: (tmp_path / "pid").exists())
-    sleeper.terminate()  # which is blocked
-    sleeper.join(0.3)
-    assert sleeper.exitcode is None
-    end([sleeper])
-    assert sleeper.exitcode == -signal.SIGKILL
+@pytest.mark.parametrize("how", ["forked", "spawned"])
+def test_a_stop_waits_until_a_process_listens(started, how, tmp_path):
+    process = started[how].start(_listens, tmp_path / "there", tmp_path / "listen")
+    _wait_for(lambda: (tmp_path / "there").exists())
+    process.terminate()
+    process.join(0.3)
+    assert process.exitcode is None
+    (tmp_path / "listen").touch()
+    process.join()
+    assert process.exitcode == -signal.SIGTERM
 
 
-def test_an_end_is_noticed_though_children_of_the_process_live_on(started, tmp_path):
-    parent = started["forked"].start(_has_children, tmp_path / "done")
-    parent.join(20.0)
-    assert parent.exitcode == 3
+def _listens(there: Path, listen: Path) -> None:
+    there.touch()
+    _wait_for(listen.exists)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+
+
+def test_an_end_is_noticed_though_children_of_the_process_live_on(tmp_path):
+    with Processes(MODULE) as forked:
+        parent = forked.start(_has_children, tmp_path / "pids")
+        parent.join(60.0)
+        assert parent.exitcode == 3
+    children = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert all(map(_alive, children))  # nor does the server's end take as long as they live
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_if_the_fork_server_is_killed_all_are_and_another_takes_its_place(tmp_path):
@@ -248,9 +272,8 @@ def test_what_is_prepared_early_is_for_ranks_on_the_cpu_that_we_start(monkeypatc
     assert isinstance(Processes.early(MODULE), Processes)
     assert made[0]["TORCH_CPP_LOG_LEVEL"] == "FATAL"
     assert dict(os.environ) == before
-    monkeypatch.setenv("RANK", "0")
-    assert Processes.early(MODULE) is None
-    monkeypatch.delenv("RANK")
+    with environment(RANK="0", WORLD_SIZE="1"):
+        assert Processes.early(MODULE) is None
     (tmp_path / "none").touch()
     assert Processes.early(MODULE) is None
     assert len(made) == 1

@@ -37,7 +37,15 @@ from warpweave.heartbeat import SILENCE, Heartbeat, at_fault
 from warpweave.interrupt import STOPS, Interrupt
 from warpweave.messages import one_line, say
 from warpweave.parallel.mesh import Mesh
-from warpweave.processes import DUMPS, Processes, end_with_parent, environment, leave, told_ranks
+from warpweave.processes import (
+    DUMPS,
+    Processes,
+    end_with_parent,
+    environment,
+    leave,
+    told_ranks,
+    under_torchrun,
+)
 
 # Seconds after a rank's failure in which the others must have ended; on NCCL their flight recorders
 # write first, and communicators are aborted. None after a death or a verdict, which says enough.
@@ -53,11 +61,6 @@ class Stopped(SystemExit):
     def __init__(self, number: int, code: int = 0) -> None:
         super().__init__(code or 128 + number)
         self.number = number
-
-
-def under_torchrun() -> bool:
-    """True in a process that a launcher started as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch(
@@ -85,7 +88,9 @@ def launch(
     folder = tempfile.mkdtemp(prefix="warpweave-") if backend == "nccl" else ""
     told = told_ranks(backend, folder)
     sys.stdout.flush()
-    with Interrupt() as interrupt, _prepared(processes, entry, backend, told) as processes:
+    with environment(**told):
+        started = Processes.of(entry, backend, processes)
+    with Interrupt() as interrupt, started as processes:
         try:
             for attempt in range(max_restarts + 1):
                 store = dist.PrefixStore(f"attempt_{attempt}", kept)
@@ -113,17 +118,6 @@ def launch(
     if interrupt.number is not None:
         raise Stopped(interrupt.number)
     return json.loads(store.get("result/0"))
-
-
-def _prepared(
-    early: Processes | None, entry: Callable[..., Any], backend: str, told: dict[str, str]
-) -> Processes:
-    """What starts the ranks, `early` if it can be that."""
-    if early is not None and backend == "gloo":
-        return early
-    module = getattr(entry, "func", entry).__module__  # it may be a partial
-    with environment(**told):
-        return Processes(module if backend == "gloo" else None)
 
 
 def keep_store() -> dist.TCPStore:

@@ -39,6 +39,11 @@ DUMPS = "TORCH_FR_DUMP_TEMP_FILE"  # the prefix of flight recorders' files; torc
 DRIVER = Path("/proc/driver/nvidia/version")  # there where CUDA may be
 
 
+def under_torchrun() -> bool:
+    """True in a process that a launcher started as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def no_cache() -> dict[str, str]:
     """The environment in which torch.compile makes no folder for its cache: custom operators import
     it, but no rank compiles."""
@@ -93,10 +98,20 @@ class Processes:
 
         None where ranks may be on GPUs, or torchrun has started them.
         """
-        if DRIVER.exists() or "RANK" in os.environ:
+        if DRIVER.exists() or under_torchrun():
             return None
         with environment(**told_ranks("gloo", "")):
             return cls(module)
+
+    @classmethod
+    def of(cls, entry: Callable[..., Any], backend: str, early: Processes | None) -> Processes:
+        """Those of processes that run `entry` on `backend`: `early`, if that is there, on gloo.
+
+        Never forked on another one: torch may have looked at a GPU, and is silent in `early`.
+        """
+        if backend != "gloo":
+            return cls()
+        return early or cls(getattr(entry, "func", entry).__module__)  # it may be a partial
 
     def start(self, target: Callable[..., Any], *args: Any) -> BaseProcess | Forked:
         """Run ``target(*args)`` in a process with this one's environment.
@@ -141,9 +156,10 @@ def end(processes: Collection[BaseProcess | Forked]) -> None:
     for process in processes:
         process.kill()
     for process in processes:
-        process.join(10.0)
-        if process.exitcode is None and isinstance(process, Forked):
-            process.server.kill()  # it is stuck, and all that it has forked end with it
+        if isinstance(process, Forked):
+            process.join(10.0)
+            if process.exitcode is None:
+                process.server.kill()  # it is stuck, and all that it has forked end with it
         process.join()
 
 
@@ -256,8 +272,11 @@ def _serve(pipe: connection.Connection, module: str) -> None:
         import_module(module)
         gc.collect()
         gc.freeze()  # a collection would write to all pages that the forked share
-        pipe.send(len(os.listdir("/proc/self/task")) == 1)
-        _fork_as_told(pipe)
+        forks = len(os.listdir("/proc/self/task")) == 1
+        pipe.send(forks)
+        if forks:
+            _fork_as_told(pipe)
+        code = 0
     except EOFError:
         code = 0
     except BaseException:

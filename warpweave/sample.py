@@ -12,8 +12,9 @@ from warpweave.dtypes import DTYPES
 from warpweave.generate import generate
 from warpweave.gpt import GPT
 from warpweave.gpus import BACKENDS, choose_backend
-from warpweave.launch import join, launch, reported, under_torchrun
+from warpweave.launch import join, launch, reported
 from warpweave.messages import one_line, say
+from warpweave.processes import under_torchrun
 from warpweave.sample_config import SampleConfig, parse
 
 

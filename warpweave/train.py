@@ -16,12 +16,12 @@ import torch.distributed as dist
 from warpweave.checkpoint import CheckpointError
 from warpweave.gpus import BACKENDS, choose_backend
 from warpweave.interrupt import Interrupt
-from warpweave.launch import join, launch, reported, under_torchrun
+from warpweave.launch import join, launch, reported
 from warpweave.lr_schedule import short_of_peak
 from warpweave.messages import one_line, say
 from warpweave.metrics import locked
 from warpweave.plan.fits import free_host_memory
-from warpweave.processes import Processes, leave, no_cache
+from warpweave.processes import Processes, leave, no_cache, under_torchrun
 from warpweave.train_config import TrainConfig, parse
 from warpweave.trainer import RAISED_BY_ALL, Trainer, check_fits
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from warpweave.collectives.fit import fit, terms
 from warpweave.collectives.options import CollectivesConfig, parse
 from warpweave.gpus import BACKENDS, choose_backend
-from warpweave.launch import join, launch, reported, under_torchrun
+from warpweave.launch import join, launch, reported
 from warpweave.messages import one_line, say
 from warpweave.parallel.algorithms.all_reduce import all_reduces
 from warpweave.parallel.algorithms.network import traffic
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.run_collective import run_collective
-from warpweave.processes import Processes
+from warpweave.processes import Processes, under_torchrun
 
 Row = dict[str, Any]
 

@@ -18,8 +18,9 @@ from warpweave.doctor.check import Check, Verdict
 from warpweave.doctor.check import run as run_checks
 from warpweave.doctor.options import DoctorConfig
 from warpweave.gpus import choose_backend, gpu_count
-from warpweave.launch import Stopped, under_torchrun
+from warpweave.launch import Stopped
 from warpweave.messages import say
+from warpweave.processes import under_torchrun
 
 MINUTES, QUICK = 10.0, 1.0  # after which no check is begun
 

@@ -51,9 +51,7 @@ def run_elastic(config: TrainConfig, backend: str, processes: Processes | None =
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if backend == "gloo":
         os.environ.update(told_ranks(backend, ""))
-    if processes is None or backend != "gloo":
-        processes = Processes(train_member.__module__ if backend == "gloo" else None)
-    return Keeper(config, processes).run()
+    return Keeper(config, Processes.of(train_member, backend, processes)).run()
 
 
 class _Replica:

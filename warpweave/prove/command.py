@@ -19,9 +19,9 @@ import torch
 
 from warpweave.gpt import PRESETS
 from warpweave.gpus import BACKENDS
-from warpweave.launch import Stopped, join, launch, reported, under_torchrun
+from warpweave.launch import Stopped, join, launch, reported
 from warpweave.parallel.mesh import Mesh
-from warpweave.processes import Processes
+from warpweave.processes import Processes, under_torchrun
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig
 from warpweave.prove.proof import LIMITS, Errors, prove_layout

@@ -56,10 +56,9 @@ def run_servers(config: TrainConfig, processes: Processes | None = None) -> int:
         f"{config.server} servers and {dp} workers ({device}), staleness {config.staleness}; "
         f"{per_step} sequences a worker and step"
     )
-    if processes is None or device != "cpu":
-        with environment(**told_ranks("gloo", "")):
-            processes = Processes(__name__ if device == "cpu" else None)
-    return _Watch(config, device, processes).run()
+    with environment(**told_ranks("gloo", "")):
+        started = Processes.of(_rank, "gloo" if device == "cpu" else "nccl", processes)
+    return _Watch(config, device, started).run()
 
 
 def _device(config: TrainConfig) -> str:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from warpweave.checkpoint import CheckpointReader, open_latest
 from warpweave.train_config import CHECKPOINTS
 
-_C = ctypes.CDLL(None)
+_C = ctypes.CDLL(None)  # loaded before a fork
 _LOOPBACK = {"0100007F", "0" * 24 + "01000000"}  # as in /proc/net, of IPv4 and IPv6
-_TINY = "--model toy --layers 2 --width 16 --heads 2 --seq-len 16 --batch 2 --sample 0 --warmup 1"
+TINY = "--model toy --layers 2 --width 16 --heads 2 --seq-len 16 --batch 2 --sample 0 --warmup 1"
 
 
 class BrokenPromiseError(Exception):
@@ -55,7 +55,9 @@ class Ended(NamedTuple):
 
 
 def _die_with_parent() -> None:
-    """In a new process: SIGKILL when the one that started it ends, even by SIGKILL."""
+    """In a new process: SIGKILL when the one that started it ends, even by SIGKILL.
+
+    Not `processes.end_with_parent`: what multiprocessing knows of a parent is the starter's."""
     _C.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
@@ -107,7 +109,7 @@ class TrainingJob:
         if options is None:
             return
         self._temporary.mkdir(exist_ok=True)
-        line = [*command, *_TINY.split(), "--data", str(text), "--out", str(self.out), *options]
+        line = [*command, *TINY.split(), "--data", str(text), "--out", str(self.out), *options]
         with self._stdout.open("w") as out, self._stderr.open("w") as err:
             self.process = subprocess.Popen(
                 line,
