@@ -369,6 +369,22 @@ def test_a_resume_that_is_another_run_is_refused(tmp_path):
     assert sorted(config.out.rglob("*")) == before
 
 
+def test_a_resume_on_other_validation_data_is_announced(tmp_path, capsys):
+    """The last tenth of a file; losses before and after are not to be compared."""
+    config = _config(tmp_path)
+    _one_step(config)
+    config = _replace(config, resume=True)
+    _trainer(config)
+    assert "other settings" not in capsys.readouterr().err
+    before = config.open_data("validation").fingerprint[:12]
+    text = config.data.read_bytes()
+    config.data.write_bytes(text[:-1] + b"~")
+    now = config.open_data("validation").fingerprint[:12]
+    _trainer(config)
+    said = f"with other settings than {config.out}/checkpoints/step_00000001: validation data: "
+    assert f"{said}saved {before}, now {now}\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "what"),
     [({"tokenizer": "bytes"}, "other tokens (tokenizer bytes, now cccccccccccc)"),

@@ -104,7 +104,8 @@ def open_run(
 # What `state_of` writes, by type; what an older version did not write may be missing.
 _STATE: dict[str, Any] = {
     "step": int, "seed": int, "settings": dict, "outer": dict | None, "asynchronous": dict | None,
-    "data": {"name": str, "fingerprint": str, "sequences_per_step": int, "tokenizer": str | None},
+    "data": {"name": str, "fingerprint": str, "sequences_per_step": int, "tokenizer": str | None,
+             "validation": str | None},
     "optimizer": {"count": float, "loss_scale": float, "good_steps": float}, "optimizers": list,
     "server": dict,
 }  # fmt: skip
@@ -123,9 +124,12 @@ def _require(where: str, value: Any, kind: Any) -> None:
 
 
 def state_of(
-    config: TrainConfig, data: Dataset, progress: Progress, *, step: int, sequences_per_step: int
-) -> dict[str, Any]:
-    """What a checkpoint says of a run after `step`, for `open_run` and `check_run`, as JSON."""
+    config: TrainConfig, data: Dataset, progress: Progress, *, step: int, sequences_per_step: int,
+    validation: Dataset | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What a checkpoint says of a run after `step`, for `open_run` and `check_run`, as JSON.
+
+    `validation` is what the run is evaluated on, of one that evaluates on its way."""
     return {
         "step": step,
         "seed": config.seed,
@@ -134,6 +138,7 @@ def state_of(
             "fingerprint": data.fingerprint,
             "sequences_per_step": sequences_per_step,
             "tokenizer": data.tokenizer_name,
+            "validation": validation and validation.fingerprint,
         },
         "progress": dataclasses.asdict(progress),
         "outer": config.outer_settings,
@@ -181,14 +186,20 @@ def _of_ends(saved: dict[str, Any]) -> bool:
     return saved.get("tokenizer", "") is None and not saved["fingerprint"].startswith(WHOLE)
 
 
-def differences(reader: CheckpointReader, config: TrainConfig, sequences_per_step: int) -> str:
-    """The settings that differ from the checkpoint's, which is allowed, as text; "" if none."""
+def differences(
+    reader: CheckpointReader, config: TrainConfig, sequences_per_step: int,
+    validation: Dataset | None = None,
+) -> str:  # fmt: skip
+    """The settings and the validation data that differ from the checkpoint's, which is allowed, as
+    text; "" if none."""
     now: dict[str, Any] = config.settings | {"sequences_per_step": sequences_per_step}
     now["asynchronous"] = config.asynchronous
     # A setting that did not exist yet had what is now its default.
     before = TrainConfig().settings | reader.state["settings"]
     before["asynchronous"] = reader.state.get("asynchronous")
     before["sequences_per_step"] = reader.state["data"]["sequences_per_step"]
+    if validation is not None and (held := reader.state["data"].get("validation")) is not None:
+        now["validation data"], before["validation data"] = validation.fingerprint[:12], held[:12]
     now["fingerprint"] = "of the whole"
     before["fingerprint"] = "of a file's ends" if _of_ends(reader.state["data"]) else "of the whole"
     return "; ".join(

@@ -330,6 +330,7 @@ class Trainer:
         state = state_of(
             self.config, self.batches.train, self.progress,
             step=self.step, sequences_per_step=self.sequences_per_step,
+            validation=self.batches.validation,
         )  # fmt: skip
         self._timely, self._saved = False, time.monotonic()
         if self.metrics is not None:
@@ -360,7 +361,10 @@ class Trainer:
         self.progress = progress_of(reader, self.model.seq_len)
         self.saver.path = reader.path
         if self.session.rank == 0:
-            if differing := differences(reader, self.config, self.sequences_per_step):
+            differing = differences(
+                reader, self.config, self.sequences_per_step, self.batches.validation
+            )
+            if differing:
                 say(f"resumes with other settings than {reader.path}: {differing}")
             if self.over:
                 why = self.progress.why(self.step, self.config.steps)
