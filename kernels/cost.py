@@ -204,14 +204,12 @@ def rope(B: int, S: int, H: int, D: int, *, rotary_dim: int | None = None, size:
     return Cost(3 * B * S * H * R, 2 * B * S * H * D * size + S * R * 4)
 
 
-def gelu(n: int, *, backward: bool = False, size: int = 2) -> Cost:
-    """GELU (tanh) of n elements: 9 operations each, 18 backward."""
+def activation(n: int, *, gated: bool = False, backward: bool = False, size: int = 2) -> Cost:
+    """n outputs of GELU (tanh): 9 operations each, 18 backward; of SwiGLU, which is `gated` and has
+    2n inputs, 5 and 12."""
+    if gated:
+        return Cost((12 if backward else 5) * n, (5 if backward else 3) * n * size)
     return Cost((18 if backward else 9) * n, (3 if backward else 2) * n * size)
-
-
-def swiglu(n: int, *, backward: bool = False, size: int = 2) -> Cost:
-    """SwiGLU with n outputs of 2n inputs: 5 operations each, 12 backward."""
-    return Cost((12 if backward else 5) * n, (5 if backward else 3) * n * size)
 
 
 def dropout(rows: int, E: int, *, size: int = 2) -> Cost:

@@ -15,7 +15,7 @@ from close import assert_close_f64, relative_error
 from warpweave import plain_gpt
 from warpweave.plain_gpt import (
     PlainConfig,
-    philox,
+    philox4x32,
     plain_adamw_step,
     plain_gpt_logits,
     plain_gpt_loss,
@@ -318,7 +318,7 @@ THEIRS = {
     ],
 )
 def test_philox_gives_the_published_vectors(counter, key, expected):
-    words = philox(np.array(counter, dtype=np.uint64), key)
+    words = philox4x32(np.array(counter, dtype=np.uint64), key)
     assert tuple(int(w) for w in words) == expected
 
 
@@ -328,7 +328,7 @@ def test_dropout_keeps_by_the_word_of_its_global_index():
     x = torch.ones(1, 1, 10, dtype=torch.float64)
     y = plain_gpt._dropout(x, p, seed, site, torch.tensor([[token]]))
     for e in range(10):
-        word = philox(np.array([11, 3, e // 4, site], dtype=np.uint64), (5, 7))[e % 4]
+        word = philox4x32(np.array([11, 3, e // 4, site], dtype=np.uint64), (5, 7))[e % 4]
         assert y[0, 0, e] == (1 / 0.7 if int(word) >= round(p * 2**32) else 0.0)
 
 

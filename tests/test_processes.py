@@ -264,6 +264,13 @@ def _paths() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(support), os.environ.get("PYTHONPATH", "")])}
 
 
+def test_what_is_prepared_early_starts_no_ranks_on_gpus():
+    """Which are new interpreters: torch may have looked at a GPU."""
+    with Processes(MODULE) as early:
+        assert Processes.of(_exits, "gloo", early) is early
+        assert Processes.of(_exits, "nccl", early)._server is None
+
+
 def test_what_is_prepared_early_is_for_ranks_on_the_cpu_that_we_start(monkeypatch, tmp_path):
     made: list[dict] = []
     monkeypatch.setattr(processes, "_ForkServer", lambda module: made.append(dict(os.environ)))

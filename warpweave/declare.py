@@ -317,7 +317,7 @@ def _as_dtensor(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _attention(
+def _attention_rule(
     attend: Callable[..., Tensor],
     query: Any,
     key: Any,
@@ -436,7 +436,7 @@ class _PlainAsReplicated(TorchFunctionMode):
         if tree_any(lambda x: isinstance(x, DTensor), given):
             given = tree_map(self._convert, given)
             if func is F.scaled_dot_product_attention:
-                return _attention(func, *given[0], **given[1])
+                return _attention_rule(func, *given[0], **given[1])
             if func in (F.cross_entropy, F.nll_loss):
                 return _mean_loss(func, *given[0], **given[1])
         return func(*given[0], **given[1])

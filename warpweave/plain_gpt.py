@@ -170,7 +170,7 @@ def plain_init(
     return params
 
 
-def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
     counter[..., 4] are 32-bit words held in uint64, key is two 32-bit words; returns four random
@@ -205,7 +205,7 @@ def _dropout(x: Tensor, p: float, seed: int, site: int, tokens: Tensor) -> Tenso
     counter[..., 1] = (index >> np.uint64(32))[..., None]
     counter[..., 2] = np.arange(quads, dtype=np.uint64)
     counter[..., 3] = site
-    words = philox(counter, (seed % 2**32, (seed >> 32) % 2**32))
+    words = philox4x32(counter, (seed % 2**32, (seed >> 32) % 2**32))
     words = words.reshape(*index.shape, quads * 4)[..., : x.shape[-1]]
     keep = torch.from_numpy(words >= round(p * 2**32)).to(x.device)
     return torch.where(keep, x / (1.0 - p), 0.0)

@@ -63,27 +63,27 @@ def cases() -> list[Case]:
         Case(
             "gelu tanh fwd",
             lambda: activation.activation_fwd(h, "gelu"),
-            cost=cost.gelu(h.numel()),
+            cost=cost.activation(h.numel()),
         ),
         Case(
             "gelu tanh bwd",
             lambda: activation.activation_bwd(h, h, "gelu"),
-            cost=cost.gelu(h.numel(), backward=True),
+            cost=cost.activation(h.numel(), backward=True),
         ),
         Case(
             "gelu erf bwd",
             lambda: activation.activation_bwd(h, h, "gelu_erf"),
-            cost=cost.gelu(h.numel(), backward=True),
+            cost=cost.activation(h.numel(), backward=True),
         ),
         Case(
             "swiglu fwd",
             lambda: activation.activation_fwd(h, "swiglu"),
-            cost=cost.swiglu(h.numel() // 2),
+            cost=cost.activation(h.numel() // 2, gated=True),
         ),
         Case(
             "swiglu bwd",
             lambda: activation.activation_bwd(m(T, 2048), h, "swiglu"),
-            cost=cost.swiglu(h.numel() // 2, backward=True),
+            cost=cost.activation(h.numel() // 2, gated=True, backward=True),
         ),
         Case(
             "dropout",

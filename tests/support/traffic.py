@@ -490,22 +490,22 @@ def _elementwise() -> list[Measure]:
         Measure(
             "gelu fwd",
             lambda: activation.activation_fwd(x, "gelu", **triton),
-            lambda t: cost.gelu(x.numel()).bytes,
+            lambda t: cost.activation(x.numel()).bytes,
         ),
         Measure(
             "gelu bwd",
             lambda: activation.activation_bwd(dy, x, "gelu", **triton),
-            lambda t: cost.gelu(x.numel(), backward=True).bytes,
+            lambda t: cost.activation(x.numel(), backward=True).bytes,
         ),
         Measure(
             "swiglu fwd",
             lambda: activation.activation_fwd(x, "swiglu", **triton),
-            lambda t: cost.swiglu(x.numel() // 2).bytes,
+            lambda t: cost.activation(x.numel() // 2, gated=True).bytes,
         ),
         Measure(
             "swiglu bwd",
             lambda: activation.activation_bwd(narrow_dy, x, "swiglu", **triton),
-            lambda t: cost.swiglu(x.numel() // 2, backward=True).bytes,
+            lambda t: cost.activation(x.numel() // 2, gated=True, backward=True).bytes,
         ),
         Measure(
             "dropout",

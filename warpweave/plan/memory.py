@@ -163,7 +163,7 @@ def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
     master, zero = max(size, 4), step.plan.zero if data > 1 else 0
     units = units_of(step.config, step.mesh, step.plan, rank)
     P, U = sum(units.values()), max(units.values())
-    matrices, largest = _matrices(step, rank)
+    matrices, largest = _muon_matrices(step, rank)
     elements = {"muon": 2 * P - matrices, "sgd": P}.get(step.optimizer, 2 * P)
     elements += (master != size) * P
     if step.outer is not None:  # global weights, outer momentum, and the sum in flight
@@ -297,7 +297,7 @@ def _parameters(config: GPTConfig, tp: int, stages: tuple[int, ...]) -> tuple[in
 @lru_cache(maxsize=4096)
 def _units(config: GPTConfig, tp: int, stages: tuple[int, ...], rank: int) -> dict[str, int]:
     first, last = stages[0] == rank, stages[-1] == rank
-    rows, norm = -(-config.vocab_size // tp) * config.width, _norm(config)
+    rows, norm = -(-config.vocab_size // tp) * config.width, _norm_parameters(config)
     units = {"embedding": rows} if first or (last and config.tied) else {}
     if first and config.positions == "learned":
         units["positions"] = config.seq_len * config.width
@@ -321,10 +321,10 @@ def block_parameters(config: GPTConfig, tp: int = 1) -> int:
         heads = (queries + keys) // tp if config.qk_norm_whole else 2 * config.head_dim
         count += heads
     count += config.sinks * config.heads // tp
-    return count + (4 if config.norm_place == "sandwich" else 2) * _norm(config)
+    return count + (4 if config.norm_place == "sandwich" else 2) * _norm_parameters(config)
 
 
-def _norm(config: GPTConfig) -> int:
+def _norm_parameters(config: GPTConfig) -> int:
     """Parameters of a norm over the width."""
     bias = config.bias if config.norm_bias is None else config.norm_bias
     return config.width * (2 if config.norm == "layer" and bias else 1)
@@ -353,7 +353,7 @@ def _unpiped(plan: ParallelPlan) -> ParallelPlan:
     return dataclasses.replace(plan, schedule="1f1b", chunks=1)
 
 
-def _matrices(step: TrainingStep, rank: int) -> tuple[int, int]:
+def _muon_matrices(step: TrainingStep, rank: int) -> tuple[int, int]:
     """With Muon the elements of the matrices that it updates on a pipeline rank, and of the
     largest one, whole; else 0."""
     if step.optimizer != "muon":

@@ -291,8 +291,7 @@ def _elementwise_work(job: Job) -> Work:
         )
         each = [norm] * norms
         if not job.fused:
-            act = cost.swiglu if gated else cost.gelu
-            each += [act(n // job.mesh.tp, backward=back, size=size)]
+            each += [cost.activation(n // job.mesh.tp, gated=gated, backward=back, size=size)]
             each += [Cost(rows * E, 3 * rows * E * size)] * 2  # sums of the residual stream
             each += [cost.dropout(rows, E, size=size)] * (2 if config.dropout else 0)
             heads = 2 * (config.heads + config.num_kv_heads) // job.mesh.tp
