@@ -206,8 +206,8 @@ def _held(rank: int, config: TrainConfig, store: Any, spoil: Any) -> str:
 
 
 def _flip(x: torch.Tensor) -> None:
-    """The lowest bit of the first number."""
-    x.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+    """A low bit of the first number; the lowest one the rounding of two updates may undo."""
+    x.view(-1)[:1].view(torch.int32).bitwise_xor_(64)
 
 
 def _flip_weight(name: str, ranks: tuple[int, ...]) -> Any:

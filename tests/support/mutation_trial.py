@@ -47,9 +47,9 @@ def mutated(fault: Fault, source: str) -> str:
 
 
 def module_of(file: str) -> str:
-    """parallel/zero.py -> warpweave.parallel.zero; warpweave/train.py -> warpweave.train."""
-    name = file.removesuffix(".py").replace("/", ".")
-    return name if name.startswith("warpweave.") else f"warpweave.{name}"
+    """parallel/zero.py -> warpweave.parallel.zero; warpweave/data/__init__.py -> warpweave.data."""
+    name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name if f"{name}.".startswith("warpweave.") else f"warpweave.{name}"
 
 
 def name_of(source: Path) -> str:
