@@ -374,9 +374,10 @@ def test_a_gpu_trains_in_bf16_unless_told_and_its_memory_is_judged_by_that(
 # -------------------------------------------------------------------------- the command
 
 
-@pytest.mark.parametrize("ranks", ["one", "launched", "first", "of its node", "other"])
+@pytest.mark.parametrize("ranks", ["one", "one again", "launched", "first", "of its node", "other"])
 def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsys, ranks):
-    """On torchrun's machines the first rank of each checks, for as many as there are on it."""
+    """On torchrun's machines the first rank of each checks, for as many as there are on it. A run
+    of one rank that shall start again is launched as well."""
     done: dict[str, object] = {}
     places = {"first": ("0", "0"), "of its node": ("2", "0"), "other": ("3", "1")}
     if ranks in places:
@@ -398,17 +399,23 @@ def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsy
     monkeypatch.setattr(train, "check_fits", memory)
     monkeypatch.setattr(train, "locked", locked)
     monkeypatch.setattr(train, "train_rank", lambda config: done.update(alone=config.dp) or 143)
-    told = lambda entry, args, mesh, **_: done.update(launched=mesh) or 130  # noqa: E731
+    told = lambda entry, args, mesh, max_restarts, **_: (  # noqa: E731
+        done.update(launched=(mesh, max_restarts)) or 130
+    )
     monkeypatch.setattr(train, "launch", told)
     _leaves(monkeypatch, train)
-    config = TrainConfig(model="toy", tp=1 if ranks == "one" else 2, warmup=3, steps=2)
+    restarts = 3 * (ranks == "one again")
+    tp = 1 if ranks.startswith("one") else 2
+    config = TrainConfig(model="toy", tp=tp, warmup=3, steps=2, max_restarts=restarts)
     with pytest.raises((SystemExit, LeftError)) as ended:
         train.run(config)
     end = (type(ended.value).__name__, *ended.value.args)
     expected = {
         "one": {"checked": 1, "locked": config.out, "alone": 1, "end": ("SystemExit", 143)},
         "launched": {"checked": 1, "memory": (77, 2), "locked": config.out,
-                     "launched": Mesh(tp=2), "end": ("SystemExit", 130)},
+                     "launched": (Mesh(tp=2), 0), "end": ("SystemExit", 130)},
+        "one again": {"checked": 1, "locked": config.out, "launched": (Mesh(), 3),
+                      "end": ("SystemExit", 130)},
         "first": {"checked": 3, "memory": (77, 2), "locked": config.out, "alone": 3,
                   "end": ("LeftError", 0)},
         "of its node": {"checked": 3, "memory": (77, 2), "alone": 3, "end": ("LeftError", 0)},

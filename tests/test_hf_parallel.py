@@ -301,13 +301,14 @@ def _refused(rank: int) -> list[str]:
             said.append(str(error))
 
     mesh, other = Mesh(tp=2).connect(), Mesh(cp=2).connect()
-    for more in (
-        {"num_key_value_heads": 1},
-        {"intermediate_size": 57},
-        {"attention_dropout": 0.1},
-        {"resid_pdrop": 0.1},
+    for family, more in (
+        ("llama", {"num_key_value_heads": 1}),
+        ("llama", {"intermediate_size": 57}),
+        ("phi3", {"num_key_value_heads": 4, "intermediate_size": 57}),
+        ("llama", {"attention_dropout": 0.1}),
+        ("gpt2", {"resid_pdrop": 0.1}),
     ):
-        model = perturbed("gpt2" if "resid_pdrop" in more else "llama", **more)
+        model = perturbed(family, **more)
         refuse(lambda model=model: ww.apply(model, mesh=mesh))
         assert model.config._attn_implementation != "warpweave"
         assert not any("forward" in vars(m) for m in model.modules())
@@ -359,6 +360,7 @@ def make_unseeded(seed: int) -> nn.Module:
 
 REFUSED = (
     "model.layers.0.self_attn: 1 key heads do not divide by tp = 2",
+    "model.layers.0.mlp: 57 hidden units do not divide by tp = 2",
     "model.layers.0.mlp: 57 hidden units do not divide by tp = 2",
     "model.layers.0.self_attn: attention dropout is not drawn over ranks",
     "transformer.h.0.attn.resid_dropout: dropout 0.1 is not drawn over ranks",

@@ -281,6 +281,8 @@ def test_slices_of_the_hidden_units_are_partial_sums_and_slices_of_gradients(act
         h, z = hidden_fwd(x, rows, bias, save_z=True, **options)
         dz, again = hidden_bwd(dy, down[:, s], z, want_hidden=True, **options)
         assert_close_f64(again, h, 1e-15)
+        spread = z.repeat_interleave(2, -1)[:, ::2]
+        assert_close_f64(hidden_bwd(dy, down[:, s], spread, **options)[0], dz, 1e-13)
         assert hidden_bwd(dy, down[:, s], z, **options)[1] is None
         return h @ down[:, s].t(), dz @ rows, dz
 

@@ -42,6 +42,8 @@ def make(family: str, **more) -> nn.Module:
         options |= {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
         more = {"head_dim": 8, "sliding_window": 5, "bos_token_id": None, "rope_parameters": None}
         return transformers.GptOssForCausalLM(transformers.GptOssConfig(**options | more))
+    if family == "phi3":  # queries, keys and values in one layer, gate and up in another
+        return transformers.Phi3ForCausalLM(transformers.Phi3Config(**options))
     if family == "qwen3":
         own = {"head_dim": 12, "num_hidden_layers": 3}  # one is neither the first nor the last
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**options | own | more))
