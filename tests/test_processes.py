@@ -13,8 +13,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy
-import numpy as np
 import pytest
+from numpy import random as numbers
 
 from warpweave import processes
 from warpweave.interrupt import STOPS
@@ -103,15 +103,15 @@ def test_ranks_are_forked_whatever_threads_numpy_would_start(monkeypatch):
 
 
 def test_each_draws_numpys_numbers_of_its_own(tmp_path):
-    """As new interpreters do: the fork server has imported numpy."""
-    with Processes("warpweave.train") as forked:
+    """As new interpreters do: the fork server has imported `numpy.random`."""
+    with Processes(MODULE) as forked:
         for name in "ab":
             forked.start(_draws, tmp_path / name).join()
     assert (tmp_path / "a").read_text() != (tmp_path / "b").read_text()
 
 
 def _draws(path: Path) -> None:
-    path.write_text(str(np.random.random()))
+    path.write_text(str(numbers.random()))
 
 
 @pytest.mark.parametrize("how", ["forked", "spawned"])

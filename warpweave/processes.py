@@ -306,8 +306,8 @@ def _forked(pipe: connection.Connection, environ: dict[str, str], given: bytes) 
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update(environ)
-    if "numpy" in sys.modules:  # each its own, as if it had imported it
-        sys.modules["numpy"].random.seed()
+    if "numpy.random" in sys.modules:  # each its own, as if it had imported it
+        sys.modules["numpy.random"].seed()
     target, args = ForkingPickler.loads(given)
     _run(target, *args)
 
