@@ -212,9 +212,10 @@ def test_a_module_with_threads_is_not_forked_from(tmp_path, monkeypatch):
         assert process.exitcode == 6
 
 
-def test_each_forked_process_draws_numbers_of_its_own(started, tmp_path):
-    for name in ("a", "b"):
-        started["forked"].start(_draws, tmp_path / name).join()
+def test_each_forked_process_draws_numbers_of_its_own(tmp_path):
+    with Processes(MODULE) as forked:
+        for name in ("a", "b"):
+            forked.start(_draws, tmp_path / name).join()
     first, second = ((tmp_path / name).read_text() for name in ("a", "b"))
     assert first.split()[0] != second.split()[0]
     assert first.split()[1] != second.split()[1]
