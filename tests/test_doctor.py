@@ -246,6 +246,18 @@ def test_every_kernel_is_timed_beside_what_else_computes_it():
         assert {k: v for k, v in row.items() if k != "op" and v != 0.5} == {}, row
 
 
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, TypeError])
+def test_a_call_that_cannot_run_here_stands_in_its_row(monkeypatch, error):
+    def refuses():
+        raise error("not on\nthis machine")
+
+    ops = iter([("one", {"ours": refuses, "torch": list}), ("two", {"ours": list})])
+    monkeypatch.setattr(times, "timed_ops", lambda *_: ops)
+    assert [*times.time_ops(CPU, lambda call: 0.5, times.LayerSizes(), rounds=1)] == [
+        {"op": "one", "ours": "not on this machine", "torch": 0.5}, {"op": "two", "ours": 0.5},
+    ]  # fmt: skip
+
+
 # -------------------------------------------------------------------------- the command
 
 

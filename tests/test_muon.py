@@ -153,6 +153,12 @@ def test_newton_schulz_is_five_lines_of_torch(shape, impl):
     assert (low - o).norm() < 0.05 * o.norm()
 
 
+def test_the_norm_of_a_matrix_in_16_bits_is_of_32():
+    """Which fp16 cannot hold: a power of two in front changes no bit."""
+    g = torch.randn(40, 33).half()
+    assert torch.equal(orthogonalize(g * 2**12), orthogonalize(g))
+
+
 # ---------------------------------------------------------------- layouts
 
 
