@@ -501,6 +501,14 @@ def test_the_file_that_an_earlier_run_left_is_read_and_its_words_are_those_of_to
         ParallelPlan(overlap="auto")
 
 
+def test_a_value_of_old_is_todays_however_its_key_is_spelt(tmp_path):
+    path = tmp_path / "config.toml"
+    for key in ("cp-strategy", "cp_strategy"):
+        path.write_text(f'{key} = "around"\n')
+        found = read_options(path, TrainConfig(), (), {("cp_strategy", "around"): "ring"})
+        assert found.plan.cp_strategy == "ring"
+
+
 @pytest.mark.parametrize("name", ["a\\b'\"\x7f\n", "\U0001f600 é", ""])
 def test_names_of_files_and_numbers_come_back_as_they_are(tmp_path, name):
     config = TrainConfig(out=Path(name), lr=0.1 + 0.2, eps=5e-324, clip=1e22, seed=2**70)

@@ -23,7 +23,7 @@ from warpweave.dtypes import DTYPES
 from warpweave.gpt import GPT
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import FAMILIES
-from warpweave.plan.choose import Search, branches, choose_layouts
+from warpweave.plan.choose import Search, branches, choose_layouts, layouts_of
 from warpweave.plan.command import run
 from warpweave.plan.device import Efficiency, Hardware, find_hardware
 from warpweave.plan.layout import options_of_job, take_layout
@@ -366,6 +366,22 @@ def test_the_search_finds_what_brute_force_finds(gpus: int, gib: float) -> None:
         assert chosen.job.mesh.world == gpus
         assert chosen.job.sequences == search.sequences
     assert found.simulated < len(every) / 10
+
+
+@pytest.mark.parametrize(("layers", "pp"), [(12, 2), (8, 2), (7, 3), (4, 4), (40, 2)])
+def test_chunks_are_powers_of_two_and_what_divides_a_ranks_layers(layers: int, pp: int) -> None:
+    """Up to 16, all of a rank's layers among them."""
+    config = dataclasses.replace(NARROW, layers=layers)
+    job = _job(config, A100, pp=pp, microbatches=4 * pp)
+    tried = {
+        each.plan.chunks
+        for each in layouts_of(job, Counter())
+        if each.plan.schedule == "interleaved"
+    }
+    most = min(layers // pp, 16)
+    assert tried == {
+        n for n in range(2, most + 1) if n in (2, 4, 8, 16) or layers / pp / n % 1 == 0
+    }
 
 
 def test_a_large_search_simulates_few() -> None:
