@@ -256,8 +256,13 @@ def _lifetime(rank: int, folder: str) -> dict:
             optimizer.zero_grad()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         trained = computed(model), computed(wanted)
+        frozen = {n for i, (n, p) in enumerate(model.named_parameters()) if i % 3 == 0}
+        for n in frozen:
+            model.get_parameter(n).requires_grad_(False)
         ww.revert(model)
         plain = all(type(p) is nn.Parameter for p in model.parameters())
+        plain &= frozen == {n for n, p in model.named_parameters() if not p.requires_grad}
+        model.requires_grad_()
         traces = [n for m in model.modules() for n in vars(m) if n == NAME]
         hooks = [
             hook
