@@ -323,21 +323,23 @@ def test_a_mean_over_no_label_is_zero(weight):
     assert found.token_accuracy == 0
 
 
+@pytest.mark.parametrize("ignored", [7, -1])  # -1 is also what is predicted there
 @pytest.mark.parametrize("options", OPTIONS)
-def test_another_ignored_label_counts_nowhere(options):
+def test_another_ignored_label_counts_nowhere(options, ignored):
     x, head, labels = _case(0)
-    labels[[3, 5]], rest = 7, OPTIONS[options]
-    logits, usual = F.linear(x, head), labels.masked_fill(labels == 7, -100)
+    labels[[3, 5]], rest = ignored, OPTIONS[options]
+    nowhere = labels == ignored
+    logits, usual = F.linear(x, head), labels.masked_fill(nowhere, -100)
     extra = {"return_token_accuracy": True, "return_predicted_tokens": True}
     for reduction in ("mean", "sum", "none"):
-        how = {"reduction": reduction, "ignore_index": 7, **rest}
+        how = {"reduction": reduction, "ignore_index": ignored, **rest}
         weight = {"ce_weight": how.pop("weight")} if "weight" in how else {}
         one = CE(*weight.values(), **how, **extra)(logits, labels)
         other = FUSED(**weight, **how, **extra)(head, x, labels)
         truth = _loss_truth(logits, usual, reduction, **rest)
-        predicted = logits.argmax(1).masked_fill(labels == 7, -1)
-        hits = (predicted == labels).float()
-        accuracy = hits if reduction == "none" else hits.sum() / (labels != 7).sum()
+        predicted = logits.argmax(1).masked_fill(nowhere, -1)
+        hits = ((predicted == labels) & ~nowhere).float()
+        accuracy = hits if reduction == "none" else hits.sum() / (~nowhere).sum()
         for found in (one, other):
             torch.testing.assert_close(found.loss, truth, rtol=0, atol=TOLERANCE)
             assert torch.equal(found.predicted_tokens, predicted)

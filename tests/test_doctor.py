@@ -306,9 +306,10 @@ def test_the_page_and_the_line_say_what_failed_and_the_exit_status_is_one(
     assert (code, line["passed"], line["times"]) == (0, True, [])
     code, page, line = _main(monkeypatch, capsys, checks=checks, left=-1)
     assert (code, line["passed"], line["left_out"]) == (0, None, 2)
-    stopped = [checks[0], _check("stopped", Stopped(2)), checks[1]]
-    code, _, line = _main(monkeypatch, capsys, checks=stopped)
-    assert (code, line["stopped"], line["passed"], line["left_out"]) == (130, True, None, 2)
+    good, bad, stops = *checks, _check("stopped", Stopped(2))
+    for begun, passed in ((good, None), (bad, False)):  # a failure stays one
+        code, _, line = _main(monkeypatch, capsys, checks=[begun, stops, good])
+        assert (code, line["stopped"], line["passed"], line["left_out"]) == (130, True, passed, 2)
 
 
 def test_a_gpus_page_has_its_times(monkeypatch):

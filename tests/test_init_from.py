@@ -193,9 +193,12 @@ def test_the_models_tokenizer_is_the_default(llama, tmp_path):
         assert config.open_data("train").vocab_size == 100
         assert config.token_cache == config.out / "tokens"
         assert config.model_config(100).vocab_size == 256  # the weights', not the data's
-        write_token_file(tmp_path / "tokens.bin", np.arange(999) % 7, vocab_size=7)
-        tokens = dataclasses.replace(config, data=tmp_path / "tokens.bin")
-        assert tokens.open_data("train").vocab_size == 7
+        ids = np.arange(999, dtype=np.uint16) % 7
+        write_token_file(tmp_path / "tokens.bin", ids, vocab_size=7)
+        np.save(tmp_path / "tokens.npy", ids)
+        for name in ("tokens.bin", "tokens.npy"):  # whose tokens are ids already
+            tokens = dataclasses.replace(config, data=tmp_path / name)
+            assert tokens.open_data("train").vocab_size == 7
     finally:
         (llama / "tokenizer.json").unlink()
     for other in ("tokenizer.model", "vocab.json", "tokenizer_config.json"):

@@ -635,9 +635,12 @@ def test_a_run_goes_on_when_workers_and_servers_are_killed_and_replay_has_its_bi
     assert {t["clock"] for t in terms if t["worker"] in (0, 2)} == set(range(30))
     assert (config.out / STALENESS).exists()
     assert _replayed(config, capfd) == (0, True)
-    # One number of the log is another: so are the bits.
+    # Killed after a checkpoint, a run has a log that goes on beyond it.
     log = config.out / UPDATES
     head, rows = read_log(log)
+    write_log(log, head, [*rows, rows[-1] | {"version": len(rows) + 1}])
+    assert _replayed(config, capfd) == (0, True)
+    # One number of the log is another: so are the bits.
     rows[5]["lr"] *= 1.0000001
     write_log(log, head, rows)
     assert _replayed(config, capfd) == (1, False)
