@@ -138,7 +138,7 @@ def state_of(
             "fingerprint": data.fingerprint,
             "sequences_per_step": sequences_per_step,
             "tokenizer": data.tokenizer_name,
-            "validation": validation and validation.fingerprint,
+            "validation": None if validation is None else validation.fingerprint,
         },
         "progress": dataclasses.asdict(progress),
         "outer": config.outer_settings,
@@ -199,7 +199,8 @@ def differences(
     before["asynchronous"] = reader.state.get("asynchronous")
     before["sequences_per_step"] = reader.state["data"]["sequences_per_step"]
     if validation is not None and (held := reader.state["data"].get("validation")) is not None:
-        now["validation data"], before["validation data"] = validation.fingerprint[:12], held[:12]
+        prints = validation.fingerprint, held  # which may begin with the same word
+        now["validation data"], before["validation data"] = (p[-12:] for p in prints)
     now["fingerprint"] = "of the whole"
     before["fingerprint"] = "of a file's ends" if _of_ends(reader.state["data"]) else "of the whole"
     return "; ".join(
