@@ -378,6 +378,19 @@ def test_ranks_that_torchrun_starts_again_do_not_read_what_the_dead_wrote(monkey
         store.set("address", "here")
 
 
+def test_an_attempt_goes_on_where_any_before_it_had_begun(monkeypatch):
+    for began in range(4):
+        kept, told = dist.HashStore(), []
+        for attempt in range(4):
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+            store = dist.PrefixStore(f"attempt_{attempt}", kept)
+            session = Session(torch.device("cpu"), 0, 2, store, 9.0, Mesh(tp=2))
+            if attempt == began:
+                session.begin()
+            told.append(session.goes_on)
+        assert told == [attempt > began for attempt in range(4)]
+
+
 def test_free_ports_differ_and_a_taken_one_is_named():
     with _loopback_listener(0) as a, _loopback_listener(0) as b:
         assert a.getsockname()[0] == b.getsockname()[0] == "127.0.0.1"
