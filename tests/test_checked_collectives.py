@@ -141,6 +141,22 @@ def test_a_rank_that_does_not_come_is_named_within_the_time_out():
     assert [said.startswith(words) for said in found] == [True, True, False, True]
 
 
+def test_a_slow_rank_that_was_last_seen_where_this_one_has_been_too_is_waited_for(monkeypatch):
+    monkeypatch.setattr("warpweave.parallel.checked._LOOK", 1e-3)
+    store, seen = Store(), []
+
+    def slow(rank: int, mesh: Any) -> None:
+        """Rank 0 comes to the first once rank 1 has looked for it, and rank 1 so to the second."""
+        for late, group in enumerate(("tp", "world")):
+            if rank == late:
+                store.wait([f"at/{1 - late}"], timedelta(seconds=60))
+                seen.append(store.get(f"at/{1 - late}").decode())
+            dist.all_reduce(X.clone(), group=mesh.group(group))
+
+    assert run_threads(4, _said, store, slow) == [""] * 4
+    assert ["[0, 1]" in seen[0], "[0, 1, 2, 3]" in seen[1]] == [True, True]
+
+
 def _message(rank: int, store: Any) -> None:
     mesh, me = Mesh(tp=2), rank
     group = mesh.connect().group("tp")
