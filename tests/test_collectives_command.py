@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +46,22 @@ def test_no_constant_is_below_zero() -> None:
     found = fit([[1, 10, 0], [1, 1000, 0], [2, 1000, 0]], [2.0, 1.0, 2.0])
     assert found.beta == found.gamma == 0
     assert found.alpha > 0
+
+
+def test_no_other_network_has_less_error() -> None:
+    """Karush, Kuhn and Tucker: the error rises along a constant that is 0, and is level else."""
+    numbers, supports = np.random.default_rng(0), set()
+    for _ in range(100):
+        rows, seconds = numbers.uniform(0.1, 1, (5, 3)), numbers.uniform(0.1, 1, 5)
+        found = fit(rows.tolist(), seconds.tolist())
+        constants = np.array([found.alpha, found.beta, found.gamma])
+        relative = rows / seconds[:, None]
+        slope = relative.T @ (relative @ constants - 1)
+        assert (constants >= 0).all()
+        assert (slope > -1e-9).all()
+        assert (abs(slope[constants > 0]) < 1e-9).all()
+        supports.add(tuple(constants > 0))
+    assert len(supports) == 7  # each choice of constants
 
 
 def test_the_summary_has_every_rows_prediction_and_the_backends_time() -> None:
