@@ -98,7 +98,8 @@ def test_strided_operands_and_gradients(impl) -> None:
     tensors, table = _tensors()
     spread = [t.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_() for t in tensors]
     turned = spread[1].detach().mT.contiguous().mT.requires_grad_()
-    out = qkv_rope(spread[0], turned, spread[2], *table, impl=impl)
+    angles = torch.stack(table, -1).unbind(-1)
+    out = qkv_rope(spread[0], turned, spread[2], *angles, impl=impl)
     truth = reference.qkv_rope(*tensors, *table)
     _assert_equal(out, truth)
     dy = [torch.randn(t.shape[::-1], dtype=t.dtype).permute(3, 2, 1, 0) for t in truth]

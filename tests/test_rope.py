@@ -99,7 +99,8 @@ def test_gradcheck(impl) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_strided_and_empty_inputs(impl) -> None:
     qkv = torch.randn(2, 11, 4, 3, 8, dtype=torch.float64, requires_grad=True)
-    cos, sin = rope_table(torch.arange(11), 8, dtype=torch.float64)
+    table = torch.stack(rope_table(torch.arange(11), 8, dtype=torch.float64), -1)
+    cos, sin = table.unbind(-1)
     for x in (qkv[:, :, :, 1], qkv[..., 2, :].transpose(1, 2).contiguous().transpose(1, 2)):
         y = apply_rope(x, cos, sin, impl=impl)
         assert y.is_contiguous()
