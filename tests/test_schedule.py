@@ -279,6 +279,9 @@ def test_with_unshard_windows() -> None:
     assert with_unshard(step, window=0) == lists_of(
         "0UNSHARD 0F0 0RESHARD 0UNSHARD 0F1 0RESHARD 0UNSHARD 0B0 0RESHARD 0UNSHARD 0B1 0RESHARD"
     )
+    assert with_unshard(lists_of("0F0 0I0 0W0"), window=0) == lists_of(
+        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0I0 0RESHARD 0W0"
+    )
     three = lists_of("0F0 1F0 2F0 2B0 1B0 0B0")
     assert with_unshard(three, window=2) == lists_of(
         "0UNSHARD 0F0 1UNSHARD 1F0 0RESHARD 2UNSHARD 2F0 2B0 2RESHARD 1B0 1RESHARD "
@@ -348,6 +351,7 @@ def swap(lists, one: str, two: str):
 
 
 ZERO = full(one_f_one_b(3, 2))
+VEE = with_update(with_tie(lists_of("0F0 3F0 3I0 0B0 3W0", "1F0 2F0 2B0 1B0")))
 SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2))))
 
 
@@ -375,8 +379,10 @@ SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2))))
         (swap(ZERO, "1B1", "1REDUCE"), "stage 1: gradients of 1B1 are not reduced before UPDATE"),
         (swap(ZERO, "0TIE", "0REDUCE"), "stage 0: gradients of 0B0 0B1 are not reduced before TIE"),
         (edit(ZERO, "2TIE"), "stage 2: gradients of 2B0 2B1 are not tied before UPDATE"),
+        (swap(VEE, "3W0", "0TIE"), "stage 0: gradients of 3W0 are not tied before UPDATE"),
         (edit(ZERO, "1REDUCE", "1REDUCE", "1TIE"), r"1TIE: only stages \[0, 2\] have a TIE"),
         (edit(ZERO, "1UNSHARD"), "1F0 reads parameters that are not gathered"),
+        (lists_of("0UNSHARD 0F0 0RESHARD 0I0 0W0"), "0I0 reads parameters that are not gathered"),
         (edit(ZERO, "1RESHARD"), "1UPDATE@1 while the parameters of stage 1 are gathered"),
         (edit(ZERO, "1F1", "99UNSHARD", "1F1"), "stages must be 0 to 3"),
         (edit(ZERO, "1F1", "1UNSHARD", "1F1"), "1UNSHARD while the parameters of stage 1"),
