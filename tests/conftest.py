@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,6 +48,16 @@ def _fresh_compiler() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_rank_beats_on() -> Iterator[None]:
+    """A heartbeat that a test has left meets whatever later tests replace, such as the time."""
+    yield
+    left = [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+    for thread in left:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in left), "a session was not closed"
 
 
 class _AtOnce:

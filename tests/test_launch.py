@@ -331,6 +331,7 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: groups.append((a, k)))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
     session = join(Mesh(tp=2, pp=2), backend=asked)
+    session.close()
     if backend == "gloo" and sys.platform == "linux":
         assert torch.get_num_threads() == 4  # of 8 cores, with another rank on this machine
     torch.set_num_threads(threads)

@@ -177,7 +177,7 @@ def test_what_time_does_not_reach_is_named(table) -> None:
 
 def test_a_row_is_begun_in_the_minutes_that_are_given_and_none_after(table, monkeypatch) -> None:
     clock = iter(range(0, 1000, 100))  # seconds, each time that somebody looks
-    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     todo = problems(("attention_fwd", "attention_dq"), ("bf16",), (32, 64, 128))
     report = tune(todo, FakeGpu({}).bench(), table, minutes=5, steps=1)
     assert [row.problem for row in report.rows] == todo[:3]

@@ -387,6 +387,7 @@ def join(
     assert session.heartbeat is not None
     session.heartbeat.start()
     if (line := disagreement(store, rank, mesh, own)) is not None:
+        session.close()
         if port is None:
             raise ValueError(line)
         store.set("verdict", line)  # for `launch`, as no rank speaks for it
