@@ -53,37 +53,25 @@ def cases() -> list[Case]:
 
     T, fp32 = 8192, torch.float32
     f2, h = m(128, 64, dtype=fp32), m(T, 4096)
-    tokens = m(T, dtype=torch.int64)
+    tokens, n = m(T, dtype=torch.int64), h.numel()
+    gelu, gelu_bwd = (cost.activation(n, backward=back) for back in (False, True))
+    swiglu, swiglu_bwd = (
+        cost.activation(n // 2, gated=True, backward=back) for back in (False, True)
+    )
     found = [
         Case(
             "rope",
             lambda: rope.rope_fwd(m(2, 128, 8, 128), f2, f2),
             cost=cost.rope(2, 128, 8, 128),
         ),
-        Case(
-            "gelu tanh fwd",
-            lambda: activation.activation_fwd(h, "gelu"),
-            cost=cost.activation(h.numel()),
-        ),
-        Case(
-            "gelu tanh bwd",
-            lambda: activation.activation_bwd(h, h, "gelu"),
-            cost=cost.activation(h.numel(), backward=True),
-        ),
-        Case(
-            "gelu erf bwd",
-            lambda: activation.activation_bwd(h, h, "gelu_erf"),
-            cost=cost.activation(h.numel(), backward=True),
-        ),
-        Case(
-            "swiglu fwd",
-            lambda: activation.activation_fwd(h, "swiglu"),
-            cost=cost.activation(h.numel() // 2, gated=True),
-        ),
+        Case("gelu tanh fwd", lambda: activation.activation_fwd(h, "gelu"), cost=gelu),
+        Case("gelu tanh bwd", lambda: activation.activation_bwd(h, h, "gelu"), cost=gelu_bwd),
+        Case("gelu erf bwd", lambda: activation.activation_bwd(h, h, "gelu_erf"), cost=gelu_bwd),
+        Case("swiglu fwd", lambda: activation.activation_fwd(h, "swiglu"), cost=swiglu),
         Case(
             "swiglu bwd",
             lambda: activation.activation_bwd(m(T, 2048), h, "swiglu"),
-            cost=cost.activation(h.numel() // 2, gated=True, backward=True),
+            cost=swiglu_bwd,
         ),
         Case(
             "dropout",
