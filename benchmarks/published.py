@@ -9,6 +9,8 @@ What the planner does not have and these rows need is added here, and no more th
 
 * FP8 (and MXFP8): a product of matrices at twice the FLOP/s of 16 bits and an efficiency of its
   own, with casts of what it reads, everything else in 16 bits;
+* messages between stages that Megatron-LM cuts over tensor ranks, and weights that InternEvo's
+  owners broadcast;
 * attention of the first FlashAttention, half as fast as today's (arXiv:2307.08691 says twice);
 * embedding and head as layers of their own, where that makes a pipeline's stages even;
 * GB200 and GB300, H100 with HBM2e at 500 W, and a network of 4 x 100 Gbit/s per node.
@@ -36,6 +38,7 @@ LIKE = {"H200": "H100"}
 FLASH_1 = 0.5  # the first FlashAttention's speed, of today's
 EARLY = ("llm-foundry", "torchtitan")  # recompute by torch.utils.checkpoint
 BF16_SUMS = ("Megatron-Bridge", "NeMo docs", "InternEvo")  # libraries that sum gradients in bf16
+OWNERS = ("InternEvo",)  # whose ZeRO 1 gives whole tensors to ranks; nine to a block (InternLM)
 EIGHT_BITS = ("fp8", "mxfp8")
 Time = Callable[[Job], float]
 _PREDICTED: dict[tuple[Any, ...], float] = {}  # releases of a library share layouts
@@ -201,7 +204,8 @@ def _jobs(row: Row) -> tuple[Job, ...]:
             _config(*sizes, row.seq_len, row.vocab, 0.1 if scores else 0.0),
             Mesh(row.dp, row.cp, row.tp, row.pp, dp_shard=row.dp_shard), plan, batch, "bf16",
             "cuda", hardware=GPUS[row.gpu], fused=row.kernels in ("fused", "unfused"),
-            scores=scores, stops_early=row.library in EARLY,
+            scores=scores, scattered=scores, stops_early=row.library in EARLY,
+            owned=9 * row.layers + 3 if row.library in OWNERS else 0,
             casts=row.precision in EIGHT_BITS, summed=2 if in_bf16 else 4,
         )  # fmt: skip
         found.append(job)

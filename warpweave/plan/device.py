@@ -96,7 +96,7 @@ class Hardware:
 # mostly of one cluster with a quarter of a DGX's network. Of A40, L40S and H800 there are no rows,
 # of H200 too few: they have those of the chip that is most alike.
 _A100_40 = Efficiency(0.70, 0.61, 0.58, 0.70, 0.68, 4e-6)
-_A100 = Efficiency(0.73, 0.62, 0.52, 0.82, 0.68, 4e-6)
+_A100 = Efficiency(0.68, 0.63, 0.57, 0.79, 0.68, 4e-6)
 _H100 = Efficiency(0.62, 0.36, 0.45, 0.75, 0.40, 4e-6)
 _B200 = Efficiency(0.65, 0.37, 0.60, 0.70, 0.70, 4e-6)
 

@@ -48,6 +48,8 @@ from warpweave.plan.memory import (
 # What computation loses to a message beside it, of the message's time: processors that NCCL takes
 # and bytes of memory. Set by hand: no efficiency that benchmarks/plan_rows.py fits.
 _BESIDE = 0.25
+# NCCL's figures of a ring's hop with its "simple" protocol, over NVLink and over the network.
+_NEAR_HOP, _FAR_HOP = 3.4e-6, 14e-6
 _CHUNKS = 4  # of "chunked" and "fused" overlap, one of them always exposed; assumed, no row tells
 
 
@@ -64,6 +66,10 @@ class Job(TrainingStep):
             "selective" is then of the scores (arXiv:2205.05198).
         stops_early: recompute "full" is torch.utils.checkpoint's, which does not repeat the last
             product, whose result no backward needs.
+        scattered: messages between stages are cut over the tensor ranks and gathered where they
+            arrive (arXiv:2104.04473, 4.1); with sequence parallelism they are cut anyway.
+        owned: tensors of the model, where ZeRO 1 cuts between them: each rank broadcasts what it
+            owns, one after another, before the next step. 0: one all-gather, beside its forward.
         summed: bytes of a gradient's element in sums over data ranks.
         casts: every input of a block's products is cast to 8 bits, twice, once transposed, and
             every gradient of their outputs; the hardware's `products` are then those in 8 bits.
@@ -73,6 +79,8 @@ class Job(TrainingStep):
     fused: bool = True
     scores: bool = False
     stops_early: bool = False
+    scattered: bool = False
+    owned: int = 0
     summed: int = 4
     casts: bool = False
 
@@ -397,11 +405,14 @@ def message(job: Job) -> tuple[float, float]:
     mesh, moved = job.mesh, job.rows * job.config.width * SIZES[job.dtype]
     if mesh.pp == 1:
         return 0.0, 0.0
+    gather = 0.0
+    if job.scattered and not job.plan.sequence_parallel:
+        moved, gather = moved / mesh.tp, tensor_pass(job)[1]
     hardware, inner = job.hardware, mesh.tp * mesh.cp * mesh.dp
     far = hardware.device.network * hardware.efficiency.far
     near = hardware.joins(inner, mesh.pp)
     speed = hardware.bandwidth(inner, mesh.pp) if near else far
-    return moved, hardware.efficiency.latency + moved / speed
+    return moved, hardware.efficiency.latency + moved / speed + gather
 
 
 def _over_shards(job: Job, rank: int, each: float) -> float:
@@ -447,8 +458,18 @@ def _update(job: Job, work: list[Work]) -> float:
     for rank, P in enumerate(parameters_of(job)):
         own = _stream(job, cost.adamw(P // shard, param_size=size if size < 4 else 0))
         gather = _over_shards(job, rank, size) if job.plan.zero in (1, 2) else 0.0
+        if job.owned:  # a broadcast of each owner, beside nothing
+            own += gather + min(shard, job.owned) * _ring_latency(job, shard)
+            gather = 0.0
         found.append(own + max(0.0, gather - first[rank]))
     return max(found)
+
+
+def _ring_latency(job: Job, size: int) -> float:
+    """Seconds in which a ring's first bytes come to the last of `size` data ranks."""
+    inside = min(size, max(1, job.hardware.node // job.mesh.tp))
+    far = -(-size // inside) - 1
+    return far * _FAR_HOP + (size - 1 - far) * _NEAR_HOP
 
 
 def step_traffic(job: Job) -> Iterator[tuple[str, str, float]]:
