@@ -458,10 +458,10 @@ def _update(job: Job, work: list[Work]) -> float:
     for rank, P in enumerate(parameters_of(job)):
         own = _stream(job, cost.adamw(P // shard, param_size=size if size < 4 else 0))
         gather = _over_shards(job, rank, size) if job.plan.zero in (1, 2) else 0.0
+        shown = max(0.0, gather - first[rank])
         if job.owned:  # a broadcast of each owner, beside nothing
-            own += gather + min(shard, job.owned) * _ring_latency(job, shard)
-            gather = 0.0
-        found.append(own + max(0.0, gather - first[rank]))
+            shown = gather + min(shard, job.owned) * _ring_latency(job, shard)
+        found.append(own + shown)
     return max(found)
 
 
