@@ -402,7 +402,7 @@ def _context_work(job: Job, attention: Work) -> Work:
 
 def message(job: Job) -> tuple[float, float]:
     """(bytes, seconds) of a message from stage to stage: [T, E], of each tensor rank its rows."""
-    mesh, moved = job.mesh, job.rows * job.config.width * SIZES[job.dtype]
+    mesh, moved = job.mesh, float(job.rows * job.config.width * SIZES[job.dtype])
     if mesh.pp == 1:
         return 0.0, 0.0
     gather = 0.0
