@@ -265,6 +265,24 @@ def _paths() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(support), os.environ.get("PYTHONPATH", "")])}
 
 
+@pytest.mark.parametrize(("early", "shuts"), [(f"Processes({MODULE!r})", ""), ("None", " shut")])
+def test_what_has_only_started_ranks_ends_without_the_interpreters_shutdown(early, shuts):
+    program = (
+        "import atexit, sys\n"
+        "from warpweave.processes import Processes, starting\n"
+        "if __name__ == '__main__':\n"
+        "    atexit.register(lambda: print(' shut', end=''))\n"
+        f"    with starting({early}) as given:\n"
+        f"        assert (given is None) == {shuts != ''}\n"
+        "        print('said', end='')\n"
+        "        sys.exit(7)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | _paths(), capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (7, f"said{shuts}", "")
+
+
 def test_what_is_prepared_early_starts_no_ranks_on_gpus():
     """Which are new interpreters: torch may have looked at a GPU."""
     with Processes(MODULE) as early:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import nullcontext
 from importlib import import_module
 
 from warpweave import __version__
-from warpweave.processes import Processes
+from warpweave.processes import Processes, starting
 
 _USAGE = """usage: warpweave COMMAND [OPTIONS]
 
@@ -66,7 +65,7 @@ def _main() -> None:
             program = "warpweave.elastic.run"
         ranks = hasattr(config, "starts_ranks")
         early = Processes.early(program) if ranks and config.starts_ranks else None
-        with early or nullcontext() as processes:
+        with starting(early) as processes:
             import_module(program).run(*((config, processes) if ranks else (config,)))
     elif command in ("", "-h", "--help"):
         print(_USAGE)

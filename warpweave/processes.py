@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -351,6 +351,19 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+@contextmanager
+def starting(early: Processes | None) -> Iterator[Processes | None]:
+    """For a command that starts its ranks in `early`, if that is there: this process, in which
+    nothing else has worked, then ends without torch's shutdown, half a second of a processor."""
+    try:
+        with early or nullcontext():
+            yield early
+    except SystemExit as end:
+        if early and isinstance(end.code, int):
+            leave(end.code)
+        raise
 
 
 def leave(code: int) -> NoReturn:

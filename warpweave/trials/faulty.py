@@ -1,13 +1,11 @@
 """``warpweave train`` with one of `faults`: ``python -m warpweave.trials.faulty FAULT OPTIONS``."""
 
-from contextlib import nullcontext
-
-from warpweave.processes import Processes
+from warpweave.processes import Processes, starting
 
 
 def main() -> None:
     """A job with a fault."""
-    with Processes.early("warpweave.trials.faults") or nullcontext() as processes:
+    with starting(Processes.early("warpweave.trials.faults")) as processes:
         from warpweave.trials import faults
 
         faults.main(processes)
