@@ -20,6 +20,7 @@ from warpweave.parallel.checked import CheckedCollectives, CollectiveMismatch
 from warpweave.parallel.collectives import all_gather_into, start_all_to_all, start_exchange
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.messages import Hop, run_on_group
+from warpweave.parallel.observe import Observer, Operation
 
 MESH = Mesh(dp=2, tp=2)
 NAMES = [MESH.describe(rank) for rank in range(4)]
@@ -189,6 +190,17 @@ def _hops(rank: int, ranks: int) -> Any:
     yield None
 
 
+class _Given(Observer):
+    """Keeps what each operation is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[list[list[float]]] = []
+
+    def before(self, operation: Operation) -> None:
+        self.given.append([x.tolist() for x in operation.given])
+
+
 def _on_gloo(rank: int, folder: str) -> list[str]:
     """What is raised on this rank for what torch's dispatcher sees: forward, backward, a thread."""
     store = dist.FileStore(f"{folder}/store", 2)
@@ -203,6 +215,13 @@ def _on_gloo(rank: int, folder: str) -> list[str]:
         _alike(rank, SimpleNamespace(group=lambda axis: group))
         _Product.apply(x).sum().backward()
     assert x.grad.tolist() == [2, 2, 2]
+    alone, roots = dist.new_group([1]), _Given()
+    if rank == 1:  # which is the root, number 0, of a group of its own
+        with roots:
+            dist.broadcast(torch.full((2,), 7.0), group=alone, group_src=0)
+    with roots:
+        dist.broadcast(torch.full((2,), float(rank)), group=group, group_src=1)
+    assert roots.given == ([[[7.0, 7.0]], [[1.0, 1.0]]] if rank else [[]])
     faults = (
         lambda: dist.all_reduce(torch.ones(3, dtype=[torch.half, torch.float][rank]), group=group),
         lambda: _Product.apply(torch.ones(3 + rank, requires_grad=True)).sum().backward(),

@@ -108,6 +108,20 @@ def test_beats_tell_of_a_main_thread_that_does_not_and_end_with_their_store():
     heartbeat.stop()
 
 
+def test_a_victim_that_reports_and_ends_while_another_asks_is_not_the_one_that_died():
+    with _ranks(None, None, None) as (asks, *_):
+        now = [100.0]
+
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+            asks.store.set("failed/1", str(LOST))
+
+        clock = mock.Mock(monotonic=lambda: now[0], time=time.time, sleep=sleep)
+        with mock.patch("warpweave.heartbeat.time", clock):
+            found = at_fault(asks.store, 0, 3)
+    assert [*found] == [2]
+
+
 def test_a_frame_between_two_lines_is_nowhere_in_particular():
     """Python gives it no line number; a heartbeat died of that."""
     frame = mock.Mock(f_lineno=None)
