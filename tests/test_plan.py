@@ -377,7 +377,7 @@ def _every(search: Search) -> list[Job]:
         if dp * cp * tp * pp != search.gpus or search.config.seq_len // cp < 1024:
             continue
         for batch, recompute, name, chunks, zero in itertools.product(
-            (1, 2, 4), ("none", "selective", "full"), FAMILIES, (1, 2, 4, 5), range(4)
+            (1, 2, 4, 8), ("none", "selective", "full"), FAMILIES, (1, 2, 4, 5), range(4)
         ):
             m, rest = divmod(search.sequences, dp * batch)
             looped = FAMILIES[name].chunks is None
@@ -414,6 +414,8 @@ def test_the_search_finds_what_brute_force_finds(gpus: int, gib: float) -> None:
         assert chosen.job.mesh.world == gpus
         assert chosen.job.sequences == search.sequences
     assert found.simulated < len(every) / 10
+    many = choose_layouts(search, keep=200)  # which a bound that is none would order otherwise
+    assert [c.time.seconds for c in many.best] == pytest.approx(times[:200], rel=1e-12)
 
 
 @pytest.mark.parametrize(("layers", "pp"), [(12, 2), (8, 2), (7, 3), (4, 4), (40, 2)])
