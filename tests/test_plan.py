@@ -444,6 +444,20 @@ def test_a_large_search_simulates_few() -> None:
     assert found.miss[1] > H100.capacity
 
 
+def test_a_refusal_names_what_the_smallest_of_all_layouts_needs() -> None:
+    """By a bound that is close below it, or exactly, where it is all but possible."""
+    search = Search(PRESETS["llama3-405b"], 2, H100, sequences=16)
+    least = min(max(rank.total for rank in estimate(job)) for job in _every(search))
+    said = []
+    for capacity in (H100.capacity, least - 1):
+        hardware = dataclasses.replace(H100, capacity=capacity)
+        with pytest.raises(ValueError, match="fits: the smallest needs") as caught:
+            choose_layouts(dataclasses.replace(search, hardware=hardware))
+        said.append(float(re.findall(r"needs (\S+) GiB", str(caught.value))[0]) * 2**30)
+    assert 0.98 * least < said[0] <= least
+    assert said[1] == pytest.approx(least, abs=0.05 * 2**30)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
