@@ -15,6 +15,7 @@ from pretend_nccl import run_nccl
 from ranks import run_ranks
 from thread_store import Store
 from threads import run_threads
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from warpweave.parallel.checked import CheckedCollectives, CollectiveMismatch
 from warpweave.parallel.collectives import all_gather_into, start_all_to_all, start_exchange
@@ -250,3 +251,38 @@ def test_torchs_dispatcher_shows_every_collective_of_gloo_before_it_is_issued(tm
     assert first[:3] == second[:3] == words
     message = f"{other} sends float32[4], {one} receives float32[3]"
     assert message in (first[3], second[3])
+
+
+class _Seen(Observer):
+    """Keeps of each operation what it is called, and who takes part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[int, ...], str]] = []
+
+    def before(self, operation: Operation) -> None:
+        self.seen.append((operation.key.partition("/")[2], operation.ranks, operation.what))
+
+
+def test_operations_within_a_group_name_the_ranks_of_the_default_group():
+    """But for keys, which are the group's own."""
+    dist.init_process_group("fake", rank=5, world_size=6, store=FakeStore())
+    try:
+        group, observer = dist.new_group([1, 3, 5]), _Seen()
+        with observer:
+            dist.send(X, group=group, group_dst=0)
+            dist.recv(X.clone(), group=group, group_src=1)
+            dist.all_reduce(X.clone(), group=group)
+            dist.broadcast(X.clone(), group=group, group_src=1)
+            start_exchange(X, X.clone(), 1, 0, group).wait()
+    finally:
+        dist.destroy_process_group()
+    message, members = "{} of float32[3]".format, (1, 3, 5)
+    assert observer.seen == [
+        ("2>0/0", (5, 1), message("send")),
+        ("1>2/0", (3, 5), message("recv")),
+        ("0", members, message("all_reduce")),
+        ("1", members, message("broadcast") + " from rank 3"),
+        ("2>1/0", (5, 3), message("send")),
+        ("0>2/0", (1, 5), message("recv")),
+    ]
