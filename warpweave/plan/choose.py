@@ -14,6 +14,7 @@ simulated is the next best, because everything left has a bound above it:
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -100,12 +101,12 @@ def choose_layouts(search: Search, keep: int = 5) -> Found:
     def push(least: float, item: Any) -> None:
         heapq.heappush(heap, (least, next(number), item))
 
-    smallest = None
+    bound = math.inf
     for branch in branches(search, found.refused):
         least = least_memory(replace(branch, plan=replace(branch.plan, zero=3)))
         if least > search.hardware.capacity:
             found.refused["does not fit the memory, whatever its schedule and ZeRO stage"] += 1
-            smallest = min(smallest or least, least)
+            bound = min(bound, least)
             continue
         work, layers = block_work(branch), branch.config.layers / branch.mesh.pp
         push(branch.plan.microbatches * layers * (work.forward + work.backward), (branch,))
@@ -132,7 +133,7 @@ def choose_layouts(search: Search, keep: int = 5) -> Found:
             time = predict(item)
             push(time.seconds, Chosen(item, time, memory))
     if not found.best:
-        raise ValueError(_none(search, found, smallest))
+        raise ValueError(_none(search, found, bound))
     return found
 
 
@@ -196,15 +197,15 @@ def _chunk_counts(fixed: int | None, layers: int, pp: int) -> list[int]:
     return [n for n in range(2, most + 1) if not n & (n - 1) or layers % (pp * n) == 0]
 
 
-def _none(search: Search, found: Found, smallest: float | None) -> str:
-    """Why no layout is left, in one line."""
+def _none(search: Search, found: Found, bound: float) -> str:
+    """Why no layout is left, in one line; all that were not looked at need more than `bound`."""
     room = search.hardware.capacity / _GIB
     what = f"no layout of {search.gpus} GPUs"
-    if found.miss is not None:
-        smallest = min(smallest or found.miss[1], found.miss[1])
-    if smallest is not None:
+    miss = math.inf if found.miss is None else found.miss[1]
+    if (least := min(bound, miss)) < math.inf:
+        needs = f"{'more than ' if bound < miss else ''}{least / _GIB:.1f} GiB"
         return (
-            f"{what} fits: the smallest needs {smallest / _GIB:.1f} GiB on a GPU, "
+            f"{what} fits: the smallest needs {needs} on a GPU, "
             f"{search.hardware.name} has {room:.1f}"
         )
     reasons = ", ".join(f"{why} ({n})" for why, n in found.refused.most_common(3))
