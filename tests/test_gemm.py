@@ -313,6 +313,20 @@ def test_epilogues_keep_the_error_budget(activation, dtype):
     assert torch.equal(wide_y.to(dtype), y)
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_wide_result_is_of_the_z_that_the_operands_dtype_holds(activation, dtype, impl):
+    a, b, bias = _draw(20, 50, dtype=dtype), _draw(50, 66, dtype=dtype), _draw(66, dtype=dtype)
+    options = {"activation": activation, "out_dtype": torch.float32, "impl": impl}
+    y, z = fused_gemm(a, b, bias, save_z=True, **options)
+    assert (y.dtype, z.dtype) == (torch.float32, dtype)
+    assert_close_f64(z, a.double() @ b.double() + bias.double(), torch.finfo(dtype).eps)
+    assert_close_f64(y, reference.activate(z.double(), activation), 1e-6)
+    unkept, _ = fused_gemm(a, b, bias, **options)
+    assert torch.equal(y, unkept)
+
+
 def test_dropout_in_the_epilogue_drops_what_dropout_drops_on_any_shard_of_the_tokens():
     a, b, tokens = _draw(40, 8), _draw(8, 130), torch.randperm(40) + 2**33
     y, _ = fused_gemm(a, b, drop=Drop(0.5, 1, 2, tokens), impl="triton")
