@@ -334,6 +334,7 @@ def test_replay_has_the_bits_of_a_run_of_any_timing(
     assert any(t["pulled"] < row["version"] - 1 for row, t in zip(place.log.rows, terms))
     if staleness is not None:
         assert max(t["staleness"] for t in terms) <= staleness
+    assert [row["lr"] for row in place.log.rows] == [_lr(t["clock"]) for t in terms]
     _equal(found, place.replayed())
     # The order matters to the bits: another one has others.
     place.log.rows[3]["terms"], place.log.rows[4]["terms"] = (
