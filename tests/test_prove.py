@@ -831,6 +831,18 @@ def test_every_layout_must_have_its_line_within_the_limit_of_its_dtype():
     assert json.loads(json.dumps(summary, allow_nan=False))["worst_by_dtype"]["fp32"] is None
 
 
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_the_worst_of_a_dtype_is_that_of_its_worst_layout_wherever_that_stands(dtype):
+    one = dataclasses.replace(DP, dtype=dtype)
+    other = dataclasses.replace(DP, dtype="fp32")
+    for errors in itertools.permutations((0.0, LIMITS[dtype] / 2, 3 * LIMITS[dtype])):
+        lines = [_row(one, grad=error) for error in errors]
+        found = command.judge([*[one] * 3, other], [*lines, _row(other, norm=LIMITS["fp32"])])
+        expected = {dtype: 3 * LIMITS[dtype], "fp32": LIMITS["fp32"]}
+        assert (found["worst_by_dtype"], found["worst"]) == (expected, expected[dtype]), errors
+        assert (found["passed"], found["right"]) == (False, 3)
+
+
 def _dies(original):
     """The rank is killed in the middle of its second layout."""
     calls = itertools.count()
