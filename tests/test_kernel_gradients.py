@@ -145,6 +145,23 @@ def test_gradients_are_handed_over_within_the_block_only_also_where_it_ends_by_a
     assert torch.autograd.is_multithreading_enabled()
 
 
+@pytest.mark.parametrize("inner", [collect, accumulate])
+@pytest.mark.parametrize("outer", [collect, accumulate])
+def test_after_a_block_within_another_gradients_go_to_the_outer_one_again(outer, inner) -> None:
+    weight, dw = torch.zeros(2, requires_grad=True), torch.ones(2)
+    first, second = (WeightGradients({weight: torch.zeros(2)}) for _ in "ab")
+    with outer(first):
+        with suppress(KeyError), inner(second):
+            raise KeyError
+        assert waits(weight) == (outer is collect)
+        assert not torch.autograd.is_multithreading_enabled()
+        assert wgrad(weight, lambda: dw) is None
+    assert (len(first), len(second)) == (int(outer is collect), 0)
+    first.run()
+    assert weight.grad is first.buffers[weight]
+    assert torch.equal(weight.grad, dw)
+
+
 def test_tokens_without_features_are_as_many() -> None:
     assert rows(torch.zeros(2, 3, 0)).shape == (6, 0)
     x, up, down, bias = torch.ones(2, 3), torch.ones(0, 3), torch.ones(3, 0), torch.arange(3.0)
