@@ -1,6 +1,7 @@
 """Schedules as drawings and against torch's, every rule of the validator by its violation."""
 
 from itertools import chain, product
+from random import Random
 
 import pytest
 import torch.distributed.pipelining.schedules as theirs
@@ -291,6 +292,30 @@ def test_with_unshard_windows() -> None:
         validate(with_unshard(three, window=window))
     with pytest.raises(ValueError, match="window must be None or >= 0"):
         with_unshard(step, window=-1)
+
+
+def _fewest_gathers(read: list[int], window: int) -> int:
+    """Of all ways that keep `window` stages at most, whichever they free for another."""
+    fewest = {frozenset[int](): 0}  # by the stages that are gathered
+    for stage in read:
+        then: dict[frozenset[int], int] = {}
+        for kept, count in fewest.items():
+            frees = kept if len(kept) == window and stage not in kept else (None,)
+            for freed in frees:
+                after = (kept - {freed}) | {stage}
+                then[after] = min(count + (stage not in kept), then.get(after, len(read)))
+        fewest = then
+    return min(fewest.values())
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_window_gathers_no_stage_more_often_than_it_must(window: int) -> None:
+    draw = Random(window)
+    for _ in range(50):
+        read = [draw.randrange(5) for _ in range(24)]
+        given = [Action("F", stage, mb) for mb, stage in enumerate(read)]
+        [actions] = with_unshard([given], window=window)
+        assert [a.op for a in actions].count("UNSHARD") == _fewest_gathers(read, window), read
 
 
 def test_passes_leave_their_input_alone_and_refuse_the_wrong_order() -> None:
