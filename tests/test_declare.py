@@ -215,15 +215,16 @@ def test_a_hugging_face_llama_is_sharded_by_ten_lines() -> None:
 class _Attends(nn.Module):
     """Heads of 2 from products of their own, which share `kv` keys and values."""
 
-    def __init__(self, kv: int) -> None:
+    def __init__(self, kv: int, scale: float | None = None) -> None:
         super().__init__()
-        self.kv = kv
+        self.kv, self.scale = kv, scale
         self.q, self.v = nn.Linear(8, 8), nn.Linear(8, 2 * kv)
         self.k = nn.Linear(8, 2 * kv, bias=False)  # whose gradient is rounding
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return y.transpose(1, 2).flatten(2)
 
 
 class _Classifies(nn.Module):
@@ -248,6 +249,8 @@ def _as_one_rank(rank: int) -> None:
         (lambda: _Attends(1), {"(x)": "batch seq width"}, {"seq": "a"}, (x,)),
         (lambda: _Attends(1), {"q.*": "heads ..."}, {"heads": "a"}, (x,)),
         (lambda: _Attends(1), {"(x)": "batch seq width"}, {"batch": "a"}, (x,)),
+        (lambda: _Attends(4, 3.0), {"(x)": "batch seq width"}, {"seq": "a"}, (x,)),
+        (lambda: _Attends(1, 0.2), {"q.*": "heads ..."}, {"heads": "a"}, (x,)),
         (_Classifies, rows, {"rows": "a"}, (torch.randn(8, 4), target)),
     ):
         torch.manual_seed(0)
@@ -264,7 +267,8 @@ def _as_one_rank(rank: int) -> None:
 
 
 def test_attention_and_weighted_losses_are_those_of_one_rank() -> None:
-    """One key for all heads or samples, keys of a sharded sequence, classes that are ignored."""
+    """One key for all heads or samples, keys of a sharded sequence, scales of the model's own,
+    classes that are ignored."""
     run_ranks(2, _as_one_rank)
 
 
