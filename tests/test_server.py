@@ -142,6 +142,32 @@ def test_clocks_go_on_from_their_state():
     assert (again.version, again.clocks, again.following) == (2, {0: 1, 5: 1}, 6)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_who_joins_when_all_have_left_goes_on_at_the_lowest_clock_that_there_was(mode):
+    """So that no data is seen twice, also after a resumption."""
+    staleness, joint = MODES[mode]
+    clocks = Clocks(staleness, joint=joint)
+
+    def rounds(count: int, *workers: int) -> None:
+        for _ in range(count):
+            for worker in workers:
+                clocks.ask(worker)
+            for worker in clocks.grant():
+                clocks.give(worker, 1, 0.5)
+            clocks.updates()
+
+    for lowest in (0, 5):
+        first, second = clocks.join(), clocks.join()
+        assert clocks.clocks == {first: lowest, second: lowest}
+        rounds(3, first, second)
+        clocks.leave(first)
+        rounds(2, second)
+        clocks.leave(second)
+    again = Clocks(staleness, joint=joint)
+    again.load(clocks.state(), [0, 9])
+    assert again.clocks == {0: 10, 9: 10}
+
+
 # ---------------------------------------------------------------- threads over real sockets
 
 
