@@ -321,6 +321,21 @@ def test_the_loss_scale_follows_its_rule_and_goes_on_from_any_step(interval):
     assert {1.0, 2.0**24} <= seen
 
 
+@pytest.mark.parametrize("interval", [1, 2, 5])
+def test_a_halted_step_changes_nothing_of_the_loss_scale(interval):
+    """Wherever it comes in the row of good steps, and whether or not it overflows."""
+    draws = torch.Generator().manual_seed(interval)
+    scale, plain = (LossScale(64.0, interval) for _ in range(2))
+    for step in range(200):
+        overflow, halted = (torch.rand(2, generator=draws) < 0.3).float()
+        skipped = torch.maximum(overflow, halted)  # as the optimizer has it
+        scale.update(skipped, halted)
+        if not halted:
+            plain.update(overflow)
+        found, expected = ((s.value.item(), s.good_steps.item()) for s in (scale, plain))
+        assert found == expected, step
+
+
 # -------------------------------------------------------------------------- the norm
 
 
