@@ -536,6 +536,19 @@ def test_autocast_leaves_a_float64_model_alone(config):
     assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("sizes", [Mesh(), Mesh(pp=2)], ids=("whole", "cut"))
+def test_each_parameter_is_in_one_unit_however_many_digits_its_block_has(sizes, tied):
+    config = dataclasses.replace(CONFIGS["gpt2"], layers=24, tied=tied)
+    for rank in range(sizes.world):
+        gpt = GPT(config, mesh=_place(sizes, rank))
+        shapes = {name: p.shape for name, p in gpt.named_parameters()}
+        chains = gpt.segments()
+        units = {id(u): u for c in chains.values() for segment in c for u in segment.units}
+        found = [record.name for unit in units.values() for record, _ in unit.params]
+        assert sorted(found) == sorted(shapes)
+
+
 # ------------------------------------------------------------------- several ranks
 
 
