@@ -97,7 +97,8 @@ finally:
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help")])
-def test_a_reader_that_has_seen_enough_ends_a_command_quietly(arguments):
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly(arguments, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # what is printed waits for the end
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-P", "-m", "warpweave", *arguments]
