@@ -106,3 +106,18 @@ def test_stages_of_a_rank_are_shaded_and_actions_that_take_no_time_are_not_drawn
     light, dark = COLOURS["F"]
     assert [picture.count(colour) for colour in (light, "#5f98d2", dark)] == [1, 1, 1]
     assert picture.count('class="c') == 4
+
+
+def test_waiting_in_a_receive_is_idle_as_nothing_is() -> None:
+    """A measured receive lasts; a timeline of a simulation has a gap there."""
+    rows = (
+        (Cell(Action("F", 0, 0), 0, 1), Cell(Action("RECV_B", 0, 0), 1, 3),
+         Cell(Action("B", 0, 0), 3, 4)),
+        (Cell(Action("RECV_F", 1, 0), 0, 1), Cell(Action("F", 1, 0), 1, 2),
+         Cell(Action("B", 1, 0), 2, 3)),
+    )  # fmt: skip
+    for waits in (True, False):
+        kept = tuple(
+            tuple(c for c in row if waits or not c.action.op.startswith("RECV")) for row in rows
+        )
+        assert "idle 50%, " in svg({"measured": Timeline(kept, (1, 1), (1, 1))})
