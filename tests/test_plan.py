@@ -209,6 +209,21 @@ def test_links_cost_their_bytes() -> None:
         assert extra == pytest.approx(moved / speed, rel=0.02), name
 
 
+def test_a_rank_sends_what_all_of_its_stages_send() -> None:
+    """However many stages its layers are cut into, their bytes stay the same."""
+
+    def sent(**given: Any) -> dict[str, float]:
+        job = _job(microbatches=4, tp=2, cp=2, **given)
+        return {axis: moved for axis, _, moved in step_traffic(job) if axis in ("tp", "cp")}
+
+    alone = sent()
+    assert len(alone) == 2
+    assert {axis: 2 * n for axis, n in sent(pp=2).items()} == pytest.approx(alone)
+    for pp, chunks in ((2, 2), (2, 4), (4, 2)):
+        found = sent(pp=pp, schedule="interleaved", chunks=chunks)
+        assert {axis: pp * n for axis, n in found.items()} == pytest.approx(alone), (pp, chunks)
+
+
 def test_a_message_that_is_scattered_is_gathered_beside_it() -> None:
     """arXiv:2104.04473, 4.1: each of tp ranks sends a part, and NVLink has the rest."""
     given: dict[str, Any] = {"tp": 4, "pp": 2, "dp": 2, "overlap": "none"}
@@ -567,6 +582,7 @@ def test_a_plan_is_one_flag_of_train_and_prove(tmp_path, capsys) -> None:
         ({"microbatches": 0}, "microbatches must be at least 1, got 0"),
         ({"chunks": 2}, "schedule 1f1b has chunks = 1 stages per rank, got 2"),
         ({"batch": {}}, r"batch must be int, got \{\}"),
+        ({"batch": True}, "batch must be int, got True"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
     ],
 )
