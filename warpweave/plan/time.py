@@ -48,8 +48,7 @@ from warpweave.plan.memory import (
 # What computation loses to a message beside it, of the message's time: processors that NCCL takes
 # and bytes of memory. Set by hand: no efficiency that benchmarks/plan_rows.py fits.
 _BESIDE = 0.25
-# NCCL's figures of a ring's hop with its "simple" protocol, over NVLink and over the network.
-_NEAR_HOP, _FAR_HOP = 3.4e-6, 14e-6
+_NEAR_HOP, _FAR_HOP = 3.4e-6, 14e-6  # of a ring, NVLink or network: NCCL's ("simple" protocol)
 _CHUNKS = 4  # of "chunked" and "fused" overlap, one of them always exposed; assumed, no row tells
 
 
@@ -64,10 +63,9 @@ class Job(TrainingStep):
             copies of the logits.
         scores: attention's scores go through memory, as before FlashAttention. Recompute
             "selective" is then of the scores (arXiv:2205.05198).
-        stops_early: recompute "full" is torch.utils.checkpoint's, which does not repeat the last
-            product, whose result no backward needs.
-        scattered: messages between stages are cut over the tensor ranks and gathered where they
-            arrive (arXiv:2104.04473, 4.1); with sequence parallelism they are cut anyway.
+        stops_early: recompute "full" leaves out the last product, as torch.utils.checkpoint does.
+        scattered: messages between stages are cut over tensor ranks, as with sequence parallelism,
+            and gathered where they arrive (arXiv:2104.04473, 4.1).
         owned: tensors of the model, where ZeRO 1 cuts between them: each rank broadcasts what it
             owns, one after another, before the next step. 0: one all-gather, beside its forward.
         summed: bytes of a gradient's element in sums over data ranks.
@@ -402,16 +400,15 @@ def _context_work(job: Job, attention: Work) -> Work:
 
 def message(job: Job) -> tuple[float, float]:
     """(bytes, seconds) of a message from stage to stage: [T, E], of each tensor rank its rows."""
-    mesh, moved = job.mesh, float(job.rows * job.config.width * SIZES[job.dtype])
+    mesh, hardware = job.mesh, job.hardware
     if mesh.pp == 1:
         return 0.0, 0.0
-    gather = 0.0
-    if job.scattered and not job.plan.sequence_parallel:
-        moved, gather = moved / mesh.tp, tensor_pass(job)[1]
-    hardware, inner = job.hardware, mesh.tp * mesh.cp * mesh.dp
+    cut = mesh.tp if job.scattered and not job.plan.sequence_parallel else 1
+    moved = job.rows * job.config.width * SIZES[job.dtype] / cut
+    gather = tensor_pass(job)[1] if cut > 1 else 0.0
+    inner = mesh.tp * mesh.cp * mesh.dp
     far = hardware.device.network * hardware.efficiency.far
-    near = hardware.joins(inner, mesh.pp)
-    speed = hardware.bandwidth(inner, mesh.pp) if near else far
+    speed = hardware.bandwidth(inner, mesh.pp) if hardware.joins(inner, mesh.pp) else far
     return moved, hardware.efficiency.latency + moved / speed + gather
 
 
@@ -467,8 +464,7 @@ def _update(job: Job, work: list[Work]) -> float:
 
 def _ring_latency(job: Job, size: int) -> float:
     """Seconds in which a ring's first bytes come to the last of `size` data ranks."""
-    inside = min(size, max(1, job.hardware.node // job.mesh.tp))
-    far = -(-size // inside) - 1
+    far = math.ceil(size / max(1, job.hardware.node // job.mesh.tp)) - 1
     return far * _FAR_HOP + (size - 1 - far) * _NEAR_HOP
 
 
