@@ -3,8 +3,8 @@
 A stage that sleeps needs no core, so four ranks do not hide each other's bubbles on a machine with
 two. Each F, I and W of a rank's share of a micro-batch sleeps one unit (a B two; with c stages on a
 rank each 1/c of it), and messages are of one number. The executor and the lists are those of a
-training step; beside them stands what `simulate` says of the same lists. A unit is a second, since
-messages, which the simulator's take no time, cost two cores some milliseconds an action.
+training step; beside them stands what `simulate` says of the same lists. A unit is a second: real
+messages take milliseconds, simulated ones no time.
 """
 
 from __future__ import annotations

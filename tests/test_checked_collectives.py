@@ -191,17 +191,6 @@ def _hops(rank: int, ranks: int) -> Any:
     yield None
 
 
-class _Given(Observer):
-    """Keeps what each operation is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: list[list[list[float]]] = []
-
-    def before(self, operation: Operation) -> None:
-        self.given.append([x.tolist() for x in operation.given])
-
-
 def _on_gloo(rank: int, folder: str) -> list[str]:
     """What is raised on this rank for what torch's dispatcher sees: forward, backward, a thread."""
     store = dist.FileStore(f"{folder}/store", 2)
@@ -216,13 +205,6 @@ def _on_gloo(rank: int, folder: str) -> list[str]:
         _alike(rank, SimpleNamespace(group=lambda axis: group))
         _Product.apply(x).sum().backward()
     assert x.grad.tolist() == [2, 2, 2]
-    alone, roots = dist.new_group([1]), _Given()
-    if rank == 1:  # which is the root, number 0, of a group of its own
-        with roots:
-            dist.broadcast(torch.full((2,), 7.0), group=alone, group_src=0)
-    with roots:
-        dist.broadcast(torch.full((2,), float(rank)), group=group, group_src=1)
-    assert roots.given == ([[[7.0, 7.0]], [[1.0, 1.0]]] if rank else [[]])
     faults = (
         lambda: dist.all_reduce(torch.ones(3, dtype=[torch.half, torch.float][rank]), group=group),
         lambda: _Product.apply(torch.ones(3 + rank, requires_grad=True)).sum().backward(),
@@ -254,14 +236,14 @@ def test_torchs_dispatcher_shows_every_collective_of_gloo_before_it_is_issued(tm
 
 
 class _Seen(Observer):
-    """Keeps of each operation what it is called, and who takes part."""
+    """Keeps each operation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[str, tuple[int, ...], str]] = []
+        self.seen: list[Operation] = []
 
     def before(self, operation: Operation) -> None:
-        self.seen.append((operation.key.partition("/")[2], operation.ranks, operation.what))
+        self.seen.append(operation)
 
 
 def test_operations_within_a_group_name_the_ranks_of_the_default_group():
@@ -273,16 +255,19 @@ def test_operations_within_a_group_name_the_ranks_of_the_default_group():
             dist.send(X, group=group, group_dst=0)
             dist.recv(X.clone(), group=group, group_src=1)
             dist.all_reduce(X.clone(), group=group)
-            dist.broadcast(X.clone(), group=group, group_src=1)
+            for root in (1, 2):
+                dist.broadcast(X.clone(), group=group, group_src=root)
             start_exchange(X, X.clone(), 1, 0, group).wait()
     finally:
         dist.destroy_process_group()
     message, members = "{} of float32[3]".format, (1, 3, 5)
-    assert observer.seen == [
+    assert [(op.key.partition("/")[2], op.ranks, op.what) for op in observer.seen] == [
         ("2>0/0", (5, 1), message("send")),
         ("1>2/0", (3, 5), message("recv")),
         ("0", members, message("all_reduce")),
         ("1", members, message("broadcast") + " from rank 3"),
+        ("2", members, message("broadcast") + " from rank 5"),
         ("2>1/0", (5, 3), message("send")),
         ("0>2/0", (1, 5), message("recv")),
     ]
+    assert [op.given != () for op in observer.seen[3:5]] == [False, True]  # the root alone

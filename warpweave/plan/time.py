@@ -66,8 +66,8 @@ class Job(TrainingStep):
         stops_early: recompute "full" leaves out the last product, as torch.utils.checkpoint does.
         scattered: messages between stages are cut over tensor ranks, as with sequence parallelism,
             and gathered where they arrive (arXiv:2104.04473, 4.1).
-        owned: tensors of the model, where ZeRO 1 cuts between them: each rank broadcasts what it
-            owns, one after another, before the next step. 0: one all-gather, beside its forward.
+        owned: parameter tensors, if ZeRO 1 shards by whole ones, which their owners broadcast one
+            after another, before the next step; 0: flat shards, all-gathered beside its forward.
         summed: bytes of a gradient's element in sums over data ranks.
         casts: every input of a block's products is cast to 8 bits, twice, once transposed, and
             every gradient of their outputs; the hardware's `products` are then those in 8 bits.
@@ -456,7 +456,7 @@ def _update(job: Job, work: list[Work]) -> float:
         own = _stream(job, cost.adamw(P // shard, param_size=size if size < 4 else 0))
         gather = _over_shards(job, rank, size) if job.plan.zero in (1, 2) else 0.0
         shown = max(0.0, gather - first[rank])
-        if job.owned:  # a broadcast of each owner, beside nothing
+        if job.owned:  # what no forward hides
             shown = gather + min(shard, job.owned) * _ring_latency(job, shard)
         found.append(own + shown)
     return max(found)
