@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import ranks
@@ -25,6 +26,7 @@ from threads import run_threads
 
 from warpweave.checkpoint import open_latest
 from warpweave.config import ParallelPlan
+from warpweave.elastic import membership
 from warpweave.elastic.connections import Connections
 from warpweave.elastic.membership import Generation, Member, Regroup, announce
 from warpweave.elastic.run import Keeper
@@ -285,6 +287,22 @@ def test_a_rank_that_was_started_again_waits_for_its_own_generation(store):
     announce(store, Generation(4, 0, {0: 1}, "1 left", lost=True))
     assert member.wait_for_loss(20)
     assert closed == [1]
+
+
+@pytest.mark.parametrize("told", [0, 1, 2])
+def test_a_keeper_that_ends_is_no_error_of_those_who_listen(told):
+    """Also right after it has told of a loss, before they vote."""
+    kept = dist.HashStore()
+    announce(kept, Generation(1, 0, {0: 0, 1: 0}))
+    announce(kept, Generation(2, 0, {0: 0}, "1 left", lost=True))
+    client, ended = mock.Mock(wraps=kept), dist.DistNetworkError("Connection was likely closed")
+    client.wait.side_effect = [None] * told + [ended]
+    client.compare_set.side_effect = ended
+    with mock.patch.object(membership.threading, "Thread"):  # none listens but this one
+        member = Member(lambda: client, Seat(Mesh(dp=2), 0, 0), 0, lambda: None)
+    member._listen(client)
+    assert member.latest.number == told
+    assert client.compare_set.call_count == (told == 2)
 
 
 def test_connections_of_a_generation_are_closed_and_no_others(store):

@@ -24,6 +24,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -121,7 +122,8 @@ class Member:
                 self._lost = new.number if new.lost else self._lost
                 self._news.notify_all()
             if new.lost:
-                store.compare_set(open_vote, "", "abort")
+                with suppress(dist.DistError):  # as above: the next wait ends this thread
+                    store.compare_set(open_vote, "", "abort")
 
     @property
     def lost(self) -> bool:
