@@ -101,6 +101,54 @@ def test_evidence_names_a_rank_and_its_number_does_not(ends, dumps, said):
     assert line.startswith(said)
 
 
+def test_ranks_stand_in_their_order_and_the_first_that_was_ended_was_last_seen():
+    """Whatever the order in which they ended."""
+    store = _store(r0=[8, "saving"], r1=[9, "evaluation"], r2=[7, "training step"])
+    line = rank_at_fault([End(r, ABORTED) for r in (3, 1, 2)], Mesh(tp=4), store, {})
+    assert line.startswith(f"ranks 1, 2, 3 were {WATCHDOG}; not so rank 0 (tp=0), last seen at")
+    line = rank_at_fault([End(r, ABORTED) for r in (2, 0, 1)], Mesh(tp=3), store, {})
+    assert "; nothing names the rank at fault, last seen at step 7 (training step), " in line
+
+
+def test_the_first_collective_that_a_rank_left_out_is_named(tmp_path):
+    """Of two groups the one that is recorded first, by the largest number of each rank."""
+
+    def dump(*entries: tuple[str, int]) -> bytes:
+        groups = {"7": "[0, 1]", "8": "[0, 2, 10, 1]"}
+        config = {name: {"name": name, "ranks": ranks} for name, ranks in groups.items()}
+        rows = [
+            {"process_group": (name, ""), "collective_seq_id": number,
+             "profiling_name": f"{name}{number}", "is_p2p": False}
+            for name, number in entries
+        ]  # fmt: skip
+        return pickle.dumps({"pg_config": config, "entries": rows}, protocol=2)
+
+    dumps = {
+        0: dump(("7", 2), ("7", 1), ("8", 1)),
+        1: dump(("7", 1)),
+        2: dump(("8", 1), ("8", 2)),
+        10: dump(),
+    }
+    found = behind(dumps)
+    assert found == {
+        0: "did not join 82 (number 2 of group 8)",
+        1: "did not join 72 (number 2 of group 7)",  # and nothing of group 8
+        10: "did not join 81 (number 1 of group 8)",
+    }
+    for rank, data in dumps.items():
+        (tmp_path / f"r{rank:02}").write_bytes(data)
+    files = {rank: tmp_path / f"r{rank:02}" for rank in (2, 0, 1)}
+    line = rank_at_fault([End(0, ABORTED)], Mesh(tp=3), _store(), files)
+    said = line.split("; ")
+    assert said[0] == f"rank 0 (tp=0) was {WATCHDOG}"
+    assert said[1].startswith("rank 0 (tp=0) did not join 82 (number 2 of group 8)")
+    assert said[2] == (
+        "rank 1 (tp=1) did not join 72 (number 2 of group 7), says the flight recorder "
+        f"({tmp_path}/r00 and others)"
+    )
+    assert [words.startswith("not so rank ") for words in said] == [False] * 3 + [True] * 2
+
+
 def _recorded(rank: int) -> bytes:
     """A rank's flight recorder after a run in which rank 1 of 3 leaves out the second collective of
     a group, on which nobody waits."""

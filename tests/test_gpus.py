@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 import pytest
 import torch
@@ -56,8 +57,12 @@ def test_a_torch_that_does_not_see_the_gpus_of_its_machine_is_not_taken_for_a_cp
     with pytest.raises(ValueError, match=re.escape(f"{line}, {AGAIN}")):
         choose_backend(1)
     assert choose_backend(1, "gloo") == "gloo"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden by the user
-    assert choose_backend(1) == "gloo"
+    for hidden in ("", "-1"):  # by the user
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert choose_backend(1) == "gloo"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ValueError, match=re.escape(line)):
+        choose_backend(1)
 
 
 def test_a_torch_without_nccl_is_named_where_ranks_are_several(monkeypatch):
@@ -67,8 +72,10 @@ def test_a_torch_without_nccl_is_named_where_ranks_are_several(monkeypatch):
         choose_backend(2)
 
 
-def _rank(monkeypatch, local: int, world: int) -> None:
-    for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world), ("LOCAL_RANK", local)):
+def _rank(monkeypatch, local: int, here: int, world: int | None = None) -> None:
+    """Rank `local` of those `here`, on one machine or on several with `world` ranks."""
+    sizes = (("WORLD_SIZE", world or here), ("LOCAL_WORLD_SIZE", here), ("LOCAL_RANK", local))
+    for name, value in sizes:
         monkeypatch.setenv(name, str(value))
 
 
@@ -89,7 +96,8 @@ def test_a_rank_takes_the_only_gpu_that_it_is_shown_or_that_of_its_number(
     ("world", "driver", "given", "connections", "order"),
     [
         (2, 12080, {}, "32", "1"),
-        (2, 12020, {}, "32", None),  # would run the operations one by one
+        (2, 12030, {}, "32", "1"),
+        (2, 12029, {}, "32", None),  # would run the operations one by one
         (2, 12080, {CONNECTIONS: "1", ORDER: "0"}, "1", "0"),
         (1, 12080, {}, None, None),
     ],
@@ -106,6 +114,30 @@ def test_cuda_and_nccl_are_told_of_many_communicators_before_they_start(
     monkeypatch.setattr(torch.cuda, "set_device", started)
     take_device(None, launched=False)
     assert seen == [(connections, order)]
+
+
+@pytest.mark.parametrize("here", [1, 3])
+def test_ranks_of_other_machines_need_no_gpus_of_this_one_but_room_in_its_queues(monkeypatch, here):
+    pretend_gpus(monkeypatch, here, driver=12080)
+    _rank(monkeypatch, here - 1, here, 2 * here)
+    backend, device, _ = take_device(None, launched=False)
+    assert (backend, device) == ("nccl", torch.device("cuda", here - 1))
+    assert (os.environ.get(CONNECTIONS), os.environ.get(ORDER)) == ("32", "1")
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "threads"), [(8, 1, 8), (8, 3, 2), (8, 8, 1), (2, 5, 1)]
+)
+def test_ranks_share_the_cores_that_they_may_use_and_have_one_each(
+    monkeypatch, cores, processes, threads
+):
+    given: list[int] = []
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(cores)}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    gpus.share_cores(processes)
+    assert given == [threads]
 
 
 def test_a_gpu_that_others_fill_is_named_with_its_rank(monkeypatch):
@@ -135,10 +167,19 @@ ALIKE = "ranks must compute alike, on devices of one kind, but"
             f"rank 0 (dp=0) has {SLICE}, a MIG slice, which NCCL does not connect",
         ),
         (_gpus("H", "H", "A"), f"{ALIKE} rank 0 (dp=0) has H, rank 2 (dp=2) has A"),
+        (
+            _gpus("H", "A", "B", "A", "H"),
+            f"{ALIKE} rank 0 (dp=0) has H, rank 1 (dp=1) has A, rank 2 (dp=2) has B",
+        ),
         ([*_gpus("H"), {"name": "cpu"}], f"{ALIKE} rank 0 (dp=0) has H, rank 1 (dp=1) has cpu"),
         (
             [*_gpus("H", "H"), {"name": "H", "uuid": "u1"}],
             "ranks 1, 2 are shown one GPU (u1) and need one each: start as many ranks as GPUs, "
+            f"{AGAIN}",
+        ),
+        (
+            [*_gpus("H", "H"), *_gpus("H"), *_gpus("H", "H")],
+            "ranks 0, 2, 3 are shown one GPU (u0) and need one each: start as many ranks as GPUs, "
             f"{AGAIN}",
         ),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import threading
 import time
@@ -127,3 +128,43 @@ def test_a_frame_between_two_lines_is_nowhere_in_particular():
     frame = mock.Mock(f_lineno=None)
     frame.f_code = _stuck.__code__
     assert where(frame) == (False, "test_heartbeat.py:0 (_stuck)")
+
+
+def test_a_frame_within_torchs_collectives_waits_whatever_its_line_says():
+    code = dist.get_world_size.__code__
+    frame = mock.Mock(f_lineno=code.co_firstlineno, f_code=code)
+    line = f"{code.co_firstlineno} (get_world_size)"
+    assert where(frame) == (True, f"distributed_c10d.py:{line}")
+    assert where(None) == (False, "no place")
+
+
+@pytest.mark.parametrize(
+    ("text", "late"),
+    [
+        ("RuntimeError: Timed out waiting 8000ms for recv", True),
+        ("RuntimeError: wait timed out", True),
+        ("DistBackendError: NCCL communicator was aborted: timeout", True),
+        ("DistStoreError: Timeout after 9 s", True),
+        (f"RuntimeError: {LOST}", False),
+        ("", False),
+    ],
+)
+def test_whoever_waits_for_nobody_is_at_fault_only_where_a_rank_was_late(text, late):
+    """Of ranks that all beat; also if it was another one than the rank that asks."""
+    store, now = dist.HashStore(), [100.0]
+    store.set("failed/0", str(LOST))
+    store.set("failed/4", text)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        for rank, waits in enumerate((True, False, True, False, False)):
+            beat = [rank, "saving", 90.02, now[0], waits, f"x.py:{rank} (f)"]
+            store.set(f"beat/{rank}", json.dumps(beat))
+
+    sleep(0)
+    clock = mock.Mock(monotonic=lambda: now[0], time=lambda: now[0], sleep=sleep)
+    with mock.patch("warpweave.heartbeat.time", clock):
+        found = at_fault(store, 0, 5)
+    seen = [(r, f"{{}} hangs in x.py:{r} (f), last seen at step {r} (saving), 10.0 s ago")
+            for r in (1, 3)]  # fmt: skip
+    assert found == (dict(seen) if late else {})

@@ -330,7 +330,7 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend
     monkeypatch.setattr("warpweave.launch._store", lambda *args: store)
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: groups.append((a, k)))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
-    session = join(Mesh(tp=2, pp=2), backend=asked)
+    session = join(Mesh(tp=2, pp=2), backend=asked, timeout=77.0)
     session.close()
     if backend == "gloo" and sys.platform == "linux":
         assert torch.get_num_threads() == 4  # of 8 cores, with another rank on this machine
@@ -339,6 +339,7 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend
     assert chosen == ([session.device] if backend == "nccl" else [])
     ((name,), options) = groups[0]
     assert (name, options["rank"], options["world_size"]) == (backend, 3, 4)
+    assert options["timeout"] == timedelta(seconds=77)
     assert options["device_id"] == (session.device if backend == "nccl" else None)
     blocks = options["pg_options"] and options["pg_options"].config.max_ctas
     assert blocks == (16 if backend == "nccl" else None)  # as many as kernels leave free
