@@ -7,6 +7,7 @@ import runpy
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,26 +216,35 @@ def test_a_hugging_face_llama_is_sharded_by_ten_lines() -> None:
 class _Attends(nn.Module):
     """Heads of 2 from products of their own, which share `kv` keys and values."""
 
-    def __init__(self, kv: int, scale: float | None = None) -> None:
+    def __init__(self, kv: int, scale: float | None = None, **options: Any) -> None:
         super().__init__()
-        self.kv, self.scale = kv, scale
+        self.kv, self.options = kv, {"is_causal": True, "scale": scale} | options
         self.q, self.v = nn.Linear(8, 8), nn.Linear(8, 2 * kv)
         self.k = nn.Linear(8, 2 * kv, bias=False)  # whose gradient is rounding
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        y = F.scaled_dot_product_attention(q, k, v, **self.options)
         return y.transpose(1, 2).flatten(2)
 
 
 class _Classifies(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, loss: Any = F.cross_entropy, **options: Any) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 5)
+        self.linear, self.loss, self.options = nn.Linear(4, 5), loss, options
         self.register_buffer("weight", torch.rand(5))
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.linear(x), target, self.weight, ignore_index=255)
+        y = self.linear(x)
+        if self.loss is F.nll_loss:
+            y = y.log_softmax(-1)
+        return self.loss(y, target, self.weight, ignore_index=255, **self.options)
+
+
+def _masked(*shape: int) -> _Attends:
+    """Of 2 samples, 4 heads, 6 queries and keys, each of which sees itself."""
+    mask = torch.randn(shape) * 2
+    return _Attends(4, attn_mask=mask, is_causal=False)
 
 
 def _as_one_rank(rank: int) -> None:
@@ -243,7 +253,8 @@ def _as_one_rank(rank: int) -> None:
     torch.set_default_dtype(torch.float64)
     mesh, x = _mesh({"a": 2}), torch.randn(2, 6, 8)
     target = torch.tensor([0, 1, 255, 3, 4, 255, 2, 255])  # of which the second rank has fewer
-    rows = {"(x)": "rows width", "(target)": "rows"}
+    rows, rest = {"(x)": "rows width", "(target)": "rows"}, (torch.randn(8, 4), target)
+    sequence, heads = {"(x)": "batch seq width"}, {"[qkv].*": "heads ..."}
     for make, plan, axes, given in (
         (lambda: _Attends(4), {"(x)": "batch seq width"}, {"seq": "a"}, (x,)),
         (lambda: _Attends(1), {"(x)": "batch seq width"}, {"seq": "a"}, (x,)),
@@ -251,7 +262,13 @@ def _as_one_rank(rank: int) -> None:
         (lambda: _Attends(1), {"(x)": "batch seq width"}, {"batch": "a"}, (x,)),
         (lambda: _Attends(4, 3.0), {"(x)": "batch seq width"}, {"seq": "a"}, (x,)),
         (lambda: _Attends(1, 0.2), {"q.*": "heads ..."}, {"heads": "a"}, (x,)),
-        (_Classifies, rows, {"rows": "a"}, (torch.randn(8, 4), target)),
+        (lambda: _Attends(2, enable_gqa=True), {"q.*": "heads ..."}, {"heads": "a"}, (x,)),
+        (lambda: _masked(6, 6), sequence, {"seq": "a"}, (x,)),
+        (lambda: _masked(1, 6), sequence, {"seq": "a"}, (x,)),
+        (lambda: _masked(4, 1, 6), heads, {"heads": "a"}, (x,)),
+        (lambda: _masked(1, 4, 1, 6), sequence, {"batch": "a"}, (x,)),
+        (lambda: _Classifies(F.nll_loss), rows, {"rows": "a"}, rest),
+        (lambda: _Classifies(reduction="sum"), rows, {"rows": "a"}, rest),
     ):
         torch.manual_seed(0)
         model = make()
@@ -268,8 +285,123 @@ def _as_one_rank(rank: int) -> None:
 
 def test_attention_and_weighted_losses_are_those_of_one_rank() -> None:
     """One key for all heads or samples, keys of a sharded sequence, scales of the model's own,
-    classes that are ignored."""
+    masks that broadcast, groups of heads, classes that are ignored, sums of losses."""
     run_ranks(2, _as_one_rank)
+
+
+class _Passes(nn.Module):
+    """Products of every argument; what it is given beside x and z comes back as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.requires_grad_(False)
+        self.fill, self.third = nn.Identity(), nn.Identity()
+        self.register_buffer("shift", torch.arange(4.0))
+
+    def forward(self, x: Any, y: Any = None, z: Any = None) -> tuple:
+        out = self.fill(self.first(x)) + (0 if z is None else self.second(z)) + self.shift
+        return self.third(out), y, z
+
+
+def _arguments(rank: int) -> None:
+    """Which entries decide, and that arguments arrive however they are given."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from warpweave.declare import shard
+
+    mesh, x, z = _mesh({"a": 2}), torch.randn(2, 4), torch.randn(2, 4)
+    plan = {
+        "first.weight": ("a", None), "*.weight": (None, "a"), "*.bias": (None,), "shift": ("a",),
+        "(z)": ("a", None), "(x)": (None, "a"), "()": (None, "a"), "(y)": ("a",),
+        "first(input)": ("a", None), "f*(input)": (None, "a"), "second()": ("a", None),
+        "*d()": (None, "a"), "f*()": (None, "a"),
+    }  # fmt: skip
+    model, seen = _Passes(), []
+    expected = model(x, 3, z)[0].detach()
+    shard(model, plan, mesh)
+    model.first.register_forward_pre_hook(lambda _, given: seen.append(given[0].placements))
+    model.second.register_forward_hook(lambda *given: seen.append(given[-1].placements))
+    placed = {name: held.placements for name, held in model.state_dict().items()}
+    assert placed == {
+        "first.weight": (Shard(0),), "second.weight": (Shard(1),), "shift": (Shard(0),),
+        "first.bias": (Replicate(),), "second.bias": (Replicate(),),
+    }  # fmt: skip
+    grads = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert grads == {name: name.startswith("first") for name in grads}
+    for args, named in (((x, 3, z), {}), ((x, 3), {"z": z}), ((), {"z": z, "x": x, "y": 3})):
+        out, beside, last = model(*args, **named)
+        assert (beside, last.placements, out.placements) == (3, (Shard(0),), (Shard(1),))
+        assert seen[-2:] == [(Shard(0),)] * 2
+        torch.testing.assert_close(out.full_tensor(), expected)
+    out, beside, last = model(x)
+    assert (beside, last) == (None, None)
+    assert isinstance(out, DTensor)
+    out, beside, _ = model(x, torch.ones(2))
+    assert beside.placements == (Shard(0),)
+
+
+def test_the_first_entry_decides_and_arguments_arrive_by_place_or_name() -> None:
+    run_ranks(2, _arguments)
+
+
+def _placed(dims: Any, axes: dict, shape: tuple[int, ...]) -> list:
+    """Where a tensor lies on dp = 2 x tp = 3 x cp = 4: a dim, or None, for each axis."""
+    from warpweave.declare import _placements, _read
+
+    sizes = {"dp": 2, "tp": 3, "cp": 4}
+    mesh: Any = SimpleNamespace(
+        mesh_dim_names=(*sizes,), ndim=3, size=lambda axis: [*sizes.values()][axis]
+    )
+    found = _placements("x", _read("e", dims, axes), torch.Size(shape), mesh)
+    return [p.dim if p.is_shard() else None for p in found]
+
+
+AXES = {"a": "dp", "b": "tp", "both": ("dp", "cp"), "turned": ("cp", "dp"), "none": ()}
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "found"),
+    [
+        ("a b", (2, 3), [0, 1, None]),
+        ("... a", (5, 7, 2), [2, None, None]),
+        ("... a", (2,), [0, None, None]),
+        ("b ... a", (3, 5, 7, 2), [3, 0, None]),
+        ("b ... a", (3, 2), [1, 0, None]),
+        ("b a ...", (3, 2, 5), [1, 0, None]),
+        ("...", (), [None] * 3),
+        ("none c", (1, 1), [None] * 3),
+        ("both b", (8, 3), [0, 1, 0]),
+        ("both b", (4, 3), "x: dim 0: 8 ranks do not divide 4"),
+        ("both b", (8, 4), "x: dim 1: 3 ranks do not divide 4"),
+        ("turned b", (8, 3), "x: dim 0 is sharded over ('cp', 'dp'), the mesh has ('dp', 'tp'"),
+        ((("cp", "dp"), None), (8, 3), "x: dim 0 is sharded over ('cp', 'dp')"),
+        ((("dp", "cp"), None, "tp"), (16, 5, 6), [0, 2, 0]),
+        ("a a", (2, 2), "x: axis 'dp' would shard two dims of (2, 2)"),
+        ("(a c=5)", (20,), [0, None, None]),
+        ("(a c=5)", (15,), "x: dim 0: 2 ranks do not divide 3"),
+        ("(a c=5)", (12,), "x: dim 0 has 12 elements, which are no (None, 5)"),
+        ("(a=4 c)", (20,), [0, None, None]),
+        ("(a=3 c)", (6,), "x: dim 0: 2 ranks do not divide 3"),
+        ("(a c)", (6,), [0, None, None]),
+        ("(a c d=3)", (6,), [0, None, None]),  # of which nobody knows more
+        ("(a=2 c=3)", (6,), [0, None, None]),
+        ("(a=2 c=3)", (12,), "x: dim 0 has 12 elements, which are no (2, 3)"),
+        ("a=2 b", (4, 3), "x: dim 0 has 4 elements, which are no (2,)"),
+        ("a=4 b=3", (4, 3), [0, 1, None]),
+        ("(c a)", (6,), "plan['e']: only the first name of (c a) can be sharded"),
+        ("a ... b ...", (6,), "plan['e']: 'a ... b ...' may have names, name=size and ... once"),
+        ("a b)", (6,), "plan['e']: 'a b)' has parentheses without a partner"),
+        ("a b", (2, 3, 1), "x has the shape (2, 3, 1), the plan names 2 dims"),
+        ("a ... b", (2,), "x has the shape (2,), the plan names 2 dims"),
+    ],
+)  # fmt: skip
+def test_dims_lie_where_an_entry_has_them_or_do_not_fit(dims, shape, found) -> None:
+    if isinstance(found, list):
+        assert _placed(dims, AXES, shape) == found
+        return
+    with pytest.raises(ValueError, match=re.escape(found)):
+        _placed(dims, AXES, shape)
 
 
 class _Small(nn.Module):
@@ -302,10 +434,15 @@ REFUSED: list[tuple[dict, dict | None, str]] = [
 
 
 def _refusals(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
     from warpweave.declare import shard
     from warpweave.explain import explain_sharding
 
     mesh = _mesh({"tp": 2})
+    with pytest.raises(ValueError, match="shard needs a mesh whose axes have names"):
+        shard(_Small(), {}, init_device_mesh("cpu", (2,)))
+    shard(_Small(), {"up.weight": "a=8 b"}, mesh, {"a": "tp"})
     with pytest.raises(ValueError, match="no parameter of _Small is a DTensor: shard it first"):
         explain_sharding(_Small()).__enter__()
     for plan, axes, words in REFUSED:
