@@ -3,12 +3,14 @@ differs is named, on every rank alike."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +21,11 @@ from test_train import _config
 from thread_store import Store
 from threads import run_threads
 
-from warpweave.agree import TrainingStopped
+from warpweave.agree import Agreement, TrainingStopped
 from warpweave.launch import Session
 from warpweave.parallel.checked import CollectiveMismatch
+from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.schedule import Action
 from warpweave.replicas import checksum
 from warpweave.train_config import METRICS, TrainConfig
 from warpweave.trainer import Trainer
@@ -296,3 +300,107 @@ def test_a_slow_rank_stands_in_the_metrics(tmp_path):
         lead = 2 * (row["slowest_seconds"] - row["median_seconds"])  # of two: half their sum
         assert lead > 0  # 0.2 on a machine that does nothing else
         assert row["slowest_seconds"] > 0.2  # it sleeps as long
+
+
+# ---------------------------------------------------------------- what is compared, and its seconds
+
+
+class _Checked:
+    """Collectives that are compared: how often, and the seconds that were waited in all."""
+
+    def __init__(self) -> None:
+        self.entered, self.waited = 0, 100.0
+
+    def __enter__(self) -> None:
+        self.entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.waited += 2.0
+
+
+def _agreement(**options: Any) -> tuple[Agreement, _Checked]:
+    config = dataclasses.replace(TrainConfig(), **options)
+    session = Session(torch.device("cpu"), 0, 1, None, 9.0, Mesh())
+    engine = mock.Mock(mesh=mock.Mock(index=lambda axis: int(axis == "pp")))
+    engine.device, engine.units = torch.device("cpu"), []
+    rows = [[Action("F", 0, 0)], [Action(op, 1, 0) for op in ("RECV_F", "F", "SEND_F", "RECV_B",
+                                                              "B", "TIE", "UPDATE")]]  # fmt: skip
+    engine.passes.lists = rows
+    found = Agreement(config, session, engine)
+    assert not any(found.due(step) for step in range(9))  # a single rank has nobody
+    with found.of_step(1, 0.0, {}), found.of_evaluation():
+        pass
+    found = Agreement(config, session, engine)
+    found._checked = checked = _Checked()
+    return found, checked
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "evaluations"),
+    [
+        ({"check_every": 0}, [1, 2], [1]),
+        ({"check_every": 0, "check_collectives": True}, [1, 2, 3, 4, 5, 6, 7], [1, 2, 3]),
+        ({"check_every": 3}, [1, 2, 3, 6], [1]),
+        ({"check_every": 1}, [1, 2, 3, 4, 5, 6, 7], [1]),
+    ],
+)
+def test_the_first_steps_and_those_that_are_due_are_compared(options, steps, evaluations) -> None:
+    agreement, checked = _agreement(**options)
+    with mock.patch("warpweave.agree.Marked", return_value=mock.Mock(seconds=list)):
+        for which, context in (
+            (steps, lambda n: agreement.of_step(n, 0.0, {})),
+            (evaluations, lambda n: agreement.of_evaluation()),
+        ):
+            compared = []
+            for number in range(1, 8 if which is steps else 4):
+                before = checked.entered
+                with context(number):
+                    pass
+                compared += [number] * (checked.entered - before)
+            assert compared == which
+    every = options["check_every"]
+    due = [n for n in range(1, 8) if every and n % every == 0]
+    assert [n for n in range(1, 8) if agreement.due(n)] == due
+
+
+def test_a_ranks_own_seconds_are_those_without_any_wait_of_this_step() -> None:
+    """Of its own stage's receives and of the tie, and for others at collectives; each time anew."""
+    agreement, _ = _agreement(check_every=1)
+    passes, transport = agreement._engine.passes, agreement._engine.passes.transport
+    marks = [0.0, 0.5, 1.5, 1.75, 2.0, 3.0, 7.0, 8.0]  # receives 0.5 and 0.25, the tie 4
+    marked = mock.Mock(seconds=lambda: marks, transport=transport)
+    clock = mock.Mock(perf_counter=lambda: 1020.0)
+    with (
+        mock.patch("warpweave.agree.Marked", return_value=marked),
+        mock.patch("warpweave.agree.time", clock),
+    ):
+        for step in (1, 2, 3):
+            with agreement.of_step(step, 1000.0, {"tokens": step}):
+                assert passes.transport is marked
+            assert passes.transport is transport
+            assert agreement._own == 20.0 - 2.0 - 0.5 - 0.25 - 4.0
+            assert agreement._data == {"tokens": step}
+        with pytest.raises(InterruptedError), agreement.of_step(4, 1000.0, {}):
+            raise InterruptedError
+    assert passes.transport is transport
+
+
+def test_the_slowest_rank_is_told_beside_the_median_and_replicas_that_differ_end_it() -> None:
+    agreement, _ = _agreement(check_every=2)
+    agreement._own, agreement._data = 1.5, {"x": 1}
+    agreement._replicas = mock.Mock()
+    compare = agreement._replicas.compare
+    for seconds, found in (
+        ([0.5, 0.12345678, 9.87654321, 1.0], (2, 9.8765, 0.75)),
+        ([3.0, 1.0, 3.0], (0, 3.0, 3.0)),
+        ([0.1, 0.2, 0.2, 0.2, 7.00006], (4, 7.0001, 0.2)),
+    ):
+        compare.return_value = None, seconds
+        assert agreement.after_step(4) == dict(
+            zip(("slowest_rank", "slowest_seconds", "median_seconds"), found, strict=True)
+        )
+        compare.assert_called_with({"x": 1}, 1.5)
+    compare.return_value = "rank 3 differs in x", [0.0]
+    assert agreement.after_step(5) == {}
+    with pytest.raises(TrainingStopped, match=r"^rank 3 differs in x after step 6: "):
+        agreement.after_step(6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import resource
@@ -16,8 +17,9 @@ import pytest
 import torch
 from test_train import _config, _replace, _trainer
 
+from warpweave import boards
 from warpweave import metrics as metrics_module
-from warpweave.boards import WeightsAndBiases, check_boards
+from warpweave.boards import TensorBoard, WeightsAndBiases, check_boards
 from warpweave.interrupt import Interrupt
 from warpweave.launch import Session
 from warpweave.metrics import Metrics
@@ -172,6 +174,56 @@ def test_a_board_that_is_not_installed_is_one_line_before_anything_starts(monkey
 def test_what_weights_and_biases_refuses_is_one_line(tmp_path, wandb):
     with pytest.raises(ValueError, match=r"^--wandb forbidden: No API key configured$"):
         WeightsAndBiases(tmp_path, 0, "forbidden", {})
+
+
+def test_weights_and_biases_gets_every_number_once_at_its_step_and_options_as_json(tmp_path, wandb):
+    """Counts too, and the step only as that; what the site has is not sent again, but for an
+    evaluation that was missing at the step from which a run goes on."""
+    options = {"out": Path("runs/a"), "layers": 3, "lr": 0.5, "data": None, "betas": (0.9, 0.95)}
+    board = WeightsAndBiases(tmp_path, 0, "p", options)
+    for step in (1, 2, 3):
+        board.row({"step": step, "loss": 1.0 / step, "tokens": 64 * step, "place": "here"})
+    board.row({"step": 3, "val_loss": 0.5})
+    board.close()
+    assert json.loads(json.dumps(wandb.configs["run0"])) == {
+        "out": "runs/a", "layers": 3, "lr": 0.5, "data": None, "betas": [0.9, 0.95],
+    }  # fmt: skip
+    rows = [{"loss": 1.0 / step, "tokens": 64 * step} for step in (1, 2, 3)]
+    first = dict(enumerate([*rows[:2], rows[2] | {"val_loss": 0.5}], 1))
+    assert wandb.history == {"run0": first}
+    again = WeightsAndBiases(tmp_path, 2, "p", options)
+    again.row({"step": 2, "val_loss": 0.7})
+    again.row({"step": 3, "loss": 9.0})
+    again.row({"step": 4, "loss": 0.25})
+    again.close()
+    assert wandb.history == {"run0": first | {4: {"val_loss": 0.7, "loss": 0.25}}}
+    assert wandb.finished == ["run0", "run0"]
+
+
+def test_tensorboard_draws_measures_and_no_counts_and_purges_what_came_later(tmp_path):
+    pytest.importorskip("tensorboard", reason="an extra that only event files need")
+    board = TensorBoard(tmp_path, 0)
+    for step in (1, 2, 3):
+        board.row({"step": step, "loss": 0.5 * step, "tokens": 64 * step, "replicas": [0]})
+    board.flush()
+    assert _events(tmp_path) == {"loss": [(1, 0.5), (2, 1.0), (3, 1.5)]}
+    board.close()
+    again = TensorBoard(tmp_path, 2)
+    again.row({"step": 4, "loss": 7.0})
+    again.close()
+    assert _events(tmp_path) == {"loss": [(1, 0.5), (2, 1.0), (4, 7.0)]}
+
+
+def test_a_run_has_the_boards_that_its_options_ask_for(tmp_path, wandb, monkeypatch):
+    made = []
+    monkeypatch.setattr(boards, "TensorBoard", lambda *given: made.append(given) or "events")
+    for tensorboard, project in itertools.product((False, True), (None, "p")):
+        options = {"tensorboard": tensorboard, "wandb": project, "seed": 5}
+        opened = boards.open_boards(tmp_path, 7, options)
+        assert [board for board in opened if board == "events"] == ["events"] * tensorboard
+        assert len(opened) == tensorboard + (project is not None)
+    assert made == [(tmp_path, 7)] * 2
+    assert {config["seed"] for config in wandb.configs.values()} == {5}
 
 
 def test_rows_and_bar_have_the_utilisation_of_a_gpu(tmp_path, monkeypatch, capsys):
