@@ -1,0 +1,342 @@
+"""Parts of the engine by themselves: what a step results in, when it updates, which lists it runs,
+and what it passes on to what it is made of."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from threads import on_mesh
+
+from warpweave import engine as module
+from warpweave import engine_passes
+from warpweave.config import GPTConfig, ParallelPlan
+from warpweave.engine import Engine
+from warpweave.engine_passes import OpenPasses, make_lists, warm_up
+from warpweave.engine_stage import RankUpdate, StageUpdate, StepResult
+from warpweave.parallel.data.optimizer import AdamW
+from warpweave.parallel.data.outer import OuterRule
+from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.parallel.schedule import OpenRun
+
+CONFIG = GPTConfig(19, 6, 4, 8, 2)
+NAN, INF = math.nan, math.inf
+
+
+# ---------------------------------------------------------------- the result of a step
+
+
+def _result(
+    losses: tuple[float, ...], norm: float = 1.0, interrupts: float = 0.0, overflow: bool = False
+) -> StepResult:
+    named = {name: torch.tensor(x) for name, x in zip(("loss", "z", "aux"), losses)}
+    given = torch.tensor(norm), torch.tensor(interrupts), torch.tensor(overflow)
+    return StepResult(named, *given, torch.tensor([True, True]))
+
+
+@pytest.mark.parametrize("losses", [(2.0,), (2.0, 0.5), (2.0, 0.5, 0.25)])
+def test_the_loss_of_a_step_is_the_sum_of_all_and_travels_with_three_more(losses):
+    found = _result(losses, 7.0, 1.5, True)
+    assert found.loss == sum(losses)
+    assert found.all().tolist() == [sum(losses), 7.0, 1.5, 1.0]
+    assert found.all().dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("given", "stops"),
+    [
+        (((2.0, 1.0),), False),
+        (((NAN, 1.0),), True),
+        (((2.0, INF),), True),
+        (((2.0,), INF), True),
+        (((2.0,), NAN), True),
+        (((2.0,), INF, 0.0, True), False),  # the loss scale may still shrink
+        (((NAN,), INF, 0.0, True), True),
+        (((2.0,), 1.0, 0.5), False),  # rank 0 asks for a save
+        (((2.0,), 1.0, 1.0), True),
+        (((2.0,), 1.0, 3.5), True),
+    ],
+)
+def test_a_step_stops_a_run_if_it_is_not_finite_or_a_rank_was_interrupted(given, stops):
+    assert bool(_result(*given).stops) == stops
+
+
+# ---------------------------------------------------------------- its updates
+
+
+class _Watched:
+    """An optimizer and an outer one; what they are told, in order, and norms to answer with."""
+
+    def __init__(self, *norms: float) -> None:
+        self.said: list[Any] = []
+        self._norms = iter(norms)
+
+    def sum_partials(self) -> None:
+        self.said.append("partials")
+
+    def step(self, lr: float, halted: Any = None) -> torch.Tensor:
+        self.said.append(("step", lr, halted))
+        return torch.tensor(next(self._norms))
+
+    def norm(self) -> torch.Tensor:
+        self.said.append("norm")
+        return torch.tensor(next(self._norms))
+
+    def before_update(self) -> None:
+        self.said.append("before")
+
+    def after_update(self) -> None:
+        self.said.append("after")
+
+    def losses(self) -> str:
+        self.said.append("losses")
+        return "pending"
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_rank_updates_once_when_the_last_of_its_stages_is_there(stages, outer):
+    watched = _Watched(2.0, 3.0)
+    update = RankUpdate(watched, stages, watched if outer else None)
+    halted = torch.ones(())
+    for lr in (0.1, None):
+        update.begin(lr, halted, watched.losses)
+        for _ in range(stages - 1):
+            update.arrive()
+        assert watched.said == []
+        update.arrive()
+        own = [("step", 0.1, halted)] if lr else ["norm"]
+        expected = ["partials", "before", "losses", *own, *(["after"] if lr else [])]
+        assert watched.said == [x for x in expected if outer or x not in ("before", "after")]
+        assert (update.losses, float(update.norm)) == ("pending", 2.0 if lr else 3.0)
+        assert update.square is None
+        watched.said.clear()
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_a_stage_updates_each_time_and_tells_the_mean_square_of_the_norms_of_a_step(updates):
+    norms = [3.0, 4.0, 12.0, 5.0, 1.0, 2.0][: 2 * updates]
+    watched = _Watched(*norms)
+    update = StageUpdate(watched, updates)
+    for of_step in (norms[:updates], norms[updates:]):
+        update.begin(0.5, None, watched.losses)
+        for number in range(updates):
+            assert "losses" not in watched.said
+            update.arrive()
+            assert float(update.norm) == of_step[number]
+        assert watched.said == [*["partials", ("step", 0.5, None)] * updates, "losses"]
+        assert float(update.square) == pytest.approx(sum(n * n for n in of_step) / updates)
+        watched.said.clear()
+
+
+# ---------------------------------------------------------------- its lists
+
+
+@pytest.mark.parametrize(("early", "zero"), [*itertools.product((True, False), range(4))])
+@pytest.mark.parametrize(
+    ("sizes", "sharded", "reduce"),
+    [
+        (Mesh(pp=2), False, "library"),
+        (Mesh(pp=2), False, "ordered"),
+        (Mesh(pp=2, dp=2), True, "library"),
+        (Mesh(pp=2, cp=2), True, "library"),
+        (Mesh(pp=2, dp=2, dp_shard=1), False, "library"),
+    ],
+)
+def test_gradients_leave_early_where_asked_and_where_none_are_freed(
+    sizes, sharded, reduce, early, zero
+):
+    plan = ParallelPlan(zero=zero, early_gradients=early, reduce=reduce, microbatches=3)
+    lists = make_lists(CONFIG, plan, sizes.seen_from(0))
+    ops = {action.op for actions in lists for action in actions}
+    freed = reduce == "ordered" or (sharded and zero >= 2)
+    assert ("I" in ops) == (early and not freed)
+    assert {"TIE", "UPDATE", "REDUCE"} <= ops
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_the_ends_of_a_tied_embedding_meet_and_others_do_not(pp, tied):
+    config = GPTConfig(19, 6, 4, 8, 2, tied=tied)
+    lists = make_lists(config, ParallelPlan(microbatches=2), Mesh(pp=pp).seen_from(0))
+    assert [sum(a.op == "TIE" for a in row) for row in lists] == [
+        int(tied and pp > 1 and rank in (0, pp - 1)) for rank in range(pp)
+    ]
+    assert [sum(a.op == "UPDATE" for a in row) for row in lists] == [1] * pp
+
+
+# ---------------------------------------------------------------- steps that are ahead
+
+
+@pytest.mark.parametrize(("ahead", "each", "updates"), [(0, 2, 1), (1, 3, 3), (2, 4, 2)])
+def test_a_pass_needs_its_data_and_that_of_the_steps_ahead_and_no_more(ahead, each, updates):
+    run = OpenRun([["fill"]], [["steady"]], each, updates, ahead, (0,))
+    done: list[Any] = []
+    stage = mock.Mock(units=[mock.Mock(), mock.Mock()])
+    made = mock.Mock(side_effect=lambda lists, group, **how: (lists[0][0], group, how))
+    with (
+        mock.patch.object(engine_passes, "Distributed", made),
+        mock.patch.object(engine_passes, "InFlight", mock.Mock(side_effect=_in_flight)),
+        mock.patch.object(engine_passes, "execute", lambda lists, *_: _ran(done, lists, *_)),
+    ):
+        passes = OpenPasses(run, {3: stage}, "group", device="cpu", timeout=7.0)
+        for unit in stage.units:
+            unit.parameters.fill_versions.assert_called_once_with()
+        for _ in range(2):  # and again after a load
+            stage.begin.assert_called_with([], each=each // updates)
+            for step in range(ahead + 1):
+                if step:
+                    with pytest.raises(ValueError, match=_needs(ahead, each, step * each)):
+                        passes.run()
+                passes.feed(range(each), None)
+            passes.feed(range(1), None)
+            with pytest.raises(ValueError, match=_needs(ahead, each, (ahead + 1) * each + 1)):
+                passes.run()
+            passes._fed -= 1
+            passes.run()
+            passes.feed(range(each), None)
+            passes.run()
+            assert done == ["fill"] * (ahead > 0) + ["steady", "steady"]
+            assert passes._in_flight.advance.call_args_list == [mock.call(each, updates)] * 2
+            done.clear()
+            passes.restart()
+    how = {"device": "cpu", "timeout": 7.0, "open_pass": True}
+    expected = [("steady", "group", how)]
+    if ahead:
+        expected.append(("fill", "group", how | {"beside": passes.transport}))
+    assert [(c.args[0][0][0], c.args[1], c.kwargs) for c in made.call_args_list] == expected
+
+
+def _in_flight() -> mock.Mock:
+    return mock.Mock(ranks={})
+
+
+def _ran(done: list[Any], lists: Any, stages: Any, transport: Any, in_flight: Any) -> None:
+    assert transport[0] == lists[0][0]
+    done.append(lists[0][0])
+    in_flight.ranks[0] = 1
+
+
+def _needs(ahead: int, each: int, got: int) -> str:
+    wanted = (ahead + 1) * each
+    return rf"is {ahead} steps ahead: a step needs {wanted} micro-batches .*, got {got}$"
+
+
+def test_a_warm_up_runs_each_stage_once_on_zeros_and_leaves_no_gradient():
+    scale, stages = torch.tensor(8.0), {}
+    for number in (0, 2, 5):
+        y = None if number == 5 else torch.full((2, 3), 7.0)
+        stage = stages[number] = mock.Mock(units=[mock.Mock(), mock.Mock()])
+        stage.message, stage.forward.return_value = ((4, 3), torch.float64, "cpu"), y
+    warm_up(stages, "batch", scale)
+    for number, stage in stages.items():
+        stage.begin.assert_called_once_with(["batch"], scale)
+        (mb, x), (of, dy) = stage.forward.call_args.args, stage.backward.call_args.args
+        assert mb == of == 0
+        assert (x is None) == (number == 0)
+        assert x is None or torch.equal(x, torch.zeros(4, 3, dtype=torch.float64))
+        assert (dy is None) == (number == 5)
+        assert dy is None or torch.equal(dy, torch.zeros(2, 3))
+        stage.reduce.assert_called_once_with()
+        for unit in stage.units:
+            unit.gradients.clear.assert_called_once_with()
+
+
+# ---------------------------------------------------------------- what an engine is made of
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_an_engines_options_arrive_in_what_it_is_made_of(schedule):
+    plan = ParallelPlan(schedule=schedule, microbatches=2)
+    config = GPTConfig(19, 6, 4, 8, 2, tied=False)
+    watched = {
+        name: mock.Mock(wraps=getattr(module, name))
+        for name in ("choose", "GPT", "ZeroOptimizer", "AdamW")
+    }
+    transport = mock.Mock(wraps=engine_passes.Distributed)
+    with (
+        mock.patch.multiple(module, **watched),
+        mock.patch.object(engine_passes, "Distributed", transport),
+    ):
+        Engine(config, single(), plan, impl="torch", timeout=7.0, clip=None, seed=3)
+    assert [call.kwargs["timeout"] for call in transport.call_args_list] == [7.0]
+    assert watched["choose"].call_args.args[0] == "torch"
+    for name in ("GPT", "ZeroOptimizer", "AdamW"):
+        assert watched[name].call_args.kwargs["impl"] == "torch", name
+    own = watched["ZeroOptimizer"].call_args.kwargs
+    assert (own["clip"], own["apart"]) == (None, schedule == "pipedream")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), torch.device("cuda:0")])
+def test_fused_overlap_beside_stages_is_refused_on_any_gpu(device):
+    plan = ParallelPlan(overlap="fused", microbatches=2)
+    with pytest.raises(ValueError, match="overlap 'fused' with pp = 2 may hang on a GPU"):
+        Engine(CONFIG, Mesh(pp=2, tp=2).seen_from(0), plan, device=device)
+
+
+SEVERAL = [  # norms of two replicas, whether their loss scales are to blame, the mean, and that
+    ((3.0, 5.0), (False, False), 4.0, False),
+    ((INF, 5.0), (True, False), INF, True),
+    ((INF, 5.0), (False, False), INF, False),
+    ((INF, INF), (True, True), INF, True),
+    ((INF, NAN), (True, False), NAN, False),
+    ((NAN, 1.0), (True, False), NAN, True),
+]
+
+
+def _means(mesh: ConnectedMesh) -> list[tuple[float, bool]]:
+    engine = Engine(CONFIG, mesh, dtype=torch.float64, outer=OuterRule(2))
+    at, found = mesh.index("outer"), []
+    for norms, blames, *_ in SEVERAL:
+        norm = torch.tensor(norms[at], dtype=torch.float64)
+        mean, overflow = engine._of_replicas(norm, torch.tensor(blames[at]))
+        found.append((float(mean), bool(overflow)))
+    return found
+
+
+def test_the_norm_of_replicas_is_their_mean_and_overflows_if_scales_alone_are_to_blame():
+    for found in on_mesh(Mesh(outer=2, dp=2), _means):
+        for (mean, overflow), (*_, expected, blamed) in zip(found, SEVERAL, strict=True):
+            assert mean == pytest.approx(expected, nan_ok=True)
+            assert overflow == blamed
+
+
+BAD = [  # ranks whose losses are not finite, whose gradients, and who is named
+    ((), (), []),
+    ((), (1, 3), [1, 3]),
+    ((2,), (0, 1, 2, 3), [2]),
+    ((0, 3), (), [0, 3]),
+]
+
+
+def _named(mesh: ConnectedMesh) -> list[list[int]]:
+    engine, found = Engine(CONFIG, mesh), []
+    for losses, gradients, _ in BAD:
+        own = torch.tensor([mesh.rank not in losses, mesh.rank not in gradients])
+        last = torch.zeros(())
+        step = StepResult({"loss": last}, last, last, last.bool(), own)
+        found.append(engine.not_finite_ranks(step))
+        engine.finite, engine.optimizer.finite = own[0], own[1].float()
+        assert engine.not_finite_ranks() == found[-1]
+    return found
+
+
+def test_ranks_with_bad_losses_are_named_and_without_them_those_with_bad_gradients():
+    for found in on_mesh(Mesh(dp=2, tp=2), _named):
+        assert found == [named for *_, named in BAD]
+
+
+@pytest.mark.parametrize("kind", ["param", "exp_avg"])
+def test_only_loaded_weights_make_replicas_meet_anew(kind):
+    engine = Engine(CONFIG, single(), rule=AdamW(), outer=OuterRule(2))
+    with (
+        mock.patch.object(engine.outer, "reset") as reset,
+        mock.patch.object(engine.passes, "restart") as restart,
+    ):
+        state = {record.name: tensor for record, tensor, _ in engine.read(kind)}
+        engine.load(kind, lambda record: state[record.name])
+    assert reset.call_count == restart.call_count == (kind == "param")
