@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from warpweave.collectives.fit import fit, terms
 from warpweave.collectives.options import CollectivesConfig
 from warpweave.parallel.algorithms.all_reduce import all_reduces
 from warpweave.parallel.algorithms.network import Network, traffic
+from warpweave.parallel.mesh import Mesh
 
 
 def _measured(ranks: int, sizes: list[int], network: Network) -> list[dict]:
@@ -87,9 +90,13 @@ def test_a_wrong_sum_is_an_error() -> None:
     ("options", "says"),
     [
         ({"ranks": 1}, "ranks must be 2..64, got 1"),
+        ({"ranks": 65}, "ranks must be 2..64, got 65"),
+        ({"node": 0}, "nodes of 0 do not divide 4 ranks"),
         ({"ranks": 6, "node": 4}, "nodes of 4 do not divide 6 ranks"),
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
         ({"sizes": ("1K", "7")}, "sizes must be multiples of 4 bytes such as 64K, got '7'"),
+        ({"sizes": ("0",)}, "sizes must be multiples of 4 bytes such as 64K, got '0'"),
+        ({"sizes": ("6",)}, "sizes must be multiples of 4 bytes such as 64K, got '6'"),
         ({"sizes": ("K",)}, "sizes must be multiples of 4 bytes such as 64K, got 'K'"),
     ],
 )
@@ -101,6 +108,154 @@ def test_what_cannot_be_measured_is_one_line(options, says, capsys) -> None:
 
 def test_sizes_are_sorted_and_named_once() -> None:
     assert CollectivesConfig(sizes=("1m", "8", "1K", "1024")).elements == [2, 256, 1 << 18]
+    assert CollectivesConfig(sizes=("4", "2G", "3M")).elements == [1, 3 << 18, 1 << 29]
+    for ranks, node in ((2, 1), (64, 64), (6, 3)):
+        CollectivesConfig(ranks=ranks, node=node, repeats=1).check()
+
+
+@pytest.mark.parametrize("node", [None, 2, 3])
+def test_the_table_has_each_figure_of_its_row_in_its_column(node) -> None:
+    config = CollectivesConfig(ranks=6, sizes=("24K", "6M"), node=node)
+    network = Network(3e-5, 2e-9, 5e-10)
+    algorithms = all_reduces(6, node)
+    rows = [
+        {"algorithm": name, "elements": n, "seconds": (1 + i) * 1e-3}
+        for n in config.elements
+        for i, name in enumerate(["gloo", *algorithms])
+    ]
+    with mock.patch.object(command, "fit", return_value=network) as fitted:
+        found = summarised(config, rows)
+    ours = [row for row in rows if row["algorithm"] != "gloo"]
+    terms_of, seconds = fitted.call_args.args
+    assert seconds == [row["seconds"] for row in ours]
+    assert terms_of == [terms(algorithms[r["algorithm"]], 6, r["elements"]) for r in ours]
+    head, *lines = rows_table(found).splitlines()
+    assert head.split("  ")[0] == "algorithm"
+    ratios = []
+    for line, row in zip(lines, rows, strict=False):
+        moved = traffic(algorithms[row["algorithm"]], 6, row["elements"], network) if (
+            row in ours
+        ) else None  # fmt: skip
+        figures = [f"{4 * row['elements']:,}"]
+        if moved is not None:
+            ratios.append(moved.seconds / row["seconds"])
+            figures += [f"{moved.rounds}", f"{moved.busiest:,}", f"{moved.at_once:,}"]
+            figures += [f"{1e3 * moved.seconds:.3f}"]
+        assert line.split() == [*row["algorithm"].split(), *figures, f"{1e3 * row['seconds']:.3f}"]
+    low, high = round(min(ratios), 3), round(max(ratios), 3)
+    assert found["predicted_by_measured"] == [low, high]
+    assert lines[-1] == (
+        "fitted: a round 30.0 us, a byte over a link 2.000 ns, a byte added 0.500 ns; "
+        f"predicted / measured from {low:.2f} to {high:.2f}"
+    )
+    assert found["network"] == {"alpha": 3e-5, "beta": 2e-9, "gamma": 5e-10}
+    assert found["ranks"] == 6
+
+
+def test_the_plot_has_measured_points_and_predicted_lines_over_bytes(tmp_path) -> None:
+    from matplotlib.axes import Axes
+
+    rows = [
+        {"algorithm": name, "bytes": n, "seconds": n * 1e-6, **more}
+        for n in (4, 64)
+        for name, more in (("gloo", {}), ("ring", {"predicted": n * 2e-6}))
+    ]
+    drawn, draw = [], Axes.plot
+
+    def noted(self, x, y, *how, **more):
+        drawn.append((more.get("label"), list(x), y))
+        return draw(self, x, y, *how, **more)
+
+    with mock.patch.object(Axes, "plot", noted):
+        command.plot({"ranks": 2, "rows": rows}, tmp_path / "x.png")
+    measured, predicted = [pytest.approx([k * n for n in (4, 64)]) for k in (1e-3, 2e-3)]
+    assert drawn == [
+        ("gloo", [4, 64], measured), ("ring", [4, 64], measured), (None, [4, 64], predicted),
+    ]  # fmt: skip
+
+
+def _one_rank(monkeypatch, config: CollectivesConfig, seconds: list[float]) -> tuple[list, list]:
+    """The rows of a lone rank, whose collectives take these seconds; what ran on which numbers."""
+    ran: list[tuple] = []
+    session = mock.Mock(rank=0, device=torch.device("cpu"))
+    joined = mock.Mock(return_value=session)
+    monkeypatch.setattr(command, "join", joined)
+    monkeypatch.setattr(command, "reported", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(command.dist, "get_backend", lambda _: "gloo")
+    monkeypatch.setattr(command, "_check", lambda name, x, ranks: ran.append(("check", name)))
+    times = iter(seconds)
+
+    def timed(run, x):
+        ran.append((x.numel(), float(x[0])))
+        x.fill_(9.0)
+        return next(times)
+
+    monkeypatch.setattr(command, "_timed", timed)
+    with mock.patch.object(command, "all_reduces", wraps=all_reduces) as made:
+        rows = command.collectives_rank(config, 5)
+    assert made.call_args == mock.call(config.ranks, config.node)
+    assert joined.call_args.args == (Mesh(dp=config.ranks),)
+    assert joined.call_args.kwargs == {"timeout": config.timeout, "backend": None, "port": 5}
+    session.close.assert_called_once_with()
+    return rows, ran
+
+
+def test_each_is_measured_as_often_as_asked_after_one_that_is_checked(monkeypatch) -> None:
+    """The median counts, not the first run, which connects; each begins with the rank's number."""
+    config = CollectivesConfig(ranks=4, node=4, sizes=("8", "40"), repeats=4, timeout=7.0)
+    names = ["gloo", *all_reduces(4, 4)]
+    seconds = [
+        n + 10.0 * i + (100.0, 1.0, 2.0, 4.0, 90.0)[repeat]
+        for n in (1000, 2000)
+        for repeat in range(5)
+        for i in range(len(names))
+    ]
+    rows, ran = _one_rank(monkeypatch, config, seconds)
+    assert rows == [
+        {"algorithm": name, "elements": elements, "seconds": n + 10.0 * i + 3.0}
+        for n, elements in ((1000, 2), (2000, 10))
+        for i, name in enumerate(names)
+    ]
+    assert [x for x in ran if x[0] == "check"] == [("check", name) for name in names] * 2
+    each = 5 * len(names)
+    assert [x for x in ran if x[0] != "check"] == [(2, 1.0)] * each + [(10, 1.0)] * each
+
+
+def test_seconds_are_those_of_the_last_rank(monkeypatch) -> None:
+    said: list[object] = []
+    monkeypatch.setattr(command.dist, "barrier", lambda: said.append("barrier"))
+    clock = mock.Mock(perf_counter=mock.Mock(side_effect=[10.0, 12.5]))
+    monkeypatch.setattr(command, "time", clock)
+
+    def slower(x, op):
+        assert (x.dtype, float(x), op) == (torch.float64, 2.5, command.dist.ReduceOp.MAX)
+        x.fill_(4.0)
+
+    monkeypatch.setattr(command.dist, "all_reduce", slower)
+    assert command._timed(said.append, torch.zeros(1)) == 4.0
+    assert said[0] == "barrier"
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_the_command_starts_its_ranks_where_it_is_told_and_writes_to_a_folder_of_any_depth(
+    device, tmp_path, monkeypatch, capsys
+) -> None:
+    config = CollectivesConfig(ranks=3, sizes=("96",), out=tmp_path / "a" / "b", device=device)
+    rows = [{"algorithm": name, "elements": 24, "seconds": 1e-3} for name in all_reduces(3)]
+    started = mock.Mock(return_value=rows)
+    chosen = mock.Mock(return_value="the backend")
+    monkeypatch.setattr(command, "launch", started)
+    monkeypatch.setattr(command, "choose_backend", chosen)
+    command.run(config, "processes")
+    assert chosen.call_args == mock.call(3, {"cpu": "gloo", "cuda": "nccl"}.get(device))
+    assert started.call_args == mock.call(
+        command.collectives_rank, (config,), Mesh(dp=3), backend="the backend",
+        processes="processes",
+    )  # fmt: skip
+    printed = capsys.readouterr().out.splitlines()
+    assert json.loads(printed[-1]) == json.loads((config.out / "collectives.json").read_text())
+    assert {path.name for path in config.out.iterdir()} == {"collectives.json", "collectives.png"}
 
 
 def test_a_run_writes_rows_and_a_plot(tmp_path) -> None:
