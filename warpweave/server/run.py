@@ -162,5 +162,5 @@ def _rank(role: str, number: int, config: TrainConfig, device: str, port: int, *
             work(config, store, number, torch.device(device, number if device == "cuda" else None))
     except (*_REFUSED, *_FAILED) as error:
         say(f"{name}: {one_line(error)}")
-        leave(2 if isinstance(error, _REFUSED) else 1)
+        leave(1 if isinstance(error, _FAILED) else 2)  # a TimeoutError is an OSError
     leave(0)
