@@ -1,0 +1,437 @@
+"""What runs of parameter servers write and report, what replay refuses, how they are watched."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from test_server import _options
+
+from warpweave.data import boundaries
+from warpweave.launch import keep_store
+from warpweave.parallel.server.clocks import Term
+from warpweave.server import replay, roles
+from warpweave.server import run as servers
+from warpweave.server.log import plot_staleness, read_log, staleness_of, write_log
+from warpweave.server.replay_config import ReplayConfig
+from warpweave.server.roles import RunNotes, ServedModel
+from warpweave.train_config import CONFIG, METRICS, UPDATES, TrainConfig
+
+HEAD = {"threads": 1, "torch": "2", "servers": 2}
+
+
+def _row(version: int, *terms: tuple[int, int, int]) -> dict[str, Any]:
+    """An update by terms of (worker, version that it pulled, staleness)."""
+    of = [{"worker": w, "pulled": p, "staleness": s} for w, p, s in terms]
+    return {"version": version, "terms": of}
+
+
+# ---------------------------------------------------------------- the log
+
+
+def test_a_log_comes_back_whole_but_for_a_last_line_that_was_cut(tmp_path):
+    path, rows = tmp_path / "updates.jsonl", [_row(1, (0, 0, 0)), _row(2, (1, 0, 1))]
+    write_log(path, HEAD, rows)
+    assert read_log(path) == (HEAD, rows)
+    with path.open("a") as file:
+        file.write(json.dumps(_row(3, (0, 2, 0))))  # whole, though its line is not
+    assert read_log(path) == (HEAD, rows)
+    write_log(path, HEAD, rows[:1])
+    assert read_log(path) == (HEAD, rows[:1])
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("", "is no log of updates: not enough values"),
+        ("{\n", "is no log of updates: "),
+        ("[1]\n", "is no log of updates: a line is no update"),
+        ('{"servers": 1}\n', "is no log of updates: 'threads'"),
+        ('{"threads": 1}\n', "is no log of updates: 'servers'"),
+        ('{"threads": 1, "servers": 1}\n{"version": 1}\n', "is no log of updates: a line is no"),
+        ('{"threads": 1, "servers": 1}\n3\n', "is no log of updates: "),
+    ],
+)
+def test_what_is_no_log_is_refused_with_its_name(tmp_path, text, words):
+    path = tmp_path / "updates.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"^{path} {words}"):
+        read_log(path)
+
+
+def test_staleness_and_delay_are_counted_in_the_order_of_numbers_and_drawn(tmp_path):
+    rows = [_row(v, (0, v - 1, 0), (1, max(v - 12, 0), v % 11)) for v in range(1, 24)]
+    rows.append(_row(24, (2, 3, 2)))
+    found = staleness_of(rows)
+    ages = [0] * 23 + [min(v - 1, 11) for v in range(1, 24)] + [20]
+    ahead = [0] * 23 + [v % 11 for v in range(1, 24)] + [2]
+    expected = {
+        "staleness": {str(n): ahead.count(n) for n in sorted({*ahead})},
+        "delay": {str(n): ages.count(n) for n in sorted({*ages})},
+    }
+    assert found == expected
+    for name, counts in expected.items():
+        assert [*found[name]] == [*counts]
+    plot_staleness(rows[:1], tmp_path / "x.png")
+    from matplotlib.axes import Axes
+
+    with mock.patch.object(Axes, "bar") as drawn:
+        plot_staleness(rows, tmp_path / "x.png")
+    assert [call.args for call in drawn.call_args_list] == [
+        ([int(n) for n in counts], [*counts.values()]) for counts in expected.values()
+    ]
+
+
+# ---------------------------------------------------------------- what server 0 notes
+
+
+def _served(tmp_path: Path, *more: str) -> ServedModel:
+    words = "--server 2 --dp 3 --microbatches 2 --dropout 0.3 --staleness 9 --keep 2"
+    config = _options(tmp_path, *words.split(), *more)
+    return ServedModel(config, "cpu")
+
+
+def _saved(served: ServedModel, notes: RunNotes, version: int) -> None:
+    shards = [served.shard(k) for k in range(served.config.server)]
+    tensors = [pair for shard in shards for pair in shard.read()]
+    notes.save({"version": version}, tensors)
+
+
+def test_each_update_has_a_row_of_what_its_terms_say(tmp_path):
+    served = _served(tmp_path)
+    clock = mock.Mock(perf_counter=mock.Mock(side_effect=[10.0, 12.0, 16.0, 17.0, 20.0, 24.0]))
+    with mock.patch.object(roles, "time", clock):
+        notes = RunNotes(served, None)
+        notes.update(1, 0.1, 3.0, [Term(0, 0, 0, 0, 30, 2.0), Term(1, 0, 0, 4, 10, 4.0)])
+        notes.update(2, 0.2, 4.0, [Term(2, 0, 0, 1, 7, 5.0)])
+        _saved(served, notes, 2)
+        notes.update(3, 0.3, 5.0, [Term(2, 1, 1, 3, 8, 6.0), Term(0, 1, 2, 1, 8, 1.0)])
+        each = 2 * 2 * 16  # micro-batches, sequences, tokens
+        rows = [json.loads(x) for x in (served.config.out / METRICS).read_text().splitlines()]
+        assert rows == [
+            {"step": 1, "loss": 2.5, "grad_norm": 3.0, "lr": 0.1, "tokens": 2 * each,
+             "tokens_per_second": 2 * each / 2, "staleness": 4, "delay": 0},
+            {"step": 2, "loss": 5.0, "grad_norm": 4.0, "lr": 0.2, "tokens": 3 * each,
+             "tokens_per_second": each / 4, "staleness": 1, "delay": 1},
+            {"step": 3, "loss": 3.5, "grad_norm": 5.0, "lr": 0.3, "tokens": 5 * each,
+             "tokens_per_second": 2 * each, "staleness": 3, "delay": 1},
+        ]  # fmt: skip
+        head, logged = read_log(served.config.out / UPDATES)
+        assert (head["servers"], head["threads"]) == (2, torch.get_num_threads())
+        assert [(r["version"], r["lr"], r["norm"]) for r in logged] == [
+            (1, 0.1, 3.0), (2, 0.2, 4.0), (3, 0.3, 5.0),
+        ]  # fmt: skip
+        terms = [Term(**term) for row in logged for term in row["terms"]]
+        assert (len(terms), terms[-1]) == (5, Term(0, 1, 2, 1, 8, 1.0))
+        # It dies, and goes on from version 2.
+        again = RunNotes(served, reader := served.open_run())
+        again.update(3, 0.5, 6.0, [Term(1, 1, 2, 0, 4, 1.5)])
+    assert reader.state["data"]["sequences_per_step"] == 3 * 2 * 2
+    assert reader.state["server"] == {"version": 2}
+    assert reader.state["optimizer"] == {"count": 2.0}
+    rows[2:] = [
+        {"step": 3, "loss": 1.5, "grad_norm": 6.0, "lr": 0.5, "tokens": 4 * each,
+         "tokens_per_second": each / 4, "staleness": 0, "delay": 0}
+    ]  # fmt: skip
+    assert [json.loads(x) for x in (served.config.out / METRICS).read_text().splitlines()] == rows
+    assert [row["lr"] for row in read_log(served.config.out / UPDATES)[1]] == [0.1, 0.2, 0.5]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_last_line_is_of_the_newest_checkpoint_and_as_many_are_kept_as_asked(tmp_path, stopped):
+    served = _served(tmp_path)
+    notes = RunNotes(served, None)
+    for version in (1, 2, 3):
+        notes.update(version, 0.1, 1.0, [Term(0, 0, version - 1, version, 8, 2.0)])
+        _saved(served, notes, version)
+    folder = served.config.out / "checkpoints"
+    assert sorted(p.name for p in folder.glob("step_*")) == ["step_00000002", "step_00000003"]
+    with mock.patch.object(roles, "evaluate", return_value=1.23456) as evaluated:
+        found = notes.result(stopped)
+    assert evaluated.call_count == (not stopped)
+    assert found == {
+        "val_loss": None if stopped else 1.2346, "updates": 3, "stopped": stopped, "servers": 2,
+        "workers": 3, "staleness": {"1": 1, "2": 1, "3": 1}, "delay": {"0": 3},
+        "checkpoint": str(folder / "step_00000003"), "plot": found["plot"],
+    }  # fmt: skip
+    assert Path(found["plot"]).exists()
+
+
+# ---------------------------------------------------------------- losses
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_losses_of_workers_and_of_an_evaluation_are_those_of_their_samples_alone(tmp_path, packed):
+    """Without dropout, document by document; each sample counts by its valid tokens."""
+    words = ("--packed", "--separator", "32") if packed else ()
+    served = _served(tmp_path, "--dtype", "fp64", "--eval-batches", "2", "--dropout", "0", *words)
+    gpt = served.make_gpt(torch.device("cpu"))
+
+    def alone(x: torch.Tensor, y: torch.Tensor) -> tuple[float, int]:
+        total, count = 0.0, 0
+        for row, labels in zip(x, y, strict=True):
+            ends = {"documents": boundaries(labels[None])} if packed else {}
+            n = int((labels != -100).sum())
+            total += float(gpt(row[None], labels[None], **ends).detach()) * n
+            count += n
+        return total, count
+
+    seen = []
+    with mock.patch.object(roles, "module_gradient", lambda _, losses: losses):
+        for number in range(3):
+            losses = served.gradient(gpt, number)
+            found = [(float(total.detach()), n) for total, n in losses(gpt, 5)]
+            ids = range(4 * number, 4 * number + 4)
+            tokens, labels = served.data.batch(5, [*ids])
+            expected = [alone(tokens[at : at + 2], labels[at : at + 2]) for at in (0, 2)]
+            assert [n for _, n in found] == [n for _, n in expected]
+            assert [x for x, _ in found] == pytest.approx([x for x, _ in expected], rel=1e-12)
+            seen += [n for _, n in found]
+    assert (len({*seen}) > 1) == packed
+    reader = mock.Mock(mapped=dict(gpt.named_parameters()).__getitem__)
+    count = 2 * 2 * 3  # batches, sequences, workers
+    held_out = served.config.open_data("validation").fixed_batch(range(count), count=count)
+    total, valid = alone(*held_out)
+    assert roles.evaluate(served, reader) == pytest.approx(total / valid, rel=1e-12)
+
+
+def test_an_evaluation_drops_nothing_and_servers_begin_with_the_weights_of_a_model(tmp_path):
+    served = _served(tmp_path)
+    gpt = served.make_gpt(torch.device("cpu"))
+    reader = mock.Mock(mapped=dict(gpt.named_parameters()).__getitem__)
+    assert roles.evaluate(served, reader) == roles.evaluate(served, reader)
+    other = ServedModel(served.config, "cpu")
+    other.config = dataclasses.replace(served.config, init_from=tmp_path)
+    weights = {r.name: torch.full(r.shape, 0.5 + i) for i, r in enumerate(other.records)}
+    source = mock.Mock(tensor=lambda record: weights[record.name])
+    with mock.patch.object(roles, "open_model", return_value=source) as opened:
+        parts = [dict(other.shard(k).read()) for k in range(2)]
+    assert [call.args for call in opened.call_args_list] == [(tmp_path, None)] * 2
+    found = {name: x for part in parts for name, x in part.items() if "/" not in name}
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name].to(found[name])) for name in found)
+
+
+# ---------------------------------------------------------------- replay
+
+
+class _Replayed:
+    """A run of two servers with a checkpoint of version 3, of which nothing is computed again."""
+
+    def __init__(self, tmp_path: Path, monkeypatch) -> None:
+        self.served = _served(tmp_path, "--seed", "4")
+        self.out = self.served.config.out
+        notes = RunNotes(self.served, None)
+        for version in (1, 2, 3):
+            notes.update(version, 0.1, 1.0, [Term(11 - version, 0, 0, version, 8, 2.0)])
+        _saved(self.served, notes, 3)
+        self.rows: Any = None
+        self.threads: list[int] = []
+        monkeypatch.setattr(replay, "replay", lambda rows, *_: setattr(self, "rows", rows))
+        monkeypatch.setattr(torch, "set_num_threads", self.threads.append)
+
+    def run(self, capfd) -> tuple[int, Any, str]:
+        with pytest.raises(SystemExit) as end:
+            replay.run(ReplayConfig(self.out))
+        said = capfd.readouterr()
+        return end.value.code, said.out and json.loads(said.out.splitlines()[-1]), said.err.strip()
+
+
+def test_a_replay_says_what_it_has_repeated_and_how_much_differs(tmp_path, monkeypatch, capfd):
+    there = _Replayed(tmp_path, monkeypatch)
+    head, rows = read_log(there.out / UPDATES)
+    write_log(there.out / UPDATES, head | {"threads": 3, "torch": "old"}, [*rows, rows[0]])
+    code, found, err = there.run(capfd)
+    reader = there.served.open_run()
+    assert (code, err, there.rows, there.threads) == (0, "", rows, [3])
+    assert found == {
+        "equal": True, "updates": 3, "workers": [8, 9, 10], **staleness_of(rows),
+        "checkpoint": str(reader.path), "torch": ["old", torch.__version__],
+    }  # fmt: skip
+    drawn, names = ServedModel._draw, []
+    shards = [name for k in range(2) for name, _ in there.served.shard(k).read()]
+    for record in there.served.records[2:4]:
+        names.append(record.name)
+        monkeypatch.setattr(
+            ServedModel, "_draw", lambda self, r: drawn(self, r) + (r.name in names)
+        )
+        code, found, err = there.run(capfd)
+        first = min(names, key=shards.index)
+        assert (code, found["equal"]) == (1, False)
+        assert err == (
+            f"warpweave: {len(names)} tensors differ from {reader.path}, the first is {first}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("servers", "run is no run of 3 parameter servers"),
+        ("no servers", "run is no run of 2 parameter servers"),
+        ("short", "step_00000003 has 3 updates, the log 2"),
+        ("no log", "updates.jsonl cannot be read"),
+        ("no options", "config.toml cannot be read"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_in_one_line(tmp_path, monkeypatch, capfd, what, words):
+    there = _Replayed(tmp_path, monkeypatch)
+    path, options = there.out / UPDATES, there.out / CONFIG
+    head, rows = read_log(path)
+    if what == "servers":
+        write_log(path, head | {"servers": 3}, rows)
+    elif what == "no servers":
+        options.write_text(options.read_text().replace("server = 2", "server = 0").replace(
+            "staleness = 9", "staleness = 0"))  # fmt: skip
+    elif what == "short":
+        write_log(path, head, rows[:2])
+    else:
+        (path if what == "no log" else options).unlink()
+    code, found, err = there.run(capfd)
+    assert (code, found, there.rows) == (2, "", None)
+    assert words in err
+    assert "\n" not in err
+
+
+# ---------------------------------------------------------------- who is watched
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "workers", "found"),
+    [
+        (None, 0, 1, "cpu"),
+        (None, 2, 3, "cpu"),
+        (None, 3, 3, "cuda"),
+        ("cpu", 8, 3, "cpu"),
+        ("cuda", 3, 3, "cuda"),
+        ("cuda", 2, 3, "3 workers need as many GPUs, this process is shown 2"),
+    ],
+)
+def test_workers_have_a_gpu_each_or_compute_on_the_cpu(monkeypatch, device, gpus, workers, found):
+    monkeypatch.setattr(servers, "gpu_count", lambda: gpus)
+    config = TrainConfig(server=1, dp=workers, device=device)
+    if found in ("cpu", "cuda"):
+        assert servers._device(config) == found
+    else:
+        with pytest.raises(ValueError, match=f"^{found}$"):
+            servers._device(config)
+
+
+class _Watch(servers._Watch):
+    """Of two servers and three workers, whose processes end as `codes` say: role, number -> exit
+    codes of one start after the other, None for one that runs."""
+
+    def __init__(self, **codes: list[int | None]) -> None:
+        self.started: list[tuple] = []
+        self.codes = {name: iter(of) for name, of in codes.items()}
+        config = TrainConfig(server=2, dp=3, staleness=1, timeout=5.0)
+        super().__init__(config, "cpu", mock.MagicMock())
+        self.store = keep_store()
+        self.told: list[tuple] = []
+
+    def _start(self, role: str, number: int, *more: Any) -> Any:
+        self.started.append((role, number, *more))
+        code = next(self.codes.get(f"{role}{number}", iter(())), None)
+        return SimpleNamespace(exitcode=code, join=lambda _: None)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(servers, "latest", lambda _: None)
+    monkeypatch.setattr(servers, "end", lambda _: None)
+    monkeypatch.setattr(servers, "start_generation", lambda _: None)
+    monkeypatch.setattr(servers, "time", SimpleNamespace(sleep=lambda _: None))
+    told: list[tuple] = []
+    monkeypatch.setattr(servers, "tell", lambda _, op, **more: told.append((op, more)))
+    return told
+
+
+@pytest.mark.parametrize("killed", [1, 5, 6])
+def test_servers_that_are_killed_are_all_started_again_at_most_five_times(quick, killed, capsys):
+    """Worker 1 is lost before, and not told of to those that come."""
+    watch = _Watch(
+        server0=[None] * killed + [0], server1=[-9] * killed + [None], worker1=[-9],
+    )  # fmt: skip
+    code = watch.run()
+    said = capsys.readouterr().err
+    starts = [args for args in watch.started if args[0] == "server"]
+    again = min(killed, 5)
+    assert starts[:2] == [("server", k, [0, 1, 2], False) for k in range(2)]
+    assert [args[1] for args in starts] == [0, 1] * (1 + again)
+    assert all(args[2] in ([0, 1, 2], [0, 2]) for args in starts[2:])
+    assert said.count("a server was killed: all start again from the beginning") == again
+    assert (code, "servers were killed 6 times" in said) == (
+        (1, True) if killed > 5 else (0, False)
+    )
+    assert quick == [("lost", {"worker": 1})]
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "told", "says"),
+    [
+        ({"server0": [0]}, 0, [], ""),
+        ({"server1": [3]}, 3, [], ""),
+        ({"server0": [2], "server1": [1]}, 2, [], ""),
+        ({"server1": [1], "worker0": [-9]}, 1, [], ""),
+        ({"worker0": [1], "worker1": [-9], "worker2": [2]}, 1, [0, 1, 2], "no worker is left"),
+    ],
+)
+def test_a_run_ends_as_its_servers_do_or_when_no_worker_is_left(
+    quick, capsys, codes, code, told, says
+):
+    watch = _Watch(**codes)
+    watch.store.set("result", '{"updates": 3}')
+    assert watch.run() == code
+    out, err = capsys.readouterr()
+    assert out == ('{"updates": 3}\n' if code == 0 else "")
+    assert says in err
+    assert quick == [("lost", {"worker": number}) for number in told]
+
+
+def test_workers_that_are_done_may_end_and_a_signal_is_passed_on_once(quick, capsys):
+    watch = _Watch(worker0=[0], worker1=[0], worker2=[0])
+    seen = iter(range(4))
+
+    def sleep(_: float) -> None:
+        watch.interrupt.number = 15
+        if next(seen) == 3:
+            watch.servers[0].exitcode = 0
+
+    with mock.patch.object(servers.time, "sleep", sleep):
+        assert watch.run() == 128 + 15
+    assert quick == [("stop", {})]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("x"), 2), (OSError("x"), 2), (servers.CheckpointError("x"), 2),
+        (servers.LostError("x"), 1), (TimeoutError("x"), 1), (FloatingPointError("x"), 1),
+        (torch.distributed.DistNetworkError("x"), 1), (None, 0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("role", ["server", "worker"])
+def test_a_server_or_worker_ends_with_its_code_and_one_line(monkeypatch, capsys, role, error, code):
+    store, cores, left = mock.Mock(), mock.Mock(), mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(servers.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(servers, "share_cores", cores)
+    monkeypatch.setattr(servers.dist, "TCPStore", lambda *_, **__: store)
+    for name in ("serve", "work"):
+        monkeypatch.setattr(servers, name, mock.Mock(side_effect=error, return_value={"a": 1}))
+    monkeypatch.setattr(servers, "leave", left)
+    with pytest.raises(InterruptedError):
+        servers._rank(role, 0, TrainConfig(server=2, dp=3), "cpu", 1, [0], False)
+    assert left.call_args_list == [mock.call(code)]
+    assert cores.call_args_list == [mock.call(5)]
+    said = capsys.readouterr().err.strip()
+    assert said == ("" if error is None else f"warpweave: {role} 0: x")
+    given = [mock.call("result", '{"a": 1}')] * (role == "server" and error is None)
+    assert store.set.call_args_list == given
