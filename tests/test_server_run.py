@@ -14,7 +14,6 @@ import torch
 from test_server import _options
 
 from warpweave.data import boundaries
-from warpweave.launch import keep_store
 from warpweave.parallel.server.clocks import Term
 from warpweave.server import replay, roles
 from warpweave.server import run as servers
@@ -333,8 +332,8 @@ class _Watch(servers._Watch):
         self.started: list[tuple] = []
         self.codes = {name: iter(of) for name, of in codes.items()}
         config = TrainConfig(server=2, dp=3, staleness=1, timeout=5.0)
-        super().__init__(config, "cpu", mock.MagicMock())
-        self.store = keep_store()
+        with mock.patch.object(servers, "keep_store", torch.distributed.HashStore):
+            super().__init__(config, "cpu", mock.MagicMock())
         self.told: list[tuple] = []
 
     def _start(self, role: str, number: int, *more: Any) -> Any:
