@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
@@ -44,6 +45,11 @@ def test_an_unknown_command_is_refused_with_2(monkeypatch, capsys):
         ("sample", "sample", ("folder", "--prompt", "x", "--seed", "1")),
         ("tune", "tune.command", ("--steps", "1")),
         ("export", "export", ("run", "out", "--dtype", "fp16")),
+        ("plan", "plan.command", ("--model", "gpt2", "--gpus", "4", "--hw", "a100")),
+        ("collectives", "collectives.command", ("--ranks", "3")),
+        ("trials", "trials.command", ("--only", "x")),
+        ("replay", "server.replay", ("here",)),
+        ("train", "elastic.run", ("--dp", "2", "--zero", "0", "--elastic", "1")),
     ],
 )
 def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, program, arguments):
@@ -56,7 +62,34 @@ def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, 
     monkeypatch.setattr(f"warpweave.{program}.run", run)
     assert _run(monkeypatch, command, *arguments) == 130
     (config,) = given
-    assert str(getattr(config, arguments[-2].lstrip("-"))) == arguments[-1]
+    name = arguments[-2].lstrip("-") if len(arguments) > 1 else "run"
+    found = getattr(config, name)
+    assert arguments[-1] == str(found[0] if isinstance(found, tuple) else found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "early"),
+    [
+        (("train",), None),
+        (("train", "--dp", "2"), "warpweave.train"),
+        (("train", "--dp", "2", "--zero", "0", "--elastic", "1"), "warpweave.elastic.run"),
+        (("collectives",), "warpweave.collectives.command"),
+        (("export", "run", "out"), None),
+    ],
+)
+def test_processes_are_prepared_for_commands_that_start_ranks_and_given_to_them(
+    monkeypatch, arguments, early
+):
+    """By the program that they will run, and for no other; those of one rank get none."""
+    given, asked = [], []
+    ready = contextlib.nullcontext("processes")
+    monkeypatch.setattr(cli.Processes, "early", lambda program: asked.append(program) or program)
+    monkeypatch.setattr(cli, "starting", lambda found: given.append(found) or ready)
+    for program in ("train", "elastic.run", "collectives.command", "export"):
+        monkeypatch.setattr(f"warpweave.{program}.run", lambda config, *more: given.append(more))
+    assert _run(monkeypatch, *arguments) == 0
+    assert asked == ([early] if early else [])
+    assert given == [early, () if arguments[0] == "export" else ("processes",)]
 
 
 @pytest.mark.parametrize(

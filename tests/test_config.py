@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import itertools
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -193,6 +194,42 @@ def test_shards_over_neighbours_need_a_zero_stage_that_has_shards():
         PRESETS["toy"].check(Mesh(dp=4, dp_shard=2), ParallelPlan(zero=0))
 
 
+def test_sums_in_the_order_of_micro_batches_do_not_go_with_replicas_of_shards():
+    plan = ParallelPlan(reduce="ordered", zero=1)
+    PRESETS["toy"].check(Mesh(dp=4), plan)
+    for sizes in ({"dp": 4, "dp_shard": 2}, {"outer": 2}, {"outer": 2, "dp": 2}):
+        mesh = Mesh(**sizes)
+        given = f"dp_shard = {mesh.dp_shard}, outer = {mesh.outer}"
+        with pytest.raises(ValueError, match=f"^reduce = 'ordered' does not go .*: {given}$"):
+            PRESETS["toy"].check(mesh, plan)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_what_an_asynchronous_schedule_can_do_is_not_refused(pp):
+    plan = ParallelPlan(schedule="pipedream", microbatches=4, zero=2)
+    apart = dataclasses.replace(PRESETS["small"], tied=False)
+    apart.check(Mesh(pp=pp, dp=2), plan)
+    plan.check_update(None, False, False)
+    plan.check_update(0.0, False, False)
+    ParallelPlan().check_update(1.0, True, True)
+    if pp == 1:
+        PRESETS["small"].check(Mesh(), plan)
+        return
+    words = f"gets? its gradients {pp - 1} micro-batches apart by schedule pipedream"
+    with pytest.raises(ValueError, match=words):
+        PRESETS["small"].check(Mesh(pp=pp), plan)
+
+
+@pytest.mark.parametrize(("replicas", "m", "size"), [(1, 3, 2), (2, 3, 4), (3, 2, 1), (4, 1, 2)])
+def test_samples_are_dealt_to_replicas_whole_or_in_turn(replicas, m, size):
+    """In turn: micro-batch i of replica r is the whole step's micro-batch i * replicas + r."""
+    for reduce in ("library", "ordered"):
+        found = ParallelPlan(microbatches=m, reduce=reduce).deal(replicas, size).tolist()
+        for r, i in itertools.product(range(replicas), range(m)):
+            first = size * (i * replicas + r if reduce == "ordered" else r * m + i)
+            assert found[r][i] == [*range(first, first + size)]
+
+
 def test_stages_lie_where_the_schedule_has_them():
     assert ParallelPlan().placement(3) == [0, 1, 2]
     assert ParallelPlan(schedule="interleaved", chunks=2).placement(2) == [0, 1, 0, 1]
@@ -226,6 +263,26 @@ PUBLISHED = {  # what stands in the config.json of each; Llama 3.2's without its
     "llama-70b": _llama3(80, 8192, 64, 28672),
     "llama3-405b": _llama3(126, 16384, 128, 53248),
 }
+
+
+TOYS = {  # layers, width, heads, kv_heads, hidden, vocabulary, sequence
+    "toy": (2, 128, 4, 4, 512, 256, 128),
+    "small": (4, 128, 4, 4, 512, 256, 128),
+    "toy-llama": (2, 128, 4, 2, 352, 256, 128),
+    "gpt3-175b": (96, 12288, 96, 96, 49152, 50257, 2048),  # Brown et al. 2020, table 2.1
+}
+
+
+def test_every_preset_has_the_sizes_that_stand_here():
+    assert {*TOYS, *PUBLISHED} == {*PRESETS}
+    for name, sizes in TOYS.items():
+        c = PRESETS[name]
+        own = c.layers, c.width, c.heads, c.num_kv_heads, c.num_hidden, c.vocab_size, c.seq_len
+        assert own == sizes, name
+        llama = name == "toy-llama"
+        style = c.positions, c.norm, c.activation, c.bias, c.tied
+        expected = ("rope", "rms", "swiglu", False, False)
+        assert style == (expected if llama else ("learned", "layer", "gelu", True, True)), name
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
