@@ -233,7 +233,10 @@ def _falls(rank: int) -> list[tuple[str, list[float], float]]:
     for dtype, zero in ((torch.bfloat16, 2), (torch.float16, 3), (torch.float16, 1)):
         engine = _engine(GPTConfig(**SIZES), mesh, dtype=dtype, zero=zero)
         tokens, labels, ids = _data(0, mesh)
-        losses = [float(engine.step(tokens, labels, ids, lr=0.02).loss) for _ in range(15)]
+        results = [engine.step(tokens, labels, ids, lr=0.02) for _ in range(15)]
+        losses = [float(result.loss) for result in results]
+        assert {x.dtype for r in results for x in (r.loss, r.norm)} == {torch.float32}
+        assert engine.evaluate(tokens, labels).dtype == torch.float32
         found.append((str(dtype), losses, float(engine.optimizer.count)))
         assert {unit.parameters.flat.dtype for unit in engine.units} == {dtype}
         assert {unit.state.master.dtype for unit in engine.units} == {torch.float32}
@@ -335,6 +338,8 @@ def test_a_batch_of_another_shape_is_refused(monkeypatch):
         engine.step(tokens, labels[..., :-1], ids, lr=0.1)
     with pytest.raises(ValueError, match=r"sample_ids must have shape \(2, 4\), got \(2, 3\)"):
         engine.step(tokens, labels, ids[:, :3], lr=0.1)
+    with pytest.raises(ValueError, match=r"sample_ids must have shape \(2, 4\), got \(4, 2\)"):
+        engine.step(tokens, labels, ids.T, lr=0.1)
     for wrong in (tokens[:, :3], tokens[:0]):
         with pytest.raises(ValueError, match=r"must have shape \[n >= 1, 4, 16\], got"):
             engine.evaluate(wrong, wrong)

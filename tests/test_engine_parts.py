@@ -3,6 +3,7 @@ and what it passes on to what it is made of."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from typing import Any
@@ -10,7 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from threads import on_mesh
+from test_engine import _data
+from threads import on_mesh, run_threads
 
 from warpweave import engine as module
 from warpweave import engine_passes
@@ -330,8 +332,9 @@ def test_ranks_with_bad_losses_are_named_and_without_them_those_with_bad_gradien
         assert found == [named for *_, named in BAD]
 
 
-@pytest.mark.parametrize("kind", ["param", "exp_avg"])
-def test_only_loaded_weights_make_replicas_meet_anew(kind):
+@pytest.mark.parametrize("kind", ["param", "version1", "exp_avg"])
+def test_loaded_weights_make_replicas_meet_anew_and_forget_what_is_under_way(kind):
+    """Older versions of them too; moments change neither."""
     engine = Engine(CONFIG, single(), rule=AdamW(), outer=OuterRule(2))
     with (
         mock.patch.object(engine.outer, "reset") as reset,
@@ -339,4 +342,65 @@ def test_only_loaded_weights_make_replicas_meet_anew(kind):
     ):
         state = {record.name: tensor for record, tensor, _ in engine.read(kind)}
         engine.load(kind, lambda record: state[record.name])
-    assert reset.call_count == restart.call_count == (kind == "param")
+    assert reset.call_count == (kind == "param")
+    assert restart.call_count == (kind != "exp_avg")
+
+
+def test_text_and_evaluation_are_of_the_weights_that_replicas_have_in_common():
+    engine, inside = Engine(CONFIG, single(), outer=OuterRule(2)), []
+
+    @contextlib.contextmanager
+    def common():
+        inside.append("in")
+        yield
+        inside.append("out")
+
+    forward = engine._forward
+
+    def noted(*given):
+        inside.append("forward")
+        return forward(*given)
+
+    with (
+        mock.patch.object(engine.outer, "global_weights", common),
+        mock.patch.object(engine, "_forward", noted),
+    ):
+        engine.generate(torch.tensor([1, 2]), 2)
+        assert inside == ["in", "forward", "forward", "out"]
+        inside.clear()
+        engine.evaluate(*torch.zeros(2, 3, 1, 6, dtype=torch.int64))
+        assert inside == ["in", *["forward"] * 3, "out"]
+
+
+# ---------------------------------------------------------------- several stages of a rank
+
+DEEP = GPTConfig(37, 16, 7, 16, 4, hidden=20, dropout=0.1)
+SEVERAL_STAGES = {  # of each rank: schedule, chunks, mesh
+    "interleaved": ("interleaved", 3, Mesh(pp=2)),
+    "folded": ("zb-v", 2, Mesh(pp=3)),  # the first rank has the last stage
+    "alone": ("1f1b", 1, Mesh()),
+}
+
+
+def _on_stages(rank: int, name: str) -> dict:
+    schedule, chunks, sizes = SEVERAL_STAGES[name]
+    mesh = sizes.connect()
+    plan = ParallelPlan(schedule=schedule, chunks=chunks, microbatches=6)
+    engine = Engine(DEEP, mesh, plan, dtype=torch.float64, seed=3)
+    tokens, labels, ids = (x[:, :1] for x in _data(5, single(), 8))
+    held_out = float(engine.evaluate(tokens, labels))
+    result = engine.step(tokens[:6], labels[:6], ids[:6], lr=0.02)
+    texts = [
+        engine.generate(torch.tensor(prompt), 4, temperature=t, seed=5).tolist()
+        for prompt, t in (([1], 0.8), ([30, 3], 0.0))
+    ]
+    return {"numbers": [held_out, float(result.loss), float(result.norm)], "texts": texts}
+
+
+@pytest.mark.parametrize("name", [*SEVERAL_STAGES][:2])
+def test_ranks_with_several_stages_evaluate_and_write_as_one_device(name):
+    """Whatever rank has the last stage, and with whom it is next."""
+    (alone,) = run_threads(1, _on_stages, "alone")
+    for story in run_threads(SEVERAL_STAGES[name][2].world, _on_stages, name):
+        assert story["numbers"] == pytest.approx(alone["numbers"], rel=1e-12)
+        assert story["texts"] == alone["texts"]

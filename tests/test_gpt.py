@@ -23,9 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from warpweave.config import ParallelPlan
-from warpweave.gpt import GPT, PRESETS, GPTConfig
+from warpweave.gpt import GPT, PRESETS, GPTConfig, _rounded
 from warpweave.kernels.rope import RopeScaling
 from warpweave.parallel.context import Links
+from warpweave.parallel.context.explain import explain
+from warpweave.parallel.context.explain import table as cost_table
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.plain_gpt import plain_gpt_logits, plain_gpt_loss, plain_init, plain_shapes
 from warpweave.prove.expected import plain_config as _plain
@@ -121,13 +123,19 @@ def test_unknown_recomputation_and_layout_are_refused():
 
 def test_the_plans_words_arrive_in_every_block():
     plan = ParallelPlan(cp_strategy="gather", recompute="selective", overlap="chunked")
-    expected = ((plan, "gather", "up", "chunked"), (ParallelPlan(), "auto", None, "bulk"))
+    full = ParallelPlan(recompute="full")
+    expected = (
+        (plan, "gather", "up", "chunked"), (ParallelPlan(), "auto", None, "bulk"),
+        (full, "auto", None, "bulk"),
+    )  # fmt: skip
     for chosen, strategy, recomputed, overlap in expected:
         gpt = GPT(CONFIGS["gpt2"], plan=chosen, device="meta")
         for block in gpt.blocks.values():
             assert (block.attention.strategy, block.mlp.recompute) == (strategy, recomputed)
             products = block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down
             assert all(layer.overlap == overlap for layer in (*products, gpt.loss))
+        whole = GPT(CONFIGS["gpt2"], plan=chosen).segments()[0]
+        assert [s.recompute for s in whole] == [False, *[chosen is full] * 3, False]
         told = mock.Mock(side_effect=InterruptedError)
         patched = mock.patch("warpweave.gpt.column_parallel_linear", told)
         with patched, pytest.raises(InterruptedError):
@@ -145,6 +153,43 @@ def _measured(rank: int) -> None:
         assert {block.attention.strategy for block in gpt.blocks.values()} == {links}
         rows = gpt.explain_context(3).splitlines()[2:]  # one for all layers, as they are alike
         assert [row.split()[0] for row in rows if "auto (least exposed)" in row] == [name]
+
+
+def _explained(rank: int) -> None:
+    """Layers with and without a window have their own rows, for this many samples."""
+    plan, mesh, links = ParallelPlan(cp_strategy="measured"), Mesh(cp=2).connect(), Links(1e9, 1e10)
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": 4, "itemsize": 8, "links": links}
+    with mock.patch("warpweave.gpt.measure_links", return_value=links):
+        gpt = GPT(CONFIGS["qwen"], mesh=mesh, plan=plan, **F64)
+    for batch in (1, 3):
+        of_layers = [
+            next(c for c in explain(gpt.layout, **sizes, batch=batch, window=window) if c.auto)
+            for window in (4, None)
+        ]
+        assert of_layers[0] != of_layers[1]
+        lines = cost_table(of_layers).splitlines()
+        assert gpt.explain_context(batch).splitlines()[1:] == lines
+
+
+def test_the_costs_of_attention_are_told_of_each_kind_of_layer():
+    run_ranks(2, _explained)
+
+
+@pytest.mark.parametrize(
+    ("length", "tp", "rows", "heads"), [(6, 1, 3, 6), (6, 3, 3, 2), (4096, 2, 2048, 3),
+                                        (9000, 1, 2048, 6)]
+)  # fmt: skip
+def test_speeds_are_measured_with_a_ranks_own_rows_and_heads(length, tp, rows, heads):
+    """Of a long sequence with as many as are enough."""
+    mesh = mock.Mock(device_mesh=mock.Mock(device_type="cpu"), group=lambda axis: axis)
+    mesh.size = lambda axis: {"tp": tp}[axis]
+    plan = mock.Mock(cp_strategy="measured")
+    part = mock.Mock(mesh=mesh, plan=plan, config=CONFIGS["qwen"])
+    part.layout.local_len = length // 2
+    with mock.patch("warpweave.gpt.measure_links") as measured:
+        GPT._strategy(part, torch.bfloat16)
+    (group, x), _ = measured.call_args
+    assert (group, x.shape, x.dtype) == ("cp", (1, rows, heads, 4), torch.bfloat16)
 
 
 def test_a_plan_may_let_ranks_choose_by_their_measured_speeds():
@@ -518,6 +563,26 @@ def test_angles_are_never_rounded_to_the_models_dtype(dtype):
     gpt, (tokens, labels) = GPT(CONFIGS["llama"], dtype=dtype), _tokens()
     for table in gpt.micro_batch(tokens, labels, torch.ones(())).context.rope:
         assert table.dtype == torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_any_factor_is_rounded_as_a_tensor_of_its_dtype(dtype):
+    draws = torch.rand(300, generator=torch.Generator().manual_seed(1), **F64)
+    for x in (2 ** (16 * draws - 8)).tolist() + [1.0, 1 + 2**-8, 1 + 3 * 2**-8, 3.3, 45.25]:
+        assert _rounded(x, dtype) == torch.tensor(x, dtype=dtype).item()
+
+
+def test_rotary_tables_are_taken_from_a_micro_batch_of_the_same_length_alone():
+    gpt, (tokens, labels) = GPT(CONFIGS["gemma"], **F64), _tokens()
+    ones = torch.ones(())
+    first = gpt.micro_batch(tokens, labels, ones)
+    again = gpt.micro_batch(tokens[:2], labels[:2], ones, like=first)
+    short = gpt.micro_batch(tokens[:, :7], labels[:, :7], ones, like=first)
+    for name in ("rope", "local_rope"):
+        tables = [getattr(batch.context, name) for batch in (first, again, short)]
+        assert tables[0] is tables[1]
+        for whole, part in zip(tables[0], tables[2], strict=True):
+            assert torch.equal(whole[:7], part)
 
 
 def test_gemmas_factor_of_embeddings_is_rounded_to_their_dtype_as_in_transformers():

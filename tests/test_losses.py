@@ -296,10 +296,12 @@ def test_a_step_reports_losses_by_name_and_their_sum_as_does_a_whole_model() -> 
         engine = Engine(config, single(), micro_batch_size=3, dtype=torch.float64)
         loss = engine.gpt(*(x[0] for x in given)).detach()
         result = engine.step(*given, torch.zeros(1, 3, dtype=torch.int64), lr=0.0)
+        held_out = engine.evaluate(*given)
     assert result.losses.keys() == {LOSS, "activity"}
     assert min(result.losses.values()) > 1e-6
     assert float(result.loss) == pytest.approx(float(loss), rel=1e-14)
     assert result.loss == sum(result.losses.values())
+    assert float(held_out) == pytest.approx(float(loss), rel=1e-14)
     with (
         _with_losses(tokens=18),
         mock.patch.object(gpt.GPT, "loss_names", (LOSS,)),
