@@ -332,6 +332,26 @@ def test_ranks_with_bad_losses_are_named_and_without_them_those_with_bad_gradien
         assert found == [named for *_, named in BAD]
 
 
+def _summed(mesh: ConnectedMesh) -> list[float]:
+    """Of two micro-batches on each rank, whose losses tell their replica."""
+    engine = Engine(GPTConfig(19, 6, 4, 8, 2, tied=False), mesh, dtype=torch.float64)
+    last = mesh.index("pp") == mesh.size("pp") - 1
+    own = [{"loss": torch.tensor(x + mesh.index("dp"))} for x in (0.25, 2.0) if last]
+    square = torch.tensor(10.0 + mesh.index("pp"))
+    found = [
+        engine._start_global_losses(own, 0.5 * (mesh.rank == 0), square).wait(),
+        engine._start_global_losses(own, 1.0).wait(),
+    ]
+    assert {x.dtype for x in found} == {torch.float64}
+    return torch.cat(found).tolist()
+
+
+def test_losses_are_summed_over_replicas_once_of_tensor_ranks_and_norms_over_stages():
+    loss = 0.25 + 2.0 + 1.25 + 3.0
+    for found in on_mesh(Mesh(dp=2, pp=2, tp=2), _summed):
+        assert found == [loss, 10.0 + 11.0, 0.5, loss, 8.0]
+
+
 @pytest.mark.parametrize("kind", ["param", "version1", "exp_avg"])
 def test_loaded_weights_make_replicas_meet_anew_and_forget_what_is_under_way(kind):
     """Older versions of them too; moments change neither."""
