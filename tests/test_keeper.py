@@ -307,13 +307,33 @@ def test_ranks_that_do_not_notice_that_connections_have_failed_are_ended(
         assert capsys.readouterr().err == ""
 
 
+def test_ranks_of_a_new_generation_have_as_long_to_notice_as_those_before(keeper, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    found = keeper(3)
+    found.store.set("failed/1/0", "")
+    assert found._watch() is None
+    clock[0] = 103.0
+    assert _ends(found, r2=-9) is None
+    found.store.set("failed/2/0", "")
+    assert found._watch() is None
+    clock[0] = 103.0 + module._GRACE - 0.1
+    assert found._watch() is None
+    assert found.current.replicas == [0, 1]
+    clock[0] = 103.0 + module._GRACE
+    found._watch()
+    assert found.current.replicas == [0]
+
+
 @pytest.mark.parametrize(
-    ("signal", "code", "printed"), [(None, 0, True), (15, 143, True), (2, 130, True)]
-)
+    ("signal", "ends", "code", "printed"),
+    [(None, 0, 0, True), (15, 143, 143, True), (2, 130, 130, True), (2, 0, 130, True),
+     (15, 1, 1, False), (None, 3, 3, False)],
+)  # fmt: skip
 def test_a_run_prints_its_last_line_and_ends_by_the_signal_that_it_passed_on(
-    keeper, capsys, signal, code, printed
+    keeper, capsys, signal, ends, code, printed
 ):
-    found = keeper(2)
+    found = keeper(1 if ends in (1, 3) else 2)
     processes = [p for replica in found.replicas for p in replica.processes.values()]
     found.interrupt.number = signal
     found.store.set("result", '{"steps": 3}')
@@ -323,11 +343,11 @@ def test_a_run_prints_its_last_line_and_ends_by_the_signal_that_it_passed_on(
         seen.append(1)
         if len(seen) == 3:
             for process in processes:
-                process.exitcode = code
+                process.exitcode = ends
         return watch()
 
     found._watch = watched
     found._start = lambda number: None
     assert found.run() == code
     assert capsys.readouterr().out == '{"steps": 3}\n' * printed
-    assert [process.terminated for process in processes] == [int(signal is not None)] * 2
+    assert {process.terminated for process in processes} == {int(signal is not None)}
