@@ -59,6 +59,8 @@ def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, 
         given.append(config)
         raise KeyboardInterrupt
 
+    for other in {other for _, other in cli._COMMANDS.values()} | {"elastic.run"}:
+        monkeypatch.setattr(f"warpweave.{other}.run", None)  # another command's
     monkeypatch.setattr(f"warpweave.{program}.run", run)
     assert _run(monkeypatch, command, *arguments) == 130
     (config,) = given
@@ -85,6 +87,7 @@ def test_processes_are_prepared_for_commands_that_start_ranks_and_given_to_them(
     ready = contextlib.nullcontext("processes")
     monkeypatch.setattr(cli.Processes, "early", lambda program: asked.append(program) or program)
     monkeypatch.setattr(cli, "starting", lambda found: given.append(found) or ready)
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("it has run"))
     for program in ("train", "elastic.run", "collectives.command", "export"):
         monkeypatch.setattr(f"warpweave.{program}.run", lambda config, *more: given.append(more))
     assert _run(monkeypatch, *arguments) == 0

@@ -119,7 +119,10 @@ def test_what_was_printed_is_out_before_a_process_leaves(monkeypatch):
     [
         (LOST, True),
         (dist.DistNetworkError("x"), True),
-        *((RuntimeError(f"a {word} b"), True) for word in ("NCCL", "Timed out", "timeout")),
+        *(
+            (RuntimeError(f"a {word} b"), True)
+            for word in ("gloo", "NCCL", "Connection", "Timed out", "timeout")
+        ),
         (RuntimeError("x"), False),
         (ValueError("gloo timeout"), False),
         (TrainingStopped("timeout"), False),
@@ -156,6 +159,21 @@ def test_a_launch_ends_as_its_first_rank_did_or_as_the_signal_says(
     assert bool(err) == bool(said)
 
 
+@pytest.mark.parametrize("results", [(), (1,), (0, 1, 2, 3)])
+def test_of_ranks_that_end_at_once_those_that_were_killed_are_first_and_one_may_be_done(results):
+    """A rank that ends without an error and without a result has died as well."""
+    store = dist.HashStore()
+    store.set("verdict", "word")  # nobody is waited for
+    for rank in results:
+        store.set(f"result/{rank}", "[]")
+    codes = (1, 0, -9, 3)
+    started = [SimpleNamespace(exitcode=code, terminate=None, kill=None) for code in codes]
+    processes = SimpleNamespace(started=started, wait=lambda seconds: None)
+    ends = launch._watch(processes, SimpleNamespace(number=None), store, "gloo")
+    done = [] if 1 in results else [End(1, 0)]
+    assert ends == [End(2, -9), *done, End(0, 1), End(3, 3)]
+
+
 def _told_and_failed() -> None:
     with environment(THERE="now", NEW="1"):
         assert (os.environ["THERE"], os.environ["NEW"]) == ("now", "1")
@@ -183,11 +201,11 @@ def _fails(code: int, port: int) -> list[bool]:
     if session.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os._exit(code)
     dist.barrier()
-    return [goes_on, session.goes_on]
+    return [goes_on, session.goes_on, session.rank]
 
 
 def test_ranks_that_fail_are_started_again_and_told_that_they_go_on(capfd):
-    assert launch.launch(_fails, (0,), Mesh(dp=2), max_restarts=1) == [True, True]
+    assert launch.launch(_fails, (0,), Mesh(dp=2), max_restarts=1) == [True, True, 0]
     lines = capfd.readouterr().err.splitlines()  # with rank 0's own, if it was quick
     said = [line for line in lines if line.startswith("warpweave: ")]
     assert re.fullmatch(r"warpweave: rank 1 \(dp=1\) left \(exit 0\).*", said[0])

@@ -13,7 +13,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -284,76 +283,6 @@ def test_silent_ranks_are_named_with_their_last_word(monkeypatch):
         r"rank 2 \(tp=2\): it died or hangs, last seen at step 7 \(saving\), \d+\.\d s ago", said
     )  # fmt: skip
     assert sessions[3].explain(RuntimeError(LOST)) is None
-
-
-def test_what_ranks_found_is_left_to_the_process_that_started_them(monkeypatch):
-    """Of many ranks in the order of their numbers; and whoever keeps the store may be gone."""
-    monkeypatch.setattr("warpweave.heartbeat.SILENCE", 0.0)
-    for launched in (False, True):
-        sessions = _sessions(12)
-        for rank in (1, 3):
-            sessions[rank].launched = launched
-        for rank in {*range(12)} - {2, 10, 11}:
-            sessions[rank].store.set(f"failed/{rank}", "lost")
-        said = sessions[1].explain(RuntimeError(LOST))
-        words = "; ".join(
-            f"no word from rank {r} (tp={r}): it died or hangs before its first step"
-            for r in (2, 10, 11)
-        )
-        kept = sessions[1].store
-        assert said == (None if launched else words)
-        assert kept.check(["verdict"]) == launched
-        assert not launched or kept.get("verdict").decode() == words
-        gone = mock.Mock(add=mock.Mock(side_effect=RuntimeError), set=mock.Mock())
-        sessions[3].store = gone
-        keeper = "the process that started the ranks" if launched else "the launcher"
-        for error in (RuntimeError(LOST), TypeError("no")):
-            gone.check.side_effect = gone.add.side_effect = RuntimeError("gone")
-            assert sessions[3].explain(error) == f"rank 3 (tp=3) stops: {keeper} is gone"
-
-
-def test_one_rank_alone_says_what_failed_and_each_leaves_its_own_words_in_the_store():
-    class OddError(Exception):
-        pass
-
-    for errors, said in (
-        ([ValueError("a b"), TypeError("c")], "rank 0 (tp=0) failed: a b"),
-        ([TypeError("c"), ValueError("a b")], "rank 0 (tp=0) failed: TypeError: c"),
-        ([OddError("one\n line"), OddError("x")], "one line"),
-        ([KeyError(), KeyError()], "rank 0 (tp=0) failed: KeyError"),
-    ):
-        first, second, third = _sessions(3)
-        assert first.explain(errors[0], (OddError,)) == said
-        assert second.explain(errors[1], (OddError,)) is None
-        assert third.explain(RuntimeError(LOST)) is None
-        left = first.store.get("failed/0").decode(), first.store.get("failed/1").decode()
-        kinds = [type(e).__name__ for e in errors]
-        texts = [" ".join(str(e).split()) for e in errors]
-        plain = (ValueError, OddError)
-        assert left == tuple(
-            text if isinstance(e, plain) else f"{kind}: {text}" if text else kind
-            for e, kind, text in zip(errors, kinds, texts, strict=True)
-        )
-        assert first.store.get("failed/2").decode() == f"RuntimeError: {LOST}"
-
-
-def test_groups_are_made_anew_under_a_name_of_their_own_each_time(monkeypatch):
-    made, ended = [], []
-    monkeypatch.setattr("warpweave.launch.connect", lambda *given: made.append(given))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(len(made)))
-    session = _sessions(4)[2]
-    for world in (4, 3, 3):
-        session.renew(Mesh(cp=world))
-        assert (session.world, session.mesh) == (world, Mesh(cp=world))
-        device, store, *rest = made[-1]
-        assert (device, rest) == (session.device, [2, world, 9.0])
-        assert not store.check(["here"])
-        store.set("here", "")
-    assert ended == [0, 1, 2]
-    assert session.heartbeat._store is session.store
-    alone = Session(torch.device("cpu"), 0, 1, None, 9.0, Mesh())
-    alone.renew(Mesh())
-    assert len(made) == 3
 
 
 def test_a_single_process_speaks_for_itself():
