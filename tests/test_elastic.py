@@ -269,6 +269,19 @@ def test_a_replica_lost_after_its_vote_has_made_the_step(store):
     assert members[0]._store.get("decision/1/0") == b"go"
 
 
+def test_a_loss_is_not_forgotten_when_a_replica_joins_before_a_rank_has_learnt_of_it(store):
+    members = _three(store)
+    announce(store, Generation(2, 0, {0: 0, 1: 0}, "2 left", lost=True))
+    announce(store, Generation(3, 0, {0: 0, 1: 0, 2: 1}, "2 joins"))
+    while members[0].latest.number < 3:
+        time.sleep(0.01)
+    assert members[0].lost
+    assert members[0].vote("0", 3) == "abort"
+    assert members[0].enter().number == 3
+    assert not members[0].lost
+    assert not members[0].wait_for_loss(0.0)
+
+
 def test_a_rank_that_was_started_again_waits_for_its_own_generation(store):
     """It closes nothing for what it was not in."""
     announce(store, Generation(1, 0, {0: 0, 1: 0}))
@@ -335,6 +348,11 @@ def test_the_source_is_the_lowest_replica_that_is_whole():
     mesh = Mesh(dp=6, dp_shard=2)
     assert source_of([3, 3, 3, 3, 3, 3], mesh, 2) == 0
     assert source_of([None, None, 3, 2, 3, 3], mesh, 2) == 2
+    assert source_of([4, 4, 5, 5, 5, 5], mesh, 2) == 1
+    assert source_of([0, 0, 0, None, 0, 0], mesh, 2) == 0
+    assert source_of([5, 5, 4, 5, 5, 5], Mesh(dp=6, dp_shard=3), 3) == 1
+    assert source_of([5, 5, 5, 4, 5, 5, 5, 5], Mesh(dp=4, tp=2), 1) == 0  # rank 1 holds dp 0, too
+    assert source_of([5, 4, 5, 5, 5, 5, 5, 5], Mesh(dp=4, tp=2), 1) == 1
     for lost in ([None] * 6, [3, None, None, 3, None, None]):
         with pytest.raises(StateLostError, match="holds the whole state: resume from a checkpoint"):
             source_of(lost, mesh, 2)

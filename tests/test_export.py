@@ -102,6 +102,10 @@ def test_a_run_is_exported_with_its_own_tokenizer(kind, request, tmp_path, capfd
     assert generate(gpt, tokens, sampling)[0] == out[0, 4:].tolist()
     assert result["eos_token_ids"] == [e for e in ends[1:2] if e is not None]
     assert result["tokenizer"]
+    assert "no tokenizer" not in err
+    assert (result["folder"], result["checkpoint"]) == (str(tmp_path / "out"), str(saved.path))
+    assert result["architecture"] == type(theirs).__name__
+    assert result["files"] == sorted(result["files"])
     assert set(result["files"]) == {path.name for path in (tmp_path / "out").iterdir()}
     card = (tmp_path / "out" / "README.md").read_text()
     assert "* Data: text\n* Steps: 3 (192 tokens)\n" in card
@@ -264,6 +268,36 @@ def test_where_a_text_ends_is_said_by_generation_config_alone_if_there_is_one(so
         with pytest.raises(ConvertError, match=f"has {name} but no tokenizer.json"):
             find_tokenizer(tmp_path)
         (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("tokenizer", [None, "tokenizer.json", "tokenizer.model"])
+def test_the_command_says_what_lies_in_the_folder_and_that_a_tokenizer_is_missing(
+    tokenizer, tmp_path, capfd, monkeypatch
+):
+    given = []
+    names = {"z.txt", "config.json", "a.txt"} | ({tokenizer} if tokenizer else set())
+
+    def write(step, out, **options):
+        given.append((step, out, options))
+        (tmp_path / "there").mkdir()
+        for name in names:
+            (tmp_path / "there" / name).touch()
+        fields = {"architectures": ["First", "Second"], "dtype": "float16", "eos_token_id": [4, 2]}
+        (tmp_path / "there" / "config.json").write_text(json.dumps(fields))
+        return tmp_path / "there"
+
+    monkeypatch.setattr(export, "find_step", lambda run: run / "step_7")
+    monkeypatch.setattr(export, "to_hf", write)
+    words = ("--dtype", "bf16", "--like", "x", "--tokenizer", "y")
+    code, result, err = _export(capfd, tmp_path, tmp_path / "out", *words)
+    how = {"like": Path("x"), "tokenizer": Path("y"), "dtype": torch.bfloat16}
+    assert given == [(tmp_path / "step_7", tmp_path / "out", how)]
+    assert (code, ("no tokenizer is known" in err)) == (0, tokenizer is None)
+    assert result == {
+        "folder": str(tmp_path / "there"), "checkpoint": str(tmp_path / "step_7"),
+        "architecture": "First", "dtype": "float16", "tokenizer": tokenizer is not None,
+        "eos_token_ids": [4, 2], "files": sorted(names),
+    }  # fmt: skip
 
 
 def test_what_a_user_has_is_not_written_over(bytes_run, tmp_path, capfd):
