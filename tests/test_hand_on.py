@@ -7,14 +7,14 @@ takes by default, so that what is forgotten is another value. A new option gets 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from threads import on_mesh
-from torch import Tensor, nn
+from told import check, told
+from torch import nn
 
 from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.kernels.dropout import Drop
@@ -36,23 +36,6 @@ OVER = {"mesh": PLACE, "sequence_parallel": True, "overlap": "chunked"}
 RANKS = {"group": "the tp group", "sequence_parallel": True, "overlap": "chunked",
          "workspace": "the workspace"}  # fmt: skip
 NORM = {"eps": 0.3, "impl": "torch"}
-
-
-def told(module: Any, name: str, call, result: Any = None) -> dict[str, Any]:
-    """What `call` tells ``module.name``, by the names of its arguments."""
-    own = inspect.signature(getattr(module, name))
-    with mock.patch.object(module, name, return_value=result) as asked:
-        call()
-    (heard,) = asked.call_args_list
-    return dict(own.bind(*heard.args, **heard.kwargs).arguments)
-
-
-def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        same = torch.equal if isinstance(value, Tensor) else lambda a, b: a == b
-        assert same(found[name], value), (name, found[name], value)
-
 
 x, residual, ids = torch.randn(6, 4), torch.randn(6, 4), torch.arange(6)
 DROP = Drop(0.5, 3, 1, ids)

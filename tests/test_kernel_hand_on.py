@@ -1,0 +1,259 @@
+"""What a function of products, MLPs and losses is given arrives at the one that computes, all of
+it, as `test_hand_on` has it of layers: every value here is one that nobody takes by default.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from told import check, told
+
+from warpweave.kernels.cross_entropy import (
+    backward,
+    cross_entropy,
+    cross_entropy_bwd,
+    cross_entropy_fwd,
+    forward,
+    linear,
+    linear_cross_entropy,
+)
+from warpweave.kernels.cross_entropy import function as loss
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
+from warpweave.kernels.dropout import Drop
+from warpweave.kernels.gemm import fused, fused_gemm, gemm, gemm_into, local
+from warpweave.kernels.gemm.epilogue import Epilogue
+from warpweave.kernels.gemm.local import LOCAL, Local
+from warpweave.kernels.mlp import function, gelu_mlp, hidden, mlp, swiglu_mlp
+from warpweave.kernels.overlap import function as overlap
+from warpweave.kernels.overlap import gathering
+from warpweave.kernels.overlap.gathering import Gathering
+
+x, residual = torch.randn(6, 4), torch.randn(6, 4)
+up, down, up_bias, down_bias = (torch.randn(s) for s in ((5, 2, 4), (4, 5), (5, 2), (4,)))
+flat, flat_bias = up.flatten(0, 1), up_bias.flatten()
+h, z = torch.randn(6, 5), torch.randn(6, 10)
+DROP = Drop(0.5, 3, 1, torch.arange(6))
+HOW = {"precision": "tf32x3", "impl": "triton"}
+AFTER = {"drop": DROP, "residual": residual}
+
+
+# ---------------------------------------------------------------- MLPs
+
+
+@pytest.mark.parametrize(
+    ("call", "activation"),
+    [
+        (gelu_mlp, "gelu"),
+        (partial(gelu_mlp, approximate="none"), "gelu_erf"),
+        (swiglu_mlp, "swiglu"),
+    ],
+)
+def test_an_mlp_by_the_name_of_its_activation(call, activation) -> None:
+    given = AFTER | HOW | {"recompute": "up"}
+    found = told(function, "mlp", lambda: call(x, up, down, up_bias, down_bias, **given))
+    weights = {"up_weight": up, "down_weight": down, "up_bias": up_bias, "down_bias": down_bias}
+    check(found, {"x": x, "activation": activation} | weights | given)
+
+
+def _options(recompute: str, activation: str = "swiglu") -> function.MLPOptions:
+    return function.MLPOptions(activation, DROP, recompute, **HOW, dtype=torch.float32)
+
+
+def test_an_mlp() -> None:
+    given = AFTER | HOW | {"activation": "swiglu", "recompute": "up"}
+    leaf, ranks = x.clone().requires_grad_(), Local()
+    for of in (leaf, x):
+        found = told(
+            function, "mlp_fwd",
+            lambda of=of: mlp(of, up, down, up_bias, down_bias, **given, ranks=ranks),
+            (torch.zeros(6, 4), None, None),
+        )  # fmt: skip
+        weights = {"up_weight": flat, "up_bias": flat_bias, "down_weight": down}
+        check(
+            found,
+            {"x": x, "residual": residual, "options": _options("up"), "ranks": ranks}
+            | {"down_bias": down_bias, "save": of is leaf}
+            | weights,
+        )
+
+
+@pytest.mark.parametrize("recompute", function.RECOMPUTE)
+def test_the_products_of_an_mlp(recompute: str) -> None:
+    options = _options(recompute)
+    for save in (False, True):
+
+        def run(save=save):
+            given = x, flat, flat_bias, down, down_bias, residual, options
+            return function.mlp_fwd(*given, save=save)
+
+        found = told(function, "hidden_fwd", run, (h, z))
+        first = {"x": x, "up_weight": flat, "up_bias": flat_bias, "activation": "swiglu"} | HOW
+        check(found, first | {"save_z": save and recompute != "up"})
+        with (
+            mock.patch.object(function, "hidden_fwd", return_value=(h, z)),
+            mock.patch.object(LOCAL, "row_product", create=True) as product,
+        ):
+            assert (run()[2] is h) == (save and recompute == "nothing")
+        assert product.call_args == mock.call(h, down, down_bias, **AFTER, **HOW)
+    again = told(
+        function, "hidden_again", lambda: function.mlp_up_again(x, flat, flat_bias, options)
+    )
+    check(again, first)
+
+
+@pytest.mark.parametrize("want_hidden", [False, True])
+def test_the_gradients_of_an_mlp(want_hidden: bool) -> None:
+    def run(want_dz: bool):
+        return function.mlp_bwd(
+            x, down, z, _options("up"), want_dz=want_dz, want_hidden=want_hidden
+        )
+
+    check(
+        told(function, "hidden_bwd", lambda: run(True)),
+        {"dy": x, "down_weight": down, "z": z, "activation": "swiglu"}
+        | {"want_hidden": want_hidden}
+        | HOW,
+    )
+    if want_hidden:
+        found = told(function, "activation_fwd", lambda: run(False))
+        check(found, {"x": z, "activation": "swiglu", "impl": "triton"})
+    else:
+        assert run(False) == (None, None)
+    launched = {"activation": "swiglu", "want_hidden": want_hidden} | HOW
+    with mock.patch.object(hidden, "_launch_hidden_bwd", return_value=[z]) as launch:
+        hidden.hidden_bwd(x, down, z, **launched)
+    assert launch.call_args == mock.call(x, down, mock.ANY, *launched.values())
+
+
+def test_hidden_units() -> None:
+    first = {"activation": "swiglu"} | HOW
+    found = told(
+        hidden, "multiply", lambda: hidden.hidden_fwd(x, flat, flat_bias, save_z=True, **first)
+    )
+    assert found.pop("options") == {"activation": "swiglu", "save_z": True, "precision": "tf32x3"}
+    check(found, {"x": x, "b": flat.t(), "bias": flat_bias, "impl": "triton"})
+    with mock.patch.object(hidden, "_again") as again:
+        hidden.hidden_again(x, flat, flat_bias, **first)
+    assert again.call_args == mock.call(x, flat, flat_bias, "swiglu", "tf32x3", "triton")
+
+
+# ---------------------------------------------------------------- products
+
+OVER = {"bias": down_bias, "drop": DROP, "residual": residual, "out_dtype": torch.float32}
+OVER["precision"] = "tf32x3"
+
+
+def test_a_row_product() -> None:
+    found = told(
+        local, "fused_gemm",
+        lambda: LOCAL.row_product(h, down, down_bias, **AFTER, **HOW), (residual, None),
+    )  # fmt: skip
+    check(found, {"a": h, "b": down.t(), "bias": down_bias} | AFTER | HOW)
+
+
+def test_products() -> None:
+    wide = {"out_dtype": torch.float32, "precision": "tf32x3"}
+    half = x.half(), down.half()
+    with mock.patch.object(fused, "_gemm") as product:
+        gemm(*half, up_bias[:, 0], **wide, impl="triton")
+    assert product.call_args == mock.call(*half, mock.ANY, torch.float32, "tf32x3")
+    assert torch.equal(product.call_args.args[2], up_bias[:, 0])
+    for add in (False, True):
+        with mock.patch.object(fused, "_gemm_into") as product:
+            gemm_into(x, down, h, add, **HOW)
+        assert product.call_args == mock.call(x, down, h, add, "tf32x3", "triton")
+    with mock.patch.object(fused, "_fused", return_value=[h]) as product:
+        fused_gemm(x, down, activation="gelu", save_z=True, drop=DROP, **wide, impl="triton")
+    after = Epilogue(None, "gelu", True, None, None, torch.float32, "tf32x3")
+    assert product.call_args == mock.call(x, down, after, DROP, "triton")
+
+
+MEMORY = SimpleNamespace(world=2, rank=1)
+
+
+@pytest.mark.parametrize("name", ["gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"])
+def test_a_product_over_ranks(name: str) -> None:
+    more = {"activation": "gelu", "save_z": True} if name == "all_gather_gemm" else {}
+    with mock.patch.object(overlap, "run_steps") as run:
+        found = told(
+            overlap, f"{name}_steps",
+            lambda: getattr(overlap, name)(h, down.t(), memory=MEMORY, **OVER, **more),
+            "the steps",
+        )  # fmt: skip
+    assert run.call_args == mock.call(name, "the steps", MEMORY)
+    first = "x" if name == "all_gather_gemm" else "a"
+    check(found, {first: h, "b": down.t(), "memory": MEMORY, "epilogue": Epilogue(**OVER, **more)})
+
+
+def test_what_layers_ask_of_products_over_ranks() -> None:
+    more = {"activation": "gelu", "save_z": True, "precision": "tf32x3"}
+    deep = h.view(2, 3, 5)
+    found = told(
+        gathering, "fused_gemm",
+        lambda: gathering.multiply(deep, down.t(), down_bias, impl="triton", **more), (h, None),
+    )  # fmt: skip
+    check(found, {"a": h, "b": down.t(), "bias": down_bias, "impl": "triton"} | more)
+    rows = Gathering(deep, MEMORY)
+    found = told(
+        gathering, "all_gather_gemm",
+        lambda: gathering.multiply(rows, down.t(), down_bias, **more), (h, z, torch.cat((h, h))),
+    )  # fmt: skip
+    check(found, {"x": h, "b": down.t(), "bias": down_bias, "memory": MEMORY} | more)
+    assert rows.whole.shape == rows.shape == (4, 3, 5)
+    for scatter, name in ((True, "gemm_reduce_scatter"), (False, "gemm_all_reduce")):
+        y = torch.zeros(3 if scatter else 6, 4)
+
+        def run(scatter=scatter):
+            return gathering.sum_of_products(deep, down.t(), MEMORY, scatter, **OVER)
+
+        found = told(gathering, name, run, y)
+        check(found, {"a": h, "b": down.t(), "memory": MEMORY} | OVER)
+
+
+# ---------------------------------------------------------------- losses
+
+labels, losses = torch.tensor([0, 3, 7, 2, 7, 1]), torch.randn(6)
+weight = torch.randn(8, 4)
+WORDS = {"ignore_index": 7, "label_smoothing": 0.1, "z_loss": 0.2}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses(reduction: str) -> None:
+    whole = Vocabulary(0, 5, **WORDS, impl="triton")
+    given = WORDS | {"vocab_size": 5, "reduction": reduction, "impl": "triton"}
+    with mock.patch.object(loss.CrossEntropy, "apply", return_value=losses) as computed:
+        cross_entropy(h, labels, **given)
+    assert computed.call_args == mock.call(h, labels, whole, LOCAL)
+    for recompute in (True, False):
+        found = told(
+            linear, "head_loss",
+            partial(linear_cross_entropy, x, weight, labels, **given, recompute=recompute),
+            losses.sum(),
+        )  # fmt: skip
+        expected = {"x": x, "weight": weight, "labels": labels, "vocabulary": whole}
+        expected |= {"dtype": torch.float32, "reduction": reduction, "recompute": recompute}
+        check(found, expected)
+
+
+def test_halves_of_a_loss() -> None:
+    place = {"vocab_start": 2, "vocab_size": 9, "ignore_index": 7, "impl": "triton"}
+    for want_sum in (False, True):
+        with mock.patch.object(
+            forward, "cross_entropy_fwd_op", return_value=(losses,) * 3
+        ) as computed:
+            found = cross_entropy_fwd(h, labels, want_sum=want_sum, **place)
+        shard = Vocabulary(2, 9, 7, impl="triton")
+        assert computed.call_args == mock.call(h, labels, shard, want_sum)
+        assert (found[2] is None) == (not want_sum)
+    shard = Vocabulary(2, 9, **WORDS, impl="triton")
+    for in_place, name in (
+        (False, "cross_entropy_bwd_op"),
+        (True, "cross_entropy_bwd_in_place_op"),
+    ):
+        with mock.patch.object(backward, name) as computed:
+            cross_entropy_bwd(losses, h, labels, losses, in_place=in_place, **WORDS | place)
+        assert computed.call_args == mock.call(losses, h, labels, losses, shard)
