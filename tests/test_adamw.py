@@ -48,7 +48,10 @@ def test_steps_equal_the_textbook_in_float64_whatever_gradients_arrive_in(dtype,
         assert_close_f64(state[name], expected, 1e-13)
 
 
-@pytest.mark.parametrize("amount", [{}, {"weight_decay": 0.0}, {"beta1": 0.0}, {"eps": 1e-2}])
+@pytest.mark.parametrize(
+    "amount",
+    [{}, {"weight_decay": 0.0}, {"beta1": 0.0}, {"beta2": 0.0}, {"eps": 1e-2}],
+)
 @IMPLS
 def test_steps_equal_torch_optim(amount, impl):
     rates = {**RATES, **amount}
@@ -101,7 +104,7 @@ def test_float32_stays_within_the_error_budget_and_the_copy_is_exact(low, impl):
 
 
 @IMPLS
-@pytest.mark.parametrize("skip", [1.0, 3.0, True, float("inf")])
+@pytest.mark.parametrize("skip", [1.0, 3.0, -1.0, True, float("inf"), float("nan")])
 def test_a_skipped_step_leaves_everything_untouched(skip, impl):
     state = _start(11)
     adamw_step(grad=torch.randn(11, dtype=torch.float64), impl=impl, **state, **RATES)
@@ -223,3 +226,18 @@ def test_sum_of_squares_tells_of_what_is_not_finite(bad, impl):
     x = torch.ones(2000)
     x[1999] = bad
     assert not sum_of_squares(x, impl=impl).isfinite()
+
+
+@IMPLS
+def test_a_step_on_leaves_that_want_gradients_is_not_recorded(impl):
+    state, param = _start(9, torch.float32), torch.zeros(9, dtype=torch.bfloat16)
+    plain = {k: x.clone() for k, x in state.items()}
+    grad = torch.randn(9)
+    adamw_step(grad=grad, impl=impl, **plain, **RATES)
+    for x in (state["master"], param, grad):
+        x.requires_grad_()
+    adamw_step(grad=grad, param=param, impl=impl, **state, **RATES)
+    assert state["master"].is_leaf
+    assert param.is_leaf
+    assert not any(x.requires_grad for name, x in state.items() if name != "master")
+    assert all(torch.equal(x, plain[name]) for name, x in state.items())

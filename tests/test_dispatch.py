@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,12 @@ import torch
 from warpweave import kernels
 from warpweave.kernels.norm import norm_fwd
 from warpweave.kernels.runtime import dispatch
-from warpweave.kernels.runtime.dispatch import choose, once_differentiable, refuse_tangents
+from warpweave.kernels.runtime.dispatch import (
+    choose,
+    once_differentiable,
+    refuse_graph,
+    refuse_tangents,
+)
 
 
 class _On:
@@ -231,3 +237,23 @@ def test_every_operator_is_opchecked() -> None:
     by_op = {name for text in tests for name in well_formed.findall(text)}
     assert len(ops) > 20
     assert not {name for name, op in ops if name not in by_name and op not in by_op}
+
+
+def test_a_refusal_names_the_first_that_requires_a_gradient() -> None:
+    given = (torch.zeros(n, requires_grad=n > 2) for n in range(1, 6))
+    with pytest.raises(ValueError, match=r"^it has no gradient and was given \[3\] that requires"):
+        refuse_graph("it", None, *given)
+
+
+def test_what_a_device_can_do_is_asked_of_that_device(monkeypatch) -> None:
+    one, other, cpu = (torch.device(name) for name in ("cuda:0", "cuda:1", "cpu"))
+    found = {one: (9, 0), other: (12, 1)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", found.__getitem__)
+    capability, processors = dispatch.capability.__wrapped__, dispatch.processors.__wrapped__
+    assert [capability(device) for device in (one, other, cpu)] == [90, 121, 0]
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert capability(one) == 0
+    many = {one: SimpleNamespace(multi_processor_count=132),
+            other: SimpleNamespace(multi_processor_count=7)}  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", many.__getitem__)
+    assert [processors(device) for device in (one, other, cpu)] == [132, 7, 4]

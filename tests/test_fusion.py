@@ -263,3 +263,17 @@ def test_the_table_is_its_sources() -> None:
     assert found == {
         name: {*FUSED[arch]} for name, arch in (("A100", 80), ("H100", 90), ("B200", 100))
     }
+
+
+@pytest.mark.parametrize("activation", [None, "geglu"])
+def test_an_epilogue_is_named_by_what_it_does_first_and_then(activation) -> None:
+    drop, rest = Drop(0.5, 1, 2, torch.arange(3)), torch.zeros(3, 4)
+    first = [] if activation is None else [activation]
+    for dropped, added in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        words = [*first, *["dropout"] * dropped, *["residual"] * added]
+        after = epilogue.Epilogue(
+            torch.zeros(4), activation, drop=drop if dropped else None,
+            residual=rest if added else None,
+        )  # fmt: skip
+        assert after.name == (" and ".join(words) or "bias")
+        assert after.tensors == (after.bias, after.residual, drop.tokens if dropped else None)

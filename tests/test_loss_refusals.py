@@ -30,6 +30,7 @@ OPTIONS: Rows = [
     *[({"z_loss": c}, "z_loss must be finite and not negative") for c in (-1e-9, INF, NAN)],
     ({"labels": ints(1, 10, -100)}, r"labels must be in \[0, 10\) or -100, got 10"),
     ({"labels": ints(1, -1, -100)}, "labels must be in .* got -1"),
+    ({"labels": ints(12, -100, -1)}, "got 12$"),  # the first of several
     ({"labels": ints(1, 7, -1), "ignore_index": -1}, None),
     ({"labels": ints(1, 7, 99), "ignore_index": 99}, None),
     ({"labels": LABELS.int()}, "int64"),

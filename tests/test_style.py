@@ -19,6 +19,7 @@ from warpweave.layers.mlp import MLP
 from warpweave.layers.norm import ColumnParallelRMSNorm, LayerNorm, RMSNorm
 from warpweave.layers.place import Place
 from warpweave.layers.style import AttentionStyle, BlockStyle, MLPStyle
+from warpweave.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,25 @@ def test_each_part_of_a_block_takes_the_record_of_the_block():
         ({"strategy": "rings"}, "strategy must be Links or one of"),
         ({"recompute": "all"}, "recompute must be one of"),
         ({"overlap": "fused", "impl": "torch"}, "overlap='fused' needs Triton's kernels"),
+        ({"mesh": Mesh(tp=2)}, "mesh must be connected, .* is sizes only"),
     ],
 )
 def test_a_place_of_other_words_is_refused(given, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         Place(**given)
+
+
+def test_a_style_of_nothing_is_a_block_of_gpt2() -> None:
+    """All that is not said is off or left to others, but for these."""
+    said = {"norm": "layer", "norm_eps": 1e-5, "norm_place": "pre", "bias": True, "causal": True,
+            "activation": "gelu"}  # fmt: skip
+    plain = dataclasses.asdict(BlockStyle())
+    assert {name: value for name, value in plain.items() if value} == said
+    assert {name: type(plain[name]) for name in plain.keys() - said} == dict.fromkeys(
+        plain.keys() - said, type(None)
+    ) | {"dropout": float} | dict.fromkeys(("qk_norm", "qk_norm_whole", "sinks"), bool)
+
+
+def test_a_place_of_nothing_is_one_device_that_chooses() -> None:
+    said = {"overlap": "bulk", "strategy": "auto", "sequence_parallel": False}
+    assert dataclasses.asdict(Place()) == dict.fromkeys(dataclasses.asdict(Place())) | said
