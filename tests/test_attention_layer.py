@@ -238,6 +238,32 @@ def test_its_description_names_heads_mask_and_rotary_base():
         "embed_dim=12, num_heads=6, num_kv_heads=2, causal=True, window=None, softcap=None, "
         "sinks=False, rope_theta=100.0"
     )
+    every = {"num_kv_heads": 3, "causal": False, "window": 5, "softcap": 2.0, "sinks": True}
+    every |= {"rope_theta": 10.0, "norm": "rms1p", "norm_eps": 0.1, "bias": False, "head_size": 4}
+    every |= {"qkv_bias": True, "qk_norm": True, "qk_norm_whole": True, "attention_scale": 0.5}
+    said = Attention(12, 6, **every).extra_repr().split(", ")
+    assert {*said} == {f"{name}={value}" for name, value in every.items()} | {
+        "embed_dim=12", "num_heads=6",
+    }  # fmt: skip
+    assert len(said) == len({*said})
+
+
+def test_a_cache_holds_as_many_tokens_as_it_says_of_each_layer():
+    cache, kept = KVCache(5), {}
+    for n in (2, 3):
+        for layer, heads in (("a", 2), ("b", 1), (0, 3)):
+            new = [draw(n + i, 2, n, heads, 4) for i in range(2)]
+            found = cache.extend(layer, *new)
+            kept[layer] = [torch.cat(t, 1) for t in zip(kept[layer], new)] if cache.start else new
+            for ours, truth in zip(found, kept[layer], strict=True):
+                assert torch.equal(ours, truth)
+        cache.start += n
+    with pytest.raises(ValueError, match=r"^the cache holds 5 tokens, got 6$"):
+        cache.extend("a", *(torch.ones(2, 1, 2, 4) for _ in "kv"))
+    cache.start = 3  # what follows is written anew
+    found = cache.extend("b", *(torch.ones(2, 1, 1, 4) for _ in "kv"))
+    assert all(torch.equal(t[:, :3], u[:, :3]) for t, u in zip(found, kept["b"]))
+    assert all(t.shape[1] == 4 and t[:, 3].eq(1).all() for t in found)
 
 
 def _on_ranks(rank: int, sizes: Mesh) -> None:

@@ -4,6 +4,7 @@ whole batch in float64."""
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -175,3 +176,40 @@ def test_the_converter_replaces_norms_anywhere_and_keeps_parameters_and_mode():
 def test_refusals(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("track", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 1.0, None])
+def test_what_is_converted_keeps_each_of_its_options(momentum, affine, track):
+    """In training and after it, by its own epsilon and momentum; 0 is one, too."""
+    options = {"eps": 0.5, "momentum": momentum, "affine": affine, "track_running_stats": track}
+    theirs = nn.BatchNorm1d(C, **options, dtype=torch.float64)
+    with torch.no_grad():
+        for i, t in enumerate((*theirs.parameters(), *theirs.buffers())):
+            if t.is_floating_point():
+                t.copy_(torch.rand(C, generator=torch.Generator().manual_seed(i)) + 0.5)
+    ours = convert_sync_batchnorm(copy.deepcopy(theirs), single())
+    assert type(ours) is SyncBatchNorm
+    assert {name: getattr(ours, name) for name in options} == options
+    assert ours.num_features == C
+    for training in (True, True, False, True):  # after evaluation it is trained again
+        theirs.train(training), ours.train(training)
+        x = torch.randn(7, C, dtype=torch.float64) + 3
+        assert (ours(x) - theirs(x)).abs().max() < 1e-12
+        assert ours.state_dict().keys() == theirs.state_dict().keys()
+        for name, t in theirs.state_dict().items():
+            assert (ours.state_dict()[name] - t).abs().max() < 1e-12, name
+    assert ours.extra_repr() == theirs.extra_repr()
+
+
+def test_what_is_made_by_its_own_name_takes_the_options_of_torch():
+    options = {"eps": 0.5, "momentum": 0.3, "affine": False, "dtype": torch.float64}
+    for made in (nn.BatchNorm2d(C, **options), SyncBatchNorm(C, **options)):
+        assert (made.num_features, made.eps, made.momentum, made.affine) == (C, 0.5, 0.3, False)
+        assert made.running_mean.dtype == torch.float64
+    ours, theirs = (
+        inspect.signature(c).parameters.values() for c in (SyncBatchNorm, nn.BatchNorm2d)
+    )
+    defaults = [[(p.name, p.default) for p in each][:7] for each in (ours, theirs)]
+    assert defaults[0] == defaults[1]

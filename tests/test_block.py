@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from warpweave.kernels import reference
 from warpweave.kernels.rope import rope_table
 from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
@@ -198,6 +199,24 @@ def test_norms_stand_where_they_are_told_to():
     assert len({tensor.sum().item() for tensor in y}) == 3
     with pytest.raises(ValueError, match=r"^norm_place must be 'pre', 'sandwich' or 'post', got "):
         _block({"norm_place": "before"})
+
+
+@pytest.mark.parametrize("place", ["pre", "sandwich", "post"])
+def test_each_branch_is_dropped_by_its_own_site_wherever_norms_stand(place):
+    block = _block(LLAMA | {"norm_place": place}, dropout=0.4, site=5)
+    x, context, names = draw(1, 12, E), _context(), ("attention_norm", "attention_post_norm",
+                                                      "mlp_norm", "mlp_post_norm")  # fmt: skip
+    a, b, c, d = (getattr(block, name) or (lambda x: x) for name in names)
+
+    def dropped(y: Tensor, site: int) -> Tensor:
+        key = {"seed": context.seed, "site": site, "tokens": context.token_ids}
+        return reference.dropout(y, 0.4, **key)
+
+    h = x + dropped(b(block.attention(a(x), context)), 5)
+    assert_close_f64(block(x, context), h + dropped(d(block.mlp(c(h))), 6), 1e-12)
+    block.eval()
+    h = x + b(block.attention(a(x), context))
+    assert_close_f64(block(x, context), h + d(block.mlp(c(h))), 1e-12)
 
 
 def test_an_unknown_norm_is_refused():

@@ -83,6 +83,8 @@ def test_positions_are_plain_rows_of_their_table():
 def test_descriptions_name_sizes_and_cut():
     layer = VocabParallelEmbedding(13, 5)
     assert layer.extra_repr() == "13, 5, tp=1, sequence_parallel=False"
+    cut = VocabParallelEmbedding(13, 5, mesh=Mesh(tp=2).seen_from(1), sequence_parallel=True)
+    assert cut.extra_repr() == "13, 5, tp=2, sequence_parallel=True"
     assert repr(PositionEmbedding(7, 5)) == "PositionEmbedding(7, 5)"
 
 

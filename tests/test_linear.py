@@ -115,6 +115,19 @@ def test_its_description_names_sizes_and_cut(layer):
     assert linear.extra_repr() == (
         "in_features=6, out_features=4, bias=False, tp=2, sequence_parallel=True, overlap='bulk'"
     )
+    assert layer(7, 5, overlap="chunked").extra_repr() == (
+        "in_features=7, out_features=5, bias=True, tp=1, sequence_parallel=False, overlap='chunked'"
+    )
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_no_features_make_the_bias_and_a_bias_of_zero(layer):
+    linear = layer(0, 4, dtype=torch.float64)
+    assert torch.equal(linear.bias, torch.zeros_like(linear.bias))
+    with torch.no_grad():
+        linear.bias.copy_(draw(1, 4))
+    assert torch.equal(linear(torch.zeros(3, 0, dtype=torch.float64)), draw(1, 4).expand(3, 4))
 
 
 def test_features_that_the_tensor_axis_does_not_divide_are_refused():

@@ -119,7 +119,12 @@ def test_meta_then_to_empty_then_reset_is_a_fresh_layer():
 
 def test_descriptions_name_width_epsilon_and_bias():
     assert repr(LayerNorm(E, bias=False)) == "LayerNorm((13,), eps=1e-05, bias=False)"
-    assert RMSNorm([E], 1e-3).extra_repr().startswith("(13,), eps=0.001")
+    assert repr(LayerNorm(E, 0.5)) == "LayerNorm((13,), eps=0.5, bias=True)"
+    assert RMSNorm([E], 1e-3).extra_repr() == "(13,), eps=0.001, bias=False"
+    assert RMSNorm((E,), offset=True).extra_repr() == "(13,), eps=1e-06, bias=False, offset=True"
+    for shape in ((), (2, E)):
+        with pytest.raises(ValueError, match=r"^normalized_shape must be one dim, got \("):
+            RMSNorm(shape)
 
 
 def test_an_offset_is_added_to_the_weight_which_begins_at_zero():

@@ -344,3 +344,35 @@ def test_after_one_wait_in_vain_none_is_long(monkeypatch):
     tiles = 3 * 2  # at most, of 16 rows and 32 columns
     waits, published = 2 * 4 * tiles, 2 * tiles  # quarters of a tile, from two ranks each
     assert 100 < len(looks) <= 101 + waits + published
+
+
+def test_an_operation_that_ended_midway_is_remembered_and_one_that_never_began_is_not():
+    memory, _ = local_memory(2, slots=4, capacity=1 << 10, polls=3)
+    a, b = torch.zeros(4, 2), torch.zeros(2, 3)
+    for op in (gemm_reduce_scatter, gemm_all_reduce, all_gather_gemm):
+        with pytest.raises(ValueError, match="need a"):
+            op(a, b.t(), memory=memory)
+        with pytest.raises(ValueError, match=r"needs \d+ parts and .* it has 4 and 1024"):
+            op(torch.zeros(256, 2), torch.zeros(2, 64), memory=memory)
+    assert memory.left == []
+    with pytest.raises(TimeoutError):
+        gemm_all_reduce(a, b, memory=memory)
+    assert memory.left == ["gemm_all_reduce"]
+    memory.leave("another one")
+    first = r"gemm_reduce_scatter on rank 0 of 2: an error ended gemm_all_reduce midway"
+    with pytest.raises(ValueError, match=first):
+        gemm_reduce_scatter(a, b, memory=memory)
+
+
+def test_a_segments_file_is_made_once_for_its_owner_alone(tmp_path):
+    create_file(tmp_path / "there", 512)
+    assert (tmp_path / "there").stat().st_mode & 0o777 == 0o600
+    map_file(tmp_path / "there", 512)[:] = 7
+    with pytest.raises(FileExistsError):
+        create_file(tmp_path / "there", 512)
+    assert map_file(tmp_path / "there", 512).unique().tolist() == [7]
+
+
+def test_a_signature_tells_all_that_ranks_must_agree_on():
+    signature = Signature("qkv_rope", 12, 34, torch.bfloat16, (128, 64))
+    assert str(signature) == "qkv_rope [12, 34] of torch.bfloat16, parts of 128 x 64"
