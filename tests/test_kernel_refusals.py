@@ -466,3 +466,25 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_what_breaks_one_rule_is_refused_and_what_breaks_none_is_not(name) -> None:
     TABLES[name].check()
+
+
+MORE = {  # tensors that a call may be given beside those of its base
+    "gemm": {"bias": z(6)},
+    "fused_gemm": {"bias": z(6), "residual": z(3, 6), "drop": Drop(0.5, 0, 0, TOKENS)},
+    "mlp": {"up_bias": z(5, 2), "down_bias": z(4), "residual": z(3, 4),
+            "drop": Drop(0.5, 0, 0, TOKENS)},
+    "hidden_fwd": {"up_bias": z(10)},
+    "qkv_rope": {"bias": z(2, 4, 4)},
+    "rms_norm": {"residual": X, "x_bias": E6, "drop": Drop(0.5, 0, 0, ints(1, 2, 3, 4))},
+    "layer_norm": {"residual": X, "x_bias": E6, "bias": E6},
+    "norm_bwd": {"ds": X},
+    "adamw_step": {"grad_scale": ONE, "skip": ONE, "param": E6},
+    "all_gather_gemm": {"bias": z(3), "residual": z(8, 3)},
+    "gemm_reduce_scatter": {"bias": z(3), "residual": z(2, 3), "drop": Drop(0.5, 0, 0, ints(1, 2))},
+    "gemm_all_reduce": {"residual": z(4, 3), "drop": Drop(0.5, 0, 0, ints(0, 1, 2, 3))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n in TABLES if n != "RopeScaling" and "cost" not in n])
+def test_every_tensor_must_be_where_the_others_are(name) -> None:
+    TABLES[name].elsewhere(MORE.get(name, {}))

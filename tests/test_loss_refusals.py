@@ -99,3 +99,8 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_what_breaks_one_rule_is_refused_and_what_breaks_none_is_not(name) -> None:
     TABLES[name].check()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_tensor_must_be_where_the_others_are(name) -> None:
+    TABLES[name].elsewhere()

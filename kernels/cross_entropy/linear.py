@@ -203,8 +203,8 @@ def linear_cross_entropy(
             column (on a GPU its loss and the gradients that it touches are NaN).
     """
     check_options(reduction, label_smoothing, z_loss)
-    dtype = check_linear_cross_entropy("linear_cross_entropy", x, weight, labels)
     impl = choose(impl, x, weight, labels)
+    dtype = check_linear_cross_entropy("linear_cross_entropy", x, weight, labels)
     size = len(weight) if vocab_size is None else vocab_size
     if not 1 <= size <= len(weight):
         raise ValueError(f"vocab_size must be in [1, {len(weight)}], got {size}")

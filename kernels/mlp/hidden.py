@@ -57,8 +57,8 @@ def hidden_fwd(
     With `save_z` also z[T, F or 2F], which `hidden_bwd` needs. x may be a `Gathering`
     (`overlap.gathering`). Errors as `fused_gemm`.
     """
-    here = isinstance(x, torch.Tensor)
-    if choose(impl, up_weight, up_bias) == "torch" and here:  # a compiler fuses them
+    shard = x if isinstance(x, torch.Tensor) else x.shard
+    if choose(impl, shard, up_weight, up_bias) == "torch" and shard is x:  # a compiler fuses them
         check_operands(x, up_weight.t(), up_bias)
         z = gemm(x, up_weight.t(), up_bias)
         return activation_fwd(z, activation, impl="torch"), z if save_z else None

@@ -59,6 +59,21 @@ class Table(NamedTuple):
                 wrong.append(f"{change} is to be refused with {words!r} and says {said!r}")
         assert not wrong, "\n".join(wrong)
 
+    def elsewhere(self, more: dict[str, Any] | None = None) -> None:
+        """Assert that the call with `more` fits, but with none of its tensors on another device."""
+        given = self.base | (more or {})
+        self.call(**given)
+        moved = {
+            name: value.to("meta")
+            if isinstance(value, torch.Tensor)
+            else value._replace(tokens=value.tokens.to("meta"))
+            for name, value in given.items()
+            if isinstance(value, torch.Tensor) or hasattr(value, "tokens")
+        }
+        for name, value in moved.items() if len(moved) > 1 else ():
+            with pytest.raises(ValueError, match="all tensors must be on one device"):
+                self.call(**given | {name: value})
+
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype).requires_grad_(grad)
