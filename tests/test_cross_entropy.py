@@ -12,6 +12,7 @@ from warpweave.kernels.cross_entropy import (
     cross_entropy,
     cross_entropy_bwd,
     cross_entropy_fwd,
+    forward,
     token_losses,
 )
 from warpweave.kernels.cross_entropy.backward import (
@@ -356,3 +357,39 @@ def test_rows_times_strides_past_two_to_the_31_do_not_wrap():
     wanted = cross_entropy_bwd(dloss, near, labels, wanted[0], impl="triton")
     cross_entropy_bwd(dloss, far, labels, found[0], in_place=True, impl="triton")
     assert torch.equal(far, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("start", "vocab"), [(0, 30), (7, 50)])
+def test_the_rows_of_a_chunk_change_no_bit(monkeypatch, start, vocab, dtype):
+    """One row at a time, a few with fewer at the end, and all of them."""
+    logits, labels = _case(23, 30, dtype, vocab=vocab)
+    logits[3], dloss = float("inf"), torch.randn(23)  # which is ignored
+    where = {"vocab_start": start, "vocab_size": vocab}
+    found = []
+    for chunk in (2**18, 150, 29):
+        monkeypatch.setattr(forward, "_CHUNK", chunk)
+        stats = cross_entropy_fwd(logits, labels, **where)
+        found.append([*stats])
+        for in_place in (False, True):
+            for options in ({}, {"label_smoothing": 0.1}, {"z_loss": 0.1}):
+                given = dloss, logits.clone(), labels, stats[0]
+                dlogits = cross_entropy_bwd(*given, in_place=in_place, **where, **options)
+                assert dlogits.dtype == dtype
+                assert not dlogits[labels == -100].any()
+                found[-1].append(dlogits)
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
+def test_a_label_of_no_column_has_a_gradient_of_nan_alone():
+    """On a CPU the forward refuses it; halves may meet it."""
+    logits, labels = _case(5, 8)
+    labels[:] = torch.tensor([1, 8, -100, -1, 7])
+    for impl in ("torch", "triton"):
+        dlogits = cross_entropy_bwd(
+            torch.ones(5), logits, labels, logits.logsumexp(1), label_smoothing=0.1, impl=impl
+        )
+        assert dlogits.isnan().all(1).tolist() == [False, True, False, True, False]
+        assert dlogits.isnan().any(1).tolist() == [False, True, False, True, False]
+        assert not dlogits[2].any()

@@ -43,9 +43,16 @@ def test_every_implementation_gives_the_bits_of_the_reference(shape, impl) -> No
 
 def test_the_torch_path_is_right_across_its_chunks() -> None:
     tokens = torch.arange(700) + 5
-    dropped = module.dropped(Drop(0.3, SEED, 9, tokens), 101)  # 26 groups: 630 rows at a time
-    kept = reference.dropout(torch.ones(700, 101), 0.3, seed=SEED, site=9, tokens=tokens) != 0
-    assert torch.equal(dropped, ~kept)
+    for rows, columns in ((700, 101), (3, 2**16 + 5)):  # 630 rows at a time, one with more groups
+        key = {"seed": SEED, "site": 9, "tokens": tokens[:rows]}
+        dropped = module.dropped(Drop(0.3, **key), columns)
+        kept = reference.dropout(torch.ones(rows, columns), 0.3, **key) != 0
+        assert torch.equal(dropped, ~kept)
+
+
+def test_a_probability_is_rounded_to_the_nearest_word() -> None:
+    found = [module.threshold(p) for p in (0.0, 2**-33 * 1.5, 0.1, 0.25, 0.7, 1 - 2**-53)]
+    assert found == [0, 1, 429496730, 2**30, 3006477107, 2**32]
 
 
 @impls
