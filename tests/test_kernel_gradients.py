@@ -4,6 +4,7 @@ leaf, at once or later; and in 16 bits every result is float32's, rounded once."
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import pytest
 import torch
@@ -258,3 +259,26 @@ def test_gradients_reach_the_leaf_of_any_view_of_a_parameter_now_or_later(op) ->
         for found in pairs[1:]:
             for a, b in zip(found, pairs[0], strict=True):
                 assert_close_f64(a, b, 1e-12)
+
+
+def test_what_was_deferred_is_made_in_order_and_by_what_is_cheaper() -> None:
+    made, first, other = [], *(torch.zeros(2, requires_grad=True) for _ in "ab")
+    store = WeightGradients({other: torch.full((2,), float("nan"))})
+
+    def make(name: str) -> torch.Tensor:
+        made.append(name)
+        return torch.full((2,), float(len(made)))
+
+    def into(name: str, buffer: torch.Tensor, add: bool) -> None:
+        made.append(f"{name} {'added' if add else 'written'}")
+        buffer.copy_(len(made) + (buffer if add else 0))
+
+    with collect(store):
+        for weight, name in ((first, "a"), (other, "b"), (first, "c"), (other, "d")):
+            given = partial(make, name), partial(into, name) if weight is other else None
+            assert wgrad(weight, *given) is None
+    assert (made, len(store)) == ([], 4)
+    store.run()
+    assert made == ["a", "b written", "c", "d added"]
+    assert first.grad.tolist() == [4.0, 4.0]
+    assert other.grad.tolist() == [6.0, 6.0]

@@ -376,3 +376,19 @@ def test_a_segments_file_is_made_once_for_its_owner_alone(tmp_path):
 def test_a_signature_tells_all_that_ranks_must_agree_on():
     signature = Signature("qkv_rope", 12, 34, torch.bfloat16, (128, 64))
     assert str(signature) == "qkv_rope [12, 34] of torch.bfloat16, parts of 128 x 64"
+
+
+def test_virtual_ranks_take_turns_and_their_results_are_in_their_order():
+    turns = []
+
+    def steps(rank: int, many: int):
+        for _ in range(many):
+            turns.append(rank)
+            yield
+        return f"of {rank}"
+
+    assert run_local([steps(0, 3), steps(1, 0), steps(2, 1), steps(3, 2)]) == [
+        "of 0", "of 1", "of 2", "of 3",
+    ]  # fmt: skip
+    assert turns == [0, 2, 3, 0, 3, 0]
+    assert run_local([]) == []

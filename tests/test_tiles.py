@@ -221,6 +221,11 @@ def test_rows_of_another_triton_are_announced_and_left_out(table) -> None:
         assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
     shipped = tiles.find_on("attention_dq", 90, "", 2, 96)
     assert tiles.find_on("attention_dq", 90, "Planted GPU", 2, 96) == shipped  # and warns no more
+    older = dataclasses.replace(ODD, kernel="attention_dkdv", triton="2.9.1")
+    write_table(table, [old, older, dataclasses.replace(older, where="Other GPU", triton="2.0.0")])
+    tiles.load(table)
+    with pytest.warns(UserWarning, match=r"under Triton 2\.9\.1, 3\.0\.0, this is"):
+        assert tiles.find_on("attention_dq", 90, "Planted GPU", 2, 96) == shipped
 
 
 # ---------------------------------------------------------------- the file
