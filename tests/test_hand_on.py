@@ -65,6 +65,17 @@ def test_an_mlp(activation: str) -> None:
     check(told(mlp, "parallel_mlp", lambda: layer(**given)), given | weights | options | RANKS)
 
 
+def test_parts_of_an_mlp_that_are_called_one_by_one() -> None:
+    layer = mlp.MLP(4, 8, activation="relu2", impl="triton")
+    layer.down = nn.Linear(8, 4)
+    h = torch.randn(6, 8)
+    found = told(mlp, "activate", lambda: layer(x, drop=DROP), h)
+    check(found, {"x": layer.up(x), "activation": "relu2", "impl": "triton"})
+    with mock.patch.object(mlp, "activate", return_value=h):
+        found = told(mlp, "dropout", lambda: layer(x, residual, DROP), x)
+    check(found, {"x": layer.down(h), "drop": DROP, "impl": "triton"})
+
+
 @pytest.mark.parametrize(
     ("make", "function"),
     [
@@ -173,6 +184,14 @@ def test_what_is_attended(ulysses: int) -> None:
     check(found, made | {"documents": documents, "q_runs": ((2, 6),)})
 
 
+def test_heads_that_are_turned_by_themselves() -> None:
+    q, k, table = torch.randn(1, 6, 4, 6), torch.randn(1, 6, 2, 6), (torch.randn(6, 3),) * 2
+    layer = _attention(qk_norm=False, impl="triton")
+    found = told(attention, "apply_rope_qk", lambda: layer._turned(q, k, table), (q, k))
+    check(found, {"q": q, "k": k, "cos": table[0], "sin": table[1], "impl": "triton"})
+    assert layer._turned(q, k, None) == (q, k)
+
+
 def test_the_table_of_an_attention_without_a_context() -> None:
     layer, wide = _attention(), {"dtype": torch.float64}
     found = told(attention, "rope_table", lambda: layer._rope(3, x.double(), None))
@@ -254,3 +273,21 @@ def test_options_that_attention_checks_are_the_ones_it_attends_by() -> None:
         _attention()
     masked = AttentionOptions(False, 3, scale=0.7, softcap=2.0, impl="torch")
     checked.assert_called_once_with(masked)
+
+
+@pytest.mark.parametrize("place", ["sandwich", "post"])
+def test_branches_of_a_block_that_are_added_by_themselves(place: str) -> None:
+    made = block.TransformerBlock(
+        4, 2, 8, norm="rms", norm_place=place, dropout=0.5, impl="triton", site=7
+    )
+    context = TokenContext(1, seed=3, token_ids=ids)
+    keys = []
+
+    def noted(y: torch.Tensor, drop: Drop, *, impl: str | None) -> torch.Tensor:
+        keys.append((drop, impl))
+        return y
+
+    with mock.patch.object(block, "dropout", noted):
+        made(x, context)
+    last = Drop(0.5, 3, 8, ids), "triton"
+    assert keys == ([last] if place == "sandwich" else [(Drop(0.5, 3, 7, ids), "triton"), last])

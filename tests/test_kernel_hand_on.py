@@ -257,3 +257,27 @@ def test_halves_of_a_loss() -> None:
         with mock.patch.object(backward, name) as computed:
             cross_entropy_bwd(losses, h, labels, losses, in_place=in_place, **WORDS | place)
         assert computed.call_args == mock.call(losses, h, labels, losses, shard)
+
+
+def test_hidden_units_of_rows_that_are_gathered() -> None:
+    rows = Gathering(x[:3], MEMORY)
+    first = {"activation": "swiglu"} | HOW
+    given = {"precision": "tf32x3"}
+    found = told(
+        hidden, "multiply", lambda: hidden.hidden_fwd(rows, flat, flat_bias, save_z=True, **first)
+    )
+    assert found.pop("options") == {"activation": "swiglu", "save_z": True} | given
+    check(found, {"x": rows, "b": flat.t(), "bias": flat_bias, "impl": "triton"})
+    again = told(
+        hidden, "multiply", lambda: hidden.hidden_again(rows, flat, flat_bias, **first), (z, None)
+    )
+    check(again, {"x": rows, "b": flat.t(), "bias": flat_bias, "impl": "triton", "options": given})
+    for want_hidden in (False, True):
+        with mock.patch.object(hidden, "activation_fwd", return_value=h) as kept:
+            found = told(
+                hidden, "multiply",
+                partial(hidden.hidden_bwd, rows, down, z, want_hidden=want_hidden, **first),
+                (h, None),
+            )  # fmt: skip
+        check(found, {"x": rows, "b": down, "options": given})
+        assert kept.call_args_list == [mock.call(z, "swiglu", impl="triton")] * want_hidden

@@ -106,3 +106,13 @@ def test_a_shared_parameter_is_recorded_under_each_of_its_names():
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
     assert {"a.weight", "b.weight"} <= set(collect_records(model))
+
+
+def test_weights_of_several_maps_tell_the_rows_of_each():
+    for activation, pairs in (("relu2", (1,)), ("geglu", (1, 1))):
+        block = TransformerBlock(8, 4, 12, num_kv_heads=2, head_size=6, activation=activation,
+                                 norm="rms", bias=False, device="meta", mesh=TP2)  # fmt: skip
+        found = {name: record.matrices for name, record in collect_records(block).items()}
+        one = dict.fromkeys(("attention.out.weight", "mlp.down.weight"), (1,))
+        several = {"attention.qkv.weight": (12, 6, 6), "mlp.up.weight": pairs}
+        assert found == dict.fromkeys(found, ()) | one | several

@@ -79,6 +79,11 @@ def test_the_signature_shows_the_fields_and_their_defaults():
         "label": inspect.Parameter.empty, "hue": "red", "bright": False, "width": 1, "height": 3,
         "colour": None, "size": None, "lid": True,
     }  # fmt: skip
+    kinds = {name: p.annotation for name, p in inspect.signature(Box).parameters.items()}
+    assert kinds == {
+        "label": "str", "hue": "str", "bright": "bool", "width": "int", "height": "int",
+        "colour": "Colour", "size": "Size", "lid": "bool",
+    }  # fmt: skip
 
 
 LEAVES = {

@@ -241,6 +241,10 @@ def test_what_is_written_is_read_back_and_a_failure_leaves_the_old_file(table) -
     before = table.read_text()
     with pytest.raises(TypeError):
         write_table(table, [dataclasses.replace(ODD, us=object())])
+    beside = []
+    with mock.patch("os.fsync", side_effect=lambda _: beside.extend(table.parent.iterdir())):
+        write_table(table, rows)
+    assert sorted(path.name[:12] for path in beside) == [".tiles.json.", "tiles.json"]
     for failure in (OSError, KeyboardInterrupt):
         with mock.patch("os.fsync", side_effect=failure), pytest.raises(failure):
             write_table(table, rows[:1])
@@ -316,6 +320,11 @@ def test_a_row_that_is_wrong_is_refused_with_file_row_and_value(table, rows, mes
         (b"[]", 'does not say "format"'),
         (b'{"format": "warpweave tiles 2", "rows": []}', 'does not say "format": "warpweave tiles'),
         (b'{"format": "warpweave tiles 1"}', r"has \['format'\]"),
+        (b'{"format": "warpweave tiles 1", "rows": {}}', r"has \['format', 'rows'\]"),
+        (
+            b'{"format": "warpweave tiles 1", "rows": [], "us": 1}',
+            r"has \['format', 'rows', 'us'",
+        ),
     ],
 )
 def test_a_file_that_is_no_table_is_refused(table, content, message) -> None:
