@@ -1,4 +1,4 @@
-"""The halves of linear layer and cross entropy in one, by themselves."""
+"""The halves of linear layer and cross entropy in one, and the blocks that they work on."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from close import assert_close_f64
 
 from warpweave.kernels.cross_entropy import (
     blocks,
+    in_forward,
+    linear_cross_entropy,
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks():
+@pytest.fixture
+def small_blocks():
     with mock.patch.object(blocks, "CPU", blocks.BlockSizes(1100, 8, 5)):  # 8 x 128 and 5 x 128
         yield
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rows", [7, 128])
+@pytest.mark.parametrize("rows", [0, 7, 128])
 def test_a_half_adds_to_its_gradient_or_overwrites_all_of_it(rows, wanted, add):
     """Of several blocks of columns, padding among them; of one block of rows and of several."""
     x, w = torch.randn(rows, 8).bfloat16(), torch.randn(330, 8).bfloat16() / 2
@@ -43,3 +46,56 @@ def test_a_half_adds_to_its_gradient_or_overwrites_all_of_it(rows, wanted, add):
     (truth,) = torch.autograd.grad(losses, exact)
     assert torch.equal(dw[290:], torch.full_like(dw[290:], 2.0 if add else 0.0))
     assert_close_f64(dw[:290], truth + (2 if add else 0), 2e-2)
+
+
+# ---------------------------------------------------------------- blocks
+
+
+@pytest.mark.parametrize("sizes", [(1100, 8, 5), (2**11, 1, 1), (2**20, 2**10, 2**10)], ids=str)
+def test_blocks_cover_the_logits_once_and_are_as_large_as_they_may_be(sizes):
+    held = blocks.BlockSizes(*sizes)
+    with mock.patch.object(blocks, "CPU", held):
+        for rows, columns in ((1, 1), (8, 137), (9, 128), (23, 301), (40, 4097), (3, 0), (2100, 5)):
+            seen = torch.zeros(rows, columns, dtype=torch.int64)
+            x, many = torch.empty(rows, 3), set()
+            for at, slices in blocks.block_grid(x, columns):
+                many.add(high := at.stop - at.start)
+                for cols in slices:
+                    seen[at, cols] += 1
+                    wide = cols.stop - cols.start
+                    assert high * wide <= max(held.elements, high * 128)
+                    last = cols is slices[-1]
+                    assert last or (wide % 128 == 0 and high * (wide + 128) > held.elements)
+                assert len(slices) > 1 or slices[0] == slice(0, columns)
+            assert seen.eq(1).all()
+            most = max(held.most_rows, held.elements // max(1, columns))
+            assert max(many) == min(rows, most)
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_logits_that_are_many_are_made_in_two_halves(spare):
+    """Three times as many numbers as there are logits are held at once."""
+    x, w = torch.randn(11, 4, requires_grad=True), torch.randn(30, 4, requires_grad=True)
+    labels = torch.arange(11)
+    rows, made = [], in_forward._rows_fwd_op
+
+    def noted(x: torch.Tensor, *rest: object) -> list[torch.Tensor]:
+        rows.append(len(x))
+        return made(x, *rest)
+
+    held = blocks.BlockSizes(2**20, 2**10, 2**10, 11 * 30 - 1 + spare)
+    with (
+        mock.patch.object(blocks, "CPU", held),
+        mock.patch.object(in_forward, "_rows_fwd_op", noted),
+    ):
+        loss = linear_cross_entropy(x, w, labels)
+    assert rows == ([11] if spare else [6, 5])
+    assert_close_f64(loss, F.cross_entropy(x.double() @ w.double().t(), labels), 1e-6)
+
+
+def test_what_a_device_holds_is_what_the_docstrings_promise():
+    assert (blocks.CPU.elements, blocks.GPU.elements) == (2**20, 2**26)
+    assert (blocks.CPU.fewest_rows, blocks.GPU.fewest_rows) == (1024, 4096)
+    assert (blocks.CPU.most_rows, blocks.GPU.most_rows) == (1024, 16384)
+    assert blocks.sizes(torch.empty(1)) is blocks.CPU
+    assert blocks.sizes(torch.empty(1, device="meta")) is blocks.GPU

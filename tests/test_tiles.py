@@ -404,3 +404,40 @@ def test_pins_hold_inside_their_block_only_and_for_their_key_only() -> None:
         for key in (("attention_fwd", 4, 65), ("attention_fwd", 8, 64), ("attention_dq", 4, 64)):
             assert tiles.find(key[0], cpu, *key[1:]) != tile
     assert tiles.find("attention_fwd", cpu, 4, 64) == shipped != tile
+
+
+# ---------------------------------------------------------------- of the device of a launch
+
+
+def test_a_launch_takes_the_tile_of_its_device_by_capability_and_name(table, monkeypatch) -> None:
+    write_table(table, [ODD])
+    tiles.load(table)
+    names = {torch.device("cuda:0"): "Planted GPU", torch.device("cuda:1"): "Other GPU"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    monkeypatch.setattr(tiles, "device_name", tiles.device_name.__wrapped__)
+    monkeypatch.setattr(tiles, "capability", lambda device: 80 + 10 * device.index)
+    one, other = names
+    given = "attention_fwd", 2, 96
+
+    def found(device: torch.device, variant: frozenset[str] = PLAIN) -> AttentionTile:
+        return tiles.find(given[0], device, *given[1:], variant)
+
+    plain = tiles.find_on("attention_fwd", 0, "", 2, 96)
+    assert found(one) == found(other) == plain != ODD.tile  # interpreted
+    monkeypatch.setattr(tiles, "INTERPRET", False)
+    assert found(one) == ODD.tile
+    assert found(other) == tiles.find_on("attention_fwd", 90, "", 2, 96) != ODD.tile
+    for words in (frozenset({"softcap"}), frozenset({"masked"})):
+        assert found(one, words) == tiles.find_on("attention_fwd", 80, "", 2, 96, words)
+    with tiles.pinned({given: ODD.tile._replace(q=512)}):
+        for device in names:
+            assert found(device).q == found(device, frozenset({"softcap"})).q == 512
+    assert tiles.device_name(torch.device("cpu")) == ""
+
+
+def test_versions_of_triton_are_two_numbers_and_none_of_it_is_the_oldest(monkeypatch) -> None:
+    for version, numbers in (("3.7.1", (3, 7)), ("3.10.0+git1a2b", (3, 10)), ("4.0", (4, 0))):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert tiles.triton_version() == numbers
+    monkeypatch.setattr(tiles, "HAS_TRITON", False)
+    assert tiles.triton_version() == (0, 0)
