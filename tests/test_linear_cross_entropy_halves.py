@@ -11,6 +11,7 @@ from close import assert_close_f64
 
 from warpweave.kernels.cross_entropy import (
     blocks,
+    cross_entropy,
     in_forward,
     linear_cross_entropy,
     linear_cross_entropy_bwd,
@@ -99,3 +100,59 @@ def test_what_a_device_holds_is_what_the_docstrings_promise():
     assert (blocks.CPU.most_rows, blocks.GPU.most_rows) == (1024, 16384)
     assert blocks.sizes(torch.empty(1)) is blocks.CPU
     assert blocks.sizes(torch.empty(1, device="meta")) is blocks.GPU
+
+
+# ---------------------------------------------------------------- every option with all others
+
+
+def _formula(z: torch.Tensor, labels: torch.Tensor, ignored: int, s: float, c: float):
+    """Losses of logits z[N, V], all of the vocabulary."""
+    lse, label = z.logsumexp(1), labels.clamp(0, z.shape[1] - 1)[:, None]
+    losses = lse - (1 - s) * z.gather(1, label)[:, 0] - s * z.mean(1) + c * lse**2
+    return torch.where(labels == ignored, 0.0, losses)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("impl", "ignored"), [("torch", 7), ("torch", -1), ("torch", 500), ("triton", 7)]
+)
+def test_every_option_is_in_the_formula_with_all_others(ignored, impl):
+    """Blocks in both directions, padding from within one on, tokens of two dims."""
+    x, w = torch.randn(2, 9, 5, dtype=torch.float64), torch.randn(290, 5, dtype=torch.float64)
+    labels = torch.arange(18) * 17 % 270
+    labels[2::5], labels[1] = ignored, 269
+    terms = (
+        ((0.0, 0.0), (0.3, 0.0), (0.0, 0.02), (1.0, 0.02)) if impl == "torch" else ((0.3, 0.02),)
+    )
+    ways = ("none", True), ("sum", True), ("sum", False), ("mean", False)
+    for smoothing, z_loss in terms:
+        exact = x.clone().requires_grad_(), w.clone().requires_grad_()
+        z = (exact[0] @ exact[1].t()).flatten(0, 1)
+        logits = z.detach().clone().requires_grad_()
+        truth = _formula(z[:, :270], labels, ignored, smoothing, z_loss)
+        options = {"vocab_size": 270, "ignore_index": ignored, "label_smoothing": smoothing}
+        options |= {"z_loss": z_loss, "impl": impl}
+        for reduction, recompute in (
+            ("none", True),
+            ("sum", True),
+            ("sum", False),
+            ("mean", False),
+        ):
+            if reduction == "none":
+                right, dy = truth, torch.linspace(-1, 2, 18, dtype=torch.float64)
+            else:
+                many = (labels != ignored).sum() if reduction == "mean" else 1
+                right, dy = truth.sum() / many, torch.tensor(3.0, dtype=torch.float64)
+            expected = torch.autograd.grad(right, (*exact, z), dy, retain_graph=True)
+            given = x.clone().requires_grad_(), w.clone().requires_grad_()
+            how = options | {"reduction": reduction}
+            found = linear_cross_entropy(*given, labels.view(2, 9), recompute=recompute, **how)
+            grads = torch.autograd.grad(found.flatten(), given, dy.flatten())
+            plain = cross_entropy(logits, labels, **how)
+            for ours in (found.flatten(), plain.flatten()):
+                assert_close_f64(ours, right.flatten(), 1e-12)
+            dlogits = torch.autograd.grad(plain, logits, dy)
+            for a, b in zip((*grads, *dlogits), expected, strict=True):
+                assert_close_f64(a, b, 1e-12)
+            assert not grads[1][270:].any()
+            assert not dlogits[0][:, 270:].any()
