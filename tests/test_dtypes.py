@@ -1,8 +1,15 @@
 """The dtype an op computes in: its operands', or autocast's, which leaves float64 alone."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from warpweave.kernels.cross_entropy import linear_cross_entropy
+from warpweave.kernels.mlp import mlp
+from warpweave.kernels.norm import layer_norm, rms_norm
+from warpweave.kernels.qkv import qkv_rope
+from warpweave.kernels.rope import rope_table
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 
 
@@ -28,3 +35,42 @@ def test_operands_of_several_dtypes_are_refused_by_name():
     x = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"op: dtypes differ: x torch.float32, bias torch.float16"):
         operand_dtype("op", x, {"weight": None, "bias": x.half()})
+
+
+X, LABELS = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 3, -100, 5, 1, 2])
+TABLE = rope_table(torch.arange(6), 2, dtype=torch.float64)
+OPS = {  # of x[6, 4] and parameters of these shapes
+    "mlp": (partial(mlp, activation="swiglu"), ((5, 2, 4), (4, 5), (5, 2), (4,))),
+    "qkv_rope": (lambda x, *p, impl: qkv_rope(x[None], *p, *TABLE, impl=impl), ((2, 3, 2, 4), (2, 3, 2))),
+    "rms_norm": (rms_norm, ((4,),)),
+    "layer_norm": (layer_norm, ((4,), (4,))),
+    **{
+        f"linear_cross_entropy {recompute}": (
+            partial(linear_cross_entropy, labels=LABELS, recompute=recompute), ((7, 4),)
+        )
+        for recompute in (True, False)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("op", OPS)
+def test_under_autocast_float64_changes_no_bit_in_any_op_there_and_back(op, impl):
+    function, shapes = OPS[op]
+    parameters = [torch.randn(s, dtype=torch.float64) for s in shapes]
+
+    def run(*, backward_too: bool, on: bool) -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (X, *parameters)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            y = function(*leaves, impl=impl)
+            total = sum(t.sin().sum() for t in (y if isinstance(y, tuple) else (y,)))
+            if backward_too:
+                total.backward()
+        if not backward_too:
+            total.backward()
+        return [total.detach(), *(t.grad for t in leaves)]
+
+    plain = run(backward_too=True, on=False)
+    assert all(t.dtype == torch.float64 for t in plain)
+    for backward_too in (True, False):
+        assert all(map(torch.equal, plain, run(backward_too=backward_too, on=True)))
