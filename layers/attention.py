@@ -202,10 +202,8 @@ class Attention(nn.Module):
         tp = self.mesh.size("tp") if self.qkv.sequence_parallel else 1
         if context is None:
             shape, x = (x.shape[0], x.shape[1]), x.flatten(0, 1)
-        elif context.batch:
-            shape = (context.batch, len(x) * tp // context.batch)
         else:
-            shape = (0, context.layout.local_len if context.layout is not None else 0)
+            shape = _samples(context, len(x) * tp)
         rope = self._rope(shape[1], x, context)
         cos, sin = rope if rope is not None and self.q_norm is None else (None, None)
         weight, bias = (
@@ -230,7 +228,7 @@ class Attention(nn.Module):
         """As `_heads`, by calling ``qkv`` and then the rotary embedding."""
         qkv = self.qkv(x)
         if context is not None:
-            qkv = qkv.unflatten(0, (context.batch, -1))
+            qkv = qkv.unflatten(0, _samples(context, len(qkv)))
         qkv = qkv.unflatten(-1, (-1, self.group + 2, self.head_dim))
         # One split: its backward writes the gradient once; that of three slices adds three buffers.
         q, k, v = qkv.split((self.group, 1, 1), dim=3)
@@ -282,3 +280,10 @@ class Attention(nn.Module):
             f"num_kv_heads={self.num_heads // self.group}, "
             + ", ".join(f"{name}={getattr(style, name)}" for name in shown)
         )
+
+
+def _samples(context: TokenContext, tokens: int) -> tuple[int, int]:
+    """How many samples these tokens are, and how long each of them is."""
+    if context.batch:
+        return context.batch, tokens // context.batch
+    return 0, context.layout.local_len if context.layout is not None else 0

@@ -177,6 +177,21 @@ def test_an_empty_batch_has_empty_output_and_zero_gradients():
     assert all(not p.grad.any() for p in layer.parameters())
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("layout", [None, SequenceLayout(5, 1)])
+def test_so_does_an_empty_batch_with_a_context(layout, hooked):
+    layer = Attention(12, 2, num_kv_heads=1, rope_theta=100.0)
+    if hooked:
+        layer.qkv.register_forward_hook(lambda *_: None)
+    rope = rope_table(torch.arange(5 if layout else 0), 6)
+    x = torch.zeros(0, 12, requires_grad=True)
+    y = layer(x, TokenContext(0, layout, rope))
+    assert y.shape == (0, 12)
+    y.sum().backward()
+    assert x.grad.shape == (0, 12)
+    assert all(not p.grad.any() for p in layer.parameters())
+
+
 def test_a_token_sees_no_later_one_but_all_earlier_ones():
     layer = Attention(12, 2, **F64)
     x = draw(1, 1, 5, 12).requires_grad_()
