@@ -41,7 +41,9 @@ X, LABELS = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 3, -100, 5,
 TABLE = rope_table(torch.arange(6), 2, dtype=torch.float64)
 OPS = {  # of x[6, 4] and parameters of these shapes
     "mlp": (partial(mlp, activation="swiglu"), ((5, 2, 4), (4, 5), (5, 2), (4,))),
-    "qkv_rope": (lambda x, *p, impl: qkv_rope(x[None], *p, *TABLE, impl=impl), ((2, 3, 2, 4), (2, 3, 2))),
+    "qkv_rope": (
+        lambda x, *p, impl: qkv_rope(x[None], *p, *TABLE, impl=impl), ((2, 3, 2, 4), (2, 3, 2))
+    ),
     "rms_norm": (rms_norm, ((4,),)),
     "layer_norm": (layer_norm, ((4,), (4,))),
     **{
