@@ -49,7 +49,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training and self.running_mean is not None:
             return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, eps=self.eps)
         y, moments = sync_batch_norm(x, weight, bias, self.eps, group=self.mesh.group("data"))
-        if self.training and self.running_mean is not None and not is_recomputing():
+        if self.running_mean is not None and not is_recomputing():
             self._track(moments)
         return y
 

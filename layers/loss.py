@@ -89,7 +89,7 @@ class VocabParallelLinearCrossEntropy(nn.Module):
         self.vocab_size, self.label_smoothing, self.z_loss = vocab_size, label_smoothing, z_loss
         self.recompute, self.softcap = recompute, softcap
         self.overlap, self.impl, self.mesh = place.overlap, place.impl, connected(place.mesh)
-        self.sequence_parallel = place.sequence_parallel and self.mesh.size("tp") > 1
+        self.sequence_parallel = place.sequence_parallel
 
     def forward(
         self, x: Tensor, weight: Tensor, labels: Tensor, normaliser: Tensor | Pending | float
