@@ -1,9 +1,11 @@
 """Overlapped products: virtual ranks in one process, and real ones over shared memory."""
 
+import dataclasses
 import os
 import random
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -392,3 +394,38 @@ def test_virtual_ranks_take_turns_and_their_results_are_in_their_order():
     ]  # fmt: skip
     assert turns == [0, 2, 3, 0, 3, 0]
     assert run_local([]) == []
+
+
+def test_memory_fits_up_to_its_last_part_and_byte_on_its_own_device():
+    _, memory = local_memory(2, slots=7, capacity=1000)
+    assert memory.capacity == 1024  # of whole alignments
+    here = torch.device("cpu")
+    for slots, size in ((7, 1024), (0, 0), (7, 0), (0, 1024)):
+        assert memory.fitting("it", here, slots, size) is memory
+    for slots, size in ((8, 1024), (7, 1025), (8, 0), (0, 1025)):
+        needs = f"it on rank 1 of 2 needs {slots} parts and {size} bytes of .* has 7 and 1024$"
+        with pytest.raises(ValueError, match=needs):
+            memory.fitting("it", here, slots, size)
+    there = SimpleNamespace(device=torch.device("cuda:0"))
+    far = dataclasses.replace(memory, epoch=there)
+    assert far.fitting("it", torch.device("cuda:0"), 7, 1024) is far
+    for device in ("cuda:1", "cpu"):
+        with pytest.raises(ValueError, match=f"it: .* memory on cuda:0, tensors on {device}$"):
+            far.fitting("it", torch.device(device), 7, 1024)
+
+
+def test_what_a_wait_left_is_told_with_all_its_numbers():
+    memory = local_memory(4, slots=4, capacity=1 << 10, polls=9)[2]
+    memory.check()
+    own = Signature("gemm_reduce_scatter", 20, 3, torch.float64, (16, 32))
+    other = Signature("qkv_rope", 7, 5, torch.bfloat16, (64, 1))
+    for epoch in (1, 2, 11):
+        memory.error.copy_(torch.tensor([epoch, 3, 12, own.word(), own.word()]))
+        where = f"gemm_reduce_scatter on rank 2 of 4, epoch {epoch}: rank 3"
+        with pytest.raises(TimeoutError) as caught:
+            memory.check()
+        assert str(caught.value) == f"{where} did not publish part 12 within 9 polls"
+        memory.error[3] = other.word()
+        with pytest.raises(ValueError, match="this rank in") as caught:
+            memory.settle()
+        assert str(caught.value) == f"{where} is in {other}, this rank in {own}"
