@@ -218,6 +218,8 @@ def test_heads_that_do_not_fit_are_refused_by_their_numbers(heads, options, mess
         Attention(12, heads, **options)
     assert Attention(12, 5, head_size=4).head_dim == 4  # whatever does not divide
     assert Attention(12, 4).head_dim == 3  # nothing turns
+    one = Attention(12, 1, num_kv_heads=1, head_size=1)
+    assert one(torch.zeros(2, 3, 12)).shape == (2, 3, 12)
 
 
 def test_inputs_without_batch_or_rotary_table_are_refused():

@@ -56,8 +56,14 @@ def test_columns_are_cut_along_rows_and_rows_along_columns_and_norms_not():
 
 def test_only_with_sequence_parallelism_whole_parameters_have_partial_gradients():
     assert not any(record.partial for record in collect_records(_block()).values())
-    for name, record in collect_records(_block(sequence_parallel=True)).items():
-        assert record.partial == (() if record.cuts else ("tp",)), name
+    for heads in ({}, {"qk_norm": True}, {"qk_norm": True, "qk_norm_whole": True}):
+        records = collect_records(_block(sequence_parallel=True, **heads))
+        assert len(records) == 13 + 2 * bool(heads)
+        for name, record in records.items():
+            assert record.partial == (() if record.cuts else ("tp",)), name
+        assert bool(records.get("attention.q_norm.weight", records["mlp.up.weight"]).cuts) == (
+            "qk_norm" not in heads or "qk_norm_whole" in heads
+        )
     alone = TransformerBlock(8, 4, 12, device="meta", sequence_parallel=True)
     assert not any(record.partial for record in collect_records(alone).values())
 
