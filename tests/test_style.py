@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from warpweave.layers.attention import Attention
+from warpweave.layers.batch_norm import SyncBatchNorm
 from warpweave.layers.block import TransformerBlock
-from warpweave.layers.embedding import VocabParallelEmbedding
+from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from warpweave.layers.keywords import fields_as_keywords
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.layers.loss import VocabParallelLinearCrossEntropy
@@ -161,3 +162,31 @@ def test_a_style_of_nothing_is_a_block_of_gpt2() -> None:
 def test_a_place_of_nothing_is_one_device_that_chooses() -> None:
     said = {"overlap": "bulk", "strategy": "auto", "sequence_parallel": False}
     assert dataclasses.asdict(Place()) == dict.fromkeys(dataclasses.asdict(Place())) | said
+
+
+HEADS = {"norm": "rms1p", "qk_norm": True, "sinks": True}
+WITH_PARAMETERS = {
+    TransformerBlock: ((12, 6, 10), {"norm_place": "sandwich", "activation": "geglu"} | HEADS),
+    Attention: ((12, 6), {"qk_norm_whole": True} | HEADS),
+    MLP: ((12, 10, "geglu"), {}),
+    ColumnParallelLinear: ((12, 6), {}),
+    RowParallelLinear: ((12, 6), {}),
+    RMSNorm: ((12,), {"offset": True}),
+    LayerNorm: ((12,), {}),
+    ColumnParallelRMSNorm: ((12,), {}),
+    VocabParallelEmbedding: ((12, 6), {}),
+    PositionEmbedding: ((12, 6), {}),
+    SyncBatchNorm: ((12,), {}),
+}
+
+
+@pytest.mark.parametrize("layer", WITH_PARAMETERS)
+def test_every_parameter_is_where_and_as_wide_as_it_is_asked_for(layer):
+    sizes, options = WITH_PARAMETERS[layer]
+    for device in ("meta", "cpu"):
+        for dtype in (torch.float64, torch.bfloat16, None):
+            made = layer(*sizes, device=device, dtype=dtype, **options)
+            found = {name: (p.device.type, p.dtype) for name, p in made.named_parameters()}
+            assert found == dict.fromkeys(found, (device, dtype or torch.float32))
+            assert found
+            assert {b.device.type for b in made.buffers()} <= {device}
