@@ -192,6 +192,19 @@ def test_so_does_an_empty_batch_with_a_context(layout, hooked):
     assert all(not p.grad.any() for p in layer.parameters())
 
 
+def test_sinks_begin_at_zero_and_after_meta_again():
+    assert Attention(12, 6, sinks=True).sinks.tolist() == [0.0] * 6
+    layer = Attention(12, 6, sinks=True, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        layer.sinks.fill_(7)
+    layer.reset_parameters()
+    assert layer.sinks.tolist() == [0.0] * 6
+    assert layer.sinks.requires_grad
+    plain = Attention(12, 6)
+    plain.reset_parameters()  # which has none
+    assert plain.sinks is None
+
+
 def test_a_token_sees_no_later_one_but_all_earlier_ones():
     layer = Attention(12, 2, **F64)
     x = draw(1, 1, 5, 12).requires_grad_()
