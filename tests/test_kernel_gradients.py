@@ -25,6 +25,7 @@ from warpweave.kernels.runtime.wgrad import (
     accumulate,
     bias_gradient,
     collect,
+    grad_dtype,
     rows,
     waits,
     wgrad,
@@ -282,3 +283,18 @@ def test_what_was_deferred_is_made_in_order_and_by_what_is_cheaper() -> None:
     assert made == ["a", "b written", "c", "d added"]
     assert first.grad.tolist() == [4.0, 4.0]
     assert other.grad.tolist() == [6.0, 6.0]
+
+
+def test_a_gradient_has_the_dtype_that_its_parameter_wants_or_for_any_its_own() -> None:
+    for own in (F64, F32, BF16):
+        p = torch.zeros(3, dtype=own, requires_grad=True)
+        assert grad_dtype(p) == own
+        assert grad_dtype(p * 2) == own
+        for wanted in (F32, BF16, None):
+            p.grad_dtype = wanted
+            assert grad_dtype(p) == (wanted or own)
+    weight, bias = (torch.randn(s).to(BF16).requires_grad_() for s in ((6, 4), (6,)))
+    dy, x = torch.randn(5, 6).to(BF16), torch.randn(5, 4).to(BF16)
+    weight.grad_dtype = bias.grad_dtype = None
+    assert weight_gradient(weight, lambda: (dy, x)).dtype == BF16
+    assert bias_gradient(bias, dy).dtype == BF16
