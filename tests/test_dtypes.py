@@ -76,3 +76,20 @@ def test_under_autocast_float64_changes_no_bit_in_any_op_there_and_back(op, impl
     assert all(t.dtype == torch.float64 for t in plain)
     for backward_too in (True, False):
         assert all(map(torch.equal, plain, run(backward_too=backward_too, on=True)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_nowhere_has_shapes_and_dtypes_without_an_autocast(op):
+    function, shapes = OPS[op]
+    function = partial(function, labels=LABELS.to("meta")) if "cross_entropy" in op else function
+    given = [torch.empty(s, device="meta", requires_grad=True) for s in ((6, 4), *shapes)]
+    with torch.autocast("cpu", torch.bfloat16), no_autocast(given[0]):
+        assert torch.is_autocast_enabled("cpu")
+        table = [t.float().to("meta") for t in TABLE]
+        if op == "qkv_rope":
+            found = qkv_rope(given[0][None], *given[1:], *table)
+        else:
+            found = (function(*given),)
+    assert all(t.is_meta and t.dtype == torch.float32 for t in found)
+    grads = torch.autograd.grad(sum(t.sum() for t in found), given)
+    assert [g.shape for g in grads] == [t.shape for t in given]

@@ -28,6 +28,11 @@ DTYPES = (*FLOATS, torch.int64, torch.int32)
 new ones are appended."""
 
 
+def is_autocast(x: torch.Tensor) -> bool:
+    """Whether autocast is on for x's device; torch knows of none for meta tensors."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def operand_dtype(
     name: str, x: torch.Tensor, parameters: Mapping[str, torch.Tensor | None]
 ) -> torch.dtype:
@@ -35,7 +40,7 @@ def operand_dtype(
 
     Raises ValueError, in the name of `name`, if there is no such dtype.
     """
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if is_autocast(x) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     if any(p is not None and p.dtype != x.dtype for p in parameters.values()):
         found = ", ".join(f"{k} {p.dtype}" for k, p in parameters.items() if p is not None)
@@ -46,9 +51,7 @@ def operand_dtype(
 def no_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
     """A context in which autocast leaves what is on x's device alone: inside a Function the dtypes
     are settled."""
-    device = x.device.type
-    on = not x.is_meta and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if is_autocast(x) else nullcontext()
 
 
 # ---------------------------------------------------------------- inside kernels
