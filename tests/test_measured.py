@@ -4,14 +4,17 @@ one takes the measured times of actions."""
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from threads import run_threads
 
+from warpweave import measured
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
-from warpweave.measured import panels, recording
+from warpweave.measured import Marked, panels, recording
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.schedule import FAMILIES, leave_open, one_f_one_b, with_comm, with_reduce
 from warpweave.parallel.simulate import simulate
@@ -20,22 +23,24 @@ CONFIG = GPTConfig(vocab_size=19, seq_len=8, layers=2, width=8, heads=2)
 
 
 def test_the_simulation_takes_the_medians_and_leaves_the_waiting_out() -> None:
-    """Two ranks, three micro-batches, the first slow and the last quick; what rank 1 waits for its
-    messages takes no time."""
+    """Two ranks, of which the second is slower, three micro-batches, the first slow and the last
+    quick; what rank 1 waits for its messages takes no time."""
     lists = with_comm(one_f_one_b(2, 3))
     took = {"F": 1.0, "B": 2.0, "SEND_F": 0.25, "SEND_B": 0.5, "RECV_F": 5.0, "RECV_B": 3.0}
     marks = []
     for actions in lists:
         marks.append([10.0])
         for action in actions:
-            marks[-1].append(marks[-1][-1] + took[action.op] * (100.0, 1.0, 0.5)[action.mb])
+            usual = took[action.op] * (1 + 2 * action.stage)
+            marks[-1].append(marks[-1][-1] + usual * (100.0, 1.0, 0.5)[action.mb])
     found = panels(lists, marks)
     simulated, measured = found.values()
     for row, actions, times in zip(measured.cells, lists, marks):
         assert [(c.action, c.start, c.end) for c in row] == [*zip(actions, times, times[1:])]
     lengths = {c.action: c.end - c.start for row in simulated.cells for c in row}
     for action, length in lengths.items():
-        assert length == pytest.approx(0.0 if "RECV" in action.op else took[action.op])
+        usual = took[action.op] * (1 + 2 * action.stage)
+        assert length == pytest.approx(0.0 if "RECV" in action.op else usual)
     first = next(c for c in simulated.cells[1] if c.action.op == "F")
     assert first.start == 1.25  # not 500
     assert simulated.activations == measured.activations
@@ -51,6 +56,7 @@ def _run(mesh, path, steps: int) -> list:
         with recording(engine, path, step == steps - 1):
             result = engine.step(*tokens, torch.arange(4)[:, None], lr=0.1)
         assert engine.passes.transport is before
+        assert path is None or step == steps - 1 or not path.exists()
         losses.append(float(result.all()[0]))
     return losses
 
@@ -97,3 +103,66 @@ def test_two_pipeline_ranks_in_threads(tmp_path) -> None:
     waits = [e for e in events if e["cat"] == "RECV_F"]
     assert {e["pid"] for e in waits} == {1}  # the simulated ones take no time
     assert min(e["ts"] for e in events if e["pid"] == 1) == 0
+
+
+def test_an_action_begins_before_the_wait_for_its_message_and_the_last_ends_with_the_list(
+    monkeypatch,
+) -> None:
+    """On a clock of which waiting for the message of action i takes 5 (i + 1), all else 1."""
+    now, reached = [100.0], []
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: now[0])
+
+    def reach(rank: int, index: int) -> None:
+        reached.append((rank, index))
+        now[0] += 5.0 * (index + 1)
+
+    def drive(programs: dict[int, int]) -> None:
+        for index in range(programs[2]):
+            marked.reach(2, index)
+            now[0] += 1.0
+
+    transport = SimpleNamespace(reach=reach, drive=drive, staleness=7)
+    marked = Marked(transport, torch.device("cpu"))
+    marked.drive({2: 3})
+    assert reached == [(2, 0), (2, 1), (2, 2)]
+    assert marked.seconds() == [0.0, 6.0, 17.0, 33.0]
+    assert marked.staleness == 7  # all else is the transport's own
+
+
+def test_a_step_that_fails_leaves_the_transport_and_no_file(tmp_path) -> None:
+    passes = SimpleNamespace(transport=object())
+    engine, before = SimpleNamespace(passes=passes, device=torch.device("cpu")), passes.transport
+
+    def fails() -> None:
+        with recording(engine, tmp_path / "t.json"):
+            assert passes.transport is not before
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fails()
+    assert passes.transport is before
+    assert not list(tmp_path.iterdir())
+
+
+def _replica(rank: int, path) -> None:
+    engine = Engine(CONFIG, Mesh(dp=2, pp=2).connect("cpu"), ParallelPlan(microbatches=2))
+    tokens = torch.zeros(2, 2, 1, 8, dtype=torch.int64)
+    with recording(engine, path):
+        engine.step(*tokens, torch.arange(2)[:, None], lr=0.1)
+
+
+def test_of_several_replicas_the_first_rank_writes_its_pipelines_timeline(
+    monkeypatch, tmp_path
+) -> None:
+    wrote = []
+    monkeypatch.setattr(
+        measured,
+        "write_timeline",
+        lambda path, found: wrote.append((dist.get_rank(), path, *map(len, _cells(found)))),
+    )
+    run_threads(4, _replica, tmp_path / "t.svg")
+    assert wrote == [(0, tmp_path / "t.svg", 2, 2)]
+
+
+def _cells(found: dict) -> list:
+    return [timeline.cells for timeline in found.values()]

@@ -10,7 +10,20 @@ import pytest
 
 from warpweave.parallel.schedule import Action, one_f_one_b
 from warpweave.parallel.simulate import Cell, Timeline, simulate
-from warpweave.timeline import COLOURS, LEFT, ROW, TOP, WIDTH, svg, trace, write_timeline
+from warpweave.timeline import (
+    COLOURS,
+    LEFT,
+    OTHER,
+    ROW,
+    TOP,
+    WAITING,
+    WIDTH,
+    bars,
+    png,
+    svg,
+    trace,
+    write_timeline,
+)
 
 #            0   1   2   3   4   5   6   7   8
 # rank 0    F0  F1  ......  B0      ..  B1        rank 1 runs F0 at 1 and B0 at 2, then F1 and B1
@@ -64,6 +77,10 @@ def test_two_panels_share_one_scale_and_do_not_overlap(timeline) -> None:
     ends = [float(b.get("x")) + float(b.get("width")) for b in second]
     assert max(ends) == pytest.approx(LEFT + WIDTH, abs=0.2)
     assert max(float(a.get("y")) for a in first) + ROW <= min(float(b.get("y")) for b in second)
+    right, bottom = map(float, root.get("viewBox").split()[2:])
+    assert (root.get("width"), root.get("height")) == (f"{right:.0f}", f"{bottom:.0f}")
+    assert max(ends) < right
+    assert max(float(text.get("y")) for text in root.iter(f"{SVG}text")) < bottom
 
 
 def test_the_trace_has_a_complete_event_per_action_in_microseconds(timeline) -> None:
@@ -84,7 +101,9 @@ def test_files_by_their_suffix(timeline, tmp_path) -> None:
 
     for suffix in ("svg", "png", "json"):
         write_timeline(tmp_path / "new" / f"t.{suffix}", {"1F1B": timeline})
-    assert ElementTree.parse(tmp_path / "new" / "t.svg").getroot().tag == f"{SVG}svg"
+    picture = ElementTree.parse(tmp_path / "new" / "t.svg").getroot()
+    assert picture.tag == f"{SVG}svg"
+    assert len([*picture.iter(f"{SVG}title")]) == 8  # each bar says what it is
     assert len(json.loads((tmp_path / "new" / "t.json").read_text())["traceEvents"]) == 3 + 8
     pixels = (imread(tmp_path / "new" / "t.png")[..., :3] * 255).round().astype(int)
     area = {
@@ -121,3 +140,98 @@ def test_waiting_in_a_receive_is_idle_as_nothing_is() -> None:
             tuple(c for c in row if waits or not c.action.op.startswith("RECV")) for row in rows
         )
         assert "idle 50%, " in svg({"measured": Timeline(kept, (1, 1), (1, 1))})
+
+
+def test_each_event_says_its_own_stage_micro_batch_and_version_under_its_title_and_rank() -> None:
+    """Of which no two are the same number, in two timelines of one rank and of three."""
+    actions = [Action("F", 3, 5, 7), Action("B", 4, 12, 9), Action("W", 2, 0, 1)]
+    lone = Timeline(((Cell(actions[0], 0, 1),),), (1,), (1,))
+    rows = tuple((Cell(action, 2, 2 + at),) for at, action in enumerate(actions, 1))
+    found = trace({"a": lone, "b": Timeline(rows, (1, 1, 1), (1, 1, 1))})["traceEvents"]
+    named = [
+        (e["name"], e["pid"], e.get("tid"), e["args"]["name"]) for e in found if e["ph"] == "M"
+    ]
+    assert named == [
+        ("process_name", 0, None, "a"), ("thread_name", 0, 0, "rank 0"),
+        ("process_name", 1, None, "b"),
+        *(("thread_name", 1, rank, f"rank {rank}") for rank in range(3)),
+    ]  # fmt: skip
+    drawn = [e for e in found if e["ph"] == "X"]
+    assert [(e["pid"], e["tid"], e["name"], e["cat"], e["ts"], e["dur"]) for e in drawn] == [
+        (0, 0, str(actions[0]), "F", 0, 1e6),
+        *((1, r, str(a), a.op, 2e6, (r + 1) * 1e6) for r, a in enumerate(actions)),
+    ]
+    assert [e["args"] for e in drawn] == [
+        {"stage": a.stage, "micro-batch": a.mb, "version": a.ver} for a in (actions[0], *actions)
+    ]
+
+
+def test_bars_have_the_colour_of_what_is_done_and_of_the_stages_of_their_own_rank() -> None:
+    """A receive that lasts is waiting; sums, sends and updates are other work."""
+    others = ["SEND_F", "SEND_B", "REDUCE", "UPDATE"]
+    ops = ["RECV_F", "RECV_B", *others, *COLOURS]
+    row = tuple(Cell(Action(op, 1, 0), at, at + 1) for at, op in enumerate(ops))
+    two = tuple(Cell(Action(op, 5, 0), 90, 91) for op in COLOURS)
+    three = tuple(Cell(Action("F", stage, 0), stage, stage + 1) for stage in (0, 8))
+    found = [*bars(Timeline((row, (*row, *two), three), (1, 1, 1), (1, 1, 1)))]
+    light, dark = ([shades[end] for shades in COLOURS.values()] for end in (0, 1))
+    wanted = [*[WAITING] * 2, *[OTHER] * len(others), *light]
+    assert [bar.colour for bar in found] == [*wanted, *wanted, *dark, light[0], dark[0]]
+    assert [bar.rank for bar in found] == [0] * len(row) + [1] * (len(row) + 4) + [2] * 2
+
+
+def test_a_title_has_what_the_rank_that_holds_most_holds() -> None:
+    rows = tuple((Cell(Action("F", rank, 0), 0, 1),) for rank in range(3))
+    for held, words in (((1, 3, 2), "3"), ((2, 0.5, 1), "2"), ((0.5, 1, 2.5), "2.5")):
+        picture = svg({"x": Timeline(rows, held, (1, 1, 1))})
+        assert f"x: idle 0%, activations of at most {words} micro-batches<" in picture
+
+
+@pytest.mark.parametrize(("counts", "edge"), [((199, 1), "0.5"), ((1, 200), "0"), ((200, 1), "0")])
+def test_bars_of_a_row_of_many_are_not_hidden_by_their_edges(counts, edge) -> None:
+    """Of the longest row, in whichever of the pictures under one another."""
+
+    def made(*counts: int) -> Timeline:
+        rows = [
+            tuple(Cell(Action("F", rank, i), i, i + 1) for i in range(n))
+            for rank, n in enumerate(counts)
+        ]
+        return Timeline(tuple(rows), (1,) * len(rows), (1,) * len(rows))
+
+    few = made(2)
+    for pictures in ({"a": made(*counts)}, {"a": few, "b": made(*counts)},
+                     {"a": made(*counts), "b": few}):  # fmt: skip
+        assert f"stroke-width:{edge}}}" in svg(pictures)
+
+
+def test_a_png_has_the_rows_of_every_rank_with_their_bars_and_names(
+    timeline, tmp_path, monkeypatch
+) -> None:
+    import matplotlib.pyplot as plt
+
+    three = simulate(one_f_one_b(3, 2), {"F": 1, "B": 2})
+    drawn = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    png({"two": timeline, "three": three}, tmp_path / "t.png")
+    monkeypatch.undo()
+    (figure,) = drawn
+    for axis, name, of in zip(figure.axes, ("two", "three"), (timeline, three), strict=True):
+        ranks = len(of.cells)
+        low, high = sorted(axis.get_ylim())
+        assert (low, high) == (-0.5, ranks - 0.5)
+        assert axis.yaxis_inverted()  # rank 0 is above, as in the SVG
+        labels = [label.get_text() for label in axis.get_yticklabels()]
+        assert (axis.get_yticks().tolist(), labels) == (
+            [*range(ranks)], [f"rank {rank}" for rank in range(ranks)]
+        )  # fmt: skip
+        assert axis.get_title(loc="left").startswith(f"{name}: idle ")
+        found = []
+        for several in axis.collections:
+            for path in several.get_paths():
+                (x0, y0), (x1, y1) = path.get_extents().get_points()
+                found.append((round((y0 + y1) / 2), round(x0, 6), round(x1, 6)))
+                assert (y1 - y0) == pytest.approx(0.9)
+        assert sorted(found) == sorted((bar.rank, bar.cell.start, bar.cell.end) for bar in bars(of))
+    tall = [axis.get_position().height for axis in figure.axes]
+    assert tall[1] == pytest.approx(1.5 * tall[0], rel=0.01)
+    plt.close(figure)
