@@ -1,0 +1,272 @@
+"""What the options of a run mean for what it starts, agrees on and refuses; `test_options.py` has
+where each arrives, `test_limits.py` the edges of their numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from warpweave import boards
+from warpweave.config import ParallelPlan
+from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, NAdamW
+from warpweave.parallel.server.server import ServerPlan
+from warpweave.train_config import GPTOverrides, TrainConfig
+
+# ---------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize(
+    ("changes", "starts"),
+    [
+        ({}, False),
+        ({"dp": 1}, False),
+        ({"batch": 2, "steps": 9, "timeout": 2.0, "staleness": 0}, False),
+        *(({axis: 2}, True) for axis in ("dp", "cp", "tp", "pp", "outer")),
+        *(({name: 1}, True) for name in ("server", "max_restarts", "elastic")),
+    ],
+)
+def test_a_command_starts_ranks_if_any_axis_or_server_or_restart_asks_for_it(changes, starts):
+    assert TrainConfig(**changes).starts_ranks is starts
+
+
+@pytest.mark.parametrize(
+    ("axes", "ranks", "words"),
+    [
+        ({"outer": 2, "tp": 3}, 9, "outer=2 x dp=any x cp=1 x tp=3 x pp=1 does not fit 9 ranks"),
+        ({"dp": 4, "cp": 5}, 7, "mesh dp=4 x cp=5 x tp=1 x pp=1 does not fit 7 ranks: it has 20"),
+        ({"dp": 2, "outer": 3, "pp": 5}, 29, "outer=3 x dp=2 x cp=1 x tp=1 x pp=5 .*: it has 30"),
+        ({"dp": 2, "outer": 3, "pp": 5}, 30, None),
+        ({"outer": 2, "tp": 3}, 12, None),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_named_with_all_its_axes(axes, ranks, words):
+    config = TrainConfig(outer_every=4, **axes)
+    if words is None:
+        assert config.for_ranks(ranks).mesh.world == ranks
+        return
+    with pytest.raises(ValueError, match=words):
+        config.for_ranks(ranks)
+
+
+# ---------------------------------------------------------------- servers
+
+ONE_RANK = {
+    "tp": 2, "cp": 2, "pp": 2, "dp_shard": 1, "early_stop": 1, "outer": 2, "outer_every": 3,
+    "timeline": Path("t.svg"), "max_restarts": 1, "elastic": 1,
+}  # fmt: skip
+PLAN = {
+    "zero": 0, "schedule": "gpipe", "chunks": 2, "early_gradients": False,
+    "sequence_parallel": False, "overlap": "none", "recompute": "full", "layout": "striped",
+    "cp_strategy": "ring", "reduce": "ordered",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_workers_of_servers_are_one_rank_each_that_only_trains(name):
+    value = ONE_RANK[name]
+    with pytest.raises(ValueError, match=f"^{name} = {value} does not go with --server, whose"):
+        _ = TrainConfig(server=1, **{name: value}).server_plan
+    assert TrainConfig(**{name: value}).server_plan is None
+
+
+@pytest.mark.parametrize("name", PLAN)
+def test_a_plan_of_several_ranks_is_refused_of_workers_of_servers(name):
+    plan = ParallelPlan(microbatches=3, **{name: PLAN[name]})
+    with pytest.raises(ValueError, match=f"^{name} = {PLAN[name]} does nothing in workers"):
+        _ = TrainConfig(server=1, plan=plan).server_plan
+
+
+def test_the_plans_fields_are_refused_of_workers_or_are_their_micro_batches():
+    names = {field.name for field in dataclasses.fields(ParallelPlan)}
+    assert names == {*PLAN, "microbatches"}
+    assert TrainConfig(server=1, plan=ParallelPlan(microbatches=3)).server_plan is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tiles": Path("x.json")}, "tiles are not read by workers of --server"),
+        ({"compensation": 0.5}, "compensation = 0.5 is of delayed gradients"),
+        ({"compensation": 0.5, "staleness": 1}, None),
+        ({"compensation": 0.5, "staleness": "unbounded"}, None),
+        ({"staleness": "unbounded"}, None),
+        ({"dtype": "fp16"}, "dtype = fp16 needs a loss scale"),
+        *(({"dtype": dtype}, None) for dtype in ("fp32", "bf16", "fp64", None)),
+        ({"optimizer": "muon"}, "optimizer = muon: servers update element by element"),
+        *(({"optimizer": rule}, None) for rule in ("adamw", "nadamw", "sgd")),
+        ({"dp": 4}, None),
+    ],
+)
+def test_what_servers_can_do_is_told_before_they_start(changes, words):
+    config = TrainConfig(**{"server": 2} | changes)
+    if words is None:
+        assert config.server_plan.servers == 2
+        return
+    with pytest.raises(ValueError, match=f"^{words}"):
+        _ = config.server_plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"staleness": 2}, "staleness = 2 and compensation = 0 are of"),
+        ({"staleness": "unbounded"}, "staleness = unbounded and compensation = 0 are of"),
+        ({"compensation": 0.25}, "staleness = 0 and compensation = 0.25 are of"),
+    ],
+)
+def test_options_of_servers_need_servers(changes, words):
+    with pytest.raises(ValueError, match=f"^{words} parameter servers: they need --server$"):
+        _ = TrainConfig(**changes).server_plan
+
+
+def test_servers_are_told_every_number_of_theirs():
+    given = {"clip": 0.75, "timeout": 77.0, "save_every": 5, "save_minutes": 2.5}
+    for staleness, most, joint in ((0, 0, True), (3, 3, False), ("unbounded", None, False)):
+        compensation = 0.0 if joint else 0.125
+        config = TrainConfig(server=6, staleness=staleness, compensation=compensation, **given)
+        assert config.server_plan == ServerPlan(
+            servers=6, staleness=most, joint=joint, compensation=compensation, **given
+        )
+    assert TrainConfig(server=1, clip=0.0).server_plan.clip is None
+
+
+# ---------------------------------------------------------------- update rules
+
+
+@pytest.mark.parametrize("dtype", [None, "fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("impl", [None, "torch"])
+def test_a_rule_has_the_options_of_its_own_optimizer(dtype, impl):
+    """Muon works in bf16 where the parameters have 16 bits."""
+    config = TrainConfig(
+        betas=(0.5, 0.75), eps=0.125, weight_decay=0.25, momentum=0.375, dtype=dtype, impl=impl
+    )
+    numbers = {"betas": (0.5, 0.75), "eps": 0.125, "weight_decay": 0.25, "impl": impl}
+    low = torch.bfloat16 if dtype in ("bf16", "fp16") else None
+    wanted = {
+        "adamw": AdamW(**numbers),
+        "nadamw": NAdamW(**numbers),
+        "sgd": SGD(momentum=0.375, weight_decay=0.25),
+        "muon": Muon(0.375, 0.25, rest=AdamW(**numbers), dtype=low, impl=impl),
+    }
+    for name, rule in wanted.items():
+        found = dataclasses.replace(config, optimizer=name).rule
+        assert type(found) is type(rule)
+        assert found == rule
+
+
+def test_what_makes_another_run_of_a_resumed_one_is_told_by_name():
+    """All that decides the weights, but for data, seed and model, which are compared apart."""
+    changed: dict[str, Any] = {
+        "steps": 7, "lr": 0.5, "lr_schedule": "wsd", "min_lr": 0.25, "warmup": 3, "decay": 0.75,
+        "optimizer": "muon", "momentum": 0.5, "eps": 0.125, "weight_decay": 0.375, "clip": 0.0,
+        "dtype": "bf16", "packed": True, "separator": 9, "betas": (0.5, 0.625),
+    }  # fmt: skip
+    usual = TrainConfig().settings
+    assert TrainConfig(**changed).settings == changed | {"betas": [0.5, 0.625]}
+    for name, value in changed.items():
+        settings = TrainConfig(**{name: value}).settings
+        assert {key for key in settings if settings[key] != usual[key]} == {name}
+
+
+# ---------------------------------------------------------------- replicas that meet
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"outer": 2}, "outer = 2"),
+        ({"outer_lr": 0.5}, "outer lr = 0.5"),
+        ({"outer_momentum": 0.5}, "outer momentum = 0.5"),
+        ({"outer_delay": 1}, "outer delay = 1"),
+        ({"outer_mix": 0.5}, "outer mix = 0.5"),
+        ({"outer_warmup": 4}, "outer warmup = 4"),
+        ({"fragments": 2}, "outer fragments = 2"),
+        ({"outer": 3, "outer_mix": 0.5}, "outer = 3"),
+        ({}, None),
+    ],
+)
+def test_an_option_of_an_outer_optimizer_needs_one(changes, what):
+    assert TrainConfig(outer_every=4, **changes).outer_rule is not None
+    if what is None:
+        assert TrainConfig().outer_rule is None
+        return
+    with pytest.raises(ValueError, match=f"^{what} needs --outer-every, the steps between meet"):
+        _ = TrainConfig(**changes).outer_rule
+
+
+@pytest.mark.parametrize(("layers", "fragments"), [(8, 8), (None, 4), (1, 1)])
+def test_each_fragment_needs_a_layer_of_the_model_that_is_trained(layers, fragments):
+    """The preset has four."""
+    config = TrainConfig(outer_every=72, fragments=fragments, overrides=GPTOverrides(layers=layers))
+    assert config.outer_rule.fragments == fragments
+    more = dataclasses.replace(config, fragments=9 if fragments == 8 else 2 * fragments)
+    with pytest.raises(ValueError, match=rf"fragments = {more.fragments} need as many layers"):
+        _ = more.outer_rule
+
+
+# ---------------------------------------------------------------- before any rank is started
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[Any]:
+    """What a check asks of data, boards and plan."""
+    seen: list[Any] = []
+
+    def opened(config: TrainConfig, split: str) -> SimpleNamespace:
+        seen.append(split)
+        return SimpleNamespace(vocab_size=256)
+
+    monkeypatch.setattr(TrainConfig, "open_data", opened)
+    monkeypatch.setattr(boards, "check_boards", lambda *given: seen.append(given))
+    monkeypatch.setattr(ParallelPlan, "check_update", lambda plan, *given: seen.append(given))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "update", "shown"),
+    [
+        ({}, (1.0, False, False), (False, None)),
+        ({"clip": 0.0, "dtype": "fp16"}, (0.0, True, False), (False, None)),
+        ({"dtype": "bf16", "outer_every": 2}, (1.0, False, True), (False, None)),
+        ({"tensorboard": True}, (1.0, False, False), (True, None)),
+        ({"wandb": "mine"}, (1.0, False, False), (False, "mine")),
+    ],
+)
+def test_updates_boards_and_both_splits_are_looked_at_before_a_run(asked, changes, update, shown):
+    TrainConfig(**changes).check()
+    assert asked == [update, shown, "train", "validation"]
+
+
+@pytest.mark.parametrize(
+    ("momentum", "fits"),
+    [(0.0, True), (0.999, True), (1.0, False), (-1e-9, False), (math.nan, False)],
+)
+@pytest.mark.usefixtures("asked")
+def test_a_momentum_is_less_than_one(momentum, fits):
+    config = TrainConfig(momentum=momentum, optimizer="sgd")
+    if fits:
+        config.check()
+        return
+    with pytest.raises(ValueError, match=rf"momentum must be in \[0, 1\), got {momentum}"):
+        config.check()
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "json", "pdf", ""])
+@pytest.mark.usefixtures("asked")
+def test_a_timeline_gets_its_folder_once_it_is_of_a_kind_that_can_be_written(tmp_path, suffix):
+    path = tmp_path / "a" / "b" / f"t.{suffix}".rstrip(".")
+    config = TrainConfig(timeline=path)
+    if suffix in ("svg", "png", "json"):
+        for _ in range(2):  # it may be there
+            config.check()
+        assert path.parent.is_dir()
+        return
+    with pytest.raises(ValueError, match=r"a timeline is a file in \.svg, \.png, \.json, got"):
+        config.check()
+    assert not list(tmp_path.iterdir())
