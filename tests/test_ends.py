@@ -334,6 +334,37 @@ def test_a_run_that_cannot_go_on_says_what_where_and_what_is_left(
     assert str(caught.value) == f"{words}, first seen on {where}; {kept}{last}"
 
 
+@pytest.mark.parametrize("what", ["loss", "validation loss"])
+@pytest.mark.parametrize("kind", ["plain", "outer", "asynchronous"])
+def test_weights_are_called_untouched_and_steps_run_again_only_where_both_is_so(
+    monkeypatch, kind, what
+):
+    """An outer optimizer, or a pipeline's stages by themselves, may have changed weights already;
+    an evaluation can be run again whatever the schedule."""
+    engine, ran = mock.Mock(not_finite_ranks=lambda *_: []), []
+    engine.outer = object() if kind == "outer" else None
+    engine.passes.asynchronous = kind == "asynchronous"
+    engine.mesh.sizes, engine.mesh.size = Mesh(dp=2), lambda axis: 1
+    batches = mock.Mock(step=lambda step: (step, "y", "docs", "ids"), held_out=lambda: ("held", 9))
+    config = TrainConfig(seed=2, outer_every=4 if kind == "outer" else None)
+    batches.config = config
+    saver = SimpleNamespace(wait=lambda: None)
+    trainer = SimpleNamespace(step=7, engine=engine, config=config, saver=saver, batches=batches)
+    monkeypatch.setattr(not_finite, "origins", lambda engine, again: ran.append(again()) or {})
+    with pytest.raises(TrainingStopped) as caught:
+        Trainer._stop(trainer, math.nan, math.nan, what)
+    again = kind == "plain" or what == "validation loss"
+    said = str(caught.value)
+    assert ("the weights were not updated" in said) == (kind == "plain")
+    assert ("but not when the step was run again" in said) == again == bool(ran)
+    assert engine.step.called == (what == "loss" and again)
+    if engine.step.called:
+        key = config.dropout_key(7)
+        engine.step.assert_called_once_with(7, "y", "ids", lr=None, key=key, documents="docs")
+    elif again:
+        engine.evaluate.assert_called_once_with("held", 9)
+
+
 def test_a_run_says_what_it_trains_and_shows_where_it_is(capsys):
     plan = ParallelPlan(zero=3, schedule="gpipe", microbatches=5)
     config = TrainConfig(model="toy", dp=2, tp=3, cp=4, pp=6, plan=plan, batch=7, dtype="bf16")
@@ -352,9 +383,17 @@ def test_a_run_says_what_it_trains_and_shows_where_it_is(capsys):
     stub.config = TrainConfig(model="toy", init_from=Path("there"), resume=True)
     assert Trainer.describe(stub).endswith("tokens per step; resumed at step 9")
 
+    stub.config = TrainConfig(model="toy", outer=5, dp=6, dp_shard=3, outer_every=4)
+    assert Trainer.describe(stub).startswith(
+        "30 ranks (somewhere), outer=5 dp=6 dp_shard=3 tp=1 cp=1 pp=1, ZeRO 1, 1f1b with 1 micro-"
+    )
+
     row = {"loss": 1.23456, "tokens_per_second": 98.7, "mfu": 0.4567}
     stub.metrics = mock.Mock(trained=lambda row, seconds: row)
-    for peak, words in (([1.4, 2.6], "1/3 MiB"), ([1.4] * 8 + [9.0], "9 MiB max")):
+    for peak, words in (
+        ([1.4, 2.6], "1/3 MiB"), ([1.4] * 8, "/".join("1" * 8) + " MiB"),
+        ([1.4] * 8 + [9.0], "9 MiB max"), ([19.0] + [1.4] * 8, "19 MiB max"),
+    ):  # fmt: skip
         bar, stub.peak_memory = mock.Mock(), peak
         Trainer._log(stub, bar, row, 2.0)
         shown = {"loss": "1.235", "tokens/s": "99", "mfu": "45.7%", "peak": words}
