@@ -419,6 +419,41 @@ def test_tokens_that_the_tokenizer_has_not_are_left_out_of_the_text(tmp_path, ca
     assert json.loads(lines[-1])["texts"] == ["a\0\ufffdb"]
 
 
+def test_the_command_prints_each_prompt_with_its_text_and_counts_new_tokens_by_time(
+    folders, capfd, monkeypatch
+):
+    """Three texts of different lengths, on a clock of which the generation takes a half second."""
+    now = iter([10.0, 10.5])
+    monkeypatch.setattr(sample, "time", mock.Mock(perf_counter=lambda: next(now)))
+    rows = [[65, 66, 67, 68], [], [69]]
+    monkeypatch.setattr(sample, "generate", lambda *_: rows)
+    words = "--prompt", "\x05", "\x06\x07", "\x08", "--tokens", "4"
+    code, lines, _ = _sample(capfd, str(folders["llama3"]), *words)
+    assert (code, json.loads(lines[-1])) == (
+        0, {"texts": ["ABCD", "", "E"], "tokens": rows, "tokens_per_second": 10.0}
+    )  # fmt: skip
+    assert lines[:-1] == ["--- '\\x05'", "ABCD", "--- '\\x06\\x07'", "", "--- '\\x08'", "E"]
+
+
+def test_ranks_of_the_command_are_its_own_on_the_device_it_is_given(folders, capfd, monkeypatch):
+    given = str(folders["llama3"]), "--prompt", "\x05", "--tokens", "1"
+    asked = []
+
+    def choose(ranks: int, backend: str | None, **more: object) -> str:
+        asked.append((ranks, backend))
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(sample, "choose_backend", choose)
+    for device in ((), ("--device", "cpu"), ("--device", "cuda")):
+        assert "far enough" in _sample(capfd, *given, "--tp", "2", "--pp", "2", *device)[2]
+    assert asked == [(4, None), (4, "gloo"), (4, "nccl")]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, lines, err = _sample(capfd, *given)
+    assert (code, lines) == (2, [])
+    assert err == "warpweave: sample starts its own ranks, run it without torchrun"
+
+
 def test_the_ends_of_texts_are_those_of_transformers(tmp_path):
     from transformers import GenerationConfig
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from threads import on_threads
+from threads import on_mesh, on_threads
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpweave import shards
+from warpweave.parallel.mesh import Mesh
 
 
 @contextmanager
@@ -142,6 +143,79 @@ def test_every_rank_names_the_first_parameter_that_some_rank_has_otherwise():
         said = on_threads(3, _alike, culprit)
         assert len(set(said)) == 1
         assert said[0].startswith("1.bias: the ranks hold different numbers")
+
+
+GRID = Mesh(tp=2, cp=2)
+
+
+def _groups(mesh) -> tuple:
+    return mesh.group("tp"), mesh.group("cp")
+
+
+def _alike_on_a_grid(mesh, culprit: int | None, more: float) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if mesh.rank == culprit:
+        model[1].weight.data[0, 0] += more
+    try:
+        shards.check_alike(model, _groups(mesh))
+    except ValueError as error:
+        return str(error).partition(":")[0]
+    return "alike"
+
+
+def test_a_rank_of_several_groups_that_differs_is_known_on_all_of_them():
+    """Also to the rank that shares no group with it."""
+    assert on_mesh(GRID, _alike_on_a_grid, None, 0.0) == ["alike"] * 4
+    for culprit in range(4):
+        for more in (1.0, -1.0):
+            assert on_mesh(GRID, _alike_on_a_grid, culprit, more) == ["1.weight"] * 4
+
+
+INPUTS = {
+    "ids": torch.tensor([[3, 1, 2, 0], [5, 5, 7, 0]]),
+    "mask": torch.tensor([[True, True, False], [True, False, False]]),
+    "types": torch.tensor([4, 6], dtype=torch.int32),
+    "scale": torch.tensor([0.5]),
+    "name": "text",
+    "none": None,
+}
+OTHERS = {
+    "ids": [
+        torch.tensor([[1, 3, 2, 0], [5, 5, 7, 0]]),  # the same in another order
+        torch.tensor([[5, 5, 7, 0], [3, 1, 2, 0]]),
+        torch.tensor([[3, 1, 2, 0], [5, 5, 7, 1]]),
+        torch.tensor([[3, 1, 2, 0, 0], [5, 5, 7, 0, 0]]),
+        torch.tensor([[3, 1, 2, 0]]),
+    ],
+    "mask": [INPUTS["mask"].flip(0), ~INPUTS["mask"], INPUTS["mask"][:, :2]],
+    "types": [torch.tensor([6, 4], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)],
+}
+
+
+def _given(mesh, culprit: int | None, name: str, other: object) -> str:
+    inputs = INPUTS | ({name: other} if mesh.rank == culprit else {})
+    try:
+        shards.check_same_inputs(inputs.values(), _groups(mesh))
+    except ValueError as error:
+        return str(error)
+    return "same"
+
+
+@pytest.mark.parametrize("culprit", range(4))
+def test_any_rank_that_is_given_other_whole_numbers_is_refused_on_all(culprit):
+    for name, others in OTHERS.items():
+        for other in others:
+            said = on_mesh(GRID, _given, culprit, name, other)
+            assert len({*said}) == 1
+            assert said[0].startswith("the ranks of tp and cp are given different tokens"), other
+
+
+def test_inputs_that_are_no_whole_numbers_may_differ_and_there_may_be_none():
+    for name, other in (("scale", torch.zeros(3)), ("name", "other"), ("none", 3.5), ("ids", None)):
+        culprit = None if name == "ids" else 1
+        assert on_mesh(GRID, _given, culprit, name, other) == ["same"] * 4
+    shards.check_same_inputs([None, torch.ones(2), "x"], (None,))  # nothing is compared
 
 
 def _compares(group, largest: list[int]) -> None:
