@@ -1,0 +1,145 @@
+"""What a row of metrics says and who gets it; whose files are an earlier run's, and who may read
+them. `test_metrics.py` has boards, and what is damaged or cannot be written."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_metrics import _metrics, _row
+from threads import on_mesh
+
+from warpweave import metrics as metrics_module
+from warpweave.metrics import peak_memory, set_aside
+from warpweave.parallel.mesh import Mesh
+
+
+class Told:
+    """A board that remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def row(self, row: dict) -> None:
+        self.calls.append(dict(row))
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_rows_of_steps_and_evaluations_have_their_figures_on_every_board(tmp_path, monkeypatch):
+    told = [Told(), Told()]
+    monkeypatch.setattr(metrics_module, "open_boards", lambda *_: told)
+    metrics = _metrics(tmp_path, 0, resume=False)
+    row = {"step": 1, "loss": 2.0}
+    assert metrics.trained(row, 0.25) == row | {"tokens_per_second": 32 / 0.25}
+    metrics.trained({"step": 2, "loss": 1.5}, 3.0)
+    metrics.evaluated(2, 1.75, [1.4, 2.6, 100.49, 9.0])
+    metrics.flush()
+    metrics.close()
+    rows = [
+        {"step": 1, "loss": 2.0, "tokens_per_second": 128.0},
+        {"step": 2, "loss": 1.5, "tokens_per_second": 10.7},
+        {"step": 2, "val_loss": 1.75, "peak_memory_mib": [1, 3, 100, 9]},
+    ]
+    assert [json.loads(line) for line in metrics.path.read_text().splitlines()] == rows
+    assert [board.calls for board in told] == [[*rows, "flush", "close"]] * 2
+
+
+def test_the_peaks_of_all_ranks_are_in_their_order(monkeypatch):
+    used = {"darwin": 2**20, "linux": 2**10}
+    for platform, unit in used.items():
+        monkeypatch.setattr(metrics_module.sys, "platform", platform)
+        monkeypatch.setattr(
+            metrics_module.resource,
+            "getrusage",
+            lambda who, unit=unit: SimpleNamespace(ru_maxrss=(5 - dist.get_rank()) * unit),
+        )
+        found = on_mesh(Mesh(dp=2, tp=2), lambda mesh: peak_memory(torch.device("cpu"), mesh))
+        assert found == [[5.0, 4.0, 3.0, 2.0]] * 4
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_of_a_run_may_be_read_by_whom_the_umask_lets(tmp_path, umask):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(_row(1) + b"\nrubbish\n")
+    old = os.umask(umask)
+    try:
+        metrics = _metrics(tmp_path, 1)
+        metrics.write({"step": 2, "loss": 1.0})
+        metrics.plot()
+        fresh = _metrics(tmp_path, 0, resume=False, out=tmp_path / "new")
+        fresh.write({"step": 1})
+    finally:
+        os.umask(old)
+    names = ["config.toml", "loss.png", "metrics.jsonl", "metrics.jsonl.damaged-1"]
+    found = [*metrics.folder.iterdir(), *fresh.folder.iterdir()]
+    assert sorted(path.name for path in metrics.folder.iterdir()) == names
+    assert {path.stat().st_mode & 0o777 for path in found} == {0o666 & ~umask}
+
+
+RUNS = ("metrics.jsonl", "loss.png", "checkpoints", "tensorboard", "wandb", "config.toml",
+        "updates.jsonl", "staleness.png")  # fmt: skip
+WITH_THEM = ("origin", "metrics.jsonl.damaged-1", "metrics.jsonl.damaged-12")
+NOT_OURS = ("tokens", "lock", "notes.txt", "metrics.jsonl.old", "earlier-1")
+
+
+@pytest.mark.parametrize("name", [*RUNS, None])
+def test_any_file_of_an_earlier_run_takes_the_others_aside_and_nothing_else(tmp_path, capsys, name):
+    for other in (*WITH_THEM, *NOT_OURS, *([name] if name else [])):
+        (tmp_path / other).mkdir()
+    set_aside(tmp_path)
+    said = capsys.readouterr().err.strip()
+    left = {path.name for path in tmp_path.iterdir()}
+    if name is None:
+        assert (left, said) == ({*WITH_THEM, *NOT_OURS}, "")
+        return
+    assert left == {*NOT_OURS, "earlier-2"}
+    moved = {path.name for path in (tmp_path / "earlier-2").iterdir()}
+    assert moved == {name, *WITH_THEM}
+    hint = " (--resume would have continued it)" if name == "checkpoints" else ""
+    aside = tmp_path / "earlier-2"
+    assert said == f"warpweave: the earlier run in {tmp_path} was moved to {aside}{hint}"
+
+
+def test_what_is_damaged_goes_beside_a_link_that_leads_nowhere(tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_bytes(b"rubbish\n")
+    (folder / "metrics.jsonl.damaged-1").symlink_to("nowhere")
+    _metrics(tmp_path, 0)
+    assert (folder / "metrics.jsonl.damaged-2").read_bytes() == b"rubbish\n"
+    assert not (folder / "nowhere").exists()
+    assert f"set aside in {folder}/metrics.jsonl.damaged-2" in capsys.readouterr().err
+
+
+def test_a_plot_has_the_losses_and_the_staleness_of_each_stage_over_the_steps(
+    tmp_path, monkeypatch
+):
+    import matplotlib.pyplot as plt
+
+    figures: list[Any] = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    metrics = _metrics(tmp_path, 0)
+    for step in (1, 2, 3):
+        metrics.write({"step": step, "loss": 9.0 - step, "staleness": [2, step]})
+    metrics.write({"step": 2, "val_loss": 7.5})
+    assert metrics.plot() == metrics.folder / "loss.png"
+    monkeypatch.undo()
+    axes, other = figures[0].axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines == {"training": [[1, 8], [2, 7], [3, 6]], "validation": [[2, 7.5]]}
+    assert [line.get_xydata().tolist() for line in other.lines] == [
+        [[1, 2], [2, 2], [3, 2]], [[1, 1], [2, 2], [3, 3]]
+    ]  # fmt: skip
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == set(lines)
+    assert (axes.get_xlabel(), other.get_ylabel()[:9]) == ("step", "staleness")
+    plt.close(figures[0])
