@@ -175,6 +175,17 @@ def test_the_rank_and_module_that_first_had_nan_are_named(tmp_path, layout, rank
     assert found == [words] * config.mesh.world
 
 
+def _stopped_each(rank: int, config: TrainConfig, where: dict[int, str]) -> str:
+    return _stopped(rank, config, (*where,), where.get(rank, ""))
+
+
+def test_ranks_that_have_nan_by_themselves_are_named_each_with_its_module(tmp_path):
+    config = _small(tmp_path, steps=1, eval_every=0, dp=4)
+    where = {0: "output blocks.0.mlp", 2: "output final_norm", 3: "output blocks.0.mlp"}
+    found = run_threads(4, _stopped_each, config, where)
+    assert found == ["ranks 0, 3 in blocks.0.mlp, rank 2 (dp=2) in final_norm"] * 4
+
+
 def test_infinity_is_named_as_nan_is(tmp_path):
     config = _small(tmp_path, steps=1, eval_every=0, tp=2)
     found = run_threads(2, _stopped, config, (1,), "gradient blocks.0.mlp", math.inf)

@@ -1,0 +1,187 @@
+"""Who holds something else than the others: the words for every division of ranks, and all that is
+compared of an engine's units. Ranks are threads; `test_agree.py` has whole runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from threads import on_mesh
+from torch import nn
+
+from warpweave.config import GPTConfig, ParallelPlan
+from warpweave.engine import Engine
+from warpweave.not_finite import _bad, _Notes
+from warpweave.parallel.data.outer import OuterRule
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.replicas import ReplicaCheck
+
+GRID = Mesh(dp=2, tp=3)  # two replicas of three tensor ranks each
+ALL = (0, 1, 2, 3, 4, 5)
+SAME = {"count": (7.0,) * 6, "tokens": (1,) * 6, "labels": (2,) * 6, "rate": (0.5,) * 6}
+
+
+def _compared(mesh: ConnectedMesh, held: dict[str, tuple]) -> tuple[str | None, list[float]]:
+    """Of an engine without parameters, twice: names are exchanged once."""
+    mine = {name: values[mesh.rank] for name, values in held.items()}
+    optimizer = SimpleNamespace(count=torch.tensor(mine.pop("count")))
+    engine = SimpleNamespace(mesh=mesh, optimizer=optimizer, units=[], device=torch.device("cpu"))
+    data = {n: v if n == "rate" else torch.tensor([9, v, 9]) for n, v in mine.items()}
+    check = ReplicaCheck(engine)
+    found = check.compare(data, 0.125 * (mesh.rank + 1))
+    assert check.compare(data, 0.125 * (mesh.rank + 1)) == found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        # Each replica has its own data, and all ranks have one number.
+        ({"tokens": (1, 1, 1, 4, 4, 4), "labels": (5, 5, 5, 6, 6, 6)}, None),
+        ({"tokens": (1, 1, 1, 4, 3, 4)},
+         "rank 4 (dp=1, tp=1) differs in tokens from ranks 3, 5"),
+        ({"tokens": (1, 8, 1, 1, 1, 1)},
+         "rank 1 (dp=0, tp=1) differs in tokens from ranks 0, 2"),
+        ({"rate": (0.5,) * 5 + (0.25,)},
+         "rank 5 (dp=1, tp=2) differs in rate from ranks 0, 1, 2, 3, 4"),
+        ({"rate": (0.25,) + (0.5,) * 5},
+         "rank 0 (dp=0, tp=0) differs in rate from ranks 1, 2, 3, 4, 5"),
+        # Several that differ, alike or each by itself.
+        ({"rate": (0.5, 0.5, 0.25, 0.5, 0.5, 0.25)},
+         "ranks 2, 5 differ in rate from ranks 0, 1, 3, 4"),
+        ({"rate": (0.75, 0.5, 0.25, 0.5, 0.5, 0.5)},
+         "ranks 0, 2 differ in rate from ranks 1, 3, 4, 5"),
+        # Nobody is right.
+        ({"rate": (0.5,) * 3 + (0.25,) * 3}, "ranks 0, 1, 2 and ranks 3, 4, 5 differ in rate"),
+        ({"rate": (0.5, 0.25, 0.75) * 2},
+         "ranks 0, 3 and ranks 1, 4 and ranks 2, 5 differ in rate"),
+        ({"tokens": (1, 2, 3, 1, 1, 1)},
+         "rank 0 (dp=0, tp=0) and rank 1 (dp=0, tp=1) and rank 2 (dp=0, tp=2) differ in tokens"),
+        ({"count": (7.0,) * 4 + (8.0,) * 2},
+         "ranks 4, 5 differ in the optimizer's step count from ranks 0, 1, 2, 3"),
+        # The first of several tensors.
+        ({"tokens": (1, 1, 8, 1, 1, 1), "labels": (2, 2, 8, 2, 2, 2)},
+         "rank 2 (dp=0, tp=2) differs in tokens (and 1 other tensors) from ranks 0, 1"),
+        ({"labels": (2, 2, 8, 2, 2, 2), "rate": (0.5,) * 4 + (0.25,) * 2},
+         "rank 2 (dp=0, tp=2) differs in labels (and 1 other tensors) from ranks 0, 1"),
+        ({"count": (7.0, 9.0, 7.0, 7.0, 7.0, 7.0), "tokens": (1, 3, 1, 1, 1, 1),
+          "labels": (2, 4, 2, 2, 2, 2)},
+         "rank 1 (dp=0, tp=1) differs in the optimizer's step count (and 2 other tensors) from "
+         "ranks 0, 2, 3, 4, 5"),
+    ],
+)  # fmt: skip
+def test_those_who_differ_are_named_against_the_most_that_agree(changes, words):
+    found = on_mesh(GRID, _compared, SAME | changes)
+    assert found == [(words, [0.125 * (rank + 1) for rank in ALL])] * 6
+
+
+# ---------------------------------------------------------------- units
+
+MODEL = GPTConfig(vocab_size=19, seq_len=8, layers=2, width=8, heads=2)
+LAYOUTS = [
+    *((Mesh(dp=2, tp=2), zero) for zero in range(4)),
+    (Mesh(dp=4, dp_shard=2), 1),
+    (Mesh(dp=4, dp_shard=2), 3),
+    (Mesh(cp=2, dp=2), 2),
+    (Mesh(pp=2, dp=2), 0),
+    (Mesh(outer=2, dp=2), 2),
+]
+
+
+def _checked(mesh: ConnectedMesh, zero: int, dtype: torch.dtype, what: str, rank: int) -> Any:
+    outer = OuterRule(2) if mesh.sizes.outer > 1 else None
+    plan = ParallelPlan(zero=zero, microbatches=2)
+    engine = Engine(MODEL, mesh, plan, seed=1, dtype=dtype, outer=outer)
+    unit = next((u for u in engine.units if u.name == "block 0"), None)
+    if mesh.rank == rank and what == "param":
+        buffer = unit.parameters.flat if unit.parameters.shard is None else unit.parameters.shard
+        buffer[0] += 1.0
+    elif mesh.rank == rank and what == "master":
+        unit.state.master[0] += 1.0
+    elif mesh.rank == rank and what:
+        unit.state.moments[what][0] += 1.0
+    return ReplicaCheck(engine).compare({}, 0.0)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("mesh", "zero"), LAYOUTS)
+def test_what_no_rank_shares_is_not_compared_and_all_else_is_alike(mesh, zero, dtype):
+    assert on_mesh(mesh, _checked, zero, dtype, "", -1) == [None] * mesh.world
+
+
+FIRST = "blocks.0.attention.qkv.weight"  # of the unit
+KINDS = {"param": "", "master": " (master)", "exp_avg": " (exp_avg)", "exp_avg_sq": " (exp_avg_sq)"}
+
+
+@pytest.mark.parametrize("what", KINDS)
+@pytest.mark.parametrize(
+    ("mesh", "zero", "sharded"),
+    [(Mesh(dp=3), 0, ()), (Mesh(dp=3), 1, ("master", "exp_avg", "exp_avg_sq")),
+     (Mesh(dp=3), 3, tuple(KINDS)), (Mesh(dp=6, dp_shard=2), 3, ())],
+)  # fmt: skip
+def test_each_buffer_that_several_ranks_hold_is_compared(mesh, zero, sharded, what):
+    """In bf16, with masters in fp32. A shard that one rank alone holds shows nowhere."""
+    found = on_mesh(mesh, _checked, zero, torch.bfloat16, what, 2)
+    if what in sharded:
+        assert found == [None] * mesh.world
+        return
+    others = "0, 1" if mesh.world == 3 else "0, 4"
+    assert found == [f"rank 2 (dp=2) differs in {FIRST}{KINDS[what]} from ranks {others}"] * (
+        mesh.world
+    )
+
+
+# ---------------------------------------------------------------- what is not a number
+
+
+@pytest.mark.parametrize(
+    ("values", "bad"),
+    [([0.0, -1e30], False), ([float("-inf")], False), ([float("inf")], True),
+     ([1.0, float("nan")], True), ([], False)],
+)  # fmt: skip
+def test_infinity_is_bad_and_the_minus_infinity_of_a_mask_is_not(values, bad):
+    fine, whole = torch.ones(2), torch.tensor([1, 2])
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        given = torch.tensor(values, dtype=dtype)
+        assert _bad([given]) == _bad([fine, whole, given]) == _bad([given, fine]) == bad
+    assert not _bad([])
+    assert not _bad([whole, whole > 1])
+
+
+class Pair(nn.Module):
+    """Two outputs, of which the second may be spoilt."""
+
+    def forward(self, x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x * factor
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.last = Pair(), nn.Softsign()
+
+    def forward(self, x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = self.pair(x, factor)
+        return a, self.last(b)
+
+
+def test_every_output_of_a_module_and_its_gradient_is_looked_at_while_notes_are_made():
+    model, x = Model(), torch.ones(3, requires_grad=True)
+    nan, inf = float("nan"), float("inf")
+    for at, factor, gradient in ((0, 1.0, nan), (1, 1.0, inf), (1, nan, 1.0)):
+        notes = _Notes()
+        with notes.of(model):
+            model(x, factor)[at].backward(torch.full((3,), gradient))
+        bad = [note.where for note in notes.notes if note.bad]
+        if factor != factor:
+            assert bad[:2] == ["pair", "last"]
+        else:
+            assert bad == [*["the gradient of last"] * at, "the gradient of pair"]
+        made = len(notes.notes)
+        model(x, nan)[1].sum().backward()
+        assert len(notes.notes) == made  # nothing is left on the model
+        assert not any(module._forward_hooks for module in model.modules())
+        assert not any(module._forward_pre_hooks for module in model.modules())
