@@ -96,7 +96,98 @@ def _of_two(rank: int, folder: str) -> dict:
     ]
     found["tuples"] = _layers_of_tuples(mesh)
     found["sequences"] = [_sequence(rank, mesh, *case) for case in SEQUENCES]
+    found["more"] = [
+        *_outputs_of_dtensors(mesh), *_whose_values(rank, mesh), *_uneven_and_padded(mesh),
+        _more_arguments(rank, mesh),
+    ]  # fmt: skip
     return found
+
+
+def _outputs_of_dtensors(mesh) -> list[tuple[str, bool]]:
+    """An output that is asked for as a DTensor has its layout, and is the whole one's part."""
+    found = []
+    for kind in (ColwiseParallel, RowwiseParallel, SequenceParallel):
+        for out in (Shard(0), Shard(1), Shard(-1), Replicate()):
+            torch.manual_seed(3)
+            x = torch.randn(2, 4, 6)
+            if kind is SequenceParallel:
+                if out in (Shard(-1), Replicate()):
+                    continue
+                module, style = nn.LayerNorm(6), kind(sequence_dim=out.dim, use_local_output=False)
+            else:
+                module = nn.Linear(6, 8)
+                style = kind(output_layouts=out, use_local_output=False)
+            wanted = module(x)
+            parallelize_module(module, mesh, style)
+            y = module(DTensor.from_local(x, mesh, [Replicate()], run_check=False))
+            layout = Shard(out.dim % 3) if isinstance(out, Shard) else out
+            same = isinstance(y, DTensor) and y.placements == (layout,)
+            same = same and torch.allclose(y.full_tensor(), wanted, rtol=1e-4, atol=1e-5)
+            found.append((f"{kind.__name__} {out} as a DTensor", same))
+    return found
+
+
+def _whose_values(rank: int, mesh) -> list[tuple[str, bool]]:
+    """Parameters are those of the rank that is asked for; of none, each rank keeps its own."""
+    found = []
+    for source, wanted in ((0, 1.0), (1, 2.0), (None, rank + 1.0)):
+        for style, module in (
+            (ColwiseParallel(), nn.Linear(4, 6)), (RowwiseParallel(), nn.Linear(4, 6)),
+            (SequenceParallel(), nn.LayerNorm(4)), (ColwiseParallel(), nn.Embedding(4, 6)),
+        ):  # fmt: skip
+            for p in module.parameters():
+                nn.init.constant_(p, rank + 1.0)
+            parallelize_module(module, mesh, style, src_data_rank=source)
+            held = [p.to_local().unique().tolist() for p in module.parameters()]
+            found.append(
+                (f"{type(style).__name__} from {source}", all(h == [wanted] for h in held))
+            )
+    return found
+
+
+def _uneven_and_padded(mesh) -> list[tuple[str, bool]]:
+    """Seven features or words on two ranks; a padding token has no gradient, whatever is cut."""
+    found = []
+    ids = torch.tensor([[3, 1, 6, 3], [0, 3, 3, 5]])
+    for padding in (None, 3, 6):
+        for kind in (ColwiseParallel, RowwiseParallel):
+            for out in (Replicate(), Shard(0), Shard(1), Shard(-1)):
+                torch.manual_seed(4)
+                module, whole = nn.Embedding(7, 6, padding), nn.Embedding(7, 6, padding)
+                whole.load_state_dict(module.state_dict())
+                style = kind(input_layouts=Replicate(), output_layouts=out, use_local_output=False)
+                parallelize_module(module, mesh, style)
+                y, wanted = module(ids), whole(ids)
+                dy = torch.arange(float(wanted.numel())).cos().view(wanted.shape)
+                y.backward(DTensor.from_local(dy, mesh, [Replicate()]).redistribute(mesh, [out]))
+                wanted.backward(dy)
+                same = torch.allclose(y.full_tensor(), wanted)
+                same &= torch.allclose(module.weight.grad.full_tensor(), whole.weight.grad)
+                found.append((f"{kind.__name__} {out}, padding {padding}", same))
+    for bias in (True, False):
+        module, x = nn.Linear(4, 7, bias), torch.randn(3, 4)
+        wanted = module(x)
+        parallelize_module(module, mesh, ColwiseParallel(output_layouts=Replicate()))
+        y = module(x)
+        found.append((f"7 features, bias {bias}", y.shape == wanted.shape))
+    for options in ({"scale_grad_by_freq": True}, {"sparse": True}, {"max_norm": 1.0}):
+        for style in (ColwiseParallel(), RowwiseParallel()):
+            module = nn.Embedding(4, 6, **options)
+            said = raised(lambda m=module, s=style: parallelize_module(m, mesh, s))
+            words = "an embedding with max_norm, scale_grad_by_freq or sparse is not cut"
+            found.append((f"{options}", said == f"{type(style).__name__}: {words}"))
+    return found
+
+
+def _more_arguments(rank: int, mesh) -> tuple[str, bool]:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, by: float, plus: float = 0.0) -> torch.Tensor:
+            return x * by + plus
+
+    module = parallelize_module(Scaled(), mesh, SequenceParallel(use_local_output=True))
+    x = torch.arange(12.0).view(1, 4, 3).chunk(2, 1)[rank]
+    same = torch.equal(module(x, 2.0, plus=1.0), x * 2 + 1)
+    return "more arguments of a module on a sequence", same
 
 
 def _layouts(mesh) -> list[str | None]:
@@ -241,6 +332,12 @@ def test_a_layout_means_what_it_means_to_torch_whatever_the_number_of_dims(two):
 def test_a_sequence_may_be_any_dim_but_the_features(two):
     for rank in two:
         assert all(rank["sequences"])
+
+
+def test_outputs_sources_uneven_parts_and_padding_are_those_of_one_device(two):
+    for rank in two:
+        assert [what for what, same in rank["more"] if not same] == []
+        assert len(rank["more"]) == 10 + 12 + 24 + 2 + 6 + 1
 
 
 def test_what_is_frozen_stays_so_and_what_layers_give_besides_goes_on(two):
