@@ -267,8 +267,6 @@ def test_every_pair_turns_as_in_transformers_under_every_scaling(kind):
     for half, theta, length, more in itertools.product(
         (1, 4, 9), (2.0, 500.0, 1e6), (3, 64, 100_000), RAMPS.get(kind, ({},))
     ):
-        if kind == "llama3" and more.get("high") is None:
-            more = more | {"high": 4.0}  # which has no default there
         ours = {"kind": kind, "factor": 4.0, "original_length": length, "low": 1.0, "high": None,
                 "attention_factor": None, "truncate": True} | more  # fmt: skip
         found, multiplier = plain_gpt._frequencies(half, theta, kind and ours)
@@ -276,6 +274,8 @@ def test_every_pair_turns_as_in_transformers_under_every_scaling(kind):
             expected, factor = [1 / theta ** (i / half) for i in range(half)], 1.0
         else:
             named = {k: v for k, v in ours.items() if v is not None}
+            if kind == "llama3":
+                named.setdefault("high", 4.0)  # which has no default there
             fields = {"rope_type": kind, "rope_theta": theta, "factor": 4.0}
             fields |= {t: named[k] for k, t in THEIRS.get(kind, {}).items() if k in named}
             config = LlamaConfig(

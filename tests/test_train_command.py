@@ -1,0 +1,347 @@
+"""What ``warpweave train`` asks of its ranks, in which order, and on which backend; what one rank
+hands on to what it is made of. Ranks and launchers are stand-ins."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_train import _config, _trainer
+from threads import on_mesh
+
+import warpweave.train as train
+import warpweave.trainer as trainer_module
+from warpweave import processes
+from warpweave.checkpoint import open_checkpoint
+from warpweave.config import ParallelPlan
+from warpweave.launch import Session
+from warpweave.parallel.data.outer import OuterRule
+from warpweave.parallel.mesh import Mesh
+from warpweave.plan.memory import TrainingStep
+from warpweave.processes import starting
+from warpweave.train_config import TrainConfig
+from warpweave.trainer import Trainer, check_fits
+
+# ---------------------------------------------------------------- one rank
+
+
+@pytest.fixture
+def rank(monkeypatch) -> SimpleNamespace:
+    """One rank of which everything is a stand-in; `log` has what happened in its order."""
+    log: list[Any] = []
+    session = mock.Mock(rank=0, goes_on=False)
+    session.begin = lambda: log.append("begin")
+    session.beat = lambda step, what: log.append((step, what))
+    session.close = lambda: log.append("close")
+    engine = SimpleNamespace(gpt=SimpleNamespace(explain_context=lambda batch: f"context {batch}"))
+    made = SimpleNamespace(describe=lambda: "described", engine=engine, stopped=False, step=6)
+    made.run = lambda: log.append("run") or {"steps": 6}
+
+    def make(config: TrainConfig, *given: Any) -> Any:
+        log.append(("made", config.resume))
+        return made
+
+    def join(mesh: Mesh, **given: Any) -> Any:
+        log.append("join")
+        return session
+
+    interrupt = SimpleNamespace(number=None, listen=lambda: log.append("listen"))
+    monkeypatch.setattr(train, "Trainer", make)
+    monkeypatch.setattr(train, "join", join)
+    monkeypatch.setattr(train, "Interrupt", lambda: interrupt)
+    monkeypatch.setattr(train, "reported", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(train, "say", lambda line: log.append(f"say {line}"))
+    return SimpleNamespace(log=log, session=session, trainer=made)
+
+
+@pytest.mark.parametrize(
+    ("port", "torchrun", "first"), [(None, False, True), (7, True, True), (None, True, False)]
+)
+def test_a_rank_listens_before_it_joins_but_for_those_that_torchrun_would_end(
+    rank, monkeypatch, port, torchrun, first
+):
+    for name in ("RANK", "WORLD_SIZE") if torchrun else ():
+        monkeypatch.setenv(name, "1")
+    assert train.train_rank(TrainConfig(), port) == 0
+    assert rank.log == [
+        *["listen"] * first, "join", "listen", ("made", False), "begin", "say described", "run",
+        (6, "closing"), "close",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("resume", [False, True, "auto"])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_rank_that_is_started_again_goes_on_where_it_can_and_the_first_one_speaks(
+    rank, number, resume, goes_on, capsys
+):
+    rank.session.goes_on, rank.session.rank = goes_on, number
+    plan = ParallelPlan(cp_strategy="measured")
+    train.train_rank(TrainConfig(resume=resume, plan=plan, batch=3), 7)
+    assert ("made", "auto" if goes_on else resume) in rank.log
+    said = [entry for entry in rank.log if str(entry).startswith("say")]
+    assert said == ["say described", "say context 3"] * (number == 0)
+    assert capsys.readouterr().out == '{"steps": 6}\n' * (number == 0)
+
+
+def test_a_rank_that_cannot_connect_says_which_it_is(monkeypatch, capsys):
+    fails = mock.Mock(side_effect=dist.DistError("the reason"))
+    monkeypatch.setattr(train, "join", fails)
+    monkeypatch.setattr(train, "Interrupt", mock.Mock)
+    for given, name in (({}, "0"), ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, "3")):
+        with mock.patch.dict(os.environ, given), pytest.raises(SystemExit) as ended:
+            train.train_rank(TrainConfig(), 7)
+        assert ended.value.code == 1
+        said = capsys.readouterr().err.strip()
+        assert said == f"warpweave: rank {name} could not connect to the other ranks: the reason"
+
+
+# ---------------------------------------------------------------- the command
+
+
+class Done(Exception):
+    """Far enough."""
+
+
+@pytest.fixture
+def command(monkeypatch) -> list[Any]:
+    """What a command that has checked its options asks for."""
+    asked: list[Any] = []
+
+    def choose(ranks: int, backend: str | None, *, launched: bool) -> str:
+        asked.append((ranks, backend, launched))
+        return "nccl"
+
+    def launched(entry: Any, args: tuple, mesh: Mesh, **given: Any) -> int:
+        asked.append((entry, args[0].dp, mesh, given))
+        return 5
+
+    monkeypatch.setattr(TrainConfig, "check", lambda config: None)
+    monkeypatch.setattr(train, "choose_backend", choose)
+    monkeypatch.setattr(train, "locked", lambda folder: contextlib.nullcontext())
+    monkeypatch.setattr(train, "launch", launched)
+    return asked
+
+
+def _ends(config: TrainConfig, *given: Any, **options: Any) -> int:
+    with pytest.raises(SystemExit) as ended:
+        train.run(config, *given, **options)
+    return ended.value.code
+
+
+def test_ranks_are_launched_as_asked_in_what_was_prepared(command):
+    early, entry = object(), lambda config: 9
+    for device, backend in ((None, None), ("cpu", "gloo"), ("cuda", "nccl")):
+        config = TrainConfig(tp=2, dp=3, device=device, max_restarts=4)
+        for as_rank in (None, entry):
+            command.clear()
+            assert _ends(config, early, as_rank=as_rank) == 5
+            (chosen, (target, dp, mesh, given)) = command
+            assert chosen == (6, backend, True)
+            assert (target, dp, mesh) == (as_rank or train.train_rank, 3, Mesh(dp=3, tp=2))
+            assert given == {"backend": "nccl", "max_restarts": 4, "processes": early}
+    command.clear()
+    assert _ends(TrainConfig(), as_rank=entry) == 9
+    assert command == [(1, None, True)]
+
+
+def test_under_torchrun_a_machine_chooses_for_its_own_ranks(command, monkeypatch):
+    given = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train, "leave", mock.Mock(side_effect=Done))
+    ran = []
+    with pytest.raises(Done):
+        train.run(TrainConfig(tp=2), as_rank=lambda config: ran.append(config.dp))
+    assert (command, ran) == ([(4, None, False)], [4])
+    train.leave.assert_called_once_with(0)
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+@pytest.mark.parametrize("there", [False, True])
+def test_an_elastic_run_is_started_by_its_own_function_without_torchrun(
+    command, monkeypatch, capsys, torchrun, there
+):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items() if torchrun else ():
+        monkeypatch.setenv(name, value)
+    calls, early = [], object()
+    config = TrainConfig(elastic=1, dp=2)
+    elastic = (lambda *given: calls.append(given) or 3) if there else None
+    code = _ends(config, early, elastic=elastic)
+    if there and not torchrun:
+        assert (code, calls) == (3, [(config, "nccl", early)])
+        return
+    assert (code, calls) == (2, [])
+    words = "--elastic is an option of warpweave train, without torchrun"
+    assert capsys.readouterr().err.strip() == f"warpweave: {words}"
+
+
+# ---------------------------------------------------------------- what a trainer hands on
+
+
+def _replica(mesh: Any, config: TrainConfig) -> int:
+    session = SimpleNamespace(
+        device=torch.device("cpu"), timeout=9.0, rank=mesh.rank, world=config.mesh.world,
+        mesh=SimpleNamespace(connect=lambda *_, **__: mesh),
+    )  # fmt: skip
+    with pytest.raises(Done) as given:
+        Trainer(config, session)
+    return given.value.args[0]
+
+
+def test_each_data_replica_of_each_outer_one_has_its_own_samples(monkeypatch, tmp_path):
+    def batches(config: TrainConfig, replica: int, device: torch.device) -> None:
+        raise Done(replica)
+
+    monkeypatch.setattr(trainer_module, "Batches", batches)
+    config = _config(tmp_path, outer=2, dp=3, tp=2, outer_every=2)
+    found = on_mesh(config.mesh, _replica, config)
+    assert found == [replica for replica in range(6) for _ in range(2)]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_tokens_are_those_of_the_replicas_that_are_left_and_sequences_of_all(tmp_path):
+    config = _config(tmp_path, dp=3, elastic=1, zero=0, batch=2)  # two micro-batches
+    session = Session(torch.device("cpu"), 0, 1, None, 60.0, Mesh())
+    trainer = Trainer(config, session)
+    assert (trainer.sequences_per_step, trainer.tokens_per_step) == (12, 4 * 16)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_checkpoint_says_on_which_mesh_and_what_it_was_trained(tmp_path):
+    config = _config(tmp_path, steps=1, zero=3, layers=1, seed=4)
+    reader = open_checkpoint(_trainer(config).run()["checkpoint"])
+    assert reader.mesh == dataclasses.asdict(config.mesh) | {"zero": 3}
+    assert reader.config == json.loads(json.dumps(dataclasses.asdict(config.model_config(256))))
+    assert (reader.step, reader.state["seed"], reader.state["step"]) == (1, 4, 1)
+    assert reader.state["optimizers"] == [reader.state["optimizer"]]
+    assert reader.state["progress"] == {
+        "tokens": 64, "evaluated": 0, "best": None, "best_step": 0, "since": 0
+    }  # fmt: skip
+
+
+def test_memory_is_judged_of_the_step_that_is_trained(monkeypatch):
+    judged = []
+    monkeypatch.setattr(trainer_module, "check_memory", lambda *a, **k: judged.append((a, k)))
+    config = TrainConfig(
+        dp=2, outer=2, outer_every=3, optimizer="sgd", batch=5, dtype="bf16",
+        plan=ParallelPlan(zero=2, microbatches=3),
+    )  # fmt: skip
+    model = config.model_config(300)
+    check_fits(config, model, "cpu", free=7, ranks=4)
+    step = TrainingStep(
+        model, config.mesh, config.plan, 5, "bf16", "cpu", "sgd",
+        OuterRule(3, config.outer_lr, config.outer_momentum),
+    )  # fmt: skip
+    assert judged == [((step,), {"free": 7, "ranks": 4})]
+
+
+# ---------------------------------------------------------------- processes
+
+
+@pytest.mark.parametrize("there", [(), ("RANK",), ("WORLD_SIZE",), ("RANK", "WORLD_SIZE")])
+def test_a_launcher_has_told_both_a_rank_and_their_number(monkeypatch, there):
+    for name in there:
+        monkeypatch.setenv(name, "0")
+    assert processes.under_torchrun() == (len(there) == 2)
+
+
+def test_the_compilers_folder_is_a_temporary_one_unless_the_user_has_named_one(monkeypatch):
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setattr(processes.tempfile, "gettempdir", lambda: "/somewhere")
+    monkeypatch.delenv(name, raising=False)
+    assert processes.no_cache() == {name: "/somewhere"}
+    assert processes.told_ranks("gloo", "")[name] == "/somewhere"
+    monkeypatch.setenv(name, "/mine")
+    assert processes.no_cache() == {name: "/mine"}
+    assert processes.told_ranks("nccl", "")[name] == "/mine"
+
+
+class Early:
+    """Processes that were prepared."""
+
+    def __init__(self, log: list) -> None:
+        self.log = log
+
+    def __enter__(self) -> Early:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append("ended")
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(SystemExit(7), 7), (SystemExit(0), 0), (SystemExit("why"), None), (SystemExit(), None),
+     (KeyboardInterrupt(), None), (ArithmeticError(), None)],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("early", [True, False])
+def test_a_process_that_only_started_ranks_leaves_with_a_code_that_is_a_number(
+    monkeypatch, error, left, early
+):
+    log: list[Any] = []
+    monkeypatch.setattr(processes, "leave", lambda code: log.append(code))
+    given = Early(log) if early else None
+
+    def ends() -> None:
+        with starting(given) as found:
+            assert found is given
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        ends()
+    assert caught.value is error
+    assert log == (["ended"] * early + [left] * (early and left is not None))
+
+
+def test_of_those_that_end_together_whoever_was_killed_is_told_first(monkeypatch):
+    class Child:
+        def __init__(self, pid: int) -> None:
+            self.pid, self.sentinel, self.exitcode, self.start = pid, pid, None, lambda: None
+
+    children: list[Child] = []
+
+    def made(**given: Any) -> Child:
+        children.append(Child(len(children)))
+        return children[-1]
+
+    sent: list[tuple] = []
+    pipe = SimpleNamespace(recv=lambda: ({}, b""), send=sent.append)
+    codes = [1, 0, -9, 3, -15]
+    turns = iter([*[[pipe]] * len(codes), None])
+
+    def wait(waited: list, timeout: float) -> list:
+        assert waited == [pipe, *(child.sentinel for child in children if child.exitcode is None)]
+        turn = next(turns, Done)
+        if turn is Done:
+            raise EOFError
+        if turn is None:
+            for child, code in zip(children, codes, strict=True):
+                child.exitcode = code
+        return turn or []
+
+    monkeypatch.setattr(processes, "connection", SimpleNamespace(wait=wait))
+    context = SimpleNamespace(Process=made)
+    monkeypatch.setattr(
+        processes, "multiprocessing", SimpleNamespace(get_context=lambda kind: context)
+    )
+    with pytest.raises(EOFError):
+        processes._fork_as_told(pipe)
+    assert sent[:5] == [(pid, None) for pid in range(5)]
+    assert sent[5:] == [(4, -15), (2, -9), (1, 0), (0, 1), (3, 3)]
+
+
+def test_a_result_is_one_line_of_json(rank, capsys):
+    rank.trainer.run = lambda: {"val_loss": None, "text": "a\nb"}
+    train.train_rank(TrainConfig(), 7)
+    assert json.loads(capsys.readouterr().out) == {"val_loss": None, "text": "a\nb"}
+    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ
