@@ -256,3 +256,27 @@ def test_what_cannot_be_read_is_named(tmp_path):
             call(tmp_path / "none")
         with pytest.raises(DataError, match=rf"^cannot read {tmp_path}: Is a directory$"):
             call(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", "[" * 100_000])
+def test_digests_of_a_cache_that_are_none_are_damage_that_is_named(tmp_path, text):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"?": 0, "a": 1}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "t.json"))
+    (tmp_path / "text").write_text("a b " * 9)
+    options = {"seq_len": 2, "split": "all", "tokenizer": tmp_path / "t.json"}
+    cache = tmp_path / "cache"
+    data = open_dataset(tmp_path / "text", cache=cache, **options)
+    kept = cache / data.fingerprint[:32]
+    names = [".bin", ".bin.json", ".json", ".starts"]
+    assert sorted(path.name for path in cache.iterdir()) == [kept.name + name for name in names]
+    kept.with_suffix(".json").write_text(text)
+    words = rf"^{kept}.bin is damaged \(its SHA-256 differs\); delete {kept}\.\* to rebuild$"
+    with pytest.raises(DataError, match=words):
+        open_dataset(tmp_path / "text", cache=cache, **options)
+    for path in cache.iterdir():
+        path.unlink()
+    again = open_dataset(tmp_path / "text", cache=cache, **options)
+    assert again.tokens.tolist() == data.tokens.tolist() == [1, 0] * 9

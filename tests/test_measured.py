@@ -129,6 +129,36 @@ def test_an_action_begins_before_the_wait_for_its_message_and_the_last_ends_with
     assert marked.staleness == 7  # all else is the transport's own
 
 
+def test_marks_on_a_gpu_are_events_that_are_read_once_the_last_has_happened(monkeypatch) -> None:
+    """With events that are not there: each is one of 2 ms after the one before."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at = None
+
+        def record(self) -> None:
+            self.at = 2.0 * log.count("record")
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append(f"wait for {self.at}")
+
+        def elapsed_time(self, other) -> float:
+            log.append("read")
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    transport = SimpleNamespace(reach=lambda *_: None, drive=lambda programs: None)
+    marked = Marked(transport, torch.device("cuda"))
+    for index in range(3):
+        marked.reach(0, index)
+    marked.drive({})
+    assert marked.seconds() == pytest.approx([0.0, 0.002, 0.004, 0.006])
+    assert log == [*["record"] * 4, "wait for 6.0", *["read"] * 4]
+
+
 def test_a_step_that_fails_leaves_the_transport_and_no_file(tmp_path) -> None:
     passes = SimpleNamespace(transport=object())
     engine, before = SimpleNamespace(passes=passes, device=torch.device("cpu")), passes.transport
