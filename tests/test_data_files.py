@@ -146,7 +146,7 @@ def test_bytes_are_a_tokenizer_of_256():
 
 
 def test_no_samples_have_the_boundaries_of_no_documents():
-    assert boundaries(torch.zeros(0, 5, dtype=torch.int64)).tolist() == []
+    assert boundaries(torch.zeros(0, 5, dtype=torch.int64)).shape == (0, 2)
     assert boundaries(torch.zeros(2, 5, dtype=torch.int64)).tolist() == [[0, 5]] * 2
 
 

@@ -128,6 +128,7 @@ def command(monkeypatch) -> list[Any]:
     monkeypatch.setattr(train, "choose_backend", choose)
     monkeypatch.setattr(train, "locked", lambda folder: contextlib.nullcontext())
     monkeypatch.setattr(train, "launch", launched)
+    monkeypatch.setattr(train, "leave", mock.Mock(side_effect=Done))
     return asked
 
 
@@ -157,7 +158,6 @@ def test_under_torchrun_a_machine_chooses_for_its_own_ranks(command, monkeypatch
     given = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train, "leave", mock.Mock(side_effect=Done))
     ran = []
     with pytest.raises(Done):
         train.run(TrainConfig(tp=2), as_rank=lambda config: ran.append(config.dp))
