@@ -244,6 +244,38 @@ def test_memory_is_judged_of_the_step_that_is_trained(monkeypatch):
     assert judged == [((step,), {"free": 7, "ranks": 4})]
 
 
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_seconds_of_steps_do_not_overlap_and_the_last_step_alone_is_recorded(
+    monkeypatch, tmp_path, ahead
+):
+    """On a clock of which each look takes a second: when a step begins, and when it is read."""
+    now, recorded = [0.0], []
+
+    def look() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    @contextlib.contextmanager
+    def recording(engine: Any, path: Any, due: bool):
+        recorded.append((path, due))
+        yield
+
+    config = _config(
+        tmp_path, steps=4, eval_every=0, save_every=0, layers=1, timeline=tmp_path / "t.svg"
+    )
+    trainer = _trainer(config)
+    trainer.ahead = ahead
+    monkeypatch.setattr(trainer_module, "recording", recording)
+    monotonic = trainer_module.time.monotonic
+    clock = SimpleNamespace(perf_counter=look, monotonic=monotonic)
+    monkeypatch.setattr(trainer_module, "time", clock)
+    took = [trainer._train_step()[1] for _ in range(4)]
+    assert took == ([2.0, 2.0, 2.0, 1.0] if ahead else [1.0] * 4)
+    assert recorded == [(config.timeline, due) for due in (False, False, False, True)]
+    assert trainer.over
+
+
 # ---------------------------------------------------------------- processes
 
 

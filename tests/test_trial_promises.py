@@ -35,7 +35,7 @@ class Job:
         self.code = said.get("code", 1)
         self.stderr = said.get("stderr", "warpweave: rank 1 (tp=1) is at fault\n")
         self.step, self.kept = said.get("step", 7), said.get("losses", LOSSES)
-        self.lines = said.get("rows", [])
+        self.lines, self.done = said.get("rows", []), said.get("done", self.step)
         self.result = said.get("result")
         self.out = said.get("out", Path("run"))
         self.process = SimpleNamespace(pid=4321, poll=lambda: None)
@@ -57,7 +57,7 @@ class Job:
         return self.lines
 
     def steps(self) -> int:
-        return self.step
+        return self.done
 
 
 class Here(Arena):
@@ -308,6 +308,7 @@ def test_a_run_that_is_asked_to_stop_saves_the_step_it_was_at(
     for broken in (
         {"result": None}, {"result": stopped | {"stopped": False}}, {"code": 0, "result": stopped},
         {"result": stopped | {"steps": 4}}, {"result": stopped, "code": 128 + 9},
+        {"result": stopped, "done": 6}, {"result": stopped, "step": 4},
     ):  # fmt: skip
         assert not tried(**broken), broken
 
