@@ -91,17 +91,17 @@ LAYOUTS = [
 ]
 
 
-def _checked(mesh: ConnectedMesh, zero: int, dtype: torch.dtype, what: str, rank: int) -> Any:
+def _checked(mesh: ConnectedMesh, zero: int, dtype: torch.dtype, what: str, *ranks: int) -> Any:
     outer = OuterRule(2) if mesh.sizes.outer > 1 else None
     plan = ParallelPlan(zero=zero, microbatches=2)
     engine = Engine(MODEL, mesh, plan, seed=1, dtype=dtype, outer=outer)
     unit = next((u for u in engine.units if u.name == "block 0"), None)
-    if mesh.rank == rank and what == "param":
+    if mesh.rank in ranks and what == "param":
         buffer = unit.parameters.flat if unit.parameters.shard is None else unit.parameters.shard
         buffer[0] += 1.0
-    elif mesh.rank == rank and what == "master":
+    elif mesh.rank in ranks and what == "master":
         unit.state.master[0] += 1.0
-    elif mesh.rank == rank and what:
+    elif mesh.rank in ranks and what:
         unit.state.moments[what][0] += 1.0
     return ReplicaCheck(engine).compare({}, 0.0)[0]
 
@@ -109,7 +109,7 @@ def _checked(mesh: ConnectedMesh, zero: int, dtype: torch.dtype, what: str, rank
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("mesh", "zero"), LAYOUTS)
 def test_what_no_rank_shares_is_not_compared_and_all_else_is_alike(mesh, zero, dtype):
-    assert on_mesh(mesh, _checked, zero, dtype, "", -1) == [None] * mesh.world
+    assert on_mesh(mesh, _checked, zero, dtype, "") == [None] * mesh.world
 
 
 FIRST = "blocks.0.attention.qkv.weight"  # of the unit
@@ -132,6 +132,14 @@ def test_each_buffer_that_several_ranks_hold_is_compared(mesh, zero, sharded, wh
     assert found == [f"rank 2 (dp=2) differs in {FIRST}{KINDS[what]} from ranks {others}"] * (
         mesh.world
     )
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_outer_replicas_train_apart_and_are_not_compared_with_each_other(what):
+    mesh, given = Mesh(outer=2, dp=2), (0, torch.bfloat16, what)
+    assert on_mesh(mesh, _checked, *given, 2, 3) == [None] * 4
+    words = f"rank 2 (outer=1, dp=0) and rank 3 (outer=1, dp=1) differ in {FIRST}{KINDS[what]}"
+    assert on_mesh(mesh, _checked, *given, 3) == [words] * 4
 
 
 # ---------------------------------------------------------------- what is not a number
