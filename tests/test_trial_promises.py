@@ -308,7 +308,7 @@ def test_a_run_that_is_asked_to_stop_saves_the_step_it_was_at(
     for broken in (
         {"result": None}, {"result": stopped | {"stopped": False}}, {"code": 0, "result": stopped},
         {"result": stopped | {"steps": 4}}, {"result": stopped, "code": 128 + 9},
-        {"result": stopped, "done": 6}, {"result": stopped, "step": 4},
+        {"result": stopped, "done": 6}, {"result": stopped, "done": 4},
     ):  # fmt: skip
         assert not tried(**broken), broken
 
