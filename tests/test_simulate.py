@@ -9,6 +9,8 @@ from warpweave.parallel.schedule import (
     from_csv,
     gpipe,
     one_f_one_b,
+    pipedream,
+    pipedream_2bw,
     send_first,
     split_backward,
     validate,
@@ -19,7 +21,7 @@ from warpweave.parallel.schedule import (
     with_update,
 )
 from warpweave.parallel.schedule.ordering import begun_before
-from warpweave.parallel.simulate import simulate
+from warpweave.parallel.simulate import Cell, Timeline, simulate
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 2), (3, 7), (4, 2), (4, 4), (4, 16), (8, 8), (8, 32)]
 COSTS = [{"F": Fraction(1), "B": Fraction(2)}, {"F": Fraction(3, 7), "B": Fraction(1, 2)}]
@@ -83,7 +85,7 @@ def test_lowered_lists_cost_the_same(generate, p: int, m: int) -> None:
         assert sent.activations == plain.activations
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 4), (4, 1), (4, 8)])
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 4), (4, 1), (3, 12)])
 def test_gpipe_pays_for_each_hop_once_down_and_once_up(p: int, m: int) -> None:
     comm = Fraction(1, 10)
     line = simulate(gpipe(p, m), {"F": 1, "B": 2}, comm)
@@ -167,3 +169,44 @@ def test_the_tied_gradients_meet_after_the_later_end_and_one_message(lower) -> N
     assert first.action.op == last.action.op == "TIE"
     ready = max(line.cells[rank][-2].end for rank in (0, 2))
     assert first.start == last.start == ready + Fraction(1, 4)
+
+
+def test_a_drawing_has_a_column_per_tick_from_the_first_start_on() -> None:
+    line = simulate(gpipe(2, 1), {"F": 2, "B": 4})
+    assert line.draw(2).splitlines() == ["F0 .  .  .  B0 -", ".  F0 B0 -  .  ."]
+    assert line.draw(4).splitlines() == ["F0 .  B0", "F0 B0 ."]  # halves are rounded to even
+    assert simulate(gpipe(1, 1), {"F": 1, "B": 2}).draw(0.5) == "F0 -  B0 -  -  -"
+    later = Timeline(
+        tuple(tuple(Cell(a, s + 7, e + 7) for a, s, e in row) for row in line.cells),
+        line.activations, line.versions,
+    )  # fmt: skip
+    assert later.draw(2) == line.draw(2)
+    for name in ("span", "width", "busy", "idle", "bubble"):
+        assert getattr(later, name) == getattr(line, name), name
+
+
+def test_a_rank_without_actions_is_idle_and_holds_nothing() -> None:
+    line = simulate([*one_f_one_b(2, 3), []], {"F": 1, "B": 2})
+    assert (line.span, line.width, line.busy) == (12, (12, 9, 0), (9, 9, 0))
+    assert (line.idle, line.bubble) == ((3, 3, 12), 18 / 36)
+    assert (line.activations, line.versions) == ((2, 1, 0), (1, 1, 0))
+    assert line.draw().splitlines()[2] == "." + "  ." * 11
+
+
+def test_a_cells_time_is_shared_as_its_actions_cost() -> None:
+    lists = from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1")
+    (row,) = simulate(lists, {"F": 1, "B": 3, "OVERLAP_F_B": 2}).cells
+    assert [(c.start, c.end) for c in row] == [(0, 1), (1, 1.5), (1.5, 3), (3, 6)]
+    (row,) = simulate(lists, {"F": 1, "I": 3}).cells  # B is I and a W that costs nothing
+    assert [(c.start, c.end) for c in row] == [(0, 1), (1, 2), (2, 5), (5, 8)]
+
+
+def test_versions_are_the_most_of_any_stage_of_a_rank_and_in_a_long_run() -> None:
+    first = "0F0 0F1 1F0 1B0 1UPDATE@1 1F1@1 1B1@1 1UPDATE@2 0B0 0UPDATE@1 0B1 0UPDATE@2"
+    second = "0F0 0F1 1F0 1F1 1B0 1UPDATE@1 1B1 1UPDATE@2 0B0 0B1 0UPDATE@1"
+    for text in (first, second):
+        assert simulate(from_csv(text.replace(" ", ",")), {"F": 1}).versions == (2,)
+    lists = pipedream(3, 14)
+    assert simulate(lists, {"F": 1, "B": 2}).versions == (3, 2, 1)
+    assert simulate(pipedream(3, 14, vertical=True), {"F": 1, "B": 2}).versions == (3, 3, 3)
+    assert simulate(pipedream_2bw(3, 4, 5), {"F": 1, "B": 2}).versions == (2, 2, 2)

@@ -1,0 +1,346 @@
+"""Every rule of schedules at its edge, in the whole words of its refusal: rank, place, numbers.
+
+Lists have several stages, ten micro-batches and more, and several updates where a rule counts them.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from warpweave.parallel.schedule import (
+    FAMILIES,
+    Action,
+    Schedule,
+    from_csv,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipedream,
+    split_backward,
+    to_csv,
+    validate,
+    with_comm,
+    with_reduce,
+    with_tie,
+    with_unshard,
+    with_update,
+)
+from warpweave.parallel.schedule.__main__ import main
+
+
+def lists_of(*rows: str) -> Schedule:
+    return [from_csv(row.replace(" ", ","))[0] for row in rows]
+
+
+def edit(lists: Schedule, old: str, *new: str) -> Schedule:
+    """`lists` with the action written `old` replaced by the actions `new`."""
+    put = lists_of(" ".join(new))[0] if new else []
+    found = [[b for a in row for b in ([a] if str(a) != old else put)] for row in lists]
+    assert found != lists
+    return found
+
+
+def swap(lists: Schedule, one: str, two: str) -> Schedule:
+    return edit(edit(edit(lists, one, "99F0"), two, one), "99F0", two)
+
+
+def joined(lists: Schedule, *names: str) -> Schedule:
+    return [[a._replace(joined=str(a) in names) for a in row] for row in lists]
+
+
+def refusal(lists: Schedule, **options: int) -> str:
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as error:
+        validate(lists, **options)
+    return str(error.value)
+
+
+VEE = lists_of("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
+STEP = with_comm(gpipe(2, 2))
+LONG = with_comm(gpipe(2, 12))
+REDUCED = lists_of("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1 1REDUCE_GRAD")
+NO_CELL = "are no cell: an F and a B of another micro-batch"
+ONE_OF = "needs one F and either one B or one I and one W"
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        # ---- cells
+        (joined(lists_of("0F0 0B0 0F1"), "0F1"), f"rank 0 position 2: 0F1& and None {NO_CELL}"),
+        (
+            joined(lists_of("0F0 0F1 0B0 0B1"), "0F0"),
+            f"rank 0 position 0: 0F0& and 0F1 {NO_CELL}",
+        ),
+        (
+            joined(lists_of("0F0 0B0 0F1 0B1"), "0B0"),
+            f"rank 0 position 1: 0B0& and 0F1 {NO_CELL}",
+        ),
+        # ---- once each, of every micro-batch
+        (
+            edit(gpipe(2, 12), "1B11"),
+            f"rank 1: stage 1 micro-batch 11 has 1 F, 0 B, 0 I and 0 W: {ONE_OF}",
+        ),
+        (
+            edit(gpipe(2, 12), "0F10", "0F10", "0F10"),
+            f"rank 0: stage 0 micro-batch 10 has 2 F, 1 B, 0 I and 0 W: {ONE_OF}",
+        ),
+        (
+            edit(gpipe(1, 2), "0B1", "0I1", "0B1"),
+            f"rank 0: stage 0 micro-batch 1 has 1 F, 1 B, 1 I and 0 W: {ONE_OF}",
+        ),
+        (
+            edit(gpipe(1, 2), "0B1", "0I1", "0W1", "0W1"),
+            f"rank 0: stage 0 micro-batch 1 has 1 F, 0 B, 1 I and 2 W: {ONE_OF}",
+        ),
+        # ---- versions
+        *[
+            (
+                edit(split_backward(gpipe(1, 1)), old, f"{old}@1"),
+                f"rank 0 position {at}: {old}@1 runs on version 1, its F read version 0",
+            )
+            for at, old in enumerate(("0I0", "0W0"), 1)
+        ],
+        (
+            lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@2 0F2@3 0B2@3 0UPDATE@3"),
+            "rank 0 position 6: 0F2@3 reads version 3, but the newest there is is 2",
+        ),
+        (
+            lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@1"),
+            "rank 0 position 5: 0UPDATE@1 produces version 1 after version 1",
+        ),
+        (
+            lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@3"),
+            "rank 0 position 5: 0UPDATE@3 produces version 3 after version 1",
+        ),
+        (
+            lists_of("0F0 0B0 0UPDATE@1 0UPDATE@2"),
+            "rank 0 position 3: 0UPDATE@2 has no gradient to apply",
+        ),
+        (
+            lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@2 0F2@2 0B2@2"),
+            "stage 0: the gradient of 0B2@2 comes after the last UPDATE",
+        ),
+        (
+            lists_of("0F0 0F1 0F2 0I0 0I1 0I2 0W1 0UPDATE@1 0W0 0W2"),
+            "rank 0 position 7: 0UPDATE@1 while W is owed for micro-batches [0, 2] of stage 0",
+        ),
+        (
+            [*with_update(gpipe(3, 1))[:2], gpipe(3, 1)[2]],
+            "stages 0 to 2 make [1, 1, 0] updates, must be equal",
+        ),
+        # ---- messages
+        (
+            edit(with_comm(VEE), "1F0", "1F0", "1SEND_F0"),
+            "1SEND_F0 crosses from stage 1 to 2, where no other rank is",
+        ),
+        (
+            edit(with_comm(VEE), "0B0", "0B0", "0SEND_B0"),
+            "0SEND_B0 crosses from stage 0 to -1, where no other rank is",
+        ),
+        (
+            edit(with_comm(VEE), "3F0", "3F0", "3RECV_B0"),
+            "3RECV_B0 crosses from stage 3 to 4, where no other rank is",
+        ),
+        *[(edit(LONG, name), f"{name} occurs 0 times, needs 1")
+          for name in ("0SEND_F11", "1RECV_F11", "1SEND_B11", "0RECV_B11")],
+        *[(edit(LONG, name, name, name), f"{name} occurs 2 times, needs 1")
+          for name in ("0SEND_F10", "1RECV_F10", "1SEND_B10", "0RECV_B10")],
+        (
+            swap(swap(LONG, "1RECV_F10", "1RECV_F11"), "1F10", "1F11"),
+            "link F from rank 0 to 1: message 10 is sent as 0SEND_F10 and received as 0SEND_F11",
+        ),
+        (
+            swap(swap(LONG, "0RECV_B3", "0RECV_B4"), "0B3", "0B4"),
+            "link B from rank 1 to 0: message 3 is sent as 1SEND_B3 and received as 1SEND_B4",
+        ),
+        # ---- sums over data ranks, gathered parameters
+        (REDUCED, "stage 0: gradients of 0B0 0B1 are not reduced before the end"),
+        (
+            edit(REDUCED, "0B0", "0B0", "0REDUCE_GRAD"),
+            "stage 0: gradients of 0B1 are not reduced before the end",
+        ),
+        (
+            lists_of("0F0 0B0 0RESHARD"),
+            "rank 0 position 0: 0F0 reads parameters that are not gathered",
+        ),
+        (
+            lists_of("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD"),
+            "rank 0 position 4: 0RESHARD while the parameters of stage 0 are not gathered",
+        ),
+        (
+            lists_of("0UNSHARD 0UNSHARD 0F0 0B0 0RESHARD"),
+            "rank 0 position 1: 0UNSHARD while the parameters of stage 0 are gathered",
+        ),
+        (
+            edit(with_unshard(gpipe(2, 1)), "1RESHARD"),
+            "stage 1 is left gathered at the end, RESHARD is missing",
+        ),
+        (
+            edit(with_tie(VEE), "0B0", "0B0", "3TIE"),
+            "rank 0 position 4: 3TIE: only stages [0] have a TIE",
+        ),
+        # ---- what concerns a stage has no micro-batch
+        *[
+            (
+                [[*gpipe(1, 12)[0], Action(op, 0, 11, int(op == "UPDATE"))]],
+                f"rank 0 position 24: 0{op}11{'@1' * (op == 'UPDATE')}: {op} concerns a whole "
+                "stage, its micro-batch must be -1",
+            )
+            for op in ("UNSHARD", "RESHARD", "REDUCE", "TIE", "UPDATE")
+        ],
+    ],
+)  # fmt: skip
+def test_each_rule_is_refused_in_words_that_say_where(lists: Schedule, message: str) -> None:
+    assert refusal(lists) == message
+
+
+@pytest.mark.parametrize("name", ["0F", "0B", "0SEND_F", "1RECV_F", "1SEND_B", "0RECV_B"])
+def test_a_micro_batch_is_one_of_those_that_there_are(name: str) -> None:
+    """The last that is one is refused for nothing but that it is there twice."""
+    stage, op = int(name[0]), name[1:]
+    for mb in (-7, -1, 2, 3):
+        lists = [[*row] for row in STEP]
+        lists[stage].append(Action(op, stage, mb))
+        at, shown = len(lists[stage]) - 1, "" if mb == -1 else mb
+        words = f"rank {stage} position {at}: {name}{shown}: micro-batch {mb} is not one of 2"
+        assert refusal(lists, microbatches=2) == words
+    lists = [[*row] for row in STEP]
+    lists[stage].append(Action(op, stage, 1))
+    assert "not one of" not in refusal(lists, microbatches=2)
+
+
+def test_activations_are_counted_over_all_stages_of_a_rank() -> None:
+    """Down one side and up the other of a V, as many as are allowed, and one more."""
+    vee = lists_of("0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1")
+    validate(vee, activations=4)
+    for most, rank, at, action in ((3, 1, 3, "2F1"), (2, 0, 2, "3F0"), (1, 0, 1, "0F1")):
+        words = f"rank {rank} position {at}: {action} is the activation number {most + 1} of"
+        assert refusal(vee, activations=most) == f"{words} its rank, allowed {most}"
+    late = split_backward(gpipe(1, 3), lag=1)  # a W ends what its I does not
+    validate(late, activations=3)
+    assert "number 3 of its rank, allowed 2" in refusal(late, activations=2)
+    assert refusal(gpipe(2, 1), activations=0).startswith("rank 0 position 0: 0F0 is the activati")
+
+
+@pytest.mark.parametrize("p", [1, 3])
+def test_a_gradient_may_be_as_old_as_is_said_on_any_stage(p: int) -> None:
+    lists = with_comm(with_reduce(pipedream(p, 12)))
+    validate(lists, staleness=p - 1, microbatches=12)
+    assert [a.op for a in lists[0]].count("REDUCE") == 12
+    for row in lists:
+        for before, after in pairwise(row):
+            assert (after.op == "UPDATE") == (before.op == "REDUCE")
+    if p > 1:
+        words = r"rank 0 position \d+: 0UPDATE@3 applies the gradient of 0B2, 2 versions old, al"
+        assert re.match(words + "lowed 1$", refusal(lists, staleness=1))
+
+
+# ---------------------------------------------------------------------------------------- passes
+
+
+def test_a_pass_names_the_rank_that_has_too_much_already() -> None:
+    done = with_update(one_f_one_b(3, 2))
+    for make in (with_update, with_tie):
+        for rank in range(3):
+            lists = [done[r] if r == rank else row for r, row in enumerate(one_f_one_b(3, 2))]
+            words = f"^{make.__name__}: rank {rank} has UPDATE already, add it before$"
+            with pytest.raises(ValueError, match=words):
+                make(lists)
+
+
+@pytest.mark.parametrize("lag", [-1, [0, -1, 2], (2, 1, -3)])
+def test_no_lag_is_negative_on_any_rank(lag) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(f'lag must be >= 0, got {lag}')}$"):
+        split_backward(one_f_one_b(3, 2), lag=lag)
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        split_backward(one_f_one_b(3, 2), lag=[0, 1])
+
+
+def test_what_is_split_is_no_cell() -> None:
+    cell = from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1")
+    assert split_backward(cell) == lists_of("0F0 0F1 0I0 0W0 0I1 0W1")
+    assert split_backward(cell, lag=[1]) == lists_of("0F0 0F1 0I0 0I1 0W0 0W1")
+
+
+def test_a_window_that_is_too_small_is_named() -> None:
+    lists = FAMILIES["dualpipe-v"].make(2, 4, 2)
+    words = "window = 1 stage is too few for 0F3& 3B1, which reads stages [0, 3]"
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        with_unshard(lists, window=1)
+    for window in (-1, -2):
+        with pytest.raises(ValueError, match=f"^window must be None or >= 0 stages, got {window}$"):
+            with_unshard(lists, window=window)
+
+
+@pytest.mark.parametrize("c", [0, -1])
+def test_a_rank_has_a_stage_at_least(c: int) -> None:
+    for make in (interleaved, FAMILIES["interleaved"].make, FAMILIES["zb-h1"].make):
+        words = f"^interleaved 1F1B needs c >= 1 stages per rank, got c={c}$"
+        with pytest.raises(ValueError, match=words):
+            make(2, 4, c)
+
+
+# ------------------------------------------------------------------------------------------ text
+
+
+def test_large_numbers_and_blanks_are_read() -> None:
+    lists = [[Action("F", 12, 345, 67), Action("B", 12, 345, 67)], [], [Action("I", 3, 10, -2)]]
+    assert to_csv(lists) == "12F345@67,12B345@67\n\n3I10@-2\n"
+    assert from_csv(to_csv(lists)) == lists
+    assert from_csv(" 0F0 , ,0B10\n( 0F11 ; 1B12 )OVERLAP_F_B ,\n") == [
+        [Action("F", 0, 0), Action("B", 0, 10)],
+        [Action("F", 0, 11, joined=True), Action("B", 1, 12)],
+    ]
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["F0", "0f0", "0X0", "0F0@", "0F0@x", "0F0&", "-1F0", "0F 0", "0SENDF0", "(0F0;0B1)",
+     "0REDUCE1x", "(0F0;0X1)OVERLAP_F_B", "(0Y0;0B1)OVERLAP_F_B", "(0F0)OVERLAP_F_B", "(0F0;0B1)OVERLAP"],
+)  # fmt: skip
+def test_what_is_no_action_is_named_by_its_row_and_place(field: str) -> None:
+    words = f"row 2 field 3: {field!r} is not [stage][op][micro-batch][@version], as in 2F0, or "
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}[^\n]*$"):
+        from_csv(f"0F0\n1F0,1B0\n2F0,,2B0,{field},2F1")
+
+
+def test_the_command_prints_two_ranks_and_four_micro_batches_by_default(capsys) -> None:
+    main(["1f1b"])
+    assert capsys.readouterr().out == to_csv(one_f_one_b(2, 4))
+    main(["interleaved", "--ranks", "3", "--comm"])
+    assert capsys.readouterr().out == to_csv(with_comm(interleaved(3, 4, 1)))
+    with pytest.raises(SystemExit):
+        main(["zb-v"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith("error: schedule zb-v has chunks = 2 stages per rank, got 1")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n0F0,0B0", "rank 0: has no action"),
+        ("0F0,0B0\n1UNSHARD,1F0,1B0,1RESHARD", "rank 1: 1UNSHARD is added by whoever runs it"),
+    ],
+)
+def test_a_file_is_refused_for_the_first_thing_that_is_wrong(text, message, tmp_path) -> None:
+    from warpweave.parallel.schedule import find_family
+
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"^schedule {re.escape(str(path))}: {message}$"):
+        find_family(str(path))
+    for name in ("minecsv", "csv", "mine.csv.txt"):  # no path of a file
+        with pytest.raises(ValueError, match=f"a path ending in .csv, got '{name}'$"):
+            find_family(name)
+
+
+def test_a_file_has_as_many_chunks_as_its_fullest_rank(tmp_path) -> None:
+    from warpweave.parallel.schedule import find_family
+
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,2F0,2B0,0B0\n1F0,1B0")
+    assert find_family(str(path)).chunks == 2
+    assert find_family(str(path)).make(2, 1, 2) == lists_of("0F0 2F0 2B0 0B0", "1F0 1B0")
