@@ -271,3 +271,64 @@ def test_the_picture_shows_who_has_queries_who_reads_and_how_much() -> None:
     for length in (1, 49, 50, 51, 99, 1000, 1001):
         line = SequenceLayout(length, 4).draw(width=50).splitlines()[2]
         assert len(line) == 4 + min(length, -(-length // -(-length // 50))) + 6 <= 60
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "chunks", "words"),
+    [
+        (2, "balanced", ((0, 3), (1, 2)), None),
+        (2, "balanced", None, "a balanced layout, and no other, has chunks"),
+        (2, "zigzag", ((0, 3), (1, 2)), "a balanced layout, and no other, has chunks"),
+        (3, "balanced", ((0, 3), (1, 2)), "chunks must be as many for each of the 3 parts"),
+        (1, "balanced", ((0, 3), (1, 2)), "chunks must be as many for each of the 1 parts"),
+        (2, "balanced", ((0, 1, 2), (3,)), "chunks must be as many for each of the 2 parts"),
+        (2, "balanced", ((), ()), "chunks must be as many for each of the 2 parts"),
+        (2, "balanced", ((0, 3), (1, 4)), "chunks must be 0 to 3, ascending on each rank"),
+        (2, "balanced", ((1, 4), (2, 3)), "chunks must be 0 to 3, ascending on each rank"),
+        (2, "balanced", ((0, 3), (1, 1)), "chunks must be 0 to 3, ascending on each rank"),
+        (2, "balanced", ((0, 3), (2, 1)), "chunks must be 0 to 3, ascending on each rank"),
+        (2, "balanced", ((3, 0), (1, 2)), "chunks must be 0 to 3, ascending on each rank"),
+        (0, "zigzag", None, "need parts >= 1 and seq_len >= 0, got seq_len=8, parts=0"),
+        (-1, "striped", None, "need parts >= 1 and seq_len >= 0, got seq_len=8, parts=-1"),
+    ],
+)
+def test_chunks_are_each_on_one_rank_as_many_and_ascending(parts, kind, chunks, words) -> None:
+    if words is None:
+        assert SequenceLayout(8, parts, kind, chunks).local_len == 4
+    else:
+        with pytest.raises(ValueError, match=f"^{words}"):
+            SequenceLayout(8, parts, kind, chunks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_is_no_rank_before_the_first_and_none_without_positions(kind: str) -> None:
+    layout = SequenceLayout(5, 3, kind)
+    for rank in (-1, -3, 3):
+        with pytest.raises(ValueError, match=rf"^rank must be in \[0, 3\), got {rank}$"):
+            layout.runs(rank)
+    assert layout.positions(1, "meta").device.type == "meta"
+    assert SequenceLayout(5, 1).positions(0, device="meta").device.type == "meta"
+    for rank in range(3):  # of padding, too
+        assert {layout.owner(p) for p in layout.positions(rank).tolist()} == {rank}
+    assert layout.padded == SequenceLayout(layout.padded_len, 3, kind)
+
+
+def test_a_balanced_layout_is_the_best_of_those_that_are_tried() -> None:
+    """Until ranks differ by 2 % of the mean, or chunks are single tokens."""
+    rng = random.Random(1)
+    for _ in range(30):
+        parts = rng.choice((2, 3, 5, 8))
+        length = rng.randrange(1, 40 * parts)
+        documents = _packed(length, lambda length=length: rng.expovariate(3 / length))
+        tried = []
+        for each in (2, 4, 8, 16, 32):
+            tried.append(balance(length, parts, documents, each=each))
+            worst, mean = max(tried[-1].pairs(documents)), sum(tried[-1].pairs(documents)) / parts
+            if worst <= 1.02 * mean or tried[-1].local_len == each:
+                break
+        most = [max(layout.pairs(documents)) for layout in tried]
+        assert balance(length, parts, documents) == tried[most.index(min(most))]
+
+
+def test_nothing_is_drawn_of_no_token() -> None:
+    assert SequenceLayout(0, 2).draw().splitlines() == ["  0   0.00", "  1   0.00"]

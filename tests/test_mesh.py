@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from datetime import timedelta
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from threads import run_threads
 
 from warpweave.layers.linear import ColumnParallelLinear
-from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh, single
+from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh, divisors, single
 
 VARIES = {axis: (axis,) for axis in AXES} | {
     "data": ("dp", "cp"),
@@ -174,12 +176,19 @@ def test_the_context_axis_may_be_a_ring_of_neighbours():
 
 
 def _timeouts(rank: int) -> None:
-    for sizes in (Mesh(tp=2, pp=2), Mesh(dp=2, cp=2)):
+    every = dist.group.WORLD._get_backend(torch.device("cpu")).options
+    before = every._timeout
+    hybrid = (Mesh(dp=4, dp_shard=2), Mesh(dp=2, outer=2))
+    for sizes in (Mesh(tp=2, pp=2), Mesh(dp=2, cp=2), *hybrid):
         mesh = sizes.connect(timeout=timedelta(seconds=7))
-        for axis in ("dp", "cp", "tp", "pp", "data"):
-            if (group := mesh.group(axis)) is not None:
+        assert mesh.timeout == timedelta(seconds=7)
+        for axis in (*AXES, *PARTS, "data", "inner"):
+            group = mesh.group(axis)
+            if group is not None and group is not dist.group.WORLD:
                 backend = group._get_backend(torch.device("cpu"))
                 assert backend.options._timeout == timedelta(seconds=7), (sizes, axis)
+        assert every._timeout == before != timedelta(seconds=7)  # of the default group is its own
+    assert Mesh(tp=4).connect().timeout is None
 
 
 def test_a_timeout_bounds_every_group_of_the_mesh():
@@ -237,3 +246,56 @@ def test_sizes_alone_are_refused_where_a_connected_mesh_is_needed():
     for sizes in (Mesh(), Mesh(tp=2)):
         with pytest.raises(ValueError, match=r"mesh must be connected, .* pass mesh.connect"):
             ColumnParallelLinear(4, 4, mesh=sizes)
+
+
+def _too_few(rank: int, world: int) -> None:
+    found = "1 is running" if world == 1 else f"{world} are running"
+    for sizes, words in (
+        (Mesh(dp=3, cp=2, outer=2), "outer=2 x dp=3 x cp=2 x tp=1 x pp=1 needs 12 ranks"),
+        (Mesh(tp=7, pp=5), "dp=1 x cp=1 x tp=7 x pp=5 needs 35 ranks"),
+    ):
+        with pytest.raises(ValueError, match=f"^mesh {words}, but {found}$"):
+            sizes.connect()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_mesh_says_how_many_ranks_it_needs_and_how_many_there_are(world: int):
+    run_threads(world, _too_few, world)
+
+
+def test_ranks_are_named_and_one_of_them_described():
+    mesh = Mesh(dp=2, tp=3, outer=2)
+    assert mesh.names([5]) == "rank 5 (outer=0, dp=1, tp=2)"
+    assert mesh.names(iter([11])) == mesh.describe(11) == "rank 11 (outer=1, dp=1, tp=2)"
+    assert mesh.names(r for r in (7, 0, 10)) == "ranks 7, 0, 10"
+
+
+def test_divisors_are_those_that_leave_nothing():
+    for n in range(1, 200):
+        assert divisors(n) == [m for m in range(1, n + 1) if n % m == 0]
+
+
+def test_copies_of_a_module_are_on_the_same_mesh():
+    mesh = Mesh(dp=2, tp=2).seen_from(3)
+    assert copy.deepcopy(mesh) is mesh
+    assert copy.deepcopy([mesh, mesh])[1] is mesh
+
+
+def test_every_workspace_is_asked_whether_a_wait_was_in_vain():
+    asked = []
+
+    class Asked:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def check(self) -> None:
+            asked.append(self.name)
+
+    mesh = Mesh(tp=2, pp=2).seen_from(0)
+    mesh.check_waits()
+    mesh._workspaces.update({name: Asked(name) for name in ("tp", "pp", "dp")})
+    mesh.check_waits()
+    assert asked == ["tp", "pp", "dp"]
+    mesh._workspaces["cp"] = "one is enough"  # made once and kept
+    mesh.groups["cp"] = dist.group
+    assert mesh.workspace("cp") == "one is enough"
