@@ -12,14 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
-from threads import Group, on_threads
+from threads import Group, on_mesh, on_threads
 
 from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.parallel.context import Links, attention, context_attention, links
 from warpweave.parallel.context.attention import resolve_strategy
-from warpweave.parallel.context.explain import StrategyCost, explain
+from warpweave.parallel.context.explain import StrategyCost, explain, table
 from warpweave.parallel.context.kept import Kept, attend_once
 from warpweave.parallel.layout import SequenceLayout, balance
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
 
 ZIGZAG, STRIPED, CONTIGUOUS = (
     SequenceLayout(24, 4, k) for k in ("zigzag", "striped", "contiguous")
@@ -102,6 +103,57 @@ def test_the_least_exposed_that_fits_is_marked_and_a_tie_goes_to_fewer_messages(
     assert [c.strategy for c in tied] == ["gather", "stream"]
 
 
+@pytest.mark.parametrize(("flops", "near"), [(1e30, None), (4e12, None), (4e12, 3e9), (1e9, 3e9)])
+def test_a_hybrids_ring_hides_under_its_tiles_and_its_all_to_alls_under_nothing(flops, near):
+    """Two ranks of a ring: the one message of the busiest hides under the first of two tiles. Of a
+    causal mask on contiguous blocks the mean rank sends half of it."""
+    (cost,) = costs(ulysses=2, links=Links(1e9, flops, near)).values()
+    bare = cost.forward - KV // 2, cost.backward - 3 * KV // 2
+    common = 2 * 1024 * 16 * 64 * 2 + 1024 * 16 * 4  # q, o and lse; dq, do and delta
+    assert bare == ((common + KV) // 2,) * 2
+    tile = 4 * 64 * 16 * 1024 * 2048 / flops / 2
+    expected = sum(bare) / (near or 1e9)
+    expected += max(0, KV / 1e9 - tile) + max(0, 3 * KV / 1e9 - 2.5 * tile)
+    assert cost.exposed == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["kv", "rows"])
+def test_a_hybrids_ring_carries_the_heads_that_its_ranks_attend(name: str) -> None:
+    """Of 6 heads that read 2: two ranks attend 3 each, of one KV head. Of 6 that read 3: two ranks
+    attend 3 each, of two KV heads unevenly, for which each query head has its own copy."""
+    heads, kv_heads, carried = {"kv": (6, 2, 1), "rows": (6, 3, 3)}[name]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "itemsize": 4}
+    ring = costs(SequenceLayout(0, 2), **sizes | {"heads": carried, "kv_heads": carried})["ring"]
+    one = 2 * 2048 * 64 * carried * 4  # K‖V of the heads, of two ranks' rows
+    assert (ring.forward, ring.backward) == (one, 2 * one)
+    (pair,) = costs(ZIGZAG, ulysses=2, **sizes).values()
+    copies = {"kv": 2, "rows": 4}[name]
+    common = 2 * 1024 * heads * 64 * 4 + 1024 * heads * 4
+    bare = (common + 2 * 1024 * copies * 64 * 4) // 2
+    assert (pair.forward, pair.backward) == (bare + one, bare + 2 * one)
+    held = 2 * (2 * 1024 * heads * 64 + 2 * 1024 * copies * 64) * 4
+    assert pair.memory == held + ring.memory
+    assert pair.messages == 4 + ring.messages
+
+
+def test_rows_are_in_the_order_of_all_their_bytes_and_then_of_memory() -> None:
+    """Ulysses sends more forward and less in all than a ring, which sends as much as a gather."""
+    found = costs(ZIGZAG)
+    assert [*found] == ["ulysses", "ring", "stream", "gather"]
+    assert found["ulysses"].forward > found["ring"].forward
+    sent = {name: cost.forward + cost.backward for name, cost in found.items()}
+    assert sent["ring"] == sent["stream"] == sent["gather"] > sent["ulysses"]
+    assert found["ring"].memory < found["stream"].memory < found["gather"].memory
+
+
+def test_the_reason_names_the_memory_that_was_asked_for() -> None:
+    for memory, shown in ((12_345_678, "12.35"), (2_000_000_000, "2000.00")):
+        rows = explain(ZIGZAG, heads=4, kv_heads=2, head_dim=8, links=Links(1e9, 1e9, None, memory))
+        (why,) = (cost.auto for cost in rows if cost.auto)
+        assert why == f"least exposed of those that hold at most {shown} MB"
+        assert f"  auto ({why})" in table(rows)
+
+
 # ---------------------------------------------------------------- what runs
 
 
@@ -170,6 +222,23 @@ def test_what_holds_least_is_named_where_nothing_fits() -> None:
     words = f"at most 1 bytes: '{least.strategy}' holds least, {least.memory}"
     with pytest.raises(ValueError, match=words):
         on_threads(4, call)
+
+
+def test_a_rank_of_a_pair_of_groups_is_named_by_its_place_on_both() -> None:
+    """Whatever was asked, speeds among it: what does not fit is said of the hybrid."""
+    q, striped = torch.zeros(1, 4, 4, 8), SequenceLayout(24, 6, "striped")
+    words = "strategy 'hybrid' needs a zigzag or contiguous layout, got striped"
+
+    def call(mesh: ConnectedMesh) -> None:
+        for strategy in ("hybrid", "auto", Links(1.0, 1.0)):
+            with pytest.raises(ValueError, match=f"cp rank {mesh.rank} of 6: {words}$"):
+                context_attention(q, q, q, layout=striped, group=mesh.context, strategy=strategy)
+        words_of_layout = "the layout has 4 parts but the group has 6 ranks"
+        with pytest.raises(ValueError, match=f"cp rank {mesh.rank} of 6: {words_of_layout}$"):
+            context_attention(q, q, q, layout=ZIGZAG, group=mesh.context)
+
+    for ulysses in (2, 3):
+        on_mesh(Mesh(cp=6, ulysses=ulysses), call)
 
 
 # ---------------------------------------------------------------- speeds
