@@ -14,6 +14,7 @@ from torch import nn
 
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.tensor import vocab_parallel_embedding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -55,6 +56,29 @@ def test_ids_with_gaps_between_them_are_looked_up():
 def test_an_id_outside_the_vocabulary_is_refused():
     with pytest.raises(RuntimeError, match=r"an id lies outside \[0, 13\)"):
         VocabParallelEmbedding(13, 5)(torch.tensor([13]))
+
+
+def _outside(rank: int) -> None:
+    group, last = dist.group.WORLD, torch.tensor([0, 12])
+    table = draw(1, 24, 5).chunk(3)[rank]  # padded: rank 1 has ids 8 to 15, rank 2 none of them
+    given = {"group": group, "vocab_size": 13, "padded_vocab_size": 24}
+    for cut in ({}, {"sequence_parallel": True}):
+        ids = torch.cat((last, last[:1])) if cut else last
+        found = vocab_parallel_embedding(ids, table, **given, **cut)
+        whole = draw(1, 24, 5)[ids]
+        assert torch.equal(found, whole[rank : rank + 1] if cut else whole)
+        for wrong in (-1, -13, 13, 23, 24):  # of padding, or of nothing
+            with pytest.raises(RuntimeError, match=r"an id lies outside \[0, 13\)"):
+                vocab_parallel_embedding(ids.clone().fill_(wrong), table, **given, **cut)
+    for wrong in (-1, 13, 23):
+        with pytest.raises(RuntimeError, match=r"an id lies outside \[0, 13\)"):
+            vocab_parallel_embedding(
+                last.clone().fill_(wrong), draw(1, 24, 5), **given | {"group": None}
+            )
+
+
+def test_the_first_and_last_id_are_looked_up_and_none_beyond_them_on_any_rank():
+    run_threads(3, _outside)
 
 
 def test_meta_then_to_empty_then_reset_is_a_fresh_layer():

@@ -76,6 +76,33 @@ def _not_that_cap(rank: int) -> None:
         head_loss(own, part, softcap=0.0, group=world()[0], sequence_parallel=False)
 
 
+def _capped_as_told(rank: int) -> None:
+    """Every word reaches the product or the loss of its logits, where there is a softcap, too."""
+    (own, part, *_), seen = problem(True, PADDED), []
+    group = world()[0]
+
+    def told(op: Callable) -> Callable:
+        return lambda *args, **options: (seen.append(options), op(*args, **options))[1]
+
+    of_loss = {"ignore_index": -7, "label_smoothing": 0.25, "z_loss": 0.5, "impl": "triton",
+               "padded_vocab_size": PADDED, "vocab_size": VOCAB}  # fmt: skip
+    of_both = {"sequence_parallel": True, "overlap": "chunked"}
+    names = "column_parallel_linear", "vocab_parallel_cross_entropy"
+    with mock.patch.multiple(linear_loss, **{n: told(getattr(linear_loss, n)) for n in names}):
+        vocab_parallel_linear_cross_entropy(
+            own, part, HEAD_LABELS.clamp(min=-7), group=group, softcap=3.0, **of_loss, **of_both
+        )
+    of_product, found = seen
+    assert of_product == of_both | {"group": group, "workspace": None}
+    assert found == of_loss | {"group": group}
+
+
+def test_a_loss_with_a_softcap_hands_every_option_on() -> None:
+    on_capped = mock.patch.object(linear_loss, "CAPPED", (1024, 2**26))
+    with on_capped:
+        run_threads(1, _capped_as_told)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_logits_may_have_a_softcap(ranks: int) -> None:
     with small_blocks():

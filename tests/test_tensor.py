@@ -6,6 +6,7 @@ That they equal plain torch is in `test_sharded_ops.py`.
 from __future__ import annotations
 
 import inspect
+from unittest import mock
 
 import pytest
 import torch
@@ -171,6 +172,30 @@ def test_gathered_logits_and_uneven_tokens_are_refused() -> None:
     run_threads(2, _refused)
 
 
+def _implementations(rank: int) -> None:
+    """One that there is not reaches the check of what would run."""
+    for name in ("loss", "linear loss", "mlp", "qkv"):
+        op = OPS[name]
+        for sequence in (False,) if name == "loss" else (False, True):
+            mine = op.mine(op.whole({}), sequence)
+            with pytest.raises(ValueError, match="got 'cuda'"):
+                op.on_ranks(Given({}, {"impl": "cuda"}), sequence, **mine)
+
+
+def _dropped_by(rank: int, impl: str) -> None:
+    mine = OPS["mlp"].mine(OPS["mlp"].whole({}), False)
+    OPS["mlp"].on_ranks(Given({"dropped": True}, {"impl": impl}), False, **mine)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_implementation_that_is_asked_for_is_handed_on(ranks: int) -> None:
+    _implementations(0) if ranks == 1 else run_threads(ranks, _implementations)
+    for impl in ("torch", "triton") if ranks > 1 else ():
+        with mock.patch.object(tensor.ranks, "dropout", wraps=tensor.ranks.dropout) as dropped:
+            run_threads(ranks, _dropped_by, impl)
+        assert [call.kwargs["impl"] for call in dropped.call_args_list] == [impl] * ranks
+
+
 # ---------------------------------------------------------------- typing rules
 
 IDS = torch.tensor([0, 3, 2, 1, 4, 2])
@@ -273,5 +298,10 @@ def test_a_norm_of_cut_features_is_on_one_rank_the_plain_one() -> None:
     wanted = torch.nn.functional.rms_norm(x, (7,), w, 1e-5)
     assert_close_f64(tensor.cut_rms_norm(x, w, 1e-5, group=None), wanted, 1e-14)
     assert tensor.cut_rms_norm(x.half(), w.half(), group=None).dtype == torch.float16
+    small = x * 1e-3  # whose squares are as large as the eps by default
+    wanted = torch.nn.functional.rms_norm(small, (7,), w, 1e-6)
+    assert_close_f64(tensor.cut_rms_norm(small, w, group=None), wanted, 1e-14)
+    other = tensor.cut_rms_norm(small, w, group=None, out_dtype=torch.float32)
+    assert torch.equal(other, tensor.cut_rms_norm(small, w, group=None).float())
     with pytest.raises(ValueError, match=r"weight\[6\] does not fit x\[3, 7\]"):
         tensor.cut_rms_norm(x, w[:6], group=None)
