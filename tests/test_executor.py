@@ -1,0 +1,241 @@
+"""What the executor, its transport in one process and its stages say and keep: several stages on a
+rank, several messages on a link, several losses of a stage. That gradients are right is in
+`test_pipeline.py`."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from warpweave.layers.records import collect_records
+from warpweave.parallel.data.unit import make_unit
+from warpweave.parallel.mesh import single
+from warpweave.parallel.pipeline import InFlight, InProcess, ModuleStage, execute
+from warpweave.parallel.pipeline.losses import LOSS, add_losses, split_losses
+from warpweave.parallel.pipeline.stage import ChainStage, Segment
+from warpweave.parallel.schedule import Schedule, from_csv, gpipe, interleaved, with_comm
+
+
+def lists_of(*rows: str) -> Schedule:
+    return [from_csv(row.replace(" ", ","))[0] for row in rows]
+
+
+class Plain:
+    """A stage that hands on one buffer, with the micro-batch in it, and keeps what it receives."""
+
+    def __init__(self, gives: bool = True) -> None:
+        self.received: list[tuple[str, int, float]] = []
+        self.buffer, self.gives = torch.zeros(2), gives
+
+    def start(self) -> None: ...
+
+    def input_like(self, mb: int):
+        return (2,), torch.float32, torch.device("cpu")
+
+    def _hand_on(self, op: str, mb: int, given: Tensor | None) -> Tensor | None:
+        if given is not None:
+            self.received.append((op, mb, given[0].item()))
+        return self.buffer.fill_(mb + 0.5) if self.gives else None
+
+    def forward(self, mb: int, x: Tensor | None, version: int) -> Tensor | None:
+        return self._hand_on("F", mb, x)
+
+    def backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
+        return self._hand_on("B", mb, dy)
+
+    backward_input = backward
+
+    def backward_weight(self, mb: int) -> None: ...
+
+    def update(self) -> None: ...
+
+
+def run(lists: Schedule, stages: int, **more) -> dict[int, Plain]:
+    made = {s: Plain(**more) for s in range(stages)}
+    execute(lists, made, InProcess())
+    return made
+
+
+@pytest.mark.parametrize(
+    ("lists", "stages", "message"),
+    [
+        (  # of two stages on a rank the one that is updated, all that it owes
+            lists_of("0F0 0F1 0F2 1F0 1F1 1F2 1I0 0I0 1I1 0I1 1I2 0I2 0W1 0UPDATE@1"),
+            2,
+            "rank 0: 0UPDATE@1 while W is owed for micro-batches [0, 2]",
+        ),
+        (
+            lists_of("0F0 0F1 1F0 1F1 1I1 1I0 0I1"),
+            2,
+            "rank 0: the list ends while W is owed for (stage, mb) [(0, 1), (1, 0), (1, 1)]",
+        ),
+        (
+            lists_of("0F1 0F0 1F0 1B0"),
+            2,
+            "rank 0: the list ends with unused (kind, stage, mb) [('B', 0, 0), ('F', 1, 1)]",
+        ),
+        (
+            lists_of(
+                "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"
+            ),
+            2,
+            "sent and never received: 0SEND_F1 0SEND_F2",
+        ),
+        (
+            lists_of("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1SEND_F0 1RECV_B0", "2RECV_F0 2F0"),
+            3,
+            "deadlock: rank 0 waits for 0RECV_B0 from rank 1; rank 1 waits for 1RECV_B0 from rank "
+            "2",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_whole(lists: Schedule, stages: int, message: str) -> None:
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        run(lists, stages)
+
+
+def test_a_stage_that_gives_nothing_is_named_with_the_one_that_waits() -> None:
+    for op, lists in (
+        ("1F0 returned None, stage 2", lists_of("0F0 1F0 2F0 2B0 1B0 0B0")),
+        ("2B0 returned None, stage 1", lists_of("0F0 1F0 2F0 2B0 1B0 0B0")),
+    ):
+        made = {s: Plain() for s in range(3)}
+        at = int(op[0])
+        made[at].gives = False
+        if "B0" in op:
+            made[2].forward = lambda mb, x, version: None
+        with pytest.raises(RuntimeError, match=f"^rank 0: {op} waits for data$"):
+            execute(lists, made, InProcess())
+
+
+def test_what_was_never_lowered_is_counted_in_ranks() -> None:
+    words = "^3 ranks and no SEND or RECV: pass the lists through with_comm$"
+    with pytest.raises(ValueError, match=words):
+        run(interleaved(3, 3, 2), 6)
+    run(lists_of("0F0 1F0 1B0 0B0"), 2)  # of one rank nothing is sent
+
+
+def test_every_rank_is_asked_whether_its_micro_batches_have_ended() -> None:
+    """Stage 0 is on the second rank, which has begun two more."""
+    lists = lists_of(
+        "1RECV_F0 1F0 1B0 1SEND_B0", "0F0 0SEND_F0 0F1 0F2 0RECV_B0 0B0"
+    )  # whose outputs are not sent in this pass
+    run_ = InFlight()
+    run_.check_ended()
+    execute(lists, {s: Plain() for s in range(2)}, InProcess(), run_)
+    words = r"^rank 1: the run ends with \(stage, mb\) \[\(0, 1\), \(0, 2\)\] under way$"
+    with pytest.raises(RuntimeError, match=words):
+        run_.check_ended()
+    run_.advance(4, 3)
+    run_.advance(4, 3)
+    assert (run_.microbatches, run_.versions) == (8, 6)
+
+
+def test_a_message_is_what_was_sent_and_not_what_became_of_it() -> None:
+    """A stage may write to its result again before the next one takes it."""
+    made = run(with_comm(gpipe(2, 3)), 2)
+    assert made[1].received == [("F", mb, mb + 0.5) for mb in range(3)]
+    assert made[0].received == [("B", mb, mb + 0.5) for mb in range(3)]
+
+
+# ----------------------------------------------------------------------------- modules
+
+
+def test_a_module_says_what_it_was_not_given() -> None:
+    module, like = nn.Linear(2, 2), ((3, 2), torch.float32, torch.device("cpu"))
+    first = ModuleStage(module, inputs=lambda mb: torch.zeros(3, 2))
+    with pytest.raises(ValueError, match="^the first stage receives nothing$"):
+        first.input_like(0)
+    assert ModuleStage(module, like=like).input_like(7) == like
+    with pytest.raises(ValueError, match="^UPDATE on a stage without an optimizer$"):
+        first.update()
+    assert first.tie() is None
+
+
+def test_what_a_module_keeps_of_a_run_holds_no_graph() -> None:
+    stage = ModuleStage(
+        nn.Linear(2, 2), inputs=lambda mb: torch.ones(3, 2), loss=lambda mb, y: (mb + 1) * y.sum()
+    )
+    for mb in (0, 11):
+        assert stage.forward(mb, None) is None
+        assert not stage.losses[mb][LOSS].requires_grad
+        stage.backward(mb, None)
+    assert stage.losses[11][LOSS] == pytest.approx(12 * stage.losses[0][LOSS].item())
+    middle = ModuleStage(nn.Linear(2, 2), like=((3, 2), torch.float32, torch.device("cpu")))
+    assert not middle.forward(0, torch.ones(3, 2)).requires_grad
+
+
+# ----------------------------------------------------------------------------- losses
+
+
+def test_each_of_several_losses_is_a_number() -> None:
+    right = torch.ones((), dtype=torch.float64)
+    for name in ("a", "b", "c"):
+        for wrong, found in (
+            (torch.ones(1), r"torch.float32 \[1\]"),
+            (torch.ones(1, 1), r"torch.float32 \[1, 1\]"),
+            (torch.ones((), dtype=torch.float16), r"torch.float16 \[\]"),
+            (True, "True"),
+            (None, "None"),
+        ):
+            losses = {"a": right, "b": right, "c": right} | {name: wrong}
+            with pytest.raises(ValueError, match=f"^the loss '{name}' must be .*, got {found}$"):
+                split_losses((right, losses))
+    y, losses = split_losses((right, {"a": right, "b": torch.ones(())}))
+    total: dict[str, Tensor] = {}
+    for _ in range(3):
+        add_losses(total, losses)
+    add_losses(total, {"c": right})
+    assert total == {"a": 3.0, "b": 3.0, "c": 1.0}
+    assert y is right
+
+
+# ----------------------------------------------------------------------------- chains
+
+
+def _chain(segments: int) -> ChainStage:
+    made = []
+    for k in range(segments):
+        layer = nn.Linear(2, 2, dtype=torch.float64)
+        records = {n: r.renamed(f"{k}.{n}") for n, r in collect_records(layer).items()}
+        unit = make_unit(f"{k}", [(records[n], p) for n, p in layer.named_parameters()], single())
+
+        def fn(x, batch, layer=layer, last=k == segments - 1):
+            y = layer(batch if x is None else x)
+            return (None, {LOSS: y.sum(), "aux": y.square().sum()}) if last else y
+
+        made.append(Segment(f"{k}", fn, (unit,)))
+    return ChainStage(made)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3])
+def test_the_last_segment_is_replaced_in_an_evaluation_if_it_is_the_only_one_too(segments) -> None:
+    chain, batch = _chain(segments), torch.ones(3, 2, dtype=torch.float64)
+    y, losses = chain.evaluate(None, batch, lambda x, given: (given * 7, {"other": given.sum()}))
+    assert torch.equal(y, batch * 7)
+    assert losses == {"other": 6.0}
+    assert chain.evaluate(None, batch)[1].keys() == {LOSS, "aux"}
+
+
+def test_what_is_fed_follows_what_was_there_and_losses_are_those_of_a_pass() -> None:
+    chain = _chain(2)
+    batches = torch.arange(1.0, 6.0, dtype=torch.float64)[:, None, None].expand(5, 3, 2)
+    wanted = [chain.evaluate(None, batch)[1][LOSS] for batch in batches]
+    chain.begin(batches[:2])
+    for mbs in ((0, 1), (2, 3), (4,)):
+        for mb in mbs:
+            chain.forward(mb, None)
+            chain.backward(mb, None)
+        assert [*chain.losses] == [*mbs]
+        assert [chain.losses[mb][LOSS] for mb in mbs] == [wanted[mb] for mb in mbs]
+        chain.feed(batches[mbs[-1] + 1 : mbs[-1] + 3])
+        assert chain.losses == {}
+    chain.begin(batches[3:])
+    chain.forward(0, None)
+    chain.backward(0, None)
+    assert chain.losses[0][LOSS] == wanted[3]
+    chain.begin(batches)
+    assert chain.losses == {}
