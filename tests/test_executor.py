@@ -147,10 +147,10 @@ def test_a_message_is_what_was_sent_and_not_what_became_of_it() -> None:
 def test_a_module_says_what_it_was_not_given() -> None:
     module, like = nn.Linear(2, 2), ((3, 2), torch.float32, torch.device("cpu"))
     first = ModuleStage(module, inputs=lambda mb: torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="^the first stage receives nothing$"):
+    with pytest.raises(ValueError, match=r"^the first stage receives nothing$"):
         first.input_like(0)
     assert ModuleStage(module, like=like).input_like(7) == like
-    with pytest.raises(ValueError, match="^UPDATE on a stage without an optimizer$"):
+    with pytest.raises(ValueError, match=r"^UPDATE on a stage without an optimizer$"):
         first.update()
     assert first.tie() is None
 
