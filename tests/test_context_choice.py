@@ -6,6 +6,7 @@ is a process.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from types import SimpleNamespace
 from unittest import mock
@@ -19,6 +20,7 @@ from warpweave.parallel.context import Links, attention, context_attention, link
 from warpweave.parallel.context.attention import resolve_strategy
 from warpweave.parallel.context.explain import StrategyCost, explain, table
 from warpweave.parallel.context.kept import Kept, attend_once
+from warpweave.parallel.context.ring import distances, reaches
 from warpweave.parallel.layout import SequenceLayout, balance
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 
@@ -152,6 +154,24 @@ def test_the_reason_names_the_memory_that_was_asked_for() -> None:
         (why,) = (cost.auto for cost in rows if cost.auto)
         assert why == f"least exposed of those that hold at most {shown} MB"
         assert f"  auto ({why})" in table(rows)
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_ring_goes_where_any_pair_of_positions_is_seen_and_nowhere_else(kind, causal) -> None:
+    """By every pair; sequences shorter than the ring, too."""
+    for parts, length in itertools.product(range(1, 6), (0, 1, 2, 3, 7, 12, 25)):
+        layout = SequenceLayout(length, parts, kind)
+        rows = [layout.positions(rank).tolist() for rank in range(parts)]
+        for window in (None, 1, 2, 3, 5, 8):
+            back, ahead = window or length + parts, 1 if causal else window or length + parts
+            seen = [
+                [d for d in range(parts)
+                 if not d or any(-ahead < q - k < back for q in rows[(b + d) % parts] for k in keys)]
+                for b, keys in enumerate(rows)
+            ]  # fmt: skip
+            found = distances(layout, causal, window), reaches(layout, causal, window)
+            assert found == (tuple(sorted({*sum(seen, [])})), tuple(map(max, seen)))
 
 
 # ---------------------------------------------------------------- what runs

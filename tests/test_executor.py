@@ -134,6 +134,30 @@ def test_every_rank_is_asked_whether_its_micro_batches_have_ended() -> None:
     assert (run_.microbatches, run_.versions) == (8, 6)
 
 
+def test_a_weight_gradient_may_be_owed_from_one_pass_to_the_next() -> None:
+    stage, run_, begun = Plain(), InFlight(), lists_of("0F0 0F1 0F2 0I0 0W0 0I1 0I2")
+    done: list[int] = []
+    stage.backward_weight = done.append
+    execute(begun, {0: stage}, InProcess(), run_)
+    words = r"^rank 0: the run ends with \(stage, mb\) \[\(0, 1\), \(0, 2\)\] under way$"
+    with pytest.raises(RuntimeError, match=words):
+        run_.check_ended()
+    run_.advance(1)
+    execute(lists_of("0W0 0F2 0I2"), {0: stage}, InProcess(), run_)
+    run_.advance(1)
+    assert done == [0, 1]
+    late = InFlight()
+    late.ranks |= run_.ranks
+    late.advance(2)
+    with pytest.raises(RuntimeError, match=r"0UPDATE@1 while W is owed for .* \[0, 1\]$"):
+        execute(lists_of("0UPDATE@1"), {0: stage}, InProcess(), late)
+    with pytest.raises(RuntimeError, match="^rank 0: 0I1 occurs twice$"):
+        execute(lists_of("0I1"), {0: stage}, InProcess(), late)
+    execute(lists_of("0W1 0W0"), {0: stage}, InProcess(), run_)
+    assert done == [0, 1, 3, 2]
+    run_.check_ended()
+
+
 def test_a_message_is_what_was_sent_and_not_what_became_of_it() -> None:
     """A stage may write to its result again before the next one takes it."""
     made = run(with_comm(gpipe(2, 3)), 2)

@@ -103,6 +103,29 @@ def test_a_loss_with_a_softcap_hands_every_option_on() -> None:
         run_threads(1, _capped_as_told)
 
 
+@pytest.mark.parametrize(
+    ("most", "rows"),
+    [((5, 2**26), [5, 5, 2]), ((1024, 3 * PADDED), [3] * 4), ((1024, 4 * PADDED - 1), [3] * 4),
+     ((7, 12 * PADDED), [7, 5]), ((12, 12 * PADDED), [12]), ((11, 12 * PADDED), [11, 1]),
+     ((2, 1), [1] * 12)],
+)  # fmt: skip
+def test_logits_with_a_softcap_are_as_many_at_a_time_as_may_be(most, rows) -> None:
+    """No more rows than the one number, and no more logits than the other."""
+    own, part, *_ = problem(False, PADDED)
+    seen: list[int] = []
+
+    def product(x: torch.Tensor, *args, **options) -> torch.Tensor:
+        seen.append(len(x))
+        return tensor.column_parallel_linear(x, *args, **options)
+
+    with (
+        mock.patch.object(linear_loss, "CAPPED", most),
+        mock.patch.object(linear_loss, "column_parallel_linear", product),
+    ):
+        head_loss(own, part, softcap=3.0, group=None, sequence_parallel=False)
+    assert seen == rows
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_logits_may_have_a_softcap(ranks: int) -> None:
     with small_blocks():
