@@ -167,11 +167,12 @@ def test_a_ring_goes_where_any_pair_of_positions_is_seen_and_nowhere_else(kind, 
             back, ahead = window or length + parts, 1 if causal else window or length + parts
             seen = [
                 [d for d in range(parts)
-                 if not d or any(-ahead < q - k < back for q in rows[(b + d) % parts] for k in keys)]
+                 if not d or any(-ahead < q - k < back
+                                 for q in rows[(b + d) % parts] for k in keys)]
                 for b, keys in enumerate(rows)
             ]  # fmt: skip
             found = distances(layout, causal, window), reaches(layout, causal, window)
-            assert found == (tuple(sorted({*sum(seen, [])})), tuple(map(max, seen)))
+            assert found == (tuple(sorted(set().union(*seen))), tuple(map(max, seen)))
 
 
 # ---------------------------------------------------------------- what runs

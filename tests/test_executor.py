@@ -151,7 +151,7 @@ def test_a_weight_gradient_may_be_owed_from_one_pass_to_the_next() -> None:
     late.advance(2)
     with pytest.raises(RuntimeError, match=r"0UPDATE@1 while W is owed for .* \[0, 1\]$"):
         execute(lists_of("0UPDATE@1"), {0: stage}, InProcess(), late)
-    with pytest.raises(RuntimeError, match="^rank 0: 0I1 occurs twice$"):
+    with pytest.raises(RuntimeError, match=r"^rank 0: 0I1 occurs twice$"):
         execute(lists_of("0I1"), {0: stage}, InProcess(), late)
     execute(lists_of("0W1 0W0"), {0: stage}, InProcess(), run_)
     assert done == [0, 1, 3, 2]
