@@ -119,6 +119,16 @@ def test_a_hybrids_ring_hides_under_its_tiles_and_its_all_to_alls_under_nothing(
     assert cost.exposed == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 16])
+def test_all_of_ulysses_and_of_a_gather_is_exposed_forward_and_backward(kv_heads: int) -> None:
+    """However slow the tiles are. Gradients of copied KV heads are wider than these."""
+    found = costs(kv_heads=kv_heads, links=Links(2e9, 1.0))
+    for name in ("ulysses", "gather"):
+        cost = found[name]
+        assert cost.exposed == pytest.approx((cost.forward + cost.backward) / 2e9)
+    assert (found["ulysses"].backward > found["ulysses"].forward) == (kv_heads < 4)
+
+
 @pytest.mark.parametrize("name", ["kv", "rows"])
 def test_a_hybrids_ring_carries_the_heads_that_its_ranks_attend(name: str) -> None:
     """Of 6 heads that read 2: two ranks attend 3 each, of one KV head. Of 6 that read 3: two ranks

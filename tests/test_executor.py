@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from warpweave.layers.records import collect_records
 from warpweave.parallel.data.unit import make_unit
 from warpweave.parallel.mesh import single
-from warpweave.parallel.pipeline import InFlight, InProcess, ModuleStage, execute
+from warpweave.parallel.pipeline import (
+    Distributed,
+    InFlight,
+    InProcess,
+    ModuleStage,
+    execute,
+)
 from warpweave.parallel.pipeline.losses import LOSS, add_losses, split_losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.schedule import Schedule, from_csv, gpipe, interleaved, with_comm
@@ -163,6 +169,30 @@ def test_a_message_is_what_was_sent_and_not_what_became_of_it() -> None:
     made = run(with_comm(gpipe(2, 3)), 2)
     assert made[1].received == [("F", mb, mb + 0.5) for mb in range(3)]
     assert made[0].received == [("B", mb, mb + 0.5) for mb in range(3)]
+
+
+def test_shapes_are_agreed_of_every_micro_batch_of_every_stage() -> None:
+    """Empty ones, of no dims and of eight, in any dtype that is sent."""
+    shapes = [(), (0,), (3, 0, 2), (1,) * 8, (0,) * 8, (7, 5)]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.float16]
+
+    class Varied(Plain):
+        def __init__(self, stage: int) -> None:
+            super().__init__()
+            self.stage = stage
+
+        def input_like(self, mb: int):
+            at = mb + 5 * self.stage
+            return shapes[at % 6], dtypes[at % 5], torch.device("cpu")
+
+    lists = [[a for row in zip(*gpipe(3, 12)) for a in row]]
+    lists[0].sort(key=lambda a: (a.op == "B", a.stage if a.op == "F" else -a.stage, a.mb))
+    made = {s: Varied(s) for s in range(3)}
+    transport = Distributed(lists, None)
+    transport.open(lists, made)
+    for s in (1, 2):
+        for mb in range(12):
+            assert transport.like(s, mb) == made[s].input_like(mb)
 
 
 # ----------------------------------------------------------------------------- modules

@@ -14,6 +14,7 @@ from warpweave.parallel.schedule import (
     FAMILIES,
     Action,
     Schedule,
+    cut_into_passes,
     from_csv,
     gpipe,
     interleaved,
@@ -273,6 +274,21 @@ def test_a_window_that_is_too_small_is_named() -> None:
     for window in (-1, -2):
         with pytest.raises(ValueError, match=f"^window must be None or >= 0 stages, got {window}$"):
             with_unshard(lists, window=window)
+
+
+@pytest.mark.parametrize("each", [0, -1, -3, 5, 13, 24])
+def test_a_run_divides_into_passes_of_one_micro_batch_or_more(each: int) -> None:
+    words = f"^12 micro-batches do not divide into passes of {each}$"
+    with pytest.raises(ValueError, match=words):
+        cut_into_passes(pipedream(2, 12), each)
+    for fits in (1, 2, 3, 4, 6, 12):
+        passes = cut_into_passes(pipedream(2, 12), fits)
+        assert len(passes) == 12 // fits
+        assert [[a for one in passes for a in one[r]] for r in range(2)] == pipedream(2, 12)
+    late = [[Action(op, s, i) for s in (2, 1, 0) for i in range(3) for op in "FB"]]
+    words = r"^pass 0 would have no action of stages \[0, 1\]$"
+    with pytest.raises(ValueError, match=words):
+        cut_into_passes(late, 1)
 
 
 @pytest.mark.parametrize("c", [0, -1])
