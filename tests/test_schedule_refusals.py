@@ -142,6 +142,14 @@ ONE_OF = "needs one F and either one B or one I and one W"
             "0SEND_B0 crosses from stage 0 to -1, where no other rank is",
         ),
         (
+            edit(STEP, "0B0", "0B0", "0SEND_B0"),  # the last stage is on another rank
+            "0SEND_B0 crosses from stage 0 to -1, where no other rank is",
+        ),
+        (
+            edit(STEP, "0F0", "0RECV_F0", "0F0"),
+            "0RECV_F0 crosses from stage 0 to -1, where no other rank is",
+        ),
+        (
             edit(with_comm(VEE), "3F0", "3F0", "3RECV_B0"),
             "3RECV_B0 crosses from stage 3 to 4, where no other rank is",
         ),
