@@ -324,6 +324,8 @@ def test_large_numbers_and_blanks_are_read() -> None:
     "field",
     ["F0", "0f0", "0X0", "0F0@", "0F0@x", "0F0&", "-1F0", "0F 0", "0SENDF0", "(0F0;0B1)",
      "0REDUCE1x", "(0F0;0X1)OVERLAP_F_B", "(0Y0;0B1)OVERLAP_F_B", "(0F0)OVERLAP_F_B",
+     "(0f0;0B1)OVERLAP_F_B",
+     "(0F0;1)OVERLAP_F_B",
      "(0F0;0B1)OVERLAP"],
 )  # fmt: skip
 def test_what_is_no_action_is_named_by_its_row_and_place(field: str) -> None:
