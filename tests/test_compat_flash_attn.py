@@ -291,6 +291,32 @@ def test_a_cache_alone_is_seen_whole_or_as_far_as_it_is_filled():
             _agree(padded[i : i + 1], wanted)
 
 
+@pytest.mark.parametrize("filled", [7, [7, 7], (5, 6), torch.tensor([6, 5]), torch.tensor(7)])
+@pytest.mark.parametrize("rows", [None, [2, 0], (1, 1), torch.tensor([2, 2])])
+def test_samples_of_a_cache_are_any_rows_of_it_and_begin_anywhere(rows, filled):
+    """Where q's samples begin is said in q's order; one row of the cache may be read twice."""
+    q, _, _ = (x.detach() for x in _qkv(2, 2))
+    k, v = (_draw(B if rows is None else 3, 7, HKV, D, seed=i) for i in (11, 12))
+    names = [0, 1] if rows is None else list(map(int, rows))
+    ends = [int(n) for n in (filled if hasattr(filled, "__len__") and not isinstance(filled, Tensor)
+            else torch.as_tensor(filled).expand(B))]  # fmt: skip
+    for begins in (None, [3, 1], 2, torch.tensor([0, 4]), [7, 0]):
+        starts = [0, 0] if begins is None else torch.as_tensor(begins).expand(B).tolist()
+        found, lse = fa.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=filled, cache_batch_idx=rows, cache_leftpad=begins,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        for i, (row, start, end) in enumerate(zip(names, starts, ends)):
+            if start >= end:  # of nothing but padding nothing is seen
+                assert not found[i].any()
+                assert lse[i].isneginf().all()
+                continue
+            seen = (x[row : row + 1, start:end] for x in (k, v))
+            o, each = _truth(q[i : i + 1], *seen)
+            _agree(found[i : i + 1], o)
+            _agree(lse[i : i + 1], each)
+
+
 # ---------------------------------------------------------------- dropout
 
 
@@ -405,6 +431,31 @@ REFUSED = {
         "rotary_cos has 3 positions, the last one needed is 3",
     ),
 }  # fmt: skip
+
+
+BIASED = torch.ones(H)
+NEVER = {  # every function, and what it is given before its options
+    "flash_attn_func": lambda q, k, v: (q, k, v),
+    "flash_attn_kvpacked_func": lambda q, k, v: (q, torch.stack((k, v), 2)),
+    "flash_attn_qkvpacked_func": lambda q, k, v: (torch.stack((q, k, v), 2),),
+    "flash_attn_varlen_func": lambda q, k, v: (*_flat(q, k, v), ENDS, ENDS, 5, 5),
+    "flash_attn_varlen_kvpacked_func": lambda q, k, v: (
+        *_flat(q, torch.stack((k, v), 2)), ENDS, ENDS, 5, 5),
+    "flash_attn_varlen_qkvpacked_func": lambda q, k, v: (
+        *_flat(torch.stack((q, k, v), 2)), ENDS, 5),
+    "flash_attn_with_kvcache": lambda q, k, v: (q, k, v),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_what_no_kernel_has_is_refused_by_every_function_that_takes_it(name):
+    function, q = getattr(fa, name), _draw(B, 5, H, D)
+    given = NEVER[name](q, q, q)
+    for option in ("alibi_slopes", "block_table"):
+        if option in inspect.signature(function).parameters:
+            function(*given, **{option: None})
+            with pytest.raises(ValueError, match=f"^{option} is not supported: the kernel "):
+                function(*given, **{option: BIASED})
 
 
 @pytest.mark.parametrize("name", REFUSED)

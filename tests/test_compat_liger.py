@@ -202,6 +202,24 @@ def test_a_gemma_says_its_activation_under_another_name_which_goes_first():
         liger.LigerGEGLUMLP(older)
 
 
+def test_every_name_that_liger_has_for_an_activation_is_its_own():
+    gelu = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_tanh")
+    names = {liger.LigerSwiGLUMLP: ("silu", "swish"), liger.LigerGEGLUMLP: gelu}
+    for kind, own in names.items():
+        for act in (*names[liger.LigerSwiGLUMLP], *gelu, "gelu", "relu"):
+            if act in own:
+                assert kind(_config(act)).config.hidden_act == act
+            else:
+                with pytest.raises(ValueError, match=f"one of {', '.join(own)}, got '{act}'$"):
+                    kind(_config(act))
+
+
+def test_a_printed_module_says_its_size_and_numbers():
+    rms, layer = liger.LigerRMSNorm(E, 1e-3, 1.0), liger.LigerLayerNorm(E, 1e-4)
+    assert str(rms) == f"LigerRMSNorm({E}, eps=0.001, offset=1.0)"
+    assert str(layer) == f"LigerLayerNorm({E}, eps=0.0001)"
+
+
 @pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
 def test_an_adapter_in_an_mlp_is_called(name, act):
@@ -234,7 +252,14 @@ OPTIONS = {
     "z-loss and smoothing": {"lse_square_scale": 1e-2, "label_smoothing": 0.1},
     "class weights": {"weight": torch.linspace(0.2, 3.0, V, dtype=torch.float64)},
     "softcap": {"softcap": 2.0},
-}
+    "softcap, z-loss and smoothing": {
+        "softcap": 1.5, "lse_square_scale": 3e-2, "label_smoothing": 0.2,
+    },
+    "softcap and class weights": {
+        "softcap": 1.5, "weight": torch.linspace(0.2, 3.0, V, dtype=torch.float64),
+    },
+    "smoothing of all": {"label_smoothing": 1.0},
+}  # fmt: skip
 
 
 def _loss_truth(logits, labels, reduction, *, weight=None, lse_square_scale=0.0,
@@ -308,6 +333,26 @@ def test_accuracy_and_predicted_tokens_come_beside_the_loss(asked, reduction):
         assert asked[1] == (found.predicted_tokens is not None)
         if asked[1]:
             assert torch.equal(found.predicted_tokens, best.masked_fill(ignored, -1))
+
+
+def test_class_weights_and_biases_of_another_dtype_are_those_numbers():
+    """As of a loss in float32 beside weights of float64, or a head of bfloat16."""
+    x, head, labels = (t.detach() for t in _case())
+    for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 1e-3)):
+        weight = torch.linspace(0.25, 2.0, V).to(dtype)
+        x_, head_, bias = x.to(dtype), head.to(dtype), torch.randn(V)
+        logits = F.linear(x_.double(), head_.double(), bias.to(dtype).double())
+        truth = _loss_truth(logits, labels, "mean", weight=weight.double())
+        found = FUSED(weight.double(), return_predicted_tokens=True)(head_, x_, labels, bias)
+        assert found.loss.dtype == torch.float32
+        assert (found.loss - truth).abs() < limit * truth
+        predicted = logits.argmax(1).masked_fill(labels == -100, -1)
+        assert (found.predicted_tokens == predicted).float().mean() > 0.9
+        unweighted = CE(weight.double())(logits.float(), labels)
+        assert unweighted.dtype == torch.float32
+        assert (unweighted - truth).abs() < 1e-6 * truth
+    norm = liger.LigerRMSNorm(E, elementwise_affine=False)
+    assert norm(x.bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("weight", [None, torch.ones(V)])
@@ -396,6 +441,8 @@ REFUSED = {
     "fused softcap": (lambda: FUSED(softcap=-30.0), "softcap must be positive"),
     "z-loss": (lambda: CE(return_z_loss=True), "return_z_loss = True is not supported"),
     "fused z-loss": (lambda: FUSED(return_z_loss=True), "return_z_loss = True is not supported"),
+    "negative smoothing": (lambda: CE(label_smoothing=-0.1), "must be in 0..1, got -0.1"),
+    "a little too smooth": (lambda: CE(label_smoothing=1.01), "must be in 0..1, got 1.01"),
     "smoothing": (lambda: FUSED(label_smoothing=1.5), "label_smoothing must be in 0..1, got 1.5"),
     "flat sin": (
         lambda: liger.liger_rotary_pos_emb(
@@ -426,6 +473,11 @@ REFUSED = {
     "weights of other classes": (
         lambda: CE(torch.ones(V + 1))(torch.ones(3, V), torch.zeros(3, dtype=torch.int64)),
         "weight must be",
+    ),
+    "tables of other samples": (lambda: _rotary((3, 7, 8)), r"must be \[1 or 2, 7, 8\]"),
+    "too few tokens": (lambda: _rotary((1, 6, 8)), r"must be \[1 or 2, 7, 8\]"),
+    "other labels": (
+        lambda: CE()(torch.ones(3, V), torch.ones(2, dtype=torch.int64)), r"got \[3, 31\] and \[2\]"
     ),
     "dim": (lambda: _rotary((1, 7, 8), unsqueeze_dim=0), "unsqueeze_dim must be 1 or 2"),
     "half": (lambda: _rotary((1, 7, 4)), r"cos and sin must be \[1 or 2, 7, 8\]"),

@@ -2,15 +2,21 @@
 
 import itertools
 import json
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from warpweave.checkpoint import save_checkpoint
+from warpweave.config import PRESETS
 from warpweave.convert import from_hf, to_hf
-from warpweave.convert.families import read_config
-from warpweave.convert.fields import ConvertError
+from warpweave.convert.families import canonical, read_config, write_config
+from warpweave.convert.fields import ConvertError, read_json
+from warpweave.convert.source import check_same_model, open_model, read_model_config
 from warpweave.gpt import GPT
+from warpweave.kernels.rope import RopeScaling
 
 QWEN2 = {
     "model_type": "qwen2", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
@@ -98,3 +104,179 @@ def test_files_are_those_that_transformers_reads(tmp_path):
     save_file({**load_file(first), **load_file(second)}, second)
     with pytest.raises(ConvertError, match=f"is in {first.name} and in {second.name}"):
         from_hf(tmp_path / "old")
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer"])
+def test_a_number_of_layers_that_no_model_has_is_not_counted_to(name):
+    gpt2 = {"model_type": "gpt2", "vocab_size": 9, "n_positions": 8, "n_embd": 8, "n_head": 2}
+    one = gpt2 | {"n_layer": 1} if name == "n_layer" else QWEN2
+    assert read_config(one | {name: 10_000})[1].layers == 10_000
+    for many in (10_001, 10**30):
+        with pytest.raises(ConvertError, match=f"^{name} = {many} is no number of layers$"):
+            read_config(one | {name: many})
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_of_qwen_begin_with_layer_28_unless_it_is_said(family):
+    many = QWEN2 | {"model_type": family, "num_hidden_layers": 31, "use_sliding_window": True}
+    for said, first in (({}, 28), ({"max_window_layers": 30}, 30), ({"max_window_layers": 0}, 0)):
+        found = read_config(many | {"sliding_window": 6} | said)[1]
+        assert [found.window(i) for i in range(31)] == [None] * first + [6] * (31 - first)
+
+
+REFUSED = {
+    "heads of other widths": ("llama", {"hidden_size": 34, "head_dim": 8}, "34 does not divide"),
+    "gemma 2's": ("gemma2", {"hidden_size": 34, "head_dim": 8}, "34 does not divide"),
+    "gemma 3's": ("gemma3_text", {"hidden_size": 34, "head_dim": 8}, "34 does not divide"),
+    "a scaled phi": (
+        "phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "scaling of phi3 models",
+    ),
+    "a part of a head": ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    "too few kinds": ("qwen3", {"layer_types": ["full_attention"]}, "names 1 of 2 layers"),
+    "no window": (
+        "gemma2", {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]},
+        "None is not supported beside sliding_attention",
+    ),
+    "both ways": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional"),
+    "scores by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inv"),
+    "plain scores": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False"),
+}  # fmt: skip
+SIZES_OF_GPT2 = {"n_positions": 8, "n_embd": 8, "n_head": 2, "n_layer": 1}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_no_gpt_of_ours_is_is_refused_by_what_it_has(name):
+    family, odd, words = REFUSED[name]
+    plain = QWEN2 | {"model_type": family}
+    if family == "gpt2":
+        plain = {"vocab_size": 9, "model_type": "gpt2", **SIZES_OF_GPT2}
+    assert read_config(plain)[0] == family
+    with pytest.raises(ConvertError, match=words):
+        read_config(plain | odd)
+
+
+def test_kinds_of_layers_beyond_the_last_are_those_of_no_layer():
+    kinds = ["full_attention", "full_attention", "sliding_attention"]
+    found = read_config(QWEN2 | {"model_type": "gemma2", "layer_types": kinds})[1]
+    assert found.windows == ()
+    whole = {"sliding_window": None, "layer_types": kinds}
+    assert read_config(QWEN2 | {"model_type": "gemma2"} | whole)[1].windows == ()
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_bands_that_nobody_named_are_written_as_those_that_are_computed_with(kind):
+    own = RopeScaling(kind, 4.0, 16)
+    config = replace(PRESETS["toy-llama"], rope_scaling=own, rope_theta=90.0)
+    said = read_config(write_config(config, "llama")[1])[1].rope_scaling
+    assert said == canonical(config).rope_scaling
+    assert said.high is not None
+    plain = 90.0 ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
+    assert torch.equal(said.scale(plain, 90.0), own.scale(plain, 90.0))
+    assert said.multiplier == own.multiplier
+
+
+def test_what_is_not_there_is_called_a_model_of_the_hub_where_it_may_be_one(tmp_path):
+    for name, may in (("gpt2", True), ("owner/a-name.1", True), ("a/b/c", False), ("a b", False)):
+        with pytest.raises(ConvertError, match=f"^{name} does not exist") as caught:
+            read_json(Path(name) / "config.json")
+        assert (f"hf download {name} --local-dir" in str(caught.value)) is may
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConvertError, match=r"cannot read .*config.json: it holds no object$"):
+        read_json(tmp_path / "config.json")
+
+
+# ---------------------------------------------------------------- several files
+
+
+def _sizes(folder: Path) -> list[list[int]]:
+    files = sorted(folder.glob("*.safetensors"))
+    return [[t.nbytes for t in load_file(file).values()] for file in files]
+
+
+def test_a_file_holds_as_much_as_was_asked_for_and_not_a_byte_more(tmp_path):
+    gpt = GPT(read_config(QWEN2)[1], seed=0)
+    one_by_one = _sizes(to_hf(gpt, tmp_path / "each", shard_bytes=1))
+    assert all(len(file) == 1 for file in one_by_one)
+    first = sum(file[0] for file in one_by_one[:4])
+    assert len(_sizes(to_hf(gpt, tmp_path / "four", shard_bytes=first))[0]) == 4
+    assert len(_sizes(to_hf(gpt, tmp_path / "three", shard_bytes=first - 1))[0]) == 3
+
+
+def test_a_model_in_several_files_is_read_from_each_and_has_its_embeddings_dtype(tmp_path):
+    gpt = GPT(read_config(QWEN2)[1], seed=0)
+    folder = to_hf(gpt, tmp_path / "parts", shard_bytes=7000)
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    found = from_hf(folder)
+    assert found.dtype == torch.float32
+    for a, b in zip(found.load(GPT(found.config, seed=1)).parameters(), gpt.parameters()):
+        assert torch.equal(a, b)
+    name = "model.embed_tokens.weight"
+    weights = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    tensors = load_file(folder / weights[name])
+    save_file(tensors | {name: tensors[name].bfloat16()}, folder / weights[name])
+    mixed = from_hf(folder)
+    assert mixed.dtype == torch.bfloat16
+    record = GPT(found.config, device="meta").parameter_records()["final_norm.weight"]
+    (folder / weights["model.norm.weight"]).unlink()
+    with pytest.raises(ConvertError, match=rf"^cannot read model.norm.weight: {folder}/model-"):
+        mixed.tensor(record)
+    with pytest.raises(ConvertError, match=rf"^cannot read {folder}/model-.*: "):
+        from_hf(folder)
+
+
+@pytest.mark.parametrize("odd", [None, ["model.safetensors"], {"a": 1}, {"a": "../b", "c": "d"}])
+def test_an_index_that_names_no_files_is_refused(odd, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({} if odd is None else {"weight_map": odd}))
+    with pytest.raises(ConvertError, match=r"has no weight_map of names|which is no file of"):
+        from_hf(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "b", "c": "d/e"}}))
+    with pytest.raises(ConvertError, match="names 'd/e', which is no file of the folder"):
+        from_hf(tmp_path)
+
+
+BUFFERS = {
+    "gpt2": ("transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"),
+    "llama": ("model.layers.1.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
+}
+
+
+@pytest.mark.parametrize("family", BUFFERS)
+def test_buffers_that_older_versions_saved_are_no_parameters(family, tmp_path):
+    preset = PRESETS["toy" if family == "gpt2" else "toy-llama"]
+    config = replace(preset, layers=2, width=16, heads=2, hidden=24, vocab_size=31)
+    folder = to_hf(GPT(config, seed=0), tmp_path / "model")
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name: torch.ones(3) for name in BUFFERS[family]}, file)
+    assert from_hf(folder).config == read_model_config(folder)
+    save_file(load_file(file) | {BUFFERS[family][0] + "s": torch.ones(3)}, file)
+    with pytest.raises(ConvertError, match="is left over"):
+        from_hf(folder)
+
+
+# ---------------------------------------------------------------- what a model starts from
+
+
+def test_a_checkpoint_is_read_as_it_is_and_a_field_that_is_not_known_is_one_line(tmp_path):
+    config = replace(PRESETS["toy"], layers=2, width=16, heads=2, vocab_size=31, dropout=0.25)
+    gpt, fields = GPT(config, seed=0), asdict(config)
+    tensors = [(name, p.detach()) for name, p in gpt.named_parameters()]
+    folder = save_checkpoint(tmp_path / "checkpoints", 3, tensors, config=fields, state={})
+    for place in (folder, tmp_path):
+        assert read_model_config(place) == open_model(place).config == config
+        check_same_model(config, place)
+        more, fewer = replace(config, layers=3), replace(config, layers=1)
+        with pytest.raises(
+            ValueError, match=r"^blocks.2.attention_norm.weight is None in .* \(16,"
+        ):
+            check_same_model(more, place)
+        with pytest.raises(
+            ValueError, match=r"^blocks.1.attention_norm.weight is \(16,\) in .* None"
+        ):
+            check_same_model(fewer, place)
+    fields = {**fields, "flux": 1}
+    newer = save_checkpoint(tmp_path / "newer", 3, tensors, config=fields, state={})
+    for read in (read_model_config, open_model):
+        with pytest.raises(ConvertError, match=f"^{newer} holds no model that this version knows"):
+            read(newer)

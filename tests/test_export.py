@@ -16,7 +16,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from warpweave import export
 from warpweave.checkpoint import open_latest
 from warpweave.convert import ConvertError, from_hf, to_hf
-from warpweave.convert.beside import keep_origin, special_tokens, tokenizer_of
+from warpweave.convert.beside import (
+    card,
+    find_origin,
+    keep_origin,
+    special_tokens,
+    tokenizer_config,
+    tokenizer_of,
+)
 from warpweave.convert.source import find_tokenizer, read_stop_tokens
 from warpweave.data import ByteTokenizer, JsonTokenizer
 from warpweave.generate import Sampling, generate
@@ -125,6 +132,8 @@ ENDS = ["</s>", "<|endoftext|>"]
         (ENDS, {"eos_token": None}, 5, 5),
         (["</s>"], {}, 5, 5),
         (["</s>"], {"bos_token": "3"}, None, 99),
+        (["</s>"], {}, 0, 0),  # the first token
+        (["</s>"], {"eos_token": "0"}, None, 0),
         ([], {}, None, None),
     ],
 )
@@ -138,6 +147,78 @@ def test_what_ends_a_text_is_said_then_the_separator_then_called_so(
     ids = special_tokens(files, GPTConfig(256, 8, 1, 8, 2), separator)
     bos = 3 if "bos_token" in said else 98
     assert ids == {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None}
+
+
+CALLED = {
+    "bos": ("<s>", "<bos>", "<|begin_of_text|>", "[BOS]", "<|startoftext|>"),
+    "eos": ("</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>"),
+    "pad": ("<pad>", "[PAD]", "<|pad|>"),
+}
+
+
+@pytest.mark.parametrize("kind", CALLED)
+def test_a_special_token_is_known_by_each_of_its_names_and_a_word_is_none(kind):
+    for name in CALLED[kind]:
+        for special in (True, False):
+            words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+            (words.add_special_tokens if special else words.add_tokens)(["b", name])
+            files = {"tokenizer.json": words.to_str().encode()}
+            ids = special_tokens(files, GPTConfig(4, 8, 1, 8, 2), None)
+            wanted = dict.fromkeys(f"{each}_token_id" for each in CALLED)
+            assert ids == wanted | ({f"{kind}_token_id": 3} if special else {}), name
+
+
+def test_what_is_written_beside_the_weights_says_the_models_own_numbers(tmp_path):
+    config = GPTConfig(100, 48, 3, 32, 4)
+    files = {"tokenizer.json": _words(tmp_path / "tokenizer.json", "</s>").read_bytes()}
+    assert tokenizer_config(files, config, special_tokens(files, config, None)) == {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 48,
+        "clean_up_tokenization_spaces": False, "bos_token": "<s>", "eos_token": "</s>",
+    }  # fmt: skip
+    text = card("mine", config, "SomeModel", {"Data": "text", "Steps": "3"})
+    facts = [line for line in text.splitlines() if line.startswith("* ")]
+    assert facts[:3] == [
+        "* SomeModel: 3 layers of width 32, 4 heads, vocabulary 100, sequences of 48 tokens",
+        "* Data: text",
+        "* Steps: 3",
+    ]
+    for auto in ("AutoModelForCausalLM", "AutoTokenizer"):
+        assert f'{auto}.from_pretrained("mine")' in text
+    assert "# mine" in text.splitlines()
+
+
+def test_bytes_are_tokens_of_their_own_numbers_each_of_them():
+    files, _ = tokenizer_of("bytes", None, [])
+    level = Tokenizer.from_str(files["tokenizer.json"].decode())
+    text = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000, 0x101))))
+    assert set(text.encode()) == set(range(256)) - {0xC0, 0xC1, *range(0xF5, 256)}  # UTF-8's
+    assert level.encode(text).ids == list(text.encode())
+    assert level.decode(list(text.encode())) == text
+    vocabulary = level.get_vocab()
+    assert sorted(vocabulary.values()) == list(range(256))
+
+
+def test_an_origin_is_a_runs_only_wherever_one_stands(tmp_path, monkeypatch):
+    step = tmp_path / "run" / "checkpoints" / "step"
+    (tmp_path / "run" / "origin").mkdir(parents=True)
+    assert find_origin(tmp_path / "run") is None  # a folder that happens to have one
+    step.mkdir(parents=True)
+    origin = tmp_path / "run" / "origin"
+    assert find_origin(tmp_path / "run") == find_origin(step) == origin
+    assert find_origin(tmp_path) is None
+    for here, name in ((tmp_path, "run"), (step.parent, "step"), (step, ".")):
+        monkeypatch.chdir(here)
+        assert find_origin(Path(name)).samefile(origin)
+
+
+def test_nothing_of_an_earlier_beginning_stays_beside_another(source, tmp_path):
+    keep_origin(tmp_path / "run", source, None, "x", again=False)
+    kept = tmp_path / "run" / "origin"
+    assert {path.name for path in kept.iterdir()} == {
+        "config.json", "generation_config.json", *FILES,
+    }  # fmt: skip
+    keep_origin(tmp_path / "run", None, None, "bytes", again=False)
+    assert not list(kept.iterdir())
 
 
 def test_a_run_keeps_what_its_last_beginning_had(tmp_path):
