@@ -325,11 +325,11 @@ def _paddings(
     """More inputs, and which tokens are real: None for all."""
     parameters = inspect.signature(type(model).forward).parameters
     more: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
-    yield more, None
-    ids = inputs.get("input_ids")
+    decoder = model.config.is_encoder_decoder  # whose output is of no padded token
+    ids, given = inputs.get("input_ids"), inputs.get("attention_mask")
+    yield more, None if decoder or given is None else given.bool()
     padded = ids is not None and ids.ndim == 2 and ids.shape[1] > 2
-    if padded and "attention_mask" in parameters and "attention_mask" not in inputs:
+    if padded and "attention_mask" in parameters and given is None:
         mask = torch.ones_like(ids)
         mask[1:, :2] = 0
-        decoder = model.config.is_encoder_decoder  # whose output is of no padded token
         yield {**more, "attention_mask": mask}, None if decoder else mask.bool()
