@@ -1,0 +1,305 @@
+"""The fused loss of `warpweave.hf` one part at a time: which heads it takes and with which terms,
+how models call their loss function, and why a model keeps its own."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+transformers = pytest.importorskip("transformers", reason="an extra of its own")
+
+from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
+
+import warpweave.hf as ww  # noqa: E402
+from warpweave.hf import loss, seen  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+E, V = 6, 13
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (loss.LossForm(), ""),
+        (loss.LossForm(0.0625), ", logits * 0.0625"),
+        (loss.LossForm(1 / 3), ", logits * 0.333333"),
+        (loss.LossForm(softcap=30.0), ", softcap 30"),
+        (loss.LossForm(softcap=2.5), ", softcap 2.5"),
+    ],
+)
+def test_a_report_says_what_is_done_to_logits(form, said):
+    assert str(form) == f"linear_cross_entropy{said}"
+
+
+# ---------------------------------------------------------------- heads
+
+
+class Adapted(nn.Module):
+    """A head with several of LoRA's adapters, by peft's names: some active, each with a scale of
+    its own, one of them dropping."""
+
+    merged = disable_adapters = False
+
+    def __init__(self, *active: str, bias: bool = True, base: type = nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.active_adapters = base(E, V, bias), [*active]
+        ranks = {"a": 2, "b": 3, "c": 1}
+        self.lora_A = nn.ModuleDict({n: nn.Linear(E, r, bias=False) for n, r in ranks.items()})
+        self.lora_B = nn.ModuleDict({n: nn.Linear(r, V, bias=False) for n, r in ranks.items()})
+        drops = {"a": nn.Identity(), "b": nn.Dropout(0.5), "c": nn.Identity()}
+        self.lora_dropout = nn.ModuleDict(drops)
+        self.scaling, self.lora_variant = {"a": 0.7, "b": 2.0, "c": -1.5}, {}
+
+    def forward(self, x):
+        y = self.base_layer(x)
+        for n in self.active_adapters:
+            if n in self.lora_A:
+                y = y + self.lora_B[n](self.lora_A[n](self.lora_dropout[n](x))) * self.scaling[n]
+        return y
+
+
+def logits_of(head: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(by the terms, by the head), each with the same draws."""
+    terms = loss.head_terms(head)
+    torch.manual_seed(3)
+    wide, weight = terms(x)
+    torch.manual_seed(3)
+    return wide @ weight.T, head(x)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "active", [(), ("a",), ("b",), ("b", "a"), ("a", "c", "b"), ("elsewhere", "c")]
+)
+def test_the_terms_of_a_head_are_those_of_all_its_active_adapters(active, bias):
+    torch.manual_seed(0)
+    head, x = Adapted(*active, bias=bias).double(), draw(2, 3, E)
+    for training in (True, False):
+        ours, theirs = logits_of(head.train(training), x)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    ours, theirs = logits_of(nn.Linear(E, V, bias).double(), x)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def named(head: Adapted, **values) -> Adapted:
+    for name, value in values.items():
+        setattr(head, name, value)
+    return head
+
+
+def changed(head: Adapted, path: str, part: nn.Module) -> Adapted:
+    where, _, name = path.rpartition(".")
+    head.get_submodule(where).__setattr__(name, part)
+    return head
+
+
+def hooked(head: nn.Module, path: str = "") -> nn.Module:
+    head.get_submodule(path).register_forward_hook(lambda *_: None)
+    return head
+
+
+HEADS = {  # and whether its terms are known
+    "an adapter": (lambda: Adapted("a"), True),
+    "several": (lambda: Adapted("a", "b", "c"), True),
+    "an odd one that is not active": (lambda: named(Adapted("a"), lora_variant={"b": 1}), True),
+    "an odd one": (lambda: named(Adapted("a", "b"), lora_variant={"b": 1}), False),
+    "merged": (lambda: named(Adapted("a"), merged=True), False),
+    "disabled": (lambda: named(Adapted("a"), disable_adapters=True), False),
+    "a bias of A": (lambda: changed(Adapted("a"), "lora_A.a", nn.Linear(E, 2)), False),
+    "a bias of B": (lambda: changed(Adapted("a", "b"), "lora_B.b", nn.Linear(3, V)), False),
+    "another A": (lambda: changed(Adapted("b"), "lora_A.b", Doubled(E, 3, bias=False)), False),
+    "of one not active": (lambda: changed(Adapted("b"), "lora_A.a", Doubled(E, 2)), True),
+    "hooked": (lambda: hooked(Adapted("a")), False),
+    "a hooked base": (lambda: hooked(Adapted("a"), "base_layer"), False),
+    "a hooked B": (lambda: hooked(Adapted("a"), "lora_B.a"), False),
+    "a forward of its own": (lambda: named(Adapted("a"), forward=len), False),
+    "another base": (lambda: Adapted("a", base=Doubled), False),
+    "a linear layer": (lambda: nn.Linear(E, V), True),
+    "a hooked one": (lambda: hooked(nn.Linear(E, V)), False),
+    "a subclass": (lambda: Doubled(E, V), False),
+    "something else": (nn.Tanh, False),
+    "a wrapper": (lambda: nn.Sequential(nn.Linear(E, V)), False),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_is_fused_if_it_is_a_sum_of_products_and_nothing_more(name):
+    make, known = HEADS[name]
+    assert (loss.head_terms(make()) is not None) is known
+
+
+# ---------------------------------------------------------------- the loss function
+
+ORDER = ("num_items_in_batch", "ignore_index", "shift_labels")
+
+
+@pytest.mark.parametrize("placed", range(4))
+def test_a_loss_function_takes_its_options_by_place_and_by_name(placed):
+    head, x, labels = nn.Linear(E, V, bias=False).double(), draw(2, 5, E), torch.arange(10) % V
+    labels = labels.view(2, 5)
+    model = SimpleNamespace(get_output_embeddings=lambda: head)
+    shifted = labels.roll(2, 1)
+    for items, ignored, shift in itertools.product((None, 7, torch.tensor(3)), (-100, 4), (0, 1)):
+        values = (items, ignored, shifted if shift else None)
+        rest = dict(zip(ORDER[placed:], values[placed:]))
+        found = [
+            loss._loss_function(
+                model, loss.LossForm(), caught, logits, labels, V, *values[:placed], **rest
+            )
+            for caught, logits in (
+                ([x, head.weight], torch.empty(2, 5, V, device="meta")),
+                ([x, head.weight], head(x)),  # of which there are some
+                ([], head(x)),
+            )
+        ]
+        wanted = ForCausalLMLoss(head(x), labels, V, *values)
+        for each in found:
+            torch.testing.assert_close(each.float(), wanted.float(), rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match=f"head has {V} rows and the loss a vocabulary of {V + 1}"):
+        loss._loss_function(
+            model, loss.LossForm(), [x, head.weight], torch.empty(2, 5, V, device="meta"), labels,
+            V + 1,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------- models
+
+
+SIZES = {
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.3,
+}  # fmt: skip
+Llama = transformers.LlamaForCausalLM
+
+
+def make(kind: type = Llama) -> nn.Module:
+    torch.manual_seed(0)
+    model = kind(transformers.LlamaConfig(**SIZES))
+    model.set_attn_implementation("eager")
+    return model
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(31, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def quiet(model: nn.Module, **options) -> nn.Module:
+    return ww.apply(model, report=ww.Report(), **options)
+
+
+def test_labels_are_found_wherever_they_stand():
+    wanted = make().train()(ids(), labels=ids()).loss
+    out = quiet(make(), only="loss").train()(ids(), None, None, None, None, ids())
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, wanted)
+
+
+class Twice(Llama):
+    def forward(self, input_ids=None, labels=None, **rest):
+        super().forward(input_ids, **rest)
+        return super().forward(input_ids, labels=labels, **rest)
+
+
+class Shifted(Llama):
+    def forward(self, input_ids=None, labels=None, **rest):
+        out = super().forward(input_ids, labels=labels, **rest)
+        out.logits = out.logits + 1
+        return out
+
+
+class Unlabelled(Llama):
+    def forward(self, input_ids=None, **rest):
+        return super().forward(input_ids, **rest)
+
+
+class Failing(Llama):
+    def forward(self, input_ids=None, labels=None, **rest):
+        if labels is not None:
+            raise RuntimeError("no labels\nof mine")
+        return super().forward(input_ids, **rest)
+
+
+class Own(Llama):
+    def forward(self, input_ids=None, labels=None, **rest):
+        out = super().forward(input_ids, labels=labels, **rest)
+        if labels is not None:
+            out.loss = out.logits.square().mean()
+        return out
+
+
+class Reading(Llama):
+    def forward(self, input_ids=None, labels=None, **rest):
+        out = super().forward(input_ids, labels=labels, **rest)
+        if labels is not None:
+            out.loss = out.loss + 0 * out.logits.max().item()
+        return out
+
+
+def masked() -> nn.Module:
+    model = make()
+    model.loss_type = "ForMaskedLM"
+    return model
+
+
+def with_head(head: nn.Module | None) -> nn.Module:
+    model = make()
+    model.lm_head = head
+    return model
+
+
+KEPT = {
+    "two forwards": (lambda: make(Twice), "its forward does not make logits of its head once"),
+    "other logits": (lambda: make(Shifted), "its logits are not its head's output"),
+    "no labels": (lambda: make(Unlabelled), "its forward takes no labels"),
+    "no forward": (lambda: make(Failing), "does not run on its dummy inputs: no labels of mine"),
+    "a loss of its own": (lambda: make(Own), "its loss is not made by its loss_function"),
+    "reads logits": (lambda: make(Reading), "its forward needs the logits: "),
+    "masked": (masked, "its loss is not that of a causal language model"),
+    "a head": (lambda: with_head(Doubled(16, 31)), "its head is no plain linear layer"),
+    "a wrapped one": (
+        lambda: with_head(nn.Sequential(nn.Linear(16, 31))), "its head is no plain linear layer",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_why_a_model_keeps_its_loss_is_said_and_it_is_as_it_was(name):
+    make_model, why = KEPT[name]
+    model = make_model().eval()
+    before = {n: dict(vars(m)) for n, m in model.named_modules()}
+    report = ww.Report()
+    ww.apply(model, only=("norm", "loss"), report=report)
+    (entry,) = report.kept("loss")
+    assert entry.why.startswith(why)
+    assert "\n" not in entry.why
+    assert (entry.name, entry.module) == ("", type(model).__name__)
+    assert not report.replaced("loss")
+    assert not any(map(seen.has_hooks, model.modules()))
+    ww.revert(model)
+    assert {n: vars(m) for n, m in model.named_modules()} == before
+
+
+def test_the_mean_of_no_label_is_no_nan_whatever_takes_its_place():
+    x, weight = draw(1, 4, E), draw(V, E, seed=1)
+    labels = torch.full((1, 4), 5)
+    for ignored, items in ((5, None), (-100, 4), (5, 4)):
+        found = loss.fused_loss(x, weight, labels, loss.LossForm(), items, ignored)
+        logits = (x @ weight.T)[0, :3]
+        wanted = F.cross_entropy(logits, labels[0, 1:], ignore_index=ignored, reduction="sum")
+        torch.testing.assert_close(found, wanted / (items or 1))
