@@ -353,7 +353,8 @@ def test_a_model_that_no_family_can_be_is_refused(config, kind):
 
 
 @pytest.mark.parametrize(
-    ("preset", "other"), [("toy", {"norm_bias": True}), ("toy-llama", {"norm_bias": False})]
+    ("preset", "other"),
+    [("toy", {"norm_bias": True}), ("toy-llama", {"norm_bias": False}), ("toy", {"dropout": 0.1})],
 )
 def test_an_option_that_says_what_holds_anyhow_changes_no_conversion(preset, other):
     config = PRESETS[preset]

@@ -1,0 +1,223 @@
+"""What attention of `warpweave.hf` refuses and draws, and the masks that only a GPU makes: one
+query, whose keys are found without reading a number."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+transformers = pytest.importorskip("transformers", reason="an extra of its own")
+
+from transformers.utils import output_capturing  # noqa: E402
+
+from warpweave.hf import attention, mask  # noqa: E402
+from warpweave.hf.patch import ours_always  # noqa: E402
+
+functions = transformers.masking_utils
+B, HEADS, KV, D, DV = 3, 4, 2, 6, 5
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def inputs(queries: int = 8, keys: int = 8) -> list[torch.Tensor]:
+    return [draw(B, HEADS, queries, D), draw(B, KV, keys, D, seed=1), draw(B, KV, keys, DV, seed=2)]
+
+
+def attend(*qkv: torch.Tensor, **options) -> torch.Tensor:
+    return attention.attention_forward(nn.Tanh(), *qkv, options.pop("mask", None), **options)[0]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "cache")
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_the_kernel_has_no_word_for_is_refused_by_name(name):
+    wanted = attend(*inputs())
+    assert torch.equal(attend(*inputs(), **{name: None}), wanted)
+    for value in (torch.zeros(1), 0, False):  # whatever it is
+        with pytest.raises(ValueError, match=f"^Tanh: warpweave attention has no {name}$"):
+            attend(*inputs(), **{name: value})
+
+
+def test_all_that_is_not_had_is_named_at_once_and_what_means_nothing_is_not():
+    more = {"output_attentions": False, "position_ids": torch.arange(8), "use_cache": True}
+    assert torch.equal(attend(*inputs(), **more, sliding_window=2), attend(*inputs()))
+    asked = dict.fromkeys(UNKNOWN, 1) | {"output_attentions": True}
+    with pytest.raises(ValueError, match=rf"has no {', '.join(UNKNOWN)}, output_attentions \("):
+        attend(*inputs(), **asked)
+
+
+@pytest.mark.parametrize("name", ["attentions", "cross_attentions", "hidden_states"])
+def test_weights_that_a_forward_collects_are_refused_too(name):
+    token = output_capturing._active_collector.set({name: []})
+    try:
+        if name == "hidden_states":
+            attend(*inputs())
+            return
+        with pytest.raises(ValueError, match="has no output_attentions"):
+            attend(*inputs())
+    finally:
+        output_capturing._active_collector.reset(token)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(8, 7), (7, 8), (1, 8), (8, 9)])
+@pytest.mark.parametrize("always", [True, False])
+def test_a_mask_of_other_sizes_than_the_call_is_refused_with_both(queries, keys, always):
+    padded = torch.ones(B, 8, dtype=torch.bool)
+    padded[0, :2] = False
+    made = mask.make_mask(B, 8, 8, attention_mask=padded)
+    words = (
+        f"Tanh: warpweave attention got {queries} queries and {keys} keys, but a mask of 8 and 8"
+    )
+    with pytest.raises(ValueError, match=f"^{words}$"), torch.set_grad_enabled(always):
+        attend(*inputs(queries, keys), mask=made)
+    made = mask.make_mask(B, 3, 8, 5, attention_mask=padded)
+    with pytest.raises(ValueError, match="got 8 queries and 8 keys, but a mask of 3 and 8"):
+        attend(*inputs(), mask=made)
+    assert attend(*inputs(3, 8), mask=made).shape == (B, 3, HEADS, DV)
+
+
+# ---------------------------------------------------------------- dropout, and who watches
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_dropout_is_drawn_from_torchs_generator_and_nothing_is_without_it(grad):
+    with torch.set_grad_enabled(grad):
+        torch.manual_seed(3)
+        state = torch.get_rng_state()
+        whole = attend(*inputs())
+        assert torch.equal(torch.get_rng_state(), state)
+        dropped = attend(*inputs(), dropout=0.5)
+        assert not torch.equal(torch.get_rng_state(), state)
+        other = attend(*inputs(), dropout=0.5)
+        torch.manual_seed(3)
+        assert torch.equal(attend(*inputs(), dropout=0.5), dropped)
+        assert (dropped - whole).abs().mean() > 0.05
+        assert not torch.equal(dropped, other)
+        mean = sum(attend(*inputs(), dropout=0.25) for _ in range(150)) / 150
+        assert (mean - whole).abs().mean() < 0.06
+
+
+def test_who_watches_is_given_heads_as_the_kernel_has_them():
+    (q, k, v), heard, sinks = inputs(), [], draw(HEADS, seed=5)
+    module = nn.Tanh()
+    for given in (sinks, None):
+        with (
+            ours_always(),
+            attention.watched(module, lambda *each: heard.append(each)),
+            torch.enable_grad(),
+        ):
+            o, _ = attention.attention_forward(module, q, k, v, None, s_aux=given, softcap=2.0)
+        who, *seen, of = heard.pop()
+        assert who is module
+        assert of is given
+        for x, y in zip(seen, (q, k, v), strict=False):
+            assert torch.equal(x, y.transpose(1, 2))
+        assert seen[3] is o
+    assert not heard
+
+
+# ---------------------------------------------------------------- the mask of one query
+
+
+PACKED = torch.tensor([[0] * 9, [0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 2, 3, 3, 3, 3, 4]])
+ONE = {
+    "causal": functions.causal_mask_function,
+    "window": functions.sliding_window_causal_mask_function(3),
+    "wide": functions.sliding_window_causal_mask_function(20),
+    "both sides": functions.sliding_window_bidirectional_mask_function(2),
+    "all": functions.bidirectional_mask_function,
+    "chunks": functions.chunked_causal_mask_function(4, torch.tensor([0, 3, 1])),
+    "packed": functions.and_masks(
+        functions.packed_sequence_mask_function(PACKED), functions.causal_mask_function
+    ),
+}
+RUNS = ((0, 9), (2, 7), (3, 4))  # of keys: where they begin, how many
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_the_keys_that_one_query_sees_are_found_on_the_device(name):
+    for (first, keys), number, hides in itertools.product(RUNS, range(9), (False, True)):
+        if not first <= number < first + keys:  # its own key is there
+            continue
+        hidden = None
+        if hides:
+            hidden = torch.ones(B, 9, dtype=torch.bool)
+            hidden[1, :2] = hidden[2, : number + 1] = hidden[0, 8:] = False
+        how = {"batch_size": B, "q_length": 1, "kv_length": keys, "q_offset": number}
+        how |= {"kv_offset": first, "mask_function": ONE[name], "attention_mask": hidden}
+        wanted = functions.sdpa_mask(**how, allow_is_causal_skip=False)
+        like = torch.empty(()).expand(B, 1, 1, keys)
+        for at in (number, torch.tensor(number)):
+            made = mask._mask_of_one(ONE[name], hidden, at, first, like)
+            assert (made.shape, made.dtype) == (like.shape, like.dtype)
+            assert made.isnan().all()
+            found = made.visible.written_out(torch.device("cpu"))
+            assert torch.equal(found, wanted.expand_as(found)), (first, keys, number, hides)
+
+
+def test_padding_in_the_middle_of_what_one_query_sees_is_an_assertion():
+    hidden = torch.ones(B, 9, dtype=torch.bool)
+    hidden[1, 4] = False
+    like = torch.empty(()).expand(B, 1, 1, 9)
+    with pytest.raises(RuntimeError, match="takes padding at the ends of a sample"):
+        mask._mask_of_one(ONE["causal"], hidden, 8, 0, like)
+    mask._mask_of_one(ONE["causal"], hidden, 3, 0, like)  # it is behind the query
+    mask._mask_of_one(ONE["window"], hidden, 7, 0, like)  # in front of its window
+
+
+# ---------------------------------------------------------------- masks that are handed on
+
+
+def test_a_mask_is_as_large_as_what_it_is_made_for_wherever_queries_begin():
+    """None only where rows are positions and all up to its own are seen."""
+    for q_offset, kv_offset, queries, keys in (
+        (0, 0, 4, 4),
+        (4, 4, 4, 4),
+        (4, 0, 4, 8),
+        (2, 0, 4, 8),
+    ):
+        made = mask.make_mask(2, queries, keys, q_offset, kv_offset)
+        wanted = functions.sdpa_mask(
+            2, queries, keys, q_offset, kv_offset, allow_is_causal_skip=False
+        )
+        if made is None:
+            assert (q_offset, queries) == (kv_offset, keys)
+            continue
+        assert made.shape == (2, 1, queries, keys)
+        assert torch.equal(made.visible.written_out(torch.device("cpu")).expand_as(wanted), wanted)
+
+
+def test_chunks_of_packed_documents_begin_where_padding_ends():
+    positions = torch.tensor([[*range(5), *range(8)], [*range(13)]])
+    padding = torch.tensor([0, 2])
+    apart = functions.packed_sequence_compatibility_function(
+        functions.chunked_causal_mask_function(3, padding), positions,
+        functions.find_packed_sequence_indices(positions),
+    )  # fmt: skip
+    how = {"batch_size": 2, "q_length": 13, "kv_length": 13, "mask_function": apart}
+    made = mask.make_mask(**how)
+    wanted = functions.sdpa_mask(**how, allow_is_causal_skip=False)
+    assert torch.equal(made.visible.written_out(torch.device("cpu")), wanted)
+
+
+def test_masks_compose_in_any_order():
+    causal, window = functions.causal_mask_function, functions.sliding_window_overlay(3)
+    documents = functions.packed_sequence_mask_function(PACKED)
+    padded = F.pad(torch.ones(B, 7, dtype=torch.bool), (2, 0))
+    for parts in itertools.permutations((causal, window, documents)):
+        how = {"batch_size": B, "q_length": 9, "kv_length": 9, "attention_mask": padded,
+               "mask_function": functions.and_masks(*parts)}  # fmt: skip
+        made = mask.make_mask(**how)
+        wanted = functions.sdpa_mask(**how, allow_is_causal_skip=False)
+        assert torch.equal(made.visible.written_out(torch.device("cpu")), wanted)
