@@ -188,6 +188,33 @@ def _more_arguments(rank: int, mesh) -> tuple[str, bool]:
     x = torch.arange(12.0).view(1, 4, 3).chunk(2, 1)[rank]
     same = torch.equal(module(x, 2.0, plus=1.0), x * 2 + 1)
     return "more arguments of a module on a sequence", same
+    found["told"] = [_told(*case) for case in TOLD]
+    return found
+
+
+TOLD = (
+    ("llama", {"tp": 2}, {}), ("llama", {"cp": 2}, {}), ("gpt2", {"tp": 2}, {}),
+    ("llama", {"tp": 2}, {"hidden_act": "tanh"}), ("gemma3", {"tp": 2}, {}),
+)  # fmt: skip
+
+
+def _told(family: str, sizes: dict, more: dict) -> tuple:
+    """What a model over two ranks is said to be and to know, what it computes, and its hooks at its
+    calls: one compares the first one's inputs only."""
+    from warpweave.parallel.mesh import Mesh
+
+    model, report = perturbed(family, **more), ww.Report()
+    ww.apply(model, mesh=Mesh(**sizes).connect(), report=report)
+    said = {e.name: (e.module, e.replaced, e.why) for e in report.entries if e.kind == "parallel"}
+    told = model._tp_size, tuple(model.config.distributed_config)
+    hooks = [len(model._forward_pre_hooks)]
+    with torch.no_grad():
+        for _ in range(2):
+            model(batch()["input_ids"])
+            hooks.append(len(model._forward_pre_hooks))
+    numbers = computed(model)
+    ww.revert(model)
+    return said, told, hooks, numbers, vars(model.config).get("distributed_config")
 
 
 def _layouts(mesh) -> list[str | None]:
@@ -383,7 +410,41 @@ def test_kernels_go_into_a_model_that_a_tp_plan_cut(two, folder):
         assert_all_close(found, computed(model))
 
 
-# ---------------------------------------------------------------- 3. what cannot be
+# ---------------------------------------------------------------- 3. apply, over a mesh
+
+
+def _said(family: str, sizes: dict, more: dict) -> dict:
+    """What the report should say of each module that ranks share, or cannot."""
+    kind = {"llama": "Llama", "gpt2": "GPT2", "gemma3": "Gemma3"}[family]
+    columns, said = (1, 1) if family == "gpt2" else (3, 2), {}
+    names = ("attn", "mlp") if family == "gpt2" else ("self_attn", "mlp")
+    base, layers = ("transformer", "h") if family == "gpt2" else ("model", "layers")
+    for layer in range(LAYERS):
+        ways = (f"{n} columns and a row over 2" if "tp" in sizes else "tokens" for n in columns)
+        for name, suffix, how in zip(names, ("Attention", "MLP"), ways):
+            said[f"{base}.{layers}.{layer}.{name}"] = f"{kind}{suffix}", True, how
+        if "hidden_act" in more:
+            why = "its activation is none of ours"
+            said[f"{base}.{layers}.{layer}.mlp"] = f"{kind}MLP", False, why
+    if "tp" in sizes and family != "gemma3":  # whose embedding does more than look up
+        embedding = f"{base}.wte" if family == "gpt2" else f"{base}.embed_tokens"
+        said[embedding] = "Embedding", True, "embedding, rows over tp"
+        said["lm_head"] = "Linear", True, "head, rows over tp"
+    return said
+
+
+def test_a_model_over_ranks_says_what_each_module_shares_and_compares_inputs_once(two):
+    for rank in two:
+        for (family, sizes, more), found in zip(TOLD, rank["told"], strict=True):
+            said, told, hooks, numbers, left = found
+            assert said == _said(family, sizes, more)
+            assert told == (2, (2, 1, "cpu", 1, 1, 1))
+            assert hooks == [hooks[0], hooks[0] - 1, hooks[0] - 1]
+            assert_all_close(numbers, computed(perturbed(family, **more)))
+            assert left is None
+
+
+# ---------------------------------------------------------------- 4. what cannot be
 
 
 def test_what_a_style_cannot_do_is_one_line(two):

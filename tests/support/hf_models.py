@@ -33,6 +33,9 @@ def make(family: str, **more) -> nn.Module:
         return transformers.Gemma2ForCausalLM(
             transformers.Gemma2Config(**options | caps | {"head_dim": 8, "bos_token_id": None})
         )
+    if family == "gemma3":  # a scaled embedding, which the head shares
+        own = {"head_dim": 8, "sliding_window": 5, "bos_token_id": None, "query_pre_attn_scalar": 8}
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**options | own))
     if family == "starcoder2":
         more = {"residual_dropout": 0.0, "embedding_dropout": 0.0, "bos_token_id": None}
         return transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**options | more))

@@ -1,0 +1,231 @@
+"""Plans of transformers' models in the words of `warpweave.hf.styles`, also of made-up models whose
+modules and words are of every kind; and what a spread model is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers", reason="an extra of its own")
+pytest.importorskip("transformers.distributed.tensor_parallel", reason="transformers >= 5.23")
+
+from threads import on_mesh  # noqa: E402
+from transformers.distributed import DistributedConfig  # noqa: E402
+
+import warpweave.hf as ww  # noqa: E402
+from warpweave.hf import plan, structure, styles  # noqa: E402
+from warpweave.hf.options import HeadVocabulary, Spread  # noqa: E402
+from warpweave.parallel.mesh import Mesh  # noqa: E402
+
+SIZES = {
+    "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+
+
+class Layer(nn.Module):
+    """Attention of three columns, a feed-forward layer of one, a norm, and what is asked for."""
+
+    def __init__(self, **more: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2)
+        self.attn = nn.ModuleDict({n: nn.Linear(2, 2) for n in ("q", "k", "v", "o")})
+        self.mlp = nn.ModuleDict({n: nn.Linear(2, 2) for n in ("up", "down")})
+        for name, module in more.items():
+            self.attn[name] = module
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 2, **more: nn.Module) -> None:
+        super().__init__()
+        self.base = nn.Module()
+        self.base.embed = nn.Embedding(4, 2)
+        self.base.layers = nn.ModuleList([Layer(**more) for _ in range(layers)])
+        self.head = nn.Linear(2, 4)
+        self.tp_plan = {
+            "base.embed": "embedding_rowwise", "head": "colwise_gather_output",
+            **{f"base.layers.*.attn.{n}": "colwise" for n in "qkv"},
+            "base.layers.*.attn.o": "rowwise", "base.layers.*.mlp.up": "colwise",
+            "base.layers.*.mlp.down": "rowwise",
+        }  # fmt: skip
+
+
+def wanted(sequence: bool, ending: str) -> dict[str, str]:
+    cut = "warpweave_sequence_" if sequence else "warpweave_"
+    return {
+        "base.embed": "warpweave_embedding_rowwise",
+        "head": f"warpweave_gather_colwise{ending}",
+        "base.layers.*.attn": f"{cut}input",
+        **{f"base.layers.*.attn.{n}": "warpweave_inside_colwise" for n in "qkv"},
+        "base.layers.*.attn.o": f"{cut}rowwise{ending}",
+        "base.layers.*.mlp.up": f"{cut}colwise{ending}",
+        "base.layers.*.mlp.down": f"{cut}rowwise{ending}",
+        **({"base.layers": "warpweave_sequence"} if sequence else {}),
+    }
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("ending", ["", "_none", "_chunked"])
+@pytest.mark.parametrize("layers", [1, 9, 12, 101])
+def test_a_plan_is_said_in_words_that_are_registered_of_any_number_of_layers(
+    sequence, ending, layers
+):
+    found = styles._words(Model(layers), sequence, ending)
+    assert found == wanted(sequence, ending)
+    assert set(found.values()) <= set(styles.ALL_PARALLEL_STYLES._global_mapping)
+
+
+def test_a_word_of_transformers_means_the_same_by_its_older_name():
+    model = Model()
+    model.tp_plan["head"] = "colwise_rep"
+    assert styles._words(model, False, "") == wanted(False, "")
+    model.tp_plan["base.layers.*.attn.q_norm"] = "replicated_with_grad_allreduce"
+    for layer in model.base.layers:
+        layer.attn["q_norm"] = nn.LayerNorm(2)
+    said = {"base.layers.*.attn.q_norm": "warpweave_replicated"}
+    for sequence in (False, True):
+        assert styles._words(model, sequence, "") == wanted(sequence, "") | said
+
+
+OTHERS = {  # one more word, of a module or a parameter that there is or not, and what is said of it
+    "a column outside": ("head", "colwise", "head: colwise has no counterpart", True),
+    "a row outside": ("base.embed", "rowwise", "base.embed: rowwise has no counterpart", True),
+    "experts' own": ("base.layers.*.mlp.experts", "moe_tp_experts", "has no counterpart", False),
+    "a parameter": ("base.layers.*.mlp.w", "colwise", "w: a parameter has no counterpart", False),
+    "packed": ("base.layers.*.mlp.w", "packed_colwise", "packed_colwise has no counte", False),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_word_that_is_not_ours_stays_transformers_unless_tokens_are_cut(name):
+    module, word, words, always = OTHERS[name]
+    model = Model()
+    model.tp_plan[module] = word
+    with pytest.raises(ValueError, match=words):
+        styles._words(model, True, "")
+    if always:
+        with pytest.raises(ValueError, match=words):
+            styles._words(model, False, "")
+    else:
+        assert styles._words(model, False, "") == wanted(False, "")
+
+
+def test_what_is_in_a_module_that_is_cut_must_be_in_its_plan():
+    model = Model(q_norm=nn.LayerNorm(2))
+    with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: in a module that is cut,"):
+        styles._words(model, False, "")
+    assert styles._words(Model(drop=nn.Dropout()), False, "") == wanted(False, "")
+    for empty in ({}, None):
+        model.tp_plan = empty
+        with pytest.raises(ValueError, match=r"^Model has no tp_plan: use warpweave.hf.apply"):
+            styles._words(model, False, "")
+
+
+def test_layers_whose_own_parameters_see_some_of_the_tokens_are_refused():
+    layers = Model(3).base.layers
+    assert len(styles._without_style(layers)) == 3 * (1 + 4 + 2)
+    layers[1].attn["q"]._is_hooked = layers[2].norm._is_hooked = True
+    found = styles._without_style(layers)
+    assert len(found) == 3 * 7 - 2
+    assert layers[1].attn["q"] not in found
+    layers[2].scale = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=r"^Layer: a layer with parameters of its own$"):
+        styles._without_style(layers)
+    layers[2]._is_hooked = True
+    assert len(styles._without_style(layers)) == 3 * 7 - 2
+
+
+CONFIGS = {
+    "starcoder2": transformers.Starcoder2Config(**SIZES, num_hidden_layers=11),
+    "phi3": transformers.Phi3Config(**SIZES, num_hidden_layers=2),
+}
+
+
+@pytest.mark.parametrize("overlap", ["none", "bulk", "chunked"])
+def test_a_model_of_single_columns_or_of_gathered_ones_is_planned(overlap):
+    end = {"none": "_none", "bulk": "", "chunked": "_chunked"}[overlap]
+    how, layer = DistributedConfig(tp_size=2), "model.layers.*."
+    outside = {"lm_head": f"warpweave_gather_colwise{end}",
+               "model.embed_tokens": "warpweave_embedding_rowwise"}  # fmt: skip
+    found = ww.planned(how, CONFIGS["starcoder2"], overlap=overlap).tp_plan
+    assert found == outside | {
+        f"{layer}self_attn": "warpweave_input",
+        **{f"{layer}self_attn.{n}": "warpweave_inside_colwise" for n in ATTENTION},
+        f"{layer}self_attn.o_proj": f"warpweave_rowwise{end}",
+        f"{layer}mlp.c_fc": f"warpweave_colwise{end}",
+        f"{layer}mlp.c_proj": f"warpweave_rowwise{end}",
+    }
+    found = ww.planned(how, CONFIGS["phi3"], overlap=overlap).tp_plan
+    gathered = ("self_attn.qkv_proj", "mlp.gate_up_proj")
+    wanted = outside | dict.fromkeys(
+        [layer + n for n in gathered], f"warpweave_gather_colwise{end}"
+    )
+    assert found == wanted
+    mine = {"lm_head": "colwise_gather_output", "more": "rowwise"}
+    own = DistributedConfig(tp_size=2, tp_plan=mine)
+    assert ww.planned(own, CONFIGS["phi3"], overlap=overlap).tp_plan == wanted | mine
+    auto = DistributedConfig(tp_size=2, tp_plan="auto")
+    assert ww.planned(auto, CONFIGS["phi3"], overlap=overlap).tp_plan == wanted
+    assert how.tp_plan is None  # what was given is as it was
+    cut = DistributedConfig(tp_size=2, enable_sequence_parallel=True)
+    with pytest.raises(ValueError, match="rowwise_split_input has no counterpart"):
+        ww.planned(cut, CONFIGS["phi3"], overlap=overlap)
+
+
+# ---------------------------------------------------------------- what a spread model is told
+
+
+def test_linear_layers_are_given_a_workspace_only_where_their_overlap_needs_one():
+    mesh = SimpleNamespace(workspace=lambda axis: f"workspace of {axis}")
+    for overlap in ("none", "bulk", "chunked", "fused"):
+        workspace = "workspace of tp" if overlap == "fused" else None
+        options = Spread(mesh, overlap=overlap).options
+        assert options == {"overlap": overlap, "workspace": workspace}
+
+
+def _rows(mesh) -> None:
+    for size in (5, 6, 7):
+        vocabulary = HeadVocabulary(size, True, Spread(mesh))
+        whole, at = torch.arange(1.0, 2 * size + 1).view(size, 2), mesh.index("tp")
+        each = -(-size // mesh.size("tp"))
+        full = torch.cat((whole, torch.zeros(each * mesh.size("tp") - size, 2)))
+        own = full[at * each : (at + 1) * each]
+        assert torch.equal(vocabulary.own_rows(whole), own)
+        assert torch.equal(vocabulary.padded(whole[at * each : (at + 1) * each]), own)
+        assert vocabulary.group is mesh.group("tp")
+        assert vocabulary._replace(cut=False).group is None
+        for other in (size - 1, size + 1, each):
+            with pytest.raises(ValueError, match=f"^{other} rows beside a head of {size} that is"):
+                vocabulary.own_rows(torch.ones(other, 2))
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_rank_has_its_rows_of_a_vocabulary_and_zeros_where_the_last_has_none(tp):
+    on_mesh(Mesh(tp=tp), _rows)
+
+
+def test_a_part_is_as_wide_as_its_narrowest_column_and_takes_its_input_once_if_shared():
+    up, gate, down = nn.Linear(4, 12), nn.Linear(4, 6), nn.Linear(6, 4)
+    for kind, columns, width, once in (
+        ("mlp", {up: 1}, 12, False), ("mlp", {up: 2}, 6, False), ("mlp", {up: 1, gate: 1}, 6, True),
+        ("attention", {up: 3}, 4, True), ("attention", {gate: 1, up: 3}, 4, True),
+    ):  # fmt: skip
+        part = structure.CutPart(kind, nn.Tanh(), columns, down)
+        assert (part.width, part.takes_once) == (width, once)
+
+
+def test_hidden_states_of_other_dims_are_whole_or_refused_by_name():
+    whole = plan.Tokens(None, None, sequence_parallel=False)
+    cut = plan.Tokens(None, None, sequence_parallel=True, always=True)
+    for ndim in (2, 3, 4):
+        x = torch.ones((2,) * ndim)
+        assert whole.dim(nn.Tanh(), x) is None
+        if ndim == 3:
+            assert cut.dim(nn.Tanh(), x) == 1
+            continue
+        with pytest.raises(ValueError, match=rf"^Tanh: x\[2(, 2)+\] has {ndim} dims, and a sequ"):
+            cut.dim(nn.Tanh(), x)
