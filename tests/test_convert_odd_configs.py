@@ -4,6 +4,7 @@ import itertools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from warpweave.convert import from_hf, to_hf
 from warpweave.convert.families import canonical, read_config, write_config
 from warpweave.convert.fields import ConvertError, read_json
 from warpweave.convert.source import check_same_model, open_model, read_model_config
+from warpweave.convert.write import _write_files
 from warpweave.gpt import GPT
 from warpweave.kernels.rope import RopeScaling
 
@@ -200,6 +202,29 @@ def test_a_file_holds_as_much_as_was_asked_for_and_not_a_byte_more(tmp_path):
     first = sum(file[0] for file in one_by_one[:4])
     assert len(_sizes(to_hf(gpt, tmp_path / "four", shard_bytes=first))[0]) == 4
     assert len(_sizes(to_hf(gpt, tmp_path / "three", shard_bytes=first - 1))[0]) == 3
+
+
+def test_a_rank_with_a_full_disk_draws_its_tensors_to_the_end_and_says_what_happened(tmp_path):
+    """Which may be gathered from ranks that would wait otherwise."""
+    drawn: list[str] = []
+
+    def tensors():
+        for n in range(6):
+            drawn.append(name := f"t{n}")
+            yield name, torch.ones(4)
+
+    for failing in range(3):
+        errors = [None] * failing + [OSError(28, "No space left")] + [None] * 9
+        drawn.clear()
+        with mock.patch("warpweave.convert.write.save_file", side_effect=errors):
+            found = _write_files(tmp_path, 0, tensors(), None, 32)
+        assert drawn == [f"t{n}" for n in range(6)]
+        assert found.keys() == {"error"}
+        assert "No space left" in found["error"]
+    found = _write_files(tmp_path, 3, tensors(), torch.float16, 16)
+    files = {f"rank00003-{n:05d}": {f"t{2 * n}": 8, f"t{2 * n + 1}": 8} for n in range(3)}
+    assert found == {"files": files, "dtype": "float16"}
+    assert _write_files(tmp_path, 1, iter(()), None, 16) == {"files": {}, "dtype": None}
 
 
 def test_a_model_in_several_files_is_read_from_each_and_has_its_embeddings_dtype(tmp_path):

@@ -50,7 +50,7 @@ def _run(folder: Path, **options):
         folder, options.pop("init_from", None), overrides=SMALL, model="toy", **options
     )
     trainer = _trainer(config)
-    trainer.step = 3
+    trainer.step = 30
     _save(trainer)
     return config.out
 
@@ -115,7 +115,7 @@ def test_a_run_is_exported_with_its_own_tokenizer(kind, request, tmp_path, capfd
     assert result["files"] == sorted(result["files"])
     assert set(result["files"]) == {path.name for path in (tmp_path / "out").iterdir()}
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "* Data: text\n* Steps: 3 (192 tokens)\n" in card
+    assert "* Data: text\n* Steps: 30 (1,920 tokens)\n" in card
     assert str(run.parent) not in card
 
 

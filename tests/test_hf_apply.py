@@ -151,6 +151,33 @@ def test_an_attention_that_makes_something_else_is_put_back_and_the_rest_stays(m
     assert made.config._attn_implementation == "eager"
 
 
+class Broken(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, **rest):
+        raise ValueError("not\n  me")
+
+
+def without_layers() -> nn.Module:
+    made = llama()
+    del made.model.layers[:]
+    return made
+
+
+KEPT = {
+    "its forward fails": (lambda: llama(Broken), "does not run on its dummy inputs: not me"),
+    "no attention": (without_layers, "no module called it"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_why_an_attention_stays_is_said(name):
+    make, why = KEPT[name]
+    outer = nn.ModuleDict({"inner": make()})
+    kept = report_of(outer, only=["norm", "attention"]).kept("attention")
+    assert [(e.name, e.why) for e in kept] == [("inner", why)]
+    assert outer["inner"].config._attn_implementation == "eager"
+    assert str(ww.Report()) == ""
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
 def test_whatever_ends_apply_leaves_the_model_as_it_was(error, monkeypatch):
     made = llama()

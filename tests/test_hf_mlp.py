@@ -297,9 +297,21 @@ def test_the_class_of_a_module_and_of_those_below_counts(monkeypatch):
 
 
 def test_what_libraries_note_on_a_module_changes_nothing():
+    """Also where a note was there before, and is another one then, or gone."""
+    notes = ("_is_hf_initialized", "_hf_hook", "_hf_more", "_old_forward", "_is_hooked")
+    for name in notes:
+        for at in ("", "bypassed", "bypassed.0"):
+            module = Holder()
+            part = module.get_submodule(at)
+            setattr(part, name, 1)
+            seen.look(module, ("called",))
+            setattr(part, name, 2)
+            assert not seen.changed(module), (name, at)
+            delattr(part, name)
+            assert not seen.changed(module), (name, at)
     module = looked()
     for part in (module, module.bypassed, module.bypassed[0]):
-        for name in ("_is_hf_initialized", "_hf_hook", "_hf_more", "_old_forward", "_is_hooked"):
+        for name in notes:
             setattr(part, name, 1)
     assert not seen.changed(module)
     module.bypassed.train(False)  # a mode is none of it

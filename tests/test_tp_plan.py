@@ -16,7 +16,7 @@ from threads import on_mesh  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
 
 import warpweave.hf as ww  # noqa: E402
-from warpweave.hf import plan, structure, styles  # noqa: E402
+from warpweave.hf import parallel, plan, structure, styles  # noqa: E402
 from warpweave.hf.options import HeadVocabulary, Spread  # noqa: E402
 from warpweave.parallel.mesh import Mesh  # noqa: E402
 
@@ -229,3 +229,51 @@ def test_hidden_states_of_other_dims_are_whole_or_refused_by_name():
             continue
         with pytest.raises(ValueError, match=rf"^Tanh: x\[2(, 2)+\] has {ndim} dims, and a sequ"):
             cut.dim(nn.Tanh(), x)
+
+
+def test_the_layers_are_the_list_each_of_which_holds_attention_and_that_holds_all_of_it():
+    def block(n: int) -> nn.Module:
+        return nn.ModuleDict({f"attn{i}": nn.Tanh() for i in range(n)} | {"mlp": nn.ReLU()})
+
+    def found(model: nn.Module) -> list[nn.Module]:
+        calling = [m for m in model.modules() if isinstance(m, nn.Tanh)]
+        mlps = [m for m in model.modules() if isinstance(m, nn.ReLU)]
+        parts = [structure.CutPart("attention", m, {}, m) for m in calling]
+        parts += [structure.CutPart("mlp", m, {}, m) for m in mlps]
+        return parallel._layers(model, parts)
+
+    layers = nn.ModuleList([block(1), block(2), block(1)])
+    experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    for others in ({}, {"empty": nn.ModuleList()}, {"experts": experts}):
+        model = nn.ModuleDict({**others, "layers": layers})
+        assert found(model) == list(layers)
+    assert found(nn.ModuleDict({"all": nn.ModuleList([layers])})) == [layers]  # the outer one
+    for apart in (
+        {"layers": layers, "more": nn.ModuleList([block(1)])},  # an encoder and a decoder
+        {"layers": nn.ModuleList([block(1), block(0)])},
+        {"layers": nn.ModuleList([block(1)]), "attn": nn.Tanh()},
+        {"attn": nn.Tanh()},
+    ):
+        with pytest.raises(ValueError, match="ModuleDict: no list of layers holds all of its att"):
+            found(nn.ModuleDict(apart))
+
+
+def test_a_model_whose_attention_is_not_ours_is_not_cut():
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_hidden_layers=1))
+    inputs = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=r"^LlamaForCausalLM: no attention of warpweave to cut"):
+        structure.find_parts(model, inputs, 2)
+    ww.apply(model, report=ww.Report())
+    parts, kept = structure.find_parts(model, inputs, 2)
+    assert [part.kind for part in parts] == ["attention", "mlp"]
+    assert not kept
+    model.config.hidden_act = "tanh"
+    model.model.layers[0].mlp.act_fn = nn.Tanh()
+    parts, kept = structure.find_parts(model, inputs, 2)
+    assert [part.kind for part in parts] == ["attention"]
+    assert kept == {"model.layers.0.mlp": "its activation is none of ours"}
+    assert [part.kind for part in structure.find_parts(model, inputs, 1)[0]] == ["attention"]
+    with pytest.raises(
+        ValueError, match=r"layers.0.self_attn: 2 query heads do not divide by tp ="
+    ):
+        structure.find_parts(model, inputs, 3)
