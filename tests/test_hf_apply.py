@@ -119,6 +119,17 @@ def test_every_reason_is_given_once_where_nothing_is_replaced():
     assert str(no.value).partition(": ")[2] == "; ".join(wanted)
 
 
+@pytest.mark.parametrize("kind", ww.KINDS)
+def test_a_report_is_of_the_kinds_that_were_asked_for(kind):
+    """And of rotations, which are looked at with the attention."""
+    beside = {"rotary"} if kind == "attention" else set()
+    assert {e.kind for e in report_of(llama(), only=kind).entries} == {kind} | beside
+    made = nn.ModuleDict({"norm": nn.LayerNorm(4), "tanh": nn.Tanh()})
+    only = {"norm", kind}
+    wanted = only - {"mlp"}  # of which there is none
+    assert {e.kind for e in report_of(made, only=only).entries} == wanted
+
+
 def test_a_model_with_a_single_parameter_that_is_not_loaded_is_refused():
     made = nn.ModuleList([nn.LayerNorm(4), nn.LayerNorm(4, device="meta"), nn.LayerNorm(4)])
     with pytest.raises(ValueError, match="ModuleList has parameters on the meta device: load it"):

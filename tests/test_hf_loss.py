@@ -295,6 +295,47 @@ def test_why_a_model_keeps_its_loss_is_said_and_it_is_as_it_was(name):
     assert {n: vars(m) for n, m in model.named_modules()} == before
 
 
+class Minded(Llama):
+    """Reads more of its configuration, and of one within it."""
+
+    def forward(self, input_ids=None, labels=None, **rest):
+        config = self.config
+        _ = config.factor, config.inner.factor, config.inner.vocab_size, config.inner.use_cache
+        _ = config.vocab_size, config.output_more, config.inner.output_more, self.config.use_cache
+        return super().forward(input_ids, labels=labels, **rest)
+
+
+def test_numbers_that_a_forward_may_compute_with_are_watched_and_what_it_hands_on_is_not():
+    model = make(Minded)
+    more = {"factor": 1.0, "output_more": False, "vocab_size": 31, "use_cache": True}
+    model.config.inner = transformers.PretrainedConfig()
+    for name, value in more.items():
+        setattr(model.config, name, value)
+        setattr(model.config.inner, name, value)
+    numbers = {"times": 3, "ratio": 0.5, "pair": (1, 2), "flag": True}
+    others = {"word": "a", "things": [1], "call": len, "_own": 5, "output_own": 1}
+    for name, value in (numbers | others).items():
+        setattr(model, name, value)
+    form = loss.find_loss_form(model, {"input_ids": ids()})
+    assert isinstance(form, loss.LossForm), form
+    assert {*others, "model", "lm_head", "vocab_size"} <= {*form.live}
+    assert not {*numbers} & {*form.live}
+    assert {("factor",), ("inner", "factor")} <= {path for path, _ in form.fields}
+    assert not {path[-1] for path, _ in form.fields} & (more.keys() - {"factor"})
+    loss.install(model, form)
+    config, inner = model.config, model.config.inner
+    for holder, name in [*((model, n) for n in numbers), (config, "factor"), (inner, "factor")]:
+        before = getattr(holder, name)
+        setattr(holder, name, (7, 7))
+        assert seen.changed(model), name
+        setattr(holder, name, before)
+    handed_on = (config, "output_more"), (inner, "use_cache"), (inner, "output_more")
+    for holder, name in [*((model, n) for n in others), *handed_on]:
+        setattr(holder, name, 7)
+    config.use_cache = False
+    assert not seen.changed(model)
+
+
 def test_the_mean_of_no_label_is_no_nan_whatever_takes_its_place():
     x, weight = draw(1, 4, E), draw(V, E, seed=1)
     labels = torch.full((1, 4), 5)
