@@ -440,6 +440,22 @@ def test_another_tokenizer_than_the_trainings_is_never_exported(words_run, bytes
     assert not (tmp_path / "out").exists()
 
 
+def test_what_stands_beside_a_tokenizer_that_is_given_is_carried_along(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    _words(mine / "tokenizer.json", "</s>")
+    gpt = GPT(GPTConfig(128, 8, 1, 8, 2))
+    alone = to_hf(gpt, tmp_path / "alone", tokenizer=mine / "tokenizer.json")
+    made = json.loads((alone / "tokenizer_config.json").read_text())
+    assert (made["eos_token"], made["model_max_length"]) == ("</s>", 8)
+    (mine / "tokenizer_config.json").write_text('{"eos_token": "7", "own": 1}')
+    out = to_hf(gpt, tmp_path / "out", tokenizer=mine / "tokenizer.json")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (mine / name).read_bytes()
+    assert from_hf(out).fields["eos_token_id"] == 7
+    assert read_stop_tokens(out) == (7,)
+
+
 def test_a_run_that_began_with_a_model_of_transformers_goes_back_as_that(tmp_path):
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -467,6 +483,10 @@ def test_a_run_that_began_with_a_model_of_transformers_goes_back_as_that(tmp_pat
         "generation_config.json",
     ):
         assert (back / name).read_bytes() == (source / name).read_bytes()
+    # A folder that is given goes before what the run began with.
+    like = to_hf(config.out, tmp_path / "like")
+    (like / "config.json").write_text(json.dumps(from_hf(like).fields | {"more": 1}))
+    assert from_hf(to_hf(config.out, tmp_path / "third", like=like)).fields["more"] == 1
     # Another tokenizer than the model's, and a run that goes on from the run.
     own = _words(tmp_path / "own.json", "</s>")
     second = dataclasses.replace(

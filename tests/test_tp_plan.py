@@ -213,6 +213,7 @@ def test_a_part_is_as_wide_as_its_narrowest_column_and_takes_its_input_once_if_s
     for kind, columns, width, once in (
         ("mlp", {up: 1}, 12, False), ("mlp", {up: 2}, 6, False), ("mlp", {up: 1, gate: 1}, 6, True),
         ("attention", {up: 3}, 4, True), ("attention", {gate: 1, up: 3}, 4, True),
+        ("attention", {transformers.pytorch_utils.Conv1D(18, 4): 3}, 6, True),
     ):  # fmt: skip
         part = structure.CutPart(kind, nn.Tanh(), columns, down)
         assert (part.width, part.takes_once) == (width, once)
