@@ -118,6 +118,10 @@ def test_what_is_in_a_module_that_is_cut_must_be_in_its_plan():
     model = Model(q_norm=nn.LayerNorm(2))
     with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: in a module that is cut,"):
         styles._words(model, False, "")
+    many = Model(12)
+    many.base.layers[11].attn["q_norm"] = nn.LayerNorm(2)  # in a single layer of many
+    with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: in a module that is cut,"):
+        styles._words(many, False, "")
     assert styles._words(Model(drop=nn.Dropout()), False, "") == wanted(False, "")
     for empty in ({}, None):
         model.tp_plan = empty
