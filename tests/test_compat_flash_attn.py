@@ -424,6 +424,10 @@ REFUSED = {
         lambda: _cached(**NEW, **TABLE | {"rotary_sin": torch.ones(1, 2)}, cache_seqlens=0),
         "rotary_cos and rotary_sin must have one shape",
     ),
+    "narrow sines": (
+        lambda: _cached(**NEW, **TABLE | {"rotary_sin": torch.ones(3, 1)}, cache_seqlens=0),
+        r"rotary_cos and rotary_sin must have one shape, got \[3, 2\] and \[3, 1\]",
+    ),
     "half a row": (lambda: _cached(cache_seqlens=torch.full((B,), 2.5)), "must be 2 numbers in"),
     "rotates nothing": (lambda: _cached(**TABLE), "rotary_cos needs k and v"),
     "short table": (
