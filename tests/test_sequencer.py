@@ -1,0 +1,317 @@
+"""Server 0 with a script in place of its workers and a clock that the script sets: what it answers,
+what it tells the other server, whom it drops and when, and what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from warpweave.parallel.data.optimizer import SGD
+from warpweave.parallel.server import server
+from warpweave.parallel.server.server import Notes, Server, ServerPlan
+from warpweave.parallel.server.shard import Shard, digest, spread
+from warpweave.parallel.shard import ParamRecord
+
+RECORDS = [ParamRecord("big", (4,)), ParamRecord("small", (3,))]
+DIGEST = digest(RECORDS, torch.float32)
+LONG = 10.0  # seconds of the timeout
+ASYNC: dict[str, Any] = {"staleness": None, "joint": False}
+
+
+def hello(visitor: int, worker: int | None = None, digest: str = DIGEST) -> dict[str, Any]:
+    return {"op": "hello", "visitor": visitor, "worker": worker, "digest": digest}
+
+
+def pull(visitor: int) -> dict[str, Any]:
+    return {"op": "pull", "visitor": visitor}
+
+
+def push(visitor: int, count: int = 2, loss: float = 0.5) -> dict[str, Any]:
+    return {"op": "push", "visitor": visitor, "count": count, "loss": loss}
+
+
+def done(visitor: int) -> dict[str, Any]:
+    return {"op": "done", "visitor": visitor}
+
+
+class _Run(Notes):
+    """A run of server 0: `letters` are (mailbox, header) in their order; a step of the script is a
+    header that comes, or seconds in which nothing does. After it the run is stopped.
+
+    ``broken`` has what fails, such as ("join", 3) with visitor 3; gradients are all `value`.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        plan: ServerPlan,
+        script: Sequence[Any],
+        workers: Sequence[int] = (),
+        state: dict[str, Any] | None = None,
+        broken: Sequence[tuple[str, int]] = (),
+        value: float = 1.0,
+    ) -> None:
+        self.letters: list[tuple[str, dict[str, Any]]] = []
+        self.lines: list[str] = []
+        self.saved: list[tuple[float, dict[str, Any]]] = []
+        self.updates: list[tuple[int, list[tuple[int, int]]]] = []
+        self.now, run, steps = 1000.0, self, iter(script)
+
+        class Box:
+            def __init__(self, store: Any, name: str) -> None:
+                self.name = name
+
+            def put(self, **header: Any) -> None:
+                run.letters.append((self.name, header))
+
+            def take(self, wait: float) -> dict[str, Any] | None:
+                step = next(steps, {"op": "stop"})
+                if isinstance(step, dict):
+                    return step
+                run.now += step
+                return None
+
+        class Link:
+            def __init__(self, store: Any, name: str, side: int, timeout: float) -> None:
+                self.visitor = int(name.split("/")[1]) if "visitor" in name else 0
+                self.fail("join")
+
+            def fail(self, kind: str) -> None:
+                if (kind, self.visitor) in broken:
+                    raise RuntimeError(kind)
+
+            def send(self, x: torch.Tensor) -> Any:
+                self.fail("pull")
+                return SimpleNamespace(wait=lambda: None)
+
+            def receive(self, x: torch.Tensor) -> None:
+                self.fail("push")
+                x.fill_(value if self.visitor else 0.0)
+
+        monkeypatch.setattr(server, "Mailbox", Box)
+        monkeypatch.setattr(server, "Pair", Link)
+        monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: run.now))
+        part = spread(RECORDS, plan.servers)[0]
+        shard = Shard(part, lambda r: torch.zeros(r.shape), SGD(0.0))
+        self.server = Server(
+            dist.HashStore(), 0, plan, shard, records=RECORDS, lr=lambda clock: 1.0, notes=self
+        )
+        self.stopped = self.server.serve(workers, state)
+
+    def update(self, version, lr, norm, terms):
+        self.updates.append((version, [(t.worker, t.clock) for t in terms]))
+
+    def save(self, state: dict[str, Any], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        assert [name for name, _ in tensors][: len(RECORDS)]
+        self.saved.append((self.now, state))
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def answers(self, op: str, *fields: str) -> list[tuple[Any, ...]]:
+        """(visitor, fields of the header) of the letters to workers that are an `op`."""
+        return [
+            (int(box.split("/")[1]), *(header[name] for name in fields))
+            for box, header in self.letters
+            if box.startswith("visitor/") and header["op"] == op
+        ]
+
+    @property
+    def events(self) -> list[tuple[Any, ...]]:
+        """(op, worker or workers) of what server 1 was told."""
+        told = [header for box, header in self.letters if box == "server/1"]
+        return [(h["op"], h.get("worker", h.get("workers"))) for h in told]
+
+
+def _lost(run: _Run) -> list[tuple[Any, ...]]:
+    """(worker, clock, why) of the lines about those that were lost."""
+    found = []
+    for line in run.lines:
+        head, _, why = line.partition(": ")
+        if " is lost at clock " in head:
+            worker, clock = head.removeprefix("worker ").split(" is lost at clock ")
+            found.append((int(worker), int(clock), why))
+    return found
+
+
+# ---------------------------------------------------------------- who comes
+
+
+def test_nobody_has_the_number_of_another_or_of_one_that_was_lost(monkeypatch):
+    script = [
+        hello(1, 1),  # as expected
+        hello(2, 1),  # which is there already
+        hello(3),
+        hello(4, 7),  # which nobody ever had
+        hello(5),
+        {"op": "lost", "worker": 1},
+        hello(6, 1),
+        hello(7, 0),  # expected, and not too late
+    ]
+    run = _Run(monkeypatch, ServerPlan(timeout=LONG, **ASYNC), script, workers=[0, 1])
+    given = [(1, 1), (2, 2), (3, 3), (4, 7), (5, 8), (6, 9), (7, 0)]
+    assert run.answers("welcome", "worker") == given
+    assert [line for line in run.lines if "joins" in line] == [
+        f"worker {worker} joins at clock 0" for _, worker in given
+    ]
+    assert run.answers("gone", "why") == [(1, "its process ended")]
+
+
+def test_who_comes_is_told_its_clock_of_the_checkpoint_and_a_new_one_the_lowest(monkeypatch):
+    state = {"clocks": {"0": 5, "1": 3, "4": 6}, "version": 14, "following": 6, "floor": 3}
+    script = [hello(1, 4), hello(2, 0), hello(3), hello(4, 5), hello(5, 1)]
+    run = _Run(monkeypatch, ServerPlan(timeout=LONG, **ASYNC), script, [0, 1, 4], state)
+    found = run.answers("welcome", "worker", "clock")
+    assert found == [(1, 4, 6), (2, 0, 5), (3, 6, 3), (4, 7, 3), (5, 1, 3)]
+    assert not run.saved, "nothing is new since the checkpoint"
+
+
+def test_a_model_that_is_another_is_named_by_both_digests(monkeypatch):
+    other = digest(RECORDS, torch.float64)
+    run = _Run(monkeypatch, ServerPlan(timeout=LONG), [hello(3, 0, other)], workers=[0])
+    ((visitor, why),) = run.answers("refused", "why")
+    assert visitor == 3
+    assert why.endswith(f"have digest {other[:12]}, the servers' {DIGEST[:12]}")
+    assert not run.answers("welcome")
+
+
+# ---------------------------------------------------------------- who goes
+
+
+def test_only_who_is_to_do_something_is_late_and_only_after_the_timeout(monkeypatch):
+    """Worker 0 waits for worker 1, which hangs, and then hangs itself; worker 2 never comes."""
+    script = [
+        hello(1, 0), hello(2, 1), pull(1), pull(2), push(1), pull(1),
+        LONG, 0.25, LONG - 0.25, 0.5,
+    ]  # fmt: skip
+    run = _Run(monkeypatch, ServerPlan(timeout=LONG), script, workers=[0, 1, 2])
+    why = "no word from it for 10 s: it died or hangs"
+    assert _lost(run) == [(2, 0, why), (1, 0, why), (0, 1, why)]
+    assert run.answers("gone", "why") == [(2, why), (1, why)]
+    assert run.updates == [(1, [(0, 0)])]
+    for seconds, lost in ((LONG, 0), (LONG + 0.25, 2)):  # at the edge it is not late yet
+        run = _Run(monkeypatch, ServerPlan(timeout=LONG), [*script[:6], seconds], [0, 1, 2])
+        assert len(_lost(run)) == lost
+    for pause in (script[:2], script[:4], [*script[:4], push(1), push(2)]):
+        for seconds, lost in ((LONG, 0), (LONG + 0.25, 2)):
+            run = _Run(monkeypatch, ServerPlan(timeout=LONG), [*pause, seconds], [0, 1])
+            assert len(_lost(run)) == lost, pause
+
+
+REASONS = {
+    "join": "it did not connect",
+    "pull": "its connection failed",
+    "push": "its gradient did not arrive",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_a_link_that_breaks_loses_its_worker_alone(kind, monkeypatch):
+    script = [hello(1), hello(2), pull(1), pull(2), push(1), push(2), pull(2)]
+    plan = ServerPlan(timeout=LONG, **ASYNC)
+    run = _Run(monkeypatch, plan, script, broken=[(kind, 1)])
+    assert _lost(run) == [(0, 0, REASONS[kind])]
+    assert run.answers("gone", "why")[0] == (1, REASONS[kind])
+    assert run.updates == [(1, [(1, 0)])]
+    assert run.answers("granted", "version")[-2:] == [(2, 0), (2, 1)]
+
+
+def test_the_other_servers_word_and_what_a_worker_may_not_do(monkeypatch):
+    start = [hello(1), hello(2), pull(1)]
+    plan = ServerPlan(2, timeout=LONG, **ASYNC)
+    run = _Run(monkeypatch, plan, [*start, {"op": "failed", "visitor": 1}])
+    assert _lost(run) == [(0, 0, "its connection to a server failed")]
+    run = _Run(monkeypatch, plan, [*start, pull(1)])
+    assert _lost(run) == [(0, 0, "it pulls again without a gradient of what it pulled")]
+    words = "this worker was lost before"
+    late = [
+        pull(1),
+        push(1),
+        done(1),
+        {"op": "leave", "visitor": 1},
+        {"op": "failed", "visitor": 1},
+    ]
+    run = _Run(monkeypatch, plan, [*start, {"op": "lost", "worker": 0}, *late])
+    assert run.answers("gone", "why") == [(1, "its process ended"), *[(1, words)] * 3]
+    run = _Run(monkeypatch, plan, [*start, *[{"op": "lost", "worker": w} for w in (2, 0, 0)]])
+    assert _lost(run) == [(0, 0, "its process ended")], "nobody else was there"
+
+
+def test_what_a_worker_asks_while_its_gradient_is_on_its_way_waits_for_it(monkeypatch):
+    """Until server 1 has it, too; what was staged of a worker that goes before is discarded."""
+    plan = ServerPlan(2, timeout=LONG, **ASYNC)
+    taken = {"op": "taken", "visitor": 1, "server": 1}
+    script = [hello(1), hello(2), pull(1), push(1), pull(1), pull(2), taken, push(1), taken]
+    run = _Run(monkeypatch, plan, script)
+    assert run.events == [
+        ("join", 0), ("join", 1), ("pull", 0), ("take", 0), ("pull", 1), ("update", [0]),
+        ("pull", 0), ("take", 0), ("update", [0]), ("save", None), ("stop", None),
+    ]  # fmt: skip
+    assert run.updates == [(1, [(0, 0)]), (2, [(0, 1)])]
+    assert run.answers("granted", "version") == [(1, 0), (2, 0), (1, 1)]
+    for more, discard in ([], True), ([taken], False):
+        run = _Run(monkeypatch, plan, [*script[:4], *more, {"op": "lost", "worker": 0}])
+        (left,) = (h for box, h in run.letters if box == "server/1" and h["op"] == "leave")
+        assert left["discard"] == discard
+        assert len(run.updates) == len(more)
+
+
+def test_grants_are_in_the_order_of_asking(monkeypatch):
+    """Synchronous: who asked first for the next version has it first."""
+    script = [hello(1), hello(2), hello(3), pull(1), pull(2), pull(3)]
+    script += [push(3), pull(3), push(1), pull(1), push(2), pull(2)]
+    run = _Run(monkeypatch, ServerPlan(timeout=LONG), script)
+    every = [(1, 0), (2, 0), (3, 0), (3, 1), (1, 1), (2, 1)]
+    assert run.answers("granted", "version") == every
+    assert run.updates == [(1, [(0, 0), (1, 0), (2, 0)])]
+
+
+# ---------------------------------------------------------------- how it ends
+
+
+def test_a_run_ends_when_the_last_worker_goes_by_itself_and_not_when_it_is_lost(monkeypatch):
+    plan = ServerPlan(timeout=LONG)
+    for last in (done(2), {"op": "leave", "visitor": 2}):
+        run = _Run(monkeypatch, plan, [hello(1), hello(2), {"op": "lost", "worker": 0}, last])
+        assert not run.stopped
+        assert run.answers("over") == ([(2,)] if last["op"] == "done" else [])
+        assert [state["version"] for _, state in run.saved] == [0], "a run without an update, too"
+    lost = [hello(1), hello(2), done(1), {"op": "lost", "worker": 1}]
+    run = _Run(monkeypatch, plan, [*lost, LONG, hello(3)])
+    assert run.stopped, "somebody came in time"
+    assert run.answers("over") == [(1,), (3,)]
+    with pytest.raises(TimeoutError, match=r"^no worker is left after update 0$"):
+        _Run(monkeypatch, plan, [*lost, LONG, 0.25, hello(3)])
+
+
+def test_every_worker_of_a_gradient_that_is_not_finite_is_named(monkeypatch):
+    script = [hello(1), hello(2), pull(1), pull(2), push(2), push(1)]
+    words = "^worker 0 at clock 0, worker 1 at clock 0: the norm of a gradient is inf$"
+    with pytest.raises(FloatingPointError, match=words):
+        _Run(monkeypatch, ServerPlan(timeout=LONG), script, value=float("inf"))
+
+
+def _steps(*pauses: float) -> list[Any]:
+    """One worker's updates, each after so many seconds."""
+    return [hello(1), *(step for seconds in pauses for step in (pull(1), seconds, push(1)))]
+
+
+def test_checkpoints_are_so_many_updates_or_minutes_apart(monkeypatch):
+    def versions(script: list[Any], **changes: Any) -> list[tuple[float, int]]:
+        run = _Run(monkeypatch, ServerPlan(timeout=1e4, **changes), script)
+        return [(when - 1000.0, state["version"]) for when, state in run.saved]
+
+    even = _steps(*[1.0] * 7)
+    assert versions(even) == [(7, 7)], "at the end"
+    assert versions(even, save_every=3) == [(3, 3), (6, 6), (7, 7)]
+    assert versions(even, save_every=7) == [(7, 7)], "not twice"
+    late = _steps(119.75, 0.25, 100, 20.0, 5.0, 115.5)
+    assert versions(late, save_minutes=2.0) == [(120, 2), (240, 4), (360.5, 6)]
+    assert versions(late, save_minutes=2.0, save_every=3) == [
+        (120, 2), (220, 3), (360.5, 6),
+    ]  # fmt: skip
