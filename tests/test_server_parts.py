@@ -114,7 +114,7 @@ def test_as_many_servers_as_parameters_and_no_fewer_than_one() -> None:
     records = [ParamRecord(f"p{n}", (n,)) for n in range(3)]
     assert [len(part) for part in spread(records, 3)] == [1, 1, 1]
     for servers in (4, 0, -1):
-        with pytest.raises(ValueError, match=f"^{servers} servers cannot share 3 parameters$"):
+        with pytest.raises(ValueError, match=rf"^{servers} servers cannot share 3 parameters$"):
             spread(records, servers)
 
 
@@ -128,7 +128,7 @@ def test_the_norm_is_of_the_mean_gradient_and_clips_what_is_above_it(count: int)
         factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
         assert scale == pytest.approx(factor / count, rel=1e-14), clip
     for bad in (math.nan, math.inf):
-        with pytest.raises(FloatingPointError, match=f"^the norm of a gradient is {bad}$"):
+        with pytest.raises(FloatingPointError, match=rf"^the norm of a gradient is {bad}$"):
             norm_and_scale([*squares, torch.tensor(bad).double()], count, None)
 
 
@@ -188,7 +188,7 @@ def test_a_gradient_is_of_all_micro_batches_and_of_the_weights_that_are_given() 
 
 
 def _replayed(*terms: tuple[int, int, int], versions: tuple[int, ...] = ()) -> float:
-    """What one weight is after updates of one term each: (worker, clock, version that it pulled)."""
+    """One weight after updates of one term each: (worker, clock, version that it pulled)."""
     shard = Shard([ParamRecord("w", (1,))], lambda r: torch.zeros(1), SGD(0.0), torch.float64)
     log = [
         {"version": version, "lr": 0.1, "terms": [
@@ -216,12 +216,12 @@ def test_a_replay_computes_at_the_version_that_was_pulled() -> None:
 
 
 def test_a_log_that_no_run_could_write_is_refused() -> None:
-    with pytest.raises(ValueError, match="^update 2 applies a gradient of version 5$"):
+    with pytest.raises(ValueError, match=r"^update 2 applies a gradient of version 5$"):
         _replayed((0, 0, 0), (1, 3, 5), (0, 1, 1))
-    with pytest.raises(ValueError, match="^update 1 applies a gradient of version 1$"):
+    with pytest.raises(ValueError, match=r"^update 1 applies a gradient of version 1$"):
         _replayed((0, 0, 1))
     for versions, number, found in (((2, 3), 1, 2), ((1, 1), 2, 1), ((1, 3), 2, 3), ((0, 1), 1, 0)):
-        words = f"^update {number} of the log has version {found}$"
+        words = rf"^update {number} of the log has version {found}$"
         with pytest.raises(ValueError, match=words):
             _replayed((0, 0, 0), (1, 0, 0), versions=versions)
     assert log_of(iter([{"version": 1}, {"version": 2}])) == [{"version": 1}, {"version": 2}]
@@ -235,7 +235,7 @@ def test_numbers_of_workers_are_given_once() -> None:
     assert [clocks.join(), clocks.join(6), clocks.join(2), clocks.join()] == [0, 6, 2, 7]
     assert clocks.following == 8
     for worker in (6, 0):
-        with pytest.raises(ValueError, match=f"^worker {worker} takes part already$"):
+        with pytest.raises(ValueError, match=rf"^worker {worker} takes part already$"):
             clocks.join(worker)
     clocks.leave(6)
     assert (clocks.join(6), clocks.following) == (6, 8)

@@ -1,0 +1,428 @@
+"""The parts of a unit and of its optimizers, each alone: rules element by element, versions of the
+parameters, when replicas meet, who orthogonalises what, and what does not go together."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from refused import check, rows
+from threads import on_mesh
+from torch import nn
+
+from warpweave.parallel.data import ordered
+from warpweave.parallel.data.batch_norm import is_recomputing, recomputing, sync_batch_norm
+from warpweave.parallel.data.muon import WholeMatrices, _cost
+from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale, Muon, NAdamW, Piece
+from warpweave.parallel.data.ordered import exact_sum
+from warpweave.parallel.data.outer import GLOBAL, MOMENTUM, OuterOptimizer, OuterRule
+from warpweave.parallel.data.reduce import end_to_end
+from warpweave.parallel.data.unit import Unit, make_unit, version_age
+from warpweave.parallel.data.zero import ZeroOptimizer
+from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.parallel.shard import Cut, ParamRecord
+
+NAN = float("nan")
+F64 = torch.float64
+
+
+def _unit(
+    mesh: ConnectedMesh, *shapes: tuple[int, ...], zero: int = 0, dtype: torch.dtype = F64
+) -> Unit:
+    """Parameters p0, p1, ... of zeros."""
+    params = [
+        (ParamRecord(f"p{n}", shape), nn.Parameter(torch.zeros(shape, dtype=dtype)))
+        for n, shape in enumerate(shapes)
+    ]
+    return make_unit("u", params, mesh, zero=zero)
+
+
+# ---------------------------------------------------------------- rules
+
+
+def _adamw(rule: Any, w, g, m, v, t: int, lr: float, decay: bool) -> torch.Tensor:
+    """The weights after update t; m and v are written."""
+    b1, b2 = rule.betas
+    m.mul_(b1).add_((1 - b1) * g)
+    v.mul_(b2).add_((1 - b2) * g * g)
+    first = m / (1 - b1**t)
+    if isinstance(rule, NAdamW):
+        first = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
+    step = first / ((v / (1 - b2**t)).sqrt() + rule.eps)
+    return w * (1 - lr * rule.weight_decay * decay) - lr * step
+
+
+def _sgd(rule: SGD, w, g, b, _, t: int, lr: float, decay: bool) -> torch.Tensor:
+    b.mul_(rule.momentum).add_(g + rule.weight_decay * decay * w)
+    return w - lr * b
+
+
+def _muon_direction(rule: Muon, w, g, m, v, t: int, lr: float, decay: bool) -> torch.Tensor:
+    return w * (1 - lr * rule.weight_decay * decay) - lr * g
+
+
+RULES: dict[str, tuple[Any, Callable[..., torch.Tensor], bool]] = {
+    "adamw": (AdamW((0.8, 0.95), 1e-3, 0.3), _adamw, False),
+    "nadamw": (NAdamW((0.8, 0.95), 1e-3, 0.3), _adamw, False),
+    "sgd": (SGD(0.7, 0.3), _sgd, False),
+    "muon's rest": (
+        Muon(0.6, 0.2, rest=AdamW((0.8, 0.95), 1e-3, 0.3)),
+        lambda rule, *rest: _adamw(rule.rest, *rest),
+        False,
+    ),
+    "muon": (Muon(0.6, 0.2, rest=AdamW((0.8, 0.95), 1e-3, 0.3)), _muon_direction, True),
+}
+
+
+@pytest.mark.parametrize("decay", [True, False])
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_its_formula_and_a_skipped_step_changes_nothing(name: str, decay: bool) -> None:
+    """With the gradient scaled, and parameters of 16 bits that follow their masters."""
+    rule, formula, matrix = RULES[name]
+    draw = torch.Generator().manual_seed(3)
+    w, half = (torch.randn(6, generator=draw, dtype=F64) for _ in range(2))
+    half = half.half()
+    moments = {kind: torch.zeros(6, dtype=F64) for kind in rule.moments}
+    truth, m, v = w.clone(), torch.zeros(6, dtype=F64), torch.zeros(6, dtype=F64)
+    done, step = 0, torch.zeros((), dtype=F64)
+    for number, skipped in enumerate((False, True, False, False)):
+        g = torch.randn(6, generator=draw, dtype=F64)
+        given, lr, scale = g.clone(), 0.1 / (1 + number), 0.5 + number
+        piece = Piece(w, g, moments, matrix, half, step, decay)
+        before = [x.clone() for x in (w, half, *moments.values())]
+        rule.update(piece, lr, torch.tensor(scale, dtype=F64), torch.tensor(float(skipped)))
+        assert torch.equal(g, given), "a gradient is only read"
+        if skipped:
+            assert all(map(torch.equal, before, (w, half, *moments.values())))
+            continue
+        done += 1
+        factor = 1.0 if matrix else scale  # a direction is of the scaled gradient
+        truth = formula(rule, truth, g * factor, m, v, done, lr, decay)
+        torch.testing.assert_close(w, truth, rtol=1e-13, atol=1e-14)
+        assert torch.equal(half, w.half())
+        kinds = dict(zip(rule.moments, (m, v)))
+        for kind in () if matrix else rule.moments:
+            torch.testing.assert_close(moments[kind], kinds[kind], rtol=1e-13, atol=1e-15)
+        assert float(step) == done
+
+
+def test_the_nesterov_step_of_muon_is_its_formula() -> None:
+    rule, m = Muon(momentum=0.6), torch.tensor([1.0, -2.0], dtype=F64)
+    g, scale = torch.tensor([3.0, 5.0], dtype=F64), torch.tensor(0.5, dtype=F64)
+    after = 0.6 * m + 0.4 * (g * 0.5)
+    u = rule.nesterov(g, m, scale, torch.tensor(0.0))
+    torch.testing.assert_close(m, after, rtol=1e-15, atol=0)
+    torch.testing.assert_close(u, 0.4 * g * 0.5 + 0.6 * after, rtol=1e-15, atol=0)
+    assert g.tolist() == [3.0, 5.0]
+    before = m.clone()
+    rule.nesterov(g, m, scale, torch.tensor(1.0))
+    assert torch.equal(m, before)
+
+
+def test_defaults_are_those_of_the_papers() -> None:
+    """DiLoCo's (arXiv:2311.08105), mixed precision's (arXiv:1710.03740), Muon's, GPT-3's."""
+
+    def of(kind: Any) -> dict[str, Any]:
+        given = inspect.signature(kind).parameters.values()
+        return {p.name: p.default for p in given if p.default is not inspect.Parameter.empty}
+
+    outer = {"lr": 0.7, "momentum": 0.9, "fragments": 1, "delay": 0, "mix": 0.0, "warmup": 0}
+    assert of(OuterRule) == outer
+    assert of(LossScale) == {"initial": 65536.0, "interval": 2000}
+    adamw = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    for kind in (AdamW, NAdamW):
+        assert adamw.items() <= of(kind).items()
+    assert {"momentum": 0.9, "weight_decay": 0.0}.items() <= of(SGD).items()
+    muon = {"momentum": 0.95, "weight_decay": 0.1, "scale": "moonlight", "rest": AdamW()}
+    assert muon.items() <= of(Muon).items()
+    assert of(ZeroOptimizer)["clip"] == 1.0
+    assert of(sync_batch_norm)["eps"] == 1e-5
+
+
+# ---------------------------------------------------------------- versions
+
+
+def test_as_many_versions_as_are_asked_for_are_kept_the_newest_first() -> None:
+    """Twelve, of which the first exist only once they have been made; and all at once."""
+    unit = _unit(single(), (3,), (40,))
+    flat, param = unit.parameters, unit.params[1][1]
+    flat.keep_versions(12)
+    for update in range(1, 16):
+        flat.next_version(unit.state.region)
+        unit.state.master.fill_(update)
+        assert flat.kept == min(update + 1, 12)
+        for age in range(flat.kept):
+            flat.show(age)
+            assert param.detach().unique().tolist() == [update - age], (update, age)
+            if age:
+                assert torch.equal(unit.buffer(f"version{age}"), flat.older(age)), age
+        with pytest.raises(IndexError):
+            flat.older(flat.kept)
+    unit.write("version11", lambda record: torch.full(record.shape, 99.0))
+    assert [float(flat.older(age)[-32]) for age in (1, 10, 11)] == [14, 5, 99]
+    unit.write("param", lambda record: torch.full(record.shape, 7.0))
+    assert {float(flat.older(age)[0]) for age in range(1, 12)} == {7.0}
+    flat.show(0)
+    assert param.detach().unique().tolist() == [7.0]
+    unit.state.master.fill_(3.0)
+    flat.fill_versions()
+    assert {float(flat.older(age)[0]) for age in range(1, 12)} == {3.0}
+    assert flat.kept == 12
+
+
+def test_kinds_that_are_versions() -> None:
+    kinds = ("version1", "version9", "version10", "version123", "param", "exp_avg", "grad")
+    assert [version_age(kind) for kind in kinds] == [1, 9, 10, 123, 0, 0, 0]
+
+
+def _versions_of_shards(mesh: ConnectedMesh) -> None:
+    for zero in range(4):
+        flat = _unit(mesh, (3,), zero=zero).parameters
+        for count in (0, -1):
+            with pytest.raises(ValueError, match=rf"^versions must be at least 1, .* got {count}$"):
+                flat.keep_versions(count)
+        flat.keep_versions(1)
+        words = None if zero < 3 else r"and 1 where ZeRO 3 shards parameters, got 2$"
+        check(lambda flat=flat: flat.keep_versions(2), words)
+
+
+def test_sharded_parameters_have_one_version() -> None:
+    on_mesh(Mesh(dp=2), _versions_of_shards)
+
+
+# ---------------------------------------------------------------- when replicas meet
+
+
+@rows(
+    [
+        (lambda: OuterRule(0), "every n >= 1 steps, got 0"),
+        (lambda: OuterRule(1), None),
+        (lambda: OuterRule(4, fragments=0), "fragments = 0 do not divide the 4 steps"),
+        (lambda: OuterRule(4, fragments=3), "fragments = 3 do not divide the 4 steps"),
+        (lambda: OuterRule(4, fragments=4), None),
+        (lambda: OuterRule(4, fragments=8), "fragments = 8 do not divide the 4 steps"),
+        (lambda: OuterRule(6, delay=-1), "outer delay = -1 must be less than the 6 steps"),
+        (lambda: OuterRule(6, delay=5), None),
+        (lambda: OuterRule(6, delay=6), "delay = 6 must be less than the 6 steps .* 6 / 1, and"),
+        (lambda: OuterRule(6, fragments=2, delay=2), None),
+        (lambda: OuterRule(6, fragments=2, delay=3), "less than the 3 steps .* 6 / 2, and not"),
+        (lambda: OuterRule(2, lr=0.0), "got 0.0, 0.9 and 0.0"),
+        (lambda: OuterRule(2, lr=NAN), "got nan, 0.9 and 0.0"),
+        (lambda: OuterRule(2, lr=1e-9), None),
+        (lambda: OuterRule(2, momentum=-1e-9), "got 0.7, -1e-09 and 0.0"),
+        (lambda: OuterRule(2, momentum=0.0), None),
+        (lambda: OuterRule(2, momentum=0.999), None),
+        (lambda: OuterRule(2, momentum=1.0), "got 0.7, 1.0 and 0.0"),
+        (lambda: OuterRule(2, mix=-1e-9), "got 0.7, 0.9 and -1e-09"),
+        (lambda: OuterRule(2, mix=1.0), None),
+        (lambda: OuterRule(2, mix=1.001), "got 0.7, 0.9 and 1.001"),
+        (lambda: OuterRule(2, warmup=-1), "outer warm-up must be at least 0 steps, got -1"),
+        (lambda: OuterRule(4, fragments=4).check(3), "fragments = 4 need as many layers, got 3"),
+        (lambda: OuterRule(4, fragments=4).check(4), None),
+    ]
+)
+def test_outer_rules(call, words) -> None:
+    check(call, words)
+
+
+OUTER = [
+    OuterRule(1),
+    OuterRule(5, delay=4),
+    OuterRule(6, fragments=3, delay=1, warmup=4),
+    OuterRule(12, fragments=3, delay=2, warmup=1),
+    OuterRule(6, fragments=6),
+]
+
+
+@pytest.mark.parametrize("rule", OUTER, ids=str)
+def test_sums_start_in_turn_and_end_after_the_delay(rule: OuterRule) -> None:
+    """Step by step: which fragment's sum starts, which is on its way, whether anything is done."""
+    apart = rule.every // rule.fragments
+    starts = {
+        rule.warmup + apart * (turn + 1): turn % rule.fragments for turn in range(5 * rule.every)
+    }
+    assert rule.apart == apart
+    for step in range(1, 4 * rule.every + rule.warmup):
+        assert rule.starts(step) == starts.get(step), step
+        under_way = [f for at, f in starts.items() if at <= step < at + rule.delay]
+        assert len(under_way) <= 1
+        assert rule.in_flight(step) == (under_way[0] if under_way else None), step
+        done = step in starts or step - rule.delay in starts
+        assert rule.acts(step) == done, step
+    for fragment in range(rule.fragments):  # each one every `every` steps
+        mine = [at for at, of in starts.items() if of == fragment]
+        assert {b - a for a, b in itertools.pairwise(mine)} == {rule.every}
+
+
+def test_global_weights_are_taken_back_after_an_error_and_a_second_time() -> None:
+    """And momentum is a state only where there is any."""
+    unit = _unit(single(), (3,))
+    assert OuterRule(2).states == (GLOBAL, MOMENTUM)
+    assert OuterRule(2, momentum=0.0).states == (GLOBAL,)
+    outer = OuterOptimizer(OuterRule(2), [unit], [0], single())
+    unit.state.master.fill_(5.0)  # the global ones are the zeros of before
+    param = unit.params[0][1]
+    for _ in range(2):
+        with pytest.raises(KeyError, match="0.0, 0.0, 0.0"), outer.global_weights():
+            raise KeyError(param.tolist())
+        assert param.tolist() == [5.0] * 3
+        assert unit.state.moments[GLOBAL].unique().tolist() == [0.0]
+    outer.reset()
+    with outer.global_weights():
+        assert param.tolist() == [5.0] * 3
+
+
+# ---------------------------------------------------------------- Muon's matrices
+
+
+def _matrices(mesh: ConnectedMesh, shapes: list[tuple[int, int]]) -> list[int]:
+    """The cost of what each (data, tensor) rank orthogonalises."""
+    params = [
+        (ParamRecord(f"m{n}", s, matrices=(1,)), nn.Parameter(torch.zeros(s)))
+        for n, s in enumerate(shapes)
+    ]
+    unit = make_unit("u", params, mesh)
+    costs: dict[tuple[int, int], int] = {}
+    for matrix in WholeMatrices([unit], mesh)._matrices:
+        at = matrix.owner
+        costs[at] = costs.get(at, 0) + _cost(matrix.record)
+    return sorted(costs.values(), reverse=True)
+
+
+def test_who_has_least_to_do_has_the_next_matrix_and_the_dearest_come_first() -> None:
+    shapes = [(4, 4), (8, 8), (2, 2), (8, 8), (4, 4), (4, 4)]
+    eight, four, two = (4 * n**3 for n in (8, 4, 2))
+    expected = [eight, eight, 2 * four, four + two]
+    for found in on_mesh(Mesh(dp=2, tp=2), _matrices, shapes):
+        assert found == expected
+    assert on_mesh(Mesh(), _matrices, shapes) == [[sum(expected)]]
+
+
+def test_a_matrix_costs_what_its_parts_cost() -> None:
+    """Newton-Schulz of m x n, m <= n: m^2 n for each product with n, m^3 for that of squares."""
+
+    def step(m: int, n: int) -> int:
+        return 3 * m * m * n + m**3
+
+    for rows_, columns, parts in ((12, 5, (1,)), (5, 12, (1,)), (12, 5, (2, 1, 1)), (8, 3, (1, 1))):
+        record = ParamRecord("w", (rows_, columns), matrices=parts)
+        each = [rows_ // sum(parts) * part for part in parts]
+        expected = sum(step(min(r, columns), max(r, columns)) for r in each)
+        assert _cost(record) == expected
+
+
+# ---------------------------------------------------------------- what does not go together
+
+
+def _pair(name: str, dtype: torch.dtype = F64, **changes: Any) -> tuple[ParamRecord, nn.Parameter]:
+    return ParamRecord(name, (3,), **changes), nn.Parameter(torch.zeros(3, dtype=dtype))
+
+
+@rows(
+    [
+        (lambda: make_unit("u", [_pair("a"), _pair("b")], single()), None),
+        (
+            lambda: make_unit("u", [_pair("a"), _pair("b", sum_over="dp")], single()),
+            r"^unit u mixes gradients summed over \['data', 'dp'\]$",
+        ),
+        (
+            lambda: make_unit("u", [_pair("a"), _pair("b", torch.float32)], single()),
+            r"^unit u mixes parameter dtypes \['torch.float32', 'torch.float64'\]$",
+        ),
+        (lambda: make_unit("u", [_pair("a")], single(), zero=-1), "one of 0, 1, 2, 3, got -1"),
+        (lambda: make_unit("u", [_pair("a")], single(), zero=3), None),
+        (lambda: _bn(bias=torch.zeros(2)), r"N, C, ...\], bias\[C\]; got \[2, 3\] and bias\[2\]$"),
+        (lambda: _bn(torch.zeros(3, 1)), r"weight\[C\]; got \[2, 3\] and weight\[3, 1\]$"),
+        (lambda: _bn(torch.zeros(3), torch.zeros(3)), None),
+        (lambda: _bn(bias=torch.zeros(3)), None),
+    ]
+)
+def test_refusals(call, words) -> None:
+    check(call, words)
+
+
+def _bn(weight: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> None:
+    y, moments = sync_batch_norm(torch.eye(3)[:2], weight, bias, group=None)
+    assert (y.shape, float(moments.n)) == ((2, 3), 2.0)
+
+
+def _of_replicas(mesh: ConnectedMesh) -> None:
+    words = "^unit u: gradients of replicas of shards are not summed in order$"
+    for zero in range(4):
+        check(
+            lambda zero=zero: make_unit("u", [_pair("a")], mesh, zero=zero, ordered=True),
+            words if zero else None,
+        )
+
+
+def test_replicas_of_shards_are_not_summed_in_order() -> None:
+    on_mesh(Mesh(dp=4, dp_shard=2), _of_replicas)
+
+
+def _written(mesh: ConnectedMesh) -> None:
+    record = ParamRecord("w", (4, 6), (Cut("tp", 1, 2),))
+    unit = make_unit("u", [(record, nn.Parameter(torch.zeros(4, 3)))], mesh)
+    for shape in ((4, 6), (3, 4), (12,)):
+        words = rf"^w: a rank holds \(4, 3\) of it, got grad \({shape[0]},"
+        check(lambda s=shape: unit.write("grad", lambda record: torch.zeros(s)), words)
+    unit.write("grad", lambda record: torch.ones(4, 3))
+    assert unit.gradients.reduced.sum() == 12
+
+
+def test_what_is_written_has_the_shape_that_the_rank_holds() -> None:
+    on_mesh(Mesh(tp=2), _written)
+
+
+def _joined(mesh: ConnectedMesh) -> None:
+    """Only gradients of one group and one dtype are joined, each kind in the order given."""
+    data = [_unit(mesh, (3,), (5, n), dtype=dtype) for n in (1, 2) for dtype in (F64, torch.half)]
+    own = _pair("own", sum_over="dp")
+    units = [*data, make_unit("dp", [own], mesh), make_unit("dp too", [own], mesh)]
+    flats = [unit.gradients.flat for unit in units]
+    sizes = [x.nbytes for x in flats]
+    end_to_end([unit.gradients for unit in units])
+    homes = [unit.gradients.flat.untyped_storage() for unit in units]
+    assert [home.nbytes() for home in homes] == [
+        sizes[0] + sizes[2], sizes[1] + sizes[3], *[sizes[0] + sizes[2], sizes[1] + sizes[3]],
+        sizes[4] + sizes[5], sizes[4] + sizes[5],
+    ]  # fmt: skip
+    assert [unit.gradients.flat.dtype for unit in units] == [x.dtype for x in flats]
+    pairs = [(a, b) for a in range(6) for b in range(6)
+             if units[a].gradients.is_before(units[b].gradients)]  # fmt: skip
+    assert pairs == [(0, 2), (1, 3), (4, 5)]
+
+
+def test_gradients_of_one_kind_are_joined() -> None:
+    on_mesh(Mesh(dp=2, cp=2), _joined)
+
+
+# ---------------------------------------------------------------- sums and passes
+
+
+@pytest.mark.parametrize("squares", [True, False])
+def test_an_exact_sum_takes_all_of_a_long_piece(squares: bool, monkeypatch) -> None:
+    terms = torch.randn(1001, generator=torch.Generator().manual_seed(5))
+    whole = exact_sum([terms[:1], terms[1:]], [], terms, squares=squares)
+    monkeypatch.setattr(ordered, "_CHUNK", 7)
+    assert all(
+        map(torch.equal, whole, exact_sum([terms[:1], terms[1:]], [], terms, squares=squares))
+    )
+
+
+def test_recomputing_ends_where_it_began_nested_and_after_an_error() -> None:
+    assert not is_recomputing()
+    with recomputing():
+        with pytest.raises(KeyError), recomputing():
+            raise KeyError
+        assert is_recomputing()
+    assert not is_recomputing()
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda g: seen.append(is_recomputing()))
+    x.sum().backward()
+    assert seen == [True]
+    assert not is_recomputing()
