@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from close import assert_close_f64, relative_error
 from ranks import run_ranks
 from rules import rulecheck
 from sharded import beside_replicas, world
 from spmd_types import I, P, R, S
 from spmd_types.rulecheck import RuleCheckError
+from threads import on_threads
 
 from warpweave.parallel import collectives as c
 
@@ -121,6 +125,116 @@ def test_without_a_group_nothing_happens() -> None:
     for start in (c.start_all_reduce_, c.start_all_gather, c.start_reduce_scatter):
         assert start(x, None).wait() is x
     assert (c.group_size(None), c.group_rank(None)) == (1, 0)
+
+
+def _dims(group) -> None:
+    """Every dim that exists, and the two beside them, of each function that takes one."""
+    x = torch.zeros(2, 4, 6)
+    functions = (c.scatter, c.gather, c.all_gather, c.reduce_scatter, c.own_slice)
+    for function in (*functions, c.start_all_gather, c.start_reduce_scatter):
+        for dim in (3, -4):
+            words = rf"^dim {dim} does not exist in a tensor of shape \(2, 4, 6\)$"
+            with pytest.raises(ValueError, match=words):
+                function(x, group, dim)
+        found = [function(x, group, dim) for dim in range(-3, 3)]
+        found = [y.wait() if isinstance(y, c.Pending) else y for y in found]
+        times = 2 if "gather" in function.__name__ else 0.5
+        shapes = [[int(n * times) if at == dim else n for at, n in enumerate(x.shape)]
+                  for dim in range(3)]  # fmt: skip
+        assert [[*y.shape] for y in found] == 2 * shapes
+        if function is not c.own_slice and function is not c.scatter:
+            assert all(y.is_contiguous() for y in found)
+    with pytest.raises(ValueError, match="dim 3 does not exist"):
+        c.own_slice(x, None, 3)
+
+
+def test_dims_are_counted_from_either_end_and_there_are_no_others() -> None:
+    on_threads(2, _dims)
+
+
+def _sums(group) -> None:
+    """What is summed is of 32 bits if it has 16, and what comes back has its dtype."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        terms = [_tensor(r, (4, 2), dtype) * 100 ** (1 - r) for r in range(ranks)]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        whole = terms[0].to(wide)
+        for term in terms[1:]:
+            whole = whole + term.to(wide)
+        whole = whole.to(dtype)
+        half = _slice(whole, rank, ranks, 0)
+        x = torch.zeros(4, 2, dtype=dtype, requires_grad=True)
+        y = torch.zeros(4 // ranks, 2, dtype=dtype, requires_grad=True)
+        c.copy_to(x, group).backward(terms[rank])
+        c.all_gather(y, group).backward(terms[rank])
+        found = (
+            c.reduce_from(terms[rank], group), c.reduce_scatter(terms[rank], group), x.grad, y.grad
+        )  # fmt: skip
+        assert {x.dtype for x in found} == {dtype}
+        assert all(map(torch.equal, found, (whole, half, whole, half))), dtype
+    given = torch.ones(3).bfloat16()
+    assert c.start_all_reduce_(given, group).wait() is given, "in place, in the dtype it has"
+
+
+def test_sums_both_ways_are_of_32_bits_at_least_and_come_back_in_their_dtype() -> None:
+    on_threads(2, _sums)
+
+
+def test_a_collective_is_waited_for_once() -> None:
+    waits = mock.Mock()
+    pending = c.Pending(waits, lambda: 5)
+    assert [pending.wait(), pending.wait()] == [5, 5]
+    assert waits.wait.call_count == 1
+
+
+def _ends(group) -> tuple[list[bool], list[list[float]]]:
+    """One way, the other way, both ways and none; several in one batch, to several ranks."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    right, left, into = (rank + 1) % ranks, (rank - 1) % ranks, torch.zeros(1)
+    x = torch.full((1,), float(rank))
+    odd, gave = rank % 2, []
+    found = c.start_exchange(x if odd else None, None if odd else into, right, left, group).wait()
+    gave.append(found is (None if odd else into))
+    other = torch.zeros(1)
+    gave.append(c.start_exchange(x, other, right, left, group).wait() is other)
+    gave.append(c.start_exchange(None, None, right, left, group).wait() is None)
+    parts = [torch.zeros(1) for _ in range(2 * ranks - 2)]
+    peers = [peer for peer in range(ranks) if peer != rank] * 2
+    sends = [(x + 10 * number, peer) for number, peer in enumerate(peers)]
+    receives = list(zip(parts, peers, strict=True))
+    gave.append(c.start_batch(sends, receives, group).wait() is receives)
+    return gave, [into.tolist(), other.tolist(), [float(part) for part in parts]]
+
+
+def test_messages_come_from_whom_they_are_sent_in_their_order() -> None:
+    for rank, (gave, found) in enumerate(on_threads(4, _ends)):
+        assert gave == [True] * 4
+        one, both, parts = found
+        assert (one, both) == ([0.0 if rank % 2 else (rank - 1) % 4.0], [(rank - 1) % 4.0])
+        peers = [peer for peer in range(4) if peer != rank] * 2
+        theirs = [sorted({0, 1, 2, 3} - {peer}).index(rank) for peer in peers]
+        expected = [
+            peer + 10 * (at + 3 * (number > 2))
+            for number, (peer, at) in enumerate(zip(peers, theirs, strict=True))
+        ]
+        assert parts == expected
+
+
+def test_a_message_that_fails_names_all_peers_once() -> None:
+    def fails() -> None:
+        raise RuntimeError("Connection closed by peer\nand more lines")
+
+    def batch(group) -> str:
+        x = torch.zeros(1)
+        broken = [SimpleNamespace(wait=fails)]
+        with mock.patch.object(dist, "batch_isend_irecv", return_value=broken):
+            pending = c.start_batch([(x, 2), (x, 0)], [(x, 3), (x, 2)], group)
+        with pytest.raises(RuntimeError) as said:
+            pending.wait()
+        return str(said.value)
+
+    words = "rank 1 of 4: a message from or to ranks [0, 2, 3] failed: Connection closed by peer"
+    assert on_threads(4, lambda g: batch(g) if dist.get_rank(g) == 1 else "")[1] == words
 
 
 # Function, its dim, the one input type that its rule accepts

@@ -267,7 +267,7 @@ def test_global_weights_are_taken_back_after_an_error_and_a_second_time() -> Non
     unit.state.master.fill_(5.0)  # the global ones are the zeros of before
     param = unit.params[0][1]
     for _ in range(2):
-        with pytest.raises(KeyError, match="0.0, 0.0, 0.0"), outer.global_weights():
+        with pytest.raises(KeyError, match=r"0\.0, 0\.0, 0\.0"), outer.global_weights():
             raise KeyError(param.tolist())
         assert param.tolist() == [5.0] * 3
         assert unit.state.moments[GLOBAL].unique().tolist() == [0.0]

@@ -1,0 +1,191 @@
+"""Bytes and seconds of rounds that are drawn at random, against a count of every link by itself."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from refused import check
+
+from warpweave.parallel.algorithms import direct, doubling, rooted
+from warpweave.parallel.algorithms.all_reduce import all_reduces
+from warpweave.parallel.algorithms.hierarchical import hierarchical
+from warpweave.parallel.algorithms.network import Network, traffic
+from warpweave.parallel.algorithms.rounds import Recv, Round, Rounds, Send, among, part, reverse
+from warpweave.parallel.algorithms.trees import binary_tree, double_binary_tree
+from warpweave.parallel.messages import run_in_process
+from warpweave.parallel.run_collective import collective_steps, run_collective
+
+NETWORKS = [
+    Network(1e-5, 2e-9, 5e-10),
+    Network(1e-5, 2e-9, 5e-10, node=2, node_alpha=7e-5, node_beta=1e-9),
+    Network(3e-5, 1e-9, 5e-10, node=3, node_alpha=1e-5, node_beta=2e-9),
+    Network(0.0, 1e-9, 0.0, node=4, node_alpha=1e-5),
+    Network(1e-5, 0.0, 0.0, node=1, node_beta=3e-9),
+    Network(1e-5, 1e-9, 1e-9, node=9, node_alpha=1.0, node_beta=1.0),  # nobody leaves it
+]
+
+
+def _drawn(seed: int, ranks: int) -> list[list[Round]]:
+    """The rounds of each rank; some are empty, some messages are of nothing."""
+    draw = random.Random(seed)
+    every: list[list[Round]] = [[] for _ in range(ranks)]
+    for _ in range(draw.randint(1, 6)):
+        sends: list[list[Send]] = [[] for _ in range(ranks)]
+        receives: list[list[Recv]] = [[] for _ in range(ranks)]
+        for _ in range(draw.choice([0, 1, 3, 2 * ranks])):
+            source, dest = draw.sample(range(ranks), 2)
+            start = draw.randint(0, 50)
+            stop = start + draw.choice([0, 1, 7, 40])
+            sends[source].append(Send(dest, start, stop))
+            receives[dest].append(Recv(source, start, stop, draw.random() < 0.5))
+        for rank in range(ranks):
+            every[rank].append(Round(tuple(sends[rank]), tuple(receives[rank])))
+    return every
+
+
+@pytest.mark.parametrize("network", NETWORKS, ids=str)
+@pytest.mark.parametrize("ranks", [2, 5, 7, 8])
+def test_what_is_counted_is_on_the_links_that_messages_take(ranks: int, network: Network) -> None:
+    for seed in range(20):
+        every = _drawn(seed, ranks)
+        home = [rank // (network.node or ranks) for rank in range(ranks)]
+        seconds, at_once, links = 0.0, [], Counter[tuple[str, int]]()
+        for step in range(len(every[0])):
+            near, far, adds = Counter[tuple[str, int]](), Counter[tuple[str, int]](), [0] * ranks
+            for rank in range(ranks):
+                for dest, start, stop in every[rank][step].sends:
+                    near["out", rank] += stop - start
+                    near["in", dest] += stop - start
+                    if home[rank] != home[dest]:
+                        far["out", home[rank]] += stop - start
+                        far["in", home[dest]] += stop - start
+                adds[rank] = sum(r.stop - r.start for r in every[rank][step].receives if r.adds)
+            if not any(near.values()):
+                continue
+            links += near
+            at_once.append(sum(n for (way, _), n in near.items() if way == "out"))
+            across = max(far.values(), default=0)
+            seconds += max(network.alpha, network.node_alpha) if across else network.alpha
+            seconds += 2 * max(max(near.values()) * network.beta, across * network.node_beta)
+            seconds += 2 * max(adds) * network.gamma
+        found = traffic(
+            lambda rank, R, n, every=every: iter(every[rank]), ranks, 99, network, size=2
+        )
+        assert found.rounds == len(at_once)
+        assert found.total == 2 * sum(at_once)
+        assert found.at_once == 2 * max(at_once, default=0)
+        assert found.busiest == 2 * max(links.values(), default=0)
+        assert found.seconds == pytest.approx(seconds, rel=1e-12)
+
+
+def test_an_element_has_four_bytes_if_nothing_is_said() -> None:
+    ring = all_reduces(4)["ring"]
+    four, one = (traffic(ring, 4, 8, NETWORKS[0], **given) for given in ({}, {"size": 1}))
+    assert (four.total, four.busiest, four.at_once) == (4 * 48, 4 * 12, 4 * 8)
+    assert one.total == 48
+
+
+# ---------------------------------------------------------------- what rounds are
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 12])
+@pytest.mark.parametrize("n", [0, 1, 6, 7, 100])
+def test_parts_follow_each_other_and_differ_by_one(parts: int, n: int) -> None:
+    spans = [part(index, parts, n) for index in range(parts)]
+    assert (spans[0][0], spans[-1][1]) == (0, n)
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    assert max(b - a for a, b in spans) - min(b - a for a, b in spans) <= 1
+    assert [part(index - 3 * parts, parts, n) for index in range(parts)] == spans
+    assert part(parts, parts, n) == spans[0]
+
+
+def test_rounds_go_back_and_among_other_ranks() -> None:
+    first = Round((Send(1, 0, 3), Send(2, 3, 5)), (Recv(2, 5, 6, False),))
+    second = Round((Send(2, 1, 2),))
+    there = [first, second]
+    back = [
+        Round((), (Recv(2, 1, 2, True),)),
+        Round((Send(2, 5, 6),), (Recv(1, 0, 3, True), Recv(2, 3, 5, True))),
+    ]
+    assert list(reverse(there, adds=True)) == back
+    assert [r.adds for one in reverse(there, adds=False) for r in one.receives] == [False] * 3
+    assert list(among(there, [10, 4, 7], 100)) == [
+        Round((Send(4, 100, 103), Send(7, 103, 105)), (Recv(7, 105, 106, False),)),
+        Round((Send(7, 101, 102),)),
+    ]
+
+
+def test_defaults_are_those_that_the_docstrings_name() -> None:
+    def rounds(algorithm, ranks: int = 6) -> list[list[Round]]:
+        return [list(algorithm(rank, ranks, 24)) for rank in range(ranks)]
+
+    assert rounds(hierarchical) == rounds(partial(hierarchical, node=2))
+    assert rounds(binary_tree) == rounds(partial(binary_tree, pieces=1))
+    assert rounds(double_binary_tree) == rounds(partial(double_binary_tree, pieces=8))
+    for name in ("broadcast", "reduce", "scatter", "gather"):
+        algorithm = getattr(rooted, f"binomial_{name}")
+        assert rounds(algorithm) == rounds(partial(algorithm, root=0))
+    for ranks, node in ((2, 1), (4, 2), (6, 2), (7, 1), (12, 3), (36, 6)):
+        assert all_reduces(ranks)["hierarchical"].keywords == {"node": node}
+    assert all_reduces(12, 6)["hierarchical"].keywords == {"node": 6}
+
+
+# ---------------------------------------------------------------- what they do to a tensor
+
+
+def test_what_is_read_and_written_in_one_round_is_read_first() -> None:
+    """An exchange of the same elements, overlapping by one, and next to each other."""
+
+    def shifted(by: int):
+        def rounds(rank: int, ranks: int, n: int) -> Rounds:
+            peer = 1 - rank
+            yield Round((Send(peer, 2, 4),), (Recv(peer, 2 + by, 4 + by, False),))
+
+        return rounds
+
+    for by in (-2, -1, 0, 1, 2):
+        xs = [torch.arange(6) + 10 * rank for rank in range(2)]
+        steps = [collective_steps(r, shifted(by)(r, 2, 6), x.clone()) for r, x in enumerate(xs)]
+        for rank, found in enumerate(run_in_process(steps)):
+            expected = xs[rank].clone()
+            expected[2 + by : 4 + by] = xs[1 - rank][2:4]
+            assert torch.equal(found, expected), (by, rank)
+
+
+def test_terms_of_one_round_are_summed_in_rank_order_ones_own_at_its_place() -> None:
+    """Whatever the order in which they are listed; other elements beside them are stored."""
+    xs = [torch.tensor([x, 7.0]) for x in (1e8, 3.0, -1e8, 0.25)]
+    whole = ((xs[0] + xs[1]) + xs[2]) + xs[3]
+    for rank in range(4):
+        others = [r for r in (2, 0, 3, 1) if r != rank]
+        sends, adds = (Send(rank, 0, 1),), tuple(Recv(other, 0, 1, True) for other in others)
+        rounds = [Round((), adds) if r == rank else Round(sends) for r in range(4)]
+        found = run_in_process(
+            [collective_steps(r, [rounds[r]], x.clone()) for r, x in enumerate(xs)]
+        )
+        assert found[rank].tolist() == [float(whole[0]), 7.0], rank
+
+
+def test_refusals() -> None:
+    flat = doubling.recursive_doubling(0, 1, 4)
+    for x, words in (
+        (torch.zeros(4), None),
+        (torch.zeros(8)[::2], r"got shape \[4\] with strides \[2\]$"),
+        (torch.zeros(2, 2), r"got shape \[2, 2\] with strides \[2, 1\]$"),
+        (torch.zeros(()), r"got shape \[\] with strides \[\]$"),
+    ):
+        check(lambda x=x: list(collective_steps(0, flat, x)), words)
+    x = torch.zeros(8)[::2]
+    assert run_collective(direct.ordered, x, None) is x
+    for node, words in ((0, "nodes of 0 do not"), (-2, "nodes of -2 do not"), (4, None), (1, None)):
+        check(lambda node=node: list(hierarchical(0, 4, 8, node=node)), words)
+    for pieces, words in ((0, "at least 1, got 0"), (-1, "at least 1, got -1"), (1, None)):
+        for tree in (binary_tree, double_binary_tree):
+            check(lambda p=pieces, t=tree: list(t(0, 4, 8, pieces=p)), words)
+    for n, words in ((6, None), (0, None), (7, "7 elements are not divisible by the 3 ranks")):
+        check(lambda n=n: list(direct.pairwise_all_to_all(1, 3, n)), words)

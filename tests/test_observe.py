@@ -1,0 +1,245 @@
+"""What an observer is told of every operation of torch.distributed, and what a checked one makes of
+it beside a store that this process fills for the other ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from thread_store import Store as ThreadStore
+from threads import run_threads
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from warpweave.parallel import checked
+from warpweave.parallel.checked import CheckedCollectives, CollectiveMismatch
+from warpweave.parallel.collectives import all_gather_into, reduce_scatter_into, start_all_to_all
+from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.observe import Observer, Operation, carried, described, observers
+
+X = torch.ones(3)
+MESH = Mesh(dp=2, tp=2)
+NAMES = [MESH.describe(rank) for rank in range(4)]
+
+
+class _Seen(Observer):
+    """Keeps each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Operation] = []
+
+    def before(self, operation: Operation) -> None:
+        self.seen.append(operation)
+
+
+def _three(n: int = 1) -> list[torch.Tensor]:
+    return [torch.ones(n) for _ in range(3)]
+
+
+# What is called, and what it is called: name with what is given, the shapes, the sizes.
+CALLS: list[tuple[Callable[[Any], object], str, list[tuple[int, ...]], Any]] = [
+    (lambda g: dist.all_reduce(torch.ones(2, 5), group=g), "all_reduce of float32[2, 5]",
+     [(2, 5)], None),
+    (lambda g: all_gather_into(torch.empty(9), X, group=g), "all_gather of float32[3]",
+     [(3,)], None),
+    (lambda g: dist.all_gather(_three(3), X, group=g), "all_gather of float32[3]", [(3,)], None),
+    (lambda g: reduce_scatter_into(torch.empty(2), torch.ones(6), group=g),
+     "reduce_scatter of float32[6]", [(6,)], None),
+    (lambda g: dist.reduce_scatter(torch.empty(1), _three(), group=g),
+     "reduce_scatter of float32[1], float32[1], float32[1]", [(1,)] * 3, None),
+    (lambda g: start_all_to_all(torch.ones(4), torch.empty(5), [0, 1, 3], [2, 2, 1], g).wait(),
+     "all_to_all of torch.float32", [(4,)], ([0, 1, 3], [2, 2, 1])),
+    (lambda g: dist.reduce(torch.ones(4).half(), group=g, group_dst=1), "reduce of float16[4]",
+     [(4,)], None),
+    (lambda g: dist.all_reduce_coalesced([torch.ones(3), torch.ones(2, 2)], group=g),
+     "allreduce_coalesced of float32[3], float32[2, 2]", [(3,), (2, 2)], None),
+    (lambda g: dist.broadcast(torch.ones(2), group=g, group_src=0),
+     "broadcast of float32[2] from rank 1", [], None),
+    (lambda g: dist.broadcast(torch.ones(()), group=g, group_src=2),
+     "broadcast of float32[] from rank 5", [()], None),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*coalesced")
+def test_every_operation_is_told_by_what_this_rank_gives() -> None:
+    """In a group whose ranks are not the world's; a second entry counts on."""
+    dist.init_process_group("fake", rank=5, world_size=6, store=FakeStore())
+    try:
+        group, observer = dist.new_group([1, 3, 5]), _Seen()
+        for call, *_ in CALLS:
+            with observer:
+                call(group)
+        CALLS[0][0](group)  # nothing is seen outside
+    finally:
+        dist.destroy_process_group()
+    assert len(observer.seen) == len(CALLS)
+    for number, (op, (_, what, shapes, sizes)) in enumerate(zip(observer.seen, CALLS, strict=True)):
+        assert (op.what, [tuple(x.shape) for x in op.given], op.sizes) == (what, shapes, sizes)
+        assert op.key.rpartition("/")[2] == str(number)
+        assert (op.ranks, op.side) == ((1, 3, 5), "")
+    assert described((X, torch.ones((), dtype=torch.int64))) == "float32[3], int64[]"
+
+
+def test_what_observes_a_thread_observes_what_it_gives_to_another_one() -> None:
+    def count(*given: int) -> tuple[int, tuple[int, ...]]:
+        return len(observers()), given
+
+    assert carried(count) is count, "nothing observes"
+    first, second = _Seen(), _Seen()
+    found: list[Any] = []
+    with first, second:
+        run = carried(count)
+        assert observers() == [first, second]
+        thread = threading.Thread(target=lambda: found.append((run(4, 5), count())))
+        thread.start()
+        thread.join()
+    assert found == [((2, (4, 5)), (0, ()))]
+    assert observers() == []
+
+
+# ---------------------------------------------------------------- checked
+
+
+class _Store:
+    """A store in which whoever waits for what is not there waits in vain."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.delete_key = self.values.pop
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.values.setdefault(key, desired.encode())
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        if not self.check(keys):
+            raise dist.DistStoreError("timed out")
+
+
+def _checked(store: Any, rank: int, timeout: float = 60.0) -> CheckedCollectives:
+    return CheckedCollectives(store, MESH, rank, timeout, torch.device("cpu"))
+
+
+def _end(side: str, what: str, key: str = "7/3>2/0") -> Operation:
+    return Operation(key, (3, 2), f"{side} of {what}", (), side)
+
+
+@pytest.mark.parametrize("sides", [("send", "recv"), ("recv", "send")])
+def test_the_second_end_of_a_message_compares_whichever_it_is(sides) -> None:
+    """Rank 3 sends to rank 2; what they have said is forgotten."""
+    at = {"send": 3, "recv": 2}
+    store = _Store()
+    for _ in range(2):
+        for side in sides:
+            _checked(store, at[side]).before(_end(side, "float32[3]"))
+        assert not store.values
+    first, second = sides
+    what = {"send": "float32[4]", "recv": "float16[4]"}
+    _checked(store, at[first]).before(_end(first, what[first]))
+    words = f"{NAMES[3]} sends float32[4], {NAMES[2]} receives float16[4]"
+    with pytest.raises(CollectiveMismatch) as said:
+        _checked(store, at[second]).before(_end(second, what[second]))
+    assert str(said.value) == words
+    assert store.values == {"verdict": words.encode()}
+    # Two sends in one link are no message: the first is forgotten, nobody is to blame.
+    _checked(store, 3).before(_end("send", "float32[3]", "9"))
+    with pytest.raises(CollectiveMismatch, match=r"^rank 3 .* sends float32\[4\]"):
+        _checked(store, 3).before(_end("send", "float32[5]", "9"))
+
+
+def test_the_waiting_of_all_operations_is_summed(monkeypatch) -> None:
+    times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 20.5])
+    clock = SimpleNamespace(perf_counter=lambda: next(times), monotonic=lambda: 0.0)
+    monkeypatch.setattr(checked, "time", clock)
+    store, found = _Store(), _checked(_Store(), 2)
+    found._store = store
+    for number in range(3):
+        found.before(Operation(f"5/{number}", (2,), "barrier", ()))
+    assert found.waited == 4.5
+    assert [*store.values] == ["5/2/2"], "the last word alone is left"
+
+
+def _all_to_all(store: Any, ranks: tuple[int, ...], sizes: dict[int, Any]) -> str:
+    """What the last of these ranks finds; each gives its (sends, receives)."""
+    for rank in ranks[:-1]:
+        store.set(f"5/0/{rank}", f'["all_to_all of torch.float32", {[*sizes[rank]]}]')
+    last = ranks[-1]
+    operation = Operation("5/0", ranks, "all_to_all of torch.float32", (), sizes=sizes[last])
+    try:
+        _checked(store, last).before(operation)
+    except CollectiveMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_parts_of_an_all_to_all_are_compared_by_who_sends_and_who_receives() -> None:
+    """Of three ranks of four, none of which is the group's first; equal parts are not told."""
+    ranks, table = (1, 2, 3), [[4, 1, 0], [2, 5, 7], [3, 6, 8]]
+
+    def sizes() -> dict[int, tuple[list[int], list[int]]]:
+        return {
+            rank: (list(table[at]), [row[at] for row in table]) for at, rank in enumerate(ranks)
+        }
+
+    assert _all_to_all(_Store(), ranks, sizes()) == ""
+    for a, b in ((0, 0), (0, 2), (2, 0), (1, 2), (2, 1)):
+        for end in (0, 1):
+            given = sizes()
+            given[ranks[(a, b)[end]]][end][(b, a)[end]] += 10
+            sent, expected = (table[a][b] + 10 * (end == at) for at in (0, 1))
+            assert _all_to_all(_Store(), ranks, given) == (
+                f"in an all_to_all {NAMES[ranks[a]]} sends {NAMES[ranks[b]]} {sent} elements, "
+                f"which expects {expected}"
+            )
+    equal = dict.fromkeys(ranks, ([], []))
+    assert _all_to_all(_Store(), ranks, equal) == ""
+
+
+def _seen_elsewhere(rank: int, store: Any) -> str:
+    """Ranks 2 and 3 meet, when rank 2 was seen to wait; then all but rank 2 come to another."""
+    mesh = MESH.connect(timeout=timedelta(seconds=60))
+    try:
+        with CheckedCollectives(store, MESH, rank, 0.5, torch.device("cpu")):
+            if rank == 3:
+                store.wait(["at/2"], timedelta(seconds=60))
+            if rank > 1:
+                dist.all_reduce(torch.ones(4), group=mesh.group("tp"))
+            if rank != 2:
+                dist.all_reduce(X.clone(), group=mesh.group("world"))
+    except CollectiveMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_does_not_come_is_told_where_it_was_seen_last(monkeypatch) -> None:
+    store = ThreadStore()
+
+    def now() -> float:
+        """The time-out is over once all others are there."""
+        there = [key for key in [*store.values] if key.endswith(("/0/0", "/0/1", "/0/3"))]
+        return 1e9 if len(there) == 3 + 1 else 0.0  # rank 3 in the pair, too
+
+    monkeypatch.setattr(checked, "_LOOK", 1e-3)
+    monkeypatch.setattr(checked, "time", SimpleNamespace(monotonic=now, perf_counter=lambda: 0.0))
+    words = (
+        f"{NAMES[2]} did not come to all_reduce of float32[3] among ranks 0, 1, 2, 3 within 0.5 s, "
+        "and was last seen in all_reduce of float32[4] among ranks 2, 3"
+    )
+    assert run_threads(4, _seen_elsewhere, store) == [words, words, "", words]
