@@ -1,0 +1,270 @@
+"""Small parts that every rank has: chunks of layouts, message buffers, symmetric memory as it is
+allocated, and messages of groups within groups."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from threads import on_threads
+
+from warpweave.parallel import symmetric
+from warpweave.parallel.buffers import Buffers
+from warpweave.parallel.messages import AllToAll, Batch, Hop, Steps, run_in_process, run_on_group
+from warpweave.parallel.symmetric import Workspace, symmetric_memory
+from warpweave.parallel.words import CAPPED, FEWEST_ROWS, chunks_of, local_rows
+
+CPU = torch.device("cpu")
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_chunks_of_every_kind_of_layout() -> None:
+    """A chunk of a balanced layout has a tile's rows, as long as there are two."""
+    assert FEWEST_ROWS == 128
+    assert CAPPED == (1024, 64 * 2**20)
+    for parts in (1, 2, 3, 8):
+        for rows in (1, 256, 511, 512, 513, 1023, 1024, 2047, 2048, 2049, 10**6):
+            found = chunks_of(rows * parts, parts, "balanced")
+            fits = [n for n in (4, 8, 16) if rows / n >= 128]
+            assert found == max([2, *fits]), (rows, parts)
+            assert chunks_of(rows * parts + parts - 1, parts, "balanced") == found
+            others = [chunks_of(rows * parts, parts, k) for k in ("contiguous", "striped")]
+            assert others == [1, 1]
+            assert chunks_of(rows * parts, parts, "zigzag") == (1 if parts == 1 else 2)
+
+
+def test_rows_of_a_rank_are_the_fewest_that_hold_the_sequence_in_equal_chunks() -> None:
+    for seq_len in (0, 1, 7, 24, 25, 100):
+        for parts in (1, 2, 3):
+            for chunks in (1, 2, 4):
+                rows = local_rows(seq_len, parts, chunks)
+                assert rows % chunks == 0
+                assert rows * parts >= seq_len
+                assert (rows - chunks) * parts < seq_len or rows == 0
+
+
+# ---------------------------------------------------------------- buffers
+
+
+def test_a_buffer_is_taken_again_only_for_its_shape_and_dtype() -> None:
+    buffers = Buffers()
+    first = buffers.take((2, 3), torch.float32, CPU)
+    other = buffers.take([2, 3], torch.float32, CPU)
+    assert (first.shape, first.dtype, first.device) == ((2, 3), torch.float32, CPU)
+    assert first.data_ptr() != other.data_ptr(), "both are in use"
+    buffers.give_back(first, other)
+    for shape, dtype in (((3, 2), torch.float32), ((6,), torch.float32), ((2, 3), torch.int32)):
+        assert buffers.take(shape, dtype, CPU).data_ptr() not in (
+            first.data_ptr(),
+            other.data_ptr(),
+        )
+    again = [buffers.take(torch.Size((2, 3)), torch.float32, CPU) for _ in range(3)]
+    assert {id(first), id(other)} == {id(x) for x in again[:2]}
+    assert id(again[2]) not in {id(first), id(other)}
+    assert buffers.take((), torch.float64, CPU).shape == ()
+
+
+# ---------------------------------------------------------------- symmetric memory
+
+
+def _left() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "warpweave-" in name}
+
+
+def _allocated(group: Any, given: dict[str, Any]) -> tuple[Any, ...]:
+    memory = symmetric_memory(group, "cpu", slots=3, capacity=500, **given)
+    memory.segments[(memory.rank + 1) % memory.world][memory.rank] = 10 + memory.rank
+    dist.barrier(group)
+    written = memory.segments[memory.rank][: memory.world].tolist()
+    assert not memory.segments[memory.rank][memory.world :].any()
+    return memory.rank, memory.world, memory.slots, memory.capacity, memory.polls, written
+
+
+@pytest.mark.parametrize(
+    ("given", "polls"),
+    [
+        ({}, 1_000_000),
+        ({"timeout": timedelta(seconds=2.5)}, 25_000),
+        ({"timeout": timedelta(microseconds=3)}, 1),
+        ({"polls": 7, "timeout": timedelta(seconds=2.5)}, 7),
+        ({"polls": 0}, 0),
+    ],
+)
+def test_every_rank_sees_what_another_writes_and_polls_as_often_as_is_asked(given, polls) -> None:
+    before = _left()
+    for rank, found in enumerate(on_threads(3, _allocated, given)):
+        written = [0, 0, 0]
+        written[(rank - 1) % 3] = 10 + (rank - 1) % 3
+        assert found[:3] == (rank, 3, 3)
+        assert found[3] >= 500
+        assert found[4:] == (polls, written)
+    assert _left() <= before
+    assert symmetric.LOOKS == {"cpu": 10_000, "cuda": 500_000}
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+@pytest.mark.parametrize(("step", "verb"), [("create_file", "make"), ("map_file", "map")])
+def test_all_ranks_are_told_who_cannot_allocate_and_nothing_is_left(step, verb, error) -> None:
+    right = getattr(symmetric, step)
+    calls = []
+
+    def broken(path: Any, size: int) -> Any:
+        calls.append(path)
+        if len(calls) > 1:  # whoever comes second, and third
+            raise error("no room\nfor it")
+        return right(path, size)
+
+    def allocate(group: Any) -> str:
+        with pytest.raises(ValueError, match=r"^symmetric memory: ranks") as said:
+            symmetric_memory(group, "cpu", slots=1, capacity=1)
+        return str(said.value)
+
+    before = _left()
+    with mock.patch.object(symmetric, step, broken):
+        found = on_threads(3, allocate)
+    assert _left() <= before
+    whose = f"cannot {verb} the files of their group in /dev/shm (the ranks must share one machine)"
+    failed = [rank for rank in range(3) if found[rank].endswith(": no room")]
+    assert len(failed) == (2 if step == "create_file" else 3)
+    for rank, words in enumerate(found):
+        why = "no room" if rank in failed else "see their own message"
+        assert words == f"symmetric memory: ranks {failed} {whose}: {why}"
+
+
+def test_a_workspace_hands_on_its_bounds_and_forgets_its_memory_when_it_is_renewed() -> None:
+    def made(group: Any, device: torch.device, **given: Any) -> Any:
+        memory = mock.Mock(slots=given["slots"], capacity=given["capacity"], left=[], given=given)
+        memory.epoch.device = device
+        return memory
+
+    def grown(group: Any) -> None:
+        minute = timedelta(seconds=60)
+        for options, bounds in (
+            ({}, {"timeout": symmetric.TIMEOUT, "polls": None}),
+            ({"timeout": minute}, {"timeout": minute, "polls": None}),
+            ({"timeout": minute, "polls": 0}, {"timeout": minute, "polls": 0}),
+        ):
+            workspace = Workspace(group, **options)
+            workspace.settle()  # there is no memory yet
+            workspace.check()
+            workspace.leave("op")
+            sizes = []
+            for slots, size in ((1, 1), (3, 1000), (5, 8), (4, 1024), (8, 1025)):
+                workspace.fitting("op", CPU, slots, size)
+                memory = workspace._memory
+                assert {name: memory.given[name] for name in bounds} == bounds
+                assert memory.fitting.call_args.args[:2] == ("op", CPU)
+                sizes.append((memory.slots, memory.capacity))
+            assert sizes == [(1, 1), (4, 1024), (8, 1024), (8, 1024), (8, 2048)]
+            workspace.settle()
+            workspace.check()
+            workspace.leave("op")
+            assert [memory.settle.call_count, memory.check.call_count] == [1, 1]
+            assert memory.leave.call_args.args == ("op",)
+            memory.left.append("op")
+            workspace.fitting("op", CPU, 9, 1)  # refuses, and makes no other
+            assert workspace._memory is memory
+            workspace.renew()
+            workspace.fitting("op", CPU, 1, 1)
+            assert (workspace._memory.slots, workspace._memory.capacity) == (1, 1)
+
+    with mock.patch.object(symmetric, "symmetric_memory", made):
+        on_threads(2, grown)
+
+
+# ---------------------------------------------------------------- messages
+
+
+def _nested(rank: int, inner: int, ranks: int) -> Steps[tuple[list[float], list[float]]]:
+    """An all-to-all in groups of `inner`, unequal parts; meanwhile a ring over these groups."""
+    place, count = rank % inner, ranks // inner
+    sizes = [1 + (place + 2 * to) % 3 for to in range(inner)]
+    taken = [1 + (of + 2 * place) % 3 for of in range(inner)]
+    send = torch.cat([torch.full((n,), 100.0 * rank + to) for to, n in enumerate(sizes)])
+    recv, x, into = torch.zeros(sum(taken)), torch.full((1,), float(rank)), torch.zeros(1)
+    yield AllToAll(send, recv, sizes, taken)
+    at = rank // inner
+    if count > 1:
+        yield Hop(x, into, (at + 1) % count, (at - 1) % count)
+    yield None
+    return recv.tolist(), into.tolist()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("ranks", "inner"), [(3, 1), (4, 2), (6, 3), (6, 2), (4, 4)])
+def test_all_to_alls_are_within_groups_and_hops_between_them(ranks, inner, overlap) -> None:
+    steps = [_nested(rank, inner, ranks) for rank in range(ranks)]
+    for rank, (taken, hopped) in enumerate(run_in_process(steps, inner=inner, overlap=overlap)):
+        place, first = rank % inner, rank - rank % inner
+        expected = [
+            100.0 * (first + of) + place
+            for of in range(inner)
+            for _ in range(1 + (of + 2 * place) % 3)
+        ]
+        assert taken == expected
+        assert hopped == ([float((rank - inner) % ranks)] if ranks > inner else [0.0])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_on_a_group_messages_are_waited_for_where_the_steps_say_so(overlap) -> None:
+    """Or, without overlap, at once; what a rank returns is its result."""
+
+    def run(group: Any) -> tuple[list[float], list[float], str]:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+        def steps() -> Steps[str]:
+            x = torch.full((2,), float(rank))
+            into, other, mixed = torch.zeros(2), torch.zeros(2), torch.zeros(ranks)
+            right, left = (rank + 1) % ranks, (rank - 1) % ranks
+            yield Hop(x, into, right, left)
+            yield Batch([(x + 10, left)], [(other, right)])
+            yield AllToAll(torch.full((ranks,), float(rank)), mixed, [1] * ranks, [1] * ranks)
+            early = [*into.tolist(), *other.tolist()]
+            yield None
+            found.extend([early, [*into.tolist(), *other.tolist(), *mixed.tolist()]])
+            return f"rank {rank}"
+
+        found: list[Any] = []
+        said = run_on_group(steps(), group, group, overlap=overlap)
+        return (*found, said)
+
+    for rank, (early, late, said) in enumerate(on_threads(3, run)):
+        there = [float((rank - 1) % 3)] * 2 + [float((rank + 1) % 3 + 10)] * 2
+        assert late == [*there, 0.0, 1.0, 2.0]
+        assert said == f"rank {rank}"
+        assert early == ([0.0] * 4 if overlap else there)
+
+
+def test_without_groups_an_all_to_all_is_a_copy() -> None:
+    x, into = torch.arange(3.0), torch.zeros(3)
+
+    def steps() -> Steps[int]:
+        yield AllToAll(x, into, [3], [3])
+        yield None
+        return 7
+
+    assert run_on_group(steps(), None) == 7
+    assert into.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_who_waits_for_whom_is_told_of_receives_too() -> None:
+    def steps(batch: Batch) -> Steps[None]:
+        yield batch
+        yield None
+
+    def x() -> torch.Tensor:
+        return torch.zeros(1)
+
+    batches = [Batch([(x(), 2)], [(x(), 1)]), Batch([], [(x(), 0)]), Batch([(x(), 1)], [])]
+    words = (
+        r"rank 0 waits for ranks \[1, 2\]; rank 1 waits for ranks \[0\]; rank 2 waits for ranks "
+    )
+    with pytest.raises(RuntimeError, match=rf"^deadlock: {words}\[1\]$"):
+        run_in_process([steps(batch) for batch in batches])
