@@ -276,6 +276,36 @@ def test_global_weights_are_taken_back_after_an_error_and_a_second_time() -> Non
         assert param.tolist() == [5.0] * 3
 
 
+def _begun(mesh: ConnectedMesh) -> None:
+    """Weights that are new are compared once, before the next update."""
+    unit = _unit(mesh, (3,))
+    outer, second = OuterOptimizer(OuterRule(2), [unit], [0], mesh), mesh.index("outer") == 1
+
+    def begins(equal: bool) -> None:
+        words = r"^replicas must begin with the same weights, .* on rank 1 \(outer=1\)$"
+        check(outer.before_update, None if equal else words)
+
+    begins(True)
+    unit.state.moments[GLOBAL].add_(second)
+    begins(True)
+    for new in (lambda: outer.resume(4), outer.reset):
+        unit.state.master.zero_()[-1] = float(second)
+        unit.state.moments[GLOBAL].zero_()[-1] = float(second)
+        new()
+        begins(False)
+        begins(True)
+        unit.state.master.fill_(1.0)
+        unit.state.moments[GLOBAL].fill_(1.0)
+        new()
+        begins(True)
+    assert outer.step == 4
+    assert outer.acts_next == OuterRule(2).acts(5)
+
+
+def test_replicas_are_compared_after_each_new_beginning() -> None:
+    on_mesh(Mesh(outer=2), _begun)
+
+
 # ---------------------------------------------------------------- Muon's matrices
 
 
