@@ -176,6 +176,16 @@ def test_the_waiting_of_all_operations_is_summed(monkeypatch) -> None:
     assert [*store.values] == ["5/2/2"], "the last word alone is left"
 
 
+def test_what_an_earlier_check_of_the_process_left_is_not_read() -> None:
+    """The n-th of one rank meets the n-th of another."""
+    store = dist.HashStore()
+    every = {(rank, n): _checked(store, rank)._store for n in range(2) for rank in (3, 2)}
+    for (rank, n), mine in every.items():
+        mine.set(f"word/{rank}", str(n))
+    for rank, n in every:
+        assert every[rank, n].get(f"word/{5 - rank}").decode() == str(n)
+
+
 def _all_to_all(store: Any, ranks: tuple[int, ...], sizes: dict[int, Any]) -> str:
     """What the last of these ranks finds; each gives its (sends, receives)."""
     for rank in ranks[:-1]:

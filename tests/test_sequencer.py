@@ -315,3 +315,117 @@ def test_checkpoints_are_so_many_updates_or_minutes_apart(monkeypatch):
     assert versions(late, save_minutes=2.0, save_every=3) == [
         (120, 2), (220, 3), (360.5, 6),
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- another server
+
+
+class _Second:
+    """Server 1 of two, which is told the `events` by server 0 and then nothing.
+
+    `sent` is what went over its links, by their visitors (0: the other server); gradients that
+    arrive are of ones, and squares of fours.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, events: Sequence[dict[str, Any]], broken: int = 0
+    ) -> None:
+        self.letters: list[tuple[str, dict[str, Any]]] = []
+        self.sent: list[tuple[int, list[float]]] = []
+        self.waits: list[float] = []
+        run, steps = self, iter(events)
+
+        class Box:
+            def __init__(self, store: Any, name: str) -> None:
+                self.name = name
+
+            def put(self, **header: Any) -> None:
+                run.letters.append((self.name, header))
+
+            def take(self, wait: float) -> dict[str, Any] | None:
+                assert self.name == "server/1"
+                run.waits.append(wait)
+                return next(steps, None)
+
+        class Link:
+            def __init__(self, store: Any, name: str, side: int, timeout: float) -> None:
+                first, number, *rest = name.split("/")
+                assert rest == ([] if first == "between" else ["server", "1"])
+                assert (side, timeout) == (int(first == "between"), LONG)
+                self.visitor = 0 if first == "between" else int(number)
+
+            def send(self, x: torch.Tensor) -> Any:
+                run.sent.append((self.visitor, x.flatten().tolist()))
+                return SimpleNamespace(wait=lambda: None)
+
+            def receive(self, x: torch.Tensor) -> None:
+                if self.visitor and self.visitor == broken:
+                    raise RuntimeError("Connection reset by peer")
+                x.fill_(1.0 if self.visitor else 4.0)
+
+        monkeypatch.setattr(server, "Mailbox", Box)
+        monkeypatch.setattr(server, "Pair", Link)
+        self.shard = Shard(spread(RECORDS, 2)[1], lambda r: torch.zeros(r.shape), SGD(0.5))
+        plan = ServerPlan(2, timeout=LONG, **ASYNC)
+        self.server = Server(
+            dist.HashStore(), 1, plan, self.shard, records=RECORDS, lr=lambda clock: 9.0
+        )
+
+
+def _event(op: str, worker: int, **more: Any) -> dict[str, Any]:
+    return {"op": op, "worker": worker, "visitor": worker + 1} | more
+
+
+UPDATE = {"op": "update", "workers": [1, 0], "counts": [1, 3], "lr": 0.5}
+STOP = {"op": "stop"}
+
+
+def test_the_second_server_does_as_it_is_told(monkeypatch):
+    events = [
+        _event("join", 0), _event("join", 1), _event("pull", 0), _event("pull", 1),
+        _event("take", 1), _event("take", 0), UPDATE, _event("pull", 0), {"op": "save"}, STOP,
+    ]  # fmt: skip
+    run = _Second(monkeypatch, events)
+    assert run.server.serve() is False
+    assert run.waits == [3 * LONG] * len(events)
+    taken = [{"op": "taken", "visitor": v, "server": 1} for v in (2, 1)]
+    assert run.letters == [("server/0", header) for header in taken]
+    size = run.shard.layout.size
+    # The sum of two gradients of ones is of four samples; the squares are of both servers.
+    weight = -0.5 * 2 / 4
+    assert [(visitor, values[:3]) for visitor, values in run.sent] == [
+        (1, [0.0] * 3), (2, [0.0] * 3), (0, [pytest.approx(4.0 * size, rel=1e-6)]),
+        (1, [weight] * 3), (0, [weight] * 3), (0, [0.5] * 3),
+    ]  # fmt: skip
+
+
+def test_the_second_server_tells_of_links_that_break_and_goes_on(monkeypatch):
+    """Of one that is there, and of one that never was; what was staged is discarded if it says."""
+    joined = [_event("join", 0), _event("join", 1), _event("take", 0)]
+    run = _Second(monkeypatch, [*joined, _event("take", 1), _event("pull", 5), STOP], broken=2)
+    assert run.server.serve() is False
+    words = [("taken", 1), ("failed", 2), ("failed", 6)]
+    assert [(header["op"], header["visitor"]) for _, header in run.letters] == words
+    for discard in (True, False):
+        run = _Second(monkeypatch, [*joined, _event("leave", 0, discard=discard), STOP])
+        run.server.serve()
+        assert [*run.server._staged] == ([] if discard else [0])
+        assert [*run.server._links] == [1]
+
+
+def test_servers_that_hear_nothing_or_hold_what_is_anothers_say_so(monkeypatch):
+    run = _Second(monkeypatch, [_event("join", 0)])
+    with pytest.raises(TimeoutError, match=r"^server 1: no word from server 0$"):
+        run.server.serve()
+    records = [*RECORDS, ParamRecord("tiny", (2,))]
+    for index, held, words in (
+        (0, 1, "server 0 of 2 holds 2 parameters, 1 others are its part"),
+        (1, 0, "server 1 of 2 holds 1 parameters, 2 others are its part"),
+    ):
+        shard = Shard(spread(records, 2)[held], lambda r: torch.zeros(r.shape), SGD())
+        with pytest.raises(ValueError, match=f"^{words}$"):
+            Server(dist.HashStore(), index, ServerPlan(2), shard, records=records, lr=lambda c: 1.0)
+    swapped = [ParamRecord("big", (3,)), ParamRecord("small", (4,))]
+    shard = Shard(spread(swapped, 2)[0], lambda r: torch.zeros(r.shape), SGD())
+    with pytest.raises(ValueError, match="holds 1 parameters, 1 others are its part"):
+        Server(dist.HashStore(), 0, ServerPlan(2), shard, records=RECORDS, lr=lambda c: 1.0)

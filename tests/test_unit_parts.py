@@ -1,10 +1,9 @@
 """The parts of a unit and of its optimizers, each alone: rules element by element, versions of the
-parameters, when replicas meet, who orthogonalises what, and what does not go together."""
+parameters, who orthogonalises what, and what does not go together."""
 
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from warpweave.parallel.data.batch_norm import is_recomputing, recomputing, sync
 from warpweave.parallel.data.muon import WholeMatrices, _cost
 from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale, Muon, NAdamW, Piece
 from warpweave.parallel.data.ordered import exact_sum
-from warpweave.parallel.data.outer import GLOBAL, MOMENTUM, OuterOptimizer, OuterRule
+from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.data.reduce import end_to_end
 from warpweave.parallel.data.unit import Unit, make_unit, version_age
 from warpweave.parallel.data.zero import ZeroOptimizer
@@ -192,118 +191,6 @@ def _versions_of_shards(mesh: ConnectedMesh) -> None:
 
 def test_sharded_parameters_have_one_version() -> None:
     on_mesh(Mesh(dp=2), _versions_of_shards)
-
-
-# ---------------------------------------------------------------- when replicas meet
-
-
-@rows(
-    [
-        (lambda: OuterRule(0), "every n >= 1 steps, got 0"),
-        (lambda: OuterRule(1), None),
-        (lambda: OuterRule(4, fragments=0), "fragments = 0 do not divide the 4 steps"),
-        (lambda: OuterRule(4, fragments=3), "fragments = 3 do not divide the 4 steps"),
-        (lambda: OuterRule(4, fragments=4), None),
-        (lambda: OuterRule(4, fragments=8), "fragments = 8 do not divide the 4 steps"),
-        (lambda: OuterRule(6, delay=-1), "outer delay = -1 must be less than the 6 steps"),
-        (lambda: OuterRule(6, delay=5), None),
-        (lambda: OuterRule(6, delay=6), "delay = 6 must be less than the 6 steps .* 6 / 1, and"),
-        (lambda: OuterRule(6, fragments=2, delay=2), None),
-        (lambda: OuterRule(6, fragments=2, delay=3), "less than the 3 steps .* 6 / 2, and not"),
-        (lambda: OuterRule(2, lr=0.0), "got 0.0, 0.9 and 0.0"),
-        (lambda: OuterRule(2, lr=NAN), "got nan, 0.9 and 0.0"),
-        (lambda: OuterRule(2, lr=1e-9), None),
-        (lambda: OuterRule(2, momentum=-1e-9), "got 0.7, -1e-09 and 0.0"),
-        (lambda: OuterRule(2, momentum=0.0), None),
-        (lambda: OuterRule(2, momentum=0.999), None),
-        (lambda: OuterRule(2, momentum=1.0), "got 0.7, 1.0 and 0.0"),
-        (lambda: OuterRule(2, mix=-1e-9), "got 0.7, 0.9 and -1e-09"),
-        (lambda: OuterRule(2, mix=1.0), None),
-        (lambda: OuterRule(2, mix=1.001), "got 0.7, 0.9 and 1.001"),
-        (lambda: OuterRule(2, warmup=-1), "outer warm-up must be at least 0 steps, got -1"),
-        (lambda: OuterRule(4, fragments=4).check(3), "fragments = 4 need as many layers, got 3"),
-        (lambda: OuterRule(4, fragments=4).check(4), None),
-    ]
-)
-def test_outer_rules(call, words) -> None:
-    check(call, words)
-
-
-OUTER = [
-    OuterRule(1),
-    OuterRule(5, delay=4),
-    OuterRule(6, fragments=3, delay=1, warmup=4),
-    OuterRule(12, fragments=3, delay=2, warmup=1),
-    OuterRule(6, fragments=6),
-]
-
-
-@pytest.mark.parametrize("rule", OUTER, ids=str)
-def test_sums_start_in_turn_and_end_after_the_delay(rule: OuterRule) -> None:
-    """Step by step: which fragment's sum starts, which is on its way, whether anything is done."""
-    apart = rule.every // rule.fragments
-    starts = {
-        rule.warmup + apart * (turn + 1): turn % rule.fragments for turn in range(5 * rule.every)
-    }
-    assert rule.apart == apart
-    for step in range(1, 4 * rule.every + rule.warmup):
-        assert rule.starts(step) == starts.get(step), step
-        under_way = [f for at, f in starts.items() if at <= step < at + rule.delay]
-        assert len(under_way) <= 1
-        assert rule.in_flight(step) == (under_way[0] if under_way else None), step
-        done = step in starts or step - rule.delay in starts
-        assert rule.acts(step) == done, step
-    for fragment in range(rule.fragments):  # each one every `every` steps
-        mine = [at for at, of in starts.items() if of == fragment]
-        assert {b - a for a, b in itertools.pairwise(mine)} == {rule.every}
-
-
-def test_global_weights_are_taken_back_after_an_error_and_a_second_time() -> None:
-    """And momentum is a state only where there is any."""
-    unit = _unit(single(), (3,))
-    assert OuterRule(2).states == (GLOBAL, MOMENTUM)
-    assert OuterRule(2, momentum=0.0).states == (GLOBAL,)
-    outer = OuterOptimizer(OuterRule(2), [unit], [0], single())
-    unit.state.master.fill_(5.0)  # the global ones are the zeros of before
-    param = unit.params[0][1]
-    for _ in range(2):
-        with pytest.raises(KeyError, match=r"0\.0, 0\.0, 0\.0"), outer.global_weights():
-            raise KeyError(param.tolist())
-        assert param.tolist() == [5.0] * 3
-        assert unit.state.moments[GLOBAL].unique().tolist() == [0.0]
-    outer.reset()
-    with outer.global_weights():
-        assert param.tolist() == [5.0] * 3
-
-
-def _begun(mesh: ConnectedMesh) -> None:
-    """Weights that are new are compared once, before the next update."""
-    unit = _unit(mesh, (3,))
-    outer, second = OuterOptimizer(OuterRule(2), [unit], [0], mesh), mesh.index("outer") == 1
-
-    def begins(equal: bool) -> None:
-        words = r"^replicas must begin with the same weights, .* on rank 1 \(outer=1\)$"
-        check(outer.before_update, None if equal else words)
-
-    begins(True)
-    unit.state.moments[GLOBAL].add_(second)
-    begins(True)
-    for new in (lambda: outer.resume(4), outer.reset):
-        unit.state.master.zero_()[-1] = float(second)
-        unit.state.moments[GLOBAL].zero_()[-1] = float(second)
-        new()
-        begins(False)
-        begins(True)
-        unit.state.master.fill_(1.0)
-        unit.state.moments[GLOBAL].fill_(1.0)
-        new()
-        begins(True)
-    assert outer.step == 4
-    assert outer.acts_next == OuterRule(2).acts(5)
-
-
-def test_replicas_are_compared_after_each_new_beginning() -> None:
-    on_mesh(Mesh(outer=2), _begun)
 
 
 # ---------------------------------------------------------------- Muon's matrices

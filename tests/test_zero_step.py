@@ -1,0 +1,248 @@
+"""A step of the optimizer of small units, whatever its rule: what is skipped, counted, scaled and
+handed on, which ranks' gradients are finite, and matrices over several axes."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from threads import on_mesh
+from torch import nn
+
+from warpweave.parallel.data import optimizer as rules
+from warpweave.parallel.data import zero as zero_module
+from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale, Muon, NAdamW, Rule
+from warpweave.parallel.data.unit import Unit, make_unit
+from warpweave.parallel.data.zero import ZeroOptimizer
+from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.parallel.shard import ParamRecord
+from warpweave.plain_gpt import _newton_schulz
+
+RULES: dict[str, Rule] = {
+    "adamw": AdamW(eps=1e-3),
+    "nadamw": NAdamW(eps=1e-3),
+    "sgd": SGD(weight_decay=0.1),
+    "muon": Muon(rest=AdamW(eps=1e-3)),
+}
+
+
+def _draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _unit(
+    mesh: ConnectedMesh,
+    zero: int = 0,
+    dtype: torch.dtype = torch.float64,
+    sum_over: str = "data",
+    ordered: bool = False,
+) -> Unit:
+    """A matrix, a vector without decay, and one that tensor ranks have partial sums of."""
+    partial = ("tp",) if mesh.size("tp") > 1 else ()
+    records = [
+        ParamRecord("w", (5, 3), matrices=(1,), sum_over=sum_over),
+        ParamRecord("b", (7,), decay=False, sum_over=sum_over),
+        ParamRecord("p", (4,), (), partial, decay=False, sum_over=sum_over),
+    ]
+    params = [(r, nn.Parameter(_draw(r.shape, n).to(dtype))) for n, r in enumerate(records)]
+    return make_unit("u", params, mesh, zero=zero, ordered=ordered)
+
+
+def _gradients(unit: Unit, seed: int, scale: float = 1.0, bad: float | None = None) -> None:
+    unit.write("grad", lambda r: _draw(r.shape, 10 * seed + len(r.shape)) * scale)
+    if bad is not None:
+        unit.gradients.reduced[0] = bad
+
+
+def _state(unit: Unit, optimizer: ZeroOptimizer) -> list[torch.Tensor]:
+    """All that a step may change."""
+    scale = optimizer.loss_scale
+    return [
+        x.clone()
+        for x in (
+            unit.state.master, unit.state.param, *unit.state.moments.values(), optimizer.count,
+            *(t for steps in optimizer.steps for t in steps),
+            *(() if scale is None else (scale.value, scale.good_steps)),
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("name", RULES)
+def test_what_is_halted_or_not_finite_changes_nothing_and_is_not_counted(name, dtype) -> None:
+    """Both, either, and none; the loss scale halves for a gradient alone."""
+    unit, scaled = _unit(single(), dtype=dtype), dtype == torch.float16
+    scale = LossScale(64.0, interval=2) if scaled else None
+    optimizer = ZeroOptimizer([unit], single(), RULES[name], clip=0.5, loss_scale=scale)
+    good = row = 0
+    for step in range(20):
+        bad = (None, None, None, float("inf"), float("nan"))[step % 5]
+        halted = (None, torch.tensor(0.0), torch.tensor(2.0), torch.tensor(1.0))[step % 4]
+        stands = halted is not None and bool(halted)
+        size = 1.0 if scale is None else float(scale.value)
+        _gradients(unit, step, size, bad)
+        finite = unit.gradients.reduced.clone()
+        before = _state(unit, optimizer)
+        norm = optimizer.step(0.1, halted)
+        after = _state(unit, optimizer)
+        same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert bool(optimizer.finite) == bool(norm.isfinite()) == (bad is None)
+        if bad is None:
+            truth = float(finite.double().square().sum().sqrt()) / size
+            assert float(norm) == pytest.approx(truth, rel=1e-6)
+        if stands:
+            assert all(same), step
+            continue
+        row = row + 1 if bad is None else 0
+        if bad is None:
+            good += 1
+            assert not any(same[:3])
+        else:
+            assert all(same[: len(same) - 2 * scaled]), step
+        assert float(optimizer.count) == good
+        assert {float(t) for t in optimizer.steps[0]} == {good}
+        if scale is not None:
+            grown = row == 2
+            row = 0 if grown else row
+            assert float(scale.value) == size * (0.5 if bad is not None else 2.0 if grown else 1.0)
+            assert float(scale.good_steps) == row
+    assert good == 6
+
+
+def test_a_norm_that_is_given_is_clipped_by_and_returned() -> None:
+    """And not computed again; below the clip nothing is scaled."""
+    for clip, norm, factor in ((2.0, 8.0, 0.25), (2.0, 1.0, 1.0), (None, 8.0, 1.0)):
+        unit = _unit(single())
+        optimizer = ZeroOptimizer([unit], single(), SGD(0.0), clip=clip)
+        start = unit.state.master.clone()
+        _gradients(unit, 1)
+        grad = unit.gradients.reduced.clone()
+        with mock.patch.object(ZeroOptimizer, "norm", side_effect=AssertionError):
+            found = optimizer.step(0.5, norm=torch.tensor(norm, dtype=torch.float64))
+        assert float(found) == norm
+        expected = start - 0.5 * factor * grad
+        assert (unit.state.master - expected).abs().max() < 1e-6
+
+
+def test_the_state_goes_on_with_and_without_a_loss_scale() -> None:
+    plain, scaled = (
+        ZeroOptimizer([_unit(single())], single(), SGD(), loss_scale=scale)
+        for scale in (None, LossScale(8.0))
+    )
+    scaled.loss_scale.good_steps.fill_(3)
+    scaled.count.fill_(5)
+    plain.load_state(scaled.state())
+    assert plain.state() == {"count": 5.0}
+    plain.count.fill_(6)
+    scaled.load_state(plain.state())
+    assert scaled.state() == {"count": 6.0, "loss_scale": 8.0, "good_steps": 3.0}
+    assert all(t == 6 for optimizer in (scaled,) for steps in optimizer.steps for t in steps)
+    moved = LossScale(4.0).to(torch.device("meta"))
+    assert (moved.value.device.type, moved.good_steps.device.type) == ("meta", "meta")
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton", None])
+def test_whoever_computes_is_told_by_what(impl) -> None:
+    """The norm, AdamW, and Newton-Schulz: each by its own `impl`."""
+    for rule in (AdamW(impl=impl), Muon(impl=impl, rest=AdamW(impl=impl))):
+        unit, told = _unit(single()), {}
+
+        def spied(place: Any, name: str, told: dict[str, set] = told) -> Any:
+            right = getattr(place, name)
+
+            def call(*args: Any, **options: Any) -> Any:
+                told.setdefault(name, set()).add(options.pop("impl"))
+                return right(*args, impl="torch", **options)
+
+            return mock.patch.object(place, name, call)
+
+        optimizer = ZeroOptimizer([unit], single(), rule, impl=impl)
+        _gradients(unit, 1)
+        with (
+            spied(zero_module, "sum_of_squares"),
+            spied(rules, "adamw_step"),
+            spied(rules, "orthogonalize"),
+        ):
+            optimizer.step(0.1)
+        kernels = ["sum_of_squares", "adamw_step", *["orthogonalize"] * isinstance(rule, Muon)]
+        assert told == {name: {impl} for name in kernels}
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def _finite(mesh: ConnectedMesh, zero: int, bad: int) -> tuple[bool, bool]:
+    unit = _unit(mesh, zero)
+    optimizer = ZeroOptimizer([unit], mesh, SGD())
+    _gradients(unit, 1, bad=float("nan") if mesh.rank == bad else None)
+    norm = optimizer.step(0.1)
+    return bool(norm.isfinite()), bool(optimizer.finite)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_each_rank_knows_whether_its_own_gradients_are_finite(zero: int) -> None:
+    for bad in (0, 2):
+        found = on_mesh(Mesh(dp=3), _finite, zero, bad)
+        assert found == [(False, rank != bad) for rank in range(3)]
+    assert on_mesh(Mesh(dp=3), _finite, zero, -1) == [(True, True)] * 3
+
+
+def _partials(mesh: ConnectedMesh, ordered: bool) -> tuple[int, int, list[float]]:
+    """How often partial sums were sent in order and not, and the gradients afterwards."""
+    unit = _unit(mesh, ordered=ordered)
+    optimizer = ZeroOptimizer([unit], mesh, SGD())
+    unit.write("grad", lambda r: torch.full(r.shape, 1.0 + mesh.index("tp")))
+    counts = {"ordered": 0, "library": 0}
+    in_order, at_once = zero_module.run_collective, dist.all_reduce
+
+    def by(name: str, right: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return right(*args, **options)
+
+        return call
+
+    with (
+        mock.patch.object(zero_module, "run_collective", by("ordered", in_order)),
+        mock.patch.object(zero_module.dist, "all_reduce", by("library", at_once)),
+    ):
+        optimizer.sum_partials()
+    values = [float(x) for record, x in unit.read("grad") for x in x.unique()]
+    return counts["ordered"], counts["library"], values
+
+
+def test_partial_sums_are_made_in_rank_order_where_gradients_are() -> None:
+    one = single()
+    assert _partials(one, True) == _partials(one, False) == (0, 0, [1.0] * 3)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_only_parameters_with_partial_sums_are_summed_over_tensor_ranks(ordered: bool) -> None:
+    found = on_mesh(Mesh(tp=3), lambda mesh: _partials(mesh, ordered))
+    for rank, (in_order, at_once, values) in enumerate(found):
+        own = 1.0 + rank
+        assert sorted(values) == sorted([own, own, 6.0])
+        assert (in_order > 0, at_once > 0) == (ordered, not ordered)
+
+
+def _two_axes(mesh: ConnectedMesh, zero: int) -> None:
+    """Units whose states lie over other axes: each matrix is stepped along its own direction."""
+    units = [_unit(mesh, zero, sum_over=axis) for axis in ("data", "dp")]
+    start = {(n, r.name): x.clone() for n, u in enumerate(units) for r, x in u.read("param")}
+    rule = Muon(momentum=0.0, weight_decay=0.0, scale="jordan")
+    optimizer = ZeroOptimizer(units, mesh, rule, clip=None)
+    for n, unit in enumerate(units):
+        _gradients(unit, 3 + n)
+    optimizer.step(0.5)
+    for n, unit in enumerate(units):
+        (moved,) = (x for r, x in unit.read("param") if r.name == "w")
+        direction = _newton_schulz(_draw((5, 3), 10 * (3 + n) + 2)) * (5 / 3) ** 0.5
+        assert (moved - (start[n, "w"] - 0.5 * direction)).abs().max() < 1e-12, n
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_matrices_of_units_over_different_axes_are_all_orthogonalised(zero: int) -> None:
+    on_mesh(Mesh(dp=2, cp=2), _two_axes, zero)
