@@ -234,6 +234,14 @@ def test_a_schedule_in_another_order_is_refused() -> None:
     check_order(both, tied=False)
     with pytest.raises(ValueError, match=r"stages \[0, 1\] is in the order \[0, 1, 0, 1\]"):
         check_order(both, tied=True)
+    for stages in (2, 3):  # on a rank of their own, which is any: the last stage alone is wrong
+        lists = schedules.gpipe(stages, 2)
+        ends = [at for at, a in enumerate(lists[-1]) if a.op == B]
+        lists[-1][ends[0]], lists[-1][ends[1]] = lists[-1][ends[1]], lists[-1][ends[0]]
+        words = rf"stages \[{stages - 1}\] is in the order \[1, 0\]"
+        for tied in (False, True):
+            with pytest.raises(ValueError, match=words):
+                check_order(lists, tied=tied)
     plan = ParallelPlan(schedule="zb-v", chunks=2, microbatches=3, reduce="ordered")
     with pytest.raises(ValueError, match=r"stages \[0, 3\] is in the order \[0, 1, 0, 2, 1, 2\]"):
         dataclasses.replace(MODEL, layers=4).check(Mesh(pp=2), plan)  # before any rank is started

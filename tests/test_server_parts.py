@@ -9,15 +9,16 @@ import socket
 
 import pytest
 import torch
+import torch.distributed as dist
 from refused import check, rows
 from torch import nn
 
 from warpweave.parallel.data.optimizer import SGD, AdamW
 from warpweave.parallel.server import link
 from warpweave.parallel.server.clocks import Clocks, Term
-from warpweave.parallel.server.link import check_loopback
+from warpweave.parallel.server.link import Mailbox, check_loopback
 from warpweave.parallel.server.replay import log_of, replay
-from warpweave.parallel.server.server import ServerPlan
+from warpweave.parallel.server.server import ServerPlan, generation, start_generation, tell
 from warpweave.parallel.server.shard import (
     Shard,
     digest,
@@ -283,6 +284,29 @@ def test_a_joint_update_has_the_terms_of_its_clock_in_the_workers_order() -> Non
         clocks.leave(worker)
     assert clocks.updates() == [(Term(5, 1, 1, 0, 1, 0.0),)]
     assert (clocks.version, clocks.floor) == (2, 1)
+
+
+# ---------------------------------------------------------------- mailboxes
+
+
+def test_a_mailbox_gives_the_first_header_and_each_once() -> None:
+    """Anybody puts; what is in one of another name, or of a later generation, is not in it."""
+    store = dist.HashStore()
+    one, other = Mailbox(store, "server/0"), Mailbox(store, "server/1")
+    assert one.take(0.0) is None
+    headers = [{"op": "push", "visitor": n, "loss": n / 8, "why": None} for n in range(12)]
+    for header in headers:
+        Mailbox(store, "server/0").put(**header)
+        other.put(op="stop")
+    assert [one.take(0.0) for _ in range(13)] == [*headers, None]
+    assert other.take(5.0) == {"op": "stop"}
+    tell(store, "lost", worker=3)
+    old = Mailbox(generation(store), "server/0")
+    start_generation(store)
+    tell(store, "stop")
+    new = Mailbox(generation(store), "server/0")
+    assert [new.take(0.0), new.take(0.0)] == [{"op": "stop"}, None]
+    assert [old.take(0.0), old.take(0.0)] == [{"op": "lost", "worker": 3}, None]
 
 
 # ---------------------------------------------------------------- this machine's addresses

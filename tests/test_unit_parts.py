@@ -343,3 +343,27 @@ def test_recomputing_ends_where_it_began_nested_and_after_an_error() -> None:
     x.sum().backward()
     assert seen == [True]
     assert not is_recomputing()
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (4, 3, 2), (1, 3), (0, 3, 2), (2, 3, 1, 4)])
+def test_moments_are_those_of_the_samples_and_have_no_gradient(shape: tuple[int, ...]) -> None:
+    """In 32 bits at least; of no sample, and of one, there is no deviation."""
+    x = torch.randn(
+        shape, generator=torch.Generator().manual_seed(2), dtype=F64, requires_grad=True
+    )
+    for dtype, wide in ((F64, F64), (torch.bfloat16, torch.float32)):
+        given = x.to(dtype)
+        y, (n, mean, m2) = sync_batch_norm(given, None, None, 0.25, group=None)
+        rows_ = given.detach().double().movedim(1, -1).reshape(-1, 3)
+        truth = rows_.mean(0) if len(rows_) else torch.zeros(3)
+        assert float(n) == len(rows_)
+        assert {t.dtype for t in (n, mean, m2)} == {wide}
+        assert y.dtype == dtype
+        assert not any(t.requires_grad for t in (n, mean, m2))
+        assert (mean - truth).abs().max() < 1e-6
+        squares = (rows_ - truth).square().sum(0)
+        assert (m2 - squares).abs().max() < 1e-5
+        scale = (squares / max(len(rows_), 1) + 0.25).rsqrt()
+        expected = ((rows_ - truth) * scale).view(*shape[:1], *shape[2:], 3).movedim(-1, 1)
+        tolerance = 1e-6 if dtype == F64 else 2e-2
+        assert torch.allclose(y.double(), expected.double(), rtol=tolerance, atol=tolerance)
