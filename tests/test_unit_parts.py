@@ -20,7 +20,13 @@ from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale, Muon, NAdam
 from warpweave.parallel.data.ordered import exact_sum
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.data.reduce import end_to_end
-from warpweave.parallel.data.unit import Unit, make_unit, version_age
+from warpweave.parallel.data.unit import (
+    Placement,
+    Unit,
+    make_unit,
+    version_age,
+    zero_placement,
+)
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.shard import Cut, ParamRecord
@@ -191,6 +197,52 @@ def _versions_of_shards(mesh: ConnectedMesh) -> None:
 
 def test_sharded_parameters_have_one_version() -> None:
     on_mesh(Mesh(dp=2), _versions_of_shards)
+
+
+def _versions_written(mesh: ConnectedMesh, zero: int) -> None:
+    """A version is written whole on every rank, of which each updates its part alone."""
+    unit = _unit(mesh, (3,), (70,), zero=zero)
+    unit.state.add_moments(["exp_avg"])
+    unit.parameters.keep_versions(3)
+    unit.parameters.fill_versions()
+    for age in (2, 1):
+        unit.write(f"version{age}", lambda r, age=age: torch.full(r.shape, 10.0 + age))
+    unit.write("exp_avg", lambda r: torch.full(r.shape, 7.0))
+    for age, value in ((0, 0.0), (1, 11.0), (2, 12.0)):
+        unit.parameters.show(age)
+        assert {float(x) for _, p in unit.params for x in p.detach().unique()} == {value}
+        if age:
+            read = {float(x) for _, t in unit.read(f"version{age}") for x in t.unique()}
+            assert read == {value}
+    assert {float(x) for _, t in unit.read("exp_avg") for x in t.unique()} == {7.0}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_versions_are_whole_on_every_rank(zero: int) -> None:
+    on_mesh(Mesh(dp=3), _versions_written, zero)
+
+
+SHARDED = {0: (), 1: ("optim",), 2: ("optim", "grad"), 3: ("optim", "grad", "param")}
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(
+    ("sum_over", "shard_over", "replicate_over", "one_rank"),
+    [
+        ("data", "shard", "replica", [Mesh(), Mesh(tp=2), Mesh(dp=2, dp_shard=1)]),
+        ("dp", "dp_shard", "replica", [Mesh(), Mesh(cp=2), Mesh(dp=2, dp_shard=1)]),
+        ("cp", "cp", None, [Mesh(), Mesh(dp=2)]),
+    ],
+)
+def test_states_are_sharded_where_there_are_several_ranks_to_shard_over(
+    zero, sum_over, shard_over, replicate_over, one_rank
+) -> None:
+    several = [Mesh(dp=2, cp=2), Mesh(dp=4, cp=2, dp_shard=2), Mesh(dp=2, cp=2, tp=2)]
+    for sizes, stage in (*[(m, 0) for m in one_rank], *[(m, zero) for m in several]):
+        states = dict.fromkeys(SHARDED[stage], True)
+        expected = Placement(sum_over, shard_over, replicate_over, **states)
+        placements = on_mesh(sizes, lambda mesh: zero_placement(zero, sum_over, mesh))
+        assert placements == [expected] * sizes.world, sizes
 
 
 # ---------------------------------------------------------------- Muon's matrices
