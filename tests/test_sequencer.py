@@ -58,6 +58,7 @@ class _Run(Notes):
     ) -> None:
         self.letters: list[tuple[str, dict[str, Any]]] = []
         self.lines: list[str] = []
+        self.links: list[str] = []
         self.saved: list[tuple[float, dict[str, Any]]] = []
         self.updates: list[tuple[int, list[tuple[int, int]]]] = []
         self.now, run, steps = 1000.0, self, iter(script)
@@ -78,6 +79,8 @@ class _Run(Notes):
 
         class Link:
             def __init__(self, store: Any, name: str, side: int, timeout: float) -> None:
+                assert (side, timeout) == (0, plan.timeout)
+                run.links.append(name)
                 self.visitor = int(name.split("/")[1]) if "visitor" in name else 0
                 self.fail("join")
 
@@ -96,10 +99,10 @@ class _Run(Notes):
         monkeypatch.setattr(server, "Mailbox", Box)
         monkeypatch.setattr(server, "Pair", Link)
         monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: run.now))
-        part = spread(RECORDS, plan.servers)[0]
-        shard = Shard(part, lambda r: torch.zeros(r.shape), SGD(0.0))
+        records = [*RECORDS, ParamRecord("tiny", (2,))][: max(2, plan.servers)]
+        shard = Shard(spread(records, plan.servers)[0], lambda r: torch.zeros(r.shape), SGD(0.0))
         self.server = Server(
-            dist.HashStore(), 0, plan, shard, records=RECORDS, lr=lambda clock: 1.0, notes=self
+            dist.HashStore(), 0, plan, shard, records=records, lr=lambda clock: 1.0, notes=self
         )
         self.stopped = self.server.serve(workers, state)
 
@@ -107,7 +110,7 @@ class _Run(Notes):
         self.updates.append((version, [(t.worker, t.clock) for t in terms]))
 
     def save(self, state: dict[str, Any], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        assert [name for name, _ in tensors][: len(RECORDS)]
+        self.names = [name for name, _ in tensors]
         self.saved.append((self.now, state))
 
     def say(self, line: str) -> None:
@@ -259,6 +262,24 @@ def test_what_a_worker_asks_while_its_gradient_is_on_its_way_waits_for_it(monkey
         (left,) = (h for box, h in run.letters if box == "server/1" and h["op"] == "leave")
         assert left["discard"] == discard
         assert len(run.updates) == len(more)
+
+
+def test_a_gradient_counts_when_every_server_has_it_and_all_are_told_the_same(monkeypatch):
+    """Three servers: whichever is the last, and however often one says it."""
+    records = [*RECORDS, ParamRecord("tiny", (2,))]
+    first, second = ({"op": "taken", "visitor": 1, "server": server} for server in (1, 2))
+    for told, updates in (([first, second], 1), ([second, first], 1), ([first, first], 0)):
+        given = hello(1, digest=digest(records, torch.float32))
+        script = [given, pull(1), push(1), *told]
+        run = _Run(monkeypatch, ServerPlan(3, timeout=LONG, **ASYNC), script)
+        assert len(run.updates) == updates
+        assert run.links == ["between/1", "between/2", "visitor/1/server/0"]
+        letters = [[h for box, h in run.letters if box == f"server/{k}"] for k in (1, 2)]
+        assert letters[0] == letters[1]
+        ops = ["join", "pull", "take", *["update"] * updates, "save", "stop"]
+        assert [h["op"] for h in letters[0]] == ops
+        kinds = ("", "momentum/")
+        assert run.names == [kind + r.name for r in records for kind in kinds]
 
 
 def test_grants_are_in_the_order_of_asking(monkeypatch):
