@@ -124,6 +124,7 @@ def test_without_a_group_nothing_happens() -> None:
         assert function(x, None) is x
     for start in (c.start_all_reduce_, c.start_all_gather, c.start_reduce_scatter):
         assert start(x, None).wait() is x
+    assert all(c.own_slice(x, None, dim) is x for dim in (0, 1, -1))
     assert (c.group_size(None), c.group_rank(None)) == (1, 0)
 
 

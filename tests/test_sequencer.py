@@ -338,6 +338,16 @@ def test_checkpoints_are_so_many_updates_or_minutes_apart(monkeypatch):
     ]  # fmt: skip
 
 
+def test_who_wants_no_notes_still_takes_the_tensors_of_a_checkpoint():
+    """Which other servers send in any case."""
+    tensors = iter([("a", torch.zeros(1)), ("b", torch.zeros(2))])
+    notes = Notes()
+    notes.save({}, tensors)
+    assert list(tensors) == []
+    assert notes.update(1, 0.1, 1.0, []) is None
+    assert notes.say("a line") is None
+
+
 # ---------------------------------------------------------------- another server
 
 

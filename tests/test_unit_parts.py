@@ -271,6 +271,21 @@ def test_who_has_least_to_do_has_the_next_matrix_and_the_dearest_come_first() ->
     assert on_mesh(Mesh(), _matrices, shapes) == [[sum(expected)]]
 
 
+def test_units_without_matrices_have_nothing_to_orthogonalise() -> None:
+    """A stage may hold none."""
+
+    def none(mesh: ConnectedMesh, zero: int) -> None:
+        unit = _unit(mesh, (5, 3), (4,), zero=zero)
+        WholeMatrices([unit], mesh).apply([unit.state.master[:0]], lambda x: 1 / 0)
+        optimizer = ZeroOptimizer([unit], mesh, Muon())
+        unit.write("grad", lambda r: torch.ones(r.shape))
+        optimizer.step(0.1)
+        assert all(bool((x < 0).all()) for _, x in unit.read("param"))
+
+    for zero in range(4):
+        on_mesh(Mesh(dp=2), none, zero)
+
+
 def test_a_matrix_costs_what_its_parts_cost() -> None:
     """Newton-Schulz of m x n, m <= n: m^2 n for each product with n, m^3 for that of squares."""
 
