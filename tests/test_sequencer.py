@@ -206,6 +206,16 @@ def test_only_who_is_to_do_something_is_late_and_only_after_the_timeout(monkeypa
             assert len(_lost(run)) == lost, pause
 
 
+@pytest.mark.parametrize("workers", [[], [0]])
+def test_who_has_come_has_the_timeout_for_its_first_word(workers, monkeypatch):
+    """From when it came, whether or not it was expected before."""
+    came = [5.0, hello(1, 0), LONG]
+    for more, lost in (([], []), ([0.25], [0])):
+        plan = ServerPlan(timeout=LONG, **ASYNC)
+        run = _Run(monkeypatch, plan, [*came, *more], workers=workers)
+        assert [worker for worker, *_ in _lost(run)] == lost
+
+
 REASONS = {
     "join": "it did not connect",
     "pull": "its connection failed",
