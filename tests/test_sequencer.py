@@ -171,6 +171,7 @@ def test_who_comes_is_told_its_clock_of_the_checkpoint_and_a_new_one_the_lowest(
     run = _Run(monkeypatch, ServerPlan(timeout=LONG, **ASYNC), script, [0, 1, 4], state)
     found = run.answers("welcome", "worker", "clock")
     assert found == [(1, 4, 6), (2, 0, 5), (3, 6, 3), (4, 7, 3), (5, 1, 3)]
+    assert run.lines == [f"worker {worker} joins at clock {clock}" for _, worker, clock in found]
     assert not run.saved, "nothing is new since the checkpoint"
 
 
@@ -267,11 +268,19 @@ def test_what_a_worker_asks_while_its_gradient_is_on_its_way_waits_for_it(monkey
     ]  # fmt: skip
     assert run.updates == [(1, [(0, 0)]), (2, [(0, 1)])]
     assert run.answers("granted", "version") == [(1, 0), (2, 0), (1, 1)]
-    for more, discard in ([], True), ([taken], False):
-        run = _Run(monkeypatch, plan, [*script[:4], *more, {"op": "lost", "worker": 0}])
-        (left,) = (h for box, h in run.letters if box == "server/1" and h["op"] == "leave")
-        assert left["discard"] == discard
-        assert len(run.updates) == len(more)
+    for gone in ({"op": "lost", "worker": 0}, {"op": "failed", "visitor": 1}):
+        for more, discard in ([], True), ([taken], False):
+            run = _Run(monkeypatch, plan, [*script[:4], *more, gone])
+            (left,) = (h for box, h in run.letters if box == "server/1" and h["op"] == "leave")
+            assert left["discard"] == discard
+            assert len(run.updates) == len(more)
+            assert len(_lost(run)) == 1
+    # Several requests, in their order: it asks for weights, and then goes.
+    run = _Run(monkeypatch, plan, [*script[:5], done(1), taken, pull(2)])
+    assert run.events[3:] == [
+        ("take", 0), ("update", [0]), ("leave", 0), ("pull", 1), ("save", None), ("stop", None),
+    ]  # fmt: skip
+    assert run.answers("over") == [(1,), (2,)]
 
 
 def test_a_gradient_counts_when_every_server_has_it_and_all_are_told_the_same(monkeypatch):
