@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.utils import _python_dispatch as dispatch
 
-# In torch's schemas the input comes first where the operation is in place, else after the output.
-_IN_PLACE = ("allreduce_", "broadcast_", "reduce_", "allreduce_coalesced_", "send", "recv_")
 _NAMES = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
@@ -84,7 +82,7 @@ class Observer(dispatch.TorchDispatchMode):
         at = next(i for i, a in enumerate(func._schema.arguments) if a.name == "process_group")
         group = dist.ProcessGroup.unbox(args[at])
         ranks, name = tuple(dist.get_process_group_ranks(group)), str(group.group_name)
-        given = tuple(_tensors(args[0 if op in _IN_PLACE or at == 1 else 1]))
+        given = tuple(_tensors(args[at - 1]))  # torch's schemas have the input before the group
         what = f"{_NAMES.get(op, op.strip('_'))} of {described(given)}"
         if op in ("send", "recv_"):
             me, peer = group.rank(), args[2]
