@@ -160,7 +160,9 @@ def test_as_many_versions_as_are_asked_for_are_kept_the_newest_first() -> None:
         flat.next_version(unit.state.region)
         unit.state.master.fill_(update)
         assert flat.kept == min(update + 1, 12)
-        for age in range(flat.kept):
+        assert param.detach().unique().tolist() == [update], "the newest, until another is shown"
+        last = min(update - 1, 11)  # which was shown last, then any and each in turn
+        for age in (last, last, 0, last, *range(flat.kept), 0, flat.kept - 1):
             flat.show(age)
             assert param.detach().unique().tolist() == [update - age], (update, age)
             if age:
