@@ -108,3 +108,33 @@ def test_the_timeline_has_a_bar_an_action(document) -> None:
     assert drawn.count("</title></rect>") == 16
     assert "<title>1B0: 0.02 to 0.04</title>" in drawn
     assert "idle 20%" in drawn
+
+
+def test_rows_bars_and_words_are_each_of_their_own() -> None:
+    """The first layout is the chosen one; a later rank may be the fullest, and have a kind more."""
+    timeline = simulate(one_f_one_b(1, 1), {"F": 1, "B": 2})
+    memory = [{"weights": 5 * GIB}, {"weights": 7 * GIB, "update <x>": 21.25 * GIB}]
+    found = plan_page("x", LAYOUTS, memory, 16 * GIB, timeline)
+    rows = [attrs for attrs, _ in Parsed(found).all("tr")]
+    assert [attrs.get("class") for attrs in rows] == [None, "chosen", None]
+    picture = found[found.index('<svg id="memory"') :]
+    parsed = Parsed(picture[: picture.index("</svg>") + 6])
+    scale = WIDTH / (28.25 * GIB)
+    bars = [attrs for attrs, _ in parsed.all("rect") if attrs["height"] == "17"]
+    widths = [size * GIB * scale for size in (5, 0, 7, 21.25)]
+    assert [float(bar["width"]) for bar in bars] == pytest.approx(widths, abs=0.01)
+    assert bars[0]["y"] == bars[1]["y"] != bars[2]["y"] == bars[3]["y"]
+    tips = [text for _, text in parsed.all("title")]
+    assert tips == ["weights: 5.00 GiB", "update <x>: 0.00 GiB", "weights: 7.00 GiB",
+                    "update <x>: 21.25 GiB"]  # fmt: skip
+    words = [text for _, text in parsed.all("text")]
+    assert words == ["weights", "update <x>", "rank 0", "5.0 GiB", "rank 1", "28.2 GiB",
+                     "capacity 16.0 GiB"]  # fmt: skip
+    keys = [attrs["fill"] for attrs, _ in parsed.all("rect") if attrs["height"] == "12"]
+    assert keys == [bars[0]["fill"], bars[1]["fill"]] == [*COLOURS[:2]]
+    (line,) = (attrs for attrs, _ in parsed.all("line"))
+    assert (
+        float(line["x1"]) == float(line["x2"]) == pytest.approx(LEFT + 16 * GIB * scale, abs=0.01)
+    )
+    numbers = json.loads(found.split('id="plan">')[1].split("</script>")[0])
+    assert (numbers["title"], numbers["capacity"]) == ("x", 16 * GIB)
