@@ -1,0 +1,358 @@
+"""Checkpoints at their edges: every dtype, the last number that is admitted and the first that is
+refused, steps of nine digits, many files, what is not JSON and where, errors of the disk."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from warpweave.checkpoint import (
+    BackgroundSaver,
+    CheckpointError,
+    CheckpointWarning,
+    background,
+    config_digest,
+    latest,
+    open_checkpoint,
+    open_latest,
+    save_checkpoint,
+)
+from warpweave.checkpoint import manifest as manifests
+from warpweave.checkpoint.steps import newest_first
+
+ONE = [("a", torch.arange(5.0))]
+
+
+def _save(folder: Path, step: int = 1, tensors=ONE, **options) -> Path:
+    return save_checkpoint(folder, step, tensors, **{"config": {}, "state": {}} | options)
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
+
+
+# ---------------------------------------------------------------- what is saved
+
+
+@pytest.mark.parametrize("name", manifests.DTYPE_CODES)
+def test_every_dtype_comes_back_bit_for_bit_in_our_reader_and_in_safetensors(
+    tmp_path: Path, name: str
+) -> None:
+    dtype = getattr(torch, name)
+    bits = torch.arange(24 * dtype.itemsize).mul(7).to(torch.uint8)
+    bits = bits % 2 if dtype == torch.bool else bits
+    whole = bits.view(dtype).view(3, 8)
+    given = {"whole": whole, "column": whole[:, 3], "one": whole[1, 1], "none": whole[:0]}
+    path = _save(tmp_path, tensors=given.items())
+    reader = open_checkpoint(path)
+    (shard,) = path.glob("*.safetensors")
+    theirs = safetensors.torch.load_file(shard)
+    assert reader.names == sorted(theirs) == sorted(given)
+    for key, tensor in given.items():
+        assert reader.dtype(key) == theirs[key].dtype == dtype
+        assert reader.shape(key) == tensor.shape
+        wanted = tensor.contiguous().reshape(-1).view(torch.uint8)
+        for found in (reader.tensor(key), reader.mapped(key), theirs[key]):
+            assert torch.equal(found.reshape(-1).view(torch.uint8), wanted)
+    for index in ((slice(1, 3),), (slice(0, 2), slice(3, 8))):
+        part = reader.tensor("whole", index).contiguous().view(torch.uint8)
+        assert torch.equal(part, whole[index].contiguous().view(torch.uint8))
+
+
+def test_the_manifest_says_what_the_files_are(tmp_path: Path) -> None:
+    """Of a dozen files; `latest` names the step and the manifest's digest."""
+    tensors = {f"t{i}": torch.zeros(i + 1, 2, requires_grad=i == 3) for i in range(12)}
+    tensors |= {"half": torch.ones(3, dtype=torch.float16)}
+    options = {"config": {"b": [1, (2, "x")], "a": None}, "state": {"n": 1.5}, "mesh": {"dp": 2}}
+    path = _save(tmp_path, 123, tensors.items(), shard_bytes=1, **options)
+    data = (path / "manifest.json").read_bytes()
+    manifest = json.loads(data)
+    files, entries = manifest.pop("files"), manifest.pop("tensors")
+    assert manifest == {
+        "format": "warpweave-checkpoint", "schema": 1, "step": 123, "mesh": {"dp": 2},
+        "config": {"a": None, "b": [1, [2, "x"]]}, "state": {"n": 1.5},
+        "config_sha256": hashlib.sha256(b'{"a":null,"b":[1,[2,"x"]]}').hexdigest(),
+    }  # fmt: skip
+    assert sorted(files) == [f"rank00000-{n:05d}.safetensors" for n in range(13)]
+    for name, entry in files.items():
+        whole = (path / name).read_bytes()
+        assert entry == {"bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        dtype = "float16" if name == "half" else "float32"
+        file = f"rank00000-{number:05d}.safetensors"
+        assert entries[name] == {"file": file, "shape": [*tensor.shape], "dtype": dtype}
+    digest = hashlib.sha256(data).hexdigest()
+    assert (path / "manifest.sha256").read_text() == digest
+    assert (tmp_path / "latest").read_text().split() == ["step_00000123", digest]
+    reader = open_latest(tmp_path)
+    assert (reader.config, reader.mesh) == ({"a": None, "b": [1, [2, "x"]]}, {"dp": 2})
+    assert open_checkpoint(_save(tmp_path, 124)).mesh == {}
+    assert config_digest({"b": (1,), "a": 2}) == hashlib.sha256(b'{"a":2,"b":[1]}').hexdigest()
+
+
+def test_a_tensor_has_up_to_64_dimensions_and_fewer_than_2_62_elements(tmp_path: Path) -> None:
+    path = _save(tmp_path, tensors=[("a", torch.ones([1] * 64)), ("b", torch.ones(0, 3))])
+    assert open_checkpoint(path).tensor("a").ndim == 64
+    manifest = manifests.read_manifest(path)
+    del manifest["sha256"]
+    at = path / "manifest.json"
+    for shape, fits in (
+        ([2**62 - 1], True), ([2**62], False), ([2**62, 0], False), ([2**62 - 1, 0], True),
+        ([2**31, 2**30], True), ([2**31, 2**31], False), ([1] * 64, True), ([1] * 65, False),
+        ([], True), ([0], True), ([-1], False), ([2.0], False), ([True], False), ("", False),
+    ):  # fmt: skip
+        manifest["tensors"]["b"]["shape"] = shape
+        if fits:
+            manifests._check_manifest(manifest, at)
+        else:
+            with pytest.raises(CheckpointError, match="tensor 'b' has bad file"):
+                manifests._check_manifest(manifest, at)
+
+
+def test_so_many_values_and_bytes_of_a_manifest_are_read_and_no_more(
+    tmp_path: Path, monkeypatch
+) -> None:
+    data = b"," * 11_111
+    most = 10_000 + len(data) // 10
+    assert most == len(data)
+    manifests._count_values(data, tmp_path)
+    with pytest.raises(CheckpointError, match=r"has 11112 bytes and 11112 values, .* 11111 values"):
+        manifests._count_values(data + b",", tmp_path)
+    monkeypatch.setattr(manifests, "_MAX_BYTES", 700)
+    manifests._count_values(b"x" * 700, tmp_path)
+    with pytest.raises(CheckpointError, match="has 701 bytes and 0 values, at most 700 bytes"):
+        manifests._count_values(b"x" * 701, tmp_path)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(("name", "least"), [("step", 0), ("keep", 1), ("shard_bytes", 1)])
+def test_numbers_are_refused_below_their_least(tmp_path: Path, name: str, least: int) -> None:
+    given = {"step": 3} | {name: least}
+    assert open_checkpoint(_save(tmp_path, **given)).step == given["step"]
+    with pytest.raises(CheckpointError, match=rf"shard_bytes >= 1, got .*{name}={least - 1}\b"):
+        _save(tmp_path / "other", **{"step": 3, name: least - 1})
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("name", ["", "__metadata__", 3, None])
+def test_what_is_no_name_of_a_tensor_is_refused(tmp_path: Path, name) -> None:
+    with pytest.raises(CheckpointError, match=f"{name!r} cannot be a tensor's name"):
+        _save(tmp_path, tensors=[("fine", torch.ones(1)), (name, torch.ones(1))])
+    _save(tmp_path, tensors=[("__metadata", torch.ones(1)), (" ", torch.ones(1))])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex64)],
+    ids=["sparse", "meta", "complex"],
+)
+def test_a_tensor_that_cannot_be_saved_is_named_with_what_it_is(tmp_path: Path, tensor) -> None:
+    kind = f"{tensor.layout}, {tensor.device}, {str(tensor.dtype)[6:]}"
+    with pytest.raises(CheckpointError, match=rf"'odd' must be dense .*; it is {kind}$"):
+        _save(tmp_path, tensors=[("odd", tensor)])
+
+
+@pytest.mark.parametrize("part", ["config", "state", "mesh"])
+def test_what_is_not_json_is_told_with_its_place(tmp_path: Path, part: str) -> None:
+    inf = float("inf")
+    for value, says in (
+        ({"a": {"b": [1, inf]}}, r"\.a\.b\[1\] is inf; JSON holds finite numbers only"),
+        ({"a": -inf}, r"\.a is -inf"),
+        ({"a": (0, float("nan"))}, r"\.a\[1\] is nan"),
+        ({"a": ({"b": {1}},)}, r"\.a\[0\]\.b is a set, which is not JSON"),
+        ({"a": {"b": b"x"}}, r"\.a\.b is a bytes"),
+        ({"a": {3: 1}}, r"\.a: key 3 must be a string"),
+        ({True: 1}, ": key True must be a string"),
+        ({"a": torch.ones(1)}, r"\.a is a Tensor"),
+    ):
+        with pytest.raises(CheckpointError, match=f"^{part}{says}"):
+            _save(tmp_path, **{part: value})
+    fine = {"a": [1, -1.5, 1e308, True, None, "x", {}], "b": {"c": []}, "large": 2**70}
+    reader = open_checkpoint(_save(tmp_path, **{part: fine}))
+    assert repr(getattr(reader, part)) == repr(fine)
+
+
+@pytest.mark.parametrize(
+    ("number", "full"),
+    [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EFBIG, True), (errno.EIO, False)],
+)
+def test_a_disk_that_is_full_is_told_from_one_that_fails(
+    tmp_path: Path, monkeypatch, number: int, full: bool
+) -> None:
+    """With the file, and how much of it was written by then."""
+    real, sizes = os.write, iter([100, 60])
+
+    def write(file: int, data) -> int:
+        size = next(sizes, None)
+        if size is None:
+            raise OSError(number, "planted")
+        return real(file, data[:size])
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(CheckpointError) as error:
+        _save(tmp_path, tensors=[("a", torch.zeros(100))])
+    said = r"rank 0: cannot write (\S+): planted after (\d+) of (\d+) bytes"
+    path, done, size = re.match(said, str(error.value)).groups()
+    assert Path(path).name == "rank00000-00000.safetensors"
+    assert path.startswith(str(tmp_path / "step_00000001.tmp-"))
+    header = 8 + 64  # of {"a":{"dtype":"F32","shape":[100],"data_offsets":[0,400]}}
+    assert (int(done), int(size)) == (header + 60, header + 400)
+    assert str(error.value).endswith("earlier checkpoints are intact") == full
+
+
+def test_a_config_is_compared_field_by_field_with_defaults_for_new_ones(tmp_path: Path) -> None:
+    saved = {"a": 1, "b": [1, 2], "c": True, "d": None}
+    reader = open_checkpoint(_save(tmp_path, config=saved))
+    reader.require_config(saved)
+    reader.require_config({**saved, "a": 1.0, "b": (1, 2)})
+    reader.require_config({**saved, "new": 5}, {"new": 5})
+    reader.require_config(saved, {"a": 99, "b": 7})  # what was saved goes before a default
+    for changed, defaults, says in (
+        ({"new": 6}, {"new": 5}, "new: saved 5, now 6"),
+        ({}, {"new": 5}, "new: saved 5, now 'nothing'"),
+        ({"a": 99}, {"a": 99}, "a: saved 1, now 99"),
+        ({"c": 1}, {}, "c: saved True, now 1"),
+        ({"a": True}, {}, "a: saved 1, now True"),
+        ({"d": 0}, {}, "d: saved None, now 0"),
+        ({"d": "nothing", "z": None}, {}, "d: saved None, now 'nothing'; z: saved 'nothing', now"),
+    ):
+        with pytest.raises(CheckpointError, match=f"by another config; {re.escape(says)}"):
+            reader.require_config(saved | changed, defaults)
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_steps_are_ordered_by_number_however_many_digits_they_have(tmp_path: Path) -> None:
+    numbers = (9, 10, 99_999_999, 100_000_000, 1_000_000_000)
+    for step in (numbers[3], numbers[0], numbers[4], numbers[1], numbers[2]):
+        path = _save(tmp_path, step, keep=9)
+        assert path.name == f"step_{step:08d}"
+        assert latest(tmp_path) == path
+        assert open_latest(tmp_path).step == step
+    order = [int(path.name[5:]) for path in newest_first(tmp_path)]
+    assert order == [99_999_999, 1_000_000_000, 100_000_000, 10, 9]  # the one that was last saved
+    (tmp_path / "latest").unlink()
+    order = [int(path.name[5:]) for path in newest_first(tmp_path)]
+    assert order == sorted(numbers, reverse=True)
+    aside = tmp_path / f"step_0100000000.old-{'ab' * 8}"
+    os.rename(tmp_path / "step_100000000", tmp_path / f"step_100000000.old-{'ab' * 8}")
+    names = [path.name.partition(".")[0] for path in newest_first(tmp_path)]
+    assert names[1] == "step_100000000"
+    assert not aside.exists()
+    _save(tmp_path, 7, keep=3, spare=9)
+    assert _steps(tmp_path) == [7, 9, 100_000_000, 1_000_000_000]
+    _save(tmp_path, 8, keep=2, spare=100_000_000)
+    assert _steps(tmp_path) == [8, 100_000_000, 1_000_000_000]
+    _save(tmp_path, 8, keep=1, spare=8)
+    assert _steps(tmp_path) == [8]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_so_many_steps_stay_and_the_spared_one_is_not_among_them(tmp_path: Path, keep: int) -> None:
+    for step in range(1, 8):
+        _save(tmp_path, step, keep=12)
+    _save(tmp_path, 8, keep=keep, spare=2)
+    assert _steps(tmp_path) == [2, *range(9 - keep, 9)]
+    _save(tmp_path, 3, keep=keep)  # the newest, though lower than most others
+    others = [2, *range(9 - keep, 9)]
+    assert _steps(tmp_path) == sorted({3, *others[len(others) - keep + 1 :]})
+
+
+def test_a_step_that_was_put_aside_is_no_second_one_where_it_is_there_again(tmp_path: Path) -> None:
+    """A crash after both renames; what is aside goes with the next save."""
+    for step in (6, 7):
+        _save(tmp_path, step)
+    os.rename(_save(tmp_path / "other", 6), tmp_path / f"step_00000006.old-{'ab' * 8}")
+    assert [path.name for path in newest_first(tmp_path)] == ["step_00000007", "step_00000006"]
+    _save(tmp_path, 8)
+    assert {path.name for path in tmp_path.glob("step*")} == {f"step_0000000{n}" for n in (6, 7, 8)}
+
+
+def test_of_damaged_steps_each_is_told_and_the_last_of_them_in_the_error(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        _save(tmp_path, step)
+    for step, name in ((3, "manifest.json"), (2, "manifest.sha256")):
+        (tmp_path / f"step_0000000{step}" / name).unlink()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert open_latest(tmp_path).step == 1
+    assert [str(w.message).split("/")[-2:] for w in told] == [
+        ["step_00000003", "manifest.json: No such file or directory"],
+        ["step_00000002", "manifest.sha256: No such file or directory"],
+    ]
+    assert all(w.category is CheckpointWarning for w in told)
+    (tmp_path / "step_00000001" / "rank00000-00000.safetensors").unlink()
+    says = (
+        r"has 3 steps, none is good; the last: .*step_00000001/rank00000-00000.safetensors is mis"
+    )
+    with pytest.warns(CheckpointWarning), pytest.raises(CheckpointError, match=says):
+        open_latest(tmp_path)
+
+
+def test_an_unknown_tensor_is_told_with_the_folder_and_how_many_there_are(tmp_path: Path) -> None:
+    reader = open_checkpoint(_save(tmp_path, tensors=[(f"t{i}", torch.ones(1)) for i in range(12)]))
+    for read in (reader.tensor, reader.mapped, reader.shape, reader.dtype):
+        with pytest.raises(CheckpointError, match=r"step_00000001 holds no tensor 'x' among 12"):
+            read("x")
+
+
+# ---------------------------------------------------------------- in the background
+
+
+def test_a_save_that_failed_is_told_once_and_the_next_one_is_saved(
+    tmp_path: Path, monkeypatch
+) -> None:
+    saver = BackgroundSaver(None)
+    assert (saver.path, saver.busy, saver.failed, saver.wait()) == (None, False, False, None)
+    given = {"config": {}, "state": {}}
+    saver.save(tmp_path, 1, ONE, **given)
+    first = saver.wait()
+    assert first == saver.path == tmp_path / "step_00000001"
+    for error in (CheckpointError("planted"), KeyboardInterrupt()):
+
+        def fails(*args, error=error, **options):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(background, "save_checkpoint", fails)
+            saver.save(tmp_path, 2, ONE, **given)
+            saver._thread.join()
+        assert (saver.busy, saver.failed, saver.path) == (False, True, first)
+        with pytest.raises(type(error)):
+            saver.wait()
+        assert (saver.failed, saver.wait(), saver.path) == (False, first, first)
+    saver.save(tmp_path, 3, ONE, **given)
+    saver._thread.join()
+    assert (saver.busy, saver.failed, saver.path) == (False, False, first)
+    assert saver.wait() == saver.wait() == tmp_path / "step_00000003"
+
+
+def test_an_error_of_the_block_is_raised_and_not_that_of_its_save(
+    tmp_path: Path, monkeypatch
+) -> None:
+    def fails(*args, **options):
+        raise CheckpointError("of the save")
+
+    monkeypatch.setattr(background, "save_checkpoint", fails)
+
+    def block(error: Exception | None) -> None:
+        with BackgroundSaver(None) as saver:
+            saver.save(tmp_path, 1, ONE, config={}, state={})
+            if error is not None:
+                raise error
+
+    for error, wanted in ((None, CheckpointError), (ArithmeticError(), ArithmeticError)):
+        with pytest.raises(wanted):
+            block(error)
