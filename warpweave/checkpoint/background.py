@@ -121,7 +121,8 @@ class BackgroundSaver:
                 self.wait()
 
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name not in self._host:
+        held = self._host.get(name)
+        if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
             self._host[name] = torch.empty(
                 tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
