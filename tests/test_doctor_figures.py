@@ -1,0 +1,386 @@
+"""The doctor's figures: limits and errors at their edges, the device and ranks that it takes, which
+checks it asks for, what it says of a machine, and the speed of links by the bytes that leave."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from warpweave import gpus
+from warpweave.doctor import check, command, kernels, machine, ranks, times
+from warpweave.doctor.check import Check, Measured, Verdict, relative_error, within_budget, worst
+from warpweave.doctor.options import DoctorConfig
+from warpweave.launch import Stopped
+
+CPU = torch.device("cpu")
+INF = math.inf
+
+
+# ---------------------------------------------------------------- errors and limits
+
+
+def test_an_error_is_of_the_largest_element_and_infinite_where_nothing_compares() -> None:
+    t = torch.tensor
+    for actual, expected, error in (
+        ([1.0, -4.0], [1.0, -4.0], 0.0),
+        ([1.0, -4.0], [2.0, -4.0], 0.25),
+        ([1.5, -4.0], [1.0, -5.0], 0.2),
+        ([0.5], [0.0], 0.5),  # where all is zero, the error itself
+        ([0.0], [0.5], 1.0),
+        ([1.0, 1.0], [1.0], INF),
+        ([math.nan, 1.0], [1.0, 1.0], INF),
+        ([1.0, 1.0], [math.nan, 1.0], INF),
+    ):
+        assert relative_error(t(actual), t(expected)) == pytest.approx(error)
+    assert relative_error(torch.ones(1, 2), torch.ones(2)) == INF
+    tiny = t([1.0 + 2**-40], dtype=torch.float64)
+    assert relative_error(tiny, t([1.0])) == pytest.approx(2**-40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_budget_is_twice_torchs_own_error_and_one_rounding(dtype: torch.dtype) -> None:
+    """In float32 at least five roundings."""
+    eps = torch.finfo(dtype).eps
+    truth = torch.tensor([1.0, 8.0], dtype=torch.float64)
+    for plain_off, off in itertools.product((0.0, 0.5, 3.0, 64.0), (0.0, 7.0)):
+        plain = truth + torch.tensor([8 * plain_off * eps, 0.0], dtype=torch.float64)
+        actual = (truth + torch.tensor([8 * off * eps, 0.0], dtype=torch.float64)).to(dtype)
+        found = within_budget(actual, plain, truth)
+        least = 2.0 if dtype == torch.float32 else 0.0
+        assert found.limit == pytest.approx((2 * max(plain_off, least) + 1) * eps, rel=1e-6)
+        assert found.error == pytest.approx(off * eps)
+        assert found.said == ""
+
+
+def test_the_worst_is_nearest_to_its_own_limit() -> None:
+    rows = {"a": Measured(5.0, 10.0), "b": Measured(0.3, 0.4, "x"), "c": Measured(0.7, 1.0)}
+    for order in itertools.permutations(rows):
+        assert worst({name: rows[name] for name in order}) == Measured(0.3, 0.4, "largest: b")
+    rows["d"] = Measured(0.5, 0.1)
+    assert worst(rows) == Measured(0.5, 0.1, "largest: d")
+
+
+def test_a_verdict_has_all_that_was_found(monkeypatch) -> None:
+    """Nothing is begun after the end; at the very end it is."""
+    clock = iter([10.0, 12.346, 20.0, 20.5, 30.0, 31.0, 40.0, 41.25, 40.0, 41.0, 50.001])
+    monkeypatch.setattr(check, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+    def raises() -> Measured:
+        raise LookupError("two\nlines")
+
+    subjects: dict[str, Any] = {
+        "right": lambda: Measured(0.5, 0.5, "in words"),
+        "over": lambda: Measured(0.6, 0.5),
+        "nan": lambda: Measured(math.nan, 0.5, "w"),
+        "raises": raises,
+        "infinite": lambda: Measured(INF, 0.25),
+        "late": raises,
+    }
+    found = [*check.run([Check(n, f"of {n}", m) for n, m in subjects.items()], 50.0)]
+    assert found == [
+        Verdict("right", "of right", True, 0.5, 0.5, 2.35, "in words"),
+        Verdict("over", "of over", False, 0.6, 0.5, 0.5, ""),
+        Verdict("nan", "of nan", False, None, 0.5, 1.0, "w"),
+        Verdict("raises", "of raises", False, None, None, 1.25, "LookupError: two lines"),
+        Verdict("infinite", "of infinite", False, None, 0.25, 1.0, ""),
+        Verdict("late", "of late", None),
+    ]
+    clock = iter([50.0, 50.5])
+    (last,) = check.run([Check("last", "x", lambda: Measured(0, 0))], 50.0)
+    assert (last.passed, last.seconds) == (True, 0.5)
+    assert Verdict("a", "b", None).said == "no time left"
+
+
+@pytest.mark.parametrize("error", [Stopped(15), KeyboardInterrupt()])
+def test_what_ends_the_doctor_is_no_verdict(error: BaseException) -> None:
+    def ends() -> Measured:
+        raise error
+
+    with pytest.raises(type(error)):
+        [*check.run([Check("x", "y", ends)], INF)]
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+def _shown(monkeypatch, count: int) -> None:
+    for module in (command, gpus, machine):
+        monkeypatch.setattr(module, "gpu_count", lambda: count)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "found"),
+    [
+        (0, {}, ("cpu", 2)), (0, {"quick": True}, ("cpu", 2)), (0, {"ranks": 8}, ("cpu", 8)),
+        (0, {"ranks": 1}, ("cpu", 1)), (0, {"ranks": 3, "quick": True}, ("cpu", 3)),
+        (1, {}, ("cuda", 1)), (1, {"quick": True}, ("cuda", 1)), (6, {}, ("cuda", 6)),
+        (8, {}, ("cuda", 8)), (9, {}, ("cuda", 8)), (9, {"quick": True}, ("cuda", 2)),
+        (9, {"ranks": 5, "quick": True}, ("cuda", 5)), (9, {"device": "cpu"}, ("cpu", 2)),
+        (8, {"ranks": 8}, ("cuda", 8)),
+    ],
+)  # fmt: skip
+def test_the_device_and_the_ranks_are_those_that_there_are(
+    monkeypatch, gpus: int, options: dict, found: tuple
+) -> None:
+    _shown(monkeypatch, gpus)
+    assert command.half(DoctorConfig(**options)) == found
+    for wrong in (0, 9, -1):
+        with pytest.raises(ValueError, match=rf"ranks must be 1\.\.8, got {wrong}$"):
+            command.half(DoctorConfig(**options | {"ranks": wrong}))
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_kind_of_check_is_asked_for_in_its_precisions(
+    monkeypatch, device: str, quick: bool
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    asked: dict[str, tuple] = {}
+    monkeypatch.setattr(machine, "copies", lambda: iter(["copy"]))
+    monkeypatch.setattr(kernels, "family_checks", lambda *of: asked.update(families=of) or ["f"])
+    monkeypatch.setattr(ranks, "fused", lambda *of: asked.update(fused=of) or ["p"])
+    monkeypatch.setattr(ranks, "axes", lambda *of: asked.update(axes=of) or ["a"])
+    assert [*command.checks(device, 5, quick)] == ["copy", "f", "p", "a"]
+    every = ("bf16", "fp16", "fp32") if device == "cuda" else ("fp32", "fp16")
+    low = every[:1] if quick else every
+    where = torch.device("cuda", 0) if device == "cuda" else CPU
+    both = ("fp32", "bf16") if device == "cuda" and not quick else ("fp32",)
+    assert asked == {"families": (where, low), "fused": (device, 5, low),
+                     "axes": (device, 5, both)}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_axis_is_proven_by_a_layout_of_its_name(monkeypatch, device: str) -> None:
+    monkeypatch.setattr("warpweave.gpus.choose_backend", lambda *_: "nccl")
+    found = {c.name: c for c in ranks.axes(device, 3, ("fp32", "bf16"))}
+    layouts = {name: c.measure.args[2] for name, c in found.items()}
+    words = ["one device", "dp, ZeRO 3", "tp", "tp, sequence parallel, chunked", "cp, ring",
+             "cp, Ulysses", "pp, 1F1B", "pp, interleaved"]  # fmt: skip
+    words += ["tp, fused"] * (device == "cuda")
+    assert set(layouts) == {f"{w}, {dtype}" for w in words for dtype in ("fp32", "bf16")}
+    for name, layout in layouts.items():
+        assert f"{layout.dtype}" in name
+        assert (layout.device, layout.impl) == (device, "triton" if device == "cuda" else "torch")
+        assert found[name].against == f"plain_gpt.py on one {device}"
+        axis = name[:2]
+        sizes = {a: layout.mesh.size(a) for a in ("dp", "tp", "cp", "pp")}
+        assert sizes == {a: 3 if a == axis else 1 for a in sizes}
+        assert (layout.zero == 3) == ("ZeRO 3" in name)
+        assert layout.sequence_parallel == name.startswith(("tp, sequence", "tp, fused"))
+        overlap = next((w for w in ("chunked", "fused") if w in name), "bulk")
+        assert layout.overlap == overlap
+        strategies = {"cp, ring": "ring", "cp, Uly": "ulysses"}
+        assert layout.strategy == strategies.get(name[:7], strategies.get(name[:8], "auto"))
+        assert layout.packed == ("Ulysses" in name)
+        assert layout.schedule == ("interleaved" if "interleaved" in name else "1f1b")
+    numbers = [c.measure.args[1] for c in found.values()]
+    assert numbers == [*range(len(found))]
+    worlds = [layout.mesh.world for layout in layouts.values()]
+    assert worlds == sorted(worlds, reverse=True)
+
+
+def test_products_are_checked_in_every_precision_and_collectives_in_the_first() -> None:
+    names = [(c.name, c.against) for c in ranks.fused("cpu", 4, ("fp32", "fp16"))]
+    assert names == [
+        *((f"{n} on 4 ranks, {d}", "reference, all ranks' terms") for d in ("fp32", "fp16")
+          for n in ranks.PRODUCTS),
+        *((f"{n} on 4 ranks, fp32", "its sum or parts") for n in ranks.COLLECTIVES),
+    ]  # fmt: skip
+
+
+def test_nothing_is_begun_after_ten_minutes_or_one(monkeypatch) -> None:
+    """Times are taken where everything was checked, and not in a quick run."""
+    clock = itertools.count(100.0, 7.25)
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    ends: list[float] = []
+    passed: list[bool | None] = [True, True]
+    monkeypatch.setattr(command, "checks", lambda *_: iter(["one", "two"]))
+    monkeypatch.setattr(command, "times", lambda device: [{"op": device}])
+
+    def run(todo, until):
+        ends.append(until)
+        return (Verdict(name, "x", p) for name, p in zip(todo, passed, strict=True))
+
+    monkeypatch.setattr(command, "run_checks", run)
+    for quick, seconds in ((False, 600.0), (True, 60.0)):
+        clock = itertools.count(100.0, 7.25)
+        found = command.examine("cuda", 3, quick)
+        assert ends.pop() == 100.0 + seconds
+        assert (found["half"], found["ranks"], found["passed"]) == ("cuda", 3, True)
+        assert found["times"] == ([] if quick else [{"op": "cuda"}])
+        assert found["seconds"] == 7.2
+        assert [row["name"] for row in found["checks"]] == ["one", "two"]
+    passed[:] = [True, None]
+    found = command.examine("cuda", 3, False)
+    assert (found["passed"], found["left_out"], found["failed"]) == (None, 1, [])
+    assert found["times"] == []
+    passed[:] = [False, True]
+    found = command.examine("cuda", 3, False)
+    assert (found["passed"], found["left_out"], found["failed"]) == (False, 0, ["one"])
+    assert found["times"] == [{"op": "cuda"}]
+    monkeypatch.undo()
+    assert command.times("cpu") == []
+
+
+# ---------------------------------------------------------------- the page
+
+
+@pytest.mark.parametrize("half", ["cpu", "cuda"])
+def test_the_page_says_all_that_was_found(monkeypatch, half: str) -> None:
+    monkeypatch.setattr(machine, "topology", lambda: "GPU0 X\nGPU1 NV18")
+    rows = [
+        Verdict("a", "of a", True, 0.0123, 1e-07, 1.5, "12 GB/s"),
+        Verdict("b|c", "of b", False, None, 0.5, 2.25, "largest: x"),
+        Verdict("d", "of d", None),
+    ]
+    found = {
+        "command": "warpweave doctor --quick", "half": half, "ranks": 4, "seconds": 61.6,
+        "versions": {"torch": "2.9", "liger-kernel": None}, "devices": ["GPU 0: x", "GPU 1: y"],
+        "remarks": ["odd"], "failed": ["b|c"], "left_out": 1,
+        "checks": [vars(row) for row in rows],
+        "times": [{"op": "gemm", "ours": 1.25, "cuBLAS": "no"}, {"op": "adamw", "fused": 2.0}],
+    }  # fmt: skip
+    lines = command.page(found).splitlines()
+    cpu = ["The CPU's half: kernels interpreted, ranks over gloo, nothing is timed.", ""]
+    gpu = ["", "```", "GPU0 X", "GPU1 NV18", "```"]
+    assert lines == [
+        "# warpweave doctor", "",
+        "`warpweave doctor --quick`, 62 s: **1 of 3 checks passed**, 1 failed, 1 left out. "
+        f"{half}, 4 ranks.", "",
+        *(cpu if half == "cpu" else []),
+        "torch 2.9, liger-kernel -", "", "* GPU 0: x", "* GPU 1: y", "* **odd**",
+        *(gpu if half == "cuda" else []), "",
+        "| check | compared with | error | limit |  | s |  |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| a | of a | 0.012 | 1e-07 | ok | 1.5 | 12 GB/s |",
+        "| b/c | of b |  | 0.5 | **FAILED** | 2.25 | largest: x |",
+        "| d | of d |  |  | left out | 0.0 | no time left |", "",
+        "Milliseconds, forward, bf16 (AdamW: fp32), L2 flushed before each call:", "",
+        "| op | ours | cuBLAS | fused |", "| --- | --- | --- | --- |",
+        "| gemm | 1.25 | no |  |", "| adamw |  |  | 2.0 |",
+    ]  # fmt: skip
+    assert "Milliseconds" not in command.page(found | {"times": []})
+    monkeypatch.setattr(machine, "topology", lambda: "")
+    assert "```" not in command.page(found)
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def test_what_a_machine_is_is_said_in_words(monkeypatch) -> None:
+    _shown(monkeypatch, 2)
+    chips = [SimpleNamespace(name=f"H{n}", major=9 + n, minor=n, multi_processor_count=132 + n)
+             for n in range(2)]  # fmt: skip
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "get_device_properties", lambda n: chips[n])
+    monkeypatch.setattr(cuda, "mem_get_info", lambda n: (70.04e9 + n * 1e9, 80e9))
+    monkeypatch.setattr(cuda, "nccl", SimpleNamespace(version=lambda: (2, 27, 3)))
+    monkeypatch.setattr(machine, "_said", lambda *words: f"{words[0]} {words[1]}\nsecond")
+    assert machine.devices() == [
+        "GPU 0: H0, sm_90, 132 multiprocessors, 70.0 of 80.0 GB free",
+        "GPU 1: H1, sm_101, 133 multiprocessors, 71.0 of 80.0 GB free",
+    ]
+    found = machine.versions()
+    assert (found["NCCL"], found["CUDA"]) == ("2.27.3", torch.version.cuda)
+    assert found["driver"] == "nvidia-smi --query-gpu=driver_version"
+    assert machine.topology() == "nvidia-smi topo\nsecond\nnvidia-smi topo\nsecond"
+    checks = [(c.name, c.measure.args) for c in machine.copies(64)]
+    ends = [torch.device("cuda", n) for n in range(2)]
+    assert checks == [("copy GPU 0 -> 1", (*ends, 64)), ("copy GPU 1 -> 0", (*ends[::-1], 64))]
+    _shown(monkeypatch, 4)
+    assert [c.name[9:] for c in machine.copies()] == [
+        "0 -> 1", "1 -> 0", "0 -> 2", "2 -> 0", "0 -> 3", "3 -> 0",
+    ]  # fmt: skip
+    _shown(monkeypatch, 0)
+    (line,) = machine.devices()
+    assert line.startswith("CPU: ")
+    assert machine.versions()["NCCL"] is None
+    assert [*machine.copies()] == []
+    monkeypatch.setattr(machine, "PACKAGES", ("no-such-package-here", "torch"))
+    monkeypatch.setattr(machine, "_said", lambda *words: "")
+    found = machine.versions()
+    assert (found["no-such-package-here"], found["driver"], found["commit"]) == (None, None, None)
+    assert [*found][:4] == ["warpweave", "commit", "python", "torch"]
+    monkeypatch.setattr("sys.argv", ["/bin/warpweave", "doctor", "--quick"])
+    summary = machine.summary()
+    assert summary["command"] == "warpweave doctor --quick"
+    assert [*summary] == ["command", "versions", "devices", "remarks"]
+
+
+@pytest.mark.parametrize(("taken", "busy"), [(0.0, False), (7.9e9, False), (8.1e9, True)])
+def test_a_gpu_is_busy_when_others_hold_more_than_a_tenth(monkeypatch, taken, busy) -> None:
+    _shown(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda n: "H100")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: (80e9 - taken, 80e9))
+    assert bool(machine.remarks()) == busy
+
+
+def test_a_command_that_fails_or_is_not_there_says_nothing(monkeypatch) -> None:
+    assert machine._said("echo", " a ", "b") == "a  b"
+    assert machine._said("false") == machine._said("no-such-command-here") == ""
+    failed = subprocess.CompletedProcess([], 1, stdout="half an answer")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    assert machine._said("echo") == ""
+
+
+def _speeds(rank: int) -> list[tuple[float, str]]:
+    clock = itertools.count()
+    ranks.time = SimpleNamespace(perf_counter=lambda: next(clock) * 1e-6)
+    group = dist.group.WORLD
+    return [ranks._collective(name, CPU, group)[::2] for name in ranks.COLLECTIVES]
+
+
+@pytest.mark.parametrize("world", [3])
+def test_the_speed_of_a_link_is_by_the_bytes_that_leave_a_rank(world: int) -> None:
+    """A microsecond each: GB/s are kilobytes."""
+    whole = 4 * (2**18 // world * world) / 1e3
+    shares = (2 * (world - 1) / world, (world - 1) / world, (world - 1) / world, 1)
+    for found in run_ranks(world, _speeds):
+        for (wrong, said), share in zip(found, shares, strict=True):
+            assert wrong == 0
+            number, unit = said.split()
+            assert (float(number), unit) == (pytest.approx(share * whole, abs=0.02), "GB/s")
+
+
+# ---------------------------------------------------------------- times
+
+
+def test_what_is_timed_side_by_side_computes_the_same() -> None:
+    """In bfloat16: a few hundredths of the largest element."""
+    torch.manual_seed(0)
+    names = {}
+    with torch.no_grad():
+        for op, calls in times.timed_ops(CPU, times.LayerSizes(8, 32, 48, 24, 2)):
+            names[op] = [*calls]
+            if op == "adamw":
+                continue  # in place
+            ours, other = (calls[name]() for name in [*calls][:2])
+            ours = ours[0] if isinstance(ours, tuple) else ours
+            if op == "attention causal":
+                other = other.transpose(1, 2)
+            assert relative_error(ours.float(), other.float().reshape(ours.shape)) < 0.05, op
+    assert {op: of[1] for op, of in names.items()} == {
+        "rms_norm": "torch", "swiglu": "torch", "gemm": "cuBLAS", "mlp swiglu": "cuBLAS",
+        "attention causal": "SDPA", "cross entropy": "torch", "linear cross entropy": "torch",
+        "adamw": "torch fused",
+    }  # fmt: skip
+    assert all(of[0] == "warpweave" for of in names.values())
+
+
+def test_a_time_is_the_median_of_its_rounds(monkeypatch) -> None:
+    taken = iter([3.0, 1.0, 2.00004, 9.0, 0.5] * 2)
+    ops = iter([("one", {"ours": list}), ("two", {"ours": list})])
+    monkeypatch.setattr(times, "timed_ops", lambda device, sizes: ops)
+    rows = times.time_ops(CPU, lambda call: next(taken), times.LayerSizes(), rounds=5)
+    assert [*rows] == [{"op": "one", "ours": 2.0}, {"op": "two", "ours": 2.0}]
+    assert json.dumps(times.LayerSizes()) == "[4096, 4096, 14336, 32000, 32]"
