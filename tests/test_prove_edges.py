@@ -1,0 +1,305 @@
+"""The proof's own words and numbers: a layout's line and command, rows at their limit, whose error
+counts, which layouts an option asks for, and the run that all must reproduce."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import shlex
+from types import SimpleNamespace
+
+import pytest
+import torch
+import tyro
+
+from warpweave.parallel.mesh import Mesh
+from warpweave.prove import LIMITS, Errors, Layout, ProveConfig, command, expected, options, proof
+from warpweave.prove.layouts import Sizes, all_layouts, draw
+from warpweave.prove.typecheck import typecheck
+
+BASE = Layout(Mesh(dp=4, tp=2, cp=4), zero=1, dtype="fp32")
+# Another value of every field that a layout's command has.
+OTHER = {
+    "sequence_parallel": True, "zero": 2, "schedule": "gpipe", "style": "llama", "tied": False,
+    "recompute": "full", "strategy": "gather", "layout": "striped", "overlap": "chunked",
+    "dtype": "bf16", "impl": "triton", "packed": True, "count": 1, "device": "cuda",
+    "optimizer": "sgd", "reduce": "ordered",
+}  # fmt: skip
+MESHES = {
+    "dp": Mesh(dp=2, tp=2, cp=4), "cp": Mesh(dp=4, tp=2, cp=2), "tp": Mesh(dp=4, tp=4, cp=4),
+    "pp": Mesh(dp=4, tp=2, cp=4, pp=2), "ulysses": Mesh(dp=4, tp=2, cp=4, ulysses=2),
+    "dp_shard": Mesh(dp=4, tp=2, cp=4, dp_shard=2), "outer": Mesh(dp=4, tp=2, cp=4, outer=2),
+}  # fmt: skip
+
+
+def test_each_option_of_a_layout_is_in_its_line_and_its_command(monkeypatch) -> None:
+    """The command gives that layout again, alone."""
+    monkeypatch.setattr("warpweave.gpus.choose_backend", lambda *_: "nccl")
+    found = {"": BASE}
+    for name, value in OTHER.items():
+        more = {"device": {"impl": "triton"}, "impl": {}}.get(name, {})
+        found[name] = dataclasses.replace(BASE, **{name: value} | more)
+    for name, mesh in MESHES.items():
+        more = {"ulysses": {"strategy": "hybrid"}}.get(name, {})
+        found[name] = dataclasses.replace(BASE, mesh=mesh, **more)
+    fields = {field.name for field in dataclasses.fields(Layout)} - {"mesh", "drawn"}
+    assert fields == set(OTHER)
+    assert len({str(layout) for layout in found.values()}) == len(found)
+    assert len({layout.command for layout in found.values()}) == len(found)
+    for name, layout in found.items():
+        program, what, *words = shlex.split(layout.command)
+        assert (program, what) == ("warpweave", "prove")
+        (again,) = tyro.cli(ProveConfig, args=words).layouts()
+        count = layout.microbatches
+        assert again == dataclasses.replace(layout, count=count), name
+    random = draw(7)
+    said = dataclasses.replace(random, dtype="fp64", impl="torch").command
+    assert said == "warpweave prove --random 1 --seed 7 --dtype fp64 --impl torch"
+    assert str(random).startswith("seed 7: ")
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def _errors(value: float = 0.0, where: str = "w", **own: float) -> Errors:
+    each = dict.fromkeys(proof.KINDS, value) | own
+    return Errors(**each, where=where, relative={kind: e / 1e9 for kind, e in each.items()})
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_a_row_is_ok_up_to_its_limit_and_wrong_beyond(dtype: str) -> None:
+    layout, limit = dataclasses.replace(BASE, dtype=dtype), LIMITS[dtype]
+    for kind in proof.KINDS:
+        for error, wrong in (
+            (0.0, False), (limit, False), (math.nextafter(limit, 99), True), (math.nan, True),
+            (math.inf, True),
+        ):  # fmt: skip
+            errors = _errors(**{kind: error})
+            row = command.table_row(3, 120, layout, errors)
+            assert row.startswith("[  3/120] WRONG " if wrong else "[  3/120] ok ")
+            again = f"{layout}; largest: w; again: {layout.command}"
+            assert row.endswith(again if wrong else str(layout))
+            line = {"layout": str(layout), "errors": dataclasses.asdict(errors)}
+            judged = command.judge([layout], [json.dumps(line) + "\n"])
+            assert (judged["passed"], judged["right"]) == (not wrong, not wrong)
+    head = command.table_head(120).splitlines()
+    assert all(f"x{LIMITS[d]:.0f} in {d}" in "".join(head) for d in LIMITS)
+    assert head[-1].startswith("row ")
+
+
+def test_every_error_is_the_largest_of_all_ranks_and_the_worst_rank_is_named(monkeypatch) -> None:
+    """With the relative error of the rank whose error it is."""
+    mesh = Mesh(dp=2, tp=2)
+    ranks = [
+        _errors(1.0, "first", loss=5.0), _errors(2.0, "second", grad=6.0, moment=0.5),
+        _errors(1.5, "third", token=7.0), _errors(0.5, "fourth", norm=6.5),
+    ]  # fmt: skip
+    for at in itertools.permutations(range(4)):
+        every = [dataclasses.asdict(ranks[number]) for number in at]
+        monkeypatch.setattr(proof, "exchange", lambda own, group, every=every: every)
+        connected = SimpleNamespace(sizes=mesh, group=lambda axis: None)
+        found = proof._worst_rank(ranks[0], connected)
+        wanted = dict.fromkeys(proof.KINDS, 2.0)
+        wanted |= {"loss": 5.0, "grad": 6.0, "token": 7.0, "norm": 6.5, "moment": 1.5}
+        assert found.each == wanted
+        assert found.relative == {kind: error / 1e9 for kind, error in wanted.items()}
+        assert found.where == f"third on {mesh.describe(at.index(2))}"
+        assert found.worst == 7.0
+
+
+def test_a_comparison_keeps_the_largest_of_each_kind_and_the_words_of_the_largest_of_all() -> None:
+    compare = proof._Comparison(SimpleNamespace(rounding={}, largest={}))
+    for kind, what, times, relative in (
+        ("loss", "a", 2.0, 0.2), ("grad", "b", 1.0, 0.1), ("loss", "c", 3.0, 0.3),
+        ("grad", "d", 0.5, 0.9), ("norm", "e", 3.0, 0.7), ("weight", "f", 0.0, 0.0),
+    ):  # fmt: skip
+        compare.add(kind, what, times, relative)
+    assert compare.errors == {"loss": 3.0, "grad": 1.0, "norm": 3.0, "weight": 0.0}
+    assert compare.relative == {"loss": 0.3, "grad": 0.1, "norm": 0.7, "weight": 0.0}
+    assert compare.where == "c"
+    compare.add("token", "g", math.nan, math.nan)
+    assert (compare.errors["token"], compare.where) == (math.inf, "g")
+    compare.add("loss", "h", math.inf)
+    assert compare.where == "g"
+    assert compare.relative["loss"] == math.inf
+
+
+def test_a_rank_proves_what_it_is_needed_for_and_rank_0_writes(tmp_path, monkeypatch, capsys):
+    """Largest worlds first; groups are renewed for another layout, not for another dtype."""
+    alone, pair = Layout(Mesh()), Layout(Mesh(dp=2))
+    layouts = [Layout(Mesh(dp=3)), Layout(Mesh(dp=3), dtype="fp32"), Layout(Mesh(dp=3), zero=1),
+               pair, dataclasses.replace(pair, style="llama"), alone]  # fmt: skip
+    for rank, count in ((0, 6), (1, 5), (2, 3)):
+        done: list[Layout] = []
+        renewed: list[Mesh] = []
+        beats: list[tuple] = []
+        session = SimpleNamespace(
+            store=None, rank=rank, beat=lambda *of, b=beats: b.append(of),
+            renew=renewed.append, close=lambda: None,
+        )  # fmt: skip
+        monkeypatch.setattr(command, "join", lambda *_, s=session, **__: s)
+        monkeypatch.setattr(Mesh, "connect", lambda self, device: self)
+
+        def prove(layout, mesh, timeout, done=done):
+            assert (mesh, timeout) == (layout.mesh, 9.0)
+            done.append(layout)
+            return _errors(float(len(done)))
+
+        monkeypatch.setattr(command, "prove_layout", prove)
+        path = tmp_path / f"{rank}"
+        command.prove_rank(layouts, 9.0, str(path))
+        assert done == layouts[:count]
+        assert renewed == [layout.mesh for layout in layouts[2:count]]
+        assert beats == [(n, str(layout)) for n, layout in enumerate(layouts[:count])]
+        printed = capsys.readouterr().out
+        if rank:
+            assert (path.exists(), printed) == (False, "")
+            continue
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [row["layout"] for row in rows] == [str(layout) for layout in layouts]
+        assert [row["errors"]["loss"] for row in rows] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+        lines = [line for line in printed.splitlines() if line.startswith("[")]
+        assert [line.split("]")[0] for line in lines] == [f"[{n}/6" for n in range(1, 7)]
+        assert printed.count("row ") == 1
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"all": True, "world": 0}, "world and random must be at least 1, got 0 and 0"),
+        ({"random": -1}, "world and random must be at least 1, got 4 and -1"),
+        ({"world": 3}, "--world needs --all, --seed needs --random"),
+        ({"seed": 1}, "--world needs --all, --seed needs --random"),
+        ({"seed": 1, "dp": 2}, "--world needs --all, --seed needs --random"),
+        ({"all": True, "random": 2}, "--all and --random choose layouts themselves"),
+        ({"all": True, "dp": 2}, "--all and --random choose layouts themselves"),
+        ({"random": 1, "zero": 2}, "--all and --random choose layouts themselves"),
+        ({"all": True, "outer": 2}, "--all and --random choose layouts themselves"),
+        ({"random": 1, "optimizer": "sgd"}, "--all and --random choose layouts themselves"),
+        ({"model": "small"}, "model = 'small' needs --typecheck"),
+        ({"overlap": "fused", "tp": 2}, "it needs --impl triton"),
+        ({"zero": 3, "dp": 2, "pp": 2, "schedule": "pipedream"}, "."),
+    ],
+)
+def test_which_layouts_cannot_be_asked_for(given: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ProveConfig(**given).layouts()
+
+
+def test_which_layouts_can_be(monkeypatch) -> None:
+    one = {"dtype": "fp64"}
+    assert ProveConfig(random=1, **one).layouts() == [draw(0)]
+    assert ProveConfig(random=2, seed=9, **one).layouts() == sorted(
+        (draw(9), draw(10)), key=lambda layout: -layout.mesh.world
+    )
+    assert set(ProveConfig(all=True, world=1, **one).layouts()) == set(all_layouts(1))
+    both = ProveConfig(dp=2).layouts()
+    assert [(layout.dtype, layout.impl) for layout in both] == [("fp64", "torch"),
+                                                               ("fp32", "torch")]  # fmt: skip
+    asked: list[tuple] = []
+    monkeypatch.setattr("warpweave.gpus.choose_backend", lambda *of: asked.append(of))
+    for given, world in (({"tp": 2, "pp": 2, "overlap": "fused"}, 4), ({"all": True}, 4)):
+        found = ProveConfig(device="cuda", **given).layouts()
+        assert {(x.dtype, x.device, x.impl) for x in found} == {
+            (dtype, "cuda", "triton") for dtype in ("fp32", "bf16")
+        }
+        assert asked.pop() == (world, "nccl")
+        fused = {x.mesh.pp > 1 for x in found if x.overlap == "fused"}
+        assert fused == {"all" not in given}  # which the engine refuses itself
+
+
+def test_ranks_are_started_for_several_of_them_on_a_cpu() -> None:
+    for given, starts in (
+        ({}, False), ({"zero": 3}, False), ({"seed": 5}, False), ({"all": True}, True),
+        ({"random": 1}, True), *(({axis: 2}, True) for axis in ("dp", "cp", "tp", "pp", "outer")),
+    ):  # fmt: skip
+        assert ProveConfig(**given).starts_ranks is starts, given
+        assert not ProveConfig(**given, device="cuda").starts_ranks
+        assert not ProveConfig(**given, typecheck=True).starts_ranks
+
+
+def test_a_planned_layout_of_up_to_64_ranks_is_proven_by_processes(tmp_path, capsys) -> None:
+    plan = {"zero": 1, "schedule": "1f1b", "chunks": 1, "microbatches": 7, "recompute": "full",
+            "sequence_parallel": False, "overlap": "none", "batch": 3}  # fmt: skip
+    path = tmp_path / "plan.json"
+
+    def parse(*words: str, **mesh: int) -> ProveConfig:
+        axes = dict.fromkeys(("dp", "cp", "tp", "pp"), 1) | mesh
+        path.write_text(json.dumps({"layouts": [{"options": plan | axes}]}))
+        return options.parse(["--layout", str(path), *words])
+
+    for mesh in ({"dp": 64}, {"dp": 2, "cp": 4, "tp": 8}, {"pp": 64}):
+        found = parse(**mesh)
+        assert {axis: getattr(found, axis) for axis in mesh} == mesh
+        told = (found.recompute, found.overlap, found.sequence_parallel, found.microbatches)
+        assert told == ("full", "none", False, None)
+    assert parse("--typecheck", dp=65).dp == 65
+    assert parse("--outer", "2", dp=32).outer == 2
+    for words, mesh, world in (((), {"dp": 65}, 65), (("--outer", "2"), {"dp": 33}, 66)):
+        with pytest.raises(SystemExit):
+            parse(*words, **mesh)
+        said = capsys.readouterr().err
+        assert f"{world} ranks of --layout are more than 64 processes" in said
+
+
+def test_types_are_not_checked_where_they_cannot_be(monkeypatch) -> None:
+    model = Layout(Mesh(dp=2)).model
+    with pytest.raises(ValueError, match="ulysses = 2: types know the context axis as one"):
+        typecheck(model, Mesh(cp=4, ulysses=2))
+    with pytest.raises(ValueError, match="heads"):
+        typecheck(model, Mesh(tp=5))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        with pytest.raises(RuntimeError, match="makes a process group of its own"):
+            typecheck(model, Mesh(dp=2))
+    typecheck(model, Mesh())
+    assert not torch.distributed.is_initialized()
+
+
+# ---------------------------------------------------------------- the run to reproduce
+
+
+@pytest.mark.parametrize("layers", [4, 6, 9])
+def test_delays_are_those_of_a_parameters_stage(layers: int) -> None:
+    for stages in (1, 2, 4):
+        delays = {"pipedream": [stages - 1 - s for s in range(stages)],
+                  "pipedream-vs": [stages - 1] * stages, "pipedream-2bw": [1] * stages}  # fmt: skip
+        for name, wanted in delays.items():
+            rule = expected.Delayed(name, stages, 2, 3)
+            stage_of = {"embedding.weight": 0, "positions.weight": 0, "head.weight": stages - 1,
+                        "final_norm.weight": stages - 1}  # fmt: skip
+            for layer in range(layers):
+                ends = [layers * (s + 1) // stages for s in range(stages)]
+                stage_of[f"blocks.{layer}.mlp.up.weight"] = sum(end <= layer for end in ends)
+            for parameter, stage in stage_of.items():
+                assert rule.delay(parameter, layers) == wanted[stage], (name, parameter)
+            found = [part.tolist() for part in rule.updates(12)]
+            parts = [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]  # of two replicas
+            assert found == ([[*range(12)]] if name == "pipedream-2bw" else parts)
+
+
+@pytest.mark.parametrize(("length", "number"), [(16, 4), (6, 4), (7, 4), (5, 3)])
+def test_documents_cover_every_sample_and_tokens_know_theirs(length: int, number: int) -> None:
+    sizes = Sizes(6, length, 11, 1, 2, 2, 4, 8, documents=number)
+    for step in range(2 * expected.STEPS):
+        bounds = expected.documents(sizes, step)
+        more = number + 2 == length  # no number for each token
+        assert bounds.shape == (6, number + 2 + more)
+        assert (bounds[:, 0] == 0).all()
+        assert (bounds[:, -1] == length).all()
+        assert (bounds.diff(dim=1) >= 0).all()
+        found = expected._numbers(sizes, step)
+        for sample, ends in enumerate(bounds.tolist()):
+            for token in range(length):
+                document = int(found[sample, token])
+                first, end = ([*ends, length][document + at - 1] for at in (0, 1))
+                assert first <= token < end
+    one = dataclasses.replace(sizes, documents=1)
+    assert expected.documents(one, 0) is expected._numbers(one, 0) is None
+    lengths = [len(expected.prompt(sizes, step)) for step in range(3)]
+    assert lengths == [1, length // 2, length + 1]
