@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
+from threads import run_threads
 
 from warpweave.checkpoint import (
     BackgroundSaver,
@@ -299,6 +302,34 @@ def test_of_damaged_steps_each_is_told_and_the_last_of_them_in_the_error(tmp_pat
     )
     with pytest.warns(CheckpointWarning), pytest.raises(CheckpointError, match=says):
         open_latest(tmp_path)
+
+
+def _opens(rank: int, folder: str) -> object:
+    """The step that is opened, or the error."""
+    try:
+        return open_latest(f"{folder}/{rank}", group=dist.group.WORLD).step
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_ranks_go_back_to_the_same_step_though_one_alone_sees_the_damage(tmp_path: Path) -> None:
+    """Each with a folder of its own; rank 0 says which steps there are, and warns."""
+    for step, rank in itertools.product((1, 2, 3), (0, 1)):
+        _save(tmp_path / f"{rank}", step, tensors=[(f"t{i}", torch.ones(1)) for i in range(3)],
+              shard_bytes=4)  # fmt: skip
+    shard = "step_00000003/rank00000-00001.safetensors"  # the file that rank 1 hashes
+    (tmp_path / "1" / shard).unlink()
+    with pytest.warns(CheckpointWarning) as told:
+        assert run_threads(2, _opens, str(tmp_path)) == [2, 2]
+    (one,) = told
+    assert str(one.message).endswith("rank00000-00001.safetensors is missing")
+    for step in (1, 2):
+        (tmp_path / "1" / f"step_0000000{step}" / "manifest.json").unlink()
+    with pytest.warns(CheckpointWarning) as told:
+        found = run_threads(2, _opens, str(tmp_path))
+    assert len(told) == 3
+    for words in found:
+        assert "has 3 steps, none is good; the last: " in str(words)
 
 
 def test_an_unknown_tensor_is_told_with_the_folder_and_how_many_there_are(tmp_path: Path) -> None:

@@ -1,0 +1,336 @@
+"""Tuning at its edges: who is timed again and what is a gain, the calls' sizes and options, numbers
+that are admitted and refused, and what the command passes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_tune import FWD, GOOD, SHIPPED, FakeGpu
+
+from warpweave.dtypes import DTYPES
+from warpweave.kernels.devices import TARGETS
+from warpweave.kernels.runtime import tiles
+from warpweave.kernels.runtime.tile_table import KINDS, AttentionTile, GemmTile, TileRow
+from warpweave.tune import TuneConfig, aot, calls, command, search, timing
+from warpweave.tune.calls import Problem, other_calls, problems, timed_call
+from warpweave.tune.candidates import candidates, target_of
+from warpweave.tune.search import Outcome, SearchReport, difference
+
+TILES = [SHIPPED, *candidates(FWD, TARGETS["sm_90"], 2)[1:7]]
+
+
+# ---------------------------------------------------------------- who wins
+
+
+@pytest.fixture(autouse=True)
+def _no_table():
+    yield
+    tiles.load(None)
+
+
+def _best(gpu: FakeGpu, found: list) -> tuple:
+    return search.best(FWD, found, gpu.bench())
+
+
+def test_the_three_fastest_of_the_first_pass_are_timed_again() -> None:
+    ms = dict(zip(TILES, (1.0, 0.9, 0.95, 0.8, 0.97, 0.85, 0.99)))
+    gpu = FakeGpu(ms)
+    assert _best(gpu, TILES) == (TILES[3], pytest.approx(800.0), pytest.approx(1000.0))
+    counts = [gpu.timed.count(tile) for tile in TILES]
+    again = search.ROUNDS + search.FINAL_ROUNDS
+    first = search.ROUNDS
+    assert counts == [again, again, first, again, first, again, first]
+
+
+@pytest.mark.parametrize(("ms", "wins"), [(0.98, True), (0.9899, True), (0.9901, False)])
+def test_a_gain_is_a_hundredth_at_least(ms: float, wins: bool) -> None:
+    tile, us, shipped = _best(FakeGpu({SHIPPED: 1.0, TILES[1]: ms}), TILES[:2])
+    assert tile == (TILES[1] if wins else SHIPPED)
+    assert (us, shipped) == (pytest.approx(1000 * (ms if wins else 1.0)), 1000.0)
+
+
+def test_a_ratio_is_the_median_of_rounds_in_which_both_were_timed() -> None:
+    """Rounds in which the clock is ten times as slow say the same as the others."""
+    times = {SHIPPED: [1.0, 10.0, 1.0, 10.0, 1.0], TILES[1]: [0.9, 9.0, 0.9, 9.0, 9.9],
+             TILES[2]: [1.1, 1.1, 1.1, 11.0, 1.1]}  # fmt: skip
+    assert search._ratios(times, SHIPPED) == {
+        SHIPPED: 1.0, TILES[1]: pytest.approx(0.9), TILES[2]: pytest.approx(1.1),
+    }  # fmt: skip
+
+
+def test_of_those_with_a_fault_elsewhere_the_next_fastest_that_gains_is_taken(capsys) -> None:
+    ms = dict(zip(TILES, (1.0, 0.9, 0.95, 0.995)))
+    gpu = FakeGpu(ms, others={TILES[1]: "full: spills 8 bytes"})
+    assert _best(gpu, TILES[:4])[0] == TILES[2]
+    gpu = FakeGpu(ms, others=dict.fromkeys(TILES[1:3], "full: spills 8 bytes"))
+    assert _best(gpu, TILES[:4])[:2] == (SHIPPED, 1000.0)
+    assert capsys.readouterr().err.count("faster, but full: spills 8 bytes") == 3
+    assert _best(gpu, [SHIPPED])[0] == SHIPPED  # nothing else compiles
+
+
+@pytest.mark.parametrize("dtype", search.TOLERANCES)
+def test_a_tile_agrees_up_to_its_dtypes_tolerance_in_every_output(dtype: str) -> None:
+    problem = dataclasses.replace(FWD, dtype=dtype)
+    limit = search.TOLERANCES[dtype]
+    off = {TILES[1]: (limit * 0.99, 0.0), TILES[2]: (limit * 1.01, 0.0),
+           TILES[3]: (0.0, limit * 1.01), TILES[4]: (0.0, limit * 0.99)}  # fmt: skip
+    gpu = FakeGpu({})
+
+    def call(problem: Problem):
+        def run():
+            where = problem.kernel, torch.device("cpu"), problem.size, problem.kind
+            by = off.get(tiles.find(*where), (0.0, 0.0))
+            return tuple(torch.full((3,), 2.0, dtype=torch.float64) * (1 + x) for x in by)
+
+        return run
+
+    bench, report = dataclasses.replace(gpu.bench(), call=call), SearchReport()
+    assert search.agreeing(problem, TILES[:5], bench, report) == [SHIPPED, TILES[1], TILES[4]]
+    assert report.wrong == [f"{problem} {search.short(TILES[n])}" for n in (2, 3)]
+
+
+def test_a_difference_is_of_all_elements_and_infinite_for_what_is_no_number() -> None:
+    t = torch.tensor
+    assert difference(t([3.0, 0.0]), t([0.0, 4.0])) == pytest.approx(5 / 4)
+    assert difference(t([0.5, 0.0]), t([0.0, 0.0])) == 0.5
+    assert difference(t([float("nan"), 1.0]), t([1.0, 1.0])) == float("inf")
+    assert difference(t([1.0]), t([float("nan")])) == float("inf")
+
+
+def test_an_outcome_says_old_and_new_with_their_times() -> None:
+    new = AttentionTile(64, 32, 8, 2)
+    row = TileRow("X", "attention_fwd", 2, 64, new, "3", 812.34, 1000.06)
+    assert str(Outcome(FWD, row, SHIPPED)) == (
+        "q=128 k=64 warps=4 stages=3 1000.1 us -> q=64 k=32 warps=8 stages=2 812.3 us, "
+        "1.231 times as fast"
+    )
+    same = Outcome(FWD, dataclasses.replace(row, tile=SHIPPED), SHIPPED)
+    assert str(same) == "q=128 k=64 warps=4 stages=3 1000.1 us, which stays"
+
+
+# ---------------------------------------------------------------- the calls
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+def test_attention_is_timed_in_the_sizes_of_an_8b_llama(monkeypatch, dtype: str) -> None:
+    """Two sequences of 4,096 tokens, a quarter as many heads of keys as of queries."""
+    made: list[tuple] = []
+    asked: list[tuple] = []
+
+    def make(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+        made.append((sizes, dtype))
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    for name in ("attention_fwd", "attention_bwd"):
+        monkeypatch.setattr(
+            calls.attention, name, lambda *of, n=name, **how: asked.append((n, of, how))
+        )
+    wide = torch.float64 if dtype == "fp64" else torch.float32
+    for kernel, D in itertools.product(("attention_fwd", "attention_dkdv", "attention_dq"),
+                                       (64, 128, 256)):  # fmt: skip
+        made.clear()
+        heads, kv = 4096 // D, 1024 // D
+        timed_call(Problem(kernel, dtype, D), make)()
+        q, k, rows = (2, 4096, heads, D), (2, 4096, kv, D), (2, heads, 4096)
+        assert made == [(q, DTYPES[dtype]), (k, DTYPES[dtype]), (rows, wide)]
+        name, of, how = asked.pop()
+        assert how == {"impl": "triton"}
+        forward = kernel == "attention_fwd"
+        assert name == ("attention_fwd" if forward else "attention_bwd")
+        shapes = [tuple(x.shape) for x in of]
+        assert shapes == ([q, k, k] if forward else [q, q, k, k, rows, rows])
+    made.clear()
+    timed_call(Problem("attention_fwd", dtype, 128), make, 64, 256)
+    assert made[1][0] == (2, 32, 1, 128)  # one head at least
+
+
+def test_the_other_calls_of_attention_have_an_option_each(monkeypatch) -> None:
+    asked: list[dict] = []
+    for name in ("attention_fwd", "attention_bwd"):
+        monkeypatch.setattr(calls.attention, name, lambda *of, **how: asked.append(how))
+    for kernel in ("attention_fwd", "attention_dkdv", "attention_dq"):
+        problem = Problem(kernel, "bf16", 64)
+        found = other_calls(problem, lambda *s, dtype: torch.zeros(s, dtype=dtype), 512, 256)
+        for call in found.values():
+            call()
+        options = dict(zip(found, asked))
+        asked.clear()
+        assert all(how.pop("impl") == "triton" for how in options.values())
+        carried, packed = options.pop("carried")["into"], options.pop("packed window")
+        assert (packed.pop("window"), packed["documents"].tolist()) == (
+            512, [0, 32, 64, 96, 128, 160, 192, 224, 256],
+        )  # fmt: skip
+        assert options == {
+            "full": {"causal": False}, "softcap": {"softcap": 50.0},
+            "dropout": {"dropout": 0.1, "dropout_seed": 7},
+        }  # fmt: skip
+        q, kv, rows = (2, 256, 4, 64), (2, 256, 1, 64), (2, 4, 256)
+        wanted = [q, rows] if kernel == "attention_fwd" else [q, kv, kv]
+        assert [tuple(x.shape) for x in carried] == wanted
+        assert all(x.dtype == torch.float32 for x in carried)
+
+
+def test_the_other_calls_of_products_are_those_that_take_their_tile() -> None:
+    def names(kind: str, dtype: str) -> set[str]:
+        make = lambda *s, dtype: torch.empty(s, dtype=dtype, device="meta")  # noqa: E731
+        return {*other_calls(Problem("gemm", dtype, kind), make, 64, 64)}
+
+    acts = ("gelu", "gelu_erf", "relu2", "swiglu", "geglu")
+    wide = {"tf32", "tf32x3"}
+    for dtype in ("bf16", "fp32", "fp64"):
+        several = wide if dtype == "fp32" else set()
+        heavy = {"adding", "everything"} | {f"gradient of {a}" for a in acts}
+        heavy |= {f"gradient of gelu in {p}" for p in several}
+        large = {"swiglu", "qkv", "gelu_erf", "relu2", "plain"} | {f"in {p}" for p in several}
+        large |= {f"gradient and value of {a}" for a in acts}
+        large |= {f"gradient and value of gelu in {p}" for p in several}
+        assert names("heavy", dtype) == heavy
+        assert names("large", dtype) == large
+        assert names("small", dtype) == heavy | large | {"odd sizes"}
+
+
+def test_problems_come_dtype_by_dtype_and_kernel_by_kernel() -> None:
+    found = problems(("gemm", "attention_dq"), ("fp32", "bf16"), (96, 64))
+    assert found == [
+        Problem(kernel, dtype, kind)
+        for dtype in ("fp32", "bf16")
+        for kernel, kinds in (("gemm", KINDS), ("attention_dq", (96, 64)))
+        for kind in kinds
+    ]
+    sizes = [Problem("gemm", d, "large").size for d in ("bf16", "fp32", "fp64")]
+    assert sizes == [2, 4, 8]
+
+
+# ---------------------------------------------------------------- options, and what is passed on
+
+
+@pytest.mark.parametrize(
+    ("given", "fits"),
+    [
+        ({"head_dims": (1, 256)}, True), ({"head_dims": (0,)}, False),
+        ({"head_dims": (64, 257)}, False), ({"steps": 1}, True), ({"steps": 2}, True),
+        ({"steps": 3}, False), ({"steps": 0}, False), ({"minutes": 1440.0}, True),
+        ({"minutes": 1440.1}, False), ({"minutes": 1e-9}, True), ({"minutes": 0.0}, False),
+        ({"minutes": float("nan")}, False), ({"dtypes": ()}, False), ({"kernels": ()}, False),
+        ({"head_dims": ()}, True), ({"head_dims": (), "kernels": ("attention_fwd",)}, False),
+        ({"dry": True, "target": "sm_120"}, True), ({"target": "sm_100"}, False),
+        ({"dry": True, "output": Path("x.json")}, False), ({"output": Path("x.json")}, True),
+    ],
+)  # fmt: skip
+def test_numbers_are_admitted_up_to_their_limit(given: dict, fits: bool) -> None:
+    config = TuneConfig(**given)
+    if fits:
+        assert config.problems()
+    else:
+        with pytest.raises(ValueError, match=r"must be|need|drop|for --dry|nothing to tune"):
+            config.problems()
+
+
+def test_the_command_tunes_as_it_is_told_and_sums_up(monkeypatch, tmp_path, capsys) -> None:
+    asked: list[tuple] = []
+    new = SHIPPED._replace(q=64)
+    rows = [
+        Outcome(FWD, TileRow("X", "attention_fwd", 2, 64, tile, "3", 900.0, 1000.0), SHIPPED)
+        for tile in (new, SHIPPED, new)
+    ]
+    report = SearchReport(rows, ["a wrong one"], ["left", "out"])
+    monkeypatch.setattr(command, "tune", lambda *of, **how: asked.append((of, how)) or report)
+    config = TuneConfig(("attention_fwd",), ("fp32",), (128,), 1, 7.5, tmp_path / "x.json")
+    bench = SimpleNamespace(device="A GPU")
+    found = command.tune_here(config, lambda: bench)
+    assert asked == [
+        (([Problem("attention_fwd", "fp32", 128)], bench, tmp_path / "x.json"),
+         {"minutes": 7.5, "steps": 1}),
+    ]  # fmt: skip
+    found.pop("seconds"), found.pop("triton")
+    assert found == {
+        "device": "A GPU", "table": str(tmp_path / "x.json"), "tuned": 3, "changed": 2,
+        "wrong": ["a wrong one"], "left_out": ["left", "out"],
+    }  # fmt: skip
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_dry_run_compiles_for_its_target_at_its_distance(monkeypatch, capsys) -> None:
+    asked: list[tuple] = []
+    tried = GemmTile(64, 64, 32, 8, 1, 4, 3)
+
+    def fitting(problem, part, compiler, steps):
+        asked.append((problem, part, steps, compiler(problem, tried)))
+        return {tried: [GOOD]}
+
+    monkeypatch.setattr(command, "fitting", fitting)
+    monkeypatch.setattr(command, "compile_tile", lambda *of: of)
+    config = TuneConfig(("gemm",), ("bf16",), steps=2, dry=True, target="sm_89")
+    found = command.dry_run(config)
+    every = [Problem("gemm", "bf16", kind) for kind in KINDS]
+    assert asked == [(p, TARGETS["sm_89"], 2, ("sm_89", p, tried)) for p in every]
+    assert (found["dry"], found["target"], found["tuned"]) == (True, "sm_89", 0)
+    assert found["device"] == f"{TARGETS['sm_89'].name}, compiled for, not run on"
+    assert [row["problem"] for row in found["rows"]] == [str(p) for p in every]
+    clock = itertools.count(0.0, 50.0)
+    monkeypatch.setattr(command, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    asked.clear()
+    found = command.dry_run(dataclasses.replace(config, minutes=100 / 60))
+    assert [problem for problem, *_ in asked] == every[:2]  # at 50 and at 100 seconds
+    assert found["left_out"] == [str(every[2])]
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("two\nlines"), OSError(28, "disk full"), torch.OutOfMemoryError("none")]
+)
+def test_what_cannot_be_is_a_line_and_two(monkeypatch, capsys, error: Exception) -> None:
+    def fails(config):
+        raise error
+
+    for name, config in (("tune_here", TuneConfig()), ("dry_run", TuneConfig(dry=True))):
+        monkeypatch.setattr(command, name, fails)
+        with pytest.raises(SystemExit) as end:
+            command.run(config)
+        said = capsys.readouterr().err
+        assert (end.value.code, said.count("\n"), said[:11]) == (2, 1, "warpweave: ")
+
+
+def test_tiles_are_compiled_for_the_targets_that_there_are() -> None:
+    for name, part in TARGETS.items():
+        assert target_of(part.arch) == name == f"sm_{part.arch}"
+    for arch in (70, 91, 0):
+        with pytest.raises(ValueError, match=f"this GPU is sm_{arch}$"):
+            target_of(arch)
+
+
+def test_a_tool_that_is_missing_or_fails_is_told(monkeypatch) -> None:
+    with pytest.raises(ValueError, match="Triton's no-such-tool, and this Triton has none"):
+        aot.run_tool("no-such-tool", cubin=b"x")
+    asked: list[list[str]] = []
+
+    def run(words, **how):
+        asked.append(words)
+        assert Path(words[-1]).read_bytes() == b"12345"
+        return done
+
+    monkeypatch.setattr(subprocess, "run", run)
+    done = subprocess.CompletedProcess([], 0, "REG:4", "a warning")
+    assert aot.run_tool("cuobjdump", "--one", "--two", cubin=b"12345") == "REG:4"
+    (words,) = asked
+    assert (Path(words[0]).name, words[1:3]) == ("cuobjdump", ["--one", "--two"])
+    for said, line in (("\n first \nsecond", "first "), ("  ", "nothing")):
+        done = subprocess.CompletedProcess([], 3, "", said)
+        with pytest.raises(ValueError, match=f"does not read this cubin of 5 bytes: {line}$"):
+            aot.run_tool("cuobjdump", cubin=b"12345")
+
+
+def test_calls_are_warmed_and_every_round_times_each_once() -> None:
+    done: list[str] = []
+    named = {name: (lambda n=name: done.append(n)) for name in "ab"}
+    found = timing.interleave(named, lambda call: float(call() is None), rounds=4)
+    assert done[:6] == [*"ababab"]
+    assert sorted(done[6:]) == [*"aaaabbbb"]
+    assert found == {"a": [1.0] * 4, "b": [1.0] * 4}
+    assert timing.interleave({}, lambda call: 1.0, rounds=4) == {}
