@@ -24,6 +24,7 @@ from warpweave.checkpoint import (
     CheckpointWarning,
     background,
     config_digest,
+    files,
     latest,
     open_checkpoint,
     open_latest,
@@ -232,6 +233,35 @@ def test_a_config_is_compared_field_by_field_with_defaults_for_new_ones(tmp_path
     ):
         with pytest.raises(CheckpointError, match=f"by another config; {re.escape(says)}"):
             reader.require_config(saved | changed, defaults)
+
+
+def test_a_file_is_read_up_to_so_many_bytes_and_an_error_names_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert files.read_at_most(path, 5) == files.read_at_most(path, 6) == b"12345"
+    with pytest.raises(CheckpointError, match="file has more than 4 bytes"):
+        files.read_at_most(path, 4)
+    with pytest.raises(CheckpointError, match=f"{tmp_path} is not a regular file"):
+        files.read_at_most(tmp_path, 9)
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    own = OSError(5, "planted", "/its/own")
+    for error, says in (
+        (own, "/its/own: planted"), (OSError(5, "planted"), f"{path}: planted"),
+        (OSError("two\nlines"), f"{path}: two lines"), (CheckpointError("as it is"), "as it is"),
+    ):  # fmt: skip
+        assert files.attempt(path, fails, error) == {"error": says}
+    assert files.attempt(path, lambda: None) == {}
+    assert files.attempt(path, lambda x: {"x": x}, 3) == {"x": 3}
+    with pytest.raises(ArithmeticError):
+        files.attempt(path, fails, ArithmeticError())
+    before = files.stamp(path.stat())
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    after = files.stamp(path.stat())
+    path.chmod(0o640)
+    assert len({before, after, files.stamp(path.stat())}) == 3
 
 
 # ---------------------------------------------------------------- steps

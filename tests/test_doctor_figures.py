@@ -20,6 +20,7 @@ from warpweave.doctor import check, command, kernels, machine, ranks, times
 from warpweave.doctor.check import Check, Measured, Verdict, relative_error, within_budget, worst
 from warpweave.doctor.options import DoctorConfig
 from warpweave.launch import Stopped
+from warpweave.prove.proof import KINDS, LIMITS
 
 CPU = torch.device("cpu")
 INF = math.inf
@@ -230,6 +231,39 @@ def test_nothing_is_begun_after_ten_minutes_or_one(monkeypatch) -> None:
     assert found["times"] == [{"op": "cuda"}]
     monkeypatch.undo()
     assert command.times("cpu") == []
+
+
+def test_a_line_that_was_cut_short_is_no_result_and_the_ranks_are_started_for_the_rest() -> None:
+    starts: list[str] = []
+
+    def start(items, path) -> None:
+        starts.append("".join(items))
+        whole = items[:1] if len(starts) == 1 else items
+        with open(path, "a") as file:
+            file.write("".join(json.dumps({"name": item}) + "\n" for item in whole))
+            if len(starts) == 1:
+                file.write('{"name": "b"}')
+                raise SystemExit(3)
+
+    rows = ranks._RankRows("abcd", start)
+    assert rows[0] == {"name": "a"}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"before its result \(exit status 3, see above\)"):
+            rows[1]
+    assert [rows[2], rows[3], rows[0]] == [{"name": "c"}, {"name": "d"}, {"name": "a"}]
+    assert starts == ["abcd", "cd"]
+    late = ranks._RankRows("abcd", start)  # of which the first ones were not asked for
+    assert (late[2], starts[-1]) == ({"name": "c"}, "cd")
+
+
+def test_what_the_ranks_proved_is_what_was_asked_for() -> None:
+    (first, *_) = ranks.axes("cpu", 2, ("fp32",))
+    _, _, layout = first.measure.args
+    errors = dict.fromkeys(KINDS, 1.0) | {"norm": 3.0, "where": "x on rank 1", "relative": {}}
+    row = {"layout": str(layout), "errors": errors}
+    assert ranks._axis({7: row}, 7, layout) == Measured(3.0, LIMITS["fp32"], "largest: x on rank 1")
+    with pytest.raises(RuntimeError, match="the ranks proved another instead of dp=2 "):
+        ranks._axis({7: row | {"layout": "another"}}, 7, layout)
 
 
 # ---------------------------------------------------------------- the page

@@ -70,7 +70,7 @@ def test_every_branch_is_looked_at_and_every_reason_is_counted(
 
 @pytest.mark.parametrize(("pp", "dp", "m"), [(1, 1, 3), (2, 1, 5), (3, 2, 6), (2, 2, 8), (6, 1, 2)])
 def test_every_layout_of_a_branch_is_looked_at(pp: int, dp: int, m: int) -> None:
-    """What a schedule cannot do is counted, once for each number of chunks."""
+    """What a schedule cannot do is counted."""
     branch = Job(MODEL, Mesh(dp=dp, pp=pp), ParallelPlan(microbatches=m), 2, "bf16", hardware=H100)
     wanted, refusals = set(), Counter[str]()
     for name, family in FAMILIES.items():
@@ -93,6 +93,8 @@ def test_every_layout_of_a_branch_is_looked_at(pp: int, dp: int, m: int) -> None
     assert len(found) == len(set(found))
     assert set(found) == wanted
     assert refused == refusals
+    assert len([*layouts_of(branch, refused)]) == len(found)
+    assert refused == refusals + refusals  # of a second branch beside those of the first
 
 
 @pytest.mark.parametrize("gib", [0.95, 1.5, 80])

@@ -6,16 +6,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from test_tune import FWD, GOOD, SHIPPED, FakeGpu
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from warpweave.dtypes import DTYPES
 from warpweave.kernels.devices import TARGETS
-from warpweave.kernels.runtime import tiles
+from warpweave.kernels.norm import function as norm
+from warpweave.kernels.runtime import dispatch, tiles
 from warpweave.kernels.runtime.tile_table import KINDS, AttentionTile, GemmTile, TileRow
 from warpweave.tune import TuneConfig, aot, calls, command, search, timing
 from warpweave.tune.calls import Problem, other_calls, problems, timed_call
@@ -334,3 +339,47 @@ def test_calls_are_warmed_and_every_round_times_each_once() -> None:
     assert sorted(done[6:]) == [*"aaaabbbb"]
     assert found == {"a": [1.0] * 4, "b": [1.0] * 4}
     assert timing.interleave({}, lambda call: 1.0, rounds=4) == {}
+
+
+def _changed() -> tuple:
+    """All that `compiling` changes: Triton's launch and driver, and who asks what to run."""
+    asked = ("choose", "capability", "processors")
+    ours = [m for name, m in sorted(sys.modules.items()) if name.startswith("warpweave.")]
+    return (
+        JITFunction.run, driver._active, knobs.nvidia.dump_ptxas_log,
+        knobs.compilation.always_compile,
+        *(getattr(module, name, None) for module in ours for name in asked),
+    )  # fmt: skip
+
+
+def test_outside_of_compiling_nothing_remains_changed(monkeypatch) -> None:
+    """Also after an error, within another target's, and a second time."""
+    monkeypatch.setattr(dispatch, "INTERPRET", False)
+    before = _changed()
+
+    def seen() -> tuple:
+        kinds = {m.choose("torch") for m in (dispatch, norm) if hasattr(m, "choose")}
+        target = driver.active.get_current_target()
+        return kinds, dispatch.capability(None), dispatch.processors(None), target.arch
+
+    def of(target: str) -> tuple:
+        part = TARGETS[target]
+        return {"triton"}, part.arch, part.processors, part.arch
+
+    def fails() -> None:
+        with aot.compiling("sm_80") as found:
+            assert (found, seen()) == ([], of("sm_80"))
+            with aot.compiling("sm_90"):
+                assert seen() == of("sm_90")
+                assert driver.active.get_device_properties(0) == {
+                    "max_shared_mem": TARGETS["sm_90"].block_shared,
+                    "multiprocessor_count": TARGETS["sm_90"].processors,
+                }
+            assert seen() == of("sm_80")
+            assert knobs.compilation.always_compile
+            raise ArithmeticError
+
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            fails()
+        assert _changed() == before
