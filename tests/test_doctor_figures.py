@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch import Tensor
 
 from warpweave import gpus
 from warpweave.doctor import check, command, kernels, machine, ranks, times
@@ -68,6 +69,32 @@ def test_the_worst_is_nearest_to_its_own_limit() -> None:
         assert worst({name: rows[name] for name in order}) == Measured(0.3, 0.4, "largest: b")
     rows["d"] = Measured(0.5, 0.1)
     assert worst(rows) == Measured(0.5, 0.1, "largest: d")
+
+
+@pytest.mark.parametrize("place", ["output 1", "output 2", "gradient 1", "gradient 2"])
+def test_what_is_furthest_off_in_a_case_is_named_by_its_place(place: str) -> None:
+    def truth(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a * b, a + b
+
+    def ours(a: Tensor, b: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+        assert impl == "an impl"
+        first, second = truth(a, b)
+        if place == "output 1":
+            first = first + 0.01 * first.detach()
+        elif place == "output 2":
+            second = second + 0.01 * second.detach()
+        else:
+            x = (a, b)[place == "gradient 2"]
+            first = first + 0.01 * (x - x.detach())
+        return first, second
+
+    case = kernels.Case("x", [(4, 5), (4, 5)], ours, truth)
+    found = kernels._measure(case, torch.float32, CPU, "an impl")
+    assert found.said == f"largest: {place}"
+    assert found.error > 100 * found.limit
+    plain = case._replace(ours=lambda a, b, impl: truth(a, b), differentiable="out" not in place)
+    right = kernels._measure(plain, torch.float32, CPU, "an impl")
+    assert right.error <= right.limit < 1e-6
 
 
 def test_a_verdict_has_all_that_was_found(monkeypatch) -> None:
