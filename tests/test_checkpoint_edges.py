@@ -402,10 +402,11 @@ def test_a_save_that_failed_is_told_once_and_the_next_one_is_saved(
 
 def test_a_tensor_of_another_shape_or_dtype_is_saved_as_it_is(tmp_path: Path) -> None:
     """Under a name whose memory of the save before has others."""
-    shapes = (torch.ones(3), torch.tensor(2.0), torch.full((2, 3), 0.1, dtype=torch.float64))
+    double = torch.full((3,), 0.1, dtype=torch.float64)
+    shapes = (torch.ones(3), double, torch.tensor(2.0), double.expand(2, 3))
     with BackgroundSaver(None) as saver:
         for step, tensor in enumerate(shapes):
-            saver.save(tmp_path, step, [("a", tensor)], config={}, state={})
+            saver.save(tmp_path, step, [("a", tensor)], config={}, state={}, keep=9)
     for step, tensor in enumerate(shapes):
         found = open_checkpoint(tmp_path / f"step_{step:08d}").tensor("a")
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
