@@ -229,6 +229,8 @@ def test_ways_out_are_named_by_what_they_leave_and_only_those_that_help() -> Non
     ways = _ways(text)
     assert [*ways.values()] == sorted(ways.values())
     assert {flag for flag in ways if "--tp" in flag} == {"--tp 4"}  # of 12 heads
+    wider = {flag for flag in _ways(_refusal(0.1, Mesh(tp=3), **gpu)) if "--tp" in flag}
+    assert wider == {"--tp 6", "--tp 12"}
     assert "--zero 3" in _ways(_refusal(0.2, Mesh(cp=4), batch=1, **gpu))
     assert "--tp 8" not in _refusal(0.2, Mesh(), **gpu)
     assert not [flag for flag in _ways(_refusal(0.2, Mesh(dp=2, tp=2))) if "--tp" in flag]
