@@ -116,6 +116,8 @@ def test_real_numbers_may_change_under_a_compiler(dynamic) -> None:
         (ZIGZAG, ((15, 40), (20, 9))),  # runs that overlap the queries' own anyhow
         (((70, 17), (10, 20)), ((15, 60), (0, 15))),  # descending
         (((70, 17), (10, 20)),) * 2,  # the rank's own
+        (((10, 20), (25, 17)),) * 2,  # and which overlap
+        (((10, 20), (29, 17)),) * 2,  # in one position
         (((50, 37),), ((0, 0), (20, 60))),
         (STRIPED, ((2, 37, 4),)),  # the rank's own keys
         (STRIPED, ((0, 41, 4),)),  # a ring hop from a lower rank, and from a higher one
@@ -386,6 +388,7 @@ def test_the_blocks_of_the_torch_path_cover_what_is_visible_exactly_once() -> No
     draw = random.Random(0)
     for _ in range(300):
         q_runs, k_runs = ([(draw.randrange(12), draw.randrange(6)) for _ in "ab"] for _ in "qk")
+        k_runs = draw.choice((q_runs, k_runs))
         q_pos, k_pos = (reference.positions(r, 0) for r in (q_runs, k_runs))
         seen = torch.zeros(len(q_pos), len(k_pos), dtype=torch.int64)
         each = ([reference.Run(*run) for run in runs] for runs in (q_runs, k_runs))

@@ -217,7 +217,8 @@ def _within(runs: Sequence[Run], start: int, stop: int) -> list[_Part]:
 def _visible_blocks(q_parts: list[_Part], k_parts: list[_Part], causal: bool) -> list[_Block]:
     """What is visible, cut into blocks; blocks of neighbouring rows are joined."""
     blocks: list[_Block] = []
-    if causal and q_parts and q_parts == k_parts == sorted(q_parts, key=lambda part: part[1].start):
+    apart = all(a.positions[-1] < b.start for (_, a), (_, b) in pairwise(q_parts))
+    if causal and q_parts and q_parts == k_parts and apart:  # ascending positions compare like rows
         (first, _), (last, (_, length, _)) = q_parts[0], q_parts[-1]
         rows = slice(first, last + length)  # one after the other, as a document cuts only its ends
         return [_Block(rows, rows, True)]
