@@ -185,8 +185,9 @@ def norm_bwd(
             )
     wanted = WantedGradients(bias, x_bias, x_dtype or s.dtype, residual_dtype)
     if impl == "torch":
-        mean = None if mean is None else mean.unsqueeze(-1)
-        found = norm_bwd_cpu(dy, s, weight, mean, rstd.unsqueeze(-1), wanted, ds, drop)
+        # Contiguous: torch's operator takes statistics of any strides for such.
+        mean = None if mean is None else mean.contiguous().unsqueeze(-1)
+        found = norm_bwd_cpu(dy, s, weight, mean, rstd.contiguous().unsqueeze(-1), wanted, ds, drop)
     else:
         found = launch_backward(dy, s, weight, mean, rstd, wanted, ds, drop)
     gradients = NormGradients(*found)

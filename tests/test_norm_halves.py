@@ -1,0 +1,167 @@
+"""The halves of the norms as other code calls them: of any strides, and of dtypes that differ."""
+
+import pytest
+import torch
+from close import assert_all_close, assert_close_f64, assert_same_bits, relative_error
+
+from warpweave.kernels import norm, reference
+from warpweave.kernels.dropout import Drop
+from warpweave.kernels.norm import backward, forward
+
+F64, BF16, F16, F32 = torch.float64, torch.bfloat16, torch.float16, torch.float32
+IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
+LAYER = pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+ROWS, E = 19, 12
+
+
+def _spread(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, each with gaps around it."""
+    wide = x.new_zeros(*(2 * n + 1 for n in x.shape))
+    at = tuple(slice(1, None, 2) for _ in x.shape)
+    wide[at] = x
+    return wide[at]
+
+
+def _row_wise(x: torch.Tensor, more: int) -> torch.Tensor:
+    """The same numbers, contiguous in rows that are `more` columns apart."""
+    return torch.nn.functional.pad(x, (0, more))[..., : x.shape[-1]]
+
+
+def _drawn(layer: bool, dtype=F64):
+    x, residual, dy, ds = torch.randn(4, ROWS, E, dtype=F64).to(dtype)
+    w, b, x_bias = torch.randn(3, E, dtype=F64).to(dtype)
+    drop = Drop(0.3, 11, 2, torch.arange(ROWS) * 5)
+    return x, residual, dy, ds, w, b if layer else None, x_bias, drop
+
+
+@IMPLS
+@LAYER
+@pytest.mark.parametrize("wide", [False, True], ids=["held", "in blocks"])
+def test_whatever_lies_anywhere_is_read_right(wide, layer, impl, monkeypatch) -> None:
+    """Each operand of both halves alone, and all of them, are spread over memory."""
+    if wide:
+        monkeypatch.setattr(forward, "FWD_WIDTH", 8)
+        monkeypatch.setattr(backward, "BWD_WIDTH", 8)
+    x, residual, dy, ds, w, b, x_bias, drop = _drawn(layer)
+    given = {"x": x, "weight": w, "residual": residual, "x_bias": x_bias}
+    given |= {"bias": b} if layer else {}
+    how = {"drop": drop, "impl": impl}
+    want = norm.norm_fwd(**given, **how | {"impl": "torch"}, layer=layer)
+    _, s, mean, rstd = want
+    back = {"dy": dy, "s": s, "weight": w, "rstd": rstd, "ds": ds}
+    wanted = {"x_bias": True, "bias": layer, "residual_dtype": F64}
+    mean_of = {"mean": mean} if layer else {}
+    truth = norm.norm_bwd(**back, mean=mean, **wanted, **how | {"impl": "torch"})
+    for name in ("all",) if wide else (*given, "all"):
+        some = {n: _spread(t) if name in (n, "all") else t for n, t in given.items()}
+        for a, t in zip(norm.norm_fwd(**some, **how, layer=layer), want, strict=True):
+            assert (a is None) == (t is None)
+            if t is not None:
+                assert_close_f64(a, t, 1e-13)
+    for name in ("all",) if wide else (*back, *mean_of, "all"):
+        some = {n: _spread(t) if name in (n, "all") else t for n, t in (back | mean_of).items()}
+        found = norm.norm_bwd(**{"mean": None} | some, **wanted, **how)
+        for a, t in zip(found, truth, strict=True):
+            assert (a is None) == (t is None)
+            if t is not None:
+                assert_close_f64(a, t, 1e-12)
+    apart = {n: _row_wise(t, i) for i, (n, t) in enumerate(back.items()) if t.ndim > 1}
+    found = norm.norm_bwd(**{"mean": mean} | back | apart, **wanted, **how)
+    assert_close_f64(found.dx, truth.dx, 1e-12)
+    apart = {n: _row_wise(t, 3 + i) for i, (n, t) in enumerate(given.items()) if t.ndim > 1}
+    y, *_ = norm.norm_fwd(**given | apart, **how, layer=layer)
+    assert_close_f64(y, want[0], 1e-13)
+
+
+@IMPLS
+@LAYER
+def test_a_half_has_dtypes_of_its_own(layer, impl) -> None:
+    """x, residual, weight, x_bias and dy each of another: s has the wider, y and dx what is asked
+    for or x's own, sums that of the statistics."""
+    x, residual, dy, ds, w, b, x_bias, drop = _drawn(layer)
+    x, residual, w = x.to(BF16), residual.to(F32), w.to(F16)
+    b = b if b is None else b.to(F32)
+    how = {"layer": layer, "impl": impl}
+    for terms, of_s in (
+        ({}, BF16),
+        ({"residual": residual}, F32),
+        ({"x_bias": x_bias.float()}, BF16),
+        ({"drop": drop}, BF16),
+        ({"x_bias": x_bias.to(F16), "residual": residual}, F32),
+    ):
+        for out in (None, F32, F16):
+            y, s, mean, rstd = norm.norm_fwd(x, w, b, out_dtype=out, **terms, **how)
+            assert (y.dtype, s.dtype, rstd.dtype) == (out or BF16, of_s, F32)
+            assert (mean is None) == (not layer)
+        options = {"ds": ds.to(of_s), "bias": layer, "x_bias": True, "impl": impl}
+        for asked in (None, BF16, F32):
+            for stream in (None, F32, BF16):
+                found = norm.norm_bwd(
+                    dy.to(F16),
+                    s,
+                    w,
+                    mean,
+                    rstd,
+                    x_dtype=asked,
+                    residual_dtype=stream,
+                    drop=terms.get("drop"),
+                    **options,
+                )
+                assert found.dx.dtype == (asked or of_s)
+                sums = [found.dw, found.dx_bias, *([found.db] if layer else [])]
+                assert {t.dtype for t in sums} == {F32}
+                assert found.db is None or layer
+                assert (found.dresidual is None) == (stream is None)
+                assert stream is None or found.dresidual.dtype == stream
+                same = stream == found.dx.dtype and "drop" not in terms
+                assert (found.dresidual is found.dx) == same
+
+
+@IMPLS
+def test_a_bias_wider_than_x_is_added_before_s_is_rounded_to_the_dtype_of_x(impl) -> None:
+    x, x_bias = torch.randn(ROWS, E).to(BF16), torch.randn(E, requires_grad=True)
+    w = torch.randn(E)
+    for call in (norm.rms_norm, norm.layer_norm):
+        y, s = call(x, w, x_bias=x_bias, impl=impl)
+        assert (y.dtype, s.dtype) == (BF16, BF16)
+        assert torch.equal(s, (x + x_bias).to(BF16))
+        (dx_bias,) = torch.autograd.grad(s.float().sum() + y.float().sum(), x_bias)
+        assert dx_bias.dtype == F32
+        name = call.__name__
+        truth = getattr(reference, name)(x, w, x_bias=x_bias)
+        assert_close_f64(y, truth[0], 2**-7)
+
+
+@LAYER
+def test_the_halves_have_the_defaults_of_rms_norm(layer) -> None:
+    """An eps that is seen, of numbers no larger than its root."""
+    x, _, _, _, w, b, *_ = _drawn(layer)
+    x = x * 1e-3
+    names = reference.layer_norm if layer else reference.rms_norm
+    bias = (b,) if layer else ()
+    y, *_ = norm.norm_fwd(x, w, b, layer=layer)
+    assert_close_f64(y, names(x, w, *bias, eps=1e-6), 1e-13)
+    whole = norm.layer_norm(x, w, b) if layer else norm.rms_norm(x, w)
+    assert_close_f64(whole, names(x, w, *bias, eps=1e-5 if layer else 1e-6), 1e-13)
+    assert relative_error(names(x, w, *bias, eps=1e-5), names(x, w, *bias, eps=1e-6)) > 0.1
+
+
+@IMPLS
+@LAYER
+def test_autocast_leaves_the_halves_alone(layer, impl) -> None:
+    x, residual, dy, ds, w, b, x_bias, drop = _drawn(layer, F32)
+
+    def run() -> list[torch.Tensor]:
+        forward = norm.norm_fwd(
+            x, w, b, layer=layer, residual=residual, x_bias=x_bias, drop=drop, impl=impl
+        )
+        _, s, mean, rstd = forward
+        back = norm.norm_bwd(
+            dy, s, w, mean, rstd, ds=ds, bias=layer, x_bias=True, drop=drop, impl=impl
+        )
+        return [t for t in (*forward, *back) if t is not None]
+
+    want = run()
+    with torch.autocast("cpu", BF16):
+        assert_same_bits(run(), want)
+    assert_all_close(run(), want, 0)
