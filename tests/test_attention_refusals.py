@@ -14,10 +14,11 @@ from warpweave.kernels.attention import (
     attention_fwd,
 )
 from warpweave.kernels.attention.options import check_packed
-from warpweave.kernels.merge import merge
+from warpweave.kernels.merge import merge, merge_
 
 NAN, INF = float("nan"), float("inf")
 F16, F64, INT = torch.float16, torch.float64, torch.int64
+FLOAT8 = torch.float8_e4m3fn
 
 QKV = {"q": z(2, 8, 4, 4), "k": z(2, 8, 2, 4), "v": z(2, 8, 2, 4)}
 NUMBERS: Rows = [
@@ -66,7 +67,12 @@ NUMBERS: Rows = [
     ({"q_runs": (0, 8)}, r"q_runs must be .* got \(0, 8\)"),
     ({"q_runs": ((0, 7),)}, "q_runs .* add up to the 8 rows"),
     ({"k_runs": ((0, 9),)}, "k_runs .* add up to the 8 rows"),
-    ({"q_runs": ((2**62, 8),)}, r"numbers of q_runs must lie below 2\*\*62"),
+    *[
+        ({"q_runs": runs}, r"numbers of q_runs must lie below 2\*\*62, got")
+        for runs in (((2**62, 8),), ((0, 2**62),), ((0, 8, 2**62),), ((0, 4), (2**62, 4)))
+    ],
+    ({"q_runs": ((2**62 - 1, 8),)}, "positions, and a window from them on, must lie below"),
+    ({"q_runs": ((0, 2**62 - 1),)}, "must add up to the 8 rows"),
     ({"q_runs": ((0, 4, 2), (9, 4, 3))}, "both of q_runs must have as many stripes"),
     ({"q_runs": ((0, 8, 2), (9, 0, 3))}, None),
     ({"q_runs": ((0, 0, 2), (9, 8, 3))}, None),
@@ -78,6 +84,15 @@ NUMBERS: Rows = [
     ({"documents": ints(*[[[0, 8]] * 3] * 2)}, r"the shape .* got \(2, 3, 2\)"),
     ({"documents": z(0, dtype=INT)}, r"the shape .* got \(0,\)"),
     ({"documents": ints(0, 2**32), "q_runs": ((2**31, 8),)}, "lie below 2147483646, got the"),
+    *[
+        ({"q_runs": ((start, 8),), "window": window}, words)
+        for start, window, words in (  # the last position and a window from it on
+            (2**31 - 10, None, None),
+            (2**31 - 9, None, "2147483646, got the position 2147483646 and the window None"),
+            (2**30, 2**30 - 10, None),
+            (2**30, 2**30 - 9, "got the position 1073741831 and the window 1073741815"),
+        )
+    ],
     ({"documents": ints(0, 3, 8)}, None),
     ({"documents": ints(0, 3, 8).int()}, None),
     ({"documents": ints(0, 3, 8).short()}, "int32 or int64, got torch.int16"),
@@ -97,6 +112,10 @@ NUMBERS: Rows = [
     ({"documents": ints(0, 9), "q_runs": ((0, 8),)}, None),
     ({"documents": ints(0, 7), "k_runs": ((0, 8),)}, "boundaries up to 8 or more, where"),
     ({"documents": ints(0, 0, 0, 1, 1, 2, 2, 2)}, "not the document of each of the 8 tokens"),
+    (
+        {"documents": ints([0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5, 6, 8])},  # one of two
+        r"not the document of each of the 8 tokens, got \[2, 8\]",
+    ),
 ]
 TWELVE = {"q": z(2, 8, 4, 4), "k": z(2, 12, 2, 4), "v": z(2, 12, 2, 4)}
 OF_KEYS = ints(0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 3)
@@ -107,17 +126,28 @@ FORWARD: Rows = [
     ({"q": z(2, 9, 4, 4)}, None),
     ({"q": z(2, 8, 3, 4)}, "3 query heads do not divide by 2 KV heads"),
     ({"q": z(2, 8, 4, 3)}, "one shape"),
-    ({"k": z(2, 7, 2, 4)}, "one shape"),
+    (
+        {"k": z(2, 7, 2, 4)},
+        r"\[2, Sk, Hkv, 4\] for q \(2, 8, 4, 4\), got \(2, 7, 2, 4\) and \(2, 8, 2, 4\)$",
+    ),
     ({"v": z(2, 8, 1, 4)}, "one shape"),
     ({"v": z(2, 7, 2, 5)}, r"one shape .* and \(2, 7, 2, 5\)$"),  # as it was given
-    ({"q": z(2, 8, 4, 4, dtype=F64)}, "one floating dtype"),
-    ({"v": z(2, 8, 2, 4, dtype=F64)}, "one floating dtype"),
+    *[
+        ({name: QKV[name].double()}, "one floating dtype of at least 16 bits, got " + words)
+        for name, words in (
+            ("q", "torch.float64, torch.float32, torch.float32"),
+            ("k", "torch.float32, torch.float64, torch.float32"),
+            ("v", "torch.float32, torch.float32, torch.float64"),
+        )
+    ],
     ({n: x.long() for n, x in QKV.items()}, "one floating dtype"),
     ({n: x.to(torch.float8_e4m3fn) for n, x in QKV.items()}, "at least 16 bits, got torch.float8"),
     ({"k": QKV["k"].to("meta")}, "one device, got cpu and meta"),
     ({"k": z(2, 8, 0, 4), "v": z(2, 8, 0, 4)}, "4 query heads do not divide by 0 KV heads"),
     ({n: x.repeat(1, 1, 1, 64) for n, x in QKV.items()}, None),
     ({n: x.repeat(1, 1, 1, 65) for n, x in QKV.items()}, "1..256, got 260"),
+    ({n: x[..., :1] for n, x in QKV.items()}, None),
+    ({n: x[..., :0] for n, x in QKV.items()}, "1..256, got 0"),
     ({"sinks": z(4)}, None),
     ({"sinks": z(4, dtype=F16)}, None),
     ({"sinks": z(2)}, r"of shape \(4,\)"),
@@ -127,17 +157,29 @@ FORWARD: Rows = [
     ({**TWELVE, "documents": ints(0, 8)}, "boundaries up to 12, where"),
     ({**TWELVE, "documents": OF_KEYS}, "not the document of each of the 12 tokens"),
     ({**TWELVE, "documents": ints([[0, 8], [0, 12]], [[0, 8], [3, 9]])}, None),
+    (
+        {**TWELVE, "documents": ints([[0, 8], [0, 12]], [[0, 8], [3, 13]])},
+        r"documents of the 12 keys must not go beyond them, got \[\[0, 12\], \[3, 13\]\]",
+    ),
 ]
 O, LSE = z(2, 8, 4, 4), z(2, 4, 8)
 HALF: Rows = [
     *FORWARD,
     ({"out_dtype": F64}, None),
     ({"out_dtype": INT}, "out_dtype must be a floating dtype"),
+    ({"out_dtype": FLOAT8}, "out_dtype must be a floating dtype of at least 16 bits"),
     ({"into": (O, LSE)}, None),
     ({"into": (O, LSE), "sinks": z(4)}, "start lse from the sinks instead"),
     ({"into": (O, LSE), "out_dtype": torch.float32}, "give no out_dtype"),
     ({"into": O}, r"into must be \(o, lse\)"),
-    ({"into": (O,)}, r"into must be \(o, lse\)"),
+    ({"into": (O,)}, r"into must be \(o, lse\), got tuple of 1"),
+    ({"into": (O, LSE, LSE)}, r"into must be \(o, lse\), got tuple of 3"),
+    ({"into": (O.to("meta"), LSE)}, "one device, got cpu and meta"),
+    ({"into": (O, LSE.to("meta"))}, "one device, got cpu and meta"),
+    (
+        {"q": O[:, :0], "into": (torch.empty_strided((2, 0, 4, 4), (1, 1, 1, 2)), LSE[..., :0])},
+        None,  # of nothing all strides do
+    ),
     ({"into": (strided(O), LSE)}, "stride 1"),
     ({"into": (O[:, :7], LSE)}, "o to add to must be"),
     ({"into": (O.half(), LSE)}, "o to add to must be torch.float32"),
@@ -150,9 +192,14 @@ HALF: Rows = [
 G, K = O.clone(), QKV["k"].clone()
 BACKWARD: Rows = [
     *NUMBERS,
-    ({"do": z(2, 7, 4, 4)}, "do must have q's shape"),
+    *[
+        ({name: x.to("meta"), "delta": None}, "one device, got cpu and meta")
+        for name, x in (("do", O), ("o", O), ("lse", LSE))
+    ],
+    ({"delta": LSE.to("meta")}, "one device, got cpu and meta"),
+    ({"do": z(2, 7, 4, 4)}, r"do must have q's shape \(2, 8, 4, 4\), got \(2, 7, 4, 4\)"),
     ({"o": z(2, 8, 4, 3)}, "o must have q's shape"),
-    ({"lse": z(2, 8, 4)}, "lse must be torch.float32 of shape"),
+    ({"lse": z(2, 8, 4)}, r"lse must be torch.float32 of shape \(2, 4, 8\), got .*32 \(2, 8, 4\)"),
     ({"lse": LSE.double()}, "lse must be torch.float32 of shape"),
     ({"lse": LSE.half()}, "lse must be torch.float32 of shape"),
     ({"delta": LSE}, None),
@@ -162,6 +209,9 @@ BACKWARD: Rows = [
     ({"delta": LSE.double()}, "delta must be torch.float32 of shape"),
     ({"grad_dtype": F64}, None),
     ({"grad_dtype": INT}, "grad_dtype must be a floating dtype"),
+    ({"grad_dtype": FLOAT8}, "grad_dtype must be a floating dtype of at least 16 bits"),
+    ({"into": (G.to("meta"), None, None)}, "one device, got cpu and meta"),
+    ({"into": (None, K, K.to("meta"))}, "one device, got cpu and meta"),
     ({"into": (G, None, None)}, None),
     ({"into": (None, K, K.clone())}, None),
     ({"into": (None, K, None)}, "both dk and dv or neither"),
@@ -195,6 +245,8 @@ MERGED: Rows = [
     ({"lse_b": LSE.double()}, "all of one dtype"),
     ({"o_a": O.double()}, "all of one dtype"),
     ({n: x.half() for n, x in (("o_a", O), ("o_b", O), ("lse_a", LSE), ("lse_b", LSE))}, "float32"),
+    ({"o_b": O.to("meta")}, r"one device, got \['cpu', 'meta'\]"),
+    ({"lse_a": LSE.to("meta")}, r"one device, got \['cpu', 'meta'\]"),
 ]
 
 LSES = {"lse_a": LSE, "lse_b": LSE}
@@ -207,6 +259,11 @@ TABLES = {
     "attention_delta": Table(attention_delta, {"o": O, "do": O}, DELTA),
     "packed": Table(check_packed, {"documents": None, "tokens": z(2, 8)}, PACKED),
     "merge": Table(merge, {"o_a": O, "o_b": O, **LSES}, MERGED),
+    "merge_": Table(
+        lambda o_a, lse_a, o_b, lse_b: merge_(o_a.clone(), lse_a.clone(), o_b, lse_b),
+        {"o_a": O, "o_b": O, **LSES},
+        MERGED,
+    ),
 }
 
 

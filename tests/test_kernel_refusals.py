@@ -14,12 +14,12 @@ from refused import Rows, Table, ints, strided
 from refused import zeros as z
 
 from warpweave.kernels import cost
-from warpweave.kernels.activation import activate, activation_bwd
+from warpweave.kernels.activation import activate, activation_bwd, activation_fwd
 from warpweave.kernels.adamw import adamw_step, sum_of_squares
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import fused_gemm, gemm, gemm_into
 from warpweave.kernels.mlp import gelu_mlp, hidden_bwd, hidden_fwd, mlp
-from warpweave.kernels.norm import layer_norm, norm_bwd, rms_norm
+from warpweave.kernels.norm import layer_norm, norm_bwd, norm_fwd, rms_norm
 from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from warpweave.kernels.overlap.symmetric import local_memory
 from warpweave.kernels.qkv import qkv_bwd, qkv_rope
@@ -248,6 +248,9 @@ SCALING: Rows = [
     ({**BAND, "low": 31.9}, None),
     ({**BAND, "kind": "llama3", "low": 4.0}, "0 < low < high, got 4.0 and 4.0"),
     ({"low": 0.0}, None),  # which no band asks for
+    ({**BAND, "high": 0.0}, "0 < low < high, got 1.0 and 0.0"),
+    ({**BAND, "high": 1.0}, "0 < low < high, got 1.0 and 1.0"),
+    ({**BAND, "high": 1.1}, None),
 ]
 
 # ---------------------------------------------------------------- norms and elements
@@ -275,6 +278,8 @@ NORMS: Rows = [
     ({"x_bias": z(6, dtype=INT)}, "x_bias must have a float dtype"),
     ({"out_dtype": F16}, None),
     ({"out_dtype": INT}, "out_dtype must be one of"),
+    *[({name: x.to("meta")}, "one device") for name, x in (("residual", X), ("x_bias", E6))],
+    ({"drop": Drop(0.5, 0, 0, torch.arange(4).to("meta"))}, "one device"),
     *[(change | {"x": z(3, 6)}, words) for change, words in DROPS],
 ]
 LAYER: Rows = [
@@ -284,16 +289,21 @@ LAYER: Rows = [
     ({"bias": 1e-5}, "a tensor is wanted, got float 1e-05"),
     ({"bias": z(6, dtype=INT)}, "bias must have a float dtype"),
 ]
+HALF_NORM: Rows = [row for row in LAYER if "out_dtype" not in row[0]]
 NORM_BACK: Rows = [
     ({}, None),
     ({"mean": None}, None),
     ({"dy": z(3, 6)}, "dy must be like s"),
     ({"ds": X}, None),
     ({"ds": z(3, 6)}, "ds must be like s"),
-    ({"mean": z(3)}, r"mean must be \[4\]"),
+    ({"mean": z(3)}, r"mean must be \[4\] of s \[4, 6\], got \[3\]"),
+    ({"ds": X.to("meta")}, "one device"),
+    ({"drop": Drop(0.5, 0, 0, torch.arange(4).to("meta"))}, "one device"),
+    *[(change | {"dy": X[:3], "s": X[:3], "mean": z(3), "rstd": z(3)}, words)
+      for change, words in DROPS],
     ({"rstd": z(4, 1)}, r"rstd must be \[4\]"),
     ({"weight": z(5)}, r"weight must be \[E\]"),
-]
+]  # fmt: skip
 ACTIVATE: Rows = [
     ({}, None),
     ({"activation": "silu"}, "activation must be one of"),
@@ -309,6 +319,9 @@ ACTIVATE_BACK: Rows = [
     ({"dy": z(2, 2)}, "no gradient of swiglu"),
     ({"dy": z(3, 4), "activation": "gelu"}, None),
     ({"activation": "gelu"}, "no gradient of gelu"),
+    ({"x": z(3, 5)}, "gate, up pairs"),
+    ({"x": z(), "dy": z()}, "gate, up pairs"),
+    ({"activation": "silu"}, "activation must be one of"),
 ]
 DROPPED: Rows = [
     *DROPS,
@@ -450,6 +463,8 @@ TABLES = {
         norm_bwd, {"dy": X, "s": X, "weight": E6, "mean": z(4), "rstd": z(4)}, NORM_BACK
     ),
     "activate": Table(activate, {"x": z(3, 4), "activation": "swiglu"}, ACTIVATE),
+    "activation_fwd": Table(activation_fwd, {"x": z(3, 4), "activation": "swiglu"}, ACTIVATE[:-1]),
+    "norm_fwd": Table(norm_fwd, {"x": X, "weight": E6, "layer": True}, HALF_NORM),
     "activation_bwd": Table(
         activation_bwd, {"dy": z(3, 2), "x": z(3, 4), "activation": "swiglu"}, ACTIVATE_BACK
     ),

@@ -1,0 +1,174 @@
+"""The halves of attention as other code calls them: every option arrives, tensors may lie anywhere,
+and what is wanted in float32 is not rounded before."""
+
+import pytest
+import torch
+from attention_cases import F64, draw
+from close import assert_all_close, assert_close_f64, assert_same_bits, relative_error
+
+from warpweave.kernels import reference
+from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
+from warpweave.kernels.attention.visible import packed
+
+IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
+DROP = {"dropout": 0.4, "dropout_seed": 7, "dropout_origin": (5, 9)}
+PLAIN = {
+    "causal": True, "window": None, "documents": None, "scale": None, "softcap": None,
+    "q_runs": None, "k_runs": None, "dropout": 0.0, "dropout_seed": 0, "dropout_origin": (0, 0),
+}  # fmt: skip
+OPTIONS = {  # each makes a difference, to what the others leave
+    "causal": {"causal": False},
+    "window": {"window": 3},
+    "documents": {"documents": torch.tensor([0, 4, 11])},
+    "scale": {"scale": 0.7},
+    "softcap": {"softcap": 0.5},
+    "q_runs": {"q_runs": ((0, 3), (20, 8))},
+    "k_runs": {"k_runs": ((3, 11),)},
+    "dropout": DROP,
+    "dropout_seed": DROP | {"dropout_seed": 8},
+    "dropout_origin": DROP | {"dropout_origin": (9, 5)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_halves_take_every_option_and_have_the_defaults_of_the_whole(name) -> None:
+    qkv, do = draw(B=2, Sq=11, Sk=11, Hq=4, Hkv=2, D=8), torch.randn(2, 11, 4, 8, dtype=F64)
+    halves = [x.detach() for x in qkv]
+
+    def both(options) -> list[tuple[torch.Tensor, ...]]:
+        o, lse = attention(*qkv, return_lse=True, **options)
+        whole = o, lse, *torch.autograd.grad(o, qkv, do)
+        o, lse = attention_fwd(*halves, **options)
+        back = attention_bwd(do, *halves, lse, attention_delta(o, do), **options)
+        return [whole, (o, lse, *back)]
+
+    whole, found = both(OPTIONS[name])
+    assert_all_close(found, whole)
+    assert_all_close(whole[:2], reference.attention(*halves, **OPTIONS[name]))
+    others = OPTIONS["dropout"] if name.startswith("dropout_") else {}
+    for a, b in zip(both(others), (whole, found), strict=True):
+        assert min(relative_error(x, y) for x, y in zip(a, b) if x is not a[1]) > 1e-3, name
+    spelled, found = both(PLAIN | OPTIONS[name])
+    for results in (spelled, found):
+        assert_all_close(results, whole)
+
+
+@IMPLS
+@pytest.mark.parametrize("options", [{}, {"window": 5, "softcap": 2.0}], ids=["plain", "rows"])
+def test_final_statistics_may_lie_anywhere(options, impl) -> None:
+    """o, do, lse and delta of the backward, of which a rank may hold views."""
+    q, k, v = (x.detach() for x in draw(B=2, Sq=19, Sk=19, Hq=4, Hkv=2, D=8))
+    do = torch.randn_like(q)
+    o, lse = attention_fwd(q, k, v, **options)
+    delta = attention_delta(o, do)
+    want = attention_bwd(do, q, k, v, lse, delta, **options)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        order = [*range(x.ndim)][::-1]
+        return x.permute(order).contiguous().permute(order)
+
+    given, options = {"impl": impl}, {**options, "impl": impl}
+    assert_close_f64(attention_delta(turned(o), turned(do), turned(delta), **given), 0 * delta)
+    for args, more in (
+        ((turned(do), q, k, v, turned(lse), turned(delta)), {}),
+        ((turned(do), q, k, v, turned(lse), None), {"o": turned(o)}),
+        ((do, turned(q), turned(k), turned(v), lse, turned(delta)), {"o": turned(o)}),
+        ((do, q, k, v, torch.stack((lse, lse), -1)[..., 0], delta), {}),
+    ):
+        assert not all(x is None or x.is_contiguous() for x in args)
+        assert_all_close(attention_bwd(*args, **more, **options), want)
+
+
+WIDE = {
+    "plain": {},
+    "full": {"causal": False},
+    "runs": {"q_runs": ((7, 19),), "k_runs": ((0, 19),)},
+    "documents": {"documents": torch.tensor([0, 6, 19])},
+    "window": {"window": 5},
+    "softcap": {"softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", WIDE)
+def test_on_a_cpu_what_is_wanted_in_float32_is_that_of_float32(name, dtype) -> None:
+    """The results of 16 bits that will be added up, and the sums that they are added to."""
+    low, options = (
+        [x.detach() for x in draw(Sq=19, Sk=19, Hq=4, Hkv=2, D=8, dtype=dtype)],
+        WIDE[name],
+    )
+    do, wide = torch.randn_like(low[0]), [x.float() for x in low]
+    want = attention_fwd(*wide, **options)
+    assert_same_bits(attention_fwd(*low, out_dtype=torch.float32, **options), want)
+    sums = torch.zeros_like(wide[0]), torch.full_like(want[1], -torch.inf)
+    assert_all_close(attention_fwd(*low, into=sums, **options), want, 1e-6)
+    delta = attention_delta(want[0], do)
+    for stats in ({"delta": delta}, {"delta": None, "o": want[0]}):
+        exact = attention_bwd(do.float(), *wide, want[1], **stats, **options)
+        found = attention_bwd(do, *low, want[1], grad_dtype=torch.float32, **stats, **options)
+        assert_same_bits(found, exact)
+        sums = tuple(torch.zeros_like(x) for x in wide)
+        assert_all_close(attention_bwd(do, *low, want[1], into=sums, **stats, **options), exact, 0)
+    rounded = attention_bwd(
+        do, *low, want[1], delta, **options
+    )  # delta alone: float32 till the end
+    exact = attention_bwd(do.float(), *wide, want[1], delta, **options)
+    assert_same_bits(rounded, [x.to(dtype) for x in exact])
+
+
+@IMPLS
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 5, "softcap": 2.0} | DROP], ids=["plain", "rows"]
+)
+def test_autocast_leaves_the_halves_alone(options, impl) -> None:
+    q, k, v = (x.detach() for x in draw(Sq=19, Sk=19, Hq=4, Hkv=2, D=8, dtype=torch.float32))
+    do, options = torch.randn_like(q), {**options, "impl": impl}
+
+    def run():
+        o, lse = attention_fwd(q, k, v, **options)
+        delta = attention_delta(o, do, impl=impl)
+        back = (attention_bwd(do, q, k, v, lse, *stats, **options) for stats in ((delta,),))
+        return o, lse, delta, *next(back), *attention_bwd(do, q, k, v, lse, None, o=o, **options)
+
+    want = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(run(), want)
+
+
+@IMPLS
+def test_a_table_made_once_is_that_of_the_boundaries(impl) -> None:
+    """Of whole sequences, of which queries and keys are other rows."""
+    runs = {"q_runs": ((4, 9), (30, 8)), "k_runs": ((0, 12), (24, 13))}
+    qkv = draw(B=2, Sq=17, Sk=25, D=8)
+    do = torch.randn(2, 17, 2, 8, dtype=F64)
+    for documents in ([0, 7, 26, 40], [[0, 7, 26, 40], [0, 31, 31, 40]]):
+        documents = torch.tensor(documents)
+        for causal in (True, False):
+            options = {**runs, "causal": causal}
+            truth, _ = reference.attention(*qkv, documents=documents, **options)
+            found = attention(*qkv, documents=packed(documents, 40), impl=impl, **options)
+            assert_close_f64(found, truth)
+            grads = (torch.autograd.grad(y, qkv, do) for y in (found, truth))
+            assert_all_close(*grads)
+
+
+@IMPLS
+def test_dropout_of_groups_of_heads_has_the_gradient_of_the_reference(impl) -> None:
+    """Every sample and query head draws its own mask, also where keys have several heads."""
+    qkv, do = draw(B=2, Sq=9, Sk=9, Hq=6, Hkv=2, D=8), torch.randn(2, 9, 6, 8, dtype=F64)
+    documents = torch.tensor([[0, 4, 9], [0, 7, 9]])
+    for options in (DROP, DROP | {"documents": documents, "causal": False}):
+        found = attention(*qkv, impl=impl, **options)
+        truth, _ = reference.attention(*qkv, **options)
+        assert_close_f64(found, truth)
+        assert_all_close(*(torch.autograd.grad(y, qkv, do) for y in (found, truth)))
+
+
+@IMPLS
+def test_a_dropout_that_leaves_nothing_leaves_zeros(impl) -> None:
+    """So near 1 that it is 1 in units of 2^-32."""
+    qkv = draw(Sq=7, Sk=7, D=8)
+    o, lse = attention(*qkv, dropout=1 - 1e-12, return_lse=True, impl=impl)
+    assert not o.any()
+    assert_close_f64(lse, attention(*qkv, return_lse=True)[1])
+    assert not any(x.any() for x in torch.autograd.grad(o.sum(), qkv))
