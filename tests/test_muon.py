@@ -9,6 +9,7 @@ import pytest
 import torch
 from threads import on_mesh
 from torch import nn
+from traffic import traffic
 
 from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.gpt import GPT
@@ -133,6 +134,7 @@ def test_a_symmetric_product_is_torchs_and_symmetric_to_the_bit(shape, dtype):
         ({}, product),
         ({"alpha": 2.0315}, 2.0315 * product),
         ({"add": add, "alpha": 2.0315, "beta": -4.775}, 2.0315 * product - 4.775 * add.double()),
+        ({"add": add}, product + add.double()),
     ]
     for given, impl in itertools.product((x, x.t().contiguous().t()), ("triton", "torch")):
         for more, truth in cases:
@@ -154,6 +156,32 @@ def test_newton_schulz_is_five_lines_of_torch(shape, impl):
     assert not orthogonalize(torch.zeros(shape), impl=impl).any()
     low = orthogonalize(g.bfloat16(), impl=impl).double()
     assert (low - o).norm() < 0.05 * o.norm()
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_each_step_is_a_polynomial_of_the_singular_values(steps, impl):
+    """And each of its two symmetric products is one of `impl`."""
+    for shape in ((7, 12), (12, 7)):
+        g = torch.randn(shape, dtype=torch.float64)
+        u, s, v = torch.linalg.svd(g, full_matrices=False)
+        s = s / s.norm()
+        for _ in range(steps):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        with traffic() as t:
+            o = orthogonalize(g, steps=steps, impl=impl)
+        assert (o - u * s @ v).abs().max() < 1e-6  # beside the norm stands 1e-7
+        assert (o - reference.orthogonalize(g, steps)).abs().max() < 1e-12
+        assert len(t.launches) == (2 * steps if impl == "triton" else 0)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_autocast_rounds_no_product(impl):
+    g = torch.randn(9, 21)
+    want = symmetric_product(g, impl=impl), orthogonalize(g, impl=impl)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = symmetric_product(g, impl=impl), orthogonalize(g, impl=impl)
+    assert all(map(torch.equal, found, want))
 
 
 def test_the_norm_of_a_matrix_in_16_bits_is_of_32():
@@ -362,6 +390,24 @@ def _muon_of(record: ParamRecord) -> None:
         (lambda: orthogonalize(torch.zeros(3, 2), steps=0), "steps >= 1, got 0"),
         (lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(2, 2)), "add must be contiguous"),
         (lambda: symmetric_product(torch.zeros(3)), "need a matrix of floats"),
+        (
+            lambda: symmetric_product(torch.ones(3, 2).long()),
+            "need a matrix of floats, got .*int64",
+        ),
+        (lambda: orthogonalize(torch.ones(3, 2).long()), "a matrix of floats, got torch.int64"),
+        (
+            lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(3, 3).double()),
+            "add must be contiguous torch.float32",
+        ),
+        (
+            lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(3, 6)[:, ::2]),
+            r"add must be contiguous .* with strides \(6, 2\)",
+        ),
+        (
+            lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(3, 3).requires_grad_()),
+            "has no gradient",
+        ),
+        (lambda: orthogonalize(torch.zeros(3, 2).requires_grad_()), "has no gradient"),
     ],
 )
 def test_refusals(call, words):
