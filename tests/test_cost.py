@@ -113,6 +113,77 @@ def test_a_norm_with_what_stands_before_it_moves_its_tensors(terms, stream, laye
         assert cost.norm(6, 10, backward=direction, **options).bytes == moved
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("layer", [False, True])
+def test_a_norm_counts_an_operation_for_each_symbol_of_its_formula(layer, backward) -> None:
+    """As the docstring lists them, and one more an element for each term before it."""
+    forward = "square add scale weigh".split() + "sum centre shift".split() * layer
+    back = "n s, dy w, g n, sum, n c, subtract, scale, dy n, dw".split(", ")
+    back += "centre, sum g, subtract, db".split(", ") * layer
+    each = len(back if backward else forward)
+    options = {"layer": layer, "backward": backward}
+    assert cost.norm(6, 10, **options).flops == 60 * each
+    for terms in (["residual"], ["x_bias"], ["dropout"], ["residual", "x_bias", "dropout"]):
+        found = cost.norm(6, 10, **options, **dict.fromkeys(terms, True))
+        assert found.flops == 60 * (each + len(terms))
+
+
+ELEMENTWISE = {  # operations of one output each way, and of one row of logits
+    cost.activation: [({"n": 7}, 7 * 9, 7 * 18), ({"n": 7, "gated": True}, 7 * 5, 7 * 12)],
+    cost.cross_entropy: [({"N": 3, "V": 5}, 4 * 15, 4 * 15)],
+}
+
+
+@pytest.mark.parametrize("op", ELEMENTWISE)
+def test_elementwise_ops_count_their_operations(op) -> None:
+    for sizes, forward, backward in ELEMENTWISE[op]:
+        assert op(**sizes).flops == forward
+        assert op(**sizes, backward=True).flops == backward
+    assert cost.dropout(3, 5).flops == 15
+    assert cost.adamw(9) == Cost(16 * 9, 9 * 4 * 7)  # a float32 gradient, and no copy
+
+
+def test_a_triangle_is_computed_of_a_symmetric_product_and_read_of_what_is_added() -> None:
+    x, out = torch.randn(5, 8), torch.randn(5, 5)
+    triangle = int(torch.ones(5, 5).triu().sum())
+    found = cost.symmetric_product(5, 8, size=4)
+    assert found == Cost(2 * triangle * 8, _bytes(x, out))
+    more = cost.symmetric_product(5, 8, add=True, size=4)
+    assert more == Cost(found.flops, found.bytes + 4 * triangle)
+
+
+TWO_BYTES = {
+    "gemm": (3, 4, 5), "symmetric_product": (3, 4), "fused_gemm": (3, 4, 5), "mlp": (3, 4, 5),
+    "qkv_rope": (2, 3, 4, 2, 1, 6), "attention": (2, 3, 3, 4, 5), "norm": (3, 4),
+    "rope": (2, 3, 4, 6), "activation": (7,), "dropout": (3, 4), "cross_entropy": (3, 4),
+    "linear_cross_entropy": (3, 4, 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TWO_BYTES)
+def test_an_element_has_two_bytes_unless_another_size_is_given(name) -> None:
+    op, sizes = getattr(cost, name), TWO_BYTES[name]
+    assert op(*sizes) == op(*sizes, size=2) != op(*sizes, size=4)
+    if name not in ("gemm", "symmetric_product", "fused_gemm", "rope", "dropout"):
+        assert op(*sizes) != op(*sizes, backward=True) == op(*sizes, backward=True, size=2)
+
+
+def test_attention_of_other_keys_than_queries_moves_both() -> None:
+    B, Sq, Sk, H, Hkv, D = 2, 6, 10, 4, 2, 8
+    q, k, lse = torch.randn(B, Sq, H, D), torch.randn(B, Sk, Hkv, D), torch.randn(B, H, Sq)
+    sizes = {"B": B, "Sq": Sq, "Sk": Sk, "H": H, "D": D, "kv_heads": Hkv, "size": 4}
+    with FlopCounterMode(display=False) as counter:
+        heads = k.transpose(1, 2).repeat_interleave(2, 1)
+        o = ((q.transpose(1, 2) @ heads.mT) @ heads).transpose(1, 2)
+    flops = counter.get_total_flops()
+    for causal in (False, True):
+        forward = cost.attention(causal=causal, **sizes)
+        assert forward == Cost(flops // (1 + causal), _bytes(q, k, k, o, lse))
+        moved = _bytes(q, k, k, o, lse, o, q, k, k)  # do, dq, dk, dv
+        backward = cost.attention(causal=causal, backward=True, **sizes)
+        assert backward == Cost(flops // (1 + causal) * 5 // 2, moved)
+
+
 def test_elementwise_ops_move_their_tensors() -> None:
     x, y, half = torch.randn(3, 5, 2, 8), torch.randn(3, 5, 2, 8), torch.randn(3, 5, 2, 4)
     table = torch.randn(5, 4)
@@ -156,7 +227,11 @@ def test_an_mlp_moves_the_tensors_of_its_kernels_and_multiplies_what_torch_multi
     h = reference.activate(x @ w1.t(), name)
     kept = [z] if recompute == "activation" else []
     sizes = {"gated": gated, "recompute": recompute, "size": 4}
+    if recompute == "activation":
+        assert cost.mlp(T, E, F, gated=gated, size=4) == cost.mlp(T, E, F, **sizes)
+    alone = cost.mlp(T, E, F, **sizes)
     forward = cost.mlp(T, E, F, residual=True, **sizes)
+    assert forward == alone + Cost(0, _bytes(r))
     assert forward == Cost(counter.get_total_flops(), _bytes(x, w1, h, *kept, h, w2, r, y))
     with FlopCounterMode(display=False) as counter:
         z = mlp.mlp_up_again(x, w1, None, options) if z is None else z
@@ -176,6 +251,10 @@ def test_a_fused_gemm_moves_its_tensors() -> None:
     assert cost.fused_gemm(6, 8, 5, **options) == Cost(2 * 6 * 8 * 5, _bytes(a, b, bias, y, y, y))
     half = cost.fused_gemm(6, 8, 5, gated=True, **options)
     assert half.bytes == _bytes(a, b, bias, y, y)
+    plain = _bytes(a, b, y)
+    for name, tensor in (("bias", bias), ("save_z", y), ("residual", y)):
+        more = cost.fused_gemm(6, 8, 5, size=4, **{name: True})
+        assert more.bytes - plain == _bytes(tensor)
 
 
 def test_a_qkv_projection_moves_its_tensors() -> None:
@@ -186,6 +265,7 @@ def test_a_qkv_projection_moves_its_tensors() -> None:
         torch.ones(3, 2),
     )
     shape = {"B": 2, "S": 3, "E": 8, "heads": 3, "kv_heads": 1, "D": 4, "size": 4}
+    assert cost.qkv_rope(**shape).flops == 2 * 6 * 20 * 8 + 3 * 6 * 16
     assert cost.qkv_rope(**shape).bytes == _bytes(x, w, z, table, table)
     backward = cost.qkv_rope(**shape, backward=True)
     assert backward.bytes == _bytes(z, z, table, table, z, w, x, z, x, w)
