@@ -117,9 +117,9 @@ def test_a_norm_with_what_stands_before_it_moves_its_tensors(terms, stream, laye
 @pytest.mark.parametrize("layer", [False, True])
 def test_a_norm_counts_an_operation_for_each_symbol_of_its_formula(layer, backward) -> None:
     """As the docstring lists them, and one more an element for each term before it."""
-    forward = "square add scale weigh".split() + "sum centre shift".split() * layer
-    back = "n s, dy w, g n, sum, n c, subtract, scale, dy n, dw".split(", ")
-    back += "centre, sum g, subtract, db".split(", ") * layer
+    forward = ["square", "add", "scale", "weigh"] + ["sum", "centre", "shift"] * layer
+    back = ["n", "g", "g n", "its sum", "n c", "subtract", "scale", "dy n", "dw"]
+    back += ["centre", "sum g", "subtract", "db"] * layer
     each = len(back if backward else forward)
     options = {"layer": layer, "backward": backward}
     assert cost.norm(6, 10, **options).flops == 60 * each
