@@ -7,7 +7,13 @@ from attention_cases import F64, draw
 from close import assert_all_close, assert_close_f64, assert_same_bits, relative_error
 
 from warpweave.kernels import reference
-from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
+from warpweave.kernels.attention import (
+    attention,
+    attention_bwd,
+    attention_delta,
+    attention_dsinks,
+    attention_fwd,
+)
 from warpweave.kernels.attention.visible import packed
 
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -172,3 +178,35 @@ def test_a_dropout_that_leaves_nothing_leaves_zeros(impl) -> None:
     assert not o.any()
     assert_close_f64(lse, attention(*qkv, return_lse=True)[1])
     assert not any(x.any() for x in torch.autograd.grad(o.sum(), qkv))
+
+
+@IMPLS
+def test_a_gradient_of_another_dtype_is_read_in_that_of_the_queries(impl) -> None:
+    q, k, v = (x.detach() for x in draw(Sq=19, Sk=19, Hq=4, Hkv=2, D=8, dtype=torch.bfloat16))
+    do, options = torch.randn(q.shape), {"grad_dtype": torch.float32, "impl": impl}
+    o, lse = attention_fwd(q, k, v, impl=impl)
+    delta = attention_delta(o, do, impl=impl)
+    assert delta.dtype == torch.float32
+    assert_close_f64(delta, (o.double() * do).sum(-1).transpose(1, 2), 1e-5)
+    found, rounded = (attention_bwd(x, q, k, v, lse, delta, **options) for x in (do, do.bfloat16()))
+    assert_same_bits(found, rounded)
+
+
+@IMPLS
+def test_sinks_may_lie_anywhere_and_have_a_dtype_of_their_own(impl) -> None:
+    q, k, v = draw(B=2, Sq=9, Sk=9, Hq=4, Hkv=2, D=8, dtype=torch.float32)
+    for dtype in (torch.float16, torch.float32, F64):
+        sinks = torch.randn(2, 8).t().flatten()[::4].to(dtype).repeat_interleave(3)[::3]
+        sinks.requires_grad_()
+        o, lse = attention(q, k, v, sinks=sinks, return_lse=True, impl=impl)
+        truth, rows = reference.attention(q, k, v, sinks=sinks.float())
+        assert_close_f64(o, truth, 1e-5)
+        assert_close_f64(lse, rows, 1e-6)
+        do = torch.randn_like(o)
+        found, wanted = (torch.autograd.grad(y, sinks, do)[0] for y in (o, truth))
+        assert found.dtype == dtype
+        assert_close_f64(found, wanted, 2e-3 if dtype == torch.float16 else 1e-4)
+        delta = attention_delta(o.detach(), do)
+        dsinks = attention_dsinks(sinks.detach(), lse.detach(), delta)
+        assert dsinks.dtype == torch.float32
+        assert_close_f64(dsinks, wanted, 2e-3 if dtype == torch.float16 else 1e-4)
