@@ -14,6 +14,7 @@ from torch import Tensor
 
 from warpweave.kernels import activation, dropout, rope
 from warpweave.kernels.attention import function as attention
+from warpweave.kernels.attention import visible
 from warpweave.kernels.cross_entropy import function as cross_entropy
 from warpweave.kernels.norm import function as norm
 
@@ -29,6 +30,7 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
     x, w, b, r = draw(4, 6, 5), draw(5), draw(5), draw(4, 6, 5)
     q, k, v = draw(2, 3, 4, 8), draw(2, 3, 2, 8), draw(2, 3, 2, 8)
     each, sinks = torch.tensor([[0, 1, 3], [0, 3, 3]]), draw(4)
+    apart, table = torch.stack((each, each.flip(0)), 1), visible.packed(each, 3).table
     cos, sin = draw(4, 4), draw(4, 4)
     z, labels = draw(6, 7), torch.tensor([0, 6, -100, 3, 2, 1])
 
@@ -54,6 +56,10 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
         return attention.attention(
             q, k, v, window=3, documents=documents, sinks=sinks, dropout=dropout, impl="torch"
         )
+
+    def attend_table(q, k, v, boundaries, table):
+        documents = visible.Packed(boundaries, table)
+        return attention.attention(q, k, v, documents=documents, return_lse=True, impl="triton")
 
     def rotate(x, cos, sin):
         return rope.apply_rope(x, cos.detach(), sin.detach(), impl="triton")
@@ -94,6 +100,15 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
         ),
         "attention heads, documents, sinks": (
             attend_packed, [q, k, v, each, sinks], [2, 2, 2, None, 0], [2],
+        ),
+        "attention batch, keys apart": (
+            attend_packed, [q, k, v, apart, sinks], [0, 0, 0, 0, None], [0],
+        ),
+        "attention batch, a table": (
+            attend_table, [q, k, v, each, table], [0, 0, 0, 0, 0], [0, 0],
+        ),
+        "attention batch, a table of all": (
+            attend_table, [q, k, v, each[0], table[:1]], [0, 0, 0, None, None], [0, 0],
         ),
         "attention with dropout": (
             lambda *a: attend_packed(*a, 0.5), [q, k, v, each, sinks], [2, 2, 2, None, 0], [None],
