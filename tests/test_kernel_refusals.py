@@ -185,6 +185,8 @@ QKV_ROWS: Rows = [
     ({"sin": z(3, 2, grad=True)}, "get no gradient"),
     ({"x": z(2, 3, 6, dtype=F64)}, "dtypes differ"),
     ({"bias": z(2, 4, 4, dtype=F64)}, "dtypes differ"),
+    ({"precision": "tf32x3", "impl": "triton"}, None),
+    ({"precision": "fp32", "impl": "triton"}, "precision must be"),
 ]
 DK = z(2, 3, 2, 4)
 QKV_BACK: Rows = [

@@ -5,14 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from close import assert_close_f64, assert_error_budget, relative_error
+from close import assert_close_f64, assert_error_budget, assert_same_bits, relative_error
 from rules import rulecheck
 from torch.utils.checkpoint import checkpoint
 
 from warpweave.kernels import reference
 from warpweave.kernels.gemm.local import LOCAL
 from warpweave.kernels.qkv import function as module
-from warpweave.kernels.qkv import qkv_bwd, qkv_fwd, qkv_rope
+from warpweave.kernels.qkv import kernels, qkv_bwd, qkv_fwd, qkv_rope
 from warpweave.kernels.rope import rope_table
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 
@@ -128,6 +128,22 @@ def test_the_halves_are_what_the_function_is_made_of(impl) -> None:
     _assert_equal((q, k, v), reference.qkv_rope(x, weight, bias, *table))
     dz = qkv_bwd(q, k, v, *table, impl=impl)
     assert_close_f64(dz, (x.flatten(0, 1) @ weight.flatten(0, 2).t() + bias.flatten()), 1e-13)
+
+
+@pytest.mark.parametrize("way", ["fused", "unfused"])
+def test_autocast_leaves_the_kernels_alone(way, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "fused_or_unfused", lambda *_: way)
+    (x, weight, bias), table = _tensors(dtype=torch.float32)
+
+    @torch.no_grad()
+    def run() -> tuple[torch.Tensor, ...]:
+        found = qkv_fwd(x, weight, bias, *table, impl="triton")
+        return *found, qkv_bwd(*found, *table, impl="triton")
+
+    want = run()
+    _assert_equal(want[:3], reference.qkv_rope(x, weight, bias, *table), 1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(run(), want)
 
 
 @impls
