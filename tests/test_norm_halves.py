@@ -165,3 +165,23 @@ def test_autocast_leaves_the_halves_alone(layer, impl) -> None:
     with torch.autocast("cpu", BF16):
         assert_same_bits(run(), want)
     assert_all_close(run(), want, 0)
+
+
+@IMPLS
+@LAYER
+def test_no_gradient_is_made_but_those_that_are_wanted(layer, impl) -> None:
+    x, _, dy, ds, w, b, *_ = _drawn(layer)
+    _, s, mean, rstd = norm.norm_fwd(x, w, b, layer=layer, impl=impl)
+    for options in ({}, {"ds": ds}):
+        plain = norm.norm_bwd(dy, s, w, mean, rstd, **options, impl=impl)
+        assert plain.dresidual is plain.dx_bias is plain.db is None
+        for words, field in (
+            ({"bias": True}, "db"),
+            ({"x_bias": True}, "dx_bias"),
+            ({"residual_dtype": F64}, "dresidual"),
+        ):
+            found = norm.norm_bwd(dy, s, w, mean, rstd, **options, **words, impl=impl)
+            made = {name for name, t in found._asdict().items() if t is not None}
+            assert made == {"dx", "dw", field}
+            for a, t in ((found.dx, plain.dx), (found.dw, plain.dw)):
+                assert_close_f64(a, t, 1e-13)

@@ -128,6 +128,27 @@ def test_the_operators_are_well_formed() -> None:
     well_formed(rope_qk_op, x, k.requires_grad_(), *table, False, True)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_is_left_out_is_halves_turned_forth_by_a_base_of_10000(impl) -> None:
+    x, _, cos, sin = _inputs((2, 5, 3, 8))
+    x, y, plain = x.detach(), x.detach()[:, :, :1].clone(), {"interleaved": False, "impl": impl}
+    truth = [reference.apply_rope(t, cos, sin, interleaved=False) for t in (x, y)]
+    found = [apply_rope(x, cos, sin, impl=impl), *apply_rope_qk(x, y, cos, sin, impl=impl)]
+    halves = [rope_fwd(x, cos, sin, impl=impl), *rope_qk_fwd(x, y, cos, sin, impl=impl)]
+    for a, b, t in zip(found, halves, (truth[0], *truth), strict=True):
+        assert torch.equal(a, b)
+        assert_close_f64(a, t, 1e-14)
+    back = rope_fwd(x, cos, sin, conjugate=True, **plain)
+    assert torch.equal(rope_fwd(x, cos, sin, conjugate=True, impl=impl), back)
+    for how in ({"conjugate": True}, {"interleaved": True}):
+        assert relative_error(rope_fwd(x, cos, sin, **how, impl=impl), found[0]) > 1e-3
+    at = torch.arange(3)
+    frequencies = torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64)  # 10000^(-2 i / 8)
+    angles = torch.outer(at.double(), frequencies)
+    for a, t in zip(rope_table(at, 8, dtype=torch.float64), (angles.cos(), angles.sin())):
+        assert_close_f64(a, t, 1e-12)
+
+
 # ------------------------------------------------------------ two at once
 
 
