@@ -202,6 +202,8 @@ QKV_BACK: Rows = [
     ),
     ({"dq": z(2, 3, 4, 4, dtype=F64)}, "do not fit"),
     ({"dv": z(2, 3, 1, 4)}, "do not fit"),
+    ({"dk": z(2, 3, 0, 4), "dv": z(2, 3, 0, 4)}, "do not fit"),
+    ({n: z(2, 3, 0, 4) for n in ("dq", "dk", "dv")}, None),
     ({"dv": DK.double()}, r"\[2, 3, 2, 4\] torch.float32 and \[2, 3, 2, 4\] torch.float64"),
     ({"sin": None}, r"cos and sin must be .* = \[3, 2\], got \[3, 2\] and None"),
     ({"sin": z(3, 1)}, r"cos and sin must be .* = \[3, 2\], got \[3, 2\] and \[3, 1\]"),

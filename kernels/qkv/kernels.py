@@ -300,7 +300,7 @@ def qkv_bwd(
     if (
         not fits
         or (*dq.shape[:2], dq.shape[3]) != (*dk.shape[:2], dk.shape[3])
-        or dq.shape[2] % max(dk.shape[2], 1)
+        or (dq.shape[2] % dk.shape[2] if dk.shape[2] else dq.shape[2])
     ):
         raise ValueError(
             f"dq[B, S, H, D] and dk, dv[B, S, Hkv, D] do not fit: got {[*dq.shape]} {dq.dtype}, "
