@@ -186,7 +186,7 @@ QKV_ROWS: Rows = [
     ({"x": z(2, 3, 6, dtype=F64)}, "dtypes differ"),
     ({"bias": z(2, 4, 4, dtype=F64)}, "dtypes differ"),
     ({"precision": "tf32x3", "impl": "triton"}, None),
-    ({"precision": "fp32", "impl": "triton"}, "precision must be"),
+    *[({"precision": "fp32", "impl": impl}, "precision must be") for impl in ("torch", "triton")],
 ]
 DK = z(2, 3, 2, 4)
 QKV_BACK: Rows = [
