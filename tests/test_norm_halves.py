@@ -88,10 +88,12 @@ def test_a_half_has_dtypes_of_its_own(layer, impl) -> None:
         ({"x_bias": x_bias.float()}, BF16),
         ({"drop": drop}, BF16),
         ({"x_bias": x_bias.to(F16), "residual": residual}, F32),
+        ({"residual": residual.double()}, F64),
     ):
+        of_sums = F64 if of_s == F64 else F32
         for out in (None, F32, F16):
             y, s, mean, rstd = norm.norm_fwd(x, w, b, out_dtype=out, **terms, **how)
-            assert (y.dtype, s.dtype, rstd.dtype) == (out or BF16, of_s, F32)
+            assert (y.dtype, s.dtype, rstd.dtype) == (out or BF16, of_s, of_sums)
             assert (mean is None) == (not layer)
         options = {"ds": ds.to(of_s), "bias": layer, "x_bias": True, "impl": impl}
         for asked in (None, BF16, F32):
@@ -109,12 +111,30 @@ def test_a_half_has_dtypes_of_its_own(layer, impl) -> None:
                 )
                 assert found.dx.dtype == (asked or of_s)
                 sums = [found.dw, found.dx_bias, *([found.db] if layer else [])]
-                assert {t.dtype for t in sums} == {F32}
+                assert {t.dtype for t in sums} == {of_sums}
                 assert found.db is None or layer
                 assert (found.dresidual is None) == (stream is None)
                 assert stream is None or found.dresidual.dtype == stream
                 same = stream == found.dx.dtype and "drop" not in terms
                 assert (found.dresidual is found.dx) == same
+
+
+@IMPLS
+@LAYER
+def test_what_a_float64_residual_makes_float64_is_computed_in_it(layer, impl) -> None:
+    x, residual, dy, ds, w, b, *_ = _drawn(layer)
+    x, w = x.float().requires_grad_(), w.requires_grad_()
+    residual, bias = residual.requires_grad_(), (b.requires_grad_(),) if layer else ()
+    inputs, options = (x, w, *bias, residual), {"residual": residual, "out_dtype": F64}
+    name, results = "layer_norm" if layer else "rms_norm", []
+    for module, how in ((norm, {"impl": impl}), (reference, {})):
+        y, s = getattr(module, name)(x, w, *bias, **options, **how)
+        assert s.dtype == y.dtype == F64
+        loss = (y * dy).sum() + (s * ds).sum()
+        results.append((y, s, *torch.autograd.grad(loss, inputs)))
+    for a, t in zip(*results, strict=True):
+        assert a.dtype == t.dtype
+        assert_close_f64(a, t, 1e-6 if t.dtype == F32 else 1e-12)
 
 
 @IMPLS
