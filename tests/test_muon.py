@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from guarded import guarded
 from threads import on_mesh
 from torch import nn
 from traffic import traffic
@@ -15,6 +16,8 @@ from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.gpt import GPT
 from warpweave.kernels import reference
 from warpweave.kernels.muon import orthogonalize, symmetric_product
+from warpweave.kernels.runtime.tile_table import GemmTile
+from warpweave.kernels.runtime.tiles import pinned
 from warpweave.launch import Session
 from warpweave.parallel.data import muon
 from warpweave.parallel.data.optimizer import AdamW, Muon
@@ -141,6 +144,17 @@ def test_a_symmetric_product_is_torchs_and_symmetric_to_the_bit(shape, dtype):
             y = symmetric_product(given, **more, impl=impl)
             assert (y - truth).abs().max() <= rounding * (truth.abs().max() + 1e-9)
             assert impl == "torch" or torch.equal(y, y.t())
+
+
+@pytest.mark.parametrize("sides", [(16, 16), (16, 64), (64, 16), (32, 16)], ids=str)
+def test_tiles_of_any_sides_leave_no_element_out(sides):
+    """Those across the diagonal, which are as far above it as below, and short ones at the end."""
+    for M in (61, 64, 81):
+        x, add = torch.randn(M, 21, dtype=torch.float64), torch.full((M, M), 3.0).double()
+        with pinned({("gemm", 8, "symmetric"): GemmTile(*sides, 16, 2, 1, 1, 1)}), guarded():
+            y = symmetric_product(x, add, impl="triton")
+        assert (y - x @ x.t() - 3).abs().max() < 1e-12
+        assert torch.equal(y, y.t())
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
