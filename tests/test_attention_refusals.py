@@ -138,6 +138,7 @@ FORWARD: Rows = [
         r"\[2, Sk, Hkv, 4\] for q \(2, 8, 4, 4\), got \(2, 7, 2, 4\) and \(2, 8, 2, 4\)$",
     ),
     ({"v": z(2, 8, 1, 4)}, "one shape"),
+    ({"v": z(2, 8, 2, 0)}, r"one shape .* and \(2, 8, 2, 0\)$"),
     ({"v": z(2, 7, 2, 5)}, r"one shape .* and \(2, 7, 2, 5\)$"),  # as it was given
     *[
         ({name: QKV[name].double()}, "one floating dtype of at least 16 bits, got " + words)
