@@ -159,6 +159,7 @@ def test_a_window_beyond_every_key_and_one_document_are_plain_attention(impl) ->
         options = {"causal": causal, "impl": impl}
         plain = attention(q, k, v, **options)
         assert torch.equal(attention(q, k, v, window=37, **options), plain)
+        check(impl, {}, causal=causal, window=36)  # the last sees all but the first
         assert torch.equal(attention(q, k, v, window=2**40, **options), plain)
         assert_close_f64(attention(q, k, v, documents=_documents(37), **options), plain, 1e-14)
 
