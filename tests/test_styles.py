@@ -100,6 +100,7 @@ def _of_two(rank: int, folder: str) -> dict:
         *_outputs_of_dtensors(mesh), *_whose_values(rank, mesh), *_uneven_and_padded(mesh),
         _more_arguments(rank, mesh),
     ]  # fmt: skip
+    found["told"] = [_told(*case) for case in TOLD]
     return found
 
 
@@ -188,8 +189,6 @@ def _more_arguments(rank: int, mesh) -> tuple[str, bool]:
     x = torch.arange(12.0).view(1, 4, 3).chunk(2, 1)[rank]
     same = torch.equal(module(x, 2.0, plus=1.0), x * 2 + 1)
     return "more arguments of a module on a sequence", same
-    found["told"] = [_told(*case) for case in TOLD]
-    return found
 
 
 TOLD = (
