@@ -164,6 +164,34 @@ def test_a_weight_gradient_may_be_owed_from_one_pass_to_the_next() -> None:
     run_.check_ended()
 
 
+def test_a_forward_reads_no_version_that_no_pass_has_made_yet() -> None:
+    """The newest of a pass, the next one at its edge, and what the pass before has made."""
+    for row, words in (
+        ("0F0@1 0B0@1", "0F0@1 comes before 0UPDATE@1"),
+        ("0F0 0B0 0UPDATE@1 0F1@2 0B1@2", "0F1@2 comes before 0UPDATE@2"),
+    ):
+        with pytest.raises(RuntimeError, match=f"^rank 0: {words}$"):
+            run(lists_of(row), 1)
+    run(lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0F2 0B2"), 1)
+
+    one, run_, stage = "0F{} 0B{} 0UPDATE@1 0F{}@1 0B{}@1 0UPDATE@2", InFlight(), Plain()
+    seen: list[tuple[int, int]] = []
+
+    def forward(mb: int, x: Tensor | None, version: int) -> Tensor:
+        seen.append((mb, version))
+        return stage.buffer
+
+    stage.forward = forward
+    for _ in range(3):  # version 0 of each pass is the newest of the one before
+        execute(lists_of(one.format(0, 0, 1, 1)), {0: stage}, InProcess(), run_)
+        run_.advance(2, 2)
+    assert seen == [(mb, mb) for mb in range(6)]
+    with pytest.raises(RuntimeError, match=r"^rank 0: 0F0@1 comes before 0UPDATE@1$"):
+        execute(lists_of("0F0@1 0B0@1"), {0: stage}, InProcess(), run_)
+    execute(lists_of("0F0@-1 0B0@-1"), {0: stage}, InProcess(), run_)
+    assert seen[-1] == (6, 5)
+
+
 def test_a_message_is_what_was_sent_and_not_what_became_of_it() -> None:
     """A stage may write to its result again before the next one takes it."""
     made = run(with_comm(gpipe(2, 3)), 2)
@@ -293,3 +321,26 @@ def test_what_is_fed_follows_what_was_there_and_losses_are_those_of_a_pass() -> 
     assert chain.losses[0][LOSS] == wanted[3]
     chain.begin(batches)
     assert chain.losses == {}
+
+
+@pytest.mark.parametrize("each", [1, 2, 3, 6, None])
+@pytest.mark.parametrize("fed", [0, 6])
+def test_gradients_are_reduced_after_as_many_micro_batches_as_are_told(each, fed: int) -> None:
+    """Every time, of what was there at first and of what was fed; by default after all."""
+    chain, every = _chain(2), 6 if each is None else each
+    chain.bucket_bytes = 0  # a reduction begins as soon as a gradient is complete
+    batches = torch.ones(6 + fed, 3, 2, dtype=torch.float64)
+    started: list[int] = []
+    for unit in chain.units:
+        unit.gradients.start = lambda following=(), *, last: started.append(mb) if last else None
+    chain.begin(batches[:6], each=each)
+    for mb in range(6 + fed):
+        if mb == 6:
+            chain.feed(batches[6:])
+        chain.forward(mb, None)
+        chain.backward(mb, None)
+        ends = (mb + 1) % every == 0
+        assert [at for at in started if at == mb] == [mb] * len(chain.units) * ends
+        if ends:
+            chain.reduce()
+    assert len(started) == (6 + fed) // every * len(chain.units)

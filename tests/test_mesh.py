@@ -14,6 +14,7 @@ from threads import run_threads
 
 from warpweave.layers.linear import ColumnParallelLinear
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh, divisors, single
+from warpweave.parallel.symmetric import TIMEOUT
 
 VARIES = {axis: (axis,) for axis in AXES} | {
     "data": ("dp", "cp"),
@@ -188,7 +189,15 @@ def _timeouts(rank: int) -> None:
                 backend = group._get_backend(torch.device("cpu"))
                 assert backend.options._timeout == timedelta(seconds=7), (sizes, axis)
         assert every._timeout == before != timedelta(seconds=7)  # of the default group is its own
-    assert Mesh(tp=4).connect().timeout is None
+        for axis in ("tp", "cp", "pp"):
+            if (workspace := mesh.workspace(axis)) is not None:
+                assert workspace._timeout == timedelta(seconds=7)
+                assert workspace is mesh.workspace(axis)
+                assert workspace.world == dist.get_world_size(mesh.group(axis)) == 2
+            assert (workspace is None) == (sizes.size(axis) == 1)
+    alone = Mesh(tp=4).connect()
+    assert alone.timeout is None
+    assert alone.workspace("tp")._timeout == TIMEOUT == timedelta(seconds=100)
 
 
 def test_a_timeout_bounds_every_group_of_the_mesh():

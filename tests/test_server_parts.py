@@ -114,6 +114,8 @@ def test_the_longest_goes_to_whom_has_least(servers: int) -> None:
 def test_as_many_servers_as_parameters_and_no_fewer_than_one() -> None:
     records = [ParamRecord(f"p{n}", (n,)) for n in range(3)]
     assert [len(part) for part in spread(records, 3)] == [1, 1, 1]
+    empty = [ParamRecord(f"p{n}", (0, 2)) for n in range(5)]
+    assert sorted(len(part) for part in spread(empty, 3)) == [1, 2, 2]
     for servers in (4, 0, -1):
         with pytest.raises(ValueError, match=rf"^{servers} servers cannot share 3 parameters$"):
             spread(records, servers)

@@ -163,12 +163,18 @@ def test_a_deadlock_is_reported() -> None:
 
 @pytest.mark.parametrize("lower", [list, with_comm])
 def test_the_tied_gradients_meet_after_the_later_end_and_one_message(lower) -> None:
-    lists = with_tie(lower(one_f_one_b(3, 4)))
-    line = simulate(lists, {"F": 1, "B": 2}, comm=Fraction(1, 4))
-    first, last = line.cells[0][-1], line.cells[2][-1]
-    assert first.action.op == last.action.op == "TIE"
-    ready = max(line.cells[rank][-2].end for rank in (0, 2))
-    assert first.start == last.start == ready + Fraction(1, 4)
+    """Whichever end is the later one, and whichever rank comes first."""
+    later = set()
+    for lag in (0, (0, 0, 4), (4, 0, 0)):
+        for step in (1, -1):
+            lists = with_tie(lower(split_backward(one_f_one_b(3, 4), lag=lag)[::step]))
+            line = simulate(lists, {"F": 1, "I": 1, "W": 5}, comm=Fraction(1, 4))
+            first, last = line.cells[0][-1], line.cells[2][-1]
+            assert first.action.op == last.action.op == "TIE"
+            ready = [line.cells[rank][-2].end for rank in (0, 2)]
+            assert first.start == last.start == max(ready) + Fraction(1, 4)
+            later.add(ready[0] > ready[1])
+    assert later == {False, True}
 
 
 def test_a_drawing_has_a_column_per_tick_from_the_first_start_on() -> None:
