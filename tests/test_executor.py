@@ -5,6 +5,7 @@ rank, several messages on a link, several losses of a stage. That gradients are 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -344,3 +345,21 @@ def test_gradients_are_reduced_after_as_many_micro_batches_as_are_told(each, fed
         if ends:
             chain.reduce()
     assert len(started) == (6 + fed) // every * len(chain.units)
+
+
+def test_parameters_that_the_next_segment_reads_too_are_freed_after_it() -> None:
+    given = _chain(3).segments
+    both = given[0].units
+    chain = ChainStage([given[0], replace(given[1], units=given[1].units + both), given[2]])
+    chain._must_cut = True
+    freed: list[str] = []
+    for unit in chain.units:
+        unit.parameters.reshard = lambda name=unit.name: freed.append(name)
+    batch = torch.ones(3, 2, dtype=torch.float64)
+    chain.evaluate(None, batch)
+    assert freed == ["1", "0", "2"]
+    chain.begin([batch])
+    chain.forward(0, None)
+    assert freed[3:] == ["1", "0"]  # the last segment's are needed first
+    chain.backward(0, None)
+    assert freed[5:] == ["2", "1", "0"]
