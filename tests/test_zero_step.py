@@ -246,3 +246,23 @@ def _two_axes(mesh: ConnectedMesh, zero: int) -> None:
 @pytest.mark.parametrize("zero", range(4))
 def test_matrices_of_units_over_different_axes_are_all_orthogonalised(zero: int) -> None:
     on_mesh(Mesh(dp=2, cp=2), _two_axes, zero)
+
+
+def _stages_norm(mesh: ConnectedMesh, apart: bool) -> float:
+    stage = mesh.index("pp")
+    unit = _unit(mesh, 1, sum_over=("dp", "data")[stage])
+    optimizer = ZeroOptimizer([unit], mesh, SGD(), apart=apart)
+    _gradients(unit, 1 + stage)
+    return float(optimizer.norm())
+
+
+@pytest.mark.parametrize("sizes", [Mesh(pp=2), Mesh(pp=2, dp=2, cp=2, dp_shard=1)], ids=str)
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_norm_is_of_all_stages_or_of_each_apart(sizes: Mesh, apart: bool) -> None:
+    """One of the stages has no rank to shard over where the other has some."""
+    shapes = (5, 3), (7,), (4,)
+    squares = [sum(float(_draw(s, 10 * k + len(s)).square().sum()) for s in shapes) for k in (1, 2)]
+    norms = on_mesh(sizes, _stages_norm, apart)
+    for rank, norm in enumerate(norms):
+        wanted = squares[sizes.index("pp", rank)] if apart else sum(squares)
+        assert norm == pytest.approx(wanted**0.5, rel=1e-12)
