@@ -156,6 +156,24 @@ def test_what_is_no_name_of_a_tensor_is_refused(tmp_path: Path, name) -> None:
     _save(tmp_path, tensors=[("__metadata", torch.ones(1)), (" ", torch.ones(1))])
 
 
+@pytest.mark.parametrize("letter", ["\x01", '"', "\u20ac", "\U0001f600"])
+def test_a_long_name_of_letters_that_take_many_bytes_is_read_again(tmp_path: Path, letter) -> None:
+    name = 9000 * letter
+    assert torch.equal(open_checkpoint(_save(tmp_path, tensors=[(name, ONE[0][1])])).tensor(name),
+                       ONE[0][1])  # fmt: skip
+
+
+def test_a_step_is_opened_under_any_name_but_that_of_another_step(tmp_path: Path) -> None:
+    path = _save(tmp_path, 3)
+    for name in ("best", "step_3", "step_00000003", "step_000000003"):
+        path = path.rename(tmp_path / name)
+        assert open_checkpoint(path).step == 3
+    for name in ("step_00000004", "step_00000030"):
+        path = path.rename(tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"says step 3, but the folder is named {name}"):
+            open_checkpoint(path)
+
+
 @pytest.mark.parametrize(
     "tensor",
     [torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex64)],
@@ -292,14 +310,16 @@ def test_steps_are_ordered_by_number_however_many_digits_they_have(tmp_path: Pat
     assert _steps(tmp_path) == [8]
 
 
-@pytest.mark.parametrize("keep", [1, 2, 5])
-def test_so_many_steps_stay_and_the_spared_one_is_not_among_them(tmp_path: Path, keep: int) -> None:
-    for step in range(1, 8):
+@pytest.mark.parametrize(("keep", "spare"), [(1, 2), (2, 0), (5, 2)])
+def test_so_many_steps_stay_and_the_spared_one_is_not_among_them(
+    tmp_path: Path, keep: int, spare: int
+) -> None:
+    for step in range(8):
         _save(tmp_path, step, keep=12)
-    _save(tmp_path, 8, keep=keep, spare=2)
-    assert _steps(tmp_path) == [2, *range(9 - keep, 9)]
+    _save(tmp_path, 8, keep=keep, spare=spare)
+    others = [spare, *range(9 - keep, 9)]
+    assert _steps(tmp_path) == others
     _save(tmp_path, 3, keep=keep)  # the newest, though lower than most others
-    others = [2, *range(9 - keep, 9)]
     assert _steps(tmp_path) == sorted({3, *others[len(others) - keep + 1 :]})
 
 

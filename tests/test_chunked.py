@@ -104,6 +104,11 @@ def _equal(rank: int) -> None:
         check(column, sequence, given)
         check(gradients, sequence, given)
         check(row, sequence, given, dropped=not batch)
+        wide = given["residual"].double()  # and so are sums with it
+        y, added, _ = row(TensorRanks(world()[0], sequence, "none"), **given | {"residual": wide})
+        product = row(TensorRanks(world()[0], sequence, "none"), **given | {"bias": None})[0]
+        assert (y.dtype, added.dtype) == (dtype, wide.dtype)
+        assert torch.equal(added, part(wide, 0 if sequence else None) + product)
     for product, tokens in itertools.product((column, row, gradients), (0, 1)):
         check(product, True, operands(torch.float32, (), tokens))
     for tokens in (5, 1, 0):  # the ranks need not divide tokens that are not cut

@@ -234,8 +234,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(
     ("causal", "window"),
-    [(True, (-1, -1)), (False, (-1, -1)), (True, (3, 0)), (False, (2, 2)), (False, (-1, 1))],
-)
+    [(True, (-1, -1)), (False, (-1, -1)), (True, (3, 0)), (False, (2, 2)), (False, (-1, 1)),
+     (False, (-1, 0)), (False, (0, -1))],
+)  # fmt: skip
 @pytest.mark.parametrize("filled", [[4, 4], [2, 5]])
 def test_a_cache_is_filled_rotated_and_seen(filled, causal, window, interleaved):
     """With a cache and a table that end with the last new row."""

@@ -227,6 +227,8 @@ def test_a_run_keeps_what_its_last_beginning_had(tmp_path):
 
     one, other = (_words(tmp_path / name, "</s>") for name in ("tokenizer.json", "other.json"))
     (tmp_path / "merges.txt").touch()
+    keep_origin(tmp_path / "run", None, other, "x", again=True)  # it has kept nothing yet
+    assert kept() == {"tokenizer.json"}
     keep_origin(tmp_path / "run", None, one, "x", again=False)
     assert kept() == {"tokenizer.json", "merges.txt"}
     keep_origin(tmp_path / "run", None, None, "bytes", again=True)

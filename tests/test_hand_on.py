@@ -7,6 +7,7 @@ takes by default, so that what is forgotten is another value. A new option gets 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from warpweave.layers import attention, block, embedding, linear, loss, mlp, nor
 from warpweave.layers.context import KVCache, TokenContext
 from warpweave.layers.place import Place
 from warpweave.layers.style import BlockStyle
+from warpweave.parallel import tensor
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.context import Links
 from warpweave.parallel.context import attention as context
@@ -93,6 +95,27 @@ def test_norms(make, function: str) -> None:
     if function == "layer_norm":
         weights["bias"] = layer.bias
     check(told(norm, function, lambda: layer(x, **given)), {"x": x} | given | weights | NORM)
+
+
+@pytest.mark.parametrize("group", [None, "the tp group"])
+def test_functions_over_ranks_tell_those_of_one_device(group: str | None) -> None:
+    ranks = tensor.ranks.tensor_ranks(group, True, "chunked")
+    over = {"group": group, "sequence_parallel": True, "overlap": "chunked"}
+    rotation = {"weight": residual, "bias": ids, "cos": residual[0], "sin": residual[1]}
+    given = {"x": x} | rotation | {"shape": (4, 3) if group else (2, 3), "impl": "torch"}
+    with mock.patch.object(tensor.qkv, "group_size", lambda group: 2 if group else 1):
+        call = functools.partial(tensor.parallel_qkv_rope, **given, **over)
+        found = told(tensor.qkv, "qkv_rope", call)
+    if group is None:
+        del given["shape"]
+        check(found, given | {"x": x.view(2, 3, 4)})
+    else:
+        check(found, given | {"ranks": ranks})
+    weights = {"up_weight": x, "down_weight": residual, "up_bias": ids, "down_bias": x[0]}
+    options = {"activation": "relu2", "recompute": "up", "impl": "torch", "drop": DROP}
+    given = {"x": x, "residual": residual} | weights | options
+    found = told(tensor.mlp, "mlp", lambda: tensor.parallel_mlp(**given, **over))
+    check(found, given | {"ranks": ranks})
 
 
 def test_a_norm_of_features_that_are_cut() -> None:

@@ -166,6 +166,11 @@ def test_a_board_that_is_not_installed_is_one_line_before_anything_starts(monkey
         assert str(caught.value) == (
             f"--{name} needs {name}, which is not installed: pip install 'warpweave[{name}]'"
         )
+    with monkeypatch.context() as patch:  # the other board, of two, is there
+        patch.setitem(sys.modules, "tensorboard", None)
+        patch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+        with pytest.raises(ImportError, match="--tensorboard needs tensorboard"):
+            check_boards(True, "p")
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))  # a folder of that name
     with pytest.raises(ImportError, match="--wandb needs wandb"):
         check_boards(False, "p")

@@ -157,6 +157,7 @@ LINEARS = [
         (lambda group, f=linear: f(group, x=x[:, :5]), "must be dim 1 of the weight"),
         (lambda group, f=linear: f(group, w=w[..., None]), "must be dim 1 of the weight"),
         (lambda group, f=linear: f(group, b=b[:4]), r"bias\(4,\) does not fit"),
+        (lambda group, f=linear: f(group, b=b[:, None]), r"bias\(5, 1\) does not fit"),
     )
 ]
 
