@@ -222,6 +222,11 @@ def test_windows_are_those_of_the_number_of_layers_without_one_too(kind):
     ours = _said(kind, MANY | layers | {"sliding_window": 5})
     _, written = write_config(ours, kind)
     assert _said(kind, {k: v for k, v in written.items() if k != "layer_types"}) == ours
+    for kinds, first in (([FULL, SLIDING, FULL], 1), ([SLIDING, FULL, FULL], 0), ([FULL] * 3, 3)):
+        ours = _said(kind, MANY | layers | {"layer_types": kinds, "sliding_window": 5})
+        written = write_config(ours, kind)[1]
+        assert (written["max_window_layers"], written["layer_types"]) == (first, kinds)
+        assert written["use_sliding_window"] == (first < 3)
 
 
 def _computed(config) -> dict:

@@ -1,6 +1,7 @@
 """Data: samples depend on (seed, step, number) alone; splits share no file; errors name files."""
 
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -256,13 +257,17 @@ def test_a_tokenizer_file_gives_its_own_ids_and_text_back(tmp_path: Path) -> Non
 
 def test_a_cut_never_parts_a_character(tmp_path: Path) -> None:
     tokenizer = tokenizer_file(tmp_path / "tokenizer.json")
-    for extra in range(4):
-        file = tmp_path / f"{extra}.txt"
+    for extra, fraction in itertools.product(range(4), (0.05, 1e-9, 0.015)):
+        file = tmp_path / f"{extra}.txt"  # of 150 bytes and more: the last byte, the last two
         file.write_text("x" * extra + "漢" * 50, encoding="utf-8")
         parts = [
-            open_dataset(file, seq_len=4, split=split, tokenizer=tokenizer)
+            open_dataset(
+                file, seq_len=1, split=split, tokenizer=tokenizer, validation_fraction=fraction
+            )
             for split in ("train", "validation")
         ]
+        if fraction < 0.05:
+            assert parts[1].decode(parts[1].tokens.tolist()) == "漢"
         whole = "".join(part.decode(part.tokens.tolist()) for part in parts)
         assert whole == file.read_text(encoding="utf-8")
 
@@ -361,7 +366,10 @@ def test_the_fingerprint_is_of_texts_their_bounds_and_the_tokenizer(tmp_path: Pa
         kept = json.loads(tokenizers[-1].read_text())
         kept["model"]["merges"] = merges
         tokenizers[-1].write_text(json.dumps(kept))
-    for texts in ((b"the", b"end"), (b"th", b"eend"), (b"theend",), (b"the", b"enD")):
+    for texts in (
+        (b"the", b"end"), (b"th", b"eend"), (b"theend",), (b"the", b"enD"), (b"the end", b"of"),
+        (b"the", b"end of"), (b"the end of",),
+    ):  # fmt: skip
         for tokenizer in tokenizers:
             seen.append(fingerprint(*texts, tokenizer=tokenizer))
             number += 1
@@ -374,7 +382,7 @@ def test_the_fingerprint_is_of_texts_their_bounds_and_the_tokenizer(tmp_path: Pa
             changed[at] += 1
         write_token_file(tmp_path / "a.bin", changed, vocab_size=vocabulary)
         seen.append(open_dataset(tmp_path / "a.bin", seq_len=1, split="all").fingerprint)
-    assert len(set(seen)) == len(seen) == 12 + 5
+    assert len(set(seen)) == len(seen) == 21 + 5
 
 
 # ---- token files ---------------------------------------------------------------------------------

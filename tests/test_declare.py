@@ -406,6 +406,8 @@ AXES = {"a": "dp", "b": "tp", "both": ("dp", "cp"), "turned": ("cp", "dp"), "non
         ("a=2 b", (4, 3), "x: dim 0 has 4 elements, which are no (2,)"),
         ("a=4 b=3", (4, 3), [0, 1, None]),
         ("(c a)", (6,), "plan['e']: only the first name of (c a) can be sharded"),
+        ("(c d a)", (6,), "plan['e']: only the first name of (c d a) can be sharded"),
+        ("(a b c)", (6,), "plan['e']: only the first name of (a b c) can be sharded"),
         ("a ... b ...", (6,), "plan['e']: 'a ... b ...' may have names, name=size and ... once"),
         ("a b)", (6,), "plan['e']: 'a b)' has parentheses without a partner"),
         ("a b", (2, 3, 1), "x has the shape (2, 3, 1), the plan names 2 dims"),

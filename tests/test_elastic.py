@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -327,6 +328,7 @@ def test_connections_of_a_generation_are_closed_and_no_others(store):
     before = client()
     connections = Connections()
     ours = client()
+    listener = socket.create_server(("127.0.0.1", 0))  # by which others reach this process
     connections.complete()
     later = client()
 
@@ -342,6 +344,13 @@ def test_connections_of_a_generation_are_closed_and_no_others(store):
     assert _at_once(wait, close)[0] == "ended"
     before.set("key", "1")
     assert later.get("key") == b"1"
+    connections.open()
+    ours = client()  # of a generation that is lost before all are connected
+    assert _at_once(wait, close)[0] == "ended"
+    assert before.get("key") == later.get("key") == b"1"
+    with listener, socket.create_connection(listener.getsockname()):
+        listener.settimeout(10)
+        listener.accept()[0].close()
 
 
 def test_the_source_is_the_lowest_replica_that_is_whole():
