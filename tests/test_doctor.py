@@ -160,6 +160,58 @@ def test_a_fault_of_one_rank_in_a_product_or_a_collective_fails_its_row(tmp_path
         assert wrong == [of] * bool(of), name
 
 
+def _forgets(**options):
+    """An option of the caller's is another one."""
+    return lambda right: lambda *given, **how: right(*given, **(how | options))
+
+
+def _ignored_is_zero(right):
+    """What has no label has the first class."""
+    return lambda *x, labels, **how: right(*x, labels=labels.clamp(min=0), **how)
+
+
+def _short_numbers(right):
+    """The number of a token is cut to 32 bits."""
+
+    def call(x, drop, **how):
+        return right(x, drop._replace(tokens=drop.tokens % 2**32), **how)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "plant", "begin"),
+    [
+        ("rms_norm", _forgets(eps=1e-4), "rms_norm"),
+        ("layer_norm", _forgets(eps=1e-4), "layer_norm"),
+        ("dropout", _short_numbers, "dropout"),
+        ("adamw_step", _forgets(weight_decay=0.0), "adamw"),
+        ("adamw_step", _forgets(eps=0.0), "adamw"),
+        ("adamw_step", _forgets(step=torch.tensor(5.0)), "adamw"),
+        ("fused_gemm", _forgets(activation=None), "gemm with"),
+        ("fused_gemm", _forgets(residual=None), "gemm with"),
+        ("attention", _forgets(window=None), "attention of documents"),
+        ("attention", _forgets(documents=None), "attention of documents"),
+        ("attention", _forgets(softcap=None), "attention softcap"),
+        ("attention", _forgets(dropout=0.0), "attention softcap"),
+        ("attention", _forgets(causal=True), "attention softcap"),
+        ("attention", _forgets(causal=False), "attention causal"),
+        *[
+            (name, plant, begin)
+            for name, begin in (
+                ("cross_entropy", "cross entropy"), ("linear_cross_entropy", "linear cross"),
+            )
+            for plant in (_ignored_is_zero, _forgets(label_smoothing=0.0), _forgets(z_loss=0.0))
+        ],
+    ],
+)  # fmt: skip
+def test_an_option_that_is_forgotten_fails_its_row(name, plant, begin):
+    with planted(Plant(kernels, name, plant)):
+        every = kernels.family_checks(CPU, ("fp32",), "torch")
+        (verdict,) = run([check for check in every if check.name.startswith(begin)], LATER)
+    assert (verdict.passed, verdict.error is not None) == (False, True), verdict
+
+
 def _axes(monkeypatch, dies_at=(), wrong=(), refuses=False) -> tuple[list[Verdict], list[int]]:
     """The axes' verdicts where ranks die before some layouts and are wrong in others, by name; and
     how many layouts each start of the ranks was given."""

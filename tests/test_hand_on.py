@@ -116,6 +116,19 @@ def test_functions_over_ranks_tell_those_of_one_device(group: str | None) -> Non
     given = {"x": x, "residual": residual} | weights | options
     found = told(tensor.mlp, "mlp", lambda: tensor.parallel_mlp(**given, **over))
     check(found, given | {"ranks": ranks})
+    if group is None:
+        return
+    over |= {"workspace": "the workspace", "overlap": "fused"}
+    asked = over | {"x": x, "impl": "torch"}  # whether they can be fused
+    with mock.patch.object(tensor.mlp, "mlp"):
+        mlp_over = functools.partial(tensor.parallel_mlp, **given, **over)
+        check(told(tensor.mlp, "tensor_ranks", mlp_over, ranks), asked)
+    with (
+        mock.patch.object(tensor.qkv, "group_size", return_value=2),
+        mock.patch.object(tensor.qkv, "qkv_rope"),
+    ):
+        qkv_over = functools.partial(tensor.parallel_qkv_rope, x, **rotation, shape=(4, 3), **over)
+        check(told(tensor.qkv, "tensor_ranks", lambda: qkv_over(impl="torch"), ranks), asked)
 
 
 def test_a_norm_of_features_that_are_cut() -> None:
