@@ -281,6 +281,11 @@ def test_a_loss_is_not_forgotten_when_a_replica_joins_before_a_rank_has_learnt_o
     assert members[0].enter().number == 3
     assert not members[0].lost
     assert not members[0].wait_for_loss(0.0)
+    announce(store, Generation(4, 0, {0: 0, 1: 0}, "2 left", lost=True))
+    assert members[0].wait_for_loss(20)
+    assert members[0].enter().number == 4  # which begins after its loss
+    assert not members[0].lost
+    assert members[0].vote("1", 1) == "go"
 
 
 def test_a_rank_that_was_started_again_waits_for_its_own_generation(store):
