@@ -326,6 +326,9 @@ def test_the_cache_gives_the_same_data_until_the_text_changes(tmp_path: Path) ->
         file.write_bytes(b"changed " * 40)
     changed = open_dataset(source, cache=cache, **options)
     assert "changed" in changed.decode(changed.tokens.tolist())
+    (tmp_path / "empty").touch()
+    with pytest.raises(DataError, match="its train split has 0 tokens, one sample needs"):
+        open_dataset(tmp_path / "empty", cache=cache, **options)
 
 
 def test_damage_to_any_file_of_a_cache_is_named(tmp_path: Path) -> None:
