@@ -328,7 +328,8 @@ def test_connections_of_a_generation_are_closed_and_no_others(store):
     """A wait that nobody answers ends; what was open before, and what came later, lives on."""
 
     def client() -> dist.Store:
-        return dist.TCPStore("127.0.0.1", store.port, is_master=False)
+        wait = timedelta(seconds=20)
+        return dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=wait)
 
     before = client()
     connections = Connections()
