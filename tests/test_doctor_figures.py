@@ -66,10 +66,10 @@ def test_a_budget_is_twice_torchs_own_error_and_one_rounding(dtype: torch.dtype)
 
 
 def test_the_worst_is_nearest_to_its_own_limit() -> None:
-    rows = {"a": Measured(5.0, 10.0), "b": Measured(0.3, 0.4, "x"), "c": Measured(0.7, 1.0)}
+    rows = {"a": Measured(5.0, 10.0), "b": Measured(3.0, 4.0, "x"), "c": Measured(0.7, 1.0)}
     for order in itertools.permutations(rows):
-        assert worst({name: rows[name] for name in order}) == Measured(0.3, 0.4, "largest: b")
-    rows["d"] = Measured(0.5, 0.1)
+        assert worst({name: rows[name] for name in order}) == Measured(3.0, 4.0, "largest: b")
+    rows |= {"d": Measured(0.5, 0.1), "e": Measured(10.0, 9.0)}
     assert worst(rows) == Measured(0.5, 0.1, "largest: d")
 
 
@@ -413,6 +413,22 @@ def test_the_speed_of_a_link_is_by_the_bytes_that_leave_a_rank(monkeypatch, worl
             assert wrong == 0
             number, unit = said.split()
             assert (float(number), unit) == (pytest.approx(share * whole, abs=0.02), "GB/s")
+
+
+def _cut_short(rank: int) -> list[float]:
+    return [ranks._collective(name, CPU, dist.group.WORLD).error for name in ranks.COLLECTIVES[:3]]
+
+
+def test_a_collective_that_is_cut_short_is_all_wrong(monkeypatch) -> None:
+    for name in ("start_all_reduce_", "start_all_gather", "start_reduce_scatter"):
+        start = getattr(ranks, name)
+
+        def cut(x: Tensor, group: dist.ProcessGroup, start=start) -> SimpleNamespace:
+            pending = start(x, group)
+            return SimpleNamespace(wait=lambda: pending.wait()[:-1])
+
+        monkeypatch.setattr(ranks, name, cut)
+    assert run_threads(2, _cut_short) == [[1.0] * 3] * 2
 
 
 # ---------------------------------------------------------------- times
