@@ -197,7 +197,7 @@ def _on_ranks(rank: int, folders: dict[str, Path], losses: dict[str, torch.Tenso
     """Every rank fills its part, computes what one device computes, and writes its share."""
     for name, sizes, sp, zero in (
         ("llama3", Mesh(tp=2, pp=2), True, 0),  # tied, on two stages
-        ("qwen2", Mesh(dp=2, tp=2), False, 3),  # a bias that is cut
+        ("qwen2", Mesh(tp=2, pp=2), False, 0),  # a bias that is cut; a head of its own
         ("gpt2", Mesh(tp=2, pp=2), False, 0),  # transposed
         ("gemma2", Mesh(tp=2, pp=2), True, 0),  # capped logits, an embedding that is scaled
         ("gemma3", Mesh(cp=2, tp=2), True, 0),  # two rotary tables
