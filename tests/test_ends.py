@@ -174,6 +174,54 @@ def test_of_ranks_that_end_at_once_those_that_were_killed_are_first_and_one_may_
     assert ends == [End(2, -9), *done, End(0, 1), End(3, 3)]
 
 
+@pytest.mark.parametrize(
+    ("backend", "ends_at", "verdict", "killed"),
+    [
+        # A rank that failed speaks, and the others have the time to say who was at fault.
+        ("gloo", {0: (1, 5.0)}, False, 5.0 + launch.SILENCE + 1.0),
+        ("nccl", {0: (1, 5.0)}, False, 35.0),
+        ("nccl", {0: (-6, 5.0)}, False, 35.0),  # its watchdog ended it, and recorders write
+        ("gloo", {0: (1, 5.0)}, True, 5.0),
+        # One that died has said nothing, with a code or without.
+        ("gloo", {0: (-6, 5.0)}, False, 5.0),
+        ("gloo", {0: (-9, 5.0)}, False, 5.0),
+        ("nccl", {0: (-9, 5.0)}, False, 5.0),
+        ("gloo", {0: (0, 5.0)}, False, 5.0),
+        # The time is that after the first failure, unless a later one says more.
+        ("nccl", {0: (1, 5.0), 1: (1, 20.0)}, False, 35.0),
+        ("nccl", {0: (1, 5.0), 1: (-9, 20.0)}, False, 20.0),
+        ("nccl", {0: (-9, 5.0), 1: (1, 5.0)}, False, 5.0),
+    ],
+)
+def test_ranks_that_outlive_a_failure_are_killed_when_their_time_is_over(
+    monkeypatch, backend, ends_at, verdict, killed
+):
+    store, now = dist.HashStore(), [0.0]
+    if verdict:
+        store.set("verdict", "word")
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    kills: list[float] = []
+    last = SimpleNamespace(exitcode=None, terminate=None)
+
+    def kill() -> None:
+        kills.append(now[0])
+        last.exitcode = -9
+
+    def wait(seconds: float) -> None:
+        now[0] += 0.25
+        for rank, (code, at) in ends_at.items():
+            if now[0] >= at:
+                started[rank].exitcode = code
+
+    last.kill = kill
+    started = [
+        SimpleNamespace(exitcode=None, terminate=None, kill=lambda: None) for _ in ends_at
+    ] + [last]
+    processes = SimpleNamespace(started=started, wait=wait)
+    launch._watch(processes, SimpleNamespace(number=None), store, backend)
+    assert kills == [killed]
+
+
 def _told_and_failed() -> None:
     with environment(THERE="now", NEW="1"):
         assert (os.environ["THERE"], os.environ["NEW"]) == ("now", "1")

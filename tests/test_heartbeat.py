@@ -168,3 +168,23 @@ def test_whoever_waits_for_nobody_is_at_fault_only_where_a_rank_was_late(text, l
     seen = [(r, f"{{}} hangs in x.py:{r} (f), last seen at step {r} (saving), 10.0 s ago")
             for r in (1, 3)]  # fmt: skip
     assert found == (dict(seen) if late else {})
+
+
+@pytest.mark.parametrize("key", ["causes", "speakers"])
+def test_once_a_rank_has_said_who_is_at_fault_nobody_is_waited_for_or_named(key):
+    store, clock = dist.HashStore(), mock.Mock(monotonic=lambda: 0.0, time=time.time)
+    clock.sleep.side_effect = AssertionError
+    store.add(key, 1)
+    with mock.patch("warpweave.heartbeat.time", clock):
+        assert at_fault(store, 0, 3) == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "waits"),
+    [("event.wait(5)", True), ("    if not work.wait():", True), ("_wait(store)", False),
+     ("await(store)", False), ("x.waits(1)", False), ("x.wait = 3", False), ("", False)],
+)  # fmt: skip
+def test_a_line_waits_that_calls_a_wait_of_something(monkeypatch, line, waits):
+    monkeypatch.setattr("linecache.getline", lambda file, number: line)
+    frame = mock.Mock(f_lineno=7, f_code=_stuck.__code__)
+    assert where(frame) == (waits, "test_heartbeat.py:7 (_stuck)")

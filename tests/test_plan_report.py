@@ -78,6 +78,7 @@ JOBS = {
                                 "overlap": "chunked", "microbatches": 7},
     "shards": {"dp": 8, "dp_shard": 4, "zero": 3, "dtype": "fp64", "recompute": "full"},
     "fp32": {"cp": 4, "dp": 2, "zero": 2, "dtype": "fp32"},
+    "context over nodes": {"tp": 8, "cp": 2, "dp": 2, "microbatches": 2},
 }  # fmt: skip
 
 

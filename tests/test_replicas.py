@@ -3,6 +3,8 @@ compared of an engine's units. Ranks are threads; `test_agree.py` has whole runs
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,10 @@ import torch
 from threads import on_mesh
 from torch import nn
 
+from warpweave import not_finite
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
-from warpweave.not_finite import _bad, _Notes
+from warpweave.not_finite import _bad, _Note, _Notes
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.replicas import ReplicaCheck
@@ -182,7 +185,10 @@ def test_every_output_of_a_module_and_its_gradient_is_looked_at_while_notes_are_
     for at, factor, gradient in ((0, 1.0, nan), (1, 1.0, inf), (1, nan, 1.0)):
         notes = _Notes()
         with notes.of(model):
-            model(x, factor)[at].backward(torch.full((3,), gradient))
+            out = model(x, factor)[at]
+            assert notes.within == "last"  # what a collective would be called now
+            out.backward(torch.full((3,), gradient))
+            assert notes.within == "the gradient of pair"
         bad = [note.where for note in notes.notes if note.bad]
         if factor != factor:
             assert bad[:2] == ["pair", "last"]
@@ -193,3 +199,51 @@ def test_every_output_of_a_module_and_its_gradient_is_looked_at_while_notes_are_
         assert len(notes.notes) == made  # nothing is left on the model
         assert not any(module._forward_hooks for module in model.modules())
         assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class GivenNotes:
+    """Stands for `_Notes`: those of a rank stand where its model would."""
+
+    def __init__(self) -> None:
+        self.notes: list[_Note] = []
+
+    @contextmanager
+    def of(self, notes: list[_Note]) -> Iterator[None]:
+        self.notes = notes
+        yield
+
+
+GIVES, GETS = _Note("m", True, "its message"), _Note("m", False, "", received=True)
+FINE, LATE = _Note("other", False, "", received=True), _Note("", True, "mlp", given=True)
+OWN, WELL = _Note("", True, "mlp"), _Note("", False, "norm")
+SUM, BAD_SUM = _Note("sum", False, "a sum"), _Note("sum", True, "a sum")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        ([WELL, SUM], [WELL, SUM], {}),
+        ([GIVES], [WELL, GETS, WELL, LATE], {0: "its message"}),
+        ([GIVES], [GETS, FINE, LATE], {0: "its message"}),  # an earlier message may be the cause
+        ([GIVES], [FINE, GETS, LATE], {0: "its message"}),
+        ([GIVES], [GETS, OWN], {0: "its message", 1: "mlp"}),  # posted, and nothing of it used
+        ([GIVES], [LATE, GETS], {0: "its message", 1: "mlp"}),  # before there was one
+        ([WELL], [FINE, LATE], {1: "mlp"}),
+        ([BAD_SUM, OWN], [SUM, OWN], {0: "a sum"}),
+        ([BAD_SUM], [OWN, SUM], {0: "a sum", 1: "mlp"}),
+        ([WELL, BAD_SUM], [BAD_SUM, OWN], {0: "a sum", 1: "a sum"}),
+        ([OWN, BAD_SUM], [WELL, SUM], {0: "mlp"}),
+    ],
+)
+def test_nan_comes_from_whoever_has_it_before_it_could_come_from_others(
+    monkeypatch, first, second, found
+):
+    monkeypatch.setattr(not_finite, "_Notes", GivenNotes)
+
+    def run(mesh: ConnectedMesh, notes: tuple[list[_Note], ...]) -> dict[int, str]:
+        engine: Any = SimpleNamespace(mesh=mesh, gpt=notes[mesh.rank])
+        return not_finite.origins(engine, lambda: None)
+
+    assert on_mesh(Mesh(dp=2), run, (first, second)) == [found] * 2
+    turned = {1 - rank: where for rank, where in found.items()}
+    assert on_mesh(Mesh(dp=2), run, (second, first)) == [turned] * 2
