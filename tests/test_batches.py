@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_server import _options
-from threads import run_threads
+from threads import on_mesh, run_threads
 
 from warpweave.batches import Batches
 from warpweave.data import boundaries
 from warpweave.exchange import exchange
+from warpweave.parallel.mesh import Mesh
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -60,3 +61,13 @@ def test_ranks_exchange_json_of_any_length_in_their_order():
     assert exchange(VALUES, None) == [VALUES]
     for found in run_threads(5, lambda rank: exchange(VALUES[rank], dist.group.WORLD)):
         assert found == VALUES
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp", "cp"])
+def test_ranks_of_a_group_hear_each_other_and_nobody_else(axis):
+    mesh, values = Mesh(dp=2, tp=3), [*VALUES, {"rank": 5}]
+    groups = {"tp": [[0, 1, 2], [3, 4, 5]], "dp": [[0, 3], [1, 4], [2, 5]],
+              "cp": [[rank] for rank in range(6)]}  # fmt: skip
+    of = {rank: group for group in groups[axis] for rank in group}
+    found = on_mesh(mesh, lambda own: exchange(values[own.rank], own.group(axis)))
+    assert found == [[values[other] for other in of[rank]] for rank in range(6)]

@@ -143,6 +143,23 @@ def test_ranks_that_cannot_compute_alike_are_refused_and_a_lone_one_connects_to_
     assert joined.call_count == (world > 1)
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_a_rank_whose_generation_ends_takes_along_what_it_has(monkeypatch, built):
+    """Also if it ends before the trainer is there: then what came from the one before."""
+    trained = mock.Mock()
+    made = mock.Mock(return_value=trained) if built else mock.Mock(side_effect=Regroup)
+    monkeypatch.setattr(module, "leave", mock.Mock(side_effect=LeftError))
+    monkeypatch.setattr(module, "ElasticTrainer", made)
+    monkeypatch.setattr(module, "disagreement", lambda *_: None)
+    monkeypatch.setattr(module, "reported", lambda *_, **__: contextlib.nullcontext())
+    rank = _rank(seat=Seat(Mesh(dp=3), 1, 2), lost=False)
+    monkeypatch.setattr(rank, "_run", mock.Mock(side_effect=Regroup))
+    given = Generation(1, 0, {2: 0}), dist.HashStore(), torch.device("cpu"), {"name": "cpu"}
+    carried = Carried(step=3)
+    found = rank.train(*given, carried)
+    assert found is (trained.carry.return_value if built else carried)
+
+
 @pytest.mark.parametrize("change", ["", "replica 1 joins"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("decision", ["go", "abort"])
@@ -245,6 +262,36 @@ def test_the_row_of_the_last_step_is_written_if_the_rank_that_died_had_not(tmp_p
         metrics.path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     _trainer(6, _row=({"step": 6, "loss": 1.0}, 0.5))._write_lost_row(metrics)
     assert metrics.trained.call_args_list == [mock.call({"step": 6, "loss": 1.0}, 0.5)] * writes
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize(
+    ("held", "own", "alike"),
+    [([6, 6, 6], 6, True), ([5, 6, 6], 5, False), ([None, 6, 5], None, False),
+     ([5, 6, None], 6, False)],
+)  # fmt: skip
+def test_a_rank_takes_over_the_newest_state_and_gives_its_own_only_if_that_is_it(
+    monkeypatch, held, own, alike, zero
+):
+    recovers = mock.Mock()
+    monkeypatch.setattr(trainer, "recover", recovers)
+    about = {"optimizer": {"count": 4}, "progress": {"tokens": 70}, "row": "row", "saved": 3}
+    state = None if own is None else "state"
+    found = _trainer(
+        0, _held=held, _carried=Carried(own, None, state), _source=1, _about=about,
+        mesh=SimpleNamespace(group=lambda axis: axis),
+    )  # fmt: skip
+    found.config = SimpleNamespace(plan=SimpleNamespace(zero=zero))
+    assert found._resume() is True
+    given = found.engine.optimizer, state if own == 6 else None, "replica" if zero else "dp", 1
+    assert recovers.call_args_list == [mock.call(*given, alike=alike)]
+    found.engine.optimizer.load_state.assert_called_once_with({"count": 4})
+    assert (found.step, found.progress) == (6, Progress(tokens=70))
+    assert (found._row, found._written) == ("row", 3)
+    monkeypatch.setattr(trainer.Trainer, "_resume", lambda self: "of a checkpoint")
+    found._source = None
+    assert found._resume() == "of a checkpoint"
+    assert recovers.call_count == 1
 
 
 @pytest.mark.parametrize("decision", ["go", "regroup", "abort"])

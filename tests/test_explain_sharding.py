@@ -80,12 +80,19 @@ class _Model(nn.Module):
 
 
 def _explained(rank: int) -> tuple[list, dict, str, int]:
+    import torch.distributed._functional_collectives as sent
+
     mesh = init_device_mesh("cpu", (R, 1), mesh_dim_names=("a", "b"))
     model = _Model(mesh)
     with explain_sharding(model) as seen:
         model(torch.ones(ELEMENTS, dtype=torch.float64))
+        x = torch.ones(5, requires_grad=True)
+        y = x * 2  # whose gradient is sent
+        y.register_hook(lambda g: sent.wait_tensor(sent.broadcast(g, 0, group=model.sends.group)))
+        y.sum().backward()
     assert seen.counts("a", "forward") == Counter([*LEAVES, "all_reduce", "broadcast"])
-    assert seen.counts("b", "forward") == seen.counts("a", "backward") == Counter()
+    assert seen.counts("a", "backward") == Counter(["broadcast"])
+    assert seen.counts("b", "forward") == seen.counts("b", "backward") == Counter()
     left = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     return seen.sent, seen.layouts, str(seen), left
 
@@ -104,9 +111,10 @@ def test_layouts_and_the_bytes_of_every_collective_are_told_with_their_module() 
     own = [(name, 8 * n) for name, n in LEAVES.items()]
     longer = ("all_reduce", 16 * LEAVES["all_reduce"])
     expected = [("sends", *pair) for pair in (own[0], longer, *own[1:])]
-    expected.append(("", *own[-1]))
+    expected += [("", *own[-1]), ("", "broadcast", 4 * 5)]
     assert [(s.module, s.name, s.bytes) for s in sent] == expected
-    assert {(s.phase, s.axis) for s in sent} == {("forward", "a")}
+    phases = ["forward"] * (len(sent) - 1) + ["backward"]
+    assert [(s.phase, s.axis) for s in sent] == [(phase, "a") for phase in phases]
     told, table = text.split("\n\n")
     assert [line.split("  ", 1)[0].strip() for line in told.splitlines()] == [*layouts]
     assert [line.split("  ", 1)[1].strip() for line in told.splitlines()] == [*layouts.values()]
@@ -117,4 +125,5 @@ def test_layouts_and_the_bytes_of_every_collective_are_told_with_their_module() 
         *(["forward", "a", name, "2" if name == "all_reduce" else "1", f"{total[name]}", "sends"]
           for name in LEAVES),
         ["forward", "a", "broadcast", "1", f"{total['broadcast']}"],
+        ["backward", "a", "broadcast", "1", "20"],
     ]  # fmt: skip

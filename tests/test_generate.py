@@ -212,6 +212,19 @@ def test_draws_follow_the_softmax_of_the_logits_over_the_temperature():
     assert (counts - (logits[0] / 2).softmax(0)).abs().max() < 0.015
 
 
+@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 100), (torch.float16, 1000)])
+def test_logits_of_few_bits_are_divided_by_the_temperature_in_float64(dtype, least):
+    """In their own dtype some neighbours would be equally likely."""
+    gpt, how = GPT(GPTConfig(53, 16, 1, 8, 2)), Sampling(40, 0.7, seed=3)
+    logits = (least + torch.arange(53) / 2).to(dtype).expand(2, 53)
+    generator, wanted = torch.Generator().manual_seed(3), []
+    for _ in range(how.tokens):
+        e = torch.empty(2, 53, dtype=torch.float64).exponential_(generator=generator)
+        wanted.append((logits.double() / 0.7 - e.log()).argmax(-1))
+    found = module.go_on(gpt, 2, how, lambda chosen: (logits, 0))
+    assert found == torch.stack(wanted, 1).tolist()
+
+
 def test_the_seed_decides_the_draws(folders):
     found = from_hf(folders["gpt2"])
     gpt = found.load(GPT(found.config))

@@ -123,6 +123,10 @@ def test_what_is_in_a_module_that_is_cut_must_be_in_its_plan():
     with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: in a module that is cut,"):
         styles._words(many, False, "")
     assert styles._words(Model(drop=nn.Dropout()), False, "") == wanted(False, "")
+    beside = Model()
+    for layer in beside.base.layers:
+        layer.attn_norm = nn.LayerNorm(2)  # of a name that begins with the module's
+    assert styles._words(beside, False, "") == wanted(False, "")
     for empty in ({}, None):
         model.tp_plan = empty
         with pytest.raises(ValueError, match=r"^Model has no tp_plan: use warpweave.hf.apply"):
