@@ -182,6 +182,24 @@ def test_what_cannot_be_elastic_is_refused(changes, words):
         replica_width(config)
 
 
+@pytest.mark.parametrize(
+    ("changes", "width"),
+    [
+        ({"elastic": 0}, 0),
+        ({"elastic": 0, "dp": 1, "optimizer": "muon", "max_restarts": 3}, 0),  # nor refused
+        ({"elastic": 1}, 1),
+        ({"elastic": 3}, 1),
+        ({"dp": 2, "elastic": 2, "tp": 2, "pp": 2}, 1),
+        ({"dp": 6, "dp_shard": 1, "plan": ParallelPlan(zero=3), "elastic": 6}, 1),
+        ({"dp": 6, "dp_shard": 3, "plan": ParallelPlan(zero=1), "elastic": 2}, 3),
+        ({"dp": 6, "dp_shard": 2, "elastic": 3}, 2),
+    ],
+)
+def test_a_replica_is_as_wide_as_what_shards_its_state(changes, width):
+    config = dataclasses.replace(TrainConfig(dp=3, elastic=1, plan=ParallelPlan(zero=0)), **changes)
+    assert replica_width(config) == width
+
+
 @pytest.mark.usefixtures("saved_at_once")
 @pytest.mark.parametrize(("changes", "story"), RUNS)
 def test_a_run_is_that_of_one_device_on_the_samples_of_those_that_were_there(

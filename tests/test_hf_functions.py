@@ -491,3 +491,15 @@ def test_a_report_is_added_to_and_told_by_kind():
         "1 x Tanh  norm  kept      why",
         "1 x Tanh  mlp   replaced  why",
     ]
+    report.add("e", "norm", nn.Tanh(), "another reason")
+    report.add("f", "norm", nn.GELU(), "why", replaced=False)
+    report.add("g", "mlp", nn.Tanh(), ("a", "form"))
+    assert str(report).splitlines() == [
+        "2 x Tanh  norm  replaced  why",
+        "1 x Tanh  norm  kept      why",
+        "1 x Tanh  mlp   replaced  why",
+        "1 x Tanh  norm  kept      another reason",
+        "1 x GELU  norm  kept      why",
+        "1 x Tanh  mlp   replaced  ('a', 'form')",
+    ]
+    assert str(Report()) == ""

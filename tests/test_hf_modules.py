@@ -3,6 +3,7 @@ what it says of each: made-up ones that differ in one thing only."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -244,6 +245,28 @@ def test_a_linear_layer_with_anything_more_is_called_not_read():
         assert mlp.is_plain_linear(module) is known, name
 
 
+@pytest.mark.parametrize("part", ["up", "down"])
+@pytest.mark.parametrize(
+    ("shape", "drop"),
+    [("plain", "after"), ("gated", "after"), ("gated", "inside"), ("fused up", "after")],
+)
+def test_where_a_linear_layer_is_called_dropouts_are_drawn_once_and_in_their_place(
+    shape, drop, part
+):
+    torch.manual_seed(0)
+    module = Mlp(F.gelu, drop=drop, **SHAPES[shape]).double()
+    ww.apply(module, only="mlp", report=ww.Report())
+    module.get_submodule(part).register_forward_hook(lambda _, args, y: 2 * y)
+    x = torch.randn(2, 3, E, dtype=torch.float64)
+    for training, learns in itertools.product((True, False), repeat=2):
+        results = []
+        with torch.set_grad_enabled(learns):
+            for forward in (module.train(training), functools.partial(Mlp.forward, module)):
+                torch.manual_seed(3)
+                results.append(forward(x))
+        torch.testing.assert_close(*results)
+
+
 # ---------------------------------------------------------------- attention that ranks can share
 
 D, HEADS = 8, 4
@@ -373,10 +396,13 @@ class Experts(nn.Module):
 def test_every_module_is_reported_once_with_what_became_of_it():
     foreign = nn.LayerNorm(E)
     foreign.forward = lambda x: x
+    theirs = Mlp(GELUActivation())
+    theirs.forward = lambda x: x
     model = nn.ModuleDict({
         "norm": nn.LayerNorm(E), "again": nn.LayerNorm(E), "other": nn.LayerNorm(E, eps=3e-3),
         "foreign": foreign, "ffn": Mlp(GELUActivation()), "tanh": Mlp(torch.tanh),
         "act": GELUActivation(), "relu": nn.ReLU(), "experts": Experts(), "linear": nn.Linear(E, E),
+        "deep": Mlp(nn.Sequential(GELUActivation())), "theirs": theirs,
     })  # fmt: skip
     ww.apply(model, report=(report := ww.Report()))
     found = {(e.name, e.kind): (e.module, e.replaced, e.why) for e in report.entries}
@@ -389,11 +415,13 @@ def test_every_module_is_reported_once_with_what_became_of_it():
         ("tanh", "mlp"): ("Mlp", False, "its activation is none of ours"),
         ("act", "mlp"): ("GELUActivation", True, "activation, gelu_erf"),
         ("experts", "mlp"): ("Experts", False, "products of grouped experts"),
+        ("deep", "mlp"): ("Mlp", True, "mlp, gelu_erf"),  # and its activation with it
+        ("theirs.act", "mlp"): ("GELUActivation", True, "activation, gelu_erf"),
         ("", "attention"): ("ModuleDict", False, "no transformers model"),
         ("", "loss"): ("ModuleDict", False, "no transformers model"),
     }  # fmt: skip
     patched = {name for name, module in model.named_modules() if is_patched(module)}
-    assert patched == {"norm", "again", "other", "ffn", "act"}
+    assert patched == {"norm", "again", "other", "ffn", "act", "deep", "theirs.act"}
     ww.revert(model)
     assert not any(is_patched(module) for module in model.modules())
 
