@@ -180,19 +180,26 @@ def test_padding_in_the_middle_of_what_one_query_sees_is_an_assertion():
 
 
 def test_a_mask_is_as_large_as_what_it_is_made_for_wherever_queries_begin():
-    """None only where rows are positions and all up to its own are seen."""
+    """None just where rows are positions and all up to its own are seen, or one sees all keys."""
     for q_offset, kv_offset, queries, keys in (
         (0, 0, 4, 4),
         (4, 4, 4, 4),
         (4, 0, 4, 8),
         (2, 0, 4, 8),
+        (7, 0, 1, 8),
+        (6, 0, 1, 8),
+        (7, 3, 1, 5),
+        (7, 3, 1, 6),
+        (6, 0, 2, 8),
     ):
         made = mask.make_mask(2, queries, keys, q_offset, kv_offset)
         wanted = functions.sdpa_mask(
             2, queries, keys, q_offset, kv_offset, allow_is_causal_skip=False
         )
+        decodes = queries == 1 and q_offset + 1 == kv_offset + keys
+        assert (made is None) == ((q_offset, queries) == (kv_offset, keys) or decodes)
         if made is None:
-            assert (q_offset, queries) == (kv_offset, keys)
+            assert wanted.all() or not decodes
             continue
         assert made.shape == (2, 1, queries, keys)
         assert torch.equal(made.visible.written_out(torch.device("cpu")).expand_as(wanted), wanted)

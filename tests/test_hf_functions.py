@@ -186,6 +186,20 @@ def test_keys_that_begin_later_are_hidden_where_they_stand(offset, short, window
                 assert torch.equal(made.visible.written_out("cpu").expand_as(wanted), wanted)
 
 
+@pytest.mark.parametrize("offset", [0, 3, 6])
+def test_padding_that_no_query_sees_hides_nothing(offset):
+    """As of a cache with room for more than there is."""
+    causal = functions.causal_mask_function
+    for q_offset, q_length in ((offset, 5), (offset + 2, 3), (offset + 4, 1)):
+        for end in range(q_offset + q_length - 1, offset + 10):
+            how = {"batch_size": 2, "q_length": q_length, "kv_length": 9, "q_offset": q_offset,
+                   "kv_offset": offset, "mask_function": causal}  # fmt: skip
+            hidden = padded((0, end), (0, end), length=offset + 9)
+            made = mask.make_mask(**how, attention_mask=hidden)
+            hides = made is not None and made.visible.documents is not None
+            assert hides == (end < q_offset + q_length), (q_offset, q_length, end)
+
+
 def test_keys_behind_the_end_of_a_mask_are_hidden():
     how = {"batch_size": 2, "q_length": 4, "kv_length": 9,
            "mask_function": functions.bidirectional_mask_function}  # fmt: skip
