@@ -213,6 +213,21 @@ def test_a_pass_needs_its_data_and_that_of_the_steps_ahead_and_no_more(ahead, ea
     assert [(c.args[0][0][0], c.args[1], c.kwargs) for c in made.call_args_list] == expected
 
 
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_each_stage_keeps_the_versions_that_its_own_backwards_need(pp):
+    """The last stage's weights are never older than its gradient."""
+    plan = ParallelPlan(schedule="pipedream", microbatches=pp)
+    config = GPTConfig(19, 6, 4, 8, 2, tied=False)
+
+    def run(mesh: ConnectedMesh) -> tuple[tuple[int, ...], set[int]]:
+        engine = Engine(config, mesh, plan, clip=None)
+        return engine.staleness, {unit.parameters.kept for unit in engine.units}
+
+    found = on_mesh(Mesh(pp=pp), run)
+    staleness = tuple(range(pp - 1, -1, -1))
+    assert found == [(staleness, {pp - rank}) for rank in range(pp)]
+
+
 def _in_flight() -> mock.Mock:
     return mock.Mock(ranks={})
 

@@ -245,6 +245,19 @@ def test_a_linear_layer_with_anything_more_is_called_not_read():
         assert mlp.is_plain_linear(module) is known, name
 
 
+class Exchanged(nn.LayerNorm):
+    """Multiplies by what is called its bias, and adds its weight."""
+
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.bias, self.weight, self.eps)
+
+
+def test_a_norm_whose_weight_and_bias_are_each_others_is_none_of_ours():
+    for dtype in (torch.float32, torch.bfloat16):
+        found = norm.find_norm_form(Exchanged(E).to(dtype))
+        assert found == "its forward computes no RMSNorm or LayerNorm of ours"
+
+
 @pytest.mark.parametrize("part", ["up", "down"])
 @pytest.mark.parametrize(
     ("shape", "drop"),
