@@ -433,7 +433,9 @@ def test_the_search_finds_what_brute_force_finds(gpus: int, gib: float) -> None:
     assert [c.time.seconds for c in many.best] == pytest.approx(times[:200], rel=1e-12)
 
 
-@pytest.mark.parametrize(("layers", "pp"), [(12, 2), (8, 2), (7, 3), (4, 4), (40, 2)])
+@pytest.mark.parametrize(
+    ("layers", "pp"), [(12, 2), (8, 2), (7, 2), (13, 2), (7, 3), (4, 4), (40, 2)]
+)
 def test_chunks_are_powers_of_two_and_what_divides_a_ranks_layers(layers: int, pp: int) -> None:
     """Up to 16, all of a rank's layers among them."""
     config = dataclasses.replace(NARROW, layers=layers)
