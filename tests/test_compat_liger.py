@@ -303,6 +303,18 @@ def test_fused_linear_cross_entropy(options, biased, reduction):
     _agree(loss(head, x, labels, bias), truth, [x, head] if bias is None else [x, head, bias])
 
 
+@pytest.mark.parametrize("options", [name for name in OPTIONS if "class" not in name])
+def test_the_mean_over_no_labels_is_zero_and_so_are_its_gradients(options):
+    x, head, labels = _case()
+    labels.fill_(-100)
+    logits = torch.randn(N, V, requires_grad=True)
+    for loss, given in ((CE, (logits,)), (FUSED, (head, x))):
+        found = loss(**OPTIONS[options])(*given, labels)
+        assert found.item() == 0
+        for grad in torch.autograd.grad(found, given):
+            assert not grad.any()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("asked", [(True, False), (False, True), (True, True)])
 def test_accuracy_and_predicted_tokens_come_beside_the_loss(asked, reduction):

@@ -295,6 +295,21 @@ def test_what_the_ranks_proved_is_what_was_asked_for() -> None:
         ranks._axis({7: row | {"layout": "another"}}, 7, layout)
 
 
+@pytest.mark.parametrize("worst", [0, 1, 2])
+@pytest.mark.parametrize("error", [5.0, math.nan, INF])
+def test_the_row_of_an_item_is_that_of_the_rank_which_is_worst(
+    monkeypatch, tmp_path, error: float, worst: int
+) -> None:
+    found = [[0.5, 1.0, f"rank {rank}"] for rank in range(3)]
+    found[worst][0] = error
+    monkeypatch.setattr(ranks, "_collective", lambda *of: Measured(*found[0]))
+    monkeypatch.setattr(ranks, "exchange", lambda own, group: found)
+    mesh = SimpleNamespace(connect=lambda kind: SimpleNamespace(group=lambda axis: None))
+    session = SimpleNamespace(rank=0, mesh=mesh, device=CPU, beat=lambda *of: None)
+    ranks.measure_items(session, [("all-reduce", "fp32")], str(tmp_path / "rows"))
+    assert json.loads((tmp_path / "rows").read_text())["said"] == f"rank {worst}"
+
+
 # ---------------------------------------------------------------- the page
 
 

@@ -231,6 +231,7 @@ def _documented(
 FORMS = {
     "gpt2": {"vocab_size": 96, "bias": True},
     "llama": {"vocab_size": 4096, "kv_heads": 2, "hidden": 96, **LLAMA},
+    "powers of two": {"vocab_size": 4096, "seq_len": 128},
     "gemma": {"vocab_size": 4096, "kv_heads": 2, "head_size": 16, **GEMMA},
 }
 SHAPES = [Mesh(), Mesh(dp=2), Mesh(cp=2, tp=2), Mesh(tp=2, pp=2), Mesh(dp=4, dp_shard=2),

@@ -366,7 +366,7 @@ def test_context_ranks_alone_are_checked_too() -> None:
         planted(instead(LAYER, "context_attention", local_attention)),
         pytest.raises(TypeError, match=r"stage 0 of Mesh"),
     ):
-        typecheck(ONE_LAYER["gpt2"], Mesh(dp=2, cp=2))
+        typecheck(ONE_LAYER["gpt2"], Mesh(cp=2))
 
 
 class _NoWayBack(torch.autograd.Function):
