@@ -21,7 +21,7 @@ from warpweave import changes  # noqa: E402
 from warpweave.hf import attention, loss, mask, plan, probe, seen, structure  # noqa: E402
 from warpweave.hf.options import HeadVocabulary, Replicas, Spread  # noqa: E402
 from warpweave.hf.parallel import _Entrance, tokens_of  # noqa: E402
-from warpweave.hf.patch import ours_always  # noqa: E402
+from warpweave.hf.patch import is_patched, ours_always, patch, unpatch  # noqa: E402
 from warpweave.hf.plan import Tokens, hidden_states  # noqa: E402
 from warpweave.hf.report import Report  # noqa: E402
 from warpweave.parallel.layout import SequenceLayout  # noqa: E402
@@ -517,3 +517,21 @@ def test_a_report_is_added_to_and_told_by_kind():
         "1 x Tanh  mlp   replaced  ('a', 'form')",
     ]
     assert str(Report()) == ""
+
+
+def test_a_module_whose_forward_was_put_back_is_as_if_it_had_never_been_patched():
+    """Also where somebody replaces its forward between: the next patch finds that one."""
+    module, x = nn.Tanh(), torch.randn(3)
+    form = SimpleNamespace(forward=lambda self, x: x + 1, live=(), fields=())
+    for before in (None, lambda x: x - 1):
+        if before is not None:
+            module.forward = before
+        attributes, plain = dict(module.__dict__), module(x)
+        patch(module, form)
+        assert is_patched(module)
+        assert torch.equal(module(x), x + 1)
+        unpatch(module)
+        assert torch.equal(module(x), plain)
+        assert not is_patched(module)
+        assert changes.known(module, seen.Seen) is None
+        assert {k: v for k, v in module.__dict__.items() if k in attributes} == attributes
