@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from warpweave.kernels.attention import attention
 from warpweave.kernels.cross_entropy import linear_cross_entropy
 from warpweave.kernels.mlp import mlp
 from warpweave.kernels.norm import layer_norm, rms_norm
@@ -76,6 +77,13 @@ def test_under_autocast_float64_changes_no_bit_in_any_op_there_and_back(op, impl
     assert all(t.dtype == torch.float64 for t in plain)
     for backward_too in (True, False):
         assert all(map(torch.equal, plain, run(backward_too=backward_too, on=True)))
+
+
+def test_attention_of_what_is_nowhere_has_shapes_without_an_autocast():
+    q = torch.empty(1, 5, 2, 8, device="meta", requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        o = attention(q, q, q)
+    assert (o.is_meta, o.shape, o.dtype) == (True, q.shape, q.dtype)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -4,6 +4,7 @@ the operands; the kernel's epilogues against the reference."""
 import math
 import random
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -498,6 +499,11 @@ def test_float32_is_multiplied_as_torch_is_set_to_or_as_asked():
     finally:
         torch.set_float32_matmul_precision(before)
     assert find_precision("tf32x3") == "tf32x3"
+    a = torch.randn(4, 4)
+    for impl in (None, "torch", "triton"):
+        for multiply in (gemm, partial(gemm_into, out=a.new_empty(4, 4), add=False)):
+            with pytest.raises(ValueError, match=r"precision must be None, .* got 'fp32'"):
+                multiply(a, a, precision="fp32", impl=impl)
 
 
 def test_launches_that_ptxas_would_spill_may_take_all_registers(monkeypatch):

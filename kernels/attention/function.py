@@ -48,6 +48,7 @@ from warpweave.kernels.attention.options import (
 )
 from warpweave.kernels.reference import Run, compute_dtype
 from warpweave.kernels.runtime.dispatch import no_graph, refuse_tangents
+from warpweave.kernels.runtime.dtypes import is_autocast
 from warpweave.kernels.runtime.op import operator
 from warpweave.kernels.runtime.wgrad import grad_dtype
 
@@ -235,10 +236,9 @@ def autocast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v in the dtype of an active autocast."""
     check_are_tensors(q, k, v)
-    device = q.device.type
-    if q.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if q.dtype == torch.float64 or not is_autocast(q):
         return q, k, v
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(q.device.type)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 

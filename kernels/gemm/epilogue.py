@@ -73,8 +73,7 @@ class Epilogue(NamedTuple):
     def checked(self, shape: tuple[int, int]) -> Epilogue:
         """This epilogue, without a dropout of probability 0; ValueError unless it fits a product of
         `shape` [M, N]."""
-        if self.precision is not None:  # None is asked of torch at the launch, no compiler can
-            find_precision(self.precision)
+        check_precision(self.precision)
         made = shape[0], self.columns(shape[1])
         if made[1] < shape[1] and shape[1] % 2:
             raise ValueError(
@@ -110,6 +109,13 @@ class Epilogue(NamedTuple):
         strides = (0, 0) if self.residual is None else self.residual.stride()
         tensors = bias, z, tokens, self.residual
         return Arguments(tensors, (seed, site), strides, (name, gated, *dropping))
+
+
+def check_precision(precision: str | None) -> None:
+    """ValueError unless it is None or `find_precision` knows it. None is asked of torch at the
+    launch alone: no compiler can."""
+    if precision is not None:
+        find_precision(precision)
 
 
 def find_precision(precision: str | None) -> str:

@@ -33,7 +33,7 @@ import torch
 from warpweave.kernels.activation import activation_fwd
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import cpu as gemm_cpu
-from warpweave.kernels.gemm.epilogue import Epilogue, launch_gemm
+from warpweave.kernels.gemm.epilogue import Epilogue, check_precision, launch_gemm
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import check_written, choose, refuse_graph
 from warpweave.kernels.runtime.dtypes import FLOATS, no_autocast
@@ -141,9 +141,11 @@ def gemm(
         impl: None is torch, on CUDA too (cuBLAS): nothing is fused; "triton" is our kernel.
 
     Raises:
-        ValueError: by the Triton kernel, on shapes or dtypes that do not fit, if something that it
-            multiplies requires a gradient or if it cannot run; torch raises what it raises.
+        ValueError: there is no such precision; by the Triton kernel, on shapes or dtypes that do
+            not fit, if something that it multiplies requires a gradient or if it cannot run; torch
+            raises what it raises.
     """
+    check_precision(precision)
     dtype = a.dtype if out_dtype is None else out_dtype
     if impl is None or choose(impl, a, b, bias) == "torch":
         return gemm_cpu.product(a, b, bias, dtype)
@@ -173,14 +175,15 @@ def gemm_into(
 
     Raises:
         ValueError: out has another shape or dtype or elements that are one in memory, something
-            requires a gradient; by the Triton kernel, on shapes or dtypes that do not fit or if it
-            cannot run; torch raises what it raises.
+            requires a gradient, there is no such precision; by the Triton kernel, on shapes or
+            dtypes that do not fit or if it cannot run; torch raises what it raises.
     """
     if out.shape != (a.shape[0], b.shape[-1]):
         raise ValueError(
             f"out must be [M, N] of a {[*a.shape]} and b {[*b.shape]}, got {[*out.shape]}"
         )
     check_written("out", out)
+    check_precision(precision)
     if impl is None and (a.dtype == out.dtype or not a.is_cuda):
         impl = "torch"
     impl = choose(impl, a, b, out)

@@ -157,11 +157,10 @@ def qkv_fwd(
     check_qkv(x.shape, weight, bias, cos, sin)
     flat_bias = None if bias is None else bias.flatten()
     check_operands(rows(x), rows(weight).t(), flat_bias)
-    if precision is not None:  # a wrong word is refused whatever runs
-        find_precision(precision)
     if impl != "torch" and weight.shape[2] % 2 == 0:
         return _launch_qkv_fwd(x, weight, bias, cos, sin, precision, impl)
-    return _unfused_qkv(gemm(rows(x), rows(weight).t(), flat_bias), x.shape[:2], weight, cos, sin)
+    z = gemm(rows(x), rows(weight).t(), flat_bias, precision=precision)
+    return _unfused_qkv(z, x.shape[:2], weight, cos, sin)
 
 
 @no_graph

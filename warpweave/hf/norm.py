@@ -24,6 +24,7 @@ from warpweave.hf.probe import WIDE, agree, noise, takes_more, tried
 from warpweave.hf.seen import Fields, noted, owns_numbers
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dtypes import is_autocast
 
 
 class NormForm(NamedTuple):
@@ -102,7 +103,7 @@ def _norm_forward(form: NormForm, module: Any, hidden_states: torch.Tensor) -> A
         return _of_few(form, module, hidden_states)
     x, weight = hidden_states, getattr(module, "weight", None)
     dtype = x.dtype
-    if form.autocast and torch.is_autocast_enabled(x.device.type):
+    if form.autocast and is_autocast(x):
         dtype = torch.promote_types(dtype, torch.float32)
     elif weight is not None and form.out != "x":
         wider = torch.promote_types(dtype, weight.dtype)
