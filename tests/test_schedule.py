@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 import torch.distributed.pipelining.schedules as theirs
+from schedule_lists import edit, lists_of, swap
 
 from warpweave.parallel.schedule import (
     FAMILIES,
@@ -62,10 +63,6 @@ def test_interleaved_is_torchs_own(p: int, m: int, c: int) -> None:
         op = {"FORWARD": "F", "FULL_BACKWARD": "B"}
         ops = [(a.stage_index, op[a.computation_type.name], a.microbatch_index) for a in made if a]
         assert [(a.stage, a.op, a.mb) for a in actions] == ops
-
-
-def lists_of(*rows: str):
-    return [[from_csv(cell)[0][0] for cell in row.split()] for row in rows]
 
 
 def drawing(lists) -> list[str]:
@@ -290,8 +287,6 @@ def test_with_unshard_windows() -> None:
     )
     for window in (None, 0, 1, 2, 3):
         validate(with_unshard(three, window=window))
-    with pytest.raises(ValueError, match="window must be None or >= 0"):
-        with_unshard(step, window=-1)
 
 
 def _fewest_gathers(read: list[int], window: int) -> int:
@@ -318,15 +313,11 @@ def test_a_window_gathers_no_stage_more_often_than_it_must(window: int) -> None:
         assert [a.op for a in actions].count("UNSHARD") == _fewest_gathers(read, window), read
 
 
-def test_passes_leave_their_input_alone_and_refuse_the_wrong_order() -> None:
+def test_passes_leave_their_input_alone() -> None:
     lists = one_f_one_b(3, 4)
     before = [list(actions) for actions in lists]
     full(split_backward(lists))
     assert lists == before
-    with pytest.raises(ValueError, match="with_tie: rank 0 has UPDATE already"):
-        with_tie(with_update(lists))
-    with pytest.raises(ValueError, match="lag must be >= 0, got -1"):
-        split_backward(lists, lag=-1)
 
 
 # ----------------------------------------------------------------------------------- validation
@@ -361,20 +352,6 @@ def test_an_update_is_as_old_as_the_oldest_of_its_gradients() -> None:
         validate(mixed, staleness=1)
 
 
-def edit(lists, old: str, *new: str):
-    """`lists` with the action written `old` replaced by the actions `new`."""
-    result = [
-        [b for a in row for b in ([a] if str(a) != old else lists_of(" ".join(new))[0])]
-        for row in lists
-    ]
-    assert result != lists
-    return result
-
-
-def swap(lists, one: str, two: str):
-    return edit(edit(edit(lists, one, "99F0"), two, one), "99F0", two)
-
-
 ZERO = full(one_f_one_b(3, 2))
 VEE = with_update(with_tie(lists_of("0F0 3F0 3I0 0B0 3W0", "1F0 2F0 2B0 1B0")))
 SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2))))
@@ -384,36 +361,23 @@ SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2))))
     ("lists", "message"),
     [
         (edit(gpipe(3, 2), "1F1"), "stage 1 micro-batch 1 has 0 F, 1 B, 0 I and 0 W"),
-        (edit(gpipe(3, 2), "1B1"), "stage 1 micro-batch 1 has 1 F, 0 B, 0 I and 0 W"),
         (edit(gpipe(3, 2), "1B0", "1B0", "1B0"), "stage 1 micro-batch 0 has 1 F, 2 B"),
         (edit(SPLIT, "0W1"), "stage 0 micro-batch 1 has 1 F, 0 B, 1 I and 0 W"),
         (swap(SPLIT, "0I0", "0W0"), "0W0 comes before 0I0"),
         (swap(gpipe(2, 2), "1F1", "1B1"), "1B1 comes before 1F1"),
         (edit(gpipe(2, 2), "1F1", "0F1"), "stage 0 is on ranks 0 and 1"),
         (gpipe(4, 1)[:2] + gpipe(4, 1)[3:], r"stages must be 0 to 2, found \[0, 1, 3\]"),
-        (edit(SPLIT, "0W1", "0UPDATE@1", "0W1"), "0UPDATE@1 while W is owed for micro-batches"),
-        (swap(ZERO, "0B1", "0UPDATE@1"), "the gradient of 0B1 comes after the last UPDATE"),
-        (edit(ZERO, "1UPDATE@1"), r"stages 0 to 2 make \[1, 0, 1\] updates"),
-        (edit(ZERO, "1UPDATE@1", "1UPDATE@2"), "1UPDATE@2 produces version 2 after version 0"),
         (edit(gpipe(2, 1), "1F0", "1F0@1"), "1B0 runs on version 0, its F read version 1"),
-        (edit(edit(gpipe(2, 1), "1F0", "1F0@1"), "1B0", "1B0@1"), "1F0@1 reads version 1"),
-        (edit(ZERO, "0SEND_F1"), "0SEND_F1 occurs 0 times, needs 1"),
-        (edit(ZERO, "1RECV_F1", "1RECV_F1", "1RECV_F1"), "1RECV_F1 occurs 2 times, needs 1"),
-        (edit(ZERO, "2B0", "2B0", "2SEND_F0"), "2SEND_F0 crosses from stage 2 to 3"),
         (edit(ZERO, "1REDUCE"), "stage 1: gradients of 1B0 1B1 are not reduced before UPDATE"),
         (swap(ZERO, "1B1", "1REDUCE"), "stage 1: gradients of 1B1 are not reduced before UPDATE"),
         (swap(ZERO, "0TIE", "0REDUCE"), "stage 0: gradients of 0B0 0B1 are not reduced before TIE"),
         (edit(ZERO, "2TIE"), "stage 2: gradients of 2B0 2B1 are not tied before UPDATE"),
         (swap(VEE, "3W0", "0TIE"), "stage 0: gradients of 3W0 are not tied before UPDATE"),
         (edit(ZERO, "1REDUCE", "1REDUCE", "1TIE"), r"1TIE: only stages \[0, 2\] have a TIE"),
-        (edit(ZERO, "1UNSHARD"), "1F0 reads parameters that are not gathered"),
         (lists_of("0UNSHARD 0F0 0RESHARD 0I0 0W0"), "0I0 reads parameters that are not gathered"),
         (edit(ZERO, "1RESHARD"), "1UPDATE@1 while the parameters of stage 1 are gathered"),
         (edit(ZERO, "1F1", "99UNSHARD", "1F1"), "stages must be 0 to 3"),
-        (edit(ZERO, "1F1", "1UNSHARD", "1F1"), "1UNSHARD while the parameters of stage 1"),
-        (edit(with_unshard(gpipe(1, 1)), "0RESHARD"), "stage 0 is left gathered at the end"),
         (edit(gpipe(2, 1), "1B0", "1B0", "1F7"), "stage 0 micro-batch 1 has 0 F, 0 B"),
-        (edit(ZERO, "1REDUCE", "1REDUCE0"), "its micro-batch must be -1"),
         (swap(gpipe(2, 2), "0F0", "0B0"), "0B0 comes before 0F0"),
     ],
 )  # fmt: skip
@@ -428,16 +392,6 @@ def test_a_given_number_of_micro_batches_is_checked() -> None:
         validate(gpipe(2, 2), microbatches=3)
     with pytest.raises(ValueError, match="0F1: micro-batch 1 is not one of 1"):
         validate(gpipe(2, 2), microbatches=1)
-
-
-def test_receives_in_another_order_than_sends() -> None:
-    lists = with_comm(gpipe(2, 2))
-    lists = swap(swap(lists, "1RECV_F0", "1RECV_F1"), "1F0", "1F1")
-    with pytest.raises(
-        ValueError,
-        match="F from rank 0 to 1: message 0 is sent as 0SEND_F0 and received as 0SEND_F1",
-    ):
-        validate(lists)
 
 
 def test_deadlocks_name_what_each_rank_waits_for() -> None:

@@ -1,6 +1,7 @@
-"""Every rule of schedules at its edge, in the whole words of its refusal: rank, place, numbers.
+"""Each rule of schedules at its edge, with the whole message of its refusal.
 
-Lists have several stages, ten micro-batches and more, and several updates where a rule counts them.
+Lists are long where a rule counts: numbers of two digits, several stages, several updates.
+`test_schedule.py` has the rules with short lists.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import re
 from itertools import pairwise
 
 import pytest
+from schedule_lists import edit, lists_of, swap
 
 from warpweave.parallel.schedule import (
     FAMILIES,
     Action,
     Schedule,
     cut_into_passes,
+    find_family,
     from_csv,
     gpipe,
     interleaved,
@@ -32,27 +35,13 @@ from warpweave.parallel.schedule import (
 from warpweave.parallel.schedule.__main__ import main
 
 
-def lists_of(*rows: str) -> Schedule:
-    return [from_csv(row.replace(" ", ","))[0] for row in rows]
-
-
-def edit(lists: Schedule, old: str, *new: str) -> Schedule:
-    """`lists` with the action written `old` replaced by the actions `new`."""
-    put = lists_of(" ".join(new))[0] if new else []
-    found = [[b for a in row for b in ([a] if str(a) != old else put)] for row in lists]
-    assert found != lists
-    return found
-
-
-def swap(lists: Schedule, one: str, two: str) -> Schedule:
-    return edit(edit(edit(lists, one, "99F0"), two, one), "99F0", two)
-
-
-def joined(lists: Schedule, *names: str) -> Schedule:
-    return [[a._replace(joined=str(a) in names) for a in row] for row in lists]
+def joined(lists: Schedule, name: str) -> Schedule:
+    """`lists` with the action of this name made the first of a cell."""
+    return [[a._replace(joined=str(a) == name) for a in row] for row in lists]
 
 
 def refusal(lists: Schedule, **options: int) -> str:
+    """The one line with which `validate` refuses them."""
     with pytest.raises(ValueError, match=r"^[^\n]*$") as error:
         validate(lists, **options)
     return str(error.value)
@@ -72,14 +61,10 @@ ONE_OF = "needs one F and either one B or one I and one W"
         # ---- cells
         (joined(lists_of("0F0 0B0 0F1"), "0F1"), f"rank 0 position 2: 0F1& and None {NO_CELL}"),
         (
-            joined(lists_of("0F0 0F1 0B0 0B1"), "0F0"),
-            f"rank 0 position 0: 0F0& and 0F1 {NO_CELL}",
-        ),
-        (
             joined(lists_of("0F0 0B0 0F1 0B1"), "0B0"),
             f"rank 0 position 1: 0B0& and 0F1 {NO_CELL}",
         ),
-        # ---- once each, of every micro-batch
+        # ---- each micro-batch once
         (
             edit(gpipe(2, 12), "1B11"),
             f"rank 1: stage 1 micro-batch 11 has 1 F, 0 B, 0 I and 0 W: {ONE_OF}",
@@ -191,7 +176,7 @@ ONE_OF = "needs one F and either one B or one I and one W"
             edit(with_tie(VEE), "0B0", "0B0", "3TIE"),
             "rank 0 position 4: 3TIE: only stages [0] have a TIE",
         ),
-        # ---- what concerns a stage has no micro-batch
+        # ---- an action of a whole stage has no micro-batch
         *[
             (
                 [[*gpipe(1, 12)[0], Action(op, 0, 11, int(op == "UPDATE"))]],
@@ -202,13 +187,13 @@ ONE_OF = "needs one F and either one B or one I and one W"
         ],
     ],
 )  # fmt: skip
-def test_each_rule_is_refused_in_words_that_say_where(lists: Schedule, message: str) -> None:
+def test_a_broken_rule_is_named_with_its_place(lists: Schedule, message: str) -> None:
     assert refusal(lists) == message
 
 
 @pytest.mark.parametrize("name", ["0F", "0B", "0SEND_F", "1RECV_F", "1SEND_B", "0RECV_B"])
-def test_a_micro_batch_is_one_of_those_that_there_are(name: str) -> None:
-    """The last that is one is refused for nothing but that it is there twice."""
+def test_a_micro_batch_must_be_within_their_number(name: str) -> None:
+    """The last one is within it, so a second action of it is refused for another reason."""
     stage, op = int(name[0]), name[1:]
     for mb in (-7, -1, 2, 3):
         lists = [[*row] for row in STEP]
@@ -222,35 +207,33 @@ def test_a_micro_batch_is_one_of_those_that_there_are(name: str) -> None:
 
 
 def test_activations_are_counted_over_all_stages_of_a_rank() -> None:
-    """Down one side and up the other of a V, as many as are allowed, and one more."""
     vee = lists_of("0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1")
     validate(vee, activations=4)
     for most, rank, at, action in ((3, 1, 3, "2F1"), (2, 0, 2, "3F0"), (1, 0, 1, "0F1")):
         words = f"rank {rank} position {at}: {action} is the activation number {most + 1} of"
         assert refusal(vee, activations=most) == f"{words} its rank, allowed {most}"
-    late = split_backward(gpipe(1, 3), lag=1)  # a W ends what its I does not
+    late = split_backward(gpipe(1, 3), lag=1)  # W, not I, frees an activation
     validate(late, activations=3)
     assert "number 3 of its rank, allowed 2" in refusal(late, activations=2)
     assert refusal(gpipe(2, 1), activations=0).startswith("rank 0 position 0: 0F0 is the activati")
 
 
 @pytest.mark.parametrize("p", [1, 3])
-def test_a_gradient_may_be_as_old_as_is_said_on_any_stage(p: int) -> None:
+def test_pipedream_reduces_before_each_update_and_is_as_stale_as_its_stages_are_many(p) -> None:
     lists = with_comm(with_reduce(pipedream(p, 12)))
     validate(lists, staleness=p - 1, microbatches=12)
-    assert [a.op for a in lists[0]].count("REDUCE") == 12
     for row in lists:
         for before, after in pairwise(row):
             assert (after.op == "UPDATE") == (before.op == "REDUCE")
     if p > 1:
-        words = r"rank 0 position \d+: 0UPDATE@3 applies the gradient of 0B2, 2 versions old, al"
-        assert re.match(words + "lowed 1$", refusal(lists, staleness=1))
+        words = r"rank 0 position \d+: 0UPDATE@3 applies the gradient of 0B2, 2 versions old, .* 1"
+        assert re.fullmatch(words, refusal(lists, staleness=p - 2))
 
 
 # ---------------------------------------------------------------------------------------- passes
 
 
-def test_a_pass_names_the_rank_that_has_too_much_already() -> None:
+def test_a_pass_after_the_update_is_refused_with_the_rank_that_has_one() -> None:
     done = with_update(one_f_one_b(3, 2))
     for make in (with_update, with_tie):
         for rank in range(3):
@@ -260,57 +243,51 @@ def test_a_pass_names_the_rank_that_has_too_much_already() -> None:
                 make(lists)
 
 
-@pytest.mark.parametrize("lag", [-1, [0, -1, 2], (2, 1, -3)])
-def test_no_lag_is_negative_on_any_rank(lag) -> None:
+@pytest.mark.parametrize("lag", [-1, (2, 1, -3)])
+def test_a_negative_lag_is_refused_on_any_rank(lag) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(f'lag must be >= 0, got {lag}')}$"):
         split_backward(one_f_one_b(3, 2), lag=lag)
-    with pytest.raises(ValueError, match=r"shorter|longer"):
-        split_backward(one_f_one_b(3, 2), lag=[0, 1])
 
 
-def test_what_is_split_is_no_cell() -> None:
+def test_splitting_the_backwards_takes_cells_apart() -> None:
     cell = from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1")
     assert split_backward(cell) == lists_of("0F0 0F1 0I0 0W0 0I1 0W1")
-    assert split_backward(cell, lag=[1]) == lists_of("0F0 0F1 0I0 0I1 0W0 0W1")
 
 
-def test_a_window_that_is_too_small_is_named() -> None:
+def test_a_window_too_small_for_a_cell_is_refused() -> None:
     lists = FAMILIES["dualpipe-v"].make(2, 4, 2)
     words = "window = 1 stage is too few for 0F3& 3B1, which reads stages [0, 3]"
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
         with_unshard(lists, window=1)
-    for window in (-1, -2):
-        with pytest.raises(ValueError, match=f"^window must be None or >= 0 stages, got {window}$"):
-            with_unshard(lists, window=window)
+    with pytest.raises(ValueError, match=r"^window must be None or >= 0 stages, got -1$"):
+        with_unshard(lists, window=-1)
 
 
-@pytest.mark.parametrize("each", [0, -1, -3, 5, 13, 24])
-def test_a_run_divides_into_passes_of_one_micro_batch_or_more(each: int) -> None:
+@pytest.mark.parametrize("each", [0, -1, 5, 24])
+def test_passes_that_do_not_divide_the_micro_batches_are_refused(each: int) -> None:
     words = f"^12 micro-batches do not divide into passes of {each}$"
     with pytest.raises(ValueError, match=words):
         cut_into_passes(pipedream(2, 12), each)
-    for fits in (1, 2, 3, 4, 6, 12):
-        passes = cut_into_passes(pipedream(2, 12), fits)
-        assert len(passes) == 12 // fits
-        assert [[a for one in passes for a in one[r]] for r in range(2)] == pipedream(2, 12)
-    late = [[Action(op, s, i) for s in (2, 1, 0) for i in range(3) for op in "FB"]]
-    words = r"^pass 0 would have no action of stages \[0, 1\]$"
-    with pytest.raises(ValueError, match=words):
-        cut_into_passes(late, 1)
 
 
-@pytest.mark.parametrize("c", [0, -1])
-def test_a_rank_has_a_stage_at_least(c: int) -> None:
-    for make in (interleaved, FAMILIES["interleaved"].make, FAMILIES["zb-h1"].make):
-        words = f"^interleaved 1F1B needs c >= 1 stages per rank, got c={c}$"
+@pytest.mark.parametrize("each", [1, 3, 12])
+def test_passes_one_after_the_other_are_the_run(each: int) -> None:
+    passes = cut_into_passes(pipedream(2, 12), each)
+    assert len(passes) == 12 // each
+    assert [[a for one in passes for a in one[r]] for r in range(2)] == pipedream(2, 12)
+
+
+def test_ranks_without_a_stage_are_refused() -> None:
+    for make in (interleaved, FAMILIES["zb-h1"].make):
+        words = "^interleaved 1F1B needs c >= 1 stages per rank, got c=0$"
         with pytest.raises(ValueError, match=words):
-            make(2, 4, c)
+            make(2, 4, 0)
 
 
 # ------------------------------------------------------------------------------------------ text
 
 
-def test_large_numbers_and_blanks_are_read() -> None:
+def test_numbers_of_several_digits_negative_versions_and_blanks_are_read() -> None:
     lists = [[Action("F", 12, 345, 67), Action("B", 12, 345, 67)], [], [Action("I", 3, 10, -2)]]
     assert to_csv(lists) == "12F345@67,12B345@67\n\n3I10@-2\n"
     assert from_csv(to_csv(lists)) == lists
@@ -322,19 +299,19 @@ def test_large_numbers_and_blanks_are_read() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["F0", "0f0", "0X0", "0F0@", "0F0@x", "0F0&", "-1F0", "0F 0", "0SENDF0", "(0F0;0B1)",
-     "0REDUCE1x", "(0F0;0X1)OVERLAP_F_B", "(0Y0;0B1)OVERLAP_F_B", "(0F0)OVERLAP_F_B",
-     "(0f0;0B1)OVERLAP_F_B",
-     "(0F0;1)OVERLAP_F_B",
-     "(0F0;0B1)OVERLAP"],
+    ["F0", "0f0", "0X0", "0F0@", "0F0&", "-1F0", "0F 0", "0SENDF0", "0REDUCE1x", "(0F0;0B1)",
+     "(0F0;0B1)OVERLAP", "(0F0)OVERLAP_F_B", "(0F0;0X1)OVERLAP_F_B", "(0Y0;0B1)OVERLAP_F_B",
+     "(0f0;0B1)OVERLAP_F_B", "(0F0;1)OVERLAP_F_B"],
 )  # fmt: skip
-def test_what_is_no_action_is_named_by_its_row_and_place(field: str) -> None:
+def test_a_field_that_is_no_action_is_refused_with_its_row_and_place(field: str) -> None:
     words = f"row 2 field 3: {field!r} is not [stage][op][micro-batch][@version], as in 2F0, or "
     with pytest.raises(ValueError, match=f"^{re.escape(words)}[^\n]*$"):
         from_csv(f"0F0\n1F0,1B0\n2F0,,2B0,{field},2F1")
 
 
-def test_the_command_prints_two_ranks_and_four_micro_batches_by_default(capsys) -> None:
+def test_the_command_prints_two_ranks_and_four_micro_batches_by_default(
+    capsys,
+) -> None:
     main(["1f1b"])
     assert capsys.readouterr().out == to_csv(one_f_one_b(2, 4))
     main(["interleaved", "--ranks", "3", "--comm"])
@@ -348,25 +325,24 @@ def test_the_command_prints_two_ranks_and_four_micro_batches_by_default(capsys) 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("\n0F0,0B0", "rank 0: has no action"),
+        ("\n0F0,0B0", "rank 0: has no action"),  # a blank line in front is a rank
         ("0F0,0B0\n1UNSHARD,1F0,1B0,1RESHARD", "rank 1: 1UNSHARD is added by whoever runs it"),
     ],
 )
-def test_a_file_is_refused_for_the_first_thing_that_is_wrong(text, message, tmp_path) -> None:
-    from warpweave.parallel.schedule import find_family
-
+def test_a_file_is_refused_for_the_first_wrong_rank(text, message, tmp_path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"^schedule {re.escape(str(path))}: {message}$"):
         find_family(str(path))
-    for name in ("minecsv", "csv", "mine.csv.txt"):  # no path of a file
-        with pytest.raises(ValueError, match=f"a path ending in .csv, got '{name}'$"):
-            find_family(name)
+
+
+@pytest.mark.parametrize("name", ["minecsv", "mine.csv.txt"])
+def test_a_schedule_is_read_only_from_a_path_that_ends_in_csv(name) -> None:
+    with pytest.raises(ValueError, match=f"a path ending in .csv, got '{name}'$"):
+        find_family(name)
 
 
 def test_a_file_has_as_many_chunks_as_its_fullest_rank(tmp_path) -> None:
-    from warpweave.parallel.schedule import find_family
-
     path = tmp_path / "mine.csv"
     path.write_text("0F0,2F0,2B0,0B0\n1F0,1B0")
     assert find_family(str(path)).chunks == 2

@@ -11,7 +11,7 @@ import pytest
 from warpweave.trials import command
 from warpweave.trials.job import BrokenPromiseError, promised
 from warpweave.trials.options import TrialsConfig
-from warpweave.trials.trial import LAYOUTS, Arena, Trial, trial
+from warpweave.trials.trial import LAYOUTS, Arena, trial
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 CASES = tuple(command.chosen(TrialsConfig()))
@@ -64,18 +64,3 @@ def test_a_broken_promise_is_a_failed_trial_and_a_late_one_is_not(monkeypatch, c
     assert "FAILED   this is tp2" in out[2]
     with pytest.raises(BrokenPromiseError, match="otherwise"):
         promised(False, "otherwise")
-
-
-def test_trials_are_listed_and_asked_for_by_words(monkeypatch, capsys):
-    three = Trial("a b", "p", _kept.run, ("tp2 pp2", "cp2 dp2"))
-    monkeypatch.setattr(command, "TRIALS", (three, _broken))
-    assert list(command.chosen(TrialsConfig(only=("a",), layout="all"))) == [
-        (three, "tp2 pp2"), (three, "cp2 dp2"),
-    ]  # fmt: skip
-    for config, code in ((TrialsConfig(list=True), 0), (TrialsConfig(only=("zzz",)), 2)):
-        with pytest.raises(SystemExit) as end:
-            command.run(config)
-        assert end.value.code == code
-    said = capsys.readouterr()
-    assert said.out.splitlines()[-1] == '{"trials": 2}'
-    assert "no trial has one of zzz in its name" in said.err
