@@ -229,7 +229,7 @@ def test_sum_of_squares_tells_of_what_is_not_finite(bad, impl):
 
 
 @IMPLS
-def test_a_step_on_leaves_that_want_gradients_is_not_recorded(impl):
+def test_autograd_records_no_step_on_leaves_that_require_gradients(impl):
     state, param = _start(9, torch.float32), torch.zeros(9, dtype=torch.bfloat16)
     plain = {k: x.clone() for k, x in state.items()}
     grad = torch.randn(9)

@@ -179,7 +179,7 @@ def test_an_empty_batch_has_empty_output_and_zero_gradients():
 
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("layout", [None, SequenceLayout(5, 1)])
-def test_so_does_an_empty_batch_with_a_context(layout, hooked):
+def test_an_empty_batch_with_a_context_has_empty_output_and_zero_gradients(layout, hooked):
     layer = Attention(12, 2, num_kv_heads=1, rope_theta=100.0)
     if hooked:
         layer.qkv.register_forward_hook(lambda *_: None)
@@ -192,7 +192,7 @@ def test_so_does_an_empty_batch_with_a_context(layout, hooked):
     assert all(not p.grad.any() for p in layer.parameters())
 
 
-def test_sinks_begin_at_zero_and_after_meta_again():
+def test_sinks_begin_at_zero_and_are_reset_to_it():
     assert Attention(12, 6, sinks=True).sinks.tolist() == [0.0] * 6
     layer = Attention(12, 6, sinks=True, device="meta").to_empty(device="cpu")
     with torch.no_grad():
@@ -201,7 +201,7 @@ def test_sinks_begin_at_zero_and_after_meta_again():
     assert layer.sinks.tolist() == [0.0] * 6
     assert layer.sinks.requires_grad
     plain = Attention(12, 6)
-    plain.reset_parameters()  # which has none
+    plain.reset_parameters()  # it has none to reset
     assert plain.sinks is None
 
 
@@ -278,7 +278,7 @@ def test_its_description_names_heads_mask_and_rotary_base():
     assert len(said) == len({*said})
 
 
-def test_a_cache_holds_as_many_tokens_as_it_says_of_each_layer():
+def test_a_cache_holds_its_capacity_for_each_layer_and_is_overwritten_from_its_start():
     cache, kept = KVCache(5), {}
     for n in (2, 3):
         for layer, heads in (("a", 2), ("b", 1), (0, 3)):
@@ -290,7 +290,7 @@ def test_a_cache_holds_as_many_tokens_as_it_says_of_each_layer():
         cache.start += n
     with pytest.raises(ValueError, match=r"^the cache holds 5 tokens, got 6$"):
         cache.extend("a", *(torch.ones(2, 1, 2, 4) for _ in "kv"))
-    cache.start = 3  # what follows is written anew
+    cache.start = 3  # what follows is overwritten
     found = cache.extend("b", *(torch.ones(2, 1, 1, 4) for _ in "kv"))
     assert all(torch.equal(t[:, :3], u[:, :3]) for t, u in zip(found, kept["b"]))
     assert all(t.shape[1] == 4 and t[:, 3].eq(1).all() for t in found)

@@ -1,4 +1,4 @@
-"""The samples of each replica, and values that ranks exchange: each once, whole and in order."""
+"""The samples of each replica, and values that ranks exchange."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from warpweave.parallel.mesh import Mesh
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("reduce", ["library", "ordered"])
-def test_replicas_share_the_samples_of_a_step_and_those_held_out(tmp_path: Path, packed, reduce):
+def test_replicas_share_the_samples_of_a_step_and_of_an_evaluation(tmp_path: Path, packed, reduce):
     words = f"--dp 3 --microbatches 4 --eval-batches 5 --reduce {reduce}"
     more = "--packed --separator 32" if packed else ""
     config = _options(tmp_path, *words.split(), *more.split())
@@ -57,14 +57,14 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-def test_ranks_exchange_json_of_any_length_in_their_order():
+def test_ranks_exchange_json_of_any_length_in_rank_order():
     assert exchange(VALUES, None) == [VALUES]
     for found in run_threads(5, lambda rank: exchange(VALUES[rank], dist.group.WORLD)):
         assert found == VALUES
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp", "cp"])
-def test_ranks_of_a_group_hear_each_other_and_nobody_else(axis):
+def test_an_exchange_stays_within_its_group(axis):
     mesh, values = Mesh(dp=2, tp=3), [*VALUES, {"rank": 5}]
     groups = {"tp": [[0, 1, 2], [3, 4, 5]], "dp": [[0, 3], [1, 4], [2, 5]],
               "cp": [[rank] for rank in range(6)]}  # fmt: skip

@@ -27,7 +27,8 @@ from warpweave.train_config import TrainConfig
 
 def _help(capsys, record: type) -> str:
     """The help on a record's options, each run of blanks and box drawing as one blank."""
-    with pytest.raises(SystemExit) as caught:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
+        patch.setenv("COLUMNS", "100")  # a wide terminal has two columns, side by side
         tyro.cli(record, args=["--help"])
     assert caught.value.code == 0
     return re.sub(r"[\s│]+", " ", capsys.readouterr().out)
@@ -108,6 +109,7 @@ def test_the_help_says_what_each_option_is_and_its_default(capsys):
         "row per pipeline rank. "
         "(default: 1f1b)",
         "--batch INT Micro-batch size: sequences per micro-batch. (default: 8)",
+        "--resume [True|False|auto] ",
         "--ulysses INT Ulysses degree: ",
         "--cp-strategy {auto,ring,gather,stream,ulysses,hybrid,measured} Context-parallel "
         "attention: ",

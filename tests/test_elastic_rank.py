@@ -1,5 +1,5 @@
-"""A rank of an elastic run: which errors are another one's end, what it tells the keeper, how its
-process ends, and what it takes along into the next generation."""
+"""A rank of an elastic run: which errors mean that a peer is lost, what the keeper is told, how the
+process ends, and what is carried into the next generation."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ from warpweave.train_config import TrainConfig
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
 
 
+GRACE = 15.0  # seconds in which the keeper finds out who hangs
+
+
 class LeftError(Exception):
-    """In the place of a process that ends."""
+    """Raised where the process would end."""
 
 
 def _rank(**member: Any) -> module._Rank:
@@ -43,10 +46,10 @@ def _rank(**member: Any) -> module._Rank:
 @pytest.mark.parametrize(
     ("error", "waits", "by_all"),
     [
-        (LOST, module._GRACE, False),
-        (dist.DistNetworkError("x"), module._GRACE, False),
-        (CollectiveMismatch("x"), module._GRACE, None),
-        (CheckpointError("x"), 1.0, None),
+        (LOST, GRACE, False),
+        (dist.DistNetworkError("x"), GRACE, False),
+        (CollectiveMismatch("x"), GRACE, True),
+        (CheckpointError("x"), 1.0, True),
         (StateLostError("x"), None, True),
         (ValueError("x"), None, False),
         (RuntimeError("x"), None, False),
@@ -54,26 +57,26 @@ def _rank(**member: Any) -> module._Rank:
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_an_error_is_the_ranks_own_unless_a_replica_is_lost(error, waits, by_all):
-    """After a connection failed the keeper is told, and may find out who hangs."""
+    """The keeper is told of a failed connection, and that the run is over (`give_up`) by an error
+    that all ranks raise."""
 
     def fails() -> None:
         raise error
 
     for lost in (True, False):
-        before = lost and waits is None  # else it is heard of while the rank waits
+        before = lost and waits is None  # otherwise the rank learns of it while it waits
         rank = _rank(lost=before, wait_for_loss=mock.Mock(return_value=lost))
         with contextlib.nullcontext() if lost else pytest.raises(type(error)):
             assert rank.survive(fails) is None
-        closes = waits == module._GRACE
+        closes = waits == GRACE
         assert rank.connections.close.call_count == closes
         assert rank.member.complain.call_count == closes
         expected = [] if waits is None else [mock.call(waits)]
         assert rank.member.wait_for_loss.call_args_list == expected
-        every = isinstance(error, module._BY_ALL) if by_all is None else by_all
-        assert rank.member.give_up.call_count == (not lost and every)
+        assert rank.member.give_up.call_count == (not lost and by_all)
 
 
-def test_what_goes_well_is_passed_on_and_the_end_of_a_generation_is_no_error():
+def test_a_result_is_returned_and_the_end_of_a_generation_is_no_error():
     rank = _rank()
     assert rank.survive(lambda: 7) == 7
 
@@ -87,83 +90,82 @@ def test_what_goes_well_is_passed_on_and_the_end_of_a_generation_is_no_error():
         rank.survive(mock.Mock(side_effect=KeyboardInterrupt))
 
 
+@pytest.fixture
+def outside(monkeypatch) -> SimpleNamespace:
+    """In place of what surrounds a rank's training: `leave` raises `LeftError`, ranks agree unless
+    `differ` is set, and `connect` and `trainer` (the class) note their calls."""
+    found = SimpleNamespace(
+        leave=mock.Mock(side_effect=LeftError),
+        connect=mock.Mock(),
+        trainer=mock.Mock(),
+        differ=None,
+    )
+    monkeypatch.setattr(module, "leave", found.leave)
+    monkeypatch.setattr(module, "connect", found.connect)
+    monkeypatch.setattr(module, "ElasticTrainer", found.trainer)
+    monkeypatch.setattr(module, "disagreement", lambda *_: found.differ)
+    monkeypatch.setattr(module, "reported", lambda *_, **__: contextlib.nullcontext())
+    return found
+
+
+def _train(rank: module._Rank, generation: Generation, carried: Carried) -> Carried:
+    given = dist.HashStore(), torch.device("cpu"), {"name": "cpu"}
+    return rank.train(generation, *given, carried)
+
+
 @pytest.mark.parametrize(
     ("stopped", "asked", "number", "code"),
     [
         (False, False, None, 0),
         (False, False, 15, 0),  # it came after the last step
         (True, False, signal.SIGINT, 130),
-        (True, False, None, 143),  # another rank was
-        (True, True, None, 0),  # as too few are left: the keeper knows
-        (True, True, signal.SIGTERM, 0),
+        (True, False, None, 143),  # another rank was interrupted
+        (True, True, signal.SIGTERM, 0),  # the keeper asked for it, as too few are left
     ],
 )
-def test_a_rank_ends_by_the_signal_that_stopped_the_run(monkeypatch, stopped, asked, number, code):
-    left = mock.Mock(side_effect=LeftError)
-    trained = mock.Mock(stopped=stopped)
-    made = mock.Mock(return_value=trained)
-    session = mock.Mock()
-    joined = mock.Mock()
-    monkeypatch.setattr(module, "leave", left)
-    monkeypatch.setattr(module, "ElasticTrainer", made)
-    monkeypatch.setattr(module, "Session", mock.Mock(return_value=session))
-    monkeypatch.setattr(module, "disagreement", lambda *_: None)
-    monkeypatch.setattr(module, "connect", joined)
-    monkeypatch.setattr(module, "reported", lambda *_, **__: contextlib.nullcontext())
+def test_a_rank_ends_with_the_code_of_the_signal_that_stopped_the_run(
+    outside, stopped, asked, number, code
+):
+    outside.trainer.return_value.stopped = stopped
     rank = _rank(seat=Seat(Mesh(dp=3), 1, 2), vote=mock.Mock(return_value="go"))
     rank.interrupt.number = number
-    generation = Generation(4, 0, {0: 0, 2: 1}, stop=asked)
-    carried, device = Carried(), torch.device("cpu")
     with pytest.raises(LeftError):
-        rank.train(generation, "store", device, {"name": "cpu"}, carried)
-    assert left.call_args_list == [mock.call(code)]
-    assert joined.call_args_list == [mock.call(device, "store", 1, 2, rank.config.timeout)]
-    assert made.call_args.args == (rank.config, session, rank.interrupt, rank.member, carried)
-    assert trained.carry.call_count == 0
+        _train(rank, Generation(4, 0, {0: 0, 2: 1}, stop=asked), Carried())
+    assert outside.leave.call_args_list == [mock.call(code)]
 
 
-@pytest.mark.parametrize(("world", "first"), [(2, True), (2, False), (1, True)])
-def test_ranks_that_cannot_compute_alike_are_refused_and_a_lone_one_connects_to_nobody(
-    monkeypatch, world, first
+@pytest.mark.parametrize(("members", "connects"), [({0: 0, 2: 0}, True), ({2: 0}, False)])
+def test_ranks_connect_unless_alone_and_those_that_would_compute_differently_are_refused(
+    outside, members, connects
 ):
-    joined, line = mock.Mock(side_effect=LeftError), []
-    monkeypatch.setattr(module, "disagreement", lambda *_: line[0] if line else None)
-    monkeypatch.setattr(module, "connect", joined)
-    monkeypatch.setattr(module, "ElasticTrainer", mock.Mock(side_effect=LeftError))
-    monkeypatch.setattr(module, "reported", lambda *_, **__: contextlib.nullcontext())
-    rank = _rank(seat=Seat(Mesh(dp=3), 1, 0 if first else 2), lost=False)
-    members = {0: 0, 2: 0} if world == 2 else {0: 0}
-    given = Generation(1, 0, members), dist.HashStore(), torch.device("cpu"), {"name": "cpu"}
+    """Rank 2 of all is the second of two."""
+    outside.trainer.side_effect = LeftError
+    rank, generation = _rank(seat=Seat(Mesh(dp=3), 1, 2), lost=False), Generation(1, 0, members)
     with pytest.raises(LeftError):
-        rank.train(*given, Carried())
-    assert joined.call_count == (world > 1)
-    line.append("they differ")
+        _train(rank, generation, Carried())
+    assert [call.args[2:4] for call in outside.connect.call_args_list] == [(1, 2)] * connects
+    outside.differ = "they differ"
     with pytest.raises(ValueError, match=r"^they differ$"):
-        rank.train(*given, Carried())
-    assert joined.call_count == (world > 1)
+        _train(rank, generation, Carried())
+    assert outside.connect.call_count == connects
 
 
 @pytest.mark.parametrize("built", [True, False])
-def test_a_rank_whose_generation_ends_takes_along_what_it_has(monkeypatch, built):
-    """Also if it ends before the trainer is there: then what came from the one before."""
-    trained = mock.Mock()
-    made = mock.Mock(return_value=trained) if built else mock.Mock(side_effect=Regroup)
-    monkeypatch.setattr(module, "leave", mock.Mock(side_effect=LeftError))
-    monkeypatch.setattr(module, "ElasticTrainer", made)
-    monkeypatch.setattr(module, "disagreement", lambda *_: None)
-    monkeypatch.setattr(module, "reported", lambda *_, **__: contextlib.nullcontext())
+def test_a_rank_carries_its_state_out_of_a_generation_that_ends(outside, monkeypatch, built):
+    """What came from the one before, if it ends before the trainer is built."""
+    if not built:
+        outside.trainer.side_effect = Regroup
     rank = _rank(seat=Seat(Mesh(dp=3), 1, 2), lost=False)
     monkeypatch.setattr(rank, "_run", mock.Mock(side_effect=Regroup))
-    given = Generation(1, 0, {2: 0}), dist.HashStore(), torch.device("cpu"), {"name": "cpu"}
     carried = Carried(step=3)
-    found = rank.train(*given, carried)
-    assert found is (trained.carry.return_value if built else carried)
+    found = _train(rank, Generation(1, 0, {2: 0}), carried)
+    assert found is (outside.trainer.return_value.carry.return_value if built else carried)
 
 
 @pytest.mark.parametrize("change", ["", "replica 1 joins"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("decision", ["go", "abort"])
-def test_a_rank_settles_trains_and_votes_on_the_end_and_the_first_one_speaks(
+def test_a_rank_settles_trains_and_votes_on_the_end_and_rank_0_reports(
     capsys, change, first, decision
 ):
     rank = _rank(current=SimpleNamespace(change=change), vote=mock.Mock(return_value=decision))
@@ -201,7 +203,7 @@ def _trainer(step: int, **attributes: Any) -> ElasticTrainer:
 
 @pytest.mark.parametrize("path", [None, Path("x/step_00000012"), Path("x/step_123456789")])
 @pytest.mark.parametrize("cut", [None, CheckpointError("cut"), RuntimeError("gone")])
-def test_a_rank_takes_along_its_state_and_which_checkpoint_is_whole(monkeypatch, path, cut):
+def test_a_rank_carries_its_state_and_the_step_of_the_last_whole_checkpoint(monkeypatch, path, cut):
     monkeypatch.setattr(trainer, "held_state", lambda optimizer: ("held", optimizer))
     found = _trainer(7, _row=({"step": 7}, 0.5), _written=4, metrics=mock.Mock())
     found.saver.path, found.saver.wait.side_effect = path, cut
@@ -222,7 +224,7 @@ def test_a_rank_takes_along_its_state_and_which_checkpoint_is_whole(monkeypatch,
     [
         (6, 3, False, 0, 3, True),
         (6, 3, False, 0, 6, False),  # it is there
-        (6, 3, False, None, 3, False),  # of the first generation
+        (6, 3, False, None, 3, False),  # the first generation has none before it
         (6, 4, False, 0, 4, False),
         (6, 0, False, 0, -1, False),
         (6, 4, True, 1, 4, True),
@@ -233,7 +235,7 @@ def test_a_rank_takes_along_its_state_and_which_checkpoint_is_whole(monkeypatch,
         (10, 0, False, 0, 10, False),
     ],
 )
-def test_a_checkpoint_that_the_last_generation_has_not_come_to_is_made_first(
+def test_a_checkpoint_that_the_last_generation_missed_is_saved_first(
     monkeypatch, step, every, stopped, source, written, saves
 ):
     given = {"stopped": stopped, "_source": source, "_written": written}
@@ -256,7 +258,7 @@ def test_a_checkpoint_that_the_last_generation_has_not_come_to_is_made_first(
         (None, False),
     ],
 )
-def test_the_row_of_the_last_step_is_written_if_the_rank_that_died_had_not(tmp_path, rows, writes):
+def test_the_last_row_is_written_unless_the_rank_that_died_had_written_it(tmp_path, rows, writes):
     metrics = mock.Mock(path=tmp_path / "metrics.jsonl")
     if rows is not None:
         metrics.path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -270,7 +272,7 @@ def test_the_row_of_the_last_step_is_written_if_the_rank_that_died_had_not(tmp_p
     [([6, 6, 6], 6, True), ([5, 6, 6], 5, False), ([None, 6, 5], None, False),
      ([5, 6, None], 6, False)],
 )  # fmt: skip
-def test_a_rank_takes_over_the_newest_state_and_gives_its_own_only_if_that_is_it(
+def test_a_rank_recovers_the_newest_state_and_offers_its_own_only_if_that_is_as_new(
     monkeypatch, held, own, alike, zero
 ):
     recovers = mock.Mock()
@@ -295,7 +297,7 @@ def test_a_rank_takes_over_the_newest_state_and_gives_its_own_only_if_that_is_it
 
 
 @pytest.mark.parametrize("decision", ["go", "regroup", "abort"])
-def test_a_step_is_updated_as_the_ranks_decide_and_after_it_they_may_leave(monkeypatch, decision):
+def test_a_step_counts_unless_aborted_and_a_regroup_comes_after_it(monkeypatch, decision):
     member = mock.MagicMock(vote=mock.Mock(return_value=decision))
     found = _trainer(6, member=member, session=mock.Mock(world=4))
     begun = mock.Mock(lr=0.25)

@@ -1,4 +1,4 @@
-"""The flat buffer of a unit: where each parameter lies, what is contiguous, whose slice is what."""
+"""The flat buffer of a unit: places of parameters, ranges of one kind, slices of the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warpweave.parallel.shard import Cut, ParamRecord
 
 
 def _drawn(seed: int) -> list[ParamRecord]:
-    """Records of any properties and sizes, an element and none among them."""
+    """Records of any properties and sizes, one element and none among them."""
     draw = random.Random(seed)
     records = []
     for n in range(draw.randint(1, 12)):
@@ -35,7 +35,7 @@ def _size(record: ParamRecord) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_every_parameter_has_a_place_of_its_own_in_a_range_of_its_kind(ranks: int) -> None:
+def test_parameters_lie_apart_in_one_range_for_each_kind(ranks: int) -> None:
     for seed in range(40):
         records = _drawn(seed)
         layouts = [FlatLayout(iter(records), ranks, index) for index in range(ranks)]
@@ -45,7 +45,7 @@ def test_every_parameter_has_a_place_of_its_own_in_a_range_of_its_kind(ranks: in
         for record in layout.records:  # one after the other, each on a boundary of 32
             assert layout.offsets[record.name] == end
             end += -(-_size(record) // 32) * 32
-        assert layout.size == -(-max(end, 0) // (32 * ranks)) * 32 * ranks
+        assert layout.size == -(-end // (32 * ranks)) * 32 * ranks
         # Ranges are the runs of equal kind, and cover all but the padding at the end.
         kinds = [
             (bool(r.matrices), r.decay, r.cut_axes, r.partial)
@@ -69,7 +69,7 @@ def test_every_parameter_has_a_place_of_its_own_in_a_range_of_its_kind(ranks: in
         assert (slices[0].start, slices[-1].stop) == (0, layout.size)
         assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
         assert {s.stop - s.start for s in slices} == {layout.slice_size}
-        # Of each region: what lies in it, counted from its start.
+        # The parts of ranges within a region count from its start.
         for region in (*slices, slice(0, layout.size), slice(7, 7), slice(40, 41)):
             told = [(r, range(part.start, part.stop)) for r, part in layout.ranges_of(region)]
             expected = []
@@ -81,7 +81,7 @@ def test_every_parameter_has_a_place_of_its_own_in_a_range_of_its_kind(ranks: in
             assert told == expected
 
 
-def test_a_view_is_the_parameters_elements_in_its_local_shape() -> None:
+def test_views_are_disjoint_and_have_the_local_shapes() -> None:
     for seed in range(10):
         layout = FlatLayout(_drawn(seed), 2, 1)
         buffer = torch.arange(layout.size)
@@ -96,7 +96,7 @@ def test_a_view_is_the_parameters_elements_in_its_local_shape() -> None:
         assert len({*seen}) == len(seen) == int((buffer == -1).sum())
 
 
-def test_a_buffer_that_is_freed_keeps_its_shape_and_its_views() -> None:
+def test_a_freed_buffer_keeps_its_shape_and_its_views() -> None:
     buffer = torch.zeros(6, dtype=torch.float64)
     view = buffer[2:4]
     assert not is_free(buffer)

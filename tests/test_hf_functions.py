@@ -187,8 +187,8 @@ def test_keys_that_begin_later_are_hidden_where_they_stand(offset, short, window
 
 
 @pytest.mark.parametrize("offset", [0, 3, 6])
-def test_padding_that_no_query_sees_hides_nothing(offset):
-    """As of a cache with room for more than there is."""
+def test_padding_after_the_last_query_needs_no_documents(offset):
+    """As in a cache with room for more tokens than there are."""
     causal = functions.causal_mask_function
     for q_offset, q_length in ((offset, 5), (offset + 2, 3), (offset + 4, 1)):
         for end in range(q_offset + q_length - 1, offset + 10):
@@ -519,8 +519,7 @@ def test_a_report_is_added_to_and_told_by_kind():
     assert str(Report()) == ""
 
 
-def test_a_module_whose_forward_was_put_back_is_as_if_it_had_never_been_patched():
-    """Also where somebody replaces its forward between: the next patch finds that one."""
+def test_unpatching_leaves_a_module_as_it_was_also_with_a_forward_of_its_own():
     module, x = nn.Tanh(), torch.randn(3)
     form = SimpleNamespace(forward=lambda self, x: x + 1, live=(), fields=())
     for before in (None, lambda x: x - 1):

@@ -246,13 +246,13 @@ def test_a_linear_layer_with_anything_more_is_called_not_read():
 
 
 class Exchanged(nn.LayerNorm):
-    """Multiplies by what is called its bias, and adds its weight."""
+    """It multiplies by its bias and adds its weight."""
 
     def forward(self, x):
         return F.layer_norm(x, self.normalized_shape, self.bias, self.weight, self.eps)
 
 
-def test_a_norm_whose_weight_and_bias_are_each_others_is_none_of_ours():
+def test_a_norm_that_exchanges_weight_and_bias_is_none_of_ours():
     for dtype in (torch.float32, torch.bfloat16):
         found = norm.find_norm_form(Exchanged(E).to(dtype))
         assert found == "its forward computes no RMSNorm or LayerNorm of ours"
@@ -263,7 +263,7 @@ def test_a_norm_whose_weight_and_bias_are_each_others_is_none_of_ours():
     ("shape", "drop"),
     [("plain", "after"), ("gated", "after"), ("gated", "inside"), ("fused up", "after")],
 )
-def test_where_a_linear_layer_is_called_dropouts_are_drawn_once_and_in_their_place(
+def test_with_a_hook_on_a_linear_layer_each_dropout_is_drawn_once_and_in_its_place(
     shape, drop, part
 ):
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""What the keeper of an elastic run makes of ranks that end: who goes on, in which words, and with
-which exit code. No process is started."""
+"""What the keeper of an elastic run does when ranks end: who goes on, what it says, its exit code.
+No process is started."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from warpweave import heartbeat
 from warpweave.config import ParallelPlan
 from warpweave.elastic import run as module
 from warpweave.elastic.membership import Generation
-from warpweave.elastic.run import Keeper, _listed
+from warpweave.elastic.run import Keeper
 from warpweave.train_config import TrainConfig
+
+GRACE = 5.0  # seconds in which ranks must notice that a connection has failed, or end
 
 
 class _Process(SimpleNamespace):
-    """One that runs until it is killed, or told how it ends."""
+    """It runs until it is killed or a test sets its exit code."""
 
     def __init__(self) -> None:
         super().__init__(exitcode=None, terminated=0)
@@ -38,7 +40,7 @@ class _Store(dist.HashStore):
 
 @pytest.fixture
 def keeper(monkeypatch):
-    """Makes a keeper of `replicas` of `width` ranks, which have all been let in."""
+    """A function that makes a keeper of `replicas` of `width` ranks, all let in if `there`."""
 
     def end(processes: Any) -> None:
         for process in processes:
@@ -69,6 +71,14 @@ def keeper(monkeypatch):
     return make
 
 
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """The keeper's clock, which stands at `now`."""
+    found = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
+
+
 def _ready(keeper: Keeper, *numbers: int) -> None:
     """All ranks of these replicas wait to be let in."""
     for number in numbers:
@@ -84,7 +94,7 @@ def _settled(keeper: Keeper) -> None:
 
 
 def _ends(keeper: Keeper, **codes: int) -> int | None:
-    """These ranks (r0, r1, ...) have ended with these codes; what the keeper makes of it."""
+    """The keeper's exit code or None once these ranks (r0, r1, ...) have ended with these codes."""
     for name, code in codes.items():
         rank = int(name[1:])
         keeper.replicas[keeper.seats[rank].replica].processes[rank].exitcode = code
@@ -93,14 +103,6 @@ def _ends(keeper: Keeper, **codes: int) -> int | None:
 
 def _beat(keeper: Keeper, rank: int, step: int, phase: str) -> None:
     keeper.stores[-1].set(f"beat/{rank}", json.dumps([step, phase, 42.0]))
-
-
-@pytest.mark.parametrize(
-    ("replicas", "words"),
-    [([3], "replica 3"), ([2, 0], "replicas 0 and 2"), ([11, 2, 0, 10], "replicas 0, 2, 10 and 11")]
-)  # fmt: skip
-def test_replicas_are_listed_in_their_order(replicas, words):
-    assert _listed(replicas) == words
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_replicas_are_listed_in_their_order(replicas, words):
          "replica 1 goes on"),
     ],
 )  # fmt: skip
-def test_the_others_go_on_and_those_that_died_are_started_again_and_let_in(keeper, dead, words):
+def test_the_others_go_on_and_dead_replicas_are_restarted_and_join_again(keeper, dead, words):
     found = keeper(3)
     _beat(found, 1, 7, "saving")
     gone = {int(name[1:]) for name in dead}
@@ -135,12 +137,19 @@ def test_the_others_go_on_and_those_that_died_are_started_again_and_let_in(keepe
     joined = found.current
     assert joined.members == {n: int(n in gone) for n in range(3)}
     assert (joined.number, joined.lost, joined.stop) == (3, False, False)
-    assert joined.change == f"{_listed(gone)} {'joins' if len(gone) == 1 else 'join'}"
+    back = " and ".join(map(str, sorted(gone)))
+    assert joined.change == (f"replica {back} joins" if len(gone) == 1 else f"replicas {back} join")
     told = json.loads(found.store.get("generation/3"))
     assert Generation(**told | {"members": joined.members}) == joined
 
 
-def test_all_ranks_of_a_replica_of_several_end_with_one_and_come_back_together(keeper):
+def test_replicas_are_listed_by_number(keeper):
+    found = keeper(12)
+    assert _ends(found, r1=-9) is None
+    assert found.current.change.endswith("; replicas 0, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 11 go on")
+
+
+def test_all_ranks_of_a_replica_end_with_one_and_come_back_together(keeper):
     found = keeper(3, width=2)
     _beat(found, 3, 5, "training step")
     assert _ends(found, r3=-9) is None
@@ -161,11 +170,11 @@ def test_all_ranks_of_a_replica_of_several_end_with_one_and_come_back_together(k
     )
 
 
-def test_a_rank_is_last_seen_under_the_number_that_it_has_in_its_generation(keeper):
+def test_a_heartbeat_is_read_under_the_number_that_the_rank_has_in_its_generation(keeper):
     found = keeper(3)
     _ends(found, r0=-9)
     _settled(found)
-    _beat(found, 1, 8, "saving")  # rank 2 of all
+    _beat(found, 1, 8, "saving")  # the second of those left, rank 2 of all
     _ends(found, r2=-9)
     assert found.current.change == (
         "replica 2 left: rank 2 (dp=2) was killed by SIGKILL, last seen at step 8 (saving), 8.0 s "
@@ -174,7 +183,7 @@ def test_a_rank_is_last_seen_under_the_number_that_it_has_in_its_generation(keep
 
 
 @pytest.mark.parametrize(("least", "stops"), [(1, False), (2, False), (3, True)])
-def test_too_few_save_and_stop_and_the_run_has_failed(keeper, least, stops):
+def test_too_few_replicas_save_and_stop_and_the_run_has_failed(keeper, least, stops):
     found = keeper(3, least)
     assert _ends(found, r1=-9) is None
     assert found.current.stop == stops
@@ -183,12 +192,12 @@ def test_too_few_save_and_stop_and_the_run_has_failed(keeper, least, stops):
     assert [replica.start for replica in found.replicas] == [0, 0 if stops else 1, 0]
     if not stops:
         return
-    assert _ends(found, r0=0) is None  # until both have
+    assert _ends(found, r0=0) is None  # the other one has not ended
     assert _ends(found, r2=0) == 1
 
 
 @pytest.mark.parametrize("there", [None, "runs/step_00000004"])
-def test_nobody_is_left_and_what_remains_is_said(keeper, monkeypatch, capsys, there):
+def test_the_last_checkpoint_is_named_when_no_replica_is_left(keeper, monkeypatch, capsys, there):
     monkeypatch.setattr(module, "latest", lambda _: there)
     found = keeper(2)
     assert _ends(found, r0=-9, r1=7) == 7
@@ -197,19 +206,18 @@ def test_nobody_is_left_and_what_remains_is_said(keeper, monkeypatch, capsys, th
     assert _ends(keeper(2), r0=-9, r1=-9) == 1
 
 
-def test_a_refusal_and_a_run_that_is_given_up_end_it_and_nobody_is_started_again(keeper):
+def test_a_refusal_or_a_run_that_is_given_up_ends_without_a_restart(keeper):
     found = keeper(3)
-    assert _ends(found, r1=2) == 2
-    found = keeper(3)
-    found.store.set("over", "")
-    assert _ends(found, r1=-9) == 1
-    assert found.current.number == 1
-    found = keeper(3)
-    found.store.set("over", "")
-    assert _ends(found, r1=5, r2=1) == 5
+    assert _ends(found, r1=2) == 2  # the exit code of a refusal
+    for codes, code in (({"r1": -9}, 1), ({"r1": 5, "r2": 1}, 5)):
+        found = keeper(3)
+        found.store.set("over", "")
+        assert _ends(found, **codes) == code
+        assert found.current.number == 1
+        assert [replica.start for replica in found.replicas] == [0, 0, 0]
 
 
-def test_a_replica_that_dies_as_it_joins_is_started_again_five_times(keeper, capsys):
+def test_a_replica_that_dies_before_it_joins_is_restarted_at_most_five_times(keeper, capsys):
     found = keeper(2)
     assert _ends(found, r1=-9) is None
     for start in range(2, 6):
@@ -228,7 +236,7 @@ def test_a_replica_that_dies_as_it_joins_is_started_again_five_times(keeper, cap
 
 
 @pytest.mark.parametrize("least", [1, 2])
-def test_before_a_run_has_begun_as_many_as_asked_for_must_come(keeper, capsys, least):
+def test_a_run_begins_with_fewer_replicas_if_no_fewer_than_asked_for(keeper, capsys, least):
     found = keeper(2, least, there=False)
     for _ in range(6):
         code = _ends(found, r0=-9)
@@ -242,7 +250,7 @@ def test_before_a_run_has_begun_as_many_as_asked_for_must_come(keeper, capsys, l
         assert (found.current.members, found.current.change) == ({1: 0}, "")
 
 
-def test_a_generation_begins_when_all_are_there_and_has_begun_once_it_has_settled(keeper):
+def test_the_first_generation_waits_for_all_and_has_begun_once_it_has_settled(keeper):
     found = keeper(3, there=False)
     _ready(found, 0, 2)
     assert found._watch() is None
@@ -261,66 +269,56 @@ def test_a_generation_begins_when_all_are_there_and_has_begun_once_it_has_settle
 
 @pytest.mark.parametrize(
     ("codes", "code"),
-    [({"r0": 0, "r1": 0}, 0), ({"r0": 143, "r1": 143}, 143), ({"r0": 0, "r1": 1}, 1),
-     ({"r0": 130, "r1": 0}, 130)],
-)  # fmt: skip
-def test_the_exit_code_is_the_worst_of_the_members(keeper, codes, code):
+    [({"r0": 0, "r1": 0}, 0), ({"r0": 0, "r1": 1}, 1), ({"r0": 130, "r1": 0}, 130)],
+)
+def test_the_exit_code_is_the_largest_of_the_members(keeper, codes, code):
     assert _ends(keeper(2), **codes) == code
 
 
-def test_those_that_do_not_come_to_the_end_are_not_waited_for(keeper, monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+def test_a_member_that_does_not_end_is_not_waited_for_longer_than_the_grace_time(keeper, clock):
     found = keeper(2)
     assert _ends(found, r0=0) is None
-    clock[0] = 100.0 + module._GRACE - 0.1
+    clock.now += GRACE - 0.1
     assert found._watch() is None
-    clock[0] = 100.0 + module._GRACE
+    clock.now += 0.1
     assert found._watch() == 0
 
 
-@pytest.mark.parametrize("failed", [[0], [0, 2], [], [0, 1, 2]])
-def test_ranks_that_do_not_notice_that_connections_have_failed_are_ended(
-    keeper, monkeypatch, capsys, failed
+@pytest.mark.parametrize(
+    ("failed", "hung"),
+    [([0], [1, 2]), ([0, 2], [1]), ([], []), ([0, 1, 2], [])],  # all failed: they say why, and end
+)
+def test_ranks_that_do_not_notice_failed_connections_in_time_are_ended(
+    keeper, clock, capsys, failed, hung
 ):
-    clock = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     found = keeper(3)
     for rank in failed:
         found.store.set(f"failed/1/{rank}", "")
     assert found._watch() is None
-    clock[0] = 100.0 + module._GRACE - 0.1
+    clock.now += GRACE - 0.1
     assert found._watch() is None
     assert capsys.readouterr().err == ""
-    clock[0] = 100.0 + module._GRACE
-    hung = {1: "rank 1 (dp=1)", 2: "rank 2 (dp=2)"}
-    silent = [rank for rank in range(3) if rank not in failed] if 0 < len(failed) < 3 else []
+    clock.now += 0.1
     found._watch()
     said = capsys.readouterr().err
-    for rank in silent:
-        assert f"{hung[rank]} hangs before its first step: it is ended" in said
-    assert said.count("hangs") == len(silent)
-    assert found.current.replicas == [rank for rank in range(3) if rank not in silent]
-    if silent:  # those of the next generation have as long
-        found.store.set(f"failed/2/{failed[0]}", "")
-        assert found._watch() is None
-        assert capsys.readouterr().err == ""
+    for rank in hung:
+        assert f"rank {rank} (dp={rank}) hangs before its first step: it is ended" in said
+    assert said.count("hangs") == len(hung)
+    assert found.current.replicas == [rank for rank in range(3) if rank not in hung]
 
 
-def test_ranks_of_a_new_generation_have_as_long_to_notice_as_those_before(keeper, monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+def test_the_grace_time_begins_anew_with_a_generation(keeper, clock):
     found = keeper(3)
     found.store.set("failed/1/0", "")
     assert found._watch() is None
-    clock[0] = 103.0
+    clock.now += 3.0
     assert _ends(found, r2=-9) is None
     found.store.set("failed/2/0", "")
     assert found._watch() is None
-    clock[0] = 103.0 + module._GRACE - 0.1
+    clock.now += GRACE - 0.1
     assert found._watch() is None
     assert found.current.replicas == [0, 1]
-    clock[0] = 103.0 + module._GRACE
+    clock.now += 0.1
     found._watch()
     assert found.current.replicas == [0]
 
@@ -330,7 +328,7 @@ def test_ranks_of_a_new_generation_have_as_long_to_notice_as_those_before(keeper
     [(None, 0, 0, True), (15, 143, 143, True), (2, 130, 130, True), (2, 0, 130, True),
      (15, 1, 1, False), (None, 3, 3, False)],
 )  # fmt: skip
-def test_a_run_prints_its_last_line_and_ends_by_the_signal_that_it_passed_on(
+def test_the_result_is_printed_and_the_exit_code_tells_the_signal_that_was_passed_on(
     keeper, capsys, signal, ends, code, printed
 ):
     found = keeper(2)

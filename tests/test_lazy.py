@@ -1,4 +1,4 @@
-"""Names of a package that come from its modules when they are asked for, and options of a model."""
+"""Names that a package imports on demand, a model's options, and training mode in a context."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch import nn
 
 from warpweave.config import GPTConfig
 from warpweave.lazy import names_of
 from warpweave.modes import in_mode
 from warpweave.option_kinds import overrides_of
-from warpweave.train_config import parse
 
 
-def test_a_name_is_taken_from_its_own_module_once_and_no_other_module_is_imported(
+def test_a_name_imports_its_own_module_alone_and_is_then_the_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lazy_made").mkdir()
@@ -39,7 +39,7 @@ def test_a_name_is_taken_from_its_own_module_once_and_no_other_module_is_importe
         del sys.modules[name]
 
 
-def test_what_a_model_may_be_given_are_its_own_fields_and_none_is_not_given() -> None:
+def test_a_models_options_are_its_fields_with_their_help_and_none_is_the_default() -> None:
     found = overrides_of(GPTConfig, "somewhere")
     names = {field.name for field in dataclasses.fields(GPTConfig)} - {"rope_scaling"}
     nothing = found()
@@ -49,27 +49,12 @@ def test_what_a_model_may_be_given_are_its_own_fields_and_none_is_not_given() ->
     with pytest.raises(dataclasses.FrozenInstanceError):
         nothing.layers = 3
     first = [field.name for field in dataclasses.fields(found)][:5]
-    assert first == ["vocab_size", "seq_len", "layers", "width", "heads"]  # sizes are first
-    for name in names:  # each with its own help
+    assert first == ["vocab_size", "seq_len", "layers", "width", "heads"]
+    for name in names:
         assert f"\n    {name}: " in found.__doc__ or f", {name}" in found.__doc__, name
 
 
-def test_the_help_of_train_says_what_is_taken_where_an_option_is_not_given(capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(["--help"])
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert ended.value.code == 0
-    fields = [f for f in dataclasses.fields(GPTConfig) if f.name != "rope_scaling"]
-    for field in fields:
-        assert f"--{field.name.replace('_', '-')} " in said
-    assert said.count("(default: the preset's)") == len(fields) - 1
-    assert said.count("(default: the larger of the preset's and the data's)") == 1
-    assert "--resume [True|False|auto]" in said
-
-
-def test_each_module_has_its_own_mode_back_however_nested_and_whatever_is_raised() -> None:
-    from torch import nn
-
+def test_each_module_gets_its_own_mode_back_after_nested_contexts_and_an_error() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Linear(1, 1), nn.Dropout()))
     model[1].train(False)
     model[1][1].train(True)

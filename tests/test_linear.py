@@ -122,7 +122,7 @@ def test_its_description_names_sizes_and_cut(layer):
 
 @BOTH
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_no_features_make_the_bias_and_a_bias_of_zero(layer):
+def test_without_input_features_the_bias_begins_at_zero_and_is_the_output(layer):
     linear = layer(0, 4, dtype=torch.float64)
     assert torch.equal(linear.bias, torch.zeros_like(linear.bias))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The halves of linear layer and cross entropy in one, and the blocks that they work on."""
+"""Forward and backward of the fused linear layer and cross entropy, and the blocks they work on."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def small_blocks():
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [0, 7, 128])
-def test_a_half_adds_to_its_gradient_or_overwrites_all_of_it(rows, wanted, add):
-    """Of several blocks of columns, padding among them; of one block of rows and of several."""
+def test_the_backward_adds_to_the_weights_gradient_or_overwrites_all_of_it(rows, wanted, add):
+    """Several blocks of columns, padding among them; no row, one block of rows and several."""
     x, w = torch.randn(rows, 8).bfloat16(), torch.randn(330, 8).bfloat16() / 2
     labels = torch.arange(rows) * 37 % 290
     labels[::3] = -100
@@ -53,7 +53,7 @@ def test_a_half_adds_to_its_gradient_or_overwrites_all_of_it(rows, wanted, add):
 
 
 @pytest.mark.parametrize("sizes", [(1100, 8, 5), (2**11, 1, 1), (2**20, 2**10, 2**10)], ids=str)
-def test_blocks_cover_the_logits_once_and_are_as_large_as_they_may_be(sizes):
+def test_blocks_cover_the_logits_once_and_are_as_large_as_allowed(sizes):
     held = blocks.BlockSizes(*sizes)
     with mock.patch.object(blocks, "CPU", held):
         for rows, columns in ((1, 1), (8, 137), (9, 128), (23, 301), (40, 4097), (3, 0), (2100, 5)):
@@ -74,8 +74,7 @@ def test_blocks_cover_the_logits_once_and_are_as_large_as_they_may_be(sizes):
 
 
 @pytest.mark.parametrize("spare", [0, 1])
-def test_logits_that_are_many_are_made_in_two_halves(spare):
-    """Three times as many numbers as there are logits are held at once."""
+def test_more_logits_than_may_be_held_at_once_are_made_in_two_halves(spare):
     x, w = torch.randn(11, 4, requires_grad=True), torch.randn(30, 4, requires_grad=True)
     labels = torch.arange(11)
     rows, made = [], in_forward._rows_fwd_op
@@ -94,7 +93,7 @@ def test_logits_that_are_many_are_made_in_two_halves(spare):
     assert_close_f64(loss, F.cross_entropy(x.double() @ w.double().t(), labels), 1e-6)
 
 
-def test_what_a_device_holds_is_what_the_docstrings_promise():
+def test_block_sizes_are_those_that_the_docstrings_promise():
     assert (blocks.CPU.elements, blocks.GPU.elements) == (2**20, 2**26)
     assert (blocks.CPU.fewest_rows, blocks.GPU.fewest_rows) == (1024, 4096)
     assert (blocks.CPU.most_rows, blocks.GPU.most_rows) == (1024, 16384)
@@ -116,8 +115,8 @@ def _formula(z: torch.Tensor, labels: torch.Tensor, ignored: int, s: float, c: f
 @pytest.mark.parametrize(
     ("impl", "ignored"), [("torch", 7), ("torch", -1), ("torch", 500), ("triton", 7)]
 )
-def test_every_option_is_in_the_formula_with_all_others(ignored, impl):
-    """Blocks in both directions, padding from within one on, tokens of two dims."""
+def test_options_together_equal_the_formula_in_float64(ignored, impl):
+    """Several blocks of rows and of columns, padding that begins within one, tokens of two dims."""
     x, w = torch.randn(2, 9, 5, dtype=torch.float64), torch.randn(290, 5, dtype=torch.float64)
     labels = torch.arange(18) * 17 % 270
     labels[2::5], labels[1] = ignored, 269

@@ -148,7 +148,7 @@ def test_a_symmetric_product_is_torchs_and_symmetric_to_the_bit(shape, dtype):
 
 @pytest.mark.parametrize("sides", [(16, 16), (16, 64), (64, 16), (32, 16)], ids=str)
 def test_tiles_of_any_sides_leave_no_element_out(sides):
-    """Those across the diagonal, which are as far above it as below, and short ones at the end."""
+    """Tiles that cross the diagonal, and short ones at the end."""
     for M in (61, 64, 81):
         x, add = torch.randn(M, 21, dtype=torch.float64), torch.full((M, M), 3.0).double()
         with pinned({("gemm", 8, "symmetric"): GemmTile(*sides, 16, 2, 1, 1, 1)}), guarded():
@@ -174,8 +174,7 @@ def test_newton_schulz_is_five_lines_of_torch(shape, impl):
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_each_step_is_a_polynomial_of_the_singular_values(steps, impl):
-    """And each of its two symmetric products is one of `impl`."""
+def test_each_step_is_the_polynomial_of_the_singular_values_by_two_products_of_impl(steps, impl):
     for shape in ((7, 12), (12, 7)):
         g = torch.randn(shape, dtype=torch.float64)
         u, s, v = torch.linalg.svd(g, full_matrices=False)
@@ -184,7 +183,7 @@ def test_each_step_is_a_polynomial_of_the_singular_values(steps, impl):
             s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
         with traffic() as t:
             o = orthogonalize(g, steps=steps, impl=impl)
-        assert (o - u * s @ v).abs().max() < 1e-6  # beside the norm stands 1e-7
+        assert (o - u * s @ v).abs().max() < 1e-6  # 1e-7 is added to the norm
         assert (o - reference.orthogonalize(g, steps)).abs().max() < 1e-12
         assert len(t.launches) == (2 * steps if impl == "triton" else 0)
 

@@ -1,5 +1,5 @@
-"""The outer rule step by step, and the outer optimizer of one small unit: when replicas meet, what
-is compared, waited for and taken back."""
+"""The outer rule step by step, and the outer optimizer of one small unit: when replicas meet, when
+they are compared, and which parameters follow which weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _unit(
         (lambda: OuterRule(4, fragments=4).check(4), None),
     ]
 )
-def test_outer_rules(call, words) -> None:
+def test_an_outer_rule_out_of_range_is_refused(call, words) -> None:
     check(call, words)
 
 
@@ -78,7 +78,6 @@ OUTER = [
 
 @pytest.mark.parametrize("rule", OUTER, ids=str)
 def test_sums_start_in_turn_and_end_after_the_delay(rule: OuterRule) -> None:
-    """Step by step: which fragment's sum starts, which is on its way, whether anything is done."""
     apart = rule.every // rule.fragments
     starts = {
         rule.warmup + apart * (turn + 1): turn % rule.fragments for turn in range(5 * rule.every)
@@ -96,13 +95,15 @@ def test_sums_start_in_turn_and_end_after_the_delay(rule: OuterRule) -> None:
         assert {b - a for a, b in itertools.pairwise(mine)} == {rule.every}
 
 
-def test_global_weights_are_taken_back_after_an_error_and_a_second_time() -> None:
-    """And momentum is a state only where there is any."""
-    unit = _unit(single(), (3,))
+def test_momentum_is_a_state_only_if_it_is_not_zero() -> None:
     assert OuterRule(2).states == (GLOBAL, MOMENTUM)
     assert OuterRule(2, momentum=0.0).states == (GLOBAL,)
+
+
+def test_the_local_weights_come_back_after_the_global_ones_also_by_an_error() -> None:
+    unit = _unit(single(), (3,))
     outer = OuterOptimizer(OuterRule(2), [unit], [0], single())
-    unit.state.master.fill_(5.0)  # the global ones are the zeros of before
+    unit.state.master.fill_(5.0)  # the global weights are still the zeros
     param = unit.params[0][1]
     for _ in range(2):
         with pytest.raises(KeyError, match=r"0\.0, 0\.0, 0\.0"), outer.global_weights():
@@ -115,7 +116,7 @@ def test_global_weights_are_taken_back_after_an_error_and_a_second_time() -> Non
 
 
 def _begun(mesh: ConnectedMesh) -> None:
-    """Weights that are new are compared once, before the next update."""
+    """New weights are compared once, before the next update."""
     unit = _unit(mesh, (3,))
     outer, second = OuterOptimizer(OuterRule(2), [unit], [0], mesh), mesh.index("outer") == 1
 
@@ -140,7 +141,7 @@ def _begun(mesh: ConnectedMesh) -> None:
     assert outer.acts_next == OuterRule(2).acts(5)
 
 
-def test_replicas_are_compared_after_each_new_beginning() -> None:
+def test_replicas_are_compared_once_after_a_start_a_reset_and_a_resume() -> None:
     on_mesh(Mesh(outer=2), _begun)
 
 
@@ -159,7 +160,7 @@ WRITES: dict[str, Callable[[Unit, OuterOptimizer], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_parameters_are_written_once_the_all_gather_under_way_has_ended(write: str) -> None:
+def test_weights_are_written_only_after_the_all_gather_in_flight(write: str) -> None:
     unit, seen = _unit(single(), (3,)), []
     outer = OuterOptimizer(OuterRule(2), [unit], [0], single())
     unit.parameters.keep_versions(2)
@@ -169,11 +170,10 @@ def test_parameters_are_written_once_the_all_gather_under_way_has_ended(write: s
     WRITES[write](unit, outer)
     assert seen == [[5.0]]
     unit.parameters.wait()
-    assert seen == [[5.0]], "once"
+    assert seen == [[5.0]], "waited for twice"
 
 
 def _low(mesh: ConnectedMesh, zero: int, dtype: torch.dtype) -> None:
-    """Parameters follow their masters: to the global weights, back, and over an outer step."""
     unit = _unit(mesh, (3,), (40,), zero=zero, dtype=dtype)
     outer = OuterOptimizer(OuterRule(2, 1.0, 0.0), [unit], [0], mesh)
 
@@ -193,6 +193,8 @@ def _low(mesh: ConnectedMesh, zero: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_parameters_of_any_dtype_and_stage_follow_an_outer_step(zero: int) -> None:
+def test_parameters_follow_the_global_weights_and_an_outer_step(
+    zero: int,
+) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         on_mesh(Mesh(outer=2, dp=2), _low, zero, dtype)

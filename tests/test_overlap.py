@@ -348,7 +348,7 @@ def test_after_one_wait_in_vain_none_is_long(monkeypatch):
     assert 100 < len(looks) <= 101 + waits + published
 
 
-def test_an_operation_that_ended_midway_is_remembered_and_one_that_never_began_is_not():
+def test_only_an_operation_that_has_begun_is_remembered_as_ended_midway():
     memory, _ = local_memory(2, slots=4, capacity=1 << 10, polls=3)
     a, b = torch.zeros(4, 2), torch.zeros(2, 3)
     for op in (gemm_reduce_scatter, gemm_all_reduce, all_gather_gemm):
@@ -366,7 +366,7 @@ def test_an_operation_that_ended_midway_is_remembered_and_one_that_never_began_i
         gemm_reduce_scatter(a, b, memory=memory)
 
 
-def test_a_segments_file_is_made_once_for_its_owner_alone(tmp_path):
+def test_a_segment_is_a_new_file_that_its_owner_alone_may_open(tmp_path):
     create_file(tmp_path / "there", 512)
     assert (tmp_path / "there").stat().st_mode & 0o777 == 0o600
     map_file(tmp_path / "there", 512)[:] = 7
@@ -375,12 +375,7 @@ def test_a_segments_file_is_made_once_for_its_owner_alone(tmp_path):
     assert map_file(tmp_path / "there", 512).unique().tolist() == [7]
 
 
-def test_a_signature_tells_all_that_ranks_must_agree_on():
-    signature = Signature("qkv_rope", 12, 34, torch.bfloat16, (128, 64))
-    assert str(signature) == "qkv_rope [12, 34] of torch.bfloat16, parts of 128 x 64"
-
-
-def test_virtual_ranks_take_turns_and_their_results_are_in_their_order():
+def test_virtual_ranks_take_turns_and_results_are_in_rank_order():
     turns = []
 
     def steps(rank: int, many: int):
@@ -396,7 +391,7 @@ def test_virtual_ranks_take_turns_and_their_results_are_in_their_order():
     assert run_local([]) == []
 
 
-def test_memory_fits_up_to_its_last_part_and_byte_on_its_own_device():
+def test_memory_fits_up_to_its_last_part_and_byte_and_only_on_its_device():
     _, memory = local_memory(2, slots=7, capacity=1000)
     assert memory.capacity == 1024  # of whole alignments
     here = torch.device("cpu")
@@ -414,11 +409,13 @@ def test_memory_fits_up_to_its_last_part_and_byte_on_its_own_device():
             far.fitting("it", torch.device(device), 7, 1024)
 
 
-def test_what_a_wait_left_is_told_with_all_its_numbers():
+def test_a_wait_in_vain_and_another_operation_are_reported_with_all_numbers():
     memory = local_memory(4, slots=4, capacity=1 << 10, polls=9)[2]
     memory.check()
     own = Signature("gemm_reduce_scatter", 20, 3, torch.float64, (16, 32))
     other = Signature("qkv_rope", 7, 5, torch.bfloat16, (64, 1))
+    own_text = "gemm_reduce_scatter [20, 3] of torch.float64, parts of 16 x 32"
+    other_text = "qkv_rope [7, 5] of torch.bfloat16, parts of 64 x 1"
     for epoch in (1, 2, 11):
         memory.error.copy_(torch.tensor([epoch, 3, 12, own.word(), own.word()]))
         where = f"gemm_reduce_scatter on rank 2 of 4, epoch {epoch}: rank 3"
@@ -428,4 +425,4 @@ def test_what_a_wait_left_is_told_with_all_its_numbers():
         memory.error[3] = other.word()
         with pytest.raises(ValueError, match="this rank in") as caught:
             memory.settle()
-        assert str(caught.value) == f"{where} is in {other}, this rank in {own}"
+        assert str(caught.value) == f"{where} is in {other_text}, this rank in {own_text}"

@@ -54,16 +54,18 @@ def test_columns_are_cut_along_rows_and_rows_along_columns_and_norms_not():
     }  # fmt: skip
 
 
-def test_only_with_sequence_parallelism_whole_parameters_have_partial_gradients():
+def test_whole_parameters_have_partial_sums_by_sequence_parallelism_and_head_norms_always():
     assert not any(record.partial for record in collect_records(_block()).values())
+    # Each rank norms its own heads, with or without sequence parallelism.
+    of_heads = {"attention.q_norm.weight", "attention.k_norm.weight"}
+    found = collect_records(_block(qk_norm=True))
+    assert {name for name, record in found.items() if record.partial} == of_heads
     for heads in ({}, {"qk_norm": True}, {"qk_norm": True, "qk_norm_whole": True}):
         records = collect_records(_block(sequence_parallel=True, **heads))
         assert len(records) == 13 + 2 * bool(heads)
         for name, record in records.items():
             assert record.partial == (() if record.cuts else ("tp",)), name
-        assert bool(records.get("attention.q_norm.weight", records["mlp.up.weight"]).cuts) == (
-            "qk_norm" not in heads or "qk_norm_whole" in heads
-        )
+    assert records["attention.q_norm.weight"].cuts  # a norm over all heads is cut as they are
     alone = TransformerBlock(8, 4, 12, device="meta", sequence_parallel=True)
     assert not any(record.partial for record in collect_records(alone).values())
 
@@ -114,7 +116,7 @@ def test_a_shared_parameter_is_recorded_under_each_of_its_names():
     assert {"a.weight", "b.weight"} <= set(collect_records(model))
 
 
-def test_weights_of_several_maps_tell_the_rows_of_each():
+def test_a_weight_of_several_matrices_tells_the_rows_of_each():
     for activation, pairs in (("relu2", (1,)), ("geglu", (1, 1))):
         block = TransformerBlock(8, 4, 12, num_kv_heads=2, head_size=6, activation=activation,
                                  norm="rms", bias=False, device="meta", mesh=TP2)  # fmt: skip

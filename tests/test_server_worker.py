@@ -1,5 +1,5 @@
-"""A worker of parameter servers with a script in place of the servers: what it asks, for how long
-it waits, what it makes of each answer, and how it comes to servers that were started anew."""
+"""A worker of parameter servers, with a script in place of the servers: what it asks, how long it
+waits, what each answer does, and how it finds servers that were restarted."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def welcome(worker: int, clock: int = 0) -> dict[str, Any]:
 
 
 class _Servers:
-    """What a worker finds. A step of the script is a header that it gets, seconds in which there is
-    none, "beat" for a sign of life in such, or "restart" for servers that are started anew.
+    """Servers that follow a script. A step is a header that they send, a number of seconds without
+    one, "beat" (no header, but a sign of life), or "restart" (they have been restarted).
 
-    `asked` are its headers in their order, `links` the names of its links, `sent` what went over
-    them; links that are `broken` fail at the first tensor.
+    `asked` are the worker's headers in their order, `links` its links, `sent` the tensors that went
+    over them; `broken` links fail at the first tensor.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, script: Sequence[Any]) -> None:
@@ -88,12 +88,12 @@ class _Servers:
 
 
 def _compute(clock: int, weights: Any) -> Gradient:
-    """The gradient is the weights and 10 for each clock; of clock + 2 samples."""
+    """The weights plus 10 for each clock, of clock + 2 samples."""
     return Gradient({n: w + 10.0 * clock for n, w in weights.items()}, clock + 2, clock / 4)
 
 
-def test_a_worker_asks_and_gives_until_its_last_step(monkeypatch):
-    """From the clock that the servers say; each server is given its parameters' gradients."""
+def test_a_worker_pulls_and_pushes_from_the_servers_clock_to_its_last_step(monkeypatch):
+    """Each server gets the gradients of its own parameters."""
     found = _Servers(monkeypatch, [0.2, welcome(3, 5), GRANTED, 0.2, GRANTED, 0.2, OVER])
     one = found.worker(1)
     assert (one.number, one.clock) == (3, 5)
@@ -111,7 +111,7 @@ def test_a_worker_asks_and_gives_until_its_last_step(monkeypatch):
     assert [int((x > 0).sum()) for x in found.sent] == [4, 3, 4, 3]
 
 
-def test_weights_of_16_bits_have_gradients_of_32(monkeypatch):
+def test_16_bit_weights_have_32_bit_gradients(monkeypatch):
     found = _Servers(monkeypatch, [welcome(0), GRANTED, GRANTED])
     one, seen = found.worker(dtype=torch.bfloat16), []
     one.step(lambda clock, w: seen.append(w["big"].dtype) or _compute(clock, w))
@@ -125,7 +125,7 @@ def test_weights_of_16_bits_have_gradients_of_32(monkeypatch):
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_who_is_given_up_says_why(at, monkeypatch):
+def test_a_worker_that_is_given_up_raises_the_servers_reason(at, monkeypatch):
     """Before its first step, within one, and at the end."""
     script = [welcome(4), GRANTED, GRANTED, OVER]
     found = _Servers(monkeypatch, [*script[:at], {"op": "gone", "why": "it hangs"}])
@@ -140,8 +140,7 @@ def test_who_is_given_up_says_why(at, monkeypatch):
         found.worker()
 
 
-def test_a_worker_waits_as_long_as_servers_live_but_to_be_let_in(monkeypatch):
-    """Three times the timeout after their last sign, and no less; welcomed it is within that."""
+def test_a_worker_waits_three_timeouts_from_the_last_sign_of_life_or_for_its_welcome(monkeypatch):
     long, over = 3 * LONG, 0.25
     for at in (1, 3):  # before the first grant, and the end
         start: list[Any] = [welcome(4), GRANTED, GRANTED][:at]
@@ -164,8 +163,7 @@ def test_a_worker_waits_as_long_as_servers_live_but_to_be_let_in(monkeypatch):
             assert found.worker(9).number == 4
 
 
-def test_a_worker_comes_to_servers_that_were_started_anew_and_goes_on_at_their_clock(monkeypatch):
-    """Wherever it was; its number is the one that it had."""
+def test_a_worker_goes_on_with_restarted_servers_at_their_clock_and_keeps_its_number(monkeypatch):
     script = [
         "restart", welcome(2, 4),  # before it was let in
         GRANTED, "restart", welcome(2, 4),  # when it waits for the next weights
@@ -177,11 +175,11 @@ def test_a_worker_comes_to_servers_that_were_started_anew_and_goes_on_at_their_c
     assert clocks == [4, 4, 5, 5]
     hellos = [header for header in found.asked if header["op"] == "hello"]
     assert [h["worker"] for h in hellos] == [2] * 4
-    assert [h["visitor"] for h in hellos] == [1] * 4, "they are counted anew, too"
+    assert [h["visitor"] for h in hellos] == [1] * 4  # of a new store
 
 
-def test_a_link_that_breaks_is_asked_about(monkeypatch):
-    """The servers say why, were started anew, or are gone."""
+def test_after_a_broken_link_the_servers_tell_why(monkeypatch):
+    """They gave the worker up, are gone, have ended the run, or were restarted."""
 
     def broken(*script: Any) -> _Servers:
         found = _Servers(monkeypatch, [welcome(4), GRANTED, *script])

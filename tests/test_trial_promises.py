@@ -312,6 +312,9 @@ def test_a_run_that_is_asked_to_stop_must_save_its_last_step(
         {"result": stopped, "done": 6}, {"result": stopped, "done": 4},
     ):  # fmt: skip
         assert not tried(**broken), broken
+    counts = iter((6, 6, 5, 5))  # a step that was there before the signal is gone
+    monkeypatch.setattr(Job, "steps", lambda self: next(counts))
+    assert not tried(result=stopped)
 
 
 # ---------------------------------------------------------------- faults

@@ -1,5 +1,5 @@
-"""A step of the optimizer of small units, whatever its rule: what is skipped, counted, scaled and
-handed on, which ranks' gradients are finite, and matrices over several axes."""
+"""The optimizer's step on small units, with every rule: what is skipped, counted and scaled, whose
+gradients are finite, partial sums, and units over different axes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from threads import on_mesh
 from torch import nn
+from traffic import traffic
 
-from warpweave.parallel.data import optimizer as rules
 from warpweave.parallel.data import zero as zero_module
 from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale, Muon, NAdamW, Rule
 from warpweave.parallel.data.unit import Unit, make_unit
@@ -72,8 +72,8 @@ def _state(unit: Unit, optimizer: ZeroOptimizer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("name", RULES)
-def test_what_is_halted_or_not_finite_changes_nothing_and_is_not_counted(name, dtype) -> None:
-    """Both, either, and none; the loss scale halves for a gradient alone."""
+def test_a_halted_step_or_one_not_finite_changes_nothing_and_is_not_counted(name, dtype) -> None:
+    """Every combination of both; only a gradient that is not finite halves the loss scale."""
     unit, scaled = _unit(single(), dtype=dtype), dtype == torch.float16
     scale = LossScale(64.0, interval=2) if scaled else None
     optimizer = ZeroOptimizer([unit], single(), RULES[name], clip=0.5, loss_scale=scale)
@@ -112,8 +112,7 @@ def test_what_is_halted_or_not_finite_changes_nothing_and_is_not_counted(name, d
     assert good == 6
 
 
-def test_a_norm_that_is_given_is_clipped_by_and_returned() -> None:
-    """And not computed again; below the clip nothing is scaled."""
+def test_a_given_norm_clips_and_is_not_computed_again() -> None:
     for clip, norm, factor in ((2.0, 8.0, 0.25), (2.0, 1.0, 1.0), (None, 8.0, 1.0)):
         unit = _unit(single())
         optimizer = ZeroOptimizer([unit], single(), SGD(0.0), clip=clip)
@@ -127,7 +126,7 @@ def test_a_norm_that_is_given_is_clipped_by_and_returned() -> None:
         assert (unit.state.master - expected).abs().max() < 1e-6
 
 
-def test_the_state_goes_on_with_and_without_a_loss_scale() -> None:
+def test_a_state_loads_where_only_one_of_both_has_a_loss_scale() -> None:
     plain, scaled = (
         ZeroOptimizer([_unit(single())], single(), SGD(), loss_scale=scale)
         for scale in (None, LossScale(8.0))
@@ -139,36 +138,27 @@ def test_the_state_goes_on_with_and_without_a_loss_scale() -> None:
     plain.count.fill_(6)
     scaled.load_state(plain.state())
     assert scaled.state() == {"count": 6.0, "loss_scale": 8.0, "good_steps": 3.0}
-    assert all(t == 6 for optimizer in (scaled,) for steps in optimizer.steps for t in steps)
+    assert all(t == 6 for steps in scaled.steps for t in steps)
+
+
+def test_a_loss_scale_moves_to_a_device() -> None:
     moved = LossScale(4.0).to(torch.device("meta"))
     assert (moved.value.device.type, moved.good_steps.device.type) == ("meta", "meta")
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton", None])
-def test_whoever_computes_is_told_by_what(impl) -> None:
-    """The norm, AdamW, and Newton-Schulz: each by its own `impl`."""
-    for rule in (AdamW(impl=impl), Muon(impl=impl, rest=AdamW(impl=impl))):
-        unit, told = _unit(single()), {}
-
-        def spied(place: Any, name: str, told: dict[str, set] = told) -> Any:
-            right = getattr(place, name)
-
-            def call(*args: Any, **options: Any) -> Any:
-                told.setdefault(name, set()).add(options.pop("impl"))
-                return right(*args, impl="torch", **options)
-
-            return mock.patch.object(place, name, call)
-
-        optimizer = ZeroOptimizer([unit], single(), rule, impl=impl)
-        _gradients(unit, 1)
-        with (
-            spied(zero_module, "sum_of_squares"),
-            spied(rules, "adamw_step"),
-            spied(rules, "orthogonalize"),
-        ):
-            optimizer.step(0.1)
-        kernels = ["sum_of_squares", "adamw_step", *["orthogonalize"] * isinstance(rule, Muon)]
-        assert told == {name: {impl} for name in kernels}
+@pytest.mark.parametrize("norm", ["torch", "triton"])
+@pytest.mark.parametrize("rest", ["torch", "triton"])
+@pytest.mark.parametrize("muon", ["torch", "triton"])
+def test_norm_adamw_and_muon_run_by_the_impl_of_each(norm, rest, muon) -> None:
+    rule = Muon(impl=muon, rest=AdamW(impl=rest))
+    unit = _unit(single())
+    optimizer = ZeroOptimizer([unit], single(), rule, impl=norm)
+    _gradients(unit, 1)
+    with traffic() as seen:
+        optimizer.step(0.1)
+    kernels = {"_sum_of_squares_kernel": norm, "_adamw_kernel": rest, "_symmetric_kernel": muon}
+    triton = {kernel for kernel, impl in kernels.items() if impl == "triton"}
+    assert {launch.kernel for launch in seen.launches} == triton
 
 
 # ---------------------------------------------------------------- several ranks
@@ -191,7 +181,7 @@ def test_each_rank_knows_whether_its_own_gradients_are_finite(zero: int) -> None
 
 
 def _partials(mesh: ConnectedMesh, ordered: bool) -> tuple[int, int, list[float]]:
-    """How often partial sums were sent in order and not, and the gradients afterwards."""
+    """How often partial sums went in rank order and by the library, and the gradients then."""
     unit = _unit(mesh, ordered=ordered)
     optimizer = ZeroOptimizer([unit], mesh, SGD())
     unit.write("grad", lambda r: torch.full(r.shape, 1.0 + mesh.index("tp")))
@@ -214,13 +204,8 @@ def _partials(mesh: ConnectedMesh, ordered: bool) -> tuple[int, int, list[float]
     return counts["ordered"], counts["library"], values
 
 
-def test_partial_sums_are_made_in_rank_order_where_gradients_are() -> None:
-    one = single()
-    assert _partials(one, True) == _partials(one, False) == (0, 0, [1.0] * 3)
-
-
 @pytest.mark.parametrize("ordered", [True, False])
-def test_only_parameters_with_partial_sums_are_summed_over_tensor_ranks(ordered: bool) -> None:
+def test_partial_sums_alone_are_summed_and_in_rank_order_if_gradients_are(ordered: bool) -> None:
     found = on_mesh(Mesh(tp=3), lambda mesh: _partials(mesh, ordered))
     for rank, (in_order, at_once, values) in enumerate(found):
         own = 1.0 + rank
@@ -229,7 +214,6 @@ def test_only_parameters_with_partial_sums_are_summed_over_tensor_ranks(ordered:
 
 
 def _two_axes(mesh: ConnectedMesh, zero: int) -> None:
-    """Units whose states lie over other axes: each matrix is stepped along its own direction."""
     units = [_unit(mesh, zero, sum_over=axis) for axis in ("data", "dp")]
     start = {(n, r.name): x.clone() for n, u in enumerate(units) for r, x in u.read("param")}
     rule = Muon(momentum=0.0, weight_decay=0.0, scale="jordan")
@@ -244,7 +228,7 @@ def _two_axes(mesh: ConnectedMesh, zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_matrices_of_units_over_different_axes_are_all_orthogonalised(zero: int) -> None:
+def test_matrices_of_units_over_different_axes_are_each_orthogonalised(zero: int) -> None:
     on_mesh(Mesh(dp=2, cp=2), _two_axes, zero)
 
 
@@ -258,8 +242,8 @@ def _stages_norm(mesh: ConnectedMesh, apart: bool) -> float:
 
 @pytest.mark.parametrize("sizes", [Mesh(pp=2), Mesh(pp=2, dp=2, cp=2, dp_shard=1)], ids=str)
 @pytest.mark.parametrize("apart", [False, True])
-def test_the_norm_is_of_all_stages_or_of_each_apart(sizes: Mesh, apart: bool) -> None:
-    """One of the stages has no rank to shard over where the other has some."""
+def test_the_norm_is_over_all_stages_or_over_each_apart(sizes: Mesh, apart: bool) -> None:
+    """The first stage is sharded over dp alone, which has one rank, the second over cp, too."""
     shapes = (5, 3), (7,), (4,)
     squares = [sum(float(_draw(s, 10 * k + len(s)).square().sum()) for s in shapes) for k in (1, 2)]
     norms = on_mesh(sizes, _stages_norm, apart)
