@@ -27,9 +27,10 @@ from warpweave.train_config import TrainConfig
 
 def _help(capsys, record: type) -> str:
     """The help on a record's options, each run of blanks and box drawing as one blank."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
-        patch.setenv("COLUMNS", "100")  # a wide terminal has two columns, side by side
-        tyro.cli(record, args=["--help"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "100")  # wider, options stand in two columns
+        with pytest.raises(SystemExit) as caught:
+            tyro.cli(record, args=["--help"])
     assert caught.value.code == 0
     return re.sub(r"[\s│]+", " ", capsys.readouterr().out)
 
