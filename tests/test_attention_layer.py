@@ -229,8 +229,11 @@ def test_a_token_sees_no_later_one_but_all_earlier_ones():
 def test_heads_that_do_not_fit_are_refused_by_their_numbers(heads, options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         Attention(12, heads, **options)
-    assert Attention(12, 5, head_size=4).head_dim == 4  # whatever does not divide
-    assert Attention(12, 4).head_dim == 3  # nothing turns
+
+
+def test_heads_need_not_divide_the_width_nor_be_many_nor_be_even_without_rope():
+    assert Attention(12, 5, head_size=4).head_dim == 4
+    assert Attention(12, 4).head_dim == 3
     one = Attention(12, 1, num_kv_heads=1, head_size=1)
     assert one(torch.zeros(2, 3, 12)).shape == (2, 3, 12)
 

@@ -454,8 +454,6 @@ def test_every_option_comes_back_from_the_file_that_a_run_leaves(tmp_path):
         ("out = 2026-01-01", 'out must be a path in quotes, got "2026-01-01"'),
         ("betas = [0.9]", "betas must be a list of 2, each a number, got [0.9]"),
         ("betas = [0.9, 0.95, 0.99]", "betas must be a list of 2, each a number, got [0.9, 0.95, "),
-        ("betas = []", "betas must be a list of 2, each a number, got []"),
-        ("windows = [8, true]", "windows must be a list of any number of, each an integer, got ["),
         ("steps = 'é'", 'steps must be an integer, got "é"'),
         ("steps = " + 9999 * "[", "is not TOML: "),
         ("windows = [8, 0.5]", "windows must be a list of any number of, each an integer, got [8,"),
