@@ -28,7 +28,10 @@ def test_a_name_imports_its_own_module_alone_and_is_then_the_packages(
     package.__path__ = [str(tmp_path / "lazy_made")]
     monkeypatch.setitem(sys.modules, "lazy_made", package)
     get = names_of("lazy_made", {"first": ("A",), "second": ("B", "D"), "third": ("C",)})
-    loaded = lambda: {n for n in sys.modules if n.startswith("lazy_made.")}  # noqa: E731
+
+    def loaded() -> set[str]:
+        return {name for name in sys.modules if name.startswith("lazy_made.")}
+
     assert (get("B"), loaded()) == ("second", {"lazy_made.second"})
     assert (package.__dict__["B"], "A" in package.__dict__) == ("second", False)
     assert (get("C"), get("A"), len(loaded())) == ("third", "first", 3)

@@ -219,7 +219,7 @@ def test_activations_are_counted_over_all_stages_of_a_rank() -> None:
 
 
 @pytest.mark.parametrize("p", [1, 3])
-def test_pipedream_reduces_before_each_update_and_is_as_stale_as_its_stages_are_many(p) -> None:
+def test_pipedream_reduces_before_each_update_and_is_p_minus_1_updates_stale(p) -> None:
     lists = with_comm(with_reduce(pipedream(p, 12)))
     validate(lists, staleness=p - 1, microbatches=12)
     for row in lists:
@@ -247,6 +247,11 @@ def test_a_pass_after_the_update_is_refused_with_the_rank_that_has_one() -> None
 def test_a_negative_lag_is_refused_on_any_rank(lag) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(f'lag must be >= 0, got {lag}')}$"):
         split_backward(one_f_one_b(3, 2), lag=lag)
+
+
+def test_a_lag_must_be_given_for_each_rank_or_for_all() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        split_backward(one_f_one_b(3, 2), lag=[0, 1])
 
 
 def test_splitting_the_backwards_takes_cells_apart() -> None:
