@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close_f64
+from sharded_ops import small_blocks
 
 from warpweave.kernels.cross_entropy import (
     blocks,
@@ -21,12 +22,12 @@ from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 
 
 @pytest.fixture
-def small_blocks():
-    with mock.patch.object(blocks, "CPU", blocks.BlockSizes(1100, 8, 5)):  # 8 x 128 and 5 x 128
+def several_blocks():
+    with small_blocks(blocks.BlockSizes(1100, 8, 5)):  # 8 x 128 and 5 x 128
         yield
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("several_blocks")
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [0, 7, 128])
@@ -55,7 +56,7 @@ def test_the_backward_adds_to_the_weights_gradient_or_overwrites_all_of_it(rows,
 @pytest.mark.parametrize("sizes", [(1100, 8, 5), (2**11, 1, 1), (2**20, 2**10, 2**10)], ids=str)
 def test_blocks_cover_the_logits_once_and_are_as_large_as_allowed(sizes):
     held = blocks.BlockSizes(*sizes)
-    with mock.patch.object(blocks, "CPU", held):
+    with small_blocks(held):
         for rows, columns in ((1, 1), (8, 137), (9, 128), (23, 301), (40, 4097), (3, 0), (2100, 5)):
             seen = torch.zeros(rows, columns, dtype=torch.int64)
             x, many = torch.empty(rows, 3), set()
@@ -85,7 +86,7 @@ def test_more_logits_than_may_be_held_at_once_are_made_in_two_halves(spare):
 
     held = blocks.BlockSizes(2**20, 2**10, 2**10, 11 * 30 - 1 + spare)
     with (
-        mock.patch.object(blocks, "CPU", held),
+        small_blocks(held),
         mock.patch.object(in_forward, "_rows_fwd_op", noted),
     ):
         loss = linear_cross_entropy(x, w, labels)
@@ -111,7 +112,7 @@ def _formula(z: torch.Tensor, labels: torch.Tensor, ignored: int, s: float, c: f
     return torch.where(labels == ignored, 0.0, losses)
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("several_blocks")
 @pytest.mark.parametrize(
     ("impl", "ignored"), [("torch", 7), ("torch", -1), ("torch", 500), ("triton", 7)]
 )
