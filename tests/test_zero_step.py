@@ -225,7 +225,7 @@ def _stages_norm(mesh: ConnectedMesh, apart: bool) -> float:
 @pytest.mark.parametrize("sizes", [Mesh(pp=2), Mesh(pp=2, dp=2, cp=2, dp_shard=1)], ids=str)
 @pytest.mark.parametrize("apart", [False, True])
 def test_the_norm_is_over_all_stages_or_over_each_apart(sizes: Mesh, apart: bool) -> None:
-    """With dp_shard = 1 the stage that is summed over dp alone is not sharded, the other over cp."""
+    """With dp_shard = 1 the stage that is summed over dp is not sharded, the other one over cp."""
     shapes = (5, 3), (7,), (4,)
     squares = [sum(float(_draw(s, 10 * k + len(s)).square().sum()) for s in shapes) for k in (1, 2)]
     norms = on_mesh(sizes, _stages_norm, apart)
