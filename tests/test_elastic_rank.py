@@ -29,8 +29,6 @@ from warpweave.resume import Progress
 from warpweave.train_config import TrainConfig
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
-
-
 GRACE = 15.0  # seconds in which the keeper finds out who hangs
 
 

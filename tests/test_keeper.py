@@ -39,7 +39,15 @@ class _Store(dist.HashStore):
 
 
 @pytest.fixture
-def keeper(monkeypatch):
+def clock(monkeypatch) -> SimpleNamespace:
+    """The keeper's clock, which stands at `now`."""
+    found = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
+
+
+@pytest.fixture
+def keeper(monkeypatch, clock):
     """A function that makes a keeper of `replicas` of `width` ranks, all let in if `there`."""
 
     def end(processes: Any) -> None:
@@ -69,14 +77,6 @@ def keeper(monkeypatch):
         return found
 
     return make
-
-
-@pytest.fixture
-def clock(monkeypatch) -> SimpleNamespace:
-    """The keeper's clock, which stands at `now`."""
-    found = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
-    return found
 
 
 def _ready(keeper: Keeper, *numbers: int) -> None:
