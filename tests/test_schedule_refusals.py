@@ -61,8 +61,8 @@ ONE_OF = "needs one F and either one B or one I and one W"
         # ---- cells
         (joined(lists_of("0F0 0B0 0F1"), "0F1"), f"rank 0 position 2: 0F1& and None {NO_CELL}"),
         (
-            joined(lists_of("0F0 0B0 0F1 0B1"), "0B0"),
-            f"rank 0 position 1: 0B0& and 0F1 {NO_CELL}",
+            joined(lists_of("0F0 0F1 0B0 0B1"), "0B0"),
+            f"rank 0 position 2: 0B0& and 0B1 {NO_CELL}",
         ),
         # ---- each micro-batch once
         (
