@@ -62,7 +62,7 @@ def test_the_halves_take_every_option_and_have_the_defaults_of_the_whole(name) -
 
 @IMPLS
 @pytest.mark.parametrize("options", [{}, {"window": 5, "softcap": 2.0}], ids=["plain", "rows"])
-def test_final_statistics_may_lie_anywhere(options, impl) -> None:
+def test_the_backward_takes_statistics_of_any_strides(options, impl) -> None:
     """o, do, lse and delta of the backward, of which a rank may hold views."""
     q, k, v = (x.detach() for x in draw(B=2, Sq=19, Sk=19, Hq=4, Hkv=2, D=8))
     do = torch.randn_like(q)
@@ -98,12 +98,10 @@ WIDE = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", WIDE)
-def test_on_a_cpu_what_is_wanted_in_float32_is_that_of_float32(name, dtype) -> None:
-    """The results of 16 bits that will be added up, and the sums that they are added to."""
-    low, options = (
-        [x.detach() for x in draw(Sq=19, Sk=19, Hq=4, Hkv=2, D=8, dtype=dtype)],
-        WIDE[name],
-    )
+def test_float32_results_of_16_bit_inputs_are_those_of_float32_inputs(name, dtype) -> None:
+    """Partial results of the CPU path that will be added up, and the sums they are added to."""
+    low = [x.detach() for x in draw(Sq=19, Sk=19, Hq=4, Hkv=2, D=8, dtype=dtype)]
+    options = WIDE[name]
     do, wide = torch.randn_like(low[0]), [x.float() for x in low]
     want = attention_fwd(*wide, **options)
     assert_same_bits(attention_fwd(*low, out_dtype=torch.float32, **options), want)
@@ -116,9 +114,8 @@ def test_on_a_cpu_what_is_wanted_in_float32_is_that_of_float32(name, dtype) -> N
         assert_same_bits(found, exact)
         sums = tuple(torch.zeros_like(x) for x in wide)
         assert_all_close(attention_bwd(do, *low, want[1], into=sums, **stats, **options), exact, 0)
-    rounded = attention_bwd(
-        do, *low, want[1], delta, **options
-    )  # delta alone: float32 till the end
+    # By delta alone all is float32 until the end.
+    rounded = attention_bwd(do, *low, want[1], delta, **options)
     exact = attention_bwd(do.float(), *wide, want[1], delta, **options)
     assert_same_bits(rounded, [x.to(dtype) for x in exact])
 
@@ -134,8 +131,9 @@ def test_autocast_leaves_the_halves_alone(options, impl) -> None:
     def run():
         o, lse = attention_fwd(q, k, v, **options)
         delta = attention_delta(o, do, impl=impl)
-        back = (attention_bwd(do, q, k, v, lse, *stats, **options) for stats in ((delta,),))
-        return o, lse, delta, *next(back), *attention_bwd(do, q, k, v, lse, None, o=o, **options)
+        by_delta = attention_bwd(do, q, k, v, lse, delta, **options)
+        by_o = attention_bwd(do, q, k, v, lse, None, o=o, **options)
+        return o, lse, delta, *by_delta, *by_o
 
     want = run()
     with torch.autocast("cpu", torch.bfloat16):
@@ -143,8 +141,8 @@ def test_autocast_leaves_the_halves_alone(options, impl) -> None:
 
 
 @IMPLS
-def test_a_table_made_once_is_that_of_the_boundaries(impl) -> None:
-    """Of whole sequences, of which queries and keys are other rows."""
+def test_packed_documents_give_the_results_of_their_boundaries(impl) -> None:
+    """Queries and keys are different rows of the sequence that the table is of."""
     runs = {"q_runs": ((4, 9), (30, 8)), "k_runs": ((0, 12), (24, 13))}
     qkv = draw(B=2, Sq=17, Sk=25, D=8)
     do = torch.randn(2, 17, 2, 8, dtype=F64)
@@ -172,8 +170,8 @@ def test_dropout_of_groups_of_heads_has_the_gradient_of_the_reference(impl) -> N
 
 
 @IMPLS
-def test_a_dropout_that_leaves_nothing_leaves_zeros(impl) -> None:
-    """So near 1 that it is 1 in units of 2^-32."""
+def test_dropout_of_almost_1_gives_zeros_and_no_gradient(impl) -> None:
+    """1 - 1e-12 rounds to 1 in units of 2^-32, in which kernels draw."""
     qkv = draw(Sq=7, Sk=7, D=8)
     o, lse = attention(*qkv, dropout=1 - 1e-12, return_lse=True, impl=impl)
     assert not o.any()
@@ -182,7 +180,7 @@ def test_a_dropout_that_leaves_nothing_leaves_zeros(impl) -> None:
 
 
 @IMPLS
-def test_a_gradient_of_another_dtype_is_read_in_that_of_the_queries(impl) -> None:
+def test_an_upstream_gradient_of_another_dtype_is_cast_to_that_of_the_queries(impl) -> None:
     q, k, v = (x.detach() for x in draw(Sq=19, Sk=19, Hq=4, Hkv=2, D=8, dtype=torch.bfloat16))
     do, options = torch.randn(q.shape), {"grad_dtype": torch.float32, "impl": impl}
     o, lse = attention_fwd(q, k, v, impl=impl)
@@ -194,7 +192,7 @@ def test_a_gradient_of_another_dtype_is_read_in_that_of_the_queries(impl) -> Non
 
 
 @IMPLS
-def test_sinks_may_lie_anywhere_and_have_a_dtype_of_their_own(impl) -> None:
+def test_sinks_may_have_any_strides_and_a_dtype_of_their_own(impl) -> None:
     q, k, v = draw(B=2, Sq=9, Sk=9, Hq=4, Hkv=2, D=8, dtype=torch.float32)
     for dtype in (torch.float16, torch.float32, F64):
         sinks = torch.randn(2, 8).t().flatten()[::4].to(dtype).repeat_interleave(3)[::3]
@@ -213,7 +211,7 @@ def test_sinks_may_lie_anywhere_and_have_a_dtype_of_their_own(impl) -> None:
         assert_close_f64(dsinks, wanted, 2e-3 if dtype == torch.float16 else 1e-4)
 
 
-def test_a_part_of_what_comes_from_above_is_that_of_its_rows_and_heads() -> None:
+def test_upstream_is_sliced_along_the_rows_and_heads_of_each_tensor() -> None:
     do, o, lse, delta = *torch.randn(2, 3, 7, 5, 4), *torch.randn(2, 3, 5, 7)
     rows, heads = slice(2, 6), slice(1, 3)
     for given in (

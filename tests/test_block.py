@@ -202,7 +202,7 @@ def test_norms_stand_where_they_are_told_to():
 
 
 @pytest.mark.parametrize("place", ["pre", "sandwich", "post"])
-def test_each_branch_is_dropped_by_its_own_site_wherever_norms_stand(place):
+def test_each_branch_has_a_dropout_site_of_its_own_wherever_norms_stand(place):
     block = _block(LLAMA | {"norm_place": place}, dropout=0.4, site=5)
     x, context, names = draw(1, 12, E), _context(), ("attention_norm", "attention_post_norm",
                                                       "mlp_norm", "mlp_post_norm")  # fmt: skip

@@ -197,7 +197,7 @@ def test_shards_over_neighbours_need_a_zero_stage_that_has_shards():
         PRESETS["toy"].check(Mesh(dp=4, dp_shard=2), ParallelPlan(zero=0))
 
 
-def test_sums_in_the_order_of_micro_batches_do_not_go_with_replicas_of_shards():
+def test_ordered_reduction_is_refused_with_replicas_of_shards():
     plan = ParallelPlan(reduce="ordered", zero=1)
     PRESETS["toy"].check(Mesh(dp=4), plan)
     for sizes in ({"dp": 4, "dp_shard": 2}, {"outer": 2}, {"outer": 2, "dp": 2}):
@@ -208,7 +208,7 @@ def test_sums_in_the_order_of_micro_batches_do_not_go_with_replicas_of_shards():
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3])
-def test_what_an_asynchronous_schedule_can_do_is_not_refused(pp):
+def test_an_asynchronous_schedule_needs_untied_ends_over_several_stages(pp):
     plan = ParallelPlan(schedule="pipedream", microbatches=4, zero=2)
     apart = dataclasses.replace(PRESETS["small"], tied=False)
     apart.check(Mesh(pp=pp, dp=2), plan)
@@ -224,7 +224,7 @@ def test_what_an_asynchronous_schedule_can_do_is_not_refused(pp):
 
 
 @pytest.mark.parametrize(("replicas", "m", "size"), [(1, 3, 2), (2, 3, 4), (3, 2, 1), (4, 1, 2)])
-def test_samples_are_dealt_to_replicas_whole_or_in_turn(replicas, m, size):
+def test_samples_are_dealt_to_replicas_in_blocks_or_in_turn(replicas, m, size):
     """In turn: micro-batch i of replica r is the whole step's micro-batch i * replicas + r."""
     for reduce in ("library", "ordered"):
         found = ParallelPlan(microbatches=m, reduce=reduce).deal(replicas, size).tolist()
@@ -276,7 +276,7 @@ TOYS = {  # layers, width, heads, kv_heads, hidden, vocabulary, sequence
 }
 
 
-def test_every_preset_has_the_sizes_that_stand_here():
+def test_presets_without_a_published_config_have_these_sizes():
     assert {*TOYS, *PUBLISHED} == {*PRESETS}
     for name, sizes in TOYS.items():
         c = PRESETS[name]

@@ -206,20 +206,6 @@ def test_the_default_text_is_the_standard_library() -> None:
     assert "self" in train.decode(train.tokens[:200_000].tolist())
 
 
-def test_folders_are_read_in_order_by_pattern_without_hidden_files(tmp_path: Path) -> None:
-    source = tmp_path / "text"
-    (source / "b").mkdir(parents=True)
-    (source / ".git").mkdir()
-    (source / "b" / "x.md").write_bytes(b"second")
-    (source / "a.md").write_bytes(b"first ")
-    (source / "c.png").write_bytes(b"\x89")
-    (source / ".hidden.md").write_bytes(b"no")
-    (source / ".git" / "x.md").write_bytes(b"no")
-    (source / "loop").symlink_to(source)
-    data = open_dataset(source, seq_len=3, split="all", pattern="*.md")
-    assert bytes(data.tokens) == b"first second"
-
-
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 
@@ -556,34 +542,6 @@ def test_any_byte_of_a_token_file_is_in_its_fingerprint(tmp_path: Path, kind: st
         other[part] ^= 1
         found.add(open_dataset(_token_file(tmp_path, kind, other), seq_len=4).fingerprint)
     assert len(found) == 5
-
-
-def test_a_hash_is_kept_until_the_file_changes_in_any_way(tmp_path: Path, monkeypatch) -> None:
-    path, kept = tmp_path / "file", tmp_path / "kept"
-    path.write_bytes(b"some bytes")
-    truth = hashlib.sha256(b"some bytes").hexdigest()
-    assert files.sha256(path, kept) == truth
-    assert not kept.exists()  # too young: a write in the same tick would not show
-    path.write_bytes(b"same tick!")
-    assert files.sha256(path, kept) == hashlib.sha256(b"same tick!").hexdigest()
-    path.write_bytes(b"some bytes")
-    _age(path)
-    assert files.sha256(path, kept) == truth
-    monkeypatch.setattr(files, "_CHUNK", 0)  # it would read nothing
-    assert (
-        files.sha256(path, kept) == files.sha256(tmp_path / "kept" / ".." / "file", kept) == truth
-    )
-    monkeypatch.undo()
-    times = path.stat()
-    path.write_bytes(b"SOME BYTES")
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    changed = hashlib.sha256(b"SOME BYTES").hexdigest()
-    assert files.sha256(path, kept) == changed  # overwritten in place, with its old time
-    other = tmp_path / "other"
-    other.write_bytes(b"some bytes")
-    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
-    other.replace(path)
-    assert files.sha256(path, kept) == truth  # replaced by another of the same size and time
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"NAME": 3}', '{"NAME": []}', "[" * 100_000])

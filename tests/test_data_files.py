@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,19 +51,16 @@ def _read(source: Path | None, **options) -> str:
         ("*", "a.md b/a2.txt b/c/a.md z.txt"),
         ("*.md", "a.md b/c/a.md"),
         ("a*", "a.md b/a2.txt b/c/a.md"),
-        ("a.md", "a.md b/c/a.md"),
-        ("?.*", "a.md b/c/a.md z.txt"),
         ("[z]*", "z.txt"),
     ],
 )
-def test_a_pattern_is_of_names_in_any_folder(tmp_path, pattern, names):
+def test_a_pattern_matches_file_names_in_any_visible_folder(tmp_path, pattern, names):
     _tree(tmp_path, "z.txt", "a.md", "b/a2.txt", "b/c/a.md", ".a.md", ".b/a.md")
+    (tmp_path / "loop").symlink_to(tmp_path)
     assert _read(tmp_path, pattern=pattern) == names
 
 
-def test_of_the_standard_library_only_what_is_no_test_and_the_same_everywhere(
-    tmp_path, monkeypatch
-):
+def test_the_standard_library_is_read_without_tests_and_generated_files(tmp_path, monkeypatch):
     skipped = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",
                "ensurepip", "lib/test", "lib/tests", ".hidden")  # fmt: skip
     _tree(
@@ -80,9 +78,7 @@ def test_of_the_standard_library_only_what_is_no_test_and_the_same_everywhere(
 
 @pytest.mark.parametrize("kind", ["bin", "npy"])
 @pytest.mark.parametrize("vocab_size", [7, 9, 300])
-def test_a_sidecar_says_the_vocabulary_and_without_one_it_is_the_largest_token(
-    tmp_path, kind, vocab_size
-):
+def test_the_vocabulary_is_the_sidecars_or_reaches_to_the_largest_token(tmp_path, kind, vocab_size):
     path, ids = tmp_path / f"a.{kind}", np.array([0, 6, 3, 5], dtype=smallest_dtype(vocab_size))
     write_token_file(tmp_path / "a.bin", ids, vocab_size=vocab_size)
     sidecar = tmp_path / "a.bin.json"
@@ -108,7 +104,7 @@ def test_a_sidecar_says_the_vocabulary_and_without_one_it_is_the_largest_token(
 
 
 @pytest.mark.parametrize("more", [0, 1, 300])
-def test_tokens_that_were_added_are_of_the_vocabulary_and_of_prompts_alone(tmp_path, more):
+def test_added_tokens_count_in_the_vocabulary_and_are_inserted_in_prompts_only(tmp_path, more):
     """Text gets none, and shows those that are in it."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
@@ -145,7 +141,7 @@ def test_bytes_are_a_tokenizer_of_256():
     assert (found.vocab_size, found.fingerprint) == (256, "bytes")
 
 
-def test_no_samples_have_the_boundaries_of_no_documents():
+def test_boundaries_of_no_samples_and_of_labels_everywhere():
     assert boundaries(torch.zeros(0, 5, dtype=torch.int64)).shape == (0, 2)
     assert boundaries(torch.zeros(2, 5, dtype=torch.int64)).tolist() == [[0, 5]] * 2
 
@@ -157,13 +153,12 @@ TRUTH = hashlib.sha256(b"some bytes").hexdigest()
 
 @pytest.fixture
 def later(monkeypatch) -> None:
-    """Two seconds after all that is written."""
-    clock = files.time.time_ns
-    monkeypatch.setattr(files, "time", SimpleNamespace(time_ns=lambda: clock() + 2 * 10**9))
+    """Long after all that is written."""
+    monkeypatch.setattr(files, "time", SimpleNamespace(time_ns=lambda: 2**62))
 
 
 @pytest.mark.usefixtures("later")
-def test_a_kept_hash_is_believed_until_size_times_inode_or_device_are_others(tmp_path):
+def test_a_kept_hash_is_believed_until_size_times_inode_or_device_change(tmp_path):
     path, kept = tmp_path / "file", tmp_path / "kept"
     path.write_bytes(b"some bytes")
     assert sha256(path, kept) == TRUTH
@@ -178,7 +173,7 @@ def test_a_kept_hash_is_believed_until_size_times_inode_or_device_are_others(tmp
     other = tmp_path / "other"
     other.write_bytes(b"others")
     memory.write_text(json.dumps({name: [*stamp, "believed"]}))
-    assert sha256(path, kept) == "believed"
+    assert sha256(path, kept) == sha256(kept / ".." / "file", kept) == "believed"
     assert sha256(path) == TRUTH
     assert sha256(other, kept) == hashlib.sha256(b"others").hexdigest()
     assert json.loads(memory.read_text()).keys() == {name, str(other)}  # both are kept
@@ -190,7 +185,7 @@ def test_a_kept_hash_is_believed_until_size_times_inode_or_device_are_others(tmp
 
 
 @pytest.mark.parametrize("seconds", [0, 0.9, 1.1, 100])
-def test_a_file_of_the_last_second_by_either_of_its_times_is_hashed_again(
+def test_the_hash_of_a_file_written_or_changed_in_the_last_second_is_not_kept(
     tmp_path, monkeypatch, seconds
 ):
     path, kept = tmp_path / "file", tmp_path / "kept"
@@ -222,8 +217,8 @@ def test_the_hash_of_a_token_file_is_kept_in_the_cache_of_its_dataset(tmp_path, 
 # ---------------------------------------------------------------- writing and reading whole
 
 
-def test_a_file_is_replaced_whole_or_stays_and_nothing_else_is_left(tmp_path):
-    path, other = tmp_path / "file", tmp_path / "other"
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path, other, here = tmp_path / "file", tmp_path / "other", re.escape(str(tmp_path))
     other.write_text("mine")
     path.symlink_to(other)
     old = os.umask(0o022)
@@ -241,25 +236,26 @@ def test_a_file_is_replaced_whole_or_stays_and_nothing_else_is_left(tmp_path):
         file.write(b"half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(DataError, match=rf"^cannot write {path}: No space left on device$"):
+    with pytest.raises(DataError, match=rf"^cannot write {here}/file: No space left on device$"):
         replace(path, fails)
     assert path.read_bytes() == b"new"
     assert sorted(tmp_path.iterdir()) == [path, other]
-    with pytest.raises(DataError, match=rf"^cannot write {tmp_path}/none/file: No such file"):
+    with pytest.raises(DataError, match=rf"^cannot write {here}/none/file: No such file"):
         replace(tmp_path / "none" / "file", lambda file: None)
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    here = re.escape(str(tmp_path))
     assert read_whole(_tree(tmp_path, "a") / "a") == b"<a>"
     for call in (read_whole, sha256):
-        with pytest.raises(DataError, match=rf"^cannot read {tmp_path}/none: No such file or dir"):
+        with pytest.raises(DataError, match=rf"^cannot read {here}/none: No such file or dir"):
             call(tmp_path / "none")
-        with pytest.raises(DataError, match=rf"^cannot read {tmp_path}: Is a directory$"):
+        with pytest.raises(DataError, match=rf"^cannot read {here}: Is a directory$"):
             call(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", "[" * 100_000])
-def test_digests_of_a_cache_that_are_none_are_damage_that_is_named(tmp_path, text):
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "[" * 100_000], ids="{:.2}".format)
+def test_a_cache_whose_digests_are_damaged_is_refused_by_name(tmp_path, text):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({"?": 0, "a": 1}, unk_token="?"))
@@ -273,8 +269,8 @@ def test_digests_of_a_cache_that_are_none_are_damage_that_is_named(tmp_path, tex
     names = [".bin", ".bin.json", ".json", ".starts"]
     assert sorted(path.name for path in cache.iterdir()) == [kept.name + name for name in names]
     kept.with_suffix(".json").write_text(text)
-    words = rf"^{kept}.bin is damaged \(its SHA-256 differs\); delete {kept}\.\* to rebuild$"
-    with pytest.raises(DataError, match=words):
+    words = f"{kept}.bin is damaged (its SHA-256 differs); delete {kept}.* to rebuild"
+    with pytest.raises(DataError, match=f"^{re.escape(words)}$"):
         open_dataset(tmp_path / "text", cache=cache, **options)
     for path in cache.iterdir():
         path.unlink()

@@ -97,7 +97,7 @@ def _explained(rank: int) -> tuple[list, dict, str, int]:
     return seen.sent, seen.layouts, str(seen), left
 
 
-def test_layouts_and_the_bytes_of_every_collective_are_told_with_their_module() -> None:
+def test_layouts_and_the_bytes_of_every_collective_are_listed_by_module() -> None:
     first, *others = run_ranks(R, _explained)
     sent, layouts, text, left = first
     assert others == [first] * 2

@@ -5,6 +5,7 @@ import math
 import random
 from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -106,32 +107,53 @@ def test_onednn_never_gets_columns_out_of_wider_rows(monkeypatch):
     assert all(x.is_contiguous() or x.t().is_contiguous() for x in seen)
 
 
-def test_on_intel_there_is_nothing_to_gain_from_onednn(monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    for name, wanted in (("Intel Xeon", False), ("AMD EPYC", True)):
-        told = {"cpu_name": name}
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda told=told: told, raising=False)
-        assert module._has_onednn.__wrapped__() == (wanted and torch.backends.mkldnn.is_available())
+def test_onednn_is_for_cpus_with_avx512_that_are_not_intels(monkeypatch):
+    told = {"cpu_name": "AMD EPYC", "capability": "AVX512", "available": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: told["available"])
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: told["capability"])
+
+    def taken(**other) -> bool:
+        with mock.patch.dict(told, other):
+            return module._has_onednn.__wrapped__()
+
+    assert taken() == hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    assert taken(capability="AVX512_VNNI") == taken(cpu_name="") == taken()
+    assert not taken(cpu_name="Intel(R) Xeon(R)")
+    assert not taken(capability="AVX2")
+    assert not taken(capability="DEFAULT")
+    assert not taken(available=False)
 
 
-def test_large_products_go_to_onednn_and_small_thin_or_wide_ones_do_not(monkeypatch):
+def test_onednn_takes_float32_products_of_2_to_the_20_terms_with_no_side_below_32(monkeypatch):
     seen = []
-    monkeypatch.setattr(module, "_has_onednn", lambda: True)
 
     def onednn(a, bt, bias):
         seen.append((*a.shape, len(bt)))
         return a @ bt.t()
 
     monkeypatch.setattr(module, "_onednn", onednn)
-    gemm(torch.ones(128, 128), torch.ones(128, 128))
-    assert seen == [(128, 128, 128)]
-    gemm(torch.ones(64, 64), torch.ones(64, 64))  # small
-    gemm(torch.ones(1024, 4), torch.ones(4, 1024))  # thin
-    gemm(torch.ones(128, 128).double(), torch.ones(128, 128).double())
-    gemm(torch.ones(128, 128).bfloat16(), torch.ones(128, 128).bfloat16())
-    assert len(seen) == 1
+
+    def takes(m, k, n, **kind):
+        seen.clear()
+        gemm(torch.ones(m, k, **kind), torch.ones(k, n, **kind))
+        return seen
+
+    large = 128, 64, 128
+    monkeypatch.setattr(module, "_has_onednn", lambda: True)
+    for shape in (large, (32, 1024, 32)):
+        assert takes(*shape) == [shape]
+    for shape in ((127, 64, 128), (128, 63, 128), (128, 64, 127)):  # small
+        assert not takes(*shape)
+    for shape in ((31, 2048, 32), (2048, 31, 32), (32, 2048, 31)):  # thin
+        assert not takes(*shape)
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        assert not takes(*large, dtype=dtype)
+    assert not takes(*large, device="meta")
     with pytest.raises(RuntimeError):
         gemm(torch.ones(128, 128), torch.ones(129, 128))
+    monkeypatch.setattr(module, "_has_onednn", lambda: False)
+    assert not takes(*large)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -262,7 +262,7 @@ def test_gradients_reach_the_leaf_of_any_view_of_a_parameter_now_or_later(op) ->
                 assert_close_f64(a, b, 1e-12)
 
 
-def test_what_was_deferred_is_made_in_order_and_by_what_is_cheaper() -> None:
+def test_deferred_gradients_are_computed_in_order_and_written_into_buffers() -> None:
     made, first, other = [], *(torch.zeros(2, requires_grad=True) for _ in "ab")
     store = WeightGradients({other: torch.full((2,), float("nan"))})
 
@@ -285,7 +285,7 @@ def test_what_was_deferred_is_made_in_order_and_by_what_is_cheaper() -> None:
     assert other.grad.tolist() == [6.0, 6.0]
 
 
-def test_a_gradient_has_the_dtype_that_its_parameter_wants_or_for_any_its_own() -> None:
+def test_a_gradient_has_the_grad_dtype_of_its_parameter_or_the_parameters_own() -> None:
     for own in (F64, F32, BF16):
         p = torch.zeros(3, dtype=own, requires_grad=True)
         assert grad_dtype(p) == own

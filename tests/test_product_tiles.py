@@ -1,9 +1,7 @@
-"""Which tile and which library a product takes, at the edges where it takes another; which kind of
-tile each kernel asks for."""
+"""Which tile a product takes, at the edges where it takes another; which kind of tile each kernel
+asks for."""
 
 from __future__ import annotations
-
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from warpweave.kernels.devices import CTAS
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.gemm import cpu, epilogue, fused_gemm, gemm, gemm_into, mainloop
+from warpweave.kernels.gemm import epilogue, fused_gemm, gemm, gemm_into, mainloop
 from warpweave.kernels.gemm.epilogue import Epilogue
 from warpweave.kernels.mlp import hidden
 from warpweave.kernels.overlap import gather, scatter
@@ -30,7 +28,9 @@ def _named(tile: GemmTile) -> str:
 
 @pytest.mark.parametrize("kind", ["large", "heavy", "wide", "symmetric"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_with_a_tile_for_each_processor_a_product_is_large(kind, shared, monkeypatch) -> None:
+def test_a_product_is_large_with_a_tile_for_each_processor_and_16_byte_loads(
+    kind, shared, monkeypatch
+) -> None:
     monkeypatch.setattr(mainloop, "processors", lambda device: MANY)
 
     def found(m: int, n: int, k: int = 16, step: int = 1) -> str:
@@ -82,7 +82,7 @@ def _strided(shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:
         ((16, 2**31), (1, 16), False),
     ],
 )
-def test_what_is_aligned_has_rows_or_columns_end_to_end_16_elements_apart(shape, strides, aligned):
+def test_aligned_is_of_contiguous_rows_or_columns_at_multiples_of_16(shape, strides, aligned):
     assert mainloop.is_aligned(_strided(shape, strides)) == aligned
     if max(shape) < 2**20:
         padded = torch.empty(4096)
@@ -138,30 +138,7 @@ def test_each_kernel_asks_for_its_kind(monkeypatch) -> None:
             assert found == ["wide" if dtype.itemsize == 2 else "large"]
 
 
-@pytest.mark.parametrize(
-    ("m", "k", "n", "taken"),
-    [
-        (128, 64, 128, True),
-        (127, 64, 128, False),
-        (128, 63, 128, False),
-        (128, 64, 127, False),
-        (32, 1024, 32, True),
-        (31, 2048, 32, False),
-        (2048, 31, 32, False),
-        (32, 2048, 31, False),
-    ],
-)
-def test_onednn_is_for_products_of_2_to_the_20_with_no_side_below_32(m, k, n, taken, monkeypatch):
-    monkeypatch.setattr(cpu, "_has_onednn", lambda: True)
-    a, b = torch.empty(m, k), torch.empty(k, n)
-    assert cpu._takes_onednn(a, b) == taken
-    assert not cpu._takes_onednn(a.half(), b.half())
-    assert not cpu._takes_onednn(a.to("meta"), b.to("meta"))
-    monkeypatch.setattr(cpu, "_has_onednn", lambda: False)
-    assert not cpu._takes_onednn(a, b)
-
-
-def test_programs_that_wait_leave_processors_to_collectives_and_are_one_at_least(monkeypatch):
+def test_waiting_programs_leave_processors_to_collectives_and_are_at_least_one(monkeypatch):
     device = torch.device("cpu")
     for here, most in ((4, 1), (CTAS, 1), (CTAS + 1, 1), (CTAS + 2, 2), (132, 132 - CTAS)):
         monkeypatch.setattr(gather, "processors", lambda device, here=here: here)
@@ -170,21 +147,3 @@ def test_programs_that_wait_leave_processors_to_collectives_and_are_one_at_least
             for copying in (0, 1, 16):
                 (programs,) = gather.Peers((), (2, copying, 0), copying).grid(parts, device)
                 assert programs == max(min(copying + parts, most), copying + 1)
-
-
-def test_onednn_is_for_cpus_that_are_not_intels_with_avx512(monkeypatch):
-    told = {"cpu_name": "AMD EPYC", "capability": "AVX512", "available": True}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: told["available"])
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: told["capability"])
-
-    def taken(**other) -> bool:
-        with mock.patch.dict(told, other):
-            return cpu._has_onednn.__wrapped__()
-
-    assert taken() == hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    assert taken(capability="AVX512_VNNI") == taken(cpu_name="") == taken()
-    assert not taken(cpu_name="Intel(R) Xeon(R)")
-    assert not taken(capability="AVX2")
-    assert not taken(capability="DEFAULT")
-    assert not taken(available=False)

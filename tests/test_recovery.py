@@ -87,7 +87,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mesh", "zero", "old"), CASES, ids=str)
-def test_a_replica_that_has_the_state_gives_it_to_all(mesh, zero, old) -> None:
+def test_the_source_replica_gives_its_state_to_all(mesh, zero, old) -> None:
     replicas = mesh.dp // (mesh.dp_shard or 1) if zero else mesh.dp
     for source in range(replicas):
         empty = (source + 1) % replicas
@@ -95,16 +95,16 @@ def test_a_replica_that_has_the_state_gives_it_to_all(mesh, zero, old) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "zero", "old"), CASES, ids=str)
-def test_where_all_have_it_nothing_is_sent(mesh, zero, old) -> None:
+def test_nothing_is_sent_where_every_replica_has_the_state(mesh, zero, old) -> None:
     """So that here, where they are unequal, each keeps its own."""
     on_mesh(mesh, _recovered, zero, old, 0, None, True)
 
 
-def test_one_replica_alone_takes_its_own_up() -> None:
+def test_a_single_replica_restores_its_own_state() -> None:
     on_mesh(Mesh(), _recovered, 0, Mesh(), 0, None, False)
 
 
-def test_what_is_held_is_the_memory_itself() -> None:
+def test_held_state_shares_memory_with_the_optimizer() -> None:
     def held(mesh: ConnectedMesh) -> None:
         optimizer = _optimizer(mesh, 1)
         unit = optimizer.units[0]

@@ -129,7 +129,7 @@ def test_the_operators_are_well_formed() -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_what_is_left_out_is_halves_turned_forth_by_a_base_of_10000(impl) -> None:
+def test_the_defaults_rotate_halves_forward_with_a_base_of_10000(impl) -> None:
     x, _, cos, sin = _inputs((2, 5, 3, 8))
     x, y, plain = x.detach(), x.detach()[:, :, :1].clone(), {"interleaved": False, "impl": impl}
     truth = [reference.apply_rope(t, cos, sin, interleaved=False) for t in (x, y)]

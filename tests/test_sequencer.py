@@ -3,7 +3,7 @@ what it tells the other server, whom it drops and when, and what it saves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,29 @@ def done(visitor: int) -> dict[str, Any]:
     return {"op": "done", "visitor": visitor}
 
 
+def _stand_in(
+    monkeypatch: pytest.MonkeyPatch,
+    letters: list[tuple[str, dict[str, Any]]],
+    take: Callable[[str, float], dict[str, Any] | None],
+    link: type,
+) -> None:
+    """Mailboxes that note in `letters` what is put in and give what ``take(name, wait)`` returns;
+    `link` in place of links."""
+
+    class Box:
+        def __init__(self, store: Any, name: str) -> None:
+            self.name = name
+
+        def put(self, **header: Any) -> None:
+            letters.append((self.name, header))
+
+        def take(self, wait: float) -> dict[str, Any] | None:
+            return take(self.name, wait)
+
+    monkeypatch.setattr(server, "Mailbox", Box)
+    monkeypatch.setattr(server, "Pair", link)
+
+
 class _Run(Notes):
     """A run of server 0: `letters` are (mailbox, header) in their order; a step of the script is a
     header that comes, or seconds in which nothing does. After it the run is stopped.
@@ -63,19 +86,12 @@ class _Run(Notes):
         self.updates: list[tuple[int, list[tuple[int, int]]]] = []
         self.now, run, steps = 1000.0, self, iter(script)
 
-        class Box:
-            def __init__(self, store: Any, name: str) -> None:
-                self.name = name
-
-            def put(self, **header: Any) -> None:
-                run.letters.append((self.name, header))
-
-            def take(self, wait: float) -> dict[str, Any] | None:
-                step = next(steps, {"op": "stop"})
-                if isinstance(step, dict):
-                    return step
-                run.now += step
-                return None
+        def take(name: str, wait: float) -> dict[str, Any] | None:
+            step = next(steps, {"op": "stop"})
+            if isinstance(step, dict):
+                return step
+            self.now += step
+            return None
 
         class Link:
             def __init__(self, store: Any, name: str, side: int, timeout: float) -> None:
@@ -96,8 +112,7 @@ class _Run(Notes):
                 self.fail("push")
                 x.fill_(value if self.visitor else 0.0)
 
-        monkeypatch.setattr(server, "Mailbox", Box)
-        monkeypatch.setattr(server, "Pair", Link)
+        _stand_in(monkeypatch, self.letters, take, Link)
         monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: run.now))
         records = [*RECORDS, ParamRecord("tiny", (2,))][: max(2, plan.servers)]
         shard = Shard(spread(records, plan.servers)[0], lambda r: torch.zeros(r.shape), SGD(0.0))
@@ -145,7 +160,7 @@ def _lost(run: _Run) -> list[tuple[Any, ...]]:
 # ---------------------------------------------------------------- who comes
 
 
-def test_nobody_has_the_number_of_another_or_of_one_that_was_lost(monkeypatch):
+def test_no_two_workers_ever_have_the_same_number(monkeypatch):
     script = [
         hello(1, 1),  # as expected
         hello(2, 1),  # which is there already
@@ -165,7 +180,7 @@ def test_nobody_has_the_number_of_another_or_of_one_that_was_lost(monkeypatch):
     assert run.answers("gone", "why") == [(1, "its process ended")]
 
 
-def test_who_comes_is_told_its_clock_of_the_checkpoint_and_a_new_one_the_lowest(monkeypatch):
+def test_a_worker_resumes_at_its_saved_clock_and_a_new_one_at_the_lowest(monkeypatch):
     state = {"clocks": {"0": 5, "1": 3, "4": 6}, "version": 14, "following": 6, "floor": 3}
     script = [hello(1, 4), hello(2, 0), hello(3), hello(4, 5), hello(5, 1)]
     run = _Run(monkeypatch, ServerPlan(timeout=LONG, **ASYNC), script, [0, 1, 4], state)
@@ -175,7 +190,7 @@ def test_who_comes_is_told_its_clock_of_the_checkpoint_and_a_new_one_the_lowest(
     assert not run.saved, "nothing is new since the checkpoint"
 
 
-def test_a_model_that_is_another_is_named_by_both_digests(monkeypatch):
+def test_a_worker_of_another_model_is_refused_with_both_digests(monkeypatch):
     other = digest(RECORDS, torch.float64)
     run = _Run(monkeypatch, ServerPlan(timeout=LONG), [hello(3, 0, other)], workers=[0])
     ((visitor, why),) = run.answers("refused", "why")
@@ -187,8 +202,8 @@ def test_a_model_that_is_another_is_named_by_both_digests(monkeypatch):
 # ---------------------------------------------------------------- who goes
 
 
-def test_only_who_is_to_do_something_is_late_and_only_after_the_timeout(monkeypatch):
-    """Worker 0 waits for worker 1, which hangs, and then hangs itself; worker 2 never comes."""
+def test_only_a_worker_whose_turn_it_is_is_dropped_once_the_timeout_has_passed(monkeypatch):
+    """Worker 1 hangs while worker 0 waits for it, then worker 0, too; worker 2 never comes."""
     script = [
         hello(1, 0), hello(2, 1), pull(1), pull(2), push(1), pull(1),
         LONG, 0.25, LONG - 0.25, 0.5,
@@ -208,8 +223,8 @@ def test_only_who_is_to_do_something_is_late_and_only_after_the_timeout(monkeypa
 
 
 @pytest.mark.parametrize("workers", [[], [0]])
-def test_who_has_come_has_the_timeout_for_its_first_word(workers, monkeypatch):
-    """From when it came, whether or not it was expected before."""
+def test_a_worker_that_joins_has_the_whole_timeout_for_its_first_request(workers, monkeypatch):
+    """Counted from when it joins, whether or not it was expected."""
     came = [5.0, hello(1, 0), LONG]
     for more, lost in (([], []), ([0.25], [0])):
         plan = ServerPlan(timeout=LONG, **ASYNC)
@@ -225,7 +240,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("kind", REASONS)
-def test_a_link_that_breaks_loses_its_worker_alone(kind, monkeypatch):
+def test_a_broken_link_drops_only_its_own_worker(kind, monkeypatch):
     script = [hello(1), hello(2), pull(1), pull(2), push(1), push(2), pull(2)]
     plan = ServerPlan(timeout=LONG, **ASYNC)
     run = _Run(monkeypatch, plan, script, broken=[(kind, 1)])
@@ -235,7 +250,7 @@ def test_a_link_that_breaks_loses_its_worker_alone(kind, monkeypatch):
     assert run.answers("granted", "version")[-2:] == [(2, 0), (2, 1)]
 
 
-def test_the_other_servers_word_and_what_a_worker_may_not_do(monkeypatch):
+def test_why_workers_are_dropped_and_what_a_dropped_one_is_told(monkeypatch):
     start = [hello(1), hello(2), pull(1)]
     plan = ServerPlan(2, timeout=LONG, **ASYNC)
     run = _Run(monkeypatch, plan, [*start, {"op": "failed", "visitor": 1}])
@@ -256,8 +271,8 @@ def test_the_other_servers_word_and_what_a_worker_may_not_do(monkeypatch):
     assert _lost(run) == [(0, 0, "its process ended")], "nobody else was there"
 
 
-def test_what_a_worker_asks_while_its_gradient_is_on_its_way_waits_for_it(monkeypatch):
-    """Until server 1 has it, too; what was staged of a worker that goes before is discarded."""
+def test_requests_of_a_worker_wait_until_every_server_has_its_gradient(monkeypatch):
+    """Server 1 among them. The gradient of a worker that is lost before is discarded."""
     plan = ServerPlan(2, timeout=LONG, **ASYNC)
     taken = {"op": "taken", "visitor": 1, "server": 1}
     script = [hello(1), hello(2), pull(1), push(1), pull(1), pull(2), taken, push(1), taken]
@@ -283,8 +298,8 @@ def test_what_a_worker_asks_while_its_gradient_is_on_its_way_waits_for_it(monkey
     assert run.answers("over") == [(1,), (2,)]
 
 
-def test_a_gradient_counts_when_every_server_has_it_and_all_are_told_the_same(monkeypatch):
-    """Three servers: whichever is the last, and however often one says it."""
+def test_a_gradient_counts_once_every_server_has_it_and_all_are_told_the_same(monkeypatch):
+    """Of three servers, in any order; a second word of one of them is none of another."""
     records = [*RECORDS, ParamRecord("tiny", (2,))]
     first, second = ({"op": "taken", "visitor": 1, "server": server} for server in (1, 2))
     for told, updates in (([first, second], 1), ([second, first], 1), ([first, first], 0)):
@@ -301,8 +316,8 @@ def test_a_gradient_counts_when_every_server_has_it_and_all_are_told_the_same(mo
         assert run.names == [kind + r.name for r in records for kind in kinds]
 
 
-def test_grants_are_in_the_order_of_asking(monkeypatch):
-    """Synchronous: who asked first for the next version has it first."""
+def test_weights_are_granted_in_the_order_of_the_requests(monkeypatch):
+    """Also those of the next version, for which all wait."""
     script = [hello(1), hello(2), hello(3), pull(1), pull(2), pull(3)]
     script += [push(3), pull(3), push(1), pull(1), push(2), pull(2)]
     run = _Run(monkeypatch, ServerPlan(timeout=LONG), script)
@@ -314,7 +329,7 @@ def test_grants_are_in_the_order_of_asking(monkeypatch):
 # ---------------------------------------------------------------- how it ends
 
 
-def test_a_run_ends_when_the_last_worker_goes_by_itself_and_not_when_it_is_lost(monkeypatch):
+def test_a_run_ends_when_its_last_worker_leaves_but_not_when_it_is_lost(monkeypatch):
     plan = ServerPlan(timeout=LONG)
     for last in (done(2), {"op": "leave", "visitor": 2}):
         run = _Run(monkeypatch, plan, [hello(1), hello(2), {"op": "lost", "worker": 0}, last])
@@ -341,7 +356,7 @@ def _steps(*pauses: float) -> list[Any]:
     return [hello(1), *(step for seconds in pauses for step in (pull(1), seconds, push(1)))]
 
 
-def test_checkpoints_are_so_many_updates_or_minutes_apart(monkeypatch):
+def test_checkpoints_are_saved_every_so_many_updates_or_minutes(monkeypatch):
     def versions(script: list[Any], **changes: Any) -> list[tuple[float, int]]:
         run = _Run(monkeypatch, ServerPlan(timeout=1e4, **changes), script)
         return [(when - 1000.0, state["version"]) for when, state in run.saved]
@@ -357,8 +372,8 @@ def test_checkpoints_are_so_many_updates_or_minutes_apart(monkeypatch):
     ]  # fmt: skip
 
 
-def test_who_wants_no_notes_still_takes_the_tensors_of_a_checkpoint():
-    """Which other servers send in any case."""
+def test_default_notes_read_all_tensors_of_a_checkpoint():
+    """Other servers send them in any case, and would wait for ever."""
     tensors = iter([("a", torch.zeros(1)), ("b", torch.zeros(2))])
     notes = Notes()
     notes.save({}, tensors)
@@ -385,17 +400,10 @@ class _Second:
         self.waits: list[float] = []
         run, steps = self, iter(events)
 
-        class Box:
-            def __init__(self, store: Any, name: str) -> None:
-                self.name = name
-
-            def put(self, **header: Any) -> None:
-                run.letters.append((self.name, header))
-
-            def take(self, wait: float) -> dict[str, Any] | None:
-                assert self.name == "server/1"
-                run.waits.append(wait)
-                return next(steps, None)
+        def take(name: str, wait: float) -> dict[str, Any] | None:
+            assert name == "server/1"
+            self.waits.append(wait)
+            return next(steps, None)
 
         class Link:
             def __init__(self, store: Any, name: str, side: int, timeout: float) -> None:
@@ -413,8 +421,7 @@ class _Second:
                     raise RuntimeError("Connection reset by peer")
                 x.fill_(1.0 if self.visitor else 4.0)
 
-        monkeypatch.setattr(server, "Mailbox", Box)
-        monkeypatch.setattr(server, "Pair", Link)
+        _stand_in(monkeypatch, self.letters, take, Link)
         self.shard = Shard(spread(RECORDS, 2)[1], lambda r: torch.zeros(r.shape), SGD(0.5))
         plan = ServerPlan(2, timeout=LONG, **ASYNC)
         self.server = Server(
@@ -449,21 +456,25 @@ def test_the_second_server_does_as_it_is_told(monkeypatch):
     ]  # fmt: skip
 
 
-def test_the_second_server_tells_of_links_that_break_and_goes_on(monkeypatch):
-    """Of one that is there, and of one that never was; what was staged is discarded if it says."""
+def test_the_second_server_reports_broken_links_and_goes_on(monkeypatch):
+    """Of a worker that is there, and of one that never was. A gradient of one that leaves is
+    discarded if server 0 says so."""
     joined = [_event("join", 0), _event("join", 1), _event("take", 0)]
     run = _Second(monkeypatch, [*joined, _event("take", 1), _event("pull", 5), STOP], broken=2)
     assert run.server.serve() is False
     words = [("taken", 1), ("failed", 2), ("failed", 6)]
     assert [(header["op"], header["visitor"]) for _, header in run.letters] == words
-    for discard in (True, False):
-        run = _Second(monkeypatch, [*joined, _event("leave", 0, discard=discard), STOP])
-        run.server.serve()
-        assert [*run.server._staged] == ([] if discard else [0])
-        assert [*run.server._links] == [1]
+    alone = UPDATE | {"workers": [0], "counts": [1]}
+    leave = {discard: _event("leave", 0, discard=discard) for discard in (True, False)}
+    run = _Second(monkeypatch, [*joined, leave[False], _event("pull", 0), alone, STOP])
+    assert run.server.serve() is False
+    assert run.letters[-1] == ("server/0", {"op": "failed", "visitor": 1})
+    assert run.shard.weights[0] == -0.5
+    with pytest.raises(KeyError, match=r"^0$"):
+        _Second(monkeypatch, [*joined, leave[True], alone]).server.serve()
 
 
-def test_servers_that_hear_nothing_or_hold_what_is_anothers_say_so(monkeypatch):
+def test_a_silent_server_0_and_parameters_of_another_server_are_errors(monkeypatch):
     run = _Second(monkeypatch, [_event("join", 0)])
     with pytest.raises(TimeoutError, match=r"^server 1: no word from server 0$"):
         run.server.serve()

@@ -164,7 +164,7 @@ def _alike_on_a_grid(mesh, culprit: int | None, more: float) -> str:
     return "alike"
 
 
-def test_a_rank_of_several_groups_that_differs_is_known_on_all_of_them():
+def test_a_rank_that_differs_is_reported_on_all_ranks_of_a_grid():
     """Also to the rank that shares no group with it."""
     assert on_mesh(GRID, _alike_on_a_grid, None, 0.0) == ["alike"] * 4
     for culprit in range(4):
@@ -203,7 +203,7 @@ def _given(mesh, culprit: int | None, name: str, other: object) -> str:
 
 
 @pytest.mark.parametrize("culprit", range(4))
-def test_any_rank_that_is_given_other_whole_numbers_is_refused_on_all(culprit):
+def test_other_integer_inputs_on_any_rank_are_refused_on_all(culprit):
     for name, others in OTHERS.items():
         for other in others:
             said = on_mesh(GRID, _given, culprit, name, other)
@@ -211,7 +211,7 @@ def test_any_rank_that_is_given_other_whole_numbers_is_refused_on_all(culprit):
             assert said[0].startswith("the ranks of tp and cp are given different tokens"), other
 
 
-def test_inputs_that_are_no_whole_numbers_may_differ_and_there_may_be_none():
+def test_inputs_other_than_integers_may_differ_or_be_missing():
     for name, other in (("scale", torch.zeros(3)), ("name", "other"), ("none", 3.5), ("ids", None)):
         culprit = None if name == "ids" else 1
         assert on_mesh(GRID, _given, culprit, name, other) == ["same"] * 4

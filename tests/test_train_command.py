@@ -65,7 +65,7 @@ def rank(monkeypatch) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("port", "torchrun", "first"), [(None, False, True), (7, True, True), (None, True, False)]
 )
-def test_a_rank_listens_before_it_joins_but_for_those_that_torchrun_would_end(
+def test_a_rank_handles_signals_before_it_joins_unless_torchrun_started_it(
     rank, monkeypatch, port, torchrun, first
 ):
     for name in ("RANK", "WORLD_SIZE") if torchrun else ():
@@ -80,9 +80,7 @@ def test_a_rank_listens_before_it_joins_but_for_those_that_torchrun_would_end(
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("resume", [False, True, "auto"])
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_a_rank_that_is_started_again_goes_on_where_it_can_and_the_first_one_speaks(
-    rank, number, resume, goes_on, capsys
-):
+def test_a_restarted_rank_resumes_and_only_rank_0_prints(rank, number, resume, goes_on, capsys):
     rank.session.goes_on, rank.session.rank = goes_on, number
     plan = ParallelPlan(cp_strategy="measured")
     train.train_rank(TrainConfig(resume=resume, plan=plan, batch=3), 7)
@@ -138,7 +136,7 @@ def _ends(config: TrainConfig, *given: Any, **options: Any) -> int:
     return ended.value.code
 
 
-def test_ranks_are_launched_as_asked_in_what_was_prepared(command):
+def test_ranks_are_launched_with_the_options_given_and_in_prepared_processes(command):
     early, entry = object(), lambda config: 9
     for device, backend in ((None, None), ("cpu", "gloo"), ("cuda", "nccl")):
         config = TrainConfig(tp=2, dp=3, device=device, max_restarts=4)
@@ -154,7 +152,7 @@ def test_ranks_are_launched_as_asked_in_what_was_prepared(command):
     assert command == [(1, None, True)]
 
 
-def test_under_torchrun_a_machine_chooses_for_its_own_ranks(command, monkeypatch):
+def test_under_torchrun_the_backend_is_chosen_for_the_ranks_of_this_machine(command, monkeypatch):
     given = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -208,7 +206,7 @@ def test_each_data_replica_of_each_outer_one_has_its_own_samples(monkeypatch, tm
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_tokens_are_those_of_the_replicas_that_are_left_and_sequences_of_all(tmp_path):
+def test_tokens_per_step_count_the_replicas_left_and_sequences_per_step_all(tmp_path):
     config = _config(tmp_path, dp=3, elastic=1, zero=0, batch=2)  # two micro-batches
     session = Session(torch.device("cpu"), 0, 1, None, 60.0, Mesh())
     trainer = Trainer(config, session)
@@ -216,7 +214,7 @@ def test_tokens_are_those_of_the_replicas_that_are_left_and_sequences_of_all(tmp
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_checkpoint_says_on_which_mesh_and_what_it_was_trained(tmp_path):
+def test_a_checkpoint_records_the_mesh_the_model_and_the_progress(tmp_path):
     config = _config(tmp_path, steps=1, zero=3, layers=1, seed=4)
     reader = open_checkpoint(_trainer(config).run()["checkpoint"])
     assert reader.mesh == dataclasses.asdict(config.mesh) | {"zero": 3}
@@ -228,7 +226,7 @@ def test_a_checkpoint_says_on_which_mesh_and_what_it_was_trained(tmp_path):
     }  # fmt: skip
 
 
-def test_memory_is_judged_of_the_step_that_is_trained(monkeypatch):
+def test_the_memory_check_is_given_the_training_step_of_the_options(monkeypatch):
     judged = []
     monkeypatch.setattr(trainer_module, "check_memory", lambda *a, **k: judged.append((a, k)))
     config = TrainConfig(
@@ -246,10 +244,10 @@ def test_memory_is_judged_of_the_step_that_is_trained(monkeypatch):
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("ahead", [False, True])
-def test_seconds_of_steps_do_not_overlap_and_the_last_step_alone_is_recorded(
+def test_the_seconds_of_steps_do_not_overlap_and_only_the_last_step_is_recorded(
     monkeypatch, tmp_path, ahead
 ):
-    """On a clock of which each look takes a second: when a step begins, and when it is read."""
+    """The clock moves on by a second whenever it is read: as a step begins, and as it ends."""
     now, recorded = [0.0], []
 
     def look() -> float:
@@ -280,13 +278,13 @@ def test_seconds_of_steps_do_not_overlap_and_the_last_step_alone_is_recorded(
 
 
 @pytest.mark.parametrize("there", [(), ("RANK",), ("WORLD_SIZE",), ("RANK", "WORLD_SIZE")])
-def test_a_launcher_has_told_both_a_rank_and_their_number(monkeypatch, there):
+def test_torchrun_is_recognised_by_rank_and_world_size_together(monkeypatch, there):
     for name in there:
         monkeypatch.setenv(name, "0")
     assert processes.under_torchrun() == (len(there) == 2)
 
 
-def test_the_compilers_folder_is_a_temporary_one_unless_the_user_has_named_one(monkeypatch):
+def test_the_compilers_cache_is_in_the_temporary_folder_unless_the_user_named_one(monkeypatch):
     name = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setattr(processes.tempfile, "gettempdir", lambda: "/somewhere")
     monkeypatch.delenv(name, raising=False)
@@ -317,9 +315,7 @@ class Early:
     ids=repr,
 )  # fmt: skip
 @pytest.mark.parametrize("early", [True, False])
-def test_a_process_that_only_started_ranks_leaves_with_a_code_that_is_a_number(
-    monkeypatch, error, left, early
-):
+def test_only_an_integer_exit_code_skips_the_interpreters_shutdown(monkeypatch, error, left, early):
     log: list[Any] = []
     monkeypatch.setattr(processes, "leave", lambda code: log.append(code))
     given = Early(log) if early else None
@@ -335,7 +331,7 @@ def test_a_process_that_only_started_ranks_leaves_with_a_code_that_is_a_number(
     assert log == (["ended"] * early + [left] * (early and left is not None))
 
 
-def test_of_those_that_end_together_whoever_was_killed_is_told_first(monkeypatch):
+def test_of_processes_that_end_together_the_killed_ones_are_reported_first(monkeypatch):
     class Child:
         def __init__(self, pid: int) -> None:
             self.pid, self.sentinel, self.exitcode, self.start = pid, pid, None, lambda: None
@@ -349,17 +345,15 @@ def test_of_those_that_end_together_whoever_was_killed_is_told_first(monkeypatch
     sent: list[tuple] = []
     pipe = SimpleNamespace(recv=lambda: ({}, b""), send=sent.append)
     codes = [1, 0, -9, 3, -15]
-    turns = iter([*[[pipe]] * len(codes), None])
 
     def wait(waited: list, timeout: float) -> list:
-        assert waited == [pipe, *(child.sentinel for child in children if child.exitcode is None)]
-        turn = next(turns, Done)
-        if turn is Done:
-            raise EOFError
-        if turn is None:
-            for child, code in zip(children, codes, strict=True):
-                child.exitcode = code
-        return turn or []
+        if len(children) < len(codes):
+            return [pipe]
+        if children[0].exitcode is not None:
+            raise EOFError  # nobody asks any more
+        for child, code in zip(children, codes, strict=True):
+            child.exitcode = code
+        return []
 
     monkeypatch.setattr(processes, "connection", SimpleNamespace(wait=wait))
     context = SimpleNamespace(Process=made)
@@ -370,10 +364,3 @@ def test_of_those_that_end_together_whoever_was_killed_is_told_first(monkeypatch
         processes._fork_as_told(pipe)
     assert sent[:5] == [(pid, None) for pid in range(5)]
     assert sent[5:] == [(4, -15), (2, -9), (1, 0), (0, 1), (3, 3)]
-
-
-def test_a_result_is_one_line_of_json(rank, capsys):
-    rank.trainer.run = lambda: {"val_loss": None, "text": "a\nb"}
-    train.train_rank(TrainConfig(), 7)
-    assert json.loads(capsys.readouterr().out) == {"val_loss": None, "text": "a\nb"}
-    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ
