@@ -1,5 +1,5 @@
-"""The halves of attention as other code calls them: every option arrives, tensors may lie anywhere,
-and what is wanted in float32 is not rounded before."""
+"""The forward and backward of attention as separate functions: every option is used, tensors have
+any strides, and float32 results of 16-bit inputs are not rounded on the way."""
 
 import pytest
 import torch

@@ -295,7 +295,7 @@ def test_a_cache_alone_is_seen_whole_or_as_far_as_it_is_filled():
 @pytest.mark.parametrize("filled", [7, [7, 7], (5, 6), torch.tensor([6, 5]), torch.tensor(7)])
 @pytest.mark.parametrize("rows", [None, [2, 0], (1, 1), torch.tensor([2, 2])])
 def test_samples_may_be_any_rows_of_a_cache_and_begin_anywhere(rows, filled):
-    """Where q's samples begin is said in q's order; one row of the cache may be read twice."""
+    """`cache_leftpad` is in the order of q's samples; one row of the cache may be read twice."""
     q, _, _ = (x.detach() for x in _qkv(2, 2))
     k, v = (_draw(B if rows is None else 3, 7, HKV, D, seed=i) for i in (11, 12))
     names = [0, 1] if rows is None else list(map(int, rows))

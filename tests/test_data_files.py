@@ -105,7 +105,7 @@ def test_the_vocabulary_is_the_sidecars_or_reaches_to_the_largest_token(tmp_path
 
 @pytest.mark.parametrize("more", [0, 1, 300])
 def test_added_tokens_count_in_the_vocabulary_and_are_inserted_in_prompts_only(tmp_path, more):
-    """Text gets none, and shows those that are in it."""
+    """None is inserted in text, but one that is written there is recognised."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
     words = Tokenizer(models.WordLevel({"?": 0, "one": 1, "two": 2}, unk_token="?"))

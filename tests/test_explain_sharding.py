@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as collectives
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,15 +33,13 @@ class _Sends(nn.Module):
         self.group = mesh.get_group("a")
 
     def forward(self, x: Tensor) -> tuple[Tensor, str]:
-        import torch.distributed._functional_collectives as sent
-
         given: dict[str, Any] = {"group": self.group}
-        sent.wait_tensor(sent.all_reduce(x, "sum", **given))
-        sent.wait_tensor(sent.all_reduce(torch.cat([x, x]), "sum", **given))
-        sent.wait_tensor(sent.all_gather_tensor(x, 0, **given))
-        sent.wait_tensor(sent.reduce_scatter_tensor(x, "sum", 0, **given))
-        sent.wait_tensor(sent.all_to_all_single(x, None, None, **given))
-        sent.wait_tensor(sent.broadcast(x, 0, **given))
+        collectives.wait_tensor(collectives.all_reduce(x, "sum", **given))
+        collectives.wait_tensor(collectives.all_reduce(torch.cat([x, x]), "sum", **given))
+        collectives.wait_tensor(collectives.all_gather_tensor(x, 0, **given))
+        collectives.wait_tensor(collectives.reduce_scatter_tensor(x, "sum", 0, **given))
+        collectives.wait_tensor(collectives.all_to_all_single(x, None, None, **given))
+        collectives.wait_tensor(collectives.broadcast(x, 0, **given))
         return x, "beside"
 
 
@@ -70,25 +69,23 @@ class _Model(nn.Module):
         self.sends, self.partial = _Sends(mesh), _Places(mesh, [Partial(), Partial()], alone=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        import torch.distributed._functional_collectives as sent
-
         self.inner[0](x)
         self.sends(x)
         self.partial(x)
-        sent.wait_tensor(sent.broadcast(x, 0, group=self.sends.group))
+        collectives.wait_tensor(collectives.broadcast(x, 0, group=self.sends.group))
         return x
 
 
 def _explained(rank: int) -> tuple[list, dict, str, int]:
-    import torch.distributed._functional_collectives as sent
-
     mesh = init_device_mesh("cpu", (R, 1), mesh_dim_names=("a", "b"))
     model = _Model(mesh)
     with explain_sharding(model) as seen:
         model(torch.ones(ELEMENTS, dtype=torch.float64))
         x = torch.ones(5, requires_grad=True)
         y = x * 2  # whose gradient is sent
-        y.register_hook(lambda g: sent.wait_tensor(sent.broadcast(g, 0, group=model.sends.group)))
+        y.register_hook(
+            lambda g: collectives.wait_tensor(collectives.broadcast(g, 0, group=model.sends.group))
+        )
         y.sum().backward()
     assert seen.counts("a", "forward") == Counter([*LEAVES, "all_reduce", "broadcast"])
     assert seen.counts("a", "backward") == Counter(["broadcast"])

@@ -1,4 +1,4 @@
-"""What a block sets for the launches of its thread holds within it, nested, and to its end."""
+"""Pinned tiles and spared processors hold for the launches of their block and thread alone."""
 
 from __future__ import annotations
 

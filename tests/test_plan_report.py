@@ -1,5 +1,5 @@
-"""What the planner prints and writes: every figure of the page of text, of --explain, of the JSON
-and of the HTML is that of its layout, by itself, in its unit and place."""
+"""What the planner prints and writes: each figure of the text, of --explain, of the JSON and of the
+HTML is that of its own layout, in its unit and place."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _timeline(ranks: int, m: int) -> Timeline:
 
 
 def _memory(ranks: int, fullest: int) -> list[MemoryEstimate]:
-    """Made up: every number of every rank another, the most on rank `fullest`."""
+    """Made-up estimates that all differ, the largest on rank `fullest`."""
     found = []
     for rank in range(ranks):
         more = 7 * (rank == fullest) + 0.01 * rank
@@ -50,7 +50,7 @@ def _memory(ranks: int, fullest: int) -> list[MemoryEstimate]:
 
 
 def _chosen(job: Job, at: int = 1) -> Chosen:
-    """A made-up prediction of a job; every figure of every `at` is another."""
+    """A made-up prediction of a job; its figures differ with `at`."""
     time = StepTime(
         5.4321 * at, 4.8765 * at, 0.2109 * at, 0.3447 * at, 0.4567 / at,
         _timeline(job.mesh.pp, 2 + 3 * at),
@@ -181,7 +181,7 @@ def _memory_is_said(job: Job, chosen: Chosen, shown: str) -> None:
 
 
 def _found() -> tuple[PlanConfig, Search, Found]:
-    """A search with three made-up answers, each unlike the others in every number."""
+    """A search with three made-up layouts that differ in every number."""
     hardware = dataclasses.replace(A100, node=4)
     jobs = (
         _job(tp=2, cp=2, pp=3, dp=4, batch=2, microbatches=5, zero=2, hardware=hardware),
@@ -274,6 +274,11 @@ def test_the_json_holds_everything_found() -> None:
 
 def test_the_html_shows_the_first_layouts_memory_and_timeline(monkeypatch) -> None:
     config, search, found = _found()
+    peaks, ranks = ("activations", "loading", "update"), found.best[0].memory
+    ranks[:] = [
+        dataclasses.replace(rank, **{peak: 99 * GIB})
+        for rank, peak in zip(ranks, peaks, strict=True)
+    ]
     told: list[Any] = []
     monkeypatch.setattr("warpweave.plan.page.plan_page", lambda *of: told.extend(of) or "")
     command._html(config, search, found)
@@ -285,11 +290,8 @@ def test_the_html_shows_the_first_layouts_memory_and_timeline(monkeypatch) -> No
         gib = max(rank["total"] for rank in layout["memory"]) / GIB
         own = {"seconds": layout["seconds"], "mfu": layout["mfu"], "GiB": gib}
         assert row == own | layout["options"]
-    assert [sum(rank.values()) for rank in memory] == [r.total for r in found.best[0].memory]
-    for peak in ("activations", "loading", "update"):
-        rank = dataclasses.replace(found.best[0].memory[0], **{peak: 99 * GIB})
-        held = command._stacked(rank)
-        assert (held[peak], sum(held.values())) == (99 * GIB, rank.total)
+    for rank, peak, shown in zip(ranks, peaks, memory, strict=True):
+        assert (shown[peak], sum(shown.values())) == (99 * GIB, rank.total)
 
 
 def test_the_files_are_of_the_first_layout(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -56,7 +56,7 @@ def test_the_kind_of_a_shared_tile_is_the_large_one_by_default(monkeypatch) -> N
 
 
 def _strided(shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:
-    """Of memory that is nowhere, and so at a multiple of 16."""
+    """On the meta device, where every address is 0, a multiple of 16."""
     return torch.empty_strided(shape, strides, device="meta")
 
 

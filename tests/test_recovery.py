@@ -1,5 +1,5 @@
-"""The state that is carried over a change of replicas: who keeps its own, who is given whose, on
-every ZeRO stage, for parameters of 16 bits too."""
+"""The state that is carried over a change of replicas: who keeps its own, who receives another's,
+on every ZeRO stage, with parameters of 16 bits."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_source_replica_gives_its_state_to_all(mesh, zero, old) -> None:
 
 @pytest.mark.parametrize(("mesh", "zero", "old"), CASES, ids=str)
 def test_nothing_is_sent_where_every_replica_has_the_state(mesh, zero, old) -> None:
-    """So that here, where they are unequal, each keeps its own."""
+    """The states differ here, so each replica is seen to keep its own."""
     on_mesh(mesh, _recovered, zero, old, 0, None, True)
 
 

@@ -63,10 +63,10 @@ def _stand_in(
 
 
 class _Run(Notes):
-    """A run of server 0: `letters` are (mailbox, header) in their order; a step of the script is a
-    header that comes, or seconds in which nothing does. After it the run is stopped.
+    """A run of server 0. A step of the script is a header that comes, or seconds without one;
+    after the script the run is stopped. `letters` are (mailbox, header) of what the server sent.
 
-    ``broken`` has what fails, such as ("join", 3) with visitor 3; gradients are all `value`.
+    `broken` says what fails: ("join", 3) is the join of visitor 3. All gradients are `value`.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ def test_a_worker_of_another_model_is_refused_with_both_digests(monkeypatch):
 # ---------------------------------------------------------------- who goes
 
 
-def test_only_a_worker_whose_turn_it_is_is_dropped_once_the_timeout_has_passed(monkeypatch):
+def test_the_timeout_runs_only_while_it_is_a_workers_turn(monkeypatch):
     """Worker 1 hangs while worker 0 waits for it, then worker 0, too; worker 2 never comes."""
     script = [
         hello(1, 0), hello(2, 1), pull(1), pull(2), push(1), pull(1),
@@ -299,7 +299,7 @@ def test_requests_of_a_worker_wait_until_every_server_has_its_gradient(monkeypat
 
 
 def test_a_gradient_counts_once_every_server_has_it_and_all_are_told_the_same(monkeypatch):
-    """Of three servers, in any order; a second word of one of them is none of another."""
+    """Three servers, in any order; one that reports twice counts once."""
     records = [*RECORDS, ParamRecord("tiny", (2,))]
     first, second = ({"op": "taken", "visitor": 1, "server": server} for server in (1, 2))
     for told, updates in (([first, second], 1), ([second, first], 1), ([first, first], 0)):
@@ -386,10 +386,10 @@ def test_default_notes_read_all_tensors_of_a_checkpoint():
 
 
 class _Second:
-    """Server 1 of two, which is told the `events` by server 0 and then nothing.
+    """Server 1 of two, to which server 0 sends `events` and then nothing.
 
-    `sent` is what went over its links, by their visitors (0: the other server); gradients that
-    arrive are of ones, and squares of fours.
+    `sent` has (visitor, values) of what went over its links, visitor 0 being server 0. Gradients
+    that arrive are ones, and squared norms fours.
     """
 
     def __init__(

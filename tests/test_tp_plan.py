@@ -1,5 +1,5 @@
-"""Plans of transformers' models in the words of `warpweave.hf.styles`, also of made-up models whose
-modules and words are of every kind; and what a spread model is told."""
+"""Plans of transformers' models in the styles of `warpweave.hf.styles`, on made-up models with all
+kinds of modules and styles; and the options and parts of a model that is spread over ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What ``warpweave train`` asks of its ranks, in which order, and on which backend; what one rank
-hands on to what it is made of. Ranks and launchers are stand-ins."""
+"""What ``warpweave train`` does in which order, which ranks it launches on which backend, what a
+trainer passes to its parts. Ranks and launchers are stand-ins."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from warpweave.trainer import Trainer, check_fits
 
 @pytest.fixture
 def rank(monkeypatch) -> SimpleNamespace:
-    """One rank of which everything is a stand-in; `log` has what happened in its order."""
+    """One rank made of stand-ins; `log` has what they did, in order."""
     log: list[Any] = []
     session = mock.Mock(rank=0, goes_on=False)
     session.begin = lambda: log.append("begin")
@@ -106,12 +106,12 @@ def test_a_rank_that_cannot_connect_says_which_it_is(monkeypatch, capsys):
 
 
 class Done(Exception):
-    """Far enough."""
+    """Ends a call where the part under test is over."""
 
 
 @pytest.fixture
 def command(monkeypatch) -> list[Any]:
-    """What a command that has checked its options asks for."""
+    """What the command asks of the stand-ins for backend and launch; no option is checked."""
     asked: list[Any] = []
 
     def choose(ranks: int, backend: str | None, *, launched: bool) -> str:
