@@ -14,7 +14,6 @@ from warpweave.kernels.attention import (
     attention_dsinks,
     attention_fwd,
 )
-from warpweave.kernels.attention.options import Upstream
 from warpweave.kernels.attention.visible import packed
 
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -204,26 +203,9 @@ def test_sinks_may_have_any_strides_and_a_dtype_of_their_own(impl) -> None:
         do = torch.randn_like(o)
         found, wanted = (torch.autograd.grad(y, sinks, do)[0] for y in (o, truth))
         assert found.dtype == dtype
-        assert_close_f64(found, wanted, 2e-3 if dtype == torch.float16 else 1e-4)
+        error = 2e-3 if dtype == torch.float16 else 1e-4  # gradients in its dtype are rounded to it
+        assert_close_f64(found, wanted, error)
         delta = attention_delta(o.detach(), do)
         dsinks = attention_dsinks(sinks.detach(), lse.detach(), delta)
         assert dsinks.dtype == torch.float32
-        assert_close_f64(dsinks, wanted, 2e-3 if dtype == torch.float16 else 1e-4)
-
-
-def test_upstream_is_sliced_along_the_rows_and_heads_of_each_tensor() -> None:
-    do, o, lse, delta = *torch.randn(2, 3, 7, 5, 4), *torch.randn(2, 3, 5, 7)
-    rows, heads = slice(2, 6), slice(1, 3)
-    for given in (
-        Upstream(do, lse, delta, o),
-        Upstream(do, lse, delta),
-        Upstream(do, lse, None, o),
-    ):
-        found = given.part(rows, heads)
-        assert torch.equal(found.do, do[:, 2:6, 1:3])
-        assert torch.equal(found.lse, lse[:, 1:3, 2:6])
-        for part, x, at in (
-            (found.delta, given.delta, (heads, rows)),
-            (found.o, given.o, (rows, heads)),
-        ):
-            assert part is x is None or torch.equal(part, x[(slice(None), *at)])
+        assert_close_f64(dsinks, wanted, error)

@@ -204,9 +204,9 @@ def test_norms_stand_where_they_are_told_to():
 @pytest.mark.parametrize("place", ["pre", "sandwich", "post"])
 def test_each_branch_has_a_dropout_site_of_its_own_wherever_norms_stand(place):
     block = _block(LLAMA | {"norm_place": place}, dropout=0.4, site=5)
-    x, context, names = draw(1, 12, E), _context(), ("attention_norm", "attention_post_norm",
-                                                      "mlp_norm", "mlp_post_norm")  # fmt: skip
-    a, b, c, d = (getattr(block, name) or (lambda x: x) for name in names)
+    x, context = draw(1, 12, E), _context()
+    norms = block.attention_norm, block.attention_post_norm, block.mlp_norm, block.mlp_post_norm
+    a, b, c, d = (norm or nn.Identity() for norm in norms)
 
     def dropped(y: Tensor, site: int) -> Tensor:
         key = {"seed": context.seed, "site": site, "tokens": context.token_ids}

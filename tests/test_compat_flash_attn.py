@@ -298,9 +298,8 @@ def test_samples_may_be_any_rows_of_a_cache_and_begin_anywhere(rows, filled):
     """`cache_leftpad` is in the order of q's samples; one row of the cache may be read twice."""
     q, _, _ = (x.detach() for x in _qkv(2, 2))
     k, v = (_draw(B if rows is None else 3, 7, HKV, D, seed=i) for i in (11, 12))
-    names = [0, 1] if rows is None else list(map(int, rows))
-    ends = [int(n) for n in (filled if hasattr(filled, "__len__") and not isinstance(filled, Tensor)
-            else torch.as_tensor(filled).expand(B))]  # fmt: skip
+    names = [0, 1] if rows is None else torch.as_tensor(rows).tolist()
+    ends = torch.as_tensor(filled).expand(B).tolist()
     for begins in (None, [3, 1], 2, torch.tensor([0, 4]), [7, 0]):
         starts = [0, 0] if begins is None else torch.as_tensor(begins).expand(B).tolist()
         found, lse = fa.flash_attn_with_kvcache(

@@ -124,7 +124,7 @@ def test_explain_prints_the_figures_of_the_formulas_it_names(name: str) -> None:
     sent = rows * E * b if ranks > 1 else 0
     (stages,) = re.findall(r"stages: .*", shown)
     ends = [1e3 * x for s in (work[0], work[-1]) for x in (s.forward, s.backward)]
-    *four, megabytes, _ = _numbers(stages)
+    *four, megabytes, _ = _numbers(stages)  # to two digits behind the point
     assert four == pytest.approx(ends, abs=0.0051)
     assert megabytes == pytest.approx(sent / 1e6, abs=0.0051)
     assert (
@@ -211,7 +211,7 @@ def test_the_text_page_has_a_row_for_each_layout() -> None:
         tokens = mesh.dp * plan.microbatches * job.batch * 8192
         most = 1.11 + 2.22 + 3.33 + 4.44 + 0.66 + 3 * 7 if mesh.pp > 1 else 32.76
         fullest = (at + mesh.pp - 2) % mesh.pp
-        cells = row.split()
+        cells = row.split()  # within half a unit of the last digit printed
         assert float(cells[0]) == pytest.approx(5.4321 * at, abs=6e-4)
         assert cells[1] == f"{0.4567 / at:.1%}"
         assert float(cells[2]) == pytest.approx(tokens / (5.4321 * at) / 48, abs=0.51)
