@@ -17,12 +17,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from warpweave.parallel.algorithms import direct, doubling, ring, rooted
+from warpweave.parallel.algorithms import direct, ring, rooted
 from warpweave.parallel.algorithms.all_reduce import all_reduces
-from warpweave.parallel.algorithms.hierarchical import hierarchical
 from warpweave.parallel.algorithms.network import Network, traffic
 from warpweave.parallel.algorithms.rounds import Algorithm, Round, Send, part
-from warpweave.parallel.algorithms.trees import double_binary_tree
 from warpweave.parallel.messages import run_in_process
 from warpweave.parallel.run_collective import collective_steps, run_collective
 
@@ -301,14 +299,3 @@ def test_rounds_that_do_not_match_are_not_priced() -> None:
         traffic(_faulty(ring.ring_all_gather, _wrong_peer), 4, 8, FREE)
     with pytest.raises(ValueError, match=r"^round 2: rank 1 has no more, others have$"):
         traffic(lambda r, R, n: islice(ring.ring_all_gather(r, R, n), 3 - (r == 1)), 4, 8, FREE)
-
-
-def test_what_cannot_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="7 elements are not divisible by the 2 ranks"):
-        run(direct.pairwise_all_to_all, draw(2, 7))
-    with pytest.raises(ValueError, match="nodes of 3 do not divide 4 ranks"):
-        run(partial(hierarchical, node=3), draw(4, 8))
-    with pytest.raises(ValueError, match="pieces must be at least 1, got 0"):
-        run(partial(double_binary_tree, pieces=0), draw(2, 8))
-    with pytest.raises(ValueError, match=r"contiguous vector, got shape \[2, 4\]"):
-        next(collective_steps(0, doubling.recursive_doubling(0, 2, 8), torch.zeros(2, 4)))

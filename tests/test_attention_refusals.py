@@ -132,7 +132,7 @@ FORWARD: Rows = [
     ({"q": z(1, 8, 4, 4)}, r"one shape \[1, Sk"),
     ({"q": z(2, 9, 4, 4)}, None),
     ({"q": z(2, 8, 3, 4)}, "3 query heads do not divide by 2 KV heads"),
-    ({"q": z(2, 8, 4, 3)}, "one shape"),
+    *[({"q": z(2, 8, 4, D)}, "one shape") for D in (3, 5)],
     (
         {"k": z(2, 7, 2, 4)},
         r"\[2, Sk, Hkv, 4\] for q \(2, 8, 4, 4\), got \(2, 7, 2, 4\) and \(2, 8, 2, 4\)$",

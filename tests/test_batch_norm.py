@@ -181,8 +181,8 @@ def test_refusals(call, words):
 @pytest.mark.parametrize("track", [True, False])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("momentum", [0.0, 0.3, 1.0, None])
-def test_what_is_converted_keeps_each_of_its_options(momentum, affine, track):
-    """In training and after it, by its own epsilon and momentum; 0 is one, too."""
+def test_a_converted_norm_keeps_each_of_its_options(momentum, affine, track):
+    """In training, in evaluation and in training again; a momentum of 0, too."""
     options = {"eps": 0.5, "momentum": momentum, "affine": affine, "track_running_stats": track}
     theirs = nn.BatchNorm1d(C, **options, dtype=torch.float64)
     with torch.no_grad():
@@ -203,7 +203,7 @@ def test_what_is_converted_keeps_each_of_its_options(momentum, affine, track):
     assert ours.extra_repr() == theirs.extra_repr()
 
 
-def test_what_is_made_by_its_own_name_takes_the_options_of_torch():
+def test_the_constructor_takes_torchs_arguments_in_torchs_order():
     options = {"eps": 0.5, "momentum": 0.3, "affine": False, "dtype": torch.float64}
     for made in (nn.BatchNorm2d(C, **options), SyncBatchNorm(C, **options)):
         assert (made.num_features, made.eps, made.momentum, made.affine) == (C, 0.5, 0.3, False)

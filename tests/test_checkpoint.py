@@ -127,8 +127,6 @@ def test_a_rank_reads_only_its_slice_and_owns_it(tmp_path: Path) -> None:
     part = reader.tensor("blocks.0.weight", (slice(4, 9), slice(1, 3)))
     assert torch.equal(part, weights()["blocks.0.weight"][4:9, 1:3])
     assert part.untyped_storage().nbytes() == 5 * 2 * 4
-    with pytest.raises(CheckpointError, match="holds no tensor 'nobody'"):
-        reader.tensor("nobody")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -177,8 +175,6 @@ def test_a_wrong_config_is_refused_listing_the_fields(tmp_path: Path) -> None:
             {"shard_bytes": 8},
             "'a' was given twice",
         ),
-        ([("a", torch.ones(2, dtype=torch.complex64))], {}, "complex64"),
-        ([("a", torch.ones(2, device="meta"))], {}, "meta"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_and_leaves_nothing(
@@ -193,13 +189,6 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(
 # ---- which steps stay ----------------------------------------------------------------------------
 
 
-def test_a_config_of_a_truth_value_is_not_one_of_a_number(tmp_path: Path) -> None:
-    reader = open_checkpoint(save(tmp_path))
-    reader.require_config(CONFIG | {"layers": 3.0})
-    with pytest.raises(CheckpointError, match="tied: saved True, now 1"):
-        reader.require_config(CONFIG | {"tied": 1})
-
-
 def test_the_newest_k_stay_and_foreign_files_are_never_touched(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for step in (1, 2):
@@ -212,21 +201,6 @@ def test_the_newest_k_stay_and_foreign_files_are_never_touched(tmp_path: Path) -
         "latest", "notes.txt", "step_00000001", "step_00000003", "step_00000004",
     ]  # fmt: skip
     assert (tmp_path / "step_00000001" / "plot.png").read_text() == "mine too"
-
-
-def test_keeping_one_never_drops_the_step_just_written(tmp_path: Path) -> None:
-    save(tmp_path, 9)
-    save(tmp_path, 4, keep=1)  # a run that went back to an earlier step
-    assert [p.name for p in tmp_path.glob("step_*")] == ["step_00000004"]
-    assert latest(tmp_path) == tmp_path / "step_00000004"
-
-
-def test_a_step_may_be_spared_beside_the_newest(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
-        save(tmp_path, step, keep=2, spare=1 if step > 1 else None)
-    assert {p.name for p in tmp_path.glob("step_*")} == {f"step_0000000{i}" for i in (1, 3, 4)}
-    save(tmp_path, 5, keep=1)  # another is the best, or none
-    assert [p.name for p in tmp_path.glob("step_*")] == ["step_00000005"]
 
 
 def test_latest_follows_the_pointer_and_does_without_it(tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ QWEN2 = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 9, "n_positions": 8, "n_embd": 8, "n_head": 2, "n_layer": 1,
+}  # fmt: skip
 SHORT = {
     "use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"],
 }  # fmt: skip
@@ -82,19 +85,18 @@ def test_mistral_with_layers_of_both_kinds_is_refused():
         read_config(mistral | {"layer_types": ["full_attention", "sliding_attention"]})
 
 
+def _sizes(folder: Path) -> list[list[int]]:
+    files = sorted(folder.glob("*.safetensors"))
+    return [[t.nbytes for t in load_file(file).values()] for file in files]
+
+
 def test_files_are_those_that_transformers_reads(tmp_path):
     """One file goes before an index that was left from another save; no tensor stands twice."""
     config = read_config(QWEN2)[1]
     to_hf(GPT(config, seed=0), tmp_path / "old", shard_bytes=8000, dtype=torch.bfloat16)
     index = json.loads((tmp_path / "old" / "model.safetensors.index.json").read_text())
-    files = (tmp_path / "old").glob("*.safetensors")
-    assert index["metadata"]["total_size"] == sum(
-        t.nbytes for file in files for t in load_file(file).values()
-    )
-    sizes = [
-        sum(t.nbytes for t in load_file(file).values())
-        for file in sorted((tmp_path / "old").glob("*.safetensors"))
-    ]
+    sizes = [sum(file) for file in _sizes(tmp_path / "old")]
+    assert index["metadata"]["total_size"] == sum(sizes)
     assert all(a <= 8000 < a + b for a, b in itertools.pairwise(sizes))  # none fits
     to_hf(GPT(config, seed=1), tmp_path / "new")
     wanted = (tmp_path / "new" / "model.safetensors").read_bytes()
@@ -109,9 +111,8 @@ def test_files_are_those_that_transformers_reads(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer"])
-def test_a_number_of_layers_that_no_model_has_is_not_counted_to(name):
-    gpt2 = {"model_type": "gpt2", "vocab_size": 9, "n_positions": 8, "n_embd": 8, "n_head": 2}
-    one = gpt2 | {"n_layer": 1} if name == "n_layer" else QWEN2
+def test_more_than_10000_layers_are_refused(name):
+    one = GPT2 if name == "n_layer" else QWEN2
     assert read_config(one | {name: 10_000})[1].layers == 10_000
     for many in (10_001, 10**30):
         with pytest.raises(ConvertError, match=f"^{name} = {many} is no number of layers$"):
@@ -143,21 +144,18 @@ REFUSED = {
     "scores by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inv"),
     "plain scores": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False"),
 }  # fmt: skip
-SIZES_OF_GPT2 = {"n_positions": 8, "n_embd": 8, "n_head": 2, "n_layer": 1}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_no_gpt_of_ours_is_is_refused_by_what_it_has(name):
+def test_a_model_that_a_gpt_of_ours_cannot_be_is_refused_naming_the_field(name):
     family, odd, words = REFUSED[name]
-    plain = QWEN2 | {"model_type": family}
-    if family == "gpt2":
-        plain = {"vocab_size": 9, "model_type": "gpt2", **SIZES_OF_GPT2}
+    plain = GPT2 if family == "gpt2" else QWEN2 | {"model_type": family}
     assert read_config(plain)[0] == family
     with pytest.raises(ConvertError, match=words):
         read_config(plain | odd)
 
 
-def test_kinds_of_layers_beyond_the_last_are_those_of_no_layer():
+def test_layer_types_beyond_the_last_layer_are_ignored():
     kinds = ["full_attention", "full_attention", "sliding_attention"]
     found = read_config(QWEN2 | {"model_type": "gemma2", "layer_types": kinds})[1]
     assert found.windows == ()
@@ -166,7 +164,7 @@ def test_kinds_of_layers_beyond_the_last_are_those_of_no_layer():
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
-def test_bands_that_nobody_named_are_written_as_those_that_are_computed_with(kind):
+def test_default_bands_of_a_rope_scaling_are_written_as_the_numbers_that_are_used(kind):
     own = RopeScaling(kind, 4.0, 16)
     config = replace(PRESETS["toy-llama"], rope_scaling=own, rope_theta=90.0)
     said = read_config(write_config(config, "llama")[1])[1].rope_scaling
@@ -177,7 +175,7 @@ def test_bands_that_nobody_named_are_written_as_those_that_are_computed_with(kin
     assert said.multiplier == own.multiplier
 
 
-def test_what_is_not_there_is_called_a_model_of_the_hub_where_it_may_be_one(tmp_path):
+def test_a_missing_folder_that_may_be_a_name_on_the_hub_is_told_how_to_fetch_it(tmp_path):
     for name, may in (("gpt2", True), ("owner/a-name.1", True), ("a/b/c", False), ("a b", False)):
         with pytest.raises(ConvertError, match=f"^{name} does not exist") as caught:
             read_json(Path(name) / "config.json")
@@ -188,11 +186,6 @@ def test_what_is_not_there_is_called_a_model_of_the_hub_where_it_may_be_one(tmp_
 
 
 # ---------------------------------------------------------------- several files
-
-
-def _sizes(folder: Path) -> list[list[int]]:
-    files = sorted(folder.glob("*.safetensors"))
-    return [[t.nbytes for t in load_file(file).values()] for file in files]
 
 
 def test_a_file_holds_as_much_as_was_asked_for_and_not_a_byte_more(tmp_path):
@@ -283,7 +276,7 @@ def test_buffers_that_older_versions_saved_are_no_parameters(family, tmp_path):
 # ---------------------------------------------------------------- what a model starts from
 
 
-def test_a_checkpoint_is_read_as_it_is_and_a_field_that_is_not_known_is_one_line(tmp_path):
+def test_a_checkpoint_is_read_with_its_own_config_and_an_unknown_field_is_refused(tmp_path):
     config = replace(PRESETS["toy"], layers=2, width=16, heads=2, vocab_size=31, dropout=0.25)
     gpt, fields = GPT(config, seed=0), asdict(config)
     tensors = [(name, p.detach()) for name, p in gpt.named_parameters()]

@@ -195,7 +195,7 @@ def test_what_cannot_be_elastic_is_refused(changes, words):
         ({"dp": 6, "dp_shard": 2, "elastic": 3}, 2),
     ],
 )
-def test_a_replica_is_as_wide_as_what_shards_its_state(changes, width):
+def test_a_replica_has_as_many_data_ranks_as_shard_its_state(changes, width):
     config = dataclasses.replace(TrainConfig(dp=3, elastic=1, plan=ParallelPlan(zero=0)), **changes)
     assert replica_width(config) == width
 
@@ -242,6 +242,12 @@ def _at_once(*calls) -> list:
         return [future.result(20) for future in [pool.submit(call) for call in calls]]
 
 
+def _hears(member: Member, number: int) -> None:
+    """Wait until it has learnt of this generation."""
+    with member._news:
+        assert member._news.wait_for(lambda: member.latest.number >= number, 20)
+
+
 def _three(store) -> list[Member]:
     """Three replicas of one rank each, in generation 1."""
     members = [_member(store, Seat(Mesh(dp=3), 1, rank)) for rank in range(3)]
@@ -258,8 +264,7 @@ def test_a_step_counts_when_all_have_voted_and_ends_the_generation_where_replica
 
     def join_then_vote() -> str:
         announce(store, Generation(2, 0, {0: 0, 1: 0, 2: 0, 3: 0}))
-        while members[2].latest.number < 2:
-            time.sleep(0.01)
+        _hears(members[2], 2)
         return members[2].vote("1", 3)
 
     assert _at_once(*waiting, join_then_vote) == ["regroup"] * 3
@@ -292,8 +297,7 @@ def test_a_loss_is_not_forgotten_when_a_replica_joins_before_a_rank_has_learnt_o
     members = _three(store)
     announce(store, Generation(2, 0, {0: 0, 1: 0}, "2 left", lost=True))
     announce(store, Generation(3, 0, {0: 0, 1: 0, 2: 1}, "2 joins"))
-    while members[0].latest.number < 3:
-        time.sleep(0.01)
+    _hears(members[0], 3)
     assert members[0].lost
     assert members[0].vote("0", 3) == "abort"
     assert members[0].enter().number == 3
@@ -327,7 +331,7 @@ def test_a_rank_that_was_started_again_waits_for_its_own_generation(store):
 
 
 @pytest.mark.parametrize("told", [0, 1, 2])
-def test_a_keeper_that_ends_is_no_error_of_those_who_listen(told):
+def test_the_end_of_the_keeper_is_no_error_of_the_thread_that_listens(told):
     """Also right after it has told of a loss, before they vote."""
     kept = dist.HashStore()
     announce(kept, Generation(1, 0, {0: 0, 1: 0}))

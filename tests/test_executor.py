@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_pipeline import lists_of
 from torch import Tensor, nn
 
 from warpweave.layers.records import collect_records
@@ -23,11 +24,7 @@ from warpweave.parallel.pipeline import (
 )
 from warpweave.parallel.pipeline.losses import LOSS, add_losses, split_losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
-from warpweave.parallel.schedule import Schedule, from_csv, gpipe, interleaved, with_comm
-
-
-def lists_of(*rows: str) -> Schedule:
-    return [from_csv(row.replace(" ", ","))[0] for row in rows]
+from warpweave.parallel.schedule import Schedule, gpipe, interleaved, with_comm
 
 
 class Plain:
@@ -69,7 +66,7 @@ def run(lists: Schedule, stages: int, **more) -> dict[int, Plain]:
 @pytest.mark.parametrize(
     ("lists", "stages", "message"),
     [
-        (  # of two stages on a rank the one that is updated, all that it owes
+        (  # of the stage that is updated, not of the other one on the rank
             lists_of("0F0 0F1 0F2 1F0 1F1 1F2 1I0 0I0 1I1 0I1 1I2 0I2 0W1 0UPDATE@1"),
             2,
             "rank 0: 0UPDATE@1 while W is owed for micro-batches [0, 2]",
@@ -99,26 +96,24 @@ def run(lists: Schedule, stages: int, **more) -> dict[int, Plain]:
         ),
     ],
 )
-def test_what_is_wrong_is_said_whole(lists: Schedule, stages: int, message: str) -> None:
+def test_an_error_names_all_micro_batches_messages_and_ranks_concerned(
+    lists: Schedule, stages: int, message: str
+) -> None:
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
         run(lists, stages)
 
 
-def test_a_stage_that_gives_nothing_is_named_with_the_one_that_waits() -> None:
-    for op, lists in (
-        ("1F0 returned None, stage 2", lists_of("0F0 1F0 2F0 2B0 1B0 0B0")),
-        ("2B0 returned None, stage 1", lists_of("0F0 1F0 2F0 2B0 1B0 0B0")),
-    ):
-        made = {s: Plain() for s in range(3)}
-        at = int(op[0])
-        made[at].gives = False
-        if "B0" in op:
-            made[2].forward = lambda mb, x, version: None
-        with pytest.raises(RuntimeError, match=f"^rank 0: {op} waits for data$"):
-            execute(lists, made, InProcess())
+@pytest.mark.parametrize(("silent", "waiting"), [("1F0", 2), ("2B0", 1)])
+def test_a_stage_that_gives_nothing_is_named_with_the_one_that_waits(silent, waiting) -> None:
+    made = {s: Plain() for s in range(3)}
+    made[int(silent[0])].gives = False
+    made[2].forward = lambda mb, x, version: None
+    words = f"^rank 0: {silent} returned None, stage {waiting} waits for data$"
+    with pytest.raises(RuntimeError, match=words):
+        execute(lists_of("0F0 1F0 2F0 2B0 1B0 0B0"), made, InProcess())
 
 
-def test_what_was_never_lowered_is_counted_in_ranks() -> None:
+def test_lists_of_several_ranks_without_messages_are_refused_with_the_number_of_ranks() -> None:
     words = "^3 ranks and no SEND or RECV: pass the lists through with_comm$"
     with pytest.raises(ValueError, match=words):
         run(interleaved(3, 3, 2), 6)
@@ -126,10 +121,8 @@ def test_what_was_never_lowered_is_counted_in_ranks() -> None:
 
 
 def test_every_rank_is_asked_whether_its_micro_batches_have_ended() -> None:
-    """Stage 0 is on the second rank, which has begun two more."""
-    lists = lists_of(
-        "1RECV_F0 1F0 1B0 1SEND_B0", "0F0 0SEND_F0 0F1 0F2 0RECV_B0 0B0"
-    )  # whose outputs are not sent in this pass
+    """Stage 0 is on the second rank, and its last two outputs are not sent in this pass."""
+    lists = lists_of("1RECV_F0 1F0 1B0 1SEND_B0", "0F0 0SEND_F0 0F1 0F2 0RECV_B0 0B0")
     run_ = InFlight()
     run_.check_ended()
     execute(lists, {s: Plain() for s in range(2)}, InProcess(), run_)
@@ -165,8 +158,7 @@ def test_a_weight_gradient_may_be_owed_from_one_pass_to_the_next() -> None:
     run_.check_ended()
 
 
-def test_a_forward_reads_no_version_that_no_pass_has_made_yet() -> None:
-    """The newest of a pass, the next one at its edge, and what the pass before has made."""
+def test_a_forward_reads_versions_of_this_pass_or_earlier_ones_and_none_to_come() -> None:
     for row, words in (
         ("0F0@1 0B0@1", "0F0@1 comes before 0UPDATE@1"),
         ("0F0 0B0 0UPDATE@1 0F1@2 0B1@2", "0F1@2 comes before 0UPDATE@2"),
@@ -193,8 +185,7 @@ def test_a_forward_reads_no_version_that_no_pass_has_made_yet() -> None:
     assert seen[-1] == (6, 5)
 
 
-def test_a_message_is_what_was_sent_and_not_what_became_of_it() -> None:
-    """A stage may write to its result again before the next one takes it."""
+def test_a_stage_may_overwrite_its_result_before_the_next_one_has_received_it() -> None:
     made = run(with_comm(gpipe(2, 3)), 2)
     assert made[1].received == [("F", mb, mb + 0.5) for mb in range(3)]
     assert made[0].received == [("B", mb, mb + 0.5) for mb in range(3)]
@@ -227,7 +218,7 @@ def test_shapes_are_agreed_of_every_micro_batch_of_every_stage() -> None:
 # ----------------------------------------------------------------------------- modules
 
 
-def test_a_module_says_what_it_was_not_given() -> None:
+def test_a_module_stage_says_what_it_was_not_given() -> None:
     module, like = nn.Linear(2, 2), ((3, 2), torch.float32, torch.device("cpu"))
     first = ModuleStage(module, inputs=lambda mb: torch.zeros(3, 2))
     with pytest.raises(ValueError, match=r"^the first stage receives nothing$"):
@@ -238,7 +229,7 @@ def test_a_module_says_what_it_was_not_given() -> None:
     assert first.tie() is None
 
 
-def test_what_a_module_keeps_of_a_run_holds_no_graph() -> None:
+def test_losses_and_outputs_of_a_module_stage_are_detached() -> None:
     stage = ModuleStage(
         nn.Linear(2, 2), inputs=lambda mb: torch.ones(3, 2), loss=lambda mb, y: (mb + 1) * y.sum()
     )
@@ -254,7 +245,7 @@ def test_what_a_module_keeps_of_a_run_holds_no_graph() -> None:
 # ----------------------------------------------------------------------------- losses
 
 
-def test_each_of_several_losses_is_a_number() -> None:
+def test_each_loss_must_be_a_0_dim_tensor_of_32_bits_and_losses_add_by_name() -> None:
     right = torch.ones((), dtype=torch.float64)
     for name in ("a", "b", "c"):
         for wrong, found in (
@@ -294,16 +285,7 @@ def _chain(segments: int) -> ChainStage:
     return ChainStage(made)
 
 
-@pytest.mark.parametrize("segments", [1, 2, 3])
-def test_the_last_segment_is_replaced_in_an_evaluation_if_it_is_the_only_one_too(segments) -> None:
-    chain, batch = _chain(segments), torch.ones(3, 2, dtype=torch.float64)
-    y, losses = chain.evaluate(None, batch, lambda x, given: (given * 7, {"other": given.sum()}))
-    assert torch.equal(y, batch * 7)
-    assert losses == {"other": 6.0}
-    assert chain.evaluate(None, batch)[1].keys() == {LOSS, "aux"}
-
-
-def test_what_is_fed_follows_what_was_there_and_losses_are_those_of_a_pass() -> None:
+def test_fed_micro_batches_are_numbered_on_and_losses_are_those_since_then() -> None:
     chain = _chain(2)
     batches = torch.arange(1.0, 6.0, dtype=torch.float64)[:, None, None].expand(5, 3, 2)
     wanted = [chain.evaluate(None, batch)[1][LOSS] for batch in batches]
@@ -326,8 +308,8 @@ def test_what_is_fed_follows_what_was_there_and_losses_are_those_of_a_pass() -> 
 
 @pytest.mark.parametrize("each", [1, 2, 3, 6, None])
 @pytest.mark.parametrize("fed", [0, 6])
-def test_gradients_are_reduced_after_as_many_micro_batches_as_are_told(each, fed: int) -> None:
-    """Every time, of what was there at first and of what was fed; by default after all."""
+def test_gradients_are_reduced_after_every_so_many_micro_batches(each, fed: int) -> None:
+    """Of those at the beginning and of those fed later; by default after all at the beginning."""
     chain, every = _chain(2), 6 if each is None else each
     chain.bucket_bytes = 0  # a reduction begins as soon as a gradient is complete
     batches = torch.ones(6 + fed, 3, 2, dtype=torch.float64)
@@ -347,7 +329,7 @@ def test_gradients_are_reduced_after_as_many_micro_batches_as_are_told(each, fed
     assert len(started) == (6 + fed) // every * len(chain.units)
 
 
-def test_parameters_that_the_next_segment_reads_too_are_freed_after_it() -> None:
+def test_parameters_are_freed_after_the_last_of_the_neighbours_that_read_them() -> None:
     given = _chain(3).segments
     both = given[0].units
     chain = ChainStage([given[0], replace(given[1], units=given[1].units + both), given[2]])

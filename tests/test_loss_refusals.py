@@ -102,5 +102,5 @@ def test_what_breaks_one_rule_is_refused_and_what_breaks_none_is_not(name) -> No
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_tensor_must_be_where_the_others_are(name) -> None:
+def test_every_tensor_must_be_on_the_device_of_the_others(name) -> None:
     TABLES[name].elsewhere()

@@ -68,7 +68,7 @@ def test_the_peaks_of_all_ranks_are_in_their_order(monkeypatch):
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])
-def test_files_of_a_run_may_be_read_by_whom_the_umask_lets(tmp_path, umask):
+def test_files_of_a_run_have_the_permissions_that_the_umask_leaves(tmp_path, umask):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_bytes(_row(1) + b"\nrubbish\n")
     old = os.umask(umask)
@@ -110,7 +110,7 @@ def test_any_file_of_an_earlier_run_takes_the_others_aside_and_nothing_else(tmp_
     assert said == f"warpweave: the earlier run in {tmp_path} was moved to {aside}{hint}"
 
 
-def test_what_is_damaged_goes_beside_a_link_that_leads_nowhere(tmp_path, capsys):
+def test_damaged_rows_are_not_written_through_a_dangling_link(tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_bytes(b"rubbish\n")

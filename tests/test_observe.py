@@ -4,7 +4,7 @@ it beside a store that this process fills for the other ranks."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from thread_store import Store as ThreadStore
+from thread_store import Alone, Store
 from threads import run_threads
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from warpweave.parallel import checked
 from warpweave.parallel.checked import CheckedCollectives, CollectiveMismatch
-from warpweave.parallel.collectives import all_gather_into, reduce_scatter_into, start_all_to_all
+from warpweave.parallel.collectives import (
+    all_gather_into,
+    reduce_scatter_into,
+    start_all_to_all,
+    start_exchange,
+)
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.observe import Observer, Operation, carried, described, observers
 
@@ -66,19 +71,24 @@ CALLS: list[tuple[Callable[[Any], object], str, list[tuple[int, ...]], Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*coalesced")
-def test_every_operation_is_told_by_what_this_rank_gives() -> None:
-    """In a group whose ranks are not the world's; a second entry counts on."""
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """Ranks 1, 3 and 5 of six, seen from rank 5, which is its rank 2."""
     dist.init_process_group("fake", rank=5, world_size=6, store=FakeStore())
     try:
-        group, observer = dist.new_group([1, 3, 5]), _Seen()
-        for call, *_ in CALLS:
-            with observer:
-                call(group)
-        CALLS[0][0](group)  # nothing is seen outside
+        yield dist.new_group([1, 3, 5])
     finally:
         dist.destroy_process_group()
-    assert len(observer.seen) == len(CALLS)
+
+
+@pytest.mark.filterwarnings("ignore:.*coalesced")
+def test_every_collective_is_observed_with_what_this_rank_gives(group) -> None:
+    """Under the ranks of the default group; an observer that is entered again counts on."""
+    observer = _Seen()
+    for call, *_ in CALLS:
+        with observer:
+            call(group)
+    CALLS[0][0](group)  # nothing is seen outside
     for number, (op, (_, what, shapes, sizes)) in enumerate(zip(observer.seen, CALLS, strict=True)):
         assert (op.what, [tuple(x.shape) for x in op.given], op.sizes) == (what, shapes, sizes)
         assert op.key.rpartition("/")[2] == str(number)
@@ -86,7 +96,24 @@ def test_every_operation_is_told_by_what_this_rank_gives() -> None:
     assert described((X, torch.ones((), dtype=torch.int64))) == "float32[3], int64[]"
 
 
-def test_what_observes_a_thread_observes_what_it_gives_to_another_one() -> None:
+def test_a_message_is_observed_as_one_end_of_its_link(group) -> None:
+    """The key has the group's own ranks and counts the messages of each direction."""
+    observer = _Seen()
+    with observer:
+        dist.send(X, group=group, group_dst=0)
+        dist.recv(X.clone(), group=group, group_src=1)
+        start_exchange(X, X.clone(), 1, 0, group).wait()
+        dist.send(X, group=group, group_dst=0)
+    assert [(op.key.partition("/")[2], op.ranks, op.side, op.what) for op in observer.seen] == [
+        ("2>0/0", (5, 1), "send", "send of float32[3]"),
+        ("1>2/0", (3, 5), "recv", "recv of float32[3]"),
+        ("2>1/0", (5, 3), "send", "send of float32[3]"),
+        ("0>2/0", (1, 5), "recv", "recv of float32[3]"),
+        ("2>0/1", (5, 1), "send", "send of float32[3]"),
+    ]
+
+
+def test_what_observes_a_thread_observes_the_work_that_it_hands_to_another() -> None:
     def count(*given: int) -> tuple[int, tuple[int, ...]]:
         return len(observers()), given
 
@@ -106,33 +133,6 @@ def test_what_observes_a_thread_observes_what_it_gives_to_another_one() -> None:
 # ---------------------------------------------------------------- checked
 
 
-class _Store:
-    """A store in which whoever waits for what is not there waits in vain."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.delete_key = self.values.pop
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value.encode()
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self.values.setdefault(key, desired.encode())
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.values[key] for key in keys]
-
-    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        if not self.check(keys):
-            raise dist.DistStoreError("timed out")
-
-
 def _checked(store: Any, rank: int, timeout: float = 60.0) -> CheckedCollectives:
     return CheckedCollectives(store, MESH, rank, timeout, torch.device("cpu"))
 
@@ -142,10 +142,10 @@ def _end(side: str, what: str, key: str = "7/3>2/0") -> Operation:
 
 
 @pytest.mark.parametrize("sides", [("send", "recv"), ("recv", "send")])
-def test_the_second_end_of_a_message_compares_whichever_it_is(sides) -> None:
-    """Rank 3 sends to rank 2; what they have said is forgotten."""
+def test_whichever_end_of_a_message_is_second_compares(sides) -> None:
+    """Rank 3 sends to rank 2; the words of ends that agree do not stay in the store."""
     at = {"send": 3, "recv": 2}
-    store = _Store()
+    store = Alone()
     for _ in range(2):
         for side in sides:
             _checked(store, at[side]).before(_end(side, "float32[3]"))
@@ -158,26 +158,25 @@ def test_the_second_end_of_a_message_compares_whichever_it_is(sides) -> None:
         _checked(store, at[second]).before(_end(second, what[second]))
     assert str(said.value) == words
     assert store.values == {"verdict": words.encode()}
-    # Two sends in one link are no message: the first is forgotten, nobody is to blame.
     _checked(store, 3).before(_end("send", "float32[3]", "9"))
-    with pytest.raises(CollectiveMismatch, match=r"^rank 3 .* sends float32\[4\]"):
-        _checked(store, 3).before(_end("send", "float32[5]", "9"))
+    with pytest.raises(CollectiveMismatch) as said:
+        _checked(store, 2).before(_end("recv", "float32[5]", "9"))
+    assert str(said.value) == words, "all say what was found first"
 
 
 def test_the_waiting_of_all_operations_is_summed(monkeypatch) -> None:
     times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 20.5])
     clock = SimpleNamespace(perf_counter=lambda: next(times), monotonic=lambda: 0.0)
     monkeypatch.setattr(checked, "time", clock)
-    store, found = _Store(), _checked(_Store(), 2)
-    found._store = store
+    store = Alone()
+    found = _checked(store, 2)
     for number in range(3):
         found.before(Operation(f"5/{number}", (2,), "barrier", ()))
     assert found.waited == 4.5
     assert [*store.values] == ["5/2/2"], "the last word alone is left"
 
 
-def test_what_an_earlier_check_of_the_process_left_is_not_read() -> None:
-    """The n-th of one rank meets the n-th of another."""
+def test_the_nth_check_of_a_rank_reads_what_the_nth_of_another_wrote_and_nothing_else() -> None:
     store = dist.HashStore()
     every = {(rank, n): _checked(store, rank)._store for n in range(2) for rank in (3, 2)}
     for (rank, n), mine in every.items():
@@ -208,28 +207,29 @@ def test_parts_of_an_all_to_all_are_compared_by_who_sends_and_who_receives() -> 
             rank: (list(table[at]), [row[at] for row in table]) for at, rank in enumerate(ranks)
         }
 
-    assert _all_to_all(_Store(), ranks, sizes()) == ""
+    assert _all_to_all(Alone(), ranks, sizes()) == ""
     for a, b in ((0, 0), (0, 2), (2, 0), (1, 2), (2, 1)):
         for end in (0, 1):
             given = sizes()
             given[ranks[(a, b)[end]]][end][(b, a)[end]] += 10
             sent, expected = (table[a][b] + 10 * (end == at) for at in (0, 1))
-            assert _all_to_all(_Store(), ranks, given) == (
+            assert _all_to_all(Alone(), ranks, given) == (
                 f"in an all_to_all {NAMES[ranks[a]]} sends {NAMES[ranks[b]]} {sent} elements, "
                 f"which expects {expected}"
             )
     equal = dict.fromkeys(ranks, ([], []))
-    assert _all_to_all(_Store(), ranks, equal) == ""
+    assert _all_to_all(Alone(), ranks, equal) == ""
 
 
-def _seen_elsewhere(rank: int, store: Any) -> str:
-    """Ranks 2 and 3 meet, when rank 2 was seen to wait; then all but rank 2 come to another."""
+def _all_but_rank_2(rank: int, store: Any, met: bool) -> str:
+    """All others come to a collective of all ranks. If they `met`, ranks 2 and 3 had one before it,
+    in which rank 2 was seen to wait."""
     mesh = MESH.connect(timeout=timedelta(seconds=60))
     try:
         with CheckedCollectives(store, MESH, rank, 0.5, torch.device("cpu")):
-            if rank == 3:
+            if met and rank == 3:
                 store.wait(["at/2"], timedelta(seconds=60))
-            if rank > 1:
+            if met and rank > 1:
                 dist.all_reduce(torch.ones(4), group=mesh.group("tp"))
             if rank != 2:
                 dist.all_reduce(X.clone(), group=mesh.group("world"))
@@ -238,18 +238,19 @@ def _seen_elsewhere(rank: int, store: Any) -> str:
     return ""
 
 
-def test_a_rank_that_does_not_come_is_told_where_it_was_seen_last(monkeypatch) -> None:
-    store = ThreadStore()
+@pytest.mark.parametrize("met", [True, False])
+def test_a_rank_that_does_not_come_is_named_with_where_it_was_seen_last(monkeypatch, met) -> None:
+    store = Store()
 
     def now() -> float:
         """The time-out is over once all others are there."""
         there = [key for key in [*store.values] if key.endswith(("/0/0", "/0/1", "/0/3"))]
-        return 1e9 if len(there) == 3 + 1 else 0.0  # rank 3 in the pair, too
+        return 1e9 if len(there) == 3 + met else 0.0  # rank 3's word in the pair stays
 
     monkeypatch.setattr(checked, "_LOOK", 1e-3)
     monkeypatch.setattr(checked, "time", SimpleNamespace(monotonic=now, perf_counter=lambda: 0.0))
     words = (
-        f"{NAMES[2]} did not come to all_reduce of float32[3] among ranks 0, 1, 2, 3 within 0.5 s, "
-        "and was last seen in all_reduce of float32[4] among ranks 2, 3"
+        f"{NAMES[2]} did not come to all_reduce of float32[3] among ranks 0, 1, 2, 3 within 0.5 s"
+        + ", and was last seen in all_reduce of float32[4] among ranks 2, 3" * met
     )
-    assert run_threads(4, _seen_elsewhere, store) == [words, words, "", words]
+    assert run_threads(4, _all_but_rank_2, store, met) == [words, words, "", words]

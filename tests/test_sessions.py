@@ -16,55 +16,55 @@ from warpweave.launch import Session, _store
 from warpweave.parallel.mesh import Mesh
 
 
-def test_what_ranks_found_is_left_to_the_process_that_started_them(monkeypatch):
-    """Of many ranks in the order of their numbers; and whoever keeps the store may be gone."""
+@pytest.mark.parametrize("launched", [False, True])
+def test_silent_ranks_are_named_in_order_by_a_rank_or_through_the_store_by_its_launcher(
+    monkeypatch, launched
+):
     monkeypatch.setattr("warpweave.heartbeat.SILENCE", 0.0)
-    for launched in (False, True):
-        sessions = _sessions(12)
-        for rank in (1, 3):
-            sessions[rank].launched = launched
-        for rank in {*range(12)} - {2, 10, 11}:
-            sessions[rank].store.set(f"failed/{rank}", "lost")
-        said = sessions[1].explain(RuntimeError(LOST))
-        words = "; ".join(
-            f"no word from rank {r} (tp={r}): it died or hangs before its first step"
-            for r in (2, 10, 11)
-        )
-        kept = sessions[1].store
-        assert said == (None if launched else words)
-        assert kept.check(["verdict"]) == launched
-        assert not launched or kept.get("verdict").decode() == words
-        gone = mock.Mock(add=mock.Mock(side_effect=RuntimeError), set=mock.Mock())
-        sessions[3].store = gone
-        keeper = "the process that started the ranks" if launched else "the launcher"
-        for error in (RuntimeError(LOST), TypeError("no")):
-            gone.check.side_effect = gone.add.side_effect = RuntimeError("gone")
-            assert sessions[3].explain(error) == f"rank 3 (tp=3) stops: {keeper} is gone"
+    sessions = _sessions(12)
+    store = sessions[1].store
+    sessions[1].launched = launched
+    for rank in {*range(12)} - {2, 10, 11}:
+        store.set(f"failed/{rank}", "lost")
+    said = sessions[1].explain(RuntimeError(LOST))
+    words = "; ".join(
+        f"no word from rank {r} (tp={r}): it died or hangs before its first step"
+        for r in (2, 10, 11)
+    )
+    if launched:
+        assert (said, store.get("verdict").decode()) == (None, words)
+    else:
+        assert (said, store.check(["verdict"])) == (words, False)
+
+
+@pytest.mark.parametrize("error", [RuntimeError(LOST), TypeError("no")])
+@pytest.mark.parametrize(
+    ("launched", "keeper"), [(False, "the launcher"), (True, "the process that started the ranks")]
+)
+def test_a_rank_whose_store_is_gone_names_the_process_that_kept_it(error, launched, keeper):
+    session = _sessions(4)[3]
+    session.launched = launched
+    session.store = mock.Mock(**dict.fromkeys(("add.side_effect", "set.side_effect"), RuntimeError))
+    assert session.explain(error) == f"rank 3 (tp=3) stops: {keeper} is gone"
 
 
 def test_one_rank_alone_says_what_failed_and_each_leaves_its_own_words_in_the_store():
     class OddError(Exception):
         pass
 
-    for errors, said in (
-        ([ValueError("a b"), TypeError("c")], "rank 0 (tp=0) failed: a b"),
-        ([TypeError("c"), ValueError("a b")], "rank 0 (tp=0) failed: TypeError: c"),
-        ([OddError("one\n line"), OddError("x")], "one line"),
-        ([KeyError(), KeyError()], "rank 0 (tp=0) failed: KeyError"),
-    ):
+    for errors, said, left in (
+        ((ValueError("a b"), TypeError("c")), "rank 0 (tp=0) failed: a b", ("a b", "TypeError: c")),
+        ((TypeError("c"), ValueError("a b")), "rank 0 (tp=0) failed: TypeError: c",
+         ("TypeError: c", "a b")),
+        ((OddError("one\n line"), OddError("x")), "one line", ("one line", "x")),
+        ((KeyError(), KeyError()), "rank 0 (tp=0) failed: KeyError", ("KeyError", "KeyError")),
+    ):  # fmt: skip
         first, second, third = _sessions(3)
         assert first.explain(errors[0], (OddError,)) == said
         assert second.explain(errors[1], (OddError,)) is None
         assert third.explain(RuntimeError(LOST)) is None
-        left = first.store.get("failed/0").decode(), first.store.get("failed/1").decode()
-        kinds = [type(e).__name__ for e in errors]
-        texts = [" ".join(str(e).split()) for e in errors]
-        plain = (ValueError, OddError)
-        assert left == tuple(
-            text if isinstance(e, plain) else f"{kind}: {text}" if text else kind
-            for e, kind, text in zip(errors, kinds, texts, strict=True)
-        )
-        assert first.store.get("failed/2").decode() == f"RuntimeError: {LOST}"
+        found = [first.store.get(f"failed/{rank}").decode() for rank in range(3)]
+        assert found == [*left, f"RuntimeError: {LOST}"]
 
 
 def test_groups_are_made_anew_under_a_name_of_their_own_each_time(monkeypatch):

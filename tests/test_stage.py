@@ -434,6 +434,8 @@ def test_what_stands_in_for_the_last_segment_is_run_once_and_no_other_is_left_ou
     assert stage.evaluate(None, 7) == (7123, {})
     assert stage.evaluate(None, 7, lambda x, batch: 10 * x + batch) == (7127, {})
     assert stage.evaluate(8, 7) == (8123, {})
+    losses = {"other": torch.ones(())}
+    assert ChainStage(chain[:1]).evaluate(None, 7, lambda x, batch: (batch, losses)) == (7, losses)
 
 
 def _two_kinds(mesh: ConnectedMesh) -> None:

@@ -33,6 +33,15 @@ def _job(folder: Path, script: str, *options: str, **more) -> TrainingJob:
     return TrainingJob(folder, options, command=command, **{"seconds": 60.0} | more)
 
 
+def _until(what, poll=lambda: None) -> None:
+    """Wait for other processes: there is no message to wait for."""
+    deadline = time.monotonic() + 60
+    while not what():
+        poll()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_job_has_its_options_its_folder_and_a_session_of_its_own(tmp_path):
     script = (
         "print('first'); print('warpweave: one\\nother\\nwarpweave:two', file=sys.stderr); "
@@ -94,7 +103,7 @@ def test_files_that_a_job_leaves_break_a_promise_but_for_torchruns(tmp_path, our
         job.end(0)
 
 
-def test_whose_command_is_torchruns(tmp_path):
+def test_a_job_of_torchruns_is_not_ours_and_one_that_ran_before_has_no_process(tmp_path):
     for command, ours in (
         (("python", "-m", "torch.distributed.run", "-m", "warpweave"), False),
         (("python", "-m", "warpweave", "train"), True),
@@ -106,7 +115,7 @@ def test_whose_command_is_torchruns(tmp_path):
 
 
 @pytest.mark.parametrize("looks", [3, 9])
-def test_processes_may_take_five_seconds_to_follow_their_job(tmp_path, monkeypatch, looks):
+def test_processes_of_a_job_may_end_up_to_five_seconds_after_it(tmp_path, monkeypatch, looks):
     """On a clock of which each look takes a second."""
     job, now, left = _job(tmp_path, ""), [0.0], iter([*[[12, 13]] * looks, *[[]] * 9])
 
@@ -127,26 +136,23 @@ def test_processes_may_take_five_seconds_to_follow_their_job(tmp_path, monkeypat
 
 def test_a_job_that_does_not_end_in_time_is_ended_with_all_that_it_has_started(tmp_path):
     script = "os.fork(); os.setsid() if os.getpid() != os.getsid(0) else 0; " + WAITS
-    job = _job(tmp_path, script, seconds=60.0)
+    job = _job(tmp_path, script)
     try:
         job.wait_for(lambda: len(job.members()) == 2)
         members = job.members()
         assert members == sorted(members)
         assert job.process.pid in members
         assert set(marked(str(tmp_path / "tmp"))) == set(members)
-        job.seconds = 0.1
+        job.seconds = 0.0
         with pytest.raises(BrokenPromiseError, match=r"^no end in 0 s$"):
             job.end(0)
         assert job.process.poll() == -signal.SIGKILL
-        deadline = time.monotonic() + 30
-        while job.members():  # the other one is not our child, to be waited for
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        _until(lambda: not job.members())  # one of them is no child of ours
     finally:
         job.stop()
 
 
-def test_waiting_breaks_off_with_what_the_job_said_when_it_ends_or_takes_too_long(tmp_path):
+def test_a_wait_ends_with_what_the_job_said_when_it_ends_or_takes_too_long(tmp_path):
     job = _job(tmp_path / "a", "sys.exit('the reason')")
     with pytest.raises(BrokenPromiseError, match=r"^the reason$"):
         job.wait_for(lambda: False)
@@ -154,7 +160,7 @@ def test_waiting_breaks_off_with_what_the_job_said_when_it_ends_or_takes_too_lon
     slow = _job(tmp_path / "b", "print('slow', file=sys.stderr, flush=True); " + WAITS)
     try:
         slow.wait_for(lambda: (tmp_path / "b" / "stderr").read_text())
-        slow.seconds = 0.05
+        slow.seconds = 0.0
         with pytest.raises(BrokenPromiseError, match=r"^slow$"):
             slow.wait_for(lambda: False)
     finally:
@@ -169,13 +175,13 @@ def test_a_job_may_listen_on_loopback_only(tmp_path, address):
         "open(args[-1], 'w').close(); " + WAITS
     )
     job = _job(tmp_path, script, str(tmp_path / "ready"))
+
+    def without_ipv6() -> None:
+        if six and job.process.poll() is not None:
+            pytest.skip("a machine without IPv6")
+
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "ready").exists():
-            if six and job.process.poll() is not None:
-                pytest.skip("a machine without IPv6")
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        _until((tmp_path / "ready").exists, without_ipv6)
         if address in ("127.0.0.1", "::1"):
             assert job.listening() == {"0" * 24 + "01000000" if six else "0100007F"}
             job.wait_for(lambda: True)
@@ -207,7 +213,7 @@ def test_rows_losses_and_checkpoints_are_read_as_far_as_they_are_written(tmp_pat
     assert job.newest().step == 12
 
 
-def test_a_fault_is_text_and_when_it_happened_stands_beside_the_run(tmp_path):
+def test_a_fault_is_read_from_its_text_and_its_time_from_beside_the_run(tmp_path):
     fault = Fault("lag", 3, 5, at="save", delay=0.25)
     assert Fault(**json.loads(fault.text)) == fault
     assert planted_at(tmp_path / "run") is None
@@ -313,8 +319,7 @@ def test_an_arena_leaves_no_job_and_no_file_and_says_what_was_late(tmp_path):
     assert arena.late == "late: 2 s are promised"
 
 
-def test_a_job_ends_with_the_process_that_watches_it(tmp_path):
-    """Also where that is killed."""
+def test_a_job_ends_with_the_process_that_watches_it_if_that_is_killed(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of threads, which the child has no need of
         pid = os.fork()
@@ -322,7 +327,4 @@ def test_a_job_ends_with_the_process_that_watches_it(tmp_path):
         _job(tmp_path, WAITS)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
-    deadline = time.monotonic() + 30
-    while marked(f"TMPDIR={tmp_path / 'tmp'}\0"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    _until(lambda: not marked(f"TMPDIR={tmp_path / 'tmp'}\0"))

@@ -1,4 +1,4 @@
-"""torch's key-value store for ranks that are threads: one that waits lets the others run."""
+"""torch's key-value store: of one thread, and for ranks that are threads (`threads`)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ import torch.distributed as dist
 from threads import _here, _StoppedError
 
 
-class Store:
-    """One for all ranks, made outside of `run_threads`."""
+class Alone:
+    """Of one thread: a wait for what is not there times out at once."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.delete_key = self.values.pop
 
-    def clone(self) -> Store:
-        return self
-
     def set(self, key: str, value: str) -> None:
         self.values[key] = value.encode()
-        _here.world.turns.turn.notify_all()
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         if key not in self.values and expected == "":
@@ -37,6 +33,21 @@ class Store:
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.values[key] for key in keys]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        if not self.check(keys):
+            raise dist.DistStoreError("timed out")
+
+
+class Store(Alone):
+    """One for all ranks, made outside of `run_threads`: one that waits lets the others run."""
+
+    def clone(self) -> Store:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value)
+        _here.world.turns.turn.notify_all()
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         turns, numbers = _here.world.turns, torch.get_rng_state()
