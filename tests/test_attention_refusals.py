@@ -115,7 +115,7 @@ NUMBERS: Rows = [
     ({"documents": ints(0, 7), "k_runs": ((0, 8),)}, "boundaries up to 8 or more, where"),
     ({"documents": ints(0, 0, 0, 1, 1, 2, 2, 2)}, "not the document of each of the 8 tokens"),
     (
-        {"documents": ints([0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5, 6, 8])},  # one of two
+        {"documents": ints([0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5, 6, 8])},  # the first sample
         r"not the document of each of the 8 tokens, got \[2, 8\]",
     ),
 ]
@@ -186,7 +186,7 @@ HALF: Rows = [
     ({"into": (O, LSE.to("meta"))}, "one device, got cpu and meta"),
     (
         {"q": O[:, :0], "into": (torch.empty_strided((2, 0, 4, 4), (1, 1, 1, 2)), LSE[..., :0])},
-        None,  # of nothing all strides do
+        None,  # a tensor without elements may have any strides
     ),
     ({"into": (strided(O), LSE)}, "stride 1"),
     ({"into": (O[:, :7], LSE)}, "o to add to must be"),

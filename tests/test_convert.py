@@ -305,7 +305,7 @@ def test_rope_scaling_from_before_transformers_5_is_read():
         "yarn", 2.0, 64, low=1.0, high=32.0, attention_factor=above / below
     )
     for one in ({}, {"mscale": 0.5}, {"mscale_all_dim": 1.0}, {"mscale": 0.5, "mscale_all_dim": 0}):
-        scaling = {"type": "yarn", "factor": 2.0} | one  # a ratio is of two numbers
+        scaling = {"type": "yarn", "factor": 2.0} | one  # the ratio takes both
         found = read_config(fields | {"rope_scaling": scaling})[1].rope_scaling
         assert found == RopeScaling("yarn", 2.0, 64, low=1.0, high=32.0)
         found = read_config(fields | {"rope_scaling": scaling | {"attention_factor": 1.5}})[1]

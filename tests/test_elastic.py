@@ -356,7 +356,7 @@ def test_connections_of_a_generation_are_closed_and_no_others(store):
     before = client()
     connections = Connections()
     ours = client()
-    listener = socket.create_server(("127.0.0.1", 0))  # by which others reach this process
+    listener = socket.create_server(("127.0.0.1", 0))  # others reach this process through it
     connections.complete()
     later = client()
 
@@ -373,7 +373,7 @@ def test_connections_of_a_generation_are_closed_and_no_others(store):
     before.set("key", "1")
     assert later.get("key") == b"1"
     connections.open()
-    ours = client()  # of a generation that is lost before all are connected
+    ours = client()  # its generation is lost before all have connected
     assert _at_once(wait, close)[0] == "ended"
     assert before.get("key") == later.get("key") == b"1"
     with listener, socket.create_connection(listener.getsockname()):

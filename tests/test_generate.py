@@ -448,7 +448,9 @@ def test_the_command_prints_each_prompt_with_its_text_and_counts_new_tokens_by_t
     assert lines[:-1] == ["--- '\\x05'", "ABCD", "--- '\\x06\\x07'", "", "--- '\\x08'", "E"]
 
 
-def test_ranks_of_the_command_are_its_own_on_the_device_it_is_given(folders, capfd, monkeypatch):
+def test_the_command_starts_its_own_ranks_on_the_device_that_it_is_given(
+    folders, capfd, monkeypatch
+):
     given = str(folders["llama3"]), "--prompt", "\x05", "--tokens", "1"
     asked = []
 

@@ -187,7 +187,7 @@ def _timeouts(rank: int) -> None:
             if group is not None and group is not dist.group.WORLD:
                 backend = group._get_backend(torch.device("cpu"))
                 assert backend.options._timeout == timedelta(seconds=7), (sizes, axis)
-        assert every._timeout == before != timedelta(seconds=7)  # of the default group is its own
+        assert every._timeout == before != timedelta(seconds=7)  # the default group keeps its own
         for axis in ("tp", "cp", "pp"):
             if (workspace := mesh.workspace(axis)) is not None:
                 assert workspace._timeout == timedelta(seconds=7)

@@ -55,9 +55,8 @@ def test_rows_of_steps_and_evaluations_have_their_figures_on_every_board(tmp_pat
 
 
 def test_the_peaks_of_all_ranks_are_in_their_order(monkeypatch):
-    used = {"darwin": 2**20, "linux": 2**10}
-    for platform, unit in used.items():
-        monkeypatch.setattr(metrics_module.sys, "platform", platform)
+    for platform, unit in (("darwin", 2**20), ("linux", 2**10)):
+        monkeypatch.setattr(metrics_module, "sys", SimpleNamespace(platform=platform))
         monkeypatch.setattr(
             metrics_module.resource,
             "getrusage",

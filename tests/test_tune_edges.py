@@ -144,7 +144,7 @@ def test_attention_is_timed_in_the_sizes_of_an_8b_llama(monkeypatch, dtype: str)
     assert made[1][0] == (2, 32, 1, 128)  # one head at least
 
 
-def test_the_other_calls_of_attention_have_an_option_each(monkeypatch) -> None:
+def test_each_other_call_of_attention_passes_the_option_in_its_name(monkeypatch) -> None:
     asked: list[dict] = []
     for name in ("attention_fwd", "attention_bwd"):
         monkeypatch.setattr(calls.attention, name, lambda *of, **how: asked.append(how))
@@ -170,7 +170,7 @@ def test_the_other_calls_of_attention_have_an_option_each(monkeypatch) -> None:
         assert all(x.dtype == torch.float32 for x in carried)
 
 
-def test_the_other_calls_of_products_are_those_that_take_their_tile() -> None:
+def test_the_other_calls_of_a_product_are_those_that_take_its_tile() -> None:
     def names(kind: str, dtype: str) -> set[str]:
         make = lambda *s, dtype: torch.empty(s, dtype=dtype, device="meta")  # noqa: E731
         return {*other_calls(Problem("gemm", dtype, kind), make, 64, 64)}
