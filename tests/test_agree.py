@@ -175,14 +175,10 @@ def test_the_rank_and_module_that_first_had_nan_are_named(tmp_path, layout, rank
     assert found == [words] * config.mesh.world
 
 
-def _stopped_each(rank: int, config: TrainConfig, where: dict[int, str]) -> str:
-    return _stopped(rank, config, (*where,), where.get(rank, ""))
-
-
-def test_ranks_that_have_nan_by_themselves_are_named_each_with_its_module(tmp_path):
+def test_ranks_whose_own_modules_have_nan_are_named_module_by_module(tmp_path):
     config = _small(tmp_path, steps=1, eval_every=0, dp=4)
     where = {0: "output blocks.0.mlp", 2: "output final_norm", 3: "output blocks.0.mlp"}
-    found = run_threads(4, _stopped_each, config, where)
+    found = run_threads(4, lambda rank: _stopped(rank, config, (*where,), where.get(rank, "")))
     assert found == ["ranks 0, 3 in blocks.0.mlp, rank 2 (dp=2) in final_norm"] * 4
 
 
@@ -375,7 +371,7 @@ def test_the_first_steps_and_those_that_are_due_are_compared(options, steps, eva
 
 
 def test_a_ranks_own_seconds_are_those_without_any_wait_of_this_step() -> None:
-    """Of its own stage's receives and of the tie, and for others at collectives; each time anew."""
+    """The waits are its stage's receives, the tie, and those at collectives, of this step alone."""
     agreement, _ = _agreement(check_every=1)
     passes, transport = agreement._engine.passes, agreement._engine.passes.transport
     marks = [0.0, 0.5, 1.5, 1.75, 2.0, 3.0, 7.0, 8.0]  # receives 0.5 and 0.25, the tie 4

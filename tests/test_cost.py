@@ -143,7 +143,7 @@ def test_elementwise_ops_count_their_operations(op) -> None:
     assert cost.adamw(9) == Cost(16 * 9, 9 * 4 * 7)  # a float32 gradient, and no copy
 
 
-def test_a_triangle_is_computed_of_a_symmetric_product_and_read_of_what_is_added() -> None:
+def test_a_symmetric_product_computes_one_triangle_and_reads_one_of_what_is_added() -> None:
     x, out = torch.randn(5, 8), torch.randn(5, 5)
     triangle = int(torch.ones(5, 5).triu().sum())
     found = cost.symmetric_product(5, 8, size=4)

@@ -160,7 +160,7 @@ def test_a_launch_ends_as_its_first_rank_did_or_as_the_signal_says(
 
 
 @pytest.mark.parametrize("results", [(), (1,), (0, 1, 2, 3)])
-def test_of_ranks_that_end_at_once_those_that_were_killed_are_first_and_one_may_be_done(results):
+def test_of_ranks_that_end_at_once_killed_ones_come_first_and_finished_ones_are_left_out(results):
     """A rank that ends without an error and without a result has died as well."""
     store = dist.HashStore()
     store.set("verdict", "word")  # nobody is waited for
@@ -384,7 +384,7 @@ def test_a_run_that_cannot_go_on_says_what_where_and_what_is_left(
 
 @pytest.mark.parametrize("what", ["loss", "validation loss"])
 @pytest.mark.parametrize("kind", ["plain", "outer", "asynchronous"])
-def test_weights_are_called_untouched_and_steps_run_again_only_where_both_is_so(
+def test_a_stop_runs_the_step_again_and_says_that_no_weight_changed_only_where_that_is_so(
     monkeypatch, kind, what
 ):
     """An outer optimizer, or a pipeline's stages by themselves, may have changed weights already;

@@ -179,8 +179,8 @@ def test_the_costs_of_attention_are_told_of_each_kind_of_layer():
     ("length", "tp", "rows", "heads"), [(6, 1, 3, 6), (6, 3, 3, 2), (4096, 2, 2048, 3),
                                         (9000, 1, 2048, 6)]
 )  # fmt: skip
-def test_speeds_are_measured_with_a_ranks_own_rows_and_heads(length, tp, rows, heads):
-    """Of a long sequence with as many as are enough."""
+def test_links_are_measured_with_a_message_of_a_ranks_own_rows_and_heads(length, tp, rows, heads):
+    """And with 2048 rows at most."""
     mesh = mock.Mock(device_mesh=mock.Mock(device_type="cpu"), group=lambda axis: axis)
     mesh.size = lambda axis: {"tp": tp}[axis]
     plan = mock.Mock(cp_strategy="measured")

@@ -182,8 +182,8 @@ def test_what_weights_and_biases_refuses_is_one_line(tmp_path, wandb):
 
 
 def test_weights_and_biases_gets_every_number_once_at_its_step_and_options_as_json(tmp_path, wandb):
-    """Counts too, and the step only as that; what the site has is not sent again, but for an
-    evaluation that was missing at the step from which a run goes on."""
+    """Integers too. A resumed run does not send again what the site has, but for an evaluation that
+    was missing at its first step."""
     options = {"out": Path("runs/a"), "layers": 3, "lr": 0.5, "data": None, "betas": (0.9, 0.95)}
     board = WeightsAndBiases(tmp_path, 0, "p", options)
     for step in (1, 2, 3):
@@ -205,7 +205,7 @@ def test_weights_and_biases_gets_every_number_once_at_its_step_and_options_as_js
     assert wandb.finished == ["run0", "run0"]
 
 
-def test_tensorboard_draws_measures_and_no_counts_and_purges_what_came_later(tmp_path):
+def test_tensorboard_has_the_floats_of_a_row_and_purges_steps_after_the_one_resumed_from(tmp_path):
     pytest.importorskip("tensorboard", reason="an extra that only event files need")
     board = TensorBoard(tmp_path, 0)
     for step in (1, 2, 3):

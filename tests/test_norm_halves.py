@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from close import assert_all_close, assert_close_f64, assert_same_bits, relative_error
+from close import assert_close_f64, assert_same_bits, relative_error
 
 from warpweave.kernels import norm, reference
 from warpweave.kernels.dropout import Drop
@@ -37,8 +37,8 @@ def _drawn(layer: bool, dtype=F64):
 @IMPLS
 @LAYER
 @pytest.mark.parametrize("wide", [False, True], ids=["held", "in blocks"])
-def test_whatever_lies_anywhere_is_read_right(wide, layer, impl, monkeypatch) -> None:
-    """Each operand of both halves alone, and all of them, are spread over memory."""
+def test_operands_of_any_strides_are_read_right(wide, layer, impl, monkeypatch) -> None:
+    """Each operand of both halves alone, and all of them, have gaps between their elements."""
     if wide:
         monkeypatch.setattr(forward, "FWD_WIDTH", 8)
         monkeypatch.setattr(backward, "BWD_WIDTH", 8)
@@ -75,9 +75,9 @@ def test_whatever_lies_anywhere_is_read_right(wide, layer, impl, monkeypatch) ->
 
 @IMPLS
 @LAYER
-def test_a_half_has_dtypes_of_its_own(layer, impl) -> None:
-    """x, residual, weight, x_bias and dy each of another: s has the wider, y and dx what is asked
-    for or x's own, sums that of the statistics."""
+def test_results_have_the_dtypes_that_the_halves_promise(layer, impl) -> None:
+    """Of operands that differ: s has the wider of x and residual, y and dx what is asked for or
+    their input's own, sums that of the statistics."""
     x, residual, dy, ds, w, b, x_bias, drop = _drawn(layer)
     x, residual, w = x.to(BF16), residual.to(F32), w.to(F16)
     b = b if b is None else b.to(F32)
@@ -154,7 +154,7 @@ def test_a_bias_wider_than_x_is_added_before_s_is_rounded_to_the_dtype_of_x(impl
 
 @LAYER
 def test_the_halves_have_the_defaults_of_rms_norm(layer) -> None:
-    """An eps that is seen, of numbers no larger than its root."""
+    """Of numbers no larger than the root of eps, so that another eps is seen."""
     x, _, _, _, w, b, *_ = _drawn(layer)
     x = x * 1e-3
     names = reference.layer_norm if layer else reference.rms_norm
@@ -184,12 +184,11 @@ def test_autocast_leaves_the_halves_alone(layer, impl) -> None:
     want = run()
     with torch.autocast("cpu", BF16):
         assert_same_bits(run(), want)
-    assert_all_close(run(), want, 0)
 
 
 @IMPLS
 @LAYER
-def test_no_gradient_is_made_but_those_that_are_wanted(layer, impl) -> None:
+def test_only_the_gradients_that_are_wanted_are_made(layer, impl) -> None:
     x, _, dy, ds, w, b, *_ = _drawn(layer)
     _, s, mean, rstd = norm.norm_fwd(x, w, b, layer=layer, impl=impl)
     for options in ({}, {"ds": ds}):

@@ -3,8 +3,9 @@ allocated, and messages of groups within groups."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from warpweave.parallel import symmetric
 from warpweave.parallel.buffers import Buffers
 from warpweave.parallel.messages import AllToAll, Batch, Hop, Steps, run_in_process, run_on_group
 from warpweave.parallel.symmetric import Workspace, symmetric_memory
-from warpweave.parallel.words import CAPPED, FEWEST_ROWS, chunks_of, local_rows
+from warpweave.parallel.words import chunks_of, local_rows
 
 CPU = torch.device("cpu")
 
@@ -25,19 +26,15 @@ CPU = torch.device("cpu")
 # ---------------------------------------------------------------- words
 
 
-def test_chunks_of_every_kind_of_layout() -> None:
-    """A chunk of a balanced layout has a tile's rows, as long as there are two."""
-    assert FEWEST_ROWS == 128
-    assert CAPPED == (1024, 64 * 2**20)
-    for parts in (1, 2, 3, 8):
-        for rows in (1, 256, 511, 512, 513, 1023, 1024, 2047, 2048, 2049, 10**6):
-            found = chunks_of(rows * parts, parts, "balanced")
-            fits = [n for n in (4, 8, 16) if rows / n >= 128]
-            assert found == max([2, *fits]), (rows, parts)
-            assert chunks_of(rows * parts + parts - 1, parts, "balanced") == found
-            others = [chunks_of(rows * parts, parts, k) for k in ("contiguous", "striped")]
-            assert others == [1, 1]
-            assert chunks_of(rows * parts, parts, "zigzag") == (1 if parts == 1 else 2)
+def test_a_chunk_of_a_balanced_layout_has_at_least_128_rows_where_there_are_enough() -> None:
+    """A tile of the attention kernels."""
+    fewest = {1: 2, 511: 2, 512: 4, 1023: 4, 1024: 8, 2047: 8, 2048: 16, 10**6: 16}
+    for parts in (1, 2, 3):
+        for rows, chunks in fewest.items():
+            for length in (rows * parts, rows * parts + parts - 1):
+                assert chunks_of(length, parts, "balanced") == chunks, (rows, parts)
+        others = [chunks_of(4096, parts, kind) for kind in ("contiguous", "striped", "zigzag")]
+        assert others == [1, 1, 1 if parts == 1 else 2]
 
 
 def test_rows_of_a_rank_are_the_fewest_that_hold_the_sequence_in_equal_chunks() -> None:
@@ -74,8 +71,11 @@ def test_a_buffer_is_taken_again_only_for_its_shape_and_dtype() -> None:
 # ---------------------------------------------------------------- symmetric memory
 
 
-def _left() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if "warpweave-" in name}
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where files are made, instead of the folder that all processes of the machine share."""
+    with mock.patch.object(symmetric, "FOLDER", tmp_path):
+        yield tmp_path
 
 
 def _allocated(group: Any, given: dict[str, Any]) -> tuple[Any, ...]:
@@ -97,21 +97,23 @@ def _allocated(group: Any, given: dict[str, Any]) -> tuple[Any, ...]:
         ({"polls": 0}, 0),
     ],
 )
-def test_every_rank_sees_what_another_writes_and_polls_as_often_as_is_asked(given, polls) -> None:
-    before = _left()
+def test_every_rank_sees_what_another_writes_and_polls_as_often_as_is_asked(
+    given, polls, folder
+) -> None:
     for rank, found in enumerate(on_threads(3, _allocated, given)):
         written = [0, 0, 0]
         written[(rank - 1) % 3] = 10 + (rank - 1) % 3
         assert found[:3] == (rank, 3, 3)
         assert found[3] >= 500
         assert found[4:] == (polls, written)
-    assert _left() <= before
-    assert symmetric.LOOKS == {"cpu": 10_000, "cuda": 500_000}
+    assert not [*folder.iterdir()]
 
 
 @pytest.mark.parametrize("error", [OSError, RuntimeError])
 @pytest.mark.parametrize(("step", "verb"), [("create_file", "make"), ("map_file", "map")])
-def test_all_ranks_are_told_who_cannot_allocate_and_nothing_is_left(step, verb, error) -> None:
+def test_all_ranks_are_told_who_cannot_allocate_and_nothing_is_left(
+    step, verb, error, folder
+) -> None:
     right = getattr(symmetric, step)
     calls = []
 
@@ -126,11 +128,10 @@ def test_all_ranks_are_told_who_cannot_allocate_and_nothing_is_left(step, verb, 
             symmetric_memory(group, "cpu", slots=1, capacity=1)
         return str(said.value)
 
-    before = _left()
     with mock.patch.object(symmetric, step, broken):
         found = on_threads(3, allocate)
-    assert _left() <= before
-    whose = f"cannot {verb} the files of their group in /dev/shm (the ranks must share one machine)"
+    assert not [*folder.iterdir()]
+    whose = f"cannot {verb} the files of their group in {folder} (the ranks must share one machine)"
     failed = [rank for rank in range(3) if found[rank].endswith(": no room")]
     assert len(failed) == (2 if step == "create_file" else 3)
     for rank, words in enumerate(found):

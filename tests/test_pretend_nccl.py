@@ -303,14 +303,6 @@ def _fused_fit() -> None:
     assert not left, f"no room: {left}"
 
 
-def test_fused_products_beside_a_pipeline_are_refused_on_a_gpu() -> None:
-    mesh = Mesh(pp=2, tp=2).seen_from(0)
-    with pytest.raises(
-        ValueError, match=r"^overlap 'fused' with pp = 2 may hang on a GPU: .*need$"
-    ):
-        Engine(GPTConfig(**SIZES, layers=2), mesh, ParallelPlan(overlap="fused"), device="cuda")
-
-
 # ---------------------------------------------------------------- faults
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import tyro
 
+from warpweave.config import GPTConfig
 from warpweave.parallel.mesh import Mesh
 from warpweave.prove import LIMITS, Errors, Layout, ProveConfig, command, expected, options, proof
 from warpweave.prove.layouts import Sizes, all_layouts, draw
@@ -65,7 +66,7 @@ def test_each_option_of_a_layout_is_in_its_line_and_its_command(monkeypatch) -> 
 
 def _errors(value: float = 0.0, where: str = "w", **own: float) -> Errors:
     each = dict.fromkeys(proof.KINDS, value) | own
-    return Errors(**each, where=where, relative={kind: e / 1e9 for kind, e in each.items()})
+    return Errors(**each, where=where, relative={kind: 1 / (1 + e) for kind, e in each.items()})
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -81,9 +82,6 @@ def test_a_row_is_ok_up_to_its_limit_and_wrong_beyond(dtype: str) -> None:
             assert row.startswith("[  3/120] WRONG " if wrong else "[  3/120] ok ")
             again = f"{layout}; largest: w; again: {layout.command}"
             assert row.endswith(again if wrong else str(layout))
-            line = {"layout": str(layout), "errors": dataclasses.asdict(errors)}
-            judged = command.judge([layout], [json.dumps(line) + "\n"])
-            assert (judged["passed"], judged["right"]) == (not wrong, not wrong)
     head = command.table_head(120).splitlines()
     assert all(f"x{LIMITS[d]:.0f} in {d}" in "".join(head) for d in LIMITS)
     assert head[-1].startswith("row ")
@@ -104,7 +102,7 @@ def test_every_error_is_the_largest_of_all_ranks_and_the_worst_rank_is_named(mon
         wanted = dict.fromkeys(proof.KINDS, 2.0)
         wanted |= {"loss": 5.0, "grad": 6.0, "token": 7.0, "norm": 6.5, "moment": 1.5}
         assert found.each == wanted
-        assert found.relative == {kind: error / 1e9 for kind, error in wanted.items()}
+        assert found.relative == {kind: 1 / (1 + error) for kind, error in wanted.items()}
         assert found.where == f"third on {mesh.describe(at.index(2))}"
         assert found.worst == 7.0
 
@@ -171,27 +169,21 @@ def test_a_rank_proves_what_it_is_needed_for_and_rank_0_writes(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"all": True, "world": 0}, "world and random must be at least 1, got 0 and 0"),
-        ({"random": -1}, "world and random must be at least 1, got 4 and -1"),
-        ({"world": 3}, "--world needs --all, --seed needs --random"),
-        ({"seed": 1}, "--world needs --all, --seed needs --random"),
         ({"seed": 1, "dp": 2}, "--world needs --all, --seed needs --random"),
-        ({"all": True, "random": 2}, "--all and --random choose layouts themselves"),
-        ({"all": True, "dp": 2}, "--all and --random choose layouts themselves"),
-        ({"random": 1, "zero": 2}, "--all and --random choose layouts themselves"),
         ({"all": True, "outer": 2}, "--all and --random choose layouts themselves"),
         ({"random": 1, "optimizer": "sgd"}, "--all and --random choose layouts themselves"),
-        ({"model": "small"}, "model = 'small' needs --typecheck"),
-        ({"overlap": "fused", "tp": 2}, "it needs --impl triton"),
-        ({"zero": 3, "dp": 2, "pp": 2, "schedule": "pipedream"}, "."),
+        (
+            {"zero": 3, "dp": 2, "pp": 2, "schedule": "pipedream"},
+            "zero = 3 keeps no whole versions",
+        ),
     ],
 )
-def test_which_layouts_cannot_be_asked_for(given: dict, says: str) -> None:
+def test_options_that_do_not_go_together_are_refused(given: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         ProveConfig(**given).layouts()
 
 
-def test_which_layouts_can_be(monkeypatch) -> None:
+def test_options_choose_layouts_largest_worlds_first(monkeypatch) -> None:
     one = {"dtype": "fp64"}
     assert ProveConfig(random=1, **one).layouts() == [draw(0)]
     assert ProveConfig(random=2, seed=9, **one).layouts() == sorted(
@@ -247,12 +239,12 @@ def test_a_planned_layout_of_up_to_64_ranks_is_proven_by_processes(tmp_path, cap
         assert f"{world} ranks of --layout are more than 64 processes" in said
 
 
-def test_types_are_not_checked_where_they_cannot_be(monkeypatch) -> None:
+def test_meshes_whose_types_cannot_be_checked_are_refused(monkeypatch) -> None:
     model = Layout(Mesh(dp=2)).model
     with pytest.raises(ValueError, match="ulysses = 2: types know the context axis as one"):
         typecheck(model, Mesh(cp=4, ulysses=2))
-    with pytest.raises(ValueError, match="heads"):
-        typecheck(model, Mesh(tp=5))
+    with pytest.raises(ValueError, match="3 stages need as many layers, got 2"):
+        typecheck(model, Mesh(pp=3))
     with monkeypatch.context() as patch:
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         with pytest.raises(RuntimeError, match="makes a process group of its own"):
@@ -266,6 +258,7 @@ def test_types_are_not_checked_where_they_cannot_be(monkeypatch) -> None:
 
 @pytest.mark.parametrize("layers", [4, 6, 9])
 def test_delays_are_those_of_a_parameters_stage(layers: int) -> None:
+    model = GPTConfig(11, 4, layers, 4, 2)
     for stages in (1, 2, 4):
         delays = {"pipedream": [stages - 1 - s for s in range(stages)],
                   "pipedream-vs": [stages - 1] * stages, "pipedream-2bw": [1] * stages}  # fmt: skip
@@ -273,9 +266,9 @@ def test_delays_are_those_of_a_parameters_stage(layers: int) -> None:
             rule = expected.Delayed(name, stages, 2, 3)
             stage_of = {"embedding.weight": 0, "positions.weight": 0, "head.weight": stages - 1,
                         "final_norm.weight": stages - 1}  # fmt: skip
-            for layer in range(layers):
-                ends = [layers * (s + 1) // stages for s in range(stages)]
-                stage_of[f"blocks.{layer}.mlp.up.weight"] = sum(end <= layer for end in ends)
+            for stage in range(stages):
+                for layer in model.blocks_of(stage, stages):
+                    stage_of[f"blocks.{layer}.mlp.up.weight"] = stage
             for parameter, stage in stage_of.items():
                 assert rule.delay(parameter, layers) == wanted[stage], (name, parameter)
             found = [part.tolist() for part in rule.updates(12)]

@@ -19,7 +19,6 @@ from warpweave.resume import (
     Progress,
     check_run,
     differences,
-    open_run,
     progress_of,
     state_of,
 )
@@ -139,7 +138,7 @@ def test_other_validation_data_and_batches_are_said_where_both_are_known(saved, 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("name", ["text", "other"])
 def test_a_token_file_of_an_older_version_is_known_by_its_name(tokenizer, whole, name):
-    """Whose fingerprint was of its ends; a text's and one of the whole decide by themselves."""
+    """Its fingerprint was of the file's ends; that of a text or of a whole file decides alone."""
     held = {"name": "text", "fingerprint": WHOLE * whole + "c" * 9, "tokenizer": tokenizer}
     reader = _reader(TrainConfig(), data=held | {"sequences_per_step": 12})
     now = SimpleNamespace(name=name, fingerprint=WHOLE + "d" * 9, tokenizer_name=tokenizer)
@@ -166,15 +165,6 @@ def test_progress_that_was_not_saved_is_derived(missing):
         del reader.state["progress"][name]
     wanted = {name: getattr(derived, name) for name in missing}
     assert progress_of(reader, 32) == dataclasses.replace(saved, **wanted)
-
-
-def test_where_there_is_nothing_a_run_begins_if_it_may(tmp_path):
-    model = TrainConfig(model="toy").model_config(256)
-    assert open_run(tmp_path / "none", model, None, False) is None
-    assert open_run(tmp_path / "none", model, None, "auto") is None
-    words = f"^nothing to resume from: no checkpoint in {tmp_path}/none$"
-    with pytest.raises(CheckpointError, match=words):
-        open_run(tmp_path / "none", model, None, True)
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -26,7 +26,7 @@ from warpweave.engine import Engine
 from warpweave.parallel.data.optimizer import SGD, AdamW
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.server.clocks import Clocks, Term
-from warpweave.parallel.server.link import Mailbox, check_loopback
+from warpweave.parallel.server.link import Mailbox
 from warpweave.parallel.server.replay import replay
 from warpweave.parallel.server.server import (
     Notes,
@@ -547,37 +547,6 @@ def test_servers_without_workers_and_workers_without_servers_end(monkeypatch):
         place.end()
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"staleness": -1, "joint": False}, "staleness must be at least 0, or None, got -1"),
-        ({"staleness": 2}, "joint updates need staleness 0, got 2"),
-        ({"servers": 0}, "servers must be at least 1, got 0"),
-        ({"clip": 0.0}, "clip must be positive, or None for no clipping, got 0.0"),
-        ({"compensation": 0.1}, "compensation must be at least 0, and 0 where joint updates"),
-        (
-            {"timeout": 0.0},
-            "need timeout > 0, save_every and save_minutes >= 0, got 0.0, 0 and 0.0",
-        ),
-    ],
-)
-def test_a_plan_that_cannot_work_is_refused(changed, words):
-    with pytest.raises(ValueError, match=words):
-        ServerPlan(**changed)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
-def test_a_store_that_is_open_to_the_network_is_refused(host):
-    with pytest.raises(ValueError, match="open to the network: ranks of one machine meet on 127"):
-        check_loopback(host)
-
-
-def test_gloo_stays_on_loopback(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=eth0 would open sockets to the net"):
-        check_loopback("127.0.0.1")
-
-
 def test_delay_compensation_is_the_papers_formula():
     """g + lambda g^2 (w - w_old) of the mean gradient, by SGD without momentum."""
     record = ParamRecord("w", (3,))
@@ -598,8 +567,6 @@ def test_parameters_are_spread_by_bytes():
     records = records_of(nn.Sequential(nn.Linear(80, 90), nn.Linear(90, 60), nn.Linear(60, 30)))
     loads = [sum(torch.Size(r.shape).numel() for r in part) for part in spread(records, 2)]
     assert max(loads) < 1.05 * sum(loads) / 2
-    with pytest.raises(ValueError, match="7 servers cannot share 6 parameters"):
-        spread(records, 7)
 
 
 # ---------------------------------------------------------------- the command

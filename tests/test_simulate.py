@@ -199,7 +199,7 @@ def test_a_rank_without_actions_is_idle_and_holds_nothing() -> None:
     assert line.draw().splitlines()[2] == "." + "  ." * 11
 
 
-def test_a_cells_time_is_shared_as_its_actions_cost() -> None:
+def test_the_actions_of_a_cell_share_its_time_in_proportion_to_their_costs() -> None:
     lists = from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1")
     (row,) = simulate(lists, {"F": 1, "B": 3, "OVERLAP_F_B": 2}).cells
     assert [(c.start, c.end) for c in row] == [(0, 1), (1, 1.5), (1.5, 3), (3, 6)]

@@ -1,4 +1,5 @@
-"""What trials of damaged files and full disks do to a run that is made up, and ask of it."""
+"""Trials of damaged files and full disks, with runs that are made up: what they damage, and which
+ends of a run break their promise."""
 
 from __future__ import annotations
 
