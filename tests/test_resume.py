@@ -19,6 +19,7 @@ from warpweave.resume import (
     Progress,
     check_run,
     differences,
+    open_run,
     progress_of,
     state_of,
 )
@@ -165,6 +166,15 @@ def test_progress_that_was_not_saved_is_derived(missing):
         del reader.state["progress"][name]
     wanted = {name: getattr(derived, name) for name in missing}
     assert progress_of(reader, 32) == dataclasses.replace(saved, **wanted)
+
+
+def test_a_run_that_must_go_on_is_refused_where_there_is_no_checkpoint(tmp_path):
+    model, folder = TrainConfig(model="toy").model_config(256), tmp_path / "none"
+    with pytest.raises(
+        CheckpointError, match=f"^nothing to resume from: no checkpoint in {folder}$"
+    ):
+        open_run(folder, model, None, True)
+    assert open_run(folder, model, None, "auto") is None
 
 
 @pytest.mark.usefixtures("undrawn")
