@@ -245,7 +245,7 @@ def test_a_warm_up_runs_each_stage_once_on_zeros_and_leaves_no_gradient():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_an_engines_options_arrive_in_what_it_is_made_of(schedule):
+def test_an_engine_hands_its_options_on_to_its_parts(schedule):
     plan = ParallelPlan(schedule=schedule, microbatches=2)
     watched = {
         name: mock.Mock(wraps=getattr(module, name))

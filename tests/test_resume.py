@@ -84,6 +84,7 @@ def test_a_run_goes_on_from_its_own_state_and_says_nothing(config):
         (OUTER, TrainConfig(), r"outer replicas and optimizer {'replicas': 2, .*}, now None"),
         (OUTER, dataclasses.replace(OUTER, outer=3), r"'replicas': 2, .* now {'replicas': 3"),
         (OUTER, dataclasses.replace(OUTER, outer_lr=0.5), r"'lr': 0.7, .* now .*'lr': 0.5"),
+        (OUTER, dataclasses.replace(OUTER, outer_mix=0.5), r"'mix': 0.25, .* now .*'mix': 0.5"),
         (TrainConfig(seed=4), TrainConfig(seed=5), "was trained with seed 4, now 5"),
         (TrainConfig(optimizer="muon"), TrainConfig(), "optimizer muon, whose state is none"),
         (TrainConfig(), TrainConfig(optimizer="sgd"), "optimizer adamw, whose state is none"),

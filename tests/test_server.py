@@ -563,12 +563,6 @@ def test_delay_compensation_is_the_papers_formula():
     torch.testing.assert_close(given[:3] / 4, expected, rtol=1e-14, atol=0)
 
 
-def test_parameters_are_spread_by_bytes():
-    records = records_of(nn.Sequential(nn.Linear(80, 90), nn.Linear(90, 60), nn.Linear(60, 30)))
-    loads = [sum(torch.Size(r.shape).numel() for r in part) for part in spread(records, 2)]
-    assert max(loads) < 1.05 * sum(loads) / 2
-
-
 # ---------------------------------------------------------------- the command
 
 
