@@ -1,5 +1,5 @@
-"""The planner's time of a step, part by part, against formulas written out a second time: hundreds
-of steps drawn at random, with every option and several ranks on every axis."""
+"""The planner's time of a step, part by part, against its formulas written a second time, for
+hundreds of steps drawn at random. The cases by hand in `test_plan.py` combine few options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _hardware(rng: random.Random) -> Hardware:
 
 
 def _draw(seed: int) -> Job:
-    """A step that can be: sizes divide, and the schedule has its stages and micro-batches."""
+    """A valid step: sizes divide, and the schedule has its stages and micro-batches."""
     rng = random.Random(seed)
     while True:
         mesh = Mesh(
@@ -84,7 +84,8 @@ def _draw(seed: int) -> Job:
 
 @dataclass
 class Written:
-    """The formulas of a step, by the words of `plan.time`, `plan.device` and `kernels.cost`."""
+    """The formulas of a step, written from the docstrings of `plan.time`, `plan.device` and
+    `kernels.cost`."""
 
     job: Job
 
