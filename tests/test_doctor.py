@@ -10,7 +10,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -22,10 +21,10 @@ from ranks import run_ranks
 
 from warpweave import gpus
 from warpweave.doctor import command, kernels, machine, options, ranks, times
-from warpweave.doctor.check import Check, Measured, Verdict, run, worst
+from warpweave.doctor.check import Check, Measured, Verdict, run
 from warpweave.doctor.options import DoctorConfig
 from warpweave.launch import Session, Stopped
-from warpweave.parallel.mesh import AXES, Mesh
+from warpweave.parallel.mesh import Mesh
 from warpweave.prove.proof import KINDS
 
 CPU = torch.device("cpu")
@@ -251,12 +250,7 @@ def test_an_axis_that_is_wrong_or_kills_its_ranks_fails_and_the_others_are_prove
     assert all(verdict.passed for verdict in others)
 
 
-def test_the_axes_are_those_of_a_mesh_each_and_one_rank_has_none():
-    axes = [check.measure.args[2] for check in ranks.axes("cpu", 3, ("fp32",))]
-    assert {m.world for m in (layout.mesh for layout in axes)} == {3, 1}
-    assert {axis for layout in axes for axis in AXES if layout.mesh.size(axis) == 3} == {*AXES} - {
-        "outer"
-    }  # `prove --outer`
+def test_one_rank_has_no_axes_and_no_fused_products():
     assert [c.name for c in ranks.axes("cpu", 1, ("fp32",))] == ["one device, fp32"]
     assert [*ranks.fused("cpu", 1, ("fp32",))] == []
 
@@ -322,16 +316,6 @@ def _check(name: str, found) -> Check:
     return Check(name, "the truth", measure)
 
 
-def test_what_raises_or_is_not_a_number_fails_and_the_next_check_follows():
-    checks = [_check("nan", math.nan), _check("raises", ValueError("two\nlines")),
-              _check("ends", SystemExit(3)), _check("fine", 1.0), _check("off", 1.01)]  # fmt: skip
-    found = {v.name: v for v in run(checks, LATER)}
-    assert [v.passed for v in found.values()] == [False, False, False, True, False]
-    assert found["raises"].said == "ValueError: two lines"
-    assert [v.passed for v in run(checks, time.monotonic() - 1)] == [None] * 5
-    assert worst({"a": Measured(1, 2), "b": Measured(math.inf, 1)}).said == "largest: b"
-
-
 def _main(monkeypatch, capsys, *argv: str, checks=(), left=LATER):
     """Exit status, page and JSON of the command with these checks."""
     monkeypatch.setattr(command, "checks", lambda *of: iter(checks))
@@ -362,17 +346,6 @@ def test_the_page_and_the_line_say_what_failed_and_the_exit_status_is_one(
     for begun, passed in ((good, None), (bad, False)):  # a failure stays one
         code, _, line = _main(monkeypatch, capsys, checks=[begun, stops, good])
         assert (code, line["stopped"], line["passed"], line["left_out"]) == (130, True, passed, 2)
-
-
-def test_a_gpus_page_has_its_times(monkeypatch):
-    row = {"op": "gemm", "warpweave": 1.0, "cuBLAS": "cannot"}
-    monkeypatch.setattr(command, "times", lambda device: [row])
-    monkeypatch.setattr(command, "checks", lambda *of: iter([_check("good", 0.5)]))
-    monkeypatch.setattr(machine, "topology", lambda: "GPU0 X NV18")
-    page = command.page(command.examine("cuda", 1, False))
-    assert "| gemm | 1.0 | cannot |" in page
-    assert "GPU0 X NV18" in page
-    assert command.examine("cuda", 1, True)["times"] == []
 
 
 def _refused(config: DoctorConfig, capsys) -> str:

@@ -157,7 +157,7 @@ CALLED = {
 
 
 @pytest.mark.parametrize("kind", CALLED)
-def test_a_special_token_is_known_by_each_of_its_names_and_a_word_is_none(kind):
+def test_a_special_token_is_known_by_each_of_its_names_and_an_ordinary_one_is_not(kind):
     for name in CALLED[kind]:
         for special in (True, False):
             words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
@@ -187,7 +187,7 @@ def test_what_is_written_beside_the_weights_says_the_models_own_numbers(tmp_path
     assert "# mine" in text.splitlines()
 
 
-def test_bytes_are_tokens_of_their_own_numbers_each_of_them():
+def test_every_byte_is_the_token_of_its_own_value():
     files, _ = tokenizer_of("bytes", None, [])
     level = Tokenizer.from_str(files["tokenizer.json"].decode())
     text = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000, 0x101))))
@@ -198,7 +198,7 @@ def test_bytes_are_tokens_of_their_own_numbers_each_of_them():
     assert sorted(vocabulary.values()) == list(range(256))
 
 
-def test_an_origin_is_a_runs_only_wherever_one_stands(tmp_path, monkeypatch):
+def test_the_origin_is_found_from_a_run_or_its_checkpoint_by_any_path(tmp_path, monkeypatch):
     step = tmp_path / "run" / "checkpoints" / "step"
     (tmp_path / "run" / "origin").mkdir(parents=True)
     assert find_origin(tmp_path / "run") is None  # a folder that happens to have one
@@ -235,8 +235,6 @@ def test_a_run_keeps_what_its_last_beginning_had(tmp_path):
     assert kept() == {"tokenizer.json", "merges.txt"}
     keep_origin(tmp_path / "run", None, other, "x", again=False)
     assert kept() == {"tokenizer.json"}
-    keep_origin(tmp_path / "run", None, None, "bytes", again=False)
-    assert kept() == set()
 
 
 SAID = {"model_type": "llama", "eos_token_id": 7, "pad_token_id": 1, "hidden_size": 3}

@@ -21,6 +21,8 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
 
+from hf_models import reported  # noqa: E402
+
 import warpweave.hf as ww  # noqa: E402
 from warpweave.hf import attention, loss, mask, mlp, norm  # noqa: E402
 from warpweave.hf.patch import is_patched, original, ours_always  # noqa: E402
@@ -60,11 +62,6 @@ def ids(batch: int = 2, length: int = 11, seed: int = 0) -> torch.Tensor:
 
 def applied(model: nn.Module, **options) -> nn.Module:
     return ww.apply(copy.deepcopy(model), **options)
-
-
-def reported(model: nn.Module, **options) -> ww.Report:
-    ww.apply(model, report=(report := ww.Report()), **options)
-    return report
 
 
 def test_apply_prints_the_report_or_fills_one_and_returns_the_model(llama, capsys):
@@ -186,12 +183,6 @@ def test_a_dry_run_reports_or_prints_and_changes_nothing(llama, capsys):
     assert any(line.split()[:3] == ["5", "x", "LlamaRMSNorm"] for line in table)
 
 
-def test_only_some_kinds(llama):
-    assert {e.kind for e in reported(llama, only=["norm"]).replaced()} == {"norm"}
-    ww.revert(llama)
-    assert {e.kind for e in reported(llama, only={"loss", "mlp"}).replaced()} == {"loss", "mlp"}
-
-
 def test_a_copy_computes_with_its_own_weights(llama):
     ours = applied(llama)
     other = copy.deepcopy(ours)
@@ -207,25 +198,13 @@ def test_a_copy_computes_with_its_own_weights(llama):
 
 
 def test_what_apply_refuses(llama):
-    with pytest.raises(ValueError, match="only must be some of norm, mlp, attention, loss"):
-        ww.apply(llama, only=["norms"])
     with pytest.raises(TypeError, match="needs a model, got dict"):
         ww.apply({})
     with pytest.raises(ValueError, match="nothing to replace in Linear: no module is known"):
         ww.apply(nn.Linear(2, 2), only=["norm", "mlp"])
-    with torch.device("meta"), pytest.raises(ValueError, match="on the meta device"):
-        ww.apply(nn.LayerNorm(4))
     ww.apply(llama)
     with pytest.raises(ValueError, match="revert it first"):
         ww.apply(llama)
-
-
-def test_a_model_that_fails_on_the_way_is_left_as_it_was(llama, monkeypatch):
-    monkeypatch.setattr(loss, "find_loss_form", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        ww.apply(llama)
-    assert llama.config._attn_implementation == "eager"
-    assert not any("forward" in vars(m) for m in llama.modules())
 
 
 # ---------------------------------------------------------------- 3. norms
@@ -340,12 +319,6 @@ def test_which_of_gate_and_up_is_which_is_seen_not_guessed(llama):
     for make in (LlamaMLP, Swapped):
         theirs = make(llama.config)
         assert_close(applied(theirs, only="mlp")(x), theirs(x))
-
-
-def test_erf_and_tanh_are_told_apart():
-    assert mlp.name_of(nn.GELU()) == "gelu_erf"
-    assert mlp.name_of(nn.GELU(approximate="tanh")) == "gelu"
-    assert mlp.name_of(nn.ReLU()) is None
 
 
 def test_quantised_weights_are_kept_and_named(llama):

@@ -331,7 +331,7 @@ def test_blind_modules_are_called_but_hooks_of_theirs_count():
     assert not seen.changed(module)
 
 
-def test_tensors_of_any_kind_are_numbers_of_its_own():
+def test_a_module_owns_its_parameters_buffers_and_plain_tensors():
     for give in (
         lambda m: setattr(m, "a", nn.Parameter(torch.ones(1))),
         lambda m: m.register_buffer("a", torch.ones(1)),
@@ -373,7 +373,7 @@ def test_a_configuration_is_read_and_written_through_what_takes_note_of_it():
     assert not fields
 
 
-def test_what_a_module_takes_besides_is_said():
+def test_what_a_forward_takes_besides_hidden_states_is_said():
     assert probe.takes_more(nn.LayerNorm(2)) is None
     assert probe.takes_more(Takes(*PLAIN)) == "its forward also takes scale"
     assert "query, key" not in str(probe.takes_more(nn.MultiheadAttention(2, 1)))  # the first is x

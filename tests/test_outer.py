@@ -338,7 +338,6 @@ REFUSED = {
     "outer warm-up must be at least 0 steps, got -1": {"outer_every": 4, "outer_warmup": -1},
     "fragments = 4 need as many layers, got 2": {"outer_every": 4, "fragments": 4},
     "outer = 2 needs --outer-every": {"outer": 2},
-    "outer mix = 0.5 needs --outer-every": {"outer_mix": 0.5},
     "mesh axis outer must be a positive integer, got 0": {"outer": 0, "outer_every": 1},
 }  # fmt: skip
 
@@ -348,13 +347,6 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, message: str) 
     with pytest.raises(ValueError, match=message) as caught:
         _config(tmp_path, **REFUSED[message]).check()
     assert "\n" not in str(caught.value)
-
-
-def test_ranks_that_replicas_do_not_divide_are_refused(tmp_path: Path) -> None:
-    config = _config(tmp_path, outer=3, outer_every=2, tp=2)
-    assert config.for_ranks(12).mesh == Mesh(dp=2, tp=2, outer=3)
-    with pytest.raises(ValueError, match=r"outer=3 x dp=any x .* does not fit 8 ranks: it has 6"):
-        config.for_ranks(8)
 
 
 def _unlike(mesh: ConnectedMesh) -> None:

@@ -344,30 +344,17 @@ def test_faster_hardware_is_never_slower(given: dict) -> None:
 # ---------------------------------------------------------------- hardware
 
 
-def test_hardware_of_ones_own(tmp_path) -> None:
-    path = tmp_path / "ours.toml"
-    path.write_text('base = "h100"\nnetwork = 12.5e9\nnode = 4\nfar = 0.9\n')
-    found = find_hardware(str(path))
-    assert (found.name, found.node, found.device.network) == ("ours", 4, 12.5e9)
-    assert found.efficiency == dataclasses.replace(H100.efficiency, far=0.9)
-    assert found.device.half == H100.device.half
-
-
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
         ("tpu", None, "hw must be one of a100-40g, .* got 'tpu'"),
-        ("a40", None, r"a40 has no figure nvlink \(bytes/s over NVLink\)"),
         ("no.toml", None, "cannot be read: No such file"),
         ("x.toml", "half = ", "x.toml is not TOML"),
         ("x.json", '{"half": 1e15, "memory": 3e12}', "no base and lacks nvlink, network, capacity"),
         ("x.json", '{"base": "h100", "halves": 1}', "halves is no field; fields are base, half"),
-        ("x.json", '{"base": "h100", "half": -1}', "half must be a positive number, got -1"),
         ("x.json", '{"base": "mi300"}', "base must be one of a100-40g, .* got 'mi300'"),
         ("x.json", '{"base": ["h100"]}', r"base must be one of a100-40g, .* got \['h100'\]"),
-        ("x.json", '{"base": "h100", "half": Infinity}', "half must be a positive number, got inf"),
         ("x.json", '{"base": "h100", "node": 2.5}', "node must be a whole number of GPUs, got 2.5"),
-        ("x.json", '{"base": "h100", "far": 7}', "far is a part of a figure, at most 1, got 7"),
         ("x.json", "[1]", "must hold names and values"),
     ],
 )

@@ -220,7 +220,9 @@ def test_what_a_row_of_hardware_has_and_what_it_lacks(tmp_path: Path) -> None:
     path = tmp_path / "slow.toml"
     path.write_text('base = "l40s"\n')
     for name, base in (("a40", "a40"), ("l40s", "l40s"), (str(path), "h100")):
-        with pytest.raises(ValueError, match=rf'no figure nvlink .*base = "{base}"$'):
+        with pytest.raises(
+            ValueError, match=rf'no figure nvlink \(bytes/s over NVLink\).*base = "{base}"$'
+        ):
             find_hardware(name)
     path.write_text('base = "l40s"\nnvlink = 1e10\nnetwork = 1e9\n')
     assert find_hardware(str(path)).device.nvlink == 1e10

@@ -111,7 +111,7 @@ def _checked(mesh: ConnectedMesh, zero: int, dtype: torch.dtype, what: str, *ran
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("mesh", "zero"), LAYOUTS)
-def test_what_no_rank_shares_is_not_compared_and_all_else_is_alike(mesh, zero, dtype):
+def test_what_replicas_begin_with_is_alike_in_every_layout(mesh, zero, dtype):
     assert on_mesh(mesh, _checked, zero, dtype, "") == [None] * mesh.world
 
 

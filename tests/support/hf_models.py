@@ -63,6 +63,14 @@ def perturbed(family: str, **more) -> nn.Module:
     return model
 
 
+def reported(model: nn.Module, **options) -> Any:
+    """What `warpweave.hf.apply` reports of a model, which it changes."""
+    import warpweave.hf as ww
+
+    ww.apply(model, report=(report := ww.Report()), **options)
+    return report
+
+
 def batch(padding: bool = False) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, V, (2, 16), generator=generator)
