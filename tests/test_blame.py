@@ -101,7 +101,7 @@ def test_evidence_names_a_rank_and_its_number_does_not(ends, dumps, said):
     assert line.startswith(said)
 
 
-def test_ranks_stand_in_their_order_and_the_first_that_was_ended_was_last_seen():
+def test_ranks_are_listed_in_order_and_the_first_to_end_with_where_it_was_last_seen():
     """Whatever the order in which they ended."""
     store = _store(r0=[8, "saving"], r1=[9, "evaluation"], r2=[7, "training step"])
     line = rank_at_fault([End(r, ABORTED) for r in (3, 1, 2)], Mesh(tp=4), store, {})

@@ -202,7 +202,7 @@ def test_a_gemma_says_its_activation_under_another_name_which_goes_first():
         liger.LigerGEGLUMLP(older)
 
 
-def test_every_name_that_liger_has_for_an_activation_is_its_own():
+def test_each_mlp_takes_all_names_of_its_own_activation_and_no_other():
     gelu = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_tanh")
     names = {liger.LigerSwiGLUMLP: ("silu", "swish"), liger.LigerGEGLUMLP: gelu}
     for kind, own in names.items():

@@ -421,7 +421,7 @@ def _speeds(rank: int) -> list[tuple[float, str]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_speed_of_a_link_is_by_the_bytes_that_leave_a_rank(monkeypatch, world: int) -> None:
-    """A microsecond each: GB/s are kilobytes."""
+    """Each takes a microsecond here, so that GB/s are kilobytes."""
     clocks: dict[int, itertools.count] = defaultdict(itertools.count)  # of each rank
     clock = SimpleNamespace(perf_counter=lambda: next(clocks[threading.get_ident()]) * 1e-6)
     monkeypatch.setattr(ranks, "time", clock)

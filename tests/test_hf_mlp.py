@@ -270,7 +270,7 @@ def test_containers_are_compared_by_what_is_in_them_and_other_things_by_themselv
         assert not seen.changed(module)
 
 
-def test_a_hook_of_every_module_counts_where_one_is_called_no_more():
+def test_a_global_hook_counts_where_a_module_is_called_no_more():
     bypassing, calling = looked(), Holder()
     seen.look(calling, ("called", "bypassed"))
     handle = register_module_forward_hook(lambda *_: None)

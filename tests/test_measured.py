@@ -130,7 +130,7 @@ def test_an_action_begins_before_the_wait_for_its_message_and_the_last_ends_with
 
 
 def test_marks_on_a_gpu_are_events_that_are_read_once_the_last_has_happened(monkeypatch) -> None:
-    """With events that are not there: each is one of 2 ms after the one before."""
+    """With made-up events, each 2 ms after the one before."""
     log: list[str] = []
 
     class Event:

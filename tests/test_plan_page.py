@@ -104,7 +104,7 @@ def test_the_timeline_has_a_bar_an_action(document) -> None:
     assert "idle 20%" in drawn
 
 
-def test_rows_bars_and_words_are_each_of_their_own() -> None:
+def test_each_row_bar_and_word_stands_where_it_belongs() -> None:
     """The first layout is the chosen one; a later rank may be the fullest, with a kind more and
     past the line of what a GPU has."""
     timeline = simulate(one_f_one_b(1, 1), {"F": 1, "B": 2})

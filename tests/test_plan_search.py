@@ -1,5 +1,5 @@
 """What the planner looks at: every branch and layout, each reason with its count, the nearest miss;
-and at their edges the figures of a hardware file and the options of a layout's."""
+and the edges of a hardware file's figures and of a layout's options."""
 
 from __future__ import annotations
 

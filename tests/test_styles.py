@@ -200,8 +200,8 @@ TOLD = (
 
 
 def _told(family: str, sizes: dict, more: dict) -> tuple:
-    """What a model over two ranks is said to be and to know, what it computes, and its hooks at its
-    calls: one compares the first one's inputs only."""
+    """What is reported of a model over two ranks, what transformers is told of it, how many hooks
+    it has before and after each of two calls, what it computes, and what `revert` leaves."""
     from warpweave.parallel.mesh import Mesh
 
     model, report = perturbed(family, **more), ww.Report()

@@ -435,7 +435,7 @@ def test_a_launch_takes_the_tile_of_its_device_by_capability_and_name(table, mon
     assert tiles.device_name(torch.device("cpu")) == ""
 
 
-def test_versions_of_triton_are_two_numbers_and_none_of_it_is_the_oldest(monkeypatch) -> None:
+def test_a_version_of_triton_is_two_numbers_and_no_triton_is_the_oldest(monkeypatch) -> None:
     for version, numbers in (("3.7.1", (3, 7)), ("3.10.0+git1a2b", (3, 10)), ("4.0", (4, 0))):
         monkeypatch.setattr(triton, "__version__", version)
         assert tiles.triton_version() == numbers
