@@ -145,6 +145,13 @@ def test_outer_replicas_train_apart_and_are_not_compared_with_each_other(what):
     assert on_mesh(mesh, _checked, *given, 3) == [words] * 4
 
 
+def test_outer_replicas_have_data_of_their_own():
+    for last, words in ((4, None), (3, "rank 2 (outer=1, tp=0) and rank 3 (outer=1, tp=1) differ")):
+        held = {"count": (7.0,) * 4, "tokens": (1, 1, 4, last)}
+        for found, _ in on_mesh(Mesh(outer=2, tp=2), _compared, held):
+            assert found == (words and f"{words} in tokens")
+
+
 # ---------------------------------------------------------------- what is not a number
 
 
