@@ -138,6 +138,13 @@ def test_each_buffer_that_several_ranks_hold_is_compared(mesh, zero, sharded, wh
 
 
 @pytest.mark.parametrize("what", KINDS)
+def test_in_the_second_of_two_shards_the_tensor_that_lies_there_is_named(what):
+    mesh, second = Mesh(dp=6, dp_shard=2), "blocks.0.mlp.down.weight"
+    words = f"rank 3 (dp=3) differs in {second}{KINDS[what]} from ranks 1, 5"
+    assert on_mesh(mesh, _checked, 3, torch.bfloat16, what, 3) == [words] * 6
+
+
+@pytest.mark.parametrize("what", KINDS)
 def test_outer_replicas_train_apart_and_are_not_compared_with_each_other(what):
     mesh, given = Mesh(outer=2, dp=2), (0, torch.bfloat16, what)
     assert on_mesh(mesh, _checked, *given, 2, 3) == [None] * 4
