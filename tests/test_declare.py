@@ -247,6 +247,30 @@ def _masked(*shape: int) -> _Attends:
     return _Attends(4, attn_mask=mask, is_causal=False)
 
 
+def _attention_options(rank: int, mesh: Any) -> None:
+    """Dropout, and the causal mask of queries of which there are fewer than keys."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    from warpweave.declare import _attention_rule
+
+    q, seen = DTensor.from_local(torch.randn(2, 3, 4, 5), mesh, [Shard(2)]), {}
+
+    def attend(*given: Any, scale: float | None) -> torch.Tensor:
+        seen.update(zip(("q", "k", "v", "mask", "dropout", "causal"), given), scale=scale)
+        return given[0]
+
+    for causal in (False, True):
+        _attention_rule(attend, q, q, q, None, 0.25, causal, 0.7)
+        assert (seen["dropout"], seen["scale"], seen["causal"]) == (0.25, 0.7, False)
+        assert [seen[name].shape[2] for name in "qkv"] == [4, 8, 8]
+        rows = torch.arange(4)[:, None] + 4 * rank  # of the whole sequence
+        wanted = torch.arange(8) <= rows if causal else None
+        assert seen["mask"] is None if wanted is None else torch.equal(seen["mask"], wanted)
+    short = DTensor.from_local(torch.randn(2, 3, 2, 5), mesh, [Shard(2)])  # 4 queries, 8 keys
+    _attention_rule(attend, short, q, q, is_causal=True)
+    assert torch.equal(seen["mask"], torch.arange(8) <= torch.arange(2)[:, None] + 2 * rank)
+
+
 def _as_one_rank(rank: int) -> None:
     from warpweave.declare import shard
 
@@ -281,6 +305,7 @@ def _as_one_rank(rank: int) -> None:
         assert_close_f64(found.full_tensor().detach(), expected.detach(), 1e-13)
         for name, p in model.named_parameters():
             assert_close_f64(p.grad.full_tensor(), gradients[name], 1e-13)
+    _attention_options(rank, mesh)
 
 
 def test_attention_and_weighted_losses_are_those_of_one_rank() -> None:
@@ -305,10 +330,9 @@ class _Passes(nn.Module):
 
 
 def _arguments(rank: int) -> None:
-    """Which entries decide, and that arguments arrive however they are given."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    from warpweave.declare import _attention_rule, shard
+    from warpweave.declare import shard
 
     mesh, x, z = _mesh({"a": 2}), torch.randn(2, 4), torch.randn(2, 4)
     plan = {
@@ -339,22 +363,6 @@ def _arguments(rank: int) -> None:
     assert isinstance(out, DTensor)
     out, beside, _ = model(x, torch.ones(2))
     assert beside.placements == (Shard(0),)
-    q, seen = DTensor.from_local(torch.randn(2, 3, 4, 5), mesh, [Shard(2)]), {}
-
-    def attend(*given: Any, scale: float | None) -> torch.Tensor:
-        seen.update(zip(("q", "k", "v", "mask", "dropout", "causal"), given), scale=scale)
-        return given[0]
-
-    for causal in (False, True):
-        _attention_rule(attend, q, q, q, None, 0.25, causal, 0.7)
-        assert (seen["dropout"], seen["scale"], seen["causal"]) == (0.25, 0.7, False)
-        assert [seen[name].shape[2] for name in "qkv"] == [4, 8, 8]
-        rows = torch.arange(4)[:, None] + 4 * rank  # of the whole sequence
-        wanted = torch.arange(8) <= rows if causal else None
-        assert seen["mask"] is None if wanted is None else torch.equal(seen["mask"], wanted)
-    short = DTensor.from_local(torch.randn(2, 3, 2, 5), mesh, [Shard(2)])  # 4 queries, 8 keys
-    _attention_rule(attend, short, q, q, is_causal=True)
-    assert torch.equal(seen["mask"], torch.arange(8) <= torch.arange(2)[:, None] + 2 * rank)
 
 
 def test_the_first_entry_decides_and_arguments_arrive_by_place_or_name() -> None:

@@ -220,7 +220,7 @@ def test_what_is_attended(ulysses: int) -> None:
     check(found, made | {"documents": documents, "q_runs": ((2, 6),)})
 
 
-def test_heads_that_are_turned_by_themselves() -> None:
+def test_a_rotation_that_no_product_fuses() -> None:
     q, k, table = torch.randn(1, 6, 4, 6), torch.randn(1, 6, 2, 6), (torch.randn(6, 3),) * 2
     layer = _attention(qk_norm=False, impl="triton")
     found = told(attention, "apply_rope_qk", lambda: layer._turned(q, k, table), (q, k))
@@ -312,7 +312,7 @@ def test_options_that_attention_checks_are_the_ones_it_attends_by() -> None:
 
 
 @pytest.mark.parametrize("place", ["sandwich", "post"])
-def test_branches_of_a_block_that_are_added_by_themselves(place: str) -> None:
+def test_dropout_of_branches_that_no_product_fuses(place: str) -> None:
     made = block.TransformerBlock(
         4, 2, 8, norm="rms", norm_place=place, dropout=0.5, impl="triton", site=7
     )

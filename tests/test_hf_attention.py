@@ -12,6 +12,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
 
+from sharded import draw  # noqa: E402
 from transformers.utils import output_capturing  # noqa: E402
 
 from warpweave.hf import attention, mask  # noqa: E402
@@ -21,13 +22,8 @@ functions = transformers.masking_utils
 B, HEADS, KV, D, DV = 3, 4, 2, 6, 5
 
 
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
-
-
 def inputs(queries: int = 8, keys: int = 8) -> list[torch.Tensor]:
-    return [draw(B, HEADS, queries, D), draw(B, KV, keys, D, seed=1), draw(B, KV, keys, DV, seed=2)]
+    return [draw(0, B, HEADS, queries, D), draw(1, B, KV, keys, D), draw(2, B, KV, keys, DV)]
 
 
 def attend(*qkv: torch.Tensor, **options) -> torch.Tensor:
@@ -41,7 +37,7 @@ UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "cache")
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_the_kernel_has_no_word_for_is_refused_by_name(name):
+def test_an_argument_that_the_kernel_does_not_know_is_refused_by_name(name):
     wanted = attend(*inputs())
     assert torch.equal(attend(*inputs(), **{name: None}), wanted)
     for value in (torch.zeros(1), 0, False):  # whatever it is
@@ -49,7 +45,7 @@ def test_what_the_kernel_has_no_word_for_is_refused_by_name(name):
             attend(*inputs(), **{name: value})
 
 
-def test_all_that_is_not_had_is_named_at_once_and_what_means_nothing_is_not():
+def test_every_unknown_argument_is_named_and_neutral_ones_are_ignored():
     more = {"output_attentions": False, "position_ids": torch.arange(8), "use_cache": True}
     assert torch.equal(attend(*inputs(), **more, sliding_window=2), attend(*inputs()))
     asked = dict.fromkeys(UNKNOWN, 1) | {"output_attentions": True}
@@ -58,7 +54,7 @@ def test_all_that_is_not_had_is_named_at_once_and_what_means_nothing_is_not():
 
 
 @pytest.mark.parametrize("name", ["attentions", "cross_attentions", "hidden_states"])
-def test_weights_that_a_forward_collects_are_refused_too(name):
+def test_attention_weights_that_transformers_collects_are_refused(name):
     token = output_capturing._active_collector.set({name: []})
     try:
         if name == "hidden_states":
@@ -108,8 +104,8 @@ def test_dropout_is_drawn_from_torchs_generator_and_nothing_is_without_it(grad):
         assert (mean - whole).abs().mean() < 0.06
 
 
-def test_who_watches_is_given_heads_as_the_kernel_has_them():
-    (q, k, v), heard, sinks = inputs(), [], draw(HEADS, seed=5)
+def test_a_watcher_gets_heads_in_the_layout_of_the_kernel():
+    (q, k, v), heard, sinks = inputs(), [], draw(5, HEADS)
     module = nn.Tanh()
     for given in (sinks, None):
         with (
@@ -180,7 +176,7 @@ def test_padding_in_the_middle_of_what_one_query_sees_is_an_assertion():
 
 
 def test_a_mask_is_as_large_as_what_it_is_made_for_wherever_queries_begin():
-    """None just where rows are positions and all up to its own are seen, or one sees all keys."""
+    """None exactly where queries and keys begin together, or one query sees every key."""
     for q_offset, kv_offset, queries, keys in (
         (0, 0, 4, 4),
         (4, 4, 4, 4),

@@ -39,6 +39,7 @@ h, z = torch.randn(6, 5), torch.randn(6, 10)
 DROP = Drop(0.5, 3, 1, torch.arange(6))
 HOW = {"precision": "tf32x3", "impl": "triton"}
 AFTER = {"drop": DROP, "residual": residual}
+MEMORY = SimpleNamespace(world=2, rank=1)
 
 
 # ---------------------------------------------------------------- MLPs
@@ -129,15 +130,20 @@ def test_the_gradients_of_an_mlp(want_hidden: bool) -> None:
     assert launch.call_args == mock.call(x, down, mock.ANY, *launched.values())
 
 
-def test_hidden_units() -> None:
-    first = {"activation": "swiglu"} | HOW
+@pytest.mark.parametrize("of", [x, Gathering(x[:3], MEMORY)], ids=["rows", "gathered"])
+def test_hidden_units(of) -> None:
     found = told(
-        hidden, "multiply", lambda: hidden.hidden_fwd(x, flat, flat_bias, save_z=True, **first)
-    )
-    assert found.pop("options") == {"activation": "swiglu", "save_z": True, "precision": "tf32x3"}
-    check(found, {"x": x, "b": flat.t(), "bias": flat_bias, "impl": "triton"})
+        hidden, "multiply",
+        lambda: hidden.hidden_fwd(of, flat, flat_bias, activation="swiglu", save_z=True, **HOW),
+    )  # fmt: skip
+    options = {"activation": "swiglu", "save_z": True, "precision": "tf32x3"}
+    given = {"x": of, "b": flat.t(), "bias": flat_bias, "impl": "triton"}
+    check(found, given | {"options": options})
+
+
+def test_hidden_units_again() -> None:
     with mock.patch.object(hidden, "_again") as again:
-        hidden.hidden_again(x, flat, flat_bias, **first)
+        hidden.hidden_again(x, flat, flat_bias, activation="swiglu", **HOW)
     assert again.call_args == mock.call(x, flat, flat_bias, "swiglu", "tf32x3", "triton")
 
 
@@ -170,9 +176,6 @@ def test_products() -> None:
         fused_gemm(x, down, activation="gelu", save_z=True, drop=DROP, **wide, impl="triton")
     after = Epilogue(None, "gelu", True, None, None, torch.float32, "tf32x3")
     assert product.call_args == mock.call(x, down, after, DROP, "triton")
-
-
-MEMORY = SimpleNamespace(world=2, rank=1)
 
 
 @pytest.mark.parametrize("name", ["gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"])
@@ -259,15 +262,9 @@ def test_halves_of_a_loss() -> None:
         assert computed.call_args == mock.call(losses, h, labels, losses, shard)
 
 
-def test_hidden_units_of_rows_that_are_gathered() -> None:
+def test_hidden_units_again_and_gradients_of_gathered_rows() -> None:
     rows = Gathering(x[:3], MEMORY)
-    first = {"activation": "swiglu"} | HOW
-    given = {"precision": "tf32x3"}
-    found = told(
-        hidden, "multiply", lambda: hidden.hidden_fwd(rows, flat, flat_bias, save_z=True, **first)
-    )
-    assert found.pop("options") == {"activation": "swiglu", "save_z": True} | given
-    check(found, {"x": rows, "b": flat.t(), "bias": flat_bias, "impl": "triton"})
+    first, given = {"activation": "swiglu"} | HOW, {"precision": "tf32x3"}
     again = told(
         hidden, "multiply", lambda: hidden.hidden_again(rows, flat, flat_bias, **first), (z, None)
     )

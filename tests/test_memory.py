@@ -364,24 +364,6 @@ def test_the_flag_that_is_named_makes_the_memory_that_is_named_enough(options, f
         _check(named - 0.06, **options | way)
 
 
-def test_what_all_flags_together_make_of_it_is_said_where_none_is_enough():
-    with pytest.raises(ValueError, match=r"; with all of them \d+\.\d") as refusal:
-        _check(0.2, Mesh(dp=2))
-    named = float(str(refusal.value).split("with all of them ")[1])
-    all_of_them = {"plan": ParallelPlan(recompute="full", zero=3), "batch": 1, "dtype": "bf16"}
-    _check(named + 0.06, Mesh(dp=2), **all_of_them)
-    with pytest.raises(ValueError, match="GiB free"):
-        _check(named - 0.06, Mesh(dp=2), **all_of_them)
-
-
-def test_a_gpu_that_is_busy_is_told_by_what_it_has_free_of_all(monkeypatch):
-    step = TrainingStep(PRESETS["gpt2"], Mesh(dp=2), ParallelPlan(), 8, "bf16", "cuda")
-    with pytest.raises(ValueError, match=r"gpu 0\.8\), this GPU has 3\.0 of 79\.6 GiB free"):
-        check_memory(step, free=3 * GIB, ranks=1, total=int(79.6 * GIB))
-    with pytest.raises(ValueError, match=r"activations \d+\.\d\), this machine has 3\.0 GiB free"):
-        _check(3.0)
-
-
 def test_llama_8b_in_float64_is_refused_before_anything_is_made(tmp_path, monkeypatch, capsys):
     text = tmp_path / "text.txt"
     text.write_text("what is read " * 20000)

@@ -110,7 +110,7 @@ def test_an_ordered_sum_holds_its_blocks_in_flight() -> None:
         assert dataclasses.replace(told, gradients=plain.gradients) == plain
 
 
-def test_the_peak_is_the_most_of_what_is_there_by_turns() -> None:
+def test_the_peak_counts_the_largest_of_activations_loading_and_update() -> None:
     for activations, loading, update in itertools.permutations((10, 200, 3000)):
         held = MemoryEstimate(1, 20, 300, activations, loading, 50_000, update)
         assert held.total == 321 + 3000 + 50_000
@@ -191,7 +191,7 @@ def test_communicators_on_a_gpu_are_the_groups_of_ranks_that_a_mesh_makes() -> N
         assert told.gpu == (400 + 64 + 200 * count) * 2**20 + 2 * term, mesh
 
 
-def test_a_late_rank_of_a_pipeline_is_counted_by_its_own_lists() -> None:
+def test_each_rank_of_a_pipeline_is_counted_by_its_own_list_of_actions() -> None:
     """Blocks that stages share unevenly, in schedules of one and of several stages."""
     config = dataclasses.replace(MODEL, layers=7)
     for name, chunks, m in (("1f1b", 1, 8), ("gpipe", 1, 5), ("interleaved", 2, 6)):
@@ -222,7 +222,7 @@ def _ways(text: str) -> dict[str, float]:
     return {flag: float(size) for flag, size in found}
 
 
-def test_ways_out_are_named_by_what_they_leave_and_only_those_that_help() -> None:
+def test_a_refusal_names_the_flags_that_help_and_what_each_would_need() -> None:
     """Each with its figure, least first; tensor ranks on GPUs only, as far as heads divide."""
     gpu = {"device_type": "cuda", "ranks": 1}
     text = _refusal(0.2, Mesh(dp=2, tp=2), **gpu)
@@ -245,7 +245,7 @@ def test_ways_out_are_named_by_what_they_leave_and_only_those_that_help() -> Non
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_all_ways_together_are_told_where_none_is_enough_alone(device: str) -> None:
+def test_a_refusal_names_all_flags_together_where_none_is_enough_alone(device: str) -> None:
     mesh, plan = Mesh(dp=4, dp_shard=2), ParallelPlan(zero=1)
     options = {"device_type": device, "ranks": 1 if device == "cuda" else 4}
     text = _refusal(0.2, mesh, plan, **options)
@@ -261,8 +261,8 @@ def test_all_ways_together_are_told_where_none_is_enough_alone(device: str) -> N
     assert "; with all" in _refusal(least - 0.1, mesh, plan, **options)
 
 
-def test_the_parts_are_those_of_the_fullest_rank_and_of_the_step_alone() -> None:
-    """Not those of loading; an update and a GPU's own where they are."""
+def test_a_refusal_lists_the_parts_of_the_fullest_rank() -> None:
+    """Without loading; the update and a GPU's own only where they are not 0."""
     for optimizer, device in itertools.product(("adamw", "muon"), ("cpu", "cuda")):
         step = TrainingStep(
             PRESETS["gpt2"], Mesh(pp=4), ParallelPlan(microbatches=4), 8, "fp32", device, optimizer
@@ -277,4 +277,5 @@ def test_the_parts_are_those_of_the_fullest_rank_and_of_the_step_alone() -> None
         kinds = ["weights", "gradients", "optimizer", "activations"]
         kinds += ["gpu"] * (device == "cuda") + ["update"] * (optimizer == "muon")
         assert named == {kind: f"{getattr(fullest, kind) / GIB:.1f}" for kind in kinds}
-        assert " has 0.2 of 7.0 GiB free; " in text
+        where = "this GPU" if device == "cuda" else "this machine"
+        assert f"), {where} has 0.2 of 7.0 GiB free; " in text

@@ -342,29 +342,6 @@ def test_training_is_the_delayed_rule_to_the_bit(case: str) -> None:
     assert all(torch.equal(weights[n], w) for n, w in final.items())
 
 
-def test_nadamw_is_torchs_nadam_with_constant_momentum() -> None:
-    """Whose momentum is beta1 (1 - 0.96^(t decay) / 2), so with a large decay beta1."""
-    rule = NAdamW((0.9, 0.99), eps=1e-3, weight_decay=0.1)
-    w = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    theirs = torch.nn.Parameter(w.clone())
-    options = {"betas": rule.betas, "eps": rule.eps, "weight_decay": 0.1, "momentum_decay": 1e9}
-    optimizer = torch.optim.NAdam([theirs], lr=0.05, decoupled_weight_decay=True, **options)
-    moments = {name: torch.zeros_like(w) for name in rule.moments}
-    zero, step = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for t in range(5):
-        g = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(2 + t))
-        before = w.clone(), *(m.clone() for m in moments.values())
-        for skip in (zero + 1, zero):
-            rule.update(Piece(w, g, moments, False, None, step, True), 0.05, zero + 1, skip)
-            if skip:
-                assert all(map(torch.equal, before, (w, *moments.values())))
-        theirs.grad = g
-        with mock.patch("torch.optim.nadam._get_scalar_dtype", return_value=torch.float64):
-            optimizer.step()
-        assert (w - theirs.detach()).abs().max() <= 1e-14
-    assert int(step) == 5
-
-
 def test_the_delays_and_the_versions_show() -> None:
     """Each rule's run is its own, from the second step on; backward by another version is seen."""
     runs = [_delayed(name, 2, 2)[0] for name in ("1f1b", *NAMES)]

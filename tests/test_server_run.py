@@ -203,11 +203,15 @@ def test_losses_of_workers_and_of_an_evaluation_are_those_of_their_samples_alone
     assert roles.evaluate(served, reader) == pytest.approx(total / valid, rel=1e-12)
 
 
-def test_an_evaluation_drops_nothing_and_servers_begin_with_the_weights_of_a_model(tmp_path):
+def test_an_evaluation_has_no_dropout(tmp_path):
     served = _served(tmp_path)
     gpt = served.make_gpt(torch.device("cpu"))
     reader = mock.Mock(mapped=dict(gpt.named_parameters()).__getitem__)
     assert roles.evaluate(served, reader) == roles.evaluate(served, reader)
+
+
+def test_servers_begin_with_the_weights_of_the_model_that_is_given(tmp_path):
+    served = _served(tmp_path)
     other = ServedModel(served.config, "cpu")
     other.config = dataclasses.replace(served.config, init_from=tmp_path)
     weights = {r.name: torch.full(r.shape, 0.5 + i) for i, r in enumerate(other.records)}
@@ -347,7 +351,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(servers, "latest", lambda _: None)
     monkeypatch.setattr(servers, "end", lambda _: None)
     monkeypatch.setattr(servers, "start_generation", lambda _: None)
-    monkeypatch.setattr(servers, "time", SimpleNamespace(sleep=lambda _: None))
+    turns = iter(range(100))  # of a watch that ends
+    monkeypatch.setattr(servers, "time", SimpleNamespace(sleep=lambda _: next(turns)))
     told: list[tuple] = []
     monkeypatch.setattr(servers, "tell", lambda _, op, **more: told.append((op, more)))
     return told
@@ -355,7 +360,7 @@ def quick(monkeypatch):
 
 @pytest.mark.parametrize("killed", [1, 5, 6])
 def test_servers_that_are_killed_are_all_started_again_at_most_five_times(quick, killed, capsys):
-    """Worker 1 is lost before, and not told of to those that come."""
+    """With the workers that are left: worker 1 was lost before."""
     watch = _Watch(
         server0=[None] * killed + [0], server1=[-9] * killed + [None], worker1=[-9],
     )  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from close import relative_error
 from ranks import run_ranks
-from threads import on_mesh, run_threads
+from threads import run_threads
 from torch import nn
 
 from warpweave.checkpoint import open_checkpoint, save_checkpoint
@@ -26,7 +26,7 @@ from warpweave.parallel.data import parameters, reduce
 from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale
 from warpweave.parallel.data.unit import Unit, make_unit
 from warpweave.parallel.data.zero import ZeroOptimizer
-from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.pipeline.losses import LOSS
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import Cut, ParamRecord
@@ -546,16 +546,6 @@ def _save(rank: int, sizes: Mesh, stage: int):
     for step in (1, 2):
         norm = _step(units, optimizer, mesh, step)
     return _read(units), optimizer.state(), float(norm)
-
-
-def test_a_tensor_that_is_not_a_ranks_part_is_not_taken_for_it() -> None:
-    def whole(mesh: ConnectedMesh) -> None:
-        (unit, *_) = _units(mesh, 1)
-        cut = next(record for record, _ in unit.params if record.cut_axes)
-        with pytest.raises(ValueError, match=rf"^{cut.name}: a rank holds .* of it, got param"):
-            unit.write("param", lambda r: torch.zeros(r.shape))
-
-    on_mesh(Mesh(tp=2), whole)
 
 
 def _resume(rank: int, sizes: Mesh, stage: int, state, counts, steps):
