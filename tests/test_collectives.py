@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from close import assert_close_f64, relative_error
+from close import assert_close_f64
 from ranks import run_ranks
 from rules import rulecheck
 from sharded import beside_replicas, world
@@ -72,24 +72,11 @@ def _all_pairs(rank: int) -> None:
     assert_close_f64(y, total, 1e-14)
     assert torch.equal(dx, _tensor(2))
 
-    # strided inputs, and sums of 16-bit terms rounded once
+    # strided inputs
     strided = _tensor(10 + rank, (24, 12)).T
     expected = sum(_tensor(10 + r, (24, 12)).T for r in range(ranks))
     assert_close_f64(c.reduce_from(strided, group), expected, 1e-14)
     assert_close_f64(c.reduce_scatter(strided, group), _slice(expected, rank, ranks, 0), 1e-14)
-    for dtype in (torch.bfloat16, torch.float16):
-        terms = [_tensor(10 + r, dtype=dtype) for r in range(ranks)]
-        exact = sum(t.float() for t in terms).to(
-            dtype
-        )  # at most 4 terms: every fp32 order agrees here
-        assert (
-            relative_error(c.reduce_from(terms[rank], group), exact) <= torch.finfo(dtype).eps / 4
-        )
-        assert c.reduce_from(terms[rank], group).dtype == dtype
-        own = _slice(exact, rank, ranks, 0)
-        assert (
-            relative_error(c.reduce_scatter(terms[rank], group), own) <= torch.finfo(dtype).eps / 4
-        )
 
     # a second derivative would leave the collective out
     for function in (c.copy_to, c.reduce_from, c.scatter, c.gather, c.all_gather, c.reduce_scatter):
@@ -154,18 +141,18 @@ def test_dims_are_counted_from_either_end_and_there_are_no_others() -> None:
 
 
 def _sums(group) -> None:
-    """What is summed is of 32 bits if it has 16, and what comes back has its dtype."""
+    """Terms of 16 bits are summed in 32 and rounded once; the result has their dtype."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        terms = [_tensor(r, (4, 2), dtype) * 100 ** (1 - r) for r in range(ranks)]
+        terms = [_tensor(r, (6, 2), dtype) * 100 ** (1 - r) for r in range(ranks)]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         whole = terms[0].to(wide)
         for term in terms[1:]:
             whole = whole + term.to(wide)
         whole = whole.to(dtype)
         half = _slice(whole, rank, ranks, 0)
-        x = torch.zeros(4, 2, dtype=dtype, requires_grad=True)
-        y = torch.zeros(4 // ranks, 2, dtype=dtype, requires_grad=True)
+        x = torch.zeros(6, 2, dtype=dtype, requires_grad=True)
+        y = torch.zeros(6 // ranks, 2, dtype=dtype, requires_grad=True)
         c.copy_to(x, group).backward(terms[rank])
         c.all_gather(y, group).backward(terms[rank])
         found = (
@@ -178,7 +165,7 @@ def _sums(group) -> None:
 
 
 def test_sums_both_ways_are_of_32_bits_at_least_and_come_back_in_their_dtype() -> None:
-    on_threads(2, _sums)
+    on_threads(3, _sums)  # of two terms a sum in 16 bits is rounded once as well
 
 
 def test_a_collective_is_waited_for_once() -> None:
