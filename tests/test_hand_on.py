@@ -19,6 +19,7 @@ from torch import nn
 
 from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.kernels.dropout import Drop
+from warpweave.kernels.gemm.local import LOCAL
 from warpweave.kernels.rope import RopeScaling
 from warpweave.layers import attention, block, embedding, linear, loss, mlp, norm
 from warpweave.layers.context import KVCache, TokenContext
@@ -97,12 +98,19 @@ def test_norms(make, function: str) -> None:
     check(told(norm, function, lambda: layer(x, **given)), {"x": x} | given | weights | NORM)
 
 
+ROTATION = {"weight": residual, "bias": ids, "cos": residual[0], "sin": residual[1]}
+UNITS = {"up_weight": x, "down_weight": residual, "up_bias": ids, "down_bias": x[0]}
+UNITS |= {"x": x, "residual": residual, "drop": DROP}
+UNITS |= {"activation": "relu2", "recompute": "up", "impl": "torch"}
+
+
 @pytest.mark.parametrize("group", [None, "the tp group"])
 def test_functions_over_ranks_tell_those_of_one_device(group: str | None) -> None:
     ranks = tensor.ranks.tensor_ranks(group, True, "chunked")
     over = {"group": group, "sequence_parallel": True, "overlap": "chunked"}
-    rotation = {"weight": residual, "bias": ids, "cos": residual[0], "sin": residual[1]}
-    given = {"x": x} | rotation | {"shape": (4, 3) if group else (2, 3), "impl": "torch"}
+    found = told(tensor.mlp, "mlp", lambda: tensor.parallel_mlp(**UNITS, **over))
+    check(found, UNITS | {"ranks": ranks})
+    given = {"x": x} | ROTATION | {"shape": (4, 3) if group else (2, 3), "impl": "torch"}
     with mock.patch.object(tensor.qkv, "group_size", lambda group: 2 if group else 1):
         call = functools.partial(tensor.parallel_qkv_rope, **given, **over)
         found = told(tensor.qkv, "qkv_rope", call)
@@ -111,24 +119,22 @@ def test_functions_over_ranks_tell_those_of_one_device(group: str | None) -> Non
         check(found, given | {"x": x.view(2, 3, 4)})
     else:
         check(found, given | {"ranks": ranks})
-    weights = {"up_weight": x, "down_weight": residual, "up_bias": ids, "down_bias": x[0]}
-    options = {"activation": "relu2", "recompute": "up", "impl": "torch", "drop": DROP}
-    given = {"x": x, "residual": residual} | weights | options
-    found = told(tensor.mlp, "mlp", lambda: tensor.parallel_mlp(**given, **over))
-    check(found, given | {"ranks": ranks})
-    if group is None:
-        return
-    over |= {"workspace": "the workspace", "overlap": "fused"}
-    asked = over | {"x": x, "impl": "torch"}  # whether they can be fused
+
+
+def test_ranks_are_chosen_by_all_that_decides_whether_products_can_be_fused() -> None:
+    over = RANKS | {"overlap": "fused"}
+    asked = over | {"x": x, "impl": "torch"}
     with mock.patch.object(tensor.mlp, "mlp"):
-        mlp_over = functools.partial(tensor.parallel_mlp, **given, **over)
-        check(told(tensor.mlp, "tensor_ranks", mlp_over, ranks), asked)
+        found = told(
+            tensor.mlp, "tensor_ranks", lambda: tensor.parallel_mlp(**UNITS, **over), LOCAL
+        )
+    check(found, asked)
+    call = functools.partial(tensor.parallel_qkv_rope, shape=(4, 3), **ROTATION, **asked)
     with (
         mock.patch.object(tensor.qkv, "group_size", return_value=2),
         mock.patch.object(tensor.qkv, "qkv_rope"),
     ):
-        qkv_over = functools.partial(tensor.parallel_qkv_rope, x, **rotation, shape=(4, 3), **over)
-        check(told(tensor.qkv, "tensor_ranks", lambda: qkv_over(impl="torch"), ranks), asked)
+        check(told(tensor.qkv, "tensor_ranks", call, LOCAL), asked)
 
 
 def test_a_norm_of_features_that_are_cut() -> None:

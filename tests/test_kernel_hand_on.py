@@ -1,5 +1,5 @@
-"""What a function of products, MLPs and losses is given arrives at the one that computes, all of
-it, as `test_hand_on` has it of layers: every value here is one that nobody takes by default.
+"""Functions of products, MLPs and losses hand all that they are given on to what computes, as
+`test_hand_on` shows of layers: no value here is a default, so that a forgotten one is another.
 """
 
 from __future__ import annotations
