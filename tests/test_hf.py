@@ -21,7 +21,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
 
-from hf_models import reported  # noqa: E402
+from hf_models import Lora, reported  # noqa: E402
 
 import warpweave.hf as ww  # noqa: E402
 from warpweave.hf import attention, loss, mask, mlp, norm  # noqa: E402
@@ -604,33 +604,13 @@ def test_a_loss_function_that_was_set_is_there_after_a_step_and_a_failed_one(lla
     assert ours.loss_function is own
 
 
-class Lora(nn.Module):
-    """What peft's LoRA puts in a linear layer's place, its names and no more."""
-
-    merged = disable_adapters = False
-
-    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
-        super().__init__()
-        self.base_layer, self.active_adapters, self.scaling = base, ["a"], {"a": 0.7}
-        self.lora_A = nn.ModuleDict({"a": nn.Linear(base.in_features, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"a": nn.Linear(rank, base.out_features, bias=False)})
-        self.lora_dropout = nn.ModuleDict({"a": nn.Identity()})
-        base.requires_grad_(False)
-
-    def forward(self, x):
-        if self.disable_adapters:
-            return self.base_layer(x)
-        small = self.lora_A["a"](self.lora_dropout["a"](x))
-        return self.base_layer(x) + self.lora_B["a"](small) * self.scaling["a"]
-
-
 @pytest.mark.parametrize("family", ["llama", "phi"])
 def test_lora_on_the_head_is_in_the_fused_loss(families, family):
     theirs = families.make(family)
     ours = applied(theirs, only="loss")
     for model in (theirs, ours):
         torch.manual_seed(1)
-        model.set_output_embeddings(Lora(model.lm_head))
+        model.set_output_embeddings(Lora(model.lm_head.requires_grad_(False), "a"))
     wanted, found = both_losses(theirs, ours)
     assert ours(ids(), labels=ids()).logits is None
     assert_close(found, wanted)

@@ -12,6 +12,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
 
+from hf_models import Lora  # noqa: E402
 from sharded import draw  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 
@@ -39,28 +40,8 @@ def test_a_report_says_what_is_done_to_logits(form, said):
 # ---------------------------------------------------------------- heads
 
 
-class Adapted(nn.Module):
-    """A head with several of LoRA's adapters, by peft's names: some active, each with a scale of
-    its own, one of them dropping."""
-
-    merged = disable_adapters = False
-
-    def __init__(self, *active: str, bias: bool = True, base: type = nn.Linear) -> None:
-        super().__init__()
-        self.base_layer, self.active_adapters = base(E, V, bias), [*active]
-        ranks = {"a": 2, "b": 3, "c": 1}
-        self.lora_A = nn.ModuleDict({n: nn.Linear(E, r, bias=False) for n, r in ranks.items()})
-        self.lora_B = nn.ModuleDict({n: nn.Linear(r, V, bias=False) for n, r in ranks.items()})
-        drops = {"a": nn.Identity(), "b": nn.Dropout(0.5), "c": nn.Identity()}
-        self.lora_dropout = nn.ModuleDict(drops)
-        self.scaling, self.lora_variant = {"a": 0.7, "b": 2.0, "c": -1.5}, {}
-
-    def forward(self, x):
-        y = self.base_layer(x)
-        for n in self.active_adapters:
-            if n in self.lora_A:
-                y = y + self.lora_B[n](self.lora_A[n](self.lora_dropout[n](x))) * self.scaling[n]
-        return y
+def adapted(*active: str, bias: bool = True, base: type = nn.Linear) -> Lora:
+    return Lora(base(E, V, bias), *active)
 
 
 def logits_of(head: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +59,7 @@ def logits_of(head: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 )
 def test_the_terms_of_a_head_are_those_of_all_its_active_adapters(active, bias):
     torch.manual_seed(0)
-    head, x = Adapted(*active, bias=bias).double(), draw(0, 2, 3, E)
+    head, x = adapted(*active, bias=bias).double(), draw(0, 2, 3, E)
     for training in (True, False):
         ours, theirs = logits_of(head.train(training), x)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
@@ -91,13 +72,13 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def named(head: Adapted, **values) -> Adapted:
+def named(head: Lora, **values) -> Lora:
     for name, value in values.items():
         setattr(head, name, value)
     return head
 
 
-def changed(head: Adapted, path: str, part: nn.Module) -> Adapted:
+def changed(head: Lora, path: str, part: nn.Module) -> Lora:
     where, _, name = path.rpartition(".")
     head.get_submodule(where).__setattr__(name, part)
     return head
@@ -109,21 +90,21 @@ def hooked(head: nn.Module, path: str = "") -> nn.Module:
 
 
 HEADS = {  # and whether its terms are known
-    "an adapter": (lambda: Adapted("a"), True),
-    "several": (lambda: Adapted("a", "b", "c"), True),
-    "an odd one that is not active": (lambda: named(Adapted("a"), lora_variant={"b": 1}), True),
-    "an odd one": (lambda: named(Adapted("a", "b"), lora_variant={"b": 1}), False),
-    "merged": (lambda: named(Adapted("a"), merged=True), False),
-    "disabled": (lambda: named(Adapted("a"), disable_adapters=True), False),
-    "a bias of A": (lambda: changed(Adapted("a"), "lora_A.a", nn.Linear(E, 2)), False),
-    "a bias of B": (lambda: changed(Adapted("a", "b"), "lora_B.b", nn.Linear(3, V)), False),
-    "another A": (lambda: changed(Adapted("b"), "lora_A.b", Doubled(E, 3, bias=False)), False),
-    "of one not active": (lambda: changed(Adapted("b"), "lora_A.a", Doubled(E, 2)), True),
-    "hooked": (lambda: hooked(Adapted("a")), False),
-    "a hooked base": (lambda: hooked(Adapted("a"), "base_layer"), False),
-    "a hooked B": (lambda: hooked(Adapted("a"), "lora_B.a"), False),
-    "a forward of its own": (lambda: named(Adapted("a"), forward=len), False),
-    "another base": (lambda: Adapted("a", base=Doubled), False),
+    "an adapter": (lambda: adapted("a"), True),
+    "several": (lambda: adapted("a", "b", "c"), True),
+    "an odd one that is not active": (lambda: named(adapted("a"), lora_variant={"b": 1}), True),
+    "an odd one": (lambda: named(adapted("a", "b"), lora_variant={"b": 1}), False),
+    "merged": (lambda: named(adapted("a"), merged=True), False),
+    "disabled": (lambda: named(adapted("a"), disable_adapters=True), False),
+    "a bias of A": (lambda: changed(adapted("a"), "lora_A.a", nn.Linear(E, 2)), False),
+    "a bias of B": (lambda: changed(adapted("a", "b"), "lora_B.b", nn.Linear(3, V)), False),
+    "another A": (lambda: changed(adapted("b"), "lora_A.b", Doubled(E, 3, bias=False)), False),
+    "of one not active": (lambda: changed(adapted("b"), "lora_A.a", Doubled(E, 2)), True),
+    "hooked": (lambda: hooked(adapted("a")), False),
+    "a hooked base": (lambda: hooked(adapted("a"), "base_layer"), False),
+    "a hooked B": (lambda: hooked(adapted("a"), "lora_B.a"), False),
+    "a forward of its own": (lambda: named(adapted("a"), forward=len), False),
+    "another base": (lambda: adapted("a", base=Doubled), False),
     "a linear layer": (lambda: nn.Linear(E, V), True),
     "a hooked one": (lambda: hooked(nn.Linear(E, V)), False),
     "a subclass": (lambda: Doubled(E, V), False),

@@ -137,3 +137,27 @@ def counted(run: Callable[[], Any]) -> tuple[Any, Counter]:
     finally:
         for (where, name), function in zip(spied, theirs):
             setattr(where, name, function)
+
+
+class Lora(nn.Module):
+    """What peft's LoRA puts in a linear layer's place, its names and no more: three adapters, of
+    which some are active, each with a rank and a scale of its own, one of them with dropout."""
+
+    merged = disable_adapters = False
+
+    def __init__(self, base: nn.Linear, *active: str) -> None:
+        super().__init__()
+        self.base_layer, self.active_adapters = base, [*active]
+        ranks, (out, width) = {"a": 2, "b": 3, "c": 1}, base.weight.shape
+        self.lora_A = nn.ModuleDict({n: nn.Linear(width, r, bias=False) for n, r in ranks.items()})
+        self.lora_B = nn.ModuleDict({n: nn.Linear(r, out, bias=False) for n, r in ranks.items()})
+        drops = {"a": nn.Identity(), "b": nn.Dropout(0.5), "c": nn.Identity()}
+        self.lora_dropout = nn.ModuleDict(drops)
+        self.scaling, self.lora_variant = {"a": 0.7, "b": 2.0, "c": -1.5}, {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.base_layer(x)
+        for n in () if self.disable_adapters else self.active_adapters:
+            if n in self.lora_A:
+                y = y + self.lora_B[n](self.lora_A[n](self.lora_dropout[n](x))) * self.scaling[n]
+        return y
