@@ -101,7 +101,7 @@ def test_dropout_is_drawn_from_torchs_generator_and_nothing_is_without_it(grad):
         assert (dropped - whole).abs().mean() > 0.05
         assert not torch.equal(dropped, other)
         mean = sum(attend(*inputs(), dropout=0.25) for _ in range(150)) / 150
-        assert (mean - whole).abs().mean() < 0.06
+        assert (mean - whole).abs().mean() < 0.06  # of 150 draws, the same ones always
 
 
 def test_a_watcher_gets_heads_in_the_layout_of_the_kernel():

@@ -143,7 +143,7 @@ def test_a_loss_function_takes_its_options_by_place_and_by_name(placed):
                 ([], head(x)),
             )
         ]
-        wanted = ForCausalLMLoss(head(x), labels, V, *values)
+        wanted = ForCausalLMLoss(head(x), labels, V, *values)  # in 32 bits
         for each in found:
             torch.testing.assert_close(each.float(), wanted.float(), rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match=f"head has {V} rows and the loss a vocabulary of {V + 1}"):

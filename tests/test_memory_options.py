@@ -90,7 +90,8 @@ def test_an_outer_optimizer_holds_its_states_and_the_largest_sum(
                     layer = {"embedding": 0, "final_norm": 4, "head": 4}.get(name, name)
                     sums[int(layer) % fragments] += size
                 held = (2 if momentum else 1) * sum(sums) + max(sums)
-                assert more.optimizer - less.optimizer == pytest.approx(held * 4 / D, abs=2)
+                grown = more.optimizer - less.optimizer  # each rounded down
+                assert grown == pytest.approx(held * 4 / D, abs=2)
                 assert dataclasses.replace(more, optimizer=0) == dataclasses.replace(
                     less, optimizer=0
                 )
@@ -235,7 +236,8 @@ def test_a_refusal_names_the_flags_that_help_and_what_each_would_need() -> None:
     assert "--tp 8" not in _refusal(0.2, Mesh(), **gpu)
     assert not [flag for flag in _ways(_refusal(0.2, Mesh(dp=2, tp=2))) if "--tp" in flag]
     before = float(re.findall(r"needs about (\S+) GiB", text)[0])
-    assert all(size < 0.95 * before + 0.06 for size in ways.values())
+    # What helps by less than a twentieth is not named; figures are rounded to a tenth.
+    assert all(size < 0.95 * before + 0.1 for size in ways.values())
     assert "--zero 3" not in _refusal(0.2, Mesh())
     assert "--dp-shard" not in _refusal(0.2, Mesh(dp=4), ParallelPlan(zero=3))
     assert "--batch" not in _refusal(0.2, Mesh(), batch=1)
@@ -255,7 +257,7 @@ def test_a_refusal_names_all_flags_together_where_none_is_enough_alone(device: s
         PRESETS["gpt2"], Mesh(dp=4), ParallelPlan(zero=3, recompute="full"), 1, "bf16", device
     )
     total = estimate(step)[0].total * options["ranks"]
-    assert named == pytest.approx(total / GIB, abs=0.051)
+    assert named == pytest.approx(total / GIB, abs=0.051)  # rounded to a tenth
     least = min(_ways(text).values())
     assert "; with all" not in _refusal(least + 0.1, mesh, plan, **options)
     assert "; with all" in _refusal(least - 0.1, mesh, plan, **options)
