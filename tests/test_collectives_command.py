@@ -100,7 +100,8 @@ def test_a_wrong_sum_is_an_error() -> None:
         ({"sizes": ("K",)}, "sizes must be multiples of 4 bytes such as 64K, got 'K'"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(options, says, capsys) -> None:
+def test_what_cannot_be_measured_is_one_line(options, says, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("it has started ranks"))
     with pytest.raises(SystemExit) as caught:
         command.run(replace(CollectivesConfig(), **options))
     assert (caught.value.code, capsys.readouterr().err.strip()) == (2, f"warpweave: {says}")
