@@ -195,6 +195,16 @@ def test_a_job_may_listen_on_loopback_only(tmp_path, address):
         job.stop()
 
 
+def test_without_ipv6_there_is_no_table_of_its_sockets(tmp_path, monkeypatch):
+    monkeypatch.setattr(job_module, "_TABLES", ("/proc/net/tcp", str(tmp_path / "tcp6")))
+    job = _job(tmp_path, WAITS)
+    try:
+        assert job.listening() == set()
+        job.wait_for(lambda: True)
+    finally:
+        job.stop()
+
+
 def test_rows_losses_and_checkpoints_are_read_as_far_as_they_are_written(tmp_path):
     job = TrainingJob(tmp_path, None, command=())
     assert job.steps() == 0

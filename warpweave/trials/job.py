@@ -17,6 +17,7 @@ from warpweave.checkpoint import CheckpointReader, open_latest
 from warpweave.train_config import CHECKPOINTS
 
 _C = ctypes.CDLL(None)  # loaded before a fork
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")  # the second where there is IPv6
 _LOOPBACK = {"0100007F", "0" * 24 + "01000000"}  # as in /proc/net, of IPv4 and IPv6
 TINY = "--model toy --layers 2 --width 16 --heads 2 --seq-len 16 --batch 2 --sample 0 --warmup 1"
 
@@ -145,8 +146,8 @@ class TrainingJob:
                 sockets |= {name[8:-1] for name in links if name.startswith("socket:[")}
         rows = [
             line.split()
-            for table in ("tcp", "tcp6")
-            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+            for table in filter(os.path.exists, _TABLES)
+            for line in Path(table).read_text().splitlines()[1:]
         ]
         return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
 
