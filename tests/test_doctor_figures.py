@@ -52,7 +52,7 @@ def test_an_error_is_of_the_largest_element_and_infinite_where_nothing_compares(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_budget_is_twice_torchs_own_error_and_one_rounding(dtype: torch.dtype) -> None:
-    """In float32 at least five roundings."""
+    """In float32 at least five roundings, and as many as sums of n terms make in turn."""
     eps = torch.finfo(dtype).eps
     truth = torch.tensor([1.0, 8.0], dtype=torch.float64)
     for plain_off, off in itertools.product((0.0, 0.5, 3.0, 64.0), (0.0, 7.0)):
@@ -63,6 +63,9 @@ def test_a_budget_is_twice_torchs_own_error_and_one_rounding(dtype: torch.dtype)
         assert found.limit == pytest.approx((2 * max(plain_off, least) + 1) * eps, rel=1e-6)
         assert found.error == pytest.approx(off * eps)
         assert found.said == ""
+        long = within_budget(actual, plain, truth, 1024)
+        least = 8.0 if dtype == torch.float32 else 0.0
+        assert long.limit == pytest.approx((2 * max(plain_off, least) + 1) * eps, rel=1e-6)
 
 
 def test_the_worst_is_nearest_to_its_own_limit() -> None:
@@ -409,6 +412,7 @@ def test_a_gpu_is_busy_when_others_hold_more_than_a_tenth(monkeypatch, taken, bu
 
 def test_a_command_that_fails_or_is_not_there_says_nothing(monkeypatch) -> None:
     assert machine._said("echo", " a ", "b") == "a  b"
+    assert machine._said("printf", r"\033[4mGPU0\033[0m X [1m") == "GPU0 X [1m"  # no colours
     assert machine._said("false") == machine._said("no-such-command-here") == ""
     failed = subprocess.CompletedProcess([], 1, stdout="half an answer")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)

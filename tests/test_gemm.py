@@ -734,6 +734,35 @@ def test_torchs_products_are_differentiable_whichever_library_they_go_to(library
     assert given.grad.any()
 
 
+def test_on_cuda_a_wide_result_has_a_gradient(monkeypatch):
+    """torch has no derivative of its product that gives 16-bit operands' sums in float32."""
+
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    def sums(a, b, *, out_dtype):
+        seen.append(out_dtype)
+        return a.to(out_dtype).detach() @ b.to(out_dtype).detach()
+
+    seen = []
+    monkeypatch.setattr(torch, "mm", sums)  # torch's own is of a GPU alone
+    a, b, bias = (
+        _draw(*s, dtype=torch.bfloat16).as_subclass(OnCuda) for s in ((4, 5), (5, 6), (6,))
+    )
+    truth = a.double() @ b.double() + bias.double()
+    assert_close_f64(gemm(a, b, bias, out_dtype=torch.float32), truth, 1e-6)
+    assert seen == [torch.float32]
+    for x in (a, b, bias):
+        x.requires_grad_()
+        y = gemm(a, b, bias, out_dtype=torch.float32)
+        assert_close_f64(y, truth, 1e-6)
+        assert torch.autograd.grad(y.sum(), x)[0].any()
+        x.requires_grad_(False)
+    tangent = torch.func.jvp(lambda a: gemm(a, b, out_dtype=torch.float32), (a,), (a,))[1]
+    assert_close_f64(tangent, truth - bias.double(), 1e-6)
+    assert len(seen) == 1
+
+
 # ---------------------------------------------------------------- dtypes
 
 

@@ -180,10 +180,12 @@ def cases() -> list[Case]:
 def _attention_options(attention) -> list[Case]:
     """Attention with all that can be asked of it at once in real models."""
     documents = m(9, dtype=torch.int32)
+    drop, wide = {"dropout": 0.1, "dropout_seed": 7}, m(64, dtype=torch.float64)
     return [
         *attention_with(attention, "packed window", m(128), documents=documents, window=512),
         *attention_with(attention, "carried softcap", m(128), softcap=50.0, carried=True),
-        *attention_with(attention, "dropout", m(64), dropout=0.1, dropout_seed=7),
+        *attention_with(attention, "dropout", m(64), **drop),
+        *attention_with(attention, "dropout documents", wide, documents=documents, **drop),
     ]
 
 
@@ -200,13 +202,14 @@ def attention_with(
     """
     from warpweave.kernels import cost
 
-    (D,), dtype, fp32 = like.shape, like.dtype, torch.float32
+    (D,), dtype = like.shape, like.dtype
+    wide = torch.promote_types(dtype, torch.float32)
     do, k = m(2, 4096, 16, D, dtype=dtype), m(2, 4096, 4, D, dtype=dtype)
     q = m(2, 4096, 24, D, dtype=dtype)[:, :, :16] if sliced else do
     given = {name: options[name] for name in ("window", "causal") if name in options}
     sizes = {"kv_heads": 4, "size": dtype.itemsize, **given}
-    if carried:  # the sums are float32, read and written
-        more = 2 * 4 - dtype.itemsize
+    if carried:  # the sums are wide, read and written
+        more = 2 * wide.itemsize - dtype.itemsize
         add_o, add_grads = more * q.numel() + 4 * 2 * 16 * 4096, more * (q.numel() + 2 * k.numel())
     else:
         add_o, add_grads = 0, 0
@@ -214,7 +217,7 @@ def attention_with(
         "fwd": cost.attention(2, 4096, 4096, 16, D, **sizes) + Cost(0, add_o),
         "bwd": cost.attention(2, 4096, 4096, 16, D, **sizes, backward=True) + Cost(0, add_grads),
     }
-    o, dk, row = m(*q.shape, dtype=fp32), m(*k.shape, dtype=fp32), m(2, 16, 4096, dtype=fp32)
+    o, dk, row = m(*q.shape, dtype=wide), m(*k.shape, dtype=wide), m(2, 16, 4096, dtype=wide)
     start = {"into": (o, row)} if carried else {"sinks": m(16)}
     add = (o, dk, dk) if carried else (None, None, None)
     calls = {
@@ -223,7 +226,13 @@ def attention_with(
     }
     kind = f"D={D} {dtype}".replace("torch.", "")
     return [
-        Case(f"attention {name} {way} {kind}", call, tensor_cores=dtype != fp32, cost=costs[way])
+        Case(
+            f"attention {name} {way} {kind}",
+            call,
+            tensor_cores=dtype.itemsize == 2,
+            float64=dtype == torch.float64,
+            cost=costs[way],
+        )
         for way, call in calls.items()
     ]
 

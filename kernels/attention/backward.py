@@ -385,7 +385,7 @@ def _launch_dkdv(
     (B, _, H, D), Hkv, (do, lse, delta, _) = q.shape, k.shape[2], upstream
     variant = launch.variant_of(q, options, into)
     tile = launch.find_attention_tile("attention_dkdv", q, variant)
-    table, by_sample = launch.table_of(options, B, keys=True)
+    table, by_sample = launch.table_of(options, q, keys=True)
     step, (of_q, of_k, of_v, of_do, *others) = launch.shared_steps(q, k, v, do, dk, dv)
     of_q, of_do = launch.one_set(of_q, of_do)
     attention_dkdv_kernel[(launch.count_tiles(options.k_runs, tile.k) * Hkv * B,)](
@@ -399,7 +399,7 @@ def _launch_dq(upstream: Upstream, q, k, v, dq, options: AttentionOptions, into:
     (B, _, H, D), (do, lse, delta, _) = q.shape, upstream
     variant = launch.variant_of(q, options, into)
     tile = launch.find_attention_tile("attention_dq", q, variant)
-    table, by_sample = launch.table_of(options, B)
+    table, by_sample = launch.table_of(options, q)
     step, (of_q, of_k, of_v, *others) = launch.shared_steps(q, k, v, do, dq)
     attention_dq_kernel[(launch.count_tiles(options.q_runs, tile.q) * H * B,)](
         q, k, v, do, lse, delta, dq, table,

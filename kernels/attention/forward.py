@@ -205,7 +205,7 @@ def _launch_attention_fwd(q, k, v, o, lse, sinks, options: AttentionOptions, int
     B, _, H, D = q.shape
     variant = launch.variant_of(q, options, into)
     tile = launch.find_attention_tile("attention_fwd", q, variant)
-    table, by_sample = launch.table_of(options, B)
+    table, by_sample = launch.table_of(options, q)
     step, (of_q, of_k, of_v, of_o) = launch.shared_steps(q, k, v, o)
     attention_fwd_kernel[(launch.count_tiles(options.q_runs, tile.q) * H * B,)](
         q, k, v, o, lse, table, sinks,

@@ -118,10 +118,14 @@ def one_set(k: Steps, v: Steps) -> tuple[Steps, Steps | None]:
 
 
 def table_of(
-    options: AttentionOptions, batch: int, keys: bool = False
+    options: AttentionOptions, q: torch.Tensor, keys: bool = False
 ) -> tuple[torch.Tensor | None, int]:
     """The documents of the rows of q, or of `keys`, for a kernel, and the step from sample to
-    sample."""
+    sample.
+
+    int32, and int64 for float64: a mask out of 32-bit loads makes Triton give the float64 product
+    that it hides the operands of 32-bit ones, and fail ("Currently fp64 don't support largeK").
+    """
     if options.documents is None:
         return None, 0
     runs = options.k_runs if keys else options.q_runs
@@ -129,7 +133,8 @@ def table_of(
         table = document_table(options.documents, runs, keys)
     else:
         table = rows_of(options.table, runs)
-    return table, 0 if len(table) < batch else table.stride(0)
+    table = table.long() if q.dtype == torch.float64 else table
+    return table, 0 if len(table) < len(q) else table.stride(0)
 
 
 # ---------------------------------------------------------------- arguments

@@ -111,17 +111,19 @@ def product(
 ) -> torch.Tensor:
     """a[M, K] b[K, N] + bias[N] in `dtype`, whatever the bias has."""
     bias = None if bias is None else bias.to(dtype)
+    derived = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    recorded = wants_gradient(a, b, bias)
     if a.dtype != dtype:
-        if a.is_cuda:
-            y = torch.mm(a, b, out_dtype=dtype)
+        if a.is_cuda and not derived and not recorded:
+            y = torch.mm(a, b, out_dtype=dtype)  # cuBLAS's own sums; torch knows no derivative
             return y if bias is None else y.add_(bias)
         a, b = a.to(dtype), b.to(dtype)
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if derived:
         return _multiply(a, b, bias)  # only torch's has every derivative
     if torch.compiler.is_compiling():
         ours = dtype == torch.float32 and a.device.type == "cpu"
         return _cpu_linear(a, b.t(), bias) if ours else _multiply(a, b, bias)
-    return (_multiply if wants_gradient(a, b, bias) else _multiply_faster)(a, b, bias)
+    return (_multiply if recorded else _multiply_faster)(a, b, bias)
 
 
 def product_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:

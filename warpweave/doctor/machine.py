@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -121,11 +122,11 @@ def _commit() -> str | None:
 
 
 def _said(*command: str) -> str:
-    """What a command prints; "" where there is none or it fails."""
+    """What a command prints, without its colours; "" where there is none or it fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return re.sub(r"\x1b\[[\d;]*m", "", done.stdout).strip() if done.returncode == 0 else ""
 
 
 def summary() -> dict[str, Any]:

@@ -200,7 +200,7 @@ def _fused_product(
         ours = gemm_all_reduce(a[rank], b[rank], memory=memory)
     wide = compute_dtype(a)
     plain = result(a.to(wide), b.to(wide)).to(dtype)
-    return within_budget(ours, plain, result(a.double(), b.double()))
+    return within_budget(ours, plain, result(a.double(), b.double()), K)
 
 
 def _collective(name: str, device: torch.device, group: dist.ProcessGroup) -> Measured:
