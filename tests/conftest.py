@@ -1,4 +1,7 @@
-"""Settings that every test shares: Triton runs in its interpreter, one thread per process."""
+"""Settings that every test shares: Triton runs in its interpreter, one thread per process.
+
+With WARPWEAVE_TEST_DEVICE=cuda the tests of kernels run on a GPU instead (`support/on_gpu.py`).
+"""
 
 import os
 import signal
@@ -9,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before any import
+if os.environ.get("WARPWEAVE_TEST_DEVICE") != "cuda":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before any import
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 if find_spec("warpweave") is None:  # a checkout that is not installed; processes want it, too
@@ -18,12 +22,15 @@ if find_spec("warpweave") is None:  # a checkout that is not installed; processe
     _given = filter(None, (os.environ.get("PYTHONPATH"), _CHECKOUT))
     os.environ["PYTHONPATH"] = os.pathsep.join(_given)
 
+import on_gpu
 import pytest
 import quick_interpreter
 import torch
 
 torch.set_num_threads(1)
-quick_interpreter.install()
+ON_GPU = os.environ.get("WARPWEAVE_TEST_DEVICE") == "cuda"
+if not ON_GPU:
+    quick_interpreter.install()
 
 # Files of half a minute and more, in the order in which processes that share the suite take them.
 _LONGEST = (
@@ -32,6 +39,11 @@ _LONGEST = (
     "hf_training", "hf_parallel", "elastic", "checkpoint", "attention_mask", "restart",
     "overlap_fuzz", "generate", "styles", "packaging",
 )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if ON_GPU:
+        config.pluginmanager.register(on_gpu.OnGpu())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
