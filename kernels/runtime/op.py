@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args, get_type_hints
 
 import torch
+from torch.autograd import forward_ad
 
 # ---------------------------------------------------------------- records
 
@@ -115,8 +116,8 @@ class Op:
         records: the types of records among the arguments, and of those within them.
         writes: names of the arguments that `run` writes to.
         gradient: (save, backward), see above; without it the operator has none.
-        direct: where no compiler traces, a call runs `run` as it is, microseconds faster. For ops
-            within Functions, which never meet a tensor of a subclass.
+        direct: for ops within Functions, which never meet a tensor of a subclass: where no compiler
+            traces, a call is `run` and nothing is asked.
         sharding: the einsum, or a function of run's arguments that makes it, with a term for each
             tensor, those of records in place of them; see `kernels.sharding`.
     """
@@ -154,9 +155,11 @@ class Op:
         # (two seconds) and looks at each call whether outputs are inputs.
         torch.library.impl(f"warpweave::{name}", ("cpu", "cuda"), flat)
         self.operator.register_fake(lambda *args: fake(*self.nested(args)))
+        self._function: type[torch.autograd.Function] | None = None
         if gradient is None:
             return
         save, backward = gradient
+        self._function = _function(name, run, save, backward)
 
         def setup(ctx: Any, inputs: tuple, output: Any) -> None:
             save(ctx, self.nested(inputs), output)
@@ -173,9 +176,28 @@ class Op:
         self.operator.register_autograd(back, setup_context=setup)
 
     def __call__(self, *args: Any) -> Any:
+        """The operator's result: without torch's dispatcher, which takes longer than a small kernel
+        does on a GPU, where only autograd looks on."""
         if self.direct and not torch.compiler.is_compiling():
             return self.run(*args)
-        return self.operator(*self.flattened(args))
+        given = self._given(args)
+        if not _unseen(given):
+            return self.operator(*self.flattened(args))
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in given):
+            return self.run(*args)
+        if self._function is None:  # the operator says that it has no derivative
+            return self.operator(*self.flattened(args))
+        return self._function.apply(*args)
+
+    def _given(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        """All tensors among the arguments, in lists and records, too."""
+        found: list[Any] = []
+        for arg, tensors in zip(args, self._tensors, strict=True):
+            if tensors:
+                found += [] if arg is None else [getattr(arg, name) for name in tensors]
+            elif tensors is None:
+                found += arg if type(arg) is list else (arg,)
+        return [x for x in found if isinstance(x, torch.Tensor)]
 
     def flattened(self, args: Sequence[Any]) -> list[Any]:
         """The operator's arguments from those of `run`."""
@@ -200,6 +222,41 @@ class Op:
             record = unflatten(integers, reals, words, self.records)
             found.append(record._replace(**given) if record is not None and given else record)
         return found
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _unseen(given: Sequence[torch.Tensor]) -> bool:
+    """Whether nothing needs to see an operator: no compiler, mode or transform is active, and these
+    tensors are plain ones that hold numbers (no DTensor, none of a mode, none on "meta")."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    return all(type(x) in _PLAIN and not x.is_meta for x in given)
+
+
+def _function(
+    name: str, run: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    """What autograd sees of an operator that nothing else sees: its run and its gradient."""
+    count = len(inspect.signature(run).parameters)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = run(*args)
+        save(ctx, args, output)
+        return output
+
+    def back(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        found = backward(ctx, *grads)
+        found = found if isinstance(found, tuple) else (found,)
+        return found + (None,) * (count - len(found))
+
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(back)}
+    return type(name, (torch.autograd.Function,), parts)
 
 
 def _tensor_fields(hint: Any, records: Sequence[type]) -> list[str] | None:
