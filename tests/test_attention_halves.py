@@ -209,3 +209,35 @@ def test_sinks_may_have_any_strides_and_a_dtype_of_their_own(impl) -> None:
         dsinks = attention_dsinks(sinks.detach(), lse.detach(), delta)
         assert dsinks.dtype == torch.float32
         assert_close_f64(dsinks, wanted, error)
+
+
+@IMPLS
+def test_delta_of_several_tiles_takes_any_strides(impl) -> None:
+    """The kernel takes 64 rows at a time: here two tiles and a part of one."""
+    o, do = torch.randn(2, 130, 3, 5, dtype=F64), torch.randn(2, 130, 3, 5, dtype=F64)
+    dlse = torch.randn(2, 3, 130, dtype=F64)
+    want = torch.einsum("bshd,bshd->bhs", o, do) - dlse
+    for order in ((0, 1, 2, 3), (2, 1, 3, 0)):
+        rows = [n for n in order if n != 3]
+        laid = [
+            x.permute(p).contiguous().permute(torch.tensor(p).argsort().tolist())
+            for x, p in ((o, order), (do, order[::-1]), (dlse, rows))
+        ]
+        delta = attention_delta(*laid, impl=impl)
+        assert delta.is_contiguous()
+        assert_close_f64(delta, want)
+
+
+@IMPLS
+def test_gradients_are_added_where_they_are_given_and_new_elsewhere(impl) -> None:
+    qkv = [x.detach() for x in draw(Sq=9, Sk=9, Hq=4, Hkv=2, D=8)]
+    do = torch.randn_like(qkv[0])
+    o, lse = attention_fwd(*qkv)
+    delta = attention_delta(o, do)
+    want = attention_bwd(do, *qkv, lse, delta)
+    for of_q, of_kv in ((True, False), (False, True)):
+        given = of_q, of_kv, of_kv
+        into = tuple(torch.ones_like(x) if g else None for x, g in zip(qkv, given))
+        found = attention_bwd(do, *qkv, lse, delta, into=into, impl=impl)
+        assert_all_close(found, [x + g for x, g in zip(want, given)])
+        assert all(x is y for x, y in zip(found, into) if y is not None)
