@@ -84,15 +84,16 @@ def mlp(
 ) -> Cost:
     """The fused feed-forward of x[T, E] with F hidden units, without biases.
 
-    Forward: up and its activation, then down. Backward: dz and the activation from dy, W2 and z;
-    dx, dW1 and dW2 by products of their own; with recompute "up" z by one more. Gradients of
-    weights have `size` bytes an element.
+    Forward: up and its activation, then down. Backward: dz and the activation (unless recompute is
+    "nothing") from dy, W2 and z; dx, dW1 and dW2 by products of their own; with recompute "up" z by
+    one more. Gradients of weights have `size` bytes an element.
     """
     Z = 2 * F if gated else F
-    up = fused_gemm(T, Z, E, gated=gated, save_z=recompute == "activation", size=size)
+    up = fused_gemm(T, Z, E, gated=gated, save_z=recompute != "up", size=size)
     if not backward:
         return up + fused_gemm(T, E, F, residual=residual, size=size)
-    slope = Cost(2 * T * E * F, (T * E + E * F + 2 * T * Z + T * F) * size)
+    hidden = 0 if recompute == "nothing" else T * F
+    slope = Cost(2 * T * E * F, (T * E + E * F + 2 * T * Z + hidden) * size)
     again = gemm(T, Z, E, size=size) if recompute == "up" else Cost(0, 0)
     products = gemm(T, E, Z, size=size) + gemm(Z, E, T, size=size) + gemm(E, F, T, size=size)
     return slope + products + again

@@ -213,7 +213,7 @@ def test_elementwise_ops_move_their_tensors() -> None:
     assert cost.adamw(9, grad_size=2, param_size=2).bytes == 9 * (4 * 6 + 2 + 2)
 
 
-@pytest.mark.parametrize("recompute", ["activation", "up"])
+@pytest.mark.parametrize("recompute", ["activation", "up", "nothing"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_an_mlp_moves_the_tensors_of_its_kernels_and_multiplies_what_torch_multiplies(
     gated, recompute
@@ -223,9 +223,10 @@ def test_an_mlp_moves_the_tensors_of_its_kernels_and_multiplies_what_torch_multi
     name, r = "swiglu" if gated else "relu2", torch.randn(T, E)
     options = mlp.MLPOptions(name, recompute=recompute, impl="torch")
     with FlopCounterMode(display=False) as counter:
-        y, z, _ = mlp.mlp_fwd(x, w1, None, w2, None, r, options, save=True)
+        y, z, saved = mlp.mlp_fwd(x, w1, None, w2, None, r, options, save=True)
     h = reference.activate(x @ w1.t(), name)
-    kept = [z] if recompute == "activation" else []
+    kept = [] if z is None else [z]
+    assert (recompute == "up", recompute == "nothing") == (z is None, saved is not None)
     sizes = {"gated": gated, "recompute": recompute, "size": 4}
     if recompute == "activation":
         assert cost.mlp(T, E, F, gated=gated, size=4) == cost.mlp(T, E, F, **sizes)
@@ -235,14 +236,15 @@ def test_an_mlp_moves_the_tensors_of_its_kernels_and_multiplies_what_torch_multi
     assert forward == Cost(counter.get_total_flops(), _bytes(x, w1, h, *kept, h, w2, r, y))
     with FlopCounterMode(display=False) as counter:
         z = mlp.mlp_up_again(x, w1, None, options) if z is None else z
-        dz, h = mlp.mlp_bwd(y, w2, z, options)
+        dz, again = mlp.mlp_bwd(y, w2, z, options, want_hidden=saved is None)
+        h = again if saved is None else saved
         dx, dw1, _ = LOCAL.column_gradients(dz, x, w1, (w1, None), (True, True, False))
         dw2 = y.t() @ h
     z = x @ w1.t()
-    moved = [y, w2, z, dz, h, dz, w1, dx, dz, x, dw1, y, h, dw2]
-    again = [x, w1, z] if recompute == "up" else []
+    moved = [y, w2, z, dz, dz, w1, dx, dz, x, dw1, y, h, dw2]
+    made = {"activation": [h], "up": [h, x, w1, z], "nothing": []}[recompute]
     backward = cost.mlp(T, E, F, backward=True, **sizes)
-    assert backward == Cost(counter.get_total_flops(), _bytes(*moved, *again))
+    assert backward == Cost(counter.get_total_flops(), _bytes(*moved, *made))
 
 
 def test_a_fused_gemm_moves_its_tensors() -> None:
