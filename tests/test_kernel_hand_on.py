@@ -159,6 +159,11 @@ def test_a_row_product() -> None:
         lambda: LOCAL.row_product(h, down, down_bias, **AFTER, **HOW), (residual, None),
     )  # fmt: skip
     check(found, {"a": h, "b": down.t(), "bias": down_bias} | AFTER | HOW)
+    found = told(
+        local, "fused_gemm",
+        lambda: LOCAL.row_product(h, down, down_bias.double(), **AFTER, **HOW), (residual, None),
+    )  # fmt: skip
+    assert found["bias"].dtype == h.dtype  # rounded as a product's other operands
 
 
 def test_products() -> None:

@@ -38,6 +38,7 @@ OPTIONS: Rows = [
     ({"vocab_size": 10}, None),
     ({"vocab_size": 11}, "got 11"),
     ({"vocab_size": 0}, "0"),
+    ({"vocab_size": 0, "labels": ints(-100, -100, -100)}, "vocab_size .*got 0"),
     ({"vocab_size": 9}, r"labels must be in \[0, 9\) or -100, got 9"),
 ]
 CROSS: Rows = [

@@ -71,6 +71,9 @@ def test_operands_of_any_strides_are_read_right(wide, layer, impl, monkeypatch) 
     apart = {n: _row_wise(t, 3 + i) for i, (n, t) in enumerate(given.items()) if t.ndim > 1}
     y, *_ = norm.norm_fwd(**given | apart, **how, layer=layer)
     assert_close_f64(y, want[0], 1e-13)
+    y, s, *_ = norm.norm_fwd(apart["x"], w, b, layer=layer, impl=impl)  # s is x
+    assert s is apart["x"]
+    assert_close_f64(y, norm.norm_fwd(x, w, b, layer=layer, impl="torch")[0], 1e-13)
 
 
 @IMPLS
@@ -204,3 +207,23 @@ def test_only_the_gradients_that_are_wanted_are_made(layer, impl) -> None:
             assert made == {"dx", "dw", field}
             for a, t in ((found.dx, plain.dx), (found.dw, plain.dw)):
                 assert_close_f64(a, t, 1e-13)
+
+
+@LAYER
+@pytest.mark.parametrize("width", [8, 16, 32], ids="held up to {}".format)
+def test_sums_start_from_zero_whatever_memory_held(width, layer, monkeypatch) -> None:
+    """New memory is NaN here. Of three sums half as wide rows are held as of two."""
+    monkeypatch.setattr(backward, "BWD_WIDTH", width)
+    empty = torch.empty
+    x, residual, dy, ds, w, b, x_bias, drop = _drawn(layer)
+    given = {"layer": layer, "residual": residual, "x_bias": x_bias, "drop": drop}
+    wanted = {"ds": ds, "bias": layer, "residual_dtype": F64, "drop": drop}
+    _, s, mean, rstd = want = norm.norm_fwd(x, w, b, **given, impl="torch")
+    truth = norm.norm_bwd(dy, s, w, mean, rstd, **wanted, x_bias=True, impl="torch")
+    monkeypatch.setattr(torch, "empty", lambda *a, **how: empty(*a, **how).fill_(torch.nan))
+    found = norm.norm_fwd(x, w, b, **given, impl="triton")
+    back = norm.norm_bwd(dy, s, w, mean, rstd, **wanted, x_bias=True, impl="triton")
+    for a, t in zip((*found, *back), (*want, *truth), strict=True):
+        assert (a is None) == (t is None)
+        if t is not None:
+            assert_close_f64(a, t, 1e-12)

@@ -193,6 +193,13 @@ def _deferred(op: Op, how: dict[str, object]) -> None:
         store.run()
         for name, t in leaves.items():
             _same(t.grad, expected[name], again=how and name == "x")
+        for frozen in waiting if len(mine) > 1 else ():
+            leaves = {n: t.clone().requires_grad_(n != frozen) for n, t in mine.items()}
+            with collect(store):
+                torch.autograd.backward(apply(**leaves), dy)
+            assert len(store) == len(waiting) - 1, frozen
+            store.run()
+            assert leaves[frozen].grad is None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
