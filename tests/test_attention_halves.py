@@ -13,6 +13,7 @@ from warpweave.kernels.attention import (
     attention_delta,
     attention_dsinks,
     attention_fwd,
+    torch_path,
 )
 from warpweave.kernels.attention.visible import packed
 
@@ -241,3 +242,32 @@ def test_gradients_are_added_where_they_are_given_and_new_elsewhere(impl) -> Non
         found = attention_bwd(do, *qkv, lse, delta, into=into, impl=impl)
         assert_all_close(found, [x + g for x, g in zip(want, given)])
         assert all(x is y for x, y in zip(found, into) if y is not None)
+
+
+ROWS = {
+    "window": {"window": 7},
+    "both ways": {"window": 4, "causal": False},
+    "documents": {"window": 9, "documents": torch.tensor([0, 5, 19, 44])},
+    "softcap": {"softcap": 0.5, "causal": False},
+    "dropout": DROP,
+}
+RUNS = {
+    "rows": {"q_runs": ((0, 14),), "k_runs": ((0, 14),)},
+    "striped": {"q_runs": ((1, 14, 3),), "k_runs": ((2, 14, 3),)},
+    "two": {"q_runs": ((3, 9), (30, 5)), "k_runs": ((0, 6), (26, 8))},
+    "two striped": {"q_runs": ((2, 9, 2), (25, 5, 2)), "k_runs": ((1, 6, 2), (20, 8, 2))},
+}
+
+
+@pytest.mark.parametrize("runs", RUNS)
+@pytest.mark.parametrize("name", ROWS)
+def test_blocks_of_any_number_of_rows_give_the_result_of_one(name, runs, monkeypatch) -> None:
+    """The CPU path's, where torch's flash attention cannot do it."""
+    qkv, do = draw(B=2, Sq=14, Sk=14, Hq=4, Hkv=2, D=8), torch.randn(2, 14, 4, 8, dtype=F64)
+    options = ROWS[name] | RUNS[runs]
+    truth = reference.attention(*qkv, **options)
+    want = *truth, *torch.autograd.grad(truth[0], qkv, do)
+    for rows in (1, 4, 5, 14):
+        monkeypatch.setattr(torch_path, "ROWS", rows)
+        o, lse = attention(*qkv, return_lse=True, impl="torch", **options)
+        assert_all_close((o, lse, *torch.autograd.grad(o, qkv, do)), want)
