@@ -400,6 +400,8 @@ def test_the_table_has_the_document_of_every_row_and_waits_for_no_device(documen
             assert a == max(x for x in (0, *boundaries) if x <= p)
             assert b == min(x for x in (*boundaries, 2**31 - 1) if x > p) - 1
     whole = packed(documents.int(), 70).table
+    assert whole.shape == (len(documents), 2, 70)
+    assert torch.equal(packed(documents.int(), 61).table, whole[..., :61])
     for some in (runs, runs[:1], (reference.Run(3, 40),)):
         assert torch.equal(rows_of(whole, some), document_table(documents.int(), some))
     meta = document_table(documents.to("meta"), runs)  # values do not exist: .item() would fail

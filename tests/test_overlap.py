@@ -30,6 +30,7 @@ from warpweave.kernels.overlap.function import (
     gemm_all_reduce_steps,
     gemm_reduce_scatter_steps,
     run_local,
+    run_steps,
 )
 from warpweave.kernels.overlap.symmetric import (
     DTYPES,
@@ -364,6 +365,31 @@ def test_only_an_operation_that_has_begun_is_remembered_as_ended_midway():
     first = r"gemm_reduce_scatter on rank 0 of 2: an error ended gemm_all_reduce midway"
     with pytest.raises(ValueError, match=first):
         gemm_reduce_scatter(a, b, memory=memory)
+
+
+def test_an_operation_is_left_by_an_error_after_its_first_launch_or_at_its_end():
+    def steps(launches: int, error: BaseException | None = None):
+        for _ in range(launches):
+            yield
+        if error is not None:
+            raise error
+        return launches
+
+    for error in (TimeoutError("late"), ValueError("another"), KeyboardInterrupt()):
+        for launches in (0, 1, 2):
+            memory = mock.Mock()
+            with pytest.raises(type(error)):
+                run_steps("it", steps(launches, error), memory)
+            assert memory.mock_calls == [mock.call.leave("it")] * (launches > 0)
+    for error in (TimeoutError("late"), ValueError("another")):
+        memory = mock.Mock(**{"settle.side_effect": error})
+        with pytest.raises(type(error)):
+            run_steps("it", steps(2), memory)
+        assert memory.mock_calls == [mock.call.settle(), mock.call.leave("it")]
+    for launches in (0, 1, 2):
+        memory = mock.Mock()
+        assert run_steps("it", steps(launches), memory) == launches
+        assert memory.mock_calls == [mock.call.settle()]
 
 
 def test_a_segment_is_a_new_file_that_its_owner_alone_may_open(tmp_path):
