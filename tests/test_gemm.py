@@ -440,6 +440,7 @@ def test_products_leave_room_where_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(mainloop, "processors", lambda device: 132)
     assert mainloop.grid(tile, 8192, 4096, device) == (132,)
     assert mainloop.grid(tile, 100, 100, device) == (1,)
+    assert mainloop.grid(tile, 2 * tile.m + 1, 2 * tile.n, device) == (6,)
     assert mainloop.tile_counter(device) is None
     with mainloop.leaving(8):
         assert mainloop.grid(tile, 8192, 4096, device) == (124,)

@@ -77,7 +77,7 @@ FUSED: Rows = [
     *DROPS,
     ({"activation": "silu"}, "activation must be one of"),
     ({"activation": "swiglu"}, None),
-    ({"activation": "swiglu", "b": z(4, 5)}, "gate, up pairs"),
+    *[({"activation": "swiglu", "b": z(4, n)}, f"gate, up pairs, got N = {n}") for n in (5, 7)],
     ({"activation": "gelu", "b": z(4, 5)}, None),
     ({"activation": "gelu", "save_z": True}, None),
     ({"save_z": True}, "save_z=True saves the argument"),

@@ -516,3 +516,38 @@ def test_planted_faults_are_seen(fault, recompute):
         loss = linear_cross_entropy(x, w, labels, recompute=recompute)
     truth = _truth(x, w, labels, torch.ones(()), "mean")
     assert (loss - truth[0]).abs() > 1e-3
+
+
+def test_a_cpu_computes_gradients_in_the_forward_wherever_it_can() -> None:
+    x, weight, labels = torch.randn(5, 4), torch.randn(7, 4), torch.arange(5)
+    leaves = {"x": x.clone().requires_grad_(), "weight": weight.clone().requires_grad_()}
+    for wanted in ({"x"}, {"weight"}, {"x", "weight"}, set()):
+        given = {"x": x, "weight": weight} | {n: t for n, t in leaves.items() if n in wanted}
+        for reduction in ("mean", "sum", "none"):
+            for again in (None, True, False) if reduction != "none" else (None, True):
+                ahead = bool(wanted) and not again and reduction != "none"
+                with (
+                    mock.patch.object(linear, "_fwd_bwd", wraps=linear._fwd_bwd) as early,
+                    mock.patch.object(
+                        linear, "linear_cross_entropy_fwd", wraps=linear_cross_entropy_fwd
+                    ) as late,
+                ):
+                    linear_cross_entropy(
+                        **given, labels=labels, reduction=reduction, recompute=again
+                    )
+                assert (early.call_count, late.call_count) == (ahead, not ahead)
+                if ahead:
+                    made = early.call_args.kwargs
+                    assert (made["dx_dtype"] is not None) == ("x" in wanted)
+                    assert made["want_dw"] == ("weight" in wanted)
+
+
+def test_a_block_is_copied_unless_its_rows_are_a_multiple_of_128_apart() -> None:
+    whole = torch.randn(3, 256)
+    for z in (whole, whole[:, :128], whole[:, :100], whole[:, 3:7]):
+        assert blocks.aligned(z) is z
+    for width in (1, 100, 129, 200):
+        z = torch.randn(3, 2 * width)[:, :width]
+        found = blocks.aligned(z)
+        assert torch.equal(found, z)
+        assert found.stride() == (-(-width // 128) * 128, 1)

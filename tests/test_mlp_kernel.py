@@ -352,6 +352,27 @@ def test_a_residual_stream_that_is_kept_wider_stays_wide(impl) -> None:
     assert torch.equal(dx, torch.ones_like(residual))
 
 
+@impls
+@pytest.mark.parametrize(
+    ("dtype", "of_residual"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.float64, torch.float32),
+    ],
+    ids=str,
+)
+def test_a_residual_of_another_dtype_is_added_in_the_wider_of_both(dtype, of_residual, impl):
+    x, *weights = (t.to(dtype) for t in _tensors("gelu"))
+    residual = torch.randn(x.shape).to(of_residual).requires_grad_()
+    options = {"activation": "gelu", "impl": impl}
+    y = mlp(x, *weights, residual=residual, **options)
+    assert y.dtype == torch.promote_types(dtype, of_residual)
+    assert torch.equal(y, residual + mlp(x, *weights, **options))
+    (dx,) = torch.autograd.grad(y.sum(), residual)
+    assert torch.equal(dx, torch.ones_like(residual))
+
+
 @pytest.mark.parametrize("fault", ["slope forgotten", "stale hidden", "mask of another site"])
 def test_planted_faults_exceed_the_tolerance(fault, monkeypatch) -> None:
     tensors = _tensors("gelu")
