@@ -32,6 +32,7 @@ from warpweave.kernels.overlap.function import (
     run_local,
     run_steps,
 )
+from warpweave.kernels.overlap.signals import await_
 from warpweave.kernels.overlap.symmetric import (
     DTYPES,
     OPERATIONS,
@@ -40,6 +41,7 @@ from warpweave.kernels.overlap.symmetric import (
     local_memory,
     map_file,
 )
+from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
 from warpweave.kernels.runtime.tiles import pinned
 from warpweave.parallel.symmetric import symmetric_memory
@@ -452,3 +454,56 @@ def test_a_wait_in_vain_and_another_operation_are_reported_with_all_numbers():
         with pytest.raises(ValueError, match="this rank in") as caught:
             memory.settle()
         assert str(caught.value) == f"{where} is in {other_text}, this rank in {own_text}"
+
+
+@triton.jit
+def _wait(flag_ptr, error_ptr, POLLS: tl.constexpr):
+    await_(flag_ptr, 3, error_ptr, 7, 5, 9, POLLS, "gpu")
+
+
+@pytest.mark.parametrize(
+    ("polls", "comes"), [(3, 1), (3, 2), (3, 4), (3, 5), (1, 2), (1, 3), (0, 8)]
+)
+def test_a_flag_that_comes_at_the_last_poll_has_come(monkeypatch, polls, comes):
+    flag, error = torch.zeros(1, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+    looks, atomic = [], interpreter_builder.create_atomic_rmw
+
+    def look(*args):
+        looks.append(0)
+        flag.fill_(3 if len(looks) >= comes else 2)  # the epoch before has not reached it
+        return atomic(*args)
+
+    monkeypatch.setattr(interpreter_builder, "create_atomic_rmw", look)
+    _wait[(1,)](flag, error, polls)
+    late = 0 < polls < comes - 1
+    assert len(looks) == (1 + polls if late else comes)
+    assert error.tolist() == ([3, 7, 5, 9, 9] if late else [0] * 5)
+    if late:  # and the first report stays
+        looks.clear()
+        error.copy_(torch.tensor([2, 1, 0, 4, 8]))
+        _wait[(1,)](flag, error, polls)
+        assert len(looks) == 1
+        assert error.tolist() == [2, 1, 0, 4, 8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_operation_asks_for_its_parts_and_bytes_and_no_more(dtype):
+    world, element = 3, dtype.itemsize
+    S, N, K, term = 49, 70, 20, max(element, 4)  # terms of a sum are fp32 at least
+    a, b = torch.ones(world * S, K, dtype=dtype), torch.ones(K, N, dtype=dtype)
+    memory = mock.Mock(rank=1, world=world, **{"fitting.side_effect": InterruptedError})
+    kinds = dict.fromkeys(KINDS, GemmTile(16, 32, 16, 1, 1, 4, 1))
+    with pinned({("gemm", element, kind): tile for kind, tile in kinds.items()}):
+        for steps, x, slots, size in (
+            (all_gather_gemm_steps, a[:S], 4, S * K * element),  # ceil(49 / 16) parts of rows
+            (gemm_reduce_scatter_steps, a, 4 * 3, world * S * N * term),  # ceil(70 / 32) of columns
+            (gemm_all_reduce_steps, a, 10 * 3, world * S * N * term),
+            (two_shots, a, 4 * 3, world * S * N * term),
+        ):
+            with pytest.raises(InterruptedError):
+                next(steps(x, b, memory, Epilogue()))
+            name = (
+                "gemm_all_reduce" if steps is two_shots else steps.__name__.removesuffix("_steps")
+            )
+            asked = name, torch.device("cpu"), slots, size
+            assert memory.fitting.call_args.args == asked
