@@ -55,6 +55,7 @@ def _algorithm(rounds: list[list[tuple[int, int, int, bool]]]) -> Algorithm:
         (Network(1, 10, 100), (1 + 10 * 12 + 100 * 12) + (1 + 10 * 16 + 100 * 14)),
         # ranks 0 and 1, 2 and 3, 4: 20 bytes come to the second node in the last round
         (Network(1, 10, 100, node=2, node_alpha=7, node_beta=9), 1321 + (7 + 9 * 20 + 100 * 14)),
+        (Network(1, 10, 100, node=2, node_alpha=7), 1321 + (7 + 10 * 16 + 100 * 14)),  # free bytes
         (Network(3, 10, 0, node=2, node_alpha=1, node_beta=2), (3 + 10 * 12) + (3 + 10 * 16)),
         (Network(1, 10, 100, node=9, node_alpha=50, node_beta=50), 2882),  # nobody leaves its node
     ],
@@ -92,17 +93,20 @@ def test_parts_follow_each_other_and_differ_by_one(parts: int, n: int) -> None:
 
 
 def test_rounds_go_back_and_among_other_ranks() -> None:
-    first = Round((Send(1, 0, 3), Send(2, 3, 5)), (Recv(2, 5, 6, False),))
+    first = Round((Send(1, 0, 3), Send(2, 3, 5)), (Recv(2, 5, 6, False), Recv(2, 0, 1, False)))
     second = Round((Send(2, 1, 2),))
     there = [first, second]
     back = [
         Round((), (Recv(2, 1, 2, True),)),
-        Round((Send(2, 5, 6),), (Recv(1, 0, 3, True), Recv(2, 3, 5, True))),
+        Round((Send(2, 5, 6), Send(2, 0, 1)), (Recv(1, 0, 3, True), Recv(2, 3, 5, True))),
     ]
     assert list(reverse(there, adds=True)) == back
     assert [r.adds for one in reverse(there, adds=False) for r in one.receives] == [False] * 3
     assert list(among(there, [10, 4, 7], 100)) == [
-        Round((Send(4, 100, 103), Send(7, 103, 105)), (Recv(7, 105, 106, False),)),
+        Round(
+            (Send(4, 100, 103), Send(7, 103, 105)),
+            (Recv(7, 105, 106, False), Recv(7, 100, 101, False)),
+        ),
         Round((Send(7, 101, 102),)),
     ]
 
