@@ -16,6 +16,7 @@ import torch
 from threads import Group, on_mesh, on_threads
 
 from warpweave.kernels.attention.options import AttentionOptions
+from warpweave.kernels.attention.visible import packed
 from warpweave.parallel.context import Links, attention, context_attention, links
 from warpweave.parallel.context.attention import resolve_strategy
 from warpweave.parallel.context.explain import StrategyCost, explain, table
@@ -359,8 +360,11 @@ def test_padding_is_a_document_of_its_own(documents) -> None:
     """Whatever lies behind the last token: boundaries ascend, end there, and nothing is cut."""
     layout = SequenceLayout(13, 3, "contiguous")
     given = None if documents is None else torch.tensor(documents, dtype=torch.int32)
-    options = AttentionOptions(causal=False, documents=given)
-    hidden = attention._without_padding(options, layout, torch.device("cpu")).documents
+    marks = None if given is None else packed(given, 13).table
+    options = AttentionOptions(causal=False, window=9, documents=given, table=marks)
+    found = attention._without_padding(options, layout, torch.device("cpu"))
+    hidden = found.documents
+    assert found._replace(documents=None) == options._replace(documents=None, table=None)
     rows = torch.atleast_2d(hidden).tolist()
     for row, of in zip(rows, [[0]] if documents is None else torch.atleast_2d(given).tolist()):
         assert row == sorted(row)

@@ -55,6 +55,7 @@ def _assert_equal(ours, truth, rtol=1e-12):
         {"S": 0},
         {"B": 0},
         {"kv": 0},
+        {"E": 0},
     ],
     ids=str,
 )
@@ -118,6 +119,18 @@ def test_a_slice_of_kv_heads_is_a_slice_of_the_weight_and_an_unused_output_has_g
     (dw,) = torch.autograd.grad(whole[1].sum(), weight)
     assert dw[:, 2].abs().min() > 0
     assert dw[:, [0, 1, 3]].abs().max() == 0
+
+
+@impls
+def test_whichever_operands_want_gradients_get_them(impl) -> None:
+    tensors, table = _tensors()
+    dy = [torch.randn_like(t) for t in reference.qkv_rope(*tensors, *table)]
+    truth = torch.autograd.grad(reference.qkv_rope(*tensors, *table), tensors, dy)
+    for wants in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2)):
+        given = [t.detach().requires_grad_(i in wants) for i, t in enumerate(tensors)]
+        out = qkv_rope(*given, *table, impl=impl)
+        found = torch.autograd.grad(out, [given[i] for i in wants], dy)
+        _assert_equal(found, [truth[i] for i in wants])
 
 
 @impls
