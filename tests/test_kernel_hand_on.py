@@ -31,6 +31,7 @@ from warpweave.kernels.mlp import function, gelu_mlp, hidden, mlp, swiglu_mlp
 from warpweave.kernels.overlap import function as overlap
 from warpweave.kernels.overlap import gathering
 from warpweave.kernels.overlap.gathering import Gathering
+from warpweave.kernels.qkv import function as qkv
 
 x, residual = torch.randn(6, 4), torch.randn(6, 4)
 up, down, up_bias, down_bias = (torch.randn(s) for s in ((5, 2, 4), (4, 5), (5, 2), (4,)))
@@ -220,6 +221,56 @@ def test_what_layers_ask_of_products_over_ranks() -> None:
 
         found = told(gathering, name, run, y)
         check(found, {"a": h, "b": down.t(), "memory": MEMORY} | OVER)
+
+
+# ---------------------------------------------------------------- queries, keys and values
+
+
+@pytest.mark.parametrize("form", ["samples", "tokens", "a run", "gathered"])
+def test_a_projection_of_heads(form: str) -> None:
+    """Of tokens that are whole samples, or a run of them, or gathered by the product's kernel."""
+    heads = torch.randn(2, 4, 2, 4, requires_grad=True)
+    bias, cos, sin = torch.randn(2, 4, 2), torch.randn(3, 1), torch.randn(3, 1)
+    samples, first = x.view(2, 3, 4), 2
+    q, k = torch.randn(2, 3, 4, 2), torch.randn(2, 3, 2, 2)
+    ranks, more = LOCAL, {"shape": (2, 3)}
+    expected = {"weight": heads, "bias": bias, "cos": cos, "sin": sin} | HOW
+    if form == "samples":
+        given, more = samples, {}
+    else:
+        given = x
+    v = torch.randn_like(k)
+    result, name = (q, k, v), "qkv_fwd"
+    if form == "a run":  # of tokens 2 to 5: position 2 of the one sample, 0 and 1 of the other
+        at = [2, 0, 1]
+        result = q[:1], k[:1], v[:1]
+        expected |= {"x": x[None, 2:5], "cos": cos[at], "sin": sin[at]}
+        ranks = mock.Mock(**{"name.return_value": "it"})
+        whole = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        ranks.column_product = lambda x, of: (of(x[first : first + 3], first), whole)[1]
+    elif form == "gathered":
+        rows = Gathering(x[:3], MEMORY)
+        expected = expected | {"x": rows, "shape": (2, 3)}
+        del expected["impl"]  # there is one
+        name, ranks = "gather_qkv_fwd", mock.Mock(**{"name.return_value": "it"})
+        ranks.column_product = lambda x, of: of(rows, 0)
+    else:
+        expected["x"] = samples
+    made = []
+
+    def call() -> None:
+        made.extend(qkv.qkv_rope(given, heads, bias, cos, sin, **HOW, **more, ranks=ranks))
+
+    found = told(qkv, name, call, result)
+    assert all(torch.equal(found.pop(key), expected.pop(key)) for key in ("weight", "bias"))
+    check(found, expected)
+    if form in ("samples", "tokens"):
+        dq, dk = torch.randn_like(q), torch.randn_like(k)
+        back = told(
+            qkv, "qkv_bwd",
+            lambda: torch.autograd.grad(made, heads, (dq, dk, 2 * dk)), torch.randn(6, 16),
+        )  # fmt: skip
+        check(back, {"dq": dq, "dk": dk, "dv": 2 * dk, "cos": cos, "sin": sin, "impl": "triton"})
 
 
 # ---------------------------------------------------------------- losses
