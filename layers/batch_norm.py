@@ -77,6 +77,7 @@ def convert_sync_batchnorm(module: nn.Module, mesh: ConnectedMesh | None) -> nn.
         new = SyncBatchNorm(*given, module.track_running_stats, device="meta", mesh=mesh)
         new._parameters, new._buffers = module._parameters, module._buffers
         return new.train(module.training)
-    for name, child in module.named_children():
-        setattr(module, name, convert_sync_batchnorm(child, mesh))
+    for name, child in module._modules.items():  # also a child that has two names
+        if child is not None:
+            setattr(module, name, convert_sync_batchnorm(child, mesh))
     return module

@@ -157,6 +157,11 @@ def test_the_converter_replaces_norms_anywhere_and_keeps_parameters_and_mode():
     assert not norm.training
     assert buffers == dict(model.named_buffers())
     assert convert_sync_batchnorm(norm, None) is norm
+    shared = nn.BatchNorm1d(C)
+    twice = convert_sync_batchnorm(nn.Sequential(shared, nn.ReLU(), shared), None)
+    assert [type(each) for each in twice] == [SyncBatchNorm, nn.ReLU, SyncBatchNorm]
+    assert twice[0].weight is twice[2].weight is shared.weight
+    assert twice[0].running_mean is twice[2].running_mean
     assert (
         SyncBatchNorm(C, affine=False, track_running_stats=False).eval()(torch.eye(C)).std() > 0.5
     )
