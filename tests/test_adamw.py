@@ -24,7 +24,7 @@ def _textbook(state, grads, scale=1.0, **rates) -> dict[str, torch.Tensor]:
     rates = {**RATES, **rates}
     for step, grad in enumerate(grads, 1):
         new = reference.adamw_step(
-            state["master"], grad.double(), state["m"], state["v"],
+            state["master"], grad, state["m"], state["v"],
             step=step, grad_scale=scale, **rates,
         )  # fmt: skip
         state = dict(zip(("master", "m", "v"), new))

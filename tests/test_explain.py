@@ -196,8 +196,10 @@ def test_exposed_is_what_compute_does_not_hide() -> None:
     """4,096 tokens on 4 ranks, worked out by hand: K‖V of a rank is 0.5 MiB, its gradient 1 MiB."""
     kv, link, flops = 2**19, 1e9, 1e13
     pairs = {"causal": 4096 * 4096 / 2, "full": 4096 * 4096, "window": 4096 * 256}
+    pairs["both sides"] = 4096 * 2 * 256  # of a window that looks ahead, too
     for mask, seen in pairs.items():
-        given = {"causal": mask != "full", "window": 256 if mask == "window" else None}
+        causal, windowed = mask in ("causal", "window"), mask in ("window", "both sides")
+        given = {"causal": causal, "window": 256 if windowed else None}
         costs = explain(
             SequenceLayout(4096, 4, "contiguous"), heads=8, kv_heads=2, head_dim=64,
             links=Links(link, flops), **given,
@@ -205,11 +207,48 @@ def test_exposed_is_what_compute_does_not_hide() -> None:
         found = {cost.strategy: cost.exposed for cost in costs}
         assert [*found.values()] == sorted(found.values())
         compute = 3.5 * (4 * 64 * 8 * seen / 4) / flops  # of forward and backward
-        hops = 1 if mask == "window" else 3
+        hops = {"window": 1, "both sides": 2}.get(mask, 3)
         sent = 4 * kv / link  # K‖V twice, and a gradient in fp32, for each hop
         assert found["gather"] == pytest.approx(3 * sent)
         assert found["ring"] == pytest.approx(hops * sent - hops / (hops + 1) * compute)
         assert found["stream"] == pytest.approx(3 * sent - 0.25 * compute)
+
+
+def test_a_ulysses_group_of_a_hybrid_is_near_and_one_of_all_ranks_is_not() -> None:
+    """8 rows of 8 and 4 heads of 16 on a rank, in bf16, two ranks to a group and two to a ring."""
+    sizes = {"heads": 8, "kv_heads": 4, "head_dim": 16}
+    bare = (2 * 8 + 2 * 4) * 16 * 8 // 2 * 2 + 8 * 8 // 2 * 4  # an all-to-all, and back
+    kv = 2 * 16 * 2 * 16  # of the two KV heads that a rank attends, 16 rows of each
+    for near in (None, 2e6, 1e5):
+        links = Links(1e6, 1e30, near)
+        (hybrid,) = explain(SequenceLayout(32, 4), **sizes, ulysses=2, links=links)
+        expected = 2 * bare / (near or 1e6) + kv * (2 + 2 + 4) / 1e6
+        assert hybrid.exposed == pytest.approx(expected)
+        costs = explain(SequenceLayout(32, 4), **sizes, links=links)
+        (ulysses,) = (cost for cost in costs if cost.strategy == "ulysses")
+        assert ulysses.exposed == pytest.approx((ulysses.forward + ulysses.backward) / 1e6)
+
+
+def test_sums_under_way_are_float32_or_as_wide_as_their_terms() -> None:
+    """K‖V twice and its gradient once, in a ring of every block and in a gather."""
+    for itemsize, times in ((2, 4), (4, 3), (8, 3)):
+        costs = explain(
+            SequenceLayout(64, 4), heads=8, kv_heads=4, head_dim=16, itemsize=itemsize, causal=False
+        )
+        found = {cost.strategy: cost for cost in costs}
+        kv = 2 * 16 * 4 * 16 * itemsize
+        for name in ("ring", "gather", "stream"):
+            both = found[name].forward, found[name].forward + found[name].backward
+            assert both == (3 * kv, 3 * times * kv), name
+        lse, q = 16 * 8 * max(4, itemsize), 16 * 8 * 16 * itemsize
+        assert found["ulysses"].forward == (2 * q + kv + lse) * 3 // 4
+        assert found["ulysses"].memory == 2 * (2 * q + kv)  # as sent, and as received
+        wide = kv // itemsize * max(4, itemsize)  # a rank's dK‖dV
+        assert found["ring"].memory == 2 * kv + 3 * wide
+        assert found["gather"].memory == 4 * (2 * kv + 3 * wide)
+        assert found["stream"].memory == 4 * (3 * kv + 3 * wide) // 4  # of one KV head of four
+        by = [(cost.forward + cost.backward, cost.memory) for cost in costs]
+        assert by == sorted(by)
 
 
 @pytest.mark.parametrize("cp", [2, 3, 8])
@@ -292,6 +331,19 @@ def _too_much(rank: int) -> None:
 
 def test_no_strategy_fits_the_memory_and_measured_speeds_are_the_same_on_every_rank() -> None:
     run_ranks(2, _too_much)
+
+
+def test_a_strategy_may_hold_exactly_as_much_as_is_allowed() -> None:
+    sizes = {"heads": 8, "kv_heads": 8, "head_dim": 8}
+    costs = explain(ZIGZAG, **sizes, links=Links(1e9, FAST))
+    for cost in costs:
+        for spare in (0, -1):
+            limit = cost.memory + spare
+            links = Links(1e9, FAST, memory=limit)
+            found = [c.strategy for c in explain(ZIGZAG, **sizes, links=links) if c.auto]
+            assert found == [c.strategy for c in costs if c.memory <= limit][:1]
+            if spare:
+                assert cost.strategy not in found
 
 
 @pytest.mark.parametrize("name", ["link", "flops", "near", "memory"])

@@ -56,7 +56,8 @@ def _mlp(x, up, down, up_bias, down_bias, drop=None, **ranks):
 
 def _attention(x, qkv, out, qkv_bias, out_bias, drop=None, **ranks):
     tokens = len(x) * (dist.get_world_size() if ranks else 1)
-    cos, sin = rope_table(torch.arange(tokens), D, dtype=torch.float64)
+    table = rope_table(torch.arange(tokens), D, dtype=torch.float64)
+    cos, sin = torch.stack(table, -1).unbind(-1)  # every second number in memory
     if x.dtype != torch.float64:
         cos, sin = cos.float(), sin.float()
     if ranks:

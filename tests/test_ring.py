@@ -228,6 +228,28 @@ def test_no_result_is_in_the_memory_of_messages_that_the_next_call_takes(kind, w
         assert_equal_to_whole(case, emulate(case))
 
 
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_block_goes_as_far_as_some_query_sees_some_key_of_it(kind: str, causal: bool) -> None:
+    """And no step is made for nothing: masks written out, of every window."""
+    for parts, chunk in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 1), (4, 2), (5, 1)):
+        layout = SequenceLayout(2 * parts * chunk, parts, kind)
+        rows = [layout.positions(rank) for rank in range(parts)]
+        for window in (None, *range(1, layout.seq_len + 2)):
+            seen = [
+                [
+                    d
+                    for d in range(parts)
+                    for back in [rows[(b + d) % parts][:, None] - rows[b]]
+                    if (((back >= 0) | (not causal)) & (back.abs() < (window or math.inf))).any()
+                ]
+                for b in range(parts)
+            ]
+            assert ring.reaches(layout, causal, window) == tuple(max(ds) for ds in seen)
+            needed = tuple(sorted({d for ds in seen for d in ds}))
+            assert ring.distances(layout, causal, window) == needed, (layout, window)
+
+
 # ------------------------------------------------------------------ 3. planted faults
 
 

@@ -1,6 +1,7 @@
 """Rotary embedding against plain torch in float64; Triton runs interpreted."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -39,6 +40,10 @@ def test_the_table_is_exact_at_positions_no_float32_angle_can_hold() -> None:
     assert_close_f64(sin, angles.sin(), 1e-9)
     assert relative_error(angles.float().cos(), angles.cos()) > 1e-3
     assert rope_table(torch.arange(3), 4)[0].dtype == torch.float32
+    far = torch.tensor([2**24 + 1, 2**40 + 3])  # nor any float32 position
+    cos, sin = rope_table(far, 2, dtype=torch.float64)
+    assert cos[:, 0].tolist() == pytest.approx([math.cos(at) for at in far.tolist()], abs=1e-12)
+    assert sin[:, 0].tolist() == pytest.approx([math.sin(at) for at in far.tolist()], abs=1e-12)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -107,6 +112,11 @@ def test_strided_and_empty_inputs(impl) -> None:
         assert_close_f64(y, reference.apply_rope(x, cos, sin), 1e-14)
         (dx,) = torch.autograd.grad(y.sum(), qkv)  # an expanded dy
         assert_close_f64(dx, torch.autograd.grad(reference.apply_rope(x, cos, sin).sum(), qkv)[0])
+    q, k = (qkv.detach()[:, :, :n, 0].transpose(1, 3).contiguous().transpose(1, 3) for n in (4, 2))
+    assert q.stride(-1) != 1 != k.stride(-1)
+    for given in ((q, k), (q.contiguous(), k), (q, k.contiguous())):
+        for x, y in zip(given, apply_rope_qk(*given, cos, sin, impl=impl)):
+            assert_close_f64(y, reference.apply_rope(x, cos, sin), 1e-14)
     empty = torch.empty(0, 11, 2, 8, dtype=torch.float64, requires_grad=True)
     y = apply_rope(empty, cos, sin, impl=impl)
     assert torch.autograd.grad(y.sum(), empty)[0].shape == y.shape == empty.shape

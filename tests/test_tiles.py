@@ -238,6 +238,10 @@ def test_what_is_written_is_read_back_and_a_failure_leaves_the_old_file(table) -
     ]
     write_table(table, rows)
     assert read_table(table, by="device") == rows
+    shipped = table.with_name("shipped.json")  # capability 0 is one as any other
+    write_table(shipped, tiles.shipped_table())
+    assert read_table(shipped, by="capability") == [*tiles.shipped_table()]
+    shipped.unlink()
     before = table.read_text()
     with pytest.raises(TypeError):
         write_table(table, [dataclasses.replace(ODD, us=object())])
@@ -274,6 +278,15 @@ PRODUCT = {**_without("head_dim"), "kernel": "gemm", "kind": "large", "tile": GE
         ([GOOD, {**GOOD, "kernel": "norm"}], r"row 2: kernel must be one of .* got 'norm'"),
         ([{**GOOD, "kernel": []}], r"kernel must be one of .* got \[\]"),
         ([GOOD, GOOD], r"row 2: there is one for \('X', 'attention_fwd', 2, 64\) already"),
+        ([GOOD, {**GOOD, "triton": "3.8.0"}], r"row 2: there is one for \('X', 'attention_fwd', 2"),
+        ([{**GOOD, "element_size": 2.0}], r"element_size must be 2, 4 or 8 bytes, got 2\.0"),
+        ([{**GOOD, "head_dim": True}], r"head_dim must be 1\.\.256, got True"),
+        ([{**GOOD, "head_dim": 0}], r"head_dim must be 1\.\.256, got 0"),
+        ([{**GOOD, "us": True}], r"us must be microseconds, got True"),
+        ([{**GOOD, "us": float("inf")}], r"us must be microseconds, got inf"),
+        ([{**GOOD, "shipped_us": float("nan")}], r"shipped_us must be microseconds, got nan"),
+        ([{**GOOD, "tile": {**GOOD["tile"], "stages": True}}], r"stages must be 1, .* got True"),
+        ([{**GOOD, "tile": {**GOOD["tile"], "stages": 9}}], r"stages must be 1, .* 8, got 9"),
         ([_without("triton")], r"row 1: it must have \['device', .*'triton'\], and has \['device'"),
         ([{**_without("device"), "capability": 90}], r"it must have \['device'"),
         ([{**GOOD, "speed": 1}], r"it must have .* and has .*'speed'"),
