@@ -171,6 +171,7 @@ def test_rounds_and_bytes_are_those_of_the_closed_forms(ranks) -> None:
     for name, algorithm in all_reduces(ranks).items():
         found, form = traffic(algorithm, ranks, n, FREE, size=1), forms(ranks, node)[name]
         assert found.rounds == form.rounds, name
+        assert max(len([*algorithm(r, ranks, n)]) for r in range(ranks)) == form.rounds, name
         assert found.total == form.total * n, name
         assert found.busiest == pytest.approx(form.busiest * n, rel=1e-12), name
 

@@ -136,7 +136,32 @@ def test_a_layout_without_a_hybrid_has_no_row_for_a_pair(layout: SequenceLayout)
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 8}
     for links in (None, Links(1e9, 1e14)):
         assert explain(layout, **sizes, ulysses=2, links=links) == ()
-    assert explain(SequenceLayout(96, 4, "striped"), **sizes, ulysses=4)
+    for degree in (1, 4):  # one of the two alone
+        assert explain(SequenceLayout(96, 4, "striped"), **sizes, ulysses=degree)
+
+
+def test_a_hybrid_needs_a_head_for_each_rank_of_a_group_and_whole_groups() -> None:
+    rows = {
+        (heads, degree): len(
+            explain(SequenceLayout(96, 4), heads=heads, kv_heads=1, head_dim=8, ulysses=degree)
+        )
+        for heads in (1, 2, 3, 4)
+        for degree in (1, 2, 3, 4)
+    }
+    assert {given for given, n in rows.items() if n} == {
+        (1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (4, 4),
+    }  # fmt: skip
+    assert set(rows.values()) == {0, 1}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_as_long_as_the_sequence_is_none(causal: bool) -> None:
+    layout, sizes = SequenceLayout(4096, 4), {"heads": 8, "kv_heads": 2, "head_dim": 64}
+    whole, *others = (
+        explain(layout, **sizes, causal=causal, window=window, links=Links(1e9, 1e13))
+        for window in (None, 4096, 3 * 4096)
+    )
+    assert others == [whole, whole]
 
 
 def _measured(rank: int, world: int, length: int) -> dict[str, int]:
@@ -224,6 +249,8 @@ def test_a_ulysses_group_of_a_hybrid_is_near_and_one_of_all_ranks_is_not() -> No
         (hybrid,) = explain(SequenceLayout(32, 4), **sizes, ulysses=2, links=links)
         expected = 2 * bare / (near or 1e6) + kv * (2 + 2 + 4) / 1e6
         assert hybrid.exposed == pytest.approx(expected)
+        swapped, ring = 2 * 2 * (2 * 1024 + 1024), 2 * kv * (2 + 4) + kv * 4
+        assert hybrid.memory == swapped + ring
         costs = explain(SequenceLayout(32, 4), **sizes, links=links)
         (ulysses,) = (cost for cost in costs if cost.strategy == "ulysses")
         assert ulysses.exposed == pytest.approx((ulysses.forward + ulysses.backward) / 1e6)
