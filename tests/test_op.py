@@ -9,6 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from close import assert_close_f64
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from warpweave.kernels.runtime.op import Op, flatten, unflatten
 
@@ -50,6 +52,17 @@ def test_records_that_differ_anywhere_are_flattened_differently() -> None:
     values = (None, False, True, 0, 1, 0.0, 1.0, "0", torch.float32, torch.float64, (), (None,))
     made = [Scale(1.0, (value,), None) for value in (*values, Inner(0, None), (0, None))]
     assert len({repr(flatten(record, RECORDS)) for record in made}) == len(made)
+
+
+def test_symbols_of_a_shape_cross_the_border_as_they_are() -> None:
+    """As those who trace without dynamo hand them over: of types of torch's own."""
+    (n,) = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(5)).shape
+    half = n / 2
+    assert (type(n), type(half)) == (torch.SymInt, torch.SymFloat)
+    _, *flat = flatten(Scale(half, (n, Inner(n, "a")), None), RECORDS)
+    found = unflatten(*flat, RECORDS)
+    assert found.factor is half
+    assert found.flags[0] is found.flags[1].start is n
 
 
 def test_what_no_operator_can_hold_is_refused() -> None:
