@@ -7,11 +7,12 @@ import json
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from warpweave.parallel.schedule import one_f_one_b
 from warpweave.parallel.simulate import simulate
-from warpweave.plan.page import COLOURS, LEFT, WIDTH, plan_page
+from warpweave.plan.page import COLOURS, LEFT, ROW, TOP, WIDTH, plan_page
 
 GIB = 2**30
 LAYOUTS = [
@@ -133,3 +134,33 @@ def test_each_row_bar_and_word_stands_where_it_belongs() -> None:
     )
     numbers = json.loads(found.split('id="plan">')[1].split("</script>")[0])
     assert (numbers["title"], numbers["capacity"]) == ("x", 16 * GIB)
+
+
+def test_bars_of_nothing_take_no_room_and_colours_begin_anew_after_the_last() -> None:
+    """Nine kinds, some of which a rank holds nothing of; a rank's words stand after its bars."""
+    kinds = [f"kind {at}" for at in range(len(COLOURS) + 2)]
+    sizes = [[2, 0, 3, 1, 0, 2, 1, 3, 4], [1, 1, 0, 0, 5, 0, 0.001, 0, 2]]
+    memory = [{kind: n * GIB for kind, n in zip(kinds, of, strict=True)} for of in sizes]
+    del memory[1][kinds[3]]  # not even named
+    found = plan_page("x", LAYOUTS, memory, 64 * GIB, simulate(one_f_one_b(1, 1), {"F": 1, "B": 2}))
+    picture = found[found.index('<svg id="memory"') :]
+    parsed = Parsed(picture[: picture.index("</svg>") + 6])
+    bars = [attrs for attrs, _ in parsed.all("rect") if attrs["height"] == "17"]
+    keys = [attrs for attrs, _ in parsed.all("rect") if attrs["height"] == "12"]
+    colours = [*COLOURS, *COLOURS[:2]]
+    assert [attrs["fill"] for attrs in keys] == colours
+    assert [attrs["fill"] for attrs in bars] == 2 * colours
+    each, words = LEFT + 110 * np.arange(len(kinds)), dict(map(reversed, parsed.all("text")))
+    assert [float(attrs["x"]) for attrs in keys] == [*each]
+    assert [float(words[kind]["x"]) for kind in kinds] == [*(each + 16)]
+    scale = WIDTH / 64
+    for rank, (of, total) in enumerate(zip(sizes, ("16.0 GiB", "9.0 GiB"), strict=True)):
+        ends = LEFT + scale * np.cumsum([0, *of])
+        own = bars[rank * len(kinds) :][: len(kinds)]
+        assert [float(bar["x"]) for bar in own] == pytest.approx(ends[:-1], abs=0.01)
+        assert float(words[total]["x"]) == pytest.approx(ends[-1] + 4, abs=0.01)
+        assert {float(bar["y"]) for bar in own} == {TOP + rank * ROW}
+        assert {float(words[w]["y"]) for w in (total, f"rank {rank}")} == {TOP + rank * ROW + 14}
+    (line,) = (attrs for attrs, _ in parsed.all("line"))
+    assert (float(line["y1"]), float(line["y2"])) == (TOP, TOP + 2 * ROW)
+    assert float(words["capacity 64.0 GiB"]["y"]) == TOP + 2 * ROW + 14

@@ -339,7 +339,9 @@ def test_an_unwritable_file_is_refused_before_the_search(
 
 
 def test_a_step_has_as_many_sequences_as_make_four_million_tokens() -> None:
-    for length, sequences in ((8192, 512), (2**22, 1), (2**22 + 1, 1), (1000, 4194)):
+    for length, sequences in ((8192, 512), (2**22, 1), (2**22 + 1, 1), (1000, 4194),
+                              (700, 5991), (2**21 + 1, 1)):  # fmt: skip
         config = PlanConfig(model="llama-8b", seq_len=length)
         assert (config.config.seq_len, config.step_sequences) == (length, sequences)
-    assert dataclasses.replace(config, sequences=7).step_sequences == 7
+    for given in (7, 1, 0):  # none are refused by the search, not taken for the default
+        assert dataclasses.replace(config, sequences=given).step_sequences == given
