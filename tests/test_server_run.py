@@ -360,7 +360,8 @@ def quick(monkeypatch):
 
 @pytest.mark.parametrize("killed", [1, 5, 6])
 def test_servers_that_are_killed_are_all_started_again_at_most_five_times(quick, killed, capsys):
-    """With the workers that are left: worker 1 was lost before."""
+    """From the beginning where nothing was saved, with the workers that are left: worker 1 is lost
+    as the servers are, and told of to those that start then."""
     watch = _Watch(
         server0=[None] * killed + [0], server1=[-9] * killed + [None], worker1=[-9],
     )  # fmt: skip
@@ -369,13 +370,32 @@ def test_servers_that_are_killed_are_all_started_again_at_most_five_times(quick,
     starts = [args for args in watch.started if args[0] == "server"]
     again = min(killed, 5)
     assert starts[:2] == [("server", k, [0, 1, 2], False) for k in range(2)]
-    assert [args[1] for args in starts] == [0, 1] * (1 + again)
-    assert all(args[2] in ([0, 1, 2], [0, 2]) for args in starts[2:])
+    left = [[0, 1, 2]] * 2 + [[0, 2]] * 9  # by the number of the start
+    wanted = [("server", k, left[at], False) for at in range(1 + again) for k in range(2)]
+    assert starts == wanted
     assert said.count("a server was killed: all start again from the beginning") == again
     assert (code, "servers were killed 6 times" in said) == (
         (1, True) if killed > 5 else (0, False)
     )
     assert quick == [("lost", {"worker": 1})]
+
+
+@pytest.mark.parametrize("resume", [False, True, "auto"])
+@pytest.mark.parametrize("there", [None, "step_00000004"])
+def test_servers_begin_as_asked_and_start_again_from_what_is_saved(
+    quick, monkeypatch, capsys, resume, there
+):
+    asked: list[Any] = []
+    monkeypatch.setattr(servers, "latest", lambda folder: asked.append(folder) or there)
+    watch = _Watch(server0=[None, 0], server1=[-15, None])
+    watch.config = dataclasses.replace(watch.config, resume=resume)
+    assert watch.run() == 0
+    first, again = resume is True or (resume == "auto" and there is not None), there is not None
+    begun = [args[3] for args in watch.started if args[0] == "server"]
+    assert begun == [first] * 2 + [again] * 2
+    assert {*asked} == {watch.config.out / "checkpoints"}
+    said = capsys.readouterr().err
+    assert f"a server was killed: all start again from {there or 'the beginning'}\n" in said
 
 
 @pytest.mark.parametrize(
