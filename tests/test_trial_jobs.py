@@ -167,6 +167,22 @@ def test_a_wait_ends_with_what_the_job_said_when_it_ends_or_takes_too_long(tmp_p
         slow.stop()
 
 
+def test_a_process_is_known_by_the_whole_of_its_folder_and_its_parent_whatever_its_name(tmp_path):
+    """Of jobs in folders of which one's name begins with another's."""
+    script = "open('/proc/self/comm', 'w').write('a) S 1 (b'); open(args[-1], 'w'); " + WAITS
+    jobs = []
+    try:
+        for name in ("x", "x/tmp/y", "x/tmp2"):
+            jobs.append(_job(tmp_path / name, script, str(tmp_path / f"{len(jobs)} ready")))
+            _until((tmp_path / f"{len(jobs) - 1} ready").exists)
+        for job in jobs:
+            assert job.members() == [job.process.pid]
+            assert job_module._parent_of(job.process.pid) == os.getpid()
+    finally:
+        for job in jobs:
+            job.stop()
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "::"])
 def test_a_job_may_listen_on_loopback_only(tmp_path, address):
     six = ":" in address

@@ -312,6 +312,10 @@ def test_a_run_that_is_asked_to_stop_must_save_its_last_step(
         {"result": stopped, "done": 6}, {"result": stopped, "done": 4},
     ):  # fmt: skip
         assert not tried(**broken), broken
+    ended = SimpleNamespace(pid=4321, poll=lambda: len(done) or None)  # by the first signal
+    monkeypatch.setattr(Job, "process", property(lambda self: ended, lambda self, _: None), False)
+    assert tried(result=stopped)
+    assert done == [(sends[0], 4321, number)]
     counts = iter((6, 6, 5, 5))  # a step that was there before the signal is gone
     monkeypatch.setattr(Job, "steps", lambda self: next(counts))
     assert not tried(result=stopped)
@@ -486,3 +490,35 @@ def test_the_command_lists_and_runs_the_chosen_trials_on_one_layout_or_all(monke
             command.run(config)
         assert end.value.code == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_broken_promise_is_a_failure_even_if_it_is_late_and_lateness_alone_is_none(
+    monkeypatch, capsys
+):
+    def made(name: str, fails: bool, late: bool) -> Trial:
+        def run(arena: Arena) -> str:
+            arena.took(9.0, 3.0 if late else 9.0)
+            promised(not fails, f"{name} broke")
+            return f"{name} held"
+
+        return Trial(name, "p", run, ("tp2", "cp2 dp2"))
+
+    kinds = {"fine": (False, False), "slow": (False, True), "bad": (True, False),
+             "worst": (True, True)}  # fmt: skip
+    verdicts = {"fine": "passed", "slow": "late", "bad": "FAILED", "worst": "FAILED"}
+    for names in (("slow", "fine"), ("bad", "fine"), (*kinds,), ("worst",)):
+        monkeypatch.setattr(command, "TRIALS", tuple(made(n, *kinds[n]) for n in names))
+        with pytest.raises(SystemExit) as end:
+            command.run(TrialsConfig())
+        _, *rows, last = capsys.readouterr().out.splitlines()
+        for name, row in zip(names, rows, strict=True):
+            fails, late = kinds[name]
+            said = f"{name} {'broke' if fails else 'held'}" + "; late: 3 s are promised" * late
+            words = row.split(maxsplit=4)
+            assert (*words[:2], *words[3:]) == (name, "tp2", verdicts[name], said)
+        failed = [f"{name}, tp2" for name in names if kinds[name][0]]
+        assert json.loads(last) == {
+            "passed": not failed, "trials": len(names), "failed": failed,
+            "late": [f"{name}, tp2" for name in names if kinds[name][1]],
+        }  # fmt: skip
+        assert end.value.code == (1 if failed else 0)
