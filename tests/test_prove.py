@@ -539,6 +539,15 @@ def test_a_later_token_is_judged_by_the_text_before_it():
         by = compare.truth.rounding["logits after step 2"]
         assert found == pytest.approx(float(best.max() - best[first]) / 2 / by)
         assert compare.errors["token"] >= found > 0 or first == best.argmax()
+    text, logits = start, best
+    for new in (1, 2, 3):  # after the likeliest ones, each token counts by its own logits alone
+        for token in (0, 5, 36, int(logits.argmax())):
+            compare.errors.clear()
+            compare.text(torch.cat([text, torch.tensor([token])]), start, 2, new)
+            wrong = float(logits.max() - logits[token]) / 2 / by
+            assert compare.errors["token"] == pytest.approx(wrong)
+        text = torch.cat([text, logits.argmax()[None]])
+        logits = compare.truth.logits(text, 2)
 
 
 def test_what_is_zero_but_for_rounding_is_measured_by_its_kind():
@@ -1030,13 +1039,17 @@ def heard() -> Iterator[None]:
     [*((("--dtype", "fp64"), n) for n in SIGNALS), (("--typecheck", "--pp", "2"), SIGNALS[1])],
 )
 def test_a_proof_that_a_signal_stopped_says_so_and_not_that_it_passed_or_not(number, words):
-    """The second evaluation, or the second stage, gets no further."""
+    """The second evaluation, or the second stage, gets no further. Of several the first counts."""
     calls = itertools.count()
 
     def interrupted(original):
         def run(*args, **options):
             if next(calls):
-                os.kill(os.getpid(), number)
+                try:
+                    os.kill(os.getpid(), number)
+                finally:
+                    for later in SIGNALS:
+                        os.kill(os.getpid(), later)
             return original(*args, **options)
 
         return run

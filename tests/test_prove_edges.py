@@ -14,7 +14,7 @@ import pytest
 import torch
 import tyro
 
-from warpweave.config import GPTConfig
+from warpweave.config import PRESETS, GPTConfig
 from warpweave.parallel.mesh import Mesh
 from warpweave.prove import LIMITS, Errors, Layout, ProveConfig, command, expected, options, proof
 from warpweave.prove.layouts import Sizes, all_layouts, draw
@@ -119,6 +119,9 @@ def test_a_comparison_keeps_the_largest_of_each_kind_and_the_words_of_the_larges
     assert compare.where == "c"
     compare.add("token", "g", math.nan, math.nan)
     assert (compare.errors["token"], compare.where) == (math.inf, "g")
+    assert compare.relative["token"] == math.inf
+    compare.add("grad", "i", 2.0, math.nan)
+    assert (compare.errors["grad"], compare.relative["grad"]) == (2.0, math.inf)
     compare.add("loss", "h", math.inf)
     assert compare.where == "g"
     assert compare.relative["loss"] == math.inf
@@ -251,6 +254,36 @@ def test_meshes_whose_types_cannot_be_checked_are_refused(monkeypatch) -> None:
             typecheck(model, Mesh(dp=2))
     typecheck(model, Mesh())
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 2])
+@pytest.mark.parametrize("preset", [None, "llama-70b"])
+def test_types_are_checked_stage_by_stage_of_the_model_that_would_be_trained(
+    monkeypatch, capsys, preset, wrong
+) -> None:
+    """A preset has the layout's dropout, as its program has an operation more with one."""
+    seen: list[tuple] = []
+
+    def check(model, mesh, **given) -> None:
+        if wrong == len(seen):
+            raise TypeError("it is a sum")
+        seen.append((model, mesh, [*given.pop("stages")], given))
+
+    monkeypatch.setattr("warpweave.prove.typecheck.typecheck", check)
+    config = ProveConfig(typecheck=True, model=preset, tp=2, cp=2, pp=4, sequence_parallel=True,
+                         recompute="full", layout="striped")  # fmt: skip
+    own, summary = config.typechecked(), {}
+    command._typecheck(config, summary)
+    done = 4 if wrong is None else wrong
+    model = own.model if preset is None else PRESETS[preset]
+    assert own.model.dropout > 0 == PRESETS["llama-70b"].dropout
+    model = dataclasses.replace(model, dropout=own.model.dropout)
+    given = {"sequence_parallel": True, "recompute": "full", "layout": "striped"}
+    assert seen == [(model, Mesh(tp=2, cp=2, pp=4), [stage], given) for stage in range(done)]
+    verdict = {"passed": True} if done == 4 else {"passed": False, "error": "it is a sum"}
+    assert summary == {"typechecked": done, "ranks": 16} | verdict
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"stage {stage} of 4: ok" for stage in range(done)]
 
 
 # ---------------------------------------------------------------- the run to reproduce
