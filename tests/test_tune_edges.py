@@ -53,7 +53,9 @@ def test_the_three_fastest_of_the_first_pass_are_timed_again() -> None:
     assert counts == [again, again, first, again, first, again, first]
 
 
-@pytest.mark.parametrize(("ms", "wins"), [(0.98, True), (0.9899, True), (0.9901, False)])
+@pytest.mark.parametrize(
+    ("ms", "wins"), [(0.98, True), (0.9899, True), (0.99, True), (0.9901, False)]
+)
 def test_a_gain_is_a_hundredth_at_least(ms: float, wins: bool) -> None:
     tile, us, shipped = _best(FakeGpu({SHIPPED: 1.0, TILES[1]: ms}), TILES[:2])
     assert tile == (TILES[1] if wins else SHIPPED)
@@ -67,6 +69,22 @@ def test_a_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
     assert search._ratios(times, SHIPPED) == {
         SHIPPED: 1.0, TILES[1]: pytest.approx(0.9), TILES[2]: pytest.approx(1.1),
     }  # fmt: skip
+
+
+def test_microseconds_are_those_of_the_second_pass_and_of_the_tile_itself() -> None:
+    """In which rounds differ: who is faster in most of them is so by its ratios, and has medians of
+    its own."""
+    first, passes = 2 * search.ROUNDS, {SHIPPED: (5.0, [1.0, 1.0, 4.0, 4.0, 1.0]),
+                                        TILES[1]: (3.0, [0.75, 0.75, 2.0, 2.0, 2.0])}  # fmt: skip
+    gpu = FakeGpu({})
+
+    def took(tile):
+        before, after = passes[tile]
+        turns = itertools.cycle(after)
+        return lambda timed: before if timed <= first else next(turns)
+
+    gpu.ms = {tile: took(tile) for tile in passes}
+    assert _best(gpu, TILES[:2]) == (TILES[1], 2000.0, 1000.0)  # by ratios of 0.75, .5 and 2
 
 
 def test_a_tile_with_a_fault_in_another_call_loses_to_the_next_that_gains(capsys) -> None:
@@ -98,6 +116,22 @@ def test_a_tile_agrees_up_to_its_dtypes_tolerance_in_every_output(dtype: str) ->
     bench, report = dataclasses.replace(gpu.bench(), call=call), SearchReport()
     assert search.agreeing(problem, TILES[:5], bench, report) == [SHIPPED, TILES[1], TILES[4]]
     assert report.wrong == [f"{problem} {search.short(TILES[n])}" for n in (2, 3)]
+
+
+def test_a_difference_of_just_the_tolerance_is_admitted() -> None:
+    at, beyond = 2.0 * (1 + search.TOLERANCES["bf16"]), 2.0 * (1 + 1.001 * 2**-6)
+    outputs = {TILES[1]: at, TILES[2]: beyond}
+
+    def call(problem: Problem):
+        def run():
+            where = problem.kernel, torch.device("cpu"), problem.size, problem.kind
+            value = outputs.get(tiles.find(*where), 2.0)
+            return (torch.full((4,), value, dtype=torch.float64),)  # whose norm is no rounded one
+
+        return run
+
+    bench = dataclasses.replace(FakeGpu({}).bench(), call=call)
+    assert search.agreeing(FWD, TILES[:3], bench, SearchReport()) == TILES[:2]
 
 
 def test_a_difference_is_of_all_elements_and_infinite_for_what_is_no_number() -> None:
