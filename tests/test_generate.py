@@ -30,6 +30,7 @@ from warpweave.gpt import GPT, GPTConfig
 from warpweave.parallel.mesh import Mesh
 from warpweave.plain_gpt import plain_gpt_logits
 from warpweave.prove.expected import plain_config
+from warpweave.sample_config import SampleConfig
 
 GREEDY = Sampling(tokens=10, temperature=0.0)
 PROMPTS = [[5, 7, 11], [3], [2, 9, 4, 8, 1, 30, 31, 7, 5]]
@@ -420,6 +421,27 @@ def test_every_option_of_the_command_arrives(words, seen, folders, tmp_path, cap
         }  # fmt: skip
         seen = usual | seen
     assert {name: got[name] for name in seen} == seen
+
+
+def test_a_given_tokenizer_comes_before_the_models_and_every_prompt_is_checked(folders, tmp_path):
+    folder = Path(shutil.copytree(folders["llama3"], tmp_path / "llama3"))
+    config = SampleConfig(folder, ("\x05", "\x06\x07"), tokens=4)
+    assert config.prompts() == [[5], [6, 7]]  # bytes: it has none
+    config.check()
+    _with_words(folder)
+    other = Tokenizer(models.WordLevel({"5": 2, "7": 9, "6": 4, "?": 0}, unk_token="?"))
+    other.pre_tokenizer = pre_tokenizers.Whitespace()
+    other.save(str(tmp_path / "other.json"))
+    config = dataclasses.replace(config, prompt=("5", "6 7", "8"))
+    assert config.prompts() == [[1, 5], [1, 6, 7], [1, 8]]
+    config = dataclasses.replace(config, tokenizer=tmp_path / "other.json")
+    assert config.prompts() == [[2], [4, 9], [0]]
+    config.check()
+    for prompt in (("5 " * 61, "5"), ("5", "5 " * 61), ("5", "5 " * 61, "7")):
+        config = dataclasses.replace(config, prompt=prompt)
+        with pytest.raises(ValueError, match=r"new tokens are 65, the model's sequence is 64$"):
+            config.check()
+    dataclasses.replace(config, prompt=("5", "5 " * 60)).check()
 
 
 def test_tokens_that_the_tokenizer_has_not_are_left_out_of_the_text(tmp_path, capfd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -170,6 +171,7 @@ def test_if_the_fork_server_is_killed_all_are_and_another_takes_its_place(tmp_pa
         _wait_for(lambda: not _alive(sleeper.pid))
         sleeper.server.join()
         again = forked.start(_exits, 5)
+        assert isinstance(again, Forked)
         again.join()
         assert again.exitcode == 5
 
@@ -288,6 +290,16 @@ def test_what_is_prepared_early_starts_no_ranks_on_gpus():
     with Processes(MODULE) as early:
         assert Processes.of(_exits, "gloo", early) is early
         assert Processes.of(_exits, "nccl", early)._server is None
+
+
+def test_ranks_are_forked_from_a_process_that_has_the_module_of_their_entry(monkeypatch):
+    """Of a partial's function, too; on GPUs none is, prepared or not."""
+    monkeypatch.setattr(processes, "_ForkServer", lambda module: [module])
+    given = functools.partial(functools.partial(_exits, 3))
+    for entry in (_exits, functools.partial(_exits, 3), given, subprocess.run):
+        of = "subprocess" if entry is subprocess.run else MODULE
+        assert Processes.of(entry, "gloo", None)._server == [of]
+        assert Processes.of(entry, "nccl", None)._server is None
 
 
 def test_what_is_prepared_early_is_for_ranks_on_the_cpu_that_we_start(monkeypatch, tmp_path):

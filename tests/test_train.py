@@ -746,10 +746,10 @@ def test_tokens_outside_the_data_are_left_out_of_the_sample(tmp_path, monkeypatc
 
     def generate(prompt, length, *, seed):
         asked.append((bytes(prompt.tolist()), length, seed))
-        return torch.tensor([65, 299, 66])
+        return torch.tensor([256, 65, 299, 255, 66, 257])
 
     monkeypatch.setattr(trainer.engine, "generate", generate)
-    assert trainer._sample_text() == "AB"
+    assert trainer._sample_text() == "A\ufffdB"  # of 256 bytes, one of which begins no character
     text = trainer.config.data.read_bytes()  # whose last twentieth is for validation
     assert asked == [(text[-round(len(text) / 20) :][:8], 3, 4)]
 
