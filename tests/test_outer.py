@@ -394,9 +394,9 @@ def test_the_estimate_counts_what_the_outer_optimizer_holds() -> None:
 
 def test_replicas_train_as_one_device_does() -> None:
     """With all that `prove` compares, on the same batch."""
-    layout = Layout(Mesh(tp=2, outer=2), True)
-    for errors in on_mesh(layout.mesh, lambda mesh: prove_layout(layout, mesh)):
-        assert errors.worst <= 32.0, errors
+    for layout in (Layout(Mesh(tp=2, outer=2), True), Layout(Mesh(outer=2), optimizer="muon")):
+        for errors in on_mesh(layout.mesh, lambda mesh, layout=layout: prove_layout(layout, mesh)):
+            assert errors.worst <= 32.0, errors
 
 
 def test_types_know_the_outer_axis_and_that_a_replica_computes_alone(monkeypatch) -> None:
