@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_server import _options
 
+from warpweave.config import ParallelPlan
 from warpweave.data import boundaries
 from warpweave.parallel.server.clocks import Term
 from warpweave.server import replay, roles
@@ -328,6 +329,30 @@ def test_workers_have_a_gpu_each_or_compute_on_the_cpu(monkeypatch, device, gpus
             servers._device(config)
 
 
+@pytest.mark.parametrize(("gpus", "device", "backend"), [(0, "cpu", "gloo"), (4, "cuda", "nccl")])
+def test_a_run_says_who_trains_how_much_and_starts_in_what_is_prepared(
+    monkeypatch, capsys, gpus, device, backend
+):
+    seen: dict[str, Any] = {}
+    early, config = object(), TrainConfig(
+        server=2, dp=3, staleness=5, batch=4, plan=ParallelPlan(microbatches=6)
+    )  # fmt: skip
+    watch = lambda *given: seen.update(watch=given) or SimpleNamespace(run=lambda: 7)  # noqa: E731
+    monkeypatch.setattr(servers, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(servers, "ServedModel", lambda *_: SimpleNamespace(records=["a", "b"]))
+    monkeypatch.setattr(servers, "spread", lambda *given: seen.update(spread=given))
+    monkeypatch.setattr(servers, "check_loopback", lambda address: seen.update(at=address))
+    monkeypatch.setattr(servers.Processes, "of", lambda *given: given)
+    monkeypatch.setattr(servers, "_Watch", watch)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    assert servers.run_servers(config, early) == 7
+    assert seen["watch"] == (config, device, (servers._rank, backend, early))
+    assert (seen["spread"], seen["at"]) == ((["a", "b"], 2), "127.0.0.1")
+    assert servers.os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+    said = f"2 servers and 3 workers ({device}), staleness 5; 24 sequences a worker and step"
+    assert capsys.readouterr().err.strip() == f"warpweave: {said}"
+
+
 class _Watch(servers._Watch):
     """Of two servers and three workers, whose processes end as `codes` say: role, number -> exit
     codes of one start after the other, None for one that runs."""
@@ -452,7 +477,13 @@ def test_a_server_or_worker_ends_with_its_code_and_one_line(monkeypatch, capsys,
         monkeypatch.setattr(servers, name, mock.Mock(side_effect=error, return_value={"a": 1}))
     monkeypatch.setattr(servers, "leave", left)
     with pytest.raises(InterruptedError):
-        servers._rank(role, 0, TrainConfig(server=2, dp=3), "cpu", 1, [0], False)
+        servers._rank(role, 0, config := TrainConfig(server=2, dp=3), "cpu", 1, [0], error is None)
+    if role == "server":
+        asked = mock.call(config, store, 0, [0], resume=error is None)
+        assert (servers.serve.call_args, servers.work.called) == (asked, False)
+    else:
+        asked = mock.call(config, store, 0, torch.device("cpu"))
+        assert (servers.work.call_args, servers.serve.called) == (asked, False)
     assert left.call_args_list == [mock.call(code)]
     assert cores.call_args_list == [mock.call(5)]
     said = capsys.readouterr().err.strip()

@@ -98,7 +98,7 @@ def _of_two(rank: int, folder: str) -> dict:
     found["sequences"] = [_sequence(rank, mesh, *case) for case in SEQUENCES]
     found["more"] = [
         *_outputs_of_dtensors(mesh), *_whose_values(rank, mesh), *_uneven_and_padded(mesh),
-        _more_arguments(rank, mesh),
+        _more_arguments(rank, mesh), _norms_inside(rank, mesh),
     ]  # fmt: skip
     found["told"] = [_told(*case) for case in TOLD]
     return found
@@ -193,6 +193,26 @@ def _more_arguments(rank: int, mesh) -> tuple[str, bool]:
     return "more arguments of a module on a sequence", same
 
 
+def _norms_inside(rank: int, mesh) -> tuple[str, bool]:
+    """Norms within the module on a sequence, one of them without parameters: as on one device."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(5)
+        norms = nn.Sequential(nn.LayerNorm(6), nn.Sequential(nn.LayerNorm(6, bias=False)))
+        return norms.append(nn.LayerNorm(6, elementwise_affine=False)).double()
+
+    module, whole = made(), made()
+    x = torch.arange(48.0).double().cos().view(2, 4, 6)
+    style = SequenceParallel(use_local_output=True)
+    y, wanted = parallelize_module(module, mesh, style)(x.chunk(2, 1)[rank]), whole(x)
+    for out in (y, wanted):
+        (out.pow(3) + out).sum().backward()
+    same = torch.allclose(y, wanted.chunk(2, 1)[rank], rtol=1e-12)
+    for p, truth in zip(module.parameters(), whole.parameters(), strict=True):
+        same &= torch.allclose(p.grad.full_tensor(), truth.grad, rtol=1e-9, atol=1e-12)
+    return "norms within a module on a sequence", same
+
+
 TOLD = (
     ("llama", {"tp": 2}, {}), ("llama", {"cp": 2}, {}), ("gpt2", {"tp": 2}, {}),
     ("llama", {"tp": 2}, {"hidden_act": "tanh"}), ("gemma3", {"tp": 2}, {}),
@@ -279,6 +299,9 @@ def _refused(mesh, model: nn.Module) -> list[str]:
 
     x = torch.ones(3, 4)
     uneven = DTensor.from_local(x, mesh, [Replicate()]).redistribute(mesh, [Shard(0)])
+    odd = DTensor.from_local(torch.ones(2, 5), mesh, [Replicate()])  # features
+    own = type("Own", (nn.Linear,), {})(4, 6)
+    look_up = type("Own", (nn.Embedding,), {})(4, 6)
     words = {
         w: ALL_PARALLEL_STYLES[f"warpweave_{w}"] for w in ("sequence_colwise", "sequence_rowwise")
     }
@@ -296,6 +319,9 @@ def _refused(mesh, model: nn.Module) -> list[str]:
         raised(lambda: on(nn.Linear(4, 6), RowwiseParallel(output_layouts=Shard(-3)))(x)),
         raised(lambda: on(nn.Linear(4, 6), RowwiseParallel(output_layouts=Shard(0)))(x[:, :2])),
         raised(lambda: on(nn.Linear(4, 6), ColwiseParallel(input_layouts=Shard(0)))(uneven)),
+        raised(lambda: on(nn.Linear(5, 6), ColwiseParallel(input_layouts=Shard(-1)))(odd)),
+        raised(lambda: on(own, ColwiseParallel())),
+        raised(lambda: on(look_up, RowwiseParallel())),
         raised(lambda: on(nn.Embedding(4, 6, max_norm=1.0), RowwiseParallel())),
         raised(lambda: on(nn.LayerNorm(4), SequenceParallel())(x)),
         raised(lambda: on(nn.LayerNorm(4), SequenceParallel(sequence_dim=2))(x)),
@@ -365,7 +391,7 @@ def test_a_sequence_may_be_any_dim_but_the_features(two):
 def test_outputs_sources_uneven_parts_and_padding_are_those_of_one_device(two):
     for rank in two:
         assert [what for what, same in rank["more"] if not same] == []
-        assert len(rank["more"]) == 10 + 12 + 24 + 2 + 6 + 1
+        assert len(rank["more"]) == 10 + 12 + 24 + 2 + 6 + 2
 
 
 def test_what_is_frozen_stays_so_and_what_layers_give_besides_goes_on(two):
@@ -459,6 +485,9 @@ def test_what_a_style_cannot_do_is_one_line(two):
         "RowwiseParallel: output_layouts S(-3) is no dim of a tensor of 2 dims",
         "3 tokens (dim 0 of x) are not divisible by the 2 tensor ranks",
         "ColwiseParallel: input_layouts S(0): 3 do not divide by 2 ranks",
+        "ColwiseParallel: input_layouts S(-1): 5 do not divide by 2 ranks",
+        "ColwiseParallel cuts Linear or Embedding, not Own",
+        "RowwiseParallel cuts Linear or Embedding, not Own",
         "an embedding with max_norm, scale_grad_by_freq or sparse is not cut",
         "SequenceParallel: S(1) of a tensor of 2 dims is its features",
         "SequenceParallel: sequence_dim S(2) is no dim of a tensor of 2 dims",

@@ -195,6 +195,76 @@ def test_a_restarted_run_must_resume_once_and_have_the_same_losses(one, tmp_path
     assert given["torchrun"] == (0 if one is deaths.killed_and_restarted else 2)
 
 
+def test_a_run_is_killed_within_a_step_and_within_a_save_each_in_a_folder_of_its_own(
+    tmp_path, monkeypatch
+):
+    made: list[Here] = []
+
+    def here(folder: Path, layout: str, references: Path) -> Here:
+        assert references == tmp_path
+        code = 1 if len(made) == fails else 0
+        job = Job(code=code, stderr=f"warpweave: resumed at step {len(made) + 1}\n")
+        made.append(Here(folder, job, layout=layout))
+        monkeypatch.setattr(made[-1], "leave", lambda folder=folder: left.append(folder))
+        return made[-1]
+
+    monkeypatch.setattr(deaths, "Arena", here)
+    for fails, count in ((None, 2), (1, 2), (0, 1)):
+        made.clear()
+        left: list[Path] = []
+        arena = Arena(tmp_path / "a", "tp2", tmp_path)
+        if fails is None:
+            said = deaths.killed_at_any_moment.run(arena)
+            assert said.startswith("2 of 2: went on at step 2, ")
+        else:
+            with pytest.raises(BrokenPromiseError, match="exit status 1, expected 0"):
+                deaths.killed_at_any_moment.run(arena)
+        planted = [given["fault"] for each in made for _, given in each.given]
+        moments = [Fault("kill", 0, 2, at="within", delay=0.01), Fault("kill", 1, 3, "save", 0.003)]
+        assert planted == moments[:count]
+        assert left == [tmp_path / "a" / name for name in ("0", "1")[:count]]
+        assert {each.layout for each in made} == {"tp2"}
+
+
+@pytest.mark.parametrize(
+    ("one", "act"),
+    [(deaths.launcher_killed_with_a_stopped_rank, "stop"),
+     (deaths.launcher_killed_with_a_stuck_rank, "hold the lock"),
+     (deaths.launcher_of_servers_killed, None)],
+    ids=lambda value: getattr(value, "name", None),
+)  # fmt: skip
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_launcher_is_killed_once_a_rank_is_stuck_and_nobody_may_be_left(
+    one, act, leaves, tmp_path, monkeypatch
+):
+    """Of servers it is a worker that is stopped, the second process that was started."""
+    sent: list[tuple] = []
+    monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))
+    monkeypatch.setattr(Job, "ranks", lambda self: [11, 22], raising=False)
+    monkeypatch.setattr(deaths, "planted_at", lambda out: out == Path("run") and 1.0)
+    clock = SimpleNamespace(sleep=lambda seconds: None, monotonic=lambda: 5.0)
+    monkeypatch.setattr(deaths, "time", clock)
+    job = Job(done=2)
+
+    def end(code: int | None = None) -> None:
+        assert code is None  # of a launcher that was killed
+        promised(not leaves, "left behind: [11]")
+
+    monkeypatch.setattr(job, "end", end, raising=False)
+    arena = Here(tmp_path, job)
+    if leaves:
+        with pytest.raises(BrokenPromiseError, match="left behind"):
+            one.run(arena)
+    else:
+        assert one.run(arena) == "nobody left after 0.0 s"
+    ((_, given),) = arena.given
+    killed = [(4321, signal.SIGKILL)]
+    if act is None:
+        assert (sent, given["steps"] > 9999) == ([(22, signal.SIGSTOP), *killed], True)
+    else:
+        assert (sent, given) == (killed, {"fault": Fault(act, 1, deaths.AT)})
+
+
 def test_no_step_is_missing_while_a_replica_is_away(tmp_path, monkeypatch):
     """The trial waits until a row has two replicas and a later one three."""
     sent = []
@@ -319,6 +389,30 @@ def test_a_run_that_is_asked_to_stop_must_save_its_last_step(
     counts = iter((6, 6, 5, 5))  # a step that was there before the signal is gone
     monkeypatch.setattr(Job, "steps", lambda self: next(counts))
     assert not tried(result=stopped)
+
+
+def test_a_second_signal_must_stop_a_run_whose_ranks_are_stopped_without_saving(
+    tmp_path, monkeypatch
+):
+    """Which come with more time between them than the two seconds in which they are one."""
+    done: list[Any] = []
+    clock = SimpleNamespace(sleep=done.append)
+    monkeypatch.setattr(os, "kill", lambda *given: done.append(given))
+    monkeypatch.setattr(stops, "time", clock)
+    monkeypatch.setattr(Job, "ranks", lambda self: [11, 22], raising=False)
+    at_once = "warpweave: stopped at once, without saving\n"
+    fine = {"code": 128 + signal.SIGINT, "stderr": at_once, "done": 3}
+    arena = Here(tmp_path, Job(**fine))
+    assert stops.stopped_twice.run(arena) == "stopped at once, without saving"
+    asked = (4321, signal.SIGINT)
+    assert done == [(11, signal.SIGSTOP), (22, signal.SIGSTOP), asked, 2.5, asked]
+    (((option, value), given),) = arena.given
+    assert (option, value, given["steps"] > 9999) == ("--save-every", "0", True)
+    for broken in (
+        {"code": 0}, {"code": 128 + signal.SIGTERM}, {"stderr": "warpweave: saved\n"},
+        {"stderr": at_once + "warpweave: saved\n"},
+    ):  # fmt: skip
+        assert not _kept(stops.stopped_twice, tmp_path, **fine | broken), broken
 
 
 # ---------------------------------------------------------------- faults
