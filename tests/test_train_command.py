@@ -20,9 +20,11 @@ from threads import on_mesh
 import warpweave.train as train
 import warpweave.trainer as trainer_module
 from warpweave import processes
-from warpweave.checkpoint import open_checkpoint
+from warpweave.agree import TrainingStopped
+from warpweave.checkpoint import CheckpointError, open_checkpoint
 from warpweave.config import ParallelPlan
 from warpweave.launch import Session
+from warpweave.parallel.checked import CollectiveMismatch
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import Mesh
 from warpweave.plan.memory import TrainingStep
@@ -88,6 +90,25 @@ def test_a_restarted_rank_resumes_and_only_rank_0_prints(rank, number, resume, g
     said = [entry for entry in rank.log if str(entry).startswith("say")]
     assert said == ["say described", "say context 3"] * (number == 0)
     assert capsys.readouterr().out == '{"steps": 6}\n' * (number == 0)
+
+
+def test_what_is_wrong_before_the_first_step_is_refused_and_later_a_failure(rank, monkeypatch):
+    """A value or a checkpoint that does not fit; what all ranks raise alike is told once."""
+    told: list[Any] = []
+
+    @contextlib.contextmanager
+    def reported(*given: Any, **more: Any) -> Any:
+        told.append((*given, more, [entry for entry in rank.log if entry == "run"]))
+        yield
+        told.append("run" in rank.log)
+
+    monkeypatch.setattr(train, "reported", reported)
+    train.train_rank(TrainConfig(), 7)
+    alike = (TrainingStopped, CheckpointError, CollectiveMismatch)
+    refused = {"refused": (ValueError, CheckpointError)}
+    first, *rest = told
+    assert first == (rank.session, alike, refused, [])
+    assert rest == [False, (rank.session, alike, {}, []), True]
 
 
 def test_a_rank_that_cannot_connect_says_which_it_is(monkeypatch, capsys):
