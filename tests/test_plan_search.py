@@ -253,6 +253,9 @@ def test_the_first_layout_of_a_file_is_taken_and_all_of_its_options(tmp_path: Pa
     rest, found = take_layout(words)
     assert rest == ["--steps", "3", "--layout=striped"]
     assert found["batch"] == 7  # the last one, as with every option
+    for words in (["--layout"], ["--dp", "2", "--layout"]):  # the parser says what is missing
+        assert take_layout(words) == (words, {})
+    assert take_layout(["--layout=", str(path)])[1]["batch"] == 5
 
 
 @pytest.mark.parametrize(

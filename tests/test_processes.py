@@ -185,6 +185,19 @@ def test_a_stopped_fork_server_does_not_keep_an_end_waiting(tmp_path):
     assert not _alive(sleeper.pid)
 
 
+def test_ends_are_known_though_whoever_started_this_process_ignores_those_of_its_children():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        forked = Processes(MODULE)  # which inherits that
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    with forked:
+        several = [forked.start(_exits, code) for code in (3, 0)]
+        for process in several:
+            process.join(20.0)
+        assert [process.exitcode for process in several] == [3, 0]
+
+
 def test_what_cannot_be_started_fails_alone(started):
     """The server, and what it has forked, go on."""
     fine = started["forked"].start(_exits, 4)
