@@ -325,6 +325,25 @@ def test_a_run_goes_on_bit_for_bit_with_a_sum_in_flight(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def _scaled(rank: int, config: TrainConfig) -> list[dict]:
+    """The optimizer's numbers at a run's end and after its resume, of scales that differ."""
+    session = Session(torch.device("cpu"), rank, config.mesh.world, None, 60.0, config.mesh)
+    trainer = Trainer(config, session)
+    trainer.engine.optimizer.loss_scale.value.fill_(256.0 * (1 + rank))
+    trainer.run()
+    resumed = Trainer(dataclasses.replace(config, resume=True), session)
+    return [t.engine.optimizer.state() for t in (trainer, resumed)]
+
+
+@pytest.mark.usefixtures("saved_at_once")
+def test_each_replica_goes_on_with_its_own_loss_scale(tmp_path: Path) -> None:
+    config = dataclasses.replace(_config(tmp_path, outer=2, outer_every=2, dtype="fp16"), steps=1)
+    with mock.patch.object(dist.distributed_c10d, "_set_pg_timeout"):
+        found = run_threads(2, _scaled, config)
+    assert [saved["loss_scale"] for saved, _ in found] == [256.0, 512.0]
+    assert all(saved == resumed for saved, resumed in found)
+
+
 # -------------------------------------------------------------------------- refusals
 
 REFUSED = {
