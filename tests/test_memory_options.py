@@ -172,6 +172,26 @@ def test_the_bound_of_memory_is_below_every_estimate() -> None:
             assert least > 0.8 * most
 
 
+def test_the_bound_of_memory_is_what_a_rank_between_the_ends_needs() -> None:
+    """The estimate of one, less the buffers of a unit with which ZeRO works."""
+    config, mesh = dataclasses.replace(MODEL, layers=8), Mesh(dp=2, cp=2, tp=2, pp=4)
+    for zero, optimizer, dtype, recompute, device in itertools.product(
+        range(4), ("adamw", "sgd"), ("fp64", "fp32", "bf16"), ("none", "selective", "full"),
+        ("cpu", "cuda"),
+    ):  # fmt: skip
+        step = _step(
+            mesh, dtype, zero=zero, optimizer=optimizer, recompute=recompute, device_type=device,
+            config=config, microbatches=1, batch=8,
+        )  # fmt: skip
+        middle = estimate(step)[1]
+        units = units_of(config, mesh, step.plan, 1).values()
+        P, U, b = sum(units), max(units), {"fp64": 8, "fp32": 4, "bf16": 2}[dtype]
+        m = max(b, 4)
+        beside = {0: 0, 1: P * m // 4, 2: 2 * U * m, 3: 2 * U * (b + m)}[zero]
+        held = middle.weights + middle.gradients + middle.optimizer + middle.activations
+        assert least_memory(step) == held + middle.gpu - beside, step
+
+
 def test_communicators_on_a_gpu_are_the_groups_of_ranks_that_a_mesh_makes() -> None:
     """The world, one for each other set of ranks along an axis, and four between stages."""
     meshes = [

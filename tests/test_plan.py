@@ -70,6 +70,7 @@ def test_parameters_are_counted_as_the_model_has_them(style: dict) -> None:
         (Mesh(), ParallelPlan()),
         (Mesh(tp=2), ParallelPlan()),
         (Mesh(tp=2, pp=2, dp=2), ParallelPlan(schedule="interleaved", chunks=2, microbatches=2)),
+        (Mesh(pp=2), ParallelPlan(schedule="zb-v", chunks=2, microbatches=4)),  # both ends on one
     ):
         for rank in range(mesh.pp):
             at = mesh.seen_from(mesh.rank_at(pp=rank))

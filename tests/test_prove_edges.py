@@ -309,6 +309,32 @@ def test_delays_are_those_of_a_parameters_stage(layers: int) -> None:
             assert found == ([[*range(12)]] if name == "pipedream-2bw" else parts)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_weights_are_moved_by_one_unit_of_their_own_dtype_up_or_down(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    params = {
+        name: torch.randn(500, generator=generator, dtype=torch.float64).to(dtype) for name in "ab"
+    }
+    before = {name: p.clone() for name, p in params.items()}
+    eps, patterns = torch.finfo(dtype).eps, []
+    for number in (1, 2, 3, 1):
+        moved = expected._moved(params, number)
+        assert all(torch.equal(p, before[name]) for name, p in params.items())
+        signs = []
+        for name, p in moved.items():
+            assert p.dtype == dtype
+            far = (p.double() - before[name].double()) / (eps * before[name].double())
+            assert far.abs().min() >= 0.5  # which is rounded to a whole unit, of which there are
+            assert far.abs().max() <= 1.5  # one to two in eps times the number
+            signs.append((far > 0).tolist())
+        ups = sum(map(sum, signs))
+        assert 400 < ups < 600
+        assert signs[0] != signs[1]
+        patterns.append(signs)
+    assert patterns[0] == patterns[3]
+    assert patterns[0] != patterns[1] != patterns[2]
+
+
 @pytest.mark.parametrize(("length", "number"), [(16, 4), (6, 4), (7, 4), (5, 3)])
 def test_documents_cover_every_sample_and_tokens_know_theirs(length: int, number: int) -> None:
     sizes = Sizes(6, length, 11, 1, 2, 2, 4, 8, documents=number)

@@ -265,6 +265,9 @@ def test_a_schedule_in_a_file_is_proven(tmp_path):
     path.write_text(to_csv(with_comm(made("zb-v", 2, 5))))
     layout = ProveConfig(pp=2, schedule=str(path), dtype="fp64").layouts()[0]
     assert (layout.microbatches, layout.chunks, layout.sizes.samples) == (5, 2, 5)
+    wide = replace(layout, mesh=Mesh(dp=3, pp=2), packed=True)
+    assert (wide.sizes.samples, wide.microbatches, wide.micro_batch_size) == (15, 5, 1)
+    assert wide.sizes.documents == 4
     assert max(run_threads(2, _proven, layout)) < LIMITS["fp64"]
 
 

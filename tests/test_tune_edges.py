@@ -223,6 +223,99 @@ def test_the_other_calls_of_a_product_are_those_that_take_its_tile() -> None:
         assert names("small", dtype) == heavy | large | {"odd sizes"}
 
 
+class _Asked:
+    """What products are asked for, by name: shapes instead of tensors, in the order of asking."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.each: list[tuple] = []
+        for module, name, result in (
+            (calls.gemm, "fused_gemm", None), (calls.gemm, "gemm_into", None),
+            (calls.mlp, "hidden_bwd", (None, None)), (calls.qkv, "qkv_fwd", None),
+        ):  # fmt: skip
+            monkeypatch.setattr(module, name, self._instead_of(name, result))
+
+    def _instead_of(self, name: str, result: object):
+        def told(x: object) -> object:
+            if isinstance(x, torch.Tensor):
+                return tuple(x.shape)
+            return [told(y) for y in x] if isinstance(x, tuple) else x
+
+        def asked(*of: object, **how: object) -> object:
+            assert how.pop("impl") == "triton"
+            self.each.append((name, [told(x) for x in of], {n: told(x) for n, x in how.items()}))
+            return result
+
+        return asked
+
+
+def _make(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+def test_products_are_timed_in_the_sizes_of_an_8b_llama(monkeypatch, dtype: str) -> None:
+    """Up with GELU; a heavy one is what adds to a gradient, then what multiplies by a slope."""
+    made: list[torch.dtype] = []
+
+    def make(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+        made.append(dtype)
+        return _make(*sizes, dtype=dtype)
+
+    asked, gelu = _Asked(monkeypatch), {"activation": "gelu", "save_z": True}
+    for kind in KINDS:
+        timed_call(Problem("gemm", dtype, kind), make)()
+    rows, wide, E, few, F = 8192, 14336, 4096, 256, 2048
+    assert asked.each == [
+        ("fused_gemm", [(rows, E), (E, wide), (wide,)], gelu),
+        ("gemm_into", [(E, rows), (rows, wide), (E, wide), True], {}),
+        ("hidden_bwd", [(rows, E), (E, wide), (rows, wide)], {"activation": "gelu"}),
+        ("fused_gemm", [(few, E), (E, F), (F,)], gelu),
+    ]
+    low, sums = DTYPES[dtype], torch.float64 if dtype == "fp64" else torch.float32
+    assert made == [*[low] * 3, *[low] * 3, sums, *[low] * 3]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+def test_each_other_call_of_a_product_passes_what_its_name_says(monkeypatch, dtype: str) -> None:
+    asked, T, E = _Asked(monkeypatch), 64, 256
+    F, D = E * 7 // 2, E // 4
+    found = other_calls(Problem("gemm", dtype, "small"), _make, T, E)
+    for call in found.values():
+        call()
+    by_name = dict(zip(found, asked.each, strict=True))
+    z, row = {"save_z": True}, (T, F)
+    up, plain = [(T, E), (E, 2 * F), (2 * F,)], [(T, E), (E, F), (F,)]
+    drop = [0.1, 7, 3, (T,)]
+    wanted: dict[str, tuple] = {
+        "adding": ("gemm_into", [(E, T), row, (E, F), True], {}),
+        "everything": (
+            "fused_gemm", up, z | {"activation": "geglu", "drop": drop, "residual": row}
+        ),
+        "swiglu": ("fused_gemm", up, z | {"activation": "swiglu", "residual": row}),
+        "qkv": (
+            "qkv_fwd", [(2, T // 2, E), (1, 6, D, E), None, *[(T // 2, D // 2)] * 2], {}
+        ),
+        "odd sizes": (
+            "fused_gemm", [(T - 1, E - 1), (E - 1, E + 2)],
+            z | {"activation": "swiglu", "residual": (T - 1, (E + 2) // 2)},
+        ),
+    }  # fmt: skip
+    names = [(name, name, None) for name in ("gelu_erf", "relu2")] + [("plain", None, None)]
+    slopes = [(name, name, None) for name in ("gelu", "gelu_erf", "relu2", "swiglu", "geglu")]
+    if dtype == "fp32":
+        names += [(f"in {p}", "gelu", p) for p in ("tf32", "tf32x3")]
+        slopes += [(f"gelu in {p}", "gelu", p) for p in ("tf32", "tf32x3")]
+    for name, activation, precision in names:
+        how = {"activation": activation, "save_z": activation is not None, "precision": precision}
+        wanted[name] = ("fused_gemm", plain, how)
+    for name, activation, precision in slopes:
+        saved = (T, 2 * F) if activation in ("swiglu", "geglu") else row
+        for kind, hidden in (("gradient of", False), ("gradient and value of", True)):
+            how = {"activation": activation, "want_hidden": hidden, "precision": precision}
+            wanted[f"{kind} {name}"] = ("hidden_bwd", [(T, E), (E, F), saved], how)
+    assert by_name == wanted
+
+
 def test_problems_come_dtype_by_dtype_and_kernel_by_kernel() -> None:
     found = problems(("gemm", "attention_dq"), ("fp32", "bf16"), (96, 64))
     assert [str(problem) for problem in found] == [
