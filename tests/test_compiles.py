@@ -175,6 +175,9 @@ def test_what_is_read_of_a_kernel_is_what_stands_in_its_ptx_and_log() -> None:
         ("sm_80", 4, 32, 54946, 2),  # in units of 128: three would need 256 bytes more
         ("sm_80", 4, 32, 164 * 1024, 0),  # more than a program may have
         ("sm_90", 4, 32, 164 * 1024, 1),
+        ("sm_80", 4, 32, 163 * 1024, 1),  # as much as a program may have
+        ("sm_90", 4, 32, 227 * 1024, 1),
+        ("sm_90", 4, 32, 227 * 1024 + 1, 0),
     ],
 )
 def test_occupancy_is_the_least_of_what_each_limit_allows(

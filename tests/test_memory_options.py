@@ -13,7 +13,7 @@ from test_memory import GIB, _check
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import Mesh
-from warpweave.parallel.schedule import FAMILIES, find_family, placement
+from warpweave.parallel.schedule import FAMILIES, find_family, placement, to_csv
 from warpweave.parallel.schedule.actions import I, W
 from warpweave.plan.fits import check_memory
 from warpweave.plan.memory import (
@@ -227,6 +227,20 @@ def test_each_rank_of_a_pipeline_is_counted_by_its_own_list_of_actions() -> None
                 held += sign * each[action.stage]
                 most = max(most, held)
             assert found[rank] == most, (name, rank)
+
+
+def test_a_schedule_in_a_file_is_read_each_time(tmp_path) -> None:
+    """It may be another one the next time."""
+    path, config = tmp_path / "mine.csv", dataclasses.replace(MODEL, layers=8)
+    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("gpipe", 1)):
+        lists = find_family(name).make(2, 12, chunks)
+        path.write_text(to_csv(lists))
+        known, mine = (
+            ParallelPlan(schedule=schedule, microbatches=12, chunks=chunks)
+            for schedule in (name, str(path))
+        )
+        assert pipeline_shape(mine, 2) == (tuple(placement(lists)), name == "zb-h1")
+        assert live_blocks(mine, 2, config) == live_blocks(known, 2, config)
 
 
 # ---------------------------------------------------------------- the refusal
