@@ -17,6 +17,7 @@ import tyro
 from warpweave.config import PRESETS, GPTConfig
 from warpweave.parallel.mesh import Mesh
 from warpweave.prove import LIMITS, Errors, Layout, ProveConfig, command, expected, options, proof
+from warpweave.prove import truth as truths
 from warpweave.prove.layouts import Sizes, all_layouts, draw
 from warpweave.prove.typecheck import typecheck
 
@@ -333,6 +334,46 @@ def test_weights_are_moved_by_one_unit_of_their_own_dtype_up_or_down(dtype: torc
         patterns.append(signs)
     assert patterns[0] == patterns[3]
     assert patterns[0] != patterns[1] != patterns[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rounding_is_the_largest_change_by_any_moved_training(monkeypatch, dtype) -> None:
+    """But a unit at least, and nothing where a training overflows; what is zero but for rounding
+    is as large as the largest of its family."""
+    layout, eps = Layout(Mesh()), torch.finfo(dtype).eps
+    shapes = expected.compared(expected.plain_config(layout.model))
+    words = {what.format(name): s for what, family in shapes.items() for name, s in family.items()}
+    zero = 64 * 2.0**-46
+    family = [w for w in words if w.startswith("gradient of ") and w.endswith(" at step 1")]
+    held = dict.fromkeys(words, -2.0) | dict.fromkeys(family, 1.0)
+    held |= dict(zip(family, (zero, -zero, 1.01 * zero, 0.0, -64.0)))
+    changed = dict.fromkeys(words, 0.5)
+    changed |= dict(zip(words, (math.nan, math.inf, 0.0, -math.inf, math.nan)))
+    asked: list[tuple] = []
+
+    def train(model, sizes, of, number, *rest):
+        asked.append((model, sizes, of, number, *rest))
+        found = {word: torch.full(s, held[word], dtype=torch.float64) for word, s in words.items()}
+        for at, word in enumerate(words) if number else ():
+            most = at % truths.MOVED == number - 1
+            found[word].view(-1)[-1] += changed[word] * (-1 if at % 2 else 1) * (1 if most else 0.5)
+        return found
+
+    monkeypatch.setattr(truths, "train", train)
+    found = truths.truth(layout.model, layout.sizes, dtype, None, "cpu", "adamw", None)
+    told = layout.model, layout.sizes
+    assert asked == [
+        (*told, dtype if number else torch.float64, number, "cpu", "adamw", None)
+        for number in range(1 + truths.MOVED)
+    ]
+    for at, word in enumerate(words):
+        size = 64.0 if word in (*family[:2], family[3]) else abs(held[word])
+        assert found.largest[word] == size, word
+        assert torch.equal(found.values[word], torch.full_like(found.values[word], held[word]))
+        by = changed[word]
+        wanted = max(abs(by), eps * size) if math.isfinite(by) else 0.0
+        assert found.rounding[word] == pytest.approx(wanted), (at, word)
+    assert found.values.keys() == words.keys()
 
 
 @pytest.mark.parametrize(("length", "number"), [(16, 4), (6, 4), (7, 4), (5, 3)])

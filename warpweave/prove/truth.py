@@ -89,7 +89,7 @@ def truth(
     moved = torch.zeros(len(words), dtype=torch.float64)
     for n in mine.keys() - {0}:
         change = [(mine[n][what].double() - value).abs().max() for what, value in values.items()]
-        moved = torch.maximum(moved, torch.stack(change).nan_to_num(nan=torch.inf))
+        moved = torch.maximum(moved, torch.stack(change).nan_to_num(torch.inf, torch.inf))
     if group is not None:
         moved = moved.to(device)
         dist.all_reduce(moved, dist.ReduceOp.MAX, group=group)
