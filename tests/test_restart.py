@@ -282,7 +282,9 @@ class _Clock:
         ("progress.tokens", "5"), ("progress.tokens", True), ("progress.best", 3),
         ("progress.evaluated", 1.0), ("progress.since", -1), ("optimizer.count", True),
         ("optimizer.count", "1"), ("optimizers.0.count", 1), ("optimizers", {}),
-        ("optimizers", [0]), ("mesh.tp", "2"), ("mesh.dp", True),
+        ("optimizers", [0]), ("mesh.tp", "2"), ("mesh.dp", True), ("mesh.pp", -1),
+        ("optimizers", [{"count": 1.0}, {"count": 2}]), ("optimizer.loss_scale", 1),
+        ("asynchronous", 1), ("server", []), ("data.validation", 0), ("progress.best_step", 2.0),
     ],
     ids=lambda pair: f"{pair[0]}={pair[1]}",
 )  # fmt: skip
