@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_origin, get_type_hints
 
@@ -182,6 +183,7 @@ COUNTS = (
     "warmup", "save_every", "max_restarts", "eval_every", "check_every", "early_stop", "sample",
     "seed",
 )  # fmt: skip
+NOWHERE = Path("no/such/run")
 REALS = ("lr", "min_lr", "eps", "weight_decay", "clip", "save_minutes")
 
 
@@ -225,7 +227,22 @@ def no_data(monkeypatch):
         ),
         (lambda: _run(tp=2, cp=2, batch=1, overrides=GPTOverrides(seq_len=20)), None),
         (lambda: _run(tp=2, batch=2, overrides=GPTOverrides(seq_len=17)), None),
+        # Each of four context ranks has room for 2 x 9 of 65 tokens, or for 16 of 63.
+        (
+            lambda: _run(tp=4, cp=4, batch=1, overrides=GPTOverrides(seq_len=65)),
+            r"batch x seq_len / cp = 18 tokens do not divide by tp = 4",
+        ),
+        (lambda: _run(tp=4, cp=4, batch=2, overrides=GPTOverrides(seq_len=65)), None),
+        (
+            lambda: _run(
+                tp=2, cp=4, batch=1, overrides=GPTOverrides(seq_len=63),
+                plan=ParallelPlan(layout="contiguous"),
+            ),
+            None,
+        ),
         (lambda: _run(tp=3), "kv_heads = 4 does not divide by tp = 3"),
+        (lambda: _run(resume=True, out=NOWHERE), "nothing to resume from: no checkpoint in no/"),
+        (lambda: _run(resume="auto", out=NOWHERE), None),
         (lambda: TrainConfig(tp=2, pp=2).for_ranks(6), "does not fit 6 ranks: it has 4"),
         (lambda: TrainConfig(tp=2, pp=2).for_ranks(2), "does not fit 2 ranks: it has 4"),
         (lambda: TrainConfig(tp=2, pp=2).for_ranks(12), None),

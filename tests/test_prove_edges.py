@@ -207,6 +207,12 @@ def test_options_choose_layouts_largest_worlds_first(monkeypatch) -> None:
         assert asked.pop() == (world, "nccl")
         fused = {x.mesh.pp > 1 for x in found if x.overlap == "fused"}
         assert fused == {"all" not in given}  # which the engine refuses itself
+    found = ProveConfig(device="cuda", random=44, seed=24, dtype="bf16").layouts()
+    drawn = [dataclasses.replace(draw(i, "triton"), device="cuda", dtype="bf16", impl="triton")
+             for i in range(24, 68)]  # fmt: skip
+    fit = [x for x in drawn if x.overlap != "fused" or x.mesh.pp == 1]
+    assert (len([x for x in fit if x.overlap == "fused"]), len(fit)) == (3, 43)
+    assert found == sorted(fit, key=lambda x: -x.mesh.world)
 
 
 def test_ranks_are_started_for_several_of_them_on_a_cpu() -> None:

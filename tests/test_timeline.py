@@ -4,6 +4,7 @@ hand for 1F1B on two ranks with F = 1 and B = 2."""
 from __future__ import annotations
 
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -12,6 +13,7 @@ from warpweave.parallel.schedule import Action, one_f_one_b
 from warpweave.parallel.simulate import Cell, Timeline, simulate
 from warpweave.timeline import (
     COLOURS,
+    GAP,
     LEFT,
     OTHER,
     ROW,
@@ -173,6 +175,57 @@ def test_bars_have_the_colour_of_what_is_done_and_of_the_stages_of_their_own_ran
     wanted = [*[WAITING] * 2, *[OTHER] * len(others), *light]
     assert [bar.colour for bar in found] == [*wanted, *wanted, *dark, light[0], dark[0]]
     assert [bar.rank for bar in found] == [0] * len(row) + [1] * (len(row) + 4) + [2] * 2
+
+
+def test_every_bar_has_its_place_its_own_colour_and_where_it_is_wide_enough_its_number() -> None:
+    """Of measured ranks, of which the first does not begin first and one does nothing, twelve
+    pixels to a unit of time; in two pictures of other actions."""
+    first = (
+        (Cell(Action("F", 0, 0), 7, 8), Cell(Action("B", 0, 0), 10, 10.9),
+         Cell(Action("UPDATE", 0), 60, 65.5)),
+        (),
+        (Cell(Action("RECV_F", 2, 3), 5, 6.5), Cell(Action("F", 2, 12), 6.5, 7.5)),
+    )  # fmt: skip
+    second = ((Cell(Action("W", 0, 4), 40, 44), Cell(Action("I", 1, 5), 44, 46)),)
+    shown = {"a": Timeline(first, (1, 1, 1), (1, 1, 1)), "b": Timeline(second, (1,), (1,))}
+    root = ElementTree.fromstring(svg(shown))
+    style = root.find(f"{SVG}style").text
+    fills = dict(re.findall(r"\.(c\d+){fill:(#\w+)}", style))
+    drawn = [
+        (*(float(rect.get(key)) for key in ("x", "y", "width", "height")), fills[rect.get("class")])
+        for rect in root.iter(f"{SVG}rect")
+        if rect.get("class")
+    ]
+    top = {"a": 4 + TOP, "b": 4 + 2 * TOP + 3 * ROW + GAP}
+    forward, backward, weight = (COLOURS[op][0] for op in "FBW")
+    wanted = [
+        ("a", 0, 2, 1, forward), ("a", 0, 5, 0.9, backward), ("a", 0, 55, 5.5, OTHER),
+        ("a", 2, 0, 1.5, WAITING), ("a", 2, 1.5, 1, forward),
+        ("b", 0, 0, 4, weight), ("b", 0, 4, 2, COLOURS["I"][1]),
+    ]  # fmt: skip
+    assert drawn == [
+        (
+            pytest.approx(LEFT + 12 * start, abs=0.06), top[name] + rank * ROW,
+            pytest.approx(12 * width, abs=0.06), ROW - 2, colour,
+        )
+        for name, rank, start, width, colour in wanted
+    ]  # fmt: skip
+    texts = [*root.iter(f"{SVG}text")]
+    numbers = [
+        (float(t.get("x")), float(t.get("y")), t.text) for t in texts if t.get("class") == "n"
+    ]
+    assert numbers == [
+        (pytest.approx(LEFT + 12 * middle, abs=0.06), top[name] + rank * ROW + 13, number)
+        for name, rank, middle, number in (
+            ("a", 0, 2.5, "0"), ("a", 2, 0.75, "3"), ("a", 2, 2, "12"), ("b", 0, 2, "4"),
+            ("b", 0, 5, "5"),
+        )
+    ]  # fmt: skip
+    named = [(t.get("x"), float(t.get("y")), t.text) for t in texts if "rank " in t.text[:5]]
+    assert named == [
+        ("8", top[name] + rank * ROW + 14, f"rank {rank}")
+        for name, rank in (("a", 0), ("a", 1), ("a", 2), ("b", 0))
+    ]
 
 
 def test_a_title_has_what_the_rank_that_holds_most_holds() -> None:

@@ -296,6 +296,9 @@ def test_a_run_of_a_trial_saves_each_step_on_its_layout(tmp_path, layout):
     assert told == (STEPS, 0, 1, 99, 20.0)
     assert (config.mesh, config.plan, config.overrides) == (plain.mesh, plain.plan, plain.overrides)
     assert (config.lr, config.max_restarts) == (0.5, 0)
+    own = ("--save-every", "3", "--keep", "2", "--timeout", "4")  # which win
+    config = parse([*TINY.split(), *arena.start(*own).words])
+    assert (config.save_every, config.keep, config.timeout) == (3, 2, 4.0)
     arena.timeout = 6.0
     fault = Fault("kill", 1, 4)
     job = arena.start(fault=fault, max_restarts=3, steps=77)

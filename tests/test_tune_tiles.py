@@ -1,5 +1,6 @@
 """Tuning: which tiles are tried, what is wrong with one, and the calls that compare them."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -12,7 +13,14 @@ from warpweave.tune import candidates as tile_candidates
 from warpweave.tune import search
 from warpweave.tune.aot import Compiled
 from warpweave.tune.calls import Problem, other_calls, problems, timed_call
-from warpweave.tune.candidates import around, candidates, could_fit, fault, target_of
+from warpweave.tune.candidates import (
+    around,
+    candidates,
+    compile_tile,
+    could_fit,
+    fault,
+    target_of,
+)
 from warpweave.tune.search import difference
 from warpweave.tune.timing import interleave
 
@@ -122,6 +130,61 @@ def test_faults_are_named_and_float64_may_spill() -> None:
     assert target_of(90) == "sm_90"
     with pytest.raises(ValueError, match=r"compiled for sm_80, .*, and this GPU is sm_75"):
         target_of(75)
+
+
+def test_what_is_compiled_is_the_kernels_of_the_problem_under_its_tile(monkeypatch) -> None:
+    """Or, in a line of 200 characters at most, the first cause of why it is not."""
+    other, device = dataclasses.replace(GOOD, kernel="_rope_kernel"), torch.device("cpu")
+    made, asked = [GOOD, other], []
+
+    @contextlib.contextmanager
+    def compiling(target):
+        asked.append(target)
+        yield made
+
+    def call():
+        where = ("attention_fwd", device, 2, 64), ("gemm", device, 2, "large")
+        asked.append(tuple(tiles.find(*of) for of in where))
+        for step in then:
+            step()
+
+    then: list = []
+    monkeypatch.setattr(tile_candidates, "compiling", compiling)
+    monkeypatch.setattr(tile_candidates, "timed_call", lambda problem, make: call)
+    product, usual = Problem("gemm", "bf16", "small"), Problem("gemm", "bf16", "large").shipped(0)
+    tile = usual._replace(k=usual.k * 2)
+    assert compile_tile("sm_80", FWD, FAST) == [GOOD]
+    assert compile_tile("sm_90", product, tile) == [GOOD, other]
+    assert asked == ["sm_80", (FAST, usual), "sm_90", (asked[3][0], tile)]
+    assert asked[3][0] != FAST
+
+    def fails() -> None:
+        try:
+            try:
+                raise LookupError("where\n  it is " + 99 * "so ")
+            except LookupError as error:
+                raise ArithmeticError("between") from error
+        except ArithmeticError as error:
+            raise ValueError("outside") from error
+
+    then[:] = [fails]
+    said = compile_tile("sm_80", FWD, FAST)
+    assert said.startswith("LookupError: where it is so so ")
+    assert (len(said), "\n" in said) == (200, False)
+
+    def alone() -> None:
+        with contextlib.suppress(KeyError):
+            raise KeyError
+        raise MemoryError("full")
+
+    then[:] = [alone]
+    assert compile_tile("sm_80", FWD, FAST) == "MemoryError: full"
+    made.pop(0)
+    then.clear()
+    with pytest.raises(
+        RuntimeError, match=r"^attention_fwd bf16 64 launched no kernel of its own$"
+    ):
+        compile_tile("sm_80", FWD, FAST)
 
 
 # ---------------------------------------------------------------- the calls
