@@ -136,12 +136,14 @@ def test_other_validation_data_and_batches_are_said_where_both_are_known(saved, 
     assert found == "; ".join(said)
 
 
-@pytest.mark.parametrize("tokenizer", [None, "bytes"])
+@pytest.mark.parametrize("tokenizer", [None, "bytes", "not saved"])
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("name", ["text", "other"])
 def test_a_token_file_of_an_older_version_is_known_by_its_name(tokenizer, whole, name):
     """Its fingerprint was of the file's ends; that of a text or of a whole file decides alone."""
     held = {"name": "text", "fingerprint": WHOLE * whole + "c" * 9, "tokenizer": tokenizer}
+    if tokenizer == "not saved":
+        del held["tokenizer"]
     reader = _reader(TrainConfig(), data=held | {"sequences_per_step": 12})
     now = SimpleNamespace(name=name, fingerprint=WHOLE + "d" * 9, tokenizer_name=tokenizer)
     if tokenizer is None and not whole and name == "text":

@@ -150,9 +150,11 @@ def test_each_update_has_a_row_of_what_its_terms_say(tmp_path):
 def test_the_last_line_is_of_the_newest_checkpoint_and_as_many_are_kept_as_asked(tmp_path, stopped):
     served = _served(tmp_path)
     notes = RunNotes(served, None)
-    for version in (1, 2, 3):
-        notes.update(version, 0.1, 1.0, [Term(0, 0, version - 1, version, 8, 2.0)])
-        _saved(served, notes, version)
+    with mock.patch.object(notes.metrics, "flush") as flushed:
+        for version in (1, 2, 3):
+            notes.update(version, 0.1, 1.0, [Term(0, 0, version - 1, version, 8, 2.0)])
+            _saved(served, notes, version)
+            assert flushed.call_count == version  # no row is lost that a checkpoint counts
     folder = served.config.out / "checkpoints"
     assert sorted(p.name for p in folder.glob("step_*")) == ["step_00000002", "step_00000003"]
     with mock.patch.object(roles, "evaluate", return_value=1.23456) as evaluated:
