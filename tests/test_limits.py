@@ -241,6 +241,11 @@ def no_data(monkeypatch):
             None,
         ),
         (lambda: _run(tp=3), "kv_heads = 4 does not divide by tp = 3"),
+        (lambda: _run(overrides=GPTOverrides(vocab_size=256)), None),
+        (
+            lambda: _run(overrides=GPTOverrides(vocab_size=255)),
+            "vocab_size = 255 is smaller than the data's 256",
+        ),
         (lambda: _run(resume=True, out=NOWHERE), "nothing to resume from: no checkpoint in no/"),
         (lambda: _run(resume="auto", out=NOWHERE), None),
         (lambda: TrainConfig(tp=2, pp=2).for_ranks(6), "does not fit 6 ranks: it has 4"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from warpweave import boards
-from warpweave.config import ParallelPlan
+from warpweave.config import PRESETS, ParallelPlan
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, NAdamW
 from warpweave.parallel.server.server import ServerPlan
 from warpweave.train_config import GPTOverrides, TrainConfig
@@ -52,6 +52,18 @@ def test_a_mesh_that_does_not_fit_is_named_with_all_its_axes(axes, ranks, words)
         return
     with pytest.raises(ValueError, match=words):
         config.for_ranks(ranks)
+
+
+def test_a_vocabulary_is_the_presets_unless_the_data_need_more_or_an_option_says():
+    of_preset = PRESETS["gpt2"].vocab_size
+    for overrides, needed, found in (
+        ({}, 300, of_preset), ({}, of_preset, of_preset), ({}, of_preset + 1, of_preset + 1),
+        ({"vocab_size": 700}, 300, 700), ({"vocab_size": 300}, 300, 300),
+        ({"seq_len": 8, "layers": 3}, 1, of_preset),
+    ):  # fmt: skip
+        config = TrainConfig(model="gpt2", overrides=GPTOverrides(**overrides))
+        wanted = dataclasses.replace(PRESETS["gpt2"], **overrides | {"vocab_size": found})
+        assert config.model_config(needed) == wanted
 
 
 # ---------------------------------------------------------------- servers
