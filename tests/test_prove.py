@@ -694,6 +694,8 @@ def test_every_mesh_of_up_to_eight_ranks_has_a_model_that_fits(style):
         assert (s.kv_heads < s.heads) == (style != "gpt2" and mesh.tp < 5)
         assert s.dropout > 0
         assert s.layers % mesh.pp or mesh.pp == 1
+        model = layout.model  # whose heads make up the width, or have a size of their own
+        assert (model.heads * model.head_dim != model.width) == (style == "qwen")
         powers = (mesh.dp, mesh.tp, mesh.cp)
         if set(powers) <= {1, 2, 4}:  # they share one truth
             assert smallest(mesh, "gpt2") == smallest(Mesh(pp=mesh.pp), "gpt2")
@@ -724,6 +726,7 @@ def test_a_seed_gives_one_layout_and_seeds_reach_every_corner():
     assert some(lambda lay: 1 < lay.sizes.kv_heads < lay.sizes.heads)
     assert some(lambda lay: lay.sizes.dropout == 0)
     assert some(lambda lay: lay.sizes.seq_len % 2)
+    assert some(lambda lay: lay.sizes.seq_len % lay.mesh.cp)
     assert some(lambda lay: lay.mesh.dp_shard is not None)
     assert some(lambda lay: lay.mesh.outer > 1 and lay.mesh.world > 2)
     assert some(lambda lay: lay.reduce == "ordered" and lay.mesh.data > 1)

@@ -285,10 +285,13 @@ class _Clock:
         ("optimizers", [0]), ("mesh.tp", "2"), ("mesh.dp", True), ("mesh.pp", -1),
         ("optimizers", [{"count": 1.0}, {"count": 2}]), ("optimizer.loss_scale", 1),
         ("asynchronous", 1), ("server", []), ("data.validation", 0), ("progress.best_step", 2.0),
+        ("step", 0), *((name, ...) for name in ("data", "seed", "optimizer", "settings")),
+        *((f"data.{name}", ...) for name in ("name", "fingerprint", "sequences_per_step")),
     ],
     ids=lambda pair: f"{pair[0]}={pair[1]}",
 )  # fmt: skip
 def test_a_state_of_another_type_is_refused_by_name(tmp_path, path):
+    """Or one in which something is missing (...)."""
     config = _config(tmp_path, steps=1, eval_every=0, layers=1)
     source = tmp_path.parent / "forged"
     if not source.exists():
@@ -302,6 +305,8 @@ def test_a_state_of_another_type_is_refused_by_name(tmp_path, path):
         for name in names:
             at = at[int(name)] if name.isdigit() else at[name]
         at[last] = value
+        if value is ...:
+            del at[last]
 
     rewrite(config.out / CHECKPOINTS / "step_00000001", change)
     with pytest.raises(CheckpointError) as caught:

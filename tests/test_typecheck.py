@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -364,9 +365,13 @@ def test_one_collective_or_flag_less_is_refused_at_its_line(fault: str) -> None:
 def test_context_ranks_alone_are_checked_too() -> None:
     with (
         planted(instead(LAYER, "context_attention", local_attention)),
-        pytest.raises(TypeError, match=r"stage 0 of Mesh"),
+        pytest.raises(TypeError, match=r"stage 0 of Mesh") as error,
     ):
         typecheck(ONE_LAYER["gpt2"], Mesh(cp=2))
+    places = re.findall(r"([^/]+\.py):\d+ in (\w+)(?=, from /|: [A-Z])", str(error.value))
+    here = places.index((Path(__file__).name, "local_attention"))  # innermost first
+    assert places[here:][1:] == [("attention.py", "forward"), ("block.py", "forward")]
+    assert (here > 0, str(error.value).count("\n")) == (True, 0)
 
 
 class _NoWayBack(torch.autograd.Function):
