@@ -723,3 +723,9 @@ def test_servers_do_not_go_on_without_optimizer_state(tmp_path):
         other = ServedModel(dataclasses.replace(config, **changes), "cpu")
         with pytest.raises(CheckpointError, match=f"with its own options: .*{words}"):
             other.open_run()
+    state |= {"server": {}}
+    for step, moment in ((4, "exp_avg"), (5, "exp_avg_sq")):  # one of two is not enough
+        some = [pair for pair in served.shard(0).read() if not pair[0].startswith(f"{moment}/")]
+        save_checkpoint(folder, step, some, config=model, state=state)
+        with pytest.raises(CheckpointError, match=rf"has no optimizer state \({moment}/blocks"):
+            served.open_run()
