@@ -484,6 +484,9 @@ def test_the_command_starts_its_own_ranks_on_the_device_that_it_is_given(
     for device in ((), ("--device", "cpu"), ("--device", "cuda")):
         assert "far enough" in _sample(capfd, *given, "--tp", "2", "--pp", "2", *device)[2]
     assert asked == [(4, None), (4, "gloo"), (4, "nccl")]
+    for axis in ("--tp", "--pp"):  # either alone
+        assert "far enough" in _sample(capfd, *given, axis, "2")[2]
+        assert asked.pop() == (2, None)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, lines, err = _sample(capfd, *given)

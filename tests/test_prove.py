@@ -692,6 +692,7 @@ def test_every_mesh_of_up_to_eight_ranks_has_a_model_that_fits(style):
         assert layout.sizes.vocab % mesh.tp or mesh.tp == 1
         s = layout.sizes
         assert (s.kv_heads < s.heads) == (style != "gpt2" and mesh.tp < 5)
+        assert s.kv_heads > 1  # each for several queries
         assert s.dropout > 0
         assert s.layers % mesh.pp or mesh.pp == 1
         model = layout.model  # whose heads make up the width, or have a size of their own

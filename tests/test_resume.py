@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from test_train import _config, _crashed_after, _replace, _rows, _same, _saved, _trainer
 
+from warpweave import resume
 from warpweave.checkpoint import CheckpointError
 from warpweave.config import ParallelPlan
 from warpweave.data.token_file import WHOLE
@@ -86,6 +88,7 @@ def test_a_run_goes_on_from_its_own_state_and_says_nothing(config):
         (OUTER, dataclasses.replace(OUTER, outer_lr=0.5), r"'lr': 0.7, .* now .*'lr': 0.5"),
         (OUTER, dataclasses.replace(OUTER, outer_mix=0.5), r"'mix': 0.25, .* now .*'mix': 0.5"),
         (TrainConfig(seed=4), TrainConfig(seed=5), "was trained with seed 4, now 5"),
+        (TrainConfig(seed=3), TrainConfig(), "was trained with seed 3, now 0"),
         (TrainConfig(optimizer="muon"), TrainConfig(), "optimizer muon, whose state is none"),
         (TrainConfig(), TrainConfig(optimizer="sgd"), "optimizer adamw, whose state is none"),
         (TrainConfig(optimizer="nadamw"), TrainConfig(), "optimizer nadamw, whose state is none"),
@@ -178,6 +181,26 @@ def test_a_run_that_must_go_on_is_refused_where_there_is_no_checkpoint(tmp_path)
     ):
         open_run(folder, model, None, True)
     assert open_run(folder, model, None, "auto") is None
+
+
+def test_each_checkpoint_that_is_passed_over_is_said_every_time(tmp_path, monkeypatch, capsys):
+    """Also where the same was said before, and whatever becomes of warnings."""
+    config = TrainConfig(model="toy").model_config(256)
+
+    def newest(folder, *, group):
+        assert (folder, group) == (tmp_path, None)
+        for step in (3, 2):
+            warnings.warn(f"step {step} is damaged", stacklevel=1)
+
+    monkeypatch.setattr(resume, "open_latest", newest)
+    for _ in range(2):
+        assert open_run(tmp_path, config, None, "auto") is None
+        said = capsys.readouterr().err.split("\n")
+        assert [line for line in said if line] == [
+            f"warpweave: step {step} is damaged" for step in (3, 2)
+        ]
+    assert open_run(tmp_path, config, None, False) is None
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.usefixtures("undrawn")
