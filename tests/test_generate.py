@@ -333,6 +333,7 @@ def test_the_command_writes_transformers_tokens(axes, folders, tmp_path, capfd):
     result = json.loads(lines[-1])
     assert result["tokens"] == expected
     assert result["texts"] == [" ".join(map(str, row)) for row in expected]
+    assert sum(line.startswith(("---", "{")) for line in lines) == 3  # by one rank
     assert lines[0] == "--- '5 7'"
 
 

@@ -97,6 +97,19 @@ def test_an_outer_optimizer_holds_its_states_and_the_largest_sum(
                 )
 
 
+def test_older_versions_are_whole_copies_in_the_parameters_own_dtype() -> None:
+    """As many as a rank is before the last, of PipeDream; of 2BW one."""
+    for dtype, b in (("fp64", 8), ("fp32", 4), ("bf16", 2)):
+        for schedule, older in (("pipedream", (2, 1, 0)), ("pipedream-2bw", (1, 1, 1))):
+            found, without = (
+                estimate(_step(Mesh(dp=2, pp=3), dtype, microbatches=6, schedule=name))
+                for name in (schedule, "1f1b")
+            )
+            for rank, ages in enumerate(older):
+                P = sum(units_of(MODEL, Mesh(pp=3), ParallelPlan(), rank).values())
+                assert found[rank].weights - without[rank].weights == ages * P * b
+
+
 def test_an_ordered_sum_holds_its_blocks_in_flight() -> None:
     for (mesh, zero), dtype in itertools.product(SHARDED, ("fp64", "bf16")):
         if mesh.dp_shard is not None or mesh.pp > 1:

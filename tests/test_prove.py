@@ -790,6 +790,9 @@ def test_the_batch_has_ranks_without_any_valid_token(mesh):
         tokens, labels, _ = expected.batch(layout.sizes, step)
         valid = labels != -100
         assert tokens.shape == labels.shape == (12, 16)
+        assert not torch.equal(tokens, expected.batch(layout.sizes, step + 1)[0])
+        other = dataclasses.replace(layout.sizes, seed=6)
+        assert not torch.equal(tokens, expected.batch(other, step)[0])
         assert valid.any()
         assert valid.sum(1).unique().numel() > 1
         by_sample = valid.view(mesh.dp, -1).sum(1)

@@ -316,6 +316,37 @@ def test_delays_are_those_of_a_parameters_stage(layers: int) -> None:
             assert found == ([[*range(12)]] if name == "pipedream-2bw" else parts)
 
 
+def test_a_step_of_several_updates_has_their_mean_loss_and_root_mean_square_norm(monkeypatch):
+    norms, losses = [], []
+
+    def updated(*of, right=expected.plain_adamw_step, **how):
+        norms.append(float(right(*of, **how)))
+        return torch.tensor(norms[-1], dtype=torch.float64)
+
+    def lost(*of, right=expected.plain_gpt_loss, **how):
+        total, valid = right(*of, **how)
+        if "seed" in how:  # not of an evaluation
+            losses.append(float(total.detach()) / max(int(valid), 1))
+        return total, valid
+
+    monkeypatch.setattr(expected, "plain_adamw_step", updated)
+    monkeypatch.setattr(expected, "plain_gpt_loss", lost)
+    sizes = Sizes(6, 8, 11, layers=2, heads=2, kv_heads=2, head_dim=4, hidden=10)
+    model = Layout(Mesh(), tied=False, drawn=sizes, count=1).model
+    for name, updates in (("pipedream", 3), ("pipedream-2bw", 1)):
+        norms.clear()
+        losses.clear()
+        rule = expected.Delayed(name, stages=2, replicas=1, microbatches=3)
+        found = expected.train.__wrapped__(model, sizes, delayed=rule)
+        assert len(norms) == len(losses) == updates * expected.STEPS
+        for step in range(expected.STEPS):
+            own = slice(updates * step, updates * (step + 1))
+            mean = math.sqrt(sum(norm**2 for norm in norms[own]) / updates)
+            assert float(found[f"norm of step {step}"]) == pytest.approx(mean, rel=1e-12)
+            loss = sum(losses[own]) / updates
+            assert float(found[f"loss of step {step}"]) == pytest.approx(loss, rel=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_weights_are_moved_by_one_unit_of_their_own_dtype_up_or_down(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)

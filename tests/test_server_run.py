@@ -157,9 +157,13 @@ def test_the_last_line_is_of_the_newest_checkpoint_and_as_many_are_kept_as_asked
             assert flushed.call_count == version  # no row is lost that a checkpoint counts
     folder = served.config.out / "checkpoints"
     assert sorted(p.name for p in folder.glob("step_*")) == ["step_00000002", "step_00000003"]
-    with mock.patch.object(roles, "evaluate", return_value=1.23456) as evaluated:
+    with (
+        mock.patch.object(roles, "evaluate", return_value=1.23456) as evaluated,
+        mock.patch.object(notes.metrics, "evaluated", wraps=notes.metrics.evaluated) as told,
+    ):
         found = notes.result(stopped)
     assert evaluated.call_count == (not stopped)
+    assert told.call_args_list == [mock.call(3, 1.23456, [])] * (not stopped)
     assert found == {
         "val_loss": None if stopped else 1.2346, "updates": 3, "stopped": stopped, "servers": 2,
         "workers": 3, "staleness": {"1": 1, "2": 1, "3": 1}, "delay": {"0": 3},

@@ -97,12 +97,12 @@ def test_files_by_their_suffix(timeline, tmp_path) -> None:
     from matplotlib.image import imread
 
     for suffix in ("svg", "png", "json"):
-        write_timeline(tmp_path / "new" / f"t.{suffix}", {"1F1B": timeline})
-    picture = ElementTree.parse(tmp_path / "new" / "t.svg").getroot()
+        write_timeline(tmp_path / "a" / "new" / f"t.{suffix}", {"1F1B": timeline})
+    picture = ElementTree.parse(tmp_path / "a" / "new" / "t.svg").getroot()
     assert picture.tag == f"{SVG}svg"
     assert len([*picture.iter(f"{SVG}title")]) == 8  # each bar says what it is
-    assert len(json.loads((tmp_path / "new" / "t.json").read_text())["traceEvents"]) == 3 + 8
-    pixels = (imread(tmp_path / "new" / "t.png")[..., :3] * 255).round().astype(int)
+    assert len(json.loads((tmp_path / "a" / "new" / "t.json").read_text())["traceEvents"]) == 3 + 8
+    pixels = (imread(tmp_path / "a" / "new" / "t.png")[..., :3] * 255).round().astype(int)
     area = {
         op: (pixels == [int(COLOURS[op][0][i : i + 2], 16) for i in (1, 3, 5)]).all(-1).sum()
         for op in "FB"
