@@ -97,6 +97,30 @@ def test_what_fits_in_one_buffer_less_than_stages_is_compiled() -> None:
             assert found is wanted
 
 
+def test_shared_memory_and_registers_may_be_full() -> None:
+    """Of a product's operands and sums; a head dim takes the power of two above it."""
+    part = TARGETS["sm_90"]
+    tile, heads = KERNELS["gemm"](128, 256, 64, 8, 1, 8, 3), AttentionTile(64, 32, 4, 2)
+    for kernel, kind, of, need in (
+        ("gemm", "large", tile, 2 * (128 + 256) * 64),
+        *(("attention_fwd", D, heads, 64 * wide) for D, wide in ((96, 128), (128, 128), (7, 16))),
+        ("attention_dkdv", 40, heads, 2 * 64 * 64),
+    ):  # fmt: skip
+        for dtype, size in (("bf16", 2), ("fp32", 4)):
+            for less, fits in ((0, True), (1, False)):
+                full = dataclasses.replace(part, block_shared=need * size - less)
+                assert could_fit(Problem(kernel, dtype, kind), of, full) is fits, (kernel, kind)
+    free = dataclasses.replace(part, block_shared=2**40)
+    for m, dtype, warps in (
+        (255, "fp32", 8),
+        (256, "fp32", 8),
+        (255, "fp64", 16),
+        (256, "fp64", 16),
+    ):
+        of = tile._replace(m=m, n=256, warps=warps)
+        assert could_fit(Problem("gemm", dtype, "small"), of, free) is (m == 255)
+
+
 def test_what_the_shipped_tile_spills_in_another_call_others_may_too(monkeypatch) -> None:
     spilled = {SHIPPED: {"full": 16}, FAST: {"full": 16}, OTHER: {"full": 24}}
 
