@@ -228,6 +228,13 @@ def test_sum_of_squares_tells_of_what_is_not_finite(bad, impl):
     assert not sum_of_squares(x, impl=impl).isfinite()
 
 
+def test_rows_of_squares_are_added_in_float64():
+    """A float32 sum that has come to 2**24 takes no more ones."""
+    x = torch.zeros(1023 * 1024 + 5)
+    x[::1024], x[0], x[-1] = 1.0, 2.0**12, 3.0
+    assert sum_of_squares(x, impl="torch") == 2**24 + 1023 + 9
+
+
 @IMPLS
 def test_autograd_records_no_step_on_leaves_that_require_gradients(impl):
     state, param = _start(9, torch.float32), torch.zeros(9, dtype=torch.bfloat16)

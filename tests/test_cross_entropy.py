@@ -113,6 +113,12 @@ def test_low_precision_stays_within_the_error_budget(dtype, impl):
     assert ours[0].dtype == torch.float32
     assert ours[1].dtype == dtype
     assert_close_f64(ours[0], truth[0], 1e-6)  # computed in float32 whatever the logits are
+    stats, used = cross_entropy_fwd(logits, labels, impl=impl), labels != -100
+    wide = logits.detach().double()
+    for found, right in zip(stats, (wide.logsumexp(1), None, wide.sum(1)), strict=True):
+        assert found.dtype == torch.float32
+        if right is not None:
+            assert_close_f64(found[used], right[used], 1e-6)
     assert_error_budget(ours[1], same[1], truth[1])
 
 
@@ -203,9 +209,12 @@ def _sharded_errors(shards, width, vocab, impl, smoothing, fault=None):
     return [relative_error(a, b) for a, b in zip(ours, truth)], ours[1]
 
 
-# 41 of 4 x 12: the last shard holds 5 columns of the vocabulary; 33 of 4 x 11: it holds none.
+# 41 of 4 x 12: the last shard holds 5 columns of the vocabulary; 33 of 4 x 11: it holds none;
+# 9 of 5 x 4: the last two hold none, and begin beyond it.
 @IMPLS
-@pytest.mark.parametrize(("shards", "width", "vocab"), [(2, 8, 16), (4, 12, 41), (4, 11, 33)])
+@pytest.mark.parametrize(
+    ("shards", "width", "vocab"), [(2, 8, 16), (4, 12, 41), (4, 11, 33), (5, 4, 9)]
+)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_shards_with_padding_equal_the_whole(shards, width, vocab, smoothing, impl):
     errors, dlogits = _sharded_errors(shards, width, vocab, impl, smoothing)

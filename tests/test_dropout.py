@@ -8,6 +8,7 @@ from well_formed import well_formed
 from warpweave.kernels import dropout as module
 from warpweave.kernels import reference
 from warpweave.kernels.dropout import Drop, dropout
+from warpweave.kernels.norm import rms_norm
 
 IMPLS = ("torch", "triton")
 impls = pytest.mark.parametrize("impl", IMPLS)
@@ -53,6 +54,19 @@ def test_the_torch_path_is_right_across_its_chunks() -> None:
 def test_a_probability_is_rounded_to_the_nearest_word() -> None:
     found = [module.threshold(p) for p in (0.0, 2**-33 * 1.5, 0.1, 0.25, 0.7, 1 - 2**-53)]
     assert found == [0, 1, 429496730, 2**30, 3006477107, 2**32]
+
+
+@impls
+def test_a_probability_that_rounds_to_one_drops_everything(impl) -> None:
+    x, tokens = torch.ones(3, 7, dtype=torch.float64), torch.arange(3)
+    for p, words in ((1 - 1e-12, 2**32), (1 - 2**-32, 2**32 - 1)):
+        assert module.threshold(p) == words
+        y = dropout(x.requires_grad_(), Drop(p, 5, 1, tokens), impl=impl)
+        assert not y.any()
+        assert not torch.autograd.grad(y.sum(), x)[0].any()
+        y, s = rms_norm(x, x[0], residual=x, drop=Drop(p, 5, 1, tokens), impl=impl)
+        assert torch.equal(s, x)
+        assert y.all()
 
 
 @impls

@@ -12,6 +12,7 @@ import torch
 from close import assert_close_f64, assert_error_budget, relative_error
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from triton.runtime.interpreter import interpreter_builder
 from well_formed import well_formed
 
@@ -730,6 +731,14 @@ def test_torchs_products_are_differentiable_whichever_library_they_go_to(library
     a, b, _ = tensors
     tangent = torch.func.jvp(lambda a: gemm(a, b), (a,), (torch.ones_like(a),))[1]
     assert_close_f64(tangent, torch.ones_like(a).double() @ b.double(), 1e-5)
+    with forward_ad.dual_level():
+        y = gemm(forward_ad.make_dual(a, torch.ones_like(a)), b)
+        assert_close_f64(forward_ad.unpack_dual(y).tangent, tangent, 1e-6)
+    for wanted in ((0,), (1,), (2,), (0, 2), (1, 2)):  # of the operator that compilers see
+        given = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(tensors)]
+        y = module._cpu_linear(given[0], given[1].t(), given[2]).square().sum()
+        for i, found in zip(wanted, torch.autograd.grad(y, [given[i] for i in wanted])):
+            assert_close_f64(found, truth[i], 1e-5)
     given = a.bfloat16().requires_grad_()
     gemm(given, b.bfloat16(), out_dtype=torch.float32).sum().backward()
     assert given.grad.any()

@@ -49,6 +49,7 @@ DROPS: Rows = [
 ]
 AB = {"a": z(3, 4), "b": z(4, 6)}
 HALVES = {name: x.half() for name, x in AB.items()}
+DOUBLES = {name: x.double() for name, x in AB.items()}
 PRODUCT: Rows = [
     ({}, None),
     ({"b": z(5, 6)}, r"need a\[M, K\] and b\[K, N\]"),
@@ -66,6 +67,11 @@ PRODUCT: Rows = [
     ({"out_dtype": F16}, "is given in"),
     ({**HALVES, "out_dtype": F32}, None),
     ({**HALVES, "out_dtype": torch.bfloat16}, "is given in"),
+    ({**DOUBLES, "out_dtype": F64}, None),
+    (
+        {**DOUBLES, "out_dtype": F32},
+        "given in torch.float64 or torch.float64, not in torch.float32",
+    ),
     ({"a": z(3, 4, grad=True)}, "has no gradient"),
     ({"b": z(4, 6, grad=True)}, "has no gradient"),
     ({"bias": z(6, grad=True)}, "has no gradient"),
@@ -98,6 +104,9 @@ INTO: Rows = [
     ({"out": z(3, 6, dtype=F64)}, "is given in"),
     ({**HALVES}, None),
     ({**HALVES, "out": z(3, 6, dtype=torch.bfloat16)}, "is given in"),
+    ({**DOUBLES}, "given in torch.float64 or torch.float64, not in torch.float32"),
+    *[({"precision": "tf32x3", "impl": impl}, None) for impl in (None, "torch", "triton")],
+    *[({"precision": "fp32", "impl": impl}, "precision must be") for impl in (None, "triton")],
     ({"out": z(3, 6, grad=True)}, "has no gradient"),
     ({"a": z(3, 4, grad=True)}, "has no gradient"),
 ]
@@ -320,6 +329,7 @@ ACTIVATE_BACK: Rows = [
     ({}, None),
     ({"dy": z(3, 4)}, r"dy \[3, 4\] is no gradient of swiglu of x \[3, 4\]"),
     ({"dy": z(2, 2)}, "no gradient of swiglu"),
+    *[({"dy": z(*shape)}, "no gradient of swiglu") for shape in ((2, 3), (6,), (3, 1, 2))],
     ({"dy": z(3, 4), "activation": "gelu"}, None),
     ({"activation": "gelu"}, "no gradient of gelu"),
     ({"x": z(3, 5)}, "gate, up pairs"),

@@ -177,6 +177,8 @@ def test_epilogues_are_those_of_the_fused_product(dtype, activation):
     width = N // 2 if activation == "swiglu" else N
     options = {"drop": Drop(0.3, 5, 2, torch.arange(7, 7 + M)), "residual": torch.randn(M, width)}
     options["residual"] = options["residual"].to(dtype)
+    wide = torch.zeros(2 * M, 3 * width, dtype=dtype)  # rows and columns do not lie side by side
+    options["residual"] = wide[::2, ::3].copy_(options["residual"])
     save = activation is not None
     plain = fused_gemm(a, b, bias, activation=activation, save_z=save, impl="triton", **options)
     y, z, whole = _alone(all_gather_gemm, a, b, bias, activation=activation, save_z=save, **options)

@@ -119,6 +119,25 @@ def test_programs_that_wait_leave_room_for_messages(beside):
     assert max(waiting.values()) == beside
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_every_part_of_a_shard_is_waited_for_where_there_are_several(op):
+    assert races(record([op], 2, sizes=MORE)) == []
+
+
+def test_programs_that_wait_are_one_at_least_and_no_more_than_there_is_work(monkeypatch):
+    device = torch.device("cpu")
+    for many, parts, waiting in (
+        (CTAS + 3, 9, 3), (CTAS + 3, 3, 3), (CTAS + 3, 2, 2), (CTAS + 1, 9, 1), (CTAS, 9, 1),
+        (1, 9, 1),
+    ):  # fmt: skip
+        monkeypatch.setattr(gather, "processors", lambda device, many=many: many)
+        assert gather.waiting_programs(parts, device) == waiting
+        for copying in (0, 1, 2, 4):  # and beside the copiers one at least for the tiles
+            (programs,) = gather.Peers((), (1, copying, 1), copying).grid(parts - 1, device)
+            room = max(1, many - CTAS)
+            assert programs == max(min(copying + parts - 1, room), copying + 1)
+
+
 # ---------------------------------------------------------------- faults
 
 
