@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from close import assert_close_f64, assert_error_budget, relative_error
-from well_formed import well_formed
+from well_formed import told_right, well_formed
 
 from warpweave.kernels import adamw, reference
 from warpweave.kernels.adamw import adamw_step, sum_of_squares
@@ -169,6 +169,8 @@ def test_operators_pass_opcheck_and_compile_whole(impl):
     options = (param, state["step"], half, zero, adamw._Rates(**RATES), impl)
     well_formed(adamw._adamw_step, *arguments, *options)
     well_formed(adamw._sum_of_squares, grad, impl)
+    for dtype in (torch.bfloat16, torch.float64):
+        told_right(adamw._sum_of_squares, grad.to(dtype), impl)
 
     def update(grad, low, **state):
         scale = 1 / (1 + sum_of_squares(grad, impl=impl).sqrt())

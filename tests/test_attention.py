@@ -23,7 +23,7 @@ from attention_cases import (
 from close import assert_close_f64, relative_error
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from well_formed import well_formed
+from well_formed import told_right, well_formed
 
 from warpweave.kernels import reference
 from warpweave.kernels.attention import (
@@ -557,6 +557,11 @@ def test_the_custom_op_passes_opcheck(impl) -> None:
     o, lse = attention_op(*inputs, sinks, options)
     for dlse, own in ((None, None), (torch.ones_like(lse), sinks)):
         well_formed(attention_bwd_op, o, dlse, o, lse, *inputs, own, options)
+    low = [x.bfloat16() for x in inputs]
+    for own in (None, sinks.bfloat16()):
+        told_right(attention_op, *low, own, options)
+        o, lse = attention_op(*low, own, options)
+        told_right(attention_bwd_op, o, lse, o, lse, *low, own, options)
 
 
 def test_it_compiles_into_one_graph_with_gradients() -> None:

@@ -5,7 +5,7 @@ import torch
 from close import assert_close_f64, assert_error_budget, relative_error
 from torch.utils.checkpoint import checkpoint
 from traffic import traffic
-from well_formed import well_formed
+from well_formed import told_right, well_formed
 
 from warpweave.kernels import cost, dropout, norm, reference
 from warpweave.kernels.dropout import Drop
@@ -170,6 +170,13 @@ def test_the_operator_is_well_formed() -> None:
     well_formed(
         norm_bwd_op, x, None, x, w, None, row, None, WantedGradients(False, True, f32, None)
     )
+    low, lw = x.bfloat16(), w.bfloat16()  # under a stream of another dtype, and alone
+    for stream, layer in ((r, False), (r.half(), True), (low, True), (None, True)):
+        told_right(norm_op, low, lw, None, stream, None, None, NormOptions(layer, 1e-5, f32))
+    for s, dtypes in ((x, (bf16, f32)), (x, (bf16, bf16)), (low, (bf16, None)), (x, (f32, bf16))):
+        told_right(
+            norm_bwd_op, low, s, s, lw, None, row, None, WantedGradients(True, True, *dtypes)
+        )
 
 
 # ------------------------------------------------------------ the chain before the norm, fused

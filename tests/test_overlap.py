@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_f64, relative_error
+from guarded import guarded
 from ranks import run_ranks
 from triton.runtime.interpreter import interpreter_builder
 
@@ -156,7 +157,8 @@ def test_ranks_that_ask_for_other_sizes_are_refused_and_leave_nothing():
 def _alone(op, *operands, **options):
     """An operation of a single rank."""
     (memory,) = local_memory(1, slots=64, capacity=1 << 18, polls=3)
-    return op(*operands, memory=memory, **options)
+    with guarded():
+        return op(*operands, memory=memory, **options)
 
 
 @pytest.mark.parametrize("K", [16, 32, 48])
