@@ -72,6 +72,11 @@ def test_softcap_and_sinks_err_no_more_than_their_roundings(impl, dtype) -> None
     bounds = rounding_bounds(low, do, sinks=sinks, softcap=50.0)
     for g, t, bound in zip(got, truth, bounds, strict=True):
         assert_within(g, t, bound)
+    sinks.grad_dtype = torch.float32  # as its parameter asks for it: not rounded on the way
+    wide = with_grads(attention, low, do, sinks=sinks, **options)[-1]
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.to(dtype), got[-1])
+    assert dtype == torch.float32 or not torch.equal(wide, got[-1].float())
 
 
 # ---------------------------------------------------------------- 2. sinks

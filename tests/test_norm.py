@@ -312,6 +312,26 @@ def test_the_chain_is_within_the_error_budget(dtype, stream, layer, impl) -> Non
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+def test_each_sum_over_tokens_comes_in_the_dtype_that_its_parameter_asks_for(layer, impl) -> None:
+    made, (dy, ds) = _chain_inputs((61, 131), torch.bfloat16), torch.randn(2, 61, 131).bfloat16()
+    low: dict[int, torch.Tensor] = {}
+    for wide in (None, 1, 2, 4):
+        leaves = [t.clone().requires_grad_() for t in made]
+        if wide is not None:
+            leaves[wide].grad_dtype = torch.float32
+        y, s = _chain(norm, "residual x_bias", layer, *leaves, impl=impl)
+        given = [t for n, t in enumerate(leaves) if layer or n != 2]
+        torch.autograd.backward((y, s), (dy, ds))
+        found = {n: t.grad for n, t in enumerate(leaves) if t.grad is not None}
+        assert len(found) == len(given)
+        asked = {n: torch.float32 if n == wide else torch.bfloat16 for n in found}
+        assert {n: t.dtype for n, t in found.items()} == asked
+        low = low or found
+        assert all(torch.equal(t.bfloat16(), low[n]) for n, t in found.items())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
 def test_y_has_the_dtype_that_is_asked_for(layer, impl) -> None:
     """A float32 stream into bfloat16 products, and the other way round, rounded once."""
     for dtype, out in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
