@@ -273,13 +273,20 @@ def test_on_cuda_the_kernel_adds_sixteen_bit_products_to_float32_and_torch_makes
     monkeypatch.setattr(kernel, "choose", lambda impl, *tensors: impl or "triton")
     monkeypatch.setattr(kernel, "launch_gemm", lambda *a, **k: seen.append("kernel"))
     monkeypatch.setattr(module, "product_into", lambda *a: seen.append("torch"))
+    tile = mainloop.find_tile(*2 * (torch.empty(2, 2, dtype=torch.bfloat16),), "heavy")
+    monkeypatch.setattr(mainloop, "processors", lambda device: 4)
     with FakeTensorMode():
-        a = torch.empty(2, 2, dtype=torch.bfloat16, device="cuda")
-        gemm_into(a, a, a.float(), True)
-        gemm_into(a, a, a.clone(), True)
-        gemm_into(a.cpu(), a.cpu(), a.cpu().float(), True)
-        gemm_into(a, a, a.float(), True, impl="torch")
-    assert seen == ["kernel", "torch", "torch", "torch"]
+        K, sizes = 64, {"dtype": torch.bfloat16, "device": "cuda"}
+        a, b = torch.empty(2 * tile.m, K, **sizes), torch.empty(K, 2 * tile.n, **sizes)
+        out, few = torch.empty(2 * tile.m, 2 * tile.n, **sizes), torch.empty(K, tile.n, **sizes)
+        gemm_into(a, b, out.float(), True)
+        gemm_into(a, b, out, True)
+        gemm_into(a.cpu(), b.cpu(), out.cpu().float(), True)
+        gemm_into(a, b, out.float(), True, impl="torch")
+        wide = torch.empty(2 * tile.m, tile.n, device="cuda")  # two tiles, for four multiprocessors
+        gemm_into(a, few, wide, True)
+        gemm_into(a, few, wide, True, impl="triton")
+    assert seen == ["kernel", "torch", "torch", "torch", "torch", "kernel"]
 
 
 def _epilogue(activation, M=70, N=66, dtype=torch.float64):

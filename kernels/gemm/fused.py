@@ -34,6 +34,7 @@ from warpweave.kernels.activation import activation_fwd
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import cpu as gemm_cpu
 from warpweave.kernels.gemm.epilogue import Epilogue, check_precision, launch_gemm
+from warpweave.kernels.gemm.mainloop import has_few_tiles
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import check_written, choose, refuse_graph
 from warpweave.kernels.runtime.dtypes import FLOATS, no_autocast
@@ -170,8 +171,9 @@ def gemm_into(
     accumulators of 16-bit operands unrounded. `precision` as for `gemm`.
 
     Args:
-        impl: None is Triton where 16-bit operands on CUDA meet a float32 `out` (torch would need a
-            float32 matrix beside it), else torch.
+        impl: None is Triton where 16-bit operands on CUDA meet a float32 `out` of one tile or more
+            for each multiprocessor (torch would need a large float32 matrix beside it), else torch,
+            which cuts long sums into parts and so keeps a GPU busy with fewer tiles.
 
     Raises:
         ValueError: out has another shape or dtype or elements that are one in memory, something
@@ -184,11 +186,14 @@ def gemm_into(
         )
     check_written("out", out)
     check_precision(precision)
-    if impl is None and (a.dtype == out.dtype or not a.is_cuda):
+    by_default = impl is None
+    if by_default and (a.dtype == out.dtype or not a.is_cuda):
         impl = "torch"
     impl = choose(impl, a, b, out)
     if impl == "triton":
         check_operands(a, b, None)
+        if by_default and has_few_tiles(a, b, "heavy"):
+            impl = "torch"
     check_result(a, out.dtype)  # torch would cast the operands to it, silently, even to integers
     refuse_graph("gemm_into", a, b, out)
     _gemm_into(a, b, out, add, precision, impl)

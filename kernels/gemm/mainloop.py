@@ -36,11 +36,15 @@ def find_tile(a: torch.Tensor, b: torch.Tensor, kind: str) -> GemmTile:
     with less than one tile per multiprocessor, and with operands that are not loaded 16 bytes at a
     time.
     """
+    if has_few_tiles(a, b, kind) or not (is_aligned(a) and is_aligned(b)):
+        kind = "small"
+    return find("gemm", a.device, a.element_size(), kind)
+
+
+def has_few_tiles(a: torch.Tensor, b: torch.Tensor, kind: str) -> bool:
+    """Whether a[M, K] b[K, N] has less than one tile of this kind per multiprocessor."""
     tile = find("gemm", a.device, a.element_size(), kind)
-    few = tile_count(tile, a.shape[0], b.shape[1]) < processors(a.device)
-    if few or not (is_aligned(a) and is_aligned(b)):
-        tile = find("gemm", a.device, a.element_size(), "small")
-    return tile
+    return tile_count(tile, a.shape[0], b.shape[1]) < processors(a.device)
 
 
 def shared_tile(a: torch.Tensor, rows: int, b: torch.Tensor, kind: str = "large") -> GemmTile:
