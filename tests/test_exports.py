@@ -13,6 +13,7 @@ import pytest
 
 import warpweave
 
+ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "triton", "numpy", "tyro")
 
 
@@ -50,6 +51,31 @@ print("torch" in sys.modules)
         [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=300
     )
     assert done.stdout.splitlines() == ["[]", "True"], done.stderr
+
+
+_OFFERING = [
+    path
+    for package in ("kernels", "layers", "parallel")
+    for path in sorted((ROOT / package).rglob("__init__.py"))
+    if "__all__" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", _OFFERING, ids=lambda path: str(path.parent.relative_to(ROOT)))
+def test_what_a_package_takes_from_its_modules_is_what_it_offers(path):
+    tree = ast.parse(path.read_text())
+    taken = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("warpweave.")
+        for alias in node.names
+    }
+    offered = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert taken == set(*offered)
 
 
 @pytest.mark.parametrize("name", ["RMSNrom", "attention", "rms_norm"])

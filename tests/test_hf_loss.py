@@ -261,6 +261,7 @@ def test_a_model_that_keeps_its_loss_is_as_it_was_and_the_report_says_why(name):
     before = {n: dict(vars(m)) for n, m in model.named_modules()}
     report = ww.Report()
     ww.apply(model, only=("norm", "loss"), report=report)
+    assert not loss.is_installed(model)
     (entry,) = report.kept("loss")
     assert entry.why.startswith(why)
     assert "\n" not in entry.why

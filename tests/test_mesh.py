@@ -232,9 +232,14 @@ def test_ranks_and_coordinates_outside_the_mesh_are_refused():
         mesh.rank_at(dp=1, data=1)
 
 
-def test_a_mesh_of_another_size_than_the_ranks_running_is_refused():
+def test_a_mesh_of_another_size_than_the_ranks_running_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"tp=3 x pp=1 needs 6 ranks, but torch.distr"):
         Mesh(dp=2, tp=3).connect()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for running, said in ((1, "1 is running"), (5, "5 are running"), (7, "7 are running")):
+        monkeypatch.setattr(dist, "get_world_size", lambda running=running: running)
+        with pytest.raises(ValueError, match=f"tp=3 x pp=1 needs 6 ranks, but {said}"):
+            Mesh(dp=2, tp=3).connect()
 
 
 def test_a_rank_is_described_by_the_axes_that_exist_and_several_are_named():

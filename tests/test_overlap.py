@@ -77,6 +77,17 @@ def test_virtual_ranks_gather_and_multiply(world):
             assert torch.equal(y, gemm(whole, b[r], impl="triton"))
 
 
+def test_a_shard_of_any_strides_is_gathered():
+    memories = local_memory(2, slots=64, capacity=1 << 17, polls=3)
+    rows, b = torch.randn(2, 7, 6, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
+    wide = torch.randn(2, 14, 13, dtype=torch.float64)
+    for x in (rows, rows.mT.contiguous().mT, wide[:, ::2, 3:9], wide[:, :7, ::2][..., :6]):
+        steps = [all_gather_gemm_steps(x[r], b, memories[r], Epilogue()) for r in range(2)]
+        for y, _, whole in run_local(steps):
+            assert torch.equal(whole, x.flatten(0, 1))
+            assert_close_f64(y, x.flatten(0, 1) @ b, 1e-14)
+
+
 @pytest.mark.parametrize("world", [1, 3, 4])
 @pytest.mark.parametrize("op", [gemm_reduce_scatter_steps, gemm_all_reduce_steps, two_shots])
 def test_virtual_ranks_multiply_and_sum(world, op):

@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig  # noqa: E402
 
 import warpweave.hf as ww  # noqa: E402
 from warpweave.hf import parallel, plan, structure, styles  # noqa: E402
+from warpweave.hf.mlp import MLPForm  # noqa: E402
 from warpweave.hf.options import HeadVocabulary, Spread  # noqa: E402
 from warpweave.parallel.mesh import Mesh  # noqa: E402
 
@@ -264,7 +265,7 @@ def test_the_layers_are_the_module_list_that_holds_all_attention_and_some_in_eac
             found(nn.ModuleDict(apart))
 
 
-def test_only_attention_of_warpweave_and_known_feed_forwards_are_sharded():
+def test_only_attention_of_warpweave_and_known_feed_forwards_are_sharded(monkeypatch):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_hidden_layers=1))
     inputs = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
     with pytest.raises(ValueError, match=r"^LlamaForCausalLM: no attention of warpweave to cut"):
@@ -273,6 +274,12 @@ def test_only_attention_of_warpweave_and_known_feed_forwards_are_sharded():
     parts, kept = structure.find_parts(model, inputs, 2)
     assert [part.kind for part in parts] == ["attention", "mlp"]
     assert not kept
+    for fused, blocks in (("", 1), ("gate, up", 2), ("up, gate", 2)):  # of rows, each cut by itself
+        form = MLPForm("swiglu", "up_proj", "down_proj", fused=fused)
+        monkeypatch.setattr(structure.mlp, "find_mlp_form", lambda module, form=form: form)
+        (_, part), _ = structure.find_parts(model, inputs, 2)
+        assert part.columns == {model.model.layers[0].mlp.up_proj: blocks}
+    monkeypatch.undo()
     model.config.hidden_act = "tanh"
     model.model.layers[0].mlp.act_fn = nn.Tanh()
     parts, kept = structure.find_parts(model, inputs, 2)
