@@ -11,6 +11,8 @@ import torch
 from close import assert_close_f64
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpweave.kernels.runtime.op import Op, flatten, unflatten
 
@@ -134,6 +136,60 @@ def test_compilers_see_one_operator_and_the_numbers_of_a_record_stay_symbols() -
     assert torch.ops.warpweave.test_shift.default in graphs[-1] or (
         torch.ops.warpweave.test_shift in graphs[-1]
     )
+
+
+class _Heard(TorchDispatchMode):
+    """Notes the operators that it sees."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Counted(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Sub(torch.Tensor):
+    pass
+
+
+def test_modes_transforms_and_subclasses_see_the_operator_and_autograd_alone_its_function() -> None:
+    x, scale = torch.ones(2, requires_grad=True), Scale(2.0, (), None)
+    z = AFFINE(x, scale, None)
+    assert type(z.grad_fn).__name__ == "test_affineBackward"  # ours, not torch.library's
+    with torch.no_grad():
+        assert AFFINE(x, scale, None).grad_fn is None
+    name = "warpweave.test_affine"
+    for mode in (_Heard(), _Counted()):
+        seen.clear()
+        with mode:
+            assert AFFINE(x, scale, None).tolist() == [2.0, 2.0]
+        assert any(name in each for each in seen), mode
+    meta = AFFINE(torch.ones(2, device="meta"), scale, None)
+    assert meta.device.type == "meta"  # of `fake`: `run` is not asked
+    sub = AFFINE(x.detach().as_subclass(_Sub), scale, None)
+    assert type(sub) is _Sub
+    grown = AFFINE(x.detach(), scale, x.detach().as_subclass(_Sub))
+    assert type(grown) is _Sub
+    seen.clear()
+    with pytest.raises(RuntimeError, match="with functorch transforms"):
+        torch.func.grad(lambda x: AFFINE(x, scale, None).sum())(x.detach())
+    with torch.no_grad():  # each sample's call, as no kernel takes a tensor of samples
+        torch.func.vmap(lambda x: AFFINE(x, scale, None))(torch.ones(3, 2))
+    assert seen == ["Tensor"] * 3
+
+
+def test_an_operator_without_a_gradient_says_so_where_one_is_wanted() -> None:
+    plain = Op("test_no_gradient", _run, _fake, records=RECORDS)
+    x, scale = torch.ones(2, requires_grad=True), Scale(2.0, (), None)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        plain(x, scale, None).sum().backward()
+    with torch.no_grad():
+        assert plain(x, scale, None).tolist() == [2.0, 2.0]
+    assert plain(x.detach(), scale, None).tolist() == [2.0, 2.0]
 
 
 def test_a_direct_op_is_a_plain_call_but_for_compilers() -> None:
