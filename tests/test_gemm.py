@@ -608,7 +608,8 @@ def test_operators_pass_opcheck(impl):
         torch.autograd.gradcheck(ops.cpu_linear.default, wanted)
         torch.autograd.gradgradcheck(ops.cpu_linear.default, wanted)
     for add in (False, True):
-        torch.library.opcheck(ops.gemm_into.default, (*narrow, torch.zeros(7, 6), add, None, impl))
+        into = (*narrow, torch.zeros(7, 6), add, None, impl, False)
+        torch.library.opcheck(ops.gemm_into.default, into)
     bare, more = (None, None, None), (_draw(6), _draw(7, 6), Drop(0.25, 2**40, 3, tokens))
     gated = (more[0], _draw(7, 3), more[2])
     for activation, save_z, (bias, residual, drop) in (

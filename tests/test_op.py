@@ -168,6 +168,8 @@ def test_modes_transforms_and_subclasses_see_the_operator_and_autograd_alone_its
         with mode:
             assert AFFINE(x, scale, None).tolist() == [2.0, 2.0]
         assert any(name in each for each in seen), mode
+    traced = torch.jit.trace(lambda x: AFFINE(x, scale, None), x.detach())
+    assert "warpweave::test_affine" in str(traced.graph)
     meta = AFFINE(torch.ones(2, device="meta"), scale, None)
     assert meta.device.type == "meta"  # of `fake`: `run` is not asked
     sub = AFFINE(x.detach().as_subclass(_Sub), scale, None)

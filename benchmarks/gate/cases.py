@@ -225,14 +225,9 @@ def attention_with(
         "bwd": lambda: attention.attention_bwd(do, q, k, k, row, row, into=add, **options),
     }
     kind = f"D={D} {dtype}".replace("torch.", "")
+    made = {"tensor_cores": dtype.itemsize == 2, "float64": dtype == torch.float64}
     return [
-        Case(
-            f"attention {name} {way} {kind}",
-            call,
-            tensor_cores=dtype.itemsize == 2,
-            float64=dtype == torch.float64,
-            cost=costs[way],
-        )
+        Case(f"attention {name} {way} {kind}", call, cost=costs[way], **made)
         for way, call in calls.items()
     ]
 

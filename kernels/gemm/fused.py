@@ -93,8 +93,10 @@ def _gemm_into(
     add: bool,
     precision: str | None,
     impl: str,
+    by_default: bool,
 ) -> None:
-    if impl == "torch":
+    # Asked here, where no compiler traces: of the table of tiles and of the GPU.
+    if impl == "torch" or (by_default and has_few_tiles(a, b, "heavy")):
         gemm_cpu.product_into(a, b, out, add)
     else:
         launch_gemm(a, b, out, Epilogue(precision=precision), add=add)
@@ -187,16 +189,14 @@ def gemm_into(
     check_written("out", out)
     check_precision(precision)
     by_default = impl is None
-    if by_default and (a.dtype == out.dtype or not a.is_cuda):
+    if impl is None and (a.dtype == out.dtype or not a.is_cuda):
         impl = "torch"
     impl = choose(impl, a, b, out)
     if impl == "triton":
         check_operands(a, b, None)
-        if by_default and has_few_tiles(a, b, "heavy"):
-            impl = "torch"
     check_result(a, out.dtype)  # torch would cast the operands to it, silently, even to integers
     refuse_graph("gemm_into", a, b, out)
-    _gemm_into(a, b, out, add, precision, impl)
+    _gemm_into(a, b, out, add, precision, impl, by_default)
 
 
 def fused_gemm(

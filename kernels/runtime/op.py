@@ -181,13 +181,10 @@ class Op:
         if self.direct and not torch.compiler.is_compiling():
             return self.run(*args)
         given = self._given(args)
-        if not _unseen(given):
-            return self.operator(*self.flattened(args))
-        if not torch.is_grad_enabled() or not any(x.requires_grad for x in given):
-            return self.run(*args)
-        if self._function is None:  # the operator says that it has no derivative
-            return self.operator(*self.flattened(args))
-        return self._function.apply(*args)
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        if not _unseen(given) or (recorded and self._function is None):
+            return self.operator(*self.flattened(args))  # which says so if it has no derivative
+        return self._function.apply(*args) if recorded else self.run(*args)
 
     def _given(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """All tensors among the arguments, in lists and records, too."""

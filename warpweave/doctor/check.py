@@ -89,10 +89,9 @@ def within_budget(actual: Tensor, plain: Tensor, truth: Tensor, terms: int = 1) 
     """The error of `actual` against the float64 `truth`: at most twice that of `plain`, torch in
     the same dtype, and one rounding.
 
-    In float32 two roundings count at least, and where sums have n `terms` sqrt(n) / 4: a kernel
-    that adds them one after another errs by that at the worst of a million elements, where a
-    library that cuts its sums into parts may be luckier. (One partial sum of k terms is rounded by
-    up to eps / 2 of sqrt(k), in all eps sqrt(n) / 22 of the largest element, as a mean square.)
+    In float32 two roundings count at least, and sqrt(n) / 4 where sums have n `terms`: so much is
+    the largest of a million sums off that are made term by term, as a kernel makes them. A library
+    that cuts a sum into parts is off by less.
     """
     eps = torch.finfo(actual.dtype).eps
     least = max(2.0, math.sqrt(terms) / 4) * eps if actual.dtype == torch.float32 else 0.0
