@@ -177,7 +177,7 @@ def test_products() -> None:
     for add in (False, True):
         with mock.patch.object(fused, "_gemm_into") as product:
             gemm_into(x, down, h, add, **HOW)
-        assert product.call_args == mock.call(x, down, h, add, "tf32x3", "triton")
+        assert product.call_args == mock.call(x, down, h, add, "tf32x3", "triton", False)
     with mock.patch.object(fused, "_fused", return_value=[h]) as product:
         fused_gemm(x, down, activation="gelu", save_z=True, drop=DROP, **wide, impl="triton")
     after = Epilogue(None, "gelu", True, None, None, torch.float32, "tf32x3")
