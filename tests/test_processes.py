@@ -129,6 +129,12 @@ def test_waiting_ends_with_a_process_or_in_time(started, how, tmp_path):
         started[how].wait(60.0)
     assert sleeper.exitcode == -signal.SIGKILL
     sleeper.kill()  # and nothing else is hit
+    started[how].start(_exits, 0).join()  # its end, too, is one since the last call
+    began = time.monotonic()
+    started[how].wait(60.0)
+    assert time.monotonic() < began + 60
+    started[how].wait(0.2)  # the end of both is known
+    assert time.monotonic() > began + 0.2
     started[how].end()
     assert started[how].started == []
 

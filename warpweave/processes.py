@@ -89,6 +89,7 @@ class Processes:
 
     def __init__(self, module: str | None = None) -> None:
         self.started: list[BaseProcess | Forked] = []
+        self._ended: set[BaseProcess | Forked] = set()  # those whose end `wait` has seen
         self._module = module if sys.platform == "linux" else None
         self._server = None if self._module is None else _ForkServer(self._module)
 
@@ -131,14 +132,18 @@ class Processes:
 
     def wait(self, timeout: float) -> None:
         """Until a process has ended, `timeout` seconds at most."""
-        running = [p for p in self.started if isinstance(p, BaseProcess) and p.exitcode is None]
-        pipes = [self._server.pipe] if self._server else []
-        connection.wait([*(p.sentinel for p in running), *pipes], timeout)
+        running = [p for p in self.started if p not in self._ended]
+        if all(p.exitcode is None for p in running):  # none has ended since the last call
+            sentinels = [p.sentinel for p in running if isinstance(p, BaseProcess)]
+            pipes = [self._server.pipe] if self._server else []
+            connection.wait([*sentinels, *pipes], timeout)
+        self._ended.update(p for p in running if p.exitcode is not None)
 
     def end(self) -> None:
         """Kill those that still run, and wait until they are gone."""
         end(self.started)
         self.started.clear()
+        self._ended.clear()
 
     def __enter__(self) -> Processes:
         return self
