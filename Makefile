@@ -22,10 +22,12 @@ $(STAMP): pyproject.toml constraints.txt
 	  --no-build-isolation -e '.[dev]'
 	touch $@
 
-# A process per core runs whole test files; on big machines four are enough, as many tests start
-# ranks of their own.
+# Each process runs whole test files; one more than cores, as many tests wait for ranks that they
+# start, and four are enough on big machines for the same reason.
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
+
 test: venv
-	@status=0; $(VENV)/bin/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+	@status=0; $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	  $(ARGS) || status=$$?; \
 	if [ $$status -eq 0 ]; then echo "make test: all tests passed"; \
 	else echo "make test: FAILED (pytest exit status $$status)"; fi; exit $$status

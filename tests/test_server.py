@@ -411,7 +411,7 @@ def test_the_run_goes_on_without_a_worker_that_hangs_and_with_one_that_joins(
 ):
     """Worker 1 hangs at clock 2 within its computation, which takes the timeout to notice."""
     staleness, joint = MODES[mode]
-    plan = _quick(servers=servers, staleness=staleness, joint=joint)
+    plan = _quick(servers=servers, staleness=staleness, joint=joint, timeout=2.0)
     place = _Place(plan, SGD(), monkeypatch)
     place.serve(range(2))
     woken, told = threading.Event(), []
@@ -421,7 +421,7 @@ def test_the_run_goes_on_without_a_worker_that_hangs_and_with_one_that_joins(
 
         def slow(clock, weights):
             if clock == 2:
-                woken.wait(30)
+                woken.wait(120)
             return compute(clock, weights)
 
         with pytest.raises(LostError) as lost:
@@ -430,15 +430,15 @@ def test_the_run_goes_on_without_a_worker_that_hangs_and_with_one_that_joins(
 
     place.start(hang)
     place.work(0, 8)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not any("worker 1 is lost" in line for line in place.log.lines):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     place.work(None, 8)
     woken.set()
     found = place.end()
-    assert told == ["the servers gave worker 1 up: no word from it for 1 s: it died or hangs"]
-    assert "worker 1 is lost at clock 2: no word from it for 1 s: it died or hangs" in (
+    assert told == ["the servers gave worker 1 up: no word from it for 2 s: it died or hangs"]
+    assert "worker 1 is lost at clock 2: no word from it for 2 s: it died or hangs" in (
         place.log.lines
     )
     terms = [t for row in place.log.rows for t in row["terms"]]
@@ -465,7 +465,7 @@ def test_servers_that_are_started_anew_go_on_from_their_checkpoint(servers, mode
     place.serve(range(2))
     for number in range(2):
         place.work(number, 12)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not any(isinstance(e, InterruptedError) for e in place.errors):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -494,7 +494,7 @@ def test_a_run_that_is_stopped_saves_and_its_workers_end(monkeypatch):
     place.serve(range(2))
     for number in range(2):
         place.work(number, 10**6)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(place.log.rows) < 10:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -595,7 +595,7 @@ def test_a_run_goes_on_when_workers_and_servers_are_killed_and_replay_has_its_bi
 
     def reached(updates: int) -> None:
         while len(_rows(config)) < updates:
-            assert time.monotonic() < began + 120
+            assert time.monotonic() < began + 300
             time.sleep(0.02)
 
     def harm() -> None:
