@@ -81,6 +81,7 @@ class Attention(nn.Module):
             raise ValueError(f"embed_dim = {embed_dim} does not divide by num_heads = {num_heads}")
         self.num_heads, self.style = num_heads, style
         self.strategy, self.impl = place.strategy, place.impl
+        self._cut_tokens = place.sequence_parallel and tp > 1
         self.head_dim = embed_dim // num_heads if style.head_size is None else style.head_size
         if self.head_dim < 1:
             raise ValueError(f"head_size must be at least 1, got {self.head_dim}")
@@ -169,9 +170,14 @@ class Attention(nn.Module):
         caller adds ``out.bias``.
 
         Raises:
-            ValueError: x has no batch dim and there is no `context`, or the context has no table
-                for the rotary embedding.
+            ValueError: there is no `context`, and x has no batch dim or its tokens are sharded; or
+                the context has no table for the rotary embedding.
         """
+        if context is None and self._cut_tokens:
+            raise ValueError(
+                "with sequence_parallel attention takes x[T/tp, E] and a context (TokenContext) "
+                f"that says what its samples are, got x{[*x.shape]} without one"
+            )
         if context is None and x.dim() != 3:
             raise ValueError(f"without a context attention needs x[B, S, E], got {[*x.shape]}")
         q, k, v = self._heads(x, context)

@@ -324,6 +324,9 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
             lambda mesh, make=make: make(mesh, True),
             x.flatten(0, 1), mesh, cut_in=0, cut_out=0, run=lambda m, x, c=context: m(x, c),
         )  # fmt: skip
+        if tp > 1:
+            with pytest.raises(ValueError, match=r"attention takes x\[T/tp, E\] and a context"):
+                make(mesh, True)(x)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

@@ -187,7 +187,7 @@ def _hugging_face(rank: int) -> None:
     )
     model = transformers.LlamaForCausalLM(config).double()
     tokens, _ = _batch()
-    expected = model(tokens, use_cache=False).logits
+    expected = model(tokens).logits
     expected.square().mean().backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
@@ -195,7 +195,7 @@ def _hugging_face(rank: int) -> None:
     axes = {"batch": "dp", "heads": "tp", "hidden": "tp", "vocab": "tp"}
     shard(model, LLAMA_PLAN, mesh, axes)
     with explain_sharding(model) as seen:
-        logits = model(tokens, use_cache=False).logits
+        logits = model(tokens).logits  # it begins a cache
         logits.square().mean().backward()
     assert_close_f64(logits.full_tensor().detach(), expected.detach())
     for name, p in model.named_parameters():

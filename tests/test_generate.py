@@ -276,8 +276,11 @@ def test_prompts_that_the_model_cannot_go_on_with_are_refused(prompts, sampling,
 
 
 def _sample(capfd, *words: str) -> tuple[int, list[str], str]:
-    """(exit code, lines of stdout, stderr) of ``warpweave sample``."""
+    """(exit code, lines of stdout, stderr) of ``warpweave sample``, on bytes for a model that has
+    no tokenizer."""
     code = 0
+    if "--tokenizer" not in words and not (Path(words[0]) / "tokenizer.json").exists():
+        words += ("--tokenizer", "bytes")
     try:
         sample.main(list(words))
     except SystemExit as caught:
@@ -426,10 +429,11 @@ def test_every_option_of_the_command_arrives(words, seen, folders, tmp_path, cap
 
 def test_a_given_tokenizer_comes_before_the_models_and_every_prompt_is_checked(folders, tmp_path):
     folder = Path(shutil.copytree(folders["llama3"], tmp_path / "llama3"))
-    config = SampleConfig(folder, ("\x05", "\x06\x07"), tokens=4)
-    assert config.prompts() == [[5], [6, 7]]  # bytes: it has none
+    config = SampleConfig(folder, ("\x05", "\x06\x07"), tokens=4, tokenizer=Path("bytes"))
+    assert config.prompts() == [[5], [6, 7]]
     config.check()
     _with_words(folder)
+    config = dataclasses.replace(config, tokenizer=None)
     other = Tokenizer(models.WordLevel({"5": 2, "7": 9, "6": 4, "?": 0}, unk_token="?"))
     other.pre_tokenizer = pre_tokenizers.Whitespace()
     other.save(str(tmp_path / "other.json"))
@@ -515,3 +519,29 @@ def test_the_command_refuses_a_folder_without_a_model(tmp_path, capfd):
     assert (code, err) == (
         2, f"warpweave: {tmp_path} holds no model of transformers: no config.json",
     )  # fmt: skip
+
+
+def test_text_is_bytes_only_for_a_model_of_bytes(folders, tmp_path, capfd):
+    """Of a run, by what its training read; else, by the size of the vocabulary."""
+    for vocab, name, good in (
+        (256, None, True), (257, None, False), (255, None, False),
+        (300, "bytes", True), (256, "0123abc", False),
+    ):  # fmt: skip
+        config = GPTConfig(vocab, 32, 1, 8, 2)
+        params = [(name, p.detach()) for name, p in GPT(config).named_parameters()]
+        state = {} if name is None else {"data": {"tokenizer": name}}
+        out = tmp_path / f"{vocab} {name}"
+        save_checkpoint(
+            out / "checkpoints", 1, params, config=dataclasses.asdict(config), state=state
+        )
+        given = SampleConfig(out, ("ab",))
+        if good:
+            assert given.prompts() == [[97, 98]]
+        else:
+            with pytest.raises(
+                ValueError, match=r"^no tokenizer is known for .*: give --tokenizer"
+            ):
+                given.prompts()
+        assert dataclasses.replace(given, tokenizer=Path("bytes")).prompts() == [[97, 98]]
+    with pytest.raises(ValueError, match="no tokenizer is known"):
+        SampleConfig(folders["llama3"], ("a",)).check()

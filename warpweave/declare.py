@@ -422,6 +422,12 @@ def _mean_loss(
     return (total.to(wide) / counted.sum()).to(total.dtype)
 
 
+def _cat_rule(func: Callable[..., Tensor], tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Tensors of shape (0,) join anything and add nothing, as in torch. DTensor has no rule for
+    them; the caches of transformers begin with one."""
+    return func([x for x in tensors if x.shape != (0,)] or tensors, dim)
+
+
 class _PlainAsReplicated(TorchFunctionMode):
     """Plain tensors that meet DTensors in an operator are replicated ones, in the backward too."""
 
@@ -439,6 +445,8 @@ class _PlainAsReplicated(TorchFunctionMode):
                 return _attention_rule(func, *given[0], **given[1])
             if func in (F.cross_entropy, F.nll_loss):
                 return _mean_loss(func, *given[0], **given[1])
+            if func in (torch.cat, torch.concat, torch.concatenate):
+                return _cat_rule(func, *given[0], **given[1])
         return func(*given[0], **given[1])
 
     def _convert(self, x: Any) -> Any:

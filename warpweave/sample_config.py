@@ -1,6 +1,6 @@
 """Generate text with a trained model, on one device or on tensor ranks and pipeline stages.
 
-MODEL is a folder of transformers, the folder of a run of ``warpweave train``, or one checkpoint of
+PATH is a folder of transformers, the folder of a run of ``warpweave train``, or one checkpoint of
 it. Several prompts are one batch. Exit codes: 0 done, 1 failed, 2 refused.
 """
 
@@ -41,7 +41,8 @@ class SampleConfig:
     seed: int = 0
     """Random seed of the sampling."""
     tokenizer: Path | None = None
-    """Tokenizer: a Hugging Face tokenizers JSON; default: the model's, or bytes if it has none."""
+    """Tokenizer: a Hugging Face tokenizers JSON, or bytes; default: the model's, or bytes if it was
+    trained on bytes or has a vocabulary of 256."""
     tp: int = 1
     """Tensor-parallel degree."""
     pp: int = 1
@@ -76,12 +77,14 @@ class SampleConfig:
         )
 
     def open_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the prompts."""
-        from warpweave.convert.source import find_tokenizer
+        """The tokenizer of the prompts; ``ValueError`` if none is known for the model."""
+        from warpweave.convert.source import find_tokenizer, is_of_bytes
         from warpweave.data import ByteTokenizer, JsonTokenizer
 
         path = self.tokenizer if self.tokenizer is not None else find_tokenizer(self.model)
-        return ByteTokenizer() if path is None else JsonTokenizer(path)
+        if path is None and not is_of_bytes(self.model):
+            raise ValueError(f"no tokenizer is known for {self.model}: give --tokenizer")
+        return ByteTokenizer() if path in (None, Path("bytes")) else JsonTokenizer(path)
 
     def prompts(self) -> list[list[int]]:
         """The prompts' tokens."""

@@ -61,8 +61,8 @@ def parallel_qkv_rope(
     cut = group if sequence_parallel else None
     if x.ndim != 2 or len(x) * group_size(cut) != shape[0] * shape[1]:
         raise ValueError(
-            f"parallel_qkv_rope on rank {group_rank(group)}: x must hold the tokens of [B, S] = "
-            f"{[*shape]}, one or 1/R of them, got {[*x.shape]} on {group_size(cut)} ranks"
+            f"parallel_qkv_rope on rank {group_rank(group)}: x must be [B S / R, E] with [B, S] = "
+            f"{[*shape]} and R = {group_size(cut)} ranks that share its tokens, got {[*x.shape]}"
         )
     if group is None:
         return qkv_rope(x.view(*shape, x.shape[1]), weight, bias, cos, sin, impl=impl)

@@ -16,6 +16,7 @@ from warpweave.convert.beside import GENERATION, find_origin
 from warpweave.convert.families import read_config
 from warpweave.convert.fields import ConvertError, read_json
 from warpweave.convert.folder import HFFolder, about, fill, from_hf
+from warpweave.data import ByteTokenizer
 from warpweave.gpt import GPT
 from warpweave.parallel.shard import ParamRecord
 
@@ -90,6 +91,17 @@ def find_tokenizer(folder: Path) -> Path | None:
                 "--tokenizer"
             )
     return None
+
+
+def is_of_bytes(folder: Path) -> bool:
+    """Whether the tokens of a model without a tokenizer.json are bytes: those of its training were,
+    or none are known and it has 256."""
+    step, record = find_step(folder), None
+    if step is not None:
+        record = read_manifest(step)["state"].get("data", {}).get("tokenizer")
+    if record is not None:
+        return record == ByteTokenizer.fingerprint
+    return read_model_config(folder).vocab_size == 256
 
 
 def read_stop_tokens(folder: Path) -> tuple[int, ...]:

@@ -43,7 +43,9 @@ def open_dataset(
         raise DataError(f"{path} does not exist")
     if path is not None and path.suffix in TOKEN_FILES:
         if tokenizer is not None:
-            raise DataError(f"{path} holds tokens, so the tokenizer {tokenizer} cannot apply")
+            raise DataError(
+                f"{path} holds tokens, so the tokenizer {tokenizer} cannot apply: --tokenizer None"
+            )
         corpus = open_token_file(path, None if cache is None else Path(cache))
         low, high = part.cut(len(corpus))
         corpus = dataclasses.replace(corpus, tokens=corpus.tokens[low:high])
