@@ -58,6 +58,11 @@ CROSS_BACK: Rows = [
     ({}, None),
     ({"dloss": z(2)}, r"need dloss and lse \[3\]"),
     ({"lse": z(2)}, r"need dloss and lse \[3\]"),
+    *[
+        ({name: z(*shape)}, r"need dloss and lse \[3\], got .*\[(4|3, 1|1, 3)\]")
+        for name in ("dloss", "lse")
+        for shape in ((4,), (3, 1), (1, 3))
+    ],
     ({"in_place": True}, None),
     ({"in_place": True, "logits": strided(z(3, 10))}, "contiguous rows"),
     ({"logits": strided(z(3, 10))}, None),

@@ -248,9 +248,10 @@ def test_the_chain_equals_the_reference_in_float64(terms, layer, impl) -> None:
 
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize("terms", ["residual", *TERMS])
-def test_raw_halves_of_both_implementations_agree(terms, layer) -> None:
-    x, w, b, r, x_bias = _chain_inputs((37, 67))
-    dy, ds = torch.randn(2, 37, 67, dtype=torch.float64)
+@pytest.mark.parametrize("shape", [(37, 67), (2, 3, 67), (67,)], ids=str)
+def test_raw_halves_of_both_implementations_agree(shape, terms, layer) -> None:
+    x, w, b, r, x_bias = _chain_inputs(shape)
+    dy, ds = torch.randn(2, *shape, dtype=torch.float64)
     draw = {"drop": _drop(x.shape)} if "dropout" in terms else {}
     given = {"residual": r} if "residual" in terms else {}
     wanted = {"residual_dtype": r.dtype} if "residual" in terms else {}
