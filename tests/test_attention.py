@@ -562,6 +562,12 @@ def test_the_custom_op_passes_opcheck(impl) -> None:
         told_right(attention_op, *low, own, options)
         o, lse = attention_op(*low, own, options)
         told_right(attention_bwd_op, o, lse, o, lse, *low, own, options)
+    plain = checked(AttentionOptions(impl=impl), *inputs)  # one block, and heads before rows
+    for given in (inputs, [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]):
+        told_right(attention_op, *given, None, plain)
+        o, lse = attention_op(*given, None, plain)
+        for dlse in (None, lse):
+            told_right(attention_bwd_op, o, dlse, o, lse, *given, None, plain)
 
 
 def test_it_compiles_into_one_graph_with_gradients() -> None:

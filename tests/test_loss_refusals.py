@@ -108,5 +108,11 @@ def test_what_breaks_one_rule_is_refused_and_what_breaks_none_is_not(name) -> No
 
 
 @pytest.mark.parametrize("name", TABLES)
+def test_one_of_many_is_not_broadcast(name) -> None:
+    alone = {("logits", 1)} if name == "cross_entropy_bwd" else set()
+    assert TABLES[name].one_of_many() == alone
+
+
+@pytest.mark.parametrize("name", TABLES)
 def test_every_tensor_must_be_on_the_device_of_the_others(name) -> None:
     TABLES[name].elsewhere()
