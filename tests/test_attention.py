@@ -415,6 +415,7 @@ def test_a_striped_hop_is_a_causal_mask_over_rows() -> None:
         options = AttentionOptions(q_runs=((2, 8, 4),), k_runs=((key_rank, 8, 4),))
         found = resolved(options, q, k)
         assert (found.q_runs, found.k_runs) == (((q_start, 8, 1),), ((k_start, 8, 1),))
+        assert resolved(options._replace(window=32), q, k) == found  # which hides nothing
         keyed = resolved(options._replace(dropout=0.5), q, k)
         assert keyed.k_runs == ((key_rank, 8, 4),)
     ahead = resolved(AttentionOptions(q_runs=((9, 8, 4),), k_runs=((0, 8, 4),)), q, k)
