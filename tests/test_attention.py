@@ -415,6 +415,7 @@ def test_a_striped_hop_is_a_causal_mask_over_rows() -> None:
         options = AttentionOptions(q_runs=((2, 8, 4),), k_runs=((key_rank, 8, 4),))
         found = resolved(options, q, k)
         assert (found.q_runs, found.k_runs) == (((q_start, 8, 1),), ((k_start, 8, 1),))
+        assert resolved(options._replace(window=32), q, k) == found  # which hides nothing
         keyed = resolved(options._replace(dropout=0.5), q, k)
         assert keyed.k_runs == ((key_rank, 8, 4),)
     ahead = resolved(AttentionOptions(q_runs=((9, 8, 4),), k_runs=((0, 8, 4),)), q, k)
@@ -562,6 +563,12 @@ def test_the_custom_op_passes_opcheck(impl) -> None:
         told_right(attention_op, *low, own, options)
         o, lse = attention_op(*low, own, options)
         told_right(attention_bwd_op, o, lse, o, lse, *low, own, options)
+    plain = checked(AttentionOptions(impl=impl), *inputs)  # one block, and heads before rows
+    for given in (inputs, [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]):
+        told_right(attention_op, *given, None, plain)
+        o, lse = attention_op(*given, None, plain)
+        for dlse in (None, lse):
+            told_right(attention_bwd_op, o, dlse, o, lse, *given, None, plain)
 
 
 def test_it_compiles_into_one_graph_with_gradients() -> None:

@@ -158,6 +158,21 @@ def test_packed_documents_give_the_results_of_their_boundaries(impl) -> None:
 
 
 @IMPLS
+@pytest.mark.parametrize("q_run", [(4, 5), (1, 5, 7)], ids=str)
+def test_float32_rows_of_one_run_are_taken_from_the_table_of_the_sequence(q_run, impl) -> None:
+    """For float64, kernels are given a copy of it."""
+    qkv = [x.detach().float().requires_grad_() for x in draw(B=2, Sq=5, Sk=7, D=8)]
+    documents = torch.tensor([[0, 7, 26, 40], [0, 31, 31, 40]])
+    options = {"q_runs": (q_run,), "k_runs": ((2, 7),), "causal": False}
+    truth, _ = reference.attention(*(x.double() for x in qkv), documents=documents, **options)
+    found = attention(*qkv, documents=packed(documents, 40), impl=impl, **options)
+    assert relative_error(found, truth) < 1e-5
+    do = torch.randn(truth.shape, dtype=F64)
+    for y, x in zip(*(torch.autograd.grad(o, qkv, do.to(o.dtype)) for o in (found, truth))):
+        assert relative_error(y, x) < 1e-5
+
+
+@IMPLS
 def test_dropout_of_groups_of_heads_has_the_gradient_of_the_reference(impl) -> None:
     """Every sample and query head draws its own mask, also where keys have several heads."""
     qkv, do = draw(B=2, Sq=9, Sk=9, Hq=6, Hkv=2, D=8), torch.randn(2, 9, 6, 8, dtype=F64)

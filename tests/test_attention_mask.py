@@ -445,10 +445,11 @@ def test_where_nobody_reads_them_as_many_boundaries_as_tokens_are_refused() -> N
 def test_positions_at_the_end_of_int32_are_right_or_refused(impl) -> None:
     """A last boundary beyond int32 ends the last document; a position or a window may not."""
     q, k, v = (x.detach() for x in draw(Sq=4, Sk=4))
-    far = torch.tensor([0, 2, 2**31])
     for causal in (True, False):
         whole = {"q_runs": ((0, 4),), "k_runs": ((0, 4),)}
-        check(impl, {"Sq": 4, "Sk": 4}, causal=causal, documents=far, **whole)
+        for last in (2**31, 2**32 + 2):  # which must not be cut to 0 or 2
+            far = torch.tensor([0, 2, last])
+            check(impl, {"Sq": 4, "Sk": 4}, causal=causal, documents=far, **whole)
         wide = {"q_runs": ((0, 4, 2**29),), "k_runs": ((1, 4, 2**28),), "window": 2**28}
         check(impl, {"Sq": 4, "Sk": 4}, causal=causal, **wide)
     for options in (

@@ -289,6 +289,16 @@ def test_what_breaks_one_rule_is_refused_and_what_breaks_none_is_not(name) -> No
     TABLES[name].check()
 
 
+def test_one_of_many_is_not_broadcast() -> None:
+    alone = {"attention": {("q", 1), ("v", 3)}, "attention_fwd": {("q", 1)}}
+    alone |= {"packed": {("tokens", 0), ("tokens", 1)}}
+    for name, table in TABLES.items():
+        assert table.one_of_many() == alone.get(name, set()), name
+    of_one = {"k": QKV["k"][:1], "v": QKV["v"][:1]}
+    for call in (attention, attention_fwd):
+        check(lambda call=call: call(**QKV | of_one), r"one shape \[2, Sk, Hkv, 4\]")
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_what_is_no_tensor_is_called_by_its_name(name) -> None:
     check(lambda: attention(**QKV | {name: None}), f"{name} must be a tensor, got None")

@@ -284,6 +284,34 @@ def test_empty_batches_and_strided_logits(impl):
 
 
 @IMPLS
+def test_each_operand_of_the_halves_may_have_gaps(impl):
+    logits, labels = _case(12, 34)
+    dloss = torch.randn(12, dtype=torch.float64)
+    truth = cross_entropy_fwd(logits, labels, impl="torch")
+    given = {"dloss": dloss, "logits": logits, "labels": labels, "lse": truth[0]}
+    of_bwd = cross_entropy_bwd(**given, impl="torch")
+    for name in (*given, "all"):
+        apart = {n: t for n, t in given.items() if name in (n, "all")}
+        some = given | {n: torch.stack((t, t.flip(0)), -1)[..., 0] for n, t in apart.items()}
+        found = cross_entropy_fwd(some["logits"], some["labels"], impl=impl)
+        for x, y in zip(found, truth, strict=True):
+            assert_close_f64(x, y, 1e-13)
+        assert_close_f64(cross_entropy_bwd(**some, impl=impl), of_bwd, 1e-13)
+        if some["logits"].is_contiguous():
+            written = cross_entropy_bwd(
+                **some | {"logits": logits.clone()}, in_place=True, impl=impl
+            )
+            assert_close_f64(written, of_bwd, 1e-13)
+    wide = torch.nn.functional.pad(logits, (3, 5))[:, 3:37]  # and the result's rows stay so
+    found = cross_entropy_bwd(**given | {"logits": wide}, impl=impl)
+    assert_close_f64(found, of_bwd, 1e-13)
+    written = cross_entropy_bwd(**given | {"logits": wide}, in_place=True, impl=impl)
+    assert written is wide
+    assert_close_f64(wide, of_bwd, 1e-13)
+    assert not torch.cat((wide._base[:, :3], wide._base[:, 37:]), 1).any()
+
+
+@IMPLS
 def test_masked_and_huge_logits_are_exact(impl):
     """A whole block of -inf before the first finite logit, and no overflow at 1e4."""
     logits, labels = _case(4, 5000, torch.float32)

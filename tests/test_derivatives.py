@@ -212,3 +212,24 @@ def test_forward_mode_is_right_or_refused(name, forward, impl):
             got = _unless_refused(lambda how=how: forward(run, *how), refusal)
             if got is not None:
                 assert_close_f64(got, _by_jvp(truth, wide, tangent.double(), i), tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "impl"),
+    [("cross_entropy", "torch"), ("cross_entropy", "triton"), ("dropout", "torch"),
+     ("dropout", "triton"), ("activate gelu", "triton"), ("rms_norm", "triton")],
+)  # fmt: skip
+def test_forward_mode_is_right_or_refused_while_a_compiler_traces(name, impl):
+    """It runs what a Function does and what an operator does, and asks neither for a tangent."""
+    ours, truth, shapes = CASES[name]
+    (x, *rest), (tangent, *_) = (_inputs(shapes, torch.float64) for _ in range(2))
+    torch.compiler.reset()
+
+    @torch.compile(backend="eager")
+    def along(x):
+        return _by_jvp(functools.partial(ours, impl=impl), [x, *rest], tangent, 0)
+
+    got = _unless_refused(lambda: along(x), "no forward-mode|setup_context")
+    if got is not None:
+        assert_close_f64(got, _by_jvp(truth, [x, *rest], tangent, 0), 1e-9)

@@ -265,6 +265,28 @@ def test_the_kernel_keeps_the_error_budget_and_wide_results_are_not_rounded(dtyp
         assert relative_error(y, truth) > 1e-4
 
 
+def test_what_the_kernel_adds_to_a_product_is_added_before_it_is_rounded():
+    """257 + 1: bfloat16 has 258, but no 257, which it would round to 256."""
+    a, b = torch.ones(3, 257, dtype=torch.bfloat16), torch.ones(257, 64, dtype=torch.bfloat16)
+    one = torch.ones(3, 64, dtype=torch.bfloat16)
+    assert (gemm(a, b, impl="triton") == 256).all()
+    for out in (one.clone(), one.clone().t().contiguous().t(), one.float()):
+        gemm_into(a, b, out, True, impl="triton")
+        assert (out == 258).all()
+    few = torch.arange(3)
+    for options in (
+        {"bias": one[0]},
+        {"residual": one},
+        {"bias": 2 * one[0], "residual": -one},
+        {"residual": one, "drop": Drop(2**-32, 1, 2, few)},  # which drops none of these
+    ):
+        assert (fused_gemm(a, b, **options, impl="triton")[0] == 258).all(), options
+    short, options = a[:, :129] / 8, {"activation": "relu2", "save_z": True, "impl": "triton"}
+    y, z = fused_gemm(short, b[:129], residual=one, **options)
+    assert (z == 16.125).all()
+    assert (y == 262).all()  # 16.125 ** 2 is 260 and a little
+
+
 def test_on_cuda_the_kernel_adds_sixteen_bit_products_to_float32_and_torch_makes_the_others(
     monkeypatch,
 ):

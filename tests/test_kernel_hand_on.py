@@ -146,6 +146,10 @@ def test_hidden_units_again() -> None:
     with mock.patch.object(hidden, "_again") as again:
         hidden.hidden_again(x, flat, flat_bias, activation="swiglu", **HOW)
     assert again.call_args == mock.call(x, flat, flat_bias, "swiglu", "tf32x3", "triton")
+    found = told(
+        hidden, "gemm", lambda: hidden._again.run(x, flat, flat_bias, "swiglu", *HOW.values())
+    )
+    check(found, {"a": x, "b": flat.t(), "bias": flat_bias} | HOW)
 
 
 # ---------------------------------------------------------------- products

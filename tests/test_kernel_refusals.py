@@ -517,3 +517,16 @@ MORE = {  # tensors that a call may be given beside those of its base
 @pytest.mark.parametrize("name", [n for n in TABLES if n != "RopeScaling" and "cost" not in n])
 def test_every_tensor_must_be_where_the_others_are(name) -> None:
     TABLES[name].elsewhere(MORE.get(name, {}))
+
+
+ALONE = {  # what no other argument has the length of
+    "gemm": {("a", 0)}, "rope_table": {("positions", 0)}, "sum_of_squares": {("flat", 0)},
+    "apply_rope": {("x", 0), ("x", 2)}, "apply_rope_qk": {("q", 2), ("k", 2)},
+    "dropout": {("x", 1)}, "activate": {("x", 0)}, "activation_fwd": {("x", 0)},
+    "gelu_mlp": {("x", 0)}, "hidden_fwd": {("x", 0)}, "qkv_rope": {("x", 0)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_one_of_many_is_not_broadcast(name) -> None:
+    assert TABLES[name].one_of_many(MORE.get(name, {})) == ALONE.get(name, set())

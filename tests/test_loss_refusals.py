@@ -58,6 +58,11 @@ CROSS_BACK: Rows = [
     ({}, None),
     ({"dloss": z(2)}, r"need dloss and lse \[3\]"),
     ({"lse": z(2)}, r"need dloss and lse \[3\]"),
+    *[
+        ({name: z(*shape)}, r"need dloss and lse \[3\], got .*\[(4|3, 1|1, 3)\]")
+        for name in ("dloss", "lse")
+        for shape in ((4,), (3, 1), (1, 3))
+    ],
     ({"in_place": True}, None),
     ({"in_place": True, "logits": strided(z(3, 10))}, "contiguous rows"),
     ({"logits": strided(z(3, 10))}, None),
@@ -100,6 +105,12 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_what_breaks_one_rule_is_refused_and_what_breaks_none_is_not(name) -> None:
     TABLES[name].check()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_one_of_many_is_not_broadcast(name) -> None:
+    alone = {("logits", 1)} if name == "cross_entropy_bwd" else set()
+    assert TABLES[name].one_of_many() == alone
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -249,24 +249,25 @@ def test_the_chain_equals_the_reference_in_float64(terms, layer, impl) -> None:
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize("terms", ["residual", *TERMS])
 def test_raw_halves_of_both_implementations_agree(terms, layer) -> None:
-    x, w, b, r, x_bias = _chain_inputs((37, 67))
-    dy, ds = torch.randn(2, 37, 67, dtype=torch.float64)
-    draw = {"drop": _drop(x.shape)} if "dropout" in terms else {}
-    given = {"residual": r} if "residual" in terms else {}
-    wanted = {"residual_dtype": r.dtype} if "residual" in terms else {}
-    if "x_bias" in terms:
-        given["x_bias"], wanted["x_bias"] = x_bias, True
-    results = []
-    for impl in IMPLS:
-        options = {**draw, "impl": impl}
-        forward = norm.norm_fwd(x, w, b if layer else None, layer=layer, **given, **options)
-        _, s, mean, rstd = forward
-        backward = norm.norm_bwd(dy, s, w, mean, rstd, ds=ds, bias=layer, **wanted, **options)
-        results.append((*forward, *backward))
-    for ours, other in zip(*results, strict=True):
-        assert (ours is None) == (other is None)
-        if ours is not None:
-            assert_close_f64(ours, other, 1e-12)
+    for shape in ((37, 67), (2, 3, 67), (67,)):
+        x, w, b, r, x_bias = _chain_inputs(shape)
+        dy, ds = torch.randn(2, *shape, dtype=torch.float64)
+        draw = {"drop": _drop(x.shape)} if "dropout" in terms else {}
+        given = {"residual": r} if "residual" in terms else {}
+        wanted = {"residual_dtype": r.dtype} if "residual" in terms else {}
+        if "x_bias" in terms:
+            given["x_bias"], wanted["x_bias"] = x_bias, True
+        results = []
+        for impl in IMPLS:
+            options = {**draw, "impl": impl}
+            forward = norm.norm_fwd(x, w, b if layer else None, layer=layer, **given, **options)
+            _, s, mean, rstd = forward
+            backward = norm.norm_bwd(dy, s, w, mean, rstd, ds=ds, bias=layer, **wanted, **options)
+            results.append((*forward, *backward))
+        for ours, other in zip(*results, strict=True):
+            assert (ours is None) == (other is None)
+            if ours is not None:
+                assert_close_f64(ours, other, 1e-12)
 
 
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])

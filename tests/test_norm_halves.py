@@ -209,6 +209,29 @@ def test_only_the_gradients_that_are_wanted_are_made(layer, impl) -> None:
                 assert_close_f64(a, t, 1e-13)
 
 
+@IMPLS
+@LAYER
+@pytest.mark.parametrize("wide", [False, True], ids=["held", "in blocks"])
+def test_sums_over_tokens_are_of_what_is_not_rounded(wide, layer, impl, monkeypatch) -> None:
+    """Of 16 bits, though dx itself is; and no sum lies in another's memory."""
+    if wide:
+        monkeypatch.setattr(backward, "BWD_WIDTH", 8)
+    x, _, dy, ds, w, b, _, drop = (
+        t.to(BF16) if isinstance(t, torch.Tensor) else t for t in _drawn(layer)
+    )
+    _, s, mean, rstd = norm.norm_fwd(x, w, b, layer=layer, impl="torch")
+    exact = [None if t is None else t.double() for t in (dy, s, w, mean, rstd)]
+    options = {"bias": layer, "x_bias": True, "drop": drop}
+    found = norm.norm_bwd(dy, s, w, mean, rstd, ds=ds, **options, impl=impl)
+    truth = norm.norm_bwd(*exact, ds=ds.double(), **options, impl="torch")
+    assert found.dx.dtype == BF16
+    sums = [(a, t) for a, t in zip(found[2:], truth[2:], strict=True) if t is not None]
+    for a, t in sums:
+        assert a.dtype == F32
+        assert_close_f64(a, t, 1e-5)
+    assert len({a.untyped_storage().data_ptr() for a, _ in sums}) == len(sums) == 2 + layer
+
+
 @LAYER
 @pytest.mark.parametrize("width", [8, 16, 32], ids="held up to {}".format)
 def test_sums_start_from_zero_whatever_memory_held(width, layer, monkeypatch) -> None:

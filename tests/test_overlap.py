@@ -349,6 +349,8 @@ def test_a_signature_is_read_as_it_was_written(name):
             signature = Signature(name, rows, columns, dtype, part)
             word = signature.word()
             assert 0 < word < 2**63
+            longer = signature._replace(rows=rows + 2**20, columns=columns + 2**22)
+            assert longer.word() == word  # sizes are modulo 2^20
             known = name if name in OPERATIONS else "another operation"
             assert Signature.of(word) == signature._replace(name=known)
 

@@ -182,6 +182,22 @@ def test_weight_gradients_can_be_deferred_and_accumulated(impl) -> None:
             p.grad = None
 
 
+@impls
+def test_the_weight_and_the_bias_may_be_views_of_leaves_of_other_shapes(impl) -> None:
+    (x, weight, bias), table = _tensors(B=1, S=3, E=4, D=4, G=1, kv=3)
+    truth = _with_gradients(qkv_rope, (x, weight, bias), table, impl=impl)
+    kv, slots, D, E = weight.shape
+    for rows in ((-1,), (kv, -1), (kv * slots, D), (1, kv, slots, D)):
+        leaves = weight.detach().reshape(*rows, E), bias.detach().reshape(rows)
+        w, b = (t.requires_grad_() for t in leaves)
+        out = qkv_rope(x, w.view_as(weight), b.view_as(bias), *table, impl=impl)
+        dy = [torch.linspace(-1, 2, t.numel(), dtype=t.dtype).view(t.shape) for t in out]
+        found = torch.autograd.grad(out, (x, w, b), dy)
+        assert [g.shape for g in found] == [x.shape, w.shape, b.shape]
+        of_views = found[0], found[1].view_as(weight), found[2].view_as(bias)
+        assert_same_bits((*out, *of_views), truth)
+
+
 def test_the_typing_rule_holds_on_every_placement() -> None:
     tensors, table = _tensors(B=2, S=4, E=6, D=4, G=1, kv=4)
     x, weight, bias = (t.detach() for t in tensors)

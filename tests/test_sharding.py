@@ -113,6 +113,9 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
         "attention with dropout": (
             lambda *a: attend_packed(*a, 0.5), [q, k, v, each, sinks], [2, 2, 2, None, 0], [None],
         ),
+        "attention batch with dropout": (
+            lambda *a: attend_packed(*a, 0.5), [q, k, v, each, sinks], [0, 0, 0, 0, None], [None],
+        ),
         "rope batch": (rotate, [t, cos, sin], [0, None, None], [0]),
         "rope sequence": (rotate, [t, cos, sin], [1, 0, 0], [1]),
         "rope heads": (rotate, [t, cos, sin], [2, None, None], [2]),

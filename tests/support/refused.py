@@ -75,6 +75,22 @@ class Table(NamedTuple):
             with pytest.raises(ValueError, match="all tensors must be on one device"):
                 self.call(**given | {name: value})
 
+    def one_of_many(self, more: dict[str, Any] | None = None) -> set[tuple[str, int]]:
+        """The tensors, by name, and their dims of which one element alone is taken, too: any that
+        must be as long as another tensor's would be broadcast to it."""
+        given, taken = self.base | (more or {}), set()
+        for name, value in given.items():
+            x = getattr(value, "tokens", value)
+            for dim in range(x.ndim) if isinstance(x, torch.Tensor) else ():
+                one = x.narrow(dim, 0, 1).contiguous()
+                changed = one if x is value else value._replace(tokens=one)
+                try:
+                    self.call(**given | {name: changed})
+                except (ValueError, RuntimeError):  # torch's own product has words of its own
+                    continue
+                taken |= {(name, dim)} if x.shape[dim] > 1 else set()
+        return taken
+
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype).requires_grad_(grad)
