@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deferred import Product
 from plants import instead, planted
 from ranks import run_ranks
+from threads import on_threads
 from torch import Tensor, nn
 
 from warpweave.parallel.pipeline import Distributed, InProcess, ModuleStage, execute
@@ -271,8 +272,15 @@ def test_what_does_not_fit_is_refused() -> None:
         execute(lists, stages, InProcess())
     with pytest.raises(ValueError, match="the schedule has 2 ranks, the pipeline group 1"):
         Distributed(STEP, None)
+    for ranks in (1, 3):  # fewer and more
+        on_threads(ranks, _refuses_the_size, ranks)
     with pytest.raises(ValueError, match="either inputs"):
         ModuleStage(nn.Linear(2, 2))
+
+
+def _refuses_the_size(group, ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"^the schedule has 2 ranks, the pipeline group {ranks}$"):
+        Distributed(STEP, group)
 
 
 def test_a_single_rank_needs_no_process_group() -> None:
