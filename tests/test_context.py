@@ -397,6 +397,12 @@ def _refused(rank: int) -> None:
         ((q[:1], kv, kv), {}, r"for q \(1, 8, 4, 8\), got \(2, 8, 2, 8\)"),
         ((q[..., :3, :], kv, kv), {}, "3 query heads do not divide by 2 KV heads"),
         ((q[:, :7], kv[:, :7], kv[:, :7]), {}, r"puts 8 tokens on each rank, got q\[2, 7, 4, 8\]"),
+        ((*[torch.zeros(2, 9, 4, 8)] * 3,), {}, r"puts 8 tokens on each rank, got q\[2, 9, 4, 8\]"),
+        (
+            (q, kv, kv),  # one of the 16 rows is padding
+            {"layout": SequenceLayout(15, 2), "documents": torch.tensor([0, 5, 16])},
+            r"documents must be boundaries up to 15, where .* got \[0, 5, 16\]",
+        ),
         (
             (q, kv.double(), kv),
             {},

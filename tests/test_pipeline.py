@@ -259,6 +259,8 @@ def test_wrong_lists_are_found_while_running(lists, message: str) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ranks \[0, 1\] run stages \[0, 1\], got \[1\]"):
         execute(STEP, build(2, 2, [1]), InProcess())
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] run stages \[0, 1\], got \[0, 1, 2\]"):
+        execute(STEP, build(3, 2), InProcess())
     for width, dtype in ((8, torch.float32), (7, torch.float64)):
         stages = build(2, 2)
         stages[1]._like = ((TOKENS, width), dtype, CPU)
@@ -274,8 +276,10 @@ def test_what_does_not_fit_is_refused() -> None:
         Distributed(STEP, None)
     for ranks in (1, 3):  # fewer and more
         on_threads(ranks, _refuses_the_size, ranks)
-    with pytest.raises(ValueError, match="either inputs"):
-        ModuleStage(nn.Linear(2, 2))
+    first, other = {"inputs": lambda mb: torch.ones(2)}, {"like": ((2,), torch.float32, CPU)}
+    for given in ({}, first | other):
+        with pytest.raises(ValueError, match="either inputs"):
+            ModuleStage(nn.Linear(2, 2), **given)
 
 
 def _refuses_the_size(group, ranks: int) -> None:
