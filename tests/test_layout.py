@@ -85,6 +85,9 @@ def test_labels_are_shifted_over_the_whole_sequence(kind: str) -> None:
         mistake = shift_labels(layout.shard(tokens, rank, 1))[0].tolist()
         assert (mistake == local) == (kind == "contiguous" and rank == 2)
     assert shift_labels(tokens.T, dim=0, ignore_index=-1)[:, 0].tolist() == [*range(101, 112), -1]
+    for n in (0, 1):  # nothing, and nothing that follows
+        assert shift_labels(tokens[:, :n]).tolist() == [[-100] * n] * len(tokens)
+        assert shift_labels(tokens.T[:n], dim=0).tolist() == [[-100] * len(tokens)] * n
 
 
 def test_one_part_takes_any_length() -> None:

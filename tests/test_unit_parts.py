@@ -301,6 +301,8 @@ def _pair(name: str, **changes: Any) -> tuple[ParamRecord, nn.Parameter]:
         ),
         (lambda: _bn(bias=torch.zeros(2)), r"N, C, ...\], bias\[C\]; got \[2, 3\] and bias\[2\]$"),
         (lambda: _bn(torch.zeros(3, 1)), r"weight\[C\]; got \[2, 3\] and weight\[3, 1\]$"),
+        (lambda: _bn(torch.zeros(4)), r"weight\[C\]; got \[2, 3\] and weight\[4\]$"),
+        (lambda: _bn(torch.zeros(3), torch.zeros(4)), r"bias\[C\]; got \[2, 3\] and bias\[4\]$"),
         (lambda: _bn(torch.zeros(3), torch.zeros(3)), None),
         (lambda: _bn(bias=torch.zeros(3)), None),
     ]
