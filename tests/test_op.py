@@ -202,8 +202,15 @@ def test_a_direct_op_is_a_plain_call_but_for_compilers() -> None:
     seen.clear()
     assert DIRECT(x, scale, None).tolist() == [2.0, 2.0]
     assert seen == ["Tensor"]
-    compiled = torch.compile(lambda x: DIRECT(x, scale, None), backend="aot_eager", fullgraph=True)
+    called = []
+
+    def backend(graph, inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    compiled = torch.compile(lambda x: DIRECT(x, scale, None), backend=backend, fullgraph=True)
     assert compiled(x).tolist() == [2.0, 2.0]
+    assert [name for name in called if "test_direct" in name] == called != []
 
 
 def test_a_call_and_its_backward_import_no_compiler() -> None:
