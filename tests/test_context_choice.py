@@ -368,6 +368,16 @@ def test_a_second_run_gets_what_its_calls_were_in_their_order() -> None:
         1 / 0  # noqa: B018
     assert attend_once(_call(5, *first), first)[0] == 5  # and outside nothing is kept or taken
     assert not kept._calls
+    inner = Kept()  # of a block within a block: after it the outer one keeps again
+    with kept.first():
+        with inner.first():
+            attend_once(_call(6, *first), first)
+        attend_once(_call(7, *first), first)
+    assert [float(of[0]) for store in (inner, kept) for of, _ in store._calls] == [6, 7]
+    with kept.second():
+        with inner.second():
+            assert attend_once(lambda: 1 / 0, [*second])[0] == 6
+        assert attend_once(lambda: 1 / 0, [*second])[0] == 7
 
 
 def test_inputs_are_not_kept_but_taken_from_the_second_run() -> None:

@@ -371,6 +371,20 @@ def test_what_is_frozen_stays_so_in_every_version() -> None:
     assert torch.equal(frozen, before)
 
 
+def test_a_run_begins_with_version_0_alone() -> None:
+    """Not with what the run before, which may have failed, has left of its own."""
+    (stage,) = build(1, 4, versions=3).values()
+    stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=0.3)
+    for _ in range(2):
+        stage.start()
+        with pytest.raises(ValueError, match=r"reads version 1, the stage holds \[0\]"):
+            stage.forward(1, None, 1)
+        stage.forward(0, None)
+        stage.backward(0, None)
+        stage.update()
+        stage.forward(1, None, 1)  # and ends midway
+
+
 # ---------------------------------------------------------------------------------- real ranks
 
 

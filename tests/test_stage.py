@@ -513,8 +513,9 @@ def test_a_parameter_that_a_step_does_not_reach_has_no_gradient() -> None:
 def test_a_step_begins_with_nothing_of_the_one_before() -> None:
     """Nor of one that ended midway."""
     chain, again = _chain(_layers(2)), _chain(_layers(2))
-    chain.begin(_batches())
-    chain.forward(2, None)
+    chain.begin([*_batches(), *_batches()])
+    for mb in (2, 4):  # one that comes again, and one that does not
+        chain.forward(mb, None)
     for _ in range(2):
         _go(chain, _batches())
         for unit in chain.units:

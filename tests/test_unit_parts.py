@@ -343,6 +343,19 @@ def test_what_is_written_has_the_shape_that_the_rank_holds() -> None:
     on_mesh(Mesh(tp=2), _written)
 
 
+def test_moments_that_are_there_stay_and_the_others_are_zeros() -> None:
+    state = _unit(single(), (5, 3), (4,)).state
+    state.add_moments(("exp_avg", "square"), rest={"square"})
+    kept = {name: moment.fill_(n + 1) for n, (name, moment) in enumerate(state.moments.items())}
+    state.add_moments(("square", "exp_avg", "outer"), rest={"square"})  # another optimizer's
+    assert state.of_rest == {"square"}
+    assert all(state.moments[name] is moment for name, moment in kept.items())
+    assert [set(state.moments[name].tolist()) for name in ("exp_avg", "square", "outer")] == [
+        {1.0}, {2.0}, {0.0}
+    ]  # fmt: skip
+    assert len(state.moments["outer"]) == len(state.master)
+
+
 def _joined(mesh: ConnectedMesh) -> None:
     """Only gradients of one group and one dtype are joined, each kind in the order given."""
     data = [_unit(mesh, (3,), (5, n), dtype=dtype) for n in (1, 2) for dtype in (F64, torch.half)]
