@@ -292,6 +292,7 @@ def shift_labels(tokens: torch.Tensor, *, dim: int = -1, ignore_index: int = -10
     Shift first, then shard: the label of a run's last token is on another run, often on another
     rank, so that shifting shards trains on wrong labels without any error.
     """
-    labels = torch.full_like(tokens, ignore_index)
-    labels.narrow(dim, 0, tokens.shape[dim] - 1).copy_(tokens.narrow(dim, 1, tokens.shape[dim] - 1))
+    labels, last = torch.full_like(tokens, ignore_index), tokens.shape[dim] - 1
+    if last > 0:
+        labels.narrow(dim, 0, last).copy_(tokens.narrow(dim, 1, last))
     return labels

@@ -15,7 +15,7 @@ from rules import rulecheck
 from sharded import beside_replicas, world
 from spmd_types import I, P, R, S
 from spmd_types.rulecheck import RuleCheckError
-from threads import on_threads
+from threads import on_threads, run_threads
 
 from warpweave.parallel import collectives as c
 
@@ -214,8 +214,13 @@ def test_a_message_that_fails_names_all_peers_once() -> None:
             pending.wait()
         return str(said.value)
 
+    def beside(rank: int) -> str:  # ranks are the group's, not the world's
+        group = dist.new_group([1, 2, 3, 4])
+        return batch(group) if rank == 2 else ""
+
     words = "rank 1 of 4: a message from or to ranks [0, 2, 3] failed: Connection closed by peer"
     assert on_threads(4, lambda g: batch(g) if dist.get_rank(g) == 1 else "")[1] == words
+    assert run_threads(5, beside)[2] == words
 
 
 # Function, its dim, the one input type that its rule accepts

@@ -397,6 +397,12 @@ def _refused(rank: int) -> None:
         ((q[:1], kv, kv), {}, r"for q \(1, 8, 4, 8\), got \(2, 8, 2, 8\)"),
         ((q[..., :3, :], kv, kv), {}, "3 query heads do not divide by 2 KV heads"),
         ((q[:, :7], kv[:, :7], kv[:, :7]), {}, r"puts 8 tokens on each rank, got q\[2, 7, 4, 8\]"),
+        ((*[torch.zeros(2, 9, 4, 8)] * 3,), {}, r"puts 8 tokens on each rank, got q\[2, 9, 4, 8\]"),
+        (
+            (q, kv, kv),  # one of the 16 rows is padding
+            {"layout": SequenceLayout(15, 2), "documents": torch.tensor([0, 5, 16])},
+            r"documents must be boundaries up to 15, where .* got \[0, 5, 16\]",
+        ),
         (
             (q, kv.double(), kv),
             {},
@@ -609,10 +615,26 @@ def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
             q, k, v = (x.requires_grad_() for x in _qkv(1, 2, 8, 1))
             for x in (q, k, v):
                 assert_type(x, placed)
-            with typecheck(local=False):
-                o, lse = context_attention(q, k, v, layout=SequenceLayout(16, 8), **options)
-                assert_type(o, placed)
-                assert_type(lse, {"dp": S(0), "tp": S(1), "cp": S(2)})
+            bounds = torch.tensor([0, 5, 16])
+            each = [bounds.repeat(*shape) for shape in ((1, 1), (1, 2, 1))]  # of a sample's own
+            alike = [bounds, *(x.clone() for x in each)]
+            for x in (*each, *alike):
+                assert_type(x, {"dp": R if any(x is y for y in alike) else S(0), "cp": R, "tp": R})
+            with (
+                typecheck(local=False),
+                mock.patch.object(context, "check_boundaries"),  # values of a sharded one: no type
+            ):
+                for documents in (None, bounds, *each):
+                    o, lse = context_attention(
+                        q, k, v, layout=SequenceLayout(16, 8), documents=documents, **options
+                    )
+                    assert_type(o, placed)
+                    assert_type(lse, {"dp": S(0), "tp": S(1), "cp": S(2)})
+                for documents in alike[1:]:
+                    with pytest.raises(SpmdTypeError, match="mesh_dp"):
+                        context_attention(
+                            q, k, v, layout=SequenceLayout(16, 8), documents=documents, **options
+                        )
             same = k.detach().clone()
             assert_type(same, placed | {"cp": R})
             with (

@@ -135,6 +135,40 @@ def test_a_hybrids_ring_carries_the_heads_that_its_ranks_attend(name: str) -> No
     assert pair.messages == 4 + ring.messages
 
 
+@pytest.mark.parametrize(
+    ("layout", "window"),
+    [
+        (SequenceLayout(98, 7), 30),  # 41 / 7 blocks of 672 elements: 3,936, or less as a float
+        (SequenceLayout(15, 5, "contiguous"), 4),  # 3 / 5 blocks of 144
+        (SequenceLayout(90, 9), 11),
+    ],
+)
+def test_the_mean_rank_of_a_ring_sends_exactly_its_part(layout, window) -> None:
+    """A block goes to the last rank that sees any of it, by every rank that sees any block."""
+    ranks, runs = range(layout.parts), [layout.positions(r).tolist() for r in range(layout.parts)]
+
+    def sees(rank: int, block: int) -> bool:
+        return any(0 <= i - j < window for i in runs[rank] for j in runs[block % layout.parts])
+
+    visits = [d for d in ranks if not d or any(sees(r, r - d) for r in ranks)]
+    hops = [
+        max(i for i, d in enumerate(visits) if not d or sees((b + d) % layout.parts, b))
+        for b in ranks
+    ]
+    assert len({*hops}) > 1, "the mean is of different ranks"
+    sizes = {"heads": 6, "kv_heads": 3, "head_dim": 8, "window": window, "itemsize": 2}
+    kv = 2 * layout.local_len * 3 * 8
+    found = {cost.strategy: cost for cost in explain(layout, **sizes)}["ring"]
+    sent = found.forward, found.backward
+    assert sent == tuple(sum(hops) * kv * width // layout.parts for width in (2, 2 + 4))
+    # As the ring of a hybrid, over groups of two: of 6 heads that read 3 each rank attends 3.
+    whole = dataclasses.replace(layout, seq_len=2 * layout.seq_len)
+    ring = {cost.strategy: cost for cost in explain(whole, **sizes)}["ring"]
+    (pair,) = explain(dataclasses.replace(whole, parts=2 * layout.parts), **sizes, ulysses=2)
+    bare = (2 * 6 * 8 * 2 + 6 * 4 + (2 + 2) * 2 * 8 * 2) * layout.local_len // 2
+    assert pair.forward == bare + ring.forward
+
+
 def test_rows_are_sorted_by_bytes_in_both_directions_and_then_by_memory() -> None:
     """Ulysses sends more forward and less in all than a ring, which sends as much as a gather."""
     found = costs(ZIGZAG)
@@ -334,6 +368,16 @@ def test_a_second_run_gets_what_its_calls_were_in_their_order() -> None:
         1 / 0  # noqa: B018
     assert attend_once(_call(5, *first), first)[0] == 5  # and outside nothing is kept or taken
     assert not kept._calls
+    inner = Kept()  # of a block within a block: after it the outer one keeps again
+    with kept.first():
+        with inner.first():
+            attend_once(_call(6, *first), first)
+        attend_once(_call(7, *first), first)
+    assert [float(of[0]) for store in (inner, kept) for of, _ in store._calls] == [6, 7]
+    with kept.second():
+        with inner.second():
+            assert attend_once(lambda: 1 / 0, [*second])[0] == 6
+        assert attend_once(lambda: 1 / 0, [*second])[0] == 7
 
 
 def test_inputs_are_not_kept_but_taken_from_the_second_run() -> None:

@@ -24,6 +24,8 @@ def test_autocast_chooses_for_all_but_float64():
     x, wide = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         assert operand_dtype("op", x, {"weight": x.half()}) == torch.bfloat16
+        for low in (x.half(), x.bfloat16()):  # of 16 bits already
+            assert operand_dtype("op", low, {"weight": x}) == torch.bfloat16
         assert operand_dtype("op", wide, {"weight": wide}) == torch.float64
         with pytest.raises(ValueError, match=r"dtypes differ: x torch.*64, weight torch.*32"):
             operand_dtype("op", wide, {"weight": x})
@@ -36,6 +38,9 @@ def test_operands_of_several_dtypes_are_refused_by_name():
     x = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"op: dtypes differ: x torch.float32, bias torch.float16"):
         operand_dtype("op", x, {"weight": None, "bias": x.half()})
+    for low in ({"weight": x, "bias": x.half()}, {"weight": x.half(), "bias": x}):
+        with pytest.raises(ValueError, match=r"weight torch.float\d\d, bias torch.float\d\d$"):
+            operand_dtype("op", x, {**low, "up_bias": None})
 
 
 X, LABELS = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 3, -100, 5, 1, 2])

@@ -140,6 +140,7 @@ def test_gradients_are_handed_over_within_the_block_only_also_where_it_ends_by_a
     with suppress(KeyError), context(store):
         assert wgrad(weight, lambda: dw) is None
         assert waits(weight) == (context is collect)
+        assert not waits(weight * 2)  # a computed one's is returned at once
         assert not torch.autograd.is_multithreading_enabled()
         raise KeyError
     assert wgrad(weight, lambda: dw) is dw

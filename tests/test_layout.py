@@ -85,6 +85,9 @@ def test_labels_are_shifted_over_the_whole_sequence(kind: str) -> None:
         mistake = shift_labels(layout.shard(tokens, rank, 1))[0].tolist()
         assert (mistake == local) == (kind == "contiguous" and rank == 2)
     assert shift_labels(tokens.T, dim=0, ignore_index=-1)[:, 0].tolist() == [*range(101, 112), -1]
+    for n in (0, 1):  # nothing, and nothing that follows
+        assert shift_labels(tokens[:, :n]).tolist() == [[-100] * n] * len(tokens)
+        assert shift_labels(tokens.T[:n], dim=0).tolist() == [[-100] * len(tokens)] * n
 
 
 def test_one_part_takes_any_length() -> None:
@@ -102,12 +105,19 @@ def test_errors_name_the_numbers() -> None:
     for kind in KINDS:
         with pytest.raises(ValueError, match=r"rank must be in \[0, 4\), got 4"):
             SequenceLayout(16, 4, kind).shard(torch.zeros(16), 4, 0)
-    with pytest.raises(ValueError, match="whole sequence, 16, got 15"):
-        layout.shard(torch.zeros(2, 15), 0, 1)
-    with pytest.raises(ValueError, match="one shard per rank, 4, got 3"):
-        layout.unshard([torch.zeros(4)] * 3, 0)
-    with pytest.raises(ValueError, match="dim 0 of shard 2 must have 4 rows, got 5"):
-        layout.unshard([torch.zeros(4), torch.zeros(4), torch.zeros(5), torch.zeros(3)], 0)
+    for layout in (*(SequenceLayout(16, 4, kind) for kind in KINDS), balance(16, 4)):
+        for n in (0, 15, 17):  # less and more
+            with pytest.raises(ValueError, match=f"dim 1 .* whole sequence, 16, got {n}$"):
+                layout.shard(torch.zeros(2, n), 0, 1)
+        for n in (0, 3, 5):
+            with pytest.raises(ValueError, match=f"one shard per rank, 4, got {n}$"):
+                layout.unshard([torch.zeros(4)] * n, 0)
+        for rank, n in ((0, 3), (2, 5), (3, 3)):
+            shards = [torch.zeros(1, n if r == rank else 4) for r in range(4)]
+            with pytest.raises(
+                ValueError, match=f"^dim -1 of shard {rank} must have 4 rows, got {n}$"
+            ):
+                layout.unshard(shards, -1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         layout.parts = 2
 

@@ -194,6 +194,44 @@ def test_an_operator_without_a_gradient_says_so_where_one_is_wanted() -> None:
     assert plain(x.detach(), scale, None).tolist() == [2.0, 2.0]
 
 
+def _sum_of(parts: list[torch.Tensor], scale: Scale | None, y: torch.Tensor | None) -> torch.Tensor:
+    seen.append("sum")
+    total = sum(parts) * (1.0 if scale is None else scale.factor)
+    return total if y is None else total + y
+
+
+OF_LISTS = Op("test_of_lists", _sum_of, lambda parts, *_: parts[0] + 0, records=RECORDS)
+
+
+def test_tensors_in_lists_and_records_are_seen_and_a_record_may_be_none() -> None:
+    x, y, offset = torch.ones(2), torch.full((2,), 5.0), torch.zeros(2)
+    for scale in (None, Scale(3.0, (), None), Scale(3.0, (), offset)):
+        for other in (None, y):
+            given = [x, y], scale, other
+            found = OF_LISTS.nested(OF_LISTS.flattened(given))
+            assert found == list(given)
+            flat = OF_LISTS.operator(*OF_LISTS.flattened(given))
+            assert torch.equal(flat, OF_LISTS(*given))
+            assert torch.equal(flat, 6 * (1 if scale is None else 3) * x + (5 if other is y else 0))
+    wanted = torch.ones(2, requires_grad=True)
+    of_each = (
+        ([x, wanted], None, None),
+        ([x], Scale(3.0, (), wanted), None),
+        ([x], None, wanted),
+    )
+    for given in of_each:
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            OF_LISTS(*given).sum().backward()
+    seen.clear()
+    nowhere = torch.ones(2, device="meta")
+    for given in (
+        ([nowhere, nowhere], None, None),
+        ([x.to("meta")], Scale(1.0, (), nowhere), None),
+    ):
+        assert OF_LISTS(*given).is_meta
+    assert not seen, "`fake` answers"
+
+
 def test_a_direct_op_is_a_plain_call_but_for_compilers() -> None:
     x, scale = torch.ones(2), Scale(2.0, (), None)
     with torch._subclasses.FakeTensorMode() as mode:
@@ -202,8 +240,15 @@ def test_a_direct_op_is_a_plain_call_but_for_compilers() -> None:
     seen.clear()
     assert DIRECT(x, scale, None).tolist() == [2.0, 2.0]
     assert seen == ["Tensor"]
-    compiled = torch.compile(lambda x: DIRECT(x, scale, None), backend="aot_eager", fullgraph=True)
+    called = []
+
+    def backend(graph, inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    compiled = torch.compile(lambda x: DIRECT(x, scale, None), backend=backend, fullgraph=True)
     assert compiled(x).tolist() == [2.0, 2.0]
+    assert [name for name in called if "test_direct" in name] == called != []
 
 
 def test_a_call_and_its_backward_import_no_compiler() -> None:

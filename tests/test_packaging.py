@@ -1,6 +1,7 @@
 """Packaging: wheel and editable install import alike; no source is loaded under two names."""
 
 import importlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -121,6 +122,22 @@ def test_an_editable_install_works_and_a_bare_rung_has_nothing_in_it(
         )  # fmt: skip
         assert result.returncode == 1
         assert "ImportError: " in result.stderr
+
+
+@pytest.mark.parametrize("rung", RUNGS[:3])
+def test_a_rung_under_another_name_says_which_package_it_is(rung: str) -> None:
+    def use(name: str) -> object:
+        spec = importlib.util.spec_from_file_location(name, ROOT / rung / "__init__.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert not hasattr(module, "__path__"), "it has modules"
+        return module.norm
+
+    error = AttributeError if rung == "kernels" else ImportError
+    for name in (rung, f"elsewhere.{rung}", f"warpweave.{rung}.{rung}", f"warpweave_{rung}"):
+        words = f"^this folder is the package 'warpweave.{rung}', but it was imported as '{name}'"
+        with pytest.raises(error, match=words):
+            use(name)
 
 
 _IN_A_PROCESS_TOO = """

@@ -5,6 +5,8 @@ That it equals the plain one, rotation included, is in `test_sharded_ops.py`.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from rules import over_group, rulecheck
@@ -14,6 +16,7 @@ from spmd_types import I, R, S
 from threads import run_threads
 
 from warpweave.kernels.qkv import function as qkv
+from warpweave.kernels.rope import rope_table
 from warpweave.parallel.tensor.qkv import parallel_qkv_rope
 
 E = NARROW
@@ -21,13 +24,18 @@ E = NARROW
 
 def _empty(rank: int) -> None:
     group, *_ = world()
-    for shape in ((0, 5), (3, 0)):
+    for shape, impl in itertools.product(((0, 5), (3, 0), (0, 0)), ("torch", "triton")):
         x, weight = draw(1, 0, E).requires_grad_(), draw(2, 1, 3, 4, E).requires_grad_()
-        q, k, v = parallel_qkv_rope(x, weight, None, None, None, shape=shape, group=group)
-        assert q.shape == k.shape == v.shape == (*shape, 1, 4)
-        (q.sum() + k.sum() + v.sum()).backward()
-        assert x.grad.shape == x.shape
-        assert not weight.grad.any()
+        turn = rope_table(torch.arange(shape[1]), 4, dtype=torch.float64)
+        for angles in ((None, None), turn):
+            x.grad = weight.grad = None
+            q, k, v = parallel_qkv_rope(
+                x, weight, None, *angles, shape=shape, group=group, impl=impl
+            )
+            assert q.shape == k.shape == v.shape == (*shape, 1, 4)
+            (q.sum() + k.sum() + v.sum()).backward()
+            assert x.grad.shape == x.shape
+            assert not weight.grad.any()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

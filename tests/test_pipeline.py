@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deferred import Product
 from plants import instead, planted
 from ranks import run_ranks
+from threads import on_threads
 from torch import Tensor, nn
 
 from warpweave.parallel.pipeline import Distributed, InProcess, ModuleStage, execute
@@ -258,6 +259,8 @@ def test_wrong_lists_are_found_while_running(lists, message: str) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ranks \[0, 1\] run stages \[0, 1\], got \[1\]"):
         execute(STEP, build(2, 2, [1]), InProcess())
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] run stages \[0, 1\], got \[0, 1, 2\]"):
+        execute(STEP, build(3, 2), InProcess())
     for width, dtype in ((8, torch.float32), (7, torch.float64)):
         stages = build(2, 2)
         stages[1]._like = ((TOKENS, width), dtype, CPU)
@@ -271,8 +274,17 @@ def test_what_does_not_fit_is_refused() -> None:
         execute(lists, stages, InProcess())
     with pytest.raises(ValueError, match="the schedule has 2 ranks, the pipeline group 1"):
         Distributed(STEP, None)
-    with pytest.raises(ValueError, match="either inputs"):
-        ModuleStage(nn.Linear(2, 2))
+    for ranks in (1, 3):  # fewer and more
+        on_threads(ranks, _refuses_the_size, ranks)
+    first, other = {"inputs": lambda mb: torch.ones(2)}, {"like": ((2,), torch.float32, CPU)}
+    for given in ({}, first | other):
+        with pytest.raises(ValueError, match="either inputs"):
+            ModuleStage(nn.Linear(2, 2), **given)
+
+
+def _refuses_the_size(group, ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"^the schedule has 2 ranks, the pipeline group {ranks}$"):
+        Distributed(STEP, group)
 
 
 def test_a_single_rank_needs_no_process_group() -> None:
@@ -357,6 +369,20 @@ def test_what_is_frozen_stays_so_in_every_version() -> None:
     made[0].optimizer = torch.optim.SGD(made[0].module.parameters(), lr=0.3)
     execute(lists, made, InProcess())
     assert torch.equal(frozen, before)
+
+
+def test_a_run_begins_with_version_0_alone() -> None:
+    """Not with what the run before, which may have failed, has left of its own."""
+    (stage,) = build(1, 4, versions=3).values()
+    stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=0.3)
+    for _ in range(2):
+        stage.start()
+        with pytest.raises(ValueError, match=r"reads version 1, the stage holds \[0\]"):
+            stage.forward(1, None, 1)
+        stage.forward(0, None)
+        stage.backward(0, None)
+        stage.update()
+        stage.forward(1, None, 1)  # and ends midway
 
 
 # ---------------------------------------------------------------------------------- real ranks

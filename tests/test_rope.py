@@ -120,6 +120,10 @@ def test_strided_and_empty_inputs(impl) -> None:
     empty = torch.empty(0, 11, 2, 8, dtype=torch.float64, requires_grad=True)
     y = apply_rope(empty, cos, sin, impl=impl)
     assert torch.autograd.grad(y.sum(), empty)[0].shape == y.shape == empty.shape
+    for heads in ((0, 2), (3, 0), (0, 0)):  # of one without heads the other turns
+        given = [qkv.detach()[:, :, :n, 0] for n in heads]
+        for x, y in zip(given, apply_rope_qk(*given, cos, sin, impl=impl), strict=True):
+            assert_close_f64(y, reference.apply_rope(x, cos, sin), 1e-14)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -33,6 +33,7 @@ from warpweave.parallel.schedule import (
     with_update,
 )
 from warpweave.parallel.schedule.__main__ import main
+from warpweave.parallel.schedule.actions import cells
 
 
 def joined(lists: Schedule, name: str) -> Schedule:
@@ -300,6 +301,9 @@ def test_numbers_of_several_digits_negative_versions_and_blanks_are_read() -> No
         [Action("F", 0, 0), Action("B", 0, 10)],
         [Action("F", 0, 11, joined=True), Action("B", 1, 12)],
     ]
+    alone = [Action("B", 0, 0), Action("F", 0, 1, joined=True)]  # an invalid list, which is shown
+    assert list(cells(alone)) == [(alone[0],), (alone[1],)]
+    assert to_csv([alone]) == "0B0,0F1\n"
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,37 @@ def test_weight_gradients_wait_for_backward_weight():
     assert all((grads[f"{k}.weight"] != 0).any() for k in range(3))
 
 
+class _Reads(_Linear):
+    """Whose deferred gradient reads the weight, as one that computes its activations again."""
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return dy @ weight, wgrad(weight, lambda: dy.T @ (x @ weight.detach()))
+
+
+def test_a_deferred_weight_gradient_reads_the_weights_of_its_forward():
+    """An update comes between I and W: of the newest version and of the one before it."""
+    found = []
+    for updates in (0, 1, 2):
+        chain = _chain(_layers(2), versions=3)
+        chain.start()
+        chain.begin(_batches()[:1])
+        with mock.patch(f"{__name__}._Linear", _Reads), torch.no_grad():
+            chain.forward(0, None)
+            chain.backward_input(0, None)
+            for _ in range(updates):
+                for unit in chain.units:
+                    unit.parameters.next_version(unit.state.region)
+                    unit.state.master.mul_(2)
+                chain.updated()
+            chain.backward_weight(0)
+        chain.reduce()
+        found.append([p.grad.clone() for unit in chain.units for _, p in unit.params])
+    for grads in found[1:]:
+        assert all(map(torch.equal, grads, found[0]))
+
+
 def test_a_middle_stage_passes_activations_and_gradients_on():
     layers, x = _layers(2, torch.float64), _batches(torch.float64)[0]
     dy = torch.randn_like(x)
@@ -482,8 +513,9 @@ def test_a_parameter_that_a_step_does_not_reach_has_no_gradient() -> None:
 def test_a_step_begins_with_nothing_of_the_one_before() -> None:
     """Nor of one that ended midway."""
     chain, again = _chain(_layers(2)), _chain(_layers(2))
-    chain.begin(_batches())
-    chain.forward(2, None)
+    chain.begin([*_batches(), *_batches()])
+    for mb in (2, 4):  # one that comes again, and one that does not
+        chain.forward(mb, None)
     for _ in range(2):
         _go(chain, _batches())
         for unit in chain.units:

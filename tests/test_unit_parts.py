@@ -301,6 +301,8 @@ def _pair(name: str, **changes: Any) -> tuple[ParamRecord, nn.Parameter]:
         ),
         (lambda: _bn(bias=torch.zeros(2)), r"N, C, ...\], bias\[C\]; got \[2, 3\] and bias\[2\]$"),
         (lambda: _bn(torch.zeros(3, 1)), r"weight\[C\]; got \[2, 3\] and weight\[3, 1\]$"),
+        (lambda: _bn(torch.zeros(4)), r"weight\[C\]; got \[2, 3\] and weight\[4\]$"),
+        (lambda: _bn(torch.zeros(3), torch.zeros(4)), r"bias\[C\]; got \[2, 3\] and bias\[4\]$"),
         (lambda: _bn(torch.zeros(3), torch.zeros(3)), None),
         (lambda: _bn(bias=torch.zeros(3)), None),
     ]
@@ -339,6 +341,19 @@ def _written(mesh: ConnectedMesh) -> None:
 
 def test_what_is_written_has_the_shape_that_the_rank_holds() -> None:
     on_mesh(Mesh(tp=2), _written)
+
+
+def test_moments_that_are_there_stay_and_the_others_are_zeros() -> None:
+    state = _unit(single(), (5, 3), (4,)).state
+    state.add_moments(("exp_avg", "square"), rest={"square"})
+    kept = {name: moment.fill_(n + 1) for n, (name, moment) in enumerate(state.moments.items())}
+    state.add_moments(("square", "exp_avg", "outer"), rest={"square"})  # another optimizer's
+    assert state.of_rest == {"square"}
+    assert all(state.moments[name] is moment for name, moment in kept.items())
+    assert [set(state.moments[name].tolist()) for name in ("exp_avg", "square", "outer")] == [
+        {1.0}, {2.0}, {0.0}
+    ]  # fmt: skip
+    assert len(state.moments["outer"]) == len(state.master)
 
 
 def _joined(mesh: ConnectedMesh) -> None:

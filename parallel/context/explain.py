@@ -201,22 +201,23 @@ class _Use:
         )
 
 
-def _hops(shape: _Shape, layout: SequenceLayout) -> tuple[int, int, float]:
-    """Steps of the ring, messages in both directions, and how many blocks of K‖V the mean rank
-    sends in the forward."""
+def _hops(shape: _Shape, layout: SequenceLayout) -> tuple[int, int, int]:
+    """Steps of the ring, messages in both directions, and how many blocks of K‖V all ranks together
+    send in the forward."""
     visits, reach = (of(layout, shape.causal, shape.window) for of in (distances, reaches))
     n, gaps = len(visits) - 1, [b - a for a, b in pairwise(visits)]
     extra = sum(a != b for a, b in pairwise(gaps))  # K‖V and dK‖dV in separate messages
     extra += len({d for d in reach if 0 < d < visits[-1]})  # and owners send theirs anew
-    return n, n + (n + 1 + extra if n else 0), sum(map(visits.index, reach)) / layout.parts
+    return n, n + (n + 1 + extra if n else 0), sum(map(visits.index, reach))
 
 
 def _ring(shape: _Shape) -> Iterator[_Use]:
     if shape.layout.kind == "balanced":
         return
-    n, messages, each = _hops(shape, shape.layout)
+    n, messages, of_all = _hops(shape, shape.layout)
     width = shape.itemsize, shape.itemsize + shape.wide
-    sent, carried = (tuple(int(hops * shape.kv) * w for w in width) for hops in (each, n))
+    sent = tuple(of_all * shape.kv * w // shape.layout.parts for w in width)
+    carried = tuple(n * shape.kv * w for w in width)
     # n messages hide behind n of the n + 1 tiles; the backward's first K‖V has no tile to itself.
     yield _Use("ring", sent, messages, _buffers(shape, shape.kv), carried, n / (n + 1))
 
@@ -267,9 +268,9 @@ def _hybrid(shape: _Shape, ranks: int) -> Iterator[_Use]:
         return
     split = HeadSplit(layout, ranks, shape.heads, shape.kv_heads)
     bare, held, kv = _all_to_all(shape, ranks)
-    n, messages, each = _hops(shape, split.ring)
+    n, messages, of_all = _hops(shape, split.ring)
     width = shape.itemsize, shape.itemsize + shape.wide
     carried = tuple(n * kv * w for w in width)
-    sent = tuple(b + int(each * kv) * w for b, w in zip(bare, width))
+    sent = tuple(b + of_all * kv * w // split.ring.parts for b, w in zip(bare, width))
     memory = held + _buffers(shape, kv)
     yield _Use("hybrid", sent, 4 + messages, memory, carried, n / (n + 1), bare)
