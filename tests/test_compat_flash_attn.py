@@ -332,6 +332,9 @@ def test_dropout_is_repeated_by_torchs_seed_and_keeps_the_mean():
     mean = sum(drop(seed) for seed in range(200)) / 200
     assert (mean - _truth(q, k, v)[0]).abs().mean() < 0.02
     assert (drop(1) - _truth(q, k, v)[0]).abs().mean() > 0.05
+    state = torch.get_rng_state()
+    fa.flash_attn_func(q, k, v)
+    assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn that nobody needs
 
 
 def test_packed_sequences_are_not_dropped_alike():

@@ -116,11 +116,11 @@ def test_a_module_of_defaults_is_ligers(name):
 
 
 @pytest.mark.parametrize("casting_mode", ["llama", "gemma", "none"])
-@pytest.mark.parametrize(("offset", "init_fn"), [(0.0, "ones"), (1.0, "zeros")])
+@pytest.mark.parametrize(("offset", "init_fn"), [(0.0, "ones"), (1.0, "zeros"), (-0.5, "ones")])
 def test_rms_norm(offset, init_fn, casting_mode):
     norm = liger.LigerRMSNorm(E, 1e-5, offset, casting_mode, init_fn)
     assert [*norm.state_dict()] == ["weight"]
-    assert torch.equal(norm.weight, torch.full((E,), 1 - offset))
+    assert torch.equal(norm.weight, torch.full((E,), float(init_fn == "ones")))
     nn.init.normal_(norm.weight)
     x = torch.randn(3, 5, E, requires_grad=True)
     truth = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (offset + norm.weight)

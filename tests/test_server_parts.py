@@ -240,6 +240,10 @@ def test_no_two_workers_of_a_run_have_the_same_number() -> None:
             clocks.join(worker)
     clocks.leave(6)
     assert (clocks.join(6), clocks.following) == (6, 8)
+    late = Clocks(None, joint=False)
+    assert (late.join(clock=5), late.floor, late.join(), late.clocks) == (0, 5, 1, {0: 5, 1: 5})
+    late.join(clock=3)
+    assert late.state()["floor"] == 3
 
 
 def test_a_worker_that_leaves_neither_waits_to_pull_nor_owes_a_gradient() -> None:
