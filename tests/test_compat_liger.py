@@ -112,6 +112,30 @@ def test_a_module_of_defaults_is_ligers(name):
             assert found[each].shape == wanted
 
 
+GIVEN = {  # each argument that a module keeps under its own name, by another value than its default
+    "LigerRMSNorm": {
+        "hidden_size": 5, "offset": 0.5, "casting_mode": "none", "in_place": False,
+        "row_mode": True, "elementwise_affine": False,
+    },
+    "LigerLayerNorm": {"hidden_size": 5, "eps": 0.1},
+    "LigerCrossEntropyLoss": {
+        "ignore_index": 3, "lse_square_scale": 0.1, "label_smoothing": 0.2, "reduction": "sum",
+        "softcap": 2.0, "return_token_accuracy": True, "return_predicted_tokens": True,
+    },
+    "LigerFusedLinearCrossEntropyLoss": {
+        "ignore_index": 3, "lse_square_scale": 0.1, "label_smoothing": 0.2, "reduction": "none",
+        "softcap": 2.0, "accum_dtype": torch.float32, "return_token_accuracy": True,
+        "return_predicted_tokens": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_module_keeps_what_it_is_given_under_its_name(name):
+    module = getattr(liger, name)(**GIVEN[name])
+    assert {each: getattr(module, each) for each in GIVEN[name]} == GIVEN[name]
+
+
 # ---------------------------------------------------------------- norms
 
 
