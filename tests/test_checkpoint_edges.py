@@ -235,6 +235,20 @@ def test_a_disk_that_is_full_is_told_from_one_that_fails(
     assert str(error.value).endswith("earlier checkpoints are intact") == full
 
 
+def test_what_the_disk_takes_in_small_pieces_is_written_whole(tmp_path: Path, monkeypatch) -> None:
+    """However few bytes it takes at a time, and however many are handed to it."""
+    real, tensors = os.write, [("a", torch.arange(50.0)), ("b", torch.arange(9)), ("c", ONE[0][1])]
+    most = itertools.cycle((1, 7, 100, 3))
+    monkeypatch.setattr(os, "write", lambda file, data: real(file, data[: next(most)]))
+    for chunk in (5, 8, 1 << 20):
+        monkeypatch.setattr(files, "CHUNK", chunk)
+        reader = open_checkpoint(_save(tmp_path / str(chunk), tensors=tensors))
+        for name, tensor in tensors:
+            assert torch.equal(reader.tensor(name), tensor)
+        digest = hashlib.sha256((reader.path / "manifest.json").read_bytes()).hexdigest()
+        assert (reader.path / "manifest.sha256").read_text() == digest
+
+
 def test_a_config_is_compared_field_by_field_with_defaults_for_new_ones(tmp_path: Path) -> None:
     saved = {"a": 1, "b": [1, 2], "c": True, "d": None}
     reader = open_checkpoint(_save(tmp_path, config=saved))

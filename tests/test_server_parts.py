@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import socket
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -64,6 +65,14 @@ def test_numbers_of_a_server_plan_are_taken_up_to_their_bounds(call, words) -> N
 
 
 # ---------------------------------------------------------------- who holds what
+
+
+def test_a_plan_on_which_all_agreed_cannot_be_changed() -> None:
+    plan = ServerPlan(servers=2)
+    for name in vars(plan):
+        with pytest.raises(FrozenInstanceError):
+            setattr(plan, name, 1)
+    assert {plan: 1}[ServerPlan(servers=2)] == 1
 
 
 def test_every_parameter_has_a_record_and_a_frozen_one_is_refused() -> None:
@@ -140,6 +149,9 @@ def test_what_a_server_reads_is_what_another_expects_and_loads() -> None:
     assert [*found] == ["w", "b", "exp_avg/w", "exp_avg/b", "exp_avg_sq/w", "exp_avg_sq/b"]
     assert {x.dtype for _, x in shard.read()} == {torch.float32}
     assert shard.weights.dtype == torch.half
+    squares = shard.squares(shard.master)  # which are added to other servers'
+    assert (squares.dtype, squares.shape) == (torch.float64, ())
+    assert float(squares) == pytest.approx(22 * 1.1**2)
     for number, prefix in enumerate(("", "exp_avg/", "exp_avg_sq/")):
         shard.load(prefix, lambda r, n=number: torch.full(r.shape, 10.0 * n + len(r.shape)))
     for name, x in shard.read():
