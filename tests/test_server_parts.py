@@ -228,6 +228,26 @@ def test_a_replay_computes_at_the_version_that_was_pulled() -> None:
     assert _replayed(*log) == pytest.approx(w4, rel=1e-15)
 
 
+@pytest.mark.parametrize("workers", list(itertools.permutations(range(3))))
+def test_a_replay_adds_an_updates_terms_in_the_order_of_the_log(workers) -> None:
+    """By gradients of which a sum in another order is another one."""
+    values = 1e16, 1.0, -1e16
+    shard = Shard([ParamRecord("w", (1,))], lambda r: torch.zeros(1), SGD(0.0), torch.float64)
+    terms = [
+        {"worker": w, "clock": 0, "pulled": 0, "staleness": 0, "count": 1, "loss": 0.0}
+        for w in workers
+    ]
+
+    def compute(worker: int):
+        return lambda clock, weights: Gradient(
+            {"w": torch.tensor([values[worker]], dtype=torch.float64)}, 1, 0.0
+        )
+
+    assert replay([{"version": 1, "lr": 3.0, "terms": terms}], ServerPlan(), [shard], compute) == 1
+    first, second, third = (torch.tensor(values[w], dtype=torch.float64) for w in workers)
+    assert float(shard.master[0]) == pytest.approx(-float(first + second + third), abs=1e-9)
+
+
 def test_a_log_that_no_run_could_write_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^update 2 applies a gradient of version 5$"):
         _replayed((0, 0, 0), (1, 3, 5), (0, 1, 1))
