@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from warpweave.kernels.rope import RopeScaling, rope_table
 from warpweave.layers.attention import Attention
 from warpweave.layers.context import KVCache, TokenContext
+from warpweave.layers.norm import ColumnParallelRMSNorm, RMSNorm
 from warpweave.layers.records import collect_records
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
@@ -167,6 +168,20 @@ def test_a_style_decides_on_the_bias_of_qkv_alone():
         layer = Attention(12, 2, bias=both, qkv_bias=alone)
         assert (layer.qkv.bias is not None) == (both if alone is None else alone)
         assert (layer.out.bias is not None) == both
+
+
+def test_a_qk_norm_is_made_where_it_is_asked_for():
+    """Whether it is over whole queries is another question."""
+    for asked, whole, kind in (
+        (False, False, type(None)), (False, True, type(None)),
+        (True, False, RMSNorm), (True, True, ColumnParallelRMSNorm),
+    ):  # fmt: skip
+        layer = Attention(12, 6, num_kv_heads=3, qk_norm=asked, qk_norm_whole=whole, norm="rms1p")
+        assert [type(norm) for norm in (layer.q_norm, layer.k_norm)] == [kind, kind]
+        if asked:
+            sizes = [tuple(norm.weight.shape) for norm in (layer.q_norm, layer.k_norm)]
+            assert sizes == ([(12,), (6,)] if whole else [(2,), (2,)])
+            assert layer.q_norm.offset
 
 
 def test_an_empty_batch_has_empty_output_and_zero_gradients():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -100,6 +101,16 @@ def test_a_save_waits_for_the_one_before_and_uses_its_memory(tmp_path, monkeypat
     assert held[0] == held[1] == held[2]
     for step in (1, 2, 3):
         assert torch.equal(read(tmp_path, step)["a"], torch.full((7, 5), float(step)))
+
+
+def test_the_ranks_that_save_get_a_group_of_their_own_with_the_savers_timeout() -> None:
+    group = mock.sentinel.group
+    with mock.patch.object(background, "dist") as dist:
+        dist.get_process_group_ranks.side_effect = {group: [1, 3]}.get
+        assert BackgroundSaver(group, timeout=7.5)._group is dist.new_group.return_value
+        BackgroundSaver(group)
+    seconds = [timedelta(seconds=x) for x in (7.5, 300.0)]
+    assert dist.new_group.call_args_list == [mock.call([1, 3], x, backend="gloo") for x in seconds]
 
 
 def test_a_kill_while_a_step_is_written_leaves_the_one_before(tmp_path):

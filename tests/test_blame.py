@@ -179,6 +179,11 @@ def test_the_flight_recorder_names_the_rank_that_did_not_join(tmp_path):
         rf"\(number \d+ of group \d+\), says the flight recorder \({tmp_path}/r0 and others\)", line
     )  # fmt: skip
     assert recorded(f"{tmp_path}/r", 4, time.time() + 9) == {}  # those of an earlier run
+    for rank, seconds in enumerate((6, 7, 8)):
+        os.utime(tmp_path / f"r{rank}", (9, seconds))
+    assert recorded(f"{tmp_path}/r", 2, 7.0) == {1: tmp_path / "r1"}
+    assert [*recorded(f"{tmp_path}/r", 4, 6.0)] == [0, 1, 2]
+    assert recorded(None, 4, 0.0) is None
 
 
 def test_a_member_that_never_joined_a_group_is_behind_and_messages_between_two_are_not_counted():

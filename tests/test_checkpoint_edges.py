@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from threads import run_threads
 
 from warpweave.checkpoint import (
@@ -133,6 +134,9 @@ def test_a_manifest_is_read_up_to_its_limits_of_bytes_and_values(
     manifests._count_values(b"x" * 700, tmp_path)
     with pytest.raises(CheckpointError, match="has 701 bytes and 0 values, at most 700 bytes"):
         manifests._count_values(b"x" * 701, tmp_path)
+    with pytest.raises(CheckpointError, match=r"manifest\.json has \d{3} bytes and \d\d values, "):
+        _save(tmp_path, state={"a": "x" * 400})  # what nobody could read is not published
+    assert not _steps(tmp_path)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -229,6 +233,20 @@ def test_a_disk_that_is_full_is_told_from_one_that_fails(
     header = 8 + 64  # of {"a":{"dtype":"F32","shape":[100],"data_offsets":[0,400]}}
     assert (int(done), int(size)) == (header + 60, header + 400)
     assert str(error.value).endswith("earlier checkpoints are intact") == full
+
+
+def test_what_the_disk_takes_in_small_pieces_is_written_whole(tmp_path: Path, monkeypatch) -> None:
+    """However few bytes it takes at a time, and however many are handed to it."""
+    real, tensors = os.write, [("a", torch.arange(50.0)), ("b", torch.arange(9)), ("c", ONE[0][1])]
+    most = itertools.cycle((1, 7, 100, 3))
+    monkeypatch.setattr(os, "write", lambda file, data: real(file, data[: next(most)]))
+    for chunk in (5, 8, 1 << 20):
+        monkeypatch.setattr(files, "CHUNK", chunk)
+        reader = open_checkpoint(_save(tmp_path / str(chunk), tensors=tensors))
+        for name, tensor in tensors:
+            assert torch.equal(reader.tensor(name), tensor)
+        digest = hashlib.sha256((reader.path / "manifest.json").read_bytes()).hexdigest()
+        assert (reader.path / "manifest.sha256").read_text() == digest
 
 
 def test_a_config_is_compared_field_by_field_with_defaults_for_new_ones(tmp_path: Path) -> None:
@@ -383,6 +401,94 @@ def test_an_unknown_tensor_is_told_with_the_folder_and_how_many_there_are(tmp_pa
     for read in (reader.tensor, reader.mapped, reader.shape, reader.dtype):
         with pytest.raises(CheckpointError, match=r"step_00000001 holds no tensor 'x' among 12"):
             read("x")
+
+
+def test_a_file_that_cannot_be_read_any_more_is_an_error_of_its_checkpoint(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Gone since it was verified, or refused by the library that reads it."""
+    reader = open_checkpoint(_save(tmp_path))
+    file = reader.path / "rank00000-00000.safetensors"
+
+    def refuses(*args, **options):
+        raise SafetensorError("planted\nin two lines")
+
+    for says, gone in (("planted in two lines", False), (".*No such file.*", True)):
+        if gone:
+            file.unlink()
+        for read in (reader.tensor, reader.mapped):
+            with monkeypatch.context() as patch:
+                if not gone:
+                    patch.setattr("warpweave.checkpoint.read.safe_open", refuses)
+                words = rf"^cannot read 'a' from {file}: {says}$"
+                with pytest.raises(CheckpointError, match=words):
+                    read("a")
+
+
+def test_an_old_step_that_cannot_be_removed_is_told_and_ends_nothing(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Neither where it cannot be renamed nor where its files cannot be unlinked."""
+    for step in (1, 2):
+        _save(tmp_path, step)
+    rename, unlink, planted = os.rename, Path.unlink, OSError(errno.EACCES, "planted")
+
+    def no_rename(old: Path, new: Path) -> None:
+        if Path(old).name == "step_00000001":
+            raise planted
+        rename(old, new)
+
+    def no_unlink(path: Path, **options: bool) -> None:
+        if path.parent.name.startswith(("step_00000001", "step_00000002")):
+            raise planted
+        unlink(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", no_rename)
+        with pytest.warns(CheckpointWarning) as told:
+            _save(tmp_path, 3, keep=2)
+    (words,) = (str(w.message) for w in told)
+    assert words == f"{tmp_path}/step_00000001: planted; not removed"
+    assert _steps(tmp_path) == [1, 2, 3]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", no_unlink)
+        with pytest.warns(CheckpointWarning) as told:
+            _save(tmp_path, 4, keep=2)
+    words = sorted(str(w.message) for w in told)
+    for step, line in zip((1, 2), words, strict=True):
+        aside = rf"{tmp_path}/step_0000000{step}\.tmp-[0-9a-f]{{16}}"
+        assert re.fullmatch(f"{aside}: planted, not removed", line)
+    _save(tmp_path, 5, keep=3)  # which removes what was left
+    assert _steps(tmp_path) == [3, 4, 5]
+
+
+def test_a_step_that_cannot_be_published_leaves_the_one_of_its_number(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Or none, where there was none; a pointer that cannot be replaced leaves no other file."""
+    before = open_checkpoint(_save(tmp_path, 1)).path
+    rename, content = os.rename, {path.name for path in tmp_path.iterdir()}
+
+    def no_rename(old: Path, new: Path) -> None:
+        if ".tmp-" in Path(old).name:
+            raise OSError(errno.EIO, "planted", str(old))
+        rename(old, new)
+
+    def no_replace(old: Path, new: Path) -> None:
+        raise OSError(errno.EIO, "planted", str(old))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", no_rename)
+        for step in (1, 2):
+            with pytest.raises(CheckpointError, match=rf"step_0000000{step}\.tmp-\w+: planted$"):
+                _save(tmp_path, step, [("a", torch.zeros(2))])
+            assert {path.name for path in tmp_path.iterdir()} == content
+    assert torch.equal(open_checkpoint(before).tensor("a"), ONE[0][1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", no_replace)
+        with pytest.raises(CheckpointError, match=r"latest\.tmp-\w+: planted$"):
+            _save(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == content | {"step_00000002"}
 
 
 # ---------------------------------------------------------------- in the background

@@ -107,6 +107,16 @@ def test_what_cannot_be_measured_is_one_line(options, says, monkeypatch, capsys)
     assert (caught.value.code, capsys.readouterr().err.strip()) == (2, f"warpweave: {says}")
 
 
+def test_a_rank_of_torchrun_starts_no_ranks(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("it has started ranks"))
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        command.run(CollectivesConfig())
+    says = "warpweave: collectives starts its own ranks, run it without torchrun"
+    assert (caught.value.code, capsys.readouterr().err.strip()) == (2, says)
+
+
 def test_sizes_are_sorted_and_named_once() -> None:
     assert CollectivesConfig(sizes=("1m", "8", "1K", "1024")).elements == [2, 256, 1 << 18]
     assert CollectivesConfig(sizes=("4", "2G", "3M")).elements == [1, 3 << 18, 1 << 29]

@@ -85,6 +85,20 @@ def test_every_mask_is_that_of_the_description(queries, keys, causal, window):
     _check(found, inputs, _truth(*inputs, causal=causal, window=window))
 
 
+def test_a_side_that_is_wider_than_any_number_of_rows_has_no_bound():
+    q, k, v = _qkv(4, 7)
+    for window, same in (
+        ((2**70, 2**70), (-1, -1)), ((2**63, 2), (-1, 2)), ((1, 2**63), (1, -1)),
+        ((2**62, 2**62), (99, 99)), ((11, 1), (10, 1)), ((2, 11), (2, 6)),
+    ):  # fmt: skip
+        for causal in (False, True):
+            found, wanted = (
+                fa.flash_attn_func(q, k, v, causal=causal, window_size=sides)
+                for sides in (window, same)
+            )
+            assert torch.equal(found, wanted), (window, causal)
+
+
 SIGNATURES = {
     "flash_attn_func": "q k v {}",
     "flash_attn_kvpacked_func": "q kv {}",
@@ -290,6 +304,9 @@ def test_a_cache_alone_is_seen_whole_or_as_far_as_it_is_filled():
             seen = (x[i : i + 1, rows] for x in (k, v))
             wanted = _truth(queries[i : i + 1], *seen, causal=causal, window=window)[0]
             _agree(padded[i : i + 1], wanted)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    found = fa.flash_attn_with_kvcache(*inputs, causal=True, return_softmax_lse=True)
+    assert not any(x.requires_grad for x in found)
 
 
 @pytest.mark.parametrize("filled", [7, [7, 7], (5, 6), torch.tensor([6, 5]), torch.tensor(7)])
@@ -332,6 +349,9 @@ def test_dropout_is_repeated_by_torchs_seed_and_keeps_the_mean():
     mean = sum(drop(seed) for seed in range(200)) / 200
     assert (mean - _truth(q, k, v)[0]).abs().mean() < 0.02
     assert (drop(1) - _truth(q, k, v)[0]).abs().mean() > 0.05
+    state = torch.get_rng_state()
+    fa.flash_attn_func(q, k, v)
+    assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn that nobody needs
 
 
 def test_packed_sequences_are_not_dropped_alike():

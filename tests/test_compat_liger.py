@@ -112,15 +112,39 @@ def test_a_module_of_defaults_is_ligers(name):
             assert found[each].shape == wanted
 
 
+GIVEN = {  # each argument that a module keeps under its own name, by another value than its default
+    "LigerRMSNorm": {
+        "hidden_size": 5, "offset": 0.5, "casting_mode": "none", "in_place": False,
+        "row_mode": True, "elementwise_affine": False,
+    },
+    "LigerLayerNorm": {"hidden_size": 5, "eps": 0.1},
+    "LigerCrossEntropyLoss": {
+        "ignore_index": 3, "lse_square_scale": 0.1, "label_smoothing": 0.2, "reduction": "sum",
+        "softcap": 2.0, "return_token_accuracy": True, "return_predicted_tokens": True,
+    },
+    "LigerFusedLinearCrossEntropyLoss": {
+        "ignore_index": 3, "lse_square_scale": 0.1, "label_smoothing": 0.2, "reduction": "none",
+        "softcap": 2.0, "accum_dtype": torch.float32, "return_token_accuracy": True,
+        "return_predicted_tokens": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_module_keeps_what_it_is_given_under_its_name(name):
+    module = getattr(liger, name)(**GIVEN[name])
+    assert {each: getattr(module, each) for each in GIVEN[name]} == GIVEN[name]
+
+
 # ---------------------------------------------------------------- norms
 
 
 @pytest.mark.parametrize("casting_mode", ["llama", "gemma", "none"])
-@pytest.mark.parametrize(("offset", "init_fn"), [(0.0, "ones"), (1.0, "zeros")])
+@pytest.mark.parametrize(("offset", "init_fn"), [(0.0, "ones"), (1.0, "zeros"), (-0.5, "ones")])
 def test_rms_norm(offset, init_fn, casting_mode):
     norm = liger.LigerRMSNorm(E, 1e-5, offset, casting_mode, init_fn)
     assert [*norm.state_dict()] == ["weight"]
-    assert torch.equal(norm.weight, torch.full((E,), 1 - offset))
+    assert torch.equal(norm.weight, torch.full((E,), float(init_fn == "ones")))
     nn.init.normal_(norm.weight)
     x = torch.randn(3, 5, E, requires_grad=True)
     truth = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (offset + norm.weight)

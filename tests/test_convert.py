@@ -22,6 +22,7 @@ from warpweave.checkpoint import CheckpointError, save_checkpoint
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.convert import ConvertError, from_hf, to_hf
 from warpweave.convert.families import canonical, read_config, write_config
+from warpweave.convert.fields import read_json
 from warpweave.convert.write import _config_json
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
@@ -493,6 +494,13 @@ def test_folders_that_hold_no_model_are_refused(folders, tmp_path):
     (empty / "config.json").write_text("{")
     with pytest.raises(ConvertError, match=f"^cannot read {empty}/config.json: "):
         from_hf(empty)
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32-be"):  # that JSON may have
+        (empty / "config.json").write_text('{"\u00e9": "\u20ac"}', encoding=encoding)
+        assert read_json(empty / "config.json") == {"\u00e9": "\u20ac"}
+    for no_object in ("[]", "null", "1"):
+        (empty / "config.json").write_text(no_object)
+        with pytest.raises(ConvertError, match=r"config\.json: it holds no object$"):
+            from_hf(empty)
     shutil.copy(folders["llama2"] / "config.json", empty)
     (empty / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ConvertError, match=r": no model.safetensors or .* \(other formats than"):

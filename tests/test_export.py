@@ -238,7 +238,10 @@ def test_a_run_keeps_what_its_last_beginning_had(tmp_path):
 
 
 SAID = {"model_type": "llama", "eos_token_id": 7, "pad_token_id": 1, "hidden_size": 3}
-FILES = ("tokenizer.json", "merges.txt", "chat_template.jinja")
+FILES = (
+    "tokenizer.json", "merges.txt", "chat_template.jinja", "chat_template.json", "vocab.json",
+    "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

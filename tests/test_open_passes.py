@@ -34,6 +34,7 @@ from warpweave.parallel.schedule import (
     with_comm,
     with_reduce,
 )
+from warpweave.parallel.schedule.open_passes import staleness
 from warpweave.parallel.schedule.ordering import order
 
 WIDTHS = (6, 5, 7, 6, 5, 4, 6, 5, 3)  # eight blocks, unequal so that every link has its own shape
@@ -232,6 +233,17 @@ def test_a_pass_that_cannot_be_is_refused() -> None:
     wrong[0][-2] = wrong[0][-2]._replace(ver=1)
     with pytest.raises(ValueError, match="its F read version"):
         validate(wrong, staleness=1)
+
+
+def test_a_stage_is_as_stale_as_the_oldest_of_its_gradients_wherever_that_is() -> None:
+    """As old as its weights were when it came: an update of its own is not counted."""
+    early = "0F0 0F1 0F2 0B0 0UPDATE@1 0B1 0UPDATE@2 0B2 0UPDATE@3 0F3@3 0B3@3 0UPDATE@4"
+    split = "1F0 1F1 1I0 1I1 1W1 1UPDATE@1 1W0 1UPDATE@2 1F2@2 1B2@2 1F3@2 1B3@2 1UPDATE@3"
+    fresh = "2F0 2B0 2F1 2B1 2UPDATE@1 2F2@1 2B2@1 2F3@1 2B3@1 2UPDATE@2"
+    text = "\n".join(row.replace(" ", ",") for row in (early, split, fresh))
+    assert staleness(from_csv(text)) == (2, 1, 0)
+    assert staleness(pipedream(4, 9)) == (3, 2, 1, 0)
+    assert staleness(pipedream(3, 9, vertical=True)) == (2, 2, 2)
 
 
 def test_messages_end_in_the_pass_in_which_they_begin() -> None:

@@ -12,10 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from threads import on_threads
+from threads import on_mesh, on_threads
 
 from warpweave.parallel import symmetric
 from warpweave.parallel.buffers import Buffers
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.messages import AllToAll, Batch, Hop, Steps, run_in_process, run_on_group
 from warpweave.parallel.symmetric import Workspace, symmetric_memory
 from warpweave.parallel.words import chunks_of, local_rows
@@ -137,6 +138,25 @@ def test_all_ranks_are_told_who_cannot_allocate_and_nothing_is_left(
     for rank, words in enumerate(found):
         why = "no room" if rank in failed else "see their own message"
         assert words == f"symmetric memory: ranks {failed} {whose}: {why}"
+
+
+def test_a_group_within_the_world_has_a_memory_and_troubles_of_its_own(folder) -> None:
+    def allocate(mesh: ConnectedMesh) -> tuple[Any, ...]:
+        group, at = mesh.group("tp"), (mesh.index("dp"), mesh.index("tp"))
+        rank, world, *_, written = _allocated(group, {})
+        try:
+            symmetric._agree("no room" if at == (1, 0) else "", group, "cannot")
+        except ValueError as error:
+            return at, rank, world, written, str(error)
+        return at, rank, world, written, ""
+
+    said = "symmetric memory: ranks [0] cannot: "
+    words = {(1, 0): f"{said}no room", (1, 1): f"{said}see their own message"}
+    for at, rank, world, written, error in on_mesh(Mesh(dp=2, tp=2), allocate):
+        assert (rank, world) == (at[1], 2)
+        assert written == ([0, 11] if rank == 0 else [10, 0])
+        assert error == words.get(at, "")
+    assert not [*folder.iterdir()]
 
 
 def test_a_workspace_hands_on_its_bounds_and_forgets_its_memory_when_it_is_renewed() -> None:

@@ -318,6 +318,13 @@ def test_passes_leave_their_input_alone() -> None:
     before = [list(actions) for actions in lists]
     full(split_backward(lists))
     assert lists == before
+    for p, m in ((1, 2), (3, 4)):  # of a single stage some have nothing to add
+        lists = one_f_one_b(p, m)
+        for changed in (
+            split_backward(lists), send_first(lists), with_comm(lists), with_reduce(lists),
+            with_unshard(lists), with_tie(lists), with_update(lists),
+        ):  # fmt: skip
+            assert not {id(changed), *map(id, changed)} & {id(lists), *map(id, lists)}
 
 
 # ----------------------------------------------------------------------------------- validation

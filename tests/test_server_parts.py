@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import socket
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -64,6 +65,14 @@ def test_numbers_of_a_server_plan_are_taken_up_to_their_bounds(call, words) -> N
 
 
 # ---------------------------------------------------------------- who holds what
+
+
+def test_a_plan_on_which_all_agreed_cannot_be_changed() -> None:
+    plan = ServerPlan(servers=2)
+    for name in vars(plan):
+        with pytest.raises(FrozenInstanceError):
+            setattr(plan, name, 1)
+    assert {plan: 1}[ServerPlan(servers=2)] == 1
 
 
 def test_every_parameter_has_a_record_and_a_frozen_one_is_refused() -> None:
@@ -140,6 +149,9 @@ def test_what_a_server_reads_is_what_another_expects_and_loads() -> None:
     assert [*found] == ["w", "b", "exp_avg/w", "exp_avg/b", "exp_avg_sq/w", "exp_avg_sq/b"]
     assert {x.dtype for _, x in shard.read()} == {torch.float32}
     assert shard.weights.dtype == torch.half
+    squares = shard.squares(shard.master)  # which are added to other servers'
+    assert (squares.dtype, squares.shape) == (torch.float64, ())
+    assert float(squares) == pytest.approx(22 * 1.1**2)
     for number, prefix in enumerate(("", "exp_avg/", "exp_avg_sq/")):
         shard.load(prefix, lambda r, n=number: torch.full(r.shape, 10.0 * n + len(r.shape)))
     for name, x in shard.read():
@@ -216,6 +228,26 @@ def test_a_replay_computes_at_the_version_that_was_pulled() -> None:
     assert _replayed(*log) == pytest.approx(w4, rel=1e-15)
 
 
+@pytest.mark.parametrize("workers", list(itertools.permutations(range(3))))
+def test_a_replay_adds_an_updates_terms_in_the_order_of_the_log(workers) -> None:
+    """By gradients of which a sum in another order is another one."""
+    values = 1e16, 1.0, -1e16
+    shard = Shard([ParamRecord("w", (1,))], lambda r: torch.zeros(1), SGD(0.0), torch.float64)
+    terms = [
+        {"worker": w, "clock": 0, "pulled": 0, "staleness": 0, "count": 1, "loss": 0.0}
+        for w in workers
+    ]
+
+    def compute(worker: int):
+        return lambda clock, weights: Gradient(
+            {"w": torch.tensor([values[worker]], dtype=torch.float64)}, 1, 0.0
+        )
+
+    assert replay([{"version": 1, "lr": 3.0, "terms": terms}], ServerPlan(), [shard], compute) == 1
+    first, second, third = (torch.tensor(values[w], dtype=torch.float64) for w in workers)
+    assert float(shard.master[0]) == pytest.approx(-float(first + second + third), abs=1e-9)
+
+
 def test_a_log_that_no_run_could_write_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^update 2 applies a gradient of version 5$"):
         _replayed((0, 0, 0), (1, 3, 5), (0, 1, 1))
@@ -240,6 +272,10 @@ def test_no_two_workers_of_a_run_have_the_same_number() -> None:
             clocks.join(worker)
     clocks.leave(6)
     assert (clocks.join(6), clocks.following) == (6, 8)
+    late = Clocks(None, joint=False)
+    assert (late.join(clock=5), late.floor, late.join(), late.clocks) == (0, 5, 1, {0: 5, 1: 5})
+    late.join(clock=3)
+    assert late.state()["floor"] == 3
 
 
 def test_a_worker_that_leaves_neither_waits_to_pull_nor_owes_a_gradient() -> None:

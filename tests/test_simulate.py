@@ -136,6 +136,8 @@ def test_versions_of_synchronous_and_asynchronous_lists() -> None:
     later = "0F2@1 0B2@1 0UPDATE@3 0F3@2 0B3@2 0UPDATE@4"  # of a run whose newest version is 2
     cut = [from_csv(later.replace(" ", ","))[0]]
     assert simulate(cut, {"F": 1}, before=begun_before(cut)).versions == (2,)
+    begun = [from_csv("0F0@-2,0F1@-1,0F2")[0]]  # by versions before the newest, which is 0
+    assert simulate(begun, {"F": 1}, before=begun_before(begun)).versions == (3,)
 
 
 def test_several_stages_on_a_rank_share_it() -> None:

@@ -15,7 +15,7 @@ from warpweave.layers.block import TransformerBlock
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from warpweave.layers.keywords import fields_as_keywords
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
-from warpweave.layers.loss import VocabParallelLinearCrossEntropy
+from warpweave.layers.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
 from warpweave.layers.mlp import MLP
 from warpweave.layers.norm import ColumnParallelRMSNorm, LayerNorm, RMSNorm
 from warpweave.layers.place import Place
@@ -185,3 +185,29 @@ def test_every_parameter_is_made_on_the_device_and_in_the_dtype_that_are_given(l
             assert found == dict.fromkeys(found, (device, dtype or torch.float32))
             assert found
             assert {b.device.type for b in made.buffers()} <= {device}
+
+
+OWN = {  # what a layer takes beside its sizes and records
+    TransformerBlock: "site=1 out_init=0.02",
+    Attention: "out_init=0.02",
+    MLP: "out_init=0.02",
+    RMSNorm: "eps=1e-06 offset=False",
+    LayerNorm: "eps=1e-05 bias=True",
+    ColumnParallelRMSNorm: "eps=1e-06 offset=False",
+    ColumnParallelLinear: "bias=True gather_output=False init=0.02 matrices=(1,)",
+    RowParallelLinear: "bias=True input_is_parallel=True init=0.02",
+    VocabParallelEmbedding: "init=0.02",
+    PositionEmbedding: "device=None dtype=None partial=False init=0.02",
+    VocabParallelCrossEntropy: "label_smoothing=0.0 z_loss=0.0 mesh=None impl=None",
+    VocabParallelLinearCrossEntropy: "label_smoothing=0.0 z_loss=0.0 recompute=None softcap=None",
+    SyncBatchNorm: "eps=1e-05 momentum=0.1 affine=True track_running_stats=True device=None "
+    "dtype=None mesh=None",
+}
+
+
+@pytest.mark.parametrize("layer", OWN)
+def test_what_a_layer_does_by_default_is_written_here(layer) -> None:
+    init = inspect.unwrap(layer.__init__)
+    given = inspect.signature(init).parameters.values()
+    found = " ".join(f"{p.name}={p.default}" for p in given if p.default is not p.empty)
+    assert found == OWN[layer]

@@ -305,3 +305,27 @@ def test_a_norm_of_cut_features_is_on_one_rank_the_plain_one() -> None:
     assert torch.equal(other, tensor.cut_rms_norm(small, w, group=None).float())
     with pytest.raises(ValueError, match=r"weight\[6\] does not fit x\[3, 7\]"):
         tensor.cut_rms_norm(x, w[:6], group=None)
+
+
+OVER_RANKS = "sequence_parallel=False overlap=bulk workspace=None"
+LOSS_OPTIONS = "ignore_index=-100 label_smoothing=0.0 z_loss=0.0"
+BY_DEFAULT = {
+    "column_parallel_linear": f"bias=None {OVER_RANKS}",
+    "row_parallel_linear": f"bias=None {OVER_RANKS}",
+    "cut_rms_norm": "eps=1e-06 out_dtype=None",
+    "parallel_mlp": "up_bias=None down_bias=None sequence_parallel=False residual=None drop=None "
+    "recompute=None overlap=bulk workspace=None impl=None",
+    "parallel_qkv_rope": f"{OVER_RANKS} impl=None",
+    "vocab_parallel_cross_entropy": f"{LOSS_OPTIONS} padded_vocab_size=None impl=None",
+    "vocab_parallel_embedding": "sequence_parallel=False padded_vocab_size=None",
+    "vocab_parallel_linear_cross_entropy": f"sequence_parallel=False {LOSS_OPTIONS} reduction=sum "
+    "recompute=None softcap=None padded_vocab_size=None overlap=bulk workspace=None impl=None",
+}
+
+
+def test_what_a_function_does_by_default_is_written_here() -> None:
+    assert sorted(BY_DEFAULT) == sorted(tensor.__all__)
+    for name, wanted in BY_DEFAULT.items():
+        given = inspect.signature(getattr(tensor, name)).parameters.values()
+        shown = " ".join(f"{p.name}={p.default}" for p in given if p.default is not p.empty)
+        assert shown == wanted, name

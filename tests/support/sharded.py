@@ -178,9 +178,11 @@ def run(apply: Callable[..., Any], tensors: Tensors, dy: Sequence[Tensor] | None
 def gradients(op: Op, apply: Callable[..., Any], tensors: Tensors, dy=None) -> tuple:
     """(results and gradients by name, the gradients `dy` that the results were given)."""
     leaves, results, dy = run(apply, tensors, dy)
+    before = [t.clone() for t in dy]
     wanted = torch.autograd.grad(results, [*leaves.values()], dy)
     for name, t in tensors.items():
         assert torch.equal(leaves[name].detach(), t), f"{name} was written over"
+    assert all(map(torch.equal, dy, before)), "the gradient of a result was written over"
     return dict(zip((*op.results, *leaves), (*(y.detach() for y in results), *wanted))), dy
 
 
