@@ -379,6 +379,10 @@ def test_what_a_machine_is_is_said_in_words(monkeypatch) -> None:
     assert (found["NCCL"], found["CUDA"]) == ("2.27.3", torch.version.cuda)
     assert found["driver"] == "nvidia-smi --query-gpu=driver_version"
     assert machine.topology() == "nvidia-smi topo\nsecond\nnvidia-smi topo\nsecond"
+    for known, said in ((("-m",), "-m"), (("a",), "a"), ((), ""), (("-m", "a"), "-m\na")):
+        shown = {word: word for word in known}
+        monkeypatch.setattr(machine, "_said", lambda *words, of=shown: of.get(words[-1], ""))
+        assert machine.topology() == said
     checks = [(c.name, c.measure.args) for c in machine.copies(64)]
     ends = [torch.device("cuda", n) for n in range(2)]
     assert checks == [("copy GPU 0 -> 1", (*ends, 64)), ("copy GPU 1 -> 0", (*ends[::-1], 64))]

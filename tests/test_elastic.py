@@ -381,6 +381,21 @@ def test_connections_of_a_generation_are_closed_and_no_others(store):
         listener.accept()[0].close()
 
 
+def test_a_descriptor_that_another_socket_has_now_is_left_alone():
+    connections = Connections()
+    ours, other = socket.socketpair()
+    connections.complete()
+    number = ours.detach()
+    one, two = socket.socketpair()
+    os.dup2(one.fileno(), number)
+    connections.close()
+    with one, two, other, socket.socket(fileno=number) as again:
+        again.send(b"x")
+        one.send(b"y")
+        assert two.recv(1) + two.recv(1) == b"xy"
+        assert other.recv(1) == b""  # this one is shut down
+
+
 def test_the_source_is_the_lowest_replica_that_is_whole():
     mesh = Mesh(dp=6, dp_shard=2)
     assert source_of([3, 3, 3, 3, 3, 3], mesh, 2) == 0
