@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import subprocess
+import sys
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ from warpweave import gpus
 from warpweave.doctor import check, command, kernels, machine, ranks, times
 from warpweave.doctor.check import Check, Measured, Verdict, relative_error, within_budget, worst
 from warpweave.doctor.options import DoctorConfig
-from warpweave.launch import Stopped
+from warpweave.launch import Session, Stopped
+from warpweave.parallel.mesh import Mesh
 from warpweave.prove.proof import KINDS, LIMITS
 
 CPU = torch.device("cpu")
@@ -300,6 +302,25 @@ def test_a_proof_of_another_layout_than_was_asked_for_is_an_error() -> None:
     assert ranks._axis({7: row}, 7, layout) == Measured(3.0, LIMITS["fp32"], "largest: x on rank 1")
     with pytest.raises(RuntimeError, match="the ranks proved another instead of dp=2 "):
         ranks._axis({7: row | {"layout": "another"}}, 7, layout)
+
+
+def test_a_rank_says_why_it_fails_and_leaves_its_group_when_it_is_done(monkeypatch, capsys):
+    session = Session(torch.device("cpu"), 0, 1, None, 60.0, Mesh())
+    told: list = []
+    monkeypatch.setattr(ranks, "join", lambda *of, **how: told.append((of, how)) or session)
+    monkeypatch.setattr(session, "close", lambda: told.append("closed"))
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    monkeypatch.setattr("warpweave.launch.leave", sys.exit)
+    joined = (Mesh(tp=2),), {"timeout": ranks.TIMEOUT, "backend": "gloo", "port": 7}
+    items = [("all-reduce", "fp32")]
+    monkeypatch.setattr(ranks, "measure_items", lambda *of: told.append(of))
+    ranks.measure_rank("cpu", 2, items, "path", 7)
+    assert told == [joined, 1, (session, items, "path"), "closed"]
+    monkeypatch.setattr(ranks, "measure_items", lambda *_: {}["all-reduce"])
+    with pytest.raises(SystemExit) as ended:
+        ranks.measure_rank("cpu", 2, items, "path", 7)
+    assert ended.value.code == 1
+    assert "warpweave: KeyError: 'all-reduce'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("worst", [0, 1, 2])
