@@ -212,6 +212,30 @@ def test_the_hash_of_a_file_written_or_changed_in_the_last_second_is_not_kept(
 
 
 @pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("changes", [False, True])
+def test_the_hash_of_a_file_that_changes_while_it_is_read_is_not_kept(
+    tmp_path, monkeypatch, changes
+):
+    path, kept, chunks = tmp_path / "file", tmp_path / "kept", []
+    path.write_bytes(b"some bytes")
+
+    class Sha:
+        def update(self, chunk: bytes) -> None:
+            chunks.append(chunk)
+            if changes and len(chunks) == 2:
+                os.utime(path, ns=(10**18, 10**18))
+
+        def hexdigest(self) -> str:
+            return TRUTH
+
+    monkeypatch.setattr(files, "_CHUNK", 4)
+    monkeypatch.setattr(files, "hashlib", SimpleNamespace(sha256=Sha))
+    assert sha256(path, kept) == TRUTH
+    assert chunks == [b"some", b" byt", b"es"]
+    assert kept.exists() == (not changes)
+
+
+@pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("kind", ["bin", "npy"])
 def test_the_hash_of_a_token_file_is_kept_in_the_cache_of_its_dataset(tmp_path, kind):
     path = tmp_path / f"a.{kind}"

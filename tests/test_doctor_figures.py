@@ -238,6 +238,24 @@ def test_products_are_checked_in_every_precision_and_collectives_in_the_first() 
     ]  # fmt: skip
 
 
+def test_each_check_of_several_ranks_has_the_row_of_its_own_item(monkeypatch) -> None:
+    class Rows:
+        def __init__(self, items: list, start: object) -> None:
+            self.items = items
+
+        def __getitem__(self, number: int) -> dict:
+            said = "; ".join(self.items[number])
+            return {"error": number, "limit": len(self.items), "said": said}
+
+    monkeypatch.setattr(ranks, "_RankRows", Rows)
+    made = [*ranks.fused("cpu", 3, ("fp32", "fp16"))]
+    for number, one in reversed([*enumerate(made)]):  # in any order, once all are made
+        error, limit, said = one.measure()
+        assert (error, limit) == (number, 3 * 2 + 4)
+        name, dtype = said.split("; ")
+        assert one.name == f"{name} on 3 ranks, {dtype}"
+
+
 def test_nothing_is_begun_after_ten_minutes_or_one(monkeypatch) -> None:
     """Times are taken where everything was checked, and not in a quick run."""
     monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
