@@ -265,6 +265,18 @@ def test_an_engine_hands_its_options_on_to_its_parts(schedule):
     assert (own["clip"], own["apart"]) == (None, schedule == "pipedream")
 
 
+@pytest.mark.parametrize("outer", [None, OuterRule(2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_plan_is_asked_about_clip_fp16_and_an_outer_optimizer_also_of_one(
+    monkeypatch, dtype, outer
+):
+    seen = []
+    monkeypatch.setattr(ParallelPlan, "check_update", lambda plan, *given: seen.append(given))
+    for clip in (None, 0.5):
+        Engine(CONFIG, single(), dtype=dtype, clip=clip, outer=outer)
+    assert seen == [(clip, dtype == torch.float16, outer is not None) for clip in (None, 0.5)]
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), torch.device("cuda:0")])
 def test_fused_overlap_beside_stages_is_refused_on_any_gpu(device):
     plan = ParallelPlan(overlap="fused", microbatches=2)
