@@ -257,6 +257,29 @@ def _three(store) -> list[Member]:
     return members
 
 
+def test_what_a_member_tells_the_keeper_is_of_itself_and_of_the_generation_it_is_in(store):
+    members = _three(store)
+    store.wait([f"ready/0/{rank}" for rank in range(3)])
+    members[2].complain()
+    store.wait(["failed/1/2"])
+    assert not any(store.check([f"failed/{of}/{rank}"]) for of, rank in ((1, 0), (1, 1), (2, 2)))
+    for number, member in enumerate(members, 1):
+        member.settle()
+        assert store.add("settled/1", 0) == number
+    announce(store, Generation(2, 0, {0: 0, 2: 0}))
+    assert members[2].enter().number == 2
+    members[2].settle()
+    members[2].complain()
+    store.wait(["failed/2/2"])
+    assert (store.add("settled/1", 0), store.add("settled/2", 0)) == (3, 1)
+    assert not store.check(["result"])
+    members[0].finish("{}")
+    assert store.get("result") == b"{}"
+    assert not store.check(["over"])
+    members[1].give_up()
+    store.wait(["over"])
+
+
 def test_a_step_counts_when_all_have_voted_and_ends_the_generation_where_replicas_wait(store):
     members = _three(store)
     assert _at_once(*(partial(m.vote, "0", 3) for m in members)) == ["go"] * 3

@@ -3,6 +3,7 @@ them. `test_metrics.py` has boards, and what is damaged or cannot be written."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from types import SimpleNamespace
@@ -208,3 +209,25 @@ def test_a_plot_has_the_losses_and_the_staleness_of_each_stage_over_the_steps(
     assert {text.get_text() for text in axes.get_legend().get_texts()} == set(lines)
     assert (axes.get_xlabel(), other.get_ylabel()[:9]) == ("step", "staleness")
     plt.close(figures[0])
+
+
+def test_a_folder_on_a_file_system_without_locks_is_trained_into(tmp_path, monkeypatch):
+    import fcntl
+
+    asked: list[int] = []
+    errors = iter((errno.ENOLCK, errno.ENOTSUP, errno.EAGAIN))
+
+    def refuse(file: Any, how: int) -> None:
+        asked.append(how)
+        raise OSError(next(errors), "no lock")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for _ in range(2):
+        with metrics_module.locked(tmp_path / "new"):
+            assert (tmp_path / "new" / "lock").exists()
+    with (
+        pytest.raises(ValueError, match="another job is training into"),
+        metrics_module.locked(tmp_path / "new"),
+    ):
+        pass
+    assert asked == [fcntl.LOCK_EX | fcntl.LOCK_NB] * 3
