@@ -274,6 +274,20 @@ def test_what_the_source_said_besides_stays_when_the_model_has_changed(folders, 
 
 
 @EACH
+def test_a_source_that_says_the_same_model_is_written_as_it_is_whatever_was_dropped(
+    name, folders, tmp_path
+):
+    """Dropout is of a training, and what the source says of it stays."""
+    fields = json.loads((folders[name] / "config.json").read_text())
+    fields |= {"attention_dropout": 0.25, "more": [1]}
+    found = from_hf(folders[name])
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for dropout in (0.0, 0.1):
+        config = dataclasses.replace(found.config, dropout=dropout)
+        assert _config_json(config, tmp_path)[1] == fields
+
+
+@EACH
 def test_what_has_changed_is_said_and_how_long_rotary_texts_may_be_is_not(name, folders):
     """Beside a source that says otherwise."""
     config = from_hf(folders[name]).config
