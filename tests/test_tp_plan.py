@@ -203,6 +203,12 @@ def test_a_word_cuts_no_layer_that_its_ranks_cannot_share_and_none_of_another_ki
             style.shard_param(module, "weight", two)
 
 
+def test_modules_that_own_parameters_are_named_without_numbers_also_at_the_end():
+    inner = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Sequential(nn.Linear(1, 1)))
+    model = nn.ModuleDict({"layers": nn.ModuleList([inner]), "up2": nn.Linear(1, 1)})
+    assert styles._parametrised(model) == {"layers.*.*", "layers.*.*.*", "up2"}
+
+
 def test_only_fused_overlap_gets_a_workspace():
     mesh = SimpleNamespace(workspace=lambda axis: f"workspace of {axis}")
     for overlap in ("none", "bulk", "chunked", "fused"):
