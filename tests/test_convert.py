@@ -253,6 +253,16 @@ def test_a_checkpoint_of_ours_is_written_too(folders, tmp_path):
     _same_files(folders["mistral"], to_hf(saved, tmp_path / "back"))
     half = load_file(to_hf(saved, tmp_path / "half", dtype=torch.bfloat16) / "model.safetensors")
     assert {t.dtype for t in half.values()} == {torch.bfloat16}
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):  # of the model itself
+        own = {name: p.to(dtype) for name, p in tensors[:-1]}
+        saved = save_checkpoint(
+            tmp_path / f"{dtype}", 3, own.items(), config=dataclasses.asdict(found.config), state={}
+        )
+        back = to_hf(saved, tmp_path / f"back {dtype}")
+        assert from_hf(back).fields["dtype"] == str(dtype).removeprefix("torch.")
+        for name, x in from_hf(back).load(GPT(found.config, dtype=dtype)).named_parameters():
+            assert torch.equal(x, own[name])
+        assert {t.dtype for t in load_file(back / "model.safetensors").values()} == {dtype}
 
 
 def test_what_the_source_said_besides_stays_when_the_model_has_changed(folders, tmp_path):
@@ -262,6 +272,20 @@ def test_what_the_source_said_besides_stays_when_the_model_has_changed(folders, 
     fields = json.loads((back / "config.json").read_text())
     assert {k for k in fields if fields[k] != found.fields[k]} == {"rms_norm_eps"}
     assert from_hf(back).config.norm_eps == 1e-3
+
+
+@EACH
+def test_a_source_that_says_the_same_model_is_written_as_it_is_whatever_was_dropped(
+    name, folders, tmp_path
+):
+    """Dropout is of a training, and what the source says of it stays."""
+    fields = json.loads((folders[name] / "config.json").read_text())
+    fields |= {"attention_dropout": 0.25, "more": [1]}
+    found = from_hf(folders[name])
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for dropout in (0.0, 0.1):
+        config = dataclasses.replace(found.config, dropout=dropout)
+        assert _config_json(config, tmp_path)[1] == fields
 
 
 @EACH
@@ -533,4 +557,10 @@ def test_nothing_is_written_over_and_a_failure_leaves_nothing(folders, tmp_path)
         pytest.raises(CheckpointError, match="No space left"),
     ):
         to_hf(gpt, tmp_path / "full")
+    for said in (KeyboardInterrupt, SystemExit):  # Ctrl-C, or a signal's handler
+        with (
+            mock.patch("warpweave.convert.write.save_file", side_effect=said),
+            pytest.raises(said),
+        ):
+            to_hf(gpt, tmp_path / "stopped")
     assert not list(tmp_path.iterdir())

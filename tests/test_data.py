@@ -469,6 +469,8 @@ def sidecar(**changes) -> str:
         ({"a.npy": b"junk"}, "a.npy", "a.npy .4 bytes. is no array"),
         ({"a.bin": b"12345678", "a.bin.json": sidecar(vocab_size=2**40)}, "a.bin", "<= 2..32"),
         ({"a.npy": b""}, "a.npy", "a.npy .0 bytes. is no array"),
+        ({"a.npy": b"PK\3\4cut short"}, "a.npy", "a.npy is an archive of arrays"),
+        ({"a.npy/x": b""}, "a.npy", "a.npy .* is no array of numbers: .*[Dd]irectory"),
     ],
 )
 def test_a_bad_source_is_one_line_with_the_path_and_the_sizes(

@@ -39,7 +39,7 @@ def _tree(folder: Path, *names: str) -> Path:
     return folder
 
 
-def _read(source: Path | None, **options) -> str:
+def _read(source: str | Path | None, **options) -> str:
     data = open_dataset(source, seq_len=1, split="all", **options)
     assert data.starts.tolist() == [i for i, b in enumerate(bytes(data.tokens)) if b == ord("<")]
     return bytes(data.tokens).decode().replace("><", " ").strip("<>")
@@ -58,6 +58,12 @@ def test_a_pattern_matches_file_names_in_any_visible_folder(tmp_path, pattern, n
     _tree(tmp_path, "z.txt", "a.md", "b/a2.txt", "b/c/a.md", ".a.md", ".b/a.md")
     (tmp_path / "loop").symlink_to(tmp_path)
     assert _read(tmp_path, pattern=pattern) == names
+
+
+def test_an_empty_path_is_the_folder_at_hand(tmp_path, monkeypatch):
+    monkeypatch.chdir(_tree(tmp_path, "b.md", "a.md"))
+    for source in ("", ".", Path()):
+        assert _read(source) == "a.md b.md"
 
 
 def test_the_standard_library_is_read_without_tests_and_generated_files(tmp_path, monkeypatch):
@@ -96,7 +102,8 @@ def test_the_vocabulary_is_the_sidecars_or_reaches_to_the_largest_token(tmp_path
         vocab_size, [0, 6, 3, 5], ids.dtype
     )  # fmt: skip
     assert (data.name, data.tokenizer_name, data.starts.tolist()) == (str(path), None, [0])
-    assert data.decode([5, 0, 11]) == "5 0 11"
+    for ids in ([5, 0, 11], torch.tensor([5, 0, 11]), np.array([5, 0, 11])):
+        assert data.decode(ids) == "5 0 11"
     for wrong in ({"tokens": 5}, {"tokens": 3}, {"dtype": "uint32"}):
         (tmp_path / f"a.{kind}.json").write_text(json.dumps(header | wrong))
         with pytest.raises(DataError, match=rf"a\.{kind}\.json says"):
@@ -139,6 +146,12 @@ def test_bytes_are_a_tokenizer_of_256():
     assert found.prompt("aé") == [97, 0xC3, 0xA9]
     assert found.decode([97, 0xC3, 0xA9, 0xC3]) == "aé\ufffd"
     assert (found.vocab_size, found.fingerprint) == (256, "bytes")
+
+
+def test_bytes_are_tokens_already_and_are_not_kept(tmp_path):
+    _tree(tmp_path / "text", "b.md", "a.md")
+    assert _read(tmp_path / "text", cache=tmp_path / "cache") == "a.md b.md"
+    assert not (tmp_path / "cache").exists()
 
 
 def test_boundaries_of_no_samples_and_of_labels_everywhere():
@@ -196,6 +209,30 @@ def test_the_hash_of_a_file_written_or_changed_in_the_last_second_is_not_kept(
     monkeypatch.setattr(files, "time", clock)
     assert sha256(path, kept) == TRUTH
     assert kept.exists() == (seconds > 1)
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("changes", [False, True])
+def test_the_hash_of_a_file_that_changes_while_it_is_read_is_not_kept(
+    tmp_path, monkeypatch, changes
+):
+    path, kept, chunks = tmp_path / "file", tmp_path / "kept", []
+    path.write_bytes(b"some bytes")
+
+    class Sha:
+        def update(self, chunk: bytes) -> None:
+            chunks.append(chunk)
+            if changes and len(chunks) == 2:
+                os.utime(path, ns=(10**18, 10**18))
+
+        def hexdigest(self) -> str:
+            return TRUTH
+
+    monkeypatch.setattr(files, "_CHUNK", 4)
+    monkeypatch.setattr(files, "hashlib", SimpleNamespace(sha256=Sha))
+    assert sha256(path, kept) == TRUTH
+    assert chunks == [b"some", b" byt", b"es"]
+    assert kept.exists() == (not changes)
 
 
 @pytest.mark.usefixtures("later")

@@ -430,6 +430,19 @@ def test_dims_lie_where_an_entry_has_them_or_do_not_fit(dims, shape, found) -> N
         _placed(dims, AXES, shape)
 
 
+@pytest.mark.parametrize("result", [(), [torch.ones(1)], (1, torch.ones(1)), None, {"x": 1}])
+def test_a_result_is_placed_if_it_is_a_tensor_or_a_tuple_that_begins_with_one(result) -> None:
+    from warpweave.declare import _on_result
+
+    hook = _on_result("up()", lambda x: x + 1)
+    one = torch.ones(1)
+    assert hook(nn.Tanh(), (), one) == 2
+    assert hook(nn.Tanh(), (), (one, one, result)) == (2, one, result)
+    words = f"up() is a {type(result).__name__}, a plan places tensors"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        hook(nn.Tanh(), (), result)
+
+
 class _Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -397,3 +397,23 @@ def test_the_command_on_a_cpu_has_its_kernels_interpreted(arguments):
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     found = subprocess.run([sys.executable, "-P", "-c", code, *arguments], env=environment)
     assert found.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "driver", "interpreted"),
+    [
+        ([], False, True), ([], True, False),
+        (["--device", "cpu"], False, True), (["--device", "cpu"], True, True),
+        (["--device", "cuda"], False, False), (["--device", "cuda"], True, False),
+    ],
+)  # fmt: skip
+def test_kernels_are_interpreted_on_a_cpu_unless_the_user_says_otherwise(
+    arguments, driver, interpreted, monkeypatch
+):
+    monkeypatch.setattr(options, "DRIVER", SimpleNamespace(exists=lambda: driver))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    options.parse(arguments)
+    assert os.environ.get("TRITON_INTERPRET") == ("1" if interpreted else None)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    options.parse(arguments)
+    assert os.environ["TRITON_INTERPRET"] == "0"

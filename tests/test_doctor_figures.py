@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import subprocess
+import sys
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ from warpweave import gpus
 from warpweave.doctor import check, command, kernels, machine, ranks, times
 from warpweave.doctor.check import Check, Measured, Verdict, relative_error, within_budget, worst
 from warpweave.doctor.options import DoctorConfig
-from warpweave.launch import Stopped
+from warpweave.launch import Session, Stopped
+from warpweave.parallel.mesh import Mesh
 from warpweave.prove.proof import KINDS, LIMITS
 
 CPU = torch.device("cpu")
@@ -236,6 +238,24 @@ def test_products_are_checked_in_every_precision_and_collectives_in_the_first() 
     ]  # fmt: skip
 
 
+def test_each_check_of_several_ranks_has_the_row_of_its_own_item(monkeypatch) -> None:
+    class Rows:
+        def __init__(self, items: list, start: object) -> None:
+            self.items = items
+
+        def __getitem__(self, number: int) -> dict:
+            said = "; ".join(self.items[number])
+            return {"error": number, "limit": len(self.items), "said": said}
+
+    monkeypatch.setattr(ranks, "_RankRows", Rows)
+    made = [*ranks.fused("cpu", 3, ("fp32", "fp16"))]
+    for number, one in reversed([*enumerate(made)]):  # in any order, once all are made
+        error, limit, said = one.measure()
+        assert (error, limit) == (number, 3 * 2 + 4)
+        name, dtype = said.split("; ")
+        assert one.name == f"{name} on 3 ranks, {dtype}"
+
+
 def test_nothing_is_begun_after_ten_minutes_or_one(monkeypatch) -> None:
     """Times are taken where everything was checked, and not in a quick run."""
     monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -300,6 +320,25 @@ def test_a_proof_of_another_layout_than_was_asked_for_is_an_error() -> None:
     assert ranks._axis({7: row}, 7, layout) == Measured(3.0, LIMITS["fp32"], "largest: x on rank 1")
     with pytest.raises(RuntimeError, match="the ranks proved another instead of dp=2 "):
         ranks._axis({7: row | {"layout": "another"}}, 7, layout)
+
+
+def test_a_rank_says_why_it_fails_and_leaves_its_group_when_it_is_done(monkeypatch, capsys):
+    session = Session(torch.device("cpu"), 0, 1, None, 60.0, Mesh())
+    told: list = []
+    monkeypatch.setattr(ranks, "join", lambda *of, **how: told.append((of, how)) or session)
+    monkeypatch.setattr(session, "close", lambda: told.append("closed"))
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    monkeypatch.setattr("warpweave.launch.leave", sys.exit)
+    joined = (Mesh(tp=2),), {"timeout": ranks.TIMEOUT, "backend": "gloo", "port": 7}
+    items = [("all-reduce", "fp32")]
+    monkeypatch.setattr(ranks, "measure_items", lambda *of: told.append(of))
+    ranks.measure_rank("cpu", 2, items, "path", 7)
+    assert told == [joined, 1, (session, items, "path"), "closed"]
+    monkeypatch.setattr(ranks, "measure_items", lambda *_: {}["all-reduce"])
+    with pytest.raises(SystemExit) as ended:
+        ranks.measure_rank("cpu", 2, items, "path", 7)
+    assert ended.value.code == 1
+    assert "warpweave: KeyError: 'all-reduce'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("worst", [0, 1, 2])
@@ -379,6 +418,10 @@ def test_what_a_machine_is_is_said_in_words(monkeypatch) -> None:
     assert (found["NCCL"], found["CUDA"]) == ("2.27.3", torch.version.cuda)
     assert found["driver"] == "nvidia-smi --query-gpu=driver_version"
     assert machine.topology() == "nvidia-smi topo\nsecond\nnvidia-smi topo\nsecond"
+    for known, said in ((("-m",), "-m"), (("a",), "a"), ((), ""), (("-m", "a"), "-m\na")):
+        shown = {word: word for word in known}
+        monkeypatch.setattr(machine, "_said", lambda *words, of=shown: of.get(words[-1], ""))
+        assert machine.topology() == said
     checks = [(c.name, c.measure.args) for c in machine.copies(64)]
     ends = [torch.device("cuda", n) for n in range(2)]
     assert checks == [("copy GPU 0 -> 1", (*ends, 64)), ("copy GPU 1 -> 0", (*ends[::-1], 64))]

@@ -257,6 +257,29 @@ def _three(store) -> list[Member]:
     return members
 
 
+def test_what_a_member_tells_the_keeper_is_of_itself_and_of_the_generation_it_is_in(store):
+    members = _three(store)
+    store.wait([f"ready/0/{rank}" for rank in range(3)])
+    members[2].complain()
+    store.wait(["failed/1/2"])
+    assert not any(store.check([f"failed/{of}/{rank}"]) for of, rank in ((1, 0), (1, 1), (2, 2)))
+    for number, member in enumerate(members, 1):
+        member.settle()
+        assert store.add("settled/1", 0) == number
+    announce(store, Generation(2, 0, {0: 0, 2: 0}))
+    assert members[2].enter().number == 2
+    members[2].settle()
+    members[2].complain()
+    store.wait(["failed/2/2"])
+    assert (store.add("settled/1", 0), store.add("settled/2", 0)) == (3, 1)
+    assert not store.check(["result"])
+    members[0].finish("{}")
+    assert store.get("result") == b"{}"
+    assert not store.check(["over"])
+    members[1].give_up()
+    store.wait(["over"])
+
+
 def test_a_step_counts_when_all_have_voted_and_ends_the_generation_where_replicas_wait(store):
     members = _three(store)
     assert _at_once(*(partial(m.vote, "0", 3) for m in members)) == ["go"] * 3
@@ -379,6 +402,21 @@ def test_connections_of_a_generation_are_closed_and_no_others(store):
     with listener, socket.create_connection(listener.getsockname()):
         listener.settimeout(10)
         listener.accept()[0].close()
+
+
+def test_a_descriptor_that_another_socket_has_now_is_left_alone():
+    connections = Connections()
+    ours, other = socket.socketpair()
+    connections.complete()
+    number = ours.detach()
+    one, two = socket.socketpair()
+    os.dup2(one.fileno(), number)
+    connections.close()
+    with one, two, other, socket.socket(fileno=number) as again:
+        again.send(b"x")
+        one.send(b"y")
+        assert two.recv(1) + two.recv(1) == b"xy"
+        assert other.recv(1) == b""  # this one is shut down
 
 
 def test_the_source_is_the_lowest_replica_that_is_whole():

@@ -265,6 +265,18 @@ def test_an_engine_hands_its_options_on_to_its_parts(schedule):
     assert (own["clip"], own["apart"]) == (None, schedule == "pipedream")
 
 
+@pytest.mark.parametrize("outer", [None, OuterRule(2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_plan_is_asked_about_clip_fp16_and_an_outer_optimizer_also_of_one(
+    monkeypatch, dtype, outer
+):
+    seen = []
+    monkeypatch.setattr(ParallelPlan, "check_update", lambda plan, *given: seen.append(given))
+    for clip in (None, 0.5):
+        Engine(CONFIG, single(), dtype=dtype, clip=clip, outer=outer)
+    assert seen == [(clip, dtype == torch.float16, outer is not None) for clip in (None, 0.5)]
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), torch.device("cuda:0")])
 def test_fused_overlap_beside_stages_is_refused_on_any_gpu(device):
     plan = ParallelPlan(overlap="fused", microbatches=2)
@@ -392,6 +404,7 @@ DEEP = GPTConfig(37, 16, 7, 16, 4, hidden=20, dropout=0.1)
 SEVERAL_STAGES = {  # of each rank: schedule, chunks, mesh
     "interleaved": ("interleaved", 3, Mesh(pp=2)),
     "folded": ("zb-v", 2, Mesh(pp=3)),  # the first rank has the last stage
+    "all on each of two replicas": ("interleaved", 3, Mesh(dp=2)),
     "alone": ("1f1b", 1, Mesh()),
 }
 
@@ -411,7 +424,7 @@ def _on_stages(rank: int, name: str) -> dict:
     return {"numbers": [held_out, float(result.loss), float(result.norm)], "texts": texts}
 
 
-@pytest.mark.parametrize("name", [*SEVERAL_STAGES][:2])
+@pytest.mark.parametrize("name", [*SEVERAL_STAGES][:-1])
 def test_ranks_with_several_stages_evaluate_and_write_as_one_device(name):
     """Whatever rank has the last stage, and with whom it is next."""
     (alone,) = run_threads(1, _on_stages, "alone")

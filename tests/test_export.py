@@ -26,6 +26,7 @@ from warpweave.convert.beside import (
 )
 from warpweave.convert.source import find_tokenizer, read_stop_tokens
 from warpweave.data import ByteTokenizer, JsonTokenizer
+from warpweave.dtypes import DTYPES
 from warpweave.generate import Sampling, generate
 from warpweave.gpt import GPT, GPTConfig
 from warpweave.train_config import GPTOverrides
@@ -382,6 +383,20 @@ def test_the_command_says_what_lies_in_the_folder_and_that_a_tokenizer_is_missin
         "architecture": "First", "dtype": "float16", "tokenizer": tokenizer is not None,
         "eos_token_ids": [4, 2], "files": sorted(names),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*DTYPES])
+def test_weights_may_be_asked_for_in_any_dtype(name, tmp_path, capfd, monkeypatch):
+    given = []
+    monkeypatch.setattr(export, "find_step", lambda run: run)
+
+    def write(*_, dtype, **__):
+        given.append(dtype)
+        raise ValueError("that will do")
+
+    monkeypatch.setattr(export, "to_hf", write)
+    assert _export(capfd, tmp_path, tmp_path / "out", "--dtype", name)[0] == 2
+    assert given == [DTYPES[name]]
 
 
 def test_what_a_user_has_is_not_written_over(bytes_run, tmp_path, capfd):

@@ -18,6 +18,7 @@ from threads import run_threads
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
+from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +30,7 @@ from warpweave.parallel.context import Links
 from warpweave.parallel.context.explain import explain
 from warpweave.parallel.context.explain import table as cost_table
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.parallel.shard import ParamRecord
 from warpweave.plain_gpt import plain_gpt_logits, plain_gpt_loss, plain_init, plain_shapes
 from warpweave.prove.expected import plain_config as _plain
 
@@ -236,6 +238,18 @@ def test_initial_values_are_the_plain_models_whatever_was_drawn_before(config, d
     for name, p in GPT(config, seed=11, dtype=dtype).named_parameters():
         assert p.dtype == dtype
         assert torch.equal(p, params[name]), name
+
+
+def test_parameters_without_data_are_not_drawn():
+    """On the meta device, and fake ones, also where their mode has ended."""
+    meta = GPT(CONFIGS["gpt2"], device="meta")
+    with FakeTensorMode():
+        fake = GPT(CONFIGS["gpt2"])
+    for gpt in (meta, fake):
+        before = [(p, p.device) for p in gpt.parameters()]
+        with mock.patch.object(ParamRecord, "draw", side_effect=AssertionError("drawn")):
+            gpt.initialise(1)
+        assert before == [(p, p.device) for p in gpt.parameters()]
 
 
 @EACH

@@ -324,9 +324,9 @@ def test_a_norm_has_a_single_width_and_weights_that_are_floats():
         flat = Numbered()
         flat.weight, flat.normalized_shape = None, shape
         assert norm.find_norm_form(flat) == "has no weight to tell its width"
-    flat.normalized_shape = (8,)
     flat.forward = lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + flat.epsilon)
-    assert norm.find_norm_form(flat).eps == "epsilon"
+    for flat.normalized_shape in ((8,), [8], torch.Size([8])):
+        assert norm.find_norm_form(flat).eps == "epsilon"
 
 
 def test_torchs_norms_are_known_in_every_dtype():

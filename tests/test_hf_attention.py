@@ -214,6 +214,21 @@ def test_chunks_of_packed_documents_begin_where_padding_ends():
     assert torch.equal(made.visible.written_out(torch.device("cpu")), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_mask_is_nan_of_the_dtype_asked_for_and_moves_with_what_it_says(dtype):
+    made = mask.make_mask(2, 3, 5, q_offset=1, dtype=dtype)
+    other = torch.float16
+    for found, of in (
+        (made, dtype), (made.detach(), dtype), (made.contiguous(), dtype), (made.clone(), dtype),
+        (made.to(other), other), (made.to("cpu", other), other), (made.to(dtype=other), other),
+    ):  # fmt: skip
+        assert (found.shape, found.dtype, found.device.type) == ((2, 1, 3, 5), of, "cpu")
+        assert found.visible is made.visible
+        assert found.isnan().all()
+        assert found.untyped_storage().nbytes() == found.element_size()  # of one number
+        assert type(found + 1) is not mask.Mask or not hasattr(found + 1, "visible")
+
+
 def test_masks_compose_in_any_order():
     causal, window = functions.causal_mask_function, functions.sliding_window_overlay(3)
     documents = functions.packed_sequence_mask_function(PACKED)
@@ -224,3 +239,39 @@ def test_masks_compose_in_any_order():
         made = mask.make_mask(**how)
         wanted = functions.sdpa_mask(**how, allow_is_causal_skip=False)
         assert torch.equal(made.visible.written_out(torch.device("cpu")), wanted)
+
+
+# ---------------------------------------------------------------- who is told of calls
+
+
+class _Attends(nn.Module):
+    def forward(self, *qkv: torch.Tensor, **options) -> torch.Tensor:
+        return attention.attention_forward(self, *qkv, None, **options)[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_calls_are_watched_of_a_models_own_modules_and_of_none_afterwards(fails):
+    """Also of one that was taken out of the model meanwhile."""
+    model, other, seen = nn.ModuleList([_Attends(), _Attends()]), _Attends(), []
+    first, second = model
+    sinks = draw(3, HEADS)
+
+    def call_all():
+        with ours_always():
+            for module in (first, other, second):
+                module(*inputs(), s_aux=sinks if module is second else None)
+
+    try:
+        with attention.watched(model, lambda *of: seen.append(of)):
+            model[1] = other
+            call_all()
+            if fails:
+                raise LookupError
+    except LookupError:
+        pass
+    call_all()
+    assert [module for module, *_ in seen] == [first, second]
+    for (_, *given, o, told), wanted in zip(seen, (None, sinks), strict=True):
+        assert all(torch.equal(x, y.transpose(1, 2)) for x, y in zip(given, inputs(), strict=True))
+        assert o.shape == (B, 8, HEADS, DV)
+        assert told is wanted

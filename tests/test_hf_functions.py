@@ -4,6 +4,7 @@ ranks and what they are told, each against its formula and under every option at
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from types import SimpleNamespace
 from unittest import mock
@@ -21,7 +22,7 @@ from warpweave import changes  # noqa: E402
 from warpweave.hf import attention, loss, mask, plan, probe, seen, structure  # noqa: E402
 from warpweave.hf.options import HeadVocabulary, Replicas, Spread  # noqa: E402
 from warpweave.hf.parallel import _Entrance, tokens_of  # noqa: E402
-from warpweave.hf.patch import is_patched, ours_always, patch, unpatch  # noqa: E402
+from warpweave.hf.patch import is_patched, original, ours_always, patch, unpatch  # noqa: E402
 from warpweave.hf.plan import Tokens, hidden_states  # noqa: E402
 from warpweave.hf.report import Report  # noqa: E402
 from warpweave.parallel.layout import SequenceLayout  # noqa: E402
@@ -430,6 +431,7 @@ def test_every_hook_of_a_module_that_is_called_no_more_is_seen_and_no_other(kind
         assert not seen.changed(holder)
 
 
+OTHER_CONFIG = transformers.PretrainedConfig(hidden_size=4, vocab_size=5)
 CHANGES = {  # and whether the replaced forward would not follow
     "a number": (lambda m: setattr(m, "number", 4), True),
     "its kind": (lambda m: setattr(m, "number", 3.0), True),
@@ -448,6 +450,8 @@ CHANGES = {  # and whether the replaced forward would not follow
     "a field": (lambda m: setattr(m.config, "hidden_size", 7), True),
     "a field of a field": (lambda m: setattr(m.config.text_config, "eps", 2.0), True),
     "a field that nobody read": (lambda m: setattr(m.config, "vocab_size", 7), False),
+    "an equal configuration": (lambda m: setattr(m, "config", copy.deepcopy(m.config)), False),
+    "another one": (lambda m: setattr(m, "config", OTHER_CONFIG), True),
 }
 
 
@@ -520,10 +524,17 @@ def test_unpatching_leaves_a_module_as_it_was_also_with_a_forward_of_its_own():
     for before in (None, lambda x: x - 1):
         if before is not None:
             module.forward = before
+        module.number = 0
         attributes, plain = dict(module.__dict__), module(x)
         patch(module, form)
         assert is_patched(module)
         assert torch.equal(module(x), x + 1)
+        patch(module, SimpleNamespace(forward=lambda self, x: x + 2, live=(), fields=()))
+        assert torch.equal(module(x), x + 2)  # by another form in its place
+        assert torch.equal(original(module)(x), plain)
+        module.number = 1  # since then
+        assert torch.equal(module(x), plain)
+        module.number = 0
         unpatch(module)
         assert torch.equal(module(x), plain)
         assert not is_patched(module)

@@ -17,6 +17,7 @@ from sharded import draw  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 
 import warpweave.hf as ww  # noqa: E402
+from warpweave import changes  # noqa: E402
 from warpweave.hf import loss, seen  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -311,3 +312,36 @@ def test_numbers_that_a_forward_may_compute_with_are_watched_and_what_it_hands_o
         setattr(holder, name, 7)
     config.use_cache = False
     assert not seen.changed(model)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("own", [None, lambda x: x + 1])
+@pytest.mark.parametrize("run", [loss._patched, loss._compiled_loss])
+def test_a_head_that_was_caught_is_as_it_was_also_after_an_error(run, own, fails):
+    """Also one whose forward is of its own, as over ranks or in a device map, or that has two
+    names in the model."""
+    model, head = nn.Module(), nn.Tanh()
+    model.first, model.other, model.again = head, nn.Tanh(), head
+    if own is not None:
+        head.forward = own
+    changes.note(model, loss._Fused(loss.LossForm(), loss._StandIn()))
+    before, children, x = dict(head.__dict__), dict(model._modules), torch.ones(2)
+    plain, ended = head(x), []
+
+    def inside() -> torch.Tensor:
+        found = model.first(x) + 10 * model.again(x) + model.other(x)
+        if fails:
+            raise LookupError
+        return found
+
+    try:
+        ended = [run(model, head, lambda x: 2 * x, inside)]
+    except LookupError:
+        assert fails
+    assert len(ended) == (not fails)
+    for found in ended:
+        assert torch.equal(found, 2 * x + 20 * x + x.tanh())
+    assert dict(head.__dict__) == before
+    assert dict(model._modules) == children
+    assert torch.equal(head(x), plain)
+    assert changes.known(model, loss._Fused).stand_in.catch is None

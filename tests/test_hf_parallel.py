@@ -488,8 +488,14 @@ def test_an_attention_that_reads_positions_is_given_its_own():
     positions, pair = torch.arange(8)[None], (torch.randn(1, 8, 4), torch.randn(1, 8, 4))
     own = functools.partial(own_positions, layout=layout, rank=1)
     assert own("position_ids", positions).tolist() == [layout.positions(1).tolist()]
-    for x, y in zip(own("position_embeddings", pair), pair, strict=True):
-        assert torch.equal(x, layout.shard(y, 1, dim=1))
+    for kind in (tuple, list):
+        found = own("position_embeddings", kind(pair))
+        assert type(found) is tuple
+        for x, y in zip(found, pair, strict=True):
+            assert torch.equal(x, layout.shard(y, 1, dim=1))
+    assert own("position_embeddings", None) is None
+    several = torch.arange(48).view(3, 2, 8)  # of pictures: three numbers of each token
+    assert torch.equal(own("position_ids", several), several[..., layout.positions(1)])
     assert own("position_ids", None) is None
     assert own("attention_mask", positions) is positions
 

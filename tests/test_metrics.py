@@ -260,11 +260,12 @@ def test_the_bar_says_what_the_first_step_waits_for(tmp_path, capsys):
 # ---- what is damaged, and what cannot be written -------------------------------------------------
 
 
-def _metrics(folder: Path, step: int, **changes) -> Metrics:
+def _metrics(folder: Path, step: int, *, evaluates: bool = False, **changes) -> Metrics:
     """The metrics of a run that is resumed at `step`, without its trainer."""
     config = _config(folder, **{"resume": True} | changes)
     session = Session(torch.device("cpu"), 0, 1, None, 60.0, config.mesh)
-    return Metrics(config, session, config.model_config(256), step, tokens_per_step=32)
+    how = {"tokens_per_step": 32, "evaluates": evaluates}
+    return Metrics(config, session, config.model_config(256), step, **how)
 
 
 def _row(step: int) -> bytes:

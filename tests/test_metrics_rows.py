@@ -3,6 +3,7 @@ them. `test_metrics.py` has boards, and what is damaged or cannot be written."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from test_metrics import _metrics, _row
 from threads import on_mesh
 
 from warpweave import metrics as metrics_module
-from warpweave.metrics import peak_memory, set_aside
+from warpweave.metrics import Metrics, peak_memory, set_aside
 from warpweave.parallel.mesh import Mesh
 
 
@@ -52,6 +53,72 @@ def test_rows_of_steps_and_evaluations_have_their_figures_on_every_board(tmp_pat
     ]
     assert [json.loads(line) for line in metrics.path.read_text().splitlines()] == rows
     assert [board.calls for board in told] == [[*rows, "flush", "close"]] * 2
+
+
+def _rows(metrics: Metrics) -> list[dict]:
+    return [json.loads(line) for line in metrics.path.read_text().splitlines()]
+
+
+class Broken(Told):
+    """A board that fails at everything it is told, once it knows it."""
+
+    def row(self, row: dict) -> None:
+        super().row(row)
+        raise RuntimeError("gone")
+
+    def flush(self) -> None:
+        super().flush()
+        raise RuntimeError("gone")
+
+    def close(self) -> None:
+        super().close()
+        raise RuntimeError("gone")
+
+
+class Torn(Broken):
+    """Another one."""
+
+
+def test_a_board_that_fails_takes_nothing_from_others_and_each_is_said_once(
+    tmp_path, capsys, monkeypatch
+):
+    boards = [Told(), Broken(), Told(), Torn(), Told()]
+    monkeypatch.setattr(metrics_module, "open_boards", lambda *_: boards)
+    metrics = _metrics(tmp_path, 0, resume=False)
+    rows = [{"step": step, "loss": 1.0} for step in (1, 2)]
+    for row in rows:
+        metrics.write(row)
+    metrics.flush()
+    metrics.close()
+    assert [board.calls for board in boards] == [[*rows, "flush", "close"]] * 5
+    said = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert said == [
+        f"warpweave: {metrics.folder} cannot be written by {name}, the run goes on and tries "
+        "again: gone"
+        for name in ("Broken", "Torn")
+    ]
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_an_evaluation_that_is_made_again_is_shown_if_it_was_not_yet(
+    tmp_path, monkeypatch, there, evaluates
+):
+    """In the file it stands once, on boards as often as they were told of it: once."""
+    told, of_step = Told(), {"step": 2, "val_loss": 1.5}
+    monkeypatch.setattr(metrics_module, "open_boards", lambda *_: [told])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    before = [{"step": 2, "loss": 1.0}, *([of_step] if there else []), {"step": 3, "loss": 1.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in before))
+    metrics = _metrics(tmp_path, 2, evaluates=evaluates)
+    kept = [row for row in before[:-1] if "loss" in row or not evaluates]
+    assert _rows(metrics) == kept
+    again, later = {"step": 2, "val_loss": 1.5}, {"step": 4, "val_loss": 1.0}
+    metrics.write(again)
+    metrics.write(later)
+    assert _rows(metrics) == [*kept, again, later]
+    assert told.calls == ([later] if there and evaluates else [again, later])
 
 
 def test_the_peaks_of_all_ranks_are_in_their_order(monkeypatch):
@@ -142,3 +209,25 @@ def test_a_plot_has_the_losses_and_the_staleness_of_each_stage_over_the_steps(
     assert {text.get_text() for text in axes.get_legend().get_texts()} == set(lines)
     assert (axes.get_xlabel(), other.get_ylabel()[:9]) == ("step", "staleness")
     plt.close(figures[0])
+
+
+def test_a_folder_on_a_file_system_without_locks_is_trained_into(tmp_path, monkeypatch):
+    import fcntl
+
+    asked: list[int] = []
+    errors = iter((errno.ENOLCK, errno.ENOTSUP, errno.EAGAIN))
+
+    def refuse(file: Any, how: int) -> None:
+        asked.append(how)
+        raise OSError(next(errors), "no lock")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for _ in range(2):
+        with metrics_module.locked(tmp_path / "new"):
+            assert (tmp_path / "new" / "lock").exists()
+    with (
+        pytest.raises(ValueError, match="another job is training into"),
+        metrics_module.locked(tmp_path / "new"),
+    ):
+        pass
+    assert asked == [fcntl.LOCK_EX | fcntl.LOCK_NB] * 3

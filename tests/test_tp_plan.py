@@ -185,6 +185,30 @@ def test_models_with_single_or_gathered_columns_are_planned(overlap):
 # ---------------------------------------------------------------- what a spread model is told
 
 
+@pytest.mark.parametrize("ending", ["", "_none", "_chunked"])
+@pytest.mark.parametrize("word", ["", "sequence_"])
+def test_a_word_cuts_no_layer_that_its_ranks_cannot_share_and_none_of_another_kind(word, ending):
+    """Two ranks, of features that three would not divide either."""
+    two = SimpleNamespace(size=lambda: 2)
+    made = [
+        (f"{word}colwise{ending}", nn.Linear(4, 5), "5 output features"),
+        (f"{word}rowwise{ending}", nn.Linear(5, 4), "5 input features"),
+        (f"{word}colwise{ending}", nn.Bilinear(2, 2, 2), "not Bilinear"),
+        ("inside_colwise", nn.Linear(4, 5), "5 output features"),
+        ("embedding_rowwise", nn.Embedding(5, 4, max_norm=1.0), "an embedding with max_norm"),
+    ]
+    for name, module, said in made:
+        style = styles.ALL_PARALLEL_STYLES[styles.WORD + name]
+        with pytest.raises(ValueError, match=said):
+            style.shard_param(module, "weight", two)
+
+
+def test_modules_that_own_parameters_are_named_without_numbers_also_at_the_end():
+    inner = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Sequential(nn.Linear(1, 1)))
+    model = nn.ModuleDict({"layers": nn.ModuleList([inner]), "up2": nn.Linear(1, 1)})
+    assert styles._parametrised(model) == {"layers.*.*", "layers.*.*.*", "up2"}
+
+
 def test_only_fused_overlap_gets_a_workspace():
     mesh = SimpleNamespace(workspace=lambda axis: f"workspace of {axis}")
     for overlap in ("none", "bulk", "chunked", "fused"):

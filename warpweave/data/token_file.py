@@ -65,13 +65,14 @@ def map_tokens(path: Path) -> tuple[np.ndarray, int]:
     header = _read_header(sidecar) if sidecar.exists() or path.suffix == ".bin" else None
     if path.suffix == ".npy":
         try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            with path.open("rb") as file:
+                archive = file.read(2) == b"PK"
+            tokens = None if archive else np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError, OSError) as error:
             raise DataError(
                 f"{path} ({size} bytes) is no array of numbers: {one_line(error)}"
             ) from None
-        if not isinstance(tokens, np.ndarray):
-            tokens.close()
+        if tokens is None:
             raise DataError(f"{path} is an archive of arrays (.npz), not one array")
         if tokens.ndim != 1 or tokens.dtype.name not in _DTYPES or not len(tokens):
             raise DataError(
