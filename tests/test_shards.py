@@ -135,13 +135,14 @@ def test_while_a_forward_runs_gradients_are_summed_and_afterwards_all_is_as_befo
 
 def _summed(mesh, axes: tuple[str, ...]) -> torch.Tensor:
     layer = nn.Linear(2, 2, bias=False)
-    shards.use_local(layer, {"weight": tuple(mesh.group(axis) for axis in axes)})
+    sums = tuple(mesh.group(axis) for axis in axes)
+    shards.use_local(layer, dict.fromkeys(("weight", "bias"), sums))
     layer(torch.ones(1, 2) * 10.0**mesh.rank).sum().backward()
     return layer.weight.grad
 
 
 def test_a_gradient_is_summed_over_each_of_its_groups():
-    """Also of a module that has no bias."""
+    """Also if one of the parameters is not there."""
     for axes, of in (
         ((), lambda rank: [rank]), (("tp",), lambda rank: [rank, rank ^ 1]),
         (("cp",), lambda rank: [rank, rank ^ 2]), (("tp", "cp"), lambda rank: range(4)),
