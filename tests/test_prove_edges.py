@@ -322,10 +322,10 @@ def test_the_program_whose_types_are_checked_has_each_option_that_is_given(monke
 
     monkeypatch.setattr("warpweave.prove.typecheck.GPT", made)
     given = {"sequence_parallel": True, "recompute": "full", "layout": "striped"}
-    for options in ({}, *({name: value} for name, value in given.items()), given):
+    for more in ({}, *({name: value} for name, value in given.items()), given):
         with pytest.raises(ArithmeticError):
-            typecheck(Layout(Mesh(tp=2, cp=2)).model, Mesh(tp=2, cp=2), **options)
-        assert seen.pop() == ParallelPlan(**options)
+            typecheck(Layout(Mesh(tp=2, cp=2)).model, Mesh(tp=2, cp=2), **more)
+        assert seen.pop() == ParallelPlan(**{"sequence_parallel": False} | more)
 
 
 def test_what_was_never_compared_is_infinitely_wrong(monkeypatch) -> None:
