@@ -242,7 +242,9 @@ class _Replayed:
         self.out = self.served.config.out
         notes = RunNotes(self.served, None)
         for version in (1, 2, 3):
-            notes.update(version, 0.1, 1.0, [Term(11 - version, 0, 0, version, 8, 2.0)])
+            terms = [Term(11 - version, 0, 0, version, 8, 2.0)]
+            terms += [Term(7, 0, 0, 5, 8, 2.0), Term(9, 1, 0, 5, 8, 2.0)] * (version == 3)
+            notes.update(version, 0.1, 1.0, terms)
         _saved(self.served, notes, 3)
         self.rows: Any = None
         self.threads: list[int] = []
@@ -264,7 +266,7 @@ def test_a_replay_says_what_it_has_repeated_and_how_much_differs(tmp_path, monke
     reader = there.served.open_run()
     assert (code, err, there.rows, there.threads) == (0, "", rows, [3])
     assert found == {
-        "equal": True, "updates": 3, "workers": [8, 9, 10], **staleness_of(rows),
+        "equal": True, "updates": 3, "workers": [7, 8, 9, 10], **staleness_of(rows),
         "checkpoint": str(reader.path), "torch": ["old", torch.__version__],
     }  # fmt: skip
     drawn, names = ServedModel._draw, []
