@@ -231,6 +231,16 @@ def test_servers_begin_with_the_weights_of_the_model_that_is_given(tmp_path):
     assert all(torch.equal(found[name], weights[name].to(found[name])) for name in found)
 
 
+def test_servers_begin_with_the_weights_that_their_seed_draws(tmp_path):
+    served = _served(tmp_path, "--seed", "4")
+    parts = [dict(served.shard(k).read()) for k in range(2)]
+    found = {name: x for part in parts for name, x in part.items() if "/" not in name}
+    assert found.keys() == {record.name for record in served.records}
+    for seed, same in ((4, True), (0, False)):
+        drawn = {record.name: record.draw(seed) for record in served.records}
+        assert all(torch.equal(found[n], x.to(found[n])) for n, x in drawn.items()) is same
+
+
 # ---------------------------------------------------------------- replay
 
 
