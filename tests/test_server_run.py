@@ -210,6 +210,33 @@ def test_losses_of_workers_and_of_an_evaluation_are_those_of_their_samples_alone
     assert roles.evaluate(served, reader) == pytest.approx(total / valid, rel=1e-12)
 
 
+def test_dropout_of_a_worker_is_that_of_its_samples_at_the_clock(tmp_path):
+    served = _served(tmp_path, "--dtype", "fp64")
+    gpt, ids = served.make_gpt(torch.device("cpu")), torch.arange(4, 8)
+    with mock.patch.object(roles, "module_gradient", lambda _, losses: losses):
+        losses = served.gradient(gpt, 1)
+    for clock in (0, 5):
+        tokens, labels = served.data.batch(clock, ids.tolist())
+        for at, (total, n) in zip((0, 2), losses(gpt, clock), strict=True):
+            part = slice(at, at + 2)
+            key = {"seed": served.config.dropout_key(clock), "sample_ids": ids[part]}
+            expected = gpt(tokens[part], labels[part], **key) * n
+            assert torch.equal(total, expected)
+
+
+def test_servers_go_on_at_the_checkpoints_step_of_the_optimizer(tmp_path):
+    served = _served(tmp_path)
+    notes = RunNotes(served, None)
+    for version in (1, 2, 3):
+        notes.update(version, 0.1, 1.0, [Term(0, 0, 0, version - 1, 8, 2.0)])
+    _saved(served, notes, 3)
+    for index in range(2):
+        shard = served.shard(index)
+        assert {float(step) for step in shard.steps} == {0.0}
+        served.restore(shard, served.open_run())
+        assert {float(step) for step in shard.steps} == {3.0}
+
+
 def test_an_evaluation_has_no_dropout(tmp_path):
     served = _served(tmp_path)
     gpt = served.make_gpt(torch.device("cpu"))
