@@ -307,6 +307,14 @@ def test_what_cannot_be_tried_is_refused_without_a_verdict(monkeypatch, error) -
         assert "passed" not in summary
 
 
+def test_a_proof_by_torchrun_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(command, "prove_rank", lambda *_: None)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(command._RefusedError, match="run it without torchrun"):
+        command._prove(ProveConfig(), {})
+
+
 def test_a_torch_whose_collectives_need_data_is_refused_by_its_version(monkeypatch) -> None:
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
     with pytest.raises(ImportError, match=r"tensors without data, as 2\.13 is; this is "):
