@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import weakref
 
 import pytest
@@ -315,6 +316,23 @@ def test_what_is_free_honours_control_groups(tmp_path, name):
 
 def test_a_system_that_tells_nothing_has_all_of_its_memory(tmp_path):
     assert free_host_memory(tmp_path, tmp_path) > 2**28
+
+
+def test_what_cannot_be_read_of_free_memory_or_of_a_limit_is_passed_over(tmp_path):
+    cgroup, files, _ = MACHINES["v2"]
+    where = _machine(tmp_path, MEMINFO, cgroup, files)
+    (tmp_path / "groups/a/b/memory.current").write_text("many\n")
+    assert free_host_memory(**where) == 15000
+    (tmp_path / "groups/a/memory.current").unlink()
+    assert free_host_memory(**where) == 1024000
+    (tmp_path / "groups/a/memory.current").write_text("80000")
+    assert free_host_memory(**where) == 15000
+    (tmp_path / "proc/self/cgroup").unlink()
+    assert free_host_memory(**where) == 1024000
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for odd in ("MemTotal:       9000 kB\n", "nothing\n", "MemAvailable:   many kB\n", ""):
+        (tmp_path / "proc/meminfo").write_text(odd)
+        assert free_host_memory(**where) == whole
 
 
 # ---------------------------------------------------------------- the refusal

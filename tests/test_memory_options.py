@@ -312,12 +312,13 @@ def test_a_refusal_names_all_flags_together_where_none_is_enough_alone(device: s
 
 def test_a_refusal_lists_the_parts_of_the_fullest_rank() -> None:
     """Without loading; the update and a GPU's own only where they are not 0."""
-    for optimizer, device in itertools.product(("adamw", "muon"), ("cpu", "cuda")):
-        step = TrainingStep(
-            PRESETS["gpt2"], Mesh(pp=4), ParallelPlan(microbatches=4), 8, "fp32", device, optimizer
-        )
+    schedules, seen = ("1f1b", "gpipe"), set()
+    for name, optimizer, device in itertools.product(schedules, ("adamw", "muon"), ("cpu", "cuda")):
+        plan = ParallelPlan(schedule=name, microbatches=4)
+        step = TrainingStep(PRESETS["gpt2"], Mesh(pp=4), plan, 8, "fp32", device, optimizer)
         ranks = estimate(step)
         fullest = max(ranks, key=lambda rank: rank.total)
+        seen.add((name, ranks.index(fullest)))
         assert fullest.total > 1.1 * min(rank.total for rank in ranks)
         with pytest.raises(ValueError, match="a rank") as refusal:
             check_memory(step, free=GIB // 5, ranks=1, total=7 * GIB)
@@ -328,3 +329,4 @@ def test_a_refusal_lists_the_parts_of_the_fullest_rank() -> None:
         assert named == {kind: f"{getattr(fullest, kind) / GIB:.1f}" for kind in kinds}
         where = "this GPU" if device == "cuda" else "this machine"
         assert f"), {where} has 0.2 of 7.0 GiB free; " in text
+    assert seen == {("1f1b", 0), ("gpipe", 3)}

@@ -537,3 +537,23 @@ def test_a_timeline_is_written_or_missed(tmp_path, capsys) -> None:
     assert "t.json was not written: step 2, the last, was not trained" in capsys.readouterr().err
     with pytest.raises(OSError, match="text"):
         dataclasses.replace(config, timeline=tmp_path / "text" / "t.json").check()
+    interrupt = Interrupt()
+    stopped = _trainer(_config(tmp_path / "b", steps=9, timeline=config.timeline), interrupt)
+    interrupt.number = 15  # some steps are trained then, not the last
+    assert 0 < stopped.run()["steps"] < 9
+    assert "t.json was not written: step 9, the last, was not trained" in capsys.readouterr().err
+
+
+def test_a_save_in_time_waits_for_the_step_that_has_begun(tmp_path) -> None:
+    """It has changed the weights."""
+    trainer = _trainer(_config(tmp_path / "run", save_every=0, save_minutes=1e-9, steps=4))
+    save, found = trainer.save, []
+
+    def saves() -> None:
+        found.append((trainer.step, trainer._begun is None))
+        save()
+
+    trainer.save = saves
+    trainer.run()
+    assert found[0] == (2, True)
+    assert {waited for _, waited in found} == {True}

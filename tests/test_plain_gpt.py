@@ -412,6 +412,35 @@ def test_initial_parameters_have_their_standard_deviation():
     assert {v.sum().item() for n, v in flat.items() if v.ndim == 1} == {0.0}
 
 
+class _Reads(dict):
+    """Parameters that note the order in which they are first read."""
+
+    def __getitem__(self, name):
+        self.__dict__.setdefault("order", {})[name] = None
+        return super().__getitem__(name)
+
+
+def test_names_come_in_the_order_in_which_the_model_reads_them():
+    every = {"qk_norm": True, "sinks": True, "norm_place": "sandwich", "tied": False}
+    for config in (GPT2, LLAMA, *(dataclasses.replace(c, **every) for c in (GPT2, LLAMA))):
+        params = _Reads(_random(config))
+        plain_gpt_logits(params, torch.zeros(1, 3, dtype=torch.int64), config)
+        assert list(params.order) == list(params) == list(plain_shapes(config))
+
+
+def test_what_is_not_said_of_a_model_is_as_in_gpt2():
+    sizes = {"vocab_size": 7, "seq_len": 5, "layers": 2, "width": 8, "heads": 4, "kv_heads": 4,
+             "hidden": 9}  # fmt: skip
+    said = {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True,
+            "tied": True, "norm_eps": 1e-5, "rope_theta": 10000.0, "dropout": 0.0,
+            "norm_place": "pre", "windows": ()}  # fmt: skip
+    off = {"qk_norm": False, "qk_norm_whole": False, "sinks": False}
+    assert dataclasses.asdict(PlainConfig(**sizes)) == sizes | said | off | dict.fromkeys(
+        ("head_size", "qkv_bias", "norm_bias", "attention_scale", "softcap", "logit_softcap",
+         "embedding_scale", "local_rope_theta", "rope_scaling")
+    )  # fmt: skip
+
+
 def test_too_long_a_sequence_is_refused():
     with pytest.raises(ValueError, match="20 > 19"):
         plain_gpt_logits(_random(GPT2), torch.zeros(1, 20, dtype=torch.int64), GPT2)

@@ -68,16 +68,21 @@ def test_every_branch_is_looked_at_and_every_reason_is_counted(
     assert refused == reasons
 
 
-@pytest.mark.parametrize(("pp", "dp", "m"), [(1, 1, 3), (2, 1, 3), (3, 2, 6), (2, 2, 8), (6, 1, 2)])
-def test_every_layout_of_a_branch_is_looked_at(pp: int, dp: int, m: int) -> None:
+@pytest.mark.parametrize(
+    ("pp", "dp", "m", "layers"),
+    [(1, 1, 3, 6), (2, 1, 3, 6), (3, 2, 6, 6), (2, 2, 8, 6), (6, 1, 2, 6), (4, 1, 8, 18),
+     (2, 1, 4, 40)],
+)  # fmt: skip
+def test_every_layout_of_a_branch_is_looked_at(pp: int, dp: int, m: int, layers: int) -> None:
     """What a schedule cannot do is counted."""
-    branch = Job(MODEL, Mesh(dp=dp, pp=pp), ParallelPlan(microbatches=m), 2, "bf16", hardware=H100)
+    model, plan = dataclasses.replace(MODEL, layers=layers), ParallelPlan(microbatches=m)
+    branch = Job(model, Mesh(dp=dp, pp=pp), plan, 2, "bf16", hardware=H100)
     wanted, refusals = set(), Counter[str]()
     for name, family in FAMILIES.items():
         if family.asynchronous or (pp == 1 and name != "1f1b"):
             continue
-        most = 6 // pp
-        looped = [n for n in range(2, most + 1) if n in (2, 4) or 6 % (pp * n) == 0]
+        most = min(layers // pp, 16)
+        looped = [n for n in range(2, most + 1) if n in (2, 4, 8, 16) or layers % (pp * n) == 0]
         fixed = [family.chunks] if family.chunks is not None and family.chunks <= most else []
         for chunks in looped if family.chunks is None else fixed:
             try:

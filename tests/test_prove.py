@@ -34,7 +34,7 @@ from warpweave.dtypes import DTYPES
 from warpweave.kernels.norm import function as norm
 from warpweave.launch import Session, Stopped
 from warpweave.parallel.data import parameters, zero
-from warpweave.parallel.data.optimizer import SGD
+from warpweave.parallel.data.optimizer import SGD, LossScale
 from warpweave.parallel.mesh import AXES, Mesh, single
 from warpweave.parallel.pipeline.losses import LOSS
 from warpweave.parallel.shard import ParamRecord
@@ -161,7 +161,9 @@ def test_sampled_layouts_equal_the_plain_model_within_the_limits(world):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_low_precisions_equal_the_plain_model_within_their_limits(dtype):
+def test_low_precisions_equal_the_plain_model_within_their_limits(dtype, monkeypatch):
+    """Also where the loss scale, which is none of the gradients', doubles after each step."""
+    monkeypatch.setattr(LossScale.__init__, "__defaults__", (2.0**16, 1))
     layouts = [dataclasses.replace(LAYOUTS[2][at], dtype=dtype) for at in LOW[dtype]]
     _within_the_limits(run_threads, layouts)
 

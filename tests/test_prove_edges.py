@@ -14,8 +14,8 @@ import pytest
 import torch
 import tyro
 
-from warpweave.config import PRESETS, GPTConfig
-from warpweave.parallel.mesh import Mesh
+from warpweave.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.parallel.mesh import Mesh, single
 from warpweave.prove import LIMITS, Errors, Layout, ProveConfig, command, expected, options, proof
 from warpweave.prove import truth as truths
 from warpweave.prove.layouts import Sizes, all_layouts, draw
@@ -291,6 +291,62 @@ def test_types_are_checked_stage_by_stage_of_the_model_that_would_be_trained(
     assert summary == {"typechecked": done, "ranks": 16} | verdict
     said = capsys.readouterr().out.splitlines()
     assert said == [f"stage {stage} of 4: ok" for stage in range(done)]
+
+
+@pytest.mark.parametrize("error", [ValueError("no such stages"), ImportError("not installed")])
+def test_what_cannot_be_tried_is_refused_without_a_verdict(monkeypatch, error) -> None:
+    def fails(*_, **__) -> None:
+        raise error
+
+    monkeypatch.setattr("warpweave.prove.typecheck.typecheck", fails)
+    monkeypatch.setattr(ProveConfig, "layouts", fails)
+    for run in (command._typecheck, command._prove):
+        summary: dict = {}
+        with pytest.raises(command._RefusedError, match=str(error)):
+            run(ProveConfig(typecheck=run is command._typecheck, tp=2), summary)
+        assert "passed" not in summary
+
+
+def test_a_proof_by_torchrun_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(command, "prove_rank", lambda *_: None)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(command._RefusedError, match="run it without torchrun"):
+        command._prove(ProveConfig(), {})
+
+
+def test_a_torch_whose_collectives_need_data_is_refused_by_its_version(monkeypatch) -> None:
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
+    with pytest.raises(ImportError, match=r"tensors without data, as 2\.13 is; this is "):
+        typecheck(Layout(Mesh(tp=2)).model, Mesh(tp=2))
+
+
+def test_the_program_whose_types_are_checked_has_each_option_that_is_given(monkeypatch) -> None:
+    seen = []
+
+    def made(config, *, mesh, plan) -> None:
+        seen.append(plan)
+        raise ArithmeticError
+
+    monkeypatch.setattr("warpweave.prove.typecheck.GPT", made)
+    given = {"sequence_parallel": True, "recompute": "full", "layout": "striped"}
+    for more in ({}, *({name: value} for name, value in given.items()), given):
+        with pytest.raises(ArithmeticError):
+            typecheck(Layout(Mesh(tp=2, cp=2)).model, Mesh(tp=2, cp=2), **more)
+        assert seen.pop() == ParallelPlan(**{"sequence_parallel": False} | more)
+
+
+def test_what_was_never_compared_is_infinitely_wrong(monkeypatch) -> None:
+    add, lost = proof._Comparison.add, {"norm": math.inf, "token": math.inf}
+
+    def lose(self, kind: str, *rest) -> None:
+        if kind not in lost:
+            add(self, kind, *rest)
+
+    monkeypatch.setattr(proof._Comparison, "add", lose)
+    found = proof.prove_layout(Layout(Mesh(), optimizer="sgd"), single())
+    for errors in (found.each, found.relative):
+        assert {kind: error for kind, error in errors.items() if error > 100.0} == lost
 
 
 # ---------------------------------------------------------------- the run to reproduce

@@ -17,6 +17,7 @@ from warpweave import not_finite
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
 from warpweave.not_finite import _bad, _Note, _Notes
+from warpweave.parallel.data.optimizer import Muon
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.replicas import ReplicaCheck
@@ -142,6 +143,23 @@ def test_in_the_second_of_two_shards_the_tensor_that_lies_there_is_named(what):
     mesh, second = Mesh(dp=6, dp_shard=2), "blocks.0.mlp.down.weight"
     words = f"rank 3 (dp=3) differs in {second}{KINDS[what]} from ranks 1, 5"
     assert on_mesh(mesh, _checked, 3, torch.bfloat16, what, 3) == [words] * 6
+
+
+def _muons(mesh: ConnectedMesh, what: str) -> Any:
+    """With rank 3's first element of `what` changed, in a shard that begins within a matrix."""
+    plan = ParallelPlan(zero=1, microbatches=2)
+    engine = Engine(MODEL, mesh, plan, seed=1, dtype=torch.bfloat16, rule=Muon())
+    unit = next((u for u in engine.units if u.name == "block 0"), None)
+    if mesh.rank == 3:
+        unit.state.moments[what][0] += 1.0
+    return ReplicaCheck(engine).compare({}, 0.0)[0]
+
+
+def test_the_second_moment_that_muons_matrices_lack_is_that_of_what_lies_behind_them():
+    mesh, norm = Mesh(dp=6, dp_shard=2), "blocks.0.attention_norm.weight"
+    for what, name in (("exp_avg", "blocks.0.mlp.down.weight"), ("exp_avg_sq", norm)):
+        words = f"rank 3 (dp=3) differs in {name} ({what}) from ranks 1, 5"
+        assert on_mesh(mesh, _muons, what) == [words] * 6
 
 
 @pytest.mark.parametrize("what", KINDS)

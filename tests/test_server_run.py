@@ -210,6 +210,33 @@ def test_losses_of_workers_and_of_an_evaluation_are_those_of_their_samples_alone
     assert roles.evaluate(served, reader) == pytest.approx(total / valid, rel=1e-12)
 
 
+def test_dropout_of_a_worker_is_that_of_its_samples_at_the_clock(tmp_path):
+    served = _served(tmp_path, "--dtype", "fp64")
+    gpt, ids = served.make_gpt(torch.device("cpu")), torch.arange(4, 8)
+    with mock.patch.object(roles, "module_gradient", lambda _, losses: losses):
+        losses = served.gradient(gpt, 1)
+    for clock in (0, 5):
+        tokens, labels = served.data.batch(clock, ids.tolist())
+        for at, (total, n) in zip((0, 2), losses(gpt, clock), strict=True):
+            part = slice(at, at + 2)
+            key = {"seed": served.config.dropout_key(clock), "sample_ids": ids[part]}
+            expected = gpt(tokens[part], labels[part], **key) * n
+            assert torch.equal(total, expected)
+
+
+def test_servers_go_on_at_the_checkpoints_step_of_the_optimizer(tmp_path):
+    served = _served(tmp_path)
+    notes = RunNotes(served, None)
+    for version in (1, 2, 3):
+        notes.update(version, 0.1, 1.0, [Term(0, 0, 0, version - 1, 8, 2.0)])
+    _saved(served, notes, 3)
+    for index in range(2):
+        shard = served.shard(index)
+        assert {float(step) for step in shard.steps} == {0.0}
+        served.restore(shard, served.open_run())
+        assert {float(step) for step in shard.steps} == {3.0}
+
+
 def test_an_evaluation_has_no_dropout(tmp_path):
     served = _served(tmp_path)
     gpt = served.make_gpt(torch.device("cpu"))
@@ -231,6 +258,16 @@ def test_servers_begin_with_the_weights_of_the_model_that_is_given(tmp_path):
     assert all(torch.equal(found[name], weights[name].to(found[name])) for name in found)
 
 
+def test_servers_begin_with_the_weights_that_their_seed_draws(tmp_path):
+    served = _served(tmp_path, "--seed", "4")
+    parts = [dict(served.shard(k).read()) for k in range(2)]
+    found = {name: x for part in parts for name, x in part.items() if "/" not in name}
+    assert found.keys() == {record.name for record in served.records}
+    for seed, same in ((4, True), (0, False)):
+        drawn = {record.name: record.draw(seed) for record in served.records}
+        assert all(torch.equal(found[n], x.to(found[n])) for n, x in drawn.items()) is same
+
+
 # ---------------------------------------------------------------- replay
 
 
@@ -242,7 +279,9 @@ class _Replayed:
         self.out = self.served.config.out
         notes = RunNotes(self.served, None)
         for version in (1, 2, 3):
-            notes.update(version, 0.1, 1.0, [Term(11 - version, 0, 0, version, 8, 2.0)])
+            terms = [Term(11 - version, 0, 0, version, 8, 2.0)]
+            terms += [Term(7, 0, 0, 5, 8, 2.0), Term(9, 1, 0, 5, 8, 2.0)] * (version == 3)
+            notes.update(version, 0.1, 1.0, terms)
         _saved(self.served, notes, 3)
         self.rows: Any = None
         self.threads: list[int] = []
@@ -264,7 +303,7 @@ def test_a_replay_says_what_it_has_repeated_and_how_much_differs(tmp_path, monke
     reader = there.served.open_run()
     assert (code, err, there.rows, there.threads) == (0, "", rows, [3])
     assert found == {
-        "equal": True, "updates": 3, "workers": [8, 9, 10], **staleness_of(rows),
+        "equal": True, "updates": 3, "workers": [7, 8, 9, 10], **staleness_of(rows),
         "checkpoint": str(reader.path), "torch": ["old", torch.__version__],
     }  # fmt: skip
     drawn, names = ServedModel._draw, []

@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpweave import shards
 from warpweave.parallel.mesh import Mesh
 
+GRID = Mesh(tp=2, cp=2)
+
 
 @contextmanager
 def _rank(rank: int, ranks: int) -> Iterator[DeviceMesh]:
@@ -89,6 +91,12 @@ def test_tied_parameters_are_replaced_everywhere_and_others_stay():
     shards.replace_parameters(nn.Sequential(a, b), {a.weight: new})
     assert a.weight is b.weight is new
     assert a.bias is bias
+    assert b.bias is None
+    bias.requires_grad_(False)  # one that is frozen is replaced as well, by one that is
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    shards.replace_parameters(nn.ModuleList([nn.ModuleList([a]), b]), {bias: frozen})
+    assert a.bias is frozen
+    assert a.weight is b.weight is new
 
 
 def _used(group, fails: bool) -> tuple:
@@ -125,6 +133,24 @@ def test_while_a_forward_runs_gradients_are_summed_and_afterwards_all_is_as_befo
         assert gradient.tolist() == [4.0 * (1 + 2 + 3)] * 2
 
 
+def _summed(mesh, axes: tuple[str, ...]) -> torch.Tensor:
+    layer = nn.Linear(2, 2, bias=False)
+    sums = tuple(mesh.group(axis) for axis in axes)
+    shards.use_local(layer, dict.fromkeys(("weight", "bias"), sums))
+    layer(torch.ones(1, 2) * 10.0**mesh.rank).sum().backward()
+    return layer.weight.grad
+
+
+def test_a_gradient_is_summed_over_each_of_its_groups():
+    """Also if one of the parameters is not there."""
+    for axes, of in (
+        ((), lambda rank: [rank]), (("tp",), lambda rank: [rank, rank ^ 1]),
+        (("cp",), lambda rank: [rank, rank ^ 2]), (("tp", "cp"), lambda rank: range(4)),
+    ):  # fmt: skip
+        for rank, gradient in enumerate(on_mesh(GRID, _summed, axes)):
+            assert gradient.tolist() == [[sum(10.0**r for r in of(rank))] * 2] * 2, axes
+
+
 def _alike(group, culprit: int | None) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -143,9 +169,6 @@ def test_every_rank_names_the_first_parameter_that_some_rank_has_otherwise():
         said = on_threads(3, _alike, culprit)
         assert len(set(said)) == 1
         assert said[0].startswith("1.bias: the ranks hold different numbers")
-
-
-GRID = Mesh(tp=2, cp=2)
 
 
 def _groups(mesh) -> tuple:
@@ -193,8 +216,8 @@ OTHERS = {
 }
 
 
-def _given(mesh, culprit: int | None, name: str, other: object) -> str:
-    inputs = INPUTS | ({name: other} if mesh.rank == culprit else {})
+def _given(mesh, culprit: int | None, name: str, other: object, of: dict = INPUTS) -> str:
+    inputs = of | ({name: other} if mesh.rank == culprit else {})
     try:
         shards.check_same_inputs(inputs.values(), _groups(mesh))
     except ValueError as error:
@@ -209,6 +232,19 @@ def test_other_integer_inputs_on_any_rank_are_refused_on_all(culprit):
             said = on_mesh(GRID, _given, culprit, name, other)
             assert len({*said}) == 1
             assert said[0].startswith("the ranks of tp and cp are given different tokens"), other
+
+
+def test_one_other_id_of_a_large_vocabulary_is_seen_in_a_long_text():
+    """Where the sine of its place is next to nothing, and the sum of all beyond 2^24."""
+    ids = torch.full((1, 710), 200_000)
+    for at in (354, 709):
+        other = ids.clone()
+        other[0, at] += 1
+        for culprit in (0, 3):
+            said = on_mesh(GRID, _given, culprit, "ids", other, {"ids": ids})
+            assert len({*said}) == 1
+            assert said[0].startswith("the ranks of tp and cp are given different tokens")
+    assert on_mesh(GRID, _given, None, "ids", ids, {"ids": ids}) == ["same"] * 4
 
 
 def test_inputs_other_than_integers_may_differ_or_be_missing():

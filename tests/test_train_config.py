@@ -7,16 +7,21 @@ import dataclasses
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
 from warpweave import boards
 from warpweave.config import PRESETS, ParallelPlan
+from warpweave.dtypes import DTYPES
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, NAdamW
 from warpweave.parallel.server.server import ServerPlan
+from warpweave.prove import ProveConfig
+from warpweave.sample_config import SampleConfig
 from warpweave.train_config import GPTOverrides, TrainConfig
+from warpweave.tune.aot import TARGETS
+from warpweave.tune.options import TuneConfig
 
 # ---------------------------------------------------------------- ranks
 
@@ -282,3 +287,20 @@ def test_a_timeline_gets_its_folder_once_it_is_of_a_kind_that_can_be_written(tmp
     with pytest.raises(ValueError, match=r"a timeline is a file in \.svg, \.png, \.json, got"):
         config.check()
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_an_option_takes_each_word_that_there_is():
+    """Of presets, dtypes and compilation targets, in every command."""
+    for config, name, wanted in (
+        (TrainConfig, "model", PRESETS),
+        (TrainConfig, "dtype", DTYPES),
+        (SampleConfig, "dtype", DTYPES),
+        (ProveConfig, "dtype", (*DTYPES, "both")),
+        (TuneConfig, "target", TARGETS),
+    ):
+        kind = get_type_hints(config)[name]
+        words = get_args(next(k for k in (kind, *get_args(kind)) if get_origin(k) is Literal))
+        assert sorted(words) == sorted(wanted), (config.__name__, name)

@@ -91,6 +91,20 @@ def test_an_end_with_another_status_breaks_a_promise(tmp_path, script, code, wan
         job.end(wanted)
 
 
+def test_the_result_of_a_job_is_its_last_line_if_that_is_an_object(tmp_path):
+    every = (
+        ("", None), ("text", None), ('{"steps": 3}', {"steps": 3}), ("7", None),
+        ('{"a": 1}\n{"a": 2}', {"a": 2}), ('{"a": 1}\ntext {', None), ('text\n{"a": 1}', {"a": 1}),
+    )  # fmt: skip
+    lines = [["x", *text.splitlines()] for text, _ in every]
+    jobs = [
+        _job(tmp_path / str(at), f"print(*{said!r}, sep=chr(10))") for at, said in enumerate(lines)
+    ]
+    for job, said, (_, result) in zip(jobs, lines, every, strict=True):
+        end = job.end(0)
+        assert (end.stdout, end.result) == (said, result)
+
+
 @pytest.mark.parametrize("ours", [True, False])
 def test_files_that_a_job_leaves_break_a_promise_but_for_torchruns(tmp_path, ours):
     script = "open(os.environ['TMPDIR'] + '/left', 'w').close()"

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -509,6 +510,28 @@ def test_faults_of_a_process_hit_this_process(monkeypatch):
     assert done == [(os.getpid(), signal.SIGKILL), (os.getpid(), signal.SIGSTOP), 0]
     with pytest.raises(RuntimeError, match=r"^planted$"):
         ACTS["raise"](None)
+
+
+def test_a_fault_and_a_port_reach_the_trainer_of_each_rank(monkeypatch, tmp_path):
+    fault, early, seen = Fault("nan", 1, 2, at="save", delay=0.5), object(), []
+    monkeypatch.setattr(faults, "run", lambda *given, **more: seen.append((given, more)))
+    out = tmp_path / "run"
+    words = ["faulty", fault.text, "--steps", "7", "--seed", "3", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", words)
+    faults.main(early)
+    (((config, processes), more),) = seen
+    assert (config.steps, config.seed, config.out, processes) == (7, 3, out, early)
+    rank = more.pop("as_rank")
+    assert more == {}
+    ended = mock.Mock(return_value=3)
+    monkeypatch.setattr(faults, "train_rank", ended)
+    monkeypatch.setattr(Trainer, "__init__", lambda self, *given: seen.append(given))
+    for port in (41, None):
+        assert rank(config, *[port] * (port is not None)) == 3
+        assert ended.call_args.args == (config, port)
+        trainer = ended.call_args.kwargs["kind"](config, "session", "interrupt")
+        assert seen.pop() == (config, "session", "interrupt")
+        assert (trainer._fault, trainer._marker) == (fault, tmp_path / "planted")
 
 
 # ---------------------------------------------------------------- the command

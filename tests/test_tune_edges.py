@@ -140,6 +140,11 @@ def test_a_difference_is_of_all_elements_and_infinite_for_what_is_no_number() ->
     assert difference(t([0.5, 0.0]), t([0.0, 0.0])) == 0.5
     assert difference(t([float("nan"), 1.0]), t([1.0, 1.0])) == float("inf")
     assert difference(t([1.0]), t([float("nan")])) == float("inf")
+    # Of numbers of 16 bits, whose difference is none, or not finite.
+    for dtype, a, b in ((torch.bfloat16, 1.0, -256.0), (torch.float16, 60000.0, -60000.0)):
+        found = difference(torch.tensor([a, b], dtype=dtype), torch.tensor([b, b], dtype=dtype))
+        held = [float(x) for x in torch.tensor([a, b], dtype=dtype)]
+        assert found == pytest.approx((held[0] - held[1]) / (-held[1] * 2**0.5), rel=1e-12)
 
 
 # ---------------------------------------------------------------- the calls

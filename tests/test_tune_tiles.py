@@ -250,6 +250,21 @@ def test_problems_are_rows_of_the_table() -> None:
     assert FWD.pins(FAST) == {("attention_fwd", 2, 64): FAST}
 
 
+def test_the_shipped_tile_of_a_problem_is_that_of_its_row_on_its_device() -> None:
+    found = {}
+    for target in TARGETS.values():
+        for problem in problems(KERNELS, ("bf16", "fp32", "fp64"), (64, 128)):
+            rows = tiles.shipped_rows(problem.kernel, target.arch, problem.size, tiles.PLAIN)
+            kind = problem.kind
+            if isinstance(kind, int):
+                kind = min(head_dim for head_dim in rows if head_dim >= kind)
+            row = rows[kind] if kind in rows else rows["large"]  # without a "heavy"
+            found[problem, target.arch] = problem.shipped(target.arch)
+            assert found[problem, target.arch] == row.tile
+    small, large = (found[Problem("gemm", "bf16", kind), 90] for kind in ("small", "large"))
+    assert small != large
+
+
 def test_variants_take_turns_in_an_order_drawn_anew() -> None:
     done, timed = [], []
     calls = {name: lambda name=name: done.append(name) for name in "abc"}

@@ -374,6 +374,16 @@ def test_context_ranks_alone_are_checked_too() -> None:
     assert (here > 0, str(error.value).count("\n")) == (True, 0)
 
 
+def test_an_error_names_the_axis_of_the_mesh_that_is_checked() -> None:
+    """Whatever was checked before: there these ranks were tensor ranks."""
+    typecheck(ONE_LAYER["gpt2"], Mesh(dp=2, tp=2))
+    with (
+        planted(instead(LAYER, "context_attention", local_attention)),
+        pytest.raises(TypeError, match=r"on axis mesh_cp$"),
+    ):
+        typecheck(ONE_LAYER["gpt2"], Mesh(dp=2, cp=2))
+
+
 class _NoWayBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y):

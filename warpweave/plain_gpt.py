@@ -121,14 +121,14 @@ def plain_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
         before, after = config.norm_place != "post", config.norm_place != "pre"
         if before:
             norm(f"blocks.{i}.attention_norm")
-        if config.sinks:
-            shapes[f"blocks.{i}.attention.sinks"] = (config.heads,)
         qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
         linear(f"blocks.{i}.attention.qkv", config.kv_heads * (group + 2) * D, E, qkv_bias)
         if config.qk_norm:
             q, k = (config.heads, config.kv_heads) if config.qk_norm_whole else (1, 1)
             shapes[f"blocks.{i}.attention.q_norm.weight"] = (q * D,)
             shapes[f"blocks.{i}.attention.k_norm.weight"] = (k * D,)
+        if config.sinks:
+            shapes[f"blocks.{i}.attention.sinks"] = (config.heads,)
         linear(f"blocks.{i}.attention.out", E, config.heads * D)
         if after:
             norm(f"blocks.{i}.attention_post_norm")
