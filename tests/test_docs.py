@@ -132,6 +132,18 @@ def test_the_number_of_layouts_that_are_proven_is_that_of_prove_all() -> None:
     assert f"# are all {count} of 1 to 4 ranks?" in (DOCS / "commands.md").read_text()
 
 
+def test_the_table_of_models_has_every_preset_and_its_sizes() -> None:
+    from warpweave.config import PRESETS
+
+    page = (DOCS / "commands.md").read_text()
+    rows = re.findall(r"^\| `([\w.-]+)` \| (.*) \|$", page, re.MULTILINE)
+    table = {name: cells.replace(",", "").split(" | ") for name, cells in rows}
+    for name, c in PRESETS.items():
+        heads = f"{c.heads}" if c.kv_heads is None else f"{c.heads} ({c.kv_heads})"
+        sizes = (c.layers, c.width, heads, c.hidden or 4 * c.width, c.seq_len, c.vocab_size)
+        assert table[name] == [*map(str, sizes), "yes" if c.tied else "no"], name
+
+
 def _anchors(page: Path) -> set[str]:
     heads = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}

@@ -442,9 +442,9 @@ def test_steps_need_the_data_of_those_that_have_begun() -> None:
         ({"clip": 1.0}, "clip = 1.0, by the norm of all stages, cannot be with schedule pipedream"),
         ({"dtype": torch.float16}, "dtype = fp16, whose overflow skips the update of all stages"),
         ({"outer": OuterRule(2)}, "an outer optimizer, which replaces the weights of all stages"),
-        ({"zero": 3}, "zero = 3 keeps no whole versions: schedule pipedream needs some"),
+        ({"zero": 3}, "which zero = 3 shards: zero must be 0 to 2"),
         ({"reduce": "ordered"}, "reduce = 'ordered' needs steps that are the same on any number"),
-        ({"tied": True, "pp": 3}, "a tied embedding get its gradients 2 micro-batches apart"),
+        ({"tied": True, "pp": 3}, "whose ends get its gradients 2 micro-batches apart: tied"),
         ({"name": "pipedream-2bw", "pp": 3}, "at least 3 with schedule pipedream-2bw on 3 ranks"),
     ],
 )

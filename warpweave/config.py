@@ -295,7 +295,8 @@ class GPTConfig(HeadStyle, MLPStyle):
         self.check_tensor(mesh.tp)
         if plan.asynchronous and plan.zero == 3:
             raise ValueError(
-                f"zero = 3 keeps no whole versions: schedule {plan.schedule} needs some"
+                f"schedule {plan.schedule} keeps old versions of whole weights, which zero = 3 "
+                "shards: zero must be 0 to 2"
             )
         if plan.asynchronous and plan.reduce == "ordered":
             raise ValueError(
@@ -304,8 +305,8 @@ class GPTConfig(HeadStyle, MLPStyle):
             )
         if plan.asynchronous and self.tied and mesh.pp > 1:
             raise ValueError(
-                f"the ends of a tied embedding get its gradients {mesh.pp - 1} micro-batches apart "
-                f"by schedule {plan.schedule}, and would wait for each other: it needs tied = False"
+                f"schedule {plan.schedule} trains no tied embedding, whose ends get its gradients "
+                f"{mesh.pp - 1} micro-batches apart: tied must be False"
             )
         if plan.reduce == "ordered":
             check_order(plan.make_schedule(mesh.pp), tied=self.tied)
