@@ -375,7 +375,7 @@ def test_the_page_says_all_that_was_found(monkeypatch, half: str) -> None:
         "times": [{"op": "gemm", "ours": 1.25, "cuBLAS": "no"}, {"op": "adamw", "fused": 2.0}],
     }  # fmt: skip
     lines = command.page(found).splitlines()
-    cpu = ["The CPU's half: kernels interpreted, ranks over gloo, nothing is timed.", ""]
+    cpu = ["The CPU's half: kernels interpreted, ranks over gloo, no kernel is timed.", ""]
     gpu = ["", "```", "GPU0 X", "GPU1 NV18", "```"]
     assert lines == [
         "# warpweave doctor", "",

@@ -99,7 +99,7 @@ def page(found: dict[str, Any]) -> str:
     lines[-1] += f"**{right} of {len(found['checks'])} checks passed**, {len(found['failed'])} "
     lines[-1] += f"failed, {found['left_out']} left out. {found['half']}, {found['ranks']} ranks."
     if found["half"] == "cpu":
-        lines += ["", "The CPU's half: kernels interpreted, ranks over gloo, nothing is timed."]
+        lines += ["", "The CPU's half: kernels interpreted, ranks over gloo, no kernel is timed."]
     said = [f"{name} {version or '-'}" for name, version in found["versions"].items()]
     lines += ["", ", ".join(said), ""] + [f"* {line}" for line in found["devices"]]
     lines += [f"* **{line}**" for line in found["remarks"]]

@@ -4,8 +4,8 @@
 one JSON object. With GPUs the kernels are compared with the reference in bf16, fp16 and fp32, the
 axes are proven over NCCL, a GPU for each rank, and each kernel is timed beside what else is
 installed. Without a GPU the CPU's half runs, and says so: kernels in Triton's interpreter in fp32
-and fp16 (whose bf16 is wrong), axes over gloo, no times. The exit status is 0 if every check that
-was begun has passed, else 1, and 2 for what cannot be asked.
+and fp16 (whose bf16 is wrong), axes over gloo, no kernel is timed. The exit status is 0 if every
+check that was begun has passed, else 1, and 2 for what cannot be asked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DoctorConfig:
     """What to check, and where to."""
 
     quick: bool = False
-    """One dtype, two ranks and no times: about one minute."""
+    """One dtype, two ranks and no times of kernels: about one minute."""
     out: Path | None = None
     """Folder for the page and the JSON (doctor.md, doctor.json), made if it is missing."""
     device: Literal["cpu", "cuda"] | None = None
