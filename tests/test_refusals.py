@@ -212,10 +212,10 @@ COLLECTIVES = [
         (lambda group: _mlp(group, x=x[0]), "two dims at least"),
         (lambda _: _mlp(None, x=x[0]), None),
         (lambda group: _qkv(group), None),
-        (lambda group: _qkv(group, x=x[:, None]), r"got \[4, 1, 6\] on 1 ranks"),
-        (lambda group: _qkv(group, x=x[:3]), r"\[2, 2\], .* got \[3, 6\] on 1 ranks"),
+        (lambda group: _qkv(group, x=x[:, None]), r"R = 1 .* got \[4, 1, 6\]$"),
+        (lambda group: _qkv(group, x=x[:3]), r"\[2, 2\] and R = 1 .* got \[3, 6\]$"),
         (lambda group: _qkv(group, x=x[:2], **CUT), None),
-        (lambda group: _qkv(group, **CUT), r"got \[4, 6\] on 2 ranks"),
+        (lambda group: _qkv(group, **CUT), r"R = 2 .* got \[4, 6\]$"),
         (lambda _: _qkv(None, **CUT), None),
     ]
 )
