@@ -271,6 +271,31 @@ def _attention_options(rank: int, mesh: Any) -> None:
     assert torch.equal(seen["mask"], torch.arange(8) <= torch.arange(2)[:, None] + 2 * rank)
 
 
+def _joins_with_nothing(mesh: Any) -> None:
+    """Tensors of shape (0,), the first one or not, wider in dtype or not."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    from warpweave.declare import _PlainAsReplicated
+
+    x = torch.randn(2, 4, 3, dtype=torch.float32)
+    cut = distribute_tensor(x, mesh, [Shard(1)])
+    with _PlainAsReplicated(mesh):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            nothing = torch.tensor([], dtype=dtype)
+            for func, given, more in (
+                (torch.cat, [nothing, cut], {"dim": -1}),
+                (torch.concat, [cut, nothing, cut], {"dim": 0}),
+                (torch.concatenate, [cut, nothing], {"axis": 2}),
+            ):
+                found = func(given, **more)
+                whole = [x if isinstance(t, DTensor) else t for t in given]
+                expected = func(whole, **more)
+                assert found.dtype == expected.dtype
+                assert torch.equal(found.full_tensor(), expected)
+        empty = torch.cat([nothing, distribute_tensor(nothing, mesh, [Shard(0)])])
+        assert empty.shape == (0,)
+
+
 def _as_one_rank(rank: int) -> None:
     from warpweave.declare import shard
 
@@ -306,6 +331,7 @@ def _as_one_rank(rank: int) -> None:
         for name, p in model.named_parameters():
             assert_close_f64(p.grad.full_tensor(), gradients[name], 1e-13)
     _attention_options(rank, mesh)
+    _joins_with_nothing(mesh)
 
 
 def test_attention_and_weighted_losses_are_those_of_one_rank() -> None:

@@ -540,8 +540,9 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_what_cannot_be_cut_and_what_is_missing_is_said_in_one_line() -> None:
-    with pytest.raises(ValueError, match=r"^ulysses = 2: types know the context axis as one"):
-        typecheck(PRESETS["toy"], Mesh(cp=4, ulysses=2))
+    for cp in (2, 4):  # Ulysses over all of the axis, and over a part of it
+        with pytest.raises(ValueError, match=r"^ulysses = 2: types know the context axis as one"):
+            typecheck(PRESETS["toy"], Mesh(cp=cp, ulysses=2))
     with pytest.raises(ValueError, match="kv_heads = 8 does not divide by tp = 3"):
         typecheck(GPT2, Mesh(tp=3))
     with (

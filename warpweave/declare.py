@@ -33,7 +33,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import wraps
+from functools import reduce, wraps
 from math import prod
 from typing import Any, NamedTuple
 
@@ -422,10 +422,14 @@ def _mean_loss(
     return (total.to(wide) / counted.sum()).to(total.dtype)
 
 
-def _cat_rule(func: Callable[..., Tensor], tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Tensors of shape (0,) join anything and add nothing, as in torch. DTensor has no rule for
-    them; the caches of transformers begin with one."""
-    return func([x for x in tensors if x.shape != (0,)] or tensors, dim)
+def _cat_rule(
+    func: Callable[..., Tensor], tensors: Sequence[Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    """Tensors of shape (0,) join any others and give their dtype alone, as in torch. DTensor has no
+    rule for them; the caches of transformers begin with one."""
+    dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
+    joined = func([x for x in tensors if x.shape != (0,)] or tensors, *args, **kwargs)
+    return joined.to(dtype)
 
 
 class _PlainAsReplicated(TorchFunctionMode):
