@@ -42,6 +42,15 @@ def _until(what, poll=lambda: None) -> None:
         time.sleep(0.01)
 
 
+def test_a_job_hears_a_hangup_where_this_process_does_not(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    try:
+        end = _job(tmp_path, "os.kill(os.getpid(), signal.SIGHUP)").end()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert end.code == -signal.SIGHUP
+
+
 def test_a_job_has_its_options_its_folder_and_a_session_of_its_own(tmp_path):
     script = (
         "print('first'); print('warpweave: one\\nother\\nwarpweave:two', file=sys.stderr); "

@@ -55,10 +55,12 @@ class Ended(NamedTuple):
         return [line for line in self.stderr.splitlines() if line.startswith("warpweave: ")]
 
 
-def _die_with_parent() -> None:
-    """In a new process: SIGKILL when the one that started it ends, even by SIGKILL.
+def _as_in_a_terminal() -> None:
+    """In a new process: SIGHUP is not ignored, though this one may run under nohup; and SIGKILL
+    when the one that started it ends, even by SIGKILL.
 
     Not `processes.end_with_parent`: what multiprocessing knows of a parent is the starter's."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _C.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
@@ -118,7 +120,7 @@ class TrainingJob:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_as_in_a_terminal,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary)},
             )
 
