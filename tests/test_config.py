@@ -218,7 +218,7 @@ def test_an_asynchronous_schedule_needs_untied_ends_over_several_stages(pp):
     if pp == 1:
         PRESETS["small"].check(Mesh(), plan)
         return
-    words = f"gets? its gradients {pp - 1} micro-batches apart by schedule pipedream"
+    words = f"pipedream trains no tied embedding, .* {pp - 1} micro-batches apart"
     with pytest.raises(ValueError, match=words):
         PRESETS["small"].check(Mesh(pp=pp), plan)
 

@@ -116,6 +116,7 @@ def test_how_each_ended_is_known_in_any_order(started, how):
 
 @pytest.mark.parametrize("how", ["forked", "spawned"])
 def test_waiting_ends_with_a_process_or_in_time(started, how, tmp_path):
+    started[how].end()  # of other tests: their ends would be told here
     sleeper = started[how].start(_sleeps, tmp_path / "pid")
     _wait_for(lambda: (tmp_path / "pid").exists())
     began = time.monotonic()

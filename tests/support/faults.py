@@ -73,7 +73,7 @@ FAULTS = (
         "layout.shard(labels, index, 1, fill=-100)", "layout.shard(labels, index, 1)",
         "a layout's padding has labels"),
     Fault("labels-ignore-index", "parallel/layout.py",
-        "labels = torch.full_like(tokens, ignore_index)", "labels = torch.full_like(tokens, -100)",
+        "torch.full_like(tokens, ignore_index)", "torch.full_like(tokens, -100)",
         "the last label is -100 whatever was asked for"),
     Fault("head-loss-global-rank", "parallel/tensor/ranks.py",
         "return group_rank(self.group) * width", "return dist.get_rank() * width",
