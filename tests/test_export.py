@@ -116,6 +116,7 @@ def test_a_run_is_exported_with_its_own_tokenizer(kind, request, tmp_path, capfd
     assert result["files"] == sorted(result["files"])
     assert set(result["files"]) == {path.name for path in (tmp_path / "out").iterdir()}
     card = (tmp_path / "out" / "README.md").read_text()
+    assert "AutoTokenizer" in card
     assert "* Data: text\n* Steps: 30 (1,920 tokens)\n" in card
     assert str(run.parent) not in card
 
@@ -176,7 +177,9 @@ def test_what_is_written_beside_the_weights_says_the_models_own_numbers(tmp_path
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 48,
         "clean_up_tokenization_spaces": False, "bos_token": "<s>", "eos_token": "</s>",
     }  # fmt: skip
-    text = card("mine", config, "SomeModel", {"Data": "text", "Steps": "3"})
+    trained = {"Data": "text", "Steps": "3"}
+    assert "okenizer" not in card("mine", config, "SomeModel", trained, tokenizer=False)
+    text = card("mine", config, "SomeModel", trained, tokenizer=True)
     facts = [line for line in text.splitlines() if line.startswith("* ")]
     assert facts[:3] == [
         "* SomeModel: 3 layers of width 32, 4 heads, vocabulary 100, sequences of 48 tokens",

@@ -135,7 +135,8 @@ def _check_dim(what: str, sizes: tuple[int | None, ...], size: int, ranks: int) 
     if first is None:
         first = size // known if sizes.count(None) == 1 else size
     if first % ranks:
-        raise ValueError(f"{what}: {ranks} ranks do not divide {first}")
+        of = "" if first == size else f": {size} elements are {first} of {size // first}"
+        raise ValueError(f"{what}: {ranks} ranks do not divide {first}{of}")
 
 
 # ---------------------------------------------------------------- the model

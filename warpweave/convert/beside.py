@@ -148,8 +148,16 @@ def tokenizer_config(
     }
 
 
-def card(name: str, config: GPTConfig, architecture: str, trained: Mapping[str, Any]) -> str:
-    """A README.md to be filled in: what the model is, what it was trained on, how to load it."""
+def card(
+    name: str, config: GPTConfig, architecture: str, trained: Mapping[str, Any], tokenizer: bool
+) -> str:
+    """A README.md to be filled in: what the model is, what it was trained on, how to load it, with
+    the `tokenizer` if there is one."""
+    also, load = (
+        (", AutoTokenizer", f'\ntokenizer = AutoTokenizer.from_pretrained("{name}")')
+        if tokenizer
+        else ("", "")
+    )
     sizes = (
         f"{config.layers} layers of width {config.width}, {config.heads} heads, vocabulary "
         f"{config.vocab_size}, sequences of {config.seq_len} tokens"
@@ -170,10 +178,9 @@ A language model, exported by warpweave.
 * Intended use, limits, evaluation: to be filled in.
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM{also}
 
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}"){load}
 ```
 """
 

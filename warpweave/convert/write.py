@@ -141,7 +141,7 @@ def _beside(
     """The tokenizer's `files` and what else is written besides config.json and the weights, file ->
     content. The tokens that begin and end a text go into `fields`, unless these and `source`, where
     they are from, are of this tokenizer and say so."""
-    data, settings = state.get("data", {}), state.get("settings", {})
+    data, settings, tokenizer = state.get("data", {}), state.get("settings", {}), bool(files)
     if source is None or "eos_token_id" not in fields:
         ids = special_tokens(files, config, settings.get("separator"))
         fields |= ids
@@ -156,7 +156,7 @@ def _beside(
     if "name" in data:  # no folder of the machine that it was trained on
         tokens = state["step"] * data["sequences_per_step"] * config.seq_len
         trained = {"Data": Path(data["name"]).name, "Steps": f"{state['step']} ({tokens:,} tokens)"}
-    written = card(name, config, FAMILIES[kind].architecture, trained)
+    written = card(name, config, FAMILIES[kind].architecture, trained, tokenizer)
     return files | {"README.md": written.encode()}
 
 

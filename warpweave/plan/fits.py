@@ -90,9 +90,14 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None
     less = {name: needed(way) for name, way in ways.items()}
     helps = sorted((size, name) for name, size in less.items() if size < 0.95 * now)
     words = ", ".join(f"{name} {size / _GIB:.1f} GiB" for size, name in helps)
-    if helps and helps[0][0] > free:
+    helping = {name for _, name in helps if not name.startswith("--tp ")}
+    if helping and helps[0][0] > free:
+        fields = {n: value for n, value in spare.items() if f"--{n} {value}" in helping}
         together = other(
-            mesh=no_replicas, plan=dataclasses.replace(plan, **spare), batch=1, dtype="bf16"
+            mesh=no_replicas if f"--dp-shard {mesh.dp}" in helping else mesh,
+            plan=dataclasses.replace(plan, **fields),
+            batch=1 if "--batch 1" in helping else step.batch,
+            dtype="bf16" if "--dtype bf16" in helping else step.dtype,
         )
         every = "all but --tp" if on_gpu else "all of them"
         words += f"; with {every} {needed(together) / _GIB:.1f}"
