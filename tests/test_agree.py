@@ -411,3 +411,13 @@ def test_the_slowest_rank_is_told_beside_the_median_and_replicas_that_differ_end
     assert agreement.after_step(5) == {}
     with pytest.raises(TrainingStopped, match=r"^rank 3 differs in x after step 6: "):
         agreement.after_step(6)
+
+
+def test_the_row_of_a_step_is_kept_before_other_ranks_are_heard_again(tmp_path, monkeypatch):
+    """Who has died is noticed there, when the step counts already."""
+    trainer, made = _trainer(0, _small(tmp_path, steps=2), None), []
+    monkeypatch.setattr(trainer, "_made", lambda row, _: made.append((row["step"], trainer.step)))
+    monkeypatch.setattr(trainer.agreement, "after_step", mock.Mock(side_effect=ConnectionError))
+    with pytest.raises(ConnectionError):
+        trainer.run()
+    assert made == [(1, 1)]

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from tqdm import tqdm
 
 from warpweave.checkpoint import CheckpointError
 from warpweave.elastic.membership import Member, Regroup
@@ -174,7 +173,8 @@ class ElasticTrainer(Trainer):
             self.engine.optimizer.step(begun.lr, norm=begun.result.wait().norm)
         self._leaves = decision == "regroup"
 
-    def _log(self, bar: tqdm, row: dict[str, Any], seconds: float) -> None:
+    def _made(self, row: dict[str, Any], seconds: float) -> None:
+        """Keep the row with the weights: if a death keeps this rank from writing it, it is written
+        by the next generation."""
         row["replicas"] = self.member.current.replicas
         self._row = row, seconds
-        super()._log(bar, row, seconds)
