@@ -270,20 +270,6 @@ def _ways(text: str) -> dict[str, float]:
     return {flag: float(size) for flag, size in found}
 
 
-def _with(step: TrainingStep, text: str) -> TrainingStep:
-    """The step with all flags that a refusal names, but --tp."""
-    ways = {flag.split()[0]: flag.split()[1] for flag in _ways(text) if "--tp" not in flag}
-    plan = {"zero": 3} if "--zero" in ways else {}
-    plan |= {"recompute": "full"} if "--recompute" in ways else {}
-    return dataclasses.replace(
-        step,
-        mesh=dataclasses.replace(step.mesh, dp_shard=None) if "--dp-shard" in ways else step.mesh,
-        plan=dataclasses.replace(step.plan, **plan),
-        batch=1 if "--batch" in ways else step.batch,
-        dtype=ways.get("--dtype", step.dtype),
-    )
-
-
 def test_a_refusal_names_the_flags_that_help_and_what_each_would_need() -> None:
     """Each with its figure, least first; tensor ranks on GPUs only, as far as heads divide."""
     gpu = {"device_type": "cuda", "ranks": 1}
@@ -314,8 +300,11 @@ def test_a_refusal_names_all_flags_together_where_none_is_enough_alone(device: s
     text = _refusal(0.2, mesh, plan, **options)
     words = "all but --tp" if device == "cuda" else "all of them"
     named = float(re.findall(rf"; with {words} (\d+\.\d)$", text)[0])
-    step = TrainingStep(PRESETS["gpt2"], mesh, plan, 8, "fp32", device)
-    total = estimate(_with(step, text))[0].total * options["ranks"]
+    apart = Mesh(dp=4) if device == "cuda" else mesh  # --dp-shard 4 is named there alone
+    assert ("--dp-shard 4" in text) == (device == "cuda")
+    best = ParallelPlan(zero=1, recompute="full")  # by itself --zero 3 helps by too little
+    step = TrainingStep(PRESETS["gpt2"], apart, best, 1, "bf16", device)
+    total = estimate(step)[0].total * options["ranks"]
     assert named == pytest.approx(total / GIB, abs=0.051)  # rounded to a tenth
     least = min(_ways(text).values())
     assert "; with all" not in _refusal(least + 0.1, mesh, plan, **options)
@@ -329,10 +318,10 @@ def test_what_does_not_help_is_not_counted_among_all_of_them() -> None:
     with pytest.raises(ValueError, match="training needs about") as refusal:
         check_memory(step, free=GIB, ranks=2)
     text = str(refusal.value)
-    assert "--dtype" not in text
+    assert {*_ways(text)} == {"--zero 3", "--recompute full"}
+    best = dataclasses.replace(step, plan=ParallelPlan(zero=3, recompute="full"))
     named = float(text.split("; with all of them ")[1])
-    assert named == pytest.approx(2 * estimate(_with(step, text))[0].total / GIB, abs=0.051)
-    assert named <= min(_ways(text).values())
+    assert named == pytest.approx(2 * estimate(best)[0].total / GIB, abs=0.051)
 
 
 def test_a_refusal_lists_the_parts_of_the_fullest_rank() -> None:
