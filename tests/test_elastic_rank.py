@@ -224,7 +224,8 @@ def test_the_row_that_a_rank_carries_is_of_its_weights(
     found = _trainer(7, _row=({"step": 6}, 0.5), member=mock.Mock())
     found.saver.path = None
     found.member.current.replicas = [0, 2]
-    found._made({"step": 7}, 0.25)
+    monkeypatch.setattr(trainer, "time", mock.Mock(perf_counter=lambda: 3.5))
+    found._made({"step": 7}, 3.25)
     assert found.carry().about["row"] == ({"step": 7, "replicas": [0, 2]}, 0.25)
 
 

@@ -230,16 +230,18 @@ class Trainer:
         row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm,
                "lr": now.lr, "tokens": self.progress.tokens,
                **(stale if self.engine.passes.asynchronous else {})}  # fmt: skip
-        self._made(row, time.perf_counter() - max(now.began, self._read))
+        began = max(now.began, self._read)
+        self._made(row, began)
         row |= self.agreement.after_step(self.step)
-        began, self._read = max(now.began, self._read), time.perf_counter()
+        self._read = time.perf_counter()
         self._interrupted |= interrupts >= 1
         self._timely |= interrupts % 1 > 0
         goes_on = self._begun is not None and self.engine.passes.asynchronous
         return row, self._read - began, self._interrupted and not goes_on
 
-    def _made(self, row: dict[str, Any], seconds: float) -> None:
-        """A step has changed the weights; other ranks, who may have died, are heard after this."""
+    def _made(self, row: dict[str, Any], began: float) -> None:
+        """A step, since `began` by `time.perf_counter`, has changed the weights; other ranks, who
+        may have died, are heard after this."""
 
     def _begin(self, step: int, before: Begun | None = None) -> Begun:
         """Give a step to the device, behind the step `before` if that was not read yet."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -173,8 +174,8 @@ class ElasticTrainer(Trainer):
             self.engine.optimizer.step(begun.lr, norm=begun.result.wait().norm)
         self._leaves = decision == "regroup"
 
-    def _made(self, row: dict[str, Any], seconds: float) -> None:
+    def _made(self, row: dict[str, Any], began: float) -> None:
         """Keep the row with the weights: if a death keeps this rank from writing it, it is written
         by the next generation."""
         row["replicas"] = self.member.current.replicas
-        self._row = row, seconds
+        self._row = row, time.perf_counter() - began
