@@ -342,6 +342,8 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
         if tp > 1:
             with pytest.raises(ValueError, match=r"attention takes x\[T/tp, E\] and a context"):
                 make(mesh, True)(x)
+        else:
+            assert torch.equal(make(mesh, True)(x), make(mesh)(x))
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

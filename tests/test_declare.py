@@ -488,7 +488,11 @@ REFUSED: list[tuple[dict, dict | None, str]] = [
     ({"up.weight": "a b c"}, {"a": "tp"}, "up.weight has the shape (8, 6), the plan names 3"),
     ({"up.weight": "(a b"}, {"a": "tp"}, "plan['up.weight']: '(a b' has parentheses without"),
     ({"up.weight": "(a b) c"}, {"b": "tp"}, "only the first name of (a b) can be sharded"),
-    ({"up.weight": "(a b=8) c"}, {"a": "tp"}, "up.weight: dim 0: 2 ranks do not divide 1"),
+    (
+        {"up.weight": "(a b=8) c"},
+        {"a": "tp"},
+        "up.weight: dim 0: 2 ranks do not divide 1: 8 elements are 1 of 8",
+    ),
     ({"up.weight": "a=7 b"}, {}, "up.weight: dim 0 has 8 elements, which are no (7,)"),
     ({"up.weight": "a b"}, {"z": "tp"}, "axes: no entry of the plan names ['z']"),
     ({"up.weight": "... ..."}, {}, "may have names, name=size and ... once, got '...'"),

@@ -375,7 +375,10 @@ def _written(tokens, vocab_size: int = 9, name: str = "b.bin"):
         (lambda at: _tokens(at, seq_len=1), None),
         (lambda at: _tokens(at, seq_len=0), "seq_len must be at least 1"),
         (lambda at: _tokens(at, seq_len=1, split="valid"), "split must be"),
-        (lambda at: _tokens(at, seq_len=1, tokenizer=at / "t"), "the tokenizer .* cannot apply"),
+        (
+            lambda at: _tokens(at, seq_len=1, tokenizer=at / "t"),
+            "the tokenizer .* cannot apply: --tokenizer None",
+        ),
         (lambda at: _tokens(at, seq_len=1).fixed_batch([0, 3], count=4), None),
         (lambda at: _tokens(at, seq_len=1).fixed_batch([4], count=4), r"must lie in \[0, 4\)"),
         (lambda at: _tokens(at, seq_len=1).fixed_batch([-1], count=4), r"must lie in \[0, 4\)"),

@@ -137,13 +137,12 @@ class Processes:
             sentinels = [p.sentinel for p in running if isinstance(p, BaseProcess)]
             pipes = [self._server.pipe] if self._server else []
             connection.wait([*sentinels, *pipes], timeout)
-        self._ended.update(p for p in running if p.exitcode is not None)
+        self._ended = {p for p in self.started if p.exitcode is not None}
 
     def end(self) -> None:
         """Kill those that still run, and wait until they are gone."""
         end(self.started)
         self.started.clear()
-        self._ended.clear()
 
     def __enter__(self) -> Processes:
         return self

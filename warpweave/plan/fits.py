@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from warpweave.plan.memory import TrainingStep, estimate
 
@@ -57,6 +57,20 @@ def _limits(proc: Path, cgroups: Path) -> list[int]:
     return left
 
 
+class _Way(NamedTuple):
+    """A way to need less: another value of a field of the step, or of its plan or mesh."""
+
+    record: str
+    field: str
+    value: Any
+
+    def taken(self, step: TrainingStep) -> TrainingStep:
+        change = {self.field: self.value}
+        if self.record:
+            change = {self.record: dataclasses.replace(getattr(step, self.record), **change)}
+        return dataclasses.replace(step, **change)
+
+
 def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None = None) -> None:
     """Raise a one-line ``ValueError`` if a training step does not fit into `free` bytes of memory,
     shared by `ranks` ranks: 1 on a GPU, all of this machine's on a CPU. `total` is a GPU's."""
@@ -65,42 +79,33 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None
         totals = [rank.total for rank in estimate(step)]
         return max(totals) if ranks == 1 else sum(totals) / len(totals) * ranks
 
-    def other(**changes: Any) -> TrainingStep:
-        return dataclasses.replace(step, **changes)
-
     now, mesh, plan, on_gpu = needed(step), step.mesh, step.plan, step.device_type == "cuda"
     if now <= free:
         return
-    spare: dict[str, Any] = {"recompute": "full"} | ({"zero": 3} if mesh.data > 1 else {})
-    ways = {
-        f"--{name} {value}": other(plan=dataclasses.replace(plan, **{name: value}))
-        for name, value in spare.items()
-    }
-    no_replicas = dataclasses.replace(mesh, dp_shard=None)
+    ways: dict[str, _Way] = {"--recompute full": _Way("plan", "recompute", "full")}
+    if mesh.data > 1:
+        ways["--zero 3"] = _Way("plan", "zero", 3)
     if mesh.size("replica") > 1:
-        ways[f"--dp-shard {mesh.dp}"] = other(mesh=no_replicas)
-    ways |= {"--dtype bf16": other(dtype="bf16"), "--batch 1": other(batch=1)}
+        ways[f"--dp-shard {mesh.dp}"] = _Way("mesh", "dp_shard", None)
+    ways |= {"--dtype bf16": _Way("", "dtype", "bf16"), "--batch 1": _Way("", "batch", 1)}
     for tp in (2, 4, 8) if on_gpu else ():  # on CPUs they share the memory
-        wider = dataclasses.replace(mesh, tp=mesh.tp * tp)
+        wider = _Way("mesh", "tp", mesh.tp * tp)
         try:
-            step.config.check(wider, plan)
+            step.config.check(wider.taken(step).mesh, plan)
         except ValueError:
             break
-        ways[f"--tp {wider.tp}"] = other(mesh=wider)
-    less = {name: needed(way) for name, way in ways.items()}
+        ways[f"--tp {mesh.tp * tp}"] = wider
+    less = {name: needed(way.taken(step)) for name, way in ways.items()}
     helps = sorted((size, name) for name, size in less.items() if size < 0.95 * now)
     words = ", ".join(f"{name} {size / _GIB:.1f} GiB" for size, name in helps)
-    helping = {name for _, name in helps if not name.startswith("--tp ")}
-    if helping and helps[0][0] > free:
-        fields = {n: value for n, value in spare.items() if f"--{n} {value}" in helping}
-        together = other(
-            mesh=no_replicas if f"--dp-shard {mesh.dp}" in helping else mesh,
-            plan=dataclasses.replace(plan, **fields),
-            batch=1 if "--batch 1" in helping else step.batch,
-            dtype="bf16" if "--dtype bf16" in helping else step.dtype,
-        )
-        every = "all but --tp" if on_gpu else "all of them"
-        words += f"; with {every} {needed(together) / _GIB:.1f}"
+    if helps and helps[0][0] > free:  # several at once, as far as each helps beside the others
+        best, least, several = step, now, []
+        for name in (name for _, name in helps if not name.startswith("--tp ")):
+            if (size := needed(way := ways[name].taken(best))) < least:
+                best, least = way, size
+                several.append(name)
+        if len(several) > 1:
+            words += f"; with {' '.join(several)} {least / _GIB:.1f} GiB"
     most = max(estimate(step), key=lambda rank: rank.total)
     parts = ", ".join(
         f"{name} {value / _GIB:.1f}"
