@@ -251,6 +251,7 @@ def test_a_checkpoint_of_ours_is_written_too(folders, tmp_path):
         tmp_path / "ours", 3, tensors, config=dataclasses.asdict(found.config), state={}
     )
     _same_files(folders["mistral"], to_hf(saved, tmp_path / "back"))
+    assert "okenizer" not in (tmp_path / "back" / "README.md").read_text()  # none is known
     half = load_file(to_hf(saved, tmp_path / "half", dtype=torch.bfloat16) / "model.safetensors")
     assert {t.dtype for t in half.values()} == {torch.bfloat16}
     for dtype in (torch.bfloat16, torch.float16, torch.float64):  # of the model itself
