@@ -120,6 +120,7 @@ def test_boards_of_a_run_that_died_and_was_resumed_are_those_of_one_that_went_th
         row, took, _ = trainer._train_step()
         trainer.metrics.trained(row, took)
         trainer._after_step()
+    trainer.saver.wait()  # a trainer that goes on saves in the background
     trainer.metrics.flush()
     again = _replace(again, resume=True)
     trainer = _trainer(again, interrupt=interrupt)
