@@ -218,12 +218,12 @@ def test_the_text_page_has_a_row_for_each_layout() -> None:
         assert float(cells[3]) == pytest.approx(most + 0.03 * fullest, abs=0.051)
         several = ["x", str(plan.chunks)] if plan.chunks > 1 else []
         assert cells[4:] == [
-            *map(str, (mesh.tp, mesh.pp, mesh.cp, mesh.dp, plan.microbatches)), "of",
-            str(job.batch), str(plan.zero), plan.recompute, plan.schedule, *several,
+            *map(str, (mesh.tp, mesh.pp, mesh.cp, mesh.dp, plan.microbatches, job.batch)),
+            str(plan.zero), plan.recompute, plan.schedule, *several,
         ]  # fmt: skip
     assert names.split() == [
-        "seconds", "MFU", "tokens/s/GPU", "GiB", "tp", "pp", "cp", "dp", "micro-batches", "ZeRO",
-        "recompute", "schedule",
+        "seconds", "MFU", "tokens/s/GPU", "GiB", "tp", "pp", "cp", "dp", "microbatches", "batch",
+        "ZeRO", "recompute", "schedule",
     ]  # fmt: skip
     page = "\n".join(rows)
     sent = re.findall(r"  (\w+) +([\d.]+) GB  (NVLink|network)", page)

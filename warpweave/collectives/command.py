@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpweave.collectives.fit import fit, terms
-from warpweave.collectives.options import CollectivesConfig, parse
+from warpweave.collectives.options import CollectivesConfig
 from warpweave.gpus import BACKENDS, choose_backend
 from warpweave.launch import join, launch, reported
 from warpweave.messages import one_line, say
@@ -151,11 +151,6 @@ def plot(found: Row, path: Path) -> None:
     plt.close(figure)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command ``warpweave collectives``, its options and all."""
-    run(parse(argv))
-
-
 def run(config: CollectivesConfig, processes: Processes | None = None) -> None:
     """The command ``warpweave collectives``, in `processes` if they were prepared early."""
     try:
@@ -175,7 +170,3 @@ def run(config: CollectivesConfig, processes: Processes | None = None) -> None:
         (config.out / "collectives.json").write_text(json.dumps(found) + "\n")
         plot(found, config.out / "collectives.png")
     print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -102,8 +102,8 @@ def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
     )
     yield ""
     yield (
-        " seconds    MFU  tokens/s/GPU    GiB  tp  pp  cp    dp  micro-batches  ZeRO  recompute"
-        "  schedule"
+        " seconds    MFU  tokens/s/GPU    GiB  tp  pp  cp    dp  microbatches  batch  ZeRO"
+        "  recompute  schedule"
     )
     for chosen in found.best:
         job, time = chosen.job, chosen.time
@@ -113,8 +113,8 @@ def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
         chunks = f" x {plan.chunks}" if plan.chunks > 1 else ""
         yield (
             f"{time.seconds:8.3f} {time.mfu:6.1%} {speed:13.0f} {most:6.1f} {mesh.tp:3} "
-            f"{mesh.pp:3} {mesh.cp:3} {mesh.dp:5} {plan.microbatches:8} of {job.batch:<3} "
-            f"{plan.zero:4}  {plan.recompute:9}  {plan.schedule}{chunks}"
+            f"{mesh.pp:3} {mesh.cp:3} {mesh.dp:5} {plan.microbatches:13} {job.batch:6} "
+            f"{plan.zero:5}  {plan.recompute:9}  {plan.schedule}{chunks}"
         )
     yield ""
     yield "sent by a rank in a step of the first layout:"

@@ -13,14 +13,9 @@ from warpweave.config_file import read_options
 from warpweave.messages import one_line, say
 from warpweave.parallel.server.replay import replay
 from warpweave.server.log import read_log, staleness_of
-from warpweave.server.replay_config import ReplayConfig, parse
+from warpweave.server.replay_config import ReplayConfig
 from warpweave.server.roles import ServedModel
 from warpweave.train_config import CONFIG, FORMERLY, UPDATES, TrainConfig
-
-
-def main(argv: list[str] | None = None) -> None:
-    """The command ``warpweave replay``, its options and all."""
-    run(parse(argv))
 
 
 def run(config: ReplayConfig) -> None:
@@ -61,7 +56,3 @@ def run(config: ReplayConfig) -> None:
     }
     print(json.dumps(result), flush=True)
     sys.exit(1 if differing else 0)
-
-
-if __name__ == "__main__":
-    main()

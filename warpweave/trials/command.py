@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 from warpweave.messages import one_line, say
 from warpweave.trials import deaths, disagreements, disk, stops
 from warpweave.trials.job import BrokenPromiseError
-from warpweave.trials.options import TrialsConfig, parse
+from warpweave.trials.options import TrialsConfig
 from warpweave.trials.trial import Arena, Trial
 
 TRIALS = tuple(
@@ -66,11 +66,6 @@ def chosen(config: TrialsConfig) -> Iterator[tuple[Trial, str]]:
                 yield trial, layout
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command ``warpweave trials``, its options and all."""
-    run(parse(argv))
-
-
 def run(config: TrialsConfig) -> NoReturn:
     """The command ``warpweave trials``; it ends the process."""
     asked = list(chosen(config))
@@ -103,7 +98,3 @@ def run(config: TrialsConfig) -> NoReturn:
     result = {"passed": not failed, "trials": len(found), "failed": failed, "late": late}
     print(json.dumps(result), flush=True)
     sys.exit(1 if failed else 0)
-
-
-if __name__ == "__main__":
-    main()
