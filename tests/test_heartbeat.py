@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -107,6 +109,36 @@ def test_beats_tell_of_a_main_thread_that_does_not_and_end_with_their_store():
     assert beat.alive > first.alive
     assert (beat.when, beat.waits) == (first.when, False)
     heartbeat.stop()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_process_ends_after_the_beat_under_way(closed):
+    """One that came back from the store's C++ in the interpreter's shutdown would abort it."""
+    program = """if True:
+        import sys, threading, time
+        from warpweave.heartbeat import Heartbeat
+
+        class Store:
+            under_way = threading.Event()
+            clone = lambda self: self
+
+            def set(self, key, value):
+                print("begun", flush=True)
+                self.under_way.set()
+                time.sleep(0.5)
+                print("ended", flush=True)
+
+        heartbeat = Heartbeat(Store(), 3)
+        heartbeat.start()
+        Store.under_way.wait()
+        if sys.argv[1] == "True":
+            heartbeat.stop()
+            heartbeat.stop()
+            print("closed", flush=True)"""
+    words = [sys.executable, "-c", program, str(closed)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.split()[-2:] == (["ended", "closed"] if closed else ["begun", "ended"])
 
 
 def test_a_victim_that_reports_and_ends_while_another_asks_is_not_the_one_that_died():

@@ -17,6 +17,7 @@ waits for its stream and not in a collective, whether it is a victim (`blame`).
 
 from __future__ import annotations
 
+import atexit
 import json
 import linecache
 import os
@@ -54,6 +55,7 @@ class Heartbeat:
         self._store, self._key = store, f"beat/{rank}"
         self._progress = (0, "start", time.time())
         self._main, self._ended = threading.get_ident(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def note(self, step: int, phase: str) -> None:
         """Record the progress of the main thread."""
@@ -61,12 +63,17 @@ class Heartbeat:
         self._publish(self._store)
 
     def start(self) -> None:
-        """Beat until `stop`, or as long as there is a store."""
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+        """Beat until `stop` or the interpreter's end, or as long as there is a store."""
+        self._thread.start()
+        atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Beat no more."""
+        """Beat no more, and wait for a beat under way: a thread that returns from the store's C++
+        while the interpreter shuts down aborts the process."""
+        atexit.unregister(self.stop)
         self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(SILENCE)
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # dist.DistError is one: the store's process has ended
