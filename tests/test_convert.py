@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import relative_error
+from refused import one_line
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from threads import run_threads
@@ -365,23 +366,39 @@ def test_gemma_3_from_before_transformers_5_is_read():
     assert read_config(written)[1] == config
 
 
+_LLAMA = PRESETS["toy-llama"]
+
+
 @pytest.mark.parametrize(
-    ("config", "kind"),
+    ("config", "kind", "nearest"),
     [
-        (GPTConfig(53, 8, 1, 8, 2, positions="rope"), None),
-        (dataclasses.replace(PRESETS["toy-llama"], rope_scaling=RopeScaling("ntk", 2.0)), None),
-        (dataclasses.replace(PRESETS["toy-llama"], qk_norm=True, qkv_bias=True), None),
-        (dataclasses.replace(PRESETS["toy-llama"], sinks=True), "llama"),
-        (PRESETS["toy-llama"], "gpt2"),
-        (dataclasses.replace(PRESETS["toy"], activation="relu2"), None),
-        (dataclasses.replace(PRESETS["toy"], norm_bias=False), None),
-        (dataclasses.replace(PRESETS["toy-llama"], windows=(3, 0)), "mistral"),
-        (dataclasses.replace(PRESETS["toy-llama"], windows=(3,)), "llama"),
+        (GPTConfig(53, 8, 1, 8, 2, positions="rope"), None,
+         "gpt2 with positions = 'learned' for 'rope'"),
+        (dataclasses.replace(_LLAMA, rope_scaling=RopeScaling("ntk", 2.0)), None,
+         "llama, refused (config.json of a llama model: RoPE scaling of type 'ntk' is not "
+         "supported, only linear, llama3, yarn)"),
+        (dataclasses.replace(_LLAMA, qk_norm=True, qkv_bias=True), None,
+         "qwen2 with qk_norm = False for True"),
+        (dataclasses.replace(_LLAMA, activation="geglu", qk_norm=True), None,
+         "qwen3 with activation = 'swiglu' for 'geglu'"),
+        (dataclasses.replace(_LLAMA, sinks=True), "llama", "llama with sinks = False for True"),
+        (dataclasses.replace(_LLAMA, bias=True), "gpt2",
+         "gpt2 with activation = 'gelu' for 'swiglu', norm = 'layer' for 'rms', "
+         "norm_bias = True for None, kv_heads = 4 for 2, positions = 'learned' for 'rope'"),
+        (dataclasses.replace(PRESETS["toy"], activation="relu2"), None,
+         "gpt2 with activation = 'gelu' for 'relu2'"),
+        (dataclasses.replace(PRESETS["toy"], norm_bias=False), None,
+         "gpt2 with norm_bias = True for False"),
+        (dataclasses.replace(_LLAMA, windows=(3, 0)), "mistral",
+         "mistral with windows = (3, 3) for (3, 0)"),
+        (dataclasses.replace(_LLAMA, windows=(3,)), "llama", "llama with windows = () for (3, 3)"),
     ],
-)
-def test_a_model_that_no_family_can_be_is_refused(config, kind):
-    with pytest.raises(ConvertError, match=r"^no model of .* is what this config says: GPTConfig"):
+)  # fmt: skip
+def test_a_model_that_no_family_can_be_is_refused_beside_the_nearest(config, kind, nearest):
+    with pytest.raises(ConvertError) as caught:
         write_config(config, kind)
+    tried = kind or "gpt2, llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3_text, olmo2"
+    assert one_line(caught) == f"no {tried} model is this one: the nearest is {nearest}"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ import warpweave.trainer as trainer_module
 from warpweave.agree import TrainingStopped
 from warpweave.blame import End
 from warpweave.checkpoint import CheckpointError
-from warpweave.config import ParallelPlan
+from warpweave.config import PRESETS, ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.interrupt import Interrupt
 from warpweave.launch import Session, Stopped, reported
@@ -36,7 +36,7 @@ from warpweave.metrics import peak_memory
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.processes import environment, leave
 from warpweave.resume import Progress
-from warpweave.train_config import TrainConfig
+from warpweave.train_config import GPTOverrides, TrainConfig
 from warpweave.trainer import Trainer
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
@@ -529,7 +529,10 @@ def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsy
     _leaves(monkeypatch, train)
     restarts = 3 * (ranks == "one again")
     tp = 1 if ranks.startswith("one") else 2
-    config = TrainConfig(model="toy", tp=tp, warmup=3, steps=2, max_restarts=restarts)
+    relu2 = GPTOverrides(activation="relu2")
+    config = TrainConfig(
+        model="toy", tp=tp, warmup=3, steps=2, max_restarts=restarts, overrides=relu2
+    )
     with pytest.raises((SystemExit, LeftError)) as ended:
         train.run(config)
     end = (type(ended.value).__name__, *ended.value.args)
@@ -545,5 +548,15 @@ def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsy
         "other": {"alone": 3, "end": ("LeftError", 0)},
     }  # fmt: skip
     assert done | {"end": end} == expected[ranks]
-    said = "warmup = 3 steps are more than steps = 2" in capsys.readouterr().err
-    assert said == ("locked" in done)
+    said = capsys.readouterr().err
+    for line in (
+        "warmup = 3 steps are more than steps = 2",
+        "export will refuse this run: no gpt2",
+    ):
+        assert (line in said) == ("locked" in done)
+
+
+def test_every_preset_can_be_exported_and_is_not_warned_of(capsys):
+    for model in PRESETS:
+        train._say_of_export(TrainConfig(model=model))
+    assert capsys.readouterr().err == ""

@@ -14,6 +14,8 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from warpweave.checkpoint import CheckpointError
+from warpweave.convert.families import write_config
+from warpweave.convert.fields import ConvertError
 from warpweave.gpus import BACKENDS, choose_backend
 from warpweave.interrupt import Interrupt
 from warpweave.launch import join, launch, reported
@@ -63,6 +65,14 @@ def train_rank(
     return 128 + (interrupt.number or signal.SIGTERM) if trainer.stopped else 0
 
 
+def _say_of_export(config: TrainConfig) -> None:
+    """Say before the training, not after it, that no family of transformers has such a model."""
+    try:
+        write_config(config.model_config(1))
+    except ConvertError as error:
+        say(f"warpweave export will refuse this run: {error}")
+
+
 def main(argv: list[str] | None = None) -> None:
     """The command ``warpweave train``, its options and all."""
     run(parse(argv))
@@ -99,6 +109,8 @@ def run(
         with locked(config.out) if rank == 0 else nullcontext():
             if rank == 0 and (line := short_of_peak(config)):
                 say(line)
+            if rank == 0:
+                _say_of_export(config)
             if config.server:
                 from warpweave.server.run import run_servers
 

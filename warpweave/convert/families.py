@@ -6,8 +6,9 @@ back is only taken where reading what it gives is the same model again (`write_c
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from warpweave.config import GPTConfig
@@ -66,19 +67,29 @@ def read_config(fields: Mapping[str, Any]) -> tuple[str, GPTConfig]:
 def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[str, Any]]:
     """(model_type, fields) of a model of ours; `kind` None is the first family that can be it.
 
-    Raises `ConvertError` if no family, or not this one, can.
+    Raises `ConvertError` if no family, or not this one, can; it says what the nearest one would be.
     """
     wanted = replace(canonical(config), dropout=0.0)
+    misses = []
     for name in FAMILIES if kind is None else (kind,):
-        fields = {"model_type": name} | FAMILIES[name].write(wanted)
+        written = {"model_type": name} | FAMILIES[name].write(wanted)
         try:
-            found = read_config(fields)[1]
-        except ConvertError:
+            found = read_config(written)[1]
+        except ConvertError as error:
+            misses.append((1.5, f"{name}, refused ({error})"))
             continue
         if found == wanted:
-            return name, {"architectures": [FAMILIES[name].architecture], **fields}
+            return name, {"architectures": [FAMILIES[name].architecture], **written}
+        theirs, ours = (asdict(which) for which in (found, wanted))
+        others = [
+            f"{field} = {reprlib.repr(theirs[field])} for {reprlib.repr(ours[field])}"
+            for field in ours
+            if theirs[field] != ours[field]
+        ]
+        misses.append((len(others), f"{name} with {', '.join(others)}"))
     tried = ", ".join(FAMILIES) if kind is None else kind
-    raise ConvertError(f"no model of {tried} is what this config says: {wanted}")
+    nearest = min(misses, key=lambda miss: miss[0])[1]
+    raise ConvertError(f"no {tried} model is this one: the nearest is {nearest}")
 
 
 def canonical(config: GPTConfig) -> GPTConfig:
