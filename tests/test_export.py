@@ -13,7 +13,7 @@ from close import relative_error
 from test_init_from import _config, _trainer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from warpweave import export
+from warpweave import export, sample
 from warpweave.checkpoint import open_latest
 from warpweave.convert import ConvertError, from_hf, to_hf
 from warpweave.convert.beside import (
@@ -24,7 +24,7 @@ from warpweave.convert.beside import (
     tokenizer_config,
     tokenizer_of,
 )
-from warpweave.convert.source import find_tokenizer, read_stop_tokens
+from warpweave.convert.source import find_tokenizer, other_tokenizer, read_stop_tokens
 from warpweave.data import ByteTokenizer, JsonTokenizer
 from warpweave.dtypes import DTYPES
 from warpweave.generate import Sampling, generate
@@ -459,6 +459,26 @@ def test_another_tokenizer_than_the_trainings_is_never_exported(words_run, bytes
     with pytest.raises(ConvertError, match=r"^the tokenizer has 300 tokens, the model 256$"):
         to_hf(bytes_run, tmp_path / "out", tokenizer=tmp_path / "large.json")
     assert not (tmp_path / "out").exists()
+
+
+def test_both_commands_say_that_a_tokenizer_is_not_the_trainings(
+    words_run, bytes_run, tmp_path, capfd
+):
+    mine, other = words_run / "origin" / "tokenizer.json", _words(tmp_path / "b.json", "</s>")
+    sha256 = hashlib.sha256(mine.read_bytes()).hexdigest()[:12]
+    step, words = open_latest(words_run / "checkpoints").path, f"that of SHA-256 {sha256}"
+    for number, (run, given, trained) in enumerate((
+        (words_run, "bytes", words), (step, other, words), (words_run, mine, None),
+        (bytes_run, other, "bytes"), (bytes_run, "bytes", None), (words_run, None, None),
+    )):  # fmt: skip
+        said = f"warpweave: --tokenizer {given} is not the tokenizer of the training, {trained}: "
+        said = "" if trained is None else f"{said}its ids mean others"
+        option = [] if given is None else ["--tokenizer", given]
+        assert _export(capfd, run, tmp_path / str(number), *option)[2] == said
+        sample.main([*map(str, (run, "--prompt", "3", "--tokens", 1, *option))])
+        assert capfd.readouterr().err.strip() == said
+    exported = tmp_path / "0"  # of transformers: none is on record
+    assert other_tokenizer(exported, other) is None
 
 
 def test_what_stands_beside_a_tokenizer_that_is_given_is_carried_along(tmp_path):

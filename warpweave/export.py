@@ -8,7 +8,7 @@ import sys
 from warpweave.checkpoint import CheckpointError
 from warpweave.convert import ConvertError, to_hf
 from warpweave.convert.fields import read_json
-from warpweave.convert.source import find_step, read_stop_tokens
+from warpweave.convert.source import find_step, other_tokenizer, read_stop_tokens
 from warpweave.dtypes import DTYPES
 from warpweave.export_config import ExportConfig, parse
 from warpweave.messages import one_line, say
@@ -30,6 +30,8 @@ def run(config: ExportConfig) -> None:
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         say(one_line(error))
         sys.exit(2)
+    if line := other_tokenizer(config.run, config.tokenizer):
+        say(line)
     fields = read_json(folder / "config.json")
     tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     if not tokenizer:

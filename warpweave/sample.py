@@ -7,7 +7,7 @@ import sys
 import time
 
 from warpweave.checkpoint import CheckpointError
-from warpweave.convert.source import open_model
+from warpweave.convert.source import open_model, other_tokenizer
 from warpweave.dtypes import DTYPES
 from warpweave.generate import generate
 from warpweave.gpt import GPT
@@ -54,6 +54,8 @@ def run(config: SampleConfig) -> None:
         if under_torchrun():
             raise ValueError("sample starts its own ranks, run it without torchrun")
         config.check()
+        if line := other_tokenizer(config.model, config.tokenizer):
+            say(line)
         if config.mesh.world == 1:
             sample_rank(config)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,12 +97,23 @@ def find_tokenizer(folder: Path) -> Path | None:
 def is_of_bytes(folder: Path) -> bool:
     """Whether the tokens of a model without a tokenizer.json are bytes: those of its training were,
     or none are known and it has 256."""
-    step, record = find_step(folder), None
-    if step is not None:
-        record = read_manifest(step)["state"].get("data", {}).get("tokenizer")
-    if record is not None:
+    if (record := _tokenizer_of_training(folder)) is not None:
         return record == ByteTokenizer.fingerprint
     return read_model_config(folder).vocab_size == 256
+
+
+def other_tokenizer(folder: Path, given: Path | None) -> str | None:
+    """A line if a tokenizer is `given` (a tokenizers JSON, or bytes) to a run that was trained with
+    another; None if it was not, or that is not known."""
+    trained = _tokenizer_of_training(folder)
+    if given is None or trained is None:
+        return None
+    bytes_ = ByteTokenizer.fingerprint
+    other = bytes_ if given == Path("bytes") else hashlib.sha256(given.read_bytes()).hexdigest()
+    if other == trained:
+        return None
+    own = bytes_ if trained == bytes_ else f"that of SHA-256 {trained[:12]}"
+    return f"--tokenizer {given} is not the tokenizer of the training, {own}: its ids mean others"
 
 
 def read_stop_tokens(folder: Path) -> tuple[int, ...]:
@@ -126,6 +138,12 @@ def find_step(folder: Path) -> Path | None:
     if os.path.lexists(folder / MANIFEST):
         return folder
     return latest(folder / "checkpoints")
+
+
+def _tokenizer_of_training(folder: Path) -> str | None:
+    """ "bytes", or the SHA-256 of a tokenizers JSON; None is not known."""
+    step = find_step(folder)
+    return None if step is None else read_manifest(step)["state"].get("data", {}).get("tokenizer")
 
 
 def _ours(step: Path, fields: dict) -> GPTConfig:
