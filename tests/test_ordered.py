@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import threads
@@ -15,6 +16,7 @@ from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
 from warpweave.parallel import schedule as schedules
+from warpweave.parallel.data import ordered
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, Rule
 from warpweave.parallel.data.ordered import check_order, exact_sum
 from warpweave.parallel.data.unit import make_unit
@@ -195,8 +197,10 @@ def test_an_exact_sum_has_the_same_bits_in_any_order(dtype: torch.dtype, squares
     for mesh in (Mesh(dp=2), Mesh(cp=3), Mesh(tp=8), Mesh(tp=2, cp=3), Mesh(dp=2, cp=2, pp=2)):
         for other in on_mesh(mesh, _summed, terms, squares):
             assert torch.equal(torch.stack(other[:2]), torch.stack([unit, total]))
-    moved = _summed(single(), terms[torch.randperm(4001)], squares)
-    assert torch.equal(moved[1], total)
+    for at_a_time in (2**20, 100):
+        with mock.patch.object(ordered, "_CHUNK", at_a_time):
+            moved = _summed(single(), terms[torch.randperm(4001)], squares)
+        assert torch.equal(moved[1], total)
 
 
 def test_an_exact_sum_of_nothing_is_zero_and_of_what_is_not_finite_is_not() -> None:
