@@ -313,16 +313,18 @@ _start = gather.start_all_gather
 
 
 def _any_strides(rank: int) -> None:
-    """A head, a row or an element of it may lie anywhere."""
+    """A head, a row or an element of it may lie anywhere, of the output's gradient, too."""
     case = Case(SequenceLayout(12, 2), heads=4, kv_heads=2)
     truth = [case.layout.shard(x, rank, dim) for x, dim in zip(case.truth(), (1, 2, 1, 1, 1))]
     for strategy, order in itertools.product(STRATEGIES, itertools.permutations(range(4))):
         back = [order.index(dim) for dim in range(4)]
-        inputs, cotangents = case.shard(rank)
-        inputs = [x.permute(order).contiguous().permute(back).requires_grad_() for x in inputs]
+        inputs, (do, dlse) = case.shard(rank)
+        *inputs, do = (x.permute(order).contiguous().permute(back) for x in (*inputs, do))
+        for x in inputs:
+            x.requires_grad_()
         options = {"layout": case.layout, "group": dist.group.WORLD, "strategy": strategy}
         out = context_attention(*inputs, **options, return_lse=True)
-        for got, expected in zip((*out, *torch.autograd.grad(out, inputs, cotangents)), truth):
+        for got, expected in zip((*out, *torch.autograd.grad(out, inputs, (do, dlse))), truth):
             assert_close_f64(got, expected)
 
 

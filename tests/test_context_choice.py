@@ -297,8 +297,8 @@ def test_errors_name_the_rank_over_both_groups_of_a_pair() -> None:
 
 
 def test_the_slowest_ranks_speeds_count() -> None:
-    """A message of so many bytes to the next rank, and 4 B H S^2 D of attention."""
-    taken = {0: (2.0, 1.0), 1: (0.5, 8.0), 2: (1.0, 4.0)}
+    """Of the group: a message of so many bytes to the next rank, and 4 B H S^2 D of attention."""
+    taken = [(2.0, 1.0), (0.5, 8.0), (1.0, 4.0), (0.25, 2.0), (0.5, 1.0), (0.25, 1.0)]
     x = torch.zeros(2, 6, 3, 5)
 
     of_thread = threading.local()
@@ -308,21 +308,23 @@ def test_the_slowest_ranks_speeds_count() -> None:
         assert rounds == 3
         return next(of_thread.times)
 
-    def measure(group: Group) -> Links:
-        of_thread.times = iter(taken[group.rank])
-        return links.measure_links(group, x, size=1000, rounds=3)
+    def measure(mesh: ConnectedMesh) -> Links:
+        of_thread.times = iter(taken[mesh.rank])
+        return links.measure_links(mesh.group("cp"), x, size=1000, rounds=3)
 
     with (
         mock.patch.object(links, "_seconds", seconds),
         mock.patch.object(links, "attention") as attended,
         mock.patch.object(links, "start_exchange", wraps=links.start_exchange) as sent,
     ):
-        found = on_threads(3, measure)
+        found = on_mesh(Mesh(dp=2, cp=3), measure)
     assert all(call.args[0].nbytes == 1000 for call in sent.call_args_list)
-    assert sorted(call.args[2:4] for call in sent.call_args_list) == [(0, 1), (1, 2), (2, 0)]
-    assert len(sent.call_args_list) == len(attended.call_args_list) == 3
+    ends = sorted(call.args[2:4] for call in sent.call_args_list)
+    assert ends == [(0, 1), (0, 1), (1, 2), (1, 2), (2, 0), (2, 0)]
+    assert len(attended.call_args_list) == 6
     assert attended.call_args.kwargs == {"causal": False}
-    assert found == [Links(500.0, 4 * 2 * 3 * 6 * 6 * 5 / 8)] * 3
+    flops = 4 * 2 * 3 * 6 * 6 * 5
+    assert found == [Links(500.0, flops / 8)] * 3 + [Links(2000.0, flops / 2)] * 3
 
 
 def test_a_time_is_the_median_without_the_first_run() -> None:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import threads
 import torch
-from threads import on_mesh, on_threads
+from threads import on_mesh
 from torch import nn
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
 from warpweave.parallel import schedule as schedules
+from warpweave.parallel.data import ordered
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, Rule
 from warpweave.parallel.data.ordered import check_order, exact_sum
 from warpweave.parallel.data.unit import make_unit
-from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh, single
 from warpweave.parallel.schedule import FAMILIES
 from warpweave.parallel.schedule.actions import Action, B, F, I, W
 from warpweave.parallel.shard import ParamRecord
@@ -173,10 +175,11 @@ def test_the_memory_is_estimated(dp: int, zero: int) -> None:
 # ---------------------------------------------------------------- the exact sum
 
 
-def _summed(group, terms, ranks, squares):
-    rank = 0 if group is None else torch.distributed.get_rank(group)
-    pieces = terms[rank::ranks].contiguous().split(1 + 600 // ranks)
-    unit, total, finite = exact_sum(pieces, [None, group], terms, squares=squares)
+def _summed(mesh: ConnectedMesh, terms: torch.Tensor, squares: bool) -> tuple:
+    """Of terms that the ranks share, over one axis after the other."""
+    ranks, groups = mesh.sizes.world, [mesh.group(axis) for axis in AXES]
+    pieces = terms[mesh.rank :: ranks].contiguous().split(1 + 600 // ranks)
+    unit, total, finite = exact_sum(pieces, groups, terms, squares=squares)
     return (unit, total, bool(finite)) if squares else (unit * total, total, bool(finite))
 
 
@@ -185,17 +188,19 @@ def _summed(group, terms, ranks, squares):
 def test_an_exact_sum_has_the_same_bits_in_any_order(dtype: torch.dtype, squares: bool) -> None:
     terms = torch.randn(4001, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     terms = (terms * 10.0 ** (torch.arange(4001) % 9 - 6)).to(dtype)
-    unit, total, finite = _summed(None, terms, 1, squares)
+    unit, total, finite = _summed(single(), terms, squares)
     truth = math.fsum(x**2 if squares else x for x in terms.tolist())
     found = float(unit) ** 2 * float(total) if squares else float(unit)
     largest = float(terms.abs().max()) ** (1 + squares)
     assert abs(found - truth) < 1e-13 * largest
     assert finite
-    for ranks in (2, 3, 8):
-        for other in on_threads(ranks, _summed, terms, ranks, squares):
+    for mesh in (Mesh(dp=2), Mesh(cp=3), Mesh(tp=8), Mesh(tp=2, cp=3), Mesh(dp=2, cp=2, pp=2)):
+        for other in on_mesh(mesh, _summed, terms, squares):
             assert torch.equal(torch.stack(other[:2]), torch.stack([unit, total]))
-    moved = _summed(None, terms[torch.randperm(4001)], 1, squares)
-    assert torch.equal(moved[1], total)
+    for at_a_time in (2**20, 100):
+        with mock.patch.object(ordered, "_CHUNK", at_a_time):
+            moved = _summed(single(), terms[torch.randperm(4001)], squares)
+        assert torch.equal(moved[1], total)
 
 
 def test_an_exact_sum_of_nothing_is_zero_and_of_what_is_not_finite_is_not() -> None:
@@ -207,13 +212,12 @@ def test_an_exact_sum_of_nothing_is_zero_and_of_what_is_not_finite_is_not() -> N
         assert not (unit * total).isfinite()
         assert not finite
 
-    def of_one(group):
-        rank = torch.distributed.get_rank(group)
-        x = torch.tensor([1.0, math.nan if rank else 2.0])
-        unit, total, finite = exact_sum([x], [group], x)
+    def of_one(mesh: ConnectedMesh) -> tuple[bool, bool]:
+        x = torch.tensor([1.0, math.nan if mesh.rank == 3 else 2.0])
+        unit, total, finite = exact_sum([x], [mesh.group("tp"), mesh.group("dp")], x)
         return bool((unit * total).isfinite()), bool(finite)
 
-    assert on_threads(2, of_one) == [(False, True), (False, False)]
+    assert on_mesh(Mesh(dp=2, tp=2), of_one) == [(False, True)] * 3 + [(False, False)]
 
 
 # ---------------------------------------------------------------- what is refused, and prove

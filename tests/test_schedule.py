@@ -262,6 +262,8 @@ def test_links_are_shared_by_both_ends_and_separate_by_payload() -> None:
     assert [tuple(wire) for wire in links(lists)] == [
         ("B", 1, 0), ("B", 2, 1), ("F", 0, 1), ("F", 1, 2), ("TIE", 0, 2), ("TIE", 2, 0),
     ]  # fmt: skip
+    untied = with_comm(gpipe(3, 1))  # of a model whose ends share no weight
+    assert links(untied) == [wire for wire in links(lists) if wire.kind != "TIE"]
 
 
 def test_with_reduce_once_or_after_each_micro_batch() -> None:

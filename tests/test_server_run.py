@@ -224,17 +224,22 @@ def test_dropout_of_a_worker_is_that_of_its_samples_at_the_clock(tmp_path):
             assert torch.equal(total, expected)
 
 
-def test_servers_go_on_at_the_checkpoints_step_of_the_optimizer(tmp_path):
-    served = _served(tmp_path)
+def test_servers_go_on_with_the_checkpoints_weights_and_moments_at_its_step(tmp_path):
+    served, draw = _served(tmp_path), torch.Generator().manual_seed(3)
     notes = RunNotes(served, None)
     for version in (1, 2, 3):
         notes.update(version, 0.1, 1.0, [Term(0, 0, 0, version - 1, 8, 2.0)])
-    _saved(served, notes, 3)
+    held = [pair for index in range(2) for pair in served.shard(index).read()]
+    saved = {name: torch.randn(x.shape, generator=draw) for name, x in held}
+    notes.save({"version": 3}, [*saved.items()])
     for index in range(2):
         shard = served.shard(index)
         assert {float(step) for step in shard.steps} == {0.0}
         served.restore(shard, served.open_run())
         assert {float(step) for step in shard.steps} == {3.0}
+        for name, x in shard.read():
+            assert torch.equal(x, saved.pop(name)), name
+    assert not saved
 
 
 def test_an_evaluation_has_no_dropout(tmp_path):

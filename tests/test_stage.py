@@ -454,6 +454,35 @@ def test_gathers_start_ahead_parameters_are_freed_and_reductions_start_early():
     run_ranks(2, _timely)
 
 
+def _cut_ones(mesh: ConnectedMesh, buckets: float, each: int | None) -> list[int]:
+    """The micro-batches of six in which the second of three segments has a graph of its own, with
+    a bucket as large as the gradients of so many."""
+    layers, cut = _layers(3), []
+    units = [_unit(k, layer, mesh) for k, layer in enumerate(layers)]
+
+    def second(x, batch):
+        cut.append(x.is_leaf)
+        return layers[1](x)
+
+    fns = (lambda x, b: layers[0](b), second, lambda x, b: (None, {LOSS: layers[2](x).sum()}))
+    segments = [Segment("s", fn, (unit,)) for fn, unit in zip(fns, units)]
+    size = int(buckets * units[0].gradients.flat.nbytes)
+    chain = ChainStage(segments, bucket_bytes=size)
+    chain.begin([*_batches(), *_batches()], each=each)
+    for mb in range(6):
+        chain.forward(mb, None)
+    return [mb for mb in range(6) if cut[mb]]
+
+
+def test_a_chain_is_cut_only_where_a_bucket_of_gradients_is_reduced_before_its_end() -> None:
+    """All but those of the first segment, which are complete last, on several data ranks."""
+    assert _cut_ones(single(), 0, None) == []
+    for buckets, each, expected in (
+        (0, None, [5]), (2, None, [5]), (2.1, None, []), (2, 2, [1, 3, 5]), (2, 3, [2, 5]),
+    ):  # fmt: skip
+        assert on_mesh(Mesh(dp=2), _cut_ones, buckets, each) == [expected] * 2, (buckets, each)
+
+
 def test_what_stands_in_for_the_last_segment_is_run_once_and_no_other_is_left_out() -> None:
     p = nn.Parameter(torch.ones(1))
     unit = make_unit("unit", [(ParamRecord("p", (1,)), p)], single())
