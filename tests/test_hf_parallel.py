@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers", reason="an extra of its own")
 
 from hf_models import V, assert_all_close, batch, computed, counted, perturbed  # noqa: E402
 from ranks import run_ranks  # noqa: E402
+from safetensors import safe_open  # noqa: E402
 
 from warpweave.changes import NAME  # noqa: E402
 from warpweave.hf.parallel import own_positions  # noqa: E402
@@ -231,6 +232,11 @@ def _lifetime(rank: int, folder: str) -> dict:
         model = spread(family, sizes, SEQUENCE)
         wanted = perturbed(family)
         model.save_pretrained(f"{folder}/{family}")
+        if rank == 0:  # on others transformers writes nothing
+            wanted.save_pretrained(f"{folder}/one {family}")
+            files = [f"{folder}/{kind}{family}/model.safetensors" for kind in ("", "one ")]
+            with safe_open(files[0], "pt") as ours, safe_open(files[1], "pt") as theirs:
+                assert [*ours.keys()] == [*theirs.keys()]  # what is tied once
         again = type(wanted).from_pretrained(f"{folder}/{family}").state_dict()
         saved = all(torch.equal(again[n], x) for n, x in wanted.state_dict().items())
         if family == "gpt2":  # of what is given

@@ -145,17 +145,18 @@ def saver(model: Any) -> Any:
 
     def save_pretrained(*args: Any, state_dict: dict | None = None, **kwargs: Any) -> None:
         """Transformers' own; every rank must call it."""
-        given = model.state_dict() if state_dict is None else state_dict
+        given = model.state_dict(keep_vars=True) if state_dict is None else state_dict
         first = dist.get_rank() == 0
-        gathered = {}
-        for name, value in given.items():
-            value = whole(value)
-            if first:
-                gathered[name] = value.cpu()
+        gathered: dict[int, Any] = {}  # a tied one once, so that transformers sees that it is
+        for value in given.values():
+            if id(value) not in gathered:
+                found = whole(value.detach())
+                gathered[id(value)] = found.cpu() if first else None
         if first:  # which is after the last gather, and waits for no other rank
             told = model.config.__dict__.pop("distributed_config", None)
+            tensors = {name: gathered[id(value)] for name, value in given.items()}
             try:
-                before(*args, state_dict=gathered, **kwargs)
+                before(*args, state_dict=tensors, **kwargs)
             finally:
                 if told is not None:
                     model.config.distributed_config = told
