@@ -4,8 +4,10 @@ folders that cannot be read are refused by name."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -22,7 +24,7 @@ from threads import run_threads
 from warpweave.checkpoint import CheckpointError, save_checkpoint
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.convert import ConvertError, from_hf, to_hf
-from warpweave.convert.families import canonical, read_config, write_config
+from warpweave.convert.families import FAMILIES, canonical, read_config, write_config
 from warpweave.convert.fields import read_json
 from warpweave.convert.write import _config_json
 from warpweave.engine import Engine
@@ -399,6 +401,19 @@ def test_a_model_that_no_family_can_be_is_refused_beside_the_nearest(config, kin
         write_config(config, kind)
     tried = kind or "gpt2, llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3_text, olmo2"
     assert one_line(caught) == f"no {tried} model is this one: the nearest is {nearest}"
+
+
+def test_the_docs_name_the_options_of_each_family():
+    page = (Path(__file__).parents[1] / "docs" / "from_hugging_face.md").read_text()
+    table, found = page.partition("| options of the model | family |")[2].splitlines()[2:], {}
+    for row in itertools.takewhile(lambda line: line.startswith("|"), table):
+        said, family = (cell.strip() for cell in row.strip("|").split("|"))
+        given = dict(found.get("".join(re.findall(r"^as (\w+),", said)), {}))
+        given |= {n: json.loads(value) for n, value in re.findall(r"`(\w+) = ([^`]+)`", said)}
+        found[family.split()[0]] = given
+        sizes = {"vocab_size": 64, "seq_len": 16, "layers": 2, "width": 256, "heads": 4}
+        assert write_config(GPTConfig(**sizes, **given))[0] == family.split()[0]
+    assert {*found} == {*FAMILIES} - {"phi3"}
 
 
 @pytest.mark.parametrize(
