@@ -138,7 +138,10 @@ def _left(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize(("k", "p"), [(0, 0.8), (5, 1.0), (7, 0.6), (1, 0.5), (40, 1e-9), (9, 0.9)])
+@pytest.mark.parametrize(
+    ("k", "p"),
+    [(0, 0.8), (5, 1.0), (7, 0.6), (1, 0.5), (40, 1e-9), (9, 0.9), (30, 1.0)],  # of 31
+)
 def test_what_may_be_drawn_is_what_transformers_leaves(k, p):
     logits = torch.randn(6, 31, dtype=torch.float64) * 3
     noise = torch.rand(6, 31, dtype=torch.float64) * 9

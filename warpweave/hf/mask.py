@@ -244,7 +244,7 @@ def _runs(number: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(size: int, left_padding: torch.Tensor, end: int) -> torch.Tensor:
-    steps = torch.arange(0, end + size, size, device=left_padding.device)
+    steps = torch.arange(0, end, size, device=left_padding.device)
     return (left_padding[:, None] + steps).clamp(max=end)
 
 
