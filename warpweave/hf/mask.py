@@ -230,11 +230,8 @@ def _both(patterns: list[_Pattern]) -> _Pattern:
 
 def _packed(number: torch.Tensor) -> torch.Tensor:
     """The first row of every sequence, of the number[B, S] of each row's."""
-    S = number.shape[1]
     each = torch.arange(int(number[:, -1].max()) + 2, device=number.device)
-    return torch.searchsorted(number.contiguous(), each.expand(len(number), -1).contiguous()).clamp(
-        max=S
-    )
+    return torch.searchsorted(number.contiguous(), each.expand(len(number), -1).contiguous())
 
 
 def _runs(number: torch.Tensor) -> torch.Tensor:
