@@ -293,8 +293,8 @@ def test_a_checkpoint_is_read_with_its_own_config_and_an_unknown_field_is_refuse
             ValueError, match=r"^blocks.1.attention_norm.weight is \(16,\) in .* None"
         ):
             check_same_model(fewer, place)
-    fields = {**fields, "flux": 1}
-    newer = save_checkpoint(tmp_path / "newer", 3, tensors, config=fields, state={})
-    for read in (read_model_config, open_model):
-        with pytest.raises(ConvertError, match=f"^{newer} holds no model that this version knows"):
-            read(newer)
+    for step, more in enumerate(({"flux": 1}, {"heads": 0}, {"heads": None})):
+        newer = save_checkpoint(tmp_path / "new", step, tensors, config=fields | more, state={})
+        for read in (read_model_config, open_model):
+            with pytest.raises(ConvertError, match=f"^{newer} holds no model that this version kn"):
+                read(newer)

@@ -271,6 +271,21 @@ def _attention_options(rank: int, mesh: Any) -> None:
     assert torch.equal(seen["mask"], torch.arange(8) <= torch.arange(2)[:, None] + 2 * rank)
 
 
+def _uneven_attention(mesh: Any) -> None:
+    """Samples, heads or queries that the ranks do not divide are on all of them."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from warpweave.declare import _attention_rule
+
+    x = torch.randn(3, 3, 5, 4)
+    wanted = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    for d in range(4):
+        q = distribute_tensor(x, mesh, [Shard(d)])
+        found = _attention_rule(F.scaled_dot_product_attention, q, q, q, is_causal=True)
+        assert found.placements == (Replicate(),)
+        assert_close_f64(found.to_local(), wanted, 1e-13)
+
+
 def _joins_with_nothing(mesh: Any) -> None:
     """Tensors of shape (0,), the first one or not, wider in dtype or not."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -331,6 +346,7 @@ def _as_one_rank(rank: int) -> None:
         for name, p in model.named_parameters():
             assert_close_f64(p.grad.full_tensor(), gradients[name], 1e-13)
     _attention_options(rank, mesh)
+    _uneven_attention(mesh)
     _joins_with_nothing(mesh)
 
 
@@ -338,6 +354,30 @@ def test_attention_and_weighted_losses_are_those_of_one_rank() -> None:
     """One key for all heads or samples, keys of a sharded sequence, scales of the model's own,
     masks that broadcast, groups of heads, classes that are ignored, sums of losses."""
     run_ranks(2, _as_one_rank)
+
+
+def test_a_mean_loss_is_of_as_many_targets_as_there_are_whatever_its_dtype() -> None:
+    """As bfloat16, 301 would be another number. Targets that are probabilities are all counted."""
+    from warpweave.declare import _mean_loss
+
+    def total(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return x.sum()
+
+    for dtype in (torch.bfloat16, torch.float64):
+        x = torch.tensor([300.0], dtype=dtype)
+        found = _mean_loss(total, x, torch.zeros(301, dtype=torch.int64))
+        assert torch.equal(found, torch.tensor(300 / 301, dtype=dtype))
+    x, weight = torch.randn(6, 5), torch.rand(5)
+    shares = torch.randn(6, 5).softmax(-1)
+    for options in ({}, {"weight": weight}, {"label_smoothing": 0.25}):
+        found = _mean_loss(F.cross_entropy, x, shares, **options)
+        assert torch.equal(found, F.cross_entropy(x, shares, **options))
+    target = torch.tensor([0, 4, -100, 2, 2, 1])
+    both = {"weight": weight, "label_smoothing": 0.25}
+    for options in ({}, {"weight": weight}, both, {"label_smoothing": 0.25}, {"ignore_index": 2}):
+        given = target.clamp(min=0) if "ignore_index" in options else target
+        wanted = F.cross_entropy(x, given, **options)
+        torch.testing.assert_close(_mean_loss(F.cross_entropy, x, given, **options), wanted)
 
 
 class _Passes(nn.Module):

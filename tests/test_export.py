@@ -409,6 +409,11 @@ def test_what_a_user_has_is_not_written_over(bytes_run, tmp_path, capfd):
         2, {}, f"warpweave: {tmp_path / 'out'} exists already",
     )  # fmt: skip
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis"]
+    (tmp_path / "link").symlink_to("nowhere")
+    assert _export(capfd, bytes_run, tmp_path / "link") == (
+        2, {}, f"warpweave: {tmp_path / 'link'} exists already",
+    )  # fmt: skip
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "out"}
     code, _, err = _export(capfd, tmp_path, tmp_path / "new")
     assert (code, err) == (
         2,
@@ -495,6 +500,29 @@ def test_what_stands_beside_a_tokenizer_that_is_given_is_carried_along(tmp_path)
         assert (out / name).read_bytes() == (mine / name).read_bytes()
     assert from_hf(out).fields["eos_token_id"] == 7
     assert read_stop_tokens(out) == (7,)
+
+
+def test_what_a_source_without_a_tokenizer_says_of_tokens_is_kept(tmp_path):
+    gpt = GPT(GPTConfig(256, 8, 1, 8, 2))
+    like = to_hf(gpt, tmp_path / "like")
+    fields = json.loads((like / "config.json").read_text()) | {"eos_token_id": 5}
+    (like / "config.json").write_text(json.dumps(fields))
+    (like / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    other = _words(tmp_path / "other.json", "</s>")
+    for tokenizer, eos, stops in ((None, 5, (5, 7)), ("bytes", None, ()), (other, 99, (99,))):
+        out = to_hf(gpt, tmp_path / f"{eos}", like=like, tokenizer=tokenizer)
+        assert from_hf(out).fields["eos_token_id"] == eos
+        assert read_stop_tokens(out) == stops
+
+
+@pytest.mark.parametrize("separator", [None, 32, 0])
+def test_the_separator_of_a_training_ends_the_texts_of_its_model(separator, tmp_path):
+    run = _run(tmp_path, packed=True, separator=separator)
+    out = to_hf(run, tmp_path / "out")
+    assert from_hf(out).fields["eos_token_id"] == separator
+    assert read_stop_tokens(out) == (() if separator is None else (separator,))
+    said = json.loads((out / "tokenizer_config.json").read_text())
+    assert said.get("eos_token") == {None: None, 32: "\u0120", 0: "\u0100"}[separator]
 
 
 def test_a_run_that_began_with_a_model_of_transformers_goes_back_as_that(tmp_path):

@@ -138,7 +138,10 @@ def _left(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize(("k", "p"), [(0, 0.8), (5, 1.0), (7, 0.6), (1, 0.5), (40, 1e-9), (9, 0.9)])
+@pytest.mark.parametrize(
+    ("k", "p"),
+    [(0, 0.8), (5, 1.0), (7, 0.6), (1, 0.5), (40, 1e-9), (9, 0.9), (30, 1.0)],  # of 31
+)
 def test_what_may_be_drawn_is_what_transformers_leaves(k, p):
     logits = torch.randn(6, 31, dtype=torch.float64) * 3
     noise = torch.rand(6, 31, dtype=torch.float64) * 9
@@ -229,8 +232,11 @@ def test_logits_of_few_bits_are_divided_by_the_temperature_in_float64(dtype, lea
 def test_the_seed_decides_the_draws(folders):
     found = from_hf(folders["gpt2"])
     gpt = found.load(GPT(found.config))
-    first, again, other = (generate(gpt, PROMPTS, Sampling(10, 1.0, seed=s)) for s in (1, 1, 2))
-    assert first == again != other
+    first, *again, other = (
+        generate(gpt, PROMPTS, Sampling(10, 1.0, seed=s)) for s in (1, 1, 1 + 2**65, 1 - 2**63, 2)
+    )
+    assert again == [first] * 3  # its last 63 bits
+    assert other != first
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])

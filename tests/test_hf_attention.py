@@ -199,6 +199,36 @@ def test_a_mask_is_as_large_as_what_it_is_made_for_wherever_queries_begin():
             continue
         assert made.shape == (2, 1, queries, keys)
         assert torch.equal(made.visible.written_out(torch.device("cpu")).expand_as(wanted), wanted)
+    for window in (3, 4):  # of 4 keys
+        function = functions.sliding_window_causal_mask_function(window)
+        assert (mask.make_mask(2, 4, 4, mask_function=function) is None) == (window == 4)
+    assert mask.make_mask(2, 3, 5, mask_function=functions.bidirectional_mask_function) is None
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "both sides", "all", "chunks"])
+def test_padding_may_be_at_either_end_and_of_any_length_wherever_queries_begin(name):
+    """What is given for fewer keys than there are hides the rest; behind what any query sees, it
+    may have holes."""
+    for first, own, queries, keys in itertools.product((0, 2), (0, 3), (1, 3), (4, 6)):
+        q_offset = first + own
+        if own + queries > keys:
+            continue
+        ends = (first + keys, first + keys - 1, q_offset + queries, first + 2)
+        for left, end, length in itertools.product((0, 1, first + 1), ends, (first + 1, 8)):
+            hidden = torch.zeros(B, length, dtype=torch.bool)
+            hidden[:, left:end] = hidden[0] = True
+            if name == "causal":
+                hidden[1, q_offset + queries :: 2] = False
+            how = {"batch_size": B, "q_length": queries, "kv_length": keys, "q_offset": q_offset}
+            how |= {"kv_offset": first, "mask_function": ONE[name], "attention_mask": hidden}
+            wanted = functions.sdpa_mask(**how, allow_is_causal_skip=False)
+            made = mask.make_mask(**how)
+            if made is None:  # all keys, or all up to a row's own
+                found = torch.ones_like(wanted)
+                found = found if name == "all" or queries == 1 else found.tril()
+            else:
+                found = made.visible.written_out("cpu")
+            assert torch.equal(found.expand_as(wanted), wanted), how
 
 
 def test_chunks_of_packed_documents_begin_where_padding_ends():

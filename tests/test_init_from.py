@@ -239,3 +239,8 @@ def test_a_folder_that_is_no_model_ends_the_command_in_one_line(tmp_path, capsys
     assert caught.value.code == 2
     assert capsys.readouterr().err.strip().count("\n") == 0
     assert not (tmp_path / "run").exists()
+    for target in ("nowhere", "manifest.json"):  # links are refused, not passed over
+        (tmp_path / "manifest.json").unlink()
+        (tmp_path / "manifest.json").symlink_to(target)
+        with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            _config(tmp_path, tmp_path).check()

@@ -341,6 +341,7 @@ def _generating(stages: int = 1, sp: bool = False, **mesh: int) -> None:
         (lambda: _generating(dp=2), "generate runs on tensor ranks and pipeline stages"),
         (lambda: _generating(cp=2), "generate runs on tensor ranks and pipeline stages"),
         (lambda: _generating(2, pp=2), "generate runs on .* with 4 stages"),
+        (lambda: _generating(2), "generate runs on .* with 2 stages"),
         (lambda: _generating(sp=True, tp=2), "without sequence parallelism"),
         (lambda: _generating(sp=True), None),
     ]

@@ -248,6 +248,8 @@ def test_rows_and_bar_have_the_utilisation_of_a_gpu(tmp_path, monkeypatch, capsy
     ((_, mfu),) = _lines(tmp_path / "run")["mfu"]
     assert mfu == pytest.approx(rate * flops / (2 * 989e12), rel=1e-3)
     assert f"mfu={mfu:.1%}" in capsys.readouterr().err
+    for dtype, said in (("bf16", {"mfu": mfu}), ("fp16", {"mfu": mfu}), ("fp32", {})):
+        assert metrics_module.utilisation(rate, m, dtype, metrics.session) == said
 
 
 def test_the_bar_says_what_the_first_step_waits_for(tmp_path, capsys):
@@ -394,6 +396,23 @@ def test_a_disk_that_fails_at_a_resume_keeps_the_rows_in_memory(tmp_path, monkey
         metrics.write({"step": 2})
     metrics.write({"step": 3})
     assert path.read_bytes() == _row(1) + b'\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_rows_that_a_disk_does_not_give_are_moved_and_not_written_over(
+    tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(_row(1) + b"\n")
+
+    def fails(_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(metrics_module, "open_regular", fails)
+    _metrics(tmp_path, 1).write({"step": 2})
+    aside = path.with_name("metrics.jsonl.damaged-1")
+    assert (path.read_bytes(), aside.read_bytes()) == (b'{"step": 2}\n', _row(1) + b"\n")
+    assert f"it was moved to {aside}, and rows begin anew" in capsys.readouterr().err
 
 
 def test_a_run_ends_well_whose_metrics_plot_and_boards_all_fail(tmp_path, capsys, monkeypatch):

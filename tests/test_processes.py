@@ -305,6 +305,15 @@ def test_what_has_only_started_ranks_ends_without_the_interpreters_shutdown(earl
     assert (ended.returncode, ended.stdout, ended.stderr) == (7, f"said{shuts}", "")
 
 
+@pytest.mark.parametrize(("code", "left"), [(7, [7]), (0, [0]), ("words", []), (None, [])])
+def test_an_end_in_words_is_the_interpreters_own_which_prints_them(code, left, monkeypatch):
+    codes: list = []
+    monkeypatch.setattr(processes, "leave", codes.append)
+    with pytest.raises(SystemExit) as caught, processes.starting(Processes()):
+        sys.exit(code)
+    assert (caught.value.code, codes) == (code, left)
+
+
 def test_what_is_prepared_early_starts_no_ranks_on_gpus():
     """Which are new interpreters: torch may have looked at a GPU."""
     with Processes(MODULE) as early:
@@ -332,6 +341,9 @@ def test_what_is_prepared_early_is_for_ranks_on_the_cpu_that_we_start(monkeypatc
     assert dict(os.environ) == before
     with environment(RANK="0", WORLD_SIZE="1"):
         assert Processes.early(MODULE) is None
+    for one in ("RANK", "WORLD_SIZE"):  # alone it is of something else
+        with environment(**{one: "0"}):
+            assert isinstance(Processes.early(MODULE), Processes)
     (tmp_path / "none").touch()
     assert Processes.early(MODULE) is None
-    assert len(made) == 1
+    assert len(made) == 3

@@ -80,8 +80,8 @@ def generate(
     """
     _check_ranks(gpt)
     prompts = check_prompts(gpt.config, prompts, sampling)
-    if not prompts or not sampling.tokens:
-        return [[] for _ in prompts]
+    if not prompts:
+        return []
     device = next(gpt.parameters()).device
     longest = max(map(len, prompts))
     pads = upload(torch.tensor([longest - len(prompt) for prompt in prompts]), device)

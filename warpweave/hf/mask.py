@@ -230,11 +230,8 @@ def _both(patterns: list[_Pattern]) -> _Pattern:
 
 def _packed(number: torch.Tensor) -> torch.Tensor:
     """The first row of every sequence, of the number[B, S] of each row's."""
-    S = number.shape[1]
     each = torch.arange(int(number[:, -1].max()) + 2, device=number.device)
-    return torch.searchsorted(number.contiguous(), each.expand(len(number), -1).contiguous()).clamp(
-        max=S
-    )
+    return torch.searchsorted(number.contiguous(), each.expand(len(number), -1).contiguous())
 
 
 def _runs(number: torch.Tensor) -> torch.Tensor:
@@ -244,7 +241,7 @@ def _runs(number: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(size: int, left_padding: torch.Tensor, end: int) -> torch.Tensor:
-    steps = torch.arange(0, end + size, size, device=left_padding.device)
+    steps = torch.arange(0, end, size, device=left_padding.device)
     return (left_padding[:, None] + steps).clamp(max=end)
 
 
