@@ -486,7 +486,7 @@ def test_the_blocks_of_a_column_are_found_by_what_makes_each_ranks_heads(blocks,
     others = (draw(2, 5, ranks, D),) * (3 - blocks)  # made of another column
     assert structure._blocks_of_heads(y, heads + others, ranks) == blocks
     shuffled = y[..., torch.arange(y.shape[-1]).roll(D)].unflatten(-1, (-1, D))
-    with pytest.raises(ValueError, match="do not lie in one, two or three equal blocks"):
+    with pytest.raises(ValueError, match="are not one, two or three blocks of equal width"):
         structure._blocks_of_heads(y, (shuffled,), ranks)
     with pytest.raises(ValueError, match="belongs to heads of several ranks"):
         structure._blocks_of_heads(y, (shuffled.cumsum(2),), ranks)

@@ -379,7 +379,7 @@ SHARED_BY_NONE = {
     "one key head": ((), {"kv": 1}, "1 key heads do not divide by tp = 2"),
     "three ranks": ((), {"ranks": 3}, "4 query heads do not divide by tp = 3"),
     "turned": (("turned",), {}, "reads are not the heads, one after the other"),
-    "rolled": (("rolled",), {}, "do not lie in one, two or three equal blocks"),
+    "rolled": (("rolled",), {}, "are not one, two or three blocks of equal width"),
     "a norm of all": (("qkv", "norm of all"), {"kv": 4}, "a norm of queries, keys and values at"),
     "half": (("norm of half a head",), {}, "other parameters than a norm of each head"),
 }

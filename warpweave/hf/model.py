@@ -170,7 +170,9 @@ def _spread(
     wanted = _outputs(model, inputs)
     parallel.spread_model(model, spread, inputs, report)
     found = _outputs(model, inputs)
-    why = next((x for x in (wanted, found) if isinstance(x, str)), None)
+    why = wanted if isinstance(wanted, str) else None
+    if why is None and isinstance(found, str):
+        why = f"over ranks its forward, which may need all heads, ends in: {found}"
     if why is None and not all(map(agree, wanted, found)):
         why = "over ranks the model's output was another one"
     why = why or (loss.differs(model, inputs) if loss.is_installed(model) else None)

@@ -199,4 +199,7 @@ def _blocks_of_heads(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: in
             wanted = torch.arange(ranks).repeat_interleave(len(owner) // (blocks * ranks))
             if torch.equal(owner, wanted.repeat(blocks)):
                 return blocks
-    raise ValueError("the features of a rank's heads do not lie in one, two or three equal blocks")
+    raise ValueError(
+        f"the {len(owner)} features of a projection are not one, two or three blocks of equal "
+        f"width that divide by tp = {ranks} (queries, keys and values of unequal width are not)"
+    )
