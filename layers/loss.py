@@ -96,8 +96,9 @@ class VocabParallelLinearCrossEntropy(nn.Module):
     ) -> Tensor:
         """x[..., E], weight[ceil(V/tp), E], labels int64[...] (-100: no loss) -> loss.
 
-        With sequence parallelism x[T/tp, ..., E] for labels int64[T, ...]. 0-dim, fp32 or fp64. A
-        pending normaliser is waited for after the loss has been computed.
+        With sequence parallelism x[T/tp, ..., E] for labels int64[T, ...]. 0-dim, fp32 or fp64. The
+        sum of the losses is divided by the normaliser, as in `VocabParallelCrossEntropy`; a pending
+        one is waited for after the loss has been computed.
         """
         total = vocab_parallel_linear_cross_entropy(
             x,

@@ -240,7 +240,11 @@ def test_a_planned_layout_of_up_to_64_ranks_is_proven_by_processes(tmp_path, cap
         assert {axis: getattr(found, axis) for axis in mesh} == mesh
         told = (found.recompute, found.overlap, found.sequence_parallel, found.microbatches)
         assert told == ("full", "none", False, None)
+        said = "a proof does not take of --layout: chunks = 1, microbatches = 7, batch = 3\n"
+        assert capsys.readouterr().err == f"\nwarpweave: {said}"
     assert parse("--typecheck", dp=65).dp == 65
+    said = "zero = 1, schedule = 1f1b, chunks = 1, microbatches = 7, overlap = none, batch = 3\n"
+    assert capsys.readouterr().err == f"\nwarpweave: types do not take of --layout: {said}"
     assert parse("--outer", "2", dp=32).outer == 2
     for words, mesh, world in (((), {"dp": 65}, 65), (("--outer", "2"), {"dp": 33}, 66)):
         with pytest.raises(SystemExit):

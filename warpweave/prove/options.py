@@ -232,6 +232,8 @@ def parse(argv: list[str] | None = None) -> ProveConfig:
                 f"{found.given().mesh.world} ranks of --layout are more than {_RANKS} processes: "
                 "--typecheck follows their types, or plan for fewer --gpus"
             )
+        left = ", ".join(f"{name} = {value}" for name, value in layout.items() if name not in own)
+        say(f"{'types do' if found.typecheck else 'a proof does'} not take of --layout: {left}")
     except ValueError as error:
         say(one_line(error))
         sys.exit(2)
