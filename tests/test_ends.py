@@ -559,4 +559,6 @@ def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsy
 def test_every_preset_can_be_exported_and_is_not_warned_of(capsys):
     for model in PRESETS:
         train._say_of_export(TrainConfig(model=model))
+    started = TrainConfig(init_from=Path("theirs"), overrides=GPTOverrides(activation="relu2"))
+    train._say_of_export(started)  # judged by its config.json at the export
     assert capsys.readouterr().err == ""

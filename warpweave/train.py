@@ -66,7 +66,10 @@ def train_rank(
 
 
 def _say_of_export(config: TrainConfig) -> None:
-    """Say before the training, not after it, that no family of transformers has such a model."""
+    """Say before a training from scratch, not after it, that no family of transformers has such a
+    model. One that started from theirs is judged by their config.json, at the export."""
+    if config.init_from is not None:
+        return
     try:
         write_config(config.model_config(1))
     except ConvertError as error:

@@ -76,7 +76,7 @@ def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[
         try:
             found = read_config(written)[1]
         except ConvertError as error:
-            misses.append((1.5, f"{name}, refused ({error})"))
+            misses.append((1.5, f"{name}, refused ({error})"))  # behind what lacks one option only
             continue
         if found == wanted:
             return name, {"architectures": [FAMILIES[name].architecture], **written}

@@ -141,7 +141,8 @@ def find_step(folder: Path) -> Path | None:
 
 
 def _tokenizer_of_training(folder: Path) -> str | None:
-    """ "bytes", or the SHA-256 of a tokenizers JSON; None is not known."""
+    """What a run's text went through: "bytes", or a tokenizers JSON of this SHA-256; None is not
+    known."""
     step = find_step(folder)
     return None if step is None else read_manifest(step)["state"].get("data", {}).get("tokenizer")
 
