@@ -15,7 +15,7 @@ venv: $(STAMP)
 # editable build uses it in place (pip's isolated builds do not read constraints).
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
-	  sys.exit(None if sys.version_info >= (3, 10) else f"Python >= 3.10 is needed, $(PYTHON) is {v}")'
+	  sys.exit(None if sys.version_info >= (3, 11) else f"Python >= 3.11 is needed, $(PYTHON) is {v}")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \

@@ -157,7 +157,7 @@ STDLIB_ONLY = (
 ALONE = {"warpweave.plain_gpt"}
 LOWER_DEPENDENCIES = {"torch", "triton", "numpy", "spmd_types"}
 TOP_DEPENDENCIES = LOWER_DEPENDENCIES | {
-    "safetensors", "tyro", "tokenizers", "tqdm", "rich", "matplotlib", "tensorboard", "tomli",
+    "safetensors", "tyro", "tokenizers", "tqdm", "rich", "matplotlib", "tensorboard",
     "transformers", "wandb", "liger_kernel",
 }  # fmt: skip
 FORBIDDEN_MODULES = (

@@ -10,18 +10,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from warpweave.messages import one_line
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _Record = TypeVar("_Record")
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a string in quotes",

@@ -28,5 +28,7 @@ def overrides_of(config: type, module: str) -> Any:
         option: Any = Annotated[kinds[item.name] | None, tyro.conf.arg(help_behavior_hint=hint)]
         fields.append((item.name, option, None))
     said = [(inspect.getdoc(c) or "").partition("Attributes:")[2] for c in config.__mro__[:-1]]
-    namespace = {"__doc__": "A model.\n\nAttributes:" + "".join(said), "__module__": module}
-    return dataclasses.make_dataclass("GPTOverrides", fields, frozen=True, namespace=namespace)
+    namespace = {"__doc__": "A model.\n\nAttributes:" + "".join(said)}
+    made = dataclasses.make_dataclass("GPTOverrides", fields, frozen=True, namespace=namespace)
+    made.__module__ = module  # where pickle looks for it; make_dataclass has module= from 3.12 on
+    return made

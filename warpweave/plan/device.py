@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from warpweave.config_file import tomllib
 from warpweave.kernels.devices import A40, A100, B200, H100, H200, H800, L40S, Device
 
 
