@@ -1,12 +1,12 @@
-# make venv | test | train | compiled | pretend | versions | check | docs | clean. PYTHON chooses the
-# interpreter, ARGS goes to the command.
+# make venv | test | train | compiled | pretend | versions | pythons | check | docs | clean.
+# PYTHON chooses the interpreter, ARGS goes to the command.
 
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 TYPECHECK := build/typecheck
 
-.PHONY: venv test train compiled pretend versions check docs clean
+.PHONY: venv test train compiled pretend versions pythons check docs clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -55,10 +55,14 @@ endif
 pretend: venv
 	PYTHONPATH=tests:tests/support $(VENV)/bin/python -P tests/support/pretend_run.py $(ARGS)
 
-# Kernel and rank tests under the oldest declared and the newest versions, in throw-away venvs; it is
-# not in CI: newer torch comes with CUDA, gigabytes of it.
+# The whole suite with the oldest declared and the newest libraries, in venvs that are removed
+# afterwards. CI does not run it: it takes as long as two suites.
 versions: venv
 	$(VENV)/bin/python benchmarks/versions.py $(ARGS)
+
+# A short training and a few test files on every other supported Python that this machine has.
+pythons: venv
+	$(VENV)/bin/python benchmarks/versions.py --others --quick $(ARGS)
 
 # Type checkers do not follow setuptools' package-dir mapping, so mypy reads a tree of links in which
 # the four folders stand where they are imported.

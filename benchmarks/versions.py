@@ -1,112 +1,181 @@
-"""Kernel and rank tests under the oldest declared and the newest versions, in throw-away venvs.
+"""Run the tests under other Pythons and under the oldest and the newest libraries.
 
-    make versions                       # both; ARGS="--sets newest --tests tests/test_norm.py"
+    make versions    # the whole suite: oldest and newest libraries, on the oldest and newest Python
+    make pythons     # the pins on every other supported Python: a short training and a few files
 
-The oldest are the floors of pyproject.toml. Each set is installed by pip from the index, gigabytes
-where it brings CUDA, and removed afterwards. A version that the index or pip's constraints do not
-give is named, and the newest that they do give takes its place. The exit status is 1 if a set
-could not be installed or its tests failed; the last line is one JSON object.
+The supported Pythons are those of pyproject.toml's classifiers; they are looked for on PATH and
+among pyenv's versions. `ARGS="3.12:newest 3.13:pins"` chooses rows; the sets of libraries are:
+
+    pins      constraints.txt
+    oldest    every floor that pyproject.toml declares
+    newest    what pip installs without any pin
+
+Each row gets a venv of its own, several gigabytes where torch brings CUDA, which is removed
+afterwards. The output ends with a Markdown table and one JSON object. The exit status is 1 if an
+installation, the training or a test failed, or if a requested Python was not found.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-NEWEST = {"torch": "2.15.0", "triton": "3.9.0", "numpy": "2.4.6", "transformers": "5.23.0"}
-NEEDS = (
-    "safetensors", "tyro", "tokenizers", "tqdm", "matplotlib", "pytest", "pytest-timeout",
-    "spmd_types",
-)  # fmt: skip
-# A warning of Triton 3.6's own interpreter, from numpy 1.25 on; all others are errors, as always.
-TRITONS_OWN = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
-TESTS = (
-    "kernels_at_random", "kernel_gradients", "overlap", "overlap_protocol", "quick_interpreter",
-    "collectives", "ring", "ulysses", "zero", "pipeline",
+SETS = ("pins", "oldest", "newest")
+SHOWN = ("torch", "triton", "numpy", "transformers")
+# Processes, options, compilers, and one file per family of kernels: three minutes on two cores.
+QUICK = (
+    "launch", "processes", "options", "train_config", "hf_training", "compile_counts", "ring",
+    "derivatives", "norm", "rope", "qkv", "mlp_kernel", "cross_entropy", "adamw", "pipeline",
+    "checkpoint",
 )  # fmt: skip
 
 
-def oldest() -> dict[str, str]:
-    """The floors that pyproject.toml declares of the same packages."""
-    text = (ROOT / "pyproject.toml").read_text()
-    found = {name: re.search(rf'"{name}>=([\d.]+)', text) for name in NEWEST}
-    return {name: match[1] for name, match in found.items() if match is not None}
+def project() -> dict[str, Any]:
+    """The table ``[project]`` of pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def install(python: Path, versions: dict[str, str]) -> list[str]:
-    """Install `versions`, torch first with the Triton that it brings; what could not be had."""
-    lacking = []
-
-    def pip(*words: str) -> bool:
-        command = [python, "-m", "pip", "install", "--quiet", *words]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-        return done.returncode == 0
-
-    torch = f"torch=={versions['torch']}"
-    if not pip(torch):
-        lacking.append(torch)
-        if not pip(f"torch<{versions['torch']}"):
-            return [*lacking, "any torch before it"]
-    for name in [name for name in versions if name != "torch"]:
-        only = ["--no-deps"] * (name == "triton")  # torch asks for the one that it ships
-        if not pip(*only, f"{name}=={versions[name]}"):
-            lacking.append(f"{name}=={versions[name]}")
-    if not pip(*NEEDS):
-        lacking.append("what the tests need")
-    return lacking
+def supported() -> list[str]:
+    """The supported Pythons, "3.11" and so on, oldest first."""
+    found = (re.fullmatch(r".*:: (3\.\d+)", line) for line in project()["classifiers"])
+    return sorted((m[1] for m in found if m), key=lambda name: int(name[2:]))
 
 
-def seen(python: Path) -> dict[str, str]:
-    """The versions that are installed."""
+def interpreters(names: Iterable[str]) -> dict[str, str]:
+    """The path of each Python in `names` that this machine has."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = {}
+    for name in names:
+        own = sorted(pyenv.glob(f"{name}.*/bin/python"), key=lambda path: _patch(path.parts[-3]))
+        path = own[-1] if own else shutil.which(f"python{name}")
+        if path:
+            found[name] = str(path)
+    return found
+
+
+def _patch(version: str) -> int:
+    digits = re.match(r"\d+", version.rpartition(".")[2])
+    return int(digits[0]) if digits else -1
+
+
+def requirements(libraries: str) -> list[str]:
+    """The arguments of ``pip install`` for a set of libraries, tools of the tests included."""
+    if libraries == "pins":
+        return ["-c", "constraints.txt", "setuptools", "--no-build-isolation", "-e", ".[dev]"]
+    extras = project()["optional-dependencies"]
+    wanted = [*project()["dependencies"], *extras["hf"], *extras["tensorboard"]]
+    names = {re.match(r"[\w-]+", line)[0] for line in wanted}
+    tools = [line for line in extras["dev"] if re.match(r"[\w-]+", line)[0] not in names]
+    if libraries == "newest":
+        return [*wanted, *(line.partition("=")[0] for line in tools)]
+    return [line.replace(">=", "==") for line in wanted] + tools
+
+
+def install(python: Path, libraries: str) -> str:
+    """Install a set of libraries and this project; return pip's error, empty if there was none."""
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    project_itself = ["--no-deps", "--no-build-isolation", "-e", "."]
+    steps = [["-c", "constraints.txt", "setuptools"], requirements(libraries), project_itself]
+    for step in steps:
+        done = subprocess.run([*pip, *step], cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return done.stderr.strip() or f"pip ended with exit status {done.returncode}"
+    return ""
+
+
+def installed(python: Path) -> dict[str, str]:
+    """The versions of the libraries that the table shows."""
     program = (
         "import importlib.metadata as m, json, sys; print(json.dumps("
         "{n: m.version(n) for n in sys.argv[1:] if any(True for _ in m.distributions(name=n))}))"
     )
     done = subprocess.run(
-        [python, "-c", program, *NEWEST], capture_output=True, text=True, check=False
+        [str(python), "-c", program, *SHOWN], capture_output=True, text=True, check=False
     )
     return json.loads(done.stdout or "{}")
 
 
-def try_set(name: str, versions: dict[str, str], tests: list[str]) -> dict:
-    """Make a venv with `versions`, run `tests` in it, remove it; what came of it."""
-    folder = Path(tempfile.mkdtemp(prefix=f"warpweave-{name}-"))
+def run_row(name: str, interpreter: str, libraries: str, tests: list[str]) -> dict[str, Any]:
+    """Make a venv, train for a few steps, run `tests` (all without any), and remove the venv."""
+    folder = Path(tempfile.mkdtemp(prefix=f"warpweave-{name}-{libraries}-"))
+    row: dict[str, Any] = {"python": name, "set": libraries, "installed": {}, "passed": False}
     try:
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
         python = folder / "bin" / "python"
-        lacking = install(python, versions)
-        for what in lacking:
-            print(f"{name}: not to be had here: {what}", flush=True)
-        row = {"set": name, "wanted": versions, "lacking": lacking, "installed": seen(python)}
-        print(f"{name}: {row['installed']}", flush=True)
-        if "torch" not in row["installed"]:
-            return row | {"passed": False}
-        command = [python, "-P" if sys.version_info >= (3, 11) else "-s", "-m", "pytest", "-q"]
-        command += ["-W", TRITONS_OWN]
-        code = subprocess.run([*map(str, command), *tests], cwd=ROOT, check=False).returncode
-        return row | {"passed": code == 0}
+        row["error"] = install(python, libraries)
+        if row["error"]:
+            print(f"Python {name}, {libraries}: not installed: {row['error']}", flush=True)
+            return row
+        (folder / ".installed").touch()  # the Makefile's stamp
+        row["installed"] = installed(python)
+        print(f"Python {name}, {libraries}: {row['installed']}", flush=True)
+        make = ["make", f"VENV={folder}", f"PYTHON={interpreter}"]
+        short = f"ARGS=--steps 4 --warmup 1 --out {folder}/run"
+        trained = subprocess.run([*make, "train", short], cwd=ROOT, check=False).returncode
+        chosen = f"ARGS={' '.join(tests)}"
+        tested = subprocess.run([*make, "test", chosen], cwd=ROOT, check=False).returncode
+        return row | {"passed": trained == 0 and tested == 0}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def table(rows: list[dict[str, Any]], what: str) -> str:
+    """The rows as a Markdown table, for docs/install.md."""
+    date = datetime.date.today().isoformat()
+    lines = ["| Python | torch | Triton | numpy | transformers | tests | date |", "|---" * 7 + "|"]
+    for row in rows:
+        versions = " | ".join(row["installed"].get(name, "-") for name in SHOWN)
+        result = what if row["passed"] else f"{what}: FAILED"
+        lines.append(f"| {row['python']} | {versions} | {result} | {date} |")
+    return "\n".join(lines)
+
+
+def chosen_rows(names: list[str], others: bool, given: list[str]) -> list[tuple[str, str]]:
+    """The Python and the set of each row, as the command line chose them."""
+    own = ".".join(platform.python_version_tuple()[:2])
+    if others:
+        return [(name, "pins") for name in names if name != own]
+    rows = [(name, libraries) for name, _, libraries in (row.partition(":") for row in given)]
+    wrong = [row for row, (name, kind) in zip(given, rows) if name not in names or kind not in SETS]
+    if wrong:
+        sys.exit(f"unknown rows {wrong}: expected PYTHON:SET, of {names} and {list(SETS)}")
+    return rows
+
+
 def main() -> None:
     """See the module."""
-    sets = {"newest": NEWEST, "oldest": oldest()}
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--sets", nargs="+", choices=[*sets], default=[*sets])
-    tests = [f"tests/test_{name}.py" for name in TESTS]
-    options.add_argument("--tests", nargs="+", default=tests)
-    chosen = options.parse_args()
-    rows = [try_set(name, sets[name], chosen.tests) for name in chosen.sets]
-    print(json.dumps({"passed": all(row["passed"] for row in rows), "sets": rows}))
-    sys.exit(0 if all(row["passed"] for row in rows) else 1)
+    names = supported()
+    default = [f"{names[0]}:oldest", f"{names[-1]}:newest"]
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("rows", nargs="*", metavar="PYTHON:SET", help=f"default: {default}")
+    options.add_argument("--others", action="store_true", help="the pins on every other Python")
+    options.add_argument("--quick", action="store_true", help="a few test files instead of all")
+    options.add_argument("--tests", nargs="+", default=[], help="test files instead of all")
+    given = options.parse_args()
+    wanted = chosen_rows(names, given.others, given.rows or default)
+    tests = given.tests or [f"tests/test_{name}.py" for name in QUICK] * given.quick
+    found = interpreters(name for name, _ in wanted)
+    missing = sorted({name for name, _ in wanted} - {*found})
+    if missing:
+        print(f"not found on PATH or among pyenv's versions: Python {', '.join(missing)}")
+    rows = [run_row(name, found[name], kind, tests) for name, kind in wanted if name in found]
+    print(table(rows, "a few files" if tests else "all"))
+    passed = all(row["passed"] for row in rows) and (given.others or not missing)
+    print(json.dumps({"passed": passed, "missing": missing, "rows": rows}))
+    sys.exit(0 if passed else 1)
 
 
 if __name__ == "__main__":

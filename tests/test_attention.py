@@ -584,7 +584,6 @@ def test_it_compiles_into_one_graph_with_gradients() -> None:
         assert_close_f64(g, w, 1e-14)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode
 @pytest.mark.parametrize(
     ("impl", "backend"),
     [("torch", None), ("triton", None), ("torch", "aot_eager"), ("triton", "eager")],

@@ -38,7 +38,6 @@ OLMO = LLAMA | {"norm_place": "post", "qk_norm": True, "qk_norm_whole": True, "n
 ALL = {"gpt2": GPT2, "llama": LLAMA, "gemma": GEMMA, "olmo": OLMO}
 STYLES = pytest.mark.parametrize("style", ALL.values(), ids=ALL.keys())
 # Dynamo instantiates every autograd Function that it traces.
-DYNAMO = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 def _block(style: dict, **options) -> TransformerBlock:
@@ -230,7 +229,7 @@ def test_an_unknown_norm_is_refused():
 COMPILED = {"gemma": GEMMA, "olmo": OLMO, "selective": GPT2 | {"recompute": "up"}}
 
 
-@DYNAMO  # a block of GPT-2 in test_gpt.py
+# A block of GPT-2 is in test_gpt.py.
 @pytest.mark.parametrize("style", COMPILED.values(), ids=COMPILED.keys())
 def test_it_compiles_without_a_graph_break(style):
     block, x = _block(style, dropout=0.3), draw(1, 12, E)

@@ -231,7 +231,6 @@ def _computed(op: Callable[..., Any], case: Case, n: int, leaves: int) -> list[t
 
 
 # Dynamo itself instantiates autograd.Function when it traces one, and torch warns about that.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(("name", "impl", "gradients"), FORWARD + BACKWARD)
 def test_two_compilations_are_enough_and_change_no_number(name, impl, gradients):
     case = CASES[name]

@@ -195,7 +195,6 @@ def _by_dual(
 
 
 # torch compiles formulas of its own with torch.jit when the first tangent is met.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @IMPLS
 @pytest.mark.parametrize("forward", [_by_jvp, _by_dual])
 @pytest.mark.parametrize("name", CASES)
@@ -214,7 +213,6 @@ def test_forward_mode_is_right_or_refused(name, forward, impl):
                 assert_close_f64(got, _by_jvp(truth, wide, tangent.double(), i), tolerance)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "impl"),
     [("cross_entropy", "torch"), ("cross_entropy", "triton"), ("dropout", "torch"),

@@ -209,7 +209,6 @@ def test_a_second_derivative_through_the_incoming_gradient_raises() -> None:
         torch.autograd.grad(dx.sum() + w.sum(), w)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode
 def test_a_tangent_is_refused_by_what_would_drop_it() -> None:
     x = torch.randn(3, 8)
     refuse_tangents("it", x, None, 3)

@@ -691,7 +691,6 @@ def test_compiled_products_go_to_the_library_that_their_sizes_call_for_as_they_r
     assert len(seen) == 3  # none of them is of float64
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode
 def test_a_compiled_product_has_forward_derivatives_and_those_of_torch_func():
     a, b, t = _draw(64, 128, dtype=torch.float32), _draw(128, 256, dtype=torch.float32), 0.5
     along = _draw(64, 128, dtype=torch.float32)
@@ -744,7 +743,6 @@ def test_what_has_no_gradient_refuses_to_drop_one_when_compiled_too(impl):
 
 
 # torch compiles formulas of its own with torch.jit when the first tangent is met.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("size", [5, 130])
 def test_torchs_products_are_differentiable_whichever_library_they_go_to(library, size):
     """oneDNN's product, which has no gradient and no tangent, would give none."""

@@ -66,7 +66,6 @@ CONFIGS = {
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 DROPPED = {name: dataclasses.replace(c, dropout=0.2) for name, c in CONFIGS.items()}
 # Dynamo instantiates every autograd Function that it traces.
-DYNAMO = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 def _place(sizes: Mesh, rank: int) -> ConnectedMesh:
@@ -513,7 +512,7 @@ def test_recomputing_or_checkpointing_changes_no_bit(config):
     assert_same_bits(again, expected)
 
 
-@DYNAMO  # a llama is what inductor compiles; blocks that recompute, in test_block.py
+# A llama is what inductor compiles; blocks that recompute are in test_block.py.
 def test_it_compiles_without_a_graph_break():
     gpt, _ = _scattered(dataclasses.replace(DROPPED["gpt2"], layers=1))
     compiled = torch.compile(gpt, fullgraph=True, backend="aot_eager")
@@ -522,7 +521,6 @@ def test_it_compiles_without_a_graph_break():
     )
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # inductor's own
 def test_inductor_gives_the_same_numbers():
     """Torch's default backend, in float32, forward and backward: it writes C++, and without a
     compiler for that it raises by itself, here too."""

@@ -78,7 +78,6 @@ def test_autocast_computes_in_its_dtype_and_keeps_fp32_weights() -> None:
             assert torch.equal(op.on_ranks(Given(), False, **whole), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by dynamo, of any Function
 def test_compiles_whole_without_a_group() -> None:
     ids, table, w, b = torch.arange(T), draw(1, VOCAB, E), draw(2, E, E), draw(3, E)
     labels = ids.flip(0)

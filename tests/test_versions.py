@@ -1,50 +1,81 @@
-"""``make versions``: what is installed of what was wanted, and what is named as not to be had."""
+"""``make versions`` and ``make pythons``: what they install and run, and when they fail."""
 
 import json
+import re
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import versions
 
 
-class Index:
-    """In the place of pip and of the tests: lacks some versions, remembers what it was asked."""
+class Machine:
+    """Stands in for pip, make and interpreters: a command with a word of `fails` fails."""
 
-    def __init__(self, lacks: set[str], tests: int = 0) -> None:
-        self.lacks, self.tests, self.asked = lacks, tests, []
+    def __init__(self, *fails: str) -> None:
+        self.fails, self.asked = fails, []
 
     def run(self, command, **_):
-        words = [*map(str, command)]
-        self.asked.append(words)
-        if "install" in words:
-            return SimpleNamespace(returncode=int(bool(self.lacks & {*words})))
-        found = {} if "torch<2.15.0" in self.lacks else {"torch": "2.14.1"}
-        return SimpleNamespace(returncode=self.tests, stdout=json.dumps(found))
+        line = " ".join(map(str, command))
+        self.asked.append(line)
+        failed = any(word in line for word in self.fails)
+        return SimpleNamespace(
+            returncode=int(failed), stdout=json.dumps({"torch": "2.13.0"}), stderr="no such version"
+        )
 
 
-def test_the_oldest_are_the_declared_floors():
-    found = versions.oldest()
-    assert set(found) == set(versions.NEWEST)
-    assert (found["torch"], found["triton"]) == ("2.10", "3.6")
+def test_oldest_set_is_every_declared_floor():
+    given = versions.requirements("oldest")
+    floors = [
+        *versions.project()["dependencies"],
+        *versions.project()["optional-dependencies"]["hf"],
+    ]
+    assert all(">=" in line for line in floors)
+    assert {line.replace(">=", "==") for line in floors} <= {*given}
+    assert not any(">=" in line for line in given)
+    assert sum(line.startswith("transformers") for line in given) == 1
+
+
+def test_newest_set_has_no_pin():
+    assert not any(re.search(r"==\d", line) for line in versions.requirements("newest"))
 
 
 @pytest.mark.parametrize(
-    ("lacks", "tests", "lacking", "passed"),
-    [
-        (set(), 0, [], True),
-        (set(), 1, [], False),
-        ({"torch==2.15.0", "numpy==2.4.6"}, 0, ["torch==2.15.0", "numpy==2.4.6"], True),
-        ({"torch==2.15.0", "torch<2.15.0"}, 0, ["torch==2.15.0", "any torch before it"], False),
-    ],
+    ("fails", "passed"),
+    [((), True), (("torch",), False), ((" train ",), False), (("tests/test_x.py",), False)],
 )
-def test_what_is_not_to_be_had_is_named(monkeypatch, capsys, lacks, tests, lacking, passed):
-    index = Index(lacks, tests)
-    monkeypatch.setattr(subprocess, "run", index.run)
-    row = versions.try_set("newest", versions.NEWEST, ["tests/test_x.py"])
-    assert (row["lacking"], row["passed"]) == (lacking, passed)
-    said = capsys.readouterr().out
-    assert all(f"newest: not to be had here: {what}" in said for what in lacking)
-    assert any("tests/test_x.py" in words for words in index.asked) == ("any torch" not in said)
-    triton = [words for words in index.asked if "triton==3.9.0" in words]
-    assert all("--no-deps" in words for words in triton)
+def test_row_passes_only_if_install_training_and_tests_do(monkeypatch, capsys, fails, passed):
+    machine = Machine(*fails)
+    monkeypatch.setattr(subprocess, "run", machine.run)
+    row = versions.run_row("3.12", "python3.12", "oldest", ["tests/test_x.py"])
+    assert row["passed"] == passed
+    assert ("no such version" in capsys.readouterr().out) == (fails == ("torch",))
+    assert any("ARGS=tests/test_x.py" in line for line in machine.asked) == (fails != ("torch",))
+    shown = versions.table([row], "all")
+    assert ("FAILED" in shown) != passed
+
+
+def test_others_are_the_supported_pythons_but_this_one():
+    names = versions.supported()
+    own = f"3.{sys.version_info.minor}"
+    assert names[0] == versions.project()["requires-python"].removeprefix(">=")
+    rows = versions.chosen_rows(names, others=True, given=[])
+    assert [name for name, _ in rows] == [name for name in names if name != own]
+    assert {kind for _, kind in rows} == {"pins"}
+
+
+def test_unknown_row_is_refused_with_the_choices():
+    with pytest.raises(SystemExit, match=r"\['3.9:pins'\].*PYTHON:SET"):
+        versions.chosen_rows(["3.11"], others=False, given=["3.11:newest", "3.9:pins"])
+
+
+def test_an_interpreter_of_this_version_is_found():
+    """pyenv's or PATH's; whichever it is, it has this version."""
+    name = f"3.{sys.version_info.minor}"
+    found = versions.interpreters([name, "3.99"])
+    assert [*found] in ([name], [])
+    for path in found.values():
+        program = "import sys; print(f'3.{sys.version_info.minor}')"
+        done = subprocess.run([path, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == name
