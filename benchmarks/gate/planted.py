@@ -42,8 +42,8 @@ def _planted_kernel(x_ptr, y_ptr, N: tl.constexpr, DOT: tl.constexpr):
 
 
 def _planted_order() -> None:
-    """A tile, loaded by pointers, at which ptxas lets each wgmma wait for the one before; that of
-    CUDA 13.4, which Triton 3.9 takes, no longer does."""
+    """A tile, loaded by pointers, at which ptxas lets each wgmma wait for the one before. The ptxas
+    of Triton 3.8 and newer no longer does."""
     from warpweave.kernels import mlp
     from warpweave.kernels.runtime.tile_table import GemmTile
     from warpweave.kernels.runtime.tiles import pinned
