@@ -340,7 +340,8 @@ def test_a_resumed_run_says_every_setting_that_is_another(tmp_path, capsys):
     expected = {f"{name}: saved {saved[name]}, now {now[name]}" for name in saved}
     expected |= {"betas: saved [0.9, 0.95], now [0.5, 0.9]"}
     expected |= {"steps: saved 5, now 6", "dtype: saved fp32, now bf16"}
-    assert set(said.split("; ")) == expected | {"sequences_per_step: saved 4, now 6"}
+    expected |= {"sequences_per_step: saved 4, now 6", "microbatches: saved 2, now 3"}
+    assert set(said.split("; ")) == expected
 
 
 def test_a_resumed_run_may_change_its_dtype(tmp_path, capsys):
@@ -421,7 +422,7 @@ def test_a_checkpoint_from_before_a_field_was_there_is_gone_on_from(tmp_path):
 
 def test_a_setting_from_before_it_was_there_is_no_other_one():
     state = {"data": {"sequences_per_step": 8}, "settings": {"lr": 1.0}}
-    reader, config = SimpleNamespace(state=state), TrainConfig(decay=0.5)
+    reader, config = SimpleNamespace(state=state, mesh={}), TrainConfig(decay=0.5)
     said = differences(reader, config, 8).split("; ")
     assert set(said) == {"lr: saved 1.0, now 0.001", "decay: saved 0.2, now 0.5"}
 
