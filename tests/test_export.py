@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -14,7 +15,8 @@ from test_init_from import _config, _trainer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from warpweave import export, sample
-from warpweave.checkpoint import open_latest
+from warpweave.checkpoint import open_latest, save_checkpoint
+from warpweave.chosen import ChosenCheckpoint
 from warpweave.convert import ConvertError, from_hf, to_hf
 from warpweave.convert.beside import (
     card,
@@ -374,7 +376,8 @@ def test_the_command_says_what_lies_in_the_folder_and_that_a_tokenizer_is_missin
         (tmp_path / "there" / "config.json").write_text(json.dumps(fields))
         return tmp_path / "there"
 
-    monkeypatch.setattr(export, "find_step", lambda run: run / "step_7")
+    chosen = ChosenCheckpoint(tmp_path / "step_7", 7, 2.5)
+    monkeypatch.setattr(export, "choose_checkpoint", lambda run, *, best: chosen)
     monkeypatch.setattr(export, "to_hf", write)
     words = ("--dtype", "bf16", "--like", "x", "--tokenizer", "y")
     code, result, err = _export(capfd, tmp_path, tmp_path / "out", *words)
@@ -382,7 +385,8 @@ def test_the_command_says_what_lies_in_the_folder_and_that_a_tokenizer_is_missin
     assert given == [(tmp_path / "step_7", tmp_path / "out", how)]
     assert (code, ("no tokenizer is known" in err)) == (0, tokenizer is None)
     assert result == {
-        "folder": str(tmp_path / "there"), "checkpoint": str(tmp_path / "step_7"),
+        "folder": str(tmp_path / "there"), "checkpoint": str(tmp_path / "step_7"), "step": 7,
+        "val_loss": 2.5,
         "architecture": "First", "dtype": "float16", "tokenizer": tokenizer is not None,
         "eos_token_ids": [4, 2], "files": sorted(names),
     }  # fmt: skip
@@ -391,7 +395,8 @@ def test_the_command_says_what_lies_in_the_folder_and_that_a_tokenizer_is_missin
 @pytest.mark.parametrize("name", [*DTYPES])
 def test_weights_may_be_asked_for_in_any_dtype(name, tmp_path, capfd, monkeypatch):
     given = []
-    monkeypatch.setattr(export, "find_step", lambda run: run)
+    chosen = ChosenCheckpoint(tmp_path, 7, None)
+    monkeypatch.setattr(export, "choose_checkpoint", lambda run, *, best: chosen)
 
     def write(*_, dtype, **__):
         given.append(dtype)
@@ -477,13 +482,95 @@ def test_both_commands_say_that_a_tokenizer_is_not_the_trainings(
         (bytes_run, other, "bytes"), (bytes_run, "bytes", None), (words_run, None, None),
     )):  # fmt: skip
         said = f"warpweave: --tokenizer {given} is not the tokenizer of the training, {trained}: "
-        said = "" if trained is None else f"{said}its ids mean others"
+        said = [] if trained is None else [f"{said}its ids mean others"]
         option = [] if given is None else ["--tokenizer", given]
-        assert _export(capfd, run, tmp_path / str(number), *option)[2] == said
+        err = _export(capfd, run, tmp_path / str(number), *option)[2]
         sample.main([*map(str, (run, "--prompt", "3", "--tokens", 1, *option))])
-        assert capfd.readouterr().err.strip() == said
+        for lines in (err, capfd.readouterr().err):
+            used, *rest = filter(None, lines.split("\n"))
+            assert used.startswith("warpweave: uses step 30 (validation loss: no), ")
+            assert rest == said
     exported = tmp_path / "0"  # of transformers: none is on record
     assert other_tokenizer(exported, other) is None
+
+
+# Validation losses by step; best and its step in the newest checkpoint's progress; the step and the
+# loss that each command uses; the hint; the same with --best, or a part of the refusal.
+CHOICES = (
+    ({10: 3.0, 20: 2.5, 30: 2.75}, (2.5, 20), (30, 2.75), "2.5000 at step 20 (--best)", (20, 2.5)),
+    ({10: 3.0, 20: 2.5, 30: 2.25}, (2.5, 20), (30, 2.25), "", (30, 2.25)),  # the end comes last
+    ({10: 2.5, 20: 2.5}, (2.5, 10), (30, None), "2.5000 at step 10 (--best)", (10, 2.5)),
+    ({}, (2.5, 20), (30, None), "2.5000 at step 20 (--best)", (20, 2.5)),  # the metrics are gone
+    (
+        {10: 3.0, 15: 2.5}, (2.5, 15), (30, None), "2.5000 at step 15 (not kept)",
+        "was at step 15, whose checkpoint was not kept (kept: [10, 20, 30]): train --early-stop",
+    ),
+    ({}, (None, 0), (30, None), "", "--best needs a validation loss"),
+)  # fmt: skip
+
+
+def _three_checkpoints(folder: Path, losses: dict[int, float], best: tuple) -> dict[int, GPT]:
+    """A run's folder with steps 10, 20 and 30, and their models."""
+    models = {step: GPT(GPTConfig(256, 32, 1, 8, 2), seed=step) for step in (10, 20, 30)}
+    for step, gpt in models.items():
+        params = [(name, p.detach()) for name, p in gpt.named_parameters()]
+        progress = {"best": best[0], "best_step": best[1]}
+        save_checkpoint(
+            folder / "checkpoints", step, params, config=dataclasses.asdict(gpt.config),
+            state={"progress": progress, "data": {"tokenizer": "bytes"}},
+        )  # fmt: skip
+    rows = [{"step": step, "val_loss": loss} for step, loss in losses.items()]
+    text = "".join(json.dumps(row) + "\n" for row in ({"step": 5, "loss": 1.0}, *rows))
+    (folder / "metrics.jsonl").write_text(text if losses else "")
+    return models
+
+
+@pytest.mark.parametrize(("losses", "progress", "newest", "hint", "best"), CHOICES)
+def test_export_and_sample_name_their_checkpoint_and_best_is_the_lowest(
+    losses, progress, newest, hint, best, tmp_path, capfd
+):
+    run = tmp_path / "run"
+    models = _three_checkpoints(run, losses, progress)
+    for words, expected in (([], newest), (["--best"], best)):
+        out = tmp_path / f"out{len(words)}"
+        code, result, err = _export(capfd, run, out, *words)
+        with contextlib.suppress(SystemExit):
+            sample.main([str(run), "--prompt", "ab", "--tokens", "9", "--temperature", "0", *words])
+        sampled = capfd.readouterr()
+        if isinstance(expected, str):
+            assert (code, result, sampled.out) == (2, {}, "")
+            assert expected in err
+            assert expected in sampled.err
+            continue
+        step, loss = expected
+        about = {"checkpoint": f"{run}/checkpoints/step_{step:08d}", "step": step, "val_loss": loss}
+        shown = json.loads(sampled.out.splitlines()[-1])
+        assert about.items() <= result.items()
+        assert about.items() <= shown.items()
+        known = f"validation loss: {'no' if loss is None else format(loss, '.4f')}"
+        line = f"warpweave: uses step {step} ({known}), {about['checkpoint']}"
+        line += f": the newest; the lowest loss was {hint}" if hint and not words else ""
+        assert line == err.split("\n")[0] == sampled.err.strip().split("\n")[0]
+        saved = from_hf(out).load(GPT(GPTConfig(256, 32, 1, 8, 2)))
+        for found, wanted in zip(saved.parameters(), models[step].parameters(), strict=True):
+            assert torch.equal(found, wanted)
+        prompt = ByteTokenizer().prompt("ab")
+        assert shown["tokens"] == generate(models[step], [prompt], Sampling(9, 0.0))
+
+
+def test_best_is_refused_of_what_is_no_run(tmp_path, capfd):
+    run = tmp_path / "run"
+    models = _three_checkpoints(run, {20: 2.5}, (2.5, 20))
+    step, theirs = run / "checkpoints" / "step_00000020", to_hf(models[10], tmp_path / "theirs")
+    _, result, err = _export(capfd, step, tmp_path / "out")
+    assert (result["step"], result["val_loss"], "--best" in err) == (20, 2.5, False)
+    for folder, what in ((step, "one checkpoint"), (theirs, "no run of warpweave train")):
+        said = f"--best chooses among the checkpoints of a run, {folder} is {what}"
+        code, _, err = _export(capfd, folder, tmp_path / "out2", "--best")
+        assert (code, err) == (2, f"warpweave: {said}")
+        with pytest.raises(SystemExit, match="2"):
+            sample.main([str(folder), "--prompt", "a", "--tokens", "1", "--best"])
+        assert capfd.readouterr().err.strip() == f"warpweave: {said}"
 
 
 def test_what_stands_beside_a_tokenizer_that_is_given_is_carried_along(tmp_path):

@@ -352,11 +352,13 @@ def test_the_command_goes_on_by_a_checkpoint_of_ours(tmp_path, capfd):
     save_checkpoint(
         tmp_path / "checkpoints", 1, params, config=dataclasses.asdict(config), state={}
     )
-    code, lines, err = _sample(
-        capfd, str(tmp_path), "--prompt", "ab", "--tokens", "3", "--top-k", "2"
-    )
-    assert code == 0, err
-    assert [len(row) for row in json.loads(lines[-1])["tokens"]] == [3]
+    for k in ("2", "1"):
+        code, lines, err = _sample(
+            capfd, str(tmp_path), "--prompt", "ab", "--tokens", "3", "--top-k", k, "--seed", "5"
+        )
+        assert code == 0, err
+        assert [len(row) for row in json.loads(lines[-1])["tokens"]] == [3]
+        assert ("warpweave: seed = 5 has no effect: top_k = 1 takes" in err) == (k == "1")
 
 
 def test_tokens_that_are_no_text_are_left_out_of_the_commands(folders, capfd, monkeypatch):

@@ -235,6 +235,22 @@ def test_a_replica_that_dies_before_it_joins_is_restarted_at_most_five_times(kee
     assert _ends(found, r0=0) == 0
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_replica_that_dies_after_a_stop_is_not_started_again(keeper, there):
+    """The others save and end; the exit code is that of the signal."""
+    found = keeper(3, there=there)
+    found.interrupt.number = 15
+    assert found._watch() is None
+    assert {p.terminated for r in found.replicas for p in r.processes.values()} == {1}
+    for name in ("r1", "r2"):
+        assert _ends(found, **{name: -9}) is None
+    assert [replica.start for replica in found.replicas] == [0, 0, 0]
+    assert [len(replica.processes) for replica in found.replicas] == [1, 0, 0]
+    if there:
+        assert found.current.replicas == [0]
+        assert _ends(found, r0=143) == 143
+
+
 @pytest.mark.parametrize("least", [1, 2])
 def test_a_run_begins_with_fewer_replicas_if_no_fewer_than_asked_for(keeper, capsys, least):
     found = keeper(2, least, there=False)

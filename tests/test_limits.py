@@ -213,9 +213,12 @@ def no_data(monkeypatch):
         *((lambda x=x: _run(betas=x), "betas must be in") for x in ((1.0, 0.5), (0.5, 1.0))),
         *((lambda x=x: _run(betas=x), "betas must be in") for x in ((-0.1, 0.5), (0.5, NAN))),
         (lambda: _run(betas=(0.0, 0.0)), None),
-        (lambda: _run(early_stop=1, eval_every=0), "early_stop = 1 evaluations need --eval-every"),
+        (
+            lambda: _run(early_stop=1, eval_every=0),
+            "early_stop = 1 has no effect: it counts evaluations and needs --eval-every",
+        ),
         (lambda: _run(early_stop=1, eval_every=1), None),
-        (lambda: _run(separator=0), "separator = 0 cuts documents: it needs --packed"),
+        (lambda: _run(separator=0), "separator = 0 has no effect: it needs --packed"),
         (lambda: _run(separator=0, packed=True), None),
         (lambda: _run(tp=2, batch=1, overrides=GPTOverrides(seq_len=17)), "= 17 tokens do not div"),
         (

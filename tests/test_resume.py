@@ -16,6 +16,7 @@ from test_train import _config, _crashed_after, _replace, _rows, _same, _saved, 
 from warpweave import resume
 from warpweave.checkpoint import CheckpointError
 from warpweave.config import ParallelPlan
+from warpweave.config_file import options_of, with_options
 from warpweave.data.token_file import WHOLE
 from warpweave.resume import (
     Progress,
@@ -43,7 +44,8 @@ def _reader(config: TrainConfig, **changes: Any) -> SimpleNamespace:
     state = json.loads(json.dumps(_state(config)))
     for name, value in changes.items():
         state[name] = value
-    return SimpleNamespace(path="run/step", step=9, state=state)
+    mesh = dataclasses.asdict(config.mesh) | {"zero": config.plan.zero}
+    return SimpleNamespace(path="run/step", step=9, state=state, mesh=mesh)
 
 
 def test_a_state_has_all_that_decides_a_run_and_is_json():
@@ -61,6 +63,9 @@ def test_a_state_has_all_that_decides_a_run_and_is_json():
         "outer": None,
         "asynchronous": None,
         "settings": config.settings,
+        "layout": dataclasses.asdict(ParallelPlan()) | {
+            "batch": 8, "impl": None, "eval_every": 100, "eval_batches": 8, "early_stop": 0,
+        },
     }  # fmt: skip
     assert _state(config, validation=None)["data"]["validation"] is None
     assert _state(PIPEDREAM)["asynchronous"] == {
@@ -122,8 +127,39 @@ def test_a_synchronous_run_goes_on_asynchronously_and_that_is_said():
     reader = _reader(TrainConfig(pp=3, clip=0.0))
     check_run(reader, PIPEDREAM, DATA)
     assert differences(reader, PIPEDREAM, 12, HELD_OUT) == (
-        "asynchronous: saved None, now {'schedule': 'pipedream', 'microbatches': 4, 'pp': 3}"
+        "schedule: saved 1f1b, now pipedream; microbatches: saved 1, now 4"
     )
+
+
+LAYOUT: dict[str, Any] = {
+    "dp": 4, "cp": 2, "tp": 2, "pp": 2, "ulysses": 2, "dp_shard": 2, "zero": 2,
+    "schedule": "interleaved", "chunks": 2, "microbatches": 4, "early_gradients": False,
+    "sequence_parallel": False, "overlap": "chunked", "recompute": "full", "layout": "striped",
+    "cp_strategy": "hybrid", "reduce": "ordered", "batch": 3, "impl": "torch", "eval_every": 7,
+    "eval_batches": 3, "early_stop": 2,
+}  # fmt: skip
+
+
+def test_all_that_changed_of_mesh_plan_and_evaluation_is_said_when_a_run_goes_on():
+    """Every option together, each alone, and of a checkpoint that has recorded none but the mesh
+    and the ZeRO stage. Outer replicas may not change."""
+    usual = TrainConfig(dp=2, cp=4)
+    names = {*dataclasses.asdict(usual.mesh), *dataclasses.asdict(usual.plan)} - {"outer"}
+    assert names <= {*LAYOUT}
+    reader, before = _reader(usual), options_of(usual)
+    config = with_options(usual, LAYOUT)
+    check_run(reader, config, DATA)
+    lines = [f"{name}: saved {before[name]}, now {value}" for name, value in LAYOUT.items()]
+    assert {*differences(reader, config, 12, HELD_OUT).split("; ")} == {*lines}
+    assert differences(reader, config, 12, HELD_OUT, layout=False) == ""
+    for (name, value), line in zip(LAYOUT.items(), lines, strict=True):
+        if name != "ulysses":  # with hybrid attention alone
+            changed = with_options(usual, {name: value})
+            assert differences(reader, changed, 12, HELD_OUT) == line
+    del reader.state["layout"]
+    of_mesh = {"dp", "cp", "tp", "pp", "ulysses", "dp_shard", "zero"}
+    said = {*differences(reader, config, 12, HELD_OUT).split("; ")}
+    assert said == {line for line in lines if line.partition(":")[0] in of_mesh}
 
 
 @pytest.mark.parametrize("saved", [None, HELD_OUT.fingerprint, "whole:" + "c" * 20])

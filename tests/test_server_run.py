@@ -147,7 +147,9 @@ def test_each_update_has_a_row_of_what_its_terms_say(tmp_path):
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_the_last_line_is_of_the_newest_checkpoint_and_as_many_are_kept_as_asked(tmp_path, stopped):
+def test_the_last_line_is_of_the_newest_checkpoint_and_as_many_are_kept_as_asked(
+    tmp_path, stopped, capsys
+):
     served = _served(tmp_path)
     notes = RunNotes(served, None)
     with mock.patch.object(notes.metrics, "flush") as flushed:
@@ -162,6 +164,8 @@ def test_the_last_line_is_of_the_newest_checkpoint_and_as_many_are_kept_as_asked
         mock.patch.object(notes.metrics, "evaluated", wraps=notes.metrics.evaluated) as told,
     ):
         found = notes.result(stopped)
+    line = "saved step 3; continue with --resume" if stopped else "step 3: validation loss 1.2346"
+    assert capsys.readouterr().err.strip() == f"warpweave: {line}"
     assert evaluated.call_count == (not stopped)
     assert told.call_args_list == [mock.call(3, 1.23456, [])] * (not stopped)
     assert found == {

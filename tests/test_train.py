@@ -340,7 +340,8 @@ def test_a_resumed_run_says_every_setting_that_is_another(tmp_path, capsys):
     expected = {f"{name}: saved {saved[name]}, now {now[name]}" for name in saved}
     expected |= {"betas: saved [0.9, 0.95], now [0.5, 0.9]"}
     expected |= {"steps: saved 5, now 6", "dtype: saved fp32, now bf16"}
-    assert set(said.split("; ")) == expected | {"sequences_per_step: saved 4, now 6"}
+    expected |= {"sequences_per_step: saved 4, now 6", "microbatches: saved 2, now 3"}
+    assert set(said.split("; ")) == expected
 
 
 def test_a_resumed_run_may_change_its_dtype(tmp_path, capsys):
@@ -421,7 +422,7 @@ def test_a_checkpoint_from_before_a_field_was_there_is_gone_on_from(tmp_path):
 
 def test_a_setting_from_before_it_was_there_is_no_other_one():
     state = {"data": {"sequences_per_step": 8}, "settings": {"lr": 1.0}}
-    reader, config = SimpleNamespace(state=state), TrainConfig(decay=0.5)
+    reader, config = SimpleNamespace(state=state, mesh={}), TrainConfig(decay=0.5)
     said = differences(reader, config, 8).split("; ")
     assert set(said) == {"lr: saved 1.0, now 0.001", "decay: saved 0.2, now 0.5"}
 
@@ -703,10 +704,13 @@ def _with_losses(config: TrainConfig) -> Trainer:
 def test_a_run_stops_early_keeps_its_lowest_loss_and_counts_on_when_it_is_resumed(tmp_path, capsys):
     config = _config(tmp_path, steps=12, keep=1, save_every=3, early_stop=2, layers=1)
     result = _with_losses(config).run()
-    assert (result["steps"], result["val_loss"]) == (8, 2.0)
+    assert (result["steps"], result["val_loss"], result["stopped"]) == (8, 2.0, "early")
     assert (result["lowest_val_loss"], result["lowest_step"]) == (2.0, 4)
+    err = capsys.readouterr().err
     assert "the run has stopped early at step 8: 2 evaluations had no lower validation loss than " \
-        "2.0000 at step 4" in capsys.readouterr().err  # fmt: skip
+        "2.0000 at step 4" in err  # fmt: skip
+    shown = [line.split(": ", 1)[1] for line in err.split("\n") if ": validation loss" in line]
+    assert shown == [f"step {at}: validation loss {LOSSES[at]:.4f}" for at in (2, 4, 6, 8)]
     kept = sorted(path.name for path in (config.out / "checkpoints").glob("step*"))
     assert kept == ["step_00000004", "step_00000008"]
     rows, resumed = _rows(config.out), _replace(config, resume=True)
@@ -724,6 +728,7 @@ def test_a_run_stops_early_keeps_its_lowest_loss_and_counts_on_when_it_is_resume
     assert _rows(interrupted.out) == rows
     longer = _with_losses(_replace(resumed, early_stop=3)).run()
     assert (longer["steps"], longer["lowest_step"], longer["val_loss"]) == (12, 12, 0.5)
+    assert longer["stopped"] is False
 
 
 def test_a_new_run_moves_an_earlier_one_aside(tmp_path, capsys):

@@ -9,12 +9,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 
-from warpweave import boards
+import warpweave.train as train
+from warpweave import boards, idle_options
+from warpweave.checkpoint import save_checkpoint
 from warpweave.config import PRESETS, ParallelPlan
+from warpweave.config_file import options_of, with_options
+from warpweave.data import write_token_file
 from warpweave.dtypes import DTYPES
+from warpweave.gpt import GPT
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, NAdamW
 from warpweave.parallel.server.server import ServerPlan
 from warpweave.prove import ProveConfig
@@ -287,6 +293,178 @@ def test_a_timeline_gets_its_folder_once_it_is_of_a_kind_that_can_be_written(tmp
     with pytest.raises(ValueError, match=r"a timeline is a file in \.svg, \.png, \.json, got"):
         config.check()
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- options without effect
+
+# (option, value, the others with which it has no effect, others with which it has one)
+IDLE: tuple[tuple[str, Any, dict[str, Any], dict[str, Any]], ...] = (
+    ("model", "toy", {"init_from": Path("run")}, {}),
+    ("separator", 32, {"packed": False}, {"packed": True, "data": Path("text")}),
+    (
+        "separator", 49, {"packed": True, "data": Path("t.bin")},
+        {"packed": True, "data": Path("u.bin")},
+    ),
+    ("packed", True, {"data": Path("t.bin")}, {"data": Path("t.bin"), "separator": 3}),
+    ("packed", True, {"data": Path("t.bin"), "separator": 49}, {"data": Path("text")}),
+    ("packed", True, {"data": Path("text/a.txt")}, {}),
+    ("rope_theta", 500.0, {"positions": "learned"}, {"model": "toy-llama"}),
+    (
+        "rope_theta", 500.0, {"positions": "rope", "windows": (8, 4), "local_rope_theta": 9.0},
+        {"positions": "rope", "windows": (8, 0), "local_rope_theta": 9.0},
+    ),
+    ("local_rope_theta", 9.0, {"positions": "rope"}, {"positions": "rope", "windows": (8, 0)}),
+    ("windows", (128, 0), {"seq_len": 128}, {"seq_len": 129}),
+    ("norm_bias", False, {"norm": "rms"}, {"norm": "layer"}),
+    ("sample", 5, {"server": 1}, {}),
+    ("eval_every", 5, {"server": 1}, {}),
+    ("check_every", 5, {"server": 1}, {"dp": 2}),
+    ("check_collectives", True, {"server": 1}, {"dp": 2}),
+    ("timeout", 5.0, {}, {"server": 1}),
+    ("check_every", 5, {}, {"outer": 2, "outer_every": 1}),
+    ("check_collectives", True, {}, {"pp": 2}),
+    ("zero", 2, {"tp": 2}, {"cp": 2}),
+    ("zero", 3, {"dp": 2, "dp_shard": 1}, {"dp": 2}),
+    ("overlap", "chunked", {"dp": 2}, {"tp": 2}),
+    ("chunks", 2, {"schedule": "interleaved"}, {"schedule": "interleaved", "pp": 2}),
+    ("layout", "striped", {}, {"cp": 2}),
+    ("cp_strategy", "ring", {}, {"cp": 2}),
+    ("outer_every", 8, {"steps": 7}, {"steps": 8}),
+    ("outer_every", 8, {"steps": 8, "outer_delay": 1}, {"steps": 4, "fragments": 2}),
+    ("outer_every", 8, {"steps": 8, "outer_warmup": 1}, {"steps": 9, "outer_warmup": 1}),
+    ("momentum", 0.5, {}, {"optimizer": "muon"}),
+    ("momentum", 0.5, {"optimizer": "nadamw"}, {"optimizer": "sgd"}),
+    ("betas", (0.5, 0.5), {"optimizer": "sgd"}, {"optimizer": "muon"}),
+    ("eps", 0.5, {"optimizer": "sgd"}, {"optimizer": "nadamw"}),
+    ("lr_schedule", "linear", {"steps": 20}, {"steps": 21}),
+    ("min_lr", 0.5, {"steps": 20}, {"steps": 21}),
+    ("decay", 0.5, {"lr_schedule": "wsd", "steps": 20}, {"lr_schedule": "wsd"}),
+    ("decay", 0.5, {"lr_schedule": "linear"}, {"lr_schedule": "wsd"}),
+    ("min_lr", 0.5, {"lr_schedule": "constant"}, {"lr_schedule": "linear"}),
+    ("min_lr", 0.5, {"lr_schedule": "wsd", "decay": 0.0}, {"lr_schedule": "wsd"}),
+    ("early_stop", 2, {"eval_every": 0}, {}),
+    ("early_stop", 2, {"steps": 100}, {"steps": 101}),
+    ("save_every", 9, {"steps": 8}, {"steps": 9}),
+    ("eval_every", 9, {"steps": 8}, {"steps": 9}),
+    ("check_every", 9, {"steps": 8, "dp": 2}, {"steps": 9, "dp": 2}),
+    ("keep", 2, {"save_minutes": 0.0}, {"save_minutes": 0.0, "save_every": 1}),
+    ("keep", 2, {"save_minutes": 0.0}, {"save_minutes": 0.0, "resume": "auto"}),
+    ("keep", 2, {"save_minutes": 0.0}, {"save_minutes": 0.0, "early_stop": 1}),
+    ("tiles", Path("t.json"), {"impl": "torch", "device": "cuda"}, {"device": "cuda"}),
+    ("tiles", Path("t.json"), {"device": "cpu"}, {"device": "cpu", "impl": "triton"}),
+)  # fmt: skip
+IDLE_SAMPLE: tuple[tuple[str, Any, dict[str, Any], dict[str, Any]], ...] = (
+    *((name, value, {"temperature": 0.0}, {}) for name, value in
+      (("top_k", 3), ("top_p", 0.5), ("seed", 3))),
+    *((name, value, {"top_k": 1}, {"top_k": 2}) for name, value in
+      (("temperature", 0.5), ("top_p", 0.5), ("seed", 3))),
+    ("top_k", 50, {}, {"tp": 2, "timeout": 9.0, "model": Path("other")}),
+    ("timeout", 9.0, {}, {"pp": 2}),
+)  # fmt: skip
+# Each of the others does what it says whatever the others are, or is refused with those that keep
+# it from that (the options of outer replicas, servers and elastic runs, ulysses, dp_shard, ...).
+ALWAYS = {
+    *("config", "init_from", "data", "tokenizer", "out", "resume", "device", "impl", "dtype"),
+    *("dp", "dp_shard", "tp", "cp", "ulysses", "pp", "outer", "outer_lr", "outer_momentum"),
+    *("fragments", "outer_delay", "outer_mix", "outer_warmup", "batch", "microbatches", "server"),
+    *("staleness", "compensation", "elastic", "steps", "lr", "warmup", "optimizer", "weight_decay"),
+    *("clip", "seed", "save_minutes", "max_restarts", "eval_batches", "tensorboard", "wandb"),
+    *("timeline", "vocab_size", "seq_len", "layers", "width", "heads", "kv_heads", "hidden"),
+    *("positions", "tied", "dropout", "logit_softcap", "embedding_scale", "activation", "bias"),
+    *("norm", "norm_eps", "norm_place", "head_size", "qkv_bias", "qk_norm", "qk_norm_whole"),
+    *("attention_scale", "softcap", "sinks", "schedule", "recompute", "reduce"),
+    *("early_gradients", "sequence_parallel"),  # on where they can be; off is off anywhere
+}
+ALWAYS_SAMPLE = {
+    "best",
+    "model",
+    "prompt",
+    "tokens",
+    "tokenizer",
+    "tp",
+    "pp",
+    "dtype",
+    "device",
+    "impl",
+}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> None:
+    """Data of two files, token files with a vocabulary of 50 (t without 49), models of 50, 51."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    for name in "abc":
+        (tmp_path / "text" / f"{name}.txt").write_text("some text, " * 60)
+    tokens = np.arange(1000) % 49
+    write_token_file(tmp_path / "t.bin", tokens, vocab_size=50)
+    write_token_file(tmp_path / "u.bin", np.append(tokens, 49)[::-1].copy(), vocab_size=50)
+    for name, vocabulary in (("run", 50), ("other", 51)):
+        config = dataclasses.replace(PRESETS["toy"], vocab_size=vocabulary, layers=1)
+        weights = {n: p.detach() for n, p in GPT(config).named_parameters()}
+        save_checkpoint(
+            tmp_path / name / "checkpoints", 1, weights.items(), state={},
+            config=dataclasses.asdict(config),
+        )  # fmt: skip
+
+
+def _idle(rows: Any, config: Any) -> list[str]:
+    return [line.partition(" = ")[0] for line in idle_options.idle_lines(rows, config)]
+
+
+@pytest.mark.usefixtures("files")
+def test_options_without_effect_are_named_and_only_then():
+    """Each row of the table, each of its options, with what makes it idle and without."""
+    sampled = SampleConfig(Path("run"), ("x",))
+    for rows, usual, cases in (
+        (idle_options.TRAIN, TrainConfig(), IDLE),
+        (idle_options.SAMPLE, sampled, IDLE_SAMPLE),
+    ):
+        seen = set()
+        for name, value, others, effective in cases:
+            config = with_options(usual, others | {name: value})
+            (line,) = (
+                x for x in idle_options.idle_lines(rows, config) if x.startswith(f"{name} = ")
+            )
+            assert line.startswith(f"{name} = {value} has no effect: "), line
+            assert "{" not in line
+            assert name not in _idle(rows, with_options(usual, others)), (name, "is not given")
+            assert name not in _idle(rows, with_options(usual, effective | {name: value})), line
+            seen |= {(row, name) for row in rows if name in row.options and row.when(config)}
+            refused = any(row.refused and (row, name) in seen for row in rows)
+            if refused and others in ({"packed": False}, {"eval_every": 0}):
+                with pytest.raises(ValueError, match=f"^{name} = {value} has no effect: "):
+                    config.check()
+        assert seen == {(row, name) for row in rows for name in row.options}
+        assert _idle(rows, usual) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "always"),
+    [
+        (TrainConfig(), idle_options.TRAIN, ALWAYS),
+        (SampleConfig(Path("run"), ("x",)), idle_options.SAMPLE, ALWAYS_SAMPLE),
+    ],
+    ids=["train", "sample"],
+)
+def test_every_option_always_has_an_effect_or_a_row(config, rows, always):
+    """A new option has its row in the table, or its name here."""
+    options = {name for row in rows for name in row.options}
+    assert options | always == {*options_of(config)}
+    assert not options & always
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("separator", [-1, 50, 999999])
+def test_a_separator_outside_the_vocabulary_is_refused(separator, capsys):
+    for data, size in (("t.bin", 50), ("text", 256)):
+        if separator >= size or separator < 0:
+            words = ["--packed", f"--separator={separator}", "--data", data, "--seq-len", "16"]
+            with pytest.raises(SystemExit, match="2"):
+                train.main(["--model", "toy", *words])
+            said = f"separator = {separator} is not a token id of "
+            assert said in (err := capsys.readouterr().err)
+            assert f"whose vocabulary is [0, {size})" in err
 
 
 # ---------------------------------------------------------------- words

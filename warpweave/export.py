@@ -6,9 +6,10 @@ import json
 import sys
 
 from warpweave.checkpoint import CheckpointError
+from warpweave.chosen import choose_checkpoint
 from warpweave.convert import ConvertError, to_hf
 from warpweave.convert.fields import read_json
-from warpweave.convert.source import find_step, other_tokenizer, read_stop_tokens
+from warpweave.convert.source import other_tokenizer, read_stop_tokens
 from warpweave.dtypes import DTYPES
 from warpweave.export_config import ExportConfig, parse
 from warpweave.messages import one_line, say
@@ -22,14 +23,17 @@ def main(argv: list[str] | None = None) -> None:
 def run(config: ExportConfig) -> None:
     """The command ``warpweave export``."""
     try:
-        step = find_step(config.run)
-        if step is None:
+        chosen = choose_checkpoint(config.run, best=config.best)
+        if chosen is None:
             raise ConvertError(f"{config.run} is no run and no checkpoint of warpweave train")
         dtype = None if config.dtype is None else DTYPES[config.dtype]
-        folder = to_hf(step, config.out, like=config.like, tokenizer=config.tokenizer, dtype=dtype)
+        folder = to_hf(
+            chosen.path, config.out, like=config.like, tokenizer=config.tokenizer, dtype=dtype
+        )
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         say(one_line(error))
         sys.exit(2)
+    say(chosen.describe())
     if line := other_tokenizer(config.run, config.tokenizer):
         say(line)
     fields = read_json(folder / "config.json")
@@ -38,7 +42,7 @@ def run(config: ExportConfig) -> None:
         say("no tokenizer is known for this model: --tokenizer FILE or --tokenizer bytes adds one")
     result = {
         "folder": str(folder),
-        "checkpoint": str(step),
+        **chosen.fields,
         "architecture": fields["architectures"][0],
         "dtype": fields["dtype"],
         "tokenizer": tokenizer,

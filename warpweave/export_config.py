@@ -1,9 +1,9 @@
 """Write a trained model as a folder that Hugging Face transformers loads.
 
-RUN is the folder of a run of ``warpweave train`` (its newest checkpoint) or one checkpoint of it.
-OUT gets config.json, safetensors files, the tokenizer that the run was trained with,
-generation_config.json and a README.md to be filled in; it must not exist yet. Exit codes: 0 done,
-1 failed, 2 refused.
+RUN is the folder of a run of ``warpweave train`` (its newest checkpoint, or with --best the one
+with the lowest validation loss) or one checkpoint of it. OUT gets config.json, safetensors files,
+the tokenizer that the run was trained with, generation_config.json and a README.md to be filled in;
+it must not exist yet. Exit codes: 0 done, 1 failed, 2 refused.
 """
 
 # The options of `warpweave.export`: a wrong one is answered before torch is imported.
@@ -25,6 +25,8 @@ class ExportConfig:
     """Run to export: its folder, or a checkpoint in it."""
     out: Annotated[Path, tyro.conf.Positional]
     """Output folder to write; it must not exist yet."""
+    best: bool = False
+    """Export the checkpoint with the lowest validation loss of the run, instead of the newest."""
     like: Path | None = None
     """Folder of transformers whose model family and other files to take; default: that of the run's
     --init-from, or the first family that can be this model."""

@@ -115,7 +115,8 @@ class Metrics:
         return row
 
     def evaluated(self, step: int, val_loss: float, peak: list[float]) -> None:
-        """Write the row of an evaluation after `step`; `peak` is every rank's memory in MiB."""
+        """Print the loss after `step` and write its row; `peak` is every rank's memory in MiB."""
+        say(f"step {step}: validation loss {val_loss:.4f}")
         peak_mib = [round(m) for m in peak]
         self.write({"step": step, "val_loss": val_loss, "peak_memory_mib": peak_mib})
 
@@ -171,7 +172,7 @@ class Metrics:
         aside = _unused(self.folder, _DAMAGED)
         with self._tried(aside):
             try:
-                rows, damaged = _read_rows(self.path)
+                rows, damaged = read_rows(self.path)
             except (CheckpointError, OSError) as error:
                 if os.path.lexists(self.path):
                     os.rename(self.path, aside)
@@ -197,7 +198,7 @@ class Metrics:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
-        rows, _ = _read_rows(self.path)
+        rows, _ = read_rows(self.path)
         figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
         for name, style in (("loss", {"lw": 0.8}), ("val_loss", {"lw": 1.5, "marker": "o"})):
             points = [(row["step"], row[name]) for row in rows if name in row]
@@ -224,7 +225,7 @@ class Metrics:
         self._on_boards(lambda board: board.close())
 
 
-def _read_rows(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
     """The rows of a file of metrics, and the lines that are none.
 
     Raises:

@@ -65,6 +65,11 @@ class Progress:
         return {"lowest_val_loss": loss if loss is None else round(loss, 4), "lowest_step": at}
 
 
+def saved_line(step: int) -> str:
+    """The last word of a run that was interrupted and has saved `step`."""
+    return f"saved step {step}; continue with --resume"
+
+
 def open_run(
     folder: Path, config: GPTConfig, group: dist.ProcessGroup | None, resume: bool | str = True
 ) -> CheckpointReader | None:
@@ -107,7 +112,7 @@ _STATE: dict[str, Any] = {
     "data": {"name": str, "fingerprint": str, "sequences_per_step": int, "tokenizer": str | None,
              "validation": str | None},
     "optimizer": {"count": float, "loss_scale": float, "good_steps": float}, "optimizers": list,
-    "server": dict,
+    "server": dict, "layout": dict,
 }  # fmt: skip
 
 
@@ -144,7 +149,14 @@ def state_of(
         "outer": config.outer_settings,
         "asynchronous": config.asynchronous,
         "settings": config.settings,
+        "layout": _layout_options(config),
     }
+
+
+def _layout_options(config: TrainConfig) -> dict[str, Any]:
+    """How steps are distributed and evaluated, which may change in a resumed run, as JSON."""
+    names = ("batch", "impl", "eval_every", "eval_batches", "early_stop")
+    return dataclasses.asdict(config.plan) | {name: getattr(config, name) for name in names}
 
 
 def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> None:
@@ -188,18 +200,21 @@ def _of_ends(saved: dict[str, Any]) -> bool:
 
 def differences(
     reader: CheckpointReader, config: TrainConfig, sequences_per_step: int,
-    validation: Dataset | None = None,
+    validation: Dataset | None = None, *, layout: bool = True,
 ) -> str:  # fmt: skip
-    """The settings and the validation data that differ from the checkpoint's, which is allowed, as
-    text; "" if none."""
+    """The settings, the validation data and (with `layout`) the mesh, plan and evaluations that
+    differ from the checkpoint's, which is allowed, as text; "" if none."""
     now: dict[str, Any] = config.settings | {"sequences_per_step": sequences_per_step}
-    now["asynchronous"] = config.asynchronous
     # A setting that did not exist yet had what is now its default.
     before = TrainConfig().settings | reader.state["settings"]
-    before["asynchronous"] = reader.state.get("asynchronous")
     before["sequences_per_step"] = reader.state["data"]["sequences_per_step"]
-    if validation is not None and (held := reader.state["data"].get("validation")) is not None:
-        prints = validation.fingerprint, held  # which may begin with the same word
+    if layout:  # an older version has saved the mesh and the ZeRO stage only
+        held: dict[str, Any] = reader.mesh | reader.state.get("layout", {})
+        current = dataclasses.asdict(config.mesh) | _layout_options(config)
+        before |= held
+        now |= {name: value for name, value in current.items() if name in held}
+    if validation is not None and (other := reader.state["data"].get("validation")) is not None:
+        prints = validation.fingerprint, other  # which may begin with the same word
         now["validation data"], before["validation data"] = (p[-12:] for p in prints)
     now["fingerprint"] = "of the whole"
     before["fingerprint"] = "of a file's ends" if _of_ends(reader.state["data"]) else "of the whole"

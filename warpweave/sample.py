@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
 
+from warpweave import idle_options
 from warpweave.checkpoint import CheckpointError
+from warpweave.chosen import choose_checkpoint
 from warpweave.convert.source import open_model, other_tokenizer
 from warpweave.dtypes import DTYPES
 from warpweave.generate import generate
@@ -40,7 +43,9 @@ def sample_rank(config: SampleConfig, port: int | None = None) -> None:
         print(f"--- {prompt!r}\n{text}")
     count = sum(map(len, found))
     rate = round(count / seconds, 1)
-    print(json.dumps({"texts": texts, "tokens": found, "tokens_per_second": rate}), flush=True)
+    result = {"texts": texts, "tokens": found, "tokens_per_second": rate}
+    chosen = choose_checkpoint(config.model, best=False)
+    print(json.dumps(result | ({} if chosen is None else chosen.fields)), flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -53,7 +58,14 @@ def run(config: SampleConfig) -> None:
     try:
         if under_torchrun():
             raise ValueError("sample starts its own ranks, run it without torchrun")
+        chosen = choose_checkpoint(config.model, best=config.best)
+        if chosen is not None:  # every rank opens the same one, whatever a run saves meanwhile
+            config = dataclasses.replace(config, model=chosen.path)
         config.check()
+        if chosen is not None:
+            say(chosen.describe())
+        for line in idle_options.idle_lines(idle_options.SAMPLE, config):
+            say(line)
         if line := other_tokenizer(config.model, config.tokenizer):
             say(line)
         if config.mesh.world == 1:

@@ -1,7 +1,8 @@
 """Generate text with a trained model, on one device or on tensor ranks and pipeline stages.
 
-PATH is a folder of transformers, the folder of a run of ``warpweave train``, or one checkpoint of
-it. Several prompts are one batch. Exit codes: 0 done, 1 failed, 2 refused.
+PATH is a folder of transformers, the folder of a run of ``warpweave train`` (its newest checkpoint,
+or with --best the one with the lowest validation loss), or one checkpoint of it. Several prompts
+are one batch. Exit codes: 0 done, 1 failed, 2 refused.
 """
 
 # The options of `warpweave.sample`: a wrong one is answered before torch is imported.
@@ -29,6 +30,9 @@ class SampleConfig:
     """Model: a folder of transformers, a run's folder, or a checkpoint in it."""
     prompt: tuple[str, ...]
     """Prompts: the texts to continue."""
+    best: bool = False
+    """Use the checkpoint with the lowest validation loss of a run's folder, instead of the
+    newest."""
     tokens: int = 100
     """Largest number of new tokens of each prompt."""
     temperature: float = 0.8

@@ -9,10 +9,11 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch.distributed as dist
 
+from warpweave import idle_options
 from warpweave.checkpoint import CheckpointError
 from warpweave.convert.families import write_config
 from warpweave.convert.fields import ConvertError
@@ -65,6 +66,16 @@ def train_rank(
     return 128 + (interrupt.number or signal.SIGTERM) if trainer.stopped else 0
 
 
+def _say_of_options(config: TrainConfig, device: Literal["cpu", "cuda"]) -> None:
+    """Say which options have no effect in this run, which computes on `device`."""
+    if line := short_of_peak(config):
+        say(line)
+    for line in idle_options.idle_lines(
+        idle_options.TRAIN, dataclasses.replace(config, device=device)
+    ):
+        say(line)
+
+
 def _say_of_export(config: TrainConfig) -> None:
     """Say before a training from scratch, not after it, that no family of transformers has such a
     model. One that started from theirs is judged by their config.json, at the export."""
@@ -110,9 +121,8 @@ def run(
                 free = free_host_memory()
                 check_fits(cpu, cpu.model_config(1), "cpu", free=free, ranks=here)
         with locked(config.out) if rank == 0 else nullcontext():
-            if rank == 0 and (line := short_of_peak(config)):
-                say(line)
             if rank == 0:
+                _say_of_options(config, "cpu" if backend == "gloo" else "cuda")
                 _say_of_export(config)
             if config.server:
                 from warpweave.server.run import run_servers

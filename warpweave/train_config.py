@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from warpweave import idle_options
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.config_file import options_of, read_options, with_options
 from warpweave.kernels.runtime.tile_table import read_table
@@ -436,12 +437,9 @@ class TrainConfig:
                     raise ValueError(f"{name} must be at least {low}{finite}, got {value}")
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay is a part of the steps, 0 to 1, got {self.decay}")
-        if self.early_stop and not self.eval_every:
-            raise ValueError(f"early_stop = {self.early_stop} evaluations need --eval-every")
         if not 0 < self.timeout <= 86400:
             raise ValueError(f"timeout must be positive seconds, at most a day, got {self.timeout}")
-        if self.separator is not None and not self.packed:
-            raise ValueError(f"separator = {self.separator} cuts documents: it needs --packed")
+        idle_options.refuse_idle(idle_options.TRAIN, self)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         if not all(0 <= beta < 1 for beta in self.betas):

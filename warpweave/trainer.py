@@ -18,7 +18,7 @@ from warpweave.batches import Batches
 from warpweave.checkpoint import BackgroundSaver, CheckpointError
 from warpweave.config import GPTConfig
 from warpweave.convert.beside import keep_origin
-from warpweave.convert.source import open_model
+from warpweave.convert.source import find_step, open_model
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.engine_stage import StepResult
@@ -36,7 +36,15 @@ from warpweave.parallel.checked import CollectiveMismatch
 from warpweave.parallel.collectives import Pending
 from warpweave.plan.fits import check_memory
 from warpweave.plan.memory import TrainingStep
-from warpweave.resume import Progress, check_run, differences, open_run, progress_of, state_of
+from warpweave.resume import (
+    Progress,
+    check_run,
+    differences,
+    open_run,
+    progress_of,
+    saved_line,
+    state_of,
+)
 from warpweave.train_config import CHECKPOINTS, TrainConfig
 
 RAISED_BY_ALL = (TrainingStopped, CheckpointError, CollectiveMismatch)  # on every rank alike
@@ -121,6 +129,7 @@ class Trainer:
         """Where and what this run trains, in one line."""
         c, m, plan = self.config, self.config.mesh, self.config.plan
         count = sum(p.numel() for p in GPT(self.model, device="meta").parameters())
+        source = c.init_from and (find_step(c.init_from) or c.init_from)
         ranks = "1 rank" if m.world == 1 else f"{m.world} ranks"
         return (
             f"{ranks} ({self.session.where}), "
@@ -131,7 +140,7 @@ class Trainer:
             f"ZeRO {plan.zero}, {plan.schedule} with {plan.microbatches} micro-batches of "
             f"{c.batch}; "
             f"{count:,} parameters in {c.dtype}, {self.tokens_per_step:,} tokens per step"
-            + (f"; starts from {c.init_from}" if c.init_from and not c.resume else "")
+            + (f"; starts from {source}" if source and not c.resume else "")
             + (f"; resumed at step {self.step}" if c.resume else "")
         )
 
@@ -288,9 +297,8 @@ class Trainer:
         shown = {"loss": f"{row['loss']:.3f}", "tokens/s": f"{row['tokens_per_second']:.0f}"}
         if "mfu" in row:
             shown["mfu"] = f"{row['mfu']:.1%}"
-        peak = self.peak_memory
-        few = peak if len(peak) <= 8 else [max(peak)]
-        shown["peak"] = "/".join(f"{m:.0f}" for m in few) + (" MiB" if few is peak else " MiB max")
+        several = " max" if len(self.peak_memory) > 1 else ""
+        shown["peak"] = f"{max(self.peak_memory):.0f} MiB{several}"
         bar.set_postfix(shown, refresh=False)
         bar.update()
 
@@ -386,8 +394,10 @@ class Trainer:
         if not self.stopped and self.config.sample:
             self.session.beat(self.step, "sampling")
             text = self._sample_text()
-        plot = None
+        plot, c = None, self.config
         if self.metrics is not None:
+            if self.stopped:
+                say(saved_line(self.step))
             plot = self.metrics.plot()
             self.metrics.close()
             if text is not None:
@@ -396,13 +406,13 @@ class Trainer:
         return {
             "val_loss": None if val_loss is None else round(val_loss, 4),
             "steps": self.step,
-            "stopped": self.stopped,
+            "stopped": self.stopped or (self.over and self.step < c.steps and "early"),
             "tokens_per_second": round(rate, 1),
-            "mesh": dataclasses.asdict(self.config.mesh),
-            "zero": self.config.plan.zero,
+            "mesh": dataclasses.asdict(c.mesh),
+            "zero": c.plan.zero,
             "checkpoint": str(self.saver.path),
             "plot": plot and str(plot),
-        } | (self.progress.lowest(self.step, val_loss) if self.config.early_stop else {})
+        } | (self.progress.lowest(self.step, val_loss) if c.early_stop else {})
 
     def _sample_text(self) -> str:
         """A continuation of the validation text's first few tokens."""

@@ -15,6 +15,7 @@ IGNORE = -100
 """Label of a position that has no target; `cross_entropy` leaves it out."""
 
 _M64 = (1 << 64) - 1
+_AT_ONCE = 1 << 22  # tokens that are searched for a separator at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,14 @@ class Dataset(Corpus):
             raise DataError(f"evaluation samples {list(sample_ids)} must lie in [0, {count})")
         last = len(self.tokens) - self.seq_len - 1
         return self._windows([i * last // max(1, count - 1) for i in sample_ids])
+
+    @property
+    def has_separator(self) -> bool:
+        """Whether the separator occurs; a memory-mapped file is read up to the first one."""
+        parts = range(0, len(self.tokens), _AT_ONCE)
+        return self.separator is not None and any(
+            (self.tokens[at : at + _AT_ONCE] == self.separator).any() for at in parts
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; token files know no text, so they print the numbers."""

@@ -31,9 +31,9 @@ def open_dataset(
     `tokenizer` is the path of a tokenizer JSON (default: bytes); `pattern` filters the file names
     of a folder; `cache` is a folder that keeps the ids of tokenised text under a hash of the text,
     so that the next opening skips the tokenizer, and the hashes of files, until these change; a
-    token `separator` ends a document. Raises
-    `DataError`, one line, for a source that is missing, empty, or shorter than the seq_len + 1
-    tokens that one sample needs.
+    token `separator` ends a document. Raises `DataError`, one line, for a source that is missing,
+    empty, or shorter than the seq_len + 1 tokens that one sample needs, and for a separator that is
+    not in its vocabulary.
     """
     if seq_len < 1:
         raise DataError(f"seq_len must be at least 1, got {seq_len}")
@@ -55,5 +55,10 @@ def open_dataset(
         raise DataError(
             f"{corpus.name}: its {split} split has {len(corpus)} tokens, "
             f"one sample needs seq_len + 1 = {seq_len + 1}"
+        )
+    if separator is not None and not 0 <= separator < corpus.vocab_size:
+        raise DataError(
+            f"separator = {separator} is not a token id of {corpus.name}, whose vocabulary is "
+            f"[0, {corpus.vocab_size})"
         )
     return Dataset(**vars(corpus), seq_len=seq_len, seed=seed, separator=separator)

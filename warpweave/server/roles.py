@@ -29,7 +29,15 @@ from warpweave.parallel.server.server import Notes, Server
 from warpweave.parallel.server.shard import Shard, spread
 from warpweave.parallel.server.worker import Compute, Worker, module_gradient
 from warpweave.parallel.shard import ParamRecord
-from warpweave.resume import Progress, check_run, differences, open_run, progress_of, state_of
+from warpweave.resume import (
+    Progress,
+    check_run,
+    differences,
+    open_run,
+    progress_of,
+    saved_line,
+    state_of,
+)
 from warpweave.server.log import plot_staleness, read_log, staleness_of, write_log
 from warpweave.train_config import CHECKPOINTS, STALENESS, UPDATES, TrainConfig
 from warpweave.transfer import upload
@@ -83,7 +91,7 @@ class ServedModel:
         # The log is replayed with one set of options.
         saved = reader.state["data"]["sequences_per_step"]
         each = self.config.plan.microbatches * self.config.batch
-        differing = [differences(reader, self.config, saved)]
+        differing = [differences(reader, self.config, saved, layout=False)]
         if saved % each:
             differing.append(f"sequences_per_step: saved {saved}, now {each} a worker")
         if words := "; ".join(filter(None, differing)):
@@ -191,6 +199,8 @@ class RunNotes(Notes):
     def result(self, stopped: bool) -> dict[str, Any]:
         """Evaluate the last checkpoint and plot; the fields of the last line."""
         c, reader = self.served.config, self.served.open_run()
+        if stopped:
+            say(saved_line(reader.step))
         value = None if stopped else evaluate(self.served, reader)
         if value is not None:
             self.metrics.evaluated(reader.step, value, [])

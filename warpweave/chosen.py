@@ -1,0 +1,96 @@
+"""The checkpoint of a run that ``warpweave sample`` and ``warpweave export`` use.
+
+Of a run's folder it is the newest one, or with ``--best`` the one with the lowest validation loss.
+Losses are those of the run's metrics, and of the progress that the newest checkpoint records.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from warpweave.checkpoint.manifest import STEP, read_manifest
+from warpweave.checkpoint.steps import newest_first
+from warpweave.convert.source import find_step
+from warpweave.metrics import read_rows
+from warpweave.train_config import CHECKPOINTS, METRICS
+
+
+@dataclass(frozen=True)
+class ChosenCheckpoint:
+    """A checkpoint of a run.
+
+    Attributes:
+        path: its folder.
+        step: its step.
+        val_loss: the validation loss at that step; None if the run was not evaluated there.
+        hint: for the newest checkpoint of a run, where its loss was lower; "" if nowhere.
+    """
+
+    path: Path
+    step: int
+    val_loss: float | None
+    hint: str = ""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The checkpoint in a command's result."""
+        loss = None if self.val_loss is None else round(self.val_loss, 4)
+        return {"checkpoint": str(self.path), "step": self.step, "val_loss": loss}
+
+    def describe(self) -> str:
+        """The checkpoint in one line, with the hint."""
+        loss = "no" if self.val_loss is None else f"{self.val_loss:.4f}"
+        return f"uses step {self.step} (validation loss: {loss}), {self.path}{self.hint}"
+
+
+def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
+    """The checkpoint that a folder is, or the newest or `best` one of a run's folder; None for a
+    folder that is neither.
+
+    Raises:
+        ValueError: `best` for what is no run's folder, for a run that was not evaluated, or whose
+            best checkpoint was not kept.
+        CheckpointError: the newest checkpoint is damaged.
+    """
+    step = find_step(folder)
+    if best and step in (None, folder):
+        what = "one checkpoint" if step else "no run of warpweave train"
+        raise ValueError(f"--best chooses among the checkpoints of a run, {folder} is {what}")
+    if step is None:
+        return None
+    losses, number = _validation_losses(step), read_manifest(step)["step"]
+    chosen = ChosenCheckpoint(step, number, losses.get(number))
+    if step == folder or (not best and not losses):
+        return chosen
+    if not losses:
+        raise ValueError(f"--best needs a validation loss, and {folder} has none: leave it out")
+    loss, at = min((loss, at) for at, loss in losses.items())
+    steps = newest_first(folder / CHECKPOINTS)
+    kept = {int(m[1]): path for path in steps if (m := STEP.match(path.name))}
+    if best and at not in kept:
+        raise ValueError(
+            f"the lowest validation loss of {folder}, {loss:.4f}, was at step {at}, whose "
+            f"checkpoint was not kept (kept: {sorted(kept)}): train --early-stop keeps it"
+        )
+    if best:
+        return ChosenCheckpoint(kept[at], at, loss)
+    hint = f": the newest; the lowest loss was {loss:.4f} at step {at} "
+    hint += "(--best)" if at in kept else "(not kept)"
+    return chosen if at == number else replace(chosen, hint=hint)
+
+
+def _validation_losses(step: Path) -> dict[int, float]:
+    """The validation losses of the run that a checkpoint lies in, by their step."""
+    progress = read_manifest(step)["state"].get("progress") or {}
+    found = {progress.get("best_step"): progress.get("best")}
+    checkpoints = step.absolute().parent
+    metrics = checkpoints.parent / METRICS
+    if checkpoints.name == CHECKPOINTS and os.path.lexists(metrics):
+        rows, _ = read_rows(metrics)
+        found |= {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
+    known = (int, float)
+    return {at: v for at, v in found.items() if type(v) in known and math.isfinite(v)}
