@@ -319,10 +319,11 @@ def test_a_proof_by_torchrun_is_refused(monkeypatch) -> None:
         command._prove(ProveConfig(), {})
 
 
-def test_a_torch_whose_collectives_need_data_is_refused_by_its_version(monkeypatch) -> None:
-    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
-    with pytest.raises(ImportError, match=r"tensors without data, as 2\.13 is; this is "):
-        typecheck(Layout(Mesh(tp=2)).model, Mesh(tp=2))
+def test_typecheck_of_a_capped_head_is_refused_where_checkpoints_have_no_types(monkeypatch):
+    monkeypatch.setattr("warpweave.prove.typecheck.TYPED_CHECKPOINT", False)
+    model = dataclasses.replace(Layout(Mesh(tp=2)).model, logit_softcap=30.0)
+    with pytest.raises(ImportError, match=r"logit_softcap \(30\.0\) requires torch 2\.13"):
+        typecheck(model, Mesh(tp=2))
 
 
 def test_the_program_whose_types_are_checked_has_each_option_that_is_given(monkeypatch) -> None:

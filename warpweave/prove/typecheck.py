@@ -19,12 +19,17 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor
 
 from warpweave.config import ParallelPlan
 from warpweave.gpt import GPT, GPTConfig, MicroBatch
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.pipeline.losses import split_losses
+
+TYPED_CHECKPOINT = not hasattr(torch.utils.checkpoint, "_NoopSaveInputs")
+"""Whether spmd_types reads torch's activation checkpointing: up to torch 2.12 that is a Function
+without a typing rule."""
 
 
 def typecheck(
@@ -54,10 +59,10 @@ def typecheck(
         from spmd_types.types import SpmdTypeError
     except ImportError:
         raise ImportError("typecheck needs spmd_types: the extra `typecheck` brings it") from None
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
+    if config.logit_softcap and not TYPED_CHECKPOINT:
         raise ImportError(
-            "typecheck needs a torch whose collectives take tensors without data, as 2.13 is; this "
-            f"is {torch.__version__}"
+            f"typecheck of a model with logit_softcap ({config.logit_softcap}) requires torch 2.13 "
+            f"or newer, got {torch.__version__}: older checkpoint functions have no types"
         )
     if dist.is_initialized():
         raise RuntimeError("typecheck makes a process group of its own: destroy the existing one")
