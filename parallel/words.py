@@ -20,11 +20,14 @@ CAPPED = (1024, 2**26)  # logits with a softcap: rows of each rank at a time, an
 
 def chunks_of(seq_len: int, parts: int, kind: Kind) -> int:
     """The equal chunks of a sequence that each of `parts` ranks holds: two in zigzag; balanced 16,
-    or 8, 4 or 2 so that a chunk has `FEWEST_ROWS` rows; otherwise one."""
+    or 8, 4 or 2 so that a chunk has `FEWEST_ROWS` rows; otherwise one. A single rank holds the
+    whole sequence as one chunk, so that nothing is padded."""
+    if parts == 1:
+        return 1
     if kind == "balanced":
         rows = seq_len // parts
         return next((n for n in (16, 8, 4) if rows >= n * FEWEST_ROWS), 2)
-    return 2 if kind == "zigzag" and parts > 1 else 1
+    return 2 if kind == "zigzag" else 1
 
 
 def local_rows(seq_len: int, parts: int, chunks: int) -> int:

@@ -38,7 +38,7 @@ from warpweave.parallel.data.optimizer import SGD, LossScale
 from warpweave.parallel.mesh import AXES, Mesh, single
 from warpweave.parallel.pipeline.losses import LOSS
 from warpweave.parallel.shard import ParamRecord
-from warpweave.parallel.words import Strategy
+from warpweave.parallel.words import Kind, Strategy
 from warpweave.prove import (
     LIMITS,
     Errors,
@@ -76,10 +76,11 @@ def drawn(mesh: Mesh) -> Layout:
     return dataclasses.replace(layout, count=2, drawn=sizes)
 
 
-def shallow(mesh: Mesh, *words, **options) -> Layout:
+def shallow(mesh: Mesh, *words, layers: int = 1, length: int | None = None, **options) -> Layout:
     """A layout of one block in one micro-batch, where none meets another."""
     layout = Layout(mesh, *words, **options)
-    return dataclasses.replace(layout, count=1, drawn=dataclasses.replace(layout.sizes, layers=1))
+    sizes = {"layers": layers, "seq_len": length or layout.sizes.seq_len}
+    return dataclasses.replace(layout, count=1, drawn=dataclasses.replace(layout.sizes, **sizes))
 
 
 LAYOUTS = {
@@ -96,6 +97,7 @@ LAYOUTS = {
         Layout(Mesh(pp=2), schedule="gpipe", recompute="full"),
         Layout(Mesh(pp=2), schedule="interleaved", style="llama", count=3),
         Layout(Mesh(dp=2), zero=1, schedule="interleaved"),  # both stages on each rank
+        shallow(Mesh(pp=2), layout="balanced", length=7, layers=2),
     ],
     4: [
         Layout(Mesh(dp=2, cp=2), zero=3, recompute="full"),
@@ -729,7 +731,16 @@ def test_a_seed_gives_one_layout_and_seeds_reach_every_corner():
     assert some(lambda lay: 1 < lay.sizes.kv_heads < lay.sizes.heads)
     assert some(lambda lay: lay.sizes.dropout == 0)
     assert some(lambda lay: lay.sizes.seq_len % 2)
-    assert some(lambda lay: lay.sizes.seq_len % lay.mesh.cp)
+    for kind in get_args(Kind):  # ragged, on context ranks and where there are none
+        mine = [x for x in layouts if x.layout == kind]
+        chunks = 2 if kind in ("zigzag", "balanced") else 1
+        assert sum(x.sizes.seq_len % (x.mesh.cp * chunks) > 0 for x in mine if x.mesh.cp > 1) >= 5
+        for axis in ("dp", "tp", "pp"):
+            alone = [lay for lay in layouts if lay.mesh.cp == 1 < getattr(lay.mesh, axis)]
+            assert any(lay.layout == kind and lay.sizes.seq_len % 2 for lay in alone), (kind, axis)
+    for name, words in {"strategy": Strategy, "layout": Kind}.items():
+        alone = [lay for lay in layouts if lay.mesh.cp == 1]
+        assert {getattr(lay, name) for lay in alone} == {*get_args(words)}
     assert some(lambda lay: lay.mesh.dp_shard is not None)
     assert some(lambda lay: lay.mesh.outer > 1 and lay.mesh.world > 2)
     assert some(lambda lay: lay.reduce == "ordered" and lay.mesh.data > 1)
