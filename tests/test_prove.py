@@ -12,7 +12,9 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import os
+import re
 import shlex
 import signal
 from collections.abc import Iterator
@@ -33,11 +35,13 @@ from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.kernels.norm import function as norm
 from warpweave.launch import Session, Stopped
+from warpweave.parallel.collectives import Pending
 from warpweave.parallel.data import parameters, zero
 from warpweave.parallel.data.optimizer import SGD, LossScale
 from warpweave.parallel.mesh import AXES, Mesh, single
 from warpweave.parallel.pipeline.losses import LOSS
 from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.tensor import ranks
 from warpweave.parallel.words import Kind, Strategy
 from warpweave.prove import (
     LIMITS,
@@ -299,6 +303,23 @@ def test_the_report_names_what_is_wrong():
     assert "final_norm.bias" in errors.where
 
 
+def test_the_report_names_the_first_wrong_tensor_in_order_of_execution():
+    """Though later ones are off by more: the backward comes to the last parameter first."""
+
+    def read(original):
+        def scaled(self, which):
+            for record, tensor, owned in original(self, which):
+                far = {"final_norm.weight": 1e-9, "embedding.weight": 0.5}.get(record.name, 0.0)
+                yield record, tensor * (1 + far * (which == "grad")), owned
+
+        return scaled
+
+    with planted(Plant(engines.Engine, "read", read)):
+        errors = prove_layout(Layout(Mesh()), single())
+    assert errors.first == "gradient of final_norm.weight at step 0 on rank 0"
+    assert errors.where.startswith("gradient of embedding.weight at step ")
+
+
 def _shifted(name: str):
     def value(original):
         def draw(self, seed, **options):
@@ -483,7 +504,9 @@ def test_a_fault_of_one_single_rank_turns_every_rank_red_and_that_rank_is_named(
 def _compared(value: torch.Tensor, rounding: float, of: str = "w", **more) -> proof._Comparison:
     size = float(value.abs().max())
     return proof._Comparison(
-        truths.Truth(Layout(Mesh()).model, {of: value} | more, {of: size}, {of: rounding})
+        truths.Truth(Layout(Mesh()).model, {of: value} | more, {of: size}, {of: rounding}),
+        limit=math.inf,
+        order={},
     )
 
 
@@ -529,7 +552,7 @@ def test_a_token_may_be_another_one_only_where_rounding_turns_the_order_of_two_l
 def test_a_later_token_is_judged_by_the_text_before_it():
     """The third step's text has two: the second is the plain model's after what was generated."""
     layout = Layout(Mesh())
-    compare = proof._Comparison(_truth(layout))
+    compare = proof._Comparison(_truth(layout), math.inf, {})
     start = expected.prompt(layout.sizes, 2)
     for first in range(3):  # whatever it is
         begun = torch.cat([start, torch.tensor([first])])
@@ -959,6 +982,38 @@ def test_a_rank_that_dies_under_the_launcher_is_not_proven(monkeypatch, capfd):
     assert (summary["passed"], summary["right"], summary["layouts"]) == (False, 1, 2), printed
     assert "stopped" not in summary
     assert "rank 1 (dp=1) was killed by SIGKILL" in printed.err
+
+
+def _skips(original):
+    """One all-reduce of tensor ranks does not take place."""
+    calls = itertools.count()
+
+    def start(x, group):
+        return Pending(None, lambda: x) if next(calls) == 1 else original(x, group)
+
+    return start
+
+
+def _skipping_rank(*args) -> None:
+    """A rank of the real launcher, of which the second skips a collective of a layer."""
+    skipping = os.environ["RANK"] == "1"
+    with planted(*([Plant(ranks, "start_all_reduce_", _skips)] if skipping else [])):
+        command.prove_rank(*args)
+
+
+def test_a_rank_that_skips_a_collective_is_named_with_both_calls(monkeypatch, tmp_path):
+    right = command.launch
+
+    def launch(_, *rest, **how):
+        right(_skipping_rank, *rest, **how | {"processes": QuickProcesses(tmp_path)})
+
+    monkeypatch.setattr(command, "launch", launch)
+    code, lines = _main("--tp", "2", "--no-sequence-parallel", "--dtype", "fp64")
+    said = (tmp_path / "stderr").read_text()
+    assert (code, json.loads(lines[-1])["passed"]) == (1, False)
+    words = r"rank 0 \(tp=0\) calls all_reduce of .*, rank 1 \(tp=1\) calls all_gather of "
+    assert re.search(words, said), said
+    assert "Timed out" not in said
 
 
 def test_one_launch_proves_worlds_of_every_size(tmp_path):
