@@ -7,6 +7,8 @@ planner counts with the sizes.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Literal
 
 Kind = Literal["zigzag", "contiguous", "striped", "balanced"]  # sequence layout: `layout`
@@ -16,6 +18,14 @@ Overlap = Literal["none", "bulk", "chunked", "fused"]  # of `tensor.ranks`
 
 FEWEST_ROWS = 128  # of a chunk of a balanced layout: a tile of the attention kernels
 CAPPED = (1024, 2**26)  # logits with a softcap: rows of each rank at a time, and logits, at most
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error message about `word`: "; did you mean 'zb-v'?" with the nearest of the
+    `known` words, whatever their case, or nothing."""
+    plain = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), plain, 1)
+    return f"; did you mean {plain[near[0]]!r}?" if near else ""
 
 
 def chunks_of(seq_len: int, parts: int, kind: Kind) -> int:

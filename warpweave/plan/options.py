@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import tyro
-
+from warpweave.command_line import read_command_line
 from warpweave.config import PRESETS, GPTConfig
+from warpweave.parallel.words import did_you_mean
 
 _TOKENS = 2**22  # of a step, unless told
 
@@ -71,6 +71,7 @@ def _read_model(name: str) -> GPTConfig:
     if path.suffix != ".json":
         raise ValueError(
             f"model must be one of {', '.join(PRESETS)}, or a config.json, got {name!r}"
+            f"{did_you_mean(name, PRESETS)}"
         )
     try:
         return read_config(read_json(path))[1]
@@ -80,4 +81,4 @@ def _read_model(name: str) -> GPTConfig:
 
 def parse(argv: list[str] | None = None) -> PlanConfig:
     """The options of the command line; a wrong one ends the process with 2."""
-    return tyro.cli(PlanConfig, prog="warpweave plan", description=__doc__, args=argv)
+    return read_command_line(PlanConfig, "plan", __doc__, argv)

@@ -22,6 +22,7 @@ from warpweave.gpus import BACKENDS
 from warpweave.launch import Stopped, join, launch, reported
 from warpweave.parallel.checked import CheckedCollectives, CollectiveMismatch
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.words import did_you_mean
 from warpweave.processes import Processes, under_torchrun
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig
@@ -169,7 +170,8 @@ def _typecheck(config: ProveConfig, summary: dict) -> None:
     from warpweave.prove.typecheck import typecheck
 
     if config.model is not None and config.model not in PRESETS:
-        raise _RefusedError(f"model must be one of {', '.join(PRESETS)}, got {config.model!r}")
+        known, near = ", ".join(PRESETS), did_you_mean(config.model, PRESETS)
+        raise _RefusedError(f"model must be one of {known}, got {config.model!r}{near}")
     try:
         layout = config.typechecked()
         mesh, model = layout.mesh, layout.model

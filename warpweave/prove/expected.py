@@ -149,7 +149,7 @@ def compared(
     return found | {f"{kind} of {{}}": params for kind in moments_of(optimizer).values()}
 
 
-def in_order(model: GPTConfig, optimizer: str = "adamw") -> dict[str, int]:
+def execution_order(model: GPTConfig, optimizer: str = "adamw") -> dict[str, int]:
     """Words of what is compared -> their place in the order of execution.
 
     A step's loss, the gradients from the last parameter to the first, their norm, after the last

@@ -38,10 +38,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import tyro
-
+from warpweave.command_line import read_command_line
 from warpweave.config import Recompute, Reduce, ScheduleName
 from warpweave.messages import one_line, say
 from warpweave.parallel.mesh import Mesh
@@ -221,14 +220,14 @@ def parse(argv: list[str] | None = None) -> ProveConfig:
     that a proof has; a wrong one ends the process with 2."""
     try:
         rest, layout = take_layout(argv)
-        about: dict[str, Any] = {"prog": "warpweave prove", "description": __doc__, "args": rest}
-        given = tyro.cli(ProveConfig, **about)
+        about = ProveConfig, "prove", __doc__, rest
+        given = read_command_line(*about)
         if not layout:
             return given
         # The tiny model has chunks and micro-batches of its own; types see none of `_UNSEEN`.
         without = _UNSEEN if given.typecheck else ("microbatches",)
         own = {n: v for n, v in layout.items() if hasattr(given, n) and n not in without}
-        found = tyro.cli(ProveConfig, default=dataclasses.replace(ProveConfig(), **own), **about)
+        found = read_command_line(*about, dataclasses.replace(ProveConfig(), **own))
         check_agree(own, vars(found))
         if not found.typecheck and found.given().mesh.world > _RANKS:
             raise ValueError(

@@ -31,7 +31,7 @@ from warpweave.prove.expected import (
     Delayed,
     batch,
     documents,
-    in_order,
+    execution_order,
     prompt,
 )  # fmt: skip
 from warpweave.prove.layouts import Layout
@@ -46,7 +46,7 @@ LIMITS = {"fp64": 32.0, "fp32": 32.0, "bf16": 8.0, "fp16": 8.0}
 @dataclass(frozen=True)
 class Errors:
     """Largest errors of a layout, and the tensor and rank of the largest; `first` are those of the
-    first in the order of execution (`in_order`) that is beyond the limit.
+    first in the order of execution (`execution_order`) that is beyond the limit.
 
     Each in multiples of the effect of rounding alone on that number (`truth`). `evaluation` is that
     of losses without training; `token` is by how much the plain model's logit of a generated token
@@ -185,7 +185,7 @@ def prove_layout(
     told = layout.model, sizes, DTYPES[layout.dtype], group, device, layout.optimizer
     rule = (layout.schedule, layout.mesh.pp, layout.mesh.dp, layout.microbatches)
     delayed = Delayed(*rule) if layout.plan.asynchronous else None
-    order = in_order(layout.model, layout.optimizer)
+    order = execution_order(layout.model, layout.optimizer)
     compare = _Comparison(truth(*told, delayed), LIMITS[layout.dtype], order)
     own = layout.plan.deal(layout.mesh.dp, layout.micro_batch_size)[mesh.index("dp")]
     owners = dict.fromkeys(compare.truth.names, 0)  # ranks that say a tensor is theirs to write
