@@ -127,6 +127,12 @@ def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
     )
     for why, count in found.refused.most_common():
         yield f"  {count:6}  {why}"
+    if search.sequences % search.gpus and search.sequences > search.gpus:
+        fits = search.sequences // search.gpus * search.gpus
+        yield (
+            f"{search.sequences} sequences are not divisible by {search.gpus} data ranks: "
+            f"--sequences {fits} allows dp = {search.gpus}"
+        )
     if found.miss is not None:
         job, needed = found.miss
         options = " ".join(f"{k} {v}" for k, v in options_of_job(job).items())
