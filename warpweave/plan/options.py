@@ -37,13 +37,15 @@ class PlanConfig:
     seq_len: int | None = None
     """Sequence length in tokens. Default: the model's."""
     best: int = 5
-    """Number of layouts to print."""
+    """Number of layouts to print, at most: the fastest of each family, which shards the model over
+    the same axes."""
     explain: bool = False
     """Print formula and numbers behind each figure of the best layout."""
     out: Path | None = None
     """File for what was found, as JSON, for --layout of train and prove."""
     html: Path | None = None
-    """File for one self-contained page: layouts to sort, memory per rank, the timeline."""
+    """File for one self-contained page: layouts to sort, memory per rank, the timeline, traffic,
+    and why other layouts were refused."""
     timeline: Path | None = None
     """File for the best layout's timeline: .svg, .png, or Chrome's trace (.json)."""
 
