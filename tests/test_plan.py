@@ -551,6 +551,23 @@ def test_the_page_has_the_numbers_of_its_json(tmp_path) -> None:
             assert f"  {name:12} {most / 2**30:8.2f} GiB" in printed
 
 
+def test_seven_gpus_are_no_seven_context_ranks_and_a_line_says_what_to_do(tmp_path) -> None:
+    """Unless the sequence has as many equal chunks."""
+    told, printed = _planned(tmp_path, "--model", "llama-8b", "--gpus", "7", "--hw", "h200")
+    assert [row["options"]["pp"] for row in told["layouts"]] == [7]
+    reason = "seq_len = 8192 is not divisible by the 14 chunks of cp = 7"
+    assert told["refused"][reason] == 1
+    assert reason in printed
+    assert (
+        "512 sequences are not divisible by 7 data ranks: --sequences 511 allows dp = 7" in printed
+    )
+    words = ("--gpus", "7", "--hw", "h200", "--seq-len", "7168", "--sequences", "511")
+    told, printed = _planned(tmp_path, "--model", "llama-8b", *words)
+    shapes = [(row["options"]["dp"], row["options"]["cp"]) for row in told["layouts"]]
+    assert {(7, 1), (1, 7)} <= {*shapes}
+    assert "allows dp" not in printed
+
+
 def test_a_plan_is_one_flag_of_train_and_prove(tmp_path, capsys) -> None:
     told, _ = _planned(tmp_path, "--model", "llama-8b", "--gpus", "32", "--hw", "a100-40g",
                        "--sequences", "64", "--best", "1")  # fmt: skip

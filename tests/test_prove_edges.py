@@ -223,6 +223,17 @@ def test_options_choose_layouts_largest_worlds_first(monkeypatch) -> None:
     assert found == sorted(fit, key=lambda x: -x.mesh.world)
 
 
+def test_a_schedule_without_a_pipeline_is_a_line_before_the_proof(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(command, "prove_rank", lambda *_: None)
+    monkeypatch.setattr(command, "launch", lambda *_, **__: None)
+    for given, idle in (({"schedule": "zb-v"}, True), ({"schedule": "zb-v", "pp": 2}, False),
+                        ({}, False), ({"random": 9}, False)):  # fmt: skip
+        with pytest.raises(SystemExit):
+            command.run(ProveConfig(dtype="fp64", **given))
+        said = "schedule = zb-v orders a pipeline, which pp = 1 does not have"
+        assert (said in capsys.readouterr().err) == idle, given
+
+
 def test_ranks_are_started_for_several_of_them_on_a_cpu() -> None:
     for given, starts in (
         ({}, False), ({"zero": 3}, False), ({"seed": 5}, False), ({"all": True}, True),

@@ -27,6 +27,7 @@ from warpweave.launch import Session
 from warpweave.parallel.checked import CollectiveMismatch
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.schedule import FAMILIES
 from warpweave.plan.memory import TrainingStep
 from warpweave.processes import starting
 from warpweave.train_config import TrainConfig
@@ -171,6 +172,15 @@ def test_ranks_are_launched_with_the_options_given_and_in_prepared_processes(com
     command.clear()
     assert _ends(TrainConfig(), as_rank=entry) == 9
     assert command == [(1, None, True)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_schedule_without_a_pipeline_is_a_line_before_the_run(command, capsys, name):
+    for pp in (1, 2):
+        plan = ParallelPlan(schedule=name, chunks=2, microbatches=4)
+        _ends(TrainConfig(pp=pp, plan=plan), as_rank=lambda config: 9)
+        said = f"schedule = {name} orders a pipeline, which pp = 1 does not have"
+        assert (said in capsys.readouterr().err) == (pp == 1 and name != "1f1b")
 
 
 def test_under_torchrun_the_backend_is_chosen_for_the_ranks_of_this_machine(command, monkeypatch):

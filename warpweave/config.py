@@ -123,6 +123,15 @@ class ParallelPlan:
         """Whether the schedule is asynchronous: gradients of weights older than the newest."""
         return schedules.find_family(self.schedule).asynchronous
 
+    def idle_schedule(self, ranks: int) -> str | None:
+        """A sentence if a schedule is given for `ranks` that are no pipeline, else None."""
+        if ranks > 1 or self.schedule == ParallelPlan.schedule:
+            return None
+        return (
+            f"schedule = {self.schedule} orders a pipeline, which pp = {ranks} does not have: "
+            "pass --pp 2 or more, or omit --schedule"
+        )
+
     def check_update(self, clip: float | None, fp16: bool, outer: bool) -> None:
         """Raise a one-line ``ValueError`` for what is done to all stages at once, if the schedule
         is asynchronous."""

@@ -109,6 +109,8 @@ def run(
                 cpu = config.on("cpu")
                 free = free_host_memory()
                 check_fits(cpu, cpu.model_config(1), "cpu", free=free, ranks=here)
+        if rank == 0 and (line := config.plan.idle_schedule(config.pp)):
+            say(line)
         with locked(config.out) if rank == 0 else nullcontext():
             if rank == 0 and (line := short_of_peak(config)):
                 say(line)

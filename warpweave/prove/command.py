@@ -20,6 +20,7 @@ import torch
 from warpweave.gpt import PRESETS
 from warpweave.gpus import BACKENDS
 from warpweave.launch import Stopped, join, launch, reported
+from warpweave.messages import say
 from warpweave.parallel.checked import CheckedCollectives, CollectiveMismatch
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import did_you_mean
@@ -153,6 +154,9 @@ def _prove(config: ProveConfig, summary: dict, processes: Processes | None = Non
     if under_torchrun():
         raise _RefusedError("prove starts its own ranks, run it without torchrun")
     world = layouts[0].mesh.world
+    idle = None if config.all or config.random else layouts[0].plan.idle_schedule(config.pp)
+    if idle is not None:
+        say(idle)
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
         try:
             if world == 1:
