@@ -48,8 +48,8 @@ def option_types(kind: type) -> dict[str, Any]:
     """Every option's name and type, those of the records in `kind` among them."""
     hints, found = get_type_hints(kind), {}
     for item in dataclasses.fields(kind):
-        made = item.default_factory is not dataclasses.MISSING
-        default = item.default_factory() if made else item.default  # type: ignore[misc]
+        factory = item.default_factory
+        default = item.default if factory is dataclasses.MISSING else factory()
         inner = dataclasses.is_dataclass(default)
         found |= option_types(type(default)) if inner else {item.name: hints[item.name]}
     return found

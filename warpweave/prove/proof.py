@@ -242,8 +242,8 @@ def prove_layout(
             compare.add("weight", f"{name} read {count} times, not {reads},", float("inf"))
     errors = {kind: compare.errors.get(kind, math.inf) for kind in KINDS}  # inf: never compared
     relative = {kind: compare.relative.get(kind, math.inf) for kind in KINDS}
-    own = Errors(**errors, where=compare.where, relative=relative, first=compare.first)
-    return _worst_rank(own, mesh, order)
+    found = Errors(**errors, where=compare.where, relative=relative, first=compare.first)
+    return _worst_rank(found, mesh, order)
 
 
 def _compare_parameters(
