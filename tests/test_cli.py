@@ -160,6 +160,7 @@ finally:
         ("collectives --device gcpu", "cpu"),
         ("tune --kernels gemm atention_fwd", "attention_fwd"),
         ("trials --layout frist", "first"),
+        ("trials --only kiled", "killed"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_nearest_one(monkeypatch, capsys, arguments, word):
