@@ -242,7 +242,7 @@ def balance(
 
     Greedy assignment: the chunk with the most work goes to the rank with the least work that has
     fewer than its number of chunks. With 2 chunks per rank, then 4, ..., 32, until no rank has more
-    than 1.02 times the mean work.
+    than 1.02 times the mean work; a single rank has one chunk.
 
     Args:
         seq_len, parts: of the layout.
@@ -253,7 +253,8 @@ def balance(
     """
     sums = torch.cat((torch.zeros(1, dtype=torch.int64), _keys_seen(seq_len, documents).cumsum(0)))
     found: list[tuple[float, SequenceLayout]] = []
-    for count in (2, 4, 8, 16, 32) if each is None else (each,):
+    counts = (2, 4, 8, 16, 32) if parts > 1 else (1,)
+    for count in counts if each is None else (each,):
         length = max(1, -(-seq_len // (parts * count)))
         ends = (torch.arange(parts * count + 1) * length).clamp(max=seq_len)
         costs = sums[ends].diff().tolist()

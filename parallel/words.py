@@ -7,6 +7,8 @@ planner counts with the sizes.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Literal
 
 Kind = Literal["zigzag", "contiguous", "striped", "balanced"]  # sequence layout: `layout`
@@ -18,13 +20,24 @@ FEWEST_ROWS = 128  # of a chunk of a balanced layout: a tile of the attention ke
 CAPPED = (1024, 2**26)  # logits with a softcap: rows of each rank at a time, and logits, at most
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error message about `word`: "; did you mean 'zb-v'?" with the nearest of the
+    `known` words, whatever their case, or nothing."""
+    plain = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), plain, 1)
+    return f"; did you mean {plain[near[0]]!r}?" if near else ""
+
+
 def chunks_of(seq_len: int, parts: int, kind: Kind) -> int:
     """The equal chunks of a sequence that each of `parts` ranks holds: two in zigzag; balanced 16,
-    or 8, 4 or 2 so that a chunk has `FEWEST_ROWS` rows; otherwise one."""
+    or 8, 4 or 2 so that a chunk has `FEWEST_ROWS` rows; otherwise one. A single rank holds the
+    whole sequence as one chunk, so that nothing is padded."""
+    if parts == 1:
+        return 1
     if kind == "balanced":
         rows = seq_len // parts
         return next((n for n in (16, 8, 4) if rows >= n * FEWEST_ROWS), 2)
-    return 2 if kind == "zigzag" and parts > 1 else 1
+    return 2 if kind == "zigzag" else 1
 
 
 def local_rows(seq_len: int, parts: int, chunks: int) -> int:

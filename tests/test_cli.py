@@ -13,6 +13,14 @@ import pytest
 
 import warpweave
 from warpweave import cli
+from warpweave.command_line import alternatives, option_types, read_command_line
+from warpweave.config_file import options_of
+from warpweave.doctor.options import DoctorConfig
+from warpweave.plan.options import PlanConfig
+from warpweave.prove.options import ProveConfig
+from warpweave.train_config import TrainConfig
+from warpweave.trials.options import TrialsConfig
+from warpweave.tune.options import TuneConfig
 
 
 def _run(monkeypatch, *arguments: str) -> int:
@@ -130,6 +138,64 @@ finally:
     assert done.returncode == code
     assert words in done.stdout + done.stderr
     assert done.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ("tarin", "train"),
+        ("train --model llama8b", "llama-8b"),
+        ("train --schedule 1F1B --pp 2", "1f1b"),
+        ("train --layout=Balanced", "balanced"),
+        ("train --activation swigul", "swiglu"),
+        ("train --dtype bf61", "bf16"),
+        ("prove --schedule zbv", "zb-v"),
+        ("prove --style lama", "llama"),
+        ("prove --typecheck --model llama8b", "llama-8b"),
+        ("plan --model llama8b", "llama-8b"),
+        ("plan --hw h10", "h100"),
+        ("sample folder --prompt a --dtype fp23", "fp32"),
+        ("export run out --dtype b16", "bf16"),
+        ("doctor --device cda", "cuda"),
+        ("collectives --device gcpu", "cpu"),
+        ("tune --kernels gemm atention_fwd", "attention_fwd"),
+        ("trials --layout frist", "first"),
+        ("trials --only kiled", "killed"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_nearest_one(monkeypatch, capsys, arguments, word):
+    assert _run(monkeypatch, *arguments.split()) == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert f"did you mean '{word}'?" in said
+
+
+def test_a_value_that_resembles_nothing_is_refused_without_a_guess(monkeypatch, capsys):
+    assert _run(monkeypatch, "train", "--model", "enormous") == 2
+    said = capsys.readouterr().err
+    assert "model must be one of toy, small, " in said
+    assert "did you mean" not in said
+
+
+SWITCHES = [
+    (kind, name)
+    for kind in (TrainConfig, ProveConfig, PlanConfig, DoctorConfig, TuneConfig, TrialsConfig)
+    for name, option in option_types(kind).items()
+    if alternatives(option) == (bool,)
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), SWITCHES)
+def test_a_switch_has_one_spelling_in_every_command(kind, name):
+    """``--tied`` and ``--no-tied``; the other spelling of a value is read as well."""
+
+    def read(*words: str) -> object:
+        return options_of(read_command_line(kind, "x", None, words))[name]
+
+    option = name.replace("_", "-")
+    for value, words in {True: [f"--{option}"], False: [f"--no-{option}"]}.items():
+        assert read(*words) is value
+        assert read(f"--{option}", str(value)) is value
+        assert read(f"--{name}={value}") is value
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help")])

@@ -17,21 +17,20 @@ ROOMS = {
         ("kernels",),
         ("parallel",),
         ("layers",),
-        ("transfer",),
+        ("messages", "transfer"),
         (
             "changes",
+            "command_line",
             "compat",
             "config",
             "dtypes",
             "exchange",
             "lazy",
-            "messages",
             "modes",
-            "option_kinds",
             "plain_gpt",
             "shards",
         ),
-        ("config_file", "heartbeat", "interrupt", "lr_schedule"),
+        ("config_file", "heartbeat", "interrupt", "lr_schedule", "option_kinds"),
         ("processes",),
         ("blame", "gpus"),
         ("declare", "explain", "styles"),
@@ -152,6 +151,7 @@ STDLIB_ONLY = (
     "warpweave.parallel.schedule",
     "warpweave.parallel.server.clocks",
     "warpweave.parallel.simulate",
+    "warpweave.parallel.words",
 )
 ALONE = {"warpweave.plain_gpt"}
 LOWER_DEPENDENCIES = {"torch", "triton", "numpy", "spmd_types"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from typing import get_args
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from warpweave.kernels import reference
 from warpweave.kernels.reference import Run
 from warpweave.parallel.layout import SequenceLayout, balance, cut, shift_labels
+from warpweave.parallel.words import Kind, chunks_of, local_rows
 
 KINDS = ["zigzag", "contiguous", "striped"]
 
@@ -90,10 +92,16 @@ def test_labels_are_shifted_over_the_whole_sequence(kind: str) -> None:
         assert shift_labels(tokens.T[:n], dim=0).tolist() == [[-100] * len(tokens)] * n
 
 
-def test_one_part_takes_any_length() -> None:
-    for kind in KINDS:
-        assert SequenceLayout(7, 1, kind).runs(0) == (Run(0, 7),)
-        assert SequenceLayout(0, 1, kind).positions(0).tolist() == []
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_one_rank_holds_any_length_without_padding(kind: str) -> None:
+    """Pipeline stages agree on messages of so many rows before they see a batch."""
+    for length in (0, 1, 7, 63, 127, 511, 513, 1025, 2049, 4099):
+        layouts = [cut(length, 1, kind)]
+        layouts += [balance(length, 1, [0, length // 3])] * (kind == "balanced")
+        for layout in (*layouts, *(one.for_documents([0, length // 2]) for one in layouts)):
+            assert layout.local_len == layout.padded_len == length
+            assert layout.runs(0) == (Run(0, length),)
+            assert local_rows(length, 1, chunks_of(length, 1, kind)) == length
 
 
 def test_errors_name_the_numbers() -> None:

@@ -410,15 +410,34 @@ def test_the_search_finds_what_brute_force_finds(gpus: int, gib: float) -> None:
     assert len(fit) > 20
     assert (len(fit) < len(every)) == (gib < 80)
     times = sorted(step_time(job) for job in fit)
-    found = choose_layouts(search, keep=4)
+    found = choose_layouts(search, keep=4, families=False)
     assert [c.time.seconds for c in found.best] == pytest.approx(times[:4], rel=1e-12)
     for chosen in found.best:
         assert dataclasses.replace(chosen.job, hardware=hardware) in fit
         assert chosen.job.mesh.world == gpus
         assert chosen.job.sequences == search.sequences
     assert found.simulated < len(every) / 10
-    many = choose_layouts(search, keep=200)  # which a bound that is none would order otherwise
+    # Which a bound that is none would order otherwise.
+    many = choose_layouts(search, keep=200, families=False)
     assert [c.time.seconds for c in many.best] == pytest.approx(times[:200], rel=1e-12)
+    fastest: dict[frozenset[str], float] = {}  # of each set of axes
+    for time, job in sorted(((step_time(job), job) for job in fit), key=lambda row: row[0]):
+        fastest.setdefault(_axes(job), time)
+    found = choose_layouts(search, keep=9)
+    shown = {_axes(chosen.job): chosen.time.seconds for chosen in found.best}
+    assert len(shown) == len(found.best) >= 3
+    for axes, time in fastest.items():  # but for an axis more than others that gains nothing
+        no_gain = any(axes > other and at <= time * (1 + 1e-9) for other, at in shown.items())
+        assert shown.get(axes) == pytest.approx(time, rel=1e-9) or (no_gain and axes not in shown)
+    for chosen in found.best:  # of equals the one with the fewest ranks on those axes
+        time, mesh = chosen.time.seconds, chosen.job.mesh
+        equal = [job.mesh for job in fit if _axes(job) == _axes(chosen.job)
+                 and step_time(job) == pytest.approx(time, rel=1e-11)]  # fmt: skip
+        assert mesh.dp == max(other.dp for other in equal)
+
+
+def _axes(job: Job) -> frozenset[str]:
+    return frozenset(axis for axis in ("tp", "pp", "cp") if getattr(job.mesh, axis) > 1)
 
 
 @pytest.mark.parametrize(
@@ -514,7 +533,8 @@ def test_the_page_has_the_numbers_of_its_json(tmp_path) -> None:
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     span = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") / 1e6
     assert 0.5 * told["layouts"][0]["seconds"] < span <= told["layouts"][0]["seconds"]
-    assert len(told["layouts"]) == 3
+    axes = [{a for a in ("dp", "tp", "pp") if row["options"][a] > 1} for row in told["layouts"]]
+    assert axes == [{"dp"}, {"dp", "pp"}]  # 25 heads have no tensor ranks among 8
     seconds = [row["seconds"] for row in told["layouts"]]
     assert seconds == sorted(seconds)
     for row in told["layouts"]:
@@ -529,6 +549,23 @@ def test_the_page_has_the_numbers_of_its_json(tmp_path) -> None:
     for name, most in max(told["layouts"][0]["memory"], key=lambda rank: rank["total"]).items():
         if name != "total":
             assert f"  {name:12} {most / 2**30:8.2f} GiB" in printed
+
+
+def test_seven_gpus_are_no_seven_context_ranks_and_a_line_says_what_to_do(tmp_path) -> None:
+    """Unless the sequence has as many equal chunks."""
+    told, printed = _planned(tmp_path, "--model", "llama-8b", "--gpus", "7", "--hw", "h200")
+    assert [row["options"]["pp"] for row in told["layouts"]] == [7]
+    reason = "seq_len = 8192 is not divisible by the 14 chunks of cp = 7"
+    assert told["refused"][reason] == 1
+    assert reason in printed
+    assert (
+        "512 sequences are not divisible by 7 data ranks: --sequences 511 allows dp = 7" in printed
+    )
+    words = ("--gpus", "7", "--hw", "h200", "--seq-len", "7168", "--sequences", "511")
+    told, printed = _planned(tmp_path, "--model", "llama-8b", *words)
+    shapes = [(row["options"]["dp"], row["options"]["cp"]) for row in told["layouts"]]
+    assert {(7, 1), (1, 7)} <= {*shapes}
+    assert "allows dp" not in printed
 
 
 def test_a_plan_is_one_flag_of_train_and_prove(tmp_path, capsys) -> None:

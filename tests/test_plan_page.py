@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from warpweave.parallel.schedule import one_f_one_b
-from warpweave.parallel.simulate import simulate
+from warpweave.parallel.simulate import Timeline, simulate
 from warpweave.plan.page import COLOURS, LEFT, ROW, TOP, WIDTH, plan_page
 
 GIB = 2**30
@@ -56,10 +56,54 @@ class Parsed(HTMLParser):
         return [(attrs, "".join(text)) for name, attrs, text in self.found if name == tag]
 
 
+RECORD = {
+    "layouts": [{"traffic": {"tp": {"link": "NVLink", "bytes": 1.25e9},
+                             "dp": {"link": "network", "bytes": 3e10}}}],
+    "refused": {"too <large>": 3, "no divisor": 70},
+}  # fmt: skip
+WORDS = "a <model> & more", "a step has 24 sequences of 100 tokens", "5 layouts were simulated"
+
+
+def _page(memory: list, capacity: float, timeline: Timeline, words: tuple = WORDS) -> str:
+    return plan_page(RECORD, words, LAYOUTS, memory, capacity, timeline)
+
+
 @pytest.fixture(scope="module")
 def document() -> str:
     timeline = simulate(one_f_one_b(2, 4), {"F": 0.01, "B": 0.02})
-    return plan_page("a <model> & more", LAYOUTS, MEMORY, 80 * GIB, timeline)
+    return _page(MEMORY, 80 * GIB, timeline)
+
+
+def test_the_page_says_what_a_step_has_what_is_sent_and_what_was_refused(document) -> None:
+    parsed = Parsed(document)
+    said = [text.strip() for _, text in parsed.all("p")]
+    assert all(words in said for words in WORDS[1:])
+    tables = {attrs["id"] for attrs, _ in parsed.all("table")}
+    assert tables == {"layouts", "traffic", "refused"}
+    cells = [text.strip() for _, text in parsed.all("td")]
+    assert cells[cells.index("tp") :] == [
+        "tp", "NVLink", "1.25", "dp", "network", "30.00", "70", "no divisor", "3", "too <large>",
+    ]  # fmt: skip
+
+
+def test_both_pictures_have_an_axis_with_a_unit(document) -> None:
+    drawn = {}
+    for name in ("memory", "timeline"):
+        picture = document[document.rindex("<svg", 0, document.index("</svg>")) :]
+        document = document[document.index("</svg>") + 6 :]
+        parsed = Parsed(picture[: picture.index("</svg>") + 6])
+        drawn[name] = [text.strip() for _, text in parsed.all("text")]
+    assert drawn["memory"][-11:] == [*map(str, range(0, 90, 10)), "GiB", "capacity 80.0 GiB"]
+    assert drawn["timeline"][-12:] == [
+        *map(str, range(0, 160, 20)), "time in ms", "forward", "backward",
+        "numbers: micro-batches; white: idle",
+    ]  # fmt: skip
+
+
+def test_nothing_that_is_written_is_stretched(document) -> None:
+    """The wheel lays bars and ticks out again, where an outer scale would stretch their words."""
+    assert "preserveAspectRatio" not in document
+    assert 'setAttribute("viewBox"' not in document
 
 
 def test_the_page_asks_for_nothing_from_outside(document) -> None:
@@ -73,12 +117,13 @@ def test_the_json_in_the_page_is_what_it_shows(document) -> None:
     plan = json.loads(next(text for attrs, text in parsed.all("script") if attrs.get("id")))
     assert plan["layouts"] == LAYOUTS
     assert plan["memory"] == MEMORY
-    cells = [(attrs["data-value"], text) for attrs, text in parsed.all("td")]
+    cells = [(a["data-value"], text) for a, text in parsed.all("td") if "data-value" in a]
     assert [value for value, _ in cells] == [
         str(v) for row in plan["layouts"] for v in row.values()
     ]
-    assert [text for _, text in cells][:4] == ["tp8 pp2", "1.25", "0.5123", "1"]
-    assert [text for _, text in parsed.all("th")] == ["layout", "seconds", "mfu", "zero"]
+    assert [text for _, text in cells][:4] == ["tp8 pp2", "1.25", "51.2%", "1"]
+    heads = [text for _, text in parsed.all("th")]
+    assert heads[:4] == ["layout", "seconds per step", "MFU", "ZeRO"]
 
 
 def test_memory_is_stacked_to_scale(document) -> None:
@@ -101,7 +146,7 @@ def test_memory_is_stacked_to_scale(document) -> None:
 def test_the_timeline_has_a_bar_an_action(document) -> None:
     drawn = document[document.index('<div id="timeline">') :]
     assert drawn.count("</title></rect>") == 16
-    assert "<title>1B0: 0.02 to 0.04</title>" in drawn
+    assert "<title>1B0: 20 to 40 ms</title>" in drawn
     assert "idle 20%" in drawn
 
 
@@ -110,8 +155,8 @@ def test_each_row_bar_and_word_stands_where_it_belongs() -> None:
     past the line of what a GPU has."""
     timeline = simulate(one_f_one_b(1, 1), {"F": 1, "B": 2})
     memory = [{"weights": 5 * GIB}, {"weights": 7 * GIB, "update <x>": 21.25 * GIB}]
-    found = plan_page("x", LAYOUTS, memory, 16 * GIB, timeline)
-    rows = [attrs for attrs, _ in Parsed(found).all("tr")]
+    found = _page(memory, 16 * GIB, timeline, ("x", "", ""))
+    rows = [attrs for attrs, _ in Parsed(found).all("tr")][: 1 + len(LAYOUTS)]
     assert [attrs.get("class") for attrs in rows] == [None, "chosen", None]
     picture = found[found.index('<svg id="memory"') :]
     parsed = Parsed(picture[: picture.index("</svg>") + 6])
@@ -125,7 +170,7 @@ def test_each_row_bar_and_word_stands_where_it_belongs() -> None:
                     "update <x>: 21.25 GiB"]  # fmt: skip
     words = [text for _, text in parsed.all("text")]
     assert words == ["weights", "update <x>", "rank 0", "5.0 GiB", "rank 1", "28.2 GiB",
-                     "capacity 16.0 GiB"]  # fmt: skip
+                     *("0", "5", "10", "15", "20", "25"), "GiB", "capacity 16.0 GiB"]  # fmt: skip
     keys = [attrs["fill"] for attrs, _ in parsed.all("rect") if attrs["height"] == "12"]
     assert keys == [bars[0]["fill"], bars[1]["fill"]] == [*COLOURS[:2]]
     (line,) = (attrs for attrs, _ in parsed.all("line"))
@@ -142,7 +187,7 @@ def test_bars_of_nothing_take_no_room_and_colours_begin_anew_after_the_last() ->
     sizes = [[2, 0, 3, 1, 0, 2, 1, 3, 4], [1, 1, 0, 0, 5, 0, 0.001, 0, 2]]
     memory = [{kind: n * GIB for kind, n in zip(kinds, of, strict=True)} for of in sizes]
     del memory[1][kinds[3]]  # not even named
-    found = plan_page("x", LAYOUTS, memory, 64 * GIB, simulate(one_f_one_b(1, 1), {"F": 1, "B": 2}))
+    found = _page(memory, 64 * GIB, simulate(one_f_one_b(1, 1), {"F": 1, "B": 2}))
     picture = found[found.index('<svg id="memory"') :]
     parsed = Parsed(picture[: picture.index("</svg>") + 6])
     bars = [attrs for attrs, _ in parsed.all("rect") if attrs["height"] == "17"]
@@ -163,4 +208,4 @@ def test_bars_of_nothing_take_no_room_and_colours_begin_anew_after_the_last() ->
         assert {float(words[w]["y"]) for w in (total, f"rank {rank}")} == {TOP + rank * ROW + 14}
     (line,) = (attrs for attrs, _ in parsed.all("line"))
     assert (float(line["y1"]), float(line["y2"])) == (TOP, TOP + 2 * ROW)
-    assert float(words["capacity 64.0 GiB"]["y"]) == TOP + 2 * ROW + 14
+    assert float(words["capacity 64.0 GiB"]["y"]) == TOP + 2 * ROW + 29

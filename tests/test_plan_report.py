@@ -204,7 +204,7 @@ def test_the_text_page_has_a_row_for_each_layout() -> None:
     P += 2 * 50304 * 4096 + 4096
     assert head == (
         f"my-model, {P / 1e9:.3g} B parameters, on 48 a100-80g (4 to a node); a step has 40 "
-        "sequences of 8192 tokens. Predicted, not measured."
+        "sequences of 8192 tokens, 327,680 in all. Predicted, not measured."
     )
     for at, (chosen, row) in enumerate(zip(found.best, rows), 1):
         mesh, plan, job = chosen.job.mesh, chosen.job.plan, chosen.job
@@ -282,14 +282,16 @@ def test_the_html_shows_the_first_layouts_memory_and_timeline(monkeypatch) -> No
     told: list[Any] = []
     monkeypatch.setattr("warpweave.plan.page.plan_page", lambda *of: told.extend(of) or "")
     command._html(config, search, found)
-    title, rows, memory, capacity, timeline = told
+    record, (title, about, searched), rows, memory, capacity, timeline = told
     assert title == "my-model on 48 a100-80g"
+    assert about == next(command.lines(config, search, found))
+    assert searched.startswith("17 layouts were simulated, 2345 compared by a bound; nearest miss:")
     assert (capacity, timeline) == (80e9, found.best[0].time.timeline)
-    record = command.as_record(config, search, found)["layouts"]
-    for row, layout in zip(rows, record, strict=True):
+    assert record == command.as_record(config, search, found)
+    for row, layout in zip(rows, record["layouts"], strict=True):
         gib = max(rank["total"] for rank in layout["memory"]) / GIB
-        own = {"seconds": layout["seconds"], "mfu": layout["mfu"], "GiB": gib}
-        assert row == own | layout["options"]
+        own = {n: layout[n] for n in ("seconds", "mfu", "tokens_per_second", "bubble")}
+        assert row == own | {"GiB": gib} | layout["options"]
     for rank, peak, shown in zip(ranks, peaks, memory, strict=True):
         assert (shown[peak], sum(shown.values())) == (99 * GIB, rank.total)
 

@@ -45,6 +45,10 @@ def test_every_branch_is_looked_at_and_every_reason_is_counted(
         for pp, cp, dp in itertools.product(_sizes(gpus), repeat=3):
             if tp * pp * cp * dp != gpus or pp > 6 or cp > 4:  # of 1,024 rows at least
                 continue
+            if cp == 3:  # not a power of two, and zigzag's chunks do not fit
+                chunks = f"the {2 * cp} chunks of cp = {cp}"
+                reasons[f"seq_len = 4096 is not divisible by {chunks}"] += 1
+                continue
             if sequences % dp:
                 reasons[f"dp does not divide the {sequences} sequences"] += 1
                 continue
@@ -119,7 +123,7 @@ def test_what_was_looked_at_is_counted_and_the_nearest_miss_is_nearest(gib: floa
     bounded = [job for job in every if least_memory(job) <= capacity]
     needs = [max(rank.total for rank in estimate(job)) for job in bounded]
     fit = [job for job, needed in zip(bounded, needs) if needed <= capacity]
-    found = choose_layouts(search, keep=10**6)
+    found = choose_layouts(search, keep=10**6, families=False)
     assert (found.bounded, found.simulated, len(found.best)) == (len(bounded), len(fit), len(fit))
     assert {chosen.job.plan for chosen in found.best} == {job.plan for job in fit}
     if far:

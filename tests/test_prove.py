@@ -12,7 +12,9 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import os
+import re
 import shlex
 import signal
 from collections.abc import Iterator
@@ -33,12 +35,14 @@ from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.kernels.norm import function as norm
 from warpweave.launch import Session, Stopped
+from warpweave.parallel.collectives import Pending
 from warpweave.parallel.data import parameters, zero
 from warpweave.parallel.data.optimizer import SGD, LossScale
 from warpweave.parallel.mesh import AXES, Mesh, single
 from warpweave.parallel.pipeline.losses import LOSS
 from warpweave.parallel.shard import ParamRecord
-from warpweave.parallel.words import Strategy
+from warpweave.parallel.tensor import ranks
+from warpweave.parallel.words import Kind, Strategy
 from warpweave.prove import (
     LIMITS,
     Errors,
@@ -76,10 +80,11 @@ def drawn(mesh: Mesh) -> Layout:
     return dataclasses.replace(layout, count=2, drawn=sizes)
 
 
-def shallow(mesh: Mesh, *words, **options) -> Layout:
+def shallow(mesh: Mesh, *words, layers: int = 1, length: int | None = None, **options) -> Layout:
     """A layout of one block in one micro-batch, where none meets another."""
     layout = Layout(mesh, *words, **options)
-    return dataclasses.replace(layout, count=1, drawn=dataclasses.replace(layout.sizes, layers=1))
+    sizes = {"layers": layers, "seq_len": length or layout.sizes.seq_len}
+    return dataclasses.replace(layout, count=1, drawn=dataclasses.replace(layout.sizes, **sizes))
 
 
 LAYOUTS = {
@@ -96,6 +101,7 @@ LAYOUTS = {
         Layout(Mesh(pp=2), schedule="gpipe", recompute="full"),
         Layout(Mesh(pp=2), schedule="interleaved", style="llama", count=3),
         Layout(Mesh(dp=2), zero=1, schedule="interleaved"),  # both stages on each rank
+        shallow(Mesh(pp=2), layout="balanced", length=7, layers=2),
     ],
     4: [
         Layout(Mesh(dp=2, cp=2), zero=3, recompute="full"),
@@ -297,6 +303,23 @@ def test_the_report_names_what_is_wrong():
     assert "final_norm.bias" in errors.where
 
 
+def test_the_report_names_the_first_wrong_tensor_in_order_of_execution():
+    """Though later ones are off by more: the backward comes to the last parameter first."""
+
+    def read(original):
+        def scaled(self, which):
+            for record, tensor, owned in original(self, which):
+                far = {"final_norm.weight": 1e-9, "embedding.weight": 0.5}.get(record.name, 0.0)
+                yield record, tensor * (1 + far * (which == "grad")), owned
+
+        return scaled
+
+    with planted(Plant(engines.Engine, "read", read)):
+        errors = prove_layout(Layout(Mesh()), single())
+    assert errors.first == "gradient of final_norm.weight at step 0 on rank 0"
+    assert errors.where.startswith("gradient of embedding.weight at step ")
+
+
 def _shifted(name: str):
     def value(original):
         def draw(self, seed, **options):
@@ -481,7 +504,9 @@ def test_a_fault_of_one_single_rank_turns_every_rank_red_and_that_rank_is_named(
 def _compared(value: torch.Tensor, rounding: float, of: str = "w", **more) -> proof._Comparison:
     size = float(value.abs().max())
     return proof._Comparison(
-        truths.Truth(Layout(Mesh()).model, {of: value} | more, {of: size}, {of: rounding})
+        truths.Truth(Layout(Mesh()).model, {of: value} | more, {of: size}, {of: rounding}),
+        limit=math.inf,
+        order={},
     )
 
 
@@ -527,7 +552,7 @@ def test_a_token_may_be_another_one_only_where_rounding_turns_the_order_of_two_l
 def test_a_later_token_is_judged_by_the_text_before_it():
     """The third step's text has two: the second is the plain model's after what was generated."""
     layout = Layout(Mesh())
-    compare = proof._Comparison(_truth(layout))
+    compare = proof._Comparison(_truth(layout), math.inf, {})
     start = expected.prompt(layout.sizes, 2)
     for first in range(3):  # whatever it is
         begun = torch.cat([start, torch.tensor([first])])
@@ -729,7 +754,16 @@ def test_a_seed_gives_one_layout_and_seeds_reach_every_corner():
     assert some(lambda lay: 1 < lay.sizes.kv_heads < lay.sizes.heads)
     assert some(lambda lay: lay.sizes.dropout == 0)
     assert some(lambda lay: lay.sizes.seq_len % 2)
-    assert some(lambda lay: lay.sizes.seq_len % lay.mesh.cp)
+    for kind in get_args(Kind):  # ragged, on context ranks and where there are none
+        mine = [x for x in layouts if x.layout == kind]
+        chunks = 2 if kind in ("zigzag", "balanced") else 1
+        assert sum(x.sizes.seq_len % (x.mesh.cp * chunks) > 0 for x in mine if x.mesh.cp > 1) >= 5
+        for axis in ("dp", "tp", "pp"):
+            alone = [lay for lay in layouts if lay.mesh.cp == 1 < getattr(lay.mesh, axis)]
+            assert any(lay.layout == kind and lay.sizes.seq_len % 2 for lay in alone), (kind, axis)
+    for name, words in {"strategy": Strategy, "layout": Kind}.items():
+        alone = [lay for lay in layouts if lay.mesh.cp == 1]
+        assert {getattr(lay, name) for lay in alone} == {*get_args(words)}
     assert some(lambda lay: lay.mesh.dp_shard is not None)
     assert some(lambda lay: lay.mesh.outer > 1 and lay.mesh.world > 2)
     assert some(lambda lay: lay.reduce == "ordered" and lay.mesh.data > 1)
@@ -948,6 +982,38 @@ def test_a_rank_that_dies_under_the_launcher_is_not_proven(monkeypatch, capfd):
     assert (summary["passed"], summary["right"], summary["layouts"]) == (False, 1, 2), printed
     assert "stopped" not in summary
     assert "rank 1 (dp=1) was killed by SIGKILL" in printed.err
+
+
+def _skips(original):
+    """One all-reduce of tensor ranks does not take place."""
+    calls = itertools.count()
+
+    def start(x, group):
+        return Pending(None, lambda: x) if next(calls) == 1 else original(x, group)
+
+    return start
+
+
+def _skipping_rank(*args) -> None:
+    """A rank of the real launcher, of which the second skips a collective of a layer."""
+    skipping = os.environ["RANK"] == "1"
+    with planted(*([Plant(ranks, "start_all_reduce_", _skips)] if skipping else [])):
+        command.prove_rank(*args)
+
+
+def test_a_rank_that_skips_a_collective_is_named_with_both_calls(monkeypatch, tmp_path):
+    right = command.launch
+
+    def launch(_, *rest, **how):
+        right(_skipping_rank, *rest, **how | {"processes": QuickProcesses(tmp_path)})
+
+    monkeypatch.setattr(command, "launch", launch)
+    code, lines = _main("--tp", "2", "--no-sequence-parallel", "--dtype", "fp64")
+    said = (tmp_path / "stderr").read_text()
+    assert (code, json.loads(lines[-1])["passed"]) == (1, False)
+    words = r"rank 0 \(tp=0\) calls all_reduce of .*, rank 1 \(tp=1\) calls all_gather of "
+    assert re.search(words, said), said
+    assert "Timed out" not in said
 
 
 def test_one_launch_proves_worlds_of_every_size(tmp_path):

@@ -65,9 +65,10 @@ def test_each_option_of_a_layout_is_in_its_line_and_its_command(monkeypatch) -> 
 # ---------------------------------------------------------------- the verdict
 
 
-def _errors(value: float = 0.0, where: str = "w", **own: float) -> Errors:
+def _errors(value: float = 0.0, where: str = "w", first: str = "", **own: float) -> Errors:
     each = dict.fromkeys(proof.KINDS, value) | own
-    return Errors(**each, where=where, relative={kind: 1 / (1 + e) for kind, e in each.items()})
+    relative = {kind: 1 / (1 + e) for kind, e in each.items()}
+    return Errors(**each, where=where, relative=relative, first=first)
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -83,6 +84,9 @@ def test_a_row_is_ok_up_to_its_limit_and_wrong_beyond(dtype: str) -> None:
             assert row.startswith("[  3/120] WRONG " if wrong else "[  3/120] ok ")
             again = f"{layout}; largest: w; again: {layout.command}"
             assert row.endswith(again if wrong else str(layout))
+            row = command.table_row(3, 120, layout, dataclasses.replace(errors, first="f"))
+            again = again.replace("; largest", "; first wrong: f; largest")
+            assert row.endswith(again if wrong else str(layout))
     head = command.table_head(120).splitlines()
     assert all(f"x{LIMITS[d]:.0f} in {d}" in "".join(head) for d in LIMITS)
     assert head[-1].startswith("row ")
@@ -92,14 +96,15 @@ def test_every_error_is_the_largest_of_all_ranks_and_the_worst_rank_is_named(mon
     """With the relative error of the rank whose error it is."""
     mesh = Mesh(dp=2, tp=2)
     ranks = [
-        _errors(1.0, "first", loss=5.0), _errors(2.0, "second", grad=6.0, moment=0.5),
-        _errors(1.5, "third", token=7.0), _errors(0.5, "fourth", norm=6.5),
+        _errors(1.0, "first", "b", loss=5.0), _errors(2.0, "second", "?", grad=6.0, moment=0.5),
+        _errors(1.5, "third", token=7.0), _errors(0.5, "fourth", "a", norm=6.5),
     ]  # fmt: skip
     for at in itertools.permutations(range(4)):
         every = [dataclasses.asdict(ranks[number]) for number in at]
         monkeypatch.setattr(proof, "exchange", lambda own, group, every=every: every)
         connected = SimpleNamespace(sizes=mesh, group=lambda axis: None)
-        found = proof._worst_rank(ranks[0], connected)
+        found = proof._worst_rank(ranks[0], connected, {"a": 0, "b": 1})
+        assert found.first == f"a on {mesh.describe(at.index(3))}"
         wanted = dict.fromkeys(proof.KINDS, 2.0)
         wanted |= {"loss": 5.0, "grad": 6.0, "token": 7.0, "norm": 6.5, "moment": 1.5}
         assert found.each == wanted
@@ -109,7 +114,8 @@ def test_every_error_is_the_largest_of_all_ranks_and_the_worst_rank_is_named(mon
 
 
 def test_a_comparison_keeps_the_largest_of_each_kind_and_the_words_of_the_largest_of_all() -> None:
-    compare = proof._Comparison(SimpleNamespace(rounding={}, largest={}))
+    order = {"d": 0, "c": 1, "e": 2}
+    compare = proof._Comparison(SimpleNamespace(rounding={}, largest={}), 2.5, order)
     for kind, what, times, relative in (
         ("loss", "a", 2.0, 0.2), ("grad", "b", 1.0, 0.1), ("loss", "c", 3.0, 0.3),
         ("grad", "d", 0.5, 0.9), ("norm", "e", 3.0, 0.7), ("weight", "f", 0.0, 0.0),
@@ -117,12 +123,14 @@ def test_a_comparison_keeps_the_largest_of_each_kind_and_the_words_of_the_larges
         compare.add(kind, what, times, relative)
     assert compare.errors == {"loss": 3.0, "grad": 1.0, "norm": 3.0, "weight": 0.0}
     assert compare.relative == {"loss": 0.3, "grad": 0.1, "norm": 0.7, "weight": 0.0}
-    assert compare.where == "c"
+    assert (compare.where, compare.first) == ("c", "c")  # d, which is earlier, is within the limit
+    compare.add("grad", "d", 2.75, 0.8)
+    assert (compare.where, compare.first) == ("c", "d")
     compare.add("token", "g", math.nan, math.nan)
     assert (compare.errors["token"], compare.where) == (math.inf, "g")
     assert compare.relative["token"] == math.inf
-    compare.add("grad", "i", 2.0, math.nan)
-    assert (compare.errors["grad"], compare.relative["grad"]) == (2.0, math.inf)
+    compare.add("grad", "i", 3.0, math.nan)
+    assert (compare.errors["grad"], compare.relative["grad"]) == (3.0, math.inf)
     compare.add("loss", "h", math.inf)
     assert compare.where == "g"
     assert compare.relative["loss"] == math.inf
@@ -144,8 +152,8 @@ def test_a_rank_proves_what_it_is_needed_for_and_rank_0_writes(tmp_path, monkeyp
         monkeypatch.setattr(command, "join", lambda *_, s=session, **__: s)
         monkeypatch.setattr(Mesh, "connect", lambda self, device: self)
 
-        def prove(layout, mesh, timeout, done=done):
-            assert (mesh, timeout) == (layout.mesh, 9.0)
+        def prove(layout, mesh, timeout, checked, done=done):
+            assert (mesh, timeout, checked) == (layout.mesh, 9.0, None)
             done.append(layout)
             return _errors(float(len(done)))
 
@@ -213,6 +221,17 @@ def test_options_choose_layouts_largest_worlds_first(monkeypatch) -> None:
     fit = [x for x in drawn if x.overlap != "fused" or x.mesh.pp == 1]
     assert (len([x for x in fit if x.overlap == "fused"]), len(fit)) == (3, 43)
     assert found == sorted(fit, key=lambda x: -x.mesh.world)
+
+
+def test_a_schedule_without_a_pipeline_is_a_line_before_the_proof(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(command, "prove_rank", lambda *_: None)
+    monkeypatch.setattr(command, "launch", lambda *_, **__: None)
+    for given, idle in (({"schedule": "zb-v"}, True), ({"schedule": "zb-v", "pp": 2}, False),
+                        ({}, False), ({"random": 9}, False)):  # fmt: skip
+        with pytest.raises(SystemExit):
+            command.run(ProveConfig(dtype="fp64", **given))
+        said = "schedule = zb-v has no effect: pp is 1"
+        assert (said in capsys.readouterr().err) == idle, given
 
 
 def test_ranks_are_started_for_several_of_them_on_a_cpu() -> None:

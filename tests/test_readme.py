@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import tyro
 
 from warpweave.checkpoint import save_checkpoint
+from warpweave.command_line import read_command_line
 from warpweave.config_file import read_options
 from warpweave.data import open_dataset
 from warpweave.doctor.options import DoctorConfig
@@ -136,7 +136,8 @@ def test_a_command_has_the_options_that_it_is_given(tmp_path, monkeypatch, page,
     Path("plan.json").write_text(json.dumps({"layouts": [{"options": PLANNED}]}))
     options, _ = take_layout(options)
     Path("mine.csv").write_text(to_csv(FAMILIES["zb-v"].make(2, 4, 2)))  # as docs/schedules.md does
-    assert isinstance(tyro.cli(CONFIGS[command], args=options), CONFIGS[command])
+    kind = CONFIGS[command]
+    assert isinstance(read_command_line(kind, command, None, options), kind)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -153,7 +154,8 @@ def test_the_figures_of_the_layout_page_are_the_estimates():
         if found is None:
             continue
         model, rows = found[1] or model, rows + 1
-        config = tyro.cli(TrainConfig, args=["--model", model, *shlex.split(found[2])])
+        words = ["--model", model, *shlex.split(found[2])]
+        config = read_command_line(TrainConfig, "train", None, words)
         step = TrainingStep(PRESETS[model], config.mesh, config.plan, 1, "bf16", "cuda")
         ranks = estimate(step)
         most = max(ranks, key=lambda rank: rank.total)

@@ -327,6 +327,7 @@ IDLE: tuple[tuple[str, Any, dict[str, Any], dict[str, Any]], ...] = (
     ("zero", 3, {"dp": 2, "dp_shard": 1}, {"dp": 2}),
     ("overlap", "chunked", {"dp": 2}, {"tp": 2}),
     ("chunks", 2, {"schedule": "interleaved"}, {"schedule": "interleaved", "pp": 2}),
+    ("schedule", "zb-h1", {}, {"pp": 2}),
     ("layout", "striped", {}, {"cp": 2}),
     ("cp_strategy", "ring", {}, {"cp": 2}),
     ("outer_every", 8, {"steps": 7}, {"steps": 8}),
@@ -372,7 +373,7 @@ ALWAYS = {
     *("timeline", "vocab_size", "seq_len", "layers", "width", "heads", "kv_heads", "hidden"),
     *("positions", "tied", "dropout", "logit_softcap", "embedding_scale", "activation", "bias"),
     *("norm", "norm_eps", "norm_place", "head_size", "qkv_bias", "qk_norm", "qk_norm_whole"),
-    *("attention_scale", "softcap", "sinks", "schedule", "recompute", "reduce"),
+    *("attention_scale", "softcap", "sinks", "recompute", "reduce"),
     *("early_gradients", "sequence_parallel"),  # on where they can be; off is off anywhere
 }
 ALWAYS_SAMPLE = {

@@ -8,6 +8,7 @@ import sys
 from importlib import import_module
 
 from warpweave import __version__
+from warpweave.parallel.words import did_you_mean
 from warpweave.processes import Processes, starting
 
 _USAGE = """usage: warpweave COMMAND [OPTIONS]
@@ -72,7 +73,8 @@ def _main() -> None:
     elif command == "--version":
         print(f"warpweave {__version__}")
     else:
-        print(f"warpweave: unknown command {command!r}\n\n{_USAGE}", file=sys.stderr)
+        near = did_you_mean(command, _COMMANDS)
+        print(f"warpweave: unknown command {command!r}{near}\n\n{_USAGE}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -18,7 +18,7 @@ from warpweave.kernels.words import find_activation
 from warpweave.layers.style import BlockStyle, HeadStyle, MLPStyle
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.mesh import Mesh
-from warpweave.parallel.words import Choice, Kind, Overlap
+from warpweave.parallel.words import Choice, Kind, Overlap, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +39,9 @@ def _check_words(record: GPTConfig | ParallelPlan) -> None:
     for name, kind in _hints(type(record)).items():
         value = getattr(record, name)
         if get_origin(kind) is Literal and value not in get_args(kind):
-            words = ", ".join(map(str, get_args(kind)))
-            raise ValueError(f"{name} must be one of {words}, got {value!r}")
+            words = [*map(str, get_args(kind))]
+            near = did_you_mean(str(value), words)
+            raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}{near}")
         kinds = get_args(kind) or (kind,)
         if get_origin(kind) is tuple or {int, float, bool}.isdisjoint(kinds):
             continue

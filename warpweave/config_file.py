@@ -8,15 +8,16 @@ TOML has no null: a missing key is the default, which `write_options` writes as 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from warpweave.command_line import alternatives, option_types
 from warpweave.messages import one_line
+from warpweave.parallel.words import did_you_mean
 
 _Record = TypeVar("_Record")
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a string in quotes",
@@ -63,14 +64,13 @@ def read_options(
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # a TOMLDecodeError, a UnicodeDecodeError
         raise ValueError(f"{path} is not TOML: {one_line(error)}") from None
-    kinds = {name: kind for name, kind in _types(defaults).items() if name not in without}
+    every = option_types(type(defaults))
+    kinds = {name: kind for name, kind in every.items() if name not in without}
     given: dict[str, Any] = {}
     for key, value in found.items():
         name = key.replace("-", "_")
         if name not in kinds:
-            near = difflib.get_close_matches(name, kinds, 1)
-            hint = f"; is {near[0]} meant?" if near else ""
-            raise ValueError(f"{path}: {key} is no option{hint}")
+            raise ValueError(f"{path}: unknown option {key!r}{did_you_mean(name, kinds)}")
         if name in given:
             raise ValueError(f"{path}: {name} is given twice")
         try:
@@ -79,8 +79,9 @@ def read_options(
             given[name] = _typed_value(kinds[name], value)
         except (TypeError, OverflowError):
             says = json.dumps(value, default=str, ensure_ascii=False)
+            near = did_you_mean(value, _choices_of(kinds[name])) if isinstance(value, str) else ""
             raise ValueError(
-                f"{path}: {key} must be {_described(kinds[name])}, got {says}"
+                f"{path}: {key} must be {_described(kinds[name])}, got {says}{near}"
             ) from None
     try:
         return with_options(defaults, given)
@@ -97,24 +98,15 @@ def write_options(record: Any, without: tuple[str, ...] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _types(record: Any) -> dict[str, Any]:
-    """Every option's name and type."""
-    hints, found = get_type_hints(type(record)), {}
-    for item in dataclasses.fields(record):
-        value = getattr(record, item.name)
-        found |= _types(value) if dataclasses.is_dataclass(value) else {item.name: hints[item.name]}
-    return found
-
-
-def _alternatives(kind: Any) -> tuple[Any, ...]:
-    """The types of a union, but for None; of another type, itself."""
-    union = get_origin(kind) in (Union, UnionType)
-    return tuple(k for k in get_args(kind) if k is not type(None)) if union else (kind,)
+def _choices_of(kind: Any) -> list[str]:
+    """The words among the choices of a type."""
+    literal = [k for k in alternatives(kind) if get_origin(k) is Literal]
+    return [str(word) for k in literal for word in get_args(k)]
 
 
 def _typed_value(kind: Any, value: Any) -> Any:
     """A TOML value converted to the type `kind`; TypeError if it is not one."""
-    for each in _alternatives(kind):
+    for each in alternatives(kind):
         origin, inner = get_origin(each), get_args(each)
         if origin is Literal and any(type(value) is type(x) and value == x for x in inner):
             return value
@@ -135,7 +127,7 @@ def _typed_value(kind: Any, value: Any) -> Any:
 def _described(kind: Any) -> str:
     """A type in words."""
     words = []
-    for each in _alternatives(kind):
+    for each in alternatives(kind):
         origin, inner = get_origin(each), get_args(each)
         if origin is Literal:
             words.append("one of " + ", ".join(map(json.dumps, inner)))

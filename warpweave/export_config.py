@@ -16,6 +16,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from warpweave.command_line import read_command_line
+
 
 @dataclass(frozen=True)
 class ExportConfig:
@@ -38,4 +40,4 @@ class ExportConfig:
 
 def parse(argv: list[str] | None = None) -> ExportConfig:
     """The options of the command line; a wrong one ends the process with 2."""
-    return tyro.cli(ExportConfig, prog="warpweave export", description=__doc__, args=argv)
+    return read_command_line(ExportConfig, "export", __doc__, argv)

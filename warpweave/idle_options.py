@@ -104,7 +104,7 @@ TRAIN = (
         "there is one rank to shard over (dp x cp, or dp_shard x cp)",
     ),
     Idle(("overlap",), lambda c: c.plan.overlap != "none" and c.tp == 1, "tp is 1"),
-    Idle(("chunks",), lambda c: c.pp == 1, "pp is 1"),
+    Idle(("chunks", "schedule"), lambda c: c.pp == 1, "pp is 1"),
     Idle(("layout", "cp_strategy"), lambda c: c.cp == 1, "cp is 1"),
     Idle(
         ("outer_every",), lambda c: _first_meeting(c) > c.steps,
@@ -151,6 +151,8 @@ TRAIN = (
         "torch computes, not the Triton kernels",
     ),
 )  # fmt: skip
+
+PROVE = (Idle(("schedule",), lambda c: c.pp == 1 and not (c.all or c.random), "pp is 1"),)
 
 
 def _vocabulary(config: Any) -> int:

@@ -8,11 +8,23 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
+from warpweave.command_line import alternatives
+
 _WORDS: dict[str, Any] = {"True": True, "False": False, "auto": "auto"}
 RESUME = tyro.constructors.PrimitiveConstructorSpec[Any](  # --resume may stand alone
     (0, 1), "[True|False|auto]", lambda words: _WORDS[words[0]] if words else True,
     lambda value: value in _WORDS.values(), lambda value: [str(value)], (*_WORDS,),
 )  # fmt: skip
+
+
+def _switch(name: str) -> Any:
+    """A switch that may be left open: ``--tied``, or ``--no-tied``, which `command_line` spells
+    ``--tied False``."""
+    off = f"--no-{name.replace('_', '-')}"
+    return tyro.constructors.PrimitiveConstructorSpec[Any](
+        (0, 1), f"| {off}", lambda words: _WORDS[words[0]] if words else True,
+        lambda value: isinstance(value, bool), lambda value: [str(value)], ("True", "False"),
+    )  # fmt: skip
 
 
 def overrides_of(config: type, module: str) -> Any:
@@ -25,7 +37,10 @@ def overrides_of(config: type, module: str) -> Any:
         if item.name == "rope_scaling":  # a record, which comes with a model
             continue
         hint = hints.get(item.name, "(default: the preset's)")
-        option: Any = Annotated[kinds[item.name] | None, tyro.conf.arg(help_behavior_hint=hint)]
+        about: list[Any] = [tyro.conf.arg(help_behavior_hint=hint)]
+        if alternatives(kinds[item.name]) == (bool,):
+            about.append(_switch(item.name))
+        option: Any = Annotated[(kinds[item.name] | None, *about)]  # type: ignore[valid-type]
         fields.append((item.name, option, None))
     said = [(inspect.getdoc(c) or "").partition("Attributes:")[2] for c in config.__mro__[:-1]]
     namespace = {"__doc__": "A model.\n\nAttributes:" + "".join(said)}

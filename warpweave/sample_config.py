@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from warpweave.command_line import read_command_line
 from warpweave.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -107,4 +108,4 @@ class SampleConfig:
 
 def parse(argv: list[str] | None = None) -> SampleConfig:
     """The options of the command line; a wrong one ends the process with 2."""
-    return tyro.cli(SampleConfig, prog="warpweave sample", description=__doc__, args=argv)
+    return read_command_line(SampleConfig, "sample", __doc__, argv)

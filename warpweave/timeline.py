@@ -1,7 +1,8 @@
 """Timelines of pipeline schedules as pictures (SVG, PNG) and as traces for Chrome's viewer and
 Perfetto, of simulated steps (`parallel.simulate`) and of measured ones beside them.
 
-A row is a rank, a bar is an action over its time, and white is idle (the bubble):
+A row is a rank, a bar is an action over its time, and white is idle (the bubble). An axis has the
+unit of time, a legend the kinds of action:
 
     rank 0  | F0 | F1 |....|  B0    |  B1    |
     rank 1  |....| F0 |  B0    | F1 |  B1    |
@@ -12,6 +13,7 @@ The standard library draws SVG and writes traces; PNG takes matplotlib.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,10 +33,9 @@ COLOURS = {
     "W": ("#f0c987", "#c98f2f"),
 }
 WAITING, OTHER = "#eeeeee", "#b8a0d0"
-LEGEND = (  # lines
-    "blue: forward, green: backward (teal: of the input, amber: of the weights), by micro-batch;",
-    "dark: a rank's later stages; violet: sums and updates; white and grey: idle",
-)
+NAMES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+_DARKER = "; darker: a rank's later stages"
+_LETTER = 6.2  # pixels of a letter, about
 
 
 class Bar(NamedTuple):
@@ -71,6 +72,38 @@ def _title(name: str, timeline: Timeline) -> str:
     return f"{name}: idle {idle:.0%}, activations of at most {held:g} micro-batches"
 
 
+def kinds(panels: Mapping[str, Timeline]) -> dict[str, str]:
+    """What the legend explains: the kinds of action that are drawn, and their colour."""
+    ops = {cell.action.op for timeline in panels.values() for _, cell, _ in bars(timeline)}
+    found = {NAMES[op]: shades[0] for op, shades in COLOURS.items() if op in ops}
+    rest = ops - set(COLOURS)
+    found |= {"sends, sums and updates": OTHER} if rest - set(RECEIVES) else {}
+    return found | ({"waiting to receive": WAITING} if rest & set(RECEIVES) else {})
+
+
+def _note(panels: Mapping[str, Timeline]) -> str:
+    """The line below the legend."""
+    rows = [row for timeline in panels.values() for row in timeline.cells]
+    several = any(len({cell.action.stage for cell in row}) > 1 for row in rows)
+    return "white: idle" + _DARKER * several
+
+
+def in_units(span: float, unit: str) -> tuple[float, str]:
+    """How many of a unit that suits `span` make one `unit`, and its name: seconds are shown in ms
+    or µs if they are few."""
+    if unit == "s" and span < 1:
+        return (1e3, "ms") if span >= 1e-3 else (1e6, "µs")
+    return 1.0, unit
+
+
+def ticks(span: float) -> list[float]:
+    """Round numbers from 0 to `span`, 5 to 12 of them."""
+    rough = span / 10
+    step = 10.0 ** math.floor(math.log10(rough))
+    step *= next(n for n in (1, 2, 5, 10) if n * step >= rough)
+    return [step * n for n in range(int(span / step + 1e-9) + 1)]
+
+
 def _edge(timeline: Timeline) -> float:
     """Width of the white line round a bar: none where it would hide a row of many."""
     return 0.5 if max(map(len, timeline.cells)) < 200 else 0
@@ -80,14 +113,17 @@ def _name(action: Action) -> str:
     return str(action.mb) if action.mb >= 0 else ""
 
 
-def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False) -> str:
-    """All timelines under one another as one SVG document, on one scale of time.
+def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False, unit: str = "s") -> str:
+    """All timelines under one another as one SVG document, on one scale of time, with its axis and
+    a legend.
 
     Args:
         panels: title -> timeline, all in one unit of time.
         tooltips: every bar says its action and its times when pointed at; larger.
+        unit: of time.
     """
-    scale = WIDTH / max(timeline.span for timeline in panels.values())
+    span = max(timeline.span for timeline in panels.values())
+    scale, (many, shown) = WIDTH / span, in_units(span, unit)
     colours: dict[str, str] = {}
     elements, top = [], 4
     for name, timeline in panels.items():
@@ -101,27 +137,33 @@ def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False) -> str:
         for rank, (action, start, end), colour in bars(timeline):
             x, width, y = LEFT + (start - begin) * scale, (end - start) * scale, top + rank * ROW
             shade = colours.setdefault(colour, f"c{len(colours)}")
-            tip = f"<title>{action}: {start:g} to {end:g}</title>" if tooltips else ""
-            rect = f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 2}"'
+            tip = f"<title>{action}: {start * many:g} to {end * many:g} {shown}</title>"
+            tip = tip if tooltips else ""
+            number = f' data-n="{_name(action)}"' if tooltips else ""
+            places = 3 if tooltips else 1  # a page zooms in
+            rect = f'<rect x="{x:.{places}f}" y="{y}" width="{width:.{places}f}"'
+            rect += f' height="{ROW - 2}"{number}'
             elements.append(f'{rect} class="{shade}"' + (f">{tip}</rect>" if tip else "/>"))
             if width >= LABEL and _name(action):
                 elements.append(
                     f'<text x="{x + width / 2:.1f}" y="{y + 13}" class="n">{action.mb}</text>'
                 )
         top += len(timeline.cells) * ROW + GAP
-    for line in LEGEND:
-        elements.append(f'<text x="{LEFT}" y="{top + 10}">{line}</text>')
-        top += 14
-    right, bottom, edge = LEFT + WIDTH + 12, top + 6, min(map(_edge, panels.values()))
+    elements += _time_axis(top - GAP + 2, span * many, scale / many, shown)
+    elements += _legend(panels, top + 24, colours)
+    top += 52
+    right, bottom, edge = LEFT + WIDTH + 24, top + 6, min(map(_edge, panels.values()))
     style = (
         "text{font:11px sans-serif;fill:#333}.title{font-weight:bold}"
+        ".axis path{stroke:#333;fill:none}.axis .tick{text-anchor:middle}"
         f"rect{{stroke:#fff;stroke-width:{edge}}}"
         ".n{font-size:9px;text-anchor:middle;fill:#102030}"
     ) + "".join(f".{shade}{{fill:{colour}}}" for colour, shade in colours.items())
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom}" '
-            f'width="{right:.0f}" height="{bottom}">',
+            f'width="{right:.0f}" height="{bottom}" data-left="{LEFT}" data-width="{WIDTH:g}" '
+            f'data-span="{span * many:g}" data-label="{LABEL:g}">',
             f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>',
             *elements,
             "</svg>\n",
@@ -129,22 +171,49 @@ def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False) -> str:
     )
 
 
-def png(panels: Mapping[str, Timeline], path: Path) -> None:
-    """The same picture as a PNG, time on its axis."""
+def _time_axis(top: float, span: float, scale: float, unit: str) -> list[str]:
+    """The axis of time below the last row: `span` units, `scale` pixels each."""
+    marks = [(LEFT + at * scale, f"{at:g}") for at in ticks(span)]
+    return [
+        f'<g class="axis" data-y="{top:g}"><path d="M{LEFT} {top:g}H{LEFT + WIDTH:g}"/>',
+        *(f'<path d="M{x:.1f} {top:g}v4"/>' for x, _ in marks),
+        *(f'<text x="{x:.1f}" y="{top + 15:g}" class="tick">{word}</text>' for x, word in marks),
+        "</g>",
+        f'<text x="{LEFT + WIDTH / 2:g}" y="{top + 29:g}">time in {escape(unit)}</text>',
+    ]
+
+
+def _legend(panels: Mapping[str, Timeline], top: float, colours: dict[str, str]) -> list[str]:
+    """A square of each colour and what it is, and a line for the rest."""
+    found, x = [], float(LEFT)
+    for name, colour in kinds(panels).items():
+        shade = colours.setdefault(colour, f"c{len(colours)}")
+        found.append(f'<path d="M{x:.0f} {top + 1:g}h11v11h-11z" class="{shade}"/>')
+        found.append(f'<text x="{x + 15:.0f}" y="{top + 10:g}">{name}</text>')
+        x += 30 + _LETTER * len(name)
+    note = f"numbers: micro-batches; {_note(panels)}"
+    return [*found, f'<text x="{LEFT}" y="{top + 26:g}">{note}</text>']
+
+
+def png(panels: Mapping[str, Timeline], path: Path, unit: str = "s") -> None:
+    """The same picture as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    many, shown = in_units(max(timeline.span for timeline in panels.values()), unit)
 
     heights = [len(timeline.cells) for timeline in panels.values()]
     figure, axes = plt.subplots(
-        len(panels), 1, sharex=True, squeeze=False, figsize=(10, 0.28 * sum(heights) + len(panels)),
-        height_ratios=heights,
+        len(panels), 1, sharex=True, squeeze=False,
+        figsize=(10, 0.28 * sum(heights) + len(panels) + 1.0), height_ratios=heights,
     )  # fmt: skip
     for axis, (name, timeline) in zip(axes[:, 0], panels.items()):
         drawn: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
         for rank, cell, colour in bars(timeline):
-            drawn[rank, colour].append((cell.start, cell.end - cell.start))
+            drawn[rank, colour].append((cell.start * many, (cell.end - cell.start) * many))
         for (rank, colour), spans in drawn.items():
             axis.broken_barh(
                 spans,
@@ -157,7 +226,11 @@ def png(panels: Mapping[str, Timeline], path: Path) -> None:
         axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
         axis.set_ylim(len(ranks) - 0.5, -0.5)
         axis.set_title(_title(name, timeline), loc="left", fontsize=10)
-    figure.tight_layout()
+    axes[-1, 0].set_xlabel(f"time in {shown}")
+    squares = [Patch(facecolor=colour, label=name) for name, colour in kinds(panels).items()]
+    figure.legend(handles=squares, loc="lower left", ncols=6, fontsize=8, frameon=False,
+                  title=_note(panels), title_fontsize=8, alignment="left")  # fmt: skip
+    figure.tight_layout(rect=(0, 0.6 / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

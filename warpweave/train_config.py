@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from warpweave import idle_options
+from warpweave.command_line import read_command_line
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.config_file import options_of, read_options, with_options
 from warpweave.kernels.runtime.tile_table import read_table
@@ -477,15 +478,15 @@ def parse(argv: list[str] | None = None) -> TrainConfig:
     ``--layout FILE.json``; a wrong one ends the process with 2."""
     try:
         rest, layout = take_layout(argv)
-        about: dict[str, Any] = {"prog": "warpweave train", "description": __doc__, "args": rest}
-        given, defaults = tyro.cli(TrainConfig, **about), TrainConfig()
+        about = TrainConfig, "train", __doc__, rest
+        given, defaults = read_command_line(*about), TrainConfig()
         if given.config is None and not layout:
             return given
         if given.config is not None:
             defaults = read_options(given.config, defaults, ("config",), FORMERLY)
         apart, filed = options_of(TrainConfig()), options_of(defaults)
         check_agree(layout, filed | {n: v for n, v in layout.items() if filed[n] == apart[n]})
-        found = tyro.cli(TrainConfig, default=with_options(defaults, layout), **about)
+        found = read_command_line(*about, with_options(defaults, layout))
         check_agree(layout, options_of(found))
     except ValueError as error:
         say(one_line(error))

@@ -32,7 +32,8 @@ def picture() -> str:
         {
             name: simulate(plan.make_schedule(RANKS), {"F": 1 / plan.chunks, "B": 2 / plan.chunks})
             for name, plan in SCHEDULES.items()
-        }
+        },
+        unit="forward passes of a rank",
     )
 
 

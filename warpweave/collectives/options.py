@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-import tyro
+from warpweave.command_line import read_command_line
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -66,4 +66,4 @@ class CollectivesConfig:
 
 def parse(argv: list[str] | None = None) -> CollectivesConfig:
     """The options of the command line; a wrong one ends the process with 2."""
-    return tyro.cli(CollectivesConfig, prog="warpweave collectives", description=__doc__, args=argv)
+    return read_command_line(CollectivesConfig, "collectives", __doc__, argv)

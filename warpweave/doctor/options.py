@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
+from warpweave.command_line import read_command_line
 from warpweave.processes import DRIVER
 
 
@@ -39,7 +38,7 @@ def parse(argv: list[str] | None = None) -> DoctorConfig:
 
     Sets TRITON_INTERPRET where kernels will be interpreted, as importing them reads it.
     """
-    config = tyro.cli(DoctorConfig, prog="warpweave doctor", description=__doc__, args=argv)
+    config = read_command_line(DoctorConfig, "doctor", __doc__, argv)
     if config.device == "cpu" or (config.device is None and not DRIVER.exists()):
         os.environ.setdefault("TRITON_INTERPRET", "1")
     return config

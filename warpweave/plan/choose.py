@@ -9,6 +9,10 @@ simulated is the next best, because everything left has a bound above it:
     branch   bound: its blocks' work, no bubble         memory: all of ZeRO 3, one micro-batch
     layout   bound: `time.least_time`                   memory: `memory.estimate`
     answer   the simulated time
+
+The fastest layouts of all mostly differ in one number. So the answer has the fastest of each
+`family`: of those that shard over the same axes. Of layouts that are as fast as each other the one
+with the fewest axes, the fewest ranks on them and the simplest options comes first (`_simplicity`).
 """
 
 from __future__ import annotations
@@ -76,7 +80,7 @@ class Found:
     """The answer to a search.
 
     Attributes:
-        best: the fastest layouts, in order.
+        best: the fastest layouts, each the best of its family, in order.
         refused: why others cannot be -> how many.
         miss: the layout that lacks least memory of those that would be faster than the last of
             `best`, and the bytes that it needs.
@@ -90,16 +94,37 @@ class Found:
     bounded: int = 0
 
 
-def choose_layouts(search: Search, keep: int = 5) -> Found:
-    """The `keep` fastest layouts of a search.
+def family(job: Job) -> frozenset[str]:
+    """The axes over which a layout shards the model; data ranks are the rest of any."""
+    return frozenset(axis for axis in ("tp", "pp", "cp") if getattr(job.mesh, axis) > 1)
+
+
+def _simplicity(job: Job) -> tuple[int, ...]:
+    """Of layouts that are as fast as each other the smallest comes first."""
+    mesh, plan = job.mesh, job.plan
+    ranks = mesh.tp * mesh.pp * mesh.cp
+    words = get_args(Recompute).index(plan.recompute), [*FAMILIES].index(plan.schedule)
+    return (len(family(job)), ranks, plan.zero, *words, plan.chunks, plan.microbatches)
+
+
+def choose_layouts(search: Search, keep: int = 5, *, families: bool = True) -> Found:
+    """The `keep` fastest layouts of a search, of each family the fastest alone, or with `families`
+    False of all.
+
+    A family that shards over an axis more than another one, and is not faster, is left out.
 
     Raises:
         ValueError: there is none; says what stands in the way, with the numbers.
     """
     found, heap, number = Found(), [], count()
+    seen: dict[frozenset[str], float] = {}  # family -> the time of its fastest
 
     def push(least: float, item: Any) -> None:
-        heapq.heappush(heap, (least, next(number), item))
+        """Rounded, so that those as fast as each other come in the order of `_simplicity`, once
+        none of them is still to be simulated."""
+        simulated = isinstance(item, Chosen)
+        simple = _simplicity(item.job) if simulated else ()
+        heapq.heappush(heap, (float(f"{least:.9g}"), simulated, simple, next(number), item))
 
     bound = math.inf
     for branch in branches(search, found.refused):
@@ -111,9 +136,14 @@ def choose_layouts(search: Search, keep: int = 5) -> Found:
         work, layers = block_work(branch), branch.config.layers / branch.mesh.pp
         push(branch.plan.microbatches * layers * (work.forward + work.backward), (branch,))
     while heap and len(found.best) < keep:
-        _, _, item = heapq.heappop(heap)
+        least, *_, item = heapq.heappop(heap)
+        kind = family(item[0] if isinstance(item, tuple) else getattr(item, "job", item))
+        if families and kind in seen:
+            continue
         if isinstance(item, Chosen):
-            found.best.append(item)
+            if not families or not any(kind > of and time == least for of, time in seen.items()):
+                found.best.append(item)
+            seen[kind] = least
         elif isinstance(item, tuple):
             for job in layouts_of(item[0], found.refused):
                 if least_memory(job) > search.hardware.capacity:
@@ -152,6 +182,10 @@ def branches(search: Search, refused: Counter[str]) -> Iterator[Job]:
             for cp in divisors(search.gpus // tp // pp):
                 dp = search.gpus // tp // pp // cp
                 if cp > 1 and config.seq_len // cp < _ROWS:
+                    continue
+                if cp & (cp - 1) and config.seq_len % (2 * cp):  # 7 ranks, where 8 were meant
+                    chunks = f"the {2 * cp} chunks of cp = {cp}"
+                    refused[f"seq_len = {config.seq_len} is not divisible by {chunks}"] += 1
                     continue
                 if search.sequences % dp:
                     refused[f"dp does not divide the {search.sequences} sequences"] += 1

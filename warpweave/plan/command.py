@@ -87,19 +87,8 @@ def _chosen_row(chosen: Chosen) -> dict[str, Any]:
 
 def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
     """The page of text."""
-    hardware, model = search.hardware, search.config
-    first = found.best[0].job
-    alone = dataclasses.replace(
-        first,
-        mesh=dataclasses.replace(first.mesh, dp=1, cp=1, tp=1, pp=1),
-        plan=dataclasses.replace(first.plan, schedule="1f1b", chunks=1),
-    )
-    billions = parameters_of(alone)[0] / 1e9
-    yield (
-        f"{config.model}, {billions:.3g} B parameters, on {search.gpus} {hardware.name} "
-        f"({hardware.node} to a node); a step has {search.sequences} sequences of "
-        f"{model.seq_len} tokens. Predicted, not measured."
-    )
+    model, first = search.config, found.best[0].job
+    yield _about(config, search, found)
     yield ""
     yield (
         " seconds    MFU  tokens/s/GPU    GiB  tp  pp  cp    dp  microbatches  batch  ZeRO"
@@ -121,33 +110,60 @@ def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
     for axis, link, moved in step_traffic(first):
         yield f"  {axis:3} {moved / 1e9:10.2f} GB  {link}"
     yield ""
-    yield (
-        f"{found.simulated} layouts were simulated, {found.bounded} compared by a bound; "
-        "why others fall out:"
-    )
+    yield f"{_searched(found)}; why others fall out:"
     for why, count in found.refused.most_common():
         yield f"  {count:6}  {why}"
+    if search.sequences % search.gpus and search.sequences > search.gpus:
+        fits = search.sequences // search.gpus * search.gpus
+        yield (
+            f"{search.sequences} sequences are not divisible by {search.gpus} data ranks: "
+            f"--sequences {fits} allows dp = {search.gpus}"
+        )
+    yield from _nearest_miss(search, found)
+
+
+def _about(config: PlanConfig, search: Search, found: Found) -> str:
+    """What is planned."""
+    first, model, hardware = found.best[0].job, search.config, search.hardware
+    alone = dataclasses.replace(
+        first,
+        mesh=dataclasses.replace(first.mesh, dp=1, cp=1, tp=1, pp=1),
+        plan=dataclasses.replace(first.plan, schedule="1f1b", chunks=1),
+    )
+    billions, tokens = parameters_of(alone)[0] / 1e9, search.sequences * model.seq_len
+    return (
+        f"{config.model}, {billions:.3g} B parameters, on {search.gpus} {hardware.name} "
+        f"({hardware.node} to a node); a step has {search.sequences} sequences of "
+        f"{model.seq_len} tokens, {tokens:,} in all. Predicted, not measured."
+    )
+
+
+def _searched(found: Found) -> str:
+    return f"{found.simulated} layouts were simulated, {found.bounded} compared by a bound"
+
+
+def _nearest_miss(search: Search, found: Found) -> Iterator[str]:
     if found.miss is not None:
         job, needed = found.miss
         options = " ".join(f"{k} {v}" for k, v in options_of_job(job).items())
-        yield (
-            f"nearest miss: {needed / _GIB:.1f} GiB of {hardware.capacity / _GIB:.1f} for {options}"
-        )
+        room = search.hardware.capacity / _GIB
+        yield f"nearest miss: {needed / _GIB:.1f} GiB of {room:.1f} for {options}"
 
 
 def _html(config: PlanConfig, search: Search, found: Found) -> str:
     """The page of `plan.page`."""
     from warpweave.plan.page import plan_page
 
-    rows = []
-    for chosen in found.best:
-        row = _chosen_row(chosen)
+    record, rows = as_record(config, search, found), []
+    figures = ("seconds", "mfu", "tokens_per_second", "bubble")
+    for row in record["layouts"]:
         most = max(rank["total"] for rank in row["memory"]) / _GIB
-        rows.append({"seconds": row["seconds"], "mfu": row["mfu"], "GiB": most} | row["options"])
+        rows.append({name: row[name] for name in figures} | {"GiB": most} | row["options"])
     memory = [_stacked(rank) for rank in found.best[0].memory]
-    title = f"{config.model} on {search.gpus} {search.hardware.name}"
     timeline = found.best[0].time.timeline
-    return plan_page(title, rows, memory, search.hardware.capacity, timeline)
+    words = f"{config.model} on {search.gpus} {search.hardware.name}", _about(config, search, found)
+    searched = "; ".join((_searched(found), *_nearest_miss(search, found)))
+    return plan_page(record, (*words, searched), rows, memory, search.hardware.capacity, timeline)
 
 
 def _stacked(rank: Any) -> dict[str, float]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from warpweave.kernels.devices import A40, A100, B200, H100, H200, H800, L40S, Device
+from warpweave.parallel.words import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def find_hardware(name: str) -> Hardware:
     else:
         raise ValueError(
             f"hw must be one of {', '.join(HARDWARE)}, or a .toml or .json file, got {name!r}"
+            f"{did_you_mean(name, HARDWARE)}"
         )
     for figure, what in _FIGURES.items():
         if not getattr(found.device, figure) > 0:
@@ -158,7 +160,8 @@ def _read_hardware(path: Path) -> Hardware:
         raise ValueError(f"{path} must hold names and values")
     base = given.pop("base", None)
     if base is not None and base not in [*HARDWARE]:
-        raise ValueError(f"{path}: base must be one of {', '.join(HARDWARE)}, got {base!r}")
+        known, near = ", ".join(HARDWARE), did_you_mean(str(base), HARDWARE)
+        raise ValueError(f"{path}: base must be one of {known}, got {base!r}{near}")
     for key, value in given.items():
         if key not in _FIELDS:
             raise ValueError(f"{path}: {key} is no field; fields are base, {', '.join(_FIELDS)}")

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import tyro
-
+from warpweave.command_line import read_command_line
 from warpweave.config import PRESETS, GPTConfig
+from warpweave.parallel.words import did_you_mean
 
 _TOKENS = 2**22  # of a step, unless told
 
@@ -37,13 +37,15 @@ class PlanConfig:
     seq_len: int | None = None
     """Sequence length in tokens. Default: the model's."""
     best: int = 5
-    """Number of layouts to print."""
+    """Number of layouts to print, at most: the fastest of each family, which shards the model over
+    the same axes."""
     explain: bool = False
     """Print formula and numbers behind each figure of the best layout."""
     out: Path | None = None
     """File for what was found, as JSON, for --layout of train and prove."""
     html: Path | None = None
-    """File for one self-contained page: layouts to sort, memory per rank, the timeline."""
+    """File for one self-contained page: layouts to sort, memory per rank, the timeline, traffic,
+    and why other layouts were refused."""
     timeline: Path | None = None
     """File for the best layout's timeline: .svg, .png, or Chrome's trace (.json)."""
 
@@ -71,6 +73,7 @@ def _read_model(name: str) -> GPTConfig:
     if path.suffix != ".json":
         raise ValueError(
             f"model must be one of {', '.join(PRESETS)}, or a config.json, got {name!r}"
+            f"{did_you_mean(name, PRESETS)}"
         )
     try:
         return read_config(read_json(path))[1]
@@ -80,4 +83,4 @@ def _read_model(name: str) -> GPTConfig:
 
 def parse(argv: list[str] | None = None) -> PlanConfig:
     """The options of the command line; a wrong one ends the process with 2."""
-    return tyro.cli(PlanConfig, prog="warpweave plan", description=__doc__, args=argv)
+    return read_command_line(PlanConfig, "plan", __doc__, argv)

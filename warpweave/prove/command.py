@@ -19,8 +19,12 @@ import torch
 
 from warpweave.gpt import PRESETS
 from warpweave.gpus import BACKENDS
+from warpweave.idle_options import PROVE, idle_lines
 from warpweave.launch import Stopped, join, launch, reported
+from warpweave.messages import say
+from warpweave.parallel.checked import CheckedCollectives, CollectiveMismatch
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.words import did_you_mean
 from warpweave.processes import Processes, under_torchrun
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig
@@ -31,26 +35,29 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
     """Prove `layouts`, largest worlds first, as one rank of the first; rank 0 writes to `path`.
 
     One line of JSON for each layout as soon as it is proven. A rank that no remaining layout needs
-    leaves.
+    leaves. In the first step of a layout ranks compare their collectives.
     """
     backend = BACKENDS[layouts[0].device]
     session = join(layouts[0].mesh, timeout=timeout, backend=backend, port=port)
     torch.set_num_threads(1)
+    store = None
     if session.store is not None:  # a process of its own
         gc.freeze()  # what is imported stays: collecting a layout's groups need not go through it
-    with reported(session) if session.store is not None else nullcontext():
+        store = session.store.clone()  # type: ignore[attr-defined]  # a wait holds a connection
+    with reported(session, (CollectiveMismatch,)) if store is not None else nullcontext():
         for number, layout in enumerate(layouts):
             if session.rank >= layout.mesh.world:
                 break
             session.beat(number, str(layout))
-            if number == 0:
+            checked = None
+            if number == 0 or not _in_another_dtype(layout, layouts[number - 1]):
+                if number > 0:
+                    session.renew(layout.mesh)
                 mesh = layout.mesh.connect(layout.device)
-            elif (
-                dataclasses.replace(layout, dtype=layouts[number - 1].dtype) != layouts[number - 1]
-            ):
-                session.renew(layout.mesh)  # the same one in another dtype keeps its groups
-                mesh = layout.mesh.connect(layout.device)
-            errors = prove_layout(layout, mesh, timeout)
+                if store is not None:  # a rank that skips a collective is named, and nobody hangs
+                    ranks = layout.mesh, session.rank, timeout, session.device
+                    checked = CheckedCollectives(store, *ranks)
+            errors = prove_layout(layout, mesh, timeout, checked)
             if session.rank == 0:
                 with open(path, "a") as file:
                     row = {"layout": str(layout), "errors": dataclasses.asdict(errors)}
@@ -59,6 +66,11 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
                     print(table_head(len(layouts)))
                 print(table_row(number + 1, len(layouts), layout, errors), flush=True)
         session.close()
+
+
+def _in_another_dtype(layout: Layout, before: Layout) -> bool:
+    """Whether it is the layout `before` it in another dtype, which keeps that one's groups."""
+    return dataclasses.replace(layout, dtype=before.dtype) == before
 
 
 _COLUMNS = {  # of `Errors`, and what stands above them
@@ -92,8 +104,10 @@ def table_row(number: int, count: int, layout: Layout, errors: Errors) -> str:
     row = _row_start(number, count, "WRONG" if wrong else "ok")
     for kind in _COLUMNS:
         row += f"{errors.relative[kind]:.1e} x{errors.each[kind]:.2g}".ljust(_WIDTH - 1) + " "
-    where = f"; largest: {errors.where}; again: {layout.command}" if wrong else ""
-    return f"{row}{layout}{where}"
+    if not wrong:
+        return f"{row}{layout}"
+    first = f"; first wrong: {errors.first}" * bool(errors.first)
+    return f"{row}{layout}{first}; largest: {errors.where}; again: {layout.command}"
 
 
 def _row_start(number: int, count: int, verdict: str) -> str:
@@ -141,6 +155,8 @@ def _prove(config: ProveConfig, summary: dict, processes: Processes | None = Non
     if under_torchrun():
         raise _RefusedError("prove starts its own ranks, run it without torchrun")
     world = layouts[0].mesh.world
+    for line in idle_lines(PROVE, config):
+        say(line)
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
         try:
             if world == 1:
@@ -158,7 +174,8 @@ def _typecheck(config: ProveConfig, summary: dict) -> None:
     from warpweave.prove.typecheck import typecheck
 
     if config.model is not None and config.model not in PRESETS:
-        raise _RefusedError(f"model must be one of {', '.join(PRESETS)}, got {config.model!r}")
+        known, near = ", ".join(PRESETS), did_you_mean(config.model, PRESETS)
+        raise _RefusedError(f"model must be one of {known}, got {config.model!r}{near}")
     try:
         layout = config.typechecked()
         mesh, model = layout.mesh, layout.model

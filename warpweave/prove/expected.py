@@ -149,6 +149,23 @@ def compared(
     return found | {f"{kind} of {{}}": params for kind in moments_of(optimizer).values()}
 
 
+def execution_order(model: GPTConfig, optimizer: str = "adamw") -> dict[str, int]:
+    """Words of what is compared -> their place in the order of execution.
+
+    A step's loss, the gradients from the last parameter to the first, their norm, after the last
+    step the weights and moments, then the evaluation and the text.
+    """
+    names, words = [*plain_shapes(plain_config(model))], []
+    for step in range(STEPS):
+        words += [f"loss of step {step}"]
+        words += [f"gradient of {name} at step {step}" for name in reversed(names)]
+        words += [f"norm of step {step}"] + [f"{name} after step {step}" for name in names]
+        if step == STEPS - 1:
+            words += [f"{m} of {name}" for m in moments_of(optimizer).values() for name in names]
+        words += [f"evaluation after step {step}", f"text after step {step}"]
+    return {what: place for place, what in enumerate(words)}
+
+
 def _sgd_step(
     params: dict[str, Tensor],
     grads: dict[str, Tensor],

@@ -222,11 +222,12 @@ class Layout:
         words += [f"zero={self.zero}", f"schedule={self.schedule}", f"style={self.style}"]
         words += ["tied" if self.tied else "no-tied"]
         words += ["packed"] * self.packed + [f"recompute={self.recompute}"]
-        if m.cp > 1:
+        if m.cp > 1 or (self.strategy, self.layout) != ("auto", "zigzag"):
             neighbours = f" ulysses={m.ulysses}" if m.ulysses > 1 else ""
             words += [f"cp-strategy={self.strategy}{neighbours} layout={self.layout}"]
-        if m.tp > 1:
-            words += ["sequence-parallel"] * self.sequence_parallel + [f"overlap={self.overlap}"]
+        words += ["sequence-parallel"] * self.sequence_parallel
+        if m.tp > 1 or self.overlap != "bulk":
+            words += [f"overlap={self.overlap}"]
         words += [f"optimizer={self.optimizer}"] if self.optimizer != "adamw" else []
         words += [f"reduce={self.reduce}"] if self.reduce != "library" else []
         words += [f"device={self.device}"] if self.device != "cpu" else []
@@ -346,9 +347,22 @@ def _overlaps(mesh: Mesh, impl: str) -> tuple[Overlap, ...]:
     return words if impl == "triton" else tuple(w for w in words if w != "fused")
 
 
-def _ragged(length: int, parts: int, seed: int) -> int:
-    """A length that fills as many rows on `parts` ranks, but most likely not all of them."""
-    return length - seed % parts if length - parts > 2 else length
+def _ragged(rows: int, parts: int, chunks: int, seed: int) -> int:
+    """A length that needs `rows` rows on each of `parts` ranks with so many chunks, but most likely
+    does not fill all of them."""
+    return max(rows * parts - seed % (parts * chunks), 3)
+
+
+def _without_effect(layout: Layout, rng: random.Random) -> Layout:
+    """`layout` with any words for the axes that have one rank, where they must change nothing."""
+    mesh = layout.mesh
+    if mesh.cp == 1:
+        kind, strategy = rng.choice(get_args(Kind)), rng.choice(get_args(Strategy))
+        layout = replace(layout, layout=kind, strategy=strategy)
+    if mesh.tp == 1:
+        overlap, sp = rng.choice(("none", "bulk", "chunked")), rng.random() < 0.5
+        layout = replace(layout, overlap=overlap, sequence_parallel=sp)
+    return layout if mesh.data > 1 else replace(layout, zero=rng.randrange(4))
 
 
 def draw(seed: int, impl: str = "torch") -> Layout:
@@ -371,7 +385,7 @@ def draw(seed: int, impl: str = "torch") -> Layout:
     style = rng.choice(get_args(Style))
     sizes = Sizes(
         samples=mesh.dp * count * size,
-        seq_len=_ragged(mesh.cp * rng.choice(local), mesh.cp, seed),
+        seq_len=_ragged(rng.choice(local), mesh.cp, chunks, seed),
         vocab=rng.choice(PRIMES),
         layers=mesh.pp * each + rng.randint(0, 2),
         heads=heads,
@@ -408,7 +422,7 @@ def draw(seed: int, impl: str = "torch") -> Layout:
     outer = 2 if seed % 5 == 2 and mesh.world <= 4 else 1
     ordered = outer == 1 and shards is None and schedule in ("gpipe", "1f1b", "interleaved")
     return replace(
-        layout,
+        _without_effect(layout, rng),
         mesh=replace(mesh, dp_shard=shards, outer=outer),
         schedule=schedule,
         optimizer={3: "muon", 5: "sgd", 7: "muon"}.get(seed % 8, "adamw"),

@@ -13,7 +13,10 @@ error is how far rounding alone moves that number in the plain model, when its i
 change by one unit in the last place (`truth` beside this file): ``1.3e-15 x0.9`` is a relative
 error of 1.3e-15, 0.9 times that of rounding. Up to 32 times is ok in fp64 and fp32, up to 8 in bf16
 and fp16, more is WRONG. In the line of JSON at the end ``worst`` and ``limits`` are such multiples;
-a signal that ends the proof leaves ``"stopped": true`` there and ``"passed": null``.
+a signal that ends the proof leaves ``"stopped": true`` there and ``"passed": null``. A WRONG row
+names the first tensor in order of execution that is beyond the limit, and the one with the largest
+error. In the first step of a layout ranks compare their collectives: one that skips a collective is
+named, together with what the others call.
 
 ``warpweave prove --random 50 --seed 1`` does the same for layouts drawn at random, up to 8 ranks
 with axes of 3, 5 and 6 and other sizes each time. Layout i is drawn from seed + i alone.
@@ -35,10 +38,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import tyro
-
+from warpweave.command_line import read_command_line
 from warpweave.config import Recompute, Reduce, ScheduleName
 from warpweave.messages import one_line, say
 from warpweave.parallel.mesh import Mesh
@@ -218,14 +220,14 @@ def parse(argv: list[str] | None = None) -> ProveConfig:
     that a proof has; a wrong one ends the process with 2."""
     try:
         rest, layout = take_layout(argv)
-        about: dict[str, Any] = {"prog": "warpweave prove", "description": __doc__, "args": rest}
-        given = tyro.cli(ProveConfig, **about)
+        about = ProveConfig, "prove", __doc__, rest
+        given = read_command_line(*about)
         if not layout:
             return given
         # The tiny model has chunks and micro-batches of its own; types see none of `_UNSEEN`.
         without = _UNSEEN if given.typecheck else ("microbatches",)
         own = {n: v for n, v in layout.items() if hasattr(given, n) and n not in without}
-        found = tyro.cli(ProveConfig, default=dataclasses.replace(ProveConfig(), **own), **about)
+        found = read_command_line(*about, dataclasses.replace(ProveConfig(), **own))
         check_agree(own, vars(found))
         if not found.typecheck and found.given().mesh.world > _RANKS:
             raise ValueError(

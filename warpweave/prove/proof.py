@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,7 @@ from warpweave.prove.expected import (
     Delayed,
     batch,
     documents,
+    execution_order,
     prompt,
 )  # fmt: skip
 from warpweave.prove.layouts import Layout
@@ -43,7 +45,8 @@ LIMITS = {"fp64": 32.0, "fp32": 32.0, "bf16": 8.0, "fp16": 8.0}
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest errors of a layout, and the tensor and rank of the largest.
+    """Largest errors of a layout, and the tensor and rank of the largest; `first` are those of the
+    first in the order of execution (`execution_order`) that is beyond the limit.
 
     Each in multiples of the effect of rounding alone on that number (`truth`). `evaluation` is that
     of losses without training; `token` is by how much the plain model's logit of a generated token
@@ -60,6 +63,7 @@ class Errors:
     token: float
     where: str
     relative: dict[str, float]
+    first: str = ""
 
     @property
     def each(self) -> dict[str, float]:
@@ -76,21 +80,28 @@ KINDS = tuple(f.name for f in dataclasses.fields(Errors) if f.type == "float")
 
 
 class _Comparison:
-    """This rank's largest error of each kind, and the tensor of the largest of all."""
+    """This rank's largest error of each kind, the tensor of the largest of all, and of those beyond
+    `limit` the first by `order`."""
 
-    def __init__(self, truth: Truth) -> None:
-        self.truth = truth
+    def __init__(self, truth: Truth, limit: float, order: dict[str, int]) -> None:
+        self.truth, self._limit, self._order = truth, limit, order
         self.errors: dict[str, float] = {}
         self.relative: dict[str, float] = {}
-        self.where = ""
+        self.where = self.first = ""
 
     def add(self, kind: str, what: str, times: float, relative: float = math.inf) -> None:
         """Count an error in; one that is not a number is infinite."""
         times, relative = (e if e == e else math.inf for e in (times, relative))
         if times > max(self.errors.values(), default=0.0):
             self.where = what
+        if times > self._limit:
+            self.first = min(self.first or what, what, key=self._place)
         if times >= self.errors.get(kind, 0.0):
             self.errors[kind], self.relative[kind] = times, relative
+
+    def _place(self, what: str) -> int:
+        """The place of a tensor in the order of execution; of what is not in it, behind all."""
+        return self._order.get(what, len(self._order))
 
     def difference(self, kind: str, what: str, of: str, by: float) -> None:
         """Count in that a number named `what` is off by `by`, where rounding does as to `of`."""
@@ -157,10 +168,16 @@ def _engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
     )
 
 
-def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> Errors:
+def prove_layout(
+    layout: Layout,
+    mesh: ConnectedMesh,
+    timeout: float = 60.0,
+    checked: AbstractContextManager[object] | None = None,
+) -> Errors:
     """Train under `layout` and measure its errors; collective, the same result on every rank.
 
-    The result is the worst of all ranks'; `where` names the rank that has the largest error.
+    The result is the worst of all ranks'; `where` and `first` name the rank. The first step, its
+    evaluation and its text run within `checked` (`parallel.checked`).
     """
     sizes = layout.sizes
     engine = _engine(layout, mesh, timeout)
@@ -168,7 +185,8 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     told = layout.model, sizes, DTYPES[layout.dtype], group, device, layout.optimizer
     rule = (layout.schedule, layout.mesh.pp, layout.mesh.dp, layout.microbatches)
     delayed = Delayed(*rule) if layout.plan.asynchronous else None
-    compare = _Comparison(truth(*told, delayed))
+    order = execution_order(layout.model, layout.optimizer)
+    compare = _Comparison(truth(*told, delayed), LIMITS[layout.dtype], order)
     own = layout.plan.deal(layout.mesh.dp, layout.micro_batch_size)[mesh.index("dp")]
     owners = dict.fromkeys(compare.truth.names, 0)  # ranks that say a tensor is theirs to write
 
@@ -186,10 +204,8 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     if scaler is not None:
         scaler.value.fill_(256.0)  # a step that overflowed would be skipped
     ahead = engine.passes.ahead  # steps whose first forwards have begun
-    for step in range(ahead):
-        tokens, labels, ids, packed = mine(step)
-        engine.feed(tokens, labels, ids, key=KEY + step, documents=packed)
-    for step in range(STEPS):
+
+    def train(step: int) -> None:
         tokens, labels, ids, packed = mine(step + ahead)
         scale = 1.0 if scaler is None else float(scaler.value)  # its gradients keep it
         key = KEY + step + ahead
@@ -203,6 +219,14 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         new = 1 + step // 2  # the last text goes on from its own token
         start = prompt(sizes, step)
         compare.text(engine.generate(start, new, temperature=0.0), start, step, new)
+
+    with checked or nullcontext():
+        for step in range(ahead):
+            tokens, labels, ids, packed = mine(step)
+            engine.feed(tokens, labels, ids, key=KEY + step, documents=packed)
+        train(0)
+    for step in range(1, STEPS):
+        train(step)
     after = f"{{}} after step {STEPS - 1}"
     read("weight", "param", after)
     for kind in engine.optimizer.rule.moments:
@@ -218,7 +242,8 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
             compare.add("weight", f"{name} read {count} times, not {reads},", float("inf"))
     errors = {kind: compare.errors.get(kind, math.inf) for kind in KINDS}  # inf: never compared
     relative = {kind: compare.relative.get(kind, math.inf) for kind in KINDS}
-    return _worst_rank(Errors(**errors, where=compare.where, relative=relative), mesh)
+    found = Errors(**errors, where=compare.where, relative=relative, first=compare.first)
+    return _worst_rank(found, mesh, order)
 
 
 def _compare_parameters(
@@ -237,13 +262,17 @@ def _compare_parameters(
         unit.parameters.reshard()
 
 
-def _worst_rank(own: Errors, mesh: ConnectedMesh) -> Errors:
-    """Every error at its largest over all ranks, and the words of the rank with the largest."""
+def _worst_rank(own: Errors, mesh: ConnectedMesh, order: dict[str, int]) -> Errors:
+    """Every error at its largest over all ranks, the words of the rank with the largest, and the
+    first by `order` of what is beyond the limit on any rank."""
     ranks = [Errors(**e) for e in exchange(dataclasses.asdict(own), mesh.group("world"))]
     rank = max(range(len(ranks)), key=lambda r: ranks[r].worst)
     largest = {kind: max(ranks, key=lambda errors: errors.each[kind]) for kind in KINDS}
+    wrong = [at for at, errors in enumerate(ranks) if errors.first]
+    first = min(wrong, key=lambda at: order.get(ranks[at].first, len(order)), default=None)
     return Errors(
         **{kind: errors.each[kind] for kind, errors in largest.items()},
         where=f"{ranks[rank].where} on {mesh.sizes.describe(rank)}",
         relative={kind: errors.relative[kind] for kind, errors in largest.items()},
+        first="" if first is None else f"{ranks[first].first} on {mesh.sizes.describe(first)}",
     )

@@ -14,6 +14,8 @@ from typing import Annotated
 
 import tyro
 
+from warpweave.command_line import read_command_line
+
 
 @dataclass(frozen=True)
 class ReplayConfig:
@@ -25,4 +27,4 @@ class ReplayConfig:
 
 def parse(argv: list[str] | None = None) -> ReplayConfig:
     """The options of the command line; a wrong one ends the process with 2."""
-    return tyro.cli(ReplayConfig, prog="warpweave replay", description=__doc__, args=argv)
+    return read_command_line(ReplayConfig, "replay", __doc__, argv)

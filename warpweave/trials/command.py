@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from warpweave.messages import one_line, say
+from warpweave.parallel.words import did_you_mean
 from warpweave.trials import deaths, disagreements, disk, stops
 from warpweave.trials.job import BrokenPromiseError
 from warpweave.trials.options import TrialsConfig
@@ -70,7 +71,9 @@ def run(config: TrialsConfig) -> NoReturn:
     """The command ``warpweave trials``; it ends the process."""
     asked = list(chosen(config))
     if not asked:
-        say(f"no trial has one of {', '.join(config.only)} in its name; --list names them")
+        words = {word for trial in TRIALS for word in trial.name.split()}
+        near = next(filter(None, (did_you_mean(word, words) for word in config.only)), "")
+        say(f"no trial has one of {', '.join(config.only)} in its name (see --list){near}")
         sys.exit(2)
     if sys.platform != "linux":
         say(f"trials watch processes in /proc, which {sys.platform} does not have")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import tyro
+from warpweave.command_line import read_command_line
 
 
 @dataclass(frozen=True)
@@ -27,4 +27,4 @@ class TrialsConfig:
 
 def parse(argv: list[str] | None = None) -> TrialsConfig:
     """The options of the command line; a wrong one ends the process with 2."""
-    return tyro.cli(TrialsConfig, prog="warpweave trials", description=__doc__, args=argv)
+    return read_command_line(TrialsConfig, "trials", __doc__, argv)

@@ -17,7 +17,7 @@ LAYOUTS = {
     "tp2 dp2, ZeRO 3": "--tp 2 --dp 2 --zero 3",
     "cp2 dp2": "--cp 2 --dp 2",
     "pp2, interleaved": "--pp 2 --layers 4 --microbatches 2 --schedule interleaved --chunks 2",
-    "pp2, PipeDream": "--pp 2 --microbatches 2 --schedule pipedream --clip 0 --tied False",
+    "pp2, PipeDream": "--pp 2 --microbatches 2 --schedule pipedream --clip 0 --no-tied",
     "dp3, elastic": "--dp 3 --zero 0 --elastic 1",
     "1 server, 1 worker": "--server 1 --dp 1",
 }

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import tyro
-
+from warpweave.command_line import read_command_line
 from warpweave.kernels.runtime.tile_table import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -72,4 +71,4 @@ class TuneConfig:
 
 def parse(argv: list[str] | None = None) -> TuneConfig:
     """The options of the command line; a wrong one ends the process with 2."""
-    return tyro.cli(TuneConfig, prog="warpweave tune", description=__doc__, args=argv)
+    return read_command_line(TuneConfig, "tune", __doc__, argv)

@@ -15,6 +15,7 @@ from warpweave.parallel.schedule.family import ScheduleFamily
 from warpweave.parallel.schedule.passes import with_comm
 from warpweave.parallel.schedule.text import from_csv
 from warpweave.parallel.schedule.validation import validate
+from warpweave.parallel.words import did_you_mean
 
 FAMILIES: dict[str, ScheduleFamily] = {
     family.name: family
@@ -32,8 +33,10 @@ def find_family(name: str) -> ScheduleFamily:
     if name.endswith(".csv"):
         return _in_file(Path(name))
     if name not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ValueError(f"schedule must be one of {known} or a path ending in .csv, got {name!r}")
+        raise ValueError(
+            f"schedule must be one of {', '.join(FAMILIES)} or a path ending in .csv, got {name!r}"
+            f"{did_you_mean(name, FAMILIES)}"
+        )
     return FAMILIES[name]
 
 
