@@ -3,7 +3,7 @@
     angle[s, i] = position[s] * frequency[i],   frequency[i] = theta^(-2i / R), i < R / 2
 
 Positions are global: a rank's table is the rows of the whole table for its positions. Angles are
-computed in float64: at position 10^6 a float32 angle is wrong by 0.03 radians.
+computed in float64: at position 10^6 adjacent float32 angles are 0.06 radians apart.
 
 Sources: Su et al. 2021 (arXiv:2104.09864); see `RopeScaling` for the others.
 """
