@@ -1,4 +1,4 @@
-# make venv | test | train | compiled | pretend | versions | check | docs | clean. PYTHON chooses the
+# make venv | test | train | compiled | pretend | versions | cpus | check | docs | clean. PYTHON chooses the
 # interpreter, ARGS goes to the command.
 
 PYTHON ?= python3
@@ -6,7 +6,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 TYPECHECK := build/typecheck
 
-.PHONY: venv test train compiled pretend versions check docs clean
+.PHONY: venv test train compiled pretend versions cpus check docs clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -59,6 +59,10 @@ pretend: venv
 # not in CI: newer torch comes with CUDA, gigabytes of it.
 versions: venv
 	$(VENV)/bin/python benchmarks/versions.py $(ARGS)
+
+# Numeric tests under the variables by which torch's libraries imitate other CPUs; an hour or more.
+cpus: venv
+	$(VENV)/bin/python -P benchmarks/cpus.py $(ARGS)
 
 # Type checkers do not follow setuptools' package-dir mapping, so mypy reads a tree of links in which
 # the four folders stand where they are imported.
