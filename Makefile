@@ -1,12 +1,12 @@
-# make venv | test | train | compiled | pretend | versions | pythons | check | docs | clean.
-# PYTHON chooses the interpreter, ARGS goes to the command.
+# make venv | test | train | compiled | pretend | versions | pythons | cpus | check | docs
+# | clean. PYTHON chooses the interpreter, ARGS goes to the command.
 
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 TYPECHECK := build/typecheck
 
-.PHONY: venv test train compiled pretend versions pythons check docs clean
+.PHONY: venv test train compiled pretend versions pythons cpus check docs clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -63,6 +63,10 @@ versions: venv
 # A short training and a few test files on every other supported Python that this machine has.
 pythons: venv
 	$(VENV)/bin/python benchmarks/versions.py --others --quick $(ARGS)
+
+# Numeric tests under the variables by which torch's libraries imitate other CPUs; an hour or more.
+cpus: venv
+	$(VENV)/bin/python -P benchmarks/cpus.py $(ARGS)
 
 # Type checkers do not follow setuptools' package-dir mapping, so mypy reads a tree of links in which
 # the four folders stand where they are imported.

@@ -180,9 +180,11 @@ def header(**extra: Any) -> dict[str, Any]:
     except ImportError:
         pass
     cores = os.cpu_count()
+    name = getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", "")  # of newer torch
+    named = f" ({name})" if name else ""
     return {
         "kind": "cpu",
-        "device": f"CPU with {cores} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "device": f"CPU with {cores} cores, {torch.backends.cpu.get_cpu_capability()}{named}",
         "cpu_count": cores,
         "torch": torch.__version__,
         "triton": triton,

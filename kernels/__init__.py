@@ -21,13 +21,22 @@ how it may be cut; `runtime` is what all kernels stand on.
 """
 
 if __name__ != "warpweave.kernels":
-    # The checkout is on sys.path, and somebody looks for PyPI's package of this name, as
-    # transformers does when it is imported: it finds one that has no version and nothing in it.
-    del __path__
+    import sys
+
+    _WHY = (
+        f"this folder is the package 'warpweave.kernels', but it was imported as {__name__!r}: "
+        "import warpweave.kernels; where PyPI's kernels is wanted, keep the checkout off sys.path "
+        "(python -P)"
+    )
+    # While it is imported, transformers imports any 'kernels' on sys.path to read its version, and
+    # fails if that raises. So it finds a module that has no version and nothing in it.
+    _frame = sys._getframe()
+    while _frame and _frame.f_globals.get("__name__") != "transformers.utils.import_utils":
+        _frame = _frame.f_back
+    if _frame is None:
+        raise ImportError(_WHY)
+    del __path__, _frame
 
     def __getattr__(name: str) -> object:
-        raise AttributeError(
-            f"this folder is the package 'warpweave.kernels', but it was imported as {__name__!r}, "
-            f"which has no {name!r}: import warpweave.kernels; where PyPI's kernels is wanted, "
-            "keep the checkout off sys.path (python -P)"
-        )
+        special = name.startswith("__") and name.endswith("__")
+        raise (AttributeError if special else ImportError)(_WHY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from warpweave.kernels.runtime.dtypes import check_integers
 from warpweave.layers.keywords import fields_as_keywords
 from warpweave.layers.place import Place
 from warpweave.parallel.mesh import connected
@@ -99,6 +100,7 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions int64 [T] -> y[T, E]."""
+        check_integers("positions", positions)
         return nn.functional.embedding(positions, self.weight)
 
     def extra_repr(self) -> str:

@@ -149,7 +149,7 @@ class SequenceLayout:
         """
         if x.shape[dim] != self.seq_len:
             raise ValueError(
-                f"dim {dim} must have the whole sequence, {self.seq_len}, got {x.shape[dim]}"
+                f"expected the full sequence length {self.seq_len} in dim {dim}, got {x.shape[dim]}"
             )
         runs = self.runs(rank)
         if self.padded_len != self.seq_len:

@@ -1,4 +1,5 @@
-"""Settings that every test shares: Triton runs in its interpreter, one thread per process.
+"""Settings that every test shares: Triton runs in its interpreter, one thread per process unless
+OMP_NUM_THREADS says otherwise.
 
 With WARPWEAVE_TEST_DEVICE=cuda the tests of kernels run on a GPU instead (`support/on_gpu.py`).
 """
@@ -27,7 +28,7 @@ import pytest
 import quick_interpreter
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 ON_GPU = os.environ.get("WARPWEAVE_TEST_DEVICE") == "cuda"
 if not ON_GPU:
     quick_interpreter.install()

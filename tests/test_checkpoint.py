@@ -319,6 +319,19 @@ def test_the_next_older_good_step_is_opened_with_a_warning_naming_the_bad_file(
         open_latest(tmp_path)
 
 
+def test_a_run_folder_is_refused_with_the_step_to_open(tmp_path: Path) -> None:
+    steps = tmp_path / "checkpoints"
+    assert open_latest(tmp_path) is None
+    step = [save(steps, number) for number in (1, 2)][-1]
+    for folder in (tmp_path, steps):
+        words = f"^{folder} is the folder of a run.*open {step},"
+        with pytest.raises(CheckpointError, match=words):
+            open_checkpoint(folder)
+    with pytest.raises(CheckpointError, match=rf"open_latest\('{steps}'\)"):
+        open_latest(tmp_path)
+    assert open_latest(steps).step == open_checkpoint(step).step == 2
+
+
 # ---- hostility -----------------------------------------------------------------------------------
 
 

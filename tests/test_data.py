@@ -417,6 +417,10 @@ def test_what_no_token_file_can_hold_is_not_written(tmp_path: Path) -> None:
             write_token_file(tmp_path / "a.bin", tokens, vocab_size=5)
     with pytest.raises(DataError, match=r"named .bin"):
         write_token_file(tmp_path / "a.txt", np.array([1]), vocab_size=5)
+    for tokens in ([1, 2], torch.tensor([1, 2])):
+        words = f"must be a NumPy array of integers, got {type(tokens).__name__}; convert them with"
+        with pytest.raises(DataError, match=words):
+            write_token_file(tmp_path / "a.bin", tokens, vocab_size=5)
     assert list(tmp_path.iterdir()) == []
 
 

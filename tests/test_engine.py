@@ -340,6 +340,10 @@ def test_a_batch_of_another_shape_is_refused(monkeypatch):
         engine.step(tokens, labels, ids[:, :3], lr=0.1)
     with pytest.raises(ValueError, match=r"sample_ids must have shape \(2, 4\), got \(4, 2\)"):
         engine.step(tokens, labels, ids.T, lr=0.1)
+    with pytest.raises(ValueError, match=r"sample_ids must be int64, got torch\.float32"):
+        engine.step(tokens, labels, ids.float(), lr=0.1)
+    with pytest.raises(ValueError, match="labels must be int64, got list"):
+        engine.step(tokens, labels.tolist(), ids, lr=0.1)
     for wrong in (tokens[:, :3], tokens[:0]):
         with pytest.raises(ValueError, match=r"must have shape \[n >= 1, 4, 16\], got"):
             engine.evaluate(wrong, wrong)
@@ -355,10 +359,11 @@ def test_a_batch_of_another_shape_is_refused(monkeypatch):
             engine.step(tokens, labels, ids, lr=0.1, documents=documents)
         with pytest.raises(ValueError, match="documents must "):
             engine.evaluate(tokens, labels, documents)
-    with pytest.raises(ValueError, match="a prompt of at least one token"):
-        engine.generate(torch.tensor([], dtype=torch.int64), 3)
     with pytest.raises(ValueError, match=r"temperature must not be negative, got -1"):
         engine.generate(torch.tensor([1]), 3, temperature=-1.0)
+    for prompt in (torch.tensor([1.0]), torch.tensor([[1]]), torch.zeros(0).long(), [1]):
+        with pytest.raises(ValueError, match="prompt must be int64"):
+            engine.generate(prompt, 3)
 
 
 def test_a_step_without_a_rate_keeps_weights_and_gradients():

@@ -489,6 +489,20 @@ def test_inputs_that_do_not_fit_are_refused():
         gpt(torch.zeros(1, 13, dtype=torch.int64))
     with pytest.raises(RuntimeError, match=r"an id lies outside \[0, 37\)"):
         gpt(torch.full((1, 3), 37))
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    for given, words in (
+        ({"tokens": ids.float()}, "tokens must be .* integers, got torch.float32"),
+        ({"tokens": [[1, 2]]}, "tokens must be a tensor of integers, got list"),
+        ({"tokens": ids[0]}, r"expected tokens of shape \[batch, sequence\], got \[3\]"),
+        ({"labels": ids.double()}, "labels must be .* integers, got torch.float64"),
+        ({"labels": ids.new_zeros(2, 4)}, r"labels of the tokens' shape \[2, 3\], got \[2, 4\]"),
+        ({"labels": ids.view(6)}, r"labels of the tokens' shape \[2, 3\], got \[6\]"),
+        ({"sample_ids": ids[:, 0].half()}, "sample_ids must be .* integers, got torch.float16"),
+        ({"sample_ids": ids[:1, 0]}, r"one sample id per sequence, \[2\], got \[1\]"),
+        ({"documents": torch.tensor([0.0, 3.0])}, "documents must be int32 or int64"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            gpt(**{"tokens": ids} | given)
     part = GPT(CONFIGS["gpt2"], mesh=_place(Mesh(pp=2), 0))
     with pytest.raises(ValueError, match=r"^forward needs the whole model"):
         part(torch.zeros(1, 3, dtype=torch.int64))

@@ -108,7 +108,7 @@ def test_the_bits_do_not_depend_on_the_number_of_data_ranks(case: str) -> None:
 
 def test_the_librarys_bits_do() -> None:
     case = _Case((), samples=4, reduce="library")
-    assert len(case.differing(2, 2, case.run(1, 0))) > 10
+    assert case.differing(2, 2, case.run(1, 0))
 
 
 def _reduced(mesh, zero, terms):
@@ -136,14 +136,15 @@ def test_the_sum_is_that_of_a_loop(ranks: int, zero: int) -> None:
         torch.randn(24, 7, 5, generator=generator)
         * 10.0 ** torch.arange(-3, 3).repeat(4)[:, None, None]
     )
-    total = torch.zeros(7, 5)
-    for term in terms:
+    total, backwards = torch.zeros(7, 5), torch.zeros(7, 5)
+    for term, last in zip(terms, terms.flip(0)):
         total += 2 * term
+        backwards += 2 * last
     dealt = terms.view(-1, ranks, 7, 5)
     for whole, held in on_mesh(Mesh(dp=ranks), _reduced, zero, dealt):
         assert torch.equal(whole, total)
         assert held == (32 if zero and ranks > 1 else 64 if ranks < 3 else 32 * ranks)
-    assert not torch.equal(terms.sum(0) * 2, total)
+    assert not torch.equal(backwards, total)  # the order is seen in the bits
 
 
 def test_a_step_is_dealt_in_turn() -> None:

@@ -28,7 +28,7 @@ def test_a_proof_on_a_device_has_every_tensor_there_and_the_same_limits() -> Non
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     for case, dtype in (("alone", "fp64"), ("ranks", "fp32")):
-        assert 0 < found[case]["worst"] <= LIMITS[dtype]
+        assert found[case]["worst"] <= LIMITS[dtype]
         assert found[case]["plain model"] == found[case]["results"] == ["elsewhere:0"]
     assert found["engine"]["results"] == ["cpu"]
     assert "of tensors on the CPU and on elsewhere" in found["plain model's batch"]

@@ -371,6 +371,7 @@ class Engine:
         Data replicas may have different sequences; the mean is over the valid tokens of all. As in
         a step, auxiliary losses are added. `documents` are as for `step`, of n micro-batches.
         """
+        check_int64(tokens=tokens, labels=labels)
         size, length = self.micro_batch_size, self.config.seq_len
         fits = len(tokens) > 0 and tuple(tokens.shape[1:]) == (size, length)
         if not fits or labels.shape != tokens.shape:
@@ -378,7 +379,6 @@ class Engine:
                 f"tokens and labels must have shape [n >= 1, {size}, {length}], got "
                 f"{tuple(tokens.shape)} and {tuple(labels.shape)}"
             )
-        check_int64(tokens, labels)
         check_packing(documents, tokens)
         valid = self._count_valid(labels)
         ids = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
@@ -422,8 +422,9 @@ class Engine:
         """
         if temperature < 0:
             raise ValueError(f"temperature must not be negative, got {temperature}")
-        if not len(prompt):
-            raise ValueError("generate needs a prompt of at least one token")
+        check_int64(prompt=prompt)
+        if prompt.ndim != 1 or not len(prompt):
+            raise ValueError(f"prompt must be int64 [n >= 1] tokens, got {[*prompt.shape]}")
         tokens = [upload(prompt, self.device)]
 
         def step(chosen: Tensor | None) -> tuple[Tensor | None, int]:

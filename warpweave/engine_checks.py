@@ -11,10 +11,12 @@ from warpweave.kernels.attention.options import check_packed
 from warpweave.parallel.data.unit import Unit
 
 
-def check_int64(tokens: Tensor, labels: Tensor) -> None:
-    """ValueError unless both are int64."""
-    if tokens.dtype != torch.int64 or labels.dtype != torch.int64:
-        raise ValueError(f"tokens and labels must be int64, got {tokens.dtype} and {labels.dtype}")
+def check_int64(**given: Tensor) -> None:
+    """ValueError unless each is an int64 tensor."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor) or x.dtype != torch.int64:
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be int64, got {kind}")
 
 
 def check_packing(documents: Tensor | None, tokens: Tensor) -> None:
@@ -38,6 +40,7 @@ def check_batch(
 ) -> None:
     """ValueError unless they are the data of a step of `expected` micro-batches, sequences in each,
     tokens (`Engine.step`)."""
+    check_int64(tokens=tokens, labels=labels, sample_ids=sample_ids)
     if tuple(tokens.shape) != expected or labels.shape != tokens.shape:
         raise ValueError(
             f"tokens and labels must have shape {expected}, got {tuple(tokens.shape)} and "
@@ -47,7 +50,6 @@ def check_batch(
         raise ValueError(
             f"sample_ids must have shape {expected[:2]}, got {tuple(sample_ids.shape)}"
         )
-    check_int64(tokens, labels)
     check_packing(documents, tokens)
 
 

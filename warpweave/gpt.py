@@ -18,6 +18,7 @@ from warpweave.kernels.attention.options import check_packed
 from warpweave.kernels.attention.visible import packed, rows_of
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.rope import rope_table
+from warpweave.kernels.runtime.dtypes import check_integers
 from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.context import TokenContext
@@ -68,6 +69,23 @@ def _rounded(x: float, dtype: torch.dtype) -> float:
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
     mantissa, exponent = math.frexp(x)
     return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
+
+
+def _check_forward(tokens: Tensor, labels: Tensor | None, sample_ids: Tensor | None) -> None:
+    """ValueError unless they are integers: tokens and labels [B, S], sample ids [B]."""
+    for name, given in {"tokens": tokens, "labels": labels, "sample_ids": sample_ids}.items():
+        if name == "tokens" or given is not None:
+            check_integers(name, given)
+    if tokens.ndim != 2:
+        raise ValueError(f"expected tokens of shape [batch, sequence], got {[*tokens.shape]}")
+    if labels is not None and labels.shape != tokens.shape:
+        raise ValueError(
+            f"expected labels of the tokens' shape {[*tokens.shape]}, got {[*labels.shape]}"
+        )
+    if sample_ids is not None and sample_ids.shape != tokens.shape[:1]:
+        raise ValueError(
+            f"expected one sample id per sequence, {[*tokens.shape[:1]]}, got {[*sample_ids.shape]}"
+        )
 
 
 class GPT(nn.Module):
@@ -360,9 +378,10 @@ class GPT(nn.Module):
         over the valid tokens of the given batch (0-dim), and of auxiliary ones of the blocks.
 
         Raises:
-            ValueError: the model has several stages, the tokens do not fit it, or the seed is
-                missing.
+            ValueError: the model has several stages, the tokens or labels are not integers [B, S]
+                or do not fit it, or the seed is missing.
         """
+        _check_forward(tokens, labels, sample_ids)
         if len(self.stages) < len(self.placement):
             raise ValueError("forward needs the whole model: the mesh has several pipeline stages")
         if seed is None and self.config.dropout and self.training:

@@ -3,7 +3,8 @@
 python docs/scripts/map.py
 
 What a file is for is the first sentence of its docstring; which tests go with it is read from the
-imports in tests/. `tests/test_docs.py` fails when the page is not what this writes.
+imports in tests/, those through helpers that tests share included. `tests/test_docs.py` fails when
+the page is not what this writes.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ PARTS = {
     "layers": "remember: modules that own parameters, no algorithms",
     "warpweave": "the top: models, training, data, proofs, commands",
 }
-MOST = 5  # tests named in a row
+MOST, FEW = 20, 5  # all tests of a file are named, or so many where it has more
 HEAD = """# Map of features and tests
 
 Made by `python docs/scripts/map.py` from the docstrings of the source and the imports of the tests:
 do not edit it by hand. A file imports from its own part and from those above it on this page, never
-from below (`tests/test_ladder.py`). The tests of a file or folder are those that import it, those
-that are named like it first.
+from below (`tests/test_ladder.py`). The tests of a file or folder are those that import it, by
+themselves or through a helper that they share with other tests. Those that are named like it come
+first; where there are more than 20, only five are named.
 """
 
 
@@ -46,24 +48,85 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path) -> set[str]:
-    """Modules of ours that a test imports, and what it imports from them, as dotted names."""
+class Helpers:
+    """The Python files of tests/ and tests/support/, by the names under which tests import them."""
+
+    def __init__(self, folder: Path) -> None:
+        paths = [*folder.glob("*.py"), *(folder / "support").glob("*.py")]
+        self.trees = {path.stem: ast.parse(path.read_text()) for path in paths}
+        self.definitions = {stem: definitions_of(tree) for stem, tree in self.trees.items()}
+        self._steps: dict[tuple[str, str], tuple[set[str], set[tuple[str, str]]]] = {}
+
+    def modules_of(self, test: str) -> set[str]:
+        """Modules of ours that a test imports, and what it imports from them, as dotted names.
+
+        What it imports from another file of tests is followed: to the function or the constant of
+        that name there, to all that this refers to in turn, and to what they import.
+        """
+        found: set[str] = set()
+        seen, todo = {(test, "*")}, [(test, "*")]
+        while todo:
+            ours, others = self._step(*todo.pop())
+            found |= ours
+            todo += others - seen
+            seen |= others
+        return found
+
+    def _step(self, stem: str, name: str) -> tuple[set[str], set[tuple[str, str]]]:
+        """What a name of a file ("*": the whole file) imports of ours, and to which names of which
+        files it refers."""
+        if (stem, name) not in self._steps:
+            known = self.definitions[stem]
+            nodes = [self.trees[stem]] if name == "*" else known.get(name, [])
+            imports = {dotted for node in nodes for dotted in imports_in(node)}
+            parts = (dotted.partition(".") for dotted in imports)
+            others = {(file, part or "*") for file, _, part in parts if file in self.trees}
+            if name != "*":
+                loads = (n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name))
+                others |= {(stem, loaded) for loaded in loads if loaded in known}
+            ours = {dotted for dotted in imports if dotted.startswith("warpweave.")}
+            self._steps[stem, name] = ours, others
+        return self._steps[stem, name]
+
+
+def definitions_of(tree: ast.Module) -> dict[str, list[ast.AST]]:
+    """The statements at the top of a file that bind each name."""
+    found: dict[str, list[ast.AST]] = defaultdict(list)
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found[node.name].append(node)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                one = ast.Import([alias])
+                if isinstance(node, ast.ImportFrom):
+                    one = ast.ImportFrom(node.module, [alias], node.level)
+                found[alias.asname or alias.name.partition(".")[0]].append(one)
+        else:
+            for name in ast.walk(node):
+                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                    found[name.id].append(node)
+    return found
+
+
+def imports_in(tree: ast.AST) -> set[str]:
+    """What is imported anywhere inside a node, as dotted names."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {name for name in found if name.startswith("warpweave.")}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
 
 
 def tests_by_module() -> dict[str, set[str]]:
     """For each module and package, the tests that import it or something of it."""
     found: dict[str, set[str]] = defaultdict(set)
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
-        for name in imports_of(path):
+    helpers = Helpers(ROOT / "tests")
+    for stem in helpers.trees:
+        for name in helpers.modules_of(stem) if stem.startswith("test_") else ():
             while "." in name:
-                found[name].add(path.name)
+                found[name].add(f"{stem}.py")
                 name = name.rpartition(".")[0]
     return found
 
@@ -72,7 +135,8 @@ def named(module: str, tests: set[str]) -> str:
     """The tests of a module: first those that are named like it, then by the alphabet."""
     stem = module.rpartition(".")[2]
     order = sorted(tests, key=lambda name: (stem not in name, name))
-    return ", ".join(f"`{name}`" for name in order[:MOST]) + " and others" * (len(order) > MOST)
+    chosen = order if len(order) <= MOST else order[:FEW]
+    return ", ".join(f"`{name}`" for name in chosen) + " and others" * (chosen is not order)
 
 
 def section(folder: Path, tests: dict[str, set[str]]) -> list[str]:

@@ -3,7 +3,7 @@
     angle[s, i] = position[s] * frequency[i],   frequency[i] = theta^(-2i / R), i < R / 2
 
 Positions are global: a rank's table is the rows of the whole table for its positions. Angles are
-computed in float64: at position 10^6 a float32 angle is wrong by 0.03 radians.
+computed in float64: at position 10^6 adjacent float32 angles are 0.06 radians apart.
 
 Sources: Su et al. 2021 (arXiv:2104.09864); see `RopeScaling` for the others.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from warpweave.kernels.rope_scaling import RopeScaling
+from warpweave.kernels.runtime.dtypes import check_integers
 
 
 def rope_table(
@@ -26,9 +27,10 @@ def rope_table(
     """(cos[S, R/2], sin[S, R/2]) for the global `positions`[S] (int64) of the local rows.
 
     R = `rotary_dim` is the head dim, or the part of it that is rotated. Both contain YaRN's
-    multiplier. Raises ValueError if R is odd or not positive, positions is not one-dimensional or
-    theta not greater than 1.
+    multiplier. Raises ValueError if R is odd or not positive, positions are not integers of one
+    dimension (16-bit floats cannot count past 256 or 2048) or theta is not greater than 1.
     """
+    check_integers("positions", positions)
     if rotary_dim % 2 or rotary_dim < 1 or positions.ndim != 1:
         raise ValueError(
             f"need an even head_dim and positions[S], got {rotary_dim} and {[*positions.shape]}"

@@ -54,6 +54,14 @@ def no_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False) if is_autocast(x) else nullcontext()
 
 
+def check_integers(name: str, x: torch.Tensor) -> None:
+    """Raise ValueError unless x is a tensor of int64 or int32, as ids and positions are."""
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor of integers, got {type(x).__name__}")
+    if x.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name} must be int64 or int32 integers, got {x.dtype}")
+
+
 # ---------------------------------------------------------------- inside kernels
 
 _INTERPRET = tl.constexpr(dispatch.INTERPRET)

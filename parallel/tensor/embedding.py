@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from warpweave.kernels.runtime.dispatch import once_differentiable
+from warpweave.kernels.runtime.dtypes import check_integers
 from warpweave.kernels.runtime.wgrad import grad_dtype, rows, wgrad
 from warpweave.parallel.collectives import (
     group_rank,
@@ -119,7 +120,7 @@ def vocab_parallel_embedding(
     Weight gradient: dW = onehot(ids)^T all-gather(dy[T/R, E])
 
     Args:
-        ids: int64[...], the same on every rank of the group; 1-D with sequence_parallel.
+        ids: int64 or int32 [...], the same on every rank of the group; 1-D with sequence_parallel.
         weight: weight[V/R, E], rows [r V/R, (r+1) V/R) of the table on rank r; the leaf parameter.
         group: the R tensor ranks; None for one.
         vocab_size: ids lie in [0, vocab_size); rows past it are padding and never looked up.
@@ -130,10 +131,12 @@ def vocab_parallel_embedding(
         y[..., E], or y[T/R, E] with sequence_parallel, in the dtype of `weight`.
 
     Raises:
-        ValueError: the shard does not have V/R rows, or R does not divide the tokens.
+        ValueError: ids are not integers, the shard does not have V/R rows, or R does not divide the
+            tokens.
         RuntimeError: an id lies outside the vocabulary (on CUDA a device-side assertion).
     """
     name = f"vocab_parallel_embedding on rank {group_rank(group)}"
+    check_integers("ids", ids)
     check_vocabulary(name, "rows", weight.shape[0], group, vocab_size, padded_vocab_size)
     if sequence_parallel and (ids.dim() != 1 or ids.shape[0] % group_size(group)):
         raise ValueError(

@@ -94,7 +94,7 @@ def _child(
     end_with_parent()
     quick_interpreter.install()
     _look_at_leisure()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     torch.manual_seed(0)
     try:
         try:

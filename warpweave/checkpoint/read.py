@@ -22,6 +22,7 @@ from warpweave.checkpoint.files import (
     CheckpointError,
     CheckpointWarning,
     agree_on_all,
+    attempt,
     open_regular,
     reason,
     stamp,
@@ -37,6 +38,8 @@ from warpweave.checkpoint.manifest import (
 from warpweave.checkpoint.steps import newest_first
 from warpweave.exchange import exchange
 from warpweave.messages import one_line
+
+_STEPS = "checkpoints"  # the folder of steps inside that of a run of `warpweave train`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,12 +123,13 @@ def open_checkpoint(
     """Verify a step folder completely and return its reader; every rank of `group` calls it.
 
     Each rank hashes some of the files. Raises `CheckpointError`, on every rank, for anything that
-    is not exactly what `save_checkpoint` wrote.
+    is not exactly what `save_checkpoint` wrote; for the folder of a run it names the newest step.
     """
     path = Path(path)
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     verdict: dict[str, Any] = {}
     try:
+        _refuse_run_folder(path)
         manifest = read_manifest(path)
         stamps = _check_listing(path, manifest["files"])
         tensors: dict[str, dict[str, Any]] = {name: {} for name in manifest["files"]}
@@ -156,12 +160,16 @@ def open_latest(
     """Open and verify the newest step; None if there is none. Every rank of `group` calls it.
 
     With `fallback` a damaged step is skipped with a `CheckpointWarning` that names the file, and
-    the next older one is opened; `CheckpointError` if all are damaged.
+    the next older one is opened. Raises `CheckpointError` if all are damaged, or if `folder` is
+    that of a run, whose steps are in a folder inside it.
     """
     folder = Path(folder)
     rank = 0 if group is None else dist.get_rank(group)
     mine = [path.name for path in newest_first(folder)] if rank == 0 else []
     names = exchange(mine, group)[0]
+    if not names:
+        found = attempt(folder, _refuse_run_folder, folder) if rank == 0 else {}
+        agree_on_all(found, group)
     problem: CheckpointError | None = None
     for name in names:
         try:
@@ -175,6 +183,16 @@ def open_latest(
     if problem is not None:
         raise CheckpointError(f"{folder} has {len(names)} steps, none is good; the last: {problem}")
     return None
+
+
+def _refuse_run_folder(path: Path) -> None:
+    """Raise `CheckpointError` if `path` is not a step but holds steps, or a folder of steps."""
+    for folder in () if os.path.lexists(path / MANIFEST) else (path, path / _STEPS):
+        if steps := newest_first(folder):
+            raise CheckpointError(
+                f"{path} is the folder of a run, not of one step: open {steps[0]}, or the newest "
+                f"good step by open_latest({str(folder)!r})"
+            )
 
 
 def _same(saved: Any, current: Any) -> bool:

@@ -22,11 +22,17 @@ _DTYPES = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4"}
 def write_token_file(path: str | Path, tokens: np.ndarray, *, vocab_size: int) -> None:
     """Write tokens[N] (integers in [0, vocab_size)) as ``path`` (.bin) and its sidecar.
 
-    Both are renamed into place whole, the sidecar last: a crash leaves no file that opens.
+    Both are renamed into place whole, the sidecar last: a crash leaves no file that opens. Raises
+    `DataError` unless path ends in .bin and tokens are such an array.
     """
     path = Path(path)
     if path.suffix != ".bin":
         raise DataError(f"a token file is named .bin, got {path}")
+    if not isinstance(tokens, np.ndarray):
+        raise DataError(
+            f"tokens must be a NumPy array of integers, got {type(tokens).__name__}; convert them "
+            "with np.asarray(tokens)"
+        )
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or not len(tokens):
         raise DataError(f"tokens must be integers[N > 0], got {tokens.dtype}{list(tokens.shape)}")
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:

@@ -89,9 +89,9 @@ def within_budget(actual: Tensor, plain: Tensor, truth: Tensor, terms: int = 1) 
     """The error of `actual` against the float64 `truth`: at most twice that of `plain`, torch in
     the same dtype, and one rounding.
 
-    In float32 two roundings count at least, and sqrt(n) / 4 where sums have n `terms`: so much is
-    the largest of a million sums off that are made term by term, as a kernel makes them. A library
-    that cuts a sum into parts is off by less.
+    In float32 two roundings count at least, and sqrt(n) / 4 where sums have n `terms`: errors of
+    sums that are made term by term, as a kernel makes them, grow like sqrt(n) (Higham and Mary
+    2019). A library that cuts a sum into parts may be off by less.
     """
     eps = torch.finfo(actual.dtype).eps
     least = max(2.0, math.sqrt(terms) / 4) * eps if actual.dtype == torch.float32 else 0.0
