@@ -26,13 +26,20 @@ def inputs(queries: int = 8, keys: int = 8) -> list[torch.Tensor]:
 
 
 def attend(*qkv: torch.Tensor, **options) -> torch.Tensor:
-    return attention.attention_forward(nn.Tanh(), *qkv, options.pop("mask", None), **options)[0]
+    return attention.attention_forward(causal(), *qkv, options.pop("mask", None), **options)[0]
+
+
+def causal() -> nn.Module:
+    """A module whose attention is causal, as one of transformers says."""
+    found = nn.Tanh()
+    found.is_causal = True
+    return found
 
 
 # ---------------------------------------------------------------- what is refused
 
 
-UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "cache")
+UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "cache", "of_a_new_version")
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -52,10 +59,25 @@ def test_every_unknown_argument_is_named_and_neutral_ones_are_ignored():
         attend(*inputs(), **asked)
 
 
+def test_a_module_that_does_not_say_whether_it_is_causal_is_refused():
+    """A mask of None means both, so that a default would be wrong after a renaming."""
+    with pytest.raises(ValueError, match=r"^Tanh of transformers .* has no is_causal, which"):
+        attention.attention_forward(nn.Tanh(), *inputs(), None)
+    for given in (False, True):
+        o, _ = attention.attention_forward(nn.Tanh(), *inputs(), None, is_causal=given)
+        assert torch.equal(o, attend(*inputs(), is_causal=given))
+
+
+def test_an_argument_of_a_mask_that_is_not_known_is_refused_by_name():
+    sizes = {"batch_size": 1, "q_length": 4, "kv_length": 4}
+    assert mask.make_mask(**sizes, use_vmap=False, of_a_new_version=None) is None
+    with pytest.raises(ValueError, match="mask has no query_start, which transformers"):
+        mask.make_mask(**sizes, query_start=0)
+
+
 @pytest.mark.parametrize("name", ["attentions", "cross_attentions", "hidden_states"])
 def test_attention_weights_that_transformers_collects_are_refused(name):
-    where, why = "transformers.utils.output_capturing", "others tell modules what they collect"
-    collector = pytest.importorskip(where, reason=why)._active_collector
+    collector = transformers.utils.output_capturing._active_collector
     token = collector.set({name: []})
     try:
         if name == "hidden_states":
@@ -107,7 +129,7 @@ def test_dropout_is_drawn_from_torchs_generator_and_nothing_is_without_it(grad):
 
 def test_a_watcher_gets_heads_in_the_layout_of_the_kernel():
     (q, k, v), heard, sinks = inputs(), [], draw(5, HEADS)
-    module = nn.Tanh()
+    module = causal()
     for given in (sinks, None):
         with (
             ours_always(),
@@ -234,10 +256,11 @@ def test_padding_may_be_at_either_end_and_of_any_length_wherever_queries_begin(n
 def test_chunks_of_packed_documents_begin_where_padding_ends():
     positions = torch.tensor([[*range(5), *range(8)], [*range(13)]])
     padding = torch.tensor([0, 2])
-    apart = functions.packed_sequence_compatibility_function(
-        functions.chunked_causal_mask_function(3, padding), positions,
-        functions.find_packed_sequence_indices(positions),
-    )  # fmt: skip
+    chunked = functions.chunked_causal_mask_function(3, padding)
+    apart = functions.and_masks(
+        functions.packed_sequence_mask_function(functions.find_packed_sequence_indices(positions)),
+        functions.remap_positions_for_packed_sequence(chunked, positions),
+    )
     how = {"batch_size": 2, "q_length": 13, "kv_length": 13, "mask_function": apart}
     made = mask.make_mask(**how)
     wanted = functions.sdpa_mask(**how, allow_is_causal_skip=False)
@@ -275,6 +298,8 @@ def test_masks_compose_in_any_order():
 
 
 class _Attends(nn.Module):
+    is_causal = True
+
     def forward(self, *qkv: torch.Tensor, **options) -> torch.Tensor:
         return attention.attention_forward(self, *qkv, None, **options)[0]
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from warpweave.changes import changes_of, forget, known, note
 from warpweave.hf import attention, norm, seen, structure
+from warpweave.hf.arguments import own
 from warpweave.hf.options import HeadVocabulary, Replicas, Spread
 from warpweave.hf.patch import patch
 from warpweave.hf.plan import Column, Row, Tokens, hidden_states, take_input
@@ -86,6 +87,7 @@ def spread_model(
         enter = _Entrance(part, tokens, spread, model.config)
         handle = part.module.register_forward_pre_hook(enter, with_kwargs=True)
         changes_of(part.module).hooks.append(handle)
+        note(part.module, attention.Shared())
     note(model, spread)
     _cut(model, parts, plan, spread)
     for module in names:
@@ -95,8 +97,9 @@ def spread_model(
         changes.hooks += tokens.hook(layers[0], layers[-1])
     changes.hooks.append(model.register_forward_pre_hook(partial(_check_dropout, dropouts)))
     ranks = tp * mesh.size("cp")
-    tp_plan = model.__dict__.get("_tp_plan") if tp > 1 else {}  # by which caches count heads
+    tp_plan = own(model, "_tp_plan") if tp > 1 else {}  # by which caches count heads
     for name, told in zip(_TOLD, (ranks, True, tp_plan)):
+        own(model, name)
         changes.set(model, name, told)
     device = next(model.parameters()).device.type
     changes.set(model.config, "distributed_config", Replicas(ranks, mesh.size("dp"), device))
