@@ -26,14 +26,7 @@ def inputs(queries: int = 8, keys: int = 8) -> list[torch.Tensor]:
 
 
 def attend(*qkv: torch.Tensor, **options) -> torch.Tensor:
-    return attention.attention_forward(causal(), *qkv, options.pop("mask", None), **options)[0]
-
-
-def causal() -> nn.Module:
-    """A module whose attention is causal, as one of transformers says."""
-    found = nn.Tanh()
-    found.is_causal = True
-    return found
+    return attention.attention_forward(nn.Tanh(), *qkv, options.pop("mask", None), **options)[0]
 
 
 # ---------------------------------------------------------------- what is refused
@@ -57,15 +50,6 @@ def test_every_unknown_argument_is_named_and_neutral_ones_are_ignored():
     asked = dict.fromkeys(UNKNOWN, 1) | {"output_attentions": True}
     with pytest.raises(ValueError, match=rf"has no {', '.join(UNKNOWN)}, output_attentions \("):
         attend(*inputs(), **asked)
-
-
-def test_a_module_that_does_not_say_whether_it_is_causal_is_refused():
-    """A mask of None means both, so that a default would be wrong after a renaming."""
-    with pytest.raises(ValueError, match=r"^Tanh of transformers .* has no is_causal, which"):
-        attention.attention_forward(nn.Tanh(), *inputs(), None)
-    for given in (False, True):
-        o, _ = attention.attention_forward(nn.Tanh(), *inputs(), None, is_causal=given)
-        assert torch.equal(o, attend(*inputs(), is_causal=given))
 
 
 def test_an_argument_of_a_mask_that_is_not_known_is_refused_by_name():
@@ -129,7 +113,7 @@ def test_dropout_is_drawn_from_torchs_generator_and_nothing_is_without_it(grad):
 
 def test_a_watcher_gets_heads_in_the_layout_of_the_kernel():
     (q, k, v), heard, sinks = inputs(), [], draw(5, HEADS)
-    module = causal()
+    module = nn.Tanh()
     for given in (sinks, None):
         with (
             ours_always(),
@@ -298,8 +282,6 @@ def test_masks_compose_in_any_order():
 
 
 class _Attends(nn.Module):
-    is_causal = True
-
     def forward(self, *qkv: torch.Tensor, **options) -> torch.Tensor:
         return attention.attention_forward(self, *qkv, None, **options)[0]
 

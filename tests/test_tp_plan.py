@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
-pytest.importorskip("transformers.distributed.tensor_parallel", reason="transformers >= 5.23")
 
 from threads import on_mesh  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402

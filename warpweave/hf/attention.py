@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector as _collector
 
 from warpweave.changes import forget, known, note
-from warpweave.hf.arguments import own, unknown
+from warpweave.hf.arguments import unknown
 from warpweave.hf.mask import Mask, Visible, make_mask
 from warpweave.hf.patch import always_ours, few
 from warpweave.hf.probe import WIDE
@@ -164,9 +164,9 @@ def _visible(
     if across is not None:
         Sq, Sk = Sq * across.layout.parts, Sk * across.layout.parts
     if mask is None:
-        if is_causal is None and Sq > 1:
-            is_causal = own(module, "is_causal")
-        causal = bool(is_causal) and Sq > 1
+        # transformers' own default; after a renaming `apply` would see that encoders differ.
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = bool(causal) and Sq > 1
         if causal and Sq != Sk:
             raise ValueError(
                 f"{name}: warpweave attention got {Sq} queries, {Sk} keys and no mask that says "
