@@ -17,7 +17,7 @@ try:
     import transformers
 except ImportError:
     raise ImportError(
-        "warpweave.hf needs transformers: pip install 'transformers>=5.23' 'accelerate>=1.12'"
+        "warpweave.hf needs transformers: pip install 'transformers>=5.23' 'accelerate>=1.13'"
     ) from None
 
 # Before 5.23 transformers has other names for some of what is read here, and no error would say so.
