@@ -69,7 +69,7 @@ def spread_model(
     for module, name in names.items():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ValueError(f"{name}: dropout {module.p} is not drawn over ranks: set it to 0")
-        if getattr(module, "attention_dropout", 0.0):
+        if getattr(module, "attention_dropout", 0.0):  # early; see `attention.Shared` for any name
             raise ValueError(f"{name}: attention dropout is not drawn over ranks: set it to 0")
     parts, kept = structure.find_parts(model, inputs, tp)
     layers = _layers(model, parts)
@@ -263,7 +263,10 @@ class _Entrance:
 
 
 def own_positions(name: str, value: Any, layout: SequenceLayout, rank: int) -> Any:
-    """A context rank's part of an argument with one entry per position."""
+    """A context rank's part of an argument with one entry per position.
+
+    Under another name the argument stays whole, and does not fit the rank's part of the sequence.
+    """
     if name == "position_embeddings" and isinstance(value, (tuple, list)):
         return tuple(layout.shard(x, rank, dim=1) for x in value)
     if name == "position_ids" and value is not None:
