@@ -218,9 +218,11 @@ def test_a_gemma_says_its_activation_under_another_name_which_goes_first():
     assert liger.LigerGEGLUMLP(gemma).up_proj.weight.shape == (20, E)
     with pytest.raises(ValueError, match="got 'gelu_pytorch_tanh'"):
         liger.LigerSwiGLUMLP(gemma)
-    for unsaid in ({}, {"hidden_activation": None}, {"hidden_act": None}):
-        for kind in (liger.LigerGEGLUMLP, liger.LigerSwiGLUMLP):
+    for kind in (liger.LigerGEGLUMLP, liger.LigerSwiGLUMLP):
+        for unsaid in ({"hidden_activation": None}, {"hidden_act": None}):
             kind(SimpleNamespace(**sizes, **unsaid))
+        with pytest.raises(ValueError, match="has neither hidden_act nor hidden_activation"):
+            kind(SimpleNamespace(**sizes, hidden_function="gelu"))
     older = SimpleNamespace(hidden_activation=None, hidden_act="silu", **sizes)
     with pytest.raises(ValueError, match="got 'silu'"):
         liger.LigerGEGLUMLP(older)

@@ -188,6 +188,7 @@ def test_a_field_that_is_missing_or_null_is_what_transformers_takes_it_for(kind)
     assert bare is not None
     assert theirs is not None
     explicit = theirs.to_dict()
+    del explicit["transformers_version"]  # which leaves no field out
     for name in _names() & set(explicit):
         without = {k: v for k, v in explicit.items() if k != name}
         ours, _ = _both(kind, without)

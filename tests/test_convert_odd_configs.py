@@ -110,6 +110,23 @@ def test_files_are_those_that_transformers_reads(tmp_path):
         from_hf(tmp_path / "old")
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "gemma2"])
+def test_a_field_that_a_new_transformers_renamed_is_refused(kind):
+    """Files of transformers 5 leave no field out; in older ones a missing one is a default."""
+    small = read_config(GPT2 if kind == "gpt2" else QWEN2 | {"model_type": kind})[1]
+    whole = {**write_config(small, kind)[1], "model_type": kind}
+    for version in ("5.24.0", "5.30.0.dev0", "12.1"):
+        new = whole | {"transformers_version": version}
+        assert read_config(new) == read_config(whole)
+        for name in whole.keys() - {"model_type", "architectures", "head_dim"}:
+            renamed = {f"new_{n}" if n == name else n: value for n, value in new.items()}
+            with pytest.raises(ConvertError, match=rf"\b({name}|kv_heads)\b"):
+                read_config(renamed)
+    old = {n: value for n, value in whole.items() if "eps" not in n}
+    for version in ({}, {"transformers_version": "4.57.1"}):
+        assert read_config(old | version)[1].norm_eps in (1e-5, 1e-6)
+
+
 @pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer"])
 def test_more_than_10000_layers_are_refused(name):
     one = GPT2 if name == "n_layer" else QWEN2

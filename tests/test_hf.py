@@ -346,10 +346,11 @@ def test_a_chunked_mask_is_documents(families):
     padded = torch.ones(2, 13, dtype=torch.bool)
     padded[1, :3] = False
     packed = torch.tensor([[*range(13)], [*range(3), *range(9), 0]])  # documents, of chunks each
-    apart = functions.packed_sequence_compatibility_function(
-        functions.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)),
-        packed, functions.find_packed_sequence_indices(packed),
-    )  # fmt: skip
+    chunked = functions.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))
+    apart = functions.and_masks(
+        functions.packed_sequence_mask_function(functions.find_packed_sequence_indices(packed)),
+        functions.remap_positions_for_packed_sequence(chunked, packed),
+    )
     for one, hidden in ((function, padded), (apart, None)):
         how = {"mask_function": one, "attention_mask": hidden}
         made = mask.make_mask(2, 13, 13, **how)

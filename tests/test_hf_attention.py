@@ -32,7 +32,7 @@ def attend(*qkv: torch.Tensor, **options) -> torch.Tensor:
 # ---------------------------------------------------------------- what is refused
 
 
-UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "cache")
+UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "cache", "of_a_new_version")
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -52,10 +52,16 @@ def test_every_unknown_argument_is_named_and_neutral_ones_are_ignored():
         attend(*inputs(), **asked)
 
 
+def test_an_argument_of_a_mask_that_is_not_known_is_refused_by_name():
+    sizes = {"batch_size": 1, "q_length": 4, "kv_length": 4}
+    assert mask.make_mask(**sizes, use_vmap=False, of_a_new_version=None) is None
+    with pytest.raises(ValueError, match="mask has no query_start, which transformers"):
+        mask.make_mask(**sizes, query_start=0)
+
+
 @pytest.mark.parametrize("name", ["attentions", "cross_attentions", "hidden_states"])
 def test_attention_weights_that_transformers_collects_are_refused(name):
-    where, why = "transformers.utils.output_capturing", "others tell modules what they collect"
-    collector = pytest.importorskip(where, reason=why)._active_collector
+    collector = transformers.utils.output_capturing._active_collector
     token = collector.set({name: []})
     try:
         if name == "hidden_states":
@@ -234,10 +240,11 @@ def test_padding_may_be_at_either_end_and_of_any_length_wherever_queries_begin(n
 def test_chunks_of_packed_documents_begin_where_padding_ends():
     positions = torch.tensor([[*range(5), *range(8)], [*range(13)]])
     padding = torch.tensor([0, 2])
-    apart = functions.packed_sequence_compatibility_function(
-        functions.chunked_causal_mask_function(3, padding), positions,
-        functions.find_packed_sequence_indices(positions),
-    )  # fmt: skip
+    chunked = functions.chunked_causal_mask_function(3, padding)
+    apart = functions.and_masks(
+        functions.packed_sequence_mask_function(functions.find_packed_sequence_indices(positions)),
+        functions.remap_positions_for_packed_sequence(chunked, positions),
+    )
     how = {"batch_size": 2, "q_length": 13, "kv_length": 13, "mask_function": apart}
     made = mask.make_mask(**how)
     wanted = functions.sdpa_mask(**how, allow_is_causal_skip=False)

@@ -310,11 +310,11 @@ def _through_layers(mesh, sequence_parallel: bool) -> None:
     tokens = Tokens(mesh.group("tp"), mesh.group("cp"), sequence_parallel=sequence_parallel)
     layer, n = nn.Module(), tokens.divisor
     parts = mesh.size("cp") * (mesh.size("tp") if sequence_parallel else 1)
-    for length, learns, cached, as_tuple in itertools.product(
-        (n, 3 * n, n + 1), (True, False), (True, False), (True, False)
+    for length, learns, cached, as_tuple, name in itertools.product(
+        (n, 3 * n, n + 1), (True, False), (True, False), (True, False), ("past_key_values", "new")
     ):
         x = draw(2, length, 3).requires_grad_(learns)
-        kwargs = {"past_key_values": object() if cached else None, "more": 5}
+        kwargs = {name: transformers.DynamicCache() if cached else None, "more": 5}
         with torch.set_grad_enabled(learns):
             if learns and length % n:
                 with pytest.raises(ValueError, match=rf"{length} tokens do not divide by {n}, "):

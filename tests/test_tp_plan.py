@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
-pytest.importorskip("transformers.distributed.tensor_parallel", reason="transformers >= 5.23")
 
 from threads import on_mesh  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
@@ -134,14 +133,15 @@ def test_parameters_inside_a_sharded_module_must_be_in_the_plan():
 def test_layers_with_parameters_of_their_own_are_refused_under_sequence_parallelism():
     layers = Model(3).base.layers
     assert len(styles._without_style(layers)) == 3 * (1 + 4 + 2)
-    layers[1].attn["q"]._is_hooked = layers[2].norm._is_hooked = True
+    styles._STYLES["inside_colwise"].install_forward(layers[1].attn["q"], None)
+    styles._STYLES["input"].install_forward(layers[2].norm, None)
     found = styles._without_style(layers)
     assert len(found) == 3 * 7 - 2
     assert layers[1].attn["q"] not in found
     layers[2].scale = nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match=r"^Layer: a layer with parameters of its own$"):
         styles._without_style(layers)
-    layers[2]._is_hooked = True
+    styles._STYLES["input"].install_forward(layers[2], None)
     assert len(styles._without_style(layers)) == 3 * 7 - 2
 
 

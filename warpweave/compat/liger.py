@@ -116,8 +116,11 @@ class _GatedMLP(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        act = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-        if act is not None and act not in self._names:
+        named = [n for n in ("hidden_activation", "hidden_act") if hasattr(config, n)]
+        if not named:
+            raise ValueError("the config has neither hidden_act nor hidden_activation")
+        act = next((value for n in named if (value := getattr(config, n))), None)
+        if act is not None and act not in self._names:  # None is the family's default
             raise ValueError(f"hidden_act must be one of {', '.join(self._names)}, got {act!r}")
         self.config = config
         self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size

@@ -57,11 +57,33 @@ def read_config(fields: Mapping[str, Any]) -> tuple[str, GPTConfig]:
         if isinstance(fields.get(name), int) and fields[name] > 10_000:
             raise ConvertError(f"{name} = {fields[name]} is no number of layers")
     try:
-        return kind, canonical(FAMILIES[kind].read(fields))
+        config = canonical(FAMILIES[kind].read(fields))
+        _check_complete(fields, FAMILIES[kind], config)
+        return kind, config
     except KeyError as error:
         raise ConvertError(f"config.json of a {kind} model has no {error}") from None
     except (AttributeError, TypeError, ValueError) as error:
         raise ConvertError(f"config.json of a {kind} model: {error}") from None
+
+
+def _check_complete(fields: Mapping[str, Any], family: Family, config: GPTConfig) -> None:
+    """Raise `ConvertError` if a file of transformers 5 or later lacks a field of its family.
+
+    Those versions leave no field out, so that a missing one has another name there. Older files
+    leave out what is their family's default.
+    """
+    version = str(fields.get("transformers_version"))
+    major = version.partition(".")[0]
+    if not major.isdigit() or int(major) < 5:
+        return
+    missing = family.write(config).keys() - fields.keys() - {"head_dim"}  # which some have not
+    if "rope_theta" in fields:
+        missing -= {"rope_parameters"}
+    if missing:
+        raise ConvertError(
+            f"transformers {version} wrote no {', '.join(sorted(missing))}, and may have renamed "
+            "it: add the field, or remove transformers_version to use the default"
+        )
 
 
 def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[str, Any]]:

@@ -13,29 +13,22 @@ loss, fused · `parallel` a model over ranks: `options` of it, `structure` where
 `plan` by which styles · `styles` the same for a `tp_plan`.
 """
 
-from typing import Any
-
 try:
     import transformers
 except ImportError:
     raise ImportError(
-        "warpweave.hf needs transformers: pip install 'transformers>=5.4' 'accelerate>=1.1'"
+        "warpweave.hf needs transformers: pip install 'transformers>=5.23' 'accelerate>=1.13'"
     ) from None
 
-from warpweave.hf.model import KINDS, apply, revert
-from warpweave.hf.report import Entry, Report
-
-# Before 5.23 transformers calls the words in another way: norms would get part of a gradient.
-if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23):
-    from warpweave.hf.styles import planned
+# Before 5.23 transformers has other names for some of what is read here, and no error would say so.
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+    raise ImportError(
+        f"warpweave.hf needs transformers >= 5.23, got {transformers.__version__}: "
+        "pip install 'transformers>=5.23'"
+    )
 else:
-
-    def planned(how: Any, config: Any, *, overlap: str = "bulk") -> Any:
-        """Refuse: the words of a `tp_plan` that are ours are not registered."""
-        raise ImportError(
-            f"warpweave.hf.planned needs transformers >= 5.23, this is {transformers.__version__}: "
-            "warpweave.hf.apply(model, mesh=...) cuts a model with any"
-        )
-
+    from warpweave.hf.model import KINDS, apply, revert
+    from warpweave.hf.report import Entry, Report
+    from warpweave.hf.styles import planned
 
 __all__ = ["KINDS", "Entry", "Report", "apply", "planned", "revert"]

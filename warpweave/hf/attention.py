@@ -14,13 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-
-try:  # what a forward was asked to give besides, where its modules are not told
-    from transformers.utils.output_capturing import _active_collector as _collector
-except ImportError:  # of versions that tell them
-    _collector = None
+from transformers.utils.output_capturing import _active_collector as _collector
 
 from warpweave.changes import forget, known, note
+from warpweave.hf.arguments import unknown
 from warpweave.hf.mask import Mask, Visible, make_mask
 from warpweave.hf.patch import always_ours, few
 from warpweave.hf.probe import WIDE
@@ -34,8 +31,13 @@ from warpweave.parallel.context.attention import (
 from warpweave.parallel.layout import SequenceLayout
 
 NAME = "warpweave"
-# What some models add to the scores, or choose among keys, and the kernel has no word for.
-_UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "cache")
+# What transformers' eager attention ignores. Any other argument (a bias of the scores, a choice
+# among keys, a paged cache, or one that a new version of transformers adds) is refused.
+_IGNORED = (
+    "position_ids", "cache_position", "use_cache", "return_dict", "deterministic", "logits_to_keep",
+    "output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+)  # fmt: skip
 _WEIGHTS = {"attentions", "cross_attentions"}  # among what transformers collects of a forward
 
 
@@ -46,6 +48,11 @@ class Across(NamedTuple):
     layout: SequenceLayout
     group: ContextGroup
     strategy: Strategy | Links
+
+
+class Shared(NamedTuple):
+    """A module whose heads or tokens lie on several ranks, which do not draw dropout together. A
+    fact of the module."""
 
 
 class _Watched(NamedTuple):
@@ -73,16 +80,19 @@ def attention_forward(
     The mask says what is visible, also the window: as for transformers' eager attention,
     `sliding_window` says nothing more. Dropout draws from torch's CPU generator one seed per call.
 
-    Raises ValueError, naming the module, on what the kernel cannot do: a bias of the scores, a
-    mask that `make_mask` did not make, attention weights as an output, a paged cache.
+    Raises ValueError, naming the module, on what the kernel cannot do: an argument that it does not
+    know (a bias of the scores, a paged cache), a mask that `make_mask` did not make, attention
+    weights as an output, dropout in a module that is `Shared`.
     """
     name = type(module).__name__
-    asked = [n for n in _UNKNOWN if rest.get(n) is not None]
-    collected = None if _collector is None else _collector.get()
+    asked = unknown(rest, _IGNORED)
+    collected = _collector.get()
     if rest.get("output_attentions") or (collected and _WEIGHTS & collected.keys()):
         asked.append("output_attentions (set_attn_implementation('eager') has)")
     if asked:
         raise ValueError(f"{name}: warpweave attention has no {', '.join(asked)}")
+    if dropout and known(module, Shared) is not None:
+        raise ValueError(f"{name}: attention dropout is not drawn over ranks: set it to 0")
     across = known(module, Across)
     visible = _visible(module, query, key, attention_mask, is_causal, across)
     simple = across is None and softcap is None and s_aux is None and not dropout
@@ -154,6 +164,7 @@ def _visible(
     if across is not None:
         Sq, Sk = Sq * across.layout.parts, Sk * across.layout.parts
     if mask is None:
+        # transformers' own default; after a renaming `apply` would see that encoders differ.
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(causal) and Sq > 1
         if causal and Sq != Sk:

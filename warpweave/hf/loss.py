@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from warpweave.changes import forget, known, note
-from warpweave.hf import seen
+from warpweave.hf import arguments, seen
 from warpweave.hf.mlp import is_plain_linear
 from warpweave.hf.options import HeadVocabulary
 from warpweave.hf.patch import original, patch, unpatch
@@ -91,7 +91,7 @@ def head_terms(head: Any) -> Callable | None:
         return None
     names = [n for n in head.active_adapters if n in lora]
     layers = [layer for n in names for layer in (lora[n], head.lora_B[n])]
-    variants = getattr(head, "lora_variant", {})  # DoRA and the like
+    variants = getattr(head, "lora_variant", names)  # DoRA and the like; not known is one, too
     if head.merged or head.disable_adapters or any(n in variants for n in names):
         return None
     plain = all(is_plain_linear(x) or (_is_cut(base) and type(x) is nn.Linear) for x in layers)
@@ -320,7 +320,12 @@ def find_loss_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> L
     if seen.owns_numbers(model):
         return "its logits may meet numbers of its own"
     made: list[torch.Tensor] = []
-    hook = head.register_forward_hook(lambda _, args, z: made.append(z))
+
+    def widen(_: nn.Module, args: tuple, z: torch.Tensor) -> torch.Tensor:
+        made.append(_of_all_sizes(z))
+        return made[-1]
+
+    hook = head.register_forward_hook(widen)
     try:
         with quietly(model), seen.noted(model) as fields:
             out = model(**inputs, labels=inputs["input_ids"])
@@ -341,12 +346,18 @@ def find_loss_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> L
     return form._replace(model=type(model), live=tuple(live), fields=fixed)
 
 
+def _of_all_sizes(z: torch.Tensor) -> torch.Tensor:
+    """A head's output with columns of about 1 to 1000, on which a cap shows also in 16 bits."""
+    size = torch.logspace(0, 3, z.shape[-1], device=z.device) / z.float().std().clamp(min=1e-6)
+    return (z.float() * size).to(z.dtype)
+
+
 def _is_causal(model: Any) -> bool:
     """Whether a model's loss function is transformers' own of causal language models; asking the
     model would warn where it falls back to that, and cut a compiler's graph."""
     own = model.__dict__.get("_loss_function")
     if own is None:
-        own = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
+        own = LOSS_MAPPING.get(arguments.own(model, "loss_type"), ForCausalLMLoss)
     return own is ForCausalLMLoss
 
 

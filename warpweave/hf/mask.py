@@ -21,13 +21,20 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import transformers
 from transformers import masking_utils
+
+from warpweave.hf.arguments import unknown
 
 _Run = tuple[int, int]
 _BROKEN = (
     "warpweave attention takes padding at the ends of a sample, and attention_mask has zeros "
     "between its ones: pad on the left, or use set_attn_implementation('sdpa')"
 )
+# Arguments of transformers' other mask functions: whether to leave a mask out, how to write it.
+_IGNORED = (
+    "allow_is_causal_skip", "allow_is_bidirectional_skip", "config", "local_size", "use_vmap",
+)  # fmt: skip
 
 
 class Visible(NamedTuple):
@@ -101,14 +108,19 @@ def make_mask(
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    **_: object,
+    **rest: object,
 ) -> Mask | None:
     """The mask function registered beside our attention: a `Mask`, or None where a query sees all
     keys, or all up to its own, and rows are positions.
 
-    Raises ValueError on a mask function that is none of transformers' own, and on padding in the
-    middle of a sample.
+    Raises ValueError on a mask function that is none of transformers' own, on an argument that is
+    not known, and on padding in the middle of a sample.
     """
+    if names := unknown(rest, _IGNORED):
+        raise ValueError(
+            f"warpweave attention's mask has no {', '.join(names)}, which transformers "
+            f"{transformers.__version__} passes: use model.set_attn_implementation('sdpa')"
+        )
     plain = mask_function is masking_utils.causal_mask_function and attention_mask is None
     if plain and isinstance(q_offset, int) and q_offset == kv_offset == 0 and q_length == kv_length:
         return None
@@ -188,7 +200,7 @@ def _pattern_of(function: Callable, end: int, positions: torch.Tensor | None = N
     [B, S] of their packed sequences, if not at their own."""
     name = function.__qualname__.removesuffix(".<locals>.inner_mask")
     cells = function.__closure__ or ()
-    held = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
+    held = _Held(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
     if function is masking_utils.causal_mask_function:
         return _Pattern(causal=True)
     if function is masking_utils.bidirectional_mask_function:
@@ -214,6 +226,16 @@ def _pattern_of(function: Callable, end: int, positions: torch.Tensor | None = N
         f"warpweave attention knows no mask of {function.__qualname__}: what a query sees must be "
         "one run of keys; use another attention: model.set_attn_implementation('sdpa')"
     )
+
+
+class _Held(dict):
+    """The variables of a closure, by name."""
+
+    def __missing__(self, name: str) -> object:
+        raise ValueError(
+            f"warpweave attention finds no {name} in a mask of transformers "
+            f"{transformers.__version__}: use model.set_attn_implementation('sdpa')"
+        )
 
 
 def _both(patterns: list[_Pattern]) -> _Pattern:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from warpweave.changes import NAME, changes_of, undo
 from warpweave.hf import attention, loss, mlp, norm, parallel
+from warpweave.hf.arguments import own
 from warpweave.hf.options import Spread
 from warpweave.hf.patch import Form, is_foreign, patch
 from warpweave.hf.probe import agree, kind_of, quietly
@@ -286,6 +287,7 @@ def _replace_attention(
     changes = changes_of(model)
     configs = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     for config in configs:
+        own(config, _IMPLEMENTATION)
         changes.remember(config, _IMPLEMENTATION)
     model.set_attn_implementation(attention.NAME)
     with attention.callers(model) as callers:

@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from warpweave.changes import changes_of, forget, known, note
 from warpweave.hf import attention, norm, seen, structure
+from warpweave.hf.arguments import own
 from warpweave.hf.options import HeadVocabulary, Replicas, Spread
 from warpweave.hf.patch import patch
 from warpweave.hf.plan import Column, Row, Tokens, hidden_states, take_input
@@ -68,7 +69,7 @@ def spread_model(
     for module, name in names.items():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ValueError(f"{name}: dropout {module.p} is not drawn over ranks: set it to 0")
-        if getattr(module, "attention_dropout", 0.0):
+        if getattr(module, "attention_dropout", 0.0):  # early; see `attention.Shared` for any name
             raise ValueError(f"{name}: attention dropout is not drawn over ranks: set it to 0")
     parts, kept = structure.find_parts(model, inputs, tp)
     layers = _layers(model, parts)
@@ -86,6 +87,7 @@ def spread_model(
         enter = _Entrance(part, tokens, spread, model.config)
         handle = part.module.register_forward_pre_hook(enter, with_kwargs=True)
         changes_of(part.module).hooks.append(handle)
+        note(part.module, attention.Shared())
     note(model, spread)
     _cut(model, parts, plan, spread)
     for module in names:
@@ -95,8 +97,9 @@ def spread_model(
         changes.hooks += tokens.hook(layers[0], layers[-1])
     changes.hooks.append(model.register_forward_pre_hook(partial(_check_dropout, dropouts)))
     ranks = tp * mesh.size("cp")
-    tp_plan = model.__dict__.get("_tp_plan") if tp > 1 else {}  # by which caches count heads
+    tp_plan = own(model, "_tp_plan") if tp > 1 else {}  # by which caches count heads
     for name, told in zip(_TOLD, (ranks, True, tp_plan)):
+        own(model, name)
         changes.set(model, name, told)
     device = next(model.parameters()).device.type
     changes.set(model.config, "distributed_config", Replicas(ranks, mesh.size("dp"), device))
@@ -260,7 +263,10 @@ class _Entrance:
 
 
 def own_positions(name: str, value: Any, layout: SequenceLayout, rank: int) -> Any:
-    """A context rank's part of an argument with one entry per position."""
+    """A context rank's part of an argument with one entry per position.
+
+    Under another name the argument stays whole, and does not fit the rank's part of the sequence.
+    """
     if name == "position_embeddings" and isinstance(value, (tuple, list)):
         return tuple(layout.shard(x, rank, dim=1) for x in value)
     if name == "position_ids" and value is not None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from warpweave.hf.arguments import cache_of, check_whole, note_part
 from warpweave.hf.mlp import Conv1D
 from warpweave.parallel.collectives import (
     all_gather,
@@ -81,8 +82,11 @@ class Tokens:
         return SequenceLayout(length, group_size(self.cp))
 
     def cut(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """A pre-hook of the first layer. None where tokens are left whole: without gradients, of a
-        length that does not divide, or where a cache goes on from what every rank computes."""
+        """A pre-hook of the first layer. Return None to leave tokens whole: without gradients, if
+        their number does not divide, or if a cache keeps what every rank computes.
+
+        Raises ValueError for a cache that is not whole or not known, see `cache_of`.
+        """
         x, put = hidden_states(layer, args, kwargs)
         n, learns = self.divisor, torch.is_grad_enabled()
         fits = x.shape[1] % n == 0
@@ -91,11 +95,15 @@ class Tokens:
                 f"{x.shape[1]} tokens do not divide by {n}, as {self.need} needs it: pad the batch "
                 f"(pad_to_multiple_of={n})"
             )
-        cached = kwargs.get("past_key_values") is not None and not learns
-        self.active = fits and not cached
+        cache = None if self.always else cache_of(layer, args, kwargs)
+        if not learns:
+            check_whole(layer, cache)
+        self.active = fits and (learns or cache is None)
         if not (self.active or self.always):
             return None
         if self.cp is not None:
+            if cache is not None:
+                note_part(cache)
             layout = self.layout(x.shape[1])
             shards = [layout.shard(x, rank, dim=1) for rank in range(layout.parts)]
             x = scatter(torch.cat(shards, 1), self.cp, dim=1)

@@ -38,11 +38,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
+from warpweave.hf.arguments import own
 from warpweave.hf.plan import Column, Row, Tokens, hidden_states, take_input
 from warpweave.shards import use_local
 from warpweave.styles import ColwiseParallel, RowwiseParallel, Style
 
 # ---------------------------------------------------------------- 1. words
+
+
+_STYLED = "_warpweave_styled"  # on a module that has one of these styles
 
 
 class _Linear(TensorParallelLayer):
@@ -57,6 +61,7 @@ class _Linear(TensorParallelLayer):
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         self.style.install(module, mesh)
+        setattr(module, _STYLED, True)
         return module
 
 
@@ -65,6 +70,10 @@ class _Input(TensorParallelLayer):
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        setattr(module, _STYLED, True)
+        return super().install_forward(module, mesh)
 
     def transform_inputs_pre_forward(
         self, module: nn.Module, args: tuple, kwargs: dict, mesh: DeviceMesh
@@ -78,6 +87,7 @@ class _Replicated(TensorParallelLayer):
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         use_local(module, dict.fromkeys(module._parameters, (mesh.get_group(),)))
+        setattr(module, _STYLED, True)
         return module
 
 
@@ -108,7 +118,7 @@ def _without_style(layers: Any) -> list[nn.Module]:
         part
         for layer in layers
         for part in layer.modules()
-        if part._parameters and not getattr(part, "_is_hooked", False)
+        if part._parameters and not hasattr(part, _STYLED)
     ]
     for layer in layers:
         if layer in found:
@@ -116,6 +126,8 @@ def _without_style(layers: Any) -> list[nn.Module]:
     return found
 
 
+for _name in ("shard_param", "install_forward", "transform_inputs_pre_forward"):
+    own(TensorParallelLayer, _name)  # what transformers calls, and a style replaces
 WORD = "warpweave_"
 _ENDINGS = {"bulk": "", "none": "_none", "chunked": "_chunked"}
 _WHOLE = Tokens(None, None, sequence_parallel=False)
