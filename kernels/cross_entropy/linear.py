@@ -45,6 +45,7 @@ from warpweave.kernels.cross_entropy.recompute import (
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_options
 from warpweave.kernels.gemm.local import LOCAL, Local
 from warpweave.kernels.overlap.gathering import Gathering
+from warpweave.kernels.runtime.beside import beside_dtensors
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable, wants_gradient
 from warpweave.kernels.runtime.dtypes import is_autocast
 from warpweave.kernels.runtime.wgrad import grad_dtype, wgrad, wgrad_buffer
@@ -167,6 +168,7 @@ def _scaled(
     return wgrad(weight, lambda: (dw * g).to(dtype), into)
 
 
+@beside_dtensors(takes=False)
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
