@@ -134,6 +134,10 @@ def _reductions() -> Iterator[Row]:
         yield f"renorm {dim}", _call("renorm", p=2, dim=dim, maxnorm=1.0), (X,)
     yield "the largest of all", lambda x: torch.max(x) * x.min() + x.amin(), (X,)
     yield "norms", lambda x: x / x.norm() + x / x.norm(INF, -1, True) + x * x.std(), (X,)
+    for name in ("max", "amax", "norm", "mean", "any"):  # the last rank has no element
+        yield f"{name} of one row", _truths(name, None) if name == "any" else _call(name), (X[:1],)
+    yield "norm inf of one row", _call("norm", p=INF), (X[:1],)
+    yield "normalize one row", partial(F.normalize, p=INF, dim=0), (X[:1],)
     yield "dist", lambda x, y: torch.dist(x, y, INF) + torch.dist(x, y), (X, Y)
     yield "cdist", torch.cdist, (X, Y)
     yield "standardized", lambda x: (x - x.mean()) / x.std(), (X,)
@@ -315,6 +319,37 @@ def _sweep(rank: int, sizes: tuple[int, ...], wheres: list[tuple], rows: str) ->
             except Exception as error:
                 raise AssertionError(f"{row[0]} {where}") from error
     return wrong
+
+
+OUTSIDE: tuple[tuple[Callable[..., Tensor], Tensor, Tensor], ...] = (
+    (F.mse_loss, X, Y), (F.smooth_l1_loss, X, Y), (F.huber_loss, X, Y), (F.l1_loss, X, Y),
+    (F.binary_cross_entropy, P, Q), (F.soft_margin_loss, X, SIGNS),
+    (F.multi_margin_loss, ROWS, _ids(5, 6)), (F.multilabel_margin_loss, X[:, 0], _ids(6, 4, 6)),
+)  # fmt: skip
+
+
+def _outside(rank: int) -> None:
+    """Losses of what a model returned and of a DTensor, outside of its forward."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from warpweave.declare import shard
+
+    torch.set_default_dtype(torch.float64)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    model = shard(nn.Identity(), {}, mesh)
+    for loss, x, target in OUTSIDE:
+        for how in ("mean", "sum", "none"):
+            plain, ours = x.clone().requires_grad_(), _placed(x, mesh, (0,)).requires_grad_()
+            expected = loss(plain, target, reduction=how)
+            expected.square().sum().backward()
+            found = loss(model(ours), _placed(target, mesh, (0,)), reduction=how)
+            found.square().sum().backward()
+            assert _equal(found, expected.detach()), (loss.__name__, how)
+            assert _equal(ours.grad, plain.grad), (loss.__name__, how)
+
+
+def test_losses_outside_of_a_declared_forward_equal_one_device() -> None:
+    run_ranks(2, _outside)
 
 
 def test_functions_on_shards_and_partial_sums_equal_one_device() -> None:

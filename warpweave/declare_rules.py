@@ -424,7 +424,7 @@ def _whole_shardings(results: int, *args: Any) -> list[tuple[list, list]]:
 def _elementwise_shardings(*args: Any) -> list[tuple[list, list]]:
     """Choices for a loss, or its backward, whose first integer is the reduction; 0 is none."""
     tensors = [x for x in args if hasattr(x, "placements")]
-    reduces = next(x for x in args if type(x) is int) != 0
+    reduces = next((x for x in args if type(x) is int), 1) != 0  # a mean is left out
     choices = _whole_shardings(1, *args)
     if reduces or len({tuple(x.shape) for x in tensors}) > 1:
         return choices
