@@ -138,6 +138,8 @@ def _reductions() -> Iterator[Row]:
         yield f"{name} of one row", _truths(name, None) if name == "any" else _call(name), (X[:1],)
     yield "norm inf of one row", _call("norm", p=INF), (X[:1],)
     yield "normalize one row", partial(F.normalize, p=INF, dim=0), (X[:1],)
+    named = lambda x: torch.sum(input=x, axis=-1, keepdims=True) + torch.amax(x, axis=())  # noqa: E731
+    yield "names of NumPy", named, (X,)
     yield "dist", lambda x, y: torch.dist(x, y, INF) + torch.dist(x, y), (X, Y)
     yield "cdist", torch.cdist, (X, Y)
     yield "standardized", lambda x: (x - x.mean()) / x.std(), (X,)
@@ -359,5 +361,5 @@ def test_functions_on_shards_and_partial_sums_equal_one_device() -> None:
 
 
 def test_functions_sharded_over_two_axes_equal_one_device() -> None:
-    rows = "mean$|Loss$|^(amax|any|cumsum|norm inf|max|group_norm|std)"
+    rows = "^(mse|huber|bce|nll) mean|^(amax|any|cumsum|norm inf|std) (None|-1)$|^group_norm"
     assert run_ranks(4, _sweep, (2, 2), [(0, -1), (0, 0)], rows) == [[]] * 4

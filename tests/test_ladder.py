@@ -22,6 +22,7 @@ ROOMS = {
             "changes",
             "compat",
             "config",
+            "declare_rules",
             "dtypes",
             "exchange",
             "lazy",

@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map
 
-from warpweave.declare_rules import RULES, in_place, register_reductions
+from warpweave.declare_rules import computed, register_reductions
 from warpweave.kernels.sharding import register_shardings
 
 Axes = Mapping[str, str | tuple[str, ...]]
@@ -420,13 +420,11 @@ class _PlainAsReplicated(TorchFunctionMode):
         given = args, kwargs or {}
         if tree_any(lambda x: isinstance(x, DTensor), given):
             given = tree_map(self._convert, given)
-            in_place(func, given[0])
             if func is F.scaled_dot_product_attention:
                 return _attention_rule(func, *given[0], **given[1])
-            if func in RULES:
-                return RULES[func](func, *given[0], **given[1])
             if func in (torch.cat, torch.concat, torch.concatenate):
                 return _cat_rule(func, *given[0], **given[1])
+            return computed(func, *given)
         return func(*given[0], **given[1])
 
     def _convert(self, x: Any) -> Any:

@@ -44,7 +44,7 @@ Function = Callable[..., Any]
 # ---------------------------------------------------------------- layouts
 
 
-def _axes(x: DTensor, places: list) -> str:
+def _axis_names(x: DTensor, places: list) -> str:
     """The names of the mesh axes over which x has one of these placements."""
     names = x.device_mesh.mesh_dim_names or ()
     return ", ".join(n for n, p in zip(names, x.placements, strict=True) if p in places)
@@ -63,7 +63,7 @@ def _even(x: Any) -> Any:
         return x
     ranks: dict[int, int] = {}
     for p, size in zip(x.placements, x.device_mesh.shape, strict=True):
-        if p.is_shard():
+        if isinstance(p, Shard):
             ranks[p.dim] = ranks.get(p.dim, 1) * size
     uneven = tuple(d for d, n in ranks.items() if x.size(d) % n)
     return _unshard(x, uneven) if uneven else x
@@ -84,7 +84,8 @@ def _unshard(x: Any, dims: tuple[int, ...]) -> Any:
 def _own(x: DTensor, cuts: list, grads: list) -> Tensor:
     """This rank's part of x as `cuts` place it, whose gradient has the placements `grads`."""
     # DTensor takes a gradient's strides for those of x, so both are contiguous.
-    own: Any = x.redistribute(placements=cuts).contiguous().to_local(grad_placements=grads)
+    cut: Any = x.redistribute(placements=cuts).contiguous()
+    own = cut.to_local(grad_placements=grads)
     if own.requires_grad:
         own.register_hook(lambda grad: None if grad is None else grad.contiguous())
     return own
@@ -111,7 +112,7 @@ def _whole(func: Function, *args: Any, **kwargs: Any) -> Any:
     return tree_map(place, func(*args, **kwargs))
 
 
-def _summed(func: Function, *args: Any, **kwargs: Any) -> Any:
+def _of_whole_sums(func: Function, *args: Any, **kwargs: Any) -> Any:
     """func, whose backward has no rule for partial sums: neither its tensors nor the gradients of
     its results are any."""
     args, kwargs = tree_map(lambda x: _even(_sum_partial(x)), (args, kwargs))
@@ -221,39 +222,34 @@ def _named_dims(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _deviation(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return _named_dims(partial(_summed, func), x, *args, **kwargs)
+    return _named_dims(partial(_of_whole_sums, func), x, *args, **kwargs)
 
 
 def _scan(func: Function, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
     """A cumulative function along a dim that is counted from the front."""
-    return func(x, dim % max(x.ndim, 1), *args, **kwargs)
+    return func(x, dim + x.ndim if -x.ndim <= dim < 0 else dim, *args, **kwargs)
 
 
 def _norm(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A vector norm: of named dims, and of no partial sums."""
     names = ("p" if func in _P_NORMS else "ord", "dim")
     given = dict(zip(names, args, strict=False)) | kwargs
-    order, dim = (
-        given.pop(names[0], None if func is torch.linalg.norm else 2),
-        given.pop("dim", None),
-    )
+    default = None if func is torch.linalg.norm else 2
+    order, dim = given.pop(names[0], default), given.pop("dim", None)
     if order == 0:  # a count: a gradient of zeros would come without a layout
         return _whole(func, x.detach(), order, dim, *args[2:], **given)
     vector = isinstance(order, (int, float)) and (func is not torch.linalg.norm or x.ndim == 1)
     if vector and dim in (None, (), []):
         dim = _every(x)
-    return _summed(func, x, order, dim, *args[2:], **given)
+    return _of_whole_sums(func, x, order, dim, *args[2:], **given)
 
 
 def _dist(func: Function, x: Tensor, y: Tensor, p: float = 2) -> Tensor:
     return _norm(torch.linalg.vector_norm, _sum_partial(x) - _sum_partial(y), p)
 
 
-def _any(
-    func: Function, x: Tensor, dim: Any = None, keepdim: bool = False, *, axis: Any = None
-) -> Tensor:
+def _any(func: Function, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     """The largest of ones and zeros: DTensor would add them."""
-    dim = axis if dim is None else dim
     dims = _every(x) if dim is None or dim == () else dim
     return (_even(_sum_partial(x)) != 0).to(torch.uint8).amax(dims, keepdim) != 0
 
@@ -294,7 +290,7 @@ _LINEAR = {
 _WITHOUT = {"requires_grad_", "retain_grad", "detach_", "share_memory_", "rename_"}
 
 
-def in_place(func: Function, args: tuple) -> None:
+def _in_place(func: Function, args: tuple) -> None:
     """Refuse an operator that writes to partial sums and is not linear.
 
     Raises ValueError naming the operator and the mesh axes.
@@ -309,7 +305,7 @@ def in_place(func: Function, args: tuple) -> None:
     if sums and hasattr(Tensor, name):
         raise ValueError(
             f"{name} writes in place to a tensor that is a partial sum over mesh axis "
-            f"{_axes(x, sums)}: use {name.strip('_')} out of place, or give the module that "
+            f"{_axis_names(x, sums)}: use {name.strip('_')} out of place, or give the module that "
             "returns the tensor an entry in the plan"
         )
 
@@ -323,8 +319,8 @@ def _indexed(func: Function, x: Any, dim: int, *args: Any, **kwargs: Any) -> Any
     if at:
         raise ValueError(
             f"{func.__name__} writes in place along dim {dim}, which is sharded over mesh axis "
-            f"{_axes(x, at)}: use {func.__name__.strip('_')} out of place, or an entry in the "
-            "plan that does not shard this dim"
+            f"{_axis_names(x, at)}: use {func.__name__.strip('_')} out of place, or an entry "
+            "in the plan that does not shard this dim"
         )
     return func(x, dim, *args, **kwargs)
 
@@ -332,13 +328,13 @@ def _indexed(func: Function, x: Any, dim: int, *args: Any, **kwargs: Any) -> Any
 # ---------------------------------------------------------------- the table
 
 
-def _both(*names: str) -> list[Function]:
+def _named(*names: str) -> list[Function]:
     """Functions of torch and methods of tensors by these names."""
     return [getattr(of, n) for n in names for of in (torch, Tensor) if hasattr(of, n)]
 
 
-_P_NORMS = _both("norm")
-_ALL_BY_DEFAULT = _both("amax", "amin")
+_P_NORMS = _named("norm")
+_ALL_BY_DEFAULT = _named("amax", "amin")
 
 _TABLE: tuple[tuple[Function, list[Function]], ...] = (
     (_class_loss, [F.cross_entropy, F.nll_loss]),
@@ -357,25 +353,25 @@ _TABLE: tuple[tuple[Function, list[Function]], ...] = (
             *(F.cosine_embedding_loss, F.multi_margin_loss, F.multilabel_margin_loss),
             *(F.multilabel_soft_margin_loss, F.ctc_loss, F.bilinear, F.embedding_bag),
             *(F.triplet_margin_with_distance_loss, F.pdist, F.local_response_norm),
-            *_both("quantile", "nanquantile", "prod", "cumprod", "cummax", "cummin", "renorm"),
-            *_both("cdist", "trace", "trapezoid", "trapz", "cov", "corrcoef", "scatter_reduce"),
-            *_both("masked_scatter", "put", "index_put"),
+            *_named("quantile", "nanquantile", "prod", "cumprod", "cummax", "cummin", "renorm"),
+            *_named("cdist", "trace", "trapezoid", "trapz", "cov", "corrcoef", "scatter_reduce"),
+            *_named("masked_scatter", "put", "index_put"),
         ],
     ),
     (
-        _summed,
+        _of_whole_sums,
         [
             *(F.normalize, F.cosine_similarity, F.pairwise_distance, torch.linalg.matrix_norm),
-            *_both("lerp"),
+            *_named("lerp"),
         ],
     ),
-    (_deviation, _both("std", "var", "std_mean", "var_mean")),
+    (_deviation, _named("std", "var", "std_mean", "var_mean")),
     (_norm, [*_P_NORMS, torch.linalg.vector_norm, torch.linalg.norm]),
-    (_dist, _both("dist")),
-    (_any, _both("any")),
-    (_named_dims, _both("sum", "mean", "nansum", "nanmean", "amax", "amin", "logsumexp")),
-    (_evenly, _both("max", "min", "aminmax", "argmax", "argmin", "all")),
-    (_scan, _both("cumsum", "logcumsumexp")),
+    (_dist, _named("dist")),
+    (_any, _named("any")),
+    (_named_dims, _named("sum", "mean", "nansum", "nanmean", "amax", "amin", "logsumexp")),
+    (_evenly, _named("max", "min", "aminmax", "argmax", "argmin", "all")),
+    (_scan, _named("cumsum", "logcumsumexp")),
     (_rms_norm, [F.rms_norm, torch.rms_norm]),
     (_group_norm, [F.group_norm]),
     (
@@ -386,7 +382,22 @@ _TABLE: tuple[tuple[Function, list[Function]], ...] = (
         ],
     ),
 )
-RULES: dict[Function, Function] = {func: rule for rule, funcs in _TABLE for func in funcs}
+_RULES: dict[Function, Function] = {func: rule for rule, funcs in _TABLE for func in funcs}
+_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+
+
+def computed(func: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """func of DTensors, by its rule if it has one.
+
+    Raises ValueError if an in-place operator cannot be right, see `_in_place` and `_indexed`.
+    """
+    _in_place(func, args)
+    rule = _RULES.get(func)
+    if rule is None:
+        return func(*args, **kwargs)
+    kwargs = {_NAMES.get(name, name): value for name, value in kwargs.items()}
+    first = (kwargs.pop("input"),) if not args and "input" in kwargs else ()
+    return rule(func, *first, *args, **kwargs)
 
 
 # ---------------------------------------------------------------- outside of a declared forward

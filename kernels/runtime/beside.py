@@ -52,7 +52,7 @@ def beside_dtensors(
             at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
             tensors = [leaves[i] for i in at]
             if has_torch_function(tensors):  # the mode of a declared model replicates plain tensors
-                tensors = handle_torch_function(_together, tensors, *tensors)
+                tensors = handle_torch_function(_as_given, tensors, *tensors)
             for i, x in zip(at, tensors, strict=True):
                 leaves[i] = x
             bound.arguments = tree_unflatten(leaves, tree)
@@ -89,7 +89,7 @@ def _is_dtensor(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-def _together(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def _as_given(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The tensors, or what a mode of torch functions makes of them."""
     return [*tensors]
 
