@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def _dropped(x: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
 
 
 X, HEADS, LABELS = _draw(4, 6, 8), _draw(2, 6, 4, 8), torch.tensor([3, 1, -100, 0, 9, 2])
-TABLE = _draw(6, 4)
+TABLE, _IDS = _draw(6, 4), torch.arange(24).view(4, 6) % 11 - 1
 # name -> the operator, its activation, and others that are plain.
 ROWS: dict[str, tuple[Callable[..., Any], Tensor, tuple[Tensor, ...]]] = {
     "rms_norm": (rms_norm, X, (_draw(8),)),
@@ -43,6 +44,15 @@ ROWS: dict[str, tuple[Callable[..., Any], Tensor, tuple[Tensor, ...]]] = {
         lambda q, sinks: attention(q, q, q, sinks=sinks, causal=False), HEADS, (_draw(4),)
     ),
     "cross_entropy": (cross_entropy, _draw(6, 10), (LABELS,)),
+    "linear_cross_entropy": (
+        partial(linear_cross_entropy, ignore_index=-1), X, (_draw(10, 8), _IDS)
+    ),
+    "linear_cross_entropy of each": (
+        partial(linear_cross_entropy, ignore_index=-1, reduction="none"), X, (_draw(10, 8), _IDS)
+    ),
+    "linear_cross_entropy of odd tokens": (
+        partial(linear_cross_entropy, reduction="sum"), X[:3, 0], (_draw(10, 8), LABELS[3:])
+    ),
     "apply_rope": (apply_rope, HEADS, (TABLE, TABLE.cos())),
     "apply_rope_qk": (lambda x, *t: apply_rope_qk(x, x, *t)[1], HEADS, (TABLE, TABLE.cos())),
 }  # fmt: skip
@@ -57,9 +67,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     ),
     "keys": (lambda x: attention(x[None], X[None], X[None]), "attention got a plain k next to a"),
     "logits": (lambda x: cross_entropy(X[0], x[0, :, 0].long()), "cross_entropy got a plain logit"),
-    "head": (
-        lambda x: linear_cross_entropy(x, _draw(10, 8), LABELS.expand(4, 6)),
-        "linear_cross_entropy does not accept DTensors: pass each rank's own tensors, or",
+    "hidden states": (
+        lambda x: linear_cross_entropy(X, x[0], _IDS), "linear_cross_entropy got a plain x next to"
     ),
 }  # fmt: skip
 

@@ -199,6 +199,9 @@ def _writes() -> Iterator[Row]:
     at = _ids(5, 4, 2, 6)
     yield "scatter_", after(lambda y, i, t: y.scatter_(1, i[:, :1], t[:, :1])), (X, at, rows)
     yield "scatter_add_", after(lambda y, i, t: y.scatter_add_(1, i, t)), (X, at, rows)
+    yield "cumsum_", after(lambda y: y.cumsum_(1)), (X,)
+    yield "renorm_", after(lambda y: y.renorm_(2, 0, 1.0)), (X,)
+    yield "masked_scatter_", after(lambda y, t: y.masked_scatter_(t > 0, t)), (X, Y)
     yield "index_add", lambda y, i, t: y.index_add(1, i, t), (X, index, rows)
     yield "scatter_reduce", lambda y, i, t: y.scatter_reduce(1, i, t, "amax"), (X, at, rows)
 
@@ -230,6 +233,7 @@ PARTIAL = {
     *("fill_", "masked_fill_", "clamp_", "exp_", "pow_", "addcmul_", "lerp_"),
     *("index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_"),
 }
+NOWHERE = {"cumsum_", "renorm_", "masked_scatter_"}
 ALONG = {"index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_"}
 
 
@@ -280,8 +284,11 @@ def _wrong(row: Row, mesh: Any, where: tuple, both: bool) -> list[str]:
         x.requires_grad_(x.is_floating_point())
     total, results = _Calls(function)(*plain)
     total.backward()
-    refused = (where == ("partial",) and name in PARTIAL) or (1 in where and name in ALONG)
-    if refused:
+    if name in NOWHERE:
+        with pytest.raises(ValueError, match=f"{name} does not accept DTensors: use {name[:-1]} "):
+            shard(_Calls(function), {}, mesh)(*ours)
+        return []
+    if (where == ("partial",) and name in PARTIAL) or (1 in where and name in ALONG):
         with pytest.raises(ValueError, match=f"{name} writes in place .* over mesh axis a: use"):
             shard(_Calls(function), {}, mesh)(*ours)
         return []

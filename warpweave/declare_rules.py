@@ -287,11 +287,16 @@ _LINEAR = {
     *("add_", "sub_", "mul_", "div_", "neg_", "zero_", "copy_"),
     *("__iadd__", "__isub__", "__imul__", "__itruediv__"),
 }
+# Those that DTensor has no layout for.
+_OUT_OF_PLACE = {
+    *("cumsum_", "cumprod_", "tril_", "triu_", "renorm_"),
+    *("masked_scatter_", "put_", "scatter_reduce_"),
+}
 _WITHOUT = {"requires_grad_", "retain_grad", "detach_", "share_memory_", "rename_"}
 
 
 def _in_place(func: Function, args: tuple) -> None:
-    """Refuse an operator that writes to partial sums and is not linear.
+    """Refuse an operator that writes to partial sums and is not linear, or has no layout.
 
     Raises ValueError naming the operator and the mesh axes.
     """
@@ -301,6 +306,8 @@ def _in_place(func: Function, args: tuple) -> None:
     x = args[0] if args else None
     if not isinstance(x, DTensor) or name in _LINEAR | _WITHOUT:
         return
+    if name in _OUT_OF_PLACE:
+        raise ValueError(f"{name} does not accept DTensors: use {name.strip('_')} out of place")
     sums = [p for p in x.placements if p.is_partial()]
     if sums and hasattr(Tensor, name):
         raise ValueError(

@@ -22,16 +22,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 P, R = ParamSpec("P"), TypeVar("R")
 
 
-def beside_dtensors(
-    *activations: str, takes: bool = True
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def beside_dtensors(*activations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of an operator: if an argument is a DTensor, plain ones become replicated ones.
 
-    Args:
-        activations: names of arguments that must be DTensors if any argument is one.
-        takes: False if the operator cannot compute on DTensors.
-
-    The operator raises ValueError naming the argument where that is impossible.
+    The operator raises ValueError if one of the arguments named in `activations` is plain then.
     """
 
     def decorate(operator: Callable[P, R]) -> Callable[P, R]:
@@ -40,13 +34,8 @@ def beside_dtensors(
         @wraps(operator)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             given = (*args, *kwargs.values())
-            if torch.compiler.is_compiling() or not any(map(_is_dtensor, given)):
+            if torch.compiler.is_compiling() or not any(map(is_dtensor, given)):
                 return operator(*args, **kwargs)
-            if not takes:
-                raise ValueError(
-                    f"{name} does not accept DTensors: pass each rank's own tensors, or compute "
-                    "the logits and use cross_entropy"
-                )
             bound = signature.bind(*args, **kwargs)
             leaves, tree = tree_flatten(bound.arguments)
             at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
@@ -58,12 +47,12 @@ def beside_dtensors(
             bound.arguments = tree_unflatten(leaves, tree)
             for which in activations:
                 x = bound.arguments.get(which)
-                if isinstance(x, torch.Tensor) and not _is_dtensor(x):
+                if isinstance(x, torch.Tensor) and not is_dtensor(x):
                     raise ValueError(
                         f"{name} got a plain {which} next to a DTensor: pass {which} as a DTensor, "
                         "too (DTensor.from_local with its placements)"
                     )
-            mesh = next(x for x in tensors if _is_dtensor(x)).device_mesh
+            mesh = next(x for x in tensors if is_dtensor(x)).device_mesh
             bound.arguments = tree_unflatten([_replicated(x, mesh) for x in leaves], tree)
             return operator(*bound.args, **bound.kwargs)
 
@@ -83,7 +72,7 @@ def whole_features(x: torch.Tensor) -> torch.Tensor:
     return x if places == [*whole.placements] else whole.redistribute(placements=places)
 
 
-def _is_dtensor(x: Any) -> bool:
+def is_dtensor(x: Any) -> bool:
     """Whether x is a DTensor; their module, which takes seconds to import, is not imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
@@ -96,7 +85,7 @@ def _as_given(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 def _replicated(x: Any, mesh: Any) -> Any:
     """A plain tensor as a DTensor that is the same on all ranks; anything else unchanged."""
-    if not isinstance(x, torch.Tensor) or _is_dtensor(x):
+    if not isinstance(x, torch.Tensor) or is_dtensor(x):
         return x
     from torch.distributed.tensor import DTensor, Replicate  # imported already: another is one
 
