@@ -358,26 +358,26 @@ def test_attention_and_weighted_losses_are_those_of_one_rank() -> None:
 
 def test_a_mean_loss_is_of_as_many_targets_as_there_are_whatever_its_dtype() -> None:
     """As bfloat16, 301 would be another number. Targets that are probabilities are all counted."""
-    from warpweave.declare import _mean_loss
+    from warpweave.declare_rules import _class_loss
 
     def total(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return x.sum()
 
     for dtype in (torch.bfloat16, torch.float64):
         x = torch.tensor([300.0], dtype=dtype)
-        found = _mean_loss(total, x, torch.zeros(301, dtype=torch.int64))
+        found = _class_loss(total, x, torch.zeros(301, dtype=torch.int64))
         assert torch.equal(found, torch.tensor(300 / 301, dtype=dtype))
     x, weight = torch.randn(6, 5), torch.rand(5)
     shares = torch.randn(6, 5).softmax(-1)
     for options in ({}, {"weight": weight}, {"label_smoothing": 0.25}):
-        found = _mean_loss(F.cross_entropy, x, shares, **options)
+        found = _class_loss(F.cross_entropy, x, shares, **options)
         assert torch.equal(found, F.cross_entropy(x, shares, **options))
     target = torch.tensor([0, 4, -100, 2, 2, 1])
     both = {"weight": weight, "label_smoothing": 0.25}
     for options in ({}, {"weight": weight}, both, {"label_smoothing": 0.25}, {"ignore_index": 2}):
         given = target.clamp(min=0) if "ignore_index" in options else target
         wanted = F.cross_entropy(x, given, **options)
-        torch.testing.assert_close(_mean_loss(F.cross_entropy, x, given, **options), wanted)
+        torch.testing.assert_close(_class_loss(F.cross_entropy, x, given, **options), wanted)
 
 
 class _Passes(nn.Module):

@@ -23,6 +23,7 @@ ROOMS = {
             "command_line",
             "compat",
             "config",
+            "declare_rules",
             "dtypes",
             "exchange",
             "lazy",

@@ -45,6 +45,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map
 
+from warpweave.declare_rules import computed, register_reductions
 from warpweave.kernels.sharding import register_shardings
 
 Axes = Mapping[str, str | tuple[str, ...]]
@@ -175,6 +176,7 @@ def shard(
     if mesh.mesh_dim_names is None:
         raise ValueError("shard needs a mesh whose axes have names (mesh_dim_names)")
     register_shardings()
+    register_reductions()
     axes = axes or {}
     entries = {key: _read(key, dims, axes) for key, dims in plan.items()}
     text = " ".join(dims for dims in plan.values() if isinstance(dims, str))
@@ -395,34 +397,6 @@ def _own_mask(mask: DTensor, where: list) -> Tensor:
     return _own_part(mask, cuts, where)
 
 
-def _mean_loss(
-    loss: Callable[..., Tensor],
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *args: Any,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    **kwargs: Any,
-) -> Tensor:
-    """`F.cross_entropy` or `F.nll_loss`; a mean is the sum over all ranks, divided by the number
-    (or weight) of all targets.
-
-    DTensor takes the mean of the ranks' means, which is another number where the targets that are
-    ignored lie unevenly.
-    """
-    if args or reduction != "mean" or target.is_floating_point():
-        return loss(
-            input, target, weight, *args, ignore_index=ignore_index, reduction=reduction, **kwargs
-        )
-    total = loss(input, target, weight, ignore_index=ignore_index, reduction="sum", **kwargs)
-    wide = torch.promote_types(total.dtype, torch.float32)
-    counted = (target != ignore_index).to(wide)
-    if weight is not None:
-        counted = counted * weight[target.clamp(0, len(weight) - 1)]
-    return (total.to(wide) / counted.sum()).to(total.dtype)
-
-
 def _cat_rule(
     func: Callable[..., Tensor], tensors: Sequence[Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
@@ -448,10 +422,9 @@ class _PlainAsReplicated(TorchFunctionMode):
             given = tree_map(self._convert, given)
             if func is F.scaled_dot_product_attention:
                 return _attention_rule(func, *given[0], **given[1])
-            if func in (F.cross_entropy, F.nll_loss):
-                return _mean_loss(func, *given[0], **given[1])
             if func in (torch.cat, torch.concat, torch.concatenate):
                 return _cat_rule(func, *given[0], **given[1])
+            return computed(func, *given)
         return func(*given[0], **given[1])
 
     def _convert(self, x: Any) -> Any:

@@ -47,6 +47,7 @@ from warpweave.kernels.attention.options import (
     checked,
 )
 from warpweave.kernels.reference import Run, compute_dtype
+from warpweave.kernels.runtime.beside import beside_dtensors
 from warpweave.kernels.runtime.dispatch import no_graph, refuse_tangents
 from warpweave.kernels.runtime.dtypes import is_autocast
 from warpweave.kernels.runtime.op import operator
@@ -159,6 +160,7 @@ def attend(
 # ---------------------------------------------------------------- 2. public
 
 
+@beside_dtensors("q", "k", "v")
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -12,6 +12,7 @@ from warpweave.kernels.cross_entropy.backward import cross_entropy_bwd_op
 from warpweave.kernels.cross_entropy.forward import cross_entropy_fwd_op
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_logits, check_options
 from warpweave.kernels.gemm.local import LOCAL
+from warpweave.kernels.runtime.beside import beside_dtensors
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable, refuse_tangents
 
 
@@ -38,6 +39,7 @@ class CrossEntropy(torch.autograd.Function):
         return ranks.loss_type("nv,n->n", logits, labels)
 
 
+@beside_dtensors("logits")
 def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,

@@ -35,6 +35,9 @@ z is rounded to the dtype of x, as the output of a linear layer is; everything a
 
 from __future__ import annotations
 
+from math import prod
+from typing import Any
+
 import torch
 
 from warpweave.kernels.cross_entropy.in_forward import fwd_bwd_op, linear_cross_entropy_fwd_bwd
@@ -45,6 +48,7 @@ from warpweave.kernels.cross_entropy.recompute import (
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_options
 from warpweave.kernels.gemm.local import LOCAL, Local
 from warpweave.kernels.overlap.gathering import Gathering
+from warpweave.kernels.runtime.beside import beside_dtensors, is_dtensor
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable, wants_gradient
 from warpweave.kernels.runtime.dtypes import is_autocast
 from warpweave.kernels.runtime.wgrad import grad_dtype, wgrad, wgrad_buffer
@@ -167,6 +171,7 @@ def _scaled(
     return wgrad(weight, lambda: (dw * g).to(dtype), into)
 
 
+@beside_dtensors("x")
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -183,7 +188,8 @@ def linear_cross_entropy(
     """`cross_entropy` of the logits x[..., E] weight[V, E]^T, which are never held whole.
 
     Args:
-        x: hidden states x[..., E]; differentiable, its gradient has its dtype.
+        x: hidden states x[..., E]; differentiable, its gradient has its dtype. A DTensor's tokens
+            may be sharded; its features, the weight and uneven shards are gathered.
         weight: the head's (or the tied embedding's) weight, a leaf parameter if its gradient is to
             go through `wgrad`. Under autocast both are cast to its dtype; otherwise they have one.
         labels: int64[...], one per token of x, in [0, vocab_size) or `ignore_index`.
@@ -204,6 +210,11 @@ def linear_cross_entropy(
             column (on a GPU its loss and the gradients that it touches are NaN).
     """
     check_options(reduction, label_smoothing, z_loss)
+    if is_dtensor(x):
+        options = {"vocab_size": vocab_size, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        options |= {"ignore_index": ignore_index, "recompute": recompute, "impl": impl}
+        check_linear_cross_entropy("linear_cross_entropy", x, weight, labels)
+        return _of_own_tokens(x, weight, labels, reduction, options)
     impl = choose(impl, x, weight, labels)
     dtype = check_linear_cross_entropy("linear_cross_entropy", x, weight, labels)
     size = len(weight) if vocab_size is None else vocab_size
@@ -212,6 +223,34 @@ def linear_cross_entropy(
     vocabulary = Vocabulary(0, size, ignore_index, label_smoothing, z_loss, impl)
     loss = head_loss(x, weight, labels, vocabulary, dtype, reduction, recompute)
     return loss / (labels != ignore_index).sum().clamp(min=1) if reduction == "mean" else loss
+
+
+def _of_own_tokens(
+    x: Any, weight: Any, labels: Any, reduction: str, options: dict[str, Any]
+) -> torch.Tensor:
+    """The loss of DTensors, each rank's tokens by themselves: a partial sum over the ranks that
+    share out tokens, as is the gradient of the weight."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate  # imported already: x is one
+
+    mesh, placed = x.device_mesh, x.placements
+    cut = [p for p in placed if p.is_shard() and p.dim < x.ndim - 1]
+    even = all(
+        x.size(p.dim) % prod(n for n, q in zip(mesh.shape, placed, strict=True) if q == p) == 0
+        for p in cut
+    )
+    rows = [p if even and p in cut else Replicate() for p in placed]
+    sums = [Partial() if p.is_shard() else p for p in rows]
+    own_x = x.redistribute(placements=rows).contiguous().to_local(grad_placements=rows)
+    own_labels = labels.redistribute(placements=rows).to_local()
+    whole = weight.redistribute(placements=[Replicate()] * mesh.ndim)
+    own_weight = whole.contiguous().to_local(grad_placements=sums)
+    each = reduction == "none"
+    how = "none" if each else "sum"
+    loss = linear_cross_entropy(own_x, own_weight, own_labels, reduction=how, **options)
+    found = DTensor.from_local(loss, mesh, rows if each else sums, run_check=False)
+    if reduction != "mean":
+        return found
+    return found / (labels != options["ignore_index"]).sum().clamp(min=1)
 
 
 def head_loss(

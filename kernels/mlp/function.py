@@ -14,6 +14,7 @@ from warpweave.kernels.dropout import Drop, check_drop, dropout
 from warpweave.kernels.gemm.local import LOCAL, Local, weight_gradient
 from warpweave.kernels.mlp.hidden import hidden_again, hidden_bwd, hidden_fwd
 from warpweave.kernels.overlap.gathering import Gathering
+from warpweave.kernels.runtime.beside import beside_dtensors
 from warpweave.kernels.runtime.dispatch import choose, no_graph, once_differentiable, wants_gradient
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 from warpweave.kernels.runtime.wgrad import leaf_of, rows
@@ -175,6 +176,7 @@ def _flat(
 # ---------------------------------------------------------------- public
 
 
+@beside_dtensors("x", "residual")
 def mlp(
     x: torch.Tensor,
     up_weight: torch.Tensor,

@@ -49,9 +49,9 @@ from warpweave.kernels.norm.torch_path import (
     norm_bwd_cpu,
     norm_fwd_cpu,
     residual_sum,
-    whole_features,
 )
 from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.beside import beside_dtensors, whole_features
 from warpweave.kernels.runtime.dispatch import (
     choose,
     once_differentiable,
@@ -238,6 +238,7 @@ def _either_norm(
     return y if alone else (y, s)
 
 
+@beside_dtensors("x", "residual")
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -269,6 +270,7 @@ def rms_norm(
     return _either_norm(x, weight, None, terms, False, eps, out_dtype, impl)
 
 
+@beside_dtensors("x", "residual")
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor,

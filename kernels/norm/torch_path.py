@@ -8,8 +8,6 @@ subtracts mean(g) too: that is added again.
 
 from __future__ import annotations
 
-from typing import cast as cast_type
-
 import torch
 
 from warpweave.kernels.dropout import Drop, dropout, dropped
@@ -47,17 +45,6 @@ def residual_sum(x: torch.Tensor, terms: Terms) -> torch.Tensor:
     if drop is not None:
         s = dropout(s, drop, impl="torch")
     return s if residual is None else s + residual
-
-
-def whole_features(x: torch.Tensor) -> torch.Tensor:
-    """x[..., E], gathered if it is a DTensor sharded on E: as `sharding` does for operators."""
-    if not hasattr(x, "placements"):
-        return x
-    from torch.distributed.tensor import DTensor, Replicate  # imported already: x is one
-
-    whole = cast_type(DTensor, x)
-    places = [Replicate() if place.is_shard(x.ndim - 1) else place for place in whole.placements]
-    return x if places == [*whole.placements] else whole.redistribute(placements=places)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

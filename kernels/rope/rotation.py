@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 
 from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.beside import beside_dtensors, whole_features
 from warpweave.kernels.runtime.dispatch import (
     choose,
     no_graph,
@@ -180,12 +181,12 @@ def _launch_rope(x, y, k, z, cos, sin, interleaved: bool, conjugate: bool) -> No
 
 def _turn_torch(x, cos, sin, interleaved: bool, conjugate: bool) -> torch.Tensor:
     """x rotated, by torch's operators."""
-    wide, R = compute_dtype(x), 2 * cos.shape[1]
+    x, wide, R = whole_features(x), compute_dtype(x), 2 * cos.shape[1]
     turning = x if x.shape[-1] == R else x[..., :R]
     c, s = cos.to(wide)[:, None], sin.to(wide)[:, None]
     pair, n = (-1, (R // 2, 2)) if interleaved else (-2, (2, R // 2))
     xw = turning.to(wide).unflatten(-1, n)
-    yw = torch.empty(xw.shape, dtype=wide, device=x.device)
+    yw = torch.empty_like(xw, memory_format=torch.contiguous_format)
     torch.mul(xw, c.unsqueeze(pair), out=yw)
     yw.select(pair, 0).addcmul_(xw.select(pair, 1), s, value=1 if conjugate else -1)
     yw.select(pair, 1).addcmul_(xw.select(pair, 0), s, value=-1 if conjugate else 1)
@@ -341,6 +342,7 @@ class _Rope(torch.autograd.Function):
 # ---------------------------------------------------------------- public
 
 
+@beside_dtensors("x")
 def apply_rope(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -365,6 +367,7 @@ def apply_rope(
     return rope_op(x, cos, sin, interleaved, False)
 
 
+@beside_dtensors("q", "k")
 def apply_rope_qk(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -1,0 +1,92 @@
+"""Plain tensors next to DTensors among the arguments of an operator.
+
+torch refuses such a mixture deep inside an operator, or in its backward, in words about its own
+operators. Here it is settled at the call: a plain parameter, table or label is whole and equal on
+all ranks, so it becomes a replicated DTensor, and its gradient is summed over the ranks. A plain
+activation may just as well be one rank's part, so it is refused. In the forward of a declared model
+(`warpweave.declare`) every plain tensor is replicated.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def beside_dtensors(*activations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of an operator: if an argument is a DTensor, plain ones become replicated ones.
+
+    The operator raises ValueError if one of the arguments named in `activations` is plain then.
+    """
+
+    def decorate(operator: Callable[P, R]) -> Callable[P, R]:
+        signature, name = inspect.signature(operator), operator.__name__  # type: ignore[attr-defined]
+
+        @wraps(operator)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = (*args, *kwargs.values())
+            if torch.compiler.is_compiling() or not any(map(is_dtensor, given)):
+                return operator(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            leaves, tree = tree_flatten(bound.arguments)
+            at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+            tensors = [leaves[i] for i in at]
+            if has_torch_function(tensors):  # the mode of a declared model replicates plain tensors
+                tensors = handle_torch_function(_as_given, tensors, *tensors)
+            for i, x in zip(at, tensors, strict=True):
+                leaves[i] = x
+            bound.arguments = tree_unflatten(leaves, tree)
+            for which in activations:
+                x = bound.arguments.get(which)
+                if isinstance(x, torch.Tensor) and not is_dtensor(x):
+                    raise ValueError(
+                        f"{name} got a plain {which} next to a DTensor: pass {which} as a DTensor, "
+                        "too (DTensor.from_local with its placements)"
+                    )
+            mesh = next(x for x in tensors if is_dtensor(x)).device_mesh
+            bound.arguments = tree_unflatten([_replicated(x, mesh) for x in leaves], tree)
+            return operator(*bound.args, **bound.kwargs)
+
+        return run
+
+    return decorate
+
+
+def whole_features(x: torch.Tensor) -> torch.Tensor:
+    """x[..., E], gathered if it is a DTensor sharded on E: as `sharding` does for operators."""
+    if not hasattr(x, "placements"):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate  # imported already: x is one
+
+    whole = cast(DTensor, x)
+    places = [Replicate() if place.is_shard(x.ndim - 1) else place for place in whole.placements]
+    return x if places == [*whole.placements] else whole.redistribute(placements=places)
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether x is a DTensor; their module, which takes seconds to import, is not imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def _as_given(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors, or what a mode of torch functions makes of them."""
+    return [*tensors]
+
+
+def _replicated(x: Any, mesh: Any) -> Any:
+    """A plain tensor as a DTensor that is the same on all ranks; anything else unchanged."""
+    if not isinstance(x, torch.Tensor) or is_dtensor(x):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate  # imported already: another is one
+
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
