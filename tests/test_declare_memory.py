@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -35,15 +36,14 @@ def _assigns_by_positions(x: Tensor, t: Tensor) -> None:
     x.masked_scatter_(t < -1, t)
 
 
-def _writes_along_dims(x: Tensor, t: Tensor) -> None:
-    for d in range(3):
-        at, part = torch.tensor([0, 3]), t.narrow(d, 0, 2)
-        x.index_add_(d, at, part)
-        x.index_copy_(d, at, part * 2)
-        x.index_fill_(d, torch.tensor([2]), 0.5)
-        x.scatter_add_(d, torch.zeros(SHAPE, dtype=torch.long), t)
-        x.scatter_(d, torch.ones(SHAPE, dtype=torch.long).narrow(d, 0, 1), part.narrow(d, 0, 1))
-        x.narrow(d, 1, 3).index_add_(d, torch.tensor([2, 0]), part)
+def _writes_along_a_dim(x: Tensor, t: Tensor) -> None:
+    at = torch.tensor([0, 3])
+    x.index_add_(1, at, t[:, :2])
+    x.index_copy_(1, at, t[:, 2:4])
+    x.index_fill_(1, torch.tensor([2]), 0.5)
+    x.scatter_add_(1, torch.zeros(SHAPE, dtype=torch.long), t)
+    x.scatter_(1, torch.ones(4, 1, 4, dtype=torch.long), t[:, :1])
+    x[:, 1:].index_add_(1, torch.tensor([2, 0]), t[:, :2])
 
 
 def _writes_of_values(x: Tensor, t: Tensor) -> None:
@@ -137,10 +137,17 @@ def _adds_across(x: Tensor, t: Tensor) -> None:
     x[:, 1:] += t[:, :-1]
 
 
+def _scales_rows(x: Tensor, t: Tensor) -> Tensor:
+    """The gradient of x comes sharded as t."""
+    x[:1].mul_(t[:1])
+    x[:, :1].mul_(t[:, :1])
+    return x + t
+
+
 WRITES: list[Form] = [
-    _adds_across, _assigns, _assigns_by_positions, _writes_along_dims, _writes_of_values,
-    _through_reshapes, _through_views_of_views, _with_old_views, _returns_old_view,
-    _without_gradients, _by_modules, _to_plain, _from_empty,
+    _adds_across, _scales_rows, _assigns, _assigns_by_positions, _writes_along_a_dim,
+    _writes_of_values, _through_reshapes, _through_views_of_views, _with_old_views,
+    _returns_old_view, _without_gradients, _by_modules, _to_plain, _from_empty,
 ]  # fmt: skip
 
 READS: list[Form] = [
@@ -209,12 +216,12 @@ def _as_one_device(rank: int, forms: str) -> None:
     mesh, reads = _mesh(), forms == "reads"
     for number, form in enumerate(READS if reads else WRITES):
         expected = _run(_Runs(form, False, reads))
-        for d in (0, 1, 2, None):
+        for d, e in ((0, 0), (1, 1), (2, 0), (None, None)):  # the sharded dims of x and t
             model = _Runs(form, d is None, reads)
-            dims = ["r" if e == (2 if d is None else d) else None for e in range(3)]
-            plan: dict = {"(x)": dims, "(t)": dims}
-            if d is None:
-                plan["lift.weight"] = (None, "r")
+            plan: dict = {"lift.weight": (None, "r" if d is None else None)}
+            for name, sharded in (("(x)", d), ("(t)", e)):
+                sharded = 2 if sharded is None else sharded
+                plan[name] = ["r" if at == sharded else None for at in range(3)]
             found = _run(shard(model, plan, mesh))
             assert model.placements == (Partial() if d is None else Shard(d),)
             for what, one, other in zip(("value", "of x", "of t"), found, expected, strict=True):
@@ -229,3 +236,79 @@ def _as_one_device(rank: int, forms: str) -> None:
 @pytest.mark.parametrize("forms", ["writes", "reads"])
 def test_sharded_memory_is_that_of_one_device(forms: str) -> None:
     run_ranks(2, _as_one_device, forms)
+
+
+REFUSED: list[tuple[Form, str]] = [
+    (lambda x, t: x.unsqueeze_(0), "unsqueeze_ changes the shape of a DTensor in place, which"),
+    (lambda x, t: x.transpose_(0, 1), "in place, which its shards cannot follow: use transpose,"),
+    (lambda x, t: setattr(x, "data", t), "x.data = y of a DTensor has no effect: write x.copy_(y)"),
+    (lambda x, t: torch.abs(t, out=x[0]), "out= of a DTensor has the shape (6, 4), expected (4, 6"),
+    (
+        lambda x, t: torch._foreach_zero_([x[:, 1:], x[1:]]),
+        "_foreach_zero_ writes two views of one sharded tensor at once: write one by one",
+    ),
+]
+
+
+def _counts(model: nn.Module, *given: Tensor) -> int:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as counted:
+        model(*given)
+    return counted.get_total_counts()
+
+
+class _Passes(nn.Module):
+    """Writes to what a module returned, which is what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fill = nn.Identity()
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        x = x * t
+        y = self.fill(x)
+        y.mul_(2)
+        x[:, 1:].add_(t[:, 1:])
+        return x + y
+
+
+def _edges(rank: int) -> None:
+    from torch.distributed.tensor import Replicate
+
+    from warpweave.declare import shard
+
+    torch.set_default_dtype(torch.float64)
+    mesh, plan = _mesh(), {"(x)": ("r", None, None), "(t)": ("r", None, None)}
+    x, t = torch.randn(SHAPE), torch.randn(SHAPE)
+    for form, words in REFUSED:
+        with torch.no_grad(), pytest.raises(ValueError, match=re.escape(words)):
+            shard(_Runs(form, False, False), plan, mesh)(x, t)
+
+    # A module's result that the plan moves stays the tensor that it is.
+    moved = {"(x)": (None, "r", None), "fill()": ("r", None, None)}
+    found = _run(shard(_Passes(), moved, mesh))
+    for one, other in zip(found, _run(_Passes()), strict=True):
+        assert_close_f64(one, other, 1e-12)
+
+    # Writes within a shard, and reads of what ranks hold alike, send nothing.
+    for form, reads in ((_adds_across, False), (lambda x, t: x.ndim, True)):
+        assert _counts(shard(_Runs(form, False, reads), plan, mesh), x, t) == 0
+    alike = shard(_Runs(lambda x, t: x.sum().item(), False, True), {"(x)": (None,) * 3}, mesh)
+    assert _counts(alike, x, t) == 0
+
+    # Results are never partial, so that one rank alone reads a loss.
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            model = shard(_Runs(lambda x, t: x.sum(), False, False), plan, mesh)
+            loss = model(x, t)
+            assert loss.placements == (Replicate(),)
+            if rank == 0:
+                assert_close_f64(torch.tensor(loss.item()), x.sum(), 1e-12)
+            written = shard(_Runs(_with_old_views, False, False), {"(x)": (None, "r", None)}, mesh)
+            expected = _Runs(_with_old_views, False, False)(x, t)
+            assert_close_f64(written(x, t).full_tensor(), expected, 1e-12)
+
+
+def test_writes_that_shards_cannot_follow_are_refused() -> None:
+    run_ranks(2, _edges)

@@ -37,18 +37,8 @@ from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map, t
 
 # Functions that read values, or whose result's shape depends on values: they run on whole tensors.
 _READS = frozenset(
-    [
-        "tolist",
-        "numpy",
-        "__array__",
-        "tensor",
-        "as_tensor",
-        "equal",
-        "allclose",
-        "nonzero",
-        "argwhere",
-    ]
-    + ["masked_select", "unique", "unique_consecutive", "bincount", "isin"]
+    ["tolist", "numpy", "__array__", "tensor", "as_tensor", "equal", "allclose", "isin"]
+    + ["masked_select", "unique", "unique_consecutive", "bincount", "nonzero", "argwhere"]
 )
 # In-place functions that DTensor has no rule, or a wrong one, for.
 _ON_WHOLE = frozenset(
@@ -143,13 +133,14 @@ def register_item() -> None:
 
     All ranks must read a tensor that is not replicated; once per process is enough.
     """
-    read = torch.ops.aten._local_scalar_dense.default
 
     def item(operator: Any, args: tuple, kwargs: dict) -> Any:
         with torch.no_grad():
             return operator(whole(args[0]))
 
-    DTensor._op_dispatcher._custom_op_handlers[read] = item
+    aten = torch.ops.aten
+    for read in (aten._local_scalar_dense.default, aten.item.default):  # inference mode calls item
+        DTensor._op_dispatcher._custom_op_handlers[read] = item
 
 
 # ---------------------------------------------------------------- copies that stand for views
@@ -168,6 +159,9 @@ class _Copy:
         self.view = view
         self.version = _version(base)  # of the base when they were last equal
         self.differentiable = torch.is_grad_enabled()
+
+    def __reduce__(self) -> tuple[type[dict], tuple]:
+        return dict, ()  # a tensor that is saved or deeply copied stands for itself
 
     def update(self, copy: DTensor) -> None:
         """Copy from the base if that was written."""
@@ -219,21 +213,20 @@ def _memory(x: Tensor) -> Tensor:
 def refresh(x: Tensor) -> None:
     """Update x if it is a copy, or a view of one, whose base was written."""
     memory = _memory(x)
-    remembered = getattr(memory, "_copy_of", None)
-    if remembered is not None:
+    if remembered := getattr(memory, "_copy_of", None):
         remembered.update(memory)
 
 
 def wrote(x: Tensor) -> None:
     """Tell the base of x that x was written, and autograd where to expect its gradient."""
     memory: Any = _memory(x)
-    if memory is not x and memory.requires_grad and isinstance(memory, DTensor):
+    differentiable = memory.grad_fn is not None and torch.is_grad_enabled()
+    if memory is not x and differentiable and isinstance(memory, DTensor):
         # Autograd writes x's gradient through the same view of the memory's gradient, which must be
         # sharded like the memory for that.
         where = [Replicate() if p.is_partial() else p for p in memory.placements]
         memory.register_hook(lambda grad: grad.redistribute(placements=where))
-    remembered = getattr(memory, "_copy_of", None)
-    if remembered is not None:
+    if remembered := getattr(memory, "_copy_of", None):
         remembered.write_back(memory)
 
 
