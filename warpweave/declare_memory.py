@@ -114,8 +114,10 @@ def _reduced_truth(x: Any) -> Any:
 
 
 def finished(result: Any) -> Any:
-    """A model's result, with copies up to date, and partial sums reduced: one rank alone can read
-    them then."""
+    """A model's result with its copies up to date and its partial sums reduced.
+
+    A single rank can then read it.
+    """
 
     def finish(x: Any) -> Any:
         if not isinstance(x, DTensor):
@@ -131,25 +133,25 @@ def finished(result: Any) -> Any:
 def register_item() -> None:
     """Make `item`, and so float, int, bool and indices, of a DTensor read its logical value.
 
-    All ranks must read a tensor that is not replicated; once per process is enough.
+    All ranks must read a tensor that is not replicated. One call per process is enough.
     """
 
     def item(operator: Any, args: tuple, kwargs: dict) -> Any:
         with torch.no_grad():
             return operator(whole(args[0]))
 
-    aten = torch.ops.aten
+    aten, handlers = torch.ops.aten, DTensor._op_dispatcher._custom_op_handlers
     for read in (aten._local_scalar_dense.default, aten.item.default):  # inference mode calls item
-        DTensor._op_dispatcher._custom_op_handlers[read] = item
+        handlers[read] = item  # type: ignore[assignment]
 
 
 # ---------------------------------------------------------------- copies that stand for views
 
 
 class _Copy:
-    """What a tensor that holds a copy remembers: it stands for `view` of `base`.
+    """Link from a copy to its base: on one device the copy is `view` of the base.
 
-    Without a view it is the base on one device. Such a base is not kept alive by it unless `keep`.
+    Without a view both are the same tensor there. `keep` keeps the base alive, as a view does.
     """
 
     def __init__(
@@ -218,7 +220,7 @@ def refresh(x: Tensor) -> None:
 
 
 def wrote(x: Tensor) -> None:
-    """Tell the base of x that x was written, and autograd where to expect its gradient."""
+    """Propagate a write of x to its base, and fix the layout of the gradient it comes with."""
     memory: Any = _memory(x)
     differentiable = memory.grad_fn is not None and torch.is_grad_enabled()
     if memory is not x and differentiable and isinstance(memory, DTensor):
@@ -236,7 +238,7 @@ def _shares_memory(x: Any, y: Any) -> bool:
 
 
 def _apart(view: DTensor) -> DTensor:
-    """The same tensor, of which autograd does not know that it was a view."""
+    """The same tensor for autograd to treat as no view."""
     return DTensor.from_local(
         view.to_local(), view.device_mesh, view.placements, run_check=False,
         shape=view.shape, stride=view.stride(),
@@ -244,7 +246,7 @@ def _apart(view: DTensor) -> DTensor:
 
 
 def _remember(func: Callable, args: tuple, kwargs: dict, at: int, view: DTensor) -> DTensor:
-    """The view, number `at` of func's results, as a copy that remembers its base."""
+    """Make the view, number `at` of func's results, a copy that remembers its base."""
     memory = view._base
     given = _tensors(args) + _tensors(kwargs.values())
     base = next((x for x in given if _memory(x) is memory), None)
@@ -305,9 +307,8 @@ class OneMemory(TorchFunctionMode):
             return self._set_item(*args)
         if kwargs.get("out") is not None:
             return self._to_out(func, args, dict(kwargs))
-        if name in ("unbind", "__iter__"):
-            args = self._gathered(*args, **kwargs)
-            kwargs = {}
+        if name == "unbind":
+            args, kwargs = self._gathered(*args, **kwargs), {}
         if name in _READS or (name == "__getitem__" and not _is_basic(args[1], masks=False)):
             return tree_map(self._as_dtensor, func(*map_whole(args), **map_whole(kwargs)))
         if name == "__format__" and args[0].ndim == 0:
@@ -326,8 +327,7 @@ class OneMemory(TorchFunctionMode):
         return self._on_parts(func, args, kwargs, tensors)
 
     def _on_parts(self, func: Any, args: tuple, kwargs: dict, tensors: list[DTensor]) -> Any:
-        """Call it on DTensors; then copies that it wrote update their bases, and views that are
-        copies remember theirs."""
+        """Call it on DTensors, update the bases of copies that it wrote, and link new copies."""
         before = [_version(x) for x in tensors]
         result = self.run(func, args, kwargs)
         name = getattr(func, "__name__", "")
@@ -362,12 +362,13 @@ class OneMemory(TorchFunctionMode):
         self._call(Tensor.copy_, (args[0], as_dtensor(new, self.mesh)), {})
         return args[0]
 
-    def _gathered(self, x: DTensor, dim: int = 0) -> tuple[DTensor, int]:
-        """x as a copy that is not sharded along dim, which `unbind` asks for."""
-        where = [Replicate() if p.is_shard(dim % max(x.ndim, 1)) else p for p in x.placements]
-        if where == [*x.placements]:
-            return x, dim
-        return remember(x.redistribute(placements=where), x), dim
+    def _gathered(self, input: DTensor, dim: int = 0) -> tuple[DTensor, int]:
+        """The input as a copy that is not sharded along dim, which `unbind` needs."""
+        cut = [p.is_shard(dim % max(input.ndim, 1)) for p in input.placements]
+        if not any(cut):
+            return input, dim
+        where = [Replicate() if c else p for c, p in zip(cut, input.placements, strict=True)]
+        return remember(input.redistribute(placements=where), input), dim
 
     def _set_item(self, x: DTensor, index: Any, value: Any) -> None:
         if not _is_basic(index):
@@ -420,9 +421,9 @@ def _is_in_place(name: str) -> bool:
 
 
 def _is_basic(index: Any, masks: bool = True) -> bool:
-    """Whether an index gives a view: of numbers, slices, None and "...".
+    """Return True for an index that gives a view: numbers, slices, None and "..." only.
 
-    With masks=False, whether it has no mask; DTensor indexes by tensors of positions itself.
+    With masks=False, also for tensors of positions, by which DTensor can index.
     """
     for x in index if isinstance(index, tuple) else (index,):
         if isinstance(x, Tensor) and not masks:
@@ -439,7 +440,7 @@ def _is_basic(index: Any, masks: bool = True) -> bool:
 
 
 def _runs_on_parts(name: str, args: tuple, kwargs: dict) -> bool:
-    """Whether an in-place function of the first argument is right on each rank's part.
+    """Return True for an in-place function that is right on each rank's part of its argument.
 
     Raises ValueError for one that changes the shape.
     """
@@ -452,9 +453,9 @@ def _runs_on_parts(name: str, args: tuple, kwargs: dict) -> bool:
             f"use {name[:-1]}, which returns a new tensor"
         )
     if _is_partial(x):
-        numbers = name in ("add_", "sub_", "iadd_", "isub_") and not isinstance(args[1], Tensor)
-        alone = not any(p.is_shard() for y in placed for p in y)
-        return name in _RANDOM or (name in _OF_SUMS and alone and not numbers)
+        adds_number = not placed and name in ("add_", "sub_", "iadd_", "isub_")
+        cut = any(p.is_shard() for y in placed for p in y)
+        return name in _RANDOM or (name in _OF_SUMS and not adds_number and not cut)
     if name in _ALONG_DIM:
         dim = kwargs["dim"] if "dim" in kwargs else args[1]
         own = x.placements
@@ -464,7 +465,7 @@ def _runs_on_parts(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def _check_apart(func: Any, written: list[DTensor]) -> None:
-    """Raise ValueError if copies of one memory were written at once, which no order made equal."""
+    """Raise ValueError if one operator wrote two copies of the same memory, in unknown order."""
     seen = set()
     for x in written:
         memory: Any = _memory(x)
