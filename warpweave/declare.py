@@ -150,7 +150,8 @@ def shard(
     Parameters and buffers become DTensors with the values of the mesh's first ranks; make the
     optimizer afterwards. A gradient has the placement of its parameter: its sums over mesh axes are
     made in the backward. Plain tensors that the forward meets beside DTensors (masks, positions,
-    inputs without an entry) count as the same on all ranks.
+    inputs without an entry) count as the same on all ranks. Views, writes and host reads mean what
+    they mean on one device, or are refused by name (`warpweave.declare_memory`).
 
     Args:
         plan: entries; the first one that matches decides. A key is a pattern, as of `fnmatch`, of

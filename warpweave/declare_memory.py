@@ -80,7 +80,7 @@ def as_dtensor(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def whole(x: Any) -> Any:
+def whole_tensor(x: Any) -> Any:
     """The plain logical tensor of a DTensor, on every rank; anything else as it is.
 
     The gradient that it gets must be the same on all ranks, as it is where they compute alike.
@@ -138,7 +138,7 @@ def register_item() -> None:
 
     def item(operator: Any, args: tuple, kwargs: dict) -> Any:
         with torch.no_grad():
-            return operator(whole(args[0]))
+            return operator(whole_tensor(args[0]))
 
     aten, handlers = torch.ops.aten, DTensor._op_dispatcher._custom_op_handlers
     for read in (aten._local_scalar_dense.default, aten.item.default):  # inference mode calls item
@@ -187,10 +187,10 @@ class _Copy:
             return
         new: Tensor = copy
         if self.view is not None:
-            new = whole(base).clone(memory_format=torch.contiguous_format)
-            self.view(new, True).copy_(whole(copy))
+            new = whole_tensor(base).clone(memory_format=torch.contiguous_format)
+            self.view(new, True).copy_(whole_tensor(copy))
         elif not isinstance(base, DTensor) or _is_partial(base):
-            new = whole(copy)
+            new = whole_tensor(copy)
         base.copy_(as_dtensor(new, copy.device_mesh) if isinstance(base, DTensor) else new)
         self.version = _version(base)
         wrote(base)
@@ -207,21 +207,21 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version  # nobody can write to it
 
 
-def _memory(x: Tensor) -> Tensor:
+def _root_of(x: Tensor) -> Tensor:
     """The tensor of which x is a view, in the sense of autograd; x itself if of none."""
     return x._base if x._is_view() else x  # type: ignore[return-value]
 
 
 def refresh(x: Tensor) -> None:
     """Update x if it is a copy, or a view of one, whose base was written."""
-    memory = _memory(x)
+    memory = _root_of(x)
     if remembered := getattr(memory, "_copy_of", None):
         remembered.update(memory)
 
 
 def wrote(x: Tensor) -> None:
     """Propagate a write of x to its base, and fix the layout of the gradient it comes with."""
-    memory: Any = _memory(x)
+    memory: Any = _root_of(x)
     differentiable = memory.grad_fn is not None and torch.is_grad_enabled()
     if memory is not x and differentiable and isinstance(memory, DTensor):
         # Autograd writes x's gradient through the same view of the memory's gradient, which must be
@@ -248,15 +248,15 @@ def _apart(view: DTensor) -> DTensor:
 def _remember(func: Callable, args: tuple, kwargs: dict, at: int, view: DTensor) -> DTensor:
     """Make the view, number `at` of func's results, a copy that remembers its base."""
     memory = view._base
-    given = _tensors(args) + _tensors(kwargs.values())
-    base = next((x for x in given if _memory(x) is memory), None)
+    given = _tensors_among(args) + _tensors_among(kwargs.values())
+    base = next((x for x in given if _root_of(x) is memory), None)
     copy = _apart(view)
     if base is None:  # a view of what func made and nobody else has
         return copy
 
     def again(new: Tensor, plain: bool) -> Tensor:
         def replace(x: Any) -> Any:
-            return new if x is base else whole(x) if plain else x
+            return new if x is base else whole_tensor(x) if plain else x
 
         again_args, again_kwargs = tree_map(replace, (args, kwargs))
         return tree_leaves(func(*again_args, **again_kwargs))[at]
@@ -287,7 +287,7 @@ class OneMemory(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = _tensors(args) + _tensors(kwargs.values())
+        tensors = _tensors_among(args) + _tensors_among(kwargs.values())
         sharded = sum(map(_is_dtensor, tensors))
         if sharded and sharded < len(tensors):
             args, kwargs = tree_map(self._convert, (args, kwargs))
@@ -299,7 +299,7 @@ class OneMemory(TorchFunctionMode):
         return remember(as_dtensor(x, self.mesh), x)
 
     def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        tensors: list[Any] = _tensors(args) + _tensors(kwargs.values())
+        tensors: list[Any] = _tensors_among(args) + _tensors_among(kwargs.values())
         for x in tensors:
             refresh(x)
         name = getattr(func, "__name__", "")
@@ -334,7 +334,7 @@ class OneMemory(TorchFunctionMode):
         if name.startswith("_foreach_") and name.endswith("_"):  # which does not count its writes
             torch.autograd.graph.increment_version(args[0])
         written = {
-            id(_memory(x)): x
+            id(_root_of(x)): x
             for x, version in zip(tensors, before, strict=True)
             if _version(x) != version
         }
@@ -357,7 +357,7 @@ class OneMemory(TorchFunctionMode):
 
     def _on_whole(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Write to a whole copy of the first argument, and that to the argument."""
-        new = whole(args[0]).clone()
+        new = whole_tensor(args[0]).clone()
         func(new, *map_whole(args[1:]), **map_whole(kwargs))
         self._call(Tensor.copy_, (args[0], as_dtensor(new, self.mesh)), {})
         return args[0]
@@ -397,23 +397,23 @@ class OneMemory(TorchFunctionMode):
         return as_dtensor(x, self.mesh) if isinstance(x, Tensor) else x
 
 
-def _tensors(given: Iterable[Any]) -> list[Tensor]:
+def _tensors_among(given: Iterable[Any]) -> list[Tensor]:
     """The tensors among arguments, also in lists, tuples, dicts, and slices."""
     found = []
     for x in given:
         if isinstance(x, Tensor):
             found.append(x)
         elif isinstance(x, list | tuple):
-            found += _tensors(x)
+            found += _tensors_among(x)
         elif isinstance(x, dict):
-            found += _tensors(x.values())
+            found += _tensors_among(x.values())
         elif isinstance(x, slice):
-            found += _tensors((x.start, x.stop, x.step))
+            found += _tensors_among((x.start, x.stop, x.step))
     return found
 
 
 def map_whole(given: Any) -> Any:
-    return tree_map(whole, given)
+    return tree_map(whole_tensor, given)
 
 
 def _is_in_place(name: str) -> bool:
@@ -468,9 +468,9 @@ def _check_apart(func: Any, written: list[DTensor]) -> None:
     """Raise ValueError if one operator wrote two copies of the same memory, in unknown order."""
     seen = set()
     for x in written:
-        memory: Any = _memory(x)
+        memory: Any = _root_of(x)
         while (copy := getattr(memory, "_copy_of", None)) and (base := copy.base()) is not None:
-            memory = _memory(base)
+            memory = _root_of(base)
         if id(memory) in seen:
             raise ValueError(
                 f"{func.__name__} writes two views of one sharded tensor at once: write one by one"
