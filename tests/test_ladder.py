@@ -33,7 +33,7 @@ ROOMS = {
         ),
         ("config_file", "heartbeat", "interrupt", "lr_schedule", "option_kinds"),
         ("processes",),
-        ("blame", "gpus"),
+        ("blame", "declare_memory", "gpus"),
         ("declare", "explain", "styles"),
         ("gpt",),
         ("generate",),

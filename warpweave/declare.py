@@ -42,9 +42,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_any, tree_map
 
+from warpweave.declare_memory import OneMemory, finished, register_item, remember
+from warpweave.declare_memory import as_dtensor as _as_dtensor
 from warpweave.declare_rules import computed, register_reductions
 from warpweave.kernels.sharding import register_shardings
 
@@ -151,7 +151,8 @@ def shard(
     Parameters and buffers become DTensors with the values of the mesh's first ranks; make the
     optimizer afterwards. A gradient has the placement of its parameter: its sums over mesh axes are
     made in the backward. Plain tensors that the forward meets beside DTensors (masks, positions,
-    inputs without an entry) count as the same on all ranks.
+    inputs without an entry) count as the same on all ranks. Views, writes and host reads mean what
+    they mean on one device, or are refused by name (`warpweave.declare_memory`).
 
     Args:
         plan: entries; the first one that matches decides. A key is a pattern, as of `fnmatch`, of
@@ -177,6 +178,7 @@ def shard(
         raise ValueError("shard needs a mesh whose axes have names (mesh_dim_names)")
     register_shardings()
     register_reductions()
+    register_item()
     axes = axes or {}
     entries = {key: _read(key, dims, axes) for key, dims in plan.items()}
     text = " ".join(dims for dims in plan.values() if isinstance(dims, str))
@@ -273,8 +275,8 @@ def _placer(what: str, dims: list[_Dim | None], mesh: DeviceMesh) -> Callable[[A
         if not isinstance(x, Tensor):
             return x
         where = _placements(what, dims, x.shape, mesh)
-        x = _as_dtensor(x, mesh)
-        y = x.redistribute(placements=where)
+        given, x = x, _as_dtensor(x, mesh)
+        y = remember(x.redistribute(placements=where), given, keep=False)
         if x.requires_grad:  # summed where x has no partial sums: once, and by reduce-scatter
             partial = any(p.is_partial() for p in x.placements)
             _sum_gradient(y if partial else x)
@@ -311,13 +313,6 @@ def _on_argument(
 
 
 # ---------------------------------------------------------------- plain tensors beside DTensors
-
-
-def _as_dtensor(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """x, and a plain tensor as one that is the same on all ranks; nothing is sent."""
-    if isinstance(x, DTensor):
-        return x
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _attention_rule(
@@ -407,28 +402,17 @@ def _cat_rule(
     return joined.to(dtype)
 
 
-class _PlainAsReplicated(TorchFunctionMode):
+class _PlainAsReplicated(OneMemory):
     """Plain tensors that meet DTensors in an operator are replicated ones, in the backward too."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.mesh = mesh
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        given = args, kwargs or {}
-        if tree_any(lambda x: isinstance(x, DTensor), given):
-            given = tree_map(self._convert, given)
-            if func is F.scaled_dot_product_attention:
-                return _attention_rule(func, *given[0], **given[1])
-            if func in (torch.cat, torch.concat, torch.concatenate):
-                return _cat_rule(func, *given[0], **given[1])
-            return computed(func, *given)
-        return func(*given[0], **given[1])
-
-    def _convert(self, x: Any) -> Any:
-        return _as_dtensor(x, self.mesh) if isinstance(x, Tensor) else x
+    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Call a function with a DTensor among its arguments, whose tensors are DTensors."""
+        given = args, kwargs
+        if func is F.scaled_dot_product_attention:
+            return _attention_rule(func, *given[0], **given[1])
+        if func in (torch.cat, torch.concat, torch.concatenate):
+            return _cat_rule(func, *given[0], **given[1])
+        return computed(func, *given)
 
 
 def _replicating(forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
@@ -436,7 +420,11 @@ def _replicating(forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[...,
 
     @wraps(forward)  # Hugging Face reads the signature
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _PlainAsReplicated(mesh):
-            return forward(*args, **kwargs)
+        # Writes show in version counters, which do not exist in inference mode.
+        grads = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(grads):
+            with _PlainAsReplicated(mesh):
+                result = forward(*args, **kwargs)
+            return finished(result)
 
     return run
