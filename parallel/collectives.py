@@ -446,6 +446,19 @@ def copy_to(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     return x if group is None else _CopyTo.apply(x, group)
 
 
+def summed_over(node: Any) -> dist.ProcessGroup | None:
+    """The group over which a node of an autograd graph sums the gradient of what was replicated:
+    that of a `copy_to`; None for any other node."""
+    sums: bool = type(node) is _CopyTo._backward_cls
+    return node.group if sums else None
+
+
+def gathered_over(node: Any) -> dist.ProcessGroup | None:
+    """The group of a node that gathers the gradients of slices, of `scatter`, or None."""
+    gathers: bool = type(node) is _Scatter._backward_cls
+    return node.group if gathers else None
+
+
 def reduce_from(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Megatron's g: the sum over the ranks of `group` of their partial results `x`, on every rank.
 

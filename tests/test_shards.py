@@ -157,7 +157,7 @@ def _alike(group, culprit: int | None) -> str:
     if group.rank == culprit:
         model[1].bias.data[0] += 1e-7
     try:
-        shards.check_alike(model, (group,))
+        shards.check_alike(model.named_parameters(), (group,))
     except ValueError as error:
         return str(error)
     return "alike"
@@ -181,7 +181,7 @@ def _alike_on_a_grid(mesh, culprit: int | None, more: float) -> str:
     if mesh.rank == culprit:
         model[1].weight.data[0, 0] += more
     try:
-        shards.check_alike(model, _groups(mesh))
+        shards.check_alike(model.named_parameters(), _groups(mesh))
     except ValueError as error:
         return str(error).partition(":")[0]
     return "alike"
@@ -265,7 +265,7 @@ def _compares(group, largest: list[int]) -> None:
     torch.manual_seed(0)
     model = nn.Linear(50, 40)
     with Made():
-        shards.check_alike(model, (group,))
+        shards.check_alike(model.named_parameters(), (group,))
 
 
 def test_parameters_are_compared_without_a_copy_of_any():

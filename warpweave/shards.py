@@ -8,7 +8,7 @@ the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -78,11 +78,22 @@ def replace_parameters(model: nn.Module, found: dict[nn.Parameter, nn.Parameter]
                 module._parameters[name] = found[p]
 
 
-def use_local(module: nn.Module, sums: dict[str, Groups]) -> list[Any]:
-    """During the module's forward, make its own parameters this rank's plain tensors, with
-    gradients summed over the groups in `sums`. Returns the hooks."""
+def use_local(
+    module: nn.Module,
+    sums: dict[str, Groups],
+    parts: dict[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+) -> list[Any]:
+    """During the module's forward, make its own parameters this rank's plain tensors.
+
+    Args:
+        sums: by a parameter's name, the groups over which its gradient is summed. May grow later.
+        parts: by name, a function that takes this rank's part of a replicated parameter.
+
+    Returns the hooks.
+    """
 
     whole: dict[nn.Module, dict[str, Any]] = {}  # of the module or a copy, while it runs
+    parts = parts or {}
 
     def enter(module: nn.Module, args: tuple) -> None:
         own: dict[str, Any] = module._parameters
@@ -93,20 +104,31 @@ def use_local(module: nn.Module, sums: dict[str, Groups]) -> list[Any]:
             own[name] = local(p)
             for group in sums.get(name, ()):
                 own[name] = copy_to(own[name], group)
+            if name in parts:
+                own[name] = parts[name](own[name])
 
     def leave(module: nn.Module, args: tuple, out: Any) -> None:
         module._parameters.update(whole.pop(module, {}))
 
+    vars(enter)["sums"] = sums
     return [
         module.register_forward_pre_hook(enter),
         module.register_forward_hook(leave, always_call=True),
     ]
 
 
-def check_alike(model: nn.Module, groups: Groups) -> None:
-    """Raise ValueError, on every rank, unless parameters are equal on the ranks of all groups."""
-    sums = torch.stack([p.detach().sum(dtype=torch.float64) for p in model.parameters()])
-    for (name, _), alike in zip(model.named_parameters(), _alike(sums, groups), strict=True):
+def sums_of(module: nn.Module) -> dict[str, Groups]:
+    """The sums that `use_local` was given for a module, or for the one of which it is a copy."""
+    hooks = module._forward_pre_hooks.values()
+    return next((vars(h)["sums"] for h in hooks if "sums" in getattr(h, "__dict__", {})), {})
+
+
+def check_alike(parameters: Iterable[tuple[str, nn.Parameter]], groups: Groups) -> None:
+    """Raise ValueError, on every rank, unless parameters, given with their names, are equal on the
+    ranks of all groups."""
+    named = list(parameters)
+    sums = torch.stack([local(p.detach()).sum(dtype=torch.float64) for _, p in named])
+    for (name, _), alike in zip(named, _alike(sums, groups), strict=True):
         if not alike:
             raise ValueError(
                 f"{name}: the ranks hold different numbers: load the same weights, or call "

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from warpweave.changes import NAME, changes_of, undo
-from warpweave.hf import attention, loss, mlp, norm, parallel
+from warpweave.hf import adapters, attention, loss, mlp, norm, parallel
 from warpweave.hf.arguments import own
 from warpweave.hf.options import Spread
-from warpweave.hf.patch import Form, is_foreign, patch
+from warpweave.hf.patch import Form, is_foreign, patch, unpatch
 from warpweave.hf.probe import agree, kind_of, quietly
 from warpweave.hf.report import Report
 from warpweave.messages import one_line
@@ -79,14 +79,16 @@ def apply(
         if "norm" in kinds:
             _replace_norms(model, found)
         if "mlp" in kinds:
-            _replace_mlps(model, found)
+            adapted = adapters.adapted(model)
+            with adapters.taken_out(model):
+                _replace_mlps(model, found, adapted)
         if "attention" in kinds or "loss" in kinds:
             _replace_whole(model, kinds, example, found)
         if not found.replaced():
             reasons = "; ".join(sorted({e.why for e in found.entries})) or "no module is known"
             raise ValueError(f"nothing to replace in {type(model).__name__}: {reasons}")
         if spread is not None:
-            _spread(model, spread, example, found)
+            _spread(_transformers_model(model), spread, example, found)
     except BaseException:
         _undo(model)
         raise
@@ -137,11 +139,19 @@ def _check_mesh(
         return None
     if mesh.size("pp") > 1:
         raise ValueError(f"{type(model).__name__}: its layers are not cut into pp stages here")
-    if not isinstance(model, PreTrainedModel) or "attention" not in kinds:
+    if _transformers_model(model) is None:
+        raise ValueError(f"{type(model).__name__}: a mesh needs a transformers model")
+    if "attention" not in kinds:
         raise ValueError(
-            f"{type(model).__name__}: a mesh needs a transformers model and its attention replaced"
+            f"{type(model).__name__}: a mesh needs the attention replaced, and only = "
+            f"{', '.join(sorted(kinds))}"
         )
     return Spread(mesh, sequence_parallel and mesh.size("tp") > 1, overlap, strategy)
+
+
+def _transformers_model(model: nn.Module) -> Any:
+    """The transformers model: itself, or what peft wraps; None if there is none."""
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
 
 
 def _is_applied(model: nn.Module) -> bool:
@@ -169,7 +179,9 @@ def _spread(
         length = -(-ids.shape[1] // n) * n
         inputs = {"input_ids": ids.repeat(1, length)[:, :length]}
     wanted = _outputs(model, inputs)
-    parallel.spread_model(model, spread, inputs, report)
+    with adapters.taken_out(model):
+        parallel.spread_model(model, spread, inputs, report)
+    parallel.enter_adapters(model)
     found = _outputs(model, inputs)
     why = wanted if isinstance(wanted, str) else None
     if why is None and isinstance(found, str):
@@ -179,6 +191,8 @@ def _spread(
     why = why or (loss.differs(model, inputs) if loss.is_installed(model) else None)
     if why is not None:
         raise ValueError(f"{type(model).__name__} cannot be spread over {spread.mesh.sizes}: {why}")
+    if example is None:  # whose tokens ranks can share; else the first forward is checked
+        parallel.check_gradients(model, inputs)
     parallel.check_next_inputs(model, spread)
 
 
@@ -196,7 +210,7 @@ def _replace_norms(model: nn.Module, report: Report) -> None:
             report.add(name, "norm", module, _patch_module(module, norm.find_norm_form, forms))
 
 
-def _replace_mlps(model: nn.Module, report: Report) -> None:
+def _replace_mlps(model: nn.Module, report: Report, adapted: Collection[nn.Module]) -> None:
     forms: dict[tuple, Form | str] = {}
     inside: set[nn.Module] = set()  # of a replaced module
     for name, module in model.named_modules():
@@ -206,6 +220,10 @@ def _replace_mlps(model: nn.Module, report: Report) -> None:
             report.add(name, "mlp", module, "products of grouped experts")
         if mlp.is_mlp_candidate(module):
             form = _patch_module(module, mlp.find_mlp_form, forms)
+            if isinstance(form, mlp.MLPForm) and form.plain and module in adapted:
+                report.add(name, "mlp", module, "adapters on its linear layers")
+                unpatch(module)
+                continue
             report.add(name, "mlp", module, form)
             if not isinstance(form, str):
                 inside.update(module.modules())

@@ -88,8 +88,8 @@ class HeadVocabulary(NamedTuple):
         over the ranks."""
         if len(whole) != self.size:
             raise ValueError(
-                f"{len(whole)} rows beside a head of {self.size} that is cut over ranks: put "
-                "adapters on before apply(mesh=...)"
+                f"expected {self.size} rows, as of the head that is sharded over ranks, got "
+                f"{len(whole)}"
             )
         ranks = self.spread.mesh.size("tp")
         rows = -(-self.size // ranks)

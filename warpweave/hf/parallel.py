@@ -11,6 +11,9 @@ over all ranks, sharded as the parameters are.
                         context-parallel attention (`parallel.context`); each rank computes the loss
                         of some tokens
 
+LoRA adapters compute over ranks (`adapters`), and whatever else enters the layers later is summed
+over the ranks or refused (`entered`).
+
 A module with several column-parallel layers (queries, keys and values, or gate and up) gathers its
 input once for all of them; the collectives of a single column-parallel layer, and of every
 row-parallel layer, overlap with its product as `overlap` says.
@@ -28,10 +31,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from warpweave.changes import changes_of, forget, known, note
 from warpweave.hf import attention, norm, seen, structure
+from warpweave.hf.adapters import ShardedLayer, check_dropout, wrapped
 from warpweave.hf.arguments import own
+from warpweave.hf.entered import Watch
 from warpweave.hf.options import HeadVocabulary, Replicas, Spread
 from warpweave.hf.patch import patch
 from warpweave.hf.plan import Column, Row, Tokens, hidden_states, take_input
+from warpweave.hf.probe import quietly
 from warpweave.hf.report import Report
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.tensor import cut_rms_norm
@@ -64,11 +70,10 @@ def spread_model(
     mesh, changes = spread.mesh, changes_of(model)
     tp = mesh.size("tp")
     names = {m: n for n, m in model.named_modules()}
-    check_alike(model, _some(mesh.group("tp"), mesh.group("cp")))
-    dropouts = {m: n for m, n in names.items() if isinstance(m, nn.Dropout)}
+    check_alike(model.named_parameters(), _some(mesh.group("tp"), mesh.group("cp")))
     for module, name in names.items():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            raise ValueError(f"{name}: dropout {module.p} is not drawn over ranks: set it to 0")
+        if isinstance(module, nn.Dropout):
+            check_dropout(module, name)
         if getattr(module, "attention_dropout", 0.0):  # early; see `attention.Shared` for any name
             raise ValueError(f"{name}: attention dropout is not drawn over ranks: set it to 0")
     parts, kept = structure.find_parts(model, inputs, tp)
@@ -78,24 +83,26 @@ def spread_model(
     tokens = tokens_of(spread)
     plan = _plan(model, parts, tokens, spread, report) if tp > 1 else {}
     sums = _sums(parts, layers, spread)
+    watch = Watch(model, layers, parts, tokens, spread)
+    note(model, watch)
     head = _head_of(model)
     if type(head) is nn.Linear:
         note(head, HeadVocabulary(len(head.weight), head in plan, spread))
     for part in parts:
         how = f"{len(part.columns)} columns and a row over {tp}" if tp > 1 else "tokens"
         report.add(names[part.module], "parallel", part.module, how, replaced=True)
-        enter = _Entrance(part, tokens, spread, model.config)
+        enter = _Entrance(part, tokens, spread, model.config, watch)
         handle = part.module.register_forward_pre_hook(enter, with_kwargs=True)
         changes_of(part.module).hooks.append(handle)
         note(part.module, attention.Shared())
     note(model, spread)
     _cut(model, parts, plan, spread)
     for module in names:
-        if module._parameters and (tp > 1 or sums.get(module)):
-            changes_of(module).hooks += use_local(module, sums.get(module, {}))
+        groups = sums.get(module, {})
+        if module._parameters and (tp > 1 or any(groups.values())):
+            changes_of(module).hooks += use_local(module, groups)
     if tokens.divisor > 1:
         changes.hooks += tokens.hook(layers[0], layers[-1])
-    changes.hooks.append(model.register_forward_pre_hook(partial(_check_dropout, dropouts)))
     ranks = tp * mesh.size("cp")
     tp_plan = own(model, "_tp_plan") if tp > 1 else {}  # by which caches count heads
     for name, told in zip(_TOLD, (ranks, True, tp_plan)):
@@ -131,18 +138,22 @@ def _plan(
                 )
             inside = part.takes_once
             plan[linear] = Column(tokens, inside=inside, blocks=blocks, **spread.options)
+            note(linear, ShardedLayer("column", tokens, inside, blocks))
         plan[part.row] = Row(tokens, **spread.options)
+        note(part.row, ShardedLayer("row", tokens))
     embedding, head = model.get_input_embeddings(), _head_of(model)
     plain = is_plain_embedding(embedding)
     tied = head is not None and embedding.weight is head.weight
     cuttable = type(head) is nn.Linear and (plain or not tied)
     if plain and (cuttable or not tied):
         plan[embedding] = RowwiseParallel(input_layouts=Replicate())
+        note(embedding, ShardedLayer("vocabulary", tokens))
         report.add(
             names[embedding], "parallel", embedding, "embedding, rows over tp", replaced=True
         )
     if cuttable:
         plan[head] = ColwiseParallel(output_layouts=Replicate(), **spread.options)
+        note(head, ShardedLayer("vocabulary", tokens))
         report.add(names[head], "parallel", head, "head, rows over tp", replaced=True)
     return plan
 
@@ -197,7 +208,7 @@ def _sums(parts: list[structure.CutPart], layers: list[nn.Module], spread: Sprea
         for column, blocks in part.columns.items():
             if blocks > 1:  # each rank reads its part of a whole bias
                 found[column]["bias"] = _some(tp, cp)
-    return {module: names for module, names in found.items() if any(names.values())}
+    return found
 
 
 def _some(*groups: Group) -> Groups:
@@ -212,9 +223,10 @@ class _Entrance:
     """A pre-hook that prepares the input of a module with sharded linear layers or tokens."""
 
     def __init__(
-        self, part: structure.CutPart, tokens: Tokens, spread: Spread, config: Any
+        self, part: structure.CutPart, tokens: Tokens, spread: Spread, config: Any, watch: Watch
     ) -> None:
         self.part, self.tokens, self.spread, self.config = part, tokens, spread, config
+        self.watch = watch
         linears = {*part.columns, part.row}
         self.cut = {n: m for n, m in part.module.named_modules() if m in linears}
 
@@ -240,10 +252,11 @@ class _Entrance:
         """Raise ValueError if what the module computes now would not be that of one rank."""
         kind = type(module).__name__
         for name, linear in self.cut.items():
-            if tp is not None and module.get_submodule(name) is not linear:
+            found = linear if tp is None else module.get_submodule(name)
+            if found is not linear and not (self.watch.adapt(found) and wrapped(found) is linear):
                 raise ValueError(
-                    f"{kind}.{name}: a layer that is cut over "
-                    "ranks was replaced, and adapters do not know how it is cut"
+                    f"{kind}.{name}: a layer that is sharded over ranks was replaced: replace it "
+                    "before apply(mesh=...)"
                 )
         if any(map(seen.changed, self.part.norms)):
             raise ValueError(
@@ -274,13 +287,7 @@ def own_positions(name: str, value: Any, layout: SequenceLayout, rank: int) -> A
     return value
 
 
-def _check_dropout(dropouts: dict[Any, str], model: nn.Module, args: tuple) -> None:
-    for module, name in dropouts.items():
-        if module.p > 0 and module.training:
-            raise ValueError(f"{name}: dropout {module.p} is not drawn over ranks: set it to 0")
-
-
-def check_next_inputs(model: nn.Module, spread: Spread) -> None:
+def check_next_inputs(model: Any, spread: Spread) -> None:
     """At the next call, compare the ranks' batches once: with different ones the loss would be
     wrong without an error."""
 
@@ -288,10 +295,27 @@ def check_next_inputs(model: nn.Module, spread: Spread) -> None:
 
     def check(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         check_same_inputs((*args, *kwargs.values()), groups)
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
-    hook = model.register_forward_pre_hook(check, with_kwargs=True)
-    changes_of(model).hooks.append(hook)
+    # peft calls a model's forward without its hooks; then the embedding's ids are compared.
+    modules = (model, wrapped(model.get_input_embeddings()))
+    hooks = [m.register_forward_pre_hook(check, with_kwargs=True) for m in modules]
+    changes_of(model).hooks += hooks
+
+
+def check_gradients(model: Any, inputs: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError, naming it, if a parameter would get one rank's part of its gradient: see
+    `entered`."""
+    with quietly(model), torch.enable_grad():
+        model(**inputs, use_cache=False)
+
+
+def enter_adapters(model: nn.Module) -> None:
+    """Let adapters on the layers of a spread model compute over ranks."""
+    watch = known(model, Watch)
+    if watch is not None:
+        watch.look()
 
 
 # ---------------------------------------------------------------- 3. the model's parts
@@ -311,8 +335,7 @@ def join_parameters(model: nn.Module) -> None:
 
 def _head_of(model: Any) -> Any:
     """The head's linear layer, also under LoRA."""
-    head = model.get_output_embeddings()
-    return getattr(head, "base_layer", head)
+    return wrapped(model.get_output_embeddings())
 
 
 def _layers(model: nn.Module, parts: list[structure.CutPart]) -> list[nn.Module]:

@@ -176,7 +176,7 @@ class Column(ColwiseParallel):
         b = super().bias(module, group)
         if b is None or self.blocks == 1:
             return b
-        return torch.cat([own_slice(block, group) for block in b.chunk(self.blocks)])
+        return rows_of_blocks(b, group, self.blocks)
 
 
 class Row(RowwiseParallel):
@@ -196,6 +196,11 @@ class Row(RowwiseParallel):
 
     def weight(self, module: Any) -> torch.Tensor:
         return _out_in(module, super().weight(module))
+
+
+def rows_of_blocks(x: torch.Tensor, group: Group, blocks: int) -> torch.Tensor:
+    """This rank's rows of a replicated tensor of equal blocks, each of which is sharded."""
+    return torch.cat([own_slice(block, group) for block in x.chunk(blocks)])
 
 
 def _out_in(module: Any, weight: torch.Tensor) -> torch.Tensor:

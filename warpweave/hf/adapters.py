@@ -1,0 +1,271 @@
+"""LoRA adapters on a model that is spread over ranks: y = W x + s B A x, before or after `apply`.
+
+peft puts a wrapper around a linear layer W, with A[r, E] and B[F, r] as layers of its own. Both
+stay whole, plain tensors on every rank. A rank computes with the part that fits its part of W, and
+gradients are summed, so that every rank has the whole ones (tp: tensor ranks, t: ranks that share
+the tokens)::
+
+    W               A x                                 B                       sums of A    of B
+    column, x R     h = A x, of all tokens              its rows                tp, t        tp, t
+    column, x I     h = A x, copied or gathered over tp its rows                t            tp, t
+    row             h = sum over tp of its columns      all, of its tokens      tp, t        t
+    vocabulary      as on one device                    as on one device        none         none
+    not sharded     of its tokens                       of its tokens           t            t
+
+"x R" are columns whose module has copied or gathered x for all of them, "x I" the others.
+Adapters of other kinds, and LoRA's variants that need all of W (DoRA), are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from warpweave.changes import changes_of, known, note
+from warpweave.hf.mlp import Conv1D, out_features
+from warpweave.hf.plan import Tokens, rows_of_blocks
+from warpweave.parallel.collectives import (
+    all_gather,
+    copy_to,
+    own_slice,
+    reduce_from,
+    reduce_scatter,
+)
+from warpweave.shards import Groups, use_local
+
+_BASES = (nn.Linear, Conv1D, nn.Embedding)
+
+
+class ShardedLayer(NamedTuple):
+    """How a layer is sharded over tensor ranks; a fact of the layer.
+
+    Attributes:
+        kind: "column", "row" or "vocabulary" (the embedding and the head).
+        tokens: of x[B, S, E].
+        inside: the enclosing module has gathered x already.
+        blocks: equal blocks of output features, each of which is sharded.
+    """
+
+    kind: str
+    tokens: Tokens
+    inside: bool = False
+    blocks: int = 1
+
+
+class _Entered(NamedTuple):
+    """The adapters that compute over ranks; a fact of the wrapper, and of each A and B."""
+
+    parts: list[Any]
+
+
+# ---------------------------------------------------------------- 1. finding them
+
+
+def is_wrapper(module: Any) -> bool:
+    """Whether a module wraps a linear layer or an embedding, as peft's adapters do."""
+    modules = getattr(module, "_modules", {})
+    return isinstance(modules.get("base_layer"), _BASES)
+
+
+def wrapped(module: Any) -> Any:
+    """What an adapter wraps, or the module itself."""
+    return module.base_layer if is_wrapper(module) else module
+
+
+def plain_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and those below it, without adapters; of a wrapper, what it wraps."""
+    module = wrapped(module)
+    yield module
+    for child in module.children():
+        yield from plain_modules(child)
+
+
+def is_current(wrapper: nn.Module) -> bool:
+    """Whether all adapters of a wrapper compute over ranks."""
+    entered = known(wrapper, _Entered)
+    return entered is not None and entered.parts == _adapters_in(wrapper)
+
+
+def takes_gathered(column: nn.Module) -> bool:
+    """Whether the module that holds a column-parallel layer has gathered its input."""
+    cut = known(column, ShardedLayer)
+    return cut is not None and cut.inside
+
+
+@contextmanager
+def taken_out(model: nn.Module) -> Iterator[None]:
+    """Meanwhile every wrapped layer is in its wrapper's place."""
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if is_wrapper(child)
+    ]
+    for parent, name, wrapper in found:
+        parent._modules[name] = wrapped(wrapper)
+    try:
+        yield
+    finally:
+        for parent, name, wrapper in found:
+            parent._modules[name] = wrapper
+
+
+def adapted(model: nn.Module) -> set[nn.Module]:
+    """The modules that have a wrapper among their children."""
+    return {m for m in model.modules() if any(map(is_wrapper, m.children()))}
+
+
+def _adapters_in(wrapper: Any) -> list[Any]:
+    """What a wrapper's adapters are: layers A, and of embeddings the names of parameters."""
+    modules = wrapper._modules
+    found = [*getattr(modules.get("lora_A"), "_modules", {}).values()]
+    return found + [*getattr(modules.get("lora_embedding_A"), "_parameters", {})]
+
+
+# ---------------------------------------------------------------- 2. entering
+
+
+def enter(wrapper: Any, name: str, tp: Any, shared: Groups) -> list[tuple[str, nn.Parameter]]:
+    """Let a wrapper's adapters compute over ranks.
+
+    Args:
+        name: of the wrapper, for errors.
+        tp: the tensor ranks, or None.
+        shared: the groups whose ranks have different tokens where the wrapper is.
+
+    Returns the adapters' parameters with their names. Raises ValueError, naming wrapper and reason,
+    on adapters that are computed otherwise than by A and B.
+    """
+    base = wrapped(wrapper)
+    _check_lora(wrapper, name)
+    changes, cut = changes_of(wrapper), known(base, ShardedLayer)
+    sharded = isinstance(getattr(base, "weight", None), DTensor)
+    if sharded and "get_delta_weight" not in vars(wrapper):
+        changes.set(wrapper, "get_delta_weight", MethodType(_replicated_delta, wrapper))
+    for adapter, a in wrapper.lora_A.items():
+        b = wrapper.lora_B[adapter]
+        if cut is not None:
+            _put_together(base, a, b, f"{name}.{adapter}")
+        for layer, hook in ((a, _hook_first), (b, _hook_second)):
+            if known(layer, _Entered) is None:
+                changes_of(layer).hooks += hook(layer, cut, tp, shared)
+                note(layer, _Entered([]))
+    note(wrapper, _Entered(_adapters_in(wrapper)))
+    return [(f"{name}.{n}", p) for n, p in wrapper.named_parameters() if "base_layer" not in n]
+
+
+def _check_lora(wrapper: Any, name: str) -> None:
+    kind = type(wrapper).__name__
+    layers = [
+        layer
+        for part in ("lora_A", "lora_B")
+        for layer in getattr(wrapper, part, nn.ModuleDict())._modules.values()
+    ]
+    plain = {"lora_A", "lora_B"} <= wrapper._modules.keys()
+    if not plain or any(type(layer) is not nn.Linear for layer in layers):
+        raise ValueError(
+            f"{name}: {kind} of {type(wrapper).__module__} does not compute B A x: over ranks only "
+            "LoRA does: remove this adapter, or merge it before apply(mesh=...)"
+        )
+    for adapter, variant in getattr(wrapper, "lora_variant", {}).items():
+        raise ValueError(
+            f"{name}: the adapter {adapter!r} is a {type(variant).__name__}, which needs more than "
+            "one rank's part: over ranks only plain LoRA works (of DoRA: use_dora=False)"
+        )
+    for adapter, dropout in wrapper.lora_dropout.items():
+        check_dropout(dropout, f"{name}.lora_dropout.{adapter}")
+
+
+def check_dropout(module: Any, name: str) -> None:
+    """Raise ValueError if a module draws dropout, which ranks would draw differently."""
+    p = getattr(module, "p", 0.0)
+    if p > 0:
+        raise ValueError(f"{name}: dropout {p} is not drawn over ranks: set it to 0")
+
+
+def _hook_first(a: nn.Module, cut: ShardedLayer | None, tp: Any, shared: Groups) -> list[Any]:
+    """Hooks that let A compute this rank's part."""
+    if cut is None:
+        return _sum_layer(a, shared)
+    if cut.kind == "row":
+        columns = {"weight": partial(own_slice, group=tp, dim=1)}
+        add = a.register_forward_hook(partial(_add_features, cut.tokens, tp))
+        return [add, *_sum_layer(a, _with_tp(tp, shared), columns)]
+    if cut.kind == "column":
+        return _sum_layer(a, _with_tp(tp, shared) if cut.inside else shared)
+    return []
+
+
+def _hook_second(b: nn.Module, cut: ShardedLayer | None, tp: Any, shared: Groups) -> list[Any]:
+    """Hooks that let B compute this rank's part."""
+    if cut is None or cut.kind == "row":
+        return _sum_layer(b, shared)
+    if cut.kind == "column":
+        rows = partial(rows_of_blocks, group=tp, blocks=cut.blocks)
+        hooks = _sum_layer(b, _with_tp(tp, shared), {"weight": rows, "bias": rows})
+        if not cut.inside:
+            hooks.append(b.register_forward_pre_hook(partial(_gather_taken, cut.tokens, tp)))
+        return hooks
+    return []
+
+
+def _sum_layer(layer: nn.Module, groups: Groups, parts: dict | None = None) -> list[Any]:
+    return use_local(layer, dict.fromkeys(layer._parameters, groups), parts) if groups else []
+
+
+def _with_tp(tp: Any, shared: Groups) -> Groups:
+    return (tp, *(group for group in shared if group is not tp))
+
+
+def _add_features(
+    tokens: Tokens, tp: Any, a: nn.Module, args: tuple, h: torch.Tensor
+) -> torch.Tensor:
+    """h of all features of a row-parallel layer's input, of its output's tokens."""
+    if tokens.dim(a, h) is None:
+        return reduce_from(h, tp)
+    return reduce_scatter(h, tp, dim=1)
+
+
+def _gather_taken(tokens: Tokens, tp: Any, b: nn.Module, args: tuple) -> tuple:
+    """h of all tokens, for the features of a column-parallel layer's output."""
+    (h,) = args
+    return (copy_to(h, tp) if tokens.dim(b, h) is None else all_gather(h, tp, dim=1),)
+
+
+# ---------------------------------------------------------------- 3. whole numbers
+
+
+def _put_together(base: Any, a: Any, b: Any, name: str) -> None:
+    """Put together what peft made as wide as this rank's part of a sharded weight."""
+    out = out_features(base)
+    width = base.weight.numel() // out
+    for p, dim, size in ((a.weight, 1, width), (b.weight, 0, out), (b.bias, 0, out)):
+        if p is None or p.shape[dim] == size:
+            continue
+        local = base.weight.to_local().shape[dim]
+        if isinstance(p, DTensor) or p.shape[dim] != local or isinstance(base, Conv1D):
+            raise ValueError(
+                f"{name}: expected {size} features in dim {dim}, got {[*p.shape]}: put the adapter "
+                "on before apply(mesh=...), or call the model once before you wrap it"
+            )
+        shape = torch.Size(size if d == dim else n for d, n in enumerate(p.shape))
+        stride = (shape[1], 1) if len(shape) == 2 else (1,)
+        shards = DTensor.from_local(
+            p.detach(), base.weight.device_mesh, base.weight.placements, run_check=False,
+            shape=shape, stride=stride,
+        )  # fmt: skip
+        p.data = shards.full_tensor()
+
+
+def _replicated_delta(wrapper: Any, adapter: str) -> torch.Tensor:
+    """s B A, replicated on the ranks of the sharded weight to which `merge` adds it."""
+    delta = type(wrapper).get_delta_weight(wrapper, adapter)
+    mesh = wrapped(wrapper).weight.device_mesh
+    return DTensor.from_local(delta, mesh, [Replicate()] * mesh.ndim, run_check=False)
