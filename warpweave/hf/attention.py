@@ -15,15 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-try:  # what a forward was asked to give besides, where its modules are not told
-    from transformers.utils.output_capturing import _active_collector as _collector
-except ImportError:  # of versions that tell them
-    _collector = None
-
 from warpweave.changes import forget, known, note
 from warpweave.hf.mask import Mask, Visible, make_mask
 from warpweave.hf.patch import always_ours, few
 from warpweave.hf.probe import WIDE
+from warpweave.hf.seen import requested
 from warpweave.kernels.attention import attention
 from warpweave.parallel.context.attention import (
     ContextGroup,
@@ -46,6 +42,11 @@ class Across(NamedTuple):
     layout: SequenceLayout
     group: ContextGroup
     strategy: Strategy | Links
+
+
+class Named(NamedTuple):
+    """A fact of a model whose configuration names this attention: who unpickles the model imports,
+    and so registers, it."""
 
 
 class _Watched(NamedTuple):
@@ -78,8 +79,7 @@ def attention_forward(
     """
     name = type(module).__name__
     asked = [n for n in _UNKNOWN if rest.get(n) is not None]
-    collected = None if _collector is None else _collector.get()
-    if rest.get("output_attentions") or (collected and _WEIGHTS & collected.keys()):
+    if rest.get("output_attentions") or _WEIGHTS & requested():
         asked.append("output_attentions (set_attn_implementation('eager') has)")
     if asked:
         raise ValueError(f"{name}: warpweave attention has no {', '.join(asked)}")

@@ -80,8 +80,11 @@ _Columns = list[tuple[torch.Tensor, torch.Tensor]]  # more of x and more of W
 def head_terms(head: Any) -> Callable | None:
     """x -> (x', W') with head(x) = x' W'^T, of a linear layer, or one under peft's LoRA; else None.
 
-    Asked before the head is caught: a caught one is no plain linear layer.
+    Asked before the head is caught: a caught one is no plain linear layer. None also for a head
+    that somebody hooked: its hooks are to see logits.
     """
+    if not torch.compiler.is_compiling() and seen.hooked_everywhere():
+        return None
     if _is_linear(head):
         return lambda x: _with_columns(x, head, _bias_columns(head, x))
     base, lora = getattr(head, "base_layer", None), getattr(head, "lora_A", None)
@@ -115,7 +118,9 @@ def _is_linear(head: Any) -> bool:
 
 def _is_cut(head: Any) -> bool:
     vocabulary = known(head, HeadVocabulary)
-    return vocabulary is not None and vocabulary.cut
+    if vocabulary is None or not vocabulary.cut or seen.hooked(head) is not None:
+        return False
+    return not seen.is_foreign(head.__dict__.get("forward"))
 
 
 def vocabulary_of(head: Any) -> HeadVocabulary | None:
