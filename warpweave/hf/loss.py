@@ -97,7 +97,7 @@ def head_terms(head: Any) -> Callable | None:
     variants = getattr(head, "lora_variant", {})  # DoRA and the like
     if head.merged or head.disable_adapters or any(n in variants for n in names):
         return None
-    plain = all(is_plain_linear(x) or (_is_cut(base) and type(x) is nn.Linear) for x in layers)
+    plain = all(is_plain_linear(x) or (_is_cut(base) and _is_untouched(x)) for x in layers)
     if not plain or any(layer.bias is not None for layer in layers):
         return None
 
@@ -118,9 +118,14 @@ def _is_linear(head: Any) -> bool:
 
 def _is_cut(head: Any) -> bool:
     vocabulary = known(head, HeadVocabulary)
-    if vocabulary is None or not vocabulary.cut or seen.hooked(head) is not None:
-        return False
-    return not seen.is_foreign(head.__dict__.get("forward"))
+    return vocabulary is not None and vocabulary.cut and _is_untouched(head)
+
+
+def _is_untouched(linear: Any) -> bool:
+    """Whether nobody else put a hook or a forward on a linear layer over ranks."""
+    own = linear.__dict__.get("forward")
+    touched = seen.hooked(linear) is not None or (own is not None and seen.is_from_outside(own))
+    return type(linear).forward is nn.Linear.forward and not touched
 
 
 def vocabulary_of(head: Any) -> HeadVocabulary | None:

@@ -139,7 +139,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 def hooked(module: nn.Module, kinds: Collection[str] = HOOKS) -> str | None:
     """The kind of hook that somebody else put on a module, or None."""
     for kind in kinds:
-        if any(map(is_foreign, module.__dict__.get(kind, {}).values())):
+        if any(map(is_from_outside, module.__dict__.get(kind, {}).values())):
             return kind.strip("_").removesuffix("s").replace("_", " ")
     return None
 
@@ -147,12 +147,12 @@ def hooked(module: nn.Module, kinds: Collection[str] = HOOKS) -> str | None:
 def hooked_everywhere() -> str | None:
     """The kind of hook that somebody else put on all modules, or None."""
     for kind in HOOKS if _has_any_global_hook() else ():
-        if any(map(is_foreign, getattr(torch.nn.modules.module, f"_global{kind}").values())):
+        if any(map(is_from_outside, getattr(torch.nn.modules.module, f"_global{kind}").values())):
             return "global " + kind.strip("_").removesuffix("s").replace("_", " ")
     return None
 
 
-def is_foreign(hook: Any) -> bool:
+def is_from_outside(hook: Any) -> bool:
     """Whether a hook or forward is somebody else's, and may change what a module computes."""
     while isinstance(hook, partial):
         hook = hook.func

@@ -2,7 +2,7 @@
 
 What a module computes on one rank may be a part: some of the tokens, heads or hidden units. A hook
 on it, or a forward in the place of its own, would see that part. So `Untouched` compares hooks and
-forwards with those that `apply` left, before the layers of each forward:
+forwards with those that `apply` left, before each forward:
 
     a layer                 its hooks see whole tokens, see `Tokens.forwards`
     inside a layer          refused where tokens are sharded
@@ -82,15 +82,17 @@ class Untouched:
             own = _Own(names[module], hooks, part, kind, kind.forward, forward)
             self.own[module] = own
         self.stack, self.list = _stack(model, layers)
-        changes_of(layers[0]).hooks.append(layers[0].register_forward_pre_hook(self._first))
+        # A wrapper, as peft's, calls the model's forward, and passes over hooks of the model.
+        where = self.stack if self.stack is not model else layers[0]
+        changes_of(where).hooks.append(where.register_forward_pre_hook(self._check))
         if tokens.divisor > 1:
             changes_of(self.stack).hooks += [
                 self.stack.register_forward_pre_hook(self._enter, with_kwargs=True),
                 self.stack.register_forward_hook(self._leave),
             ]
 
-    def _first(self, layer: nn.Module, args: tuple) -> None:
-        """A pre-hook of the first layer."""
+    def _check(self, module: nn.Module, args: tuple) -> None:
+        """A pre-hook of the module that calls the layers, or of the first layer."""
         everywhere = seen.hooked_everywhere()
         if everywhere is not None and self.own:
             raise ValueError(
@@ -106,7 +108,7 @@ class Untouched:
                 )
             same = type(module) is not own.kind or own.kind.forward is own.of_class
             forward = module.__dict__.get("forward")
-            if (forward is not own.forward and seen.is_foreign(forward)) or not same:
+            if (forward is not own.forward and seen.is_from_outside(forward)) or not same:
                 raise ValueError(
                     f"{own.name}: its forward was replaced, and would compute with one rank's "
                     f"{own.part}: {_REVERT}"
