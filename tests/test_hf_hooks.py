@@ -48,10 +48,10 @@ def clipped(model: nn.Module) -> None:
     """Gradients of a layer, each divided by the largest of its row."""
 
     def scale(_, grads: tuple, *more: tuple) -> tuple:
-        return (grads[0] / (1 + grads[0].abs().amax((1, 2), keepdim=True)), *grads[1:])
+        return (grads[0] / grads[0].abs().amax((1, 2), keepdim=True), *grads[1:])
 
-    block(model).register_full_backward_pre_hook(scale)
-    block(model, 0).register_full_backward_hook(scale)
+    block(model, 0).register_full_backward_pre_hook(scale)
+    block(model).register_full_backward_hook(scale)
 
 
 def loud_head(model: nn.Module) -> None:

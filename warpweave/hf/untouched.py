@@ -65,7 +65,7 @@ class Untouched:
         self, model: Any, layers: list[nn.Module], parts: list[CutPart],
         styled: Collection[nn.Module], tokens: Tokens, spread: Spread,
     ) -> None:  # fmt: skip
-        self.layers, self.tokens, self.own = layers, tokens, {}
+        self.layers, self.tokens = layers, tokens
         names = {m: n for n, m in model.named_modules()}
         found: dict[nn.Module, tuple[tuple[str, ...], str]] = {}
         for module in styled:  # embedding and head; those of parts follow
@@ -77,10 +77,10 @@ class Untouched:
             for layer in layers:
                 found |= dict.fromkeys(layer.modules(), (seen.HOOKS, "tokens"))
                 found[layer] = (), "tokens"
-        for module, (hooks, part) in found.items():
+        self.own: dict[nn.Module, _Own] = {}
+        for module, (hooks, what) in found.items():
             kind, forward = type(module), module.__dict__.get("forward")
-            own = _Own(names[module], hooks, part, kind, kind.forward, forward)
-            self.own[module] = own
+            self.own[module] = _Own(names[module], hooks, what, kind, kind.forward, forward)
         self.stack, self.list = _stack(model, layers)
         # A wrapper, as peft's, calls the model's forward, and passes over hooks of the model.
         where = self.stack if self.stack is not model else layers[0]
