@@ -21,8 +21,6 @@ path.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -39,7 +37,6 @@ from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 from warpweave.kernels.runtime.op import operator
 from warpweave.kernels.words import ACTIVATIONS, find_activation
 
-_SLOPE = 2 * math.sqrt(2 / math.pi)  # of GELU's sigmoid at 0
 _BLOCK = 2048  # elements of x per program: 16 per thread of 4 warps
 
 RECOMPUTE = ("nothing", "activation", "up")
@@ -169,9 +166,13 @@ _APPROXIMATE = {"gelu": "tanh", "gelu_erf": "none"}  # torch's names for them
 
 
 def _gelu_sigmoids(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x in the dtype to compute in, and GELU's sigmoid at x and at -x."""
+    """x in the dtype to compute in, and GELU's sigmoid at x and at -x.
+
+    Its slope at 0, 2 sqrt(2 / pi), is written out here and in `_gradient`: compilers with dynamic
+    shapes take a module's float for a symbol, which no second call of an autograd Function accepts.
+    """
     z = x.to(compute_dtype(x))
-    e = torch.exp((-_SLOPE * (z + 0.044715 * z * z * z)).clamp(max=80.0))
+    e = torch.exp((-1.5957691216057308 * (z + 0.044715 * z * z * z)).clamp(max=80.0))
     p = (1 + e).reciprocal()
     return z, p, e * p
 
@@ -196,7 +197,7 @@ def _gradient(dy: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
     """dy times the derivative at x."""
     if name == "gelu" and torch.compiler.is_compiling():
         z, p, q = _gelu_sigmoids(x)
-        return (dy * (p + z * p * q * _SLOPE * (1 + 0.134145 * z * z))).to(dy.dtype)
+        return (dy * (p + z * p * q * 1.5957691216057308 * (1 + 0.134145 * z * z))).to(dy.dtype)
     if name == "silu":
         return torch.ops.aten.silu_backward(dy, x)
     if name == "relu2":

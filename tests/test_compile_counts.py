@@ -246,6 +246,30 @@ def test_two_compilations_are_enough_and_change_no_number(name, impl, gradients)
     assert counter.constant.frame_count <= 1
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(("name", "impl", "gradients"), FORWARD + BACKWARD)
+def test_two_layers_of_an_op_compile_with_dynamic_shapes(name, impl, gradients):
+    """From the first call every number is a symbol, also a float that a module of ours holds."""
+    case = CASES[name]
+    torch._dynamo.reset()
+    op, n = partial(case.op, impl=impl), SIZES[1]
+
+    def twice(given: Any, options: Any, more: Any, other: Any) -> tuple[Any, Any]:
+        return op(*given, **options), op(*more, **other)
+
+    found = []
+    for run in (torch.compile(twice, fullgraph=True, dynamic=True, backend="eager"), twice):
+        torch.manual_seed(n)
+        calls = [case.arguments(n), case.options(n), case.arguments(n), case.options(n)]
+        for given in calls[::2]:
+            for x in given[: case.leaves]:
+                x.requires_grad_(gradients)
+        found.append([t for y in run(*calls) for t in (y if isinstance(y, tuple) else (y,))])
+    for a, b in zip(*found, strict=True):
+        if b is not None:
+            assert torch.equal(a, b) if case.rtol == 0 else relative_error(a, b) <= case.rtol
+
+
 def _jitted() -> Iterator[tuple[str, ast.FunctionDef, ast.expr]]:
     """(module, function, decorator) of every kernel that is launched."""
     for found in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):

@@ -4,8 +4,13 @@ what it leaves behind where something goes wrong."""
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 
 import pytest
 import torch
@@ -13,10 +18,11 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
 
-from hf_models import make, reported  # noqa: E402
+from hf_models import computed, make, perturbed, reported  # noqa: E402
 from threads import on_mesh  # noqa: E402
 
 import warpweave.hf as ww  # noqa: E402
+from warpweave.changes import NAME  # noqa: E402
 from warpweave.hf import attention, loss, model, norm  # noqa: E402
 from warpweave.hf.patch import always_ours, ours_always  # noqa: E402
 from warpweave.hf.probe import kind_of, quietly  # noqa: E402
@@ -340,3 +346,62 @@ def test_torchs_norms_are_known_in_every_dtype():
                 x = torch.randn(3, 8).to(dtype)
                 with torch.autocast("cpu", torch.bfloat16, enabled=cast), ours_always():
                     assert found.forward(theirs, x).dtype == theirs(x).dtype
+
+
+# ---------------------------------------------------------------- copies
+
+
+def _saved_and_loaded(made: nn.Module, folder) -> nn.Module:
+    torch.save(made, folder / "model.pt")
+    return torch.load(folder / "model.pt", weights_only=False)
+
+
+COPIES = {
+    "pickled": lambda made, folder: pickle.loads(pickle.dumps(made)),
+    "saved": _saved_and_loaded,
+    "copied": lambda made, folder: copy.deepcopy(made),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_computes_the_same_by_itself_and_can_be_reverted(way, family, tmp_path):
+    made = ww.apply(perturbed(family), report=ww.Report())
+    wanted = computed(made)
+    twin = COPIES[way](made, tmp_path)
+    assert inspect.signature(twin.forward) == inspect.signature(made.forward)
+    assert all(map(torch.equal, computed(twin).values(), wanted.values()))
+    assert loss.is_installed(twin)
+    replaced = {n for n, m in made.named_modules() if "forward" in vars(m)}
+    assert {n for n, m in twin.named_modules() if "forward" in vars(m)} == replaced
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert all(map(torch.equal, computed(made).values(), wanted.values()))  # nothing is shared
+    ww.revert(twin)
+    assert not any({"forward", NAME} & {*vars(m)} for m in twin.modules())
+    assert loss.is_installed(made)
+
+
+def test_another_process_loads_what_was_saved(tmp_path):
+    """Which imports nothing of ours by itself."""
+    made = ww.apply(perturbed("llama").eval(), only="attention", report=ww.Report())
+    torch.save(made, tmp_path / "model.pt")
+    run = (
+        "import sys, torch\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "torch.save(model(torch.arange(8)[None]).logits, sys.argv[2])"
+    )
+    files = [str(tmp_path / name) for name in ("model.pt", "logits.pt")]
+    subprocess.run([sys.executable, "-P", "-c", run, *files], check=True)
+    with torch.no_grad():
+        wanted = made(torch.arange(8)[None]).logits
+    torch.testing.assert_close(torch.load(files[1]).detach(), wanted)
+
+
+def test_accelerate_binds_and_unwraps_a_replaced_forward():
+    """With mixed precision it takes `forward.__func__`, and later follows `__wrapped__`."""
+    made = ww.apply(perturbed("gpt2").eval(), report=ww.Report())
+    wanted = made(torch.arange(8)[None]).logits
+    bound = MethodType(made.forward.__func__, made)
+    torch.testing.assert_close(bound(torch.arange(8)[None]).logits, wanted, rtol=0, atol=0)

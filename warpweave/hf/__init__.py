@@ -10,7 +10,7 @@ after the old and the new one agree on a small probe. Parameters, their names, `
 `probe` compares two forwards · `seen` detects later changes of a module · `norm`, `mlp` modules ·
 `attention` the function that models call, `mask` the conversion of their masks · `loss` head and
 loss, fused · `parallel` a model over ranks: `options` of it, `structure` where it can be sharded,
-`plan` by which styles · `styles` the same for a `tp_plan`.
+`plan` by which styles, `untouched` what users add to it · `styles` the same for a `tp_plan`.
 """
 
 try:

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.utils.output_capturing import _active_collector as _collector
 
 from warpweave.changes import forget, known, note
 from warpweave.hf.arguments import unknown
 from warpweave.hf.mask import Mask, Visible, make_mask
 from warpweave.hf.patch import always_ours, few
 from warpweave.hf.probe import WIDE
+from warpweave.hf.seen import requested
 from warpweave.kernels.attention import attention
 from warpweave.parallel.context.attention import (
     ContextGroup,
@@ -55,6 +55,11 @@ class Shared(NamedTuple):
     fact of the module."""
 
 
+class Named(NamedTuple):
+    """A fact of a model whose configuration names this attention: who unpickles the model imports,
+    and so registers, it."""
+
+
 class _Watched(NamedTuple):
     """Who is told of a module's calls, see `watched`."""
 
@@ -86,8 +91,7 @@ def attention_forward(
     """
     name = type(module).__name__
     asked = unknown(rest, _IGNORED)
-    collected = _collector.get()
-    if rest.get("output_attentions") or (collected and _WEIGHTS & collected.keys()):
+    if rest.get("output_attentions") or _WEIGHTS & requested():
         asked.append("output_attentions (set_attn_implementation('eager') has)")
     if asked:
         raise ValueError(f"{name}: warpweave attention has no {', '.join(asked)}")

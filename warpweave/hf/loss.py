@@ -80,8 +80,11 @@ _Columns = list[tuple[torch.Tensor, torch.Tensor]]  # more of x and more of W
 def head_terms(head: Any) -> Callable | None:
     """x -> (x', W') with head(x) = x' W'^T, of a linear layer, or one under peft's LoRA; else None.
 
-    Asked before the head is caught: a caught one is no plain linear layer.
+    Asked before the head is caught: a caught one is no plain linear layer. None also for a head
+    that somebody hooked: its hooks are to see logits.
     """
+    if not torch.compiler.is_compiling() and seen.hooked_everywhere():
+        return None
     if _is_linear(head):
         return lambda x: _with_columns(x, head, _bias_columns(head, x))
     base, lora = getattr(head, "base_layer", None), getattr(head, "lora_A", None)
@@ -94,7 +97,7 @@ def head_terms(head: Any) -> Callable | None:
     variants = getattr(head, "lora_variant", names)  # DoRA and the like; not known is one, too
     if head.merged or head.disable_adapters or any(n in variants for n in names):
         return None
-    plain = all(is_plain_linear(x) or (_is_cut(base) and type(x) is nn.Linear) for x in layers)
+    plain = all(is_plain_linear(x) or (_is_cut(base) and _is_untouched(x)) for x in layers)
     if not plain or any(layer.bias is not None for layer in layers):
         return None
 
@@ -115,7 +118,14 @@ def _is_linear(head: Any) -> bool:
 
 def _is_cut(head: Any) -> bool:
     vocabulary = known(head, HeadVocabulary)
-    return vocabulary is not None and vocabulary.cut
+    return vocabulary is not None and vocabulary.cut and _is_untouched(head)
+
+
+def _is_untouched(linear: Any) -> bool:
+    """Whether nobody else put a hook or a forward on a linear layer over ranks."""
+    own = linear.__dict__.get("forward")
+    touched = seen.hooked(linear) is not None or (own is not None and seen.is_from_outside(own))
+    return type(linear).forward is nn.Linear.forward and not touched
 
 
 def vocabulary_of(head: Any) -> HeadVocabulary | None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from warpweave.changes import NAME, changes_of, undo
+from warpweave.changes import NAME, changes_of, note, undo
 from warpweave.hf import adapters, attention, loss, mlp, norm, parallel
 from warpweave.hf.arguments import own
 from warpweave.hf.options import Spread
@@ -320,6 +320,7 @@ def _replace_attention(
             changes.restore(config, _IMPLEMENTATION)
         report.add(own_name, "attention", model, why)
         return
+    note(model, attention.Named())
     for module in callers:
         report.add(
             names.get(module, ""), "attention", module, "attention, with its mask", replaced=True

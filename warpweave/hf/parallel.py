@@ -39,6 +39,7 @@ from warpweave.hf.patch import patch
 from warpweave.hf.plan import Column, Row, Tokens, hidden_states, take_input
 from warpweave.hf.probe import quietly
 from warpweave.hf.report import Report
+from warpweave.hf.untouched import Untouched, refuse_copies
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.tensor import cut_rms_norm
 from warpweave.shards import (
@@ -102,7 +103,8 @@ def spread_model(
         if module._parameters and (tp > 1 or any(groups.values())):
             changes_of(module).hooks += use_local(module, groups)
     if tokens.divisor > 1:
-        changes.hooks += tokens.hook(layers[0], layers[-1])
+        for layer, forward in zip(layers, tokens.forwards(layers), strict=True):
+            changes_of(layer).set(layer, "forward", forward)
     ranks = tp * mesh.size("cp")
     tp_plan = own(model, "_tp_plan") if tp > 1 else {}  # by which caches count heads
     for name, told in zip(_TOLD, (ranks, True, tp_plan)):
@@ -111,6 +113,9 @@ def spread_model(
     device = next(model.parameters()).device.type
     changes.set(model.config, "distributed_config", Replicas(ranks, mesh.size("dp"), device))
     changes.set(model, "save_pretrained", saver(model))
+    Untouched(model, layers, parts, plan.keys(), tokens, spread)
+    held = {model, *(part.module for part in parts), *((head,) if head is not None else ())}
+    refuse_copies(model, held, spread)
 
 
 def tokens_of(spread: Spread) -> Tokens:

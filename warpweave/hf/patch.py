@@ -1,8 +1,9 @@
 """A module's forward replaced, its original within reach, and put back.
 
-The new forward is a method in the module's own dictionary, so that its class, its parameters and
-its place in the model stay as they are, and a deep copy of the model has forwards of its own: for
-the same reason a new forward reaches the original through `original`, never through a closure.
+The new forward is an attribute in the module's own dictionary, so that its class, its parameters
+and its place in the model stay as they are. It holds the module and a form, and reaches the
+original through `original`, never through a closure, so that a copy of the model, deep or pickled,
+has forwards of its own.
 What a new forward does not read of its module is compared before each call, see `seen`: where it is
 another than it was, the original runs.
 
@@ -16,6 +17,7 @@ computing it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -58,23 +60,45 @@ class _Original(NamedTuple):
     forward: Callable | None
 
 
+class Guarded:
+    """A form's forward, bound to a module, as long as what `seen.look` sees of the module is there.
+
+    A bound method in everything but that it can be pickled.
+    """
+
+    def __init__(self, module: nn.Module, form: Form) -> None:
+        forward = form.forward
+
+        @wraps(forward)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if seen.changed(self):
+                return original(self)(*args, **kwargs)
+            return forward(self, *args, **kwargs)
+
+        self.form, self.__self__, self.__func__ = form, module, guarded
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return Guarded, (self.__self__, self.form)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(MethodType(self.__func__, self.__self__))
+
+
 def patch(module: nn.Module, form: Form, blind: Collection[nn.Module] = ()) -> None:
     """Let a form's forward be the module's, as long as what `seen.look` sees of it now is there.
 
     `blind` are modules that the new forward calls with other numbers than the original would.
     """
     seen.look(module, form.live, form.fields, blind)
-    changes, slot, forward = changes_of(module), _slot(module), form.forward
+    changes, slot = changes_of(module), _slot(module)
     if _Original not in changes.facts:
         changes.facts[_Original] = _Original(module.__dict__.get(slot))
 
-    @wraps(forward)
-    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if seen.changed(self):
-            return original(self)(*args, **kwargs)
-        return forward(self, *args, **kwargs)
-
-    changes.set(module, slot, MethodType(guarded, module))
+    changes.set(module, slot, Guarded(module, form))
 
 
 def unpatch(module: nn.Module) -> None:

@@ -9,6 +9,7 @@ others are for whole modules.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from warpweave.hf import seen
 from warpweave.hf.arguments import cache_of, check_whole, note_part
 from warpweave.hf.mlp import Conv1D
 from warpweave.parallel.collectives import (
@@ -51,6 +53,10 @@ class Tokens:
         self.tp, self.cp, self.sequence_parallel = tp, cp, sequence_parallel
         self.need, self.always = need, always
         self.active = False  # in the forward that runs
+        self.layers: list[Any] = []  # between which tokens are sharded
+        self.whole: set[int] = set()  # numbers of layers, besides 0, that whole tokens enter
+        self.asked: set[str] = set()  # outputs that the model's caller requests of the layers
+        self.inside = False  # whether tokens were sharded, and not yet gathered behind the last
 
     @property
     def divisor(self) -> int:
@@ -82,8 +88,8 @@ class Tokens:
         return SequenceLayout(length, group_size(self.cp))
 
     def cut(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """A pre-hook of the first layer. Return None to leave tokens whole: without gradients, if
-        their number does not divide, or if a cache keeps what every rank computes.
+        """Shard the tokens that enter the first layer. Return None to leave them whole: without
+        gradients, if their number does not divide, or if a cache keeps what every rank computes.
 
         Raises ValueError for a cache that is not whole or not known, see `cache_of`.
         """
@@ -101,16 +107,20 @@ class Tokens:
         self.active = fits and (learns or cache is None)
         if not (self.active or self.always):
             return None
+        if cache is not None and self.cp is not None:
+            note_part(cache)
+        return put(self.shard(x))
+
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of x[B, S, E]."""
         if self.cp is not None:
-            if cache is not None:
-                note_part(cache)
             layout = self.layout(x.shape[1])
             shards = [layout.shard(x, rank, dim=1) for rank in range(layout.parts)]
             x = scatter(torch.cat(shards, 1), self.cp, dim=1)
-        return put(scatter(x, self.tp, dim=1) if self.sequence_parallel else x)
+        return scatter(x, self.tp, dim=1) if self.sequence_parallel else x
 
     def join(self, layer: nn.Module, args: tuple, out: Any) -> Any:
-        """A hook of the last layer."""
+        """Behind the last layer: its output, of all tokens."""
         if not self.are_cut():
             return None
         x = out[0] if isinstance(out, tuple) else out
@@ -122,12 +132,64 @@ class Tokens:
             x = layout.unshard(x.chunk(layout.parts, 1), dim=1)
         return (x, *out[1:]) if isinstance(out, tuple) else x
 
-    def hook(self, first: nn.Module, last: nn.Module) -> list[Any]:
-        """Put `cut` and `join` on the layers; the handles."""
-        return [
-            first.register_forward_pre_hook(self.cut, with_kwargs=True),
-            last.register_forward_hook(self.join),
-        ]
+    # ------------------------------------------------------------ between layers
+
+    def forwards(self, layers: list[Any]) -> list[MethodType]:
+        """New forwards of the layers, which take and return sharded tokens between them.
+
+        Whole tokens enter the first layer and leave the last. They also enter and leave a layer
+        that somebody hooked, and every layer if hidden states are requested, so that hooks and
+        requests see what they see on one device. The tokens are sharded inside the forward, where
+        no hook is.
+        """
+        self.layers = layers
+        return [MethodType(self._forward_of(n, layer), layer) for n, layer in enumerate(layers)]
+
+    def _forward_of(self, n: int, layer: Any) -> Callable:
+        own = layer.__dict__.get("forward")
+
+        def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            given: tuple | None = (args, kwargs)
+            if n == 0:
+                given = self.cut(layer, args, kwargs)
+                if not seen.in_backward():
+                    self._decide(kwargs)
+            elif n in self.whole and self.are_cut():
+                x, put = hidden_states(layer, args, kwargs)
+                given = put(self.shard(x))
+            args, kwargs = (args, kwargs) if given is None else given
+            # A class that comes later, as of `fully_shard`, has a forward of its own.
+            run = own or MethodType(type(layer).forward, layer)
+            out = run(*args, **kwargs)
+            last = n + 1 == len(self.layers)
+            joined = self.join(layer, args, out) if last or n + 1 in self.whole else None
+            self.inside = self.inside and not last
+            return out if joined is None else joined
+
+        return forward
+
+    def _decide(self, kwargs: dict) -> None:
+        """Decide, once per forward, in front of which layers tokens are whole."""
+        self.whole = set()
+        self.inside = self.are_cut()
+        if not self.inside:
+            return
+        given = {name for name in _PER_TOKEN if kwargs.get(f"output_{name}")}
+        asked = seen.requested() | given | self.asked
+        if asked - {_STATES}:
+            raise ValueError(
+                f"{type(self.layers[0]).__name__}: over ranks that share tokens, outputs of layers "
+                f"are not whole: {', '.join(sorted(asked - {_STATES}))}: do not request them, or "
+                "use a mesh without cp and sequence_parallel"
+            )
+        for n, layer in enumerate(self.layers):
+            if asked or seen.hooked(layer):
+                self.whole |= {n, n + 1}
+
+
+# Outputs of layers, one number or row per token, by transformers' names.
+_STATES = "hidden_states"
+_PER_TOKEN = {_STATES, "router_logits", "router_probs"}
 
 
 def hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.Tensor, Callable]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import PretrainedConfig
+from transformers.utils.output_capturing import _active_collector as _collector
 
 from warpweave import changes
 
@@ -122,6 +124,48 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+# Modules whose hooks change no activation: ours, transformers' own, which only collect, those of
+# FSDP, and those that make a weight of other parameters.
+_HARMLESS = ("warpweave.", "transformers.", "torch.distributed.", "torch.nn.utils.")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooked(module: nn.Module, kinds: Collection[str] = HOOKS) -> str | None:
+    """The kind of hook that somebody else put on a module, or None."""
+    for kind in kinds:
+        if any(map(is_from_outside, module.__dict__.get(kind, {}).values())):
+            return kind.strip("_").removesuffix("s").replace("_", " ")
+    return None
+
+
+def hooked_everywhere() -> str | None:
+    """The kind of hook that somebody else put on all modules, or None."""
+    for kind in HOOKS if _has_any_global_hook() else ():
+        if any(map(is_from_outside, getattr(torch.nn.modules.module, f"_global{kind}").values())):
+            return "global " + kind.strip("_").removesuffix("s").replace("_", " ")
+    return None
+
+
+def is_from_outside(hook: Any) -> bool:
+    """Whether a hook or forward is somebody else's, and may change what a module computes."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    where = getattr(hook, "__module__", None) or type(hook).__module__
+    return not f"{where}.".startswith(_HARMLESS)
+
+
+def requested() -> set[str]:
+    """The outputs of layers that transformers collects in the forward that runs."""
+    return {name for name in _collector.get() or () if not name.startswith("_")}
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs, which recomputes checkpointed layers."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
 
 
 def owns_numbers(module: nn.Module, known: Collection[str] = ()) -> bool:

@@ -107,7 +107,8 @@ class _Sequence(TensorParallelLayer):
 
         need = "sequence parallelism"
         tokens = Tokens(group, None, sequence_parallel=True, need=need, always=True)
-        tokens.hook(module[0], module[-1])
+        for layer, forward in zip(module, tokens.forwards(list(module)), strict=True):
+            layer.forward = forward
         module[0].register_forward_pre_hook(sum_gradients)
         return module
 
