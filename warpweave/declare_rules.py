@@ -1,8 +1,8 @@
 """Rules for functions that DTensor computes wrongly, or not at all, in a declared model.
 
 A sweep of torch's losses, reductions, norms and in-place operators against one device
-(`tests/test_declare_rules.py`) found six kinds of silent errors in DTensor, and each rule here
-removes one:
+(`tests/test_declare_rules.py`) found these kinds of silent errors in DTensor, besides those that
+`declare_memory` removes. Each rule here removes one:
 
 * **The mean of a loss.** DTensor derives the layout of a function without a rule of its own from
   the function's decomposition, but runs the function itself on each rank's part. Where its result
@@ -13,8 +13,6 @@ removes one:
 * **Negative dims.** A cumulative sum over ``dim=-1`` stays within each rank. The rules pass the
   dim from the front.
 * **any()** adds booleans, which makes 2 of two true ranks.
-* **Writes to partial sums.** A constant written in place into a partial sum counts once per rank.
-  `_in_place` refuses the operators that are not linear.
 * **Norms, products and quantiles of partial sums or sharded dims** fail in the backward, far from
   the line that caused it. They take whole tensors.
 
@@ -42,12 +40,6 @@ from torch.utils._pytree import tree_map
 Function = Callable[..., Any]
 
 # ---------------------------------------------------------------- layouts
-
-
-def _axis_names(x: DTensor, places: list) -> str:
-    """The names of the mesh axes over which x has one of these placements."""
-    names = x.device_mesh.mesh_dim_names or ()
-    return ", ".join(n for n, p in zip(names, x.placements, strict=True) if p in places)
 
 
 def _sum_partial(x: Any) -> Any:
@@ -248,12 +240,6 @@ def _dist(func: Function, x: Tensor, y: Tensor, p: float = 2) -> Tensor:
     return _norm(torch.linalg.vector_norm, _sum_partial(x) - _sum_partial(y), p)
 
 
-def _any(func: Function, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    """The largest of ones and zeros: DTensor would add them."""
-    dims = _every(x) if dim is None or dim == () else dim
-    return (_even(_sum_partial(x)) != 0).to(torch.uint8).amax(dims, keepdim) != 0
-
-
 # ---------------------------------------------------------------- normalizations
 
 
@@ -278,58 +264,6 @@ def _group_norm(
     weight, bias = (None if t is None else _own(t, whole, sums) for t in (weight, bias))
     y = func(_own(x, cuts, cuts), num_groups, weight, bias, eps)
     return DTensor.from_local(y, x.device_mesh, cuts, run_check=False)
-
-
-# ---------------------------------------------------------------- in place
-
-# In-place operators that are right on partial sums: linear, or of values that are added up first.
-_LINEAR = {
-    *("add_", "sub_", "mul_", "div_", "neg_", "zero_", "copy_"),
-    *("__iadd__", "__isub__", "__imul__", "__itruediv__"),
-}
-# Those that DTensor has no layout for.
-_OUT_OF_PLACE = {
-    *("cumsum_", "cumprod_", "tril_", "triu_", "renorm_"),
-    *("masked_scatter_", "put_", "scatter_reduce_"),
-}
-_WITHOUT = {"requires_grad_", "retain_grad", "detach_", "share_memory_", "rename_"}
-
-
-def _in_place(func: Function, args: tuple) -> None:
-    """Refuse an operator that writes to partial sums and is not linear, or has no layout.
-
-    Raises ValueError naming the operator and the mesh axes.
-    """
-    name = getattr(func, "__name__", "")
-    if not name.endswith("_") or (name.startswith("__") and not name.startswith("__i")):
-        return
-    x = args[0] if args else None
-    if not isinstance(x, DTensor) or name in _LINEAR | _WITHOUT:
-        return
-    if name in _OUT_OF_PLACE:
-        raise ValueError(f"{name} does not accept DTensors: use {name.strip('_')} out of place")
-    sums = [p for p in x.placements if p.is_partial()]
-    if sums and hasattr(Tensor, name):
-        raise ValueError(
-            f"{name} writes in place to a tensor that is a partial sum over mesh axis "
-            f"{_axis_names(x, sums)}: use {name.strip('_')} out of place, or give the module that "
-            "returns the tensor an entry in the plan"
-        )
-
-
-def _indexed(func: Function, x: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
-    """An in-place write to indices along a dim, which no rank may share.
-
-    Raises ValueError naming the operator, the dim and the mesh axes.
-    """
-    at = [p for p in x.placements if p.is_shard() and p.dim == dim % x.ndim]
-    if at:
-        raise ValueError(
-            f"{func.__name__} writes in place along dim {dim}, which is sharded over mesh axis "
-            f"{_axis_names(x, at)}: use {func.__name__.strip('_')} out of place, or an entry "
-            "in the plan that does not shard this dim"
-        )
-    return func(x, dim, *args, **kwargs)
 
 
 # ---------------------------------------------------------------- the table
@@ -375,30 +309,18 @@ _TABLE: tuple[tuple[Function, list[Function]], ...] = (
     (_deviation, _named("std", "var", "std_mean", "var_mean")),
     (_norm, [*_P_NORMS, torch.linalg.vector_norm, torch.linalg.norm]),
     (_dist, _named("dist")),
-    (_any, _named("any")),
     (_named_dims, _named("sum", "mean", "nansum", "nanmean", "amax", "amin", "logsumexp")),
-    (_evenly, _named("max", "min", "aminmax", "argmax", "argmin", "all")),
+    (_evenly, _named("max", "min", "aminmax", "argmax", "argmin", "all", "any")),
     (_scan, _named("cumsum", "logcumsumexp")),
     (_rms_norm, [F.rms_norm, torch.rms_norm]),
     (_group_norm, [F.group_norm]),
-    (
-        _indexed,
-        [
-            *(Tensor.index_add_, Tensor.index_copy_, Tensor.index_fill_, Tensor.scatter_),
-            *(Tensor.scatter_add_, Tensor.scatter_reduce_),
-        ],
-    ),
 )
 _RULES: dict[Function, Function] = {func: rule for rule, funcs in _TABLE for func in funcs}
 _NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
 
 def computed(func: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """func of DTensors, by its rule if it has one.
-
-    Raises ValueError if an in-place operator cannot be right, see `_in_place` and `_indexed`.
-    """
-    _in_place(func, args)
+    """func of DTensors, by its rule if it has one."""
     rule = _RULES.get(func)
     if rule is None:
         return func(*args, **kwargs)
