@@ -95,9 +95,12 @@ def bits() -> str:
 
 
 def environment(variables: dict[str, str]) -> dict[str, str]:
-    """This process's variables with those of a setting, and none of another one."""
+    """This process's variables with those of a setting, and none of another one.
+
+    Threads sleep where they wait, because a test machine may have fewer cores than threads.
+    """
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    return {"OMP_NUM_THREADS": "1"} | kept | variables
+    return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | kept | variables
 
 
 def bits_under(variables: dict[str, str]) -> str:
