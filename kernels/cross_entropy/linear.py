@@ -211,8 +211,10 @@ def linear_cross_entropy(
     """
     check_options(reduction, label_smoothing, z_loss)
     if is_dtensor(x):
-        options = {"vocab_size": vocab_size, "label_smoothing": label_smoothing, "z_loss": z_loss}
-        options |= {"ignore_index": ignore_index, "recompute": recompute, "impl": impl}
+        options: dict[str, Any] = {
+            "vocab_size": vocab_size, "ignore_index": ignore_index, "z_loss": z_loss,
+            "label_smoothing": label_smoothing, "recompute": recompute, "impl": impl,
+        }  # fmt: skip
         check_linear_cross_entropy("linear_cross_entropy", x, weight, labels)
         return _of_own_tokens(x, weight, labels, reduction, options)
     impl = choose(impl, x, weight, labels)

@@ -19,7 +19,8 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def beside_dtensors(*activations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
