@@ -446,19 +446,6 @@ def copy_to(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     return x if group is None else _CopyTo.apply(x, group)
 
 
-def summed_over(node: Any) -> dist.ProcessGroup | None:
-    """The group over which a node of an autograd graph sums the gradient of what was replicated:
-    that of a `copy_to`; None for any other node."""
-    sums: bool = type(node) is _CopyTo._backward_cls
-    return node.group if sums else None
-
-
-def gathered_over(node: Any) -> dist.ProcessGroup | None:
-    """The group of a node that gathers the gradients of slices, of `scatter`, or None."""
-    gathers: bool = type(node) is _Scatter._backward_cls
-    return node.group if gathers else None
-
-
 def reduce_from(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Megatron's g: the sum over the ranks of `group` of their partial results `x`, on every rank.
 
@@ -510,3 +497,18 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 
     Raises ``ValueError`` when `x` has no such dim or the R ranks do not divide its size.
     """
     return x if group is None else _ReduceScatter.apply(x, group, _normal_dim(x, dim))
+
+
+def moved_by(node: Any) -> tuple[Callable | None, dist.ProcessGroup | None]:
+    """The function that made a node of an autograd graph, and its group: `copy_to`, `scatter`,
+    `gather` or `all_gather`; None and None for any other node."""
+    move = _MOVES.get(type(node))
+    return (None, None) if move is None else (move, node.group)
+
+
+_MOVES: dict[type, Callable] = {
+    _CopyTo._backward_cls: copy_to,
+    _Scatter._backward_cls: scatter,
+    _Gather._backward_cls: gather,
+    _AllGather._backward_cls: all_gather,
+}

@@ -203,6 +203,20 @@ def between(model: nn.Module) -> None:
     )
 
 
+def own_parameter(model: nn.Module) -> None:
+    """A parameter of a layer, in a hook that sees whole tokens."""
+    layer = layer_of(model)
+    layer.gain = nn.Parameter(torch.linspace(0.5, 1.5, 32, dtype=torch.float64))
+    layer.register_forward_hook(lambda m, args, y: y * m.gain)
+
+
+def hooked_adapter(model: nn.Module) -> nn.Module:
+    model = adapted(model, ["q_proj"])
+    wrapper = layer_of(model.get_base_model()).self_attn.q_proj
+    wrapper.lora_A.default.register_forward_hook(lambda _, args, y: y - y.mean(1, keepdim=True))
+    return model
+
+
 def own_forward(model: nn.Module) -> None:
     """A forward that reads the weight of a module which it does not call."""
     norm, mlp = layer_of(model).post_attention_layernorm, layer_of(model).mlp
@@ -223,6 +237,8 @@ CHANGED = {
     "a hook's parameter, the model's": lambda m: hooked(m, "mlp", owned=True),
     "a scalar on the heads": lambda m: hooked(m, "self_attn.q_proj", owned=True, features=1),
     "a parameter between layers": between,
+    "a layer's parameter": own_parameter,
+    "a hook of an adapter": hooked_adapter,
     "a forward": own_forward,
     "a parametrization": lambda m: parametrizations.weight_norm(layer_of(m).mlp.up_proj),
     "weight norm": lambda m: torch.nn.utils.weight_norm(layer_of(m).self_attn.o_proj),
@@ -240,7 +256,10 @@ CHANGED = {
 }
 # What becomes of it, before and after `apply`: the numbers of one device, or a refusal.
 EQUAL = ""
-PART, LINEAR = "would be that of one rank's tokens or heads", "quantised, wrapped or hooked"
+PART, LINEAR = "its gradient would not be that of all", "quantised, wrapped or hooked"
+GAIN = f"model.layers.1.gain: {PART}"
+HEADS = "would see one rank's heads or hidden units"
+TOKENS, FORWARD = "would see one rank's tokens", "would compute with one rank's tokens"
 NEW, MIXED, MADE = "a new parameter in a Llama", "got mixed torch.Tensor", "made of a parameter"
 DORA, DROPOUT, OTHER = (
     "is a DoraLinearVariant",
@@ -250,9 +269,11 @@ DORA, DROPOUT, OTHER = (
 NEVER = None  # refused by torch or peft, when the change is made
 OUTCOMES = {
     ("cp", False): {
-        "a norm": (EQUAL, EQUAL), "an mlp": (EQUAL, EQUAL), "a hook's parameter": (PART, PART),
-        "a hook's parameter, the model's": (PART, PART), "a scalar on the heads": (LINEAR, PART),
-        "a parameter between layers": (PART, PART), "a forward": (PART, PART),
+        "a norm": (EQUAL, EQUAL), "an mlp": (EQUAL, EQUAL), "a hook's parameter": (TOKENS, TOKENS),
+        "a hook's parameter, the model's": (TOKENS, TOKENS),
+        "a scalar on the heads": (LINEAR, TOKENS), "a parameter between layers": (EQUAL, EQUAL),
+        "a layer's parameter": (GAIN, GAIN), "a forward": (PART, FORWARD),
+        "a hook of an adapter": (TOKENS, TOKENS),
         "a parametrization": (EQUAL, EQUAL), "weight norm": (LINEAR, EQUAL),
         "pruning": (LINEAR, EQUAL), "pruned norm": (PART, EQUAL), "dora": (DORA, DORA),
         "dropout": (DROPOUT, DROPOUT), "ia3": (OTHER, OTHER), "norms": (EQUAL, EQUAL),
@@ -260,13 +281,15 @@ OUTCOMES = {
     },
     ("tp", False): {
         "an mlp": (EQUAL, EQUAL), "a hook's parameter": (EQUAL, EQUAL),
-        "a hook's parameter, the model's": (MIXED, PART), "a scalar on the heads": (LINEAR, PART),
+        "a hook's parameter, the model's": (MIXED, PART), "a scalar on the heads": (LINEAR, HEADS),
+        "a hook of an adapter": (HEADS, HEADS), "a layer's parameter": (EQUAL, EQUAL),
         "a parametrization": (EQUAL, NEW), "weight norm": (LINEAR, NEW),
         "pruned norm": (MIXED, MADE), "dora": (DORA, NEVER), "norms": (EQUAL, EQUAL),
     },
     ("tp", True): {
-        "a norm": (EQUAL, EQUAL), "a hook's parameter": (PART, PART), "ia3": (OTHER, OTHER),
-        "a parameter between layers": (PART, PART), "a norm saved, too": (EQUAL, EQUAL),
+        "a norm": (EQUAL, EQUAL), "a hook's parameter": (TOKENS, TOKENS), "ia3": (OTHER, OTHER),
+        "a parameter between layers": (EQUAL, EQUAL), "a layer's parameter": (GAIN, GAIN),
+        "a norm saved, too": (EQUAL, EQUAL),
     },
 }  # fmt: skip
 

@@ -84,6 +84,16 @@ def shortened(model: nn.Module) -> None:
     model.transformer.h = model.transformer.h[:1]
 
 
+def cut_in_front(model: nn.Module) -> None:
+    """What enters the rest is refused or right, although the first layer is gone."""
+    model.transformer.h = model.transformer.h[1:]
+    block(model, 0).ln_2 = nn.LayerNorm(32).double()
+
+
+def renewed(model: nn.Module) -> None:
+    model.transformer.h[1] = perturbed("gpt2").double().transformer.h[0]
+
+
 def everywhere(model: nn.Module) -> None:
     handle = nn.modules.module.register_module_forward_hook(
         lambda module, args, y: 1.5 * y if module is block(model).ln_1 else None
@@ -94,7 +104,7 @@ def everywhere(model: nn.Module) -> None:
 STATES = {"output_hidden_states": True}
 EQUAL = ""
 TOKENS, HEADS = "would see one rank's tokens", "would see one rank's heads or hidden units"
-FORWARD, LAYERS = "its forward was replaced", "GPT2Model.h: expected the 2 layers"
+FORWARD, LAYERS = "its forward was replaced", "and tokens are sharded between the 2"
 # What changes, what is requested, and what becomes of it in each layout.
 CASES = {
     "hidden states": (lambda m: None, STATES, (EQUAL,) * 3),
@@ -117,6 +127,8 @@ CASES = {
     "a hook of a norm": (functools.partial(doubled, name="ln_2"), {}, (TOKENS, TOKENS, EQUAL)),
     "a backward hook of a sharded module": (halved, {}, (TOKENS, TOKENS, HEADS)),
     "fewer layers": (shortened, {}, (LAYERS, LAYERS, EQUAL)),
+    "a new norm behind a removed layer": (cut_in_front, {}, (LAYERS, LAYERS, EQUAL)),
+    "another layer": (renewed, {}, (LAYERS, LAYERS, EQUAL)),
     "a hook of all modules": (everywhere, {}, ("a global forward hook would see one rank's",) * 3),
 }  # fmt: skip
 
@@ -240,7 +252,7 @@ def _copies() -> list:
 REFUSED = (
     "GPT2LMHeadModel is spread over Mesh(dp=1, cp=1, tp=2",
     "GPT2LMHeadModel is spread over Mesh(dp=1, cp=1, tp=2",
-    "GPT2Attention is spread over Mesh(dp=1, cp=1, tp=2",
+    "GPT2Block is spread over Mesh(dp=1, cp=1, tp=2",
     "its 61 embeddings cannot be resized to 70",
     "its 61 embeddings cannot be resized to 70",
     "LlamaModel: its forward did not reach the last of 2 layers",

@@ -391,7 +391,7 @@ REFUSED = (
     "LlamaAttention: attention dropout is not drawn over ranks",
     "LlamaMLP.up_proj: a layer that is sharded over ranks was replaced",
     "LlamaAttention: an attention of a model over ranks was replaced",
-    "model.layers: other layers than when the model was spread over ranks",
+    "LlamaModel.layers: layers were replaced or moved, and tokens are sharded between the 2 that",
 )
 
 

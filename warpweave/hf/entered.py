@@ -2,17 +2,18 @@
 
 Layers see some of the tokens or some of the heads, so the gradient of each parameter in them must
 be summed over the ranks that see the others. `apply` installs these sums in modules that are there.
-A `Watch` compares modules, names of parameters and hooks of the layers before each training
+A `Watch` compares modules, names of parameters, hooks and forwards of the layers before each
 forward. If they are different,
 
+    hooks, forwards     that would see a part are refused, see `untouched`
     adapters            compute over ranks, see `adapters`
     other modules       get the sums of their place, except inside a module that is sharded over tp
-    everything else     as a parameter that a hook uses, or that is used outside of its module: a
-                        walk through the autograd graph of that forward finds those that no sum
-                        reaches, and they are refused by name
+    everything else     as a parameter that is used outside of its module: a walk through the
+                        autograd graph of the next training forward finds those whose gradient
+                        would not be that of one device, and they are refused by name
 
-The comparison takes a microsecond per module, and nothing waits for a device. Compilers are left
-for it.
+The comparison takes a few microseconds per module, and nothing waits for a device. Compilers are
+left for it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from warpweave.hf import adapters
 from warpweave.hf.adapters import check_dropout
 from warpweave.hf.options import Spread
 from warpweave.hf.plan import Tokens
+from warpweave.hf.seen import HOOKS
 from warpweave.hf.structure import CutPart
-from warpweave.parallel.collectives import gathered_over, summed_over
+from warpweave.hf.untouched import Untouched
+from warpweave.parallel.collectives import copy_to, gather, moved_by, scatter
 from warpweave.shards import Groups, check_alike, sums_of, use_local
 
 _REENTRANT = "CheckpointFunctionBackward"  # whose graph is made in the backward pass
@@ -46,24 +49,26 @@ class Watch:
         parts: the modules that are sharded over tensor ranks, or over tokens.
     """
 
+    untouched: Untouched
+
     def __init__(
         self, model: Any, layers: list[nn.Module], parts: list[CutPart], tokens: Tokens,
         spread: Spread,
     ) -> None:  # fmt: skip
         self.model, self.layers, self.parts = model, layers, parts
-        self.name = next(n for n, m in model.named_modules() if [*m.children()] == layers)
+        held = {m: layer for layer in layers for m in layer.modules()}
+        self.layer_of = {part.module: held.get(part.module) for part in parts}
         self.tokens, self.tp = tokens, spread.mesh.group("tp")
         groups = (spread.mesh.group("tp"), spread.mesh.group("cp"))
         self.ranks = tuple(g for g in groups if g is not None)
         self.shared = tuple(g for g in groups[not spread.sequence_parallel :] if g is not None)
         self.dropouts: dict[Any, str] = {}
+        self.names: dict[int, str] = {}  # of parameters, by their id
         self.seen: list[Any] = []
+        self.entered = False  # whether the layers have changed since `look`
         self.unchecked = False  # whether the forward that runs is walked through
         self.columns: list[Any] = []  # nodes at which a walk from a row ends
-        changes_of(layers[0]).hooks.append(layers[0].register_forward_pre_hook(self._first))
-        changes_of(layers[-1]).hooks.append(
-            layers[-1].register_forward_hook(self._last, with_kwargs=True)
-        )
+        self.last: Any = None  # the handle of `_last`
         for part in parts if self.tp is not None else ():
             changes_of(part.row).hooks.append(part.row.register_forward_pre_hook(self._enter_row))
             for column in part.columns:
@@ -72,6 +77,13 @@ class Watch:
                     column.register_forward_hook(self._leave_column),
                 ]
                 changes_of(column).hooks += hooks
+
+    def begin(self, untouched: Untouched) -> None:
+        """Compare before each forward from now on, when `apply` has changed all modules."""
+        self.untouched, stack = untouched, untouched.stack
+        # A wrapper, as peft's, calls the model's forward, and passes over hooks of the model.
+        first = stack if stack is not self.model else self.layers[0]
+        changes_of(first).hooks.append(first.register_forward_pre_hook(self._first))
 
     # ------------------------------------------------------------ 1. what is there
 
@@ -98,6 +110,8 @@ class Watch:
         for part in self.parts:
             kind = type(part.module).__name__
             if part.module not in inside:
+                if self.layer_of[part.module] not in self.layers:
+                    continue
                 if part.kind == "attention":
                     raise ValueError(
                         f"{kind}: an attention of a model over ranks was replaced: replace it "
@@ -130,17 +144,18 @@ class Watch:
         return found
 
     def _signature(self) -> list[Any]:
-        """What decides whether something entered: modules, names of parameters and whether they
-        learn, hooks and forwards."""
+        """What decides whether something entered: modules of the layers, names of parameters and
+        whether they learn, hooks and forwards."""
         found: list[Any] = []
         rest = [*self.layers]
         while rest:
             module = rest.pop()
             own = module.__dict__
-            found.append(module)
+            found += (module, type(module).forward, own.get("forward"))
             for name, p in own["_parameters"].items():
                 found += (name, p is not None and p.requires_grad)
-            found += (*own["_forward_pre_hooks"], 0, *own["_forward_hooks"], own.get("forward"))
+            for kind in HOOKS:
+                found += (*own[kind], kind)
             rest += (child for child in own["_modules"].values() if child is not None)
         return found
 
@@ -155,44 +170,55 @@ class Watch:
         return adapters.is_wrapper(wrapper)
 
     @torch.compiler.disable
-    def _first(self, layer: nn.Module, args: tuple) -> None:
-        """A pre-hook of the first layer."""
-        if [*self.model.get_submodule(self.name).children()] != self.layers:
-            raise ValueError(
-                f"{self.name}: other layers than when the model was spread over ranks: change them "
-                "before apply(mesh=...), or call warpweave.hf.revert first"
-            )
+    def _first(self, module: nn.Module, args: tuple) -> None:
+        """A pre-hook of the module that calls the layers, or of the first layer."""
+        self.untouched.check_outside()
+        self.layers = self.untouched.layers_now()
         self.columns = []
         if self.tp is not None:
             self.adapt(self.model.get_input_embeddings())
             self.adapt(self.model.get_output_embeddings())
-        if (torch.is_grad_enabled() or layer.training) and self._signature() != self.seen:
+        if self._signature() != self.seen:
+            self.untouched.check_layers()
+            self.seen, self.entered = self._signature(), True
+        if self.entered and (torch.is_grad_enabled() or module.training):
             self.look()
-            self.seen, self.unchecked = self._signature(), True
+            self.names = {id(p): n for n, p in self.model.named_parameters()}
+            self._hook_last()
+            self.seen = self._signature()
+            self.entered, self.unchecked = False, True
         for module, name in self.dropouts.items():
             if module.training:
                 check_dropout(module, name)
 
+    def _hook_last(self) -> None:
+        """Let `_last` be the last hook of the last layer, behind those that have entered."""
+        if self.last is not None:
+            self.last.remove()
+        layer = self.layers[-1]
+        self.last = layer.register_forward_hook(self._last, with_kwargs=True)
+        changes_of(layer).hooks.append(self.last)
+
     @torch.compiler.disable
     def _last(self, layer: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
-        """A hook of the last layer, before tokens are gathered."""
+        """A hook of the last layer, whose forward has gathered the tokens."""
         if not self._walks():
             return
         inside = any(x.is_leaf and x.requires_grad for x in _tensors_in((args, kwargs)))
-        if inside or any(type(n).__name__ == _REENTRANT for n, _ in _nodes(out, self.ranks)):
+        if inside or any(type(n).__name__ == _REENTRANT for n, _ in _nodes_between(out, ())):
             raise ValueError(
                 "reentrant checkpoints hide what entered the layers after apply(mesh=...): use "
                 "gradient_checkpointing_enable({'use_reentrant': False})"
             )
         if self.shared and self.tokens.are_cut():
-            self._refuse(out, self.shared)
+            self._refuse(_nodes_between(out, self.shared))
         self.unchecked = False
 
     @torch.compiler.disable
     def _enter_column(self, column: nn.Module, args: tuple) -> None:
         """A pre-hook of a column-parallel layer."""
         if self._walks() and adapters.takes_gathered(column):
-            self._refuse(args, (self.tp,))
+            self._refuse(_nodes_inside(args, self.tp, ()))
 
     @torch.compiler.disable
     def _leave_column(self, column: nn.Module, args: tuple, y: torch.Tensor) -> None:
@@ -204,7 +230,7 @@ class Watch:
     def _enter_row(self, row: nn.Module, args: tuple) -> None:
         """A pre-hook of a row-parallel layer."""
         if self._walks():
-            self._refuse(args, (self.tp,), self.columns)
+            self._refuse(_nodes_inside(args, self.tp, self.columns))
             self.columns = []
 
     def _walks(self) -> bool:
@@ -213,44 +239,62 @@ class Watch:
 
     # ------------------------------------------------------------ 3. what no sum reaches
 
-    def _refuse(self, out: Any, groups: Groups, stops: Collection[Any] = ()) -> None:
-        """Raise ValueError if a parameter gets only this rank's part of its gradient."""
-        for leaf in _unsummed(out, groups, self.tp, stops):
-            names = {id(p): n for n, p in self.model.named_parameters()}
-            name = names.get(id(leaf), f"a parameter {[*leaf.shape]} that is not the model's")
+    def _refuse(self, nodes: Iterator[tuple[Any, frozenset]]) -> None:
+        """Raise ValueError if a parameter of these nodes does not get the gradient of one
+        device."""
+        for node, wrong in nodes:
+            leaf = getattr(node, "variable", None)
+            if leaf is None or all(g is self.tp and _is_sharded(leaf) for g in wrong):
+                continue
+            name = self.names.get(id(leaf), f"a parameter {[*leaf.shape]} that is not the model's")
             raise ValueError(
-                f"{name}: its gradient would be that of one rank's tokens or heads, as it is used "
-                "outside its own module's forward (by a hook, pruning, a weight norm): remove "
+                f"{name}: its gradient would not be that of all tokens and heads, once, as it is "
+                "used outside its own module's forward (by a hook, pruning, a weight norm): remove "
                 "that, or call warpweave.hf.revert first"
             )
 
 
-def _unsummed(out: Any, groups: Groups, tp: Any, stops: Collection[Any]) -> Iterator[torch.Tensor]:
-    """Leaves of the autograd graph of `out` whose gradient is not summed over all groups, and which
-    are not sharded over those."""
-    for node, left in _nodes(out, groups, stops):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and any(g is not tp or not _is_sharded(leaf) for g in left):
-            yield leaf
-
-
-def _nodes(out: Any, groups: Groups, stops: Collection[Any] = ()) -> Iterator[tuple[Any, Groups]]:
-    """The nodes of the autograd graph of `out`, each with the groups over which no node behind it
-    sums; to `stops`, and to where tokens were sharded."""
-    done: set[tuple[Any, Groups]] = set()
-    rest = [(x.grad_fn, groups) for x in _tensors_in(out)]
+def _nodes_between(out: Any, groups: Groups) -> Iterator[tuple[Any, frozenset]]:
+    """The nodes of the autograd graph of a layer's `out`, of all tokens, each with the groups over
+    which it gets a part of its gradient, or gets all of it and sums it."""
+    done: set[tuple[Any, frozenset]] = set()
+    rest: list[tuple[Any, frozenset]] = [(x.grad_fn, frozenset()) for x in _tensors_in(out)]
     while rest:
-        node, left = rest.pop()
-        if node is None or (node, left) in done or node in stops:
+        node, wrong = rest.pop()
+        if node is None or (node, wrong) in done:
             continue
-        done.add((node, left))
-        if gathered_over(node) in groups:
+        done.add((node, wrong))
+        move, group = moved_by(node)
+        if group in groups:
+            if move is gather:
+                wrong |= {group}
+            elif move is scatter:
+                wrong -= {group}
+            elif move is copy_to and _is_of_leaf(node):
+                wrong ^= {group}
+        yield node, wrong
+        rest += [(parent, wrong) for parent, _ in node.next_functions]
+
+
+def _nodes_inside(x: Any, tp: Any, stops: Collection[Any]) -> Iterator[tuple[Any, frozenset]]:
+    """The nodes behind `x` in a module that is sharded over tensor ranks, to `stops` and to where
+    gradients are summed over these ranks."""
+    done: set[Any] = set()
+    rest = [x.grad_fn for x in _tensors_in(x)]
+    while rest:
+        node = rest.pop()
+        if node is None or node in done or node in stops or moved_by(node)[1] is tp:
             continue
-        group = summed_over(node)
-        left = tuple(g for g in left if g is not group)
-        if left:
-            yield node, left
-            rest += [(parent, left) for parent, _ in node.next_functions]
+        done.add(node)
+        yield node, frozenset((tp,))
+        rest += [parent for parent, _ in node.next_functions]
+
+
+def _is_of_leaf(node: Any) -> bool:
+    """Whether a node's input is made of one leaf alone, and not an activation."""
+    while len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return hasattr(node, "variable")
 
 
 def _is_sharded(leaf: torch.Tensor) -> bool:

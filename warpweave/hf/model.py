@@ -181,7 +181,7 @@ def _spread(
     wanted = _outputs(model, inputs)
     with adapters.taken_out(model):
         parallel.spread_model(model, spread, inputs, report)
-    parallel.enter_adapters(model)
+    parallel.check_entered(model)
     found = _outputs(model, inputs)
     why = wanted if isinstance(wanted, str) else None
     if why is None and isinstance(found, str):

@@ -11,8 +11,10 @@ over all ranks, sharded as the parameters are.
                         context-parallel attention (`parallel.context`); each rank computes the loss
                         of some tokens
 
-LoRA adapters compute over ranks (`adapters`), and whatever else enters the layers later is summed
-over the ranks or refused (`entered`).
+LoRA adapters compute over ranks (`adapters`). Other modules that enter the layers later get their
+gradients summed over the ranks (`entered`). Hooks on layers see whole tokens, because tokens are
+sharded and gathered inside the layers' forwards (`plan.Tokens.forwards`). Hooks and forwards that
+would see one rank's part are refused (`untouched`).
 
 A module with several column-parallel layers (queries, keys and values, or gate and up) gathers its
 input once for all of them; the collectives of a single column-parallel layer, and of every
@@ -113,9 +115,10 @@ def spread_model(
     device = next(model.parameters()).device.type
     changes.set(model.config, "distributed_config", Replicas(ranks, mesh.size("dp"), device))
     changes.set(model, "save_pretrained", saver(model))
-    Untouched(model, layers, parts, plan.keys(), tokens, spread)
-    held = {model, *(part.module for part in parts), *((head,) if head is not None else ())}
-    refuse_copies(model, held, spread)
+    untouched = Untouched(model, layers, parts, plan.keys(), tokens, spread)
+    watch.begin(untouched)
+    connected = {model, untouched.stack, *layers, *(part.module for part in parts), *plan}
+    refuse_copies(model, connected | ({head} if head is not None else set()), spread)
 
 
 def tokens_of(spread: Spread) -> Tokens:
@@ -316,10 +319,12 @@ def check_gradients(model: Any, inputs: dict[str, torch.Tensor]) -> None:
         model(**inputs, use_cache=False)
 
 
-def enter_adapters(model: nn.Module) -> None:
-    """Let adapters on the layers of a spread model compute over ranks."""
+def check_entered(model: nn.Module) -> None:
+    """Let adapters on the layers of a spread model compute over ranks. Raise ValueError, naming it,
+    if a hook would see one rank's part."""
     watch = known(model, Watch)
     if watch is not None:
+        watch.untouched.check_layers()
         watch.look()
 
 

@@ -126,9 +126,9 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-# Modules whose hooks change no activation: ours, transformers' own, which only collect, those of
-# FSDP, and those that make a weight of other parameters.
-_HARMLESS = ("warpweave.", "transformers.", "torch.distributed.", "torch.nn.utils.")
+# Modules whose hooks change no activation: ours, transformers' own, which only collect, peft's,
+# which pass names of adapters, those of FSDP, and those that make a weight of other parameters.
+_HARMLESS = ("warpweave.", "transformers.", "peft.", "torch.distributed.", "torch.nn.utils.")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

@@ -1,8 +1,8 @@
 """Hooks and forwards that users put on a model that is spread over ranks: right, or refused.
 
 What a module computes on one rank may be a part: some of the tokens, heads or hidden units. A hook
-on it, or a forward in the place of its own, would see that part. So `Untouched` compares hooks and
-forwards with those that `apply` left, before each forward:
+on it, or a forward in the place of its own, would see that part. `Untouched` compares both with
+those that `apply` left, whenever `entered.Watch` has seen a change of the layers:
 
     a layer                 its hooks see whole tokens, see `Tokens.forwards`
     inside a layer          refused where tokens are sharded
@@ -10,8 +10,11 @@ forwards with those that `apply` left, before each forward:
     a sharded part          its backward hooks are refused: gradients are summed before them
     embedding and head      their hooks see whole outputs
 
-New forwards are refused wherever a module computes a part. Hooks that only move parameters, as of
-`fully_shard`, are let through.
+Modules that entered later count, too. New forwards are refused wherever a module of `apply`
+computes a part. Hooks that only move parameters, as of `fully_shard`, are let through.
+
+Tokens that are sharded between layers need the list of layers that `apply` found. Over tensor ranks
+alone every layer takes and returns whole tokens, and the list may change.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from warpweave.hf.plan import Tokens
 from warpweave.hf.structure import CutPart
 
 _BACKWARD = ("_backward_hooks",)
-_REVERT = "call warpweave.hf.revert first, or do it before apply(mesh=...) on one device"
+_REVERT = "call warpweave.hf.revert first"
 
 
 class _Own(NamedTuple):
@@ -65,14 +68,15 @@ class Untouched:
         self, model: Any, layers: list[nn.Module], parts: list[CutPart],
         styled: Collection[nn.Module], tokens: Tokens, spread: Spread,
     ) -> None:  # fmt: skip
-        self.layers, self.tokens = layers, tokens
+        self.model, self.layers, self.tokens = model, layers, tokens
         names = {m: n for n, m in model.named_modules()}
+        sharded = [part.module for part in parts if spread.mesh.size("tp") > 1]
         found: dict[nn.Module, tuple[tuple[str, ...], str]] = {}
         for module in styled:  # embedding and head; those of parts follow
             found[module] = (), "rows"
-        for part in parts if spread.mesh.size("tp") > 1 else ():
-            inner = dict.fromkeys(part.module.modules(), (seen.HOOKS, "heads or hidden units"))
-            found |= inner | {part.module: (_BACKWARD, "heads or hidden units")}
+        for part in sharded:
+            inner = dict.fromkeys(part.modules(), (seen.HOOKS, "heads or hidden units"))
+            found |= inner | {part: (_BACKWARD, "heads or hidden units")}
         if tokens.divisor > 1:
             for layer in layers:
                 found |= dict.fromkeys(layer.modules(), (seen.HOOKS, "tokens"))
@@ -81,48 +85,65 @@ class Untouched:
         for module, (hooks, what) in found.items():
             kind, forward = type(module), module.__dict__.get("forward")
             self.own[module] = _Own(names[module], hooks, what, kind, kind.forward, forward)
-        self.stack, self.list = _stack(model, layers)
-        # A wrapper, as peft's, calls the model's forward, and passes over hooks of the model.
-        where = self.stack if self.stack is not model else layers[0]
-        changes_of(where).hooks.append(where.register_forward_pre_hook(self._check))
+        self.roots = layers if tokens.divisor > 1 else sharded  # which may hold what enters later
+        held = {m for layer in layers for m in layer.modules()}
+        self.ends = [m for m in self.own if m not in held]  # embedding and head
+        self.stack, self.list = _stack_of(model, layers)
         if tokens.divisor > 1:
             changes_of(self.stack).hooks += [
                 self.stack.register_forward_pre_hook(self._enter, with_kwargs=True),
                 self.stack.register_forward_hook(self._leave),
             ]
 
-    def _check(self, module: nn.Module, args: tuple) -> None:
-        """A pre-hook of the module that calls the layers, or of the first layer."""
+    def layers_now(self) -> list[nn.Module]:
+        """The layers that the model has now. Raises ValueError if they may not have changed."""
+        found = [*getattr(self.stack, self.list)]
+        if self.tokens.divisor > 1 and found != self.layers:
+            more = len(found) - len(self.layers)
+            what = "added" if more > 0 else "removed" if more < 0 else "replaced or moved"
+            raise ValueError(
+                f"{type(self.stack).__name__}.{self.list}: layers were {what}, and tokens are "
+                f"sharded between the {len(self.layers)} that apply(mesh=...) found: call "
+                "warpweave.hf.revert, change the layers, and apply again"
+            )
+        return found
+
+    def check_outside(self) -> None:
+        """Raise ValueError if somebody hooked all modules, or gave the embedding or the head
+        another forward."""
         everywhere = seen.hooked_everywhere()
         if everywhere is not None and self.own:
             raise ValueError(
                 f"a {everywhere} would see one rank's part of {type(self.stack).__name__}: "
+                f"remove it, or {_REVERT}"
+            )
+        for module in self.ends:
+            self._check(module, self.own[module])
+
+    def check_layers(self) -> None:
+        """Raise ValueError, naming the module, if a hook or a new forward would see a part."""
+        for root in self.roots:
+            for module in root.modules():
+                self._check(module, self.own[root])
+
+    def _check(self, module: nn.Module, root: _Own) -> None:
+        own = self.own.get(module)
+        kinds, part = (seen.HOOKS, root.part) if own is None else (own.hooks, own.part)
+        hook = seen.hooked(module, kinds)
+        if hook is not None:
+            name = next((n for n, m in self.model.named_modules() if m is module), "")
+            raise ValueError(
+                f"{name}: a {hook} would see one rank's {part}: hook the layer that holds the "
+                f"module, or {_REVERT}"
+            )
+        if own is not None and _has_new_forward(module, own):
+            raise ValueError(
+                f"{own.name}: its forward was replaced, and would compute with one rank's {part}: "
                 f"{_REVERT}"
             )
-        for module, own in self.own.items():
-            hook = seen.hooked(module, own.hooks)
-            if hook is not None:
-                raise ValueError(
-                    f"{own.name}: a {hook} would see one rank's {own.part}: hook the layer that "
-                    f"holds the module, or {_REVERT}"
-                )
-            same = type(module) is not own.kind or own.kind.forward is own.of_class
-            forward = module.__dict__.get("forward")
-            if (forward is not own.forward and seen.is_from_outside(forward)) or not same:
-                raise ValueError(
-                    f"{own.name}: its forward was replaced, and would compute with one rank's "
-                    f"{own.part}: {_REVERT}"
-                )
 
     def _enter(self, stack: Any, args: tuple, kwargs: dict) -> None:
         """A pre-hook of the module that calls the layers."""
-        found = [*getattr(stack, self.list)]
-        if len(found) != len(self.layers) or any(a is not b for a, b in zip(found, self.layers)):
-            raise ValueError(
-                f"{type(stack).__name__}.{self.list}: expected the {len(self.layers)} layers that "
-                f"apply(mesh=...) found, got {len(found)}: call warpweave.hf.revert, change the "
-                "layers, and apply again"
-            )
         self.tokens.inside = False
         config = getattr(stack, "config", None)
         asked = kwargs.get("output_hidden_states")
@@ -140,7 +161,13 @@ class Untouched:
             )
 
 
-def _stack(model: nn.Module, layers: list[nn.Module]) -> tuple[nn.Module, str]:
+def _has_new_forward(module: nn.Module, own: _Own) -> bool:
+    forward = module.__dict__.get("forward")
+    same = type(module) is not own.kind or own.kind.forward is own.of_class
+    return not same or (forward is not own.forward and seen.is_from_outside(forward))
+
+
+def _stack_of(model: nn.Module, layers: list[nn.Module]) -> tuple[nn.Module, str]:
     """The module that holds the list of layers, and the name of that list."""
     for module in model.modules():
         for name, child in module.named_children():
@@ -153,8 +180,8 @@ def _stack(model: nn.Module, layers: list[nn.Module]) -> tuple[nn.Module, str]:
 
 
 def refuse_copies(model: Any, modules: Collection[nn.Module], spread: Spread) -> None:
-    """Refuse to copy or pickle the model and these modules of it, which hold connections to other
-    ranks, and to resize its embeddings."""
+    """Refuse to copy or pickle these modules of a model, which hold connections to other ranks, and
+    to resize its embeddings."""
     for module in modules:
         refuse = partial(_refuse_copy, type(module).__name__, str(spread.mesh.sizes))
         changes_of(module).set(module, "__reduce_ex__", refuse)
