@@ -365,7 +365,8 @@ def test_a_module_whose_wide_norm_or_cut_layer_changed_is_not_entered():
     part = structure.CutPart("mlp", module, {module.up: 1}, module.up, (module.norm,))
     groups = {"tp": object(), "cp": None}
     spread = SimpleNamespace(mesh=SimpleNamespace(group=groups.get))
-    enter = _Entrance(part, Tokens(None, None, sequence_parallel=False), spread, None)
+    watch = SimpleNamespace(adapt=lambda found: False)
+    enter = _Entrance(part, Tokens(None, None, sequence_parallel=False), spread, None, watch)
     assert enter(module, (x,), {"a": 1}) == ((x,), {"a": 1})
     module.norm.eps = 2e-5  # is read in every call
     assert enter(module, (x,), {}) == ((x,), {})
@@ -373,7 +374,7 @@ def test_a_module_whose_wide_norm_or_cut_layer_changed_is_not_entered():
     with pytest.raises(ValueError, match="a norm whose features are cut over ranks was changed"):
         enter(module, (x,), {})
     module.up = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match=r"Module.up: a layer that is cut over ranks was replaced"):
+    with pytest.raises(ValueError, match=r"Module\.up: a layer that is sharded over ranks"):
         enter(module, (x,), {})
 
 

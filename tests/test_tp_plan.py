@@ -229,7 +229,7 @@ def _rows(mesh) -> None:
         assert vocabulary.group is mesh.group("tp")
         assert vocabulary._replace(cut=False).group is None
         for other in (size - 1, size + 1, each):
-            with pytest.raises(ValueError, match=f"^{other} rows beside a head of {size} that is"):
+            with pytest.raises(ValueError, match=f"^expected {size} rows, .*, got {other}$"):
                 vocabulary.own_rows(torch.ones(other, 2))
 
 
