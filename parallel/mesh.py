@@ -205,7 +205,7 @@ class Mesh:
         import torch.distributed as dist  # sizes, and a command line, do without
         from torch.distributed.device_mesh import init_device_mesh
 
-        from warpweave.parallel.collectives import group_options
+        from warpweave.parallel.group_options import group_options
 
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks != self.world:
@@ -251,7 +251,7 @@ class Mesh:
         """
         import torch.distributed as dist
 
-        from warpweave.parallel.collectives import group_options
+        from warpweave.parallel.group_options import group_options
 
         lengths = self._lengths()
         made: dict[tuple[str, ...], ProcessGroup | None] = {(): None}

@@ -76,6 +76,7 @@ ROOMS = {
             "shard",
             "layout",
             "collectives",
+            "group_options",
             "observe",
             "algorithms",
             "schedule",

@@ -350,7 +350,7 @@ class OneMemory(TorchFunctionMode):
                 return _remember(func, args, kwargs, at, x)
             return _reduced_truth(x)
 
-        if not isinstance(result, tuple | list):
+        if not isinstance(result, tuple | list) or isinstance(result, torch.Size):
             return noted(0, result)
         leaves, spec = tree_flatten(result)
         return tree_unflatten([noted(at, x) for at, x in enumerate(leaves)], spec)

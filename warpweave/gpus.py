@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from warpweave.kernels.devices import CTAS
-from warpweave.parallel.collectives import nccl_options
+from warpweave.parallel.group_options import nccl_options
 from warpweave.parallel.mesh import Mesh
 from warpweave.processes import DRIVER
 
