@@ -37,9 +37,9 @@ SETS = ("pins", "oldest", "newest")
 SHOWN = ("torch", "triton", "numpy", "transformers")
 # Processes, options, compilers, and one file per family of kernels: three minutes on two cores.
 QUICK = (
-    "launch", "processes", "options", "train_config", "hf_training", "compile_counts", "ring",
-    "derivatives", "norm", "rope", "qkv", "mlp_kernel", "cross_entropy", "adamw", "pipeline",
-    "checkpoint",
+    "processes", "options", "train_config", "compile_counts", "ring", "derivatives",
+    "kernels_at_random", "attention_halves", "norm", "rope", "qkv", "mlp_kernel", "cross_entropy",
+    "adamw", "pipeline",
 )  # fmt: skip
 
 

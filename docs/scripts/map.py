@@ -168,5 +168,6 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(f"{PAGE.name}: {len(page().splitlines())} lines")
+    text = page()
+    PAGE.write_text(text)
+    print(f"{PAGE.name}: {len(text.splitlines())} lines")
