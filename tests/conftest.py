@@ -35,7 +35,8 @@ if not ON_GPU:
 
 # Files of half a minute and more, in the order in which processes that share the suite take them.
 _LONGEST = (
-    "trials", "launch", "prove", "agree", "compile_counts", "train", "hf", "benchmarks",
+    "trials", "launch", "prove", "hf_adapters", "hf_hooks", "declare_rules", "agree",
+    "compile_counts", "train", "hf", "benchmarks",
     "attention", "fused", "gemm", "planted_faults", "compiles", "tune", "gpt", "zero", "typecheck",
     "hf_training", "hf_parallel", "elastic", "checkpoint", "attention_mask", "restart",
     "overlap_fuzz", "generate", "styles", "packaging",

@@ -12,7 +12,6 @@ A sweep of torch's losses, reductions, norms and in-place operators against one 
   ``dim=()``, which DTensor reads as no dims. The rules name all dims.
 * **Negative dims.** A cumulative sum over ``dim=-1`` stays within each rank. The rules pass the
   dim from the front.
-* **any()** adds booleans, which makes 2 of two true ranks.
 * **Norms, products and quantiles of partial sums or sharded dims** fail in the backward, far from
   the line that caused it. They take whole tensors.
 
