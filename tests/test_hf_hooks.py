@@ -24,42 +24,48 @@ LAYOUTS = {
 
 
 # ---------------------------------------------------------------- 1. changes
+# Hooks return their handles: once these are removed, the model is used for the next case.
 
 
 def block(model: nn.Module, n: int = 1) -> nn.Module:
     return model.transformer.h[n]
 
 
-def mixed(model: nn.Module) -> None:
-    block(model, 0).register_forward_hook(lambda _, args, y: y - y.mean(1, keepdim=True) / 2)
+def mixed(model: nn.Module) -> list:
+    hook = lambda _, args, y: y - y.mean(1, keepdim=True) / 2  # noqa: E731
+    return [block(model, 0).register_forward_hook(hook)]
 
 
-def with_input(model: nn.Module) -> None:
-    """A layer's input is added to its output, in the reverse order of tokens."""
-    block(model, 0).register_forward_hook(lambda _, args, y: y + args[0].flip(1) / 2)
+def with_input(model: nn.Module) -> list:
+    """Add a layer's input to its output, in the reverse order of tokens."""
+    hook = lambda _, args, y: y + args[0].flip(1) / 2  # noqa: E731
+    return [block(model, 0).register_forward_hook(hook)]
 
 
-def steered(model: nn.Module) -> None:
+def steered(model: nn.Module) -> list:
     vector = torch.linspace(-1, 1, 16 * 32, dtype=torch.float64).view(16, 32)
-    block(model).register_forward_pre_hook(lambda _, args: (args[0] + vector, *args[1:]))
+    hook = lambda _, args: (args[0] + vector, *args[1:])  # noqa: E731
+    return [block(model).register_forward_pre_hook(hook)]
 
 
-def clipped(model: nn.Module) -> None:
+def clipped(model: nn.Module) -> list:
     """Gradients of a layer, each divided by the largest of its row."""
 
     def scale(_, grads: tuple, *more: tuple) -> tuple:
         return (grads[0] / grads[0].abs().amax((1, 2), keepdim=True), *grads[1:])
 
-    block(model, 0).register_full_backward_pre_hook(scale)
-    block(model).register_full_backward_hook(scale)
+    return [
+        block(model, 0).register_full_backward_pre_hook(scale),
+        block(model).register_full_backward_hook(scale),
+    ]
 
 
-def loud_head(model: nn.Module) -> None:
-    model.lm_head.register_forward_hook(lambda _, args, y: y * 10)
+def loud_head(model: nn.Module) -> list:
+    return [model.lm_head.register_forward_hook(lambda _, args, y: y * 10)]
 
 
-def quiet_head(model: nn.Module) -> None:
-    model.lm_head.register_full_backward_hook(lambda _, grads, __: (grads[0] / 2,))
+def quiet_head(model: nn.Module) -> list:
+    return [model.lm_head.register_full_backward_hook(lambda _, grads, __: (grads[0] / 2,))]
 
 
 def own_head(model: nn.Module) -> None:
@@ -72,12 +78,14 @@ def own_mlp(model: nn.Module) -> None:
     block(model).mlp.forward = lambda x: before(x) + x
 
 
-def doubled(model: nn.Module, name: str = "mlp") -> None:
-    block(model).get_submodule(name).register_forward_hook(lambda _, args, y: 2 * y)
+def doubled(model: nn.Module, name: str = "mlp") -> list:
+    module = block(model).get_submodule(name)
+    return [module.register_forward_hook(lambda _, args, y: 2 * y)]
 
 
-def halved(model: nn.Module) -> None:
-    block(model).mlp.register_full_backward_hook(lambda _, grads, __: (grads[0] / 2,))
+def halved(model: nn.Module) -> list:
+    hook = lambda _, grads, __: (grads[0] / 2,)  # noqa: E731
+    return [block(model).mlp.register_full_backward_hook(hook)]
 
 
 def shortened(model: nn.Module) -> None:
@@ -94,11 +102,9 @@ def renewed(model: nn.Module) -> None:
     model.transformer.h[1] = perturbed("gpt2").double().transformer.h[0]
 
 
-def everywhere(model: nn.Module) -> None:
-    handle = nn.modules.module.register_module_forward_hook(
-        lambda module, args, y: 1.5 * y if module is block(model).ln_1 else None
-    )
-    model.close = handle.remove
+def everywhere(model: nn.Module) -> list:
+    hook = lambda module, args, y: 1.5 * y if module is block(model).ln_1 else None  # noqa: E731
+    return [nn.modules.module.register_module_forward_hook(hook)]
 
 
 STATES = {"output_hidden_states": True}
@@ -107,7 +113,7 @@ TOKENS, HEADS = "would see one rank's tokens", "would see one rank's heads or hi
 FORWARD, LAYERS = "its forward was replaced", "and tokens are sharded between the 2"
 # What changes, what is requested, and what becomes of it in each layout.
 CASES = {
-    "hidden states": (lambda m: None, STATES, (EQUAL,) * 3),
+    "hidden states": (lambda m: [], STATES, (EQUAL,) * 3),
     "hidden states, recomputed": (
         lambda m: m.gradient_checkpointing_enable({"use_reentrant": False}), STATES, (EQUAL,) * 3,
     ),
@@ -133,17 +139,15 @@ CASES = {
 }  # fmt: skip
 
 
-def computed(model: nn.Module, change, options: dict) -> dict | str:
+def computed(model: nn.Module, options: dict) -> dict | str:
     """Loss and gradients of a changed model, with those of its hidden states; or the refusal."""
     from warpweave.shards import whole
 
-    change(model)
+    model.zero_grad()
     try:
         out = model.train()(**batch(), use_cache=False, **options)
     except ValueError as error:
         return str(error)
-    finally:
-        vars(model).pop("close", lambda: None)()
     loss, found = out.loss, {}
     for n, x in enumerate(out.hidden_states or ()):
         found[f"state {n}"] = x.detach()
@@ -154,9 +158,22 @@ def computed(model: nn.Module, change, options: dict) -> dict | str:
     return {"loss": loss.detach(), **found, **grads}
 
 
-def one(name: str) -> dict:
-    change, options, _ = CASES[name]
-    return computed(perturbed("gpt2").double(), change, options)
+def cases(fresh) -> dict[str, dict | str]:
+    """The outcome of each case on models that `fresh` makes."""
+    found, model = {}, None
+    for name, (change, options, _) in CASES.items():
+        model = model or fresh()
+        hooks = change(model)
+        found[name] = computed(model, options)
+        for hook in hooks or ():
+            hook.remove()
+        if hooks is None:
+            model = None
+    return found
+
+
+def on_one_device() -> dict[str, dict | str]:
+    return cases(lambda: perturbed("gpt2").double())
 
 
 def spread(layout: str, family: str = "gpt2", dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -178,25 +195,21 @@ def two() -> list[dict]:
 
 def _of_two(rank: int) -> dict:
     return {
-        "cases": {
-            (name, layout): computed(spread(layout), change, options)
-            for name, (change, options, _) in CASES.items()
-            for layout in LAYOUTS
-        },
+        "cases": {layout: cases(functools.partial(spread, layout)) for layout in LAYOUTS},
         "refused": [refused(run) for run in _copies()],
     }
 
 
 def test_what_a_user_adds_acts_as_on_one_device_or_is_refused(two):
     """Loss and gradients in float64, but for transformers' own loss."""
+    wanted = on_one_device()
     for name, (_, _, outcomes) in CASES.items():
-        wanted = one(name) if EQUAL in outcomes else None
         for layout, outcome in zip(LAYOUTS, outcomes, strict=True):
             for rank in two:
-                found = rank["cases"][name, layout]
+                found = rank["cases"][layout][name]
                 if outcome == EQUAL:
                     assert isinstance(found, dict), (name, layout, found)
-                    assert_all_close(found, wanted)
+                    assert_all_close(found, wanted[name])
                 else:
                     assert isinstance(found, str), (name, layout)
                     assert outcome in found
@@ -204,10 +217,10 @@ def test_what_a_user_adds_acts_as_on_one_device_or_is_refused(two):
 
 
 def test_each_change_changes_the_loss_or_a_gradient_of_one_device():
-    plain = computed(perturbed("gpt2").double(), lambda m: None, {})
+    plain, changed = computed(perturbed("gpt2").double(), {}), on_one_device()
     for name, (_, options, outcomes) in CASES.items():
         if EQUAL in outcomes and not options:
-            found = one(name)
+            found = changed[name]
             assert found.keys() != plain.keys() or any(
                 (found[n] - x).abs().max() > 1e-3 * x.abs().max() for n, x in plain.items()
             ), name
