@@ -77,7 +77,8 @@ def requirements(libraries: str) -> list[str]:
         return ["-c", "constraints.txt", "setuptools", "--no-build-isolation", "-e", ".[dev]"]
     extras = project()["optional-dependencies"]
     wanted = [*project()["dependencies"], *extras["hf"], *extras["tensorboard"]]
-    names = {re.match(r"[\w-]+", line)[0] for line in wanted}
+    # torch decides which setuptools it takes: 2.11 asks for one below the pin.
+    names = {"setuptools"} | {re.match(r"[\w-]+", line)[0] for line in wanted}
     tools = [line for line in extras["dev"] if re.match(r"[\w-]+", line)[0] not in names]
     if libraries == "newest":
         return [*wanted, *(line.partition("=")[0] for line in tools)]
@@ -88,11 +89,13 @@ def install(python: Path, libraries: str) -> str:
     """Install a set of libraries and this project; return pip's error, empty if there was none."""
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     project_itself = ["--no-deps", "--no-build-isolation", "-e", "."]
-    steps = [["-c", "constraints.txt", "setuptools"], requirements(libraries), project_itself]
-    for step in steps:
+    tools = ["-c", "constraints.txt"] if libraries == "pins" else []
+    for step in (["setuptools", *tools], requirements(libraries), project_itself):
         done = subprocess.run([*pip, *step], cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
-            return done.stderr.strip() or f"pip ended with exit status {done.returncode}"
+            lines = done.stderr.splitlines()
+            errors = [line for line in lines if line and not line.startswith("WARNING")]
+            return " ".join(errors) or f"pip ended with exit status {done.returncode}"
     return ""
 
 

@@ -597,11 +597,14 @@ def test_forward_mode_raises_and_is_no_silent_zero(impl, backend) -> None:
     if backend:
         f = torch.compile(f, fullgraph=True, backend=backend)
         f(q, k, v, sinks)
+    refusal = r"attention.* has no forward-mode derivative"
+    if backend:  # torch 2.14 refuses such inputs itself
+        refusal += "|torch.compile does not support input tensors that carry a forward-mode"
     for n in range(4):
         with torch.autograd.forward_ad.dual_level():
             given = [q, k, v, sinks]
             given[n] = torch.autograd.forward_ad.make_dual(given[n], torch.ones_like(given[n]))
-            with pytest.raises(RuntimeError, match=r"attention.* has no forward-mode derivative"):
+            with pytest.raises(RuntimeError, match=refusal):
                 f(*given)
     if backend is None:
         for transform in (torch.func.jacfwd, lambda f: lambda q: torch.func.jvp(f, (q,), (q,))):
