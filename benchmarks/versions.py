@@ -43,9 +43,14 @@ QUICK = (
 )  # fmt: skip
 
 
+def declared() -> dict[str, Any]:
+    """pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
 def project() -> dict[str, Any]:
     """The table ``[project]`` of pyproject.toml."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return declared()["project"]
 
 
 def supported() -> list[str]:
@@ -77,20 +82,21 @@ def requirements(libraries: str) -> list[str]:
         return ["-c", "constraints.txt", "setuptools", "--no-build-isolation", "-e", ".[dev]"]
     extras = project()["optional-dependencies"]
     wanted = [*project()["dependencies"], *extras["hf"], *extras["tensorboard"]]
-    # torch decides which setuptools it takes: 2.11 asks for one below the pin.
+    # torch 2.11 requires a setuptools below the pin, so pip chooses one that builds this project.
+    build = declared()["build-system"]["requires"]
     names = {"setuptools"} | {re.match(r"[\w-]+", line)[0] for line in wanted}
     tools = [line for line in extras["dev"] if re.match(r"[\w-]+", line)[0] not in names]
     if libraries == "newest":
-        return [*wanted, *(line.partition("=")[0] for line in tools)]
-    return [line.replace(">=", "==") for line in wanted] + tools
+        return [*build, *wanted, *(line.partition("=")[0] for line in tools)]
+    return [*build, *(line.replace(">=", "==") for line in wanted), *tools]
 
 
 def install(python: Path, libraries: str) -> str:
     """Install a set of libraries and this project; return pip's error, empty if there was none."""
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     project_itself = ["--no-deps", "--no-build-isolation", "-e", "."]
-    tools = ["-c", "constraints.txt"] if libraries == "pins" else []
-    for step in (["setuptools", *tools], requirements(libraries), project_itself):
+    pinned = [["-c", "constraints.txt", "setuptools"]] if libraries == "pins" else []
+    for step in (*pinned, requirements(libraries), project_itself):
         done = subprocess.run([*pip, *step], cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = done.stderr.splitlines()

@@ -230,7 +230,6 @@ def _computed(op: Callable[..., Any], case: Case, n: int, leaves: int) -> list[t
     return [t.detach() for t in (*results, *gradients, *held)]
 
 
-# Dynamo itself instantiates autograd.Function when it traces one, and torch warns about that.
 @pytest.mark.parametrize(("name", "impl", "gradients"), FORWARD + BACKWARD)
 def test_two_compilations_are_enough_and_change_no_number(name, impl, gradients):
     case = CASES[name]
@@ -246,7 +245,6 @@ def test_two_compilations_are_enough_and_change_no_number(name, impl, gradients)
     assert counter.constant.frame_count <= 1
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(("name", "impl", "gradients"), FORWARD + BACKWARD)
 def test_two_layers_of_an_op_compile_with_dynamic_shapes(name, impl, gradients):
     """From the first call every number is a symbol, also a float that a module of ours holds."""
