@@ -35,6 +35,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from warpweave.kernels.runtime.beside import as_dtensor
+
 # Functions that read values, or whose result's shape depends on values: they run on whole tensors.
 _READS = frozenset(
     ["tolist", "numpy", "__array__", "tensor", "as_tensor", "equal", "allclose", "isin"]
@@ -73,17 +75,10 @@ _INPLACE_OPERATORS = frozenset(
 # ---------------------------------------------------------------- whole tensors and DTensors
 
 
-def as_dtensor(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """x, and a plain tensor as one that is the same on all ranks; nothing is sent."""
-    if isinstance(x, DTensor):
-        return x
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
 def whole_tensor(x: Any) -> Any:
-    """The plain logical tensor of a DTensor, on every rank; anything else as it is.
+    """The plain logical tensor of a DTensor, on every rank; anything else unchanged.
 
-    The gradient that it gets must be the same on all ranks, as it is where they compute alike.
+    The gradient that it receives must be the same on all ranks.
     """
     if not isinstance(x, DTensor):
         return x
@@ -97,6 +92,18 @@ def _is_dtensor(x: Any) -> bool:
 
 def _is_partial(x: DTensor) -> bool:
     return any(p.is_partial() for p in x.placements)
+
+
+def without_sums(x: DTensor) -> list:
+    """The placements of x, replicated where it is partial."""
+    return [Replicate() if p.is_partial() else p for p in x.placements]
+
+
+def sum_partial(x: Any) -> Any:
+    """x with its partial sums added up; anything else unchanged."""
+    if not isinstance(x, DTensor) or not _is_partial(x):
+        return x
+    return x.redistribute(placements=without_sums(x))
 
 
 def _reduced_truth(x: Any) -> Any:
@@ -120,11 +127,9 @@ def finished(result: Any) -> Any:
     """
 
     def finish(x: Any) -> Any:
-        if not isinstance(x, DTensor):
-            return x
-        refresh(x)
-        where = [Replicate() if p.is_partial() else p for p in x.placements]
-        return x.redistribute(placements=where) if _is_partial(x) else x
+        if isinstance(x, DTensor):
+            refresh(x)
+        return sum_partial(x)
 
     return tree_map(finish, result) if tree_any(_is_dtensor, result) else result
 
@@ -226,7 +231,7 @@ def wrote(x: Tensor) -> None:
     if memory is not x and differentiable and isinstance(memory, DTensor):
         # Autograd writes x's gradient through the same view of the memory's gradient, which must be
         # sharded like the memory for that.
-        where = [Replicate() if p.is_partial() else p for p in memory.placements]
+        where = without_sums(memory)
         memory.register_hook(lambda grad: grad.redistribute(placements=where))
     if remembered := getattr(memory, "_copy_of", None):
         remembered.write_back(memory)
@@ -310,7 +315,8 @@ class OneMemory(TorchFunctionMode):
         if name == "unbind":
             args, kwargs = self._gathered(*args, **kwargs), {}
         if name in _READS or (name == "__getitem__" and not _is_basic(args[1], masks=False)):
-            return tree_map(self._as_dtensor, func(*map_whole(args), **map_whole(kwargs)))
+            found = func(*map_whole(args), **map_whole(kwargs))
+            return tree_map(lambda x: as_dtensor(x, self.mesh), found)
         if name == "__format__" and args[0].ndim == 0:
             return format(args[0].item(), *args[1:])
         if name == "where" and len(args) == 1 and not kwargs:
@@ -392,9 +398,6 @@ class OneMemory(TorchFunctionMode):
                 )
             self._call(Tensor.copy_, (x, new), {})
         return out
-
-    def _as_dtensor(self, x: Any) -> Any:
-        return as_dtensor(x, self.mesh) if isinstance(x, Tensor) else x
 
 
 def _tensors_among(given: Iterable[Any]) -> list[Tensor]:
