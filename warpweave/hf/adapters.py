@@ -174,7 +174,12 @@ def _check_lora(wrapper: Any, name: str) -> None:
             f"{name}: {kind} of {type(wrapper).__module__} does not compute B A x: over ranks only "
             "LoRA does: remove this adapter, or merge it before apply(mesh=...)"
         )
-    for adapter, variant in getattr(wrapper, "lora_variant", {}).items():
+    if not hasattr(wrapper, "lora_variant"):
+        raise ValueError(
+            f"{name}: {kind} has no lora_variant, which tells LoRA from its variants: install the "
+            "peft of constraints.txt"
+        )
+    for adapter, variant in wrapper.lora_variant.items():
         raise ValueError(
             f"{name}: the adapter {adapter!r} is a {type(variant).__name__}, which needs more than "
             "one rank's part: over ranks only plain LoRA works (of DoRA: use_dora=False)"

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from warpweave.changes import changes_of, known
 from warpweave.hf import adapters
@@ -37,7 +38,7 @@ from warpweave.hf.untouched import Untouched
 from warpweave.parallel.collectives import copy_to, gather, moved_by, scatter
 from warpweave.shards import Groups, check_alike, sums_of, use_local
 
-_REENTRANT = "CheckpointFunctionBackward"  # whose graph is made in the backward pass
+_Reentrant = CheckpointFunction._backward_cls  # whose graph is made in the backward pass
 
 
 class Watch:
@@ -205,7 +206,7 @@ class Watch:
         if not self._walks():
             return
         inside = any(x.is_leaf and x.requires_grad for x in _tensors_in((args, kwargs)))
-        if inside or any(type(n).__name__ == _REENTRANT for n, _ in _nodes_between(out, ())):
+        if inside or any(isinstance(n, _Reentrant) for n, _ in _nodes_between(out, ())):
             raise ValueError(
                 "reentrant checkpoints hide what entered the layers after apply(mesh=...): use "
                 "gradient_checkpointing_enable({'use_reentrant': False})"

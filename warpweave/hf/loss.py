@@ -242,7 +242,7 @@ def _forward_of(form: LossForm) -> Callable:
         if self.training and torch.is_grad_enabled() and not return_logits:
             named = signature.bind_partial(self, *args, **kwargs).arguments
             returns = kwargs.get("return_dict")
-            returns = getattr(self.config, "return_dict", True) if returns is None else returns
+            returns = arguments.own(self.config, "return_dict") if returns is None else returns
             if named.get("labels") is not None and returns and _is_causal(self):
                 terms = head_terms(self.get_output_embeddings())
         if terms is None:

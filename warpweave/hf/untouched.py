@@ -28,6 +28,7 @@ from torch import nn
 
 from warpweave.changes import changes_of
 from warpweave.hf import seen
+from warpweave.hf.arguments import own
 from warpweave.hf.options import Spread
 from warpweave.hf.plan import Tokens
 from warpweave.hf.structure import CutPart
@@ -147,7 +148,8 @@ class Untouched:
         self.tokens.inside = False
         config = getattr(stack, "config", None)
         asked = kwargs.get("output_hidden_states")
-        asked = getattr(config, "output_hidden_states", False) if asked is None else asked
+        if asked is None and config is not None:
+            asked = own(config, "output_hidden_states")
         self.tokens.asked = {"hidden_states"} if asked else set()
 
     def _leave(self, stack: nn.Module, args: tuple, out: Any) -> None:
