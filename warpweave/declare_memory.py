@@ -10,10 +10,10 @@ Under `OneMemory` a declared model behaves like the plain one:
     y.mul_(2)                  y differs from v
     v.sum().item()             v is copied from y first; the sum is reduced over ranks, then read
 
-Version counters, which every write in torch advances, show who is behind: after each operator a
-copy that was written updates its base, and before each operator a copy whose base was written is
-updated. Both are ordinary differentiable operators. A plain tensor among DTensors is remembered in
-the same way, by the DTensor that stands for it.
+Version counters, which every write in torch advances, show which tensor is out of date: after each
+operator a copy that was written updates its base, and before each operator a copy whose base was
+written is updated. Both are ordinary differentiable operators. A plain tensor among DTensors is
+treated in the same way, as the base of the DTensor that replaces it.
 
 Writes to a DTensor itself run on its parts where DTensor has a rule, and otherwise on the whole
 tensor on every rank (`_runs_on_parts`). Only copies and such writes communicate, and only what the
@@ -107,7 +107,7 @@ def sum_partial(x: Any) -> Any:
 
 
 def _reduced_truth(x: Any) -> Any:
-    """Truth values of all ranks where x is of bools and partial, such as those of `any`.
+    """The truth values over all ranks if x is a partial tensor of bools, as `any` returns.
 
     DTensor would cast each rank's truth value and then add them.
     """
@@ -182,7 +182,7 @@ class _Copy:
         with torch.set_grad_enabled(self.differentiable):
             new = as_dtensor(self.view(base, False) if self.view else base, copy.device_mesh)
             if not copy.is_leaf:
-                copy.detach_()  # from what it held, of which nothing stays
+                copy.detach_()  # all of its previous values are overwritten
             copy.copy_(new)
 
     def write_back(self, copy: DTensor) -> None:
@@ -202,7 +202,7 @@ class _Copy:
 
 
 def remember(copy: DTensor, base: Tensor, keep: bool = True) -> DTensor:
-    """The copy, which is the same tensor as `base` on one device."""
+    """Link a copy to `base`, which is the same tensor on one device, and return the copy."""
     keep = keep or base._is_view() or hasattr(base, "_copy_of")
     copy._copy_of = _Copy(base, keep=keep)  # type: ignore[attr-defined]
     return copy
@@ -213,7 +213,7 @@ def _version(x: Tensor) -> int:
 
 
 def _root_of(x: Tensor) -> Tensor:
-    """The tensor of which x is a view, in the sense of autograd; x itself if of none."""
+    """The tensor of which x is a view, in the sense of autograd; x itself if it is no view."""
     return x._base if x._is_view() else x  # type: ignore[return-value]
 
 
@@ -243,7 +243,7 @@ def _shares_memory(x: Any, y: Any) -> bool:
 
 
 def _apart(view: DTensor) -> DTensor:
-    """The same tensor for autograd to treat as no view."""
+    """The same tensor, which autograd does not treat as a view."""
     return DTensor.from_local(
         view.to_local(), view.device_mesh, view.placements, run_check=False,
         shape=view.shape, stride=view.stride(),
@@ -362,7 +362,7 @@ class OneMemory(TorchFunctionMode):
         return tree_unflatten([noted(at, x) for at, x in enumerate(leaves)], spec)
 
     def _on_whole(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Write to a whole copy of the first argument, and that to the argument."""
+        """Write to a whole copy of the first argument, then copy that to the argument."""
         new = whole_tensor(args[0]).clone()
         func(new, *map_whole(args[1:]), **map_whole(kwargs))
         self._call(Tensor.copy_, (args[0], as_dtensor(new, self.mesh)), {})

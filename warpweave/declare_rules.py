@@ -1,22 +1,22 @@
 """Rules for functions that DTensor computes wrongly, or not at all, in a declared model.
 
 A sweep of torch's losses, reductions, norms and in-place operators against one device
-(`tests/test_declare_rules.py`) found these kinds of silent errors in DTensor, besides those that
-`declare_memory` removes. Each rule here removes one:
+(`tests/test_declare_rules.py`) found these kinds of silent errors in DTensor, in addition to those
+that `declare_memory` removes. Each rule here removes one:
 
-* **The mean of a loss.** DTensor derives the layout of a function without a rule of its own from
-  the function's decomposition, but runs the function itself on each rank's part. Where its result
-  depends on the number of elements, as in the backward of a mean, each rank divides by its own.
+* **The mean of a loss.** If DTensor has no rule for a function, it derives the layout from the
+  function's decomposition, but runs the function itself on each rank's part. If the result depends
+  on the number of elements, as in the backward of a mean, each rank divides by its local number.
   `_elementwise_loss` computes the losses of single elements and takes their mean afterwards.
 * **All dims, as an empty list.** The backward of ``x.amax()`` and of a norm of order inf sums over
-  ``dim=()``, which DTensor reads as no dims. The rules name all dims.
+  ``dim=()``, which DTensor treats as no dims. The rules name all dims.
 * **Negative dims.** A cumulative sum over ``dim=-1`` stays within each rank. The rules pass the
   dim from the front.
 * **Norms, products and quantiles of partial sums or sharded dims** fail in the backward, far from
   the line that caused it. They take whole tensors.
 
-`_whole` is the way for rare functions: every rank gathers the arguments and computes all of the
-result, as one device would. It costs an all-gather and the memory of the whole tensors.
+`_whole` computes rare functions: every rank gathers the arguments and computes all of the result,
+as one device would. It costs an all-gather and the memory of the whole tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Function = Callable[..., Any]
 
 
 def _even(x: Any) -> Any:
-    """x with a dim whole on every rank that its ranks do not divide: a rank may have none of it."""
+    """x with every dim whole that its ranks do not divide evenly, as a rank may have none of it."""
     if not isinstance(x, DTensor):
         return x
     ranks: dict[int, int] = {}
@@ -95,8 +95,10 @@ def _whole(func: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 def _of_whole_sums(func: Function, *args: Any, **kwargs: Any) -> Any:
-    """func, whose backward has no rule for partial sums: neither its tensors nor the gradients of
-    its results are any."""
+    """Compute func without partial sums, neither in its tensors nor in its results' gradients.
+
+    Its backward has no rule for them.
+    """
     args, kwargs = tree_map(lambda x: _even(sum_partial(x)), (args, kwargs))
 
     def watch(x: Any) -> Any:
@@ -123,8 +125,8 @@ def _class_loss(
     """`F.cross_entropy` or `F.nll_loss`; a mean is the sum over all ranks, divided by the number
     (or weight) of all targets.
 
-    DTensor takes the mean of the ranks' means, which is another number where the targets that are
-    ignored lie unevenly.
+    DTensor takes the mean of the ranks' means, which is different if ranks ignore different numbers
+    of targets.
     """
     if args or reduction != "mean" or target.is_floating_point():
         return loss(
@@ -151,8 +153,7 @@ _WEIGHTED = (F.mse_loss, F.l1_loss, F.huber_loss)
 
 
 def _elementwise_loss(loss: Function, *args: Any, **kwargs: Any) -> Tensor:
-    """A loss that is a reduction of the losses of single elements: those first, then a reduction
-    that has a rule of its own."""
+    """Compute the losses of single elements, then their reduction, which has a rule in DTensor."""
     args, kwargs = tree_map(sum_partial, (args, kwargs))
     bound = inspect.signature(loss).bind(*args, **kwargs)
     given = bound.arguments
@@ -192,7 +193,7 @@ def _every(x: Tensor) -> tuple[int, ...]:
 
 
 def _named_dims(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A reduction with ``dim`` as its second argument: all dims are named, never an empty list."""
+    """A reduction with ``dim`` as its second argument, in which all dims are named."""
     dim = kwargs.pop("dim") if "dim" in kwargs else args[0] if args else None
     if (isinstance(dim, (tuple, list)) and not dim) or (dim is None and func in _ALL_BY_DEFAULT):
         dim = _every(x)
@@ -245,7 +246,7 @@ def _group_norm(
     bias: Any = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Each rank's samples by themselves; channels and positions are gathered."""
+    """Normalize each rank's samples locally; channels and positions are gathered."""
     ranks = prod(
         size for size, p in zip(x.device_mesh.shape, x.placements, strict=True) if p == Shard(0)
     )
@@ -310,7 +311,7 @@ _NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
 
 def computed(func: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """func of DTensors, by its rule if it has one."""
+    """Compute func of DTensors, by its rule if it has one."""
     rule = _RULES.get(func)
     if rule is None:
         return func(*args, **kwargs)

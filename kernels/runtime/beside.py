@@ -1,9 +1,9 @@
 """Plain tensors next to DTensors among the arguments of an operator.
 
-torch refuses such a mixture deep inside an operator, or in its backward, in words about its own
-operators. Here it is settled at the call: a plain parameter, table or label is whole and equal on
-all ranks, so it becomes a replicated DTensor, and its gradient is summed over the ranks. A plain
-activation may just as well be one rank's part, so it is refused. In the forward of a declared model
+torch refuses such a mixture deep inside an operator or in its backward, and names its own
+operators. These functions decide at the call. A plain parameter, table or label is whole and equal
+on all ranks, so it becomes a replicated DTensor, and its gradient is summed over the ranks. A plain
+activation may be one rank's part, so it is refused. In the forward of a declared model
 (`warpweave.declare`) every plain tensor is replicated.
 """
 
