@@ -5,8 +5,9 @@
 
 A setting is a name of `SETTINGS`, or variables of your own: ``NAME=value,NAME=value``. Each one
 runs the tests in a new pytest process and prints a line: the result, the counts, and whether the
-setting changes any bit of products, sums and exponentials on this CPU (MKL_ENABLE_INSTRUCTIONS does
-nothing on AMD's). The exit status is 1 if a test failed; the last line is one JSON object.
+setting changes any bit of products, sums and exponentials on this CPU (on AMD's,
+MKL_ENABLE_INSTRUCTIONS does nothing). The exit status is 1 if a test failed; the last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def bits() -> str:
 
 
 def environment(variables: dict[str, str]) -> dict[str, str]:
-    """This process's variables with those of a setting, and none of another one.
+    """This process's variables with those of one setting only.
 
     Threads sleep where they wait, because a test machine may have fewer cores than threads.
     """

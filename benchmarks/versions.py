@@ -10,8 +10,8 @@ among pyenv's versions. `ARGS="3.12:newest 3.13:pins"` chooses rows; the sets of
     oldest    every floor that pyproject.toml declares
     newest    what pip installs without any pin
 
-Each row gets a venv of its own, several gigabytes where torch brings CUDA, which is removed
-afterwards. The output ends with a Markdown table and one JSON object. The exit status is 1 if an
+Each row gets a new venv, which is removed afterwards; if torch brings CUDA, it takes several
+gigabytes. The output ends with a Markdown table and one JSON object. The exit status is 1 if an
 installation, the training or a test failed, or if a requested Python was not found.
 """
 
@@ -112,9 +112,9 @@ def installed(python: Path) -> dict[str, str]:
         "{n: m.version(n) for n in sys.argv[1:] if any(True for _ in m.distributions(name=n))}))"
     )
     done = subprocess.run(
-        [str(python), "-c", program, *SHOWN], capture_output=True, text=True, check=False
+        [str(python), "-c", program, *SHOWN], capture_output=True, text=True, check=True
     )
-    return json.loads(done.stdout or "{}")
+    return json.loads(done.stdout)
 
 
 def run_row(name: str, interpreter: str, libraries: str, tests: list[str]) -> dict[str, Any]:

@@ -21,8 +21,10 @@ CAPPED = (1024, 2**26)  # logits with a softcap: rows of each rank at a time, an
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error message about `word`: "; did you mean 'zb-v'?" with the nearest of the
-    `known` words, whatever their case, or nothing."""
+    """The end of an error message about `word`, such as "; did you mean 'zb-v'?".
+
+    It names the nearest of the `known` words, whatever their case; "" if none is near.
+    """
     plain = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), plain, 1)
     return f"; did you mean {plain[near[0]]!r}?" if near else ""

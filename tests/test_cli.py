@@ -196,6 +196,9 @@ def test_a_switch_has_one_spelling_in_every_command(kind, name):
         assert read(*words) is value
         assert read(f"--{option}", str(value)) is value
         assert read(f"--{name}={value}") is value
+    for wrong in (f"--{option}=", f"--no-{option}=True"):
+        with pytest.raises(SystemExit, match="2"):
+            read(wrong)
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help")])

@@ -311,6 +311,25 @@ def _joins_with_nothing(mesh: Any) -> None:
         assert empty.shape == (0,)
 
 
+def _by_keyword(mesh: Any) -> None:
+    """Functions of torch that have a rule accept their arguments by name."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from warpweave.declare import _PlainAsReplicated
+
+    x = torch.randn(4, 6)
+    cut = distribute_tensor(x, mesh, [Shard(1)])
+    with _PlainAsReplicated(mesh):
+        for func, named in (
+            (torch.rms_norm, {"normalized_shape": [6]}),
+            (torch.dist, {"other": 2 * x, "p": 3}),
+            (torch.cumsum, {"dim": -1}),
+            (torch.var, {"dim": -1, "correction": 0}),
+        ):
+            expected = func(input=x, **named)
+            assert_close_f64(func(input=cut, **named).full_tensor(), expected, 1e-13)
+
+
 def _as_one_rank(rank: int) -> None:
     from warpweave.declare import shard
 
@@ -348,6 +367,7 @@ def _as_one_rank(rank: int) -> None:
     _attention_options(rank, mesh)
     _uneven_attention(mesh)
     _joins_with_nothing(mesh)
+    _by_keyword(mesh)
 
 
 def test_attention_and_weighted_losses_are_those_of_one_rank() -> None:

@@ -488,7 +488,7 @@ def test_both_commands_say_that_a_tokenizer_is_not_the_trainings(
         sample.main([*map(str, (run, "--prompt", "3", "--tokens", 1, *option))])
         for lines in (err, capfd.readouterr().err):
             used, *rest = filter(None, lines.split("\n"))
-            assert used.startswith("warpweave: uses step 30 (validation loss: no), ")
+            assert used.startswith("warpweave: uses step 30 (validation loss: none), ")
             assert rest == said
     exported = tmp_path / "0"  # of transformers: none is on record
     assert other_tokenizer(exported, other) is None
@@ -547,7 +547,7 @@ def test_export_and_sample_name_their_checkpoint_and_best_is_the_lowest(
         shown = json.loads(sampled.out.splitlines()[-1])
         assert about.items() <= result.items()
         assert about.items() <= shown.items()
-        known = f"validation loss: {'no' if loss is None else format(loss, '.4f')}"
+        known = f"validation loss: {'none' if loss is None else format(loss, '.4f')}"
         line = f"warpweave: uses step {step} ({known}), {about['checkpoint']}"
         line += f": the newest; the lowest loss was {hint}" if hint and not words else ""
         assert line == err.split("\n")[0] == sampled.err.strip().split("\n")[0]
@@ -565,7 +565,7 @@ def test_best_is_refused_of_what_is_no_run(tmp_path, capfd):
     _, result, err = _export(capfd, step, tmp_path / "out")
     assert (result["step"], result["val_loss"], "--best" in err) == (20, 2.5, False)
     for folder, what in ((step, "one checkpoint"), (theirs, "no run of warpweave train")):
-        said = f"--best chooses among the checkpoints of a run, {folder} is {what}"
+        said = f"--best requires the folder of a run, and {folder} is {what}"
         code, _, err = _export(capfd, folder, tmp_path / "out2", "--best")
         assert (code, err) == (2, f"warpweave: {said}")
         with pytest.raises(SystemExit, match="2"):

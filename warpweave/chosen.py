@@ -1,7 +1,7 @@
 """The checkpoint of a run that ``warpweave sample`` and ``warpweave export`` use.
 
-Of a run's folder it is the newest one, or with ``--best`` the one with the lowest validation loss.
-Losses are those of the run's metrics, and of the progress that the newest checkpoint records.
+The newest one of a run's folder, or with ``--best`` the one with the lowest validation loss. The
+losses are those of the run's metrics and of the progress that the newest checkpoint records.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class ChosenCheckpoint:
         path: its folder.
         step: its step.
         val_loss: the validation loss at that step; None if the run was not evaluated there.
-        hint: for the newest checkpoint of a run, where its loss was lower; "" if nowhere.
+        hint: if the newest checkpoint of a run was chosen, the step at which the loss was lower; ""
+            if there is none.
     """
 
     path: Path
@@ -43,26 +44,28 @@ class ChosenCheckpoint:
 
     def describe(self) -> str:
         """The checkpoint in one line, with the hint."""
-        loss = "no" if self.val_loss is None else f"{self.val_loss:.4f}"
+        loss = "none" if self.val_loss is None else f"{self.val_loss:.4f}"
         return f"uses step {self.step} (validation loss: {loss}), {self.path}{self.hint}"
 
 
 def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
-    """The checkpoint that a folder is, or the newest or `best` one of a run's folder; None for a
-    folder that is neither.
+    """The newest or the `best` checkpoint of a run's folder; a checkpoint's folder is itself.
+
+    None for a folder that is neither.
 
     Raises:
-        ValueError: `best` for what is no run's folder, for a run that was not evaluated, or whose
-            best checkpoint was not kept.
+        ValueError: `best` for a folder that is not a run's, for a run that was not evaluated, or
+            for one whose best checkpoint was not kept.
         CheckpointError: the newest checkpoint is damaged.
     """
     step = find_step(folder)
     if best and step in (None, folder):
         what = "one checkpoint" if step else "no run of warpweave train"
-        raise ValueError(f"--best chooses among the checkpoints of a run, {folder} is {what}")
+        raise ValueError(f"--best requires the folder of a run, and {folder} is {what}")
     if step is None:
         return None
-    losses, number = _validation_losses(step), read_manifest(step)["step"]
+    manifest = read_manifest(step)
+    losses, number = _validation_losses(step, manifest["state"]), manifest["step"]
     chosen = ChosenCheckpoint(step, number, losses.get(number))
     if step == folder or (not best and not losses):
         return chosen
@@ -83,9 +86,9 @@ def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
     return chosen if at == number else replace(chosen, hint=hint)
 
 
-def _validation_losses(step: Path) -> dict[int, float]:
-    """The validation losses of the run that a checkpoint lies in, by their step."""
-    progress = read_manifest(step)["state"].get("progress") or {}
+def _validation_losses(step: Path, state: dict[str, Any]) -> dict[int, float]:
+    """The validation losses, by their step, of the run that holds a checkpoint with this state."""
+    progress = state.get("progress") or {}
     found = {progress.get("best_step"): progress.get("best")}
     checkpoints = step.absolute().parent
     metrics = checkpoints.parent / METRICS

@@ -1,9 +1,7 @@
-"""Read the options of a command: one spelling of switches, and words that are not choices refused
-with the nearest one.
+"""Read the options of a command: one spelling of switches, and suggestions for unknown choices.
 
-A switch is on by ``--tied`` and off by ``--no-tied`` in every command, whether it is the command's
-own or may be left open, as those that override a model preset. ``--tied False`` is read as
-``--no-tied``.
+``--tied`` turns a switch on and ``--no-tied`` turns it off in every command, also a switch that may
+be left open because it overrides a model preset. ``--tied False`` means ``--no-tied``.
 """
 
 from __future__ import annotations
@@ -30,8 +28,10 @@ def read_command_line(
     argv: Sequence[str] | None = None,
     default: _Record | None = None,
 ) -> _Record:
-    """The options `kind` of ``warpweave COMMAND``, below them those of `default`; a wrong one ends
-    the process with 2."""
+    """The options of ``warpweave COMMAND`` as a record `kind`; a wrong one ends the process with 2.
+
+    An option that is not given has its value in `default`.
+    """
     words = [*(sys.argv[1:] if argv is None else argv)]
     kinds = option_types(kind)
     try:
@@ -45,7 +45,7 @@ def read_command_line(
 
 
 def option_types(kind: type) -> dict[str, Any]:
-    """Every option's name and type, those of the records in `kind` among them."""
+    """Every option's name and type, including those of the records in `kind`."""
     hints, found = get_type_hints(kind), {}
     for item in dataclasses.fields(kind):
         factory = item.default_factory
@@ -56,27 +56,27 @@ def option_types(kind: type) -> dict[str, Any]:
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """The types of a union, except None; of another type, itself."""
+    """The types of a union, except None; any other type is the only one."""
     union = get_origin(kind) in (Union, UnionType)
     return tuple(k for k in get_args(kind) if k is not type(None)) if union else (kind,)
 
 
 def spelled(kinds: dict[str, Any], words: Sequence[str]) -> list[str]:
-    """`words` as tyro reads them: a switch that may be left open takes True or False, another one
-    is its name with or without "no-"."""
+    """`words` as tyro reads them: a switch that may be left open is followed by True or False, any
+    other is its name with or without "no-"."""
     found: list[str] = []
     given = [*words]
     while given:
         word = given.pop(0)
-        name, _, value = word.partition("=")
+        name, equals, value = word.partition("=")
         on = not name.startswith("--no-")
         option = name.removeprefix("--" if on else "--no-").replace("-", "_")
         if not word.startswith("--") or alternatives(kinds.get(option)) != (bool,):
             found.append(word)
             continue
-        if on and not value and given[:1] and given[0] in _SAID:
+        if on and not equals and given[:1] and given[0] in _SAID:
             value = given.pop(0)
-        if value and (value not in _SAID or not on):  # tyro refuses it
+        if equals and (value not in _SAID or not on):  # tyro refuses it
             found.append(word)
             continue
         on = _SAID.get(value, on)
@@ -93,7 +93,7 @@ def check_choices(kinds: dict[str, Any], words: Sequence[str]) -> None:
     for at, word in enumerate(words):
         name, equals, value = word.removeprefix("--").partition("=")
         kind = kinds.get(name.replace("-", "_"))
-        choices, several = _choices(kind)
+        choices, several = choices_of(kind)
         if not word.startswith("--") or not choices:
             continue
         values = [value] if equals else []
@@ -109,9 +109,8 @@ def check_choices(kinds: dict[str, Any], words: Sequence[str]) -> None:
                 raise ValueError(f"{name} must be one of {listed}, got {value!r}{near}")
 
 
-def _choices(kind: Any) -> tuple[tuple[str, ...], bool]:
-    """The words that an option may be, () if it may be more than words; and whether it may be
-    several."""
+def choices_of(kind: Any) -> tuple[tuple[str, ...], bool]:
+    """The choices of an option, () if it may be anything else, and True if it may be several."""
     kinds = alternatives(kind)
     if several := len(kinds) == 1 and get_origin(kinds[0]) is tuple:
         kinds = alternatives(get_args(kinds[0])[0])

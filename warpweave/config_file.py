@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from warpweave.command_line import alternatives, option_types
+from warpweave.command_line import alternatives, choices_of, option_types
 from warpweave.messages import one_line
 from warpweave.parallel.words import did_you_mean
 
@@ -79,7 +79,7 @@ def read_options(
             given[name] = _typed_value(kinds[name], value)
         except (TypeError, OverflowError):
             says = json.dumps(value, default=str, ensure_ascii=False)
-            near = did_you_mean(value, _choices_of(kinds[name])) if isinstance(value, str) else ""
+            near = did_you_mean(value, choices_of(kinds[name])[0]) if isinstance(value, str) else ""
             raise ValueError(
                 f"{path}: {key} must be {_described(kinds[name])}, got {says}{near}"
             ) from None
@@ -96,12 +96,6 @@ def write_options(record: Any, without: tuple[str, ...] = ()) -> str:
         if name not in without:
             lines.append(f"# {name} is not set" if value is None else f"{name} = {_toml(value)}")
     return "\n".join(lines) + "\n"
-
-
-def _choices_of(kind: Any) -> list[str]:
-    """The words among the choices of a type."""
-    literal = [k for k in alternatives(kind) if get_origin(k) is Literal]
-    return [str(word) for k in literal for word in get_args(k)]
 
 
 def _typed_value(kind: Any, value: Any) -> Any:

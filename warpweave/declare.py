@@ -44,8 +44,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from warpweave.declare_memory import OneMemory, finished, register_item, remember
-from warpweave.declare_memory import as_dtensor as _as_dtensor
-from warpweave.declare_rules import computed, register_reductions
+from warpweave.declare_rules import computed, own_part, register_reductions
+from warpweave.kernels.runtime.beside import as_dtensor
 from warpweave.kernels.sharding import register_shardings
 
 Axes = Mapping[str, str | tuple[str, ...]]
@@ -275,7 +275,7 @@ def _placer(what: str, dims: list[_Dim | None], mesh: DeviceMesh) -> Callable[[A
         if not isinstance(x, Tensor):
             return x
         where = _placements(what, dims, x.shape, mesh)
-        given, x = x, _as_dtensor(x, mesh)
+        given, x = x, as_dtensor(x, mesh)
         y = remember(x.redistribute(placements=where), given, keep=False)
         if x.requires_grad:  # summed where x has no partial sums: once, and by reduce-scatter
             partial = any(p.is_partial() for p in x.placements)
@@ -312,7 +312,7 @@ def _on_argument(
     return hook
 
 
-# ---------------------------------------------------------------- plain tensors beside DTensors
+# ---------------------------------------------------------------- plain tensors next to DTensors
 
 
 def _attention_rule(
@@ -346,13 +346,13 @@ def _attention_rule(
     ]
     if Shard(2) in where and is_causal:
         shape = query.size(2), key.size(2)
-        attn_mask = _as_dtensor(
+        attn_mask = as_dtensor(
             torch.ones(shape, dtype=torch.bool, device=query.device).tril(), mesh
         )
         is_causal = False
     mask = None if attn_mask is None else _own_mask(attn_mask, where)
-    q = _own_part(query, where, where)
-    k, v = (_own_part(x, _keys_beside(x, query, where), where) for x in (key, value))
+    q = _own_input(query, where, where)
+    k, v = (_own_input(x, _keys_beside(x, query, where), where) for x in (key, value))
     y = attend(q, k, v, mask, dropout_p, is_causal, scale=scale)
     return DTensor.from_local(y, mesh, where, run_check=False)
 
@@ -366,19 +366,14 @@ def _keys_beside(x: DTensor, query: DTensor, where: list) -> list:
     ]
 
 
-def _own_part(x: DTensor, cuts: list, where: list) -> Tensor:
+def _own_input(x: DTensor, cuts: list, where: list) -> Tensor:
     """This rank's part of x as `cuts` place it, in an operator whose ranks work as `where` says:
     where x is not cut and they are, each has a part of its gradient."""
     grads = [
         Partial() if p.is_shard() and not cut.is_shard() else cut
         for p, cut in zip(where, cuts, strict=True)
     ]
-    # DTensor takes a gradient's strides for those of x, so both are contiguous.
-    own: Any = x.redistribute(placements=cuts).contiguous()
-    own = own.to_local(grad_placements=grads)
-    if own.requires_grad:
-        own.register_hook(Tensor.contiguous)
-    return own
+    return own_part(x, cuts, grads)
 
 
 def _own_mask(mask: DTensor, where: list) -> Tensor:
@@ -389,7 +384,7 @@ def _own_mask(mask: DTensor, where: list) -> Tensor:
         else Replicate()
         for p in where
     ]  # fmt: skip
-    return _own_part(mask, cuts, where)
+    return _own_input(mask, cuts, where)
 
 
 def _cat_rule(
@@ -407,12 +402,11 @@ class _PlainAsReplicated(OneMemory):
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Call a function with a DTensor among its arguments, whose tensors are DTensors."""
-        given = args, kwargs
         if func is F.scaled_dot_product_attention:
-            return _attention_rule(func, *given[0], **given[1])
+            return _attention_rule(func, *args, **kwargs)
         if func in (torch.cat, torch.concat, torch.concatenate):
-            return _cat_rule(func, *given[0], **given[1])
-        return computed(func, *given)
+            return _cat_rule(func, *args, **kwargs)
+        return computed(func, args, kwargs)
 
 
 def _replicating(forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:

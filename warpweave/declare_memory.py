@@ -10,10 +10,10 @@ Under `OneMemory` a declared model behaves like the plain one:
     y.mul_(2)                  y differs from v
     v.sum().item()             v is copied from y first; the sum is reduced over ranks, then read
 
-Version counters, which every write in torch advances, show who is behind: after each operator a
-copy that was written updates its base, and before each operator a copy whose base was written is
-updated. Both are ordinary differentiable operators. A plain tensor among DTensors is remembered in
-the same way, by the DTensor that stands for it.
+Version counters, which every write in torch advances, show which tensor is out of date: after each
+operator a copy that was written updates its base, and before each operator a copy whose base was
+written is updated. Both are ordinary differentiable operators. A plain tensor among DTensors is
+treated in the same way, as the base of the DTensor that replaces it.
 
 Writes to a DTensor itself run on its parts where DTensor has a rule, and otherwise on the whole
 tensor on every rank (`_runs_on_parts`). Only copies and such writes communicate, and only what the
@@ -34,6 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from warpweave.kernels.runtime.beside import as_dtensor
 
 # Functions that read values, or whose result's shape depends on values: they run on whole tensors.
 _READS = frozenset(
@@ -73,17 +75,10 @@ _INPLACE_OPERATORS = frozenset(
 # ---------------------------------------------------------------- whole tensors and DTensors
 
 
-def as_dtensor(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """x, and a plain tensor as one that is the same on all ranks; nothing is sent."""
-    if isinstance(x, DTensor):
-        return x
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
 def whole_tensor(x: Any) -> Any:
-    """The plain logical tensor of a DTensor, on every rank; anything else as it is.
+    """The plain logical tensor of a DTensor, on every rank; anything else unchanged.
 
-    The gradient that it gets must be the same on all ranks, as it is where they compute alike.
+    The gradient that it receives must be the same on all ranks.
     """
     if not isinstance(x, DTensor):
         return x
@@ -99,8 +94,20 @@ def _is_partial(x: DTensor) -> bool:
     return any(p.is_partial() for p in x.placements)
 
 
+def without_sums(x: DTensor) -> list:
+    """The placements of x, replicated where it is partial."""
+    return [Replicate() if p.is_partial() else p for p in x.placements]
+
+
+def sum_partial(x: Any) -> Any:
+    """x with its partial sums added up; anything else unchanged."""
+    if not isinstance(x, DTensor) or not _is_partial(x):
+        return x
+    return x.redistribute(placements=without_sums(x))
+
+
 def _reduced_truth(x: Any) -> Any:
-    """Truth values of all ranks where x is of bools and partial, such as those of `any`.
+    """The truth values over all ranks if x is a partial tensor of bools, as `any` returns.
 
     DTensor would cast each rank's truth value and then add them.
     """
@@ -120,11 +127,9 @@ def finished(result: Any) -> Any:
     """
 
     def finish(x: Any) -> Any:
-        if not isinstance(x, DTensor):
-            return x
-        refresh(x)
-        where = [Replicate() if p.is_partial() else p for p in x.placements]
-        return x.redistribute(placements=where) if _is_partial(x) else x
+        if isinstance(x, DTensor):
+            refresh(x)
+        return sum_partial(x)
 
     return tree_map(finish, result) if tree_any(_is_dtensor, result) else result
 
@@ -177,7 +182,7 @@ class _Copy:
         with torch.set_grad_enabled(self.differentiable):
             new = as_dtensor(self.view(base, False) if self.view else base, copy.device_mesh)
             if not copy.is_leaf:
-                copy.detach_()  # from what it held, of which nothing stays
+                copy.detach_()  # all of its previous values are overwritten
             copy.copy_(new)
 
     def write_back(self, copy: DTensor) -> None:
@@ -197,7 +202,7 @@ class _Copy:
 
 
 def remember(copy: DTensor, base: Tensor, keep: bool = True) -> DTensor:
-    """The copy, which is the same tensor as `base` on one device."""
+    """Link a copy to `base`, which is the same tensor on one device, and return the copy."""
     keep = keep or base._is_view() or hasattr(base, "_copy_of")
     copy._copy_of = _Copy(base, keep=keep)  # type: ignore[attr-defined]
     return copy
@@ -208,7 +213,7 @@ def _version(x: Tensor) -> int:
 
 
 def _root_of(x: Tensor) -> Tensor:
-    """The tensor of which x is a view, in the sense of autograd; x itself if of none."""
+    """The tensor of which x is a view, in the sense of autograd; x itself if it is no view."""
     return x._base if x._is_view() else x  # type: ignore[return-value]
 
 
@@ -226,7 +231,7 @@ def wrote(x: Tensor) -> None:
     if memory is not x and differentiable and isinstance(memory, DTensor):
         # Autograd writes x's gradient through the same view of the memory's gradient, which must be
         # sharded like the memory for that.
-        where = [Replicate() if p.is_partial() else p for p in memory.placements]
+        where = without_sums(memory)
         memory.register_hook(lambda grad: grad.redistribute(placements=where))
     if remembered := getattr(memory, "_copy_of", None):
         remembered.write_back(memory)
@@ -238,7 +243,7 @@ def _shares_memory(x: Any, y: Any) -> bool:
 
 
 def _apart(view: DTensor) -> DTensor:
-    """The same tensor for autograd to treat as no view."""
+    """The same tensor, which autograd does not treat as a view."""
     return DTensor.from_local(
         view.to_local(), view.device_mesh, view.placements, run_check=False,
         shape=view.shape, stride=view.stride(),
@@ -310,7 +315,8 @@ class OneMemory(TorchFunctionMode):
         if name == "unbind":
             args, kwargs = self._gathered(*args, **kwargs), {}
         if name in _READS or (name == "__getitem__" and not _is_basic(args[1], masks=False)):
-            return tree_map(self._as_dtensor, func(*map_whole(args), **map_whole(kwargs)))
+            found = func(*map_whole(args), **map_whole(kwargs))
+            return tree_map(lambda x: as_dtensor(x, self.mesh), found)
         if name == "__format__" and args[0].ndim == 0:
             return format(args[0].item(), *args[1:])
         if name == "where" and len(args) == 1 and not kwargs:
@@ -356,7 +362,7 @@ class OneMemory(TorchFunctionMode):
         return tree_unflatten([noted(at, x) for at, x in enumerate(leaves)], spec)
 
     def _on_whole(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Write to a whole copy of the first argument, and that to the argument."""
+        """Write to a whole copy of the first argument, then copy that to the argument."""
         new = whole_tensor(args[0]).clone()
         func(new, *map_whole(args[1:]), **map_whole(kwargs))
         self._call(Tensor.copy_, (args[0], as_dtensor(new, self.mesh)), {})
@@ -392,9 +398,6 @@ class OneMemory(TorchFunctionMode):
                 )
             self._call(Tensor.copy_, (x, new), {})
         return out
-
-    def _as_dtensor(self, x: Any) -> Any:
-        return as_dtensor(x, self.mesh) if isinstance(x, Tensor) else x
 
 
 def _tensors_among(given: Iterable[Any]) -> list[Tensor]:

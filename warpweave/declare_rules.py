@@ -1,22 +1,22 @@
 """Rules for functions that DTensor computes wrongly, or not at all, in a declared model.
 
 A sweep of torch's losses, reductions, norms and in-place operators against one device
-(`tests/test_declare_rules.py`) found these kinds of silent errors in DTensor, besides those that
-`declare_memory` removes. Each rule here removes one:
+(`tests/test_declare_rules.py`) found these kinds of silent errors in DTensor, in addition to those
+that `declare_memory` removes. Each rule here removes one:
 
-* **The mean of a loss.** DTensor derives the layout of a function without a rule of its own from
-  the function's decomposition, but runs the function itself on each rank's part. Where its result
-  depends on the number of elements, as in the backward of a mean, each rank divides by its own.
+* **The mean of a loss.** If DTensor has no rule for a function, it derives the layout from the
+  function's decomposition, but runs the function itself on each rank's part. If the result depends
+  on the number of elements, as in the backward of a mean, each rank divides by its local number.
   `_elementwise_loss` computes the losses of single elements and takes their mean afterwards.
 * **All dims, as an empty list.** The backward of ``x.amax()`` and of a norm of order inf sums over
-  ``dim=()``, which DTensor reads as no dims. The rules name all dims.
+  ``dim=()``, which DTensor treats as no dims. The rules name all dims.
 * **Negative dims.** A cumulative sum over ``dim=-1`` stays within each rank. The rules pass the
   dim from the front.
 * **Norms, products and quantiles of partial sums or sharded dims** fail in the backward, far from
   the line that caused it. They take whole tensors.
 
-`_whole` is the way for rare functions: every rank gathers the arguments and computes all of the
-result, as one device would. It costs an all-gather and the memory of the whole tensors.
+`_whole` computes rare functions: every rank gathers the arguments and computes all of the result,
+as one device would. It costs an all-gather and the memory of the whole tensors.
 """
 
 from __future__ import annotations
@@ -36,20 +36,16 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.nn import _reduction
 from torch.utils._pytree import tree_map
 
+from warpweave.declare_memory import sum_partial
+from warpweave.kernels.runtime.beside import as_dtensor
+
 Function = Callable[..., Any]
 
 # ---------------------------------------------------------------- layouts
 
 
-def _sum_partial(x: Any) -> Any:
-    """x with its partial sums added up; anything else unchanged."""
-    if not isinstance(x, DTensor) or not any(p.is_partial() for p in x.placements):
-        return x
-    return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
-
-
 def _even(x: Any) -> Any:
-    """x with a dim whole on every rank that its ranks do not divide: a rank may have none of it."""
+    """x with every dim whole that its ranks do not divide evenly, as a rank may have none of it."""
     if not isinstance(x, DTensor):
         return x
     ranks: dict[int, int] = {}
@@ -66,13 +62,13 @@ def _evenly(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _unshard(x: Any, dims: tuple[int, ...]) -> Any:
     """x without partial sums and with these dims whole on every rank."""
-    x = _sum_partial(x)
+    x = sum_partial(x)
     dims = tuple(d % x.ndim for d in dims)
     whole = [Replicate() if p.is_shard() and p.dim in dims else p for p in x.placements]
     return x if whole == [*x.placements] else x.redistribute(placements=whole)
 
 
-def _own(x: DTensor, cuts: list, grads: list) -> Tensor:
+def own_part(x: DTensor, cuts: list, grads: list) -> Tensor:
     """This rank's part of x as `cuts` place it, whose gradient has the placements `grads`."""
     # DTensor takes a gradient's strides for those of x, so both are contiguous.
     cut: Any = x.redistribute(placements=cuts).contiguous()
@@ -83,7 +79,7 @@ def _own(x: DTensor, cuts: list, grads: list) -> Tensor:
 
 
 def _whole(func: Function, *args: Any, **kwargs: Any) -> Any:
-    """func of whole tensors, on every rank alike."""
+    """Compute func of whole tensors on every rank."""
     mesh: Any = None
 
     def gather(x: Any) -> Any:
@@ -92,25 +88,22 @@ def _whole(func: Function, *args: Any, **kwargs: Any) -> Any:
             return x
         mesh = x.device_mesh
         whole = [Replicate()] * mesh.ndim
-        return _own(x, whole, whole)
-
-    def place(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return own_part(x, whole, whole)
 
     args, kwargs = tree_map(gather, (args, kwargs))
-    return tree_map(place, func(*args, **kwargs))
+    return tree_map(lambda x: as_dtensor(x, mesh), func(*args, **kwargs))
 
 
 def _of_whole_sums(func: Function, *args: Any, **kwargs: Any) -> Any:
-    """func, whose backward has no rule for partial sums: neither its tensors nor the gradients of
-    its results are any."""
-    args, kwargs = tree_map(lambda x: _even(_sum_partial(x)), (args, kwargs))
+    """Compute func without partial sums, neither in its tensors nor in its results' gradients.
+
+    Its backward has no rule for them.
+    """
+    args, kwargs = tree_map(lambda x: _even(sum_partial(x)), (args, kwargs))
 
     def watch(x: Any) -> Any:
         if isinstance(x, Tensor) and x.requires_grad:
-            x.register_hook(_sum_partial)
+            x.register_hook(sum_partial)
         return x
 
     return tree_map(watch, func(*args, **kwargs))
@@ -132,8 +125,8 @@ def _class_loss(
     """`F.cross_entropy` or `F.nll_loss`; a mean is the sum over all ranks, divided by the number
     (or weight) of all targets.
 
-    DTensor takes the mean of the ranks' means, which is another number where the targets that are
-    ignored lie unevenly.
+    DTensor takes the mean of the ranks' means, which is different if ranks ignore different numbers
+    of targets.
     """
     if args or reduction != "mean" or target.is_floating_point():
         return loss(
@@ -160,9 +153,8 @@ _WEIGHTED = (F.mse_loss, F.l1_loss, F.huber_loss)
 
 
 def _elementwise_loss(loss: Function, *args: Any, **kwargs: Any) -> Tensor:
-    """A loss that is a reduction of the losses of single elements: those first, then a reduction
-    that has a rule of its own."""
-    args, kwargs = tree_map(_sum_partial, (args, kwargs))
+    """Compute the losses of single elements, then their reduction, which has a rule in DTensor."""
+    args, kwargs = tree_map(sum_partial, (args, kwargs))
     bound = inspect.signature(loss).bind(*args, **kwargs)
     given = bound.arguments
     legacy = given.pop("size_average", None), given.pop("reduce", None)
@@ -190,10 +182,7 @@ def _dropped_weight(x: DTensor) -> Any:
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back
     weight = None if frame is None else frame.f_locals.get("weight")
-    if weight is None or isinstance(weight, DTensor):
-        return weight
-    whole = [Replicate()] * x.device_mesh.ndim
-    return DTensor.from_local(weight, x.device_mesh, whole, run_check=False)
+    return as_dtensor(weight, x.device_mesh)
 
 
 # ---------------------------------------------------------------- reductions
@@ -204,7 +193,7 @@ def _every(x: Tensor) -> tuple[int, ...]:
 
 
 def _named_dims(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A reduction with ``dim`` as its second argument: all dims are named, never an empty list."""
+    """A reduction with ``dim`` as its second argument, in which all dims are named."""
     dim = kwargs.pop("dim") if "dim" in kwargs else args[0] if args else None
     if (isinstance(dim, (tuple, list)) and not dim) or (dim is None and func in _ALL_BY_DEFAULT):
         dim = _every(x)
@@ -235,15 +224,18 @@ def _norm(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return _of_whole_sums(func, x, order, dim, *args[2:], **given)
 
 
-def _dist(func: Function, x: Tensor, y: Tensor, p: float = 2) -> Tensor:
-    return _norm(torch.linalg.vector_norm, _sum_partial(x) - _sum_partial(y), p)
+def _dist(func: Function, x: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    return _norm(torch.linalg.vector_norm, sum_partial(x) - sum_partial(other), p)
 
 
 # ---------------------------------------------------------------- normalizations
 
 
-def _rms_norm(func: Function, x: Tensor, shape: Any, *args: Any, **kwargs: Any) -> Tensor:
-    return func(_unshard(x, tuple(range(-len(shape), 0))), shape, *args, **kwargs)
+def _rms_norm(
+    func: Function, x: Tensor, normalized_shape: Any, *args: Any, **kwargs: Any
+) -> Tensor:
+    x = _unshard(x, tuple(range(-len(normalized_shape), 0)))
+    return func(x, normalized_shape, *args, **kwargs)
 
 
 def _group_norm(
@@ -254,14 +246,14 @@ def _group_norm(
     bias: Any = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Each rank's samples by themselves; channels and positions are gathered."""
+    """Normalize each rank's samples locally; channels and positions are gathered."""
     ranks = prod(
         size for size, p in zip(x.device_mesh.shape, x.placements, strict=True) if p == Shard(0)
     )
     cuts = [p if p == Shard(0) and not x.size(0) % ranks else Replicate() for p in x.placements]
     whole, sums = [Replicate()] * len(cuts), [Partial() if p.is_shard() else p for p in cuts]
-    weight, bias = (None if t is None else _own(t, whole, sums) for t in (weight, bias))
-    y = func(_own(x, cuts, cuts), num_groups, weight, bias, eps)
+    weight, bias = (None if t is None else own_part(t, whole, sums) for t in (weight, bias))
+    y = func(own_part(x, cuts, cuts), num_groups, weight, bias, eps)
     return DTensor.from_local(y, x.device_mesh, cuts, run_check=False)
 
 
@@ -319,7 +311,7 @@ _NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
 
 def computed(func: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """func of DTensors, by its rule if it has one."""
+    """Compute func of DTensors, by its rule if it has one."""
     rule = _RULES.get(func)
     if rule is None:
         return func(*args, **kwargs)
@@ -333,16 +325,15 @@ def computed(func: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @cache
 def register_reductions() -> None:
-    """Correct DTensor's layouts of losses, so that they are right outside a declared forward, too.
+    """Correct DTensor's layouts of losses, so that they are also right outside a declared forward.
 
     Operators with an argument `reduction` and without a rule of torch's own get one: they take
     whole tensors if they reduce, and any shards of equal shapes if they do not. A constant is never
     written to a partial sum. Once per process is enough.
     """
     aten = torch.ops.aten
-    for name in (
-        *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"),
-    ):
+    losses = "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy"
+    for name in losses.split():
         for packet in (name, f"{name}_backward"):
             register_sharding(getattr(aten, packet).default)(_elementwise_shardings)
     for name in ("multi_margin_loss", "multi_margin_loss_backward"):

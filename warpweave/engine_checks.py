@@ -12,7 +12,7 @@ from warpweave.parallel.data.unit import Unit
 
 
 def check_int64(**given: Tensor) -> None:
-    """ValueError unless each is an int64 tensor."""
+    """Raise ValueError unless each is an int64 tensor."""
     for name, x in given.items():
         if not isinstance(x, Tensor) or x.dtype != torch.int64:
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__

@@ -72,7 +72,7 @@ def _rounded(x: float, dtype: torch.dtype) -> float:
 
 
 def _check_forward(tokens: Tensor, labels: Tensor | None, sample_ids: Tensor | None) -> None:
-    """ValueError unless they are integers: tokens and labels [B, S], sample ids [B]."""
+    """Raise ValueError unless they are integers: tokens and labels [B, S], sample ids [B]."""
     for name, given in {"tokens": tokens, "labels": labels, "sample_ids": sample_ids}.items():
         if name == "tokens" or given is not None:
             check_integers(name, given)

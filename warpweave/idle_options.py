@@ -1,8 +1,8 @@
-"""Options that can have no effect beside the others: one table for each command.
+"""Options that can have no effect next to the others: one table for each command.
 
 An option that differs from its default and cannot change the run is never silent: the command
 prints one of the `idle_lines`, or the row is `refused` and `refuse_idle` raises. A value that turns
-something off has no row where that is off anyway (``--zero 0`` on one rank,
+something off has no row if that is off anyway (``--zero 0`` on one rank,
 ``--no-sequence-parallel`` without tensor ranks).
 """
 
@@ -17,11 +17,11 @@ from warpweave.config_file import options_of
 
 @dataclass(frozen=True)
 class Idle:
-    """When options have no effect.
+    """A condition under which options have no effect.
 
     Attributes:
         options: their names; each counts only if its value is not the default.
-        when: says for a command's record whether they have none.
+        when: the condition, a function of a command's record.
         because: the reason, in which ``{name}`` is the value of an option.
         refused: the command refuses them instead of printing a line.
     """
@@ -40,7 +40,7 @@ def _windows(config: Any) -> list[int | None]:
 
 
 def _one_document(config: Any) -> bool:
-    """Whether nothing in the training data ends a document. The standard library is many files."""
+    """True if nothing in the training data ends a document. By default it has many files."""
     if config.data is None:
         return False
     data = config.open_data("train")
@@ -48,7 +48,7 @@ def _one_document(config: Any) -> bool:
 
 
 def _first_meeting(config: Any) -> int:
-    """The step after which outer replicas first have each other's weights."""
+    """The step after which outer replicas have first exchanged weights."""
     apart = config.outer_every // config.fragments
     return config.outer_warmup + apart + config.outer_delay
 
@@ -193,7 +193,7 @@ def refuse_idle(rows: tuple[Idle, ...], config: Any) -> None:
 
 
 def _found(rows: tuple[Idle, ...], config: Any) -> Iterator[tuple[str, Idle]]:
-    """(option, row) of each row that applies to an option that is not the default."""
+    """Pairs (option, row): the options that are not the default, and a row that applies to each."""
     now, usual = options_of(config), options_of(_defaults(config))
     for row in rows:
         given = [name for name in row.options if now[name] != usual[name]]
@@ -202,7 +202,7 @@ def _found(rows: tuple[Idle, ...], config: Any) -> Iterator[tuple[str, Idle]]:
 
 
 def _defaults(config: Any) -> Any:
-    """`config` with every option at its default, but for those that must be given."""
+    """`config` with every option at its default, except those that must be given."""
     needed = [f.name for f in fields(config) if f.default is f.default_factory is MISSING]
     return type(config)(**{name: getattr(config, name) for name in needed})
 

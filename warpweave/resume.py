@@ -66,7 +66,7 @@ class Progress:
 
 
 def saved_line(step: int) -> str:
-    """The last word of a run that was interrupted and has saved `step`."""
+    """The line that an interrupted run prints when it has saved `step`."""
     return f"saved step {step}; continue with --resume"
 
 
@@ -154,7 +154,7 @@ def state_of(
 
 
 def _layout_options(config: TrainConfig) -> dict[str, Any]:
-    """How steps are distributed and evaluated, which may change in a resumed run, as JSON."""
+    """Options of the layout and of evaluations, which may change in a resumed run, as JSON."""
     names = ("batch", "impl", "eval_every", "eval_batches", "early_stop")
     return dataclasses.asdict(config.plan) | {name: getattr(config, name) for name in names}
 

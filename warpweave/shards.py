@@ -118,7 +118,7 @@ def use_local(
 
 
 def sums_of(module: nn.Module) -> dict[str, Groups]:
-    """The sums that `use_local` was given for a module, or for the one of which it is a copy."""
+    """The `sums` of the call of `use_local` for a module, or for the one of which it is a copy."""
     hooks = module._forward_pre_hooks.values()
     return next((vars(h)["sums"] for h in hooks if "sums" in getattr(h, "__dict__", {})), {})
 

@@ -35,7 +35,7 @@ COLOURS = {
 WAITING, OTHER = "#eeeeee", "#b8a0d0"
 NAMES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 _DARKER = "; darker: a rank's later stages"
-_LETTER = 6.2  # pixels of a letter, about
+_LETTER = 6.2  # pixels of a letter, on average
 
 
 class Bar(NamedTuple):
@@ -73,7 +73,7 @@ def _title(name: str, timeline: Timeline) -> str:
 
 
 def kinds(panels: Mapping[str, Timeline]) -> dict[str, str]:
-    """What the legend explains: the kinds of action that are drawn, and their colour."""
+    """The legend: the kinds of action that are drawn, and their colour."""
     ops = {cell.action.op for timeline in panels.values() for _, cell, _ in bars(timeline)}
     found = {NAMES[op]: shades[0] for op, shades in COLOURS.items() if op in ops}
     rest = ops - set(COLOURS)
@@ -89,8 +89,10 @@ def _note(panels: Mapping[str, Timeline]) -> str:
 
 
 def in_units(span: float, unit: str) -> tuple[float, str]:
-    """How many of a unit that suits `span` make one `unit`, and its name: seconds are shown in ms
-    or µs if they are few."""
+    """The unit that suits `span`: how many of it make one `unit`, and its name.
+
+    Less than a second is shown in ms or µs.
+    """
     if unit == "s" and span < 1:
         return (1e3, "ms") if span >= 1e-3 else (1e6, "µs")
     return 1.0, unit
@@ -172,7 +174,7 @@ def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False, unit: str = "
 
 
 def _time_axis(top: float, span: float, scale: float, unit: str) -> list[str]:
-    """The axis of time below the last row: `span` units, `scale` pixels each."""
+    """The axis of time below the last row, `span` units of `scale` pixels."""
     marks = [(LEFT + at * scale, f"{at:g}") for at in ticks(span)]
     return [
         f'<g class="axis" data-y="{top:g}"><path d="M{LEFT} {top:g}H{LEFT + WIDTH:g}"/>',
@@ -184,7 +186,7 @@ def _time_axis(top: float, span: float, scale: float, unit: str) -> list[str]:
 
 
 def _legend(panels: Mapping[str, Timeline], top: float, colours: dict[str, str]) -> list[str]:
-    """A square of each colour and what it is, and a line for the rest."""
+    """A square and a name for each colour, and a line for the rest."""
     found, x = [], float(LEFT)
     for name, colour in kinds(panels).items():
         shade = colours.setdefault(colour, f"c{len(colours)}")
@@ -195,16 +197,15 @@ def _legend(panels: Mapping[str, Timeline], top: float, colours: dict[str, str])
     return [*found, f'<text x="{LEFT}" y="{top + 26:g}">{note}</text>']
 
 
-def png(panels: Mapping[str, Timeline], path: Path, unit: str = "s") -> None:
-    """The same picture as a PNG."""
+def png(panels: Mapping[str, Timeline], path: Path) -> None:
+    """The same picture of timelines in seconds as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    many, shown = in_units(max(timeline.span for timeline in panels.values()), unit)
-
+    many, shown = in_units(max(timeline.span for timeline in panels.values()), "s")
     heights = [len(timeline.cells) for timeline in panels.values()]
     figure, axes = plt.subplots(
         len(panels), 1, sharex=True, squeeze=False,

@@ -67,7 +67,7 @@ def train_rank(
 
 
 def _say_of_options(config: TrainConfig, device: Literal["cpu", "cuda"]) -> None:
-    """Say which options have no effect in this run, which computes on `device`."""
+    """Print which options have no effect in this run, which computes on `device`."""
     if line := short_of_peak(config):
         say(line)
     for line in idle_options.idle_lines(

@@ -182,10 +182,9 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T + mask) v, differentiable in q, k, v and sinks.
 
-    The sequence is dim 1 and the heads are dim 2. `F.scaled_dot_product_attention` has them the
-    other way round, [B, H, S, D]. Such tensors pass the checks here whenever the sizes happen to
-    fit, and the result is then attention over heads: pass ``q.transpose(1, 2)`` and so on instead,
-    which copies nothing.
+    The sequence is dim 1 and the heads are dim 2. `F.scaled_dot_product_attention` expects the
+    reverse, [B, H, S, D]. Such tensors pass the checks here if their sizes happen to fit, and the
+    result is attention over heads. Pass ``q.transpose(1, 2)`` instead, which copies nothing.
 
     Args:
         q: [B, Sq, Hq, D]; any strides; any size may be 0 but head_dim and Hkv.

@@ -230,8 +230,11 @@ def linear_cross_entropy(
 def _of_own_tokens(
     x: Any, weight: Any, labels: Any, reduction: str, options: dict[str, Any]
 ) -> torch.Tensor:
-    """The loss of DTensors, each rank's tokens by themselves: a partial sum over the ranks that
-    share out tokens, as is the gradient of the weight."""
+    """The loss of DTensors, computed by each rank from its own tokens.
+
+    The loss and the gradient of the weight are partial sums over the ranks that have different
+    tokens.
+    """
     from torch.distributed.tensor import DTensor, Partial, Replicate  # imported already: x is one
 
     mesh, placed = x.device_mesh, x.placements

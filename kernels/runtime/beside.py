@@ -1,9 +1,9 @@
 """Plain tensors next to DTensors among the arguments of an operator.
 
-torch refuses such a mixture deep inside an operator, or in its backward, in words about its own
-operators. Here it is settled at the call: a plain parameter, table or label is whole and equal on
-all ranks, so it becomes a replicated DTensor, and its gradient is summed over the ranks. A plain
-activation may just as well be one rank's part, so it is refused. In the forward of a declared model
+torch refuses such a mixture deep inside an operator or in its backward, and names its own
+operators. These functions decide at the call. A plain parameter, table or label is whole and equal
+on all ranks, so it becomes a replicated DTensor, and its gradient is summed over the ranks. A plain
+activation may be one rank's part, so it is refused. In the forward of a declared model
 (`warpweave.declare`) every plain tensor is replicated.
 """
 
@@ -21,12 +21,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_MODULE = "torch.distributed.tensor"
 
 
 def beside_dtensors(*activations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of an operator: if an argument is a DTensor, plain ones become replicated ones.
+    """Decorate an operator: if an argument is a DTensor, plain tensors become replicated DTensors.
 
-    The operator raises ValueError if one of the arguments named in `activations` is plain then.
+    The operator then raises ValueError if one of the arguments named in `activations` is plain.
     """
 
     def decorate(operator: Callable[P, R]) -> Callable[P, R]:
@@ -34,8 +35,7 @@ def beside_dtensors(*activations: str) -> Callable[[Callable[P, R]], Callable[P,
 
         @wraps(operator)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            given = (*args, *kwargs.values())
-            if torch.compiler.is_compiling() or not any(map(is_dtensor, given)):
+            if torch.compiler.is_compiling() or not _has_dtensor(args, kwargs):
                 return operator(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             leaves, tree = tree_flatten(bound.arguments)
@@ -50,11 +50,11 @@ def beside_dtensors(*activations: str) -> Callable[[Callable[P, R]], Callable[P,
                 x = bound.arguments.get(which)
                 if isinstance(x, torch.Tensor) and not is_dtensor(x):
                     raise ValueError(
-                        f"{name} got a plain {which} next to a DTensor: pass {which} as a DTensor, "
-                        "too (DTensor.from_local with its placements)"
+                        f"{name} got a plain {which} next to a DTensor: pass {which} as a DTensor "
+                        "as well (DTensor.from_local with its placements)"
                     )
             mesh = next(x for x in tensors if is_dtensor(x)).device_mesh
-            bound.arguments = tree_unflatten([_replicated(x, mesh) for x in leaves], tree)
+            bound.arguments = tree_unflatten([as_dtensor(x, mesh) for x in leaves], tree)
             return operator(*bound.args, **bound.kwargs)
 
         return run
@@ -74,20 +74,32 @@ def whole_features(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether x is a DTensor; their module, which takes seconds to import, is not imported."""
-    module = sys.modules.get("torch.distributed.tensor")
+    """Return True for a DTensor; their module, which takes seconds to import, is not imported."""
+    module = sys.modules.get(_MODULE)
     return module is not None and isinstance(x, module.DTensor)
+
+
+def as_dtensor(x: Any, mesh: Any) -> Any:
+    """A plain tensor as a DTensor that is the same on all ranks; anything else unchanged.
+
+    Nothing is sent.
+    """
+    if not isinstance(x, torch.Tensor) or is_dtensor(x):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _has_dtensor(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return True if an argument is a DTensor. Every call of an operator asks, so this is fast."""
+    module = sys.modules.get(_MODULE)
+    if module is None:
+        return False
+    kind = module.DTensor  # which has no subclasses
+    return kind in map(type, args) or kind in map(type, kwargs.values())
 
 
 def _as_given(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The tensors, or what a mode of torch functions makes of them."""
     return [*tensors]
-
-
-def _replicated(x: Any, mesh: Any) -> Any:
-    """A plain tensor as a DTensor that is the same on all ranks; anything else unchanged."""
-    if not isinstance(x, torch.Tensor) or is_dtensor(x):
-        return x
-    from torch.distributed.tensor import DTensor, Replicate  # imported already: another is one
-
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -186,7 +186,7 @@ def open_latest(
 
 
 def _refuse_run_folder(path: Path) -> None:
-    """Raise `CheckpointError` if `path` is not a step but holds steps, or a folder of steps."""
+    """Raise `CheckpointError` if `path` is not a step, but contains steps or a folder of steps."""
     for folder in () if os.path.lexists(path / MANIFEST) else (path, path / _STEPS):
         if steps := newest_first(folder):
             raise CheckpointError(

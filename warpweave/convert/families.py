@@ -69,14 +69,14 @@ def read_config(fields: Mapping[str, Any]) -> tuple[str, GPTConfig]:
 def _check_complete(fields: Mapping[str, Any], family: Family, config: GPTConfig) -> None:
     """Raise `ConvertError` if a file of transformers 5 or later lacks a field of its family.
 
-    Those versions leave no field out, so that a missing one has another name there. Older files
-    leave out what is their family's default.
+    Those versions write every field, so a missing one was renamed. Older versions leave out a field
+    that has its family's default.
     """
     version = str(fields.get("transformers_version"))
     major = version.partition(".")[0]
     if not major.isdigit() or int(major) < 5:
         return
-    missing = family.write(config).keys() - fields.keys() - {"head_dim"}  # which some have not
+    missing = family.write(config).keys() - fields.keys() - {"head_dim"}  # not of every family
     if "rope_theta" in fields:
         missing -= {"rope_parameters"}
     if missing:

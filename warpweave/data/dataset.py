@@ -80,7 +80,7 @@ class Dataset(Corpus):
 
     @property
     def has_separator(self) -> bool:
-        """Whether the separator occurs; a memory-mapped file is read up to the first one."""
+        """True if the separator occurs; a memory-mapped file is read up to the first one."""
         parts = range(0, len(self.tokens), _AT_ONCE)
         return self.separator is not None and any(
             (self.tokens[at : at + _AT_ONCE] == self.separator).any() for at in parts

@@ -1,9 +1,9 @@
 """LoRA adapters on a model that is spread over ranks: y = W x + s B A x, before or after `apply`.
 
-peft puts a wrapper around a linear layer W, with A[r, E] and B[F, r] as layers of its own. Both
-stay whole, plain tensors on every rank. A rank computes with the part that fits its part of W, and
-gradients are summed, so that every rank has the whole ones (tp: tensor ranks, t: ranks that share
-the tokens)::
+peft puts a wrapper with the layers A[r, E] and B[F, r] around a linear layer W. Both stay whole,
+plain tensors on every rank. A rank computes with the part that fits its part of W, and gradients
+are summed, so that every rank has the whole ones (tp: tensor ranks, t: ranks that share the
+tokens)::
 
     W               A x                                 B                       sums of A    of B
     column, x R     h = A x, of all tokens              its rows                tp, t        tp, t
@@ -44,7 +44,7 @@ _BASES = (nn.Linear, Conv1D, nn.Embedding)
 
 
 class ShardedLayer(NamedTuple):
-    """How a layer is sharded over tensor ranks; a fact of the layer.
+    """The sharding of a layer over tensor ranks; a fact of the layer.
 
     Attributes:
         kind: "column", "row" or "vocabulary" (the embedding and the head).
@@ -69,18 +69,18 @@ class _Entered(NamedTuple):
 
 
 def is_wrapper(module: Any) -> bool:
-    """Whether a module wraps a linear layer or an embedding, as peft's adapters do."""
+    """Return True if a module wraps a linear layer or an embedding, as peft's adapters do."""
     modules = getattr(module, "_modules", {})
     return isinstance(modules.get("base_layer"), _BASES)
 
 
 def wrapped(module: Any) -> Any:
-    """What an adapter wraps, or the module itself."""
+    """The layer that an adapter wraps; any other module itself."""
     return module.base_layer if is_wrapper(module) else module
 
 
 def plain_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and those below it, without adapters; of a wrapper, what it wraps."""
+    """A module and those below it, without adapters; for a wrapper, the layer that it wraps."""
     module = wrapped(module)
     yield module
     for child in module.children():
@@ -88,20 +88,20 @@ def plain_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_current(wrapper: nn.Module) -> bool:
-    """Whether all adapters of a wrapper compute over ranks."""
+    """Return True if all adapters of a wrapper compute over ranks."""
     entered = known(wrapper, _Entered)
     return entered is not None and entered.parts == _adapters_in(wrapper)
 
 
 def takes_gathered(column: nn.Module) -> bool:
-    """Whether the module that holds a column-parallel layer has gathered its input."""
+    """Return True if the module that holds a column-parallel layer has gathered its input."""
     cut = known(column, ShardedLayer)
     return cut is not None and cut.inside
 
 
 @contextmanager
 def taken_out(model: nn.Module) -> Iterator[None]:
-    """Meanwhile every wrapped layer is in its wrapper's place."""
+    """Put every wrapped layer in its wrapper's place, until the context ends."""
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -123,7 +123,7 @@ def adapted(model: nn.Module) -> set[nn.Module]:
 
 
 def _adapters_in(wrapper: Any) -> list[Any]:
-    """What a wrapper's adapters are: layers A, and of embeddings the names of parameters."""
+    """The identity of a wrapper's adapters: layers A, or an embedding's names of parameters."""
     modules = wrapper._modules
     found = [*getattr(modules.get("lora_A"), "_modules", {}).values()]
     return found + [*getattr(modules.get("lora_embedding_A"), "_parameters", {})]
@@ -140,8 +140,8 @@ def enter(wrapper: Any, name: str, tp: Any, shared: Groups) -> list[tuple[str, n
         tp: the tensor ranks, or None.
         shared: the groups whose ranks have different tokens where the wrapper is.
 
-    Returns the adapters' parameters with their names. Raises ValueError, naming wrapper and reason,
-    on adapters that are computed otherwise than by A and B.
+    Returns the adapters' parameters with their names. Raises ValueError, naming the wrapper and the
+    reason, for adapters that are not computed by A and B alone.
     """
     base = wrapped(wrapper)
     _check_lora(wrapper, name)
@@ -174,10 +174,15 @@ def _check_lora(wrapper: Any, name: str) -> None:
             f"{name}: {kind} of {type(wrapper).__module__} does not compute B A x: over ranks only "
             "LoRA does: remove this adapter, or merge it before apply(mesh=...)"
         )
-    for adapter, variant in getattr(wrapper, "lora_variant", {}).items():
+    if not hasattr(wrapper, "lora_variant"):
+        raise ValueError(
+            f"{name}: {kind} has no lora_variant, which tells LoRA from its variants: install the "
+            "peft of constraints.txt"
+        )
+    for adapter, variant in wrapper.lora_variant.items():
         raise ValueError(
             f"{name}: the adapter {adapter!r} is a {type(variant).__name__}, which needs more than "
-            "one rank's part: over ranks only plain LoRA works (of DoRA: use_dora=False)"
+            "one rank's part: over ranks only plain LoRA works (instead of DoRA, use_dora=False)"
         )
     for adapter, dropout in wrapper.lora_dropout.items():
         check_dropout(dropout, f"{name}.lora_dropout.{adapter}")
@@ -227,14 +232,14 @@ def _with_tp(tp: Any, shared: Groups) -> Groups:
 def _add_features(
     tokens: Tokens, tp: Any, a: nn.Module, args: tuple, h: torch.Tensor
 ) -> torch.Tensor:
-    """h of all features of a row-parallel layer's input, of its output's tokens."""
+    """Sum h over all features of a row-parallel layer's input, for its output's tokens."""
     if tokens.dim(a, h) is None:
         return reduce_from(h, tp)
     return reduce_scatter(h, tp, dim=1)
 
 
 def _gather_taken(tokens: Tokens, tp: Any, b: nn.Module, args: tuple) -> tuple:
-    """h of all tokens, for the features of a column-parallel layer's output."""
+    """Gather h of all tokens, for the features of a column-parallel layer's output."""
     (h,) = args
     return (copy_to(h, tp) if tokens.dim(b, h) is None else all_gather(h, tp, dim=1),)
 
@@ -243,7 +248,7 @@ def _gather_taken(tokens: Tokens, tp: Any, b: nn.Module, args: tuple) -> tuple:
 
 
 def _put_together(base: Any, a: Any, b: Any, name: str) -> None:
-    """Put together what peft made as wide as this rank's part of a sharded weight."""
+    """Join the ranks' parts of an adapter that peft made as wide as a rank's part of the weight."""
     out = out_features(base)
     width = base.weight.numel() // out
     for p, dim, size in ((a.weight, 1, width), (b.weight, 0, out), (b.bias, 0, out)):

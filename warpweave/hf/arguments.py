@@ -1,8 +1,8 @@
 """Arguments that transformers passes between modules: found, or refused.
 
 transformers renames arguments (`past_key_values` became `cache` in 5.24) and passes some of them by
-position (GPT-2's cache). A missing name therefore says nothing: an argument is found by its type,
-and an argument that is not known is refused.
+position (GPT-2's cache), so a missing name proves nothing. Arguments are found by their type, and
+unknown ones are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PART = "_warpweave_part"  # on a cache that holds the keys of some of the token
 
 
 def cache_of(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Cache | None:
-    """The cache of keys and values that a module is called with; None if there is none.
+    """The cache of keys and values among a module's arguments; None if there is none.
 
     Raises ValueError, naming the module and the argument, if an argument may be a cache but is not
     a `transformers.Cache`.
@@ -61,14 +61,14 @@ def check_whole(module: nn.Module, cache: Cache | None) -> None:
 
 
 def unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Names of the arguments that are given, so not None, and not among the `known` ones."""
+    """Names of the given arguments that are neither None nor among the `known` ones."""
     return [name for name, value in given.items() if value is not None and name not in known]
 
 
 def own(owner: Any, name: str) -> Any:
     """An attribute that an object or a class of transformers must have.
 
-    Raises ValueError if it has not: a default would be wrong without an error after a renaming.
+    Raises ValueError if it is absent: after a renaming, a default would be silently wrong.
     """
     try:
         return getattr(owner, name)

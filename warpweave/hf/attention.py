@@ -51,13 +51,15 @@ class Across(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A module whose heads or tokens lie on several ranks, which do not draw dropout together. A
-    fact of the module."""
+    """A fact of a module whose heads or tokens are on several ranks, which draw dropout separately
+    and so may not have any."""
 
 
 class Named(NamedTuple):
-    """A fact of a model whose configuration names this attention: who unpickles the model imports,
-    and so registers, it."""
+    """A fact of a model whose configuration names this attention.
+
+    Unpickling the model imports this class, which registers the attention.
+    """
 
 
 class _Watched(NamedTuple):
@@ -168,7 +170,7 @@ def _visible(
     if across is not None:
         Sq, Sk = Sq * across.layout.parts, Sk * across.layout.parts
     if mask is None:
-        # transformers' own default; after a renaming `apply` would see that encoders differ.
+        # transformers' own default; after a renaming, `apply` would find that encoders differ.
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(causal) and Sq > 1
         if causal and Sq != Sk:

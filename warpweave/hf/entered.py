@@ -1,4 +1,4 @@
-"""What enters the layers of a spread model after `apply`: summed over the ranks, or refused.
+"""Modules and parameters that enter a spread model after `apply`: summed over ranks, or refused.
 
 Layers see some of the tokens or some of the heads, so the gradient of each parameter in them must
 be summed over the ranks that see the others. `apply` installs these sums in modules that are there.
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from warpweave.changes import changes_of, known
 from warpweave.hf import adapters
@@ -37,7 +38,7 @@ from warpweave.hf.untouched import Untouched
 from warpweave.parallel.collectives import copy_to, gather, moved_by, scatter
 from warpweave.shards import Groups, check_alike, sums_of, use_local
 
-_REENTRANT = "CheckpointFunctionBackward"  # whose graph is made in the backward pass
+_Reentrant = CheckpointFunction._backward_cls  # whose graph is made in the backward pass
 
 
 class Watch:
@@ -144,8 +145,8 @@ class Watch:
         return found
 
     def _signature(self) -> list[Any]:
-        """What decides whether something entered: modules of the layers, names of parameters and
-        whether they learn, hooks and forwards."""
+        """Everything whose change shows that something entered: modules of the layers, names of
+        parameters and their requires_grad, hooks and forwards."""
         found: list[Any] = []
         rest = [*self.layers]
         while rest:
@@ -163,7 +164,7 @@ class Watch:
 
     @torch.compiler.disable
     def adapt(self, wrapper: Any) -> bool:
-        """Whether a module in the place of a sharded layer is an adapter, which then computes over
+        """Return True if a module in a sharded layer's place is an adapter, and let it compute over
         ranks."""
         if adapters.is_wrapper(wrapper) and not adapters.is_current(wrapper):
             self.look()
@@ -171,7 +172,7 @@ class Watch:
 
     @torch.compiler.disable
     def _first(self, module: nn.Module, args: tuple) -> None:
-        """A pre-hook of the module that calls the layers, or of the first layer."""
+        """Compare before a forward: a pre-hook of the layers' caller, or of the first layer."""
         self.untouched.check_outside()
         self.layers = self.untouched.layers_now()
         self.columns = []
@@ -205,7 +206,7 @@ class Watch:
         if not self._walks():
             return
         inside = any(x.is_leaf and x.requires_grad for x in _tensors_in((args, kwargs)))
-        if inside or any(type(n).__name__ == _REENTRANT for n, _ in _nodes_between(out, ())):
+        if inside or any(isinstance(n, _Reentrant) for n, _ in _nodes_between(out, ())):
             raise ValueError(
                 "reentrant checkpoints hide what entered the layers after apply(mesh=...): use "
                 "gradient_checkpointing_enable({'use_reentrant': False})"
@@ -234,7 +235,7 @@ class Watch:
             self.columns = []
 
     def _walks(self) -> bool:
-        """Whether the forward that runs is walked through."""
+        """True while the running forward's graph is walked through."""
         return self.unchecked and torch.is_grad_enabled()
 
     # ------------------------------------------------------------ 3. what no sum reaches
@@ -248,15 +249,18 @@ class Watch:
                 continue
             name = self.names.get(id(leaf), f"a parameter {[*leaf.shape]} that is not the model's")
             raise ValueError(
-                f"{name}: its gradient would not be that of all tokens and heads, once, as it is "
+                f"{name}: its gradient would not be that of all tokens and heads, because it is "
                 "used outside its own module's forward (by a hook, pruning, a weight norm): remove "
                 "that, or call warpweave.hf.revert first"
             )
 
 
 def _nodes_between(out: Any, groups: Groups) -> Iterator[tuple[Any, frozenset]]:
-    """The nodes of the autograd graph of a layer's `out`, of all tokens, each with the groups over
-    which it gets a part of its gradient, or gets all of it and sums it."""
+    """The autograd nodes behind a layer's `out`, which holds all tokens.
+
+    Each comes with the groups over whose ranks its gradient would be wrong: it receives a part of
+    it, or receives all of it and sums it.
+    """
     done: set[tuple[Any, frozenset]] = set()
     rest: list[tuple[Any, frozenset]] = [(x.grad_fn, frozenset()) for x in _tensors_in(out)]
     while rest:
@@ -277,8 +281,10 @@ def _nodes_between(out: Any, groups: Groups) -> Iterator[tuple[Any, frozenset]]:
 
 
 def _nodes_inside(x: Any, tp: Any, stops: Collection[Any]) -> Iterator[tuple[Any, frozenset]]:
-    """The nodes behind `x` in a module that is sharded over tensor ranks, to `stops` and to where
-    gradients are summed over these ranks."""
+    """The autograd nodes behind `x` in a module that is sharded over tensor ranks.
+
+    The walk ends at `stops` and where gradients are summed over these ranks.
+    """
     done: set[Any] = set()
     rest = [x.grad_fn for x in _tensors_in(x)]
     while rest:
@@ -291,7 +297,7 @@ def _nodes_inside(x: Any, tp: Any, stops: Collection[Any]) -> Iterator[tuple[Any
 
 
 def _is_of_leaf(node: Any) -> bool:
-    """Whether a node's input is made of one leaf alone, and not an activation."""
+    """Return True if a node's input is computed from one leaf alone, not from activations."""
     while len(node.next_functions) == 1:
         node = node.next_functions[0][0]
     return hasattr(node, "variable")

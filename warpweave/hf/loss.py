@@ -80,8 +80,8 @@ _Columns = list[tuple[torch.Tensor, torch.Tensor]]  # more of x and more of W
 def head_terms(head: Any) -> Callable | None:
     """x -> (x', W') with head(x) = x' W'^T, of a linear layer, or one under peft's LoRA; else None.
 
-    Asked before the head is caught: a caught one is no plain linear layer. None also for a head
-    that somebody hooked: its hooks are to see logits.
+    Call it before the head is caught: a caught one is no plain linear layer. Returns None also for
+    a head that somebody hooked, whose hooks must see logits.
     """
     if not torch.compiler.is_compiling() and seen.hooked_everywhere():
         return None
@@ -122,7 +122,7 @@ def _is_cut(head: Any) -> bool:
 
 
 def _is_untouched(linear: Any) -> bool:
-    """Whether nobody else put a hook or a forward on a linear layer over ranks."""
+    """Return True if nobody else put a hook or a forward on a linear layer over ranks."""
     own = linear.__dict__.get("forward")
     touched = seen.hooked(linear) is not None or (own is not None and seen.is_from_outside(own))
     return type(linear).forward is nn.Linear.forward and not touched
@@ -242,7 +242,7 @@ def _forward_of(form: LossForm) -> Callable:
         if self.training and torch.is_grad_enabled() and not return_logits:
             named = signature.bind_partial(self, *args, **kwargs).arguments
             returns = kwargs.get("return_dict")
-            returns = getattr(self.config, "return_dict", True) if returns is None else returns
+            returns = arguments.own(self.config, "return_dict") if returns is None else returns
             if named.get("labels") is not None and returns and _is_causal(self):
                 terms = head_terms(self.get_output_embeddings())
         if terms is None:

@@ -113,8 +113,8 @@ def make_mask(
     """The mask function registered beside our attention: a `Mask`, or None where a query sees all
     keys, or all up to its own, and rows are positions.
 
-    Raises ValueError on a mask function that is none of transformers' own, on an argument that is
-    not known, and on padding in the middle of a sample.
+    Raises ValueError for a mask function that is not one of transformers' own, an unknown argument,
+    and padding in the middle of a sample.
     """
     if names := unknown(rest, _IGNORED):
         raise ValueError(

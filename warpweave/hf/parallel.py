@@ -313,15 +313,17 @@ def check_next_inputs(model: Any, spread: Spread) -> None:
 
 
 def check_gradients(model: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError, naming it, if a parameter would get one rank's part of its gradient: see
+    """Raise ValueError with the name of a parameter that would get a part of its gradient, see
     `entered`."""
     with quietly(model), torch.enable_grad():
         model(**inputs, use_cache=False)
 
 
 def check_entered(model: nn.Module) -> None:
-    """Let adapters on the layers of a spread model compute over ranks. Raise ValueError, naming it,
-    if a hook would see one rank's part."""
+    """Let adapters on the layers of a spread model compute over ranks.
+
+    Raises ValueError with the name of a module whose hook would see one rank's part.
+    """
     watch = known(model, Watch)
     if watch is not None:
         watch.untouched.check_layers()

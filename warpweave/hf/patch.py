@@ -63,7 +63,7 @@ class _Original(NamedTuple):
 class Guarded:
     """A form's forward, bound to a module, as long as what `seen.look` sees of the module is there.
 
-    A bound method in everything but that it can be pickled.
+    It behaves like a bound method, and can be pickled.
     """
 
     def __init__(self, module: nn.Module, form: Form) -> None:

@@ -120,7 +120,7 @@ class Tokens:
         return scatter(x, self.tp, dim=1) if self.sequence_parallel else x
 
     def join(self, layer: nn.Module, args: tuple, out: Any) -> Any:
-        """Behind the last layer: its output, of all tokens."""
+        """Gather all tokens in a layer's output. Return None if they are not sharded."""
         if not self.are_cut():
             return None
         x = out[0] if isinstance(out, tuple) else out

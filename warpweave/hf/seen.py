@@ -149,7 +149,7 @@ def hooked_everywhere() -> str | None:
 
 
 def is_from_outside(hook: Any) -> bool:
-    """Whether a hook or forward is somebody else's, and may change what a module computes."""
+    """Return True for somebody else's hook or forward, which may change a module's results."""
     while isinstance(hook, partial):
         hook = hook.func
     where = getattr(hook, "__module__", None) or type(hook).__module__
@@ -162,7 +162,7 @@ def requested() -> set[str]:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs, which recomputes checkpointed layers."""
+    """Return True in a backward pass, which recomputes checkpointed layers."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._current_graph_task_id() != -1

@@ -1,8 +1,8 @@
 """Hooks and forwards that users put on a model that is spread over ranks: right, or refused.
 
-What a module computes on one rank may be a part: some of the tokens, heads or hidden units. A hook
-on it, or a forward in the place of its own, would see that part. `Untouched` compares both with
-those that `apply` left, whenever `entered.Watch` has seen a change of the layers:
+A module may compute a part on one rank: some of the tokens, heads or hidden units. A hook on it, or
+a forward that replaces its own, would see that part. `Untouched` compares both with those that
+`apply` left, whenever `entered.Watch` detects a change of the layers:
 
     a layer                 its hooks see whole tokens, see `Tokens.forwards`
     inside a layer          refused where tokens are sharded
@@ -10,7 +10,7 @@ those that `apply` left, whenever `entered.Watch` has seen a change of the layer
     a sharded part          its backward hooks are refused: gradients are summed before them
     embedding and head      their hooks see whole outputs
 
-Modules that entered later count, too. New forwards are refused wherever a module of `apply`
+Modules that entered later count as well. New forwards are refused wherever a module of `apply`
 computes a part. Hooks that only move parameters, as of `fully_shard`, are let through.
 
 Tokens that are sharded between layers need the list of layers that `apply` found. Over tensor ranks
@@ -28,6 +28,7 @@ from torch import nn
 
 from warpweave.changes import changes_of
 from warpweave.hf import seen
+from warpweave.hf.arguments import own
 from warpweave.hf.options import Spread
 from warpweave.hf.plan import Tokens
 from warpweave.hf.structure import CutPart
@@ -147,7 +148,8 @@ class Untouched:
         self.tokens.inside = False
         config = getattr(stack, "config", None)
         asked = kwargs.get("output_hidden_states")
-        asked = getattr(config, "output_hidden_states", False) if asked is None else asked
+        if asked is None and config is not None:
+            asked = own(config, "output_hidden_states")
         self.tokens.asked = {"hidden_states"} if asked else set()
 
     def _leave(self, stack: nn.Module, args: tuple, out: Any) -> None:
@@ -180,8 +182,8 @@ def _stack_of(model: nn.Module, layers: list[nn.Module]) -> tuple[nn.Module, str
 
 
 def refuse_copies(model: Any, modules: Collection[nn.Module], spread: Spread) -> None:
-    """Refuse to copy or pickle these modules of a model, which hold connections to other ranks, and
-    to resize its embeddings."""
+    """Refuse to resize a model's embeddings, and to copy or pickle these of its modules, which hold
+    connections to other ranks."""
     for module in modules:
         refuse = partial(_refuse_copy, type(module).__name__, str(spread.mesh.sizes))
         changes_of(module).set(module, "__reduce_ex__", refuse)
@@ -189,7 +191,7 @@ def refuse_copies(model: Any, modules: Collection[nn.Module], spread: Spread) ->
     rows = before.num_embeddings if isinstance(before, nn.Embedding) else None
 
     def resize(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' own, of as many tokens as there are."""
+        """Return the embeddings if the number of tokens stays the same."""
         if new_num_tokens in (None, rows) and not (args or kwargs.get("pad_to_multiple_of")):
             return model.get_input_embeddings()
         raise ValueError(

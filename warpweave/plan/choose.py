@@ -10,9 +10,9 @@ simulated is the next best, because everything left has a bound above it:
     layout   bound: `time.least_time`                   memory: `memory.estimate`
     answer   the simulated time
 
-The fastest layouts of all mostly differ in one number. So the answer has the fastest of each
-`family`: of those that shard over the same axes. Of layouts that are as fast as each other the one
-with the fewest axes, the fewest ranks on them and the simplest options comes first (`_simplicity`).
+The fastest layouts mostly differ in one number, so the answer has only the fastest of each
+`family`, the layouts that shard over the same axes. If layouts are equally fast, the one with the
+fewest axes, the fewest ranks on them and the simplest options comes first (`_simplicity`).
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class Found:
 
 
 def family(job: Job) -> frozenset[str]:
-    """The axes over which a layout shards the model; data ranks are the rest of any."""
+    """The axes over which a layout shards the model; every other rank is a data rank."""
     return frozenset(axis for axis in ("tp", "pp", "cp") if getattr(job.mesh, axis) > 1)
 
 
 def _simplicity(job: Job) -> tuple[int, ...]:
-    """Of layouts that are as fast as each other the smallest comes first."""
+    """The key by which equally fast layouts are sorted, the simplest first."""
     mesh, plan = job.mesh, job.plan
     ranks = mesh.tp * mesh.pp * mesh.cp
     words = get_args(Recompute).index(plan.recompute), [*FAMILIES].index(plan.schedule)
@@ -108,20 +108,20 @@ def _simplicity(job: Job) -> tuple[int, ...]:
 
 
 def choose_layouts(search: Search, keep: int = 5, *, families: bool = True) -> Found:
-    """The `keep` fastest layouts of a search, of each family the fastest alone, or with `families`
-    False of all.
+    """The fastest layouts of a search, at most `keep`: the fastest of each family.
 
-    A family that shards over an axis more than another one, and is not faster, is left out.
+    A family is left out if another one shards over fewer of its axes and is as fast. With
+    `families` False the layouts are the fastest of all.
 
     Raises:
-        ValueError: there is none; says what stands in the way, with the numbers.
+        ValueError: there is none; the message has the commonest reasons, with numbers.
     """
     found, heap, number = Found(), [], count()
     seen: dict[frozenset[str], float] = {}  # family -> the time of its fastest
 
     def push(least: float, item: Any) -> None:
-        """Rounded, so that those as fast as each other come in the order of `_simplicity`, once
-        none of them is still to be simulated."""
+        """Add an item with its rounded time: of equally fast ones, those to be simulated come
+        first, then simulated ones in the order of `_simplicity`."""
         simulated = isinstance(item, Chosen)
         simple = _simplicity(item.job) if simulated else ()
         heapq.heappush(heap, (float(f"{least:.9g}"), simulated, simple, next(number), item))

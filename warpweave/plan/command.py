@@ -123,7 +123,7 @@ def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
 
 
 def _about(config: PlanConfig, search: Search, found: Found) -> str:
-    """What is planned."""
+    """The model, the GPUs and the data of a step, in a line."""
     first, model, hardware = found.best[0].job, search.config, search.hardware
     alone = dataclasses.replace(
         first,

@@ -37,8 +37,8 @@ class PlanConfig:
     seq_len: int | None = None
     """Sequence length in tokens. Default: the model's."""
     best: int = 5
-    """Number of layouts to print, at most: the fastest of each family, which shards the model over
-    the same axes."""
+    """Number of layouts to print, at most: the fastest of each family. Layouts that shard the model
+    over the same axes are a family."""
     explain: bool = False
     """Print formula and numbers behind each figure of the best layout."""
     out: Path | None = None

@@ -1,7 +1,7 @@
-"""What the planner found as one HTML page without any network: `warpweave plan --html plan.html`.
+"""The planner's answer as one HTML page without any network: `warpweave plan --html plan.html`.
 
-From the record that the command prints as JSON and the chosen layout's simulated timeline; the same
-JSON is in the page (``<script id="plan">``):
+It shows the record that the command prints as JSON and the chosen layout's simulated timeline. The
+same JSON is in the page (``<script id="plan">``):
 
     the table of layouts    a click on a column's head sorts by it
     memory per rank         stacked by kind, next to the GPU's capacity
@@ -34,7 +34,7 @@ td.words,th.words{text-align:left}
 #memory text.halo{paint-order:stroke;stroke:#fff;stroke-width:3px}
 """
 
-# Names of columns, and how their values are shown; of others the option's name and value.
+# Names of columns, and the format of their values. Other columns have an option's name.
 _HEADS = {"seconds": "seconds per step", "mfu": "MFU", "tokens_per_second": "tokens/s",
           "bubble": "pipeline idle", "GiB": "GiB of the fullest rank", "zero": "ZeRO"}  # fmt: skip
 _PERCENT, _COUNTS = ("mfu", "bubble"), ("tokens_per_second",)
@@ -132,8 +132,8 @@ def plan_page(
             f"<h1>{escape(title)}</h1>",
             f"<p>{escape(about)}</p>",
             "<h2>Layouts</h2>",
-            "<p>The fastest of each family, which shards over the same axes. Click on a column's "
-            "head to sort by it.</p>",
+            "<p>The fastest of each family, whose layouts shard over the same axes. Click on a "
+            "column's head to sort by it.</p>",
             _layout_table(layouts),
             "<h2>Memory per rank of the first layout</h2>",
             _memory_bars(memory, capacity),
@@ -180,7 +180,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _traffic_table(traffic: Mapping[str, Mapping[str, Any]]) -> str:
-    """What a rank sends in a step; a sentence if it sends nothing."""
+    """A table of the bytes that a rank sends in a step; a sentence if it sends none."""
     if not traffic:
         return "<p>A single rank sends nothing.</p>"
     rows = [(axis, of["link"], f"{of['bytes'] / 1e9:.2f}") for axis, of in traffic.items()]
@@ -188,7 +188,7 @@ def _traffic_table(traffic: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _plain_table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table whose last column is of words if its cells are no numbers."""
+    """A table; columns whose first cell is not a number are aligned as words."""
 
     def cell(tag: str, at: int, value: Any) -> str:
         words = rows and not str(rows[0][at]).replace(".", "").isdigit()

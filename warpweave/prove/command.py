@@ -69,7 +69,7 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
 
 
 def _in_another_dtype(layout: Layout, before: Layout) -> bool:
-    """Whether it is the layout `before` it in another dtype, which keeps that one's groups."""
+    """True for the layout `before` it in another dtype, which keeps that one's groups."""
     return dataclasses.replace(layout, dtype=before.dtype) == before
 
 

@@ -150,7 +150,7 @@ def compared(
 
 
 def execution_order(model: GPTConfig, optimizer: str = "adamw") -> dict[str, int]:
-    """Words of what is compared -> their place in the order of execution.
+    """The name of each compared tensor -> its place in the order of execution.
 
     A step's loss, the gradients from the last parameter to the first, their norm, after the last
     step the weights and moments, then the evaluation and the text.

@@ -348,13 +348,13 @@ def _overlaps(mesh: Mesh, impl: str) -> tuple[Overlap, ...]:
 
 
 def _ragged(rows: int, parts: int, chunks: int, seed: int) -> int:
-    """A length that needs `rows` rows on each of `parts` ranks with so many chunks, but most likely
+    """A length that needs `rows` rows on each of `parts` ranks, in `chunks` chunks, and most likely
     does not fill all of them."""
     return max(rows * parts - seed % (parts * chunks), 3)
 
 
 def _without_effect(layout: Layout, rng: random.Random) -> Layout:
-    """`layout` with any words for the axes that have one rank, where they must change nothing."""
+    """`layout` with random options for axes of one rank, where they must change nothing."""
     mesh = layout.mesh
     if mesh.cp == 1:
         kind, strategy = rng.choice(get_args(Kind)), rng.choice(get_args(Strategy))

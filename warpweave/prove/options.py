@@ -15,8 +15,8 @@ error of 1.3e-15, 0.9 times that of rounding. Up to 32 times is ok in fp64 and f
 and fp16, more is WRONG. In the line of JSON at the end ``worst`` and ``limits`` are such multiples;
 a signal that ends the proof leaves ``"stopped": true`` there and ``"passed": null``. A WRONG row
 names the first tensor in order of execution that is beyond the limit, and the one with the largest
-error. In the first step of a layout ranks compare their collectives: one that skips a collective is
-named, together with what the others call.
+error. In the first step of a layout ranks compare their collectives: if a rank skips one, the error
+names that rank and the collective of the others.
 
 ``warpweave prove --random 50 --seed 1`` does the same for layouts drawn at random, up to 8 ranks
 with axes of 3, 5 and 6 and other sizes each time. Layout i is drawn from seed + i alone.

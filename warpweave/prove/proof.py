@@ -45,9 +45,10 @@ LIMITS = {"fp64": 32.0, "fp32": 32.0, "bf16": 8.0, "fp16": 8.0}
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest errors of a layout, and the tensor and rank of the largest; `first` are those of the
-    first in the order of execution (`execution_order`) that is beyond the limit.
+    """Largest errors of a layout, and the tensor and rank of the largest.
 
+    `first` names the tensor and rank of the first error beyond the limit, in the order of execution
+    (`execution_order`).
     Each in multiples of the effect of rounding alone on that number (`truth`). `evaluation` is that
     of losses without training; `token` is by how much the plain model's logit of a generated token
     is below the largest logit, in multiples of twice the effect of rounding: 0 for the token that
@@ -80,8 +81,8 @@ KINDS = tuple(f.name for f in dataclasses.fields(Errors) if f.type == "float")
 
 
 class _Comparison:
-    """This rank's largest error of each kind, the tensor of the largest of all, and of those beyond
-    `limit` the first by `order`."""
+    """This rank's largest error of each kind, the tensor of the largest, and the first tensor by
+    `order` that is beyond `limit`."""
 
     def __init__(self, truth: Truth, limit: float, order: dict[str, int]) -> None:
         self.truth, self._limit, self._order = truth, limit, order
@@ -100,7 +101,7 @@ class _Comparison:
             self.errors[kind], self.relative[kind] = times, relative
 
     def _place(self, what: str) -> int:
-        """The place of a tensor in the order of execution; of what is not in it, behind all."""
+        """The place of a tensor in the order of execution; last if it is not listed."""
         return self._order.get(what, len(self._order))
 
     def difference(self, kind: str, what: str, of: str, by: float) -> None:
@@ -264,7 +265,7 @@ def _compare_parameters(
 
 def _worst_rank(own: Errors, mesh: ConnectedMesh, order: dict[str, int]) -> Errors:
     """Every error at its largest over all ranks, the words of the rank with the largest, and the
-    first by `order` of what is beyond the limit on any rank."""
+    first tensor by `order` that is beyond the limit on any rank."""
     ranks = [Errors(**e) for e in exchange(dataclasses.asdict(own), mesh.group("world"))]
     rank = max(range(len(ranks)), key=lambda r: ranks[r].worst)
     largest = {kind: max(ranks, key=lambda errors: errors.each[kind]) for kind in KINDS}

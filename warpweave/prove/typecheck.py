@@ -28,7 +28,7 @@ from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.pipeline.losses import split_losses
 
 TYPED_CHECKPOINT = not hasattr(torch.utils.checkpoint, "_NoopSaveInputs")
-"""Whether spmd_types reads torch's activation checkpointing: up to torch 2.12 that is a Function
+"""True if spmd_types can type torch's activation checkpointing: up to torch 2.12 that is a Function
 without a typing rule."""
 
 
