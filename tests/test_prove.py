@@ -1025,7 +1025,7 @@ def _skipping_rank(*args) -> None:
         command.prove_rank(*args)
 
 
-def test_a_rank_that_skips_a_collective_is_named_with_both_calls(monkeypatch, tmp_path):
+def test_a_rank_that_skips_a_collective_is_named_with_both_calls(monkeypatch, tmp_path, capsys):
     right = command.launch
 
     def launch(_, *rest, **how):
@@ -1038,6 +1038,8 @@ def test_a_rank_that_skips_a_collective_is_named_with_both_calls(monkeypatch, tm
     words = r"rank 0 \(tp=0\) calls all_reduce of .*, rank 1 \(tp=1\) calls all_gather of "
     assert re.search(words, said), said
     assert "Timed out" not in said
+    again = "the ranks failed in this layout; again: warpweave prove --tp 2 "
+    assert again in capsys.readouterr().err
 
 
 def test_one_launch_proves_worlds_of_every_size(tmp_path):

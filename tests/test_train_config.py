@@ -22,6 +22,7 @@ from warpweave.data import write_token_file
 from warpweave.dtypes import DTYPES
 from warpweave.gpt import GPT
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, NAdamW
+from warpweave.parallel.schedule import FAMILIES
 from warpweave.parallel.server.server import ServerPlan
 from warpweave.prove import ProveConfig
 from warpweave.sample_config import SampleConfig
@@ -438,6 +439,15 @@ def test_options_without_effect_are_named_and_only_then():
                     config.check()
         assert seen == {(row, name) for row in rows for name in row.options}
         assert _idle(rows, usual) == []
+
+
+def test_asynchronous_schedules_have_an_effect_without_a_pipeline():
+    """PipeDream updates after each micro-batch, 2BW by gradients of the weights one update ago."""
+    for rows, usual in ((idle_options.TRAIN, TrainConfig()), (idle_options.PROVE, ProveConfig())):
+        idle = {name: _idle(rows, with_options(usual, {"schedule": name})) for name in FAMILIES}
+        assert {name for name, found in idle.items() if "schedule" not in found} == {
+            "1f1b", "pipedream", "pipedream-vs", "pipedream-2bw"
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize(

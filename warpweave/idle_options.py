@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from warpweave.config_file import options_of
+from warpweave.parallel.schedule import find_family
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,10 @@ TRAIN = (
         "there is one rank to shard over (dp x cp, or dp_shard x cp)",
     ),
     Idle(("overlap",), lambda c: c.plan.overlap != "none" and c.tp == 1, "tp is 1"),
-    Idle(("chunks", "schedule"), lambda c: c.pp == 1, "pp is 1"),
+    Idle(
+        ("chunks", "schedule"), lambda c: c.pp == 1 and not c.plan.asynchronous,
+        "pp is 1 (only the memory of activations differs)",
+    ),
     Idle(("layout", "cp_strategy"), lambda c: c.cp == 1, "cp is 1"),
     Idle(
         ("outer_every",), lambda c: _first_meeting(c) > c.steps,
@@ -152,7 +156,15 @@ TRAIN = (
     ),
 )  # fmt: skip
 
-PROVE = (Idle(("schedule",), lambda c: c.pp == 1 and not (c.all or c.random), "pp is 1"),)
+
+def _proves_no_schedule(config: Any) -> bool:
+    """Whether one layout without a pipeline is proven, by a schedule that updates once a step."""
+    if config.pp > 1 or config.all or config.random:
+        return False
+    return not find_family(config.schedule).asynchronous
+
+
+PROVE = (Idle(("schedule",), _proves_no_schedule, "pp is 1"),)
 
 
 def _vocabulary(config: Any) -> int:

@@ -157,6 +157,7 @@ def _prove(config: ProveConfig, summary: dict, processes: Processes | None = Non
     world = layouts[0].mesh.world
     for line in idle_lines(PROVE, config):
         say(line)
+    failed = False
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
         try:
             if world == 1:
@@ -165,8 +166,14 @@ def _prove(config: ProveConfig, summary: dict, processes: Processes | None = Non
                 backend = BACKENDS[layouts[0].device]
                 args = (layouts, config.timeout, file.name)
                 launch(prove_rank, args, Mesh(dp=world), backend=backend, processes=processes)
+        except SystemExit as error:
+            failed = not isinstance(error, Stopped)
+            raise
         finally:  # a rank that died has its own exit code, and what is missing is not proven
-            summary |= judge(layouts, file.readlines())
+            rows = file.readlines()
+            summary |= judge(layouts, rows)
+            if failed and len(rows) < len(layouts):
+                say(f"the ranks failed in this layout; again: {layouts[len(rows)].command}")
 
 
 def _typecheck(config: ProveConfig, summary: dict) -> None:
