@@ -380,8 +380,8 @@ def test_a_mean_loss_is_of_as_many_targets_as_there_are_whatever_its_dtype() -> 
     """As bfloat16, 301 would be another number. Targets that are probabilities are all counted."""
     from warpweave.declare_rules import _class_loss
 
-    def total(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return x.sum()
+    def total(input: torch.Tensor, target: Any, *, reduction: str = "mean") -> torch.Tensor:
+        return input.sum()
 
     for dtype in (torch.bfloat16, torch.float64):
         x = torch.tensor([300.0], dtype=dtype)

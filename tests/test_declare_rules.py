@@ -89,6 +89,16 @@ def _losses(how: str) -> Iterator[Row]:
     yield f"bce weighted {how}", weighted, (P, Q)
 
 
+def _old_names() -> Iterator[Row]:
+    """Arguments of losses that came before `reduction`, and by position."""
+    for name, options in {"mean": {"reduce": True}, "sum": {"size_average": False}}.items():
+        yield f"cross_entropy old {name}", partial(F.cross_entropy, **options), (ROWS, CLASSES)
+        nll = lambda x, t, o=options: F.nll_loss(x.log_softmax(1), t, **o)  # noqa: E731
+        yield f"nll old {name}", nll, (ROWS, CLASSES)
+    placed = lambda x, t: F.cross_entropy(x, t, SHARE, None, 3, None, "mean", 0.2)  # noqa: E731
+    yield "cross_entropy by position", placed, (ROWS, _ids(5, 6))
+
+
 def _ctc(x: Tensor, targets: Tensor, **options: Any) -> Tensor:
     lengths = torch.full((5,), 4), torch.tensor([2, 1, 2, 2, 1])
     return F.ctc_loss(x.log_softmax(-1), targets, *lengths, **options)
@@ -143,6 +153,29 @@ def _reductions() -> Iterator[Row]:
     yield "cdist", torch.cdist, (X, Y)
     yield "standardized", lambda x: (x - x.mean()) / x.std(), (X,)
     yield "one less", lambda x: 1 - x, (X,)
+
+
+def _views() -> Iterator[Row]:
+    """Parts of a tensor of which some are used, or all twice, and tensors made of parts."""
+    for dim in (0, 1, -1):
+        cuts = {"split": (2,), "chunk": (2,), "tensor_split": ([1, 3],), "unbind": ()}
+        for name, more in cuts.items():
+            last = lambda x, n=name, more=more, d=dim: getattr(x, n)(*more, d)[-1]  # noqa: E731
+            yield f"last of {name} {dim}", last, (X,)
+        yield f"select {dim}", _call("select", dim=dim, index=-2), (X,)
+        yield f"logsumexp kept {dim}", lambda x, d=dim: x - x.logsumexp(d, True), (X,)
+        yield f"gather {dim}", lambda x, i, d=dim: x.gather(d, i).square() + x, (X, _ids(4, *SHAPE))
+        largest = lambda x, d=dim: torch.take_along_dim(x, x.argmax(d, True), d)  # noqa: E731
+        yield f"take_along_dim {dim}", largest, (X,)
+        part = lambda x, y, d=dim: x.slice_scatter(y.narrow(d, 0, 2), d, 1, 3)  # noqa: E731
+        yield f"slice_scatter {dim}", part, (X, Y)
+        part = lambda x, y, d=dim: x.select_scatter(y.select(d, 0), d, 1)  # noqa: E731
+        yield f"select_scatter {dim}", part, (X, Y)
+    rows = lambda x: torch.cat([x.sum(0), x.amax(0), x.mean(0)])  # noqa: E731
+    named = lambda x: torch.chunk(input=x, chunks=2, dim=-1)[0]  # noqa: E731
+    yield "first of chunk by names", named, (X,)
+    yield "cat of sums and maxima", rows, (X,)
+    yield "stack of sums and maxima", lambda x: torch.stack([x.sum(), x.amin(), x[0, 0, 0]]), (X,)
 
 
 def _normalizations() -> Iterator[Row]:
@@ -224,7 +257,8 @@ def _truths(name: str, dim: Any) -> Callable[[Tensor], Any]:
 
 def _table() -> list[Row]:
     losses = [row for how in ("mean", "sum", "none") for row in _losses(how)]
-    return [*losses, *_modules(), *_reductions(), *_normalizations(), *_writes()]
+    functions = (_old_names, _modules, _reductions, _views, _normalizations, _writes)
+    return [*losses, *(row for rows in functions for row in rows())]
 
 
 # ---------------------------------------------------------------- on ranks
@@ -296,6 +330,7 @@ def _sweep(rank: int, sizes: tuple[int, ...], wheres: list[tuple], rows: str) ->
     torch.set_default_dtype(torch.float64)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
     warnings.filterwarnings("ignore", "reduction: 'mean' divides")  # of F.kl_div
+    warnings.filterwarnings("ignore", "size_average and reduce args will be deprecated")
     wrong = []
     for number, row in enumerate(_table()):
         if not re.search(rows, row[0]):

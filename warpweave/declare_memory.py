@@ -25,6 +25,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,8 @@ _RESHAPES = frozenset(
     ["squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_"]
     + ["resize_as_", "set_", "as_strided_"]
 )
+# Functions that cut a tensor along a dim.
+_PIECES = frozenset(["unbind", "split", "split_with_sizes", "chunk", "tensor_split"])
 _INPLACE_OPERATORS = frozenset(
     f"__i{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
@@ -312,8 +315,8 @@ class OneMemory(TorchFunctionMode):
             return self._set_item(*args)
         if kwargs.get("out") is not None:
             return self._to_out(func, args, dict(kwargs))
-        if name == "unbind":
-            args, kwargs = self._gathered(*args, **kwargs), {}
+        if name in _PIECES:
+            return self._pieces(func, args, kwargs)
         if name in _READS or (name == "__getitem__" and not _is_basic(args[1], masks=False)):
             found = func(*map_whole(args), **map_whole(kwargs))
             return tree_map(lambda x: as_dtensor(x, self.mesh), found)
@@ -368,13 +371,31 @@ class OneMemory(TorchFunctionMode):
         self._call(Tensor.copy_, (args[0], as_dtensor(new, self.mesh)), {})
         return args[0]
 
-    def _gathered(self, input: DTensor, dim: int = 0) -> tuple[DTensor, int]:
-        """The input as a copy that is not sharded along dim, which `unbind` needs."""
-        cut = [p.is_shard(dim % max(input.ndim, 1)) for p in input.placements]
-        if not any(cut):
-            return input, dim
-        where = [Replicate() if c else p for c, p in zip(cut, input.placements, strict=True)]
-        return remember(input.redistribute(placements=where), input), dim
+    def _pieces(self, func: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
+        """The results of func, which cuts x along a dim, each as a view by itself.
+
+        From func itself those that nobody uses would get plain gradients beside the others'. A
+        sharded dim is gathered once.
+        """
+        if not args:
+            kwargs = dict(kwargs)
+            args = (kwargs.pop("tensor" if "tensor" in kwargs else "input"),)
+        x, args, kwargs = args[0], map_whole(args[1:]), map_whole(kwargs)
+        at = 0 if func.__name__ == "unbind" else 1
+        dim = kwargs.get("dim", args[at] if len(args) > at else 0)
+        sizes = [y.shape for y in func(torch.empty(x.shape, device="meta"), *args, **kwargs)]
+        dim %= max(x.ndim, 1)
+        cut = [p.is_shard(dim) for p in x.placements]
+        if any(cut):
+            where = [Replicate() if c else p for c, p in zip(cut, x.placements, strict=True)]
+            x = remember(x.redistribute(placements=where), x)
+        if func.__name__ == "unbind":
+            places = [(Tensor.select, (x, dim, i)) for i in range(len(sizes))]
+        else:
+            lengths = [size[dim] for size in sizes]
+            starts = accumulate(lengths, initial=0)
+            places = [(Tensor.narrow, (x, dim, i, n)) for i, n in zip(starts, lengths)]
+        return tuple(self._call(view, given, {}) for view, given in places)
 
     def _set_item(self, x: DTensor, index: Any, value: Any) -> None:
         if not _is_basic(index):

@@ -10,8 +10,8 @@ that `declare_memory` removes. Each rule here removes one:
   `_elementwise_loss` computes the losses of single elements and takes their mean afterwards.
 * **All dims, as an empty list.** The backward of ``x.amax()`` and of a norm of order inf sums over
   ``dim=()``, which DTensor treats as no dims. The rules name all dims.
-* **Negative dims.** A cumulative sum over ``dim=-1`` stays within each rank. The rules pass the
-  dim from the front.
+* **Negative dims.** A cumulative sum over ``dim=-1`` stays within each rank, and the gradient of
+  ``x.select(-1, 0)`` has another layout. The rules pass the dim from the front.
 * **Norms, products and quantiles of partial sums or sharded dims** fail in the backward, far from
   the line that caused it. They take whole tensors.
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from math import prod
 from typing import Any
@@ -109,35 +109,50 @@ def _of_whole_sums(func: Function, *args: Any, **kwargs: Any) -> Any:
     return tree_map(watch, func(*args, **kwargs))
 
 
+def _summed(func: Function, *args: Any, **kwargs: Any) -> Any:
+    """func, whose partial sums DTensor can add up only once: they are added up at once."""
+    return sum_partial(func(*args, **kwargs))
+
+
+def join(func: Function, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    """func of a list of tensors, in which DTensor takes no partial sums beside partial maxima."""
+    partial = {p for x in tensors if isinstance(x, DTensor) for p in x.placements if p.is_partial()}
+    if len(partial) > 1:
+        tensors = [sum_partial(x) for x in tensors]
+    return func(tensors, *args, **kwargs)
+
+
 # ---------------------------------------------------------------- losses
 
 
-def _class_loss(
-    loss: Function,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *args: Any,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    **kwargs: Any,
-) -> Tensor:
+def _class_loss(loss: Function, *args: Any, **kwargs: Any) -> Tensor:
     """`F.cross_entropy` or `F.nll_loss`; a mean is the sum over all ranks, divided by the number
     (or weight) of all targets.
 
     DTensor takes the mean of the ranks' means, which is different if ranks ignore different numbers
     of targets.
     """
-    if args or reduction != "mean" or target.is_floating_point():
-        return loss(
-            input, target, weight, *args, ignore_index=ignore_index, reduction=reduction, **kwargs
-        )
-    total = loss(input, target, weight, ignore_index=ignore_index, reduction="sum", **kwargs)
+    bound = inspect.signature(loss).bind(*args, **kwargs)
+    given, reduction = bound.arguments, _take_reduction(bound.arguments)
+    target, weight = given["target"], given.get("weight")
+    given["reduction"] = reduction
+    if reduction != "mean" or target.is_floating_point():
+        return loss(*bound.args, **bound.kwargs)
+    given["reduction"] = "sum"
+    total = loss(*bound.args, **bound.kwargs)
     wide = torch.promote_types(total.dtype, torch.float32)
-    counted = (target != ignore_index).to(wide)
+    counted = (target != given.get("ignore_index", -100)).to(wide)
     if weight is not None:
         counted = counted * weight[target.clamp(0, len(weight) - 1)]
     return (total.to(wide) / counted.sum()).to(total.dtype)
+
+
+def _take_reduction(given: dict[str, Any]) -> str:
+    """The reduction among a loss's arguments, from which its older names are removed."""
+    legacy = given.pop("size_average", None), given.pop("reduce", None)
+    if legacy != (None, None):
+        return _reduction.legacy_get_string(*legacy)
+    return given.get("reduction", "mean")
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -157,10 +172,7 @@ def _elementwise_loss(loss: Function, *args: Any, **kwargs: Any) -> Tensor:
     args, kwargs = tree_map(sum_partial, (args, kwargs))
     bound = inspect.signature(loss).bind(*args, **kwargs)
     given = bound.arguments
-    legacy = given.pop("size_average", None), given.pop("reduce", None)
-    reduction = given.get("reduction", "mean")
-    if legacy != (None, None):
-        reduction = _reduction.legacy_get_string(*legacy)
+    reduction = _take_reduction(given)
     if (reduction == "batchmean" and loss is not F.kl_div) or reduction not in _REDUCTIONS:
         raise ValueError(f"{reduction!r} is not a reduction of {loss.__name__}")
     given["reduction"] = "none"
@@ -201,12 +213,23 @@ def _named_dims(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return func(x, dim, *args[1:], **kwargs) if dim is not None else func(x, *args[1:], **kwargs)
 
 
+def _logsumexp(func: Function, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """DTensor shifts the sharded dims as if a reduced dim were never kept."""
+    y = _named_dims(func, x, dim)
+    if not keepdim:
+        return y
+    dims = (dim,) if isinstance(dim, int) else tuple(dim) or _every(x)
+    for d in sorted(d % x.ndim for d in dims):
+        y = y.unsqueeze(d)
+    return y
+
+
 def _deviation(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return _named_dims(partial(_of_whole_sums, func), x, *args, **kwargs)
 
 
 def _scan(func: Function, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
-    """A cumulative function along a dim that is counted from the front."""
+    """A function along a dim that is counted from the front."""
     return func(x, dim + x.ndim if -x.ndim <= dim < 0 else dim, *args, **kwargs)
 
 
@@ -288,6 +311,7 @@ _TABLE: tuple[tuple[Function, list[Function]], ...] = (
             *_named("quantile", "nanquantile", "prod", "cumprod", "cummax", "cummin", "renorm"),
             *_named("cdist", "trace", "trapezoid", "trapz", "cov", "corrcoef", "scatter_reduce"),
             *_named("masked_scatter", "put", "index_put"),
+            *_named("slice_scatter", "select_scatter", "diagonal_scatter"),
         ],
     ),
     (
@@ -300,9 +324,12 @@ _TABLE: tuple[tuple[Function, list[Function]], ...] = (
     (_deviation, _named("std", "var", "std_mean", "var_mean")),
     (_norm, [*_P_NORMS, torch.linalg.vector_norm, torch.linalg.norm]),
     (_dist, _named("dist")),
-    (_named_dims, _named("sum", "mean", "nansum", "nanmean", "amax", "amin", "logsumexp")),
+    (_named_dims, _named("sum", "mean", "nansum", "nanmean", "amax", "amin")),
+    (_logsumexp, _named("logsumexp")),
     (_evenly, _named("max", "min", "aminmax", "argmax", "argmin", "all", "any")),
-    (_scan, _named("cumsum", "logcumsumexp")),
+    (_scan, _named("cumsum", "logcumsumexp", "select")),
+    (_summed, _named("gather", "take_along_dim")),
+    (join, _named("stack")),
     (_rms_norm, [F.rms_norm, torch.rms_norm]),
     (_group_norm, [F.group_norm]),
 )
