@@ -37,7 +37,6 @@ GEMMA = LLAMA | {"norm": "rms1p", "activation": "geglu", "norm_place": "sandwich
 OLMO = LLAMA | {"norm_place": "post", "qk_norm": True, "qk_norm_whole": True, "norm_eps": 0.1}
 ALL = {"gpt2": GPT2, "llama": LLAMA, "gemma": GEMMA, "olmo": OLMO}
 STYLES = pytest.mark.parametrize("style", ALL.values(), ids=ALL.keys())
-# Dynamo instantiates every autograd Function that it traces.
 
 
 def _block(style: dict, **options) -> TransformerBlock:

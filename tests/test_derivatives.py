@@ -194,7 +194,6 @@ def _by_dual(
         return torch.zeros(()) if found is None else found
 
 
-# torch compiles formulas of its own with torch.jit when the first tangent is met.
 @IMPLS
 @pytest.mark.parametrize("forward", [_by_jvp, _by_dual])
 @pytest.mark.parametrize("name", CASES)

@@ -558,7 +558,7 @@ def test_export_and_sample_name_their_checkpoint_and_best_is_the_lowest(
         assert shown["tokens"] == generate(models[step], [prompt], Sampling(9, 0.0))
 
 
-def test_best_is_refused_of_what_is_no_run(tmp_path, capfd):
+def test_best_is_refused_for_a_folder_that_is_not_a_run(tmp_path, capfd):
     run = tmp_path / "run"
     models = _three_checkpoints(run, {20: 2.5}, (2.5, 20))
     step, theirs = run / "checkpoints" / "step_00000020", to_hf(models[10], tmp_path / "theirs")

@@ -742,7 +742,6 @@ def test_what_has_no_gradient_refuses_to_drop_one_when_compiled_too(impl):
             _compiled(call)(b)
 
 
-# torch compiles formulas of its own with torch.jit when the first tangent is met.
 @pytest.mark.parametrize("size", [5, 130])
 def test_torchs_products_are_differentiable_whichever_library_they_go_to(library, size):
     """oneDNN's product, which has no gradient and no tangent, would give none."""

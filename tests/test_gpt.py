@@ -65,7 +65,6 @@ CONFIGS = {
 }  # fmt: skip
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 DROPPED = {name: dataclasses.replace(c, dropout=0.2) for name, c in CONFIGS.items()}
-# Dynamo instantiates every autograd Function that it traces.
 
 
 def _place(sizes: Mesh, rank: int) -> ConnectedMesh:

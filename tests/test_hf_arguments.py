@@ -15,7 +15,7 @@ from hf_models import V, perturbed  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
 from warpweave.hf import loss  # noqa: E402
-from warpweave.hf.adapters import enter, is_wrapper  # noqa: E402
+from warpweave.hf.adapters import check_dropout, enter, is_wrapper  # noqa: E402
 from warpweave.hf.arguments import cache_of, own  # noqa: E402
 from warpweave.hf.attention import attention_forward  # noqa: E402
 from warpweave.hf.untouched import Untouched  # noqa: E402
@@ -177,6 +177,17 @@ def test_an_adapter_of_a_peft_without_variants_is_refused():
     del wrapper.lora_variant
     with pytest.raises(ValueError, match="q: Linear has no lora_variant, which tells LoRA"):
         enter(wrapper, "q", None, ())
+
+
+def test_dropout_of_an_unknown_kind_is_refused():
+    for harmless in (nn.Identity(), nn.Dropout(0.0)):
+        check_dropout(harmless, "x")
+    for module, words in (
+        (nn.Dropout(0.1), "dropout 0.1 is"),
+        (nn.Tanh(), "of an unknown kind is"),
+    ):
+        with pytest.raises(ValueError, match=f"x: .*{words} not drawn over ranks"):
+            check_dropout(module, "x")
 
 
 @pytest.mark.parametrize("owner", [transformers.PreTrainedModel, transformers.LlamaConfig()])

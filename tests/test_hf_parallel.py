@@ -397,11 +397,7 @@ REFUSED = (
 
 def test_what_cannot_be_spread_is_refused_by_name(two):
     for rank in two:
-        for message, wanted in zip(
-            rank["refused"],
-            REFUSED,
-            strict=True,
-        ):
+        for message, wanted in zip(rank["refused"], REFUSED, strict=True):
             assert wanted in message
             assert "\n" not in message
             spread = "OPTForCausalLM cannot be spread over Mesh(dp=1, cp=1, tp=2, "

@@ -140,7 +140,7 @@ LAYOUT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_all_that_changed_of_mesh_plan_and_evaluation_is_said_when_a_run_goes_on():
+def test_a_resumed_run_names_every_changed_option_of_its_layout():
     """Every option together, each alone, and of a checkpoint that has recorded none but the mesh
     and the ZeRO stage. Outer replicas may not change."""
     usual = TrainConfig(dp=2, cp=4)

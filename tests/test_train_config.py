@@ -378,16 +378,7 @@ ALWAYS = {
     *("early_gradients", "sequence_parallel"),  # on where they can be; off is off anywhere
 }
 ALWAYS_SAMPLE = {
-    "best",
-    "model",
-    "prompt",
-    "tokens",
-    "tokenizer",
-    "tp",
-    "pp",
-    "dtype",
-    "device",
-    "impl",
+    *("best", "model", "prompt", "tokens", "tokenizer", "tp", "pp", "dtype", "device", "impl"),
 }
 
 

@@ -57,7 +57,7 @@ _OF_SUMS = frozenset(
     ["add_", "sub_", "mul_", "div_", "iadd_", "isub_", "imul_", "itruediv_", "neg_", "copy_"]
     + ["zero_", "requires_grad_", "detach_"]
 )
-# Ranks draw their own numbers, so that no rank knows the whole result.
+# Ranks draw their own numbers, so no rank can compute the whole. DTensor refuses partial sums.
 _RANDOM = frozenset(
     ["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_"]
     + ["uniform_", "rrelu_", "dropout_", "alpha_dropout_", "dropout1d_", "dropout2d_", "dropout3d_"]

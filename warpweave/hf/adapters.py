@@ -190,8 +190,8 @@ def _check_lora(wrapper: Any, name: str) -> None:
 
 def check_dropout(module: Any, name: str) -> None:
     """Raise ValueError if a module draws dropout, which ranks would draw differently."""
-    p = getattr(module, "p", 0.0)
-    if p > 0:
+    p = 0.0 if isinstance(module, nn.Identity) else getattr(module, "p", "of an unknown kind")
+    if p != 0:
         raise ValueError(f"{name}: dropout {p} is not drawn over ranks: set it to 0")
 
 

@@ -12,8 +12,8 @@ forward. If they are different,
                         autograd graph of the next training forward finds those whose gradient
                         would not be that of one device, and they are refused by name
 
-The comparison takes a few microseconds per module, and nothing waits for a device. Compilers are
-left for it.
+The comparison reads a dozen attributes per module, and nothing waits for a device. It runs outside
+of compiled graphs.
 """
 
 from __future__ import annotations
