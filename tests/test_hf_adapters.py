@@ -35,7 +35,8 @@ LIVES = [
 ]
 
 
-def connected(sizes: dict):
+@functools.cache  # gloo's threads of every group wake up a hundred times per second
+def connected(**sizes: int):
     from warpweave.parallel.mesh import Mesh
 
     return Mesh(**sizes).connect()
@@ -44,7 +45,7 @@ def connected(sizes: dict):
 def applied(model: nn.Module, sizes: dict, options: dict | None = None) -> nn.Module:
     import warpweave.hf as ww
 
-    ww.apply(model, mesh=connected(sizes), report=ww.Report(), **(options or {}))
+    ww.apply(model, mesh=connected(**sizes), report=ww.Report(), **(options or {}))
     return model
 
 

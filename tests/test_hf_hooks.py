@@ -176,13 +176,19 @@ def on_one_device() -> dict[str, dict | str]:
     return cases(lambda: perturbed("gpt2").double())
 
 
-def spread(layout: str, family: str = "gpt2", dtype: torch.dtype = torch.float64) -> nn.Module:
-    import warpweave.hf as ww
+@functools.cache  # gloo's threads of every group wake up a hundred times per second
+def connected(layout: str):
     from warpweave.parallel.mesh import Mesh
 
-    sizes, options = LAYOUTS[layout]
-    model, mesh = perturbed(family).to(dtype), Mesh(**sizes).connect()
-    ww.apply(model, mesh=mesh, report=ww.Report(), **options)
+    return Mesh(**LAYOUTS[layout][0]).connect()
+
+
+def spread(layout: str, family: str = "gpt2", dtype: torch.dtype = torch.float64) -> nn.Module:
+    import warpweave.hf as ww
+
+    _, options = LAYOUTS[layout]
+    model = perturbed(family).to(dtype)
+    ww.apply(model, mesh=connected(layout), report=ww.Report(), **options)
     assert ww.loss.is_installed(model)
     return model
 

@@ -240,6 +240,8 @@ def test_rows_and_bar_have_the_utilisation_of_a_gpu(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     metrics.session = dataclasses.replace(metrics.session, device=torch.device("cuda"), world=2)
     monkeypatch.setattr(metrics, "trained", lambda row, seconds: trained(row, 1e-9))
+    for name in ("COLUMNS", "LINES"):  # a slow step's rate takes more room in the bar
+        monkeypatch.setenv(name, "200")
     trainer.run()
     found = trainer.engine.gpt.named_parameters()
     matrices = sum(p.numel() for n, p in found if p.dim() > 1 and n[:5] not in ("embed", "posit"))

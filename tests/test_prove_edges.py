@@ -338,13 +338,6 @@ def test_a_proof_by_torchrun_is_refused(monkeypatch) -> None:
         command._prove(ProveConfig(), {})
 
 
-def test_typecheck_of_a_capped_head_is_refused_if_checkpoints_are_untyped(monkeypatch):
-    monkeypatch.setattr("warpweave.prove.typecheck.TYPED_CHECKPOINT", False)
-    model = dataclasses.replace(Layout(Mesh(tp=2)).model, logit_softcap=30.0)
-    with pytest.raises(ImportError, match=r"logit_softcap \(30\.0\) requires torch 2\.13"):
-        typecheck(model, Mesh(tp=2))
-
-
 def test_the_program_whose_types_are_checked_has_each_option_that_is_given(monkeypatch) -> None:
     seen = []
 

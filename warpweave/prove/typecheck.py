@@ -19,17 +19,12 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
 from torch import Tensor
 
 from warpweave.config import ParallelPlan
 from warpweave.gpt import GPT, GPTConfig, MicroBatch
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.pipeline.losses import split_losses
-
-TYPED_CHECKPOINT = not hasattr(torch.utils.checkpoint, "_NoopSaveInputs")
-"""True if spmd_types can type torch's activation checkpointing: up to torch 2.12 that is a Function
-without a typing rule."""
 
 
 def typecheck(
@@ -46,7 +41,7 @@ def typecheck(
     Raises:
         TypeError: it does not; the message names the stage, the file and the line.
         ValueError: the model cannot be sharded over the mesh at all.
-        ImportError: spmd_types, of the extra `typecheck`, is not installed, or torch is too old.
+        ImportError: spmd_types, of the extra `typecheck`, is not installed.
         RuntimeError: a process group exists (a pretended one is made here).
     """
     plan = ParallelPlan(sequence_parallel=sequence_parallel, recompute=recompute, layout=layout)
@@ -59,11 +54,6 @@ def typecheck(
         from spmd_types.types import SpmdTypeError
     except ImportError:
         raise ImportError("typecheck needs spmd_types: the extra `typecheck` brings it") from None
-    if config.logit_softcap and not TYPED_CHECKPOINT:
-        raise ImportError(
-            f"typecheck of a model with logit_softcap ({config.logit_softcap}) requires torch 2.13 "
-            f"or newer, got {torch.__version__}: older checkpoint functions have no types"
-        )
     if dist.is_initialized():
         raise RuntimeError("typecheck makes a process group of its own: destroy the existing one")
     for stage in stages if stages is not None else range(mesh.pp):
