@@ -111,7 +111,7 @@ def choose_layouts(search: Search, keep: int = 5, *, families: bool = True) -> F
     """The `keep` fastest layouts of a search, of each family the fastest alone, or with `families`
     False of all.
 
-    A family that shards over an axis more than another one, and is not faster, is left out.
+    A family that shards over more axes than another one, and is exactly as fast, is left out.
 
     Raises:
         ValueError: there is none; says what stands in the way, with the numbers.

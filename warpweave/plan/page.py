@@ -35,7 +35,7 @@ td.words,th.words{text-align:left}
 """
 
 # Names of columns, and how their values are shown; of others the option's name and value.
-_HEADS = {"seconds": "seconds per step", "mfu": "MFU", "tokens_per_second": "tokens/s",
+_HEADS = {"seconds": "seconds per step", "mfu": "MFU", "tokens_per_second": "tokens/s of all GPUs",
           "bubble": "pipeline idle", "GiB": "GiB of the fullest rank", "zero": "ZeRO"}  # fmt: skip
 _PERCENT, _COUNTS = ("mfu", "bubble"), ("tokens_per_second",)
 _KINDS = {"gpu": "GPU's own"}  # of memory
