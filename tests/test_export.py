@@ -488,7 +488,7 @@ def test_both_commands_say_that_a_tokenizer_is_not_the_trainings(
         sample.main([*map(str, (run, "--prompt", "3", "--tokens", 1, *option))])
         for lines in (err, capfd.readouterr().err):
             used, *rest = filter(None, lines.split("\n"))
-            assert used.startswith("warpweave: uses step 30 (validation loss: none), ")
+            assert used.startswith("warpweave: using step 30 (not evaluated), ")
             assert rest == said
     exported = tmp_path / "0"  # of transformers: none is on record
     assert other_tokenizer(exported, other) is None
@@ -547,9 +547,9 @@ def test_export_and_sample_name_their_checkpoint_and_best_is_the_lowest(
         shown = json.loads(sampled.out.splitlines()[-1])
         assert about.items() <= result.items()
         assert about.items() <= shown.items()
-        known = f"validation loss: {'none' if loss is None else format(loss, '.4f')}"
-        line = f"warpweave: uses step {step} ({known}), {about['checkpoint']}"
-        line += f": the newest; the lowest loss was {hint}" if hint and not words else ""
+        known = "not evaluated" if loss is None else f"validation loss {loss:.4f}"
+        line = f"warpweave: using step {step} ({known}), {about['checkpoint']}"
+        line += f": the newest; the lowest validation loss was {hint}" if hint and not words else ""
         assert line == err.split("\n")[0] == sampled.err.strip().split("\n")[0]
         saved = from_hf(out).load(GPT(GPTConfig(256, 32, 1, 8, 2)))
         for found, wanted in zip(saved.parameters(), models[step].parameters(), strict=True):

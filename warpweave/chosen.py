@@ -44,8 +44,10 @@ class ChosenCheckpoint:
 
     def describe(self) -> str:
         """The checkpoint in one line, with the hint."""
-        loss = "none" if self.val_loss is None else f"{self.val_loss:.4f}"
-        return f"uses step {self.step} (validation loss: {loss}), {self.path}{self.hint}"
+        loss = "not evaluated"
+        if self.val_loss is not None:
+            loss = f"validation loss {self.val_loss:.4f}"
+        return f"using step {self.step} ({loss}), {self.path}{self.hint}"
 
 
 def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
@@ -81,7 +83,7 @@ def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
         )
     if best:
         return ChosenCheckpoint(kept[at], at, loss)
-    hint = f": the newest; the lowest loss was {loss:.4f} at step {at} "
+    hint = f": the newest; the lowest validation loss was {loss:.4f} at step {at} "
     hint += "(--best)" if at in kept else "(not kept)"
     return chosen if at == number else replace(chosen, hint=hint)
 

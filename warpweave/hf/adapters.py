@@ -171,8 +171,8 @@ def _check_lora(wrapper: Any, name: str) -> None:
     plain = {"lora_A", "lora_B"} <= wrapper._modules.keys()
     if not plain or any(type(layer) is not nn.Linear for layer in layers):
         raise ValueError(
-            f"{name}: {kind} of {type(wrapper).__module__} does not compute B A x: over ranks only "
-            "LoRA does: remove this adapter, or merge it before apply(mesh=...)"
+            f"{name}: {kind} of {type(wrapper).__module__} does not compute B A x, and only LoRA "
+            "works over ranks: remove this adapter, or merge it before apply(mesh=...)"
         )
     if not hasattr(wrapper, "lora_variant"):
         raise ValueError(
@@ -181,8 +181,8 @@ def _check_lora(wrapper: Any, name: str) -> None:
         )
     for adapter, variant in wrapper.lora_variant.items():
         raise ValueError(
-            f"{name}: the adapter {adapter!r} is a {type(variant).__name__}, which needs more than "
-            "one rank's part: over ranks only plain LoRA works (instead of DoRA, use_dora=False)"
+            f"{name}: the adapter {adapter!r} is a {type(variant).__name__}, which needs the whole "
+            "weight: use plain LoRA over ranks (LoraConfig(use_dora=False) instead of DoRA)"
         )
     for adapter, dropout in wrapper.lora_dropout.items():
         check_dropout(dropout, f"{name}.lora_dropout.{adapter}")

@@ -178,9 +178,9 @@ class Tokens:
         asked = seen.requested() | given | self.asked
         if asked - {_STATES}:
             raise ValueError(
-                f"{type(self.layers[0]).__name__}: over ranks that share tokens, outputs of layers "
-                f"are not whole: {', '.join(sorted(asked - {_STATES}))}: do not request them, or "
-                "use a mesh without cp and sequence_parallel"
+                f"{type(self.layers[0]).__name__}: each rank has only its own tokens' "
+                f"{', '.join(sorted(asked - {_STATES}))} over cp and with sequence_parallel: do "
+                "not request outputs of layers other than hidden_states"
             )
         for n, layer in enumerate(self.layers):
             if asked or seen.hooked(layer):

@@ -113,8 +113,8 @@ def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
     yield f"{_searched(found)}; why others fall out:"
     for why, count in found.refused.most_common():
         yield f"  {count:6}  {why}"
-    if search.sequences % search.gpus and search.sequences > search.gpus:
-        fits = search.sequences // search.gpus * search.gpus
+    fits = search.sequences // search.gpus * search.gpus
+    if 0.9 * search.sequences <= fits < search.sequences:  # nearly the same batch
         yield (
             f"{search.sequences} sequences are not divisible by {search.gpus} data ranks: "
             f"--sequences {fits} allows dp = {search.gpus}"

@@ -35,7 +35,7 @@ td.words,th.words{text-align:left}
 """
 
 # Names of columns, and the format of their values. Other columns have an option's name.
-_HEADS = {"seconds": "seconds per step", "mfu": "MFU", "tokens_per_second": "tokens/s",
+_HEADS = {"seconds": "seconds per step", "mfu": "MFU", "tokens_per_second": "tokens/s of all GPUs",
           "bubble": "pipeline idle", "GiB": "GiB of the fullest rank", "zero": "ZeRO"}  # fmt: skip
 _PERCENT, _COUNTS = ("mfu", "bubble"), ("tokens_per_second",)
 _KINDS = {"gpu": "GPU's own"}  # of memory
