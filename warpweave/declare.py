@@ -44,7 +44,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from warpweave.declare_memory import OneMemory, finished, register_item, remember
-from warpweave.declare_rules import computed, join, own_part, register_reductions
+from warpweave.declare_rules import computed, join_tensors, own_part, register_reductions
 from warpweave.kernels.runtime.beside import as_dtensor
 from warpweave.kernels.sharding import register_shardings
 
@@ -393,7 +393,7 @@ def _cat_rule(
     """Tensors of shape (0,) join any others and give their dtype alone, as in torch. DTensor has no
     rule for them; the caches of transformers begin with one."""
     dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
-    joined = join(func, [x for x in tensors if x.shape != (0,)] or tensors, *args, **kwargs)
+    joined = join_tensors(func, [x for x in tensors if x.shape != (0,)] or tensors, *args, **kwargs)
     return joined.to(dtype)
 
 

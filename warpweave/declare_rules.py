@@ -109,12 +109,12 @@ def _of_whole_sums(func: Function, *args: Any, **kwargs: Any) -> Any:
     return tree_map(watch, func(*args, **kwargs))
 
 
-def _summed(func: Function, *args: Any, **kwargs: Any) -> Any:
+def _then_sum(func: Function, *args: Any, **kwargs: Any) -> Any:
     """func, whose partial sums DTensor can add up only once: they are added up at once."""
     return sum_partial(func(*args, **kwargs))
 
 
-def join(func: Function, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+def join_tensors(func: Function, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     """func of a list of tensors, in which DTensor takes no partial sums beside partial maxima."""
     partial = {p for x in tensors if isinstance(x, DTensor) for p in x.placements if p.is_partial()}
     if len(partial) > 1:
@@ -328,8 +328,8 @@ _TABLE: tuple[tuple[Function, list[Function]], ...] = (
     (_logsumexp, _named("logsumexp")),
     (_evenly, _named("max", "min", "aminmax", "argmax", "argmin", "all", "any")),
     (_scan, _named("cumsum", "logcumsumexp", "select")),
-    (_summed, _named("gather", "take_along_dim")),
-    (join, _named("stack")),
+    (_then_sum, _named("gather", "take_along_dim")),
+    (join_tensors, _named("stack")),
     (_rms_norm, [F.rms_norm, torch.rms_norm]),
     (_group_norm, [F.group_norm]),
 )
