@@ -321,14 +321,14 @@ def test_which_of_gate_and_up_is_which_is_seen_not_guessed(llama):
         assert_close(applied(theirs, only="mlp")(x), theirs(x))
 
 
-def test_quantised_weights_are_kept_and_named(llama):
+def test_quantized_weights_are_kept_and_named(llama):
     class Int8Linear(nn.Linear):
         pass
 
     for module in llama.modules():
         if type(module) is nn.Linear and module.out_features != 101:
             module.__class__ = Int8Linear
-    with pytest.raises(ValueError, match="quantised or wrapped linear layers"):
+    with pytest.raises(ValueError, match="quantized or wrapped linear layers"):
         ww.apply(llama, only="mlp")
 
 

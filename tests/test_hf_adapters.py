@@ -257,7 +257,7 @@ CHANGED = {
 }
 # What becomes of it, before and after `apply`: the numbers of one device, or a refusal.
 EQUAL = ""
-PART, LINEAR = "its gradient would not be that of all", "quantised, wrapped or hooked"
+PART, LINEAR = "its gradient would not be that of all", "quantized, wrapped or hooked"
 GAIN = f"model.layers.1.gain: {PART}"
 HEADS = "would see one rank's heads or hidden units"
 TOKENS, FORWARD = "would see one rank's tokens", "would compute with one rank's tokens"

@@ -325,7 +325,7 @@ def whole_numbers() -> nn.Module:
 
 
 def test_a_norm_has_a_single_width_and_weights_that_are_floats():
-    assert norm.find_norm_form(whole_numbers()) == "quantised weights"
+    assert norm.find_norm_form(whole_numbers()) == "quantized weights"
     for shape in ((2, 8), ()):
         flat = Numbered()
         flat.weight, flat.normalized_shape = None, shape

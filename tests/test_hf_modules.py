@@ -370,7 +370,7 @@ def test_what_makes_the_heads_is_a_column_and_what_reads_them_the_row(name):
 
 
 SHARED_BY_NONE = {
-    "its own linear layer": (("apart",), {"kind": Other}, "quantised, wrapped or hooked"),
+    "its own linear layer": (("apart",), {"kind": Other}, "quantized, wrapped or hooked"),
     "two attentions": (("twice",), {}, "do not lie around one attention"),
     "a layer that is not called": (("one more layer",), {}, "do not lie around one attention"),
     "a norm in front": (("a norm of x",), {}, "as wide as a linear layer does not follow one"),

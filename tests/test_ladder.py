@@ -17,7 +17,7 @@ ROOMS = {
         ("kernels",),
         ("parallel",),
         ("layers",),
-        ("messages", "transfer"),
+        ("declare_layouts", "messages", "transfer"),
         (
             "changes",
             "command_line",

@@ -7,7 +7,7 @@ more than its own part and one whole tensor. ``to_hf(model, folder)`` writes wha
 the model was trained with. transformers itself is not needed.
 
 What a folder says and our GPT cannot do is refused by name: another kind of RoPE scaling, a bias
-where none can be, a tensor that is missing, too many, of another shape or quantised. Dropout is no
+where none can be, a tensor that is missing, too many, of another shape or quantized. Dropout is no
 property of the weights: what is read has none.
 
 `fields` that families share · `families` one family's config.json as a `GPTConfig` and back ·

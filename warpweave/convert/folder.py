@@ -109,7 +109,7 @@ def from_hf(folder: str | Path) -> HFFolder:
     (``train --init-from --seq-len 2048``).
 
     Raises `ConvertError` in one line: no such folder, no config.json or safetensors in it, an
-    unknown model_type, what a GPT of ours cannot be, tensors missing, left over, quantised or of a
+    unknown model_type, what a GPT of ours cannot be, tensors missing, left over, quantized or of a
     wrong shape.
     """
     path = Path(folder)

@@ -8,7 +8,7 @@ and laying them side by side in every step would copy both, so gated modules kee
 products and only what stands between them is fused: it keeps gate and up for the backward pass,
 where torch keeps act(gate) too. As the linear layers are still called, LoRA, hooks and parallel
 plans that were or will be put on them go on working. The plain kernel reads the weights where they
-are; a linear layer that is none any more (LoRA, hooks, quantised) makes it step back.
+are; a linear layer that is none any more (LoRA, hooks, quantized) makes it step back.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def find_mlp_form(module: nn.Module) -> MLPForm | str:
     if more is not None:
         return more
     if not all(map(is_plain_linear, inner.values())):
-        return "quantised or wrapped linear layers"
+        return "quantized or wrapped linear layers"
     names = {name_of(function) for function in _activations(module)}
     if len(names) != 1 or None in names:
         return "its activation is none of ours"
@@ -245,7 +245,7 @@ def _product(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain_linear(module: Any) -> bool:
-    """Whether a module is its weight and bias and nothing more: no hook, wrapper, quantisation."""
+    """Whether a module is its weight and bias and nothing more: no hook, wrapper, quantization."""
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
         return False
     if seen.has_hooks(module):

@@ -79,7 +79,7 @@ def find_norm_form(module: nn.Module) -> NormForm | str:
     if width is None:
         return "has no weight to tell its width"
     if any(not p.is_floating_point() for p in module.parameters()):
-        return "quantised weights"
+        return "quantized weights"
     own = copy.deepcopy(module)
     with torch.no_grad():
         for seed, p in enumerate(own.parameters(), 1):

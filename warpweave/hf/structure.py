@@ -111,7 +111,7 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
     """Of a module that calls the attention once; one more call of it is watched."""
     linears = [m for m in module.modules() if isinstance(m, (nn.Linear, mlp.Conv1D))]
     if not all(map(mlp.is_plain_linear, linears)):
-        raise ValueError("linear layers that are quantised, wrapped or hooked")
+        raise ValueError("linear layers that are quantized, wrapped or hooked")
     wide = _wide_norms(module, linears)
     before: dict[nn.Module, torch.Tensor] = {}
     after: dict[nn.Module, torch.Tensor] = {}
