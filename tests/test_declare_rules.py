@@ -178,6 +178,29 @@ def _views() -> Iterator[Row]:
     yield "stack of sums and maxima", lambda x: torch.stack([x.sum(), x.amin(), x[0, 0, 0]]), (X,)
 
 
+def _merged() -> Iterator[Row]:
+    """Tensors of which ranks have several pieces, since two dims were made one."""
+    x, at = _draw(10, 4, 8, 4), torch.tensor([0, 5])
+    for name, merge in {"01": (0, 1), "12": (1, 2)}.items():
+        first = merge[0]
+
+        def after(then: Callable[[Tensor], Tensor], merge=merge) -> Callable[[Tensor], Tensor]:
+            return lambda x: then(1.5 * x.flatten(*merge))
+
+        for sizes in ((2, -1), (4, -1)):
+            again = lambda y, d=first, sizes=sizes: y.unflatten(d, sizes) * 2  # noqa: E731
+            yield f"merged {name} split {sizes}", after(again), (x,)
+        yield f"merged {name} flat", after(lambda y: y.flatten()[3:]), (x,)
+        yield f"merged {name} like", after(lambda y: y.view_as(y.new_zeros(16, 8))), (x,)
+        turned = lambda y: y.transpose(0, 1).flatten(0, 1)  # noqa: E731
+        yield f"merged {name} turned", after(turned), (x,)
+        yield f"merged {name} argmax", after(lambda y, d=first: y.argmax(d) * y.sum()), (x,)
+        added = lambda y, d=first: y.index_add_(d, at, y.narrow(d, 2, 2).clone())  # noqa: E731
+        yield f"merged {name} written", after(added), (x,)
+        yield f"merged {name} filled", after(lambda y, d=first: y.index_fill_(d, at, 2.0)), (x,)
+        yield f"merged {name} rms", after(lambda y: F.rms_norm(y, y.shape[1:])), (x,)
+
+
 def _normalizations() -> Iterator[Row]:
     w, b = _draw(8, 6), _draw(9, 6)
     for dim in (0, 1, -1):
@@ -257,7 +280,7 @@ def _truths(name: str, dim: Any) -> Callable[[Tensor], Any]:
 
 def _table() -> list[Row]:
     losses = [row for how in ("mean", "sum", "none") for row in _losses(how)]
-    functions = (_old_names, _modules, _reductions, _views, _normalizations, _writes)
+    functions = (_old_names, _modules, _reductions, _views, _merged, _normalizations, _writes)
     return [*losses, *(row for rows in functions for row in rows())]
 
 
@@ -337,7 +360,7 @@ def _sweep(rank: int, sizes: tuple[int, ...], wheres: list[tuple], rows: str) ->
             continue
         first = row[2][0]
         places = [p for p in wheres if p[0] == "partial" or max(p) < first.ndim]
-        if len(places) > 2 and not re.search("mean|amax|Loss", row[0]):
+        if len(places) > 2 and not re.search("mean|amax|Loss|merged", row[0]):
             places = [places[number % len(places)], places[(number + 1) % len(places)]]
         for i, where in enumerate(places):
             try:

@@ -43,8 +43,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from warpweave.declare_layouts import as_dtensor as _as_dtensor
 from warpweave.declare_memory import OneMemory, finished, register_item, remember
-from warpweave.declare_memory import as_dtensor as _as_dtensor
 from warpweave.declare_rules import computed, join, register_reductions
 from warpweave.kernels.sharding import register_shardings
 

@@ -36,6 +36,19 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from warpweave.declare_layouts import (
+    RESHAPES,
+    as_dtensor,
+    gather_where,
+    has_strides,
+    is_cut,
+    is_dtensor,
+    is_partial,
+    reduced_truth,
+    reshapable,
+    whole_tensor,
+)
+
 # Functions that read values, or whose result's shape depends on values: they run on whole tensors.
 _READS = frozenset(
     ["tolist", "numpy", "__array__", "tensor", "as_tensor", "equal", "allclose", "isin"]
@@ -73,47 +86,7 @@ _INPLACE_OPERATORS = frozenset(
 )
 
 
-# ---------------------------------------------------------------- whole tensors and DTensors
-
-
-def as_dtensor(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """x, and a plain tensor as one that is the same on all ranks; nothing is sent."""
-    if isinstance(x, DTensor):
-        return x
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def whole_tensor(x: Any) -> Any:
-    """The plain logical tensor of a DTensor, on every rank; anything else as it is.
-
-    The gradient that it gets must be the same on all ranks, as it is where they compute alike.
-    """
-    if not isinstance(x, DTensor):
-        return x
-    replicated: Any = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
-    return replicated.to_local()
-
-
-def _is_dtensor(x: Any) -> bool:
-    return isinstance(x, DTensor)
-
-
-def _is_partial(x: DTensor) -> bool:
-    return any(p.is_partial() for p in x.placements)
-
-
-def _reduced_truth(x: Any) -> Any:
-    """Truth values of all ranks where x is of bools and partial, such as those of `any`.
-
-    DTensor would cast each rank's truth value and then add them.
-    """
-    if not isinstance(x, DTensor) or x.dtype != torch.bool or not _is_partial(x):
-        return x
-    counts: Any = DTensor.from_local(
-        x.to_local().int(), x.device_mesh, x.placements, run_check=False,
-        shape=x.shape, stride=x.stride(),
-    )  # fmt: skip
-    return counts.redistribute(placements=[Replicate()] * x.device_mesh.ndim).bool()
+# ---------------------------------------------------------------- results
 
 
 def finished(result: Any) -> Any:
@@ -127,9 +100,9 @@ def finished(result: Any) -> Any:
             return x
         refresh(x)
         where = [Replicate() if p.is_partial() else p for p in x.placements]
-        return x.redistribute(placements=where) if _is_partial(x) else x
+        return x.redistribute(placements=where) if is_partial(x) else x
 
-    return tree_map(finish, result) if tree_any(_is_dtensor, result) else result
+    return tree_map(finish, result) if tree_any(is_dtensor, result) else result
 
 
 @cache
@@ -192,7 +165,7 @@ class _Copy:
         if self.view is not None:
             new = whole_tensor(base).clone(memory_format=torch.contiguous_format)
             self.view(new, True).copy_(whole_tensor(copy))
-        elif not isinstance(base, DTensor) or _is_partial(base):
+        elif not isinstance(base, DTensor) or is_partial(base):
             new = whole_tensor(copy)
         base.copy_(as_dtensor(new, copy.device_mesh) if isinstance(base, DTensor) else new)
         self.version = _version(base)
@@ -204,6 +177,10 @@ def remember(copy: DTensor, base: Tensor, keep: bool = True) -> DTensor:
     keep = keep or base._is_view() or hasattr(base, "_copy_of")
     copy._copy_of = _Copy(base, keep=keep)  # type: ignore[attr-defined]
     return copy
+
+
+def _copied(x: DTensor, copy: DTensor) -> DTensor:
+    return x if copy is x else remember(copy, x)
 
 
 def _version(x: Tensor) -> int:
@@ -291,7 +268,7 @@ class OneMemory(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = _tensors_among(args) + _tensors_among(kwargs.values())
-        sharded = sum(map(_is_dtensor, tensors))
+        sharded = sum(map(is_dtensor, tensors))
         if sharded and sharded < len(tensors):
             args, kwargs = tree_map(self._convert, (args, kwargs))
         return self._call(func, args, kwargs) if sharded else func(*args, **kwargs)
@@ -312,6 +289,8 @@ class OneMemory(TorchFunctionMode):
             return self._to_out(func, args, dict(kwargs))
         if name in _PIECES:
             return self._pieces(func, args, kwargs)
+        if name in RESHAPES and args and isinstance(args[0], DTensor) and has_strides(args[0]):
+            args = (_copied(args[0], reshapable(func, args, kwargs)), *args[1:])
         if name in _READS or (name == "__getitem__" and not _is_basic(args[1], masks=False)):
             return tree_map(self._as_dtensor, func(*map_whole(args), **map_whole(kwargs)))
         if name == "__format__" and args[0].ndim == 0:
@@ -351,7 +330,7 @@ class OneMemory(TorchFunctionMode):
                 return x
             if x._is_view() and not _shares_memory(x, x._base):
                 return _remember(func, args, kwargs, at, x)
-            return _reduced_truth(x)
+            return reduced_truth(x)
 
         if not isinstance(result, tuple | list) or isinstance(result, torch.Size):
             return noted(0, result)
@@ -379,10 +358,7 @@ class OneMemory(TorchFunctionMode):
         dim = kwargs.get("dim", args[at] if len(args) > at else 0)
         sizes = [y.shape for y in func(torch.empty(x.shape, device="meta"), *args, **kwargs)]
         dim %= max(x.ndim, 1)
-        cut = [p.is_shard(dim) for p in x.placements]
-        if any(cut):
-            where = [Replicate() if c else p for c, p in zip(cut, x.placements, strict=True)]
-            x = remember(x.redistribute(placements=where), x)
+        x = _copied(x, gather_where(x, [is_cut(p, dim) for p in x.placements]))
         if func.__name__ == "unbind":
             places = [(Tensor.select, (x, dim, i)) for i in range(len(sizes))]
         else:
@@ -473,10 +449,12 @@ def _runs_on_parts(name: str, args: tuple, kwargs: dict) -> bool:
             f"{name} changes the shape of a DTensor in place, which its shards cannot follow: "
             f"use {name[:-1]}, which returns a new tensor"
         )
-    if _is_partial(x):
+    if is_partial(x):
         adds_number = not placed and name in ("add_", "sub_", "iadd_", "isub_")
-        cut = any(p.is_shard() for y in placed for p in y)
+        cut = any(is_cut(p) for y in placed for p in y)
         return name in _RANDOM or (name in _OF_SUMS and not adds_number and not cut)
+    if has_strides(x) and (name in _ALONG_DIM or name == "fill_"):
+        return False
     if name in _ALONG_DIM:
         dim = kwargs["dim"] if "dim" in kwargs else args[1]
         own = x.placements

@@ -36,6 +36,8 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.nn import _reduction
 from torch.utils._pytree import tree_map
 
+from warpweave.declare_layouts import gather_strided, gather_where, is_cut
+
 Function = Callable[..., Any]
 
 # ---------------------------------------------------------------- layouts
@@ -61,15 +63,14 @@ def _even(x: Any) -> Any:
 
 
 def _evenly(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return func(_even(x), *args, **kwargs)
+    return func(_even(gather_strided(x)), *args, **kwargs)
 
 
 def _unshard(x: Any, dims: tuple[int, ...]) -> Any:
     """x without partial sums and with these dims whole on every rank."""
     x = _sum_partial(x)
     dims = tuple(d % x.ndim for d in dims)
-    whole = [Replicate() if p.is_shard() and p.dim in dims else p for p in x.placements]
-    return x if whole == [*x.placements] else x.redistribute(placements=whole)
+    return gather_where(x, [is_cut(p) and p.dim in dims for p in x.placements])
 
 
 def _own(x: DTensor, cuts: list, grads: list) -> Tensor:

@@ -1,0 +1,126 @@
+"""Layouts of DTensors in a declared model: whole, partial, sharded, and what a reshape makes of it.
+
+A reshape that merges dims of which not the first is sharded leaves each rank several pieces:
+
+    x[B, S, E], S sharded        x.flatten(0, 1)[B S, E]: rank 0 has the first half of every sample
+
+DTensor's placement for that, a strided shard, follows operators of single elements and products.
+The reshape that splits the dim again into B and S is right as well. Of others DTensor makes wrong
+layouts, silently, so they take tensors without strided shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+# Functions whose result has the same elements in the same order, in another shape.
+RESHAPES = frozenset(["view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "unflatten"])
+
+
+# ---------------------------------------------------------------- whole tensors and DTensors
+
+
+def as_dtensor(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """x, and a plain tensor as one that is the same on all ranks; nothing is sent."""
+    if isinstance(x, DTensor):
+        return x
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def whole_tensor(x: Any) -> Any:
+    """The plain logical tensor of a DTensor, on every rank; anything else as it is.
+
+    The gradient that it gets must be the same on all ranks, as it is where they compute alike.
+    """
+    if not isinstance(x, DTensor):
+        return x
+    replicated: Any = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+    return replicated.to_local()
+
+
+def is_dtensor(x: Any) -> bool:
+    return isinstance(x, DTensor)
+
+
+def is_partial(x: DTensor) -> bool:
+    return any(p.is_partial() for p in x.placements)
+
+
+def reduced_truth(x: Any) -> Any:
+    """Truth values of all ranks where x is of bools and partial, such as those of `any`.
+
+    DTensor would cast each rank's truth value and then add them.
+    """
+    if not isinstance(x, DTensor) or x.dtype != torch.bool or not is_partial(x):
+        return x
+    counts: Any = DTensor.from_local(
+        x.to_local().int(), x.device_mesh, x.placements, run_check=False,
+        shape=x.shape, stride=x.stride(),
+    )  # fmt: skip
+    return counts.redistribute(placements=[Replicate()] * x.device_mesh.ndim).bool()
+
+
+# ---------------------------------------------------------------- strided shards
+
+
+def is_strided(p: Any) -> bool:
+    """Return True for a placement in which each rank has several pieces of a dim."""
+    return hasattr(p, "split_factor")
+
+
+def has_strides(x: DTensor) -> bool:
+    return any(map(is_strided, x.placements))
+
+
+def is_cut(p: Any, dim: int | None = None) -> bool:
+    """Return True for a placement that shards this dim, or any, in one piece or several."""
+    return p.is_shard(dim) or (is_strided(p) and dim in (None, p.dim))
+
+
+def gather_where(x: DTensor, cut: list[bool]) -> DTensor:
+    """x whole over the mesh axes where `cut` is True; x itself if none is."""
+    if not any(cut):
+        return x
+    where = [Replicate() if c else p for c, p in zip(cut, x.placements, strict=True)]
+    return x.redistribute(placements=where)
+
+
+def gather_strided(x: DTensor) -> DTensor:
+    """x without strided shards."""
+    return gather_where(x, [*map(is_strided, x.placements)])
+
+
+def reshapable(reshape: Callable, args: tuple, kwargs: dict) -> DTensor:
+    """The tensor that is reshaped, without strided shards if its layout would be wrong."""
+    x, rest = args[0], args[1:]
+    if reshape.__name__ in ("view_as", "reshape_as"):
+        shape = rest[0].shape
+    else:
+        shape = reshape(torch.empty(x.shape, device="meta", dtype=x.dtype), *rest, **kwargs).shape
+    return x if _follows(x, shape) else gather_strided(x)
+
+
+def _follows(x: DTensor, shape: torch.Size) -> bool:
+    """Return True if DTensor's layout of x in another shape is right: nothing changes up to the
+    dims with strided shards, or the one that there is becomes the dims that it was made of."""
+    strided = [(p, size) for p, size in zip(x.placements, x.device_mesh.shape) if is_strided(p)]
+    if all(shape[: p.dim + 1] == x.shape[: p.dim + 1] for p, _ in strided):
+        return True
+    if len(strided) > 1:
+        return False
+    ((p, ranks),) = strided
+    others = zip(x.placements, x.device_mesh.shape, strict=True)
+    ahead = p.split_factor * prod(size for q, size in others if q.is_shard(p.dim))
+    if shape[: p.dim] != x.shape[: p.dim]:
+        return False
+    for at in range(p.dim + 1, len(shape)):
+        if prod(shape[p.dim : at]) == ahead and shape[at] % ranks == 0:
+            return prod(shape[p.dim : at + 1]) == x.shape[p.dim]
+    return False
