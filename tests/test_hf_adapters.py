@@ -250,6 +250,9 @@ CHANGED = {
     "ia3": lambda m: peft.get_peft_model(
         m, peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
     ),
+    "adalora": lambda m: peft.get_peft_model(
+        m, peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9, init_r=3)
+    ),
     "norms": tuned_norms,
     "a norm saved, too": lambda m: adapted(
         m, ["embed_tokens"], modules_to_save=["input_layernorm"]
@@ -278,7 +281,7 @@ OUTCOMES = {
         "a parametrization": (EQUAL, EQUAL), "weight norm": (LINEAR, EQUAL),
         "pruning": (LINEAR, EQUAL), "pruned norm": (PART, EQUAL), "dora": (DORA, DORA),
         "dropout": (DROPOUT, DROPOUT), "ia3": (OTHER, OTHER), "norms": (EQUAL, EQUAL),
-        "a norm saved, too": (EQUAL, EQUAL),
+        "a norm saved, too": (EQUAL, EQUAL), "adalora": (OTHER, OTHER),
     },
     ("tp", False): {
         "an mlp": (EQUAL, EQUAL), "a hook's parameter": (EQUAL, EQUAL),

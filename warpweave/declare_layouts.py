@@ -108,16 +108,19 @@ def reshapable(reshape: Callable, args: tuple, kwargs: dict) -> DTensor:
 
 
 def _follows(x: DTensor, shape: torch.Size) -> bool:
-    """Return True if DTensor's layout of x in another shape is right: nothing changes up to the
-    dims with strided shards, or the one that there is becomes the dims that it was made of."""
-    strided = [(p, size) for p, size in zip(x.placements, x.device_mesh.shape) if is_strided(p)]
+    """Return True if DTensor's layout of x after a reshape to `shape` is right.
+
+    It is right if the dims up to the last strided one are unchanged, or if the only strided dim is
+    split into the dims from which it was merged.
+    """
+    axes: list[tuple[Any, int]] = list(zip(x.placements, x.device_mesh.shape, strict=True))
+    strided = [(p, size) for p, size in axes if is_strided(p)]
     if all(shape[: p.dim + 1] == x.shape[: p.dim + 1] for p, _ in strided):
         return True
     if len(strided) > 1:
         return False
     ((p, ranks),) = strided
-    others = zip(x.placements, x.device_mesh.shape, strict=True)
-    ahead = p.split_factor * prod(size for q, size in others if q.is_shard(p.dim))
+    ahead = p.split_factor * prod([size for q, size in axes if q.is_shard(p.dim)])
     if shape[: p.dim] != x.shape[: p.dim]:
         return False
     for at in range(p.dim + 1, len(shape)):

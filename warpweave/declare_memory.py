@@ -359,6 +359,7 @@ class OneMemory(TorchFunctionMode):
         sizes = [y.shape for y in func(torch.empty(x.shape, device="meta"), *args, **kwargs)]
         dim %= max(x.ndim, 1)
         x = _copied(x, gather_where(x, [is_cut(p, dim) for p in x.placements]))
+        places: list[tuple[Any, tuple]]
         if func.__name__ == "unbind":
             places = [(Tensor.select, (x, dim, i)) for i in range(len(sizes))]
         else:

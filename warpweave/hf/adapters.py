@@ -163,13 +163,9 @@ def enter(wrapper: Any, name: str, tp: Any, shared: Groups) -> list[tuple[str, n
 
 def _check_lora(wrapper: Any, name: str) -> None:
     kind = type(wrapper).__name__
-    layers = [
-        layer
-        for part in ("lora_A", "lora_B")
-        for layer in getattr(wrapper, part, nn.ModuleDict())._modules.values()
-    ]
-    plain = {"lora_A", "lora_B"} <= wrapper._modules.keys()
-    if not plain or any(type(layer) is not nn.Linear for layer in layers):
+    parts = [getattr(wrapper, part, None) for part in ("lora_A", "lora_B")]
+    plain = all(isinstance(part, nn.ModuleDict) for part in parts)  # AdaLoRA's hold parameters
+    if not plain or any(type(layer) is not nn.Linear for part in parts for layer in part.values()):
         raise ValueError(
             f"{name}: {kind} of {type(wrapper).__module__} does not compute B A x, and only LoRA "
             "works over ranks: remove this adapter, or merge it before apply(mesh=...)"
