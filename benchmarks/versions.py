@@ -43,14 +43,9 @@ QUICK = (
 )  # fmt: skip
 
 
-def declared() -> dict[str, Any]:
-    """pyproject.toml."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
 def project() -> dict[str, Any]:
     """The table ``[project]`` of pyproject.toml."""
-    return declared()["project"]
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def supported() -> list[str]:
@@ -82,21 +77,19 @@ def requirements(libraries: str) -> list[str]:
         return ["-c", "constraints.txt", "setuptools", "--no-build-isolation", "-e", ".[dev]"]
     extras = project()["optional-dependencies"]
     wanted = [*project()["dependencies"], *extras["hf"], *extras["tensorboard"]]
-    # torch 2.11 requires a setuptools below the pin, so pip chooses one that builds this project.
-    build = declared()["build-system"]["requires"]
-    names = {"setuptools"} | {re.match(r"[\w-]+", line)[0] for line in wanted}
+    names = {re.match(r"[\w-]+", line)[0] for line in wanted}
     tools = [line for line in extras["dev"] if re.match(r"[\w-]+", line)[0] not in names]
     if libraries == "newest":
-        return [*build, *wanted, *(line.partition("=")[0] for line in tools)]
-    return [*build, *(line.replace(">=", "==") for line in wanted), *tools]
+        return [*wanted, *(line.partition("=")[0] for line in tools)]
+    return [line.replace(">=", "==") for line in wanted] + tools
 
 
 def install(python: Path, libraries: str) -> str:
     """Install a set of libraries and this project; return pip's error, empty if there was none."""
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     project_itself = ["--no-deps", "--no-build-isolation", "-e", "."]
-    pinned = [["-c", "constraints.txt", "setuptools"]] if libraries == "pins" else []
-    for step in (*pinned, requirements(libraries), project_itself):
+    steps = [["-c", "constraints.txt", "setuptools"], requirements(libraries), project_itself]
+    for step in steps:
         done = subprocess.run([*pip, *step], cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = done.stderr.splitlines()

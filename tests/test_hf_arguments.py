@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,7 +17,6 @@ from warpweave.hf import loss  # noqa: E402
 from warpweave.hf.adapters import check_dropout, enter, is_wrapper  # noqa: E402
 from warpweave.hf.arguments import cache_of, own  # noqa: E402
 from warpweave.hf.attention import attention_forward  # noqa: E402
-from warpweave.hf.untouched import Untouched  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -152,20 +150,6 @@ def test_a_cap_of_logits_is_seen_on_a_new_model_under_any_name():
     assert loss.find_loss_form(model, inputs).softcap == 30.0
     with mock.patch.object(loss, "_softcap_of", return_value=None):
         assert loss.find_loss_form(model, inputs) == "its logits are not its head's output"
-
-
-def test_hidden_states_requested_under_no_known_name_are_refused():
-    tokens, call = SimpleNamespace(), SimpleNamespace(config=transformers.LlamaConfig())
-    watched = SimpleNamespace(tokens=tokens)
-    for asked in (True, False):
-        call.config.output_hidden_states = asked
-        Untouched._enter(watched, call, (), {})
-        assert tokens.asked == ({"hidden_states"} if asked else set())
-    call.config = SimpleNamespace()
-    with pytest.raises(ValueError, match="has no output_hidden_states, which"):
-        Untouched._enter(watched, call, (), {})
-    Untouched._enter(watched, call, (), {"output_hidden_states": True})
-    assert tokens.asked == {"hidden_states"}
 
 
 def test_an_adapter_of_a_peft_without_variants_is_refused():

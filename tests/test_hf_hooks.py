@@ -256,6 +256,15 @@ def _copies() -> list:
         llama.config.num_hidden_layers = 1
         return llama(inputs["input_ids"])
 
+    class Renamed(type(llama.config)):
+        @property
+        def output_hidden_states(self):
+            raise AttributeError
+
+    def renamed():
+        llama.config.__class__ = Renamed
+        return llama(inputs["input_ids"])
+
     return [
         lambda: copy.deepcopy(model),
         lambda: pickle.dumps(model),
@@ -263,6 +272,7 @@ def _copies() -> list:
         lambda: model.resize_token_embeddings(70),
         lambda: llama.resize_token_embeddings(70),
         stopped,
+        renamed,
         lambda: experts(inputs["input_ids"], output_router_logits=True),
         lambda: experts(inputs["input_ids"], output_hidden_states=True, output_attentions=True),
     ]
@@ -275,6 +285,7 @@ REFUSED = (
     "its 61 embeddings cannot be resized to 70",
     "its 61 embeddings cannot be resized to 70",
     "LlamaModel: its forward did not reach the last of 2 layers",
+    "has no output_hidden_states, which warpweave.hf reads",
     "GptOssDecoderLayer: each rank has only its own tokens' router_",
     "GptOssDecoderLayer: each rank has only its own tokens' attentions over cp",
 )

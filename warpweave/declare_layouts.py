@@ -76,6 +76,7 @@ def is_strided(p: Any) -> bool:
 
 
 def has_strides(x: DTensor) -> bool:
+    """Return True if x is sharded in several pieces per rank over some mesh axis."""
     return any(map(is_strided, x.placements))
 
 

@@ -179,6 +179,7 @@ def remember(copy: DTensor, base: Tensor, keep: bool = True) -> DTensor:
 
 
 def _copied(x: DTensor, copy: DTensor) -> DTensor:
+    """Return x itself if nothing was copied, else the copy, linked to x."""
     return x if copy is x else remember(copy, x)
 
 
@@ -345,10 +346,10 @@ class OneMemory(TorchFunctionMode):
         return args[0]
 
     def _pieces(self, func: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        """The results of func, which cuts x along a dim, each as a view by itself.
+        """Cut a tensor along a dim like func, with a separate view for each piece.
 
-        From func itself those that nobody uses would get plain gradients beside the others'. A
-        sharded dim is gathered once.
+        If func itself cut it, autograd would fill in plain gradients for unused pieces, next to the
+        DTensor gradients of the others. A sharded dim is gathered once.
         """
         if not args:
             kwargs = dict(kwargs)

@@ -109,12 +109,12 @@ def _of_whole_sums(func: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 def _then_sum(func: Function, *args: Any, **kwargs: Any) -> Any:
-    """func, whose partial sums DTensor can add up only once: they are added up at once."""
+    """Compute func and add up its partial sums at once: DTensor fails if it adds them up later."""
     return sum_partial(func(*args, **kwargs))
 
 
 def join_tensors(func: Function, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """func of a list of tensors, in which DTensor takes no partial sums beside partial maxima."""
+    """Call func on a list of tensors, in which DTensor does not mix partial sums and maxima."""
     partial = {p for x in tensors if isinstance(x, DTensor) for p in x.placements if p.is_partial()}
     if len(partial) > 1:
         tensors = [sum_partial(x) for x in tensors]
@@ -213,7 +213,7 @@ def _named_dims(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _logsumexp(func: Function, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """DTensor shifts the sharded dims as if a reduced dim were never kept."""
+    """Keep reduced dims afterwards: DTensor moves the sharded dims as if none were kept."""
     y = _named_dims(func, x, dim)
     if not keepdim:
         return y
@@ -227,8 +227,8 @@ def _deviation(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return _named_dims(partial(_of_whole_sums, func), x, *args, **kwargs)
 
 
-def _scan(func: Function, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
-    """A function along a dim that is counted from the front."""
+def _from_front(func: Function, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
+    """Call a function along a dim with the dim counted from the front."""
     return func(x, dim + x.ndim if -x.ndim <= dim < 0 else dim, *args, **kwargs)
 
 
@@ -326,7 +326,7 @@ _TABLE: tuple[tuple[Function, list[Function]], ...] = (
     (_named_dims, _named("sum", "mean", "nansum", "nanmean", "amax", "amin")),
     (_logsumexp, _named("logsumexp")),
     (_evenly, _named("max", "min", "aminmax", "argmax", "argmin", "all", "any")),
-    (_scan, _named("cumsum", "logcumsumexp", "select")),
+    (_from_front, _named("cumsum", "logcumsumexp", "select")),
     (_then_sum, _named("gather", "take_along_dim")),
     (join_tensors, _named("stack")),
     (_rms_norm, [F.rms_norm, torch.rms_norm]),

@@ -158,7 +158,7 @@ TRAIN = (
 
 
 def _proves_no_schedule(config: Any) -> bool:
-    """Whether one layout without a pipeline is proven, by a schedule that updates once a step."""
+    """True for one layout without a pipeline, whose schedule updates the weights once a step."""
     if config.pp > 1 or config.all or config.random:
         return False
     return not find_family(config.schedule).asynchronous

@@ -41,8 +41,8 @@ def quietly(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     parameters = list(model.parameters())
     devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
     with torch.no_grad(), ours_always(), torch.random.fork_rng(devices):
-        # Not torch.manual_seed: it records a stack trace for every kind of device that is not in
-        # use, a millisecond and some memory in each of the hundreds of probes of a model.
+        # torch.manual_seed would record and keep a stack trace for every kind of device that is not
+        # in use, in each of the hundreds of probes of a model.
         torch.default_generator.manual_seed(0)
         for device in devices:
             torch.cuda.default_generators[device].manual_seed(0)

@@ -45,14 +45,13 @@ LIMITS = {"fp64": 32.0, "fp32": 32.0, "bf16": 8.0, "fp16": 8.0}
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest errors of a layout, and the tensor and rank of the largest.
+    """Largest errors of a layout, in multiples of the effect of rounding alone (`truth`).
 
-    `first` names the tensor and rank of the first error beyond the limit, in the order of execution
-    (`execution_order`).
-    Each in multiples of the effect of rounding alone on that number (`truth`). `evaluation` is that
-    of losses without training; `token` is by how much the plain model's logit of a generated token
-    is below the largest logit, in multiples of twice the effect of rounding: 0 for the token that
-    the plain model generates. `relative` are the same errors relative to the numbers' size.
+    `evaluation` is the error of losses without training. `token` is the distance of the plain
+    model's logit of a generated token from the largest logit, in multiples of twice the effect of
+    rounding: 0 for the token that the plain model generates. `relative` has the same errors
+    relative to the size of the numbers. `where` names the tensor and rank of the largest error,
+    `first` those of the first one beyond the limit in execution order (`execution_order`).
     """
 
     loss: float
