@@ -17,9 +17,9 @@ from typing import Any
 
 from harness import header, parser, results_folder, write_report
 
-from warpweave.collectives.command import collectives_rank, summarised
-from warpweave.collectives.options import CollectivesConfig
 from warpweave.launch import launch
+from warpweave.machine.collectives.command import collectives_rank, summarised
+from warpweave.machine.collectives.options import CollectivesConfig
 from warpweave.parallel.algorithms.all_reduce import all_reduces
 from warpweave.parallel.algorithms.network import Network, traffic
 from warpweave.parallel.algorithms.rounds import Algorithm, Recv, Round, Rounds, Send

@@ -30,7 +30,7 @@ from warpweave.kernels.cost import Cost
 from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.gemm import fused_gemm
 from warpweave.kernels.runtime.dispatch import capability
-from warpweave.tune.aot import compiling
+from warpweave.machine.tune.aot import compiling
 
 CLAIM = "Nine of ten measured times lie in the intervals that the clock predicts."
 

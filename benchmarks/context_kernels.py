@@ -19,8 +19,8 @@ from torch import Tensor
 
 from warpweave.kernels import reference
 from warpweave.kernels.attention import attention_bwd, attention_delta, attention_fwd
+from warpweave.machine.tune.timing import CudaTimer, interleave
 from warpweave.parallel.layout import SequenceLayout
-from warpweave.tune.timing import CudaTimer, interleave
 
 CLAIM = (
     "The kernels of 8 emulated ranks (zig-zag, causal), one after another, take at most 1.12 times "

@@ -34,9 +34,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from warpweave.config import ParallelPlan
-from warpweave.engine import Engine
-from warpweave.gpt import GPT, GPTConfig
+from warpweave.model.config import ParallelPlan
+from warpweave.model.engine import Engine
+from warpweave.model.gpt import GPT, GPTConfig
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import Mesh
 

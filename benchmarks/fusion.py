@@ -35,7 +35,7 @@ from warpweave.kernels.gemm import fused_gemm
 from warpweave.kernels.mlp import hidden_bwd
 from warpweave.kernels.qkv import qkv_fwd
 from warpweave.kernels.runtime.fusion import FUSED
-from warpweave.tune.aot import compiling
+from warpweave.machine.tune.aot import compiling
 
 CLAIM = "Products are fused where the clock predicts that it saves time."
 RESULTS = harness.ROOT / "benchmarks" / "results" / "clock"

@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from warpweave.doctor.check import relative_error as relative_error
+from warpweave.machine.doctor.check import relative_error as relative_error
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -263,7 +263,7 @@ def run_ranks(world: int, entry: Callable[..., Any], *args: Any) -> Any:
     importable, its result picklable. Raises torch's ``ProcessRaisedException`` if a rank fails.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "warpweave.engine"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "warpweave.model.engine"])
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
@@ -274,7 +274,7 @@ def run_ranks(world: int, entry: Callable[..., Any], *args: Any) -> Any:
 
 
 def _rank(rank: int, world: int, store: str, results: Any, entry: Callable, args: tuple) -> None:
-    from warpweave.launch import end_with_parent
+    from warpweave.launch.processes import end_with_parent
 
     end_with_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"

@@ -1,4 +1,4 @@
-"""`warpweave.styles` against torch's own parallel styles of the same names, over all layouts.
+"""`warpweave.layers.sharding.styles` against torch's parallel styles of the same names.
 
 Columns and rows of linear layers and embeddings, of inputs of 1 to 4 dims, for every layout in and
 out (`Shard` of every dim from either end, `Replicate`), with and without a bias, of plain tensors
@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-import warpweave.styles as ours
-from warpweave.shards import whole
+import warpweave.layers.sharding.styles as ours
+from warpweave.layers.sharding.dtensor import whole
 
 RANKS, SHAPE, V, E, LIMIT = 2, (4, 2, 6, 8), 13, 8, 1e-12
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from warpweave.kernels.cost import Cost
 from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
-from warpweave.tune.timing import CudaTimer, Timer, interleave
+from warpweave.machine.tune.timing import CudaTimer, Timer, interleave
 
 OURS = "warpweave"
 REFUSALS = (RuntimeError, TypeError, ImportError, AttributeError)  # of a baseline that cannot run

@@ -26,13 +26,13 @@ from kernel_harness import OURS, Bench, Measured, Problem, Row
 from step_baselines import LR, Plain, Transformers, Weights, missing, order, plain_loss, shifted
 from torch import Tensor
 
-from warpweave.engine import Engine
-from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.kernels import cost
 from warpweave.kernels.devices import find_device
+from warpweave.machine.tune.timing import interleave
+from warpweave.model.engine import Engine
+from warpweave.model.gpt import GPT, PRESETS, GPTConfig
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import single
-from warpweave.tune.timing import interleave
 
 CLAIM = (
     "A bfloat16 training step is at least 1.15 times as fast as torch.compile's and transformers' "

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from harness import header, parser, results_folder, run_ranks, write_report
 
-from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.data import open_dataset
-from warpweave.engine import Engine
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import Mesh

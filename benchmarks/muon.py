@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from harness import header, parser, results_folder, write_report
 
-from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.data import Dataset, open_dataset
-from warpweave.engine import Engine
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
 from warpweave.parallel.data.optimizer import AdamW, Muon, Rule
 from warpweave.parallel.mesh import single
 

@@ -41,11 +41,11 @@ from warpweave.kernels.overlap.function import (
     run_local,
 )
 from warpweave.kernels.overlap.symmetric import local_memory
+from warpweave.machine.tune.timing import CudaTimer
+from warpweave.machine.tune.timing import interleave as interleave_on_device
 from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linear
 from warpweave.parallel.words import Overlap
-from warpweave.tune.timing import CudaTimer
-from warpweave.tune.timing import interleave as interleave_on_device
 
 CLAIM = "Products that hide messages keep 0.95 of cuBLAS, and take less than cuBLAS and NCCL."
 WANTED = 0.95

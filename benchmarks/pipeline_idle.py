@@ -17,7 +17,7 @@ import torch
 from harness import header, parser, results_folder, run_ranks, write_report
 from torch import Tensor
 
-from warpweave.config import ParallelPlan
+from warpweave.model.config import ParallelPlan
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.pipeline import Distributed, Like, execute

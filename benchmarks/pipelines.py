@@ -31,10 +31,10 @@ from harness import (
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from warpweave.config import ParallelPlan
-from warpweave.engine import Engine
-from warpweave.gpt import GPT, GPTConfig
 from warpweave.layers.context import TokenContext
+from warpweave.model.config import ParallelPlan
+from warpweave.model.engine import Engine
+from warpweave.model.gpt import GPT, GPTConfig
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 

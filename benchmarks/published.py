@@ -25,8 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.kernels.cost import gpt_step, gpt_weights
+from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.parallel.mesh import Mesh
 from warpweave.plan.device import HARDWARE, Efficiency, Hardware
 from warpweave.plan.time import Job, step_time

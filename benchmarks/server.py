@@ -29,9 +29,9 @@ from warpweave.parallel.server.clocks import Clocks
 from warpweave.parallel.server.replay import replay
 from warpweave.parallel.server.server import ServerPlan
 from warpweave.parallel.server.worker import Compute, Gradient
-from warpweave.server.log import staleness_of
-from warpweave.server.roles import ServedModel
-from warpweave.train_config import parse
+from warpweave.train.options import parse
+from warpweave.train.server.log import staleness_of
+from warpweave.train.server.roles import ServedModel
 
 CLAIM = "A bound on staleness trades waiting for delay: loss by gradients and by time, six modes."
 WORKERS, SLOW, SEED = 8, 4.0, 1

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from harness import torch_adamw
 from torch import Tensor, nn
 
-from warpweave.gpt import GPTConfig
+from warpweave.model.gpt import GPTConfig
 
 LR, BETAS, EPS, DECAY, CLIP = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 Weights = Mapping[str, Tensor]

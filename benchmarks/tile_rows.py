@@ -4,10 +4,10 @@
     python benchmarks/tile_rows.py --targets sm_90 --triton 3.9+  # rows for 3.9 and from there on
 
 Compiles every attention case of the compile gate. For each kernel that the gate refuses, the
-nearest tile that it does not (`warpweave.tune.candidates`) becomes a row for the case's variant,
-before the row that was taken, so that calls which keep still more take it, too. Then all is
-compiled again, and the table is written once nothing is refused. If no tile up to --steps away is
-clean, the exit status is 1 and nothing is written. Kernels that take no tile from the table are
+nearest tile that it does not (`warpweave.machine.tune.candidates`) becomes a row for the case's
+variant, before the row that was taken, so that calls which keep still more take it, too. Then all
+is compiled again, and the table is written once nothing is refused. If no tile up to --steps away
+is clean, the exit status is 1 and nothing is written. Kernels that take no tile from the table are
 left to `compiled.py`.
 
 A row is for the capability of the one that it replaces, which parts above without rows of their own
@@ -35,8 +35,8 @@ from warpweave.kernels.attention import launch
 from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import KERNELS, Tile, TileRow, read_table, write_table
-from warpweave.tune.calls import Problem
-from warpweave.tune.candidates import around, could_fit
+from warpweave.machine.tune.calls import Problem
+from warpweave.machine.tune.candidates import around, could_fit
 
 SHIPPED = Path(tiles.__file__).with_name("tiles.json")
 DTYPES = {2: "bf16", 4: "fp32", 8: "fp64"}

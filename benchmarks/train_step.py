@@ -29,8 +29,8 @@ from harness import (
 )
 from torch import Tensor, nn
 
-from warpweave.engine import Engine
-from warpweave.gpt import GPTConfig
+from warpweave.model.engine import Engine
+from warpweave.model.gpt import GPTConfig
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import single
 from warpweave.parallel.shard import ParamRecord

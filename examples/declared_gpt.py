@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/declared_gpt.py
 
 prints every layout that DTensor propagates, every collective with its bytes, and the loss beside
-that of one rank. The parameters have the names and shapes of `warpweave.plain_gpt`, in the styles
+that of one rank. The parameters have the names and shapes of `warpweave.model.plain`, in the styles
 of GPT-2 (learned positions, LayerNorm, GELU) and of Llama (rotary embedding, RMSNorm, SwiGLU).
 """
 
@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from warpweave.declare import shard
-from warpweave.explain import explain_sharding
-from warpweave.plain_gpt import PlainConfig, plain_init
+from warpweave import explain_sharding, shard
+from warpweave.model.plain import PlainConfig, plain_init
 
 # What the mesh's axes do, whatever the model: data parallelism is the first line alone.
 AXES = {"batch": "dp", "groups": "tp", "hidden": "tp", "vocab": "tp"}
@@ -117,7 +116,7 @@ def norm(config: PlainConfig) -> nn.Module:
 
 
 class GPT(nn.Module):
-    """Parameters as `warpweave.plain_gpt.plain_shapes` lists them."""
+    """Parameters as `warpweave.model.plain.plain_shapes` lists them."""
 
     def __init__(self, config: PlainConfig) -> None:
         super().__init__()

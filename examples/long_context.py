@@ -18,14 +18,10 @@ from dataclasses import dataclass
 import torch
 import tyro
 
-from warpweave.config import ParallelPlan
-from warpweave.engine import Engine
-from warpweave.gpt import GPTConfig
-from warpweave.launch import join
-from warpweave.metrics import peak_memory
+from warpweave import Engine, GPTConfig, Mesh, ParallelPlan, join
 from warpweave.parallel.context.explain import table
-from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import Choice
+from warpweave.train.metrics import peak_memory
 
 
 @dataclass(frozen=True)

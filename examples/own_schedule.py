@@ -15,12 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from warpweave.config import ParallelPlan
-from warpweave.engine import Engine
-from warpweave.gpt import GPTConfig
-from warpweave.launch import join
+from warpweave import Engine, GPTConfig, Mesh, ParallelPlan, join
 from warpweave.parallel import schedule as schedules
-from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import Action, Schedule
 from warpweave.parallel.simulate import simulate
 

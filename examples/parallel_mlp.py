@@ -6,8 +6,7 @@ torchrun --nproc-per-node 2 examples/parallel_mlp.py
 import torch
 from torch import Tensor, nn
 
-from warpweave.launch import join
-from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
+from warpweave import ColumnParallelLinear, RowParallelLinear, join
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 
 

@@ -9,11 +9,7 @@ from dataclasses import dataclass
 import torch
 import tyro
 
-from warpweave.config import ParallelPlan
-from warpweave.engine import Engine
-from warpweave.gpt import GPTConfig
-from warpweave.launch import join
-from warpweave.parallel.mesh import Mesh
+from warpweave import Engine, GPTConfig, Mesh, ParallelPlan, join
 
 
 @dataclass(frozen=True)

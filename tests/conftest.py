@@ -92,7 +92,7 @@ def saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs leave a curve of no points, which takes half as long as all their steps."""
-    from warpweave.metrics import Metrics
+    from warpweave.train.metrics import Metrics
 
     monkeypatch.setattr(Metrics, "_plot", lambda self, path: path.write_bytes(b"\x89PNG"))
 

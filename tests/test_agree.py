@@ -21,14 +21,14 @@ from test_train import _config
 from thread_store import Store
 from threads import run_threads
 
-from warpweave.agree import Agreement, TrainingStopped
-from warpweave.launch import Session
+from warpweave.launch.session import Session
 from warpweave.parallel.checked import CollectiveMismatch
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import Action
-from warpweave.replicas import checksum
-from warpweave.train_config import METRICS, TrainConfig
-from warpweave.trainer import Trainer
+from warpweave.train.checks import Agreement, TrainingStopped
+from warpweave.train.options import METRICS, TrainConfig
+from warpweave.train.replicas import checksum
+from warpweave.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -353,7 +353,7 @@ def _agreement(**options: Any) -> tuple[Agreement, _Checked]:
 )
 def test_the_first_steps_and_those_that_are_due_are_compared(options, steps, evaluations) -> None:
     agreement, checked = _agreement(**options)
-    with mock.patch("warpweave.agree.Marked", return_value=mock.Mock(seconds=list)):
+    with mock.patch("warpweave.train.checks.Marked", return_value=mock.Mock(seconds=list)):
         for which, context in (
             (steps, lambda n: agreement.of_step(n, 0.0, {})),
             (evaluations, lambda n: agreement.of_evaluation()),
@@ -378,8 +378,8 @@ def test_a_ranks_own_seconds_are_those_without_any_wait_of_this_step() -> None:
     marked = mock.Mock(seconds=lambda: marks, transport=transport)
     clock = mock.Mock(perf_counter=lambda: 1020.0)
     with (
-        mock.patch("warpweave.agree.Marked", return_value=marked),
-        mock.patch("warpweave.agree.time", clock),
+        mock.patch("warpweave.train.checks.Marked", return_value=marked),
+        mock.patch("warpweave.train.checks.time", clock),
     ):
         for step in (1, 2, 3):
             with agreement.of_step(step, 1000.0, {"tokens": step}):

@@ -24,7 +24,7 @@ from warpweave.checkpoint import (
     open_latest,
     save_checkpoint,
 )
-from warpweave.train_config import TrainConfig
+from warpweave.train.options import TrainConfig
 
 WITH = {"config": {"a": 1}, "state": {"b": 0.1}}
 LONG = 60.0  # seconds: no verdict, but an end for what hangs

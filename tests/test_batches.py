@@ -11,10 +11,10 @@ import torch.distributed as dist
 from test_server import _options
 from threads import on_mesh, run_threads
 
-from warpweave.batches import Batches
 from warpweave.data import boundaries
-from warpweave.exchange import exchange
+from warpweave.parallel.exchange import exchange
 from warpweave.parallel.mesh import Mesh
+from warpweave.train.batches import Batches
 
 
 @pytest.mark.parametrize("packed", [False, True])

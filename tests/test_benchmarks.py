@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from clock import HotLoop
 from ranks import run_ranks
 
-from warpweave.gpt import GPTConfig
+from warpweave.model.gpt import GPTConfig
+from warpweave.model.plain import plain_gpt_loss
 from warpweave.parallel.algorithms.all_reduce import all_reduces
 from warpweave.parallel.algorithms.network import Network, traffic
 from warpweave.parallel.layout import SequenceLayout
-from warpweave.plain_gpt import plain_gpt_loss
 from warpweave.prove.expected import plain_config
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"

@@ -92,7 +92,7 @@ def _check(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from warpweave.declare import shard
+    from warpweave.layers.sharding.declare import shard
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     for name, (operator, x, others) in ROWS.items():

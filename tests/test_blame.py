@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from warpweave import launch
-from warpweave.blame import End, behind, rank_at_fault, recorded
+from warpweave.launch.blame import End, behind, rank_at_fault, recorded
+from warpweave.launch.processes import DUMPS, told_ranks
+from warpweave.launch.session import launch
 from warpweave.parallel.mesh import Mesh
-from warpweave.processes import DUMPS, told_ranks
 
 ABORTED = -signal.SIGABRT
 WORDS = "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=SEND)"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from warpweave.changes import NAME, Changes, changes_of, forget, known, note, undo
+from warpweave.hf.changes import NAME, Changes, changes_of, forget, known, note, undo
 
 
 @dataclass

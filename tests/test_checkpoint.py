@@ -35,7 +35,7 @@ from warpweave.checkpoint import (
 from warpweave.checkpoint import manifest as manifest_module
 from warpweave.checkpoint import save as save_module
 from warpweave.checkpoint.steps import publish_step
-from warpweave.processes import end_with_parent
+from warpweave.launch.processes import end_with_parent
 
 CONFIG = {"width": 64, "layers": 3, "eps": 1e-6, "tied": True}
 SHARD = "rank00000-00000.safetensors"

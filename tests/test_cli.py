@@ -12,15 +12,15 @@ import sys
 import pytest
 
 import warpweave
-from warpweave import cli
-from warpweave.command_line import alternatives, option_types, read_command_line
-from warpweave.config_file import options_of
-from warpweave.doctor.options import DoctorConfig
+from warpweave import __main__ as cli
+from warpweave.cli.command_line import alternatives, option_types, read_command_line
+from warpweave.cli.toml import options_of
+from warpweave.machine.doctor.options import DoctorConfig
+from warpweave.machine.tune.options import TuneConfig
 from warpweave.plan.options import PlanConfig
 from warpweave.prove.options import ProveConfig
-from warpweave.train_config import TrainConfig
+from warpweave.train.options import TrainConfig
 from warpweave.trials.options import TrialsConfig
-from warpweave.tune.options import TuneConfig
 
 
 def _run(monkeypatch, *arguments: str) -> int:
@@ -81,9 +81,9 @@ def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, 
     ("arguments", "early"),
     [
         (("train",), None),
-        (("train", "--dp", "2"), "warpweave.train"),
-        (("train", "--dp", "2", "--zero", "0", "--elastic", "1"), "warpweave.elastic.run"),
-        (("collectives",), "warpweave.collectives.command"),
+        (("train", "--dp", "2"), "warpweave.train.command"),
+        (("train", "--dp", "2", "--zero", "0", "--elastic", "1"), "warpweave.train.elastic.run"),
+        (("collectives",), "warpweave.machine.collectives.command"),
         (("export", "run", "out"), None),
     ],
 )
@@ -125,7 +125,7 @@ def test_processes_are_prepared_for_commands_that_start_ranks_and_given_to_them(
 def test_what_is_not_understood_is_answered_without_torch(arguments, code, words):
     program = f"""
 import sys
-from warpweave.cli import main
+from warpweave.__main__ import main
 sys.argv = ["warpweave", *{arguments!r}]
 try:
     main()

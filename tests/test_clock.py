@@ -21,7 +21,7 @@ from clock.loops import natural_loops
 from clock.ratchet import read_table, worsened, write_table
 
 from warpweave.kernels.runtime.dispatch import tl, triton
-from warpweave.tune.aot import compiling
+from warpweave.machine.tune.aot import compiling
 
 M, N, K, WARPS = 128, 64, 32, 4
 # Data sheets: dense FLOPs per second in bfloat16 over multiprocessors and boost clock.

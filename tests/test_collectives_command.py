@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from warpweave.collectives import command
-from warpweave.collectives.command import rows_table, summarised
-from warpweave.collectives.fit import fit, terms
-from warpweave.collectives.options import CollectivesConfig
+from warpweave.machine.collectives import command
+from warpweave.machine.collectives.command import rows_table, summarised
+from warpweave.machine.collectives.fit import fit, terms
+from warpweave.machine.collectives.options import CollectivesConfig
 from warpweave.parallel.algorithms.all_reduce import all_reduces
 from warpweave.parallel.algorithms.network import Network, traffic
 from warpweave.parallel.mesh import Mesh
@@ -271,7 +271,7 @@ def test_the_command_starts_its_ranks_where_it_is_told_and_writes_to_a_folder_of
 
 def test_a_run_writes_rows_and_a_plot(tmp_path) -> None:
     options = ["--ranks", "2", "--sizes", "64", "8K", "--repeats", "1", "--out", str(tmp_path)]
-    run = [sys.executable, "-P", "-m", "warpweave.cli", "collectives", *options]
+    run = [sys.executable, "-P", "-m", "warpweave", "collectives", *options]
     printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     found = json.loads(printed.splitlines()[-1])
     assert json.loads((tmp_path / "collectives.json").read_text()) == found

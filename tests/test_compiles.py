@@ -18,7 +18,7 @@ from gate.tiles import tile_cases
 
 from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime.tiles import triton_version
-from warpweave.tune.aot import Compiled, compiling, occupancy
+from warpweave.machine.tune.aot import Compiled, compiling, occupancy
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(3600)

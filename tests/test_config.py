@@ -14,15 +14,15 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 import tyro
 
-from warpweave import train
-from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.convert.families import canonical, read_config
-from warpweave.gpt import GPT
-from warpweave.option_kinds import overrides_of
+from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.model.gpt import GPT
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import FAMILIES
 from warpweave.prove.layouts import STYLES
-from warpweave.train_config import TrainConfig
+from warpweave.train import command as train
+from warpweave.train.option_kinds import overrides_of
+from warpweave.train.options import TrainConfig
 
 
 def _help(capsys, record: type) -> str:
@@ -306,7 +306,14 @@ def test_the_flops_of_a_step_are_of_the_parameters_that_multiply_and_of_half_the
 
 
 @pytest.mark.parametrize(
-    "module", ["train_config", "sample_config", "export_config", "prove.options", "tune.options"]
+    "module",
+    [
+        "train.options",
+        "train.sample_options",
+        "train.export_options",
+        "prove.options",
+        "machine.tune.options",
+    ],
 )
 def test_the_help_of_an_option_begins_with_what_it_is(module):
     """With a noun or a verb, "Ulysses degree", and not with a part of a sentence about it."""

@@ -22,14 +22,14 @@ from safetensors.torch import load_file, save_file
 from threads import run_threads
 
 from warpweave.checkpoint import CheckpointError, save_checkpoint
-from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.convert import ConvertError, from_hf, to_hf
 from warpweave.convert.families import FAMILIES, canonical, read_config, write_config
 from warpweave.convert.fields import read_json
 from warpweave.convert.write import _config_json
-from warpweave.engine import Engine
-from warpweave.gpt import GPT
 from warpweave.kernels.rope import RopeScaling
+from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
+from warpweave.model.gpt import GPT
 from warpweave.parallel.mesh import Mesh
 
 SIZES = {

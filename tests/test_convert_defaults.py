@@ -15,15 +15,15 @@ import pytest
 import torch
 from close import relative_error
 
-from warpweave.config import GPTConfig
 from warpweave.convert import families
 from warpweave.convert import fields as shared
 from warpweave.convert.families import FAMILIES, canonical, read_config, write_config
 from warpweave.convert.fields import ConvertError
 from warpweave.convert.folder import fill
 from warpweave.convert.tensors import rules_of
-from warpweave.gpt import GPT
 from warpweave.kernels.rope import RopeScaling
+from warpweave.model.config import GPTConfig
+from warpweave.model.gpt import GPT
 
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
 

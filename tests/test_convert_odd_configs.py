@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from warpweave.checkpoint import save_checkpoint
-from warpweave.config import PRESETS
 from warpweave.convert import from_hf, to_hf
 from warpweave.convert.families import canonical, read_config, write_config
 from warpweave.convert.fields import ConvertError, read_json
 from warpweave.convert.source import check_same_model, open_model, read_model_config
 from warpweave.convert.write import _write_files
-from warpweave.gpt import GPT
 from warpweave.kernels.rope import RopeScaling
+from warpweave.model.config import PRESETS
+from warpweave.model.gpt import GPT
 
 QWEN2 = {
     "model_type": "qwen2", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,

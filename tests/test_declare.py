@@ -1,4 +1,4 @@
-"""Declared sharding: a plain model under a plan is `plain_gpt`, with the collectives of ours."""
+"""Declared sharding computes what the plain model computes, with the collectives of our layers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from close import assert_close_f64
 from ranks import run_ranks
 from torch import nn
 
-from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.gpt import GPT as HandWritten
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.gpt import GPT as HandWritten
+from warpweave.model.plain import PlainConfig, plain_gpt_loss, plain_init
 from warpweave.parallel.mesh import Mesh
-from warpweave.plain_gpt import PlainConfig, plain_gpt_loss, plain_init
 
 EXAMPLE = str(Path(__file__).resolve().parents[1] / "examples" / "declared_gpt.py")
 GPT2 = PlainConfig(96, 12, 2, 32, 4, 4, 48)
@@ -68,7 +68,7 @@ def _equal_plain(rank: int, plans: list[tuple[dict[str, int], str]]) -> None:
 
 def _equals_plain(sizes: dict[str, int], which: str) -> None:
     """Loss and gradients of both styles, each gradient with its parameter's placement."""
-    from warpweave.declare import shard
+    from warpweave.layers.sharding.declare import shard
 
     example = runpy.run_path(EXAMPLE)
     named, axes = example["PLAN"], example["AXES"]
@@ -114,8 +114,8 @@ def _collectives(sequence: bool) -> tuple[Counter, Counter]:
     """What one block adds, declared and hand-written, on two tensor ranks."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    from warpweave.declare import shard
-    from warpweave.explain import explain_sharding
+    from warpweave.layers.sharding.declare import shard
+    from warpweave.layers.sharding.explain import explain_sharding
 
     example = runpy.run_path(EXAMPLE)
     plan = example["SEQUENCE_PLAN" if sequence else "PLAN"]
@@ -173,8 +173,8 @@ LLAMA_PLAN = {
 def _hugging_face(rank: int) -> None:
     import transformers
 
-    from warpweave.declare import shard
-    from warpweave.explain import explain_sharding
+    from warpweave.layers.sharding.declare import shard
+    from warpweave.layers.sharding.explain import explain_sharding
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -251,7 +251,7 @@ def _attention_options(rank: int, mesh: Any) -> None:
     """Dropout, and the causal mask of queries of which there are fewer than keys."""
     from torch.distributed.tensor import DTensor, Shard
 
-    from warpweave.declare import _attention_rule
+    from warpweave.layers.sharding.declare import _attention_rule
 
     q, seen = DTensor.from_local(torch.randn(2, 3, 4, 5), mesh, [Shard(2)]), {}
 
@@ -275,7 +275,7 @@ def _uneven_attention(mesh: Any) -> None:
     """Samples, heads or queries that the ranks do not divide are on all of them."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from warpweave.declare import _attention_rule
+    from warpweave.layers.sharding.declare import _attention_rule
 
     x = torch.randn(3, 3, 5, 4)
     wanted = F.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -290,7 +290,7 @@ def _joins_with_nothing(mesh: Any) -> None:
     """Tensors of shape (0,), the first one or not, wider in dtype or not."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    from warpweave.declare import _PlainAsReplicated
+    from warpweave.layers.sharding.declare import _PlainAsReplicated
 
     x = torch.randn(2, 4, 3, dtype=torch.float32)
     cut = distribute_tensor(x, mesh, [Shard(1)])
@@ -315,7 +315,7 @@ def _by_keyword(mesh: Any) -> None:
     """Functions of torch that have a rule accept their arguments by name."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from warpweave.declare import _PlainAsReplicated
+    from warpweave.layers.sharding.declare import _PlainAsReplicated
 
     x = torch.randn(4, 6)
     cut = distribute_tensor(x, mesh, [Shard(1)])
@@ -331,7 +331,7 @@ def _by_keyword(mesh: Any) -> None:
 
 
 def _as_one_rank(rank: int) -> None:
-    from warpweave.declare import shard
+    from warpweave.layers.sharding.declare import shard
 
     torch.set_default_dtype(torch.float64)
     mesh, x = _mesh({"a": 2}), torch.randn(2, 6, 8)
@@ -378,7 +378,7 @@ def test_attention_and_weighted_losses_are_those_of_one_rank() -> None:
 
 def test_a_mean_loss_is_of_as_many_targets_as_there_are_whatever_its_dtype() -> None:
     """As bfloat16, 301 would be another number. Targets that are probabilities are all counted."""
-    from warpweave.declare_rules import _class_loss
+    from warpweave.layers.sharding.rules import _class_loss
 
     def total(input: torch.Tensor, target: Any, *, reduction: str = "mean") -> torch.Tensor:
         return input.sum()
@@ -418,7 +418,7 @@ class _Passes(nn.Module):
 def _arguments(rank: int) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    from warpweave.declare import shard
+    from warpweave.layers.sharding.declare import shard
 
     mesh, x, z = _mesh({"a": 2}), torch.randn(2, 4), torch.randn(2, 4)
     plan = {
@@ -457,7 +457,7 @@ def test_the_first_entry_decides_and_arguments_arrive_by_place_or_name() -> None
 
 def _placed(dims: Any, axes: dict, shape: tuple[int, ...]) -> list:
     """Where a tensor lies on dp = 2 x tp = 3 x cp = 4: a dim, or None, for each axis."""
-    from warpweave.declare import _placements, _read
+    from warpweave.layers.sharding.declare import _placements, _read
 
     sizes = {"dp": 2, "tp": 3, "cp": 4}
     mesh: Any = SimpleNamespace(
@@ -518,7 +518,7 @@ def test_dims_lie_where_an_entry_has_them_or_do_not_fit(dims, shape, found) -> N
 
 @pytest.mark.parametrize("result", [(), [torch.ones(1)], (1, torch.ones(1)), None, {"x": 1}])
 def test_a_result_is_placed_if_it_is_a_tensor_or_a_tuple_that_begins_with_one(result) -> None:
-    from warpweave.declare import _on_result
+    from warpweave.layers.sharding.declare import _on_result
 
     hook = _on_result("up()", lambda x: x + 1)
     one = torch.ones(1)
@@ -565,8 +565,8 @@ REFUSED: list[tuple[dict, dict | None, str]] = [
 def _refusals(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from warpweave.declare import shard
-    from warpweave.explain import explain_sharding
+    from warpweave.layers.sharding.declare import shard
+    from warpweave.layers.sharding.explain import explain_sharding
 
     mesh = _mesh({"tp": 2})
     with pytest.raises(ValueError, match="shard needs a mesh whose axes have names"):

@@ -210,7 +210,7 @@ def _mesh() -> Any:
 def _as_one_device(rank: int, forms: str) -> None:
     from torch.distributed.tensor import Partial, Shard
 
-    from warpweave.declare import shard
+    from warpweave.layers.sharding.declare import shard
 
     torch.set_default_dtype(torch.float64)
     mesh, reads = _mesh(), forms == "reads"
@@ -276,7 +276,7 @@ class _Passes(nn.Module):
 def _edges(rank: int) -> None:
     from torch.distributed.tensor import Replicate
 
-    from warpweave.declare import shard
+    from warpweave.layers.sharding.declare import shard
 
     torch.set_default_dtype(torch.float64)
     mesh, plan = _mesh(), {"(x)": ("r", None, None), "(t)": ("r", None, None)}

@@ -319,7 +319,7 @@ def _placed(x: Tensor, mesh: Any, where: tuple) -> Tensor:
 
 def _wrong(row: Row, mesh: Any, where: tuple, both: bool) -> list[str]:
     """What is not as on one device, for x placed so; with `both`, tensors of x's shape are, too."""
-    from warpweave.declare import shard
+    from warpweave.layers.sharding.declare import shard
 
     name, function, given = row
     plain, ours = [x.clone() for x in given], [x.clone() for x in given]
@@ -381,7 +381,7 @@ def _outside(rank: int) -> None:
     """Losses of what a model returned and of a DTensor, outside of its forward."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from warpweave.declare import shard
+    from warpweave.layers.sharding.declare import shard
 
     torch.set_default_dtype(torch.float64)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))

@@ -59,22 +59,22 @@ def test_the_map_has_every_source_file_and_says_what_it_is_for(monkeypatch) -> N
     assert script.named("warpweave.kernels.merge", {"test_a.py", "test_merge.py"}) == (
         "`test_merge.py`, `test_a.py`"
     )
-    assert "test_restart.py" in tests["warpweave.trainer"]  # by a helper in test_train.py
+    assert "test_restart.py" in tests["warpweave.train.trainer"]  # by a helper in test_train.py
 
 
 def test_the_map_follows_a_helper_to_what_it_uses_and_no_further(monkeypatch, tmp_path) -> None:
     (tmp_path / "support").mkdir()
     (tmp_path / "support" / "helper.py").write_text(
-        "from warpweave.gpt import GPT\nfrom warpweave import engine\nimport other\n"
+        "from warpweave.model.gpt import GPT\nfrom warpweave import engine\nimport other\n"
         "MADE = [GPT]\ndef used():\n    return MADE, other.x\ndef unused():\n    engine.Engine()\n"
     )
     (tmp_path / "other.py").write_text("import warpweave.prove.proof\n")
     for name, text in (("function", "from helper import used"), ("file", "import helper")):
         (tmp_path / f"test_{name}.py").write_text(text)
     helpers = _script(monkeypatch, "map").Helpers(tmp_path)
-    used = {"warpweave.gpt.GPT", "warpweave.prove.proof"}
+    used = {"warpweave.model.gpt.GPT", "warpweave.prove.proof"}
     assert helpers.modules_of("test_function") == used
-    assert helpers.modules_of("test_file") == used | {"warpweave.engine"}
+    assert helpers.modules_of("test_file") == used | {"warpweave.model.engine"}
 
 
 def test_the_picture_is_what_the_simulator_draws(monkeypatch) -> None:
@@ -150,7 +150,7 @@ def test_the_number_of_layouts_that_are_proven_is_that_of_prove_all() -> None:
 
 
 def test_the_table_of_models_has_every_preset_and_its_sizes() -> None:
-    from warpweave.config import PRESETS
+    from warpweave.model.config import PRESETS
 
     page = (DOCS / "commands.md").read_text()
     rows = re.findall(r"^\| `([\w.-]+)` \| (.*) \|$", page, re.MULTILINE)

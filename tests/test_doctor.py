@@ -19,11 +19,11 @@ import torch.distributed as dist
 from plants import Plant, planted
 from ranks import run_ranks
 
-from warpweave import gpus
-from warpweave.doctor import command, kernels, machine, options, ranks, times
-from warpweave.doctor.check import Check, Measured, Verdict, run
-from warpweave.doctor.options import DoctorConfig
-from warpweave.launch import Session, Stopped
+from warpweave.launch import devices as gpus
+from warpweave.launch.session import Session, Stopped
+from warpweave.machine.doctor import command, kernels, machine, options, ranks, times
+from warpweave.machine.doctor.check import Check, Measured, Verdict, run
+from warpweave.machine.doctor.options import DoctorConfig
 from warpweave.parallel.mesh import Mesh
 from warpweave.prove.proof import KINDS
 
@@ -388,9 +388,9 @@ def test_the_command_on_a_cpu_has_its_kernels_interpreted(arguments):
     """Without TRITON_INTERPRET of the user's own, which these tests' other processes have."""
     code = (
         "import sys\n"
-        "from warpweave.doctor.options import parse\n"
+        "from warpweave.machine.doctor.options import parse\n"
         "parse(sys.argv[1:])\n"
-        "import warpweave.doctor.command\n"
+        "import warpweave.machine.doctor.command\n"
         "from warpweave.kernels.runtime import dispatch\n"
         "sys.exit(not dispatch.INTERPRET)\n"
     )

@@ -19,11 +19,18 @@ import torch.distributed as dist
 from threads import run_threads
 from torch import Tensor
 
-from warpweave import gpus
-from warpweave.doctor import check, command, kernels, machine, ranks, times
-from warpweave.doctor.check import Check, Measured, Verdict, relative_error, within_budget, worst
-from warpweave.doctor.options import DoctorConfig
-from warpweave.launch import Session, Stopped
+from warpweave.launch import devices as gpus
+from warpweave.launch.session import Session, Stopped
+from warpweave.machine.doctor import check, command, kernels, machine, ranks, times
+from warpweave.machine.doctor.check import (
+    Check,
+    Measured,
+    Verdict,
+    relative_error,
+    within_budget,
+    worst,
+)
+from warpweave.machine.doctor.options import DoctorConfig
 from warpweave.parallel.mesh import Mesh
 from warpweave.prove.proof import KINDS, LIMITS
 
@@ -201,7 +208,7 @@ def test_every_kind_of_check_is_asked_for_in_its_precisions(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_an_axis_is_proven_by_a_layout_of_its_name(monkeypatch, device: str) -> None:
-    monkeypatch.setattr("warpweave.gpus.choose_backend", lambda *_: "nccl")
+    monkeypatch.setattr("warpweave.launch.devices.choose_backend", lambda *_: "nccl")
     found = {c.name: c for c in ranks.axes(device, 3, ("fp32", "bf16"))}
     layouts = {name: c.measure.args[2] for name, c in found.items()}
     words = ["one device", "dp, ZeRO 3", "tp", "tp, sequence parallel, chunked", "cp, ring",
@@ -211,7 +218,7 @@ def test_an_axis_is_proven_by_a_layout_of_its_name(monkeypatch, device: str) -> 
     for name, layout in layouts.items():
         assert f"{layout.dtype}" in name
         assert (layout.device, layout.impl) == (device, "triton" if device == "cuda" else "torch")
-        assert found[name].against == f"plain_gpt.py on one {device}"
+        assert found[name].against == f"the plain model on one {device}"
         axis = name[:2]
         sizes = {a: layout.mesh.size(a) for a in ("dp", "tp", "cp", "pp")}
         assert sizes == {a: 3 if a == axis else 1 for a in sizes}
@@ -328,7 +335,7 @@ def test_a_rank_says_why_it_fails_and_leaves_its_group_when_it_is_done(monkeypat
     monkeypatch.setattr(ranks, "join", lambda *of, **how: told.append((of, how)) or session)
     monkeypatch.setattr(session, "close", lambda: told.append("closed"))
     monkeypatch.setattr(torch, "set_num_threads", told.append)
-    monkeypatch.setattr("warpweave.launch.leave", sys.exit)
+    monkeypatch.setattr("warpweave.launch.session.leave", sys.exit)
     joined = (Mesh(tp=2),), {"timeout": ranks.TIMEOUT, "backend": "gloo", "port": 7}
     items = [("all-reduce", "fp32")]
     monkeypatch.setattr(ranks, "measure_items", lambda *of: told.append(of))

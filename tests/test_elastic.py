@@ -26,19 +26,19 @@ from close import relative_error
 from threads import run_threads
 
 from warpweave.checkpoint import open_latest
-from warpweave.config import ParallelPlan
-from warpweave.elastic import membership
-from warpweave.elastic.connections import Connections
-from warpweave.elastic.membership import Generation, Member, Regroup, announce
-from warpweave.elastic.run import Keeper
-from warpweave.elastic.seat import Seat, replica_width
-from warpweave.elastic.trainer import Carried, ElasticTrainer, StateLostError, source_of
-from warpweave.interrupt import Interrupt
-from warpweave.launch import Session, keep_store
-from warpweave.lr_schedule import learning_rate
+from warpweave.launch.interrupt import Interrupt
+from warpweave.launch.session import Session, keep_store
+from warpweave.model.config import ParallelPlan
+from warpweave.model.plain import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
 from warpweave.parallel.mesh import Mesh
-from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
-from warpweave.train_config import GPTOverrides, TrainConfig
+from warpweave.train.elastic import membership
+from warpweave.train.elastic.connections import Connections
+from warpweave.train.elastic.membership import Generation, Member, Regroup, announce
+from warpweave.train.elastic.run import Keeper
+from warpweave.train.elastic.seat import Seat, replica_width
+from warpweave.train.elastic.trainer import Carried, ElasticTrainer, StateLostError, source_of
+from warpweave.train.lr_schedule import learning_rate
+from warpweave.train.options import GPTOverrides, TrainConfig
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

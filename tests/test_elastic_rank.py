@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 from warpweave.checkpoint import CheckpointError
-from warpweave.config import ParallelPlan
-from warpweave.elastic import rank as module
-from warpweave.elastic import trainer
-from warpweave.elastic.membership import Generation, Regroup
-from warpweave.elastic.seat import Seat
-from warpweave.elastic.trainer import Carried, ElasticTrainer, StateLostError
+from warpweave.model.config import ParallelPlan
 from warpweave.parallel.checked import CollectiveMismatch
 from warpweave.parallel.mesh import Mesh
-from warpweave.resume import Progress
-from warpweave.train_config import TrainConfig
+from warpweave.train.elastic import rank as module
+from warpweave.train.elastic import trainer
+from warpweave.train.elastic.membership import Generation, Regroup
+from warpweave.train.elastic.seat import Seat
+from warpweave.train.elastic.trainer import Carried, ElasticTrainer, StateLostError
+from warpweave.train.options import TrainConfig
+from warpweave.train.resume import Progress
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
 GRACE = 15.0  # seconds in which the keeper finds out who hangs

@@ -21,23 +21,23 @@ import torch
 import torch.distributed as dist
 from test_train import _config, _replace, _rows, _trainer
 
-import warpweave.launch as launch
-import warpweave.not_finite as not_finite
-import warpweave.train as train
-import warpweave.trainer as trainer_module
-from warpweave.agree import TrainingStopped
-from warpweave.blame import End
+import warpweave.launch.session as launch
+import warpweave.train.command as train
+import warpweave.train.not_finite as not_finite
+import warpweave.train.trainer as trainer_module
 from warpweave.checkpoint import CheckpointError
-from warpweave.config import PRESETS, ParallelPlan
-from warpweave.dtypes import DTYPES
-from warpweave.interrupt import Interrupt
-from warpweave.launch import Session, Stopped, reported
-from warpweave.metrics import peak_memory
+from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
+from warpweave.launch.blame import End
+from warpweave.launch.interrupt import Interrupt
+from warpweave.launch.processes import environment, leave
+from warpweave.launch.session import Session, Stopped, reported
+from warpweave.model.config import PRESETS, ParallelPlan
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
-from warpweave.processes import environment, leave
-from warpweave.resume import Progress
-from warpweave.train_config import GPTOverrides, TrainConfig
-from warpweave.trainer import Trainer
+from warpweave.train.checks import TrainingStopped
+from warpweave.train.metrics import peak_memory
+from warpweave.train.options import GPTOverrides, TrainConfig
+from warpweave.train.resume import Progress
+from warpweave.train.trainer import Trainer
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
 
@@ -494,7 +494,7 @@ def test_a_gpu_trains_in_bf16_unless_told_and_its_memory_is_judged_by_that(
     session = Session(torch.device(device), 0, 1, None, 9.0, Mesh())
     with pytest.raises(LeftError):
         Trainer(_config(tmp_path, dtype=given), session)
-    assert trainer_module.Engine.call_args.kwargs["dtype"] == DTYPES[dtype]
+    assert trainer_module.Engine.call_args.kwargs["dtype"] == NAMED_DTYPES[dtype]
     assert judged == ([dtype] if device == "cuda" else [])
 
 

@@ -14,18 +14,18 @@ from threads import run_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from warpweave import gpt
-from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.engine import Engine
-from warpweave.generate import Sampling, generate
 from warpweave.kernels.devices import CTAS
 from warpweave.kernels.gemm import cpu as gemm_cpu
 from warpweave.kernels.gemm import mainloop
 from warpweave.kernels.rope import rope_table
 from warpweave.kernels.runtime import dispatch
 from warpweave.kernels.runtime.tile_table import GemmTile
+from warpweave.model import gpt
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
+from warpweave.model.generate import Sampling, generate
+from warpweave.model.plain import PlainConfig, plain_gpt_logits, plain_gpt_loss, plain_init
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
-from warpweave.plain_gpt import PlainConfig, plain_gpt_logits, plain_gpt_loss, plain_init
 
 SAMPLES, SEQ_LEN, VOCAB = 8, 16, 37
 SIZES = {"vocab_size": VOCAB, "seq_len": SEQ_LEN, "layers": 3, "width": 16, "heads": 4}

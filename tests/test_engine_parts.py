@@ -14,12 +14,12 @@ import torch
 from test_engine import _data
 from threads import on_mesh, run_threads
 
-from warpweave import engine as module
-from warpweave import engine_passes
-from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.engine import Engine
-from warpweave.engine_passes import make_lists, warm_up
-from warpweave.engine_stage import RankUpdate, StageUpdate, StepResult
+from warpweave.model import engine as module
+from warpweave.model import engine_passes
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
+from warpweave.model.engine_passes import make_lists, warm_up
+from warpweave.model.engine_update import RankUpdate, StageUpdate, StepResult
 from warpweave.parallel.data.optimizer import SGD, AdamW
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single

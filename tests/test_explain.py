@@ -11,8 +11,8 @@ from ranks import run_ranks
 from test_memory import Peak
 from test_ring import Case
 
-from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.kernels.devices import A100
+from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.parallel import messages
 from warpweave.parallel.context import (
     Links,

@@ -1,5 +1,4 @@
-"""What `warpweave.explain` says of layouts and collectives on three ranks: bytes that leave each,
-and from which module."""
+"""Layouts and collectives that `explain_sharding` lists on three ranks: bytes and modules."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from warpweave.explain import explain_sharding
+from warpweave.layers.sharding.explain import explain_sharding
 
 R, ELEMENTS = 3, 12
 LEAVES = {  # elements of 8 bytes that leave a rank, of 12 that it has, by rings and trees

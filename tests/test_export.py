@@ -14,9 +14,7 @@ from close import relative_error
 from test_init_from import _config, _trainer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from warpweave import export, sample
 from warpweave.checkpoint import open_latest, save_checkpoint
-from warpweave.chosen import ChosenCheckpoint
 from warpweave.convert import ConvertError, from_hf, to_hf
 from warpweave.convert.beside import (
     card,
@@ -28,10 +26,12 @@ from warpweave.convert.beside import (
 )
 from warpweave.convert.source import find_tokenizer, other_tokenizer, read_stop_tokens
 from warpweave.data import ByteTokenizer, JsonTokenizer
-from warpweave.dtypes import DTYPES
-from warpweave.generate import Sampling, generate
-from warpweave.gpt import GPT, GPTConfig
-from warpweave.train_config import GPTOverrides
+from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
+from warpweave.model.generate import Sampling, generate
+from warpweave.model.gpt import GPT, GPTConfig
+from warpweave.train import export, sample
+from warpweave.train.chosen import ChosenCheckpoint
+from warpweave.train.options import GPTOverrides
 
 SMALL = GPTOverrides(seq_len=16, layers=1, width=8, heads=2)
 TEXT = "17 4 <|endoftext|> 256"
@@ -392,7 +392,7 @@ def test_the_command_says_what_lies_in_the_folder_and_that_a_tokenizer_is_missin
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*DTYPES])
+@pytest.mark.parametrize("name", [*NAMED_DTYPES])
 def test_weights_may_be_asked_for_in_any_dtype(name, tmp_path, capfd, monkeypatch):
     given = []
     chosen = ChosenCheckpoint(tmp_path, 7, None)
@@ -404,7 +404,7 @@ def test_weights_may_be_asked_for_in_any_dtype(name, tmp_path, capfd, monkeypatc
 
     monkeypatch.setattr(export, "to_hf", write)
     assert _export(capfd, tmp_path, tmp_path / "out", "--dtype", name)[0] == 2
-    assert given == [DTYPES[name]]
+    assert given == [NAMED_DTYPES[name]]
 
 
 def test_what_a_user_has_is_not_written_over(bytes_run, tmp_path, capfd):

@@ -19,18 +19,18 @@ from test_convert import _theirs
 from threads import run_threads
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from warpweave import generate as module
-from warpweave import sample
 from warpweave.checkpoint import save_checkpoint
 from warpweave.convert import from_hf
 from warpweave.convert.source import read_stop_tokens
-from warpweave.engine import Engine
-from warpweave.generate import Sampling, generate, kept
-from warpweave.gpt import GPT, GPTConfig
+from warpweave.model import generate as module
+from warpweave.model.engine import Engine
+from warpweave.model.generate import Sampling, generate, kept
+from warpweave.model.gpt import GPT, GPTConfig
+from warpweave.model.plain import plain_gpt_logits
 from warpweave.parallel.mesh import Mesh
-from warpweave.plain_gpt import plain_gpt_logits
 from warpweave.prove.expected import plain_config
-from warpweave.sample_config import SampleConfig
+from warpweave.train import sample
+from warpweave.train.sample_options import SampleConfig
 
 GREEDY = Sampling(tokens=10, temperature=0.0)
 PROMPTS = [[5, 7, 11], [3], [2, 9, 4, 8, 1, 30, 31, 7, 5]]

@@ -23,15 +23,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from warpweave.config import ParallelPlan
-from warpweave.gpt import GPT, PRESETS, GPTConfig, _rounded
 from warpweave.kernels.rope import RopeScaling
+from warpweave.model.config import ParallelPlan
+from warpweave.model.gpt import GPT, PRESETS, GPTConfig, _rounded
+from warpweave.model.plain import plain_gpt_logits, plain_gpt_loss, plain_init, plain_shapes
 from warpweave.parallel.context import Links
 from warpweave.parallel.context.explain import explain
 from warpweave.parallel.context.explain import table as cost_table
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.shard import ParamRecord
-from warpweave.plain_gpt import plain_gpt_logits, plain_gpt_loss, plain_init, plain_shapes
 from warpweave.prove.expected import plain_config as _plain
 
 RTOL = 1e-12
@@ -137,7 +137,7 @@ def test_the_plans_words_arrive_in_every_block():
         whole = GPT(CONFIGS["gpt2"], plan=chosen).segments()[0]
         assert [s.recompute for s in whole] == [False, *[chosen is full] * 3, False]
         told = mock.Mock(side_effect=InterruptedError)
-        patched = mock.patch("warpweave.gpt.column_parallel_linear", told)
+        patched = mock.patch("warpweave.model.gpt.column_parallel_linear", told)
         with patched, pytest.raises(InterruptedError):
             gpt.logits(torch.empty(3, gpt.config.width, device="meta"), None)
         assert told.call_args.kwargs["overlap"] == overlap
@@ -146,7 +146,7 @@ def test_the_plans_words_arrive_in_every_block():
 def _measured(rank: int) -> None:
     plan, mesh = ParallelPlan(cp_strategy="measured"), Mesh(cp=2).connect()
     for links, name in ((Links(1e9, 1e8), "ring"), (Links(1e9, 1e20), "ulysses")):
-        with mock.patch("warpweave.gpt.measure_links", return_value=links) as measured:
+        with mock.patch("warpweave.model.gpt.measure_links", return_value=links) as measured:
             gpt = GPT(CONFIGS["gpt2"], mesh=mesh, plan=plan, **F64)
         (group, x), _ = measured.call_args
         assert (group, x.shape, x.dtype) == (mesh.group("cp"), (1, 6, 6, 2), torch.float64)
@@ -159,7 +159,7 @@ def _explained(rank: int) -> None:
     """Layers with and without a window have their own rows, for this many samples."""
     plan, mesh, links = ParallelPlan(cp_strategy="measured"), Mesh(cp=2).connect(), Links(1e9, 1e10)
     sizes = {"heads": 6, "kv_heads": 2, "head_dim": 4, "itemsize": 8, "links": links}
-    with mock.patch("warpweave.gpt.measure_links", return_value=links):
+    with mock.patch("warpweave.model.gpt.measure_links", return_value=links):
         gpt = GPT(CONFIGS["qwen"], mesh=mesh, plan=plan, **F64)
     for batch in (1, 3):
         of_layers = [
@@ -186,7 +186,7 @@ def test_links_are_measured_with_a_message_of_a_ranks_own_rows_and_heads(length,
     plan = mock.Mock(cp_strategy="measured")
     part = mock.Mock(mesh=mesh, plan=plan, config=CONFIGS["qwen"])
     part.layout.local_len = length // 2
-    with mock.patch("warpweave.gpt.measure_links") as measured:
+    with mock.patch("warpweave.model.gpt.measure_links") as measured:
         GPT._strategy(part, torch.bfloat16)
     (group, x), _ = measured.call_args
     assert (group, x.shape, x.dtype) == ("cp", (1, rows, heads, 4), torch.bfloat16)
@@ -194,7 +194,9 @@ def test_links_are_measured_with_a_message_of_a_ranks_own_rows_and_heads(length,
 
 def test_a_plan_may_let_ranks_choose_by_their_measured_speeds():
     run_ranks(2, _measured)
-    with mock.patch("warpweave.gpt.measure_links", side_effect=InterruptedError):  # one rank: none
+    with mock.patch(
+        "warpweave.model.gpt.measure_links", side_effect=InterruptedError
+    ):  # one rank: none
         alone = GPT(CONFIGS["gpt2"], plan=ParallelPlan(cp_strategy="measured"), device="meta")
     assert alone.strategy == "auto"
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.gpus import pretend_gpus
 
-from warpweave import gpus
-from warpweave.gpus import choose_backend, refusal, take_device
+from warpweave.launch import devices as gpus
+from warpweave.launch.devices import choose_backend, refusal, take_device
 from warpweave.parallel.mesh import Mesh
 
 AGAIN = "or pass --device cpu"

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from warpweave.heartbeat import Heartbeat, at_fault, last_beat, where
-from warpweave.launch import Session
+from warpweave.launch.heartbeat import Heartbeat, at_fault, last_beat, where
+from warpweave.launch.session import Session
 from warpweave.parallel.mesh import Mesh
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
@@ -116,7 +116,7 @@ def test_a_process_ends_after_the_beat_under_way(closed):
     """One that came back from the store's C++ in the interpreter's shutdown would abort it."""
     program = """if True:
         import sys, threading, time
-        from warpweave.heartbeat import Heartbeat
+        from warpweave.launch.heartbeat import Heartbeat
 
         class Store:
             under_way = threading.Event()
@@ -150,7 +150,7 @@ def test_a_victim_that_reports_and_ends_while_another_asks_is_not_the_one_that_d
             asks.store.set("failed/1", str(LOST))
 
         clock = mock.Mock(monotonic=lambda: now[0], time=time.time, sleep=sleep)
-        with mock.patch("warpweave.heartbeat.time", clock):
+        with mock.patch("warpweave.launch.heartbeat.time", clock):
             found = at_fault(asks.store, 0, 3)
     assert [*found] == [2]
 
@@ -195,7 +195,7 @@ def test_a_rank_that_beats_outside_of_collectives_is_at_fault_only_after_a_timeo
 
     sleep(0)
     clock = mock.Mock(monotonic=lambda: now[0], time=lambda: now[0], sleep=sleep)
-    with mock.patch("warpweave.heartbeat.time", clock):
+    with mock.patch("warpweave.launch.heartbeat.time", clock):
         found = at_fault(store, 0, 5)
     seen = [(r, f"{{}} hangs in x.py:{r} (f), last seen at step {r} (saving), 10.0 s ago")
             for r in (1, 3)]  # fmt: skip
@@ -207,7 +207,7 @@ def test_once_a_rank_has_said_who_is_at_fault_nobody_is_waited_for_or_named(key)
     store, clock = dist.HashStore(), mock.Mock(monotonic=lambda: 0.0)
     clock.sleep.side_effect = AssertionError
     store.add(key, 1)
-    with mock.patch("warpweave.heartbeat.time", clock):
+    with mock.patch("warpweave.launch.heartbeat.time", clock):
         assert at_fault(store, 0, 3) == {}
 
 

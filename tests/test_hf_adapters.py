@@ -59,7 +59,7 @@ def adapted(model: nn.Module, targets: list[str], **more) -> nn.Module:
 
 def computed(model: nn.Module) -> dict[str, torch.Tensor]:
     """Logits of a training forward, and gradients of their squares: all of it in float64."""
-    from warpweave.shards import whole
+    from warpweave.layers.sharding.dtensor import whole
 
     model.zero_grad()
     logits = model.train()(input_ids=batch()["input_ids"], use_cache=False).logits

@@ -22,8 +22,8 @@ from hf_models import computed, make, perturbed, reported  # noqa: E402
 from threads import on_mesh  # noqa: E402
 
 import warpweave.hf as ww  # noqa: E402
-from warpweave.changes import NAME  # noqa: E402
 from warpweave.hf import attention, loss, model, norm  # noqa: E402
+from warpweave.hf.changes import NAME  # noqa: E402
 from warpweave.hf.patch import always_ours, ours_always  # noqa: E402
 from warpweave.hf.probe import kind_of, quietly  # noqa: E402
 from warpweave.parallel.mesh import Mesh  # noqa: E402

@@ -18,8 +18,16 @@ transformers = pytest.importorskip("transformers", reason="an extra of its own")
 
 from threads import on_mesh  # noqa: E402
 
-from warpweave import changes  # noqa: E402
-from warpweave.hf import attention, loss, mask, plan, probe, seen, structure  # noqa: E402
+from warpweave.hf import (  # noqa: E402
+    attention,
+    changes,
+    loss,
+    mask,
+    plan,
+    probe,
+    seen,
+    structure,
+)
 from warpweave.hf.options import HeadVocabulary, Replicas, Spread  # noqa: E402
 from warpweave.hf.parallel import _Entrance, tokens_of  # noqa: E402
 from warpweave.hf.patch import is_patched, original, ours_always, patch, unpatch  # noqa: E402

@@ -141,7 +141,7 @@ CASES = {
 
 def computed(model: nn.Module, options: dict) -> dict | str:
     """Loss and gradients of a changed model, with those of its hidden states; or the refusal."""
-    from warpweave.shards import whole
+    from warpweave.layers.sharding.dtensor import whole
 
     model.zero_grad()
     try:

@@ -17,8 +17,11 @@ from sharded import draw  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 
 import warpweave.hf as ww  # noqa: E402
-from warpweave import changes  # noqa: E402
-from warpweave.hf import loss, seen  # noqa: E402
+from warpweave.hf import (  # noqa: E402
+    changes,
+    loss,
+    seen,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 E, V = 6, 13

@@ -15,7 +15,7 @@ from hf_models import V, assert_all_close, batch, computed, counted, perturbed  
 from ranks import run_ranks  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 
-from warpweave.changes import NAME  # noqa: E402
+from warpweave.hf.changes import NAME  # noqa: E402
 from warpweave.hf.parallel import own_positions  # noqa: E402
 from warpweave.parallel.context import Links  # noqa: E402
 from warpweave.parallel.layout import SequenceLayout  # noqa: E402
@@ -160,7 +160,7 @@ EXACT = (
 
 def float64(model: nn.Module) -> dict:
     """Logits and the gradients of their squares: the loss of transformers is float32."""
-    from warpweave.shards import whole
+    from warpweave.layers.sharding.dtensor import whole
 
     logits = model.train()(batch()["input_ids"], use_cache=False).logits
     logits.square().mean().backward()
@@ -197,7 +197,7 @@ def test_overlap_and_strategy_reach_products_and_attention(two):
 
 
 def _without_sums(rank: int) -> list[dict]:
-    from warpweave import shards
+    from warpweave.layers.sharding import dtensor as shards
 
     models = [spread("qwen3", {"tp": 2}, SEQUENCE), spread("llama", {"cp": 2}, {})]
     before, shards.copy_to = shards.copy_to, lambda x, group: x
@@ -223,7 +223,7 @@ def test_a_gradient_of_a_part_of_the_tokens_or_heads_would_be_seen(two):
 def _lifetime(rank: int, folder: str) -> dict:
     """Of models on two ranks: saved, clipped and trained, generating, reverted."""
     import warpweave.hf as ww
-    from warpweave import shards
+    from warpweave.layers.sharding import dtensor as shards
 
     found = {}
     for family, sizes in (("llama", {"tp": 2}), ("gpt2", {"tp": 2}), ("qwen3", {"cp": 2})):
@@ -517,8 +517,8 @@ def with_lora(model: nn.Module, target: str = "lm_head") -> nn.Module:
 
 def _lora(rank: int) -> tuple:
     import warpweave.hf as ww
+    from warpweave.layers.sharding.dtensor import whole
     from warpweave.parallel.mesh import Mesh
-    from warpweave.shards import whole
 
     mesh, model = Mesh(tp=2).connect(), with_lora(perturbed("llama"))
     ww.apply(model.get_base_model(), mesh=mesh, sequence_parallel=True)

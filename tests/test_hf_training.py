@@ -20,8 +20,8 @@ from ranks import run_ranks  # noqa: E402
 
 import warpweave.hf as ww  # noqa: E402
 from warpweave.hf import options  # noqa: E402
+from warpweave.layers.sharding.dtensor import whole  # noqa: E402
 from warpweave.parallel.mesh import Mesh  # noqa: E402
-from warpweave.shards import whole  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 V, STEPS, FEWER = 61, 20, 8

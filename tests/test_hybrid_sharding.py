@@ -18,16 +18,16 @@ from ranks import run_ranks
 from threads import on_mesh, run_threads
 from torch import Tensor
 
-from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.engine import Engine
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.data import parameters, reduce
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.prove.layouts import Layout, draw
 from warpweave.prove.proof import prove_layout
-from warpweave.train_config import TrainConfig
-from warpweave.trainer import Trainer
+from warpweave.train.options import TrainConfig
+from warpweave.train.trainer import Trainer
 
 ENOUGH = 32.0  # times what rounding does, in float64; see `prove`
 

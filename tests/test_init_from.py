@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from threads import run_threads
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from warpweave import train
 from warpweave.checkpoint import CheckpointError, open_latest
-from warpweave.config import ParallelPlan
 from warpweave.convert import ConvertError, from_hf, to_hf
 from warpweave.data import write_token_file
-from warpweave.launch import Session
-from warpweave.lr_schedule import learning_rate
-from warpweave.train_config import GPTOverrides, TrainConfig
-from warpweave.trainer import Trainer
+from warpweave.launch.session import Session
+from warpweave.model.config import ParallelPlan
+from warpweave.train import command as train
+from warpweave.train.lr_schedule import learning_rate
+from warpweave.train.options import GPTOverrides, TrainConfig
+from warpweave.train.trainer import Trainer
 
 STEPS = 20
 

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-import warpweave.interrupt as interrupts
-from warpweave.interrupt import STOPS, Interrupt
+import warpweave.launch.interrupt as interrupts
+from warpweave.launch.interrupt import STOPS, Interrupt
 
 
 @pytest.mark.parametrize("first", STOPS)

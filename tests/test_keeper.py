@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from warpweave import heartbeat
-from warpweave.config import ParallelPlan
-from warpweave.elastic import run as module
-from warpweave.elastic.membership import Generation
-from warpweave.elastic.run import Keeper
-from warpweave.train_config import TrainConfig
+from warpweave.launch import heartbeat
+from warpweave.model.config import ParallelPlan
+from warpweave.train.elastic import run as module
+from warpweave.train.elastic.membership import Generation
+from warpweave.train.elastic.run import Keeper
+from warpweave.train.options import TrainConfig
 
 GRACE = 5.0  # seconds in which ranks must notice that a connection has failed, or end
 

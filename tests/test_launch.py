@@ -21,11 +21,11 @@ from ranks import QuickProcesses
 from support.gpus import pretend_gpus
 from support.pretend_nccl import _Options
 
-from warpweave import train
 from warpweave.checkpoint import CheckpointError, open_latest
-from warpweave.launch import Session, _loopback_listener, _store, join
+from warpweave.launch.session import Session, _loopback_listener, _store, join
 from warpweave.parallel.mesh import Mesh
-from warpweave.train_config import parse
+from warpweave.train import command as train
+from warpweave.train.options import parse
 from warpweave.trials.job import TINY, TrainingJob, marked
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +37,7 @@ class Job(TrainingJob):
     """A training job from the repository's root."""
 
     def __init__(self, folder: Path, *options: str, command: tuple[str, ...] = ()) -> None:
-        command = command or (sys.executable, "-P", "-m", "warpweave.cli", "train")
+        command = command or (sys.executable, "-P", "-m", "warpweave", "train")
         super().__init__(folder, ("--sample", "4", *options), command=command, cwd=ROOT)
 
 
@@ -268,14 +268,14 @@ def test_an_error_of_all_ranks_is_said_once_and_blames_nobody():
 
 
 def test_a_rank_that_said_why_leaves_no_blame_for_those_that_had_not_yet(monkeypatch):
-    monkeypatch.setattr("warpweave.heartbeat.SILENCE", 0.3)
+    monkeypatch.setattr("warpweave.launch.heartbeat.SILENCE", 0.3)
     first, second, _ = _sessions(3)  # the third one is silent
     assert second.explain(TypeError("no")) == "rank 1 (tp=1) failed: TypeError: no"
     assert first.explain(RuntimeError(LOST)) is None
 
 
 def test_silent_ranks_are_named_with_their_last_word(monkeypatch):
-    monkeypatch.setattr("warpweave.heartbeat.SILENCE", 0.3)
+    monkeypatch.setattr("warpweave.launch.heartbeat.SILENCE", 0.3)
     sessions = _sessions(4)
     sessions[2].beat(7, "saving")
     for rank in (1, 3):
@@ -341,7 +341,7 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend
     for rank in (0, 1, 2):
         name = "H" if backend == "nccl" else "cpu"
         store.set(f"device/{rank}", json.dumps({"name": name, "uuid": f"of {rank}"}))
-    monkeypatch.setattr("warpweave.launch._store", lambda *args: store)
+    monkeypatch.setattr("warpweave.launch.session._store", lambda *args: store)
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: groups.append((a, k)))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
     session = join(Mesh(tp=2, pp=2), backend=asked, timeout=77.0)
@@ -363,12 +363,12 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend
 def test_ranks_that_cannot_compute_together_say_so_before_they_connect(monkeypatch, port):
     """Under torchrun as an error of all ranks alike, under `launch` in the line that it says."""
     _environment(monkeypatch)
-    monkeypatch.setattr("warpweave.launch.end_with_parent", lambda: None)
+    monkeypatch.setattr("warpweave.launch.session.end_with_parent", lambda: None)
     pretend_gpus(monkeypatch, 2)
     store = dist.HashStore()
     for rank, uuid in enumerate(("0", "1", "2")):
         store.set(f"device/{rank}", json.dumps({"name": "H", "uuid": uuid}))
-    monkeypatch.setattr("warpweave.launch._store", lambda *args: store)
+    monkeypatch.setattr("warpweave.launch.session._store", lambda *args: store)
     monkeypatch.setattr(dist, "init_process_group", None)
     line = "ranks 1, 3 are shown one GPU (1)"
     with pytest.raises(ValueError if port is None else SystemExit) as end:

@@ -11,8 +11,8 @@ from close import assert_close_f64
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from warpweave.gpt import GPT, GPTConfig
 from warpweave.kernels.attention import visible
+from warpweave.model.gpt import GPT, GPTConfig
 
 GPT2 = {"vocab_size": 37, "seq_len": 12, "width": 16, "heads": 4}
 LLAMA = GPT2 | {

@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 from torch import nn
 
-from warpweave.config import GPTConfig
-from warpweave.lazy import names_of
-from warpweave.modes import in_mode
-from warpweave.option_kinds import overrides_of
+from warpweave.cli.lazy import names_of
+from warpweave.layers.modes import in_mode
+from warpweave.model.config import GPTConfig
+from warpweave.train.option_kinds import overrides_of
 
 
 def test_a_name_imports_its_own_module_alone_and_is_then_the_packages(

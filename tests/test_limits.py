@@ -23,25 +23,25 @@ from test_refusals import rows
 from warpweave.checkpoint import open_checkpoint, save_checkpoint
 from warpweave.checkpoint.files import CheckpointError
 from warpweave.checkpoint.manifest import dump, parse_manifest
-from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.data import Dataset, open_dataset, write_token_file
 from warpweave.data.split import Split
 from warpweave.data.text import open_text
 from warpweave.data.token_file import open_token_file
-from warpweave.generate import Sampling, _check_ranks, check_prompts
-from warpweave.gpt import GPT
 from warpweave.kernels.rope_scaling import RopeScaling
-from warpweave.launch import join
-from warpweave.lr_schedule import short_of_peak
+from warpweave.launch.session import join
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.generate import Sampling, _check_ranks, check_prompts
+from warpweave.model.gpt import GPT
+from warpweave.model.plain import PlainConfig
 from warpweave.parallel.mesh import Mesh
-from warpweave.plain_gpt import PlainConfig
 from warpweave.plan.fits import check_memory
 from warpweave.plan.memory import TrainingStep, estimate
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig
 from warpweave.prove.typecheck import typecheck
-from warpweave.resume import Progress, check_run
-from warpweave.train_config import GPTOverrides, TrainConfig
+from warpweave.train.lr_schedule import short_of_peak
+from warpweave.train.options import GPTOverrides, TrainConfig
+from warpweave.train.resume import Progress, check_run
 
 NAN, INF = math.nan, math.inf
 

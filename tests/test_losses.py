@@ -1,7 +1,7 @@
 """Auxiliary losses of blocks on any stage: gradients join in backward, values in the sum.
 
-The truth is one autograd graph of the total loss; for a GPT on a mesh it is `plain_gpt`, trained by
-the same rule with the same losses beside its own (`prove_layout`).
+The truth is one autograd graph of the total loss; for a GPT on a mesh it is the plain model,
+trained by the same rule with the same losses in addition to its own (`prove_layout`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from deferred import Product
 from threads import on_mesh
 from torch import Tensor, nn
 
-from warpweave import gpt, plain_gpt
-from warpweave.config import GPTConfig
-from warpweave.engine import Engine
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.records import collect_records
+from warpweave.model import gpt
+from warpweave.model import plain as plain_gpt
+from warpweave.model.config import GPTConfig
+from warpweave.model.engine import Engine
 from warpweave.parallel.collectives import reduce_from
 from warpweave.parallel.data.unit import make_unit
 from warpweave.parallel.mesh import Mesh, single

@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 
-from warpweave.lr_schedule import learning_rate, short_of_peak
-from warpweave.train_config import TrainConfig
+from warpweave.train.lr_schedule import learning_rate, short_of_peak
+from warpweave.train.options import TrainConfig
 
 STEPS, WARMUP = 103, 7
 CONFIG = TrainConfig(steps=STEPS, warmup=WARMUP, lr=0.5, min_lr=0.2, decay=0.3)

@@ -1,5 +1,5 @@
-"""`warpweave.measured`: marks are where actions begin, and the simulated step beside the measured
-one takes the measured times of actions."""
+"""`warpweave.train.timeline`: marks are where actions begin, and the simulated step uses the times
+measured for actions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from threads import run_threads
 
-from warpweave import measured
-from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.engine import Engine
-from warpweave.measured import Marked, panels, recording
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.schedule import FAMILIES, leave_open, one_f_one_b, with_comm, with_reduce
 from warpweave.parallel.simulate import simulate
+from warpweave.train import timeline as measured
+from warpweave.train.timeline import Marked, panels, recording
 
 CONFIG = GPTConfig(vocab_size=19, seq_len=8, layers=2, width=8, heads=2)
 

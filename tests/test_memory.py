@@ -15,15 +15,15 @@ from threads import on_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from warpweave import train
-from warpweave.config import PRESETS, GPTConfig, ParallelPlan
-from warpweave.dtypes import DTYPES
-from warpweave.engine import Engine
+from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
+from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.tensor.linear_loss import CAPPED
 from warpweave.plan.fits import check_memory, free_host_memory
 from warpweave.plan.memory import TrainingStep, estimate
-from warpweave.train_config import TrainConfig
+from warpweave.train import command as train
+from warpweave.train.options import TrainConfig
 
 GIB = 2**30
 LLAMA = {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
@@ -57,7 +57,7 @@ def _allocated(
 ) -> dict[str, int]:
     plan = ParallelPlan(zero=zero, schedule=schedule, microbatches=2)
     rule = TrainConfig(optimizer=optimizer).rule
-    engine = Engine(TINY, mesh, plan, micro_batch_size=2, dtype=DTYPES[dtype], rule=rule)
+    engine = Engine(TINY, mesh, plan, micro_batch_size=2, dtype=NAMED_DTYPES[dtype], rule=rule)
     shape = (2, 2, TINY.seq_len)
     tokens = torch.randint(0, TINY.vocab_size, shape)
     engine.step(tokens, tokens, torch.arange(4).view(2, 2), lr=1e-3)
@@ -85,7 +85,7 @@ def test_the_states_are_those_that_the_engine_allocates(mesh, zero, dtype, sched
         found = on_mesh(mesh, _allocated, zero, dtype, schedule)
     else:  # whose messages need processes
         found = run_ranks(mesh.world, _connected, mesh, zero, dtype, schedule)
-    size = DTYPES[dtype].itemsize
+    size = NAMED_DTYPES[dtype].itemsize
     for rank, real in enumerate(found):
         told = expected[mesh.coordinates(rank)["pp"]]
         # What is there for a moment only is not seen between steps.
@@ -154,7 +154,7 @@ def test_the_estimate_is_a_third_above_the_peak_at_most(name):
     options, given, batch, dtype = PEAKS[name]
     config, plan = GPTConfig(**options), ParallelPlan(**given)
     with Peak() as found:
-        engine = Engine(config, single(), plan, micro_batch_size=batch, dtype=DTYPES[dtype])
+        engine = Engine(config, single(), plan, micro_batch_size=batch, dtype=NAMED_DTYPES[dtype])
         tokens = torch.zeros(1, batch, config.seq_len, dtype=torch.int64)
         for _ in range(2):
             engine.step(tokens, tokens, torch.arange(batch)[None], lr=1e-3)
@@ -176,7 +176,7 @@ def _documented(
     c: GPTConfig, mesh: Mesh, plan: ParallelPlan, batch: int, dtype: str, on_cpu: bool
 ) -> list[dict[str, float]]:
     """The formulas of the module's docstring, where everything divides, for gpipe and 1f1b."""
-    b, D = DTYPES[dtype].itemsize, (mesh.dp_shard or mesh.dp) * mesh.cp
+    b, D = NAMED_DTYPES[dtype].itemsize, (mesh.dp_shard or mesh.dp) * mesh.cp
     m, zero = max(b, 4), plan.zero if D > 1 else 0
     heads, kv, V = c.heads * c.head_dim, c.num_kv_heads * c.head_dim, c.vocab_size / mesh.tp
     gated, rope = c.activation.endswith("glu"), c.positions == "rope"

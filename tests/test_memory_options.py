@@ -10,7 +10,7 @@ import re
 import pytest
 from test_memory import GIB, _check
 
-from warpweave.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import FAMILIES, find_family, placement, to_csv

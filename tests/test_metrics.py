@@ -17,12 +17,12 @@ import pytest
 import torch
 from test_train import _config, _replace, _trainer
 
-from warpweave import boards
-from warpweave import metrics as metrics_module
-from warpweave.boards import TensorBoard, WeightsAndBiases, check_boards
-from warpweave.interrupt import Interrupt
-from warpweave.launch import Session
-from warpweave.metrics import Metrics
+from warpweave.launch.interrupt import Interrupt
+from warpweave.launch.session import Session
+from warpweave.train import boards
+from warpweave.train import metrics as metrics_module
+from warpweave.train.boards import TensorBoard, WeightsAndBiases, check_boards
+from warpweave.train.metrics import Metrics
 
 
 class Wandb(ModuleType):

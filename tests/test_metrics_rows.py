@@ -15,9 +15,9 @@ import torch.distributed as dist
 from test_metrics import _metrics, _row
 from threads import on_mesh
 
-from warpweave import metrics as metrics_module
-from warpweave.metrics import Metrics, peak_memory, set_aside
 from warpweave.parallel.mesh import Mesh
+from warpweave.train import metrics as metrics_module
+from warpweave.train.metrics import Metrics, peak_memory, set_aside
 
 
 class Told:

@@ -13,22 +13,22 @@ from torch import nn
 from traffic import traffic
 
 from warpweave.checkpoint import CheckpointError, open_latest
-from warpweave.gpt import GPT
 from warpweave.kernels import reference
 from warpweave.kernels.muon import orthogonalize, symmetric_product
 from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.kernels.runtime.tiles import pinned
-from warpweave.launch import Session
+from warpweave.launch.session import Session
+from warpweave.model.gpt import GPT
+from warpweave.model.plain import _newton_schulz, is_muons
 from warpweave.parallel.data import muon
 from warpweave.parallel.data.optimizer import AdamW, Muon
 from warpweave.parallel.data.unit import make_unit
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.shard import Cut, ParamRecord
-from warpweave.plain_gpt import _newton_schulz, is_muons
 from warpweave.prove.layouts import Layout, draw, smallest
-from warpweave.train_config import GPTOverrides, TrainConfig
-from warpweave.trainer import Trainer
+from warpweave.train.options import GPTOverrides, TrainConfig
+from warpweave.train.trainer import Trainer
 
 LR, CLIP, STEPS = 0.03, 5.0, 2
 RULE = Muon(momentum=0.9, weight_decay=0.2, rest=AdamW(eps=1e-3, weight_decay=0.2))

@@ -22,26 +22,26 @@ import triton
 from wiring import Row, differences, missing
 
 import warpweave.data
-import warpweave.train as train
-import warpweave.trainer as trainer
-import warpweave.tune.command as tune_command
-from warpweave import boards, metrics
+import warpweave.machine.tune.command as tune_command
+import warpweave.train.command as train
+import warpweave.train.trainer as trainer
 from warpweave.checkpoint import save_checkpoint
-from warpweave.config import ParallelPlan
-from warpweave.config_file import options_of, read_options, write_options
-from warpweave.gpt import GPT, PRESETS
-from warpweave.interrupt import Interrupt
+from warpweave.cli.toml import options_of, read_options, write_options
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, write_table
 from warpweave.kernels.runtime.tile_table import TileRow as TileRow
-from warpweave.launch import Session
+from warpweave.launch.interrupt import Interrupt
+from warpweave.launch.session import Session
+from warpweave.machine.tune.options import TuneConfig
+from warpweave.machine.tune.options import parse as parse_tune
+from warpweave.machine.tune.search import SearchReport
+from warpweave.model.config import ParallelPlan
+from warpweave.model.gpt import GPT, PRESETS
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
-from warpweave.train_config import TrainConfig, parse
-from warpweave.tune.options import TuneConfig
-from warpweave.tune.options import parse as parse_tune
-from warpweave.tune.search import SearchReport
+from warpweave.train import boards, metrics
+from warpweave.train.options import TrainConfig, parse
 
 # -------------------------------------------------------------------------- train
 

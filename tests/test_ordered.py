@@ -12,9 +12,9 @@ import torch
 from threads import on_mesh
 from torch import nn
 
-from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.engine import Engine
-from warpweave.gpt import GPT
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
+from warpweave.model.gpt import GPT
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.data import ordered
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, Rule

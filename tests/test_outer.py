@@ -22,11 +22,11 @@ from threads import on_mesh, run_threads
 from torch import Tensor
 
 from warpweave.checkpoint import open_latest
-from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.engine import Engine
-from warpweave.engine_stage import StepResult
-from warpweave.gpt import GPT
-from warpweave.launch import Session
+from warpweave.launch.session import Session
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
+from warpweave.model.engine_update import StepResult
+from warpweave.model.gpt import GPT
 from warpweave.parallel.collectives import reduce_from, start_all_gather
 from warpweave.parallel.data.optimizer import SGD, AdamW
 from warpweave.parallel.data.outer import GLOBAL, MOMENTUM, SUM, OuterOptimizer, OuterRule
@@ -35,8 +35,8 @@ from warpweave.plan.memory import TrainingStep, estimate
 from warpweave.prove.layouts import Layout
 from warpweave.prove.proof import prove_layout
 from warpweave.prove.typecheck import typecheck
-from warpweave.train_config import GPTOverrides, TrainConfig
-from warpweave.trainer import Trainer
+from warpweave.train.options import GPTOverrides, TrainConfig
+from warpweave.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 CONFIG = GPTConfig(23, 8, 2, 8, 2, dropout=0.1)

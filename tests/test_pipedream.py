@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 from warpweave.checkpoint import CheckpointError, open_latest
-from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.engine import Engine
-from warpweave.gpt import GPT
-from warpweave.interrupt import Interrupt
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate
-from warpweave.launch import Session
+from warpweave.launch.interrupt import Interrupt
+from warpweave.launch.session import Session
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
+from warpweave.model.gpt import GPT
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, NAdamW, Piece
 from warpweave.parallel.data.outer import OuterRule
@@ -44,8 +44,8 @@ from warpweave.parallel.schedule import (
 )
 from warpweave.parallel.simulate import simulate
 from warpweave.plan.memory import TrainingStep, estimate
-from warpweave.train_config import GPTOverrides, TrainConfig
-from warpweave.trainer import Trainer
+from warpweave.train.options import GPTOverrides, TrainConfig
+from warpweave.train.trainer import Trainer
 
 NAMES = ("pipedream", "pipedream-vs", "pipedream-2bw")
 

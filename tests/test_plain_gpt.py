@@ -1,4 +1,4 @@
-"""plain_gpt against transformers' GPT-2 and Llama, torch's AdamW and published philox vectors."""
+"""The plain model against transformers' GPT-2 and Llama, torch's AdamW, and philox vectors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from close import assert_close_f64, relative_error
 
-from warpweave import plain_gpt
-from warpweave.plain_gpt import (
+from warpweave.model import plain as plain_gpt
+from warpweave.model.plain import (
     PlainConfig,
     philox4x32,
     plain_adamw_step,

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from warpweave import config_file, train_config
-from warpweave.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.__main__ import toml as config_file
 from warpweave.convert.families import canonical
-from warpweave.dtypes import DTYPES
-from warpweave.gpt import GPT
+from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
+from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.model.gpt import GPT
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import FAMILIES
 from warpweave.plan.choose import Search, branches, choose_layouts, layouts_of
@@ -48,6 +48,7 @@ from warpweave.plan.time import (
     step_traffic,
 )
 from warpweave.prove import options as prove_options
+from warpweave.train import options as train_config
 
 # ---------------------------------------------------------------- memory
 
@@ -83,7 +84,7 @@ def test_parameters_are_counted_as_the_model_has_them(style: dict) -> None:
 
 
 def test_sizes_are_those_of_the_dtypes() -> None:
-    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == SIZES
+    assert {name: dtype.itemsize for name, dtype in NAMED_DTYPES.items()} == SIZES
 
 
 def test_zero_is_that_of_the_papers_first_figure() -> None:
@@ -657,7 +658,7 @@ def test_a_hugging_face_config_is_planned(tmp_path) -> None:
 def test_planning_imports_no_torch() -> None:
     """Importing torch takes seconds."""
     code = (
-        "import sys; from warpweave.cli import main\n"
+        "import sys; from warpweave.__main__ import main\n"
         "sys.argv[1:] = 'plan --model gpt2 --gpus 2 --sequences 4 --best 1'.split(); main()\n"
         "import warpweave.convert.families; assert 'torch' not in sys.modules, 'torch'"
     )

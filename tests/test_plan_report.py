@@ -15,7 +15,7 @@ import pytest
 from test_plan import A100
 from test_plan import _job as job_of
 
-from warpweave.config import GPTConfig
+from warpweave.model.config import GPTConfig
 from warpweave.parallel.schedule import one_f_one_b
 from warpweave.parallel.simulate import Timeline, simulate
 from warpweave.plan import command

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from warpweave.config import GPTConfig, ParallelPlan
+from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import FAMILIES, find_family
 from warpweave.plan.choose import Search, branches, choose_layouts, layouts_of

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.kernels import cost
+from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import FAMILIES, find_family, placement
 from warpweave.plan.device import HARDWARE, Hardware

@@ -27,8 +27,6 @@ from plants import instead, planted
 from ranks import run_ranks
 from torch import nn
 
-from warpweave import engine, gpt
-from warpweave.config import ParallelPlan
 from warpweave.kernels.adamw import sum_of_squares
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.layers import block
@@ -36,6 +34,8 @@ from warpweave.layers.embedding import PositionEmbedding
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.norm import RMSNorm, _Norm
+from warpweave.model import engine, gpt
+from warpweave.model.config import ParallelPlan
 from warpweave.parallel import schedule, tensor
 from warpweave.parallel.collectives import gather, own_slice
 from warpweave.parallel.context import gather as kv_gather

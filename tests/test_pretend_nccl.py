@@ -21,8 +21,8 @@ from processors import Device, stuck
 from threads import run_threads
 from torch import nn
 
-from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.engine import Engine
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
 from warpweave.parallel import collectives, messages
 from warpweave.parallel.buffers import Buffers
 from warpweave.parallel.data import reduce

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy.random  # numpy 2 has it imported at its first use
 import pytest
 
-from warpweave import processes
-from warpweave.interrupt import STOPS
-from warpweave.processes import Forked, Processes, environment
+from warpweave.launch import processes
+from warpweave.launch.interrupt import STOPS
+from warpweave.launch.processes import Forked, Processes, environment
 
 MODULE = __name__
 
@@ -26,7 +26,10 @@ MODULE = __name__
 @pytest.fixture(scope="module")
 def started():
     with environment(OLD="of the server"):
-        several = Processes("warpweave.launch"), Processes()  # as ranks are, and new interpreters
+        several = (
+            Processes("warpweave.launch.session"),
+            Processes(),
+        )  # as ranks are, and new interpreters
     with several[0] as forked, several[1] as spawned:
         yield {"forked": forked, "spawned": spawned}
 
@@ -96,7 +99,7 @@ def test_a_process_has_the_environment_of_its_start_and_waits_with_signals(start
 def test_ranks_are_forked_whatever_threads_numpy_would_start(monkeypatch):
     """OMP_NUM_THREADS, which is set in all other tests, would keep it from that."""
     monkeypatch.delenv("OMP_NUM_THREADS")
-    with Processes("warpweave.train") as forked:
+    with Processes("warpweave.train.command") as forked:
         process = forked.start(_exits, 0)
         assert isinstance(process, Forked)
         process.join()
@@ -264,7 +267,7 @@ def test_none_outlives_a_killed_parent_stopped_or_not(module, number, tmp_path):
     program = (
         "import pathlib, sys, time; sys.path.insert(0, sys.argv[1])\n"
         "import test_processes as t\n"
-        "from warpweave.processes import Processes\n"
+        "from warpweave.launch.processes import Processes\n"
         "if __name__ == '__main__':\n"
         f"    with Processes({module!r}) as some:\n"
         "        some.start(t._sleeps, pathlib.Path(sys.argv[2]))\n"
@@ -291,7 +294,7 @@ def _paths() -> dict[str, str]:
 def test_what_has_only_started_ranks_ends_without_the_interpreters_shutdown(early, shuts):
     program = (
         "import atexit, sys\n"
-        "from warpweave.processes import Processes, starting\n"
+        "from warpweave.launch.processes import Processes, starting\n"
         "if __name__ == '__main__':\n"
         "    atexit.register(lambda: print(' shut', end=''))\n"
         f"    with starting({early}) as given:\n"

@@ -29,12 +29,12 @@ from plants import Plant, planted
 from ranks import QuickProcesses, run_ranks
 from threads import on_mesh, run_threads
 
-from warpweave import engine as engines
-from warpweave import gpus
-from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.dtypes import DTYPES
 from warpweave.kernels.norm import function as norm
-from warpweave.launch import Session, Stopped
+from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
+from warpweave.launch import devices as gpus
+from warpweave.launch.session import Session, Stopped
+from warpweave.model import engine as engines
+from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.data import parameters, zero
 from warpweave.parallel.data.optimizer import SGD, LossScale
@@ -181,7 +181,7 @@ EPS = {"fp64": 2**-52, "fp32": 2**-23}
 
 
 def _truth(layout: Layout) -> truths.Truth:
-    return truths.truth(layout.model, layout.sizes, DTYPES[layout.dtype])
+    return truths.truth(layout.model, layout.sizes, NAMED_DTYPES[layout.dtype])
 
 
 def _condition(layout: Layout) -> dict[str, float]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import tyro
 
-from warpweave.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.prove import LIMITS, Errors, Layout, ProveConfig, command, expected, options, proof
 from warpweave.prove import truth as truths
@@ -38,7 +38,7 @@ MESHES = {
 
 def test_each_option_of_a_layout_is_in_its_line_and_its_command(monkeypatch) -> None:
     """The command gives that layout again, alone."""
-    monkeypatch.setattr("warpweave.gpus.choose_backend", lambda *_: "nccl")
+    monkeypatch.setattr("warpweave.launch.devices.choose_backend", lambda *_: "nccl")
     found = {"": BASE}
     for name, value in OTHER.items():
         more = {"device": {"impl": "triton"}, "impl": {}}.get(name, {})
@@ -206,7 +206,7 @@ def test_options_choose_layouts_largest_worlds_first(monkeypatch) -> None:
     assert [(layout.dtype, layout.impl) for layout in both] == [("fp64", "torch"),
                                                                ("fp32", "torch")]  # fmt: skip
     asked: list[tuple] = []
-    monkeypatch.setattr("warpweave.gpus.choose_backend", lambda *of: asked.append(of))
+    monkeypatch.setattr("warpweave.launch.devices.choose_backend", lambda *of: asked.append(of))
     for given, world in (({"tp": 2, "pp": 2, "overlap": "fused"}, 4), ({"all": True}, 4)):
         found = ProveConfig(device="cuda", **given).layouts()
         assert {(x.dtype, x.device, x.impl) for x in found} == {

@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from warpweave.checkpoint import save_checkpoint
-from warpweave.command_line import read_command_line
-from warpweave.config_file import read_options
+from warpweave.cli.command_line import read_command_line
+from warpweave.cli.toml import read_options
 from warpweave.data import open_dataset
-from warpweave.doctor.options import DoctorConfig
-from warpweave.gpt import GPT, PRESETS, GPTConfig
+from warpweave.machine.doctor.options import DoctorConfig
+from warpweave.machine.tune import TuneConfig
+from warpweave.model.gpt import GPT, PRESETS, GPTConfig
 from warpweave.parallel.schedule import FAMILIES, to_csv
 from warpweave.plan.layout import take_layout
 from warpweave.plan.memory import TrainingStep, estimate
 from warpweave.plan.options import PlanConfig
 from warpweave.prove import ProveConfig
-from warpweave.sample_config import SampleConfig
-from warpweave.train_config import TrainConfig
-from warpweave.tune import TuneConfig
+from warpweave.train.options import TrainConfig
+from warpweave.train.sample_options import SampleConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -13,14 +13,14 @@ import torch
 from threads import on_mesh
 from torch import nn
 
-from warpweave import not_finite
-from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.engine import Engine
-from warpweave.not_finite import _bad, _Note, _Notes
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
 from warpweave.parallel.data.optimizer import Muon
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
-from warpweave.replicas import ReplicaCheck
+from warpweave.train import not_finite
+from warpweave.train.not_finite import _bad, _Note, _Notes
+from warpweave.train.replicas import ReplicaCheck
 
 GRID = Mesh(dp=2, tp=3)  # two replicas of three tensor ranks each
 ALL = (0, 1, 2, 3, 4, 5)

@@ -17,10 +17,10 @@ from threads import run_threads
 
 from warpweave.checkpoint import CheckpointError, open_checkpoint
 from warpweave.data import write_token_file
-from warpweave.processes import Processes
-from warpweave.resume import open_run
-from warpweave.server import run as servers
-from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
+from warpweave.launch.processes import Processes
+from warpweave.train.options import CHECKPOINTS, TrainConfig, parse
+from warpweave.train.resume import open_run
+from warpweave.train.server import run as servers
 
 
 def _listing(folder: Path) -> dict[str, bytes]:
@@ -246,7 +246,7 @@ def test_no_save_by_time_without_minutes_or_before_they_have_passed(tmp_path):
 def test_a_save_by_time_counts_from_the_last_save(tmp_path, monkeypatch):
     """On a clock of which a step takes a minute; step 6 is saved by its number."""
     now = [-60.0]
-    monkeypatch.setattr("warpweave.trainer.time", _Clock(now))
+    monkeypatch.setattr("warpweave.train.trainer.time", _Clock(now))
     trainer = _trainer(_config(tmp_path, steps=12, save_every=6, save_minutes=2.5, eval_every=0))
     wishes, trainer._saved = trainer._wishes, 0.0
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from test_train import _config, _crashed_after, _replace, _rows, _same, _saved, _trainer
 
-from warpweave import resume
 from warpweave.checkpoint import CheckpointError
-from warpweave.config import ParallelPlan
-from warpweave.config_file import options_of, with_options
+from warpweave.cli.toml import options_of, with_options
 from warpweave.data.token_file import WHOLE
-from warpweave.resume import (
+from warpweave.model.config import ParallelPlan
+from warpweave.train import resume
+from warpweave.train.options import TrainConfig
+from warpweave.train.resume import (
     Progress,
     check_run,
     differences,
@@ -26,7 +27,6 @@ from warpweave.resume import (
     progress_of,
     state_of,
 )
-from warpweave.train_config import TrainConfig
 
 DATA = SimpleNamespace(name="text", fingerprint="a" * 20, tokenizer_name="bytes")
 HELD_OUT = SimpleNamespace(fingerprint="whole:" + "b" * 20)

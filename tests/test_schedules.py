@@ -17,8 +17,8 @@ from ranks import run_ranks
 from threads import run_threads
 from torch import Tensor, nn
 
-from warpweave.config import GPTConfig, ParallelPlan
-from warpweave.engine import Engine
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.engine import Engine
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.pipeline import Distributed, InProcess, ModuleStage, execute
 from warpweave.parallel.pipeline.stage import ChainStage

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from warpweave.checkpoint import CheckpointError, save_checkpoint
-from warpweave.config import ParallelPlan
-from warpweave.engine import Engine
+from warpweave.model.config import ParallelPlan
+from warpweave.model.engine import Engine
 from warpweave.parallel.data.optimizer import SGD, AdamW
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.server.clocks import Clocks, Term
@@ -39,13 +39,13 @@ from warpweave.parallel.server.server import (
 from warpweave.parallel.server.shard import Shard, records_of, spread
 from warpweave.parallel.server.worker import LostError, Worker, module_gradient
 from warpweave.parallel.shard import ParamRecord
-from warpweave.server.log import read_log, write_log
-from warpweave.server.replay import run as run_replay
-from warpweave.server.replay_config import ReplayConfig
-from warpweave.server.roles import ServedModel
-from warpweave.server.run import _Watch, run_servers
-from warpweave.train import run as run_train
-from warpweave.train_config import STALENESS, UPDATES, TrainConfig, parse
+from warpweave.train.command import run as run_train
+from warpweave.train.options import STALENESS, UPDATES, TrainConfig, parse
+from warpweave.train.server.log import read_log, write_log
+from warpweave.train.server.replay import run as run_replay
+from warpweave.train.server.replay_config import ReplayConfig
+from warpweave.train.server.roles import ServedModel
+from warpweave.train.server.run import _Watch, run_servers
 
 MODES = {"synchronous": (0, True), "ssp 0": (0, False), "ssp 2": (2, False), "async": (None, False)}
 

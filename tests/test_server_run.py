@@ -13,15 +13,15 @@ import pytest
 import torch
 from test_server import _options
 
-from warpweave.config import ParallelPlan
 from warpweave.data import boundaries
+from warpweave.model.config import ParallelPlan
 from warpweave.parallel.server.clocks import Term
-from warpweave.server import replay, roles
-from warpweave.server import run as servers
-from warpweave.server.log import plot_staleness, read_log, staleness_of, write_log
-from warpweave.server.replay_config import ReplayConfig
-from warpweave.server.roles import RunNotes, ServedModel
-from warpweave.train_config import CONFIG, METRICS, UPDATES, TrainConfig
+from warpweave.train.options import CONFIG, METRICS, UPDATES, TrainConfig
+from warpweave.train.server import replay, roles
+from warpweave.train.server import run as servers
+from warpweave.train.server.log import plot_staleness, read_log, staleness_of, write_log
+from warpweave.train.server.replay_config import ReplayConfig
+from warpweave.train.server.roles import RunNotes, ServedModel
 
 HEAD = {"threads": 1, "torch": "2", "servers": 2}
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from test_launch import LOST, _sessions
 
-from warpweave.launch import Session, _store
+from warpweave.launch.session import Session, _store
 from warpweave.parallel.mesh import Mesh
 
 
@@ -20,7 +20,7 @@ from warpweave.parallel.mesh import Mesh
 def test_silent_ranks_are_named_in_order_by_a_rank_or_through_the_store_by_its_launcher(
     monkeypatch, launched
 ):
-    monkeypatch.setattr("warpweave.heartbeat.SILENCE", 0.0)
+    monkeypatch.setattr("warpweave.launch.heartbeat.SILENCE", 0.0)
     sessions = _sessions(12)
     store = sessions[1].store
     sessions[1].launched = launched
@@ -69,7 +69,7 @@ def test_one_rank_alone_says_what_failed_and_each_leaves_its_own_words_in_the_st
 
 def test_groups_are_made_anew_under_a_name_of_their_own_each_time(monkeypatch):
     made, ended = [], []
-    monkeypatch.setattr("warpweave.launch.connect", lambda *given: made.append(given))
+    monkeypatch.setattr("warpweave.launch.session.connect", lambda *given: made.append(given))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(len(made)))
     session = _sessions(4)[2]
     for world in (4, 3, 3):
@@ -98,7 +98,7 @@ def test_the_first_rank_keeps_the_store_unless_the_launcher_does(
     made = mock.Mock(return_value=dist.HashStore())
     monkeypatch.setattr(dist, "TCPStore", made)
     listener = mock.Mock(detach=lambda: 77)
-    monkeypatch.setattr("warpweave.launch._loopback_listener", lambda port: listener)
+    monkeypatch.setattr("warpweave.launch.session._loopback_listener", lambda port: listener)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")

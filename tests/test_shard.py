@@ -11,12 +11,12 @@ from threads import on_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from warpweave.engine import Engine
-from warpweave.gpt import GPT, GPTConfig
+from warpweave.model.engine import Engine
+from warpweave.model.gpt import GPT, GPTConfig
+from warpweave.model.plain import PlainConfig, plain_init
 from warpweave.parallel import shard
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.shard import Cut, ParamRecord
-from warpweave.plain_gpt import PlainConfig, plain_init
 
 LLAMA = {"positions": "rope", "norm": "rms", "bias": False, "tied": False}
 SIZES = {"vocab_size": 37, "seq_len": 8, "layers": 3, "width": 16, "heads": 4, "hidden": 20}

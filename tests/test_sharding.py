@@ -219,7 +219,7 @@ def test_a_wrong_rule_is_seen() -> None:
 
 def test_dtensor_and_the_type_checker_are_not_imported_without_need() -> None:
     code = (
-        "import sys, warpweave.gpt, warpweave.engine; "
+        "import sys, warpweave.model.gpt, warpweave.model.engine; "
         "assert not {'torch.distributed.tensor', 'spmd_types'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=800)

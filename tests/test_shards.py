@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warpweave import shards
+from warpweave.layers.sharding import dtensor as shards
 from warpweave.parallel.mesh import Mesh
 
 GRID = Mesh(tp=2, cp=2)

@@ -13,10 +13,10 @@ from ranks import run_ranks
 from threads import on_mesh
 from torch import nn
 
-from warpweave.config import ParallelPlan
-from warpweave.gpt import GPT, GPTConfig
 from warpweave.kernels.runtime.wgrad import wgrad
 from warpweave.layers.records import collect_records
+from warpweave.model.config import ParallelPlan
+from warpweave.model.gpt import GPT, GPTConfig
 from warpweave.parallel.context import attention
 from warpweave.parallel.context.kept import Kept
 from warpweave.parallel.data.unit import Unit, make_unit

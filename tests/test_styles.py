@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, MixtralCo
 from transformers.distributed import DistributedConfig  # noqa: E402
 
 import warpweave.hf as ww  # noqa: E402
-from warpweave.styles import ColwiseParallel, RowwiseParallel, SequenceParallel  # noqa: E402
+from warpweave.layers.sharding.styles import ColwiseParallel, RowwiseParallel, SequenceParallel  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"

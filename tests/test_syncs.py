@@ -30,8 +30,8 @@ def _ours(found: dict[str, int]) -> dict[str, int]:
 
 
 def test_generation_reads_its_tokens_once_and_looks_for_ends_every_sixteen(waits):
-    assert waits["generate 4"] == {"warpweave/generate.py go_on": 1}
-    assert waits["generate 20"] == {"warpweave/generate.py go_on": 2}
+    assert waits["generate 4"] == {"warpweave/model/generate.py go_on": 1}
+    assert waits["generate 20"] == {"warpweave/model/generate.py go_on": 2}
 
 
 def test_a_hugging_face_model_reads_its_mask_once_a_forward_and_never_while_it_decodes(waits):

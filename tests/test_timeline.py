@@ -1,5 +1,5 @@
-"""`warpweave.timeline`: pictures and traces say when each action runs, against times worked out by
-hand for 1F1B on two ranks with F = 1 and B = 2."""
+"""`warpweave.plan.timeline`: pictures and traces show when each action runs, compared with times
+worked out by hand for 1F1B on two ranks with F = 1 and B = 2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from warpweave.parallel.schedule import Action, one_f_one_b
 from warpweave.parallel.simulate import Cell, Timeline, simulate
-from warpweave.timeline import (
+from warpweave.plan.timeline import (
     COLOURS,
     GAP,
     LEFT,

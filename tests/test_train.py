@@ -22,28 +22,28 @@ from close import relative_error
 from threads import run_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import warpweave.train as train
-from warpweave.agree import TrainingStopped
+import warpweave.train.command as train
 from warpweave.checkpoint import (
     CheckpointError,
     config_digest,
     open_checkpoint,
     open_latest,
 )
-from warpweave.config import ParallelPlan
 from warpweave.data import write_token_file
-from warpweave.interrupt import Interrupt
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, TileRow, write_table
-from warpweave.launch import Session
-from warpweave.lr_schedule import learning_rate
-from warpweave.metrics import Metrics, locked, peak_memory, set_aside, utilisation
+from warpweave.kernels.runtime.transfer import upload
+from warpweave.launch.interrupt import Interrupt
+from warpweave.launch.session import Session
+from warpweave.model.config import ParallelPlan
+from warpweave.model.plain import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
 from warpweave.parallel.mesh import Mesh
-from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
-from warpweave.resume import check_run, differences
-from warpweave.train_config import GPTOverrides, TrainConfig, parse
-from warpweave.trainer import Trainer
-from warpweave.transfer import upload
+from warpweave.train.checks import TrainingStopped
+from warpweave.train.lr_schedule import learning_rate
+from warpweave.train.metrics import Metrics, locked, peak_memory, set_aside, utilisation
+from warpweave.train.options import GPTOverrides, TrainConfig, parse
+from warpweave.train.resume import check_run, differences
+from warpweave.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 PLOT = Metrics._plot

@@ -17,20 +17,19 @@ import torch.distributed as dist
 from test_train import _config, _trainer
 from threads import on_mesh
 
-import warpweave.train as train
-import warpweave.trainer as trainer_module
-from warpweave import processes
-from warpweave.agree import TrainingStopped
+import warpweave.train.command as train
+import warpweave.train.trainer as trainer_module
 from warpweave.checkpoint import CheckpointError, open_checkpoint
-from warpweave.config import ParallelPlan
-from warpweave.launch import Session
+from warpweave.launch.processes import starting
+from warpweave.launch.session import Session, processes
+from warpweave.model.config import ParallelPlan
 from warpweave.parallel.checked import CollectiveMismatch
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import Mesh
 from warpweave.plan.memory import TrainingStep
-from warpweave.processes import starting
-from warpweave.train_config import TrainConfig
-from warpweave.trainer import Trainer, check_fits
+from warpweave.train.checks import TrainingStopped
+from warpweave.train.options import TrainConfig
+from warpweave.train.trainer import Trainer, check_fits
 
 # ---------------------------------------------------------------- one rank
 

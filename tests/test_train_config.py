@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 import torch
 
-import warpweave.train as train
-from warpweave import boards, idle_options
+import warpweave.train.command as train
 from warpweave.checkpoint import save_checkpoint
-from warpweave.config import PRESETS, ParallelPlan
-from warpweave.config_file import options_of, with_options
+from warpweave.cli.toml import options_of, with_options
 from warpweave.data import write_token_file
-from warpweave.dtypes import DTYPES
-from warpweave.gpt import GPT
+from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
+from warpweave.machine.tune.aot import TARGETS
+from warpweave.machine.tune.options import TuneConfig
+from warpweave.model.config import PRESETS, ParallelPlan
+from warpweave.model.gpt import GPT
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, NAdamW
 from warpweave.parallel.schedule import FAMILIES
 from warpweave.parallel.server.server import ServerPlan
 from warpweave.prove import ProveConfig
-from warpweave.sample_config import SampleConfig
-from warpweave.train_config import GPTOverrides, TrainConfig
-from warpweave.tune.aot import TARGETS
-from warpweave.tune.options import TuneConfig
+from warpweave.train import boards, idle_options
+from warpweave.train.options import GPTOverrides, TrainConfig
+from warpweave.train.sample_options import SampleConfig
 
 # ---------------------------------------------------------------- ranks
 
@@ -476,9 +476,9 @@ def test_an_option_takes_each_word_that_there_is():
     """Of presets, dtypes and compilation targets, in every command."""
     for config, name, wanted in (
         (TrainConfig, "model", PRESETS),
-        (TrainConfig, "dtype", DTYPES),
-        (SampleConfig, "dtype", DTYPES),
-        (ProveConfig, "dtype", (*DTYPES, "both")),
+        (TrainConfig, "dtype", NAMED_DTYPES),
+        (SampleConfig, "dtype", NAMED_DTYPES),
+        (ProveConfig, "dtype", (*NAMED_DTYPES, "both")),
         (TuneConfig, "target", TARGETS),
     ):
         kind = get_type_hints(config)[name]

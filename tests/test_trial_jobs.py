@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from warpweave.checkpoint import save_checkpoint
-from warpweave.train_config import parse
+from warpweave.train.options import parse
 from warpweave.trials import job as job_module
 from warpweave.trials import trial as trial_module
 from warpweave.trials.faults import PLANTED, Fault, planted_at

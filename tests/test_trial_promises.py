@@ -16,10 +16,10 @@ from unittest import mock
 import pytest
 import torch
 
-from warpweave.config import GPTConfig
-from warpweave.gpt import GPT
 from warpweave.layers.block import TransformerBlock
-from warpweave.trainer import Trainer
+from warpweave.model.config import GPTConfig
+from warpweave.model.gpt import GPT
+from warpweave.train.trainer import Trainer
 from warpweave.trials import command, deaths, disagreements, disk, faults, stops
 from warpweave.trials.faults import ACTS, Fault, FaultyTrainer
 from warpweave.trials.job import BrokenPromiseError, Ended, promised

@@ -19,11 +19,11 @@ import triton
 from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, TileRow, write_table
-from warpweave.tune import Bench, TuneConfig, aot, command, main, search, tune, tune_here
-from warpweave.tune.aot import Compiled
-from warpweave.tune.calls import Problem, problems
-from warpweave.tune.candidates import candidates, resident
-from warpweave.tune.search import add_rows, difference
+from warpweave.machine.tune import Bench, TuneConfig, aot, command, main, search, tune, tune_here
+from warpweave.machine.tune.aot import Compiled
+from warpweave.machine.tune.calls import Problem, problems
+from warpweave.machine.tune.candidates import candidates, resident
+from warpweave.machine.tune.search import add_rows, difference
 
 FWD = Problem("attention_fwd", "bf16", 64)
 SHIPPED = AttentionTile(128, 64, 4, 3)  # of FWD on sm_90
@@ -297,7 +297,7 @@ def test_the_default_is_every_kernel_in_bf16() -> None:
 
 def test_a_tile_may_spill_in_another_call_as_much_as_the_shipped_one(monkeypatch) -> None:
     """The call is named; who spills less than the shipped tile, or in float64, has no fault."""
-    module = importlib.import_module("warpweave.tune.candidates")
+    module = importlib.import_module("warpweave.machine.tune.candidates")
     stacks = {SHIPPED: 0, FAST: 0, OTHER: 0}
 
     def compiled(target, problem, tile, call):
@@ -319,9 +319,9 @@ def test_a_tile_may_spill_in_another_call_as_much_as_the_shipped_one(monkeypatch
 
 DRY = """
 from warpweave.kernels.runtime.tile_table import AttentionTile, GemmTile
-from warpweave.tune.calls import Problem
-from warpweave.tune import candidates, main
-from warpweave.tune.candidates import around, compile_tile, fault, first_fault
+from warpweave.machine.tune.calls import Problem
+from warpweave.machine.tune import candidates, main
+from warpweave.machine.tune.candidates import around, compile_tile, fault, first_fault
 fwd, product = Problem("attention_fwd", "bf16", 128), Problem("gemm", "bf16", "large")
 tile, wide = AttentionTile(128, 128, 4, 2), GemmTile(128, 256, 128, 8, 1, 8, 3)
 print(first_fault("sm_90", fwd, tile))

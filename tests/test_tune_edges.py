@@ -17,15 +17,15 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from warpweave.dtypes import DTYPES
 from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.norm import function as norm
 from warpweave.kernels.runtime import dispatch, tiles
+from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
 from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
-from warpweave.tune import TuneConfig, aot, calls, command, search
-from warpweave.tune.calls import Problem, other_calls, problems, timed_call
-from warpweave.tune.candidates import candidates
-from warpweave.tune.search import SearchReport, difference
+from warpweave.machine.tune import TuneConfig, aot, calls, command, search
+from warpweave.machine.tune.calls import Problem, other_calls, problems, timed_call
+from warpweave.machine.tune.candidates import candidates
+from warpweave.machine.tune.search import SearchReport, difference
 
 TILES = [SHIPPED, *candidates(FWD, TARGETS["sm_90"], 2)[1:7]]
 
@@ -171,7 +171,7 @@ def test_attention_is_timed_in_the_sizes_of_an_8b_llama(monkeypatch, dtype: str)
         heads, kv = 4096 // D, 1024 // D
         timed_call(Problem(kernel, dtype, D), make)()
         q, k, rows = (2, 4096, heads, D), (2, 4096, kv, D), (2, heads, 4096)
-        assert made == [(q, DTYPES[dtype]), (k, DTYPES[dtype]), (rows, wide)]
+        assert made == [(q, NAMED_DTYPES[dtype]), (k, NAMED_DTYPES[dtype]), (rows, wide)]
         name, of, how = asked.pop()
         assert how == {"impl": "triton"}
         forward = kernel == "attention_fwd"
@@ -276,7 +276,7 @@ def test_products_are_timed_in_the_sizes_of_an_8b_llama(monkeypatch, dtype: str)
         ("hidden_bwd", [(rows, E), (E, wide), (rows, wide)], {"activation": "gelu"}),
         ("fused_gemm", [(few, E), (E, F), (F,)], gelu),
     ]
-    low, sums = DTYPES[dtype], torch.float64 if dtype == "fp64" else torch.float32
+    low, sums = NAMED_DTYPES[dtype], torch.float64 if dtype == "fp64" else torch.float32
     assert made == [*[low] * 3, *[low] * 3, sums, *[low] * 3]
 
 

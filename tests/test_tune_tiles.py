@@ -9,11 +9,11 @@ import torch
 from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import KERNELS, KINDS, SIZES, AttentionTile
-from warpweave.tune import candidates as tile_candidates
-from warpweave.tune import search
-from warpweave.tune.aot import Compiled
-from warpweave.tune.calls import Problem, other_calls, problems, timed_call
-from warpweave.tune.candidates import (
+from warpweave.machine.tune import candidates as tile_candidates
+from warpweave.machine.tune import search
+from warpweave.machine.tune.aot import Compiled
+from warpweave.machine.tune.calls import Problem, other_calls, problems, timed_call
+from warpweave.machine.tune.candidates import (
     around,
     candidates,
     compile_tile,
@@ -21,8 +21,8 @@ from warpweave.tune.candidates import (
     fault,
     target_of,
 )
-from warpweave.tune.search import difference
-from warpweave.tune.timing import interleave
+from warpweave.machine.tune.search import difference
+from warpweave.machine.tune.timing import interleave
 
 FWD = Problem("attention_fwd", "bf16", 64)
 SHIPPED = AttentionTile(128, 64, 4, 3)  # of FWD on sm_90

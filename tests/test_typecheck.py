@@ -25,13 +25,12 @@ from rules import rulecheck
 from spmd_types import rules
 from spmd_types.rulecheck import RuleCheckError
 
-import warpweave.gpt
 import warpweave.layers.attention
 import warpweave.layers.embedding
 import warpweave.layers.linear
 import warpweave.layers.loss
 import warpweave.layers.mlp
-from warpweave.gpt import GPT, PRESETS, GPTConfig
+import warpweave.model.gpt
 from warpweave.kernels import activation
 from warpweave.kernels.activation import activate
 from warpweave.kernels.attention import attention
@@ -52,6 +51,7 @@ from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from warpweave.layers.linear import RowParallelLinear
 from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.norm import LayerNorm, RMSNorm
+from warpweave.model.gpt import GPT, PRESETS, GPTConfig
 from warpweave.parallel import collectives, tensor
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.tensor import linear_loss
@@ -420,7 +420,7 @@ def test_what_a_stage_hands_on_is_held_to_what_the_next_one_takes() -> None:
             return collectives.gather(super().forward(x, context), self.attention.mesh.group("tp"))
 
     with (
-        planted(instead(warpweave.gpt, "TransformerBlock", Gathered)),
+        planted(instead(warpweave.model.gpt, "TransformerBlock", Gathered)),
         pytest.raises(TypeError, match="between the stage and its neighbours"),
     ):
         typecheck(GPT2, mesh, sequence_parallel=True)

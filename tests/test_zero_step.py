@@ -11,13 +11,13 @@ from threads import on_mesh
 from torch import nn
 from traffic import traffic
 
+from warpweave.model.plain import _newton_schulz
 from warpweave.parallel.data import zero as zero_module
 from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale, Muon, NAdamW, Rule
 from warpweave.parallel.data.unit import Unit, make_unit
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.shard import ParamRecord
-from warpweave.plain_gpt import _newton_schulz
 
 RULES: dict[str, Rule] = {
     "adamw": AdamW(eps=1e-3),

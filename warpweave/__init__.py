@@ -1,26 +1,24 @@
 """warpweave: Triton kernel-fused parallel transformer layers.
 
-The classes below are importable from here, ``from warpweave import TransformerBlock``; each is
-loaded when it is first asked for, so that ``import warpweave`` itself imports no torch. Functions
-stay in the modules of their families (`warpweave.kernels` lists them).
+The names below are importable from here, ``from warpweave import TransformerBlock``. Each is loaded
+at its first use, so ``import warpweave`` itself imports no torch. Kernels stay in the modules of
+their families (`warpweave.kernels` lists them).
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # An installation has the rungs inside this folder, a checkout beside it: whole in both, also where
 # a checkout is the working folder and so comes before what is installed.
 if not os.path.isdir(os.path.join(__path__[0], "kernels")):
     __path__.append(os.path.dirname(__path__[0]))
 
-from warpweave.lazy import names_of
+from warpweave.cli.lazy import names_of
 
 if TYPE_CHECKING:
-    from warpweave.config import PRESETS, GPTConfig, ParallelPlan
-    from warpweave.engine import Engine
-    from warpweave.gpt import GPT
+    from warpweave.launch import Session, join
     from warpweave.layers.attention import Attention
     from warpweave.layers.block import TransformerBlock
     from warpweave.layers.context import TokenContext
@@ -29,6 +27,11 @@ if TYPE_CHECKING:
     from warpweave.layers.loss import VocabParallelLinearCrossEntropy
     from warpweave.layers.mlp import MLP
     from warpweave.layers.norm import LayerNorm, RMSNorm
+    from warpweave.layers.sharding import explain_sharding, shard
+    from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
+    from warpweave.model.engine import Engine
+    from warpweave.model.generate import Sampling, generate
+    from warpweave.model.gpt import GPT
     from warpweave.parallel.mesh import Mesh
 
 __version__ = "0.2.0"
@@ -47,17 +50,21 @@ __all__ = [
     "PositionEmbedding",
     "RMSNorm",
     "RowParallelLinear",
+    "Sampling",
+    "Session",
     "TokenContext",
     "TransformerBlock",
     "VocabParallelEmbedding",
     "VocabParallelLinearCrossEntropy",
     "__version__",
+    "explain_sharding",
+    "generate",
+    "join",
+    "shard",
 ]
 
 _MODULES = {
-    "config": ("PRESETS", "GPTConfig", "ParallelPlan"),
-    "engine": ("Engine",),
-    "gpt": ("GPT",),
+    "launch": ("Session", "join"),
     "layers.attention": ("Attention",),
     "layers.block": ("TransformerBlock",),
     "layers.context": ("TokenContext",),
@@ -66,11 +73,38 @@ _MODULES = {
     "layers.loss": ("VocabParallelLinearCrossEntropy",),
     "layers.mlp": ("MLP",),
     "layers.norm": ("LayerNorm", "RMSNorm"),
+    "layers.sharding": ("explain_sharding", "shard"),
+    "model.config": ("PRESETS", "GPTConfig", "ParallelPlan"),
+    "model.engine": ("Engine",),
+    "model.generate": ("Sampling", "generate"),
+    "model.gpt": ("GPT",),
     "parallel.mesh": ("Mesh",),
 }
+# Where kernels are, for the message of an AttributeError.
+_ELSEWHERE = {
+    "kernels.activation": ("activate",),
+    "kernels.adamw": ("adamw_step", "sum_of_squares"),
+    "kernels.attention": ("attention",),
+    "kernels.cross_entropy": ("cross_entropy", "linear_cross_entropy"),
+    "kernels.dropout": ("dropout",),
+    "kernels.gemm": ("fused_gemm", "gemm", "gemm_into"),
+    "kernels.merge": ("merge",),
+    "kernels.mlp": ("gelu_mlp", "mlp", "swiglu_mlp"),
+    "kernels.muon": ("orthogonalize", "symmetric_product"),
+    "kernels.norm": ("layer_norm", "rms_norm"),
+    "kernels.overlap": ("all_gather_gemm", "gemm_all_reduce", "gemm_reduce_scatter"),
+    "kernels.qkv": ("qkv_rope",),
+    "kernels.rope": ("apply_rope", "rope_table"),
+}
+
+_find = names_of(__name__, _MODULES)
 
 
-__getattr__ = names_of(__name__, _MODULES)
+def __getattr__(name: str) -> Any:
+    for module, names in _ELSEWHERE.items():
+        if name in names:
+            raise AttributeError(f"{name} is in warpweave.{module}, not in warpweave itself")
+    return _find(name)
 
 
 def __dir__() -> list[str]:

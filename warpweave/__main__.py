@@ -1,6 +1,82 @@
-"""``python -m warpweave`` is the command ``warpweave``."""
+"""The command line: ``warpweave`` and one of its commands."""
 
-from warpweave.cli import main
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from importlib import import_module
+
+from warpweave import __version__
+from warpweave.launch.processes import Processes, starting
+from warpweave.parallel.words import did_you_mean
+
+_USAGE = """usage: warpweave COMMAND [OPTIONS]
+
+commands:
+  train        train a GPT on text, on any mesh (warpweave train --help)
+  prove        show that a mesh computes what one plain device computes (warpweave prove --help)
+  plan         find the fastest layouts of a model on given GPUs (warpweave plan --help)
+  doctor       check this machine: kernels, links, axes (warpweave doctor --help)
+  collectives  measure all-reduce algorithms (warpweave collectives --help)
+  trials       plant faults in runs: is what is promised kept? (warpweave trials --help)
+  replay       repeat a run of parameter servers to the bit (warpweave replay --help)
+  sample       generate text with a trained model (warpweave sample --help)
+  export       write a trained model for Hugging Face transformers (warpweave export --help)
+  tune         measure tiles on this GPU, write a table of the best (warpweave tune --help)
+
+The last line that a command prints is one JSON object with its result."""
+
+# Each command's options, and the program that takes them: modules with `parse` and `run`.
+_COMMANDS = {
+    "train": ("train.options", "train.command"),
+    "prove": ("prove.options", "prove.command"),
+    "plan": ("plan.options", "plan.command"),
+    "doctor": ("machine.doctor.options", "machine.doctor.command"),
+    "collectives": ("machine.collectives.options", "machine.collectives.command"),
+    "trials": ("trials.options", "trials.command"),
+    "replay": ("train.server.replay_config", "train.server.replay"),
+    "sample": ("train.sample_options", "train.sample"),
+    "export": ("train.export_options", "train.export"),
+    "tune": ("machine.tune.options", "machine.tune.command"),
+}
+
+
+def main() -> None:
+    """Entry point of the ``warpweave`` command; Ctrl-C during the imports ends it quietly, and so
+    does a reader that has seen enough (``warpweave train --help | head``)."""
+    try:
+        try:
+            _main()
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _main() -> None:
+    command, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    if command in _COMMANDS:
+        options, program = (f"warpweave.{name}" for name in _COMMANDS[command])
+        config = import_module(options).parse(rest)  # without torch: a wrong option is told at once
+        if command == "train" and config.elastic:
+            program = "warpweave.train.elastic.run"
+        ranks = hasattr(config, "starts_ranks")
+        early = Processes.early(program) if ranks and config.starts_ranks else None
+        with starting(early) as processes:
+            import_module(program).run(*((config, processes) if ranks else (config,)))
+    elif command in ("", "-h", "--help"):
+        print(_USAGE)
+    elif command == "--version":
+        print(f"warpweave {__version__}")
+    else:
+        near = did_you_mean(command, _COMMANDS)
+        print(f"warpweave: unknown command {command!r}{near}\n\n{_USAGE}", file=sys.stderr)
+        sys.exit(2)
+
 
 if __name__ == "__main__":
     main()

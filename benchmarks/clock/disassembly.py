@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from warpweave.tune.aot import run_tool
+from warpweave.machine.tune.aot import run_tool
 
 _SECTION = re.compile(r"^\s*\.section\s+(\.\S+?),", re.MULTILINE)
 _LABEL = re.compile(r"^(\.L\w+):")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from clock.reading import HotLoop, read_loops
 from warpweave.kernels.devices import TARGETS
-from warpweave.tune.aot import Compiled
+from warpweave.machine.tune.aot import Compiled
 
 _INSTRUCTIONS = {
     "tensor_core": r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b",

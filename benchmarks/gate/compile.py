@@ -1,7 +1,7 @@
 """Compile the cases for GPUs that are not there, in a subprocess without TRITON_INTERPRET.
 
-`warpweave.tune.aot` compiles every kernel that a case's call launches down to the cubin, and
-nothing runs. To look at one's own kernels, from ``benchmarks``:
+`warpweave.machine.tune.aot` compiles every kernel that a case's call launches down to the cubin.
+Nothing runs. To look at one's own kernels, from ``benchmarks``:
 
     python -m gate.compile sm_90 attention
 
@@ -29,7 +29,7 @@ from gate.cases import GATED, Case, cases
 from gate.planted import planted_cases
 from gate.report import Report
 from gate.tiles import tile_cases
-from warpweave.tune.aot import compiling
+from warpweave.machine.tune.aot import compiling
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from warpweave.config import ParallelPlan
+from warpweave.model.config import ParallelPlan
 from warpweave.parallel.simulate import simulate
-from warpweave.timeline import svg
+from warpweave.plan.timeline import svg
 
 PICTURE = Path(__file__).resolve().parents[1] / "pictures" / "pipelines.svg"
 RANKS, MICROBATCHES = 4, 8

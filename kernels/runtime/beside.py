@@ -4,7 +4,7 @@ torch refuses such a mixture deep inside an operator or in its backward, and nam
 operators. These functions decide at the call. A plain parameter, table or label is whole and equal
 on all ranks, so it becomes a replicated DTensor, and its gradient is summed over the ranks. A plain
 activation may be one rank's part, so it is refused. In the forward of a declared model
-(`warpweave.declare`) every plain tensor is replicated.
+(`warpweave.shard`) every plain tensor is replicated.
 """
 
 from __future__ import annotations

@@ -27,6 +27,14 @@ DTYPES = (*FLOATS, torch.int64, torch.int32)
 """Every dtype that ranks send one another. One byte on the wire: its place in this list, to which
 new ones are appended."""
 
+NAMED_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""The names by which options, layouts, and tables call dtypes."""
+
 
 def is_autocast(x: torch.Tensor) -> bool:
     """Whether autocast is on for x's device; torch knows of none for meta tensors."""

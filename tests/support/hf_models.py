@@ -87,7 +87,7 @@ def batch(padding: bool = False) -> dict[str, torch.Tensor]:
 
 def computed(model: nn.Module, padding: bool = False, items: int | None = 17) -> dict:
     """Logits, loss and whole gradients."""
-    from warpweave.shards import whole
+    from warpweave.layers.sharding.dtensor import whole
 
     inputs = batch(padding)
     labels = inputs.pop("labels")

@@ -26,10 +26,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from triton.runtime.jit import JITFunction
 
-from warpweave.config import ParallelPlan
-from warpweave.engine import Engine
-from warpweave.gpt import GPTConfig
 from warpweave.kernels.runtime import dispatch
+from warpweave.model.config import ParallelPlan
+from warpweave.model.engine import Engine
+from warpweave.model.gpt import GPTConfig
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.pipeline import transport

@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from warpweave.processes import Processes
+from warpweave.launch.processes import Processes
 
 # What ranks of many files import, which would take each of them longer than most tests: all of the
 # package, what Triton's interpreter, torch.compile and FSDP2 ask for, and pytest, which test files
@@ -35,7 +35,7 @@ _PRELOAD = [
     "torch._dynamo.backends.debugging",
     "triton.experimental.gluon.language",
     "warpweave.prove",
-    "warpweave.train",
+    "warpweave.train.command",
 ]
 # And if this process has transformers: two more seconds, which no rank of other files is worth.
 _TRANSFORMERS = ["transformers.models.llama.modeling_llama", "transformers.trainer"]
@@ -89,7 +89,7 @@ def _child(
     import torch
     import torch.distributed as dist
 
-    from warpweave.processes import end_with_parent
+    from warpweave.launch.processes import end_with_parent
 
     end_with_parent()
     quick_interpreter.install()

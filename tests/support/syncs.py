@@ -35,10 +35,10 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from warpweave import hf
 from warpweave.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from warpweave.config import GPTConfig
-from warpweave.generate import Sampling, generate
-from warpweave.gpt import GPT
 from warpweave.hf import mask as masks
+from warpweave.model.config import GPTConfig
+from warpweave.model.generate import Sampling, generate
+from warpweave.model.gpt import GPT
 
 _setup_privateuseone_for_python_backend("pretended")
 torch.pretended.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]

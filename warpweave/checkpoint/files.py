@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from warpweave.exchange import exchange
-from warpweave.messages import one_line
+from warpweave.cli.messages import one_line
+from warpweave.parallel.exchange import exchange
 
 CHUNK = 16 << 20  # bytes written or hashed at a time
 

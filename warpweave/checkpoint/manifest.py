@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from warpweave.checkpoint.files import CheckpointError, read_at_most, write
-from warpweave.messages import one_line
+from warpweave.cli.messages import one_line
 
 FORMAT, SCHEMA = "warpweave-checkpoint", 1
 

@@ -36,8 +36,8 @@ from warpweave.checkpoint.manifest import (
     read_manifest,
 )
 from warpweave.checkpoint.steps import newest_first
-from warpweave.exchange import exchange
-from warpweave.messages import one_line
+from warpweave.cli.messages import one_line
+from warpweave.parallel.exchange import exchange
 
 _STEPS = "checkpoints"  # the folder of steps inside that of a run of `warpweave train`
 

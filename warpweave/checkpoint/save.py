@@ -15,7 +15,7 @@ from warpweave.checkpoint.files import CheckpointError, agree_on_all, attempt, w
 from warpweave.checkpoint.manifest import DTYPE_CODES, new_manifest, write_manifest
 from warpweave.checkpoint.read import open_checkpoint
 from warpweave.checkpoint.steps import begin, discard, prune, publish_step
-from warpweave.exchange import exchange
+from warpweave.parallel.exchange import exchange
 
 
 def save_checkpoint(

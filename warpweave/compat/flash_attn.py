@@ -31,7 +31,7 @@ from torch import Tensor
 
 from warpweave.kernels.attention import attention
 from warpweave.kernels.rope import apply_rope
-from warpweave.transfer import upload
+from warpweave.kernels.runtime.transfer import upload
 
 Window = tuple[int, int]
 Result = Tensor | tuple[Tensor, Tensor, None]

@@ -17,7 +17,7 @@ texts, card · `source` reading, or a checkpoint of ours · `write` writing.
 
 from typing import TYPE_CHECKING
 
-from warpweave.lazy import names_of
+from warpweave.cli.lazy import names_of
 
 if TYPE_CHECKING:
     from warpweave.convert.fields import ConvertError

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from warpweave.config import GPTConfig
+from warpweave.cli.messages import one_line
 from warpweave.convert.fields import ConvertError, read_json
 from warpweave.data import ByteTokenizer
-from warpweave.messages import one_line
+from warpweave.model.config import GPTConfig
 
 ORIGIN = "origin"
 GENERATION = "generation_config.json"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from warpweave.config import GPTConfig
 from warpweave.convert.fields import ConvertError, expect, given, read_rope, write_rope
+from warpweave.model.config import GPTConfig
 
 
 @dataclass(frozen=True)

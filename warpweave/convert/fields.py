@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from warpweave.config import GPTConfig
+from warpweave.cli.messages import one_line
 from warpweave.kernels.rope_scaling import RopeScaling
-from warpweave.messages import one_line
+from warpweave.model.config import GPTConfig
 
 
 class ConvertError(ValueError):

@@ -12,12 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from warpweave.config import GPTConfig
+from warpweave.cli.messages import one_line
 from warpweave.convert.families import FAMILIES, Family, read_config
 from warpweave.convert.fields import ConvertError, read_json
 from warpweave.convert.tensors import TensorRule, rules_of
-from warpweave.gpt import GPT
-from warpweave.messages import one_line
+from warpweave.model.config import GPTConfig
+from warpweave.model.gpt import GPT
 from warpweave.parallel.shard import ParamRecord
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

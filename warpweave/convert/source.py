@@ -12,13 +12,13 @@ from torch import Tensor
 
 from warpweave.checkpoint import CheckpointReader, latest, open_checkpoint
 from warpweave.checkpoint.manifest import MANIFEST, read_manifest
-from warpweave.config import GPTConfig
 from warpweave.convert.beside import GENERATION, find_origin
 from warpweave.convert.families import read_config
 from warpweave.convert.fields import ConvertError, read_json
 from warpweave.convert.folder import HFFolder, about, fill, from_hf
 from warpweave.data import ByteTokenizer
-from warpweave.gpt import GPT
+from warpweave.model.config import GPTConfig
+from warpweave.model.gpt import GPT
 from warpweave.parallel.shard import ParamRecord
 
 

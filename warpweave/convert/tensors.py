@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from warpweave.config import GPTConfig
 from warpweave.convert.families import Family
-from warpweave.gpt import GPT
 from warpweave.kernels.words import find_activation
+from warpweave.model.config import GPTConfig
+from warpweave.model.gpt import GPT
 from warpweave.parallel.shard import ParamRecord
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from warpweave.checkpoint import CheckpointError, CheckpointReader, open_checkpoint
 from warpweave.checkpoint.files import agree_on_all, attempt
-from warpweave.config import GPTConfig
 from warpweave.convert.beside import (
     GENERATION,
     card,
@@ -32,8 +31,9 @@ from warpweave.convert.fields import read_json
 from warpweave.convert.folder import INDEX, SINGLE
 from warpweave.convert.source import find_step
 from warpweave.convert.tensors import rules_of
-from warpweave.engine import Engine
-from warpweave.gpt import GPT
+from warpweave.model.config import GPTConfig
+from warpweave.model.engine import Engine
+from warpweave.model.gpt import GPT
 
 
 def to_hf(

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from warpweave.cli.messages import one_line
 from warpweave.data.dataset import Corpus
 from warpweave.data.files import DataError, read_whole, replace, sha256
 from warpweave.data.tokenizer import smallest_dtype
-from warpweave.messages import one_line
 
 WHOLE = "whole:"  # begins the fingerprint of all of a file; earlier ones were of its ends
 _FORMAT, _VERSION = "warpweave-tokens", 1

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
+from warpweave.cli.messages import one_line
 from warpweave.data.files import DataError, read_whole
-from warpweave.messages import one_line
 
 
 class Tokenizer(Protocol):

@@ -28,9 +28,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from warpweave.changes import changes_of, known, note
+from warpweave.hf.changes import changes_of, known, note
 from warpweave.hf.mlp import Conv1D, out_features
 from warpweave.hf.plan import Tokens, rows_of_blocks
+from warpweave.layers.sharding.dtensor import Groups, use_local
 from warpweave.parallel.collectives import (
     all_gather,
     copy_to,
@@ -38,7 +39,6 @@ from warpweave.parallel.collectives import (
     reduce_from,
     reduce_scatter,
 )
-from warpweave.shards import Groups, use_local
 
 _BASES = (nn.Linear, Conv1D, nn.Embedding)
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from warpweave.changes import forget, known, note
 from warpweave.hf.arguments import unknown
+from warpweave.hf.changes import forget, known, note
 from warpweave.hf.mask import Mask, Visible, make_mask
 from warpweave.hf.patch import always_ours, few
 from warpweave.hf.probe import WIDE

@@ -27,16 +27,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from warpweave.changes import changes_of, known
 from warpweave.hf import adapters
 from warpweave.hf.adapters import check_dropout
+from warpweave.hf.changes import changes_of, known
 from warpweave.hf.options import Spread
 from warpweave.hf.plan import Tokens
 from warpweave.hf.seen import HOOKS
 from warpweave.hf.structure import CutPart
 from warpweave.hf.untouched import Untouched
+from warpweave.layers.sharding.dtensor import Groups, check_alike, sums_of, use_local
 from warpweave.parallel.collectives import copy_to, gather, moved_by, scatter
-from warpweave.shards import Groups, check_alike, sums_of, use_local
 
 _Reentrant = CheckpointFunction._backward_cls  # whose graph is made in the backward pass
 

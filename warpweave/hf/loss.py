@@ -31,16 +31,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from warpweave.changes import forget, known, note
+from warpweave.cli.messages import one_line
 from warpweave.hf import arguments, seen
+from warpweave.hf.changes import forget, known, note
 from warpweave.hf.mlp import is_plain_linear
 from warpweave.hf.options import HeadVocabulary
 from warpweave.hf.patch import original, patch, unpatch
 from warpweave.hf.probe import agree, quietly
-from warpweave.messages import one_line
+from warpweave.layers.sharding.dtensor import local
 from warpweave.parallel.collectives import copy_to, group_size, own_slice, reduce_from, scatter
 from warpweave.parallel.tensor import vocab_parallel_linear_cross_entropy
-from warpweave.shards import local
 
 
 class LossForm(NamedTuple):

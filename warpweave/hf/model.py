@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from warpweave.changes import NAME, changes_of, note, undo
+from warpweave.cli.messages import one_line
 from warpweave.hf import adapters, attention, loss, mlp, norm, parallel
 from warpweave.hf.arguments import own
+from warpweave.hf.changes import NAME, changes_of, note, undo
 from warpweave.hf.options import Spread
 from warpweave.hf.patch import Form, is_foreign, patch, unpatch
 from warpweave.hf.probe import agree, kind_of, quietly
 from warpweave.hf.report import Report
-from warpweave.messages import one_line
 from warpweave.parallel.context import Links, Strategy, check_strategy
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.tensor.ranks import check_overlap

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from warpweave.layers.sharding.dtensor import padded_rows
 from warpweave.parallel.collectives import copy_to, own_slice
 from warpweave.parallel.context import Links, Strategy
 from warpweave.parallel.mesh import ConnectedMesh
-from warpweave.shards import padded_rows
 
 
 class Spread(NamedTuple):

@@ -31,10 +31,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from warpweave.changes import changes_of, forget, known, note
 from warpweave.hf import attention, norm, seen, structure
 from warpweave.hf.adapters import ShardedLayer, check_dropout, wrapped
 from warpweave.hf.arguments import own
+from warpweave.hf.changes import changes_of, forget, known, note
 from warpweave.hf.entered import Watch
 from warpweave.hf.options import HeadVocabulary, Replicas, Spread
 from warpweave.hf.patch import patch
@@ -42,9 +42,7 @@ from warpweave.hf.plan import Column, Row, Tokens, hidden_states, take_input
 from warpweave.hf.probe import quietly
 from warpweave.hf.report import Report
 from warpweave.hf.untouched import Untouched, refuse_copies
-from warpweave.parallel.layout import SequenceLayout
-from warpweave.parallel.tensor import cut_rms_norm
-from warpweave.shards import (
+from warpweave.layers.sharding.dtensor import (
     Groups,
     check_alike,
     check_same_inputs,
@@ -54,7 +52,15 @@ from warpweave.shards import (
     use_local,
     whole,
 )
-from warpweave.styles import ColwiseParallel, Group, RowwiseParallel, Style, is_plain_embedding
+from warpweave.layers.sharding.styles import (
+    ColwiseParallel,
+    Group,
+    RowwiseParallel,
+    Style,
+    is_plain_embedding,
+)
+from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.tensor import cut_rms_norm
 
 # What transformers notes on a model whose ranks share it.
 _TOLD = ("_tp_size", "_is_distributed_loading_by_transformers", "_tp_plan")
@@ -68,7 +74,7 @@ def spread_model(
     """Shard an applied model over the tensor and context ranks.
 
     Raises ValueError, naming module and reason, if that is not possible. To undo it, call
-    `join_parameters`, then `warpweave.changes.undo` of every module.
+    `join_parameters`, then `warpweave.hf.changes.undo` of every module.
     """
     mesh, changes = spread.mesh, changes_of(model)
     tp = mesh.size("tp")

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from warpweave.changes import changes_of, forget, known
 from warpweave.hf import seen
+from warpweave.hf.changes import changes_of, forget, known
 
 FEW = 2**15  # numbers
 _ours_always: ContextVar[bool] = ContextVar("warpweave_hf_ours_always", default=False)

@@ -1,9 +1,9 @@
 """The sharding plan of a Hugging Face model: a parallel style for each module.
 
 `warpweave.hf.parallel` makes such a plan, {module: style}, from what it sees of a model;
-`warpweave.hf.styles` registers the same styles with transformers as words of a `tp_plan`. Those of
-linear layers are those of `warpweave.styles`, with sharded tokens of x[B, S, E] if requested; the
-others are for whole modules.
+`warpweave.hf.styles` registers the same styles with transformers as words of a `tp_plan`. Linear
+layers have the styles of `warpweave.layers.sharding`, with sharded tokens of x[B, S, E] if
+requested. The other styles are for whole modules.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from warpweave.hf import seen
 from warpweave.hf.arguments import cache_of, check_whole, note_part
 from warpweave.hf.mlp import Conv1D
+from warpweave.layers.sharding.styles import ColwiseParallel, Group, RowwiseParallel
 from warpweave.parallel.collectives import (
     all_gather,
     copy_to,
@@ -30,7 +31,6 @@ from warpweave.parallel.collectives import (
 )
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.tensor import column_parallel_linear
-from warpweave.styles import ColwiseParallel, Group, RowwiseParallel
 
 
 class Tokens:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from warpweave.hf.patch import ours_always
-from warpweave.modes import in_mode
+from warpweave.layers.modes import in_mode
 
 WIDE = (torch.float64, torch.float32)
 EXACT = 1e-5  # of the largest: norms of transformers round to float32 inside, whatever the dtype

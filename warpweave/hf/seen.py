@@ -24,7 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers import PretrainedConfig
 from transformers.utils.output_capturing import _active_collector as _collector
 
-from warpweave import changes
+from warpweave.hf import changes
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", changes.NAME}
 # Beginnings of what transformers and accelerate note on modules, of which no forward makes numbers.

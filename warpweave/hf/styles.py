@@ -40,8 +40,8 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 
 from warpweave.hf.arguments import own
 from warpweave.hf.plan import Column, Row, Tokens, hidden_states, take_input
-from warpweave.shards import use_local
-from warpweave.styles import ColwiseParallel, RowwiseParallel, Style
+from warpweave.layers.sharding.dtensor import use_local
+from warpweave.layers.sharding.styles import ColwiseParallel, RowwiseParallel, Style
 
 # ---------------------------------------------------------------- 1. words
 

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from warpweave.changes import changes_of
 from warpweave.hf import seen
 from warpweave.hf.arguments import own
+from warpweave.hf.changes import changes_of
 from warpweave.hf.options import Spread
 from warpweave.hf.plan import Tokens
 from warpweave.hf.structure import CutPart

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, get_args
 
-from warpweave.config import GPTConfig, ParallelPlan, Recompute
+from warpweave.model.config import GPTConfig, ParallelPlan, Recompute
 from warpweave.parallel.mesh import Mesh, divisors
 from warpweave.parallel.schedule import FAMILIES
 from warpweave.plan.device import Hardware

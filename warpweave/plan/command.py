@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from warpweave.messages import one_line, say
+from warpweave.cli.messages import one_line, say
 from warpweave.plan.choose import Chosen, Found, Search, choose_layouts
 from warpweave.plan.device import find_hardware
 from warpweave.plan.explain import explained
@@ -16,7 +16,7 @@ from warpweave.plan.layout import options_of_job
 from warpweave.plan.memory import parameters_of
 from warpweave.plan.options import PlanConfig
 from warpweave.plan.time import step_traffic
-from warpweave.timeline import check_suffix, write_timeline
+from warpweave.plan.timeline import check_suffix, write_timeline
 
 _GIB = 2**30
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from warpweave.config import ParallelPlan
+from warpweave.model.config import ParallelPlan
 from warpweave.parallel.mesh import Mesh
 from warpweave.plan.time import Job
 

@@ -54,8 +54,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.kernels.words import find_activation
+from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.parallel.mesh import Mesh, factors
 from warpweave.parallel.schedule import FAMILIES, find_family, placement, staleness
 from warpweave.parallel.schedule.actions import I, W, held_activations

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from warpweave.command_line import read_command_line
-from warpweave.config import PRESETS, GPTConfig
+from warpweave.cli.command_line import read_command_line
+from warpweave.model.config import PRESETS, GPTConfig
 from warpweave.parallel.words import did_you_mean
 
 _TOKENS = 2**22  # of a step, unless told

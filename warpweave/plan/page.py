@@ -18,7 +18,7 @@ from html import escape
 from typing import Any
 
 from warpweave.parallel.simulate import Timeline
-from warpweave.timeline import svg, ticks
+from warpweave.plan.timeline import svg, ticks
 
 COLOURS = ("#4c78a8", "#f2cf5b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
 WIDTH, ROW, LEFT, TOP = 640, 20, 64, 24  # pixels of the bars of memory

@@ -8,7 +8,7 @@ rounding · `typecheck` the types of a program, without any ranks.
 
 from typing import TYPE_CHECKING
 
-from warpweave.lazy import names_of
+from warpweave.cli.lazy import names_of
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig, parse
 

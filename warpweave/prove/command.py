@@ -17,18 +17,18 @@ from typing import NoReturn
 
 import torch
 
-from warpweave.gpt import PRESETS
-from warpweave.gpus import BACKENDS
-from warpweave.idle_options import PROVE, idle_lines
-from warpweave.launch import Stopped, join, launch, reported
-from warpweave.messages import say
+from warpweave.cli.messages import say
+from warpweave.launch.devices import BACKENDS
+from warpweave.launch.processes import Processes, under_torchrun
+from warpweave.launch.session import Stopped, join, launch, reported
+from warpweave.model.gpt import PRESETS
 from warpweave.parallel.checked import CheckedCollectives, CollectiveMismatch
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import did_you_mean
-from warpweave.processes import Processes, under_torchrun
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig
 from warpweave.prove.proof import LIMITS, Errors, prove_layout
+from warpweave.train.idle_options import PROVE, idle_lines
 
 
 def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | None = None) -> None:

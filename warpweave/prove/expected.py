@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpweave.gpt import GPTConfig
-from warpweave.plain_gpt import (
+from warpweave.model.gpt import GPTConfig
+from warpweave.model.plain import (
     PlainConfig,
     plain_adamw_step,
     plain_gpt_logits,

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from warpweave.config import GPTConfig, ParallelPlan, Recompute, Reduce
 from warpweave.kernels.rope_scaling import RopeScaling
+from warpweave.model.config import GPTConfig, ParallelPlan, Recompute, Reduce
 from warpweave.parallel.mesh import AXES, Mesh, divisors
 from warpweave.parallel.schedule import FAMILIES, find_family
 from warpweave.parallel.words import Kind, Overlap, Strategy

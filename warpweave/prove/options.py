@@ -3,10 +3,11 @@
 ``warpweave prove --all --world 4`` trains a tiny GPT for a few steps on every mesh of 1 to 4 ranks,
 times every ZeRO stage, schedule and model style, with real processes: gloo on a CPU, NCCL with
 ``--device cuda``, each rank on a GPU of its own. It compares with
-`plain_gpt`, a model that shares no code with the rest of the library: the loss of every step, every
-gathered gradient, the gradient norm, the losses of an evaluation and the tokens of a generated text
-after every step, and after the last step the weights, gathered and as each rank holds them, and the
-optimizer's moments. Every rank compares what it holds; the worst of all ranks counts.
+`model.plain`, a model that shares no code with the rest of the library: the loss of every step,
+every gathered gradient, the gradient norm, the losses of an evaluation and the tokens of a
+generated text after every step, and after the last step the weights, gathered and as each rank
+holds them, and the optimizer's moments. Every rank compares what it holds, and the largest error of
+all ranks counts.
 
 It prints a table with a row for each layout and a column for each kind of number. The unit of an
 error is how far rounding alone moves that number in the plain model, when its initial weights
@@ -40,9 +41,9 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from warpweave.command_line import read_command_line
-from warpweave.config import Recompute, Reduce, ScheduleName
-from warpweave.messages import one_line, say
+from warpweave.cli.command_line import read_command_line
+from warpweave.cli.messages import one_line, say
+from warpweave.model.config import Recompute, Reduce, ScheduleName
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import Kind, Overlap, Strategy
 from warpweave.plan.layout import check_agree, take_layout
@@ -175,8 +176,8 @@ class ProveConfig:
             raise ValueError(f"model = {self.model!r} needs --typecheck: a proof trains a tiny one")
         import torch  # and the kernels: a command line does without
 
-        from warpweave.gpus import choose_backend
         from warpweave.kernels.runtime.dispatch import choose
+        from warpweave.launch.devices import choose_backend
 
         impl = self.impl or ("triton" if self.device == "cuda" else "torch")
         if self.device == "cpu":

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warpweave.dtypes import DTYPES
-from warpweave.engine import Engine
-from warpweave.exchange import exchange
+from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
+from warpweave.model.engine import Engine
+from warpweave.model.plain import is_muons
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, Rule
 from warpweave.parallel.data.outer import OuterRule
+from warpweave.parallel.exchange import exchange
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.shard import ParamRecord
-from warpweave.plain_gpt import is_muons
 from warpweave.prove.expected import (
     ADAMW,
     CLIP,
@@ -157,7 +157,7 @@ def _engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
         mesh,
         layout.plan,
         micro_batch_size=layout.micro_batch_size,
-        dtype=DTYPES[layout.dtype],
+        dtype=NAMED_DTYPES[layout.dtype],
         device=torch.empty(0, device=layout.device).device,  # with this rank's number
         seed=layout.sizes.seed,
         rule=rule,
@@ -182,7 +182,7 @@ def prove_layout(
     sizes = layout.sizes
     engine = _engine(layout, mesh, timeout)
     group, device = mesh.group("world"), engine.device
-    told = layout.model, sizes, DTYPES[layout.dtype], group, device, layout.optimizer
+    told = layout.model, sizes, NAMED_DTYPES[layout.dtype], group, device, layout.optimizer
     rule = (layout.schedule, layout.mesh.pp, layout.mesh.dp, layout.microbatches)
     delayed = Delayed(*rule) if layout.plan.asynchronous else None
     order = execution_order(layout.model, layout.optimizer)

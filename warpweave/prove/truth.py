@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warpweave.gpt import GPTConfig
-from warpweave.plain_gpt import plain_shapes
+from warpweave.model.gpt import GPTConfig
+from warpweave.model.plain import plain_shapes
 from warpweave.prove.expected import Delayed, compared, last_logits, plain_config, train
 from warpweave.prove.layouts import Sizes
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warpweave.config import ParallelPlan
-from warpweave.gpt import GPT, GPTConfig, MicroBatch
+from warpweave.model.config import ParallelPlan
+from warpweave.model.gpt import GPT, GPTConfig, MicroBatch
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.pipeline.losses import split_losses
 

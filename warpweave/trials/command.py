@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from warpweave.messages import one_line, say
+from warpweave.cli.messages import one_line, say
 from warpweave.parallel.words import did_you_mean
 from warpweave.trials import deaths, disagreements, disk, stops
 from warpweave.trials.job import BrokenPromiseError

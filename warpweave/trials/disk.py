@@ -7,7 +7,7 @@ import resource
 import shutil
 
 from warpweave.checkpoint import CheckpointError, open_checkpoint
-from warpweave.train_config import CHECKPOINTS
+from warpweave.train.options import CHECKPOINTS
 from warpweave.trials.job import promised
 from warpweave.trials.trial import STEPS, Arena, trial
 

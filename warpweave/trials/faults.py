@@ -23,11 +23,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from warpweave.launch.processes import Processes
 from warpweave.layers.block import TransformerBlock
-from warpweave.processes import Processes
-from warpweave.train import run, train_rank
-from warpweave.train_config import TrainConfig, parse
-from warpweave.trainer import Trainer
+from warpweave.train.command import run, train_rank
+from warpweave.train.options import TrainConfig, parse
+from warpweave.train.trainer import Trainer
 
 PLANTED = "planted"  # a file beside the run's folder: seconds since the epoch of the fault
 

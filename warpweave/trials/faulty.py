@@ -1,6 +1,6 @@
 """``warpweave train`` with one of `faults`: ``python -m warpweave.trials.faulty FAULT OPTIONS``."""
 
-from warpweave.processes import Processes, starting
+from warpweave.launch.processes import Processes, starting
 
 
 def main() -> None:

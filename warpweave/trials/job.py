@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from warpweave.checkpoint import CheckpointReader, open_latest
-from warpweave.train_config import CHECKPOINTS
+from warpweave.train.options import CHECKPOINTS
 
 _C = ctypes.CDLL(None)  # loaded before a fork
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")  # the second where there is IPv6

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from warpweave.command_line import read_command_line
+from warpweave.cli.command_line import read_command_line
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,424 @@
+"""Declared sharding: a plan names mesh axes for dims, DTensor propagates them through plain code.
+
+    axes = {"batch": "dp", "heads": "tp", "hidden": "tp", "vocab": "tp"}
+    plan = {
+        "(input_ids)":     "batch seq",                 # an argument of the model's forward
+        "layers.*.q.weight": "(heads dim) width",       # parameters, by name
+        "layers.*.out.weight": "width (heads dim)",
+        "layers.*.up.weight": "hidden width",
+        "layers.*.down.weight": "width hidden",
+        "layers.*()":      "batch seq width",           # what a module returns
+    }
+    shard(model, plan, mesh, axes)
+
+An entry lists the dims of a tensor: names, which `axes` maps to axes of the mesh as in
+Mesh-TensorFlow (Shazeer et al. 2018, arXiv:1811.02084), or, as in GSPMD (Xu et al. 2021,
+arXiv:2105.04663), a tuple with an axis, a tuple of axes or None per dim: ``("tp", None)``. What no
+entry names is replicated if it is a parameter or a buffer, and up to DTensor if it is an
+activation: it takes the layout that costs the least communication for the next operator.
+
+The code of the model does not change: it sees logical shapes, so that ``x.view(B, S, H, D)`` is
+right on every mesh. Operators of ``warpweave.kernels`` carry rules too (`kernels.sharding`), and
+`warpweave.layers.sharding.explain` shows what became of it.
+
+    4 ranks, dp = 2 x tp = 2      dp 0, tp 0          dp 0, tp 1       dp 1: the same weights,
+    x        batch seq width      first half of the batch, both        the other half of the batch
+    up.weight   hidden width      first half of rows  second half
+    down.weight width hidden      first columns       second columns   y: partial sums, all-reduced
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import reduce, wraps
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from warpweave.kernels.runtime.beside import as_dtensor
+from warpweave.kernels.sharding import register_shardings
+from warpweave.layers.sharding.memory import OneMemory, finished, register_item, remember
+from warpweave.layers.sharding.rules import computed, join_tensors, own_part, register_reductions
+
+Axes = Mapping[str, str | tuple[str, ...]]
+Dims = str | Sequence[str | tuple[str, ...] | None]
+
+_PLACE = re.compile(r"(?P<module>[^()]*)\((?P<argument>\w*)\)")
+_TERM = re.compile(r"\(([^()]+)\)|([^\s()]+)")
+_PART = re.compile(r"(?P<name>[^\W\d]\w*)(=(?P<size>[1-9]\d*))?")
+
+
+class _Dim(NamedTuple):
+    """One dim of a tensor: the mesh axes it is sharded over, and the sizes of its named parts."""
+
+    over: tuple[str, ...]
+    sizes: tuple[int | None, ...] = (None,)
+
+
+# ---------------------------------------------------------------- a plan, read
+
+
+def _tuple(over: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if over is None else (over,) if isinstance(over, str) else tuple(over)
+
+
+def _read(entry: str, dims: Dims, axes: Axes) -> list[_Dim | None]:
+    """The dims of an entry of a plan; None stands for "...", any number of replicated ones."""
+    if not isinstance(dims, str):
+        return [_Dim(_tuple(over)) for over in dims]
+    if re.sub(_TERM, "", dims).strip():
+        raise ValueError(f"plan[{entry!r}]: {dims!r} has parentheses without a partner")
+    found: list[_Dim | None] = []
+    for group, name in re.findall(_TERM, dims):
+        if name == "..." and None not in found:
+            found.append(None)
+            continue
+        parts = [re.fullmatch(_PART, part) for part in (group or name).split()]
+        if not all(parts):
+            raise ValueError(
+                f"plan[{entry!r}]: {dims!r} may have names, name=size and ... once, got "
+                f"{group or name!r}"
+            )
+        first, *others = [_tuple(axes.get(part["name"])) for part in parts if part]
+        if any(others):
+            raise ValueError(
+                f"plan[{entry!r}]: only the first name of ({group}) can be sharded, as the shards "
+                "of the others do not lie in one piece"
+            )
+        sizes = (part["size"] for part in parts if part)
+        found.append(_Dim(first, tuple(int(size) if size else None for size in sizes)))
+    return found
+
+
+def _placements(what: str, dims: list[_Dim | None], shape: torch.Size, mesh: DeviceMesh) -> list:
+    """Shard or Replicate per axis of the mesh, for a tensor of this logical shape.
+
+    Raises ValueError naming `what`: another number of dims, an axis that the mesh does not have or
+    that shards two dims, axes of one dim in another order than the mesh's, a size that differs, or
+    ranks that do not divide what they shard.
+    """
+    names = mesh.mesh_dim_names or ()
+    if None in dims:
+        at = dims.index(None)
+        dims = [*dims[:at], *[_Dim(())] * (len(shape) - len(dims) + 1), *dims[at + 1 :]]
+    if len(dims) != len(shape):
+        raise ValueError(f"{what} has the shape {tuple(shape)}, the plan names {len(dims)} dims")
+    placements: list[Any] = [Replicate()] * mesh.ndim
+    for d, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+        assert dim is not None
+        for axis in dim.over:
+            if axis not in names:
+                raise ValueError(f"{what}: the mesh has axes {names}, not {axis!r}")
+            if placements[names.index(axis)] != Replicate():
+                raise ValueError(f"{what}: axis {axis!r} would shard two dims of {tuple(shape)}")
+            placements[names.index(axis)] = Shard(d)
+        if [*dim.over] != [axis for axis in names if axis in dim.over]:
+            raise ValueError(f"{what}: dim {d} is sharded over {dim.over}, the mesh has {names}")
+        ranks = prod(mesh.size(names.index(axis)) for axis in dim.over)
+        _check_dim(f"{what}: dim {d}", dim.sizes, size, ranks)
+    return placements
+
+
+def _check_dim(what: str, sizes: tuple[int | None, ...], size: int, ranks: int) -> None:
+    """A dim of `size` elements that consists of parts of these sizes, the first one sharded."""
+    known = prod(part for part in sizes if part is not None)
+    if size % known or (None not in sizes and known != size):
+        raise ValueError(f"{what} has {size} elements, which are no {sizes}")
+    first = sizes[0]
+    if first is None:
+        first = size // known if sizes.count(None) == 1 else size
+    if first % ranks:
+        of = "" if first == size else f": {size} elements are {first} of {size // first}"
+        raise ValueError(f"{what}: {ranks} ranks do not divide {first}{of}")
+
+
+# ---------------------------------------------------------------- the model
+
+
+def shard(
+    model: nn.Module, plan: Mapping[str, Dims], mesh: DeviceMesh, axes: Axes | None = None
+) -> nn.Module:
+    """Shard a model in place as `plan` declares, and return it.
+
+    Parameters and buffers become DTensors with the values of the mesh's first ranks; make the
+    optimizer afterwards. A gradient has the placement of its parameter: its sums over mesh axes are
+    made in the backward. Plain tensors that the forward meets beside DTensors (masks, positions,
+    inputs without an entry) count as the same on all ranks. Views, writes and host reads mean what
+    they mean on one device, or are refused by name (`warpweave.layers.sharding.memory`).
+
+    Args:
+        plan: entries; the first one that matches decides. A key is a pattern, as of `fnmatch`, of
+            names of parameters or buffers; of modules with "()" for what they return (a tensor, or
+            a tuple's first), or with the name of an argument of their forward in the parentheses. A
+            value lists dims: names in a string, "(heads dim)" for a dim of several, "heads=8" with
+            a size to check, "..." for any others; or a tuple of mesh axes.
+        mesh: with names of its axes.
+        axes: name of a dim -> the axis, or axes in the mesh's order, over which it is sharded.
+
+    Hooks on the tensors do this: a deep copy, a module that is made anew, or a parameter that is
+    unfrozen afterwards has none. Dropout on sharded activations draws by each rank's own generator:
+    seed data ranks apart, and tensor ranks alike.
+
+    A plain tensor given to an argument that has an entry is the logical one, the same on all ranks,
+    of which each takes its part; a loader that reads its own part gives ``DTensor.from_local``.
+
+    Raises:
+        ValueError: an entry matches nothing, a name in `axes` occurs in no entry, or dims, axes and
+            ranks do not fit (the parameter or module is named); for activations when called.
+    """
+    if mesh.mesh_dim_names is None:
+        raise ValueError("shard needs a mesh whose axes have names (mesh_dim_names)")
+    register_shardings()
+    register_reductions()
+    register_item()
+    axes = axes or {}
+    entries = {key: _read(key, dims, axes) for key, dims in plan.items()}
+    text = " ".join(dims for dims in plan.values() if isinstance(dims, str))
+    unknown = set(axes) - set(re.findall(r"[^\s()=]+", text))
+    if unknown:
+        raise ValueError(f"axes: no entry of the plan names {sorted(unknown)}")
+    unused = dict.fromkeys(entries)
+    _shard_tensors(model, entries, mesh, unused)
+    _shard_activations(model, entries, mesh, unused)
+    if unused:
+        raise ValueError(f"plan: no parameter or module matches {sorted(unused)}")
+    model.forward = _replicating(model.forward, mesh)
+    return model
+
+
+def _match(name: str, entries: Mapping[str, Any], unused: dict[str, None]) -> Any:
+    """The first entry for `name`; None without one."""
+    key = next((key for key in entries if fnmatchcase(name, key)), None)
+    unused.pop(key, None)
+    return None if key is None else entries[key]
+
+
+def _shard_tensors(
+    model: nn.Module, entries: dict[str, Any], mesh: DeviceMesh, unused: dict[str, None]
+) -> None:
+    """Make every parameter and buffer a DTensor, a tied one once."""
+    entries = {key: dims for key, dims in entries.items() if not _PLACE.fullmatch(key)}
+    done: dict[int, tuple[str, Any]] = {}
+    for prefix, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                full = f"{prefix}.{name}".lstrip(".")
+                dims = _match(full, entries, unused)
+                first, new = done.get(id(tensor), (full, None))
+                if new is None or dims is not None:
+                    where = [Replicate()] * mesh.ndim
+                    if dims is not None:
+                        where = _placements(full, dims, tensor.shape, mesh)
+                    if new is None:
+                        new = _sharded(tensor, mesh, where)
+                        done[id(tensor)] = full, new
+                    elif list(new.placements) != where:
+                        raise ValueError(f"{full} is tied to {first}, the plan shards them apart")
+                held[name] = new
+
+
+def _sharded(tensor: Tensor, mesh: DeviceMesh, where: list) -> Tensor:
+    """A parameter or buffer as a DTensor; a gradient gets the parameter's placement."""
+    cut = distribute_tensor(tensor.detach(), mesh, where)
+    if not isinstance(tensor, nn.Parameter):
+        return cut
+    new = nn.Parameter(cut, tensor.requires_grad)
+    if tensor.requires_grad:
+        _sum_gradient(new)
+    return new
+
+
+def _sum_gradient(x: Any) -> None:
+    """Give x's gradient the placements of x; DTensor would leave partial sums in it."""
+    where = x.placements
+    x.register_hook(lambda grad: grad.redistribute(placements=where))
+
+
+def _shard_activations(
+    model: nn.Module, entries: dict[str, Any], mesh: DeviceMesh, unused: dict[str, None]
+) -> None:
+    """Hooks that give arguments and results of modules the layouts of their entries."""
+    for name, module in model.named_modules():
+        named = {
+            key: place["argument"]
+            for key in entries
+            if (place := _PLACE.fullmatch(key)) and fnmatchcase(name, place["module"])
+        }
+        for argument in dict.fromkeys(named.values()):
+            key = next(key for key, given in named.items() if given == argument)
+            unused.pop(key, None)
+            what = f"{name or 'the model'}({argument})"
+            put = _placer(what, entries[key], mesh)
+            if not argument:
+                module.register_forward_hook(_on_result(what, put))
+                continue
+            signature = inspect.signature(module.forward)
+            if argument not in signature.parameters:
+                raise ValueError(f"{what}: its forward takes {[*signature.parameters]}")
+            module.register_forward_pre_hook(
+                _on_argument(put, argument, signature), with_kwargs=True
+            )
+
+
+def _placer(what: str, dims: list[_Dim | None], mesh: DeviceMesh) -> Callable[[Any], Any]:
+    def place(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        where = _placements(what, dims, x.shape, mesh)
+        given, x = x, as_dtensor(x, mesh)
+        y = remember(x.redistribute(placements=where), given, keep=False)
+        if x.requires_grad:  # summed where x has no partial sums: once, and by reduce-scatter
+            partial = any(p.is_partial() for p in x.placements)
+            _sum_gradient(y if partial else x)
+        return y
+
+    return place
+
+
+def _on_result(what: str, place: Callable[[Any], Any]) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple, result: Any) -> Any:
+        if isinstance(result, Tensor):
+            return place(result)
+        if type(result) is tuple and result and isinstance(result[0], Tensor):
+            return (place(result[0]), *result[1:])
+        raise ValueError(
+            f"{what} is a {type(result).__name__}, a plan places tensors and a tuple's first one"
+        )
+
+    return hook
+
+
+def _on_argument(
+    place: Callable[[Any], Any], argument: str, signature: inspect.Signature
+) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if argument in kwargs:
+            return args, kwargs | {argument: place(kwargs[argument])}
+        at = [*signature.parameters].index(argument)
+        if at < len(args):
+            args = (*args[:at], place(args[at]), *args[at + 1 :])
+        return args, kwargs
+
+    return hook
+
+
+# ---------------------------------------------------------------- plain tensors next to DTensors
+
+
+def _attention_rule(
+    attend: Callable[..., Tensor],
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> DTensor:
+    """torch's attention of query[B, H, S, D], each rank's part by itself.
+
+    It stays sharded over batch and heads, and over the sequence, where each rank has its queries
+    and gathers keys and values (context parallelism by all-gather; their gradients are
+    reduce-scattered). What else is sharded or partial is replicated first.
+
+    Raises ValueError for tensors of other than four dims.
+    """
+    mesh, dims = query.device_mesh, (query.ndim, key.ndim, value.ndim)
+    if dims != (4, 4, 4):
+        raise ValueError(f"attention of a declared model takes [B, H, S, D], got {dims} dims")
+    if enable_gqa:
+        group = query.size(1) // key.size(1)
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    where = [
+        p if p in (Shard(0), Shard(1), Shard(2)) and not query.size(p.dim) % ranks else Replicate()
+        for p, ranks in zip(query.placements, mesh.shape, strict=True)
+    ]
+    if Shard(2) in where and is_causal:
+        shape = query.size(2), key.size(2)
+        attn_mask = as_dtensor(
+            torch.ones(shape, dtype=torch.bool, device=query.device).tril(), mesh
+        )
+        is_causal = False
+    mask = None if attn_mask is None else _own_mask(attn_mask, where)
+    q = _own_input(query, where, where)
+    k, v = (_own_input(x, _keys_beside(x, query, where), where) for x in (key, value))
+    y = attend(q, k, v, mask, dropout_p, is_causal, scale=scale)
+    return DTensor.from_local(y, mesh, where, run_check=False)
+
+
+def _keys_beside(x: DTensor, query: DTensor, where: list) -> list:
+    """The placements of keys or values whose queries are sharded so: whole sequences, and whole
+    where one head, or one sample, serves all."""
+    return [
+        p if p.is_shard() and p.dim < 2 and x.size(p.dim) == query.size(p.dim) else Replicate()
+        for p in where
+    ]
+
+
+def _own_input(x: DTensor, cuts: list, where: list) -> Tensor:
+    """This rank's part of x as `cuts` place it, in an operator whose ranks work as `where` says:
+    where x is not cut and they are, each has a part of its gradient."""
+    grads = [
+        Partial() if p.is_shard() and not cut.is_shard() else cut
+        for p, cut in zip(where, cuts, strict=True)
+    ]
+    return own_part(x, cuts, grads)
+
+
+def _own_mask(mask: DTensor, where: list) -> Tensor:
+    """The part of a mask, which may broadcast, for queries that are sharded so."""
+    ahead = 4 - mask.ndim
+    cuts = [
+        Shard(p.dim - ahead) if p.is_shard() and p.dim >= ahead and mask.size(p.dim - ahead) > 1
+        else Replicate()
+        for p in where
+    ]  # fmt: skip
+    return _own_input(mask, cuts, where)
+
+
+def _cat_rule(
+    func: Callable[..., Tensor], tensors: Sequence[Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    """Tensors of shape (0,) join any others and give their dtype alone, as in torch. DTensor has no
+    rule for them; the caches of transformers begin with one."""
+    dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
+    joined = join_tensors(func, [x for x in tensors if x.shape != (0,)] or tensors, *args, **kwargs)
+    return joined.to(dtype)
+
+
+class _PlainAsReplicated(OneMemory):
+    """Plain tensors that meet DTensors in an operator are replicated ones, in the backward too."""
+
+    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Call a function with a DTensor among its arguments, whose tensors are DTensors."""
+        if func is F.scaled_dot_product_attention:
+            return _attention_rule(func, *args, **kwargs)
+        if func in (torch.cat, torch.concat, torch.concatenate):
+            return _cat_rule(func, *args, **kwargs)
+        return computed(func, args, kwargs)
+
+
+def _replicating(forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+    """A model's forward in which plain tensors may meet DTensors."""
+
+    @wraps(forward)  # Hugging Face reads the signature
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Writes show in version counters, which do not exist in inference mode.
+        grads = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(grads):
+            with _PlainAsReplicated(mesh):
+                result = forward(*args, **kwargs)
+            return finished(result)
+
+    return run

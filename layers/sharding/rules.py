@@ -1,0 +1,394 @@
+"""Rules for functions that DTensor computes wrongly, or not at all, in a declared model.
+
+A sweep of torch's losses, reductions, norms and in-place operators against one device
+(`tests/test_declare_rules.py`) found these kinds of silent errors in DTensor, in addition to those
+that `memory` removes. Each rule here removes one:
+
+* **The mean of a loss.** If DTensor has no rule for a function, it derives the layout from the
+  function's decomposition, but runs the function itself on each rank's part. If the result depends
+  on the number of elements, as in the backward of a mean, each rank divides by its local number.
+  `_elementwise_loss` computes the losses of single elements and takes their mean afterwards.
+* **All dims, as an empty list.** The backward of ``x.amax()`` and of a norm of order inf sums over
+  ``dim=()``, which DTensor treats as no dims. The rules name all dims.
+* **Negative dims.** A cumulative sum over ``dim=-1`` stays within each rank, and the gradient of
+  ``x.select(-1, 0)`` has another layout. The rules pass the dim from the front.
+* **Norms, products and quantiles of partial sums or sharded dims** fail in the backward, far from
+  the line that caused it. They take whole tensors.
+
+`_whole` computes rare functions: every rank gathers the arguments and computes all of the result,
+as one device would. It costs an all-gather and the memory of the whole tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.nn import _reduction
+from torch.utils._pytree import tree_map
+
+from warpweave.kernels.runtime.beside import as_dtensor
+from warpweave.layers.sharding.layouts import gather_strided, gather_where, is_cut, sum_partial
+
+Function = Callable[..., Any]
+
+# ---------------------------------------------------------------- layouts
+
+
+def _even(x: Any) -> Any:
+    """x with every dim whole that its ranks do not divide evenly, as a rank may have none of it."""
+    if not isinstance(x, DTensor):
+        return x
+    ranks: dict[int, int] = {}
+    for p, size in zip(x.placements, x.device_mesh.shape, strict=True):
+        if isinstance(p, Shard):
+            ranks[p.dim] = ranks.get(p.dim, 1) * size
+    uneven = tuple(d for d, n in ranks.items() if x.size(d) % n)
+    return _unshard(x, uneven) if uneven else x
+
+
+def _evenly(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return func(_even(gather_strided(x)), *args, **kwargs)
+
+
+def _unshard(x: Any, dims: tuple[int, ...]) -> Any:
+    """x without partial sums and with these dims whole on every rank."""
+    x = sum_partial(x)
+    dims = tuple(d % x.ndim for d in dims)
+    return gather_where(x, [is_cut(p) and p.dim in dims for p in x.placements])
+
+
+def own_part(x: DTensor, cuts: list, grads: list) -> Tensor:
+    """This rank's part of x as `cuts` place it, whose gradient has the placements `grads`."""
+    # DTensor takes a gradient's strides for those of x, so both are contiguous.
+    cut: Any = x.redistribute(placements=cuts).contiguous()
+    own = cut.to_local(grad_placements=grads)
+    if own.requires_grad:
+        own.register_hook(lambda grad: None if grad is None else grad.contiguous())
+    return own
+
+
+def _whole(func: Function, *args: Any, **kwargs: Any) -> Any:
+    """Compute func of whole tensors on every rank."""
+    mesh: Any = None
+
+    def gather(x: Any) -> Any:
+        nonlocal mesh
+        if not isinstance(x, DTensor):
+            return x
+        mesh = x.device_mesh
+        whole = [Replicate()] * mesh.ndim
+        return own_part(x, whole, whole)
+
+    args, kwargs = tree_map(gather, (args, kwargs))
+    return tree_map(lambda x: as_dtensor(x, mesh), func(*args, **kwargs))
+
+
+def _of_whole_sums(func: Function, *args: Any, **kwargs: Any) -> Any:
+    """Compute func without partial sums, neither in its tensors nor in its results' gradients.
+
+    Its backward has no rule for them.
+    """
+    args, kwargs = tree_map(lambda x: _even(sum_partial(x)), (args, kwargs))
+
+    def watch(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.requires_grad:
+            x.register_hook(sum_partial)
+        return x
+
+    return tree_map(watch, func(*args, **kwargs))
+
+
+def _then_sum(func: Function, *args: Any, **kwargs: Any) -> Any:
+    """Compute func and add up its partial sums at once: DTensor fails if it adds them up later."""
+    return sum_partial(func(*args, **kwargs))
+
+
+def join_tensors(func: Function, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    """Call func on a list of tensors, in which DTensor does not mix partial sums and maxima."""
+    partial = {p for x in tensors if isinstance(x, DTensor) for p in x.placements if p.is_partial()}
+    if len(partial) > 1:
+        tensors = [sum_partial(x) for x in tensors]
+    return func(tensors, *args, **kwargs)
+
+
+# ---------------------------------------------------------------- losses
+
+
+def _class_loss(loss: Function, *args: Any, **kwargs: Any) -> Tensor:
+    """`F.cross_entropy` or `F.nll_loss`; a mean is the sum over all ranks, divided by the number
+    (or weight) of all targets.
+
+    DTensor takes the mean of the ranks' means, which is different if ranks ignore different numbers
+    of targets.
+    """
+    bound = inspect.signature(loss).bind(*args, **kwargs)
+    given, reduction = bound.arguments, _take_reduction(bound.arguments)
+    target, weight = given["target"], given.get("weight")
+    given["reduction"] = reduction
+    if reduction != "mean" or target.is_floating_point():
+        return loss(*bound.args, **bound.kwargs)
+    given["reduction"] = "sum"
+    total = loss(*bound.args, **bound.kwargs)
+    wide = torch.promote_types(total.dtype, torch.float32)
+    counted = (target != given.get("ignore_index", -100)).to(wide)
+    if weight is not None:
+        counted = counted * weight[target.clamp(0, len(weight) - 1)]
+    return (total.to(wide) / counted.sum()).to(total.dtype)
+
+
+def _take_reduction(given: dict[str, Any]) -> str:
+    """The reduction among a loss's arguments, from which its older names are removed."""
+    legacy = given.pop("size_average", None), given.pop("reduce", None)
+    if legacy != (None, None):
+        return _reduction.legacy_get_string(*legacy)
+    return given.get("reduction", "mean")
+
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda each: each,
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "batchmean": lambda each: each.sum() / each.size(0),  # of F.kl_div alone
+}
+
+
+# A weighted mean of these is a product and two sums, which are right.
+_WEIGHTED = (F.mse_loss, F.l1_loss, F.huber_loss)
+
+
+def _elementwise_loss(loss: Function, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute the losses of single elements, then their reduction, which has a rule in DTensor."""
+    args, kwargs = tree_map(sum_partial, (args, kwargs))
+    bound = inspect.signature(loss).bind(*args, **kwargs)
+    given = bound.arguments
+    reduction = _take_reduction(given)
+    if (reduction == "batchmean" and loss is not F.kl_div) or reduction not in _REDUCTIONS:
+        raise ValueError(f"{reduction!r} is not a reduction of {loss.__name__}")
+    given["reduction"] = "none"
+    if loss is F.l1_loss and given.get("weight") is None:
+        given["weight"] = _dropped_weight(given["input"])
+    if loss in _WEIGHTED and given.get("weight") is not None:
+        given["reduction"] = reduction
+        return loss(*bound.args, **bound.kwargs)
+    each = loss(*bound.args, **bound.kwargs)
+    return _REDUCTIONS[reduction](each)
+
+
+def _dropped_weight(x: DTensor) -> Any:
+    """The weight of the call of `F.l1_loss` that is being computed.
+
+    torch 2.13 does not hand it to a mode such as ours, so it is read from the caller.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    weight = None if frame is None else frame.f_locals.get("weight")
+    return as_dtensor(weight, x.device_mesh)
+
+
+# ---------------------------------------------------------------- reductions
+
+
+def _every(x: Tensor) -> tuple[int, ...]:
+    return tuple(range(x.ndim))
+
+
+def _named_dims(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A reduction with ``dim`` as its second argument, in which all dims are named."""
+    dim = kwargs.pop("dim") if "dim" in kwargs else args[0] if args else None
+    if (isinstance(dim, (tuple, list)) and not dim) or (dim is None and func in _ALL_BY_DEFAULT):
+        dim = _every(x)
+    x = _even(x)
+    return func(x, dim, *args[1:], **kwargs) if dim is not None else func(x, *args[1:], **kwargs)
+
+
+def _logsumexp(func: Function, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """Keep reduced dims afterwards: DTensor moves the sharded dims as if none were kept."""
+    y = _named_dims(func, x, dim)
+    if not keepdim:
+        return y
+    dims = (dim,) if isinstance(dim, int) else tuple(dim) or _every(x)
+    for d in sorted(d % x.ndim for d in dims):
+        y = y.unsqueeze(d)
+    return y
+
+
+def _deviation(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _named_dims(partial(_of_whole_sums, func), x, *args, **kwargs)
+
+
+def _from_front(func: Function, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
+    """Call a function along a dim with the dim counted from the front."""
+    return func(x, dim + x.ndim if -x.ndim <= dim < 0 else dim, *args, **kwargs)
+
+
+def _norm(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A vector norm: of named dims, and of no partial sums."""
+    names = ("p" if func in _P_NORMS else "ord", "dim")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    default = None if func is torch.linalg.norm else 2
+    order, dim = given.pop(names[0], default), given.pop("dim", None)
+    if order == 0:  # a count: a gradient of zeros would come without a layout
+        return _whole(func, x.detach(), order, dim, *args[2:], **given)
+    vector = isinstance(order, (int, float)) and (func is not torch.linalg.norm or x.ndim == 1)
+    if vector and dim in (None, (), []):
+        dim = _every(x)
+    return _of_whole_sums(func, x, order, dim, *args[2:], **given)
+
+
+def _dist(func: Function, x: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    return _norm(torch.linalg.vector_norm, sum_partial(x) - sum_partial(other), p)
+
+
+# ---------------------------------------------------------------- normalizations
+
+
+def _rms_norm(
+    func: Function, x: Tensor, normalized_shape: Any, *args: Any, **kwargs: Any
+) -> Tensor:
+    x = _unshard(x, tuple(range(-len(normalized_shape), 0)))
+    return func(x, normalized_shape, *args, **kwargs)
+
+
+def _group_norm(
+    func: Function,
+    x: Any,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Normalize each rank's samples locally; channels and positions are gathered."""
+    ranks = prod(
+        size for size, p in zip(x.device_mesh.shape, x.placements, strict=True) if p == Shard(0)
+    )
+    cuts = [p if p == Shard(0) and not x.size(0) % ranks else Replicate() for p in x.placements]
+    whole, sums = [Replicate()] * len(cuts), [Partial() if p.is_shard() else p for p in cuts]
+    weight, bias = (None if t is None else own_part(t, whole, sums) for t in (weight, bias))
+    y = func(own_part(x, cuts, cuts), num_groups, weight, bias, eps)
+    return DTensor.from_local(y, x.device_mesh, cuts, run_check=False)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def _named(*names: str) -> list[Function]:
+    """Functions of torch and methods of tensors by these names."""
+    return [getattr(of, n) for n in names for of in (torch, Tensor) if hasattr(of, n)]
+
+
+_P_NORMS = _named("norm")
+_ALL_BY_DEFAULT = _named("amax", "amin")
+
+_TABLE: tuple[tuple[Function, list[Function]], ...] = (
+    (_class_loss, [F.cross_entropy, F.nll_loss]),
+    (
+        _elementwise_loss,
+        [
+            *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss),
+            *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div),
+            *(F.poisson_nll_loss, F.gaussian_nll_loss, F.hinge_embedding_loss),
+            *(F.margin_ranking_loss, F.triplet_margin_loss),
+        ],
+    ),
+    (
+        _whole,
+        [
+            *(F.cosine_embedding_loss, F.multi_margin_loss, F.multilabel_margin_loss),
+            *(F.multilabel_soft_margin_loss, F.ctc_loss, F.bilinear, F.embedding_bag),
+            *(F.triplet_margin_with_distance_loss, F.pdist, F.local_response_norm),
+            *_named("quantile", "nanquantile", "prod", "cumprod", "cummax", "cummin", "renorm"),
+            *_named("cdist", "trace", "trapezoid", "trapz", "cov", "corrcoef", "scatter_reduce"),
+            *_named("masked_scatter", "put", "index_put"),
+            *_named("slice_scatter", "select_scatter", "diagonal_scatter"),
+        ],
+    ),
+    (
+        _of_whole_sums,
+        [
+            *(F.normalize, F.cosine_similarity, F.pairwise_distance, torch.linalg.matrix_norm),
+            *_named("lerp"),
+        ],
+    ),
+    (_deviation, _named("std", "var", "std_mean", "var_mean")),
+    (_norm, [*_P_NORMS, torch.linalg.vector_norm, torch.linalg.norm]),
+    (_dist, _named("dist")),
+    (_named_dims, _named("sum", "mean", "nansum", "nanmean", "amax", "amin")),
+    (_logsumexp, _named("logsumexp")),
+    (_evenly, _named("max", "min", "aminmax", "argmax", "argmin", "all", "any")),
+    (_from_front, _named("cumsum", "logcumsumexp", "select")),
+    (_then_sum, _named("gather", "take_along_dim")),
+    (join_tensors, _named("stack")),
+    (_rms_norm, [F.rms_norm, torch.rms_norm]),
+    (_group_norm, [F.group_norm]),
+)
+_RULES: dict[Function, Function] = {func: rule for rule, funcs in _TABLE for func in funcs}
+_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+
+
+def computed(func: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Compute func of DTensors, by its rule if it has one."""
+    rule = _RULES.get(func)
+    if rule is None:
+        return func(*args, **kwargs)
+    kwargs = {_NAMES.get(name, name): value for name, value in kwargs.items()}
+    first = (kwargs.pop("input"),) if not args and "input" in kwargs else ()
+    return rule(func, *first, *args, **kwargs)
+
+
+# ---------------------------------------------------------------- outside of a declared forward
+
+
+@cache
+def register_reductions() -> None:
+    """Correct DTensor's layouts of losses, so that they are also right outside a declared forward.
+
+    Operators with an argument `reduction` and without a rule of torch's own get one: they take
+    whole tensors if they reduce, and any shards of equal shapes if they do not. A constant is never
+    written to a partial sum. Once per process is enough.
+    """
+    aten = torch.ops.aten
+    losses = "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy"
+    for name in losses.split():
+        for packet in (name, f"{name}_backward"):
+            register_sharding(getattr(aten, packet).default)(_elementwise_shardings)
+    for name in ("multi_margin_loss", "multi_margin_loss_backward"):
+        register_sharding(getattr(aten, name).default)(partial(_whole_shardings, 1))
+    for name, results in (("forward", 2), ("backward", 1)):
+        op = getattr(aten, f"multilabel_margin_loss_{name}").default
+        register_sharding(op)(partial(_whole_shardings, results))
+    register_sharding(aten.fill_.Scalar)(_fill_shardings)
+
+
+def _whole_shardings(results: int, *args: Any) -> list[tuple[list, list]]:
+    """The only choice of (placements of outputs, of arguments) for tensors that must be whole."""
+    return [
+        ([Replicate()] * results, [Replicate() if hasattr(x, "placements") else None for x in args])
+    ]
+
+
+def _elementwise_shardings(*args: Any) -> list[tuple[list, list]]:
+    """Choices for a loss, or its backward, whose first integer is the reduction; 0 is none."""
+    tensors = [x for x in args if hasattr(x, "placements")]
+    reduces = next((x for x in args if type(x) is int), 1) != 0  # a mean is left out
+    choices = _whole_shardings(1, *args)
+    if reduces or len({tuple(x.shape) for x in tensors}) > 1:
+        return choices
+    return choices + [
+        ([Shard(d)], [Shard(d) if hasattr(x, "placements") else None for x in args])
+        for d in range(len(tensors[0].shape))
+    ]
+
+
+def _fill_shardings(x: Any, value: Any) -> list[tuple[list, list]]:
+    return [([p], [p, None]) for p in (Replicate(), *map(Shard, range(len(x.shape))))]

@@ -1,0 +1,120 @@
+"""Read the options of a command: one spelling of switches, and suggestions for unknown choices.
+
+``--tied`` turns a switch on and ``--no-tied`` turns it off in every command, also a switch that may
+be left open because it overrides a model preset. ``--tied False`` means ``--no-tied``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+from warpweave.cli.messages import one_line, say
+from warpweave.parallel.words import did_you_mean
+
+_Record = TypeVar("_Record")
+_SAID = {"True": True, "False": False}
+
+
+def read_command_line(
+    kind: type[_Record],
+    command: str,
+    description: str | None,
+    argv: Sequence[str] | None = None,
+    default: _Record | None = None,
+) -> _Record:
+    """The options of ``warpweave COMMAND`` as a record `kind`; a wrong one ends the process with 2.
+
+    An option that is not given has its value in `default`.
+    """
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    kinds = option_types(kind)
+    try:
+        check_choices(kinds, words)
+    except ValueError as error:
+        say(one_line(error))
+        sys.exit(2)
+    more: dict[str, Any] = {} if default is None else {"default": default}
+    prog = f"warpweave {command}"
+    return tyro.cli(kind, prog=prog, description=description, args=spelled(kinds, words), **more)
+
+
+def option_types(kind: type) -> dict[str, Any]:
+    """Every option's name and type, including those of the records in `kind`."""
+    hints, found = get_type_hints(kind), {}
+    for item in dataclasses.fields(kind):
+        factory = item.default_factory
+        default = item.default if factory is dataclasses.MISSING else factory()
+        inner = dataclasses.is_dataclass(default)
+        found |= option_types(type(default)) if inner else {item.name: hints[item.name]}
+    return found
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types of a union, except None; any other type is the only one."""
+    union = get_origin(kind) in (Union, UnionType)
+    return tuple(k for k in get_args(kind) if k is not type(None)) if union else (kind,)
+
+
+def spelled(kinds: dict[str, Any], words: Sequence[str]) -> list[str]:
+    """`words` as tyro reads them: a switch that may be left open is followed by True or False, any
+    other is its name with or without "no-"."""
+    found: list[str] = []
+    given = [*words]
+    while given:
+        word = given.pop(0)
+        name, equals, value = word.partition("=")
+        on = not name.startswith("--no-")
+        option = name.removeprefix("--" if on else "--no-").replace("-", "_")
+        if not word.startswith("--") or alternatives(kinds.get(option)) != (bool,):
+            found.append(word)
+            continue
+        if on and not equals and given[:1] and given[0] in _SAID:
+            value = given.pop(0)
+        if equals and (value not in _SAID or not on):  # tyro refuses it
+            found.append(word)
+            continue
+        on = _SAID.get(value, on)
+        own = option.replace("_", "-")
+        if kinds[option] is bool:
+            found.append(f"--{own}" if on else f"--no-{own}")
+        else:
+            found += [f"--{own}", str(on)]
+    return found
+
+
+def check_choices(kinds: dict[str, Any], words: Sequence[str]) -> None:
+    """Raise ``ValueError`` for a word that is not one of its option's choices."""
+    for at, word in enumerate(words):
+        name, equals, value = word.removeprefix("--").partition("=")
+        kind = kinds.get(name.replace("-", "_"))
+        choices, several = choices_of(kind)
+        if not word.startswith("--") or not choices:
+            continue
+        values = [value] if equals else []
+        for other in () if equals else words[at + 1 :]:
+            if other.startswith("--") or (values and not several):
+                break
+            values.append(other)
+        known = [*choices, *(["None"] if kind != alternatives(kind)[0] and not several else [])]
+        for value in values:
+            if value not in known:
+                listed, near = ", ".join(choices), did_you_mean(value, choices)
+                name = name.replace("-", "_")
+                raise ValueError(f"{name} must be one of {listed}, got {value!r}{near}")
+
+
+def choices_of(kind: Any) -> tuple[tuple[str, ...], bool]:
+    """The choices of an option, () if it may be anything else, and True if it may be several."""
+    kinds = alternatives(kind)
+    if several := len(kinds) == 1 and get_origin(kinds[0]) is tuple:
+        kinds = alternatives(get_args(kinds[0])[0])
+    if any(get_origin(k) is not Literal for k in kinds):
+        return (), several
+    words = tuple(word for k in kinds for word in get_args(k))
+    return (words if all(isinstance(word, str) for word in words) else ()), several

@@ -1,0 +1,145 @@
+"""Options of a command as TOML: `read_options` reads a user's file, `write_options` writes a run's.
+
+A key is an option's name, with underscores or with hyphens as on the command line; nested records
+of options (model overrides, the plan) have no table of their own, as they have no prefix there.
+TOML has no null: a missing key is the default, which `write_options` writes as a comment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from warpweave.cli.command_line import alternatives, choices_of, option_types
+from warpweave.cli.messages import one_line
+from warpweave.parallel.words import did_you_mean
+
+_Record = TypeVar("_Record")
+_SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a string in quotes",
+            Path: "a path in quotes"}  # fmt: skip
+
+
+def options_of(record: Any) -> dict[str, Any]:
+    """Every option's name and value, those of the records in `record` among them."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(record):
+        value = getattr(record, item.name)
+        found |= options_of(value) if dataclasses.is_dataclass(value) else {item.name: value}
+    return found
+
+
+def with_options(record: _Record, given: dict[str, Any]) -> _Record:
+    """`record` with other values of the options `given`, by name."""
+    own: dict[str, Any] = {}
+    for item in dataclasses.fields(record):  # type: ignore[arg-type]
+        value = getattr(record, item.name)
+        if dataclasses.is_dataclass(value):
+            own[item.name] = with_options(value, given)
+        elif item.name in given:
+            own[item.name] = given[item.name]
+    return dataclasses.replace(record, **own)  # type: ignore[type-var]
+
+
+def read_options(
+    path: Path,
+    defaults: _Record,
+    without: tuple[str, ...] = (),
+    formerly: Mapping[tuple[str, str], str] = MappingProxyType({}),
+) -> _Record:
+    """`defaults` with the values in the TOML file at `path`. `formerly` maps values in files of
+    earlier versions to today's: {(name, then): now}.
+
+    Raises:
+        ValueError: no such file, invalid TOML, a key that is not an option (or is in `without`), a
+            value of the wrong type; one line that names file and key.
+    """
+    try:
+        found = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # a TOMLDecodeError, a UnicodeDecodeError
+        raise ValueError(f"{path} is not TOML: {one_line(error)}") from None
+    every = option_types(type(defaults))
+    kinds = {name: kind for name, kind in every.items() if name not in without}
+    given: dict[str, Any] = {}
+    for key, value in found.items():
+        name = key.replace("-", "_")
+        if name not in kinds:
+            raise ValueError(f"{path}: unknown option {key!r}{did_you_mean(name, kinds)}")
+        if name in given:
+            raise ValueError(f"{path}: {name} is given twice")
+        try:
+            if isinstance(value, str):
+                value = formerly.get((name, value), value)
+            given[name] = _typed_value(kinds[name], value)
+        except (TypeError, OverflowError):
+            says = json.dumps(value, default=str, ensure_ascii=False)
+            near = did_you_mean(value, choices_of(kinds[name])[0]) if isinstance(value, str) else ""
+            raise ValueError(
+                f"{path}: {key} must be {_described(kinds[name])}, got {says}{near}"
+            ) from None
+    try:
+        return with_options(defaults, given)
+    except ValueError as error:  # what a record checks of its own
+        raise ValueError(f"{path}: {error}") from None
+
+
+def write_options(record: Any, without: tuple[str, ...] = ()) -> str:
+    """TOML of every option of `record`, from which `read_options` restores it."""
+    lines = []
+    for name, value in options_of(record).items():
+        if name not in without:
+            lines.append(f"# {name} is not set" if value is None else f"{name} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _typed_value(kind: Any, value: Any) -> Any:
+    """A TOML value converted to the type `kind`; TypeError if it is not one."""
+    for each in alternatives(kind):
+        origin, inner = get_origin(each), get_args(each)
+        if origin is Literal and any(type(value) is type(x) and value == x for x in inner):
+            return value
+        if origin is tuple and isinstance(value, list):
+            if inner[-1] is Ellipsis:
+                inner = (inner[0],) * len(value)
+            if len(inner) == len(value):
+                return tuple(map(_typed_value, inner, value))
+        elif each is Path and isinstance(value, str):
+            return Path(value)
+        elif each is float and type(value) is int:
+            return float(value)
+        elif each in (int, float, bool, str) and type(value) is each:
+            return value
+    raise TypeError
+
+
+def _described(kind: Any) -> str:
+    """A type in words."""
+    words = []
+    for each in alternatives(kind):
+        origin, inner = get_origin(each), get_args(each)
+        if origin is Literal:
+            words.append("one of " + ", ".join(map(json.dumps, inner)))
+        elif origin is tuple:
+            many = "any number of" if inner[-1] is Ellipsis else str(len(inner))
+            words.append(f"a list of {many}, each {_described(inner[0])}")
+        else:
+            words.append(_SCALARS[each])
+    return " or ".join(words)
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML, from which numbers are restored bit for bit."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    # JSON's strings are TOML's, but for one more character that has to be escaped.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

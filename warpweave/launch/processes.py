@@ -1,0 +1,381 @@
+"""Processes of a run on one machine: each started with signals blocked, none outlives its parent.
+
+A rank needs three seconds of a processor for its imports. Ranks on the CPU are forked, therefore,
+from one process that has done them (Linux):
+
+    this process --- spawns ---> fork server --- forks ---> rank 0, rank 1, ...
+         | <--- (pid, exit code) ---- |
+
+and start again at once. On GPUs each is a new interpreter, as a process that has looked at CUDA
+cannot be forked, nor one with threads, which modules may start when they are imported.
+multiprocessing has a fork server, too: one for the whole program, with the environment in which it
+was first used, and alive until its last child ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from importlib import import_module
+from multiprocessing import connection, resource_tracker
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, NoReturn
+
+from warpweave.launch.interrupt import STOPS
+
+DUMPS = "TORCH_FR_DUMP_TEMP_FILE"  # the prefix of flight recorders' files; torch appends the rank
+DRIVER = Path("/proc/driver/nvidia/version")  # there where CUDA may be
+
+
+def under_torchrun() -> bool:
+    """True in a process that a launcher started as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def no_cache() -> dict[str, str]:
+    """The environment in which torch.compile makes no folder for its cache: custom operators import
+    it, but no rank compiles."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    return {name: os.environ.get(name, tempfile.gettempdir())}
+
+
+def told_ranks(backend: str, folder: str) -> dict[str, str]:
+    """The environment in which ranks start. On gloo their log is silent, since one rank says in one
+    line why it failed; on NCCL the watchdog speaks in it, and flight recorders write to `folder`,
+    unless the user has named another place."""
+    told = no_cache()
+    if backend == "gloo":
+        return told | {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
+    prefix = os.environ.get(DUMPS, os.path.join(folder, "flight_recorder_rank_"))
+    return told | {DUMPS: prefix, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """For processes that are started meanwhile; afterwards this process has its own."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+class Processes:
+    """What starts the processes of a run, and ends them.
+
+    They start with the signals of `STOPS` blocked and unblock them when they listen, so that one
+    that comes earlier is neither lost nor a traceback. To be used in the main thread.
+
+    Args:
+        module: all are forked from a process that has imported it; None for new interpreters.
+
+    Attributes:
+        started: those that `end` would end.
+    """
+
+    def __init__(self, module: str | None = None) -> None:
+        self.started: list[BaseProcess | Forked] = []
+        self._ended: set[BaseProcess | Forked] = set()  # those whose end `wait` has seen
+        self._module = module if sys.platform == "linux" else None
+        self._server = None if self._module is None else _ForkServer(self._module)
+
+    @classmethod
+    def early(cls, module: str) -> Processes | None:
+        """Those of ranks on the CPU, whose `module` is imported while this process imports it, too.
+
+        None where ranks may be on GPUs, or torchrun has started them.
+        """
+        if DRIVER.exists() or under_torchrun():
+            return None
+        with environment(**told_ranks("gloo", "")):
+            return cls(module)
+
+    @classmethod
+    def of(cls, entry: Callable[..., Any], backend: str, early: Processes | None) -> Processes:
+        """Those of processes that run `entry` on `backend`: `early`, if that is there, on gloo.
+
+        Never forked on another one: torch may have looked at a GPU, and is silent in `early`.
+        """
+        if backend != "gloo":
+            return cls()
+        return early or cls(getattr(entry, "func", entry).__module__)  # it may be a partial
+
+    def start(self, target: Callable[..., Any], *args: Any) -> BaseProcess | Forked:
+        """Run ``target(*args)`` in a process with this one's environment.
+
+        `target` is a module-level function, `args` can be pickled.
+
+        Raises:
+            ChildProcessError: the fork server ended meanwhile.
+        """
+        if self._server and not self._server.process.is_alive():
+            self._server = _ForkServer(self._module)
+        if self._server and not self._server.forks():
+            self._server = None
+        started = self._server.start(target, args) if self._server else _spawned(target, *args)
+        self.started.append(started)
+        return started
+
+    def wait(self, timeout: float) -> None:
+        """Until a process has ended, `timeout` seconds at most."""
+        running = [p for p in self.started if p not in self._ended]
+        if all(p.exitcode is None for p in running):  # none has ended since the last call
+            sentinels = [p.sentinel for p in running if isinstance(p, BaseProcess)]
+            pipes = [self._server.pipe] if self._server else []
+            connection.wait([*sentinels, *pipes], timeout)
+        self._ended = {p for p in self.started if p.exitcode is not None}
+
+    def end(self) -> None:
+        """Kill those that still run, and wait until they are gone."""
+        end(self.started)
+        self.started.clear()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.end()
+        finally:
+            if self._server:
+                end([self._server.process])
+
+
+def end(processes: Collection[BaseProcess | Forked]) -> None:
+    """Kill those that still run, and wait until they are gone."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        if isinstance(process, Forked):
+            process.join(10.0)
+            if process.exitcode is None:
+                process.server.kill()  # it is stuck, and all that it has forked end with it
+        process.join()
+
+
+class Forked:
+    """A process that was forked: what is needed here of multiprocessing's interface."""
+
+    def __init__(self, server: _ForkServer, pid: int) -> None:
+        self._server, self.pid = server, pid
+        self._code: int | None = None
+
+    @property
+    def server(self) -> BaseProcess:
+        """The process that has forked it."""
+        return self._server.process
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs, negative for a signal."""
+        self._server.read()
+        return self._code
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._send(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        if self.exitcode is None:
+            with suppress(ProcessLookupError):  # it ends this moment
+                os.kill(self.pid, number)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, `timeout` seconds at most."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while self.exitcode is None:
+            left = None if until is None else until - time.monotonic()
+            if (left is not None and left <= 0) or not connection.wait([self._server.pipe], left):
+                return
+
+
+class _ForkServer:
+    """This process's side of it.
+
+    Attributes:
+        process: the server.
+        pipe: to it go what to run, from it come pids and exit codes.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        with environment(OPENBLAS_NUM_THREADS="1"):  # numpy would start threads
+            self.process = _spawned(_serve, theirs, module)
+        theirs.close()
+        self._forks: bool | None = None
+        self._running: dict[int, Forked] = {}
+
+    def forks(self) -> bool:
+        """Whether it has no threads; waits until it has imported its module."""
+        if self._forks is None:
+            self._forks = self._received()
+        return self._forks
+
+    def start(self, target: Callable[..., Any], args: tuple) -> Forked:
+        self._send(dict(os.environ), bytes(ForkingPickler.dumps((target, args))))
+        while (pid := self._next()) is None:
+            pass
+        self._running[pid] = Forked(self, pid)
+        return self._running[pid]
+
+    def read(self) -> None:
+        """Take note of who has ended."""
+        while self._running and self.pipe.poll():
+            self._next()
+
+    def _next(self) -> int | None:
+        """Read a message; the pid of a process that was started."""
+        try:
+            pid, code = self._received()
+        except ChildProcessError:  # they have ended with it
+            if not self._running:
+                raise
+            pid, code = next(iter(self._running)), -signal.SIGKILL
+        if code is None:
+            return pid
+        if (forked := self._running.pop(pid, None)) is not None:
+            forked._code = code
+        return None
+
+    def _received(self) -> Any:
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionError):
+            raise ChildProcessError("the process that forks ranks has ended") from None
+
+    def _send(self, *message: Any) -> None:
+        try:
+            self.pipe.send(message)
+        except ConnectionError:
+            raise ChildProcessError("the process that forks ranks has ended") from None
+
+
+def _serve(pipe: connection.Connection, module: str) -> None:
+    """The fork server. It leaves without waiting for its children, which end with it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    code = 1
+    try:
+        import_module(module)
+        gc.collect()
+        gc.freeze()  # a collection would write to all pages that the forked share
+        forks = len(os.listdir("/proc/self/task")) == 1
+        pipe.send(forks)
+        if forks:
+            _fork_as_told(pipe)
+        code = 0
+    except EOFError:
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    leave(code)
+
+
+def _fork_as_told(pipe: connection.Connection) -> NoReturn:
+    """Fork what is asked for, tell who has ended; EOFError when nobody asks any more."""
+    context = multiprocessing.get_context("fork")
+    running: list[Any] = []  # context.Process
+    while True:
+        # A sentinel is open as long as any child of the process lives.
+        if pipe in connection.wait([pipe, *(child.sentinel for child in running)], 0.2):
+            child = context.Process(target=_forked, args=(pipe, *pipe.recv()))
+            child.start()
+            running.append(child)
+            pipe.send((child.pid, None))
+        ended = [child for child in running if child.exitcode is not None]
+        for child in sorted(ended, key=lambda child: child.exitcode):  # first who was killed
+            running.remove(child)
+            pipe.send((child.pid, child.exitcode))
+
+
+def _forked(pipe: connection.Connection, environ: dict[str, str], given: bytes) -> None:
+    pipe.close()
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
+    if "numpy.random" in sys.modules:  # each its own, as if it had imported it
+        sys.modules["numpy.random"].seed()
+    target, args = ForkingPickler.loads(given)
+    _run(target, *args)
+
+
+def _spawned(target: Callable[..., Any], *args: Any) -> BaseProcess:
+    """A new interpreter that runs ``target(*args)``."""
+    resource_tracker.ensure_running()  # it would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        process = multiprocessing.get_context("spawn").Process(target=_run, args=(target, *args))
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process
+
+
+def _run(target: Callable[..., Any], *args: Any) -> None:
+    end_with_parent()
+    target(*args)
+
+
+def end_with_parent() -> None:
+    """Kill this process as soon as the one that started it is gone, however stuck it is then.
+
+    Linux does it, even to a process that is stopped or holds the interpreter's lock; it does so
+    when the *thread* that started this process ends, too. Elsewhere, and for a child of
+    multiprocessing's fork server, a thread waits for the end of the parent.
+    """
+    parent, starter = multiprocessing.parent_process(), os.getppid()
+    if sys.platform == "linux" and (parent is None or parent.pid == starter):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != starter:  # it was gone before
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+    def watch() -> None:
+        if parent is not None:  # its pipe to this process breaks when it ends, by SIGKILL too
+            connection.wait([parent.sentinel])
+        while parent is None and os.getppid() == starter:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+@contextmanager
+def starting(early: Processes | None) -> Iterator[Processes | None]:
+    """For a command that starts its ranks in `early`, if that is there: this process, in which
+    nothing else has worked, then ends without torch's shutdown, half a second of a processor."""
+    try:
+        with early or nullcontext():
+            yield early
+    except SystemExit as end:
+        if early and isinstance(end.code, int):
+            leave(end.code)
+        raise
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without the interpreter's shutdown.
+
+    Threads of process groups may outlive it: after a run that went well, one rank in some dozens
+    was seen to abort (torch 2.13, "terminate called without an active exception").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""Measurements of this machine: kernels and links (`doctor`), collectives, tiles (`tune`)."""

@@ -1,0 +1,118 @@
+"""``warpweave tune`` once its options are understood: tunes here, or compiles for elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpweave.cli.messages import one_line
+from warpweave.kernels.devices import TARGETS
+from warpweave.kernels.runtime import tiles
+from warpweave.kernels.runtime.dispatch import capability, triton
+from warpweave.machine.tune.calls import TOKENS, Call, Problem, timed_call
+from warpweave.machine.tune.candidates import compile_tile, first_fault, target_of
+from warpweave.machine.tune.options import TuneConfig
+from warpweave.machine.tune.search import Bench, fitting, short, tune
+from warpweave.machine.tune.timing import CudaTimer
+
+
+def cuda_bench() -> Bench:
+    """The current CUDA device. Raises ValueError without one, and for one that tiles cannot be
+    compiled for."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "tune times kernels on a CUDA GPU and there is none: run it where one is, or list the "
+            "tiles that compile with --dry --target sm_90"
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    target = target_of(capability(device))
+
+    def call(problem: Problem) -> Call:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def make(*sizes: int, dtype: torch.dtype) -> Tensor:
+            return torch.randn(sizes, dtype=dtype, device=device, generator=generator)
+
+        return timed_call(problem, make)
+
+    return Bench(
+        tiles.device_name(device),
+        TARGETS[target],
+        CudaTimer(device),
+        lambda problem, tile: compile_tile(target, problem, tile),
+        lambda problem, tile: first_fault(target, problem, tile),
+        call,
+    )
+
+
+def tune_here(config: TuneConfig, make_bench: Callable[[], Bench] = cuda_bench) -> dict[str, Any]:
+    """Tune on the current GPU, and print old against new; the summary."""
+    todo, began = config.problems(), time.perf_counter()
+    bench = make_bench()
+    report = tune(todo, bench, config.output, minutes=config.minutes, steps=config.steps)
+    for outcome in report.rows:
+        print(f"{outcome.problem!s:24} {outcome}")
+    return {
+        "device": bench.device,
+        "table": str(config.output),
+        "triton": triton.__version__,
+        "tuned": len(report.rows),
+        "changed": sum(row.tile != shipped for _, row, shipped in report.rows),
+        "wrong": report.wrong,
+        "left_out": report.left_out,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def dry_run(config: TuneConfig) -> dict[str, Any]:
+    """Compile the candidates for a GPU that is not there, and print those without fault: of each
+    problem the shipped tile, then the others, nearest first. Nothing is timed or written."""
+    began, part, rows, left_out = time.perf_counter(), TARGETS[config.target], [], []
+    todo = config.problems()
+    print(_HEADING.format(part=part), flush=True)
+    for problem in todo:
+        if time.perf_counter() - began > config.minutes * 60:
+            left_out.append(str(problem))
+            continue
+        compiled = fitting(
+            problem, part, lambda p, tile: compile_tile(config.target, p, tile), config.steps
+        )
+        for number, (tile, kernels) in enumerate(compiled.items()):
+            worst = {name: of(getattr(k, name) for k in kernels) for name, of in _WORST.items()}
+            figures = "  ".join(f"{name} {value:6}" for name, value in worst.items())
+            mark = "" if number else "  (shipped)"
+            print(f"{problem!s:24} {short(tile):58} {figures}{mark}", flush=True)
+            rows.append({"problem": str(problem), "tile": tile._asdict(), **worst})
+    return {
+        "dry": True,
+        "target": config.target,
+        "device": f"{part.name}, compiled for, not run on",
+        "table": None,
+        "tuned": 0,
+        "left_out": left_out,
+        "rows": rows,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+_HEADING = f"""\
+Compiled for {{part.name}}, not run: {TOKENS} tokens of an 8B Llama. Registers of a thread, bytes
+of shared memory, programs that one multiprocessor holds at once (occupancy), of the kernel that
+does worst. A tile may still spill in other calls, which only the GPU's own run compiles."""
+_WORST = {"registers": max, "shared": max, "occupancy": min}
+
+
+def run(config: TuneConfig) -> None:
+    """Do what the command was asked, print its summary; exits with 2 on what cannot be."""
+    try:
+        summary = dry_run(config) if config.dry else tune_here(config)
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        print(f"warpweave: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    print(json.dumps(summary))

@@ -1,0 +1,221 @@
+"""The search for the fastest tile: compile, compare with the shipped one, time, keep the best.
+
+A `Bench` is the device it runs on; tests have one of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from torch import Tensor
+
+from warpweave.kernels.devices import Device
+from warpweave.kernels.runtime import tiles
+from warpweave.kernels.runtime.dispatch import triton
+from warpweave.kernels.runtime.tile_table import Tile, TileRow, read_table, write_table
+from warpweave.machine.tune.aot import Compiled
+from warpweave.machine.tune.calls import Call, Problem
+from warpweave.machine.tune.candidates import candidates, fault, resident
+from warpweave.machine.tune.timing import Timer, interleave
+
+GAIN = 0.01  # less is a tie: medians of interleaved rounds repeat to a few tenths of a percent
+ROUNDS, FINAL_ROUNDS, FINALISTS = 10, 40, 3
+# Root mean square of the difference of two tiles' outputs over that of the outputs: two roundings
+# to the dtype, and sums in another order. A tile that leaves out one of 64 steps differs by 1/8.
+TOLERANCES = {"bf16": 2**-6, "fp32": 2e-5, "fp64": 1e-12}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A device as tuning sees it.
+
+    Attributes:
+        device: its exact name.
+        part: what it offers.
+        timer: times a call.
+        compile: what the compiler makes of a problem's timed call under a tile, or why it fails.
+        first_fault: what is wrong with a tile in a problem's other calls, or "".
+        call: a problem's timed call, of inputs that are the same each time it is asked for.
+    """
+
+    device: str
+    part: Device
+    timer: Timer
+    compile: Callable[[Problem, Tile], list[Compiled] | str]
+    first_fault: Callable[[Problem, Tile], str]
+    call: Callable[[Problem], Call]
+
+
+class Outcome(NamedTuple):
+    """A problem, the row that was written for it, and the shipped tile; as text, old -> new."""
+
+    problem: Problem
+    row: TileRow
+    shipped: Tile
+
+    def __str__(self) -> str:
+        _, row, shipped = self
+        old = f"{short(shipped)} {row.shipped_us:.1f} us"
+        if row.tile == shipped:
+            return f"{old}, which stays"
+        ratio = row.shipped_us / row.us
+        return f"{old} -> {short(row.tile)} {row.us:.1f} us, {ratio:.3f} times as fast"
+
+
+@dataclass
+class SearchReport:
+    """What has come of it; `wrong` are tiles that computed something else than the shipped one."""
+
+    rows: list[Outcome] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def short(tile: Tile) -> str:
+    """A tile's sizes in one line."""
+    return " ".join(f"{name}={value}" for name, value in tile._asdict().items())
+
+
+# ---------------------------------------------------------------- one row
+
+
+def fitting(
+    problem: Problem,
+    part: Device,
+    compiler: Callable[[Problem, Tile], list[Compiled] | str],
+    steps: int,
+) -> dict[Tile, list[Compiled]]:
+    """The shipped tile, and the candidates that compile without fault, as compiled."""
+    found: dict[Tile, list[Compiled]] = {}
+    shipped, *others = candidates(problem, part, steps)
+    for tile in (shipped, *others):
+        compiled = compiler(problem, tile)
+        if isinstance(compiled, str):
+            if tile == shipped:
+                raise ValueError(f"{problem}: the shipped tile does not compile: {compiled}")
+            continue
+        if tile == shipped:
+            found[tile] = compiled
+        if not fault(compiled, problem):
+            found.setdefault(resident(tile, compiled), compiled)
+    return found
+
+
+def agreeing(
+    problem: Problem, found: Sequence[Tile], bench: Bench, report: SearchReport
+) -> list[Tile]:
+    """The tiles that compute what the first one, the shipped, does; the others are reported."""
+    shipped, *others = found
+    truth = _under(problem, shipped, bench.call(problem))()
+    agreed = [shipped]
+    for tile in others:
+        try:
+            outputs = _under(problem, tile, bench.call(problem))()
+        except triton.OutOfResources as error:
+            _say(f"{problem} {short(tile)}: does not launch: {error}")
+            continue
+        off = max(map(difference, outputs, truth))
+        if off <= TOLERANCES[problem.dtype]:
+            agreed.append(tile)
+        else:
+            report.wrong.append(f"{problem} {short(tile)}")
+            _say(
+                f"WRONG, please report: {problem} {short(tile)} differs from the shipped tile's "
+                f"result by {off:.1e}, limit {TOLERANCES[problem.dtype]:.1e}; it is left out"
+            )
+    return agreed
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """Root mean square of actual - expected over that of `expected`; infinite for NaN."""
+    error = (actual.double() - expected.double()).norm().item()
+    scale = expected.double().norm().item()
+    error = error / scale if scale else error
+    return error if error == error else float("inf")
+
+
+def best(problem: Problem, found: Sequence[Tile], bench: Bench) -> tuple[Tile, float, float]:
+    """(tile, its microseconds, those of the first one, the shipped), by interleaved rounds.
+
+    The fastest few of a first pass are timed again, because the fastest of many may have been
+    lucky; a tile that is not faster by `GAIN` in that second pass, or fails in another call, is
+    rejected.
+    """
+    shipped, call = found[0], bench.call(problem)
+    calls = {tile: _under(problem, tile, call) for tile in found}
+    first = _ratios(interleave(calls, bench.timer, rounds=ROUNDS), shipped)
+    finalists = sorted(found[1:], key=first.__getitem__)[:FINALISTS]
+    calls = {tile: calls[tile] for tile in (shipped, *finalists)}
+    times = interleave(calls, bench.timer, rounds=FINAL_ROUNDS)
+    us = {tile: median(ms) * 1e3 for tile, ms in times.items()}
+    ratios = _ratios(times, shipped)
+    for tile in sorted(finalists, key=ratios.__getitem__):
+        if ratios[tile] > 1 - GAIN:
+            break
+        if not (wrong := bench.first_fault(problem, tile)):
+            return tile, us[tile], us[shipped]
+        _say(f"{problem} {short(tile)}: faster, but {wrong}")
+    return shipped, us[shipped], us[shipped]
+
+
+def _ratios(times: dict[Tile, list[float]], shipped: Tile) -> dict[Tile, float]:
+    """Each tile's median over rounds of its time over the shipped one's."""
+    return {
+        tile: median(a / b for a, b in zip(ms, times[shipped], strict=True))
+        for tile, ms in times.items()
+    }
+
+
+def _under(problem: Problem, tile: Tile, call: Call) -> Call:
+    def run() -> tuple[Tensor, ...]:
+        with tiles.pinned(problem.pins(tile)):
+            return call()
+
+    return run
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def tune(
+    todo: Sequence[Problem], bench: Bench, path: Path, *, minutes: float, steps: int = 2
+) -> SearchReport:
+    """Tune `todo` on the bench's device; each row is in the table at `path` once it is measured.
+
+    Rows that the table has already, for other devices too, stay. Raises ValueError if there is a
+    file that is no such table, before anything is measured, and OSError if it cannot be written.
+    """
+    add_rows(path, [])
+    report, began = SearchReport(), time.monotonic()
+    for problem in todo:
+        if time.monotonic() - began > minutes * 60:
+            report.left_out.append(str(problem))
+            continue
+        found = [*fitting(problem, bench.part, bench.compile, steps)]
+        found = agreeing(problem, found, bench, report)
+        tile, us, shipped_us = best(problem, found, bench)
+        row = TileRow(
+            bench.device, problem.kernel, problem.size, problem.kind, tile,
+            triton.__version__, round(us, 2), round(shipped_us, 2),
+        )  # fmt: skip
+        add_rows(path, [row])
+        report.rows.append(Outcome(problem, row, found[0]))
+        _say(f"{problem}: {len(found)} tiles, {report.rows[-1]}")
+    return report
+
+
+def add_rows(path: Path, rows: Sequence[TileRow]) -> None:
+    """Put rows into the table at `path`, in place of those of the same key; the others stay."""
+    kept = read_table(path, by="device") if os.path.lexists(path) else []
+    write_table(path, {row.key: row for row in (*kept, *rows)}.values())
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,352 @@
+"""The model and its parallelism as two records.
+
+`GPTConfig` is the model, `PRESETS` are named ones. `ParallelPlan` is how a step is sharded over a
+mesh, which changes no result beyond the order of sums. Every field of both is an option of
+``warpweave train`` (`train.options`), whose help is the field's line here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+
+from warpweave.kernels.cost import gpt_step, gpt_weights
+from warpweave.kernels.rope_scaling import RopeScaling
+from warpweave.kernels.words import find_activation
+from warpweave.layers.style import BlockStyle, HeadStyle, MLPStyle
+from warpweave.parallel import schedule as schedules
+from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.words import Choice, Kind, Overlap, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    ScheduleName = str
+else:  # the names that there are, for the help of options
+    ScheduleName = Literal[(*schedules.FAMILIES,)] | str
+Reduce = Literal["library", "ordered"]
+Recompute = Literal["none", "selective", "full"]
+
+
+_hints = lru_cache(maxsize=None)(get_type_hints)  # a planner makes plans by the thousand
+
+
+def _check_words(record: GPTConfig | ParallelPlan) -> None:
+    """Raise ``ValueError`` if a field has a word that is not one of its choices, or a number of the
+    wrong type, as may happen with JSON from elsewhere."""
+    for name, kind in _hints(type(record)).items():
+        value = getattr(record, name)
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            words = [*map(str, get_args(kind))]
+            near = did_you_mean(str(value), words)
+            raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}{near}")
+        kinds = get_args(kind) or (kind,)
+        if get_origin(kind) is tuple or {int, float, bool}.isdisjoint(kinds):
+            continue
+        if type(value) not in kinds and not (float in kinds and type(value) is int):
+            names = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
+            raise ValueError(f"{name} must be {names}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How the model, the batch and the work of a step are distributed over the ranks of a mesh.
+
+    Attributes:
+        zero: ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp).
+        schedule: Pipeline schedule: the order of the micro-batches; a path ending in .csv is a file
+            of one, in torch's notation, a row per pipeline rank.
+        chunks: Model chunks (virtual stages) of each pipeline rank, with a schedule that has them.
+        microbatches: Micro-batches per step and data replica: gradient accumulation.
+        early_gradients: Early input gradients: a pipeline stage sends its input's gradient before
+            it computes those of its weights, the same bits, sooner. Not with ZeRO 2 and 3 over data
+            ranks, nor with ordered reductions, which free gradients block by block.
+        sequence_parallel: Sequence parallelism: with tp > 1, shard the residual stream's tokens
+            over the tensor ranks.
+        overlap: Overlap of tensor ranks' collectives with products: not at all (none),
+            whole collectives in the backward only (bulk), chunk by chunk of the tokens (chunked),
+            or within Triton's kernels (fused; ranks of one machine).
+        recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
+            but each block's input and the results of attention over context ranks (full).
+        layout: Sequence sharding over the context ranks; balanced assigns chunks of each
+            micro-batch by the work of its documents. And a path ending in .json is a whole layout,
+            of ``warpweave plan --out``.
+        cp_strategy: Context-parallel attention: keys and values rotate round a ring (ring) or are
+            all-gathered (gather; stream: head by head), all-to-alls exchange sequence for heads
+            (ulysses), or both (hybrid, with ulysses > 1). auto is the one that sends least,
+            measured the one with the least exposed time at the link speeds that the run measures
+            when it starts.
+        reduce: Reduction of gradients over the data ranks: once a step where the ZeRO stage allows
+            it, by the library's collectives (library), or in the order of the global micro-batches
+            (ordered), the same bits for any number of data ranks with as many micro-batches in all,
+            for the bytes of a reduction in every micro-batch.
+    """
+
+    zero: Literal[0, 1, 2, 3] = 1
+    schedule: ScheduleName = "1f1b"
+    chunks: int = 1
+    microbatches: int = 1
+    early_gradients: bool = True
+    sequence_parallel: bool = True
+    overlap: Overlap = "bulk"
+    recompute: Recompute = "none"
+    layout: Kind = "zigzag"
+    cp_strategy: Choice = "auto"
+    reduce: Reduce = "library"
+
+    def __post_init__(self) -> None:
+        _check_words(self)
+        schedules.find_family(self.schedule)
+
+    def make_schedule(self, ranks: int) -> schedules.Schedule:
+        """The schedule of `ranks` pipeline ranks: forwards and backwards, without communication.
+
+        Raises ValueError if the schedule has no such micro-batches or chunks.
+        """
+        family = schedules.find_family(self.schedule)
+        return family.make(ranks, self.microbatches, self.chunks)
+
+    def deal(self, replicas: int, size: int) -> Tensor:
+        """The samples of a step, int64[replicas, microbatches, size], that each micro-batch of a
+        data replica holds: with ordered sums micro-batches are dealt to the replicas in turn."""
+        import torch  # options do without
+
+        every, m = torch.arange(replicas * self.microbatches * size), self.microbatches
+        if self.reduce == "ordered":
+            return every.view(m, replicas, size).transpose(0, 1)
+        return every.view(replicas, m, size)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the schedule is asynchronous: gradients of weights older than the newest."""
+        return schedules.find_family(self.schedule).asynchronous
+
+    def check_update(self, clip: float | None, fp16: bool, outer: bool) -> None:
+        """Raise a one-line ``ValueError`` for what is done to all stages at once, if the schedule
+        is asynchronous."""
+        words = (
+            (f"clip = {clip}, by the norm of all stages,", bool(clip)),
+            ("dtype = fp16, whose overflow skips the update of all stages,", fp16),
+            ("an outer optimizer, which replaces the weights of all stages,", outer),
+        )
+        for what, given in words:
+            if self.asynchronous and given:
+                raise ValueError(
+                    f"{what} cannot be with schedule {self.schedule}: its stages update one by one"
+                )
+
+    def placement(self, ranks: int) -> list[int]:
+        """The pipeline rank of each stage, with `ranks` pipeline ranks."""
+        return schedules.placement(self.make_schedule(ranks))
+
+
+@dataclass(frozen=True)
+class GPTConfig(HeadStyle, MLPStyle):
+    """Sizes and style of a GPT. The defaults are GPT-2's style.
+
+    Defaults: `kv_heads` = `heads`, `hidden` = 4 * width, `head_size` = width / heads. The options
+    of blocks are the fields of ``layers.style``. ``GPTConfig(**...)`` of the JSON of
+    ``dataclasses.asdict`` is the same record.
+
+    Attributes:
+        vocab_size: Size of the vocabulary.
+        seq_len: Sequence length in tokens.
+        layers: Number of transformer blocks.
+        width: Model width (hidden size).
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads (GQA), which divide the query heads.
+        hidden: Hidden units of the MLP.
+        positions: Position encoding: learned, or rotary embedding of queries and keys.
+        tied: Weight tying: the head's weight is the embedding's.
+        rope_theta: Base of the rotary embedding.
+        dropout: Dropout of the embedding and of both branches of a block.
+        windows: Sliding windows in tokens, one for each layer in turn; 0 is full attention.
+        logit_softcap: Softcap of the logits, softcap * tanh(logit / softcap).
+        embedding_scale: Scale by which the token embedding is multiplied.
+        local_rope_theta: Base of the rotary embedding in layers with a window, if it differs;
+            rope_scaling then applies to layers without one only.
+    """
+
+    vocab_size: int
+    seq_len: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int | None = None
+    hidden: int | None = None
+    positions: Literal["learned", "rope"] = "learned"
+    tied: bool = True
+    rope_theta: float = 10000.0
+    dropout: float = 0.0
+    windows: tuple[int, ...] = ()
+    logit_softcap: float | None = None
+    embedding_scale: float | None = None
+    local_rope_theta: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        _check_words(self)
+        for name in ("vocab_size", "seq_len", "layers", "width", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_kv_heads < 1 or self.num_hidden < 1:
+            raise ValueError(
+                f"kv_heads and hidden must be at least 1, got {self.kv_heads} and {self.hidden}"
+            )
+        if self.head_size is not None and self.head_size < 1:
+            raise ValueError(f"head_size must be at least 1, got {self.head_size}")
+        if self.head_size is None and self.width % self.heads:
+            raise ValueError(f"width = {self.width} does not divide by heads = {self.heads}")
+        if self.heads % self.num_kv_heads:
+            raise ValueError(
+                f"heads = {self.heads} does not divide by kv_heads = {self.num_kv_heads}"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(f"rope needs an even head size, got {self.head_dim}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        if not all(isinstance(w, int) and w >= 0 for w in self.windows):
+            raise ValueError(f"windows must be integers of at least 0, got {self.windows}")
+        for name in ("attention_scale", "softcap", "logit_softcap", "embedding_scale"):
+            number = getattr(self, name)
+            if number is not None and not 0 < number < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {number}")
+        for name in ("rope_scaling", "local_rope_theta"):
+            if getattr(self, name) is not None and self.positions != "rope":
+                raise ValueError(f"{name} needs positions = 'rope', got {self.positions!r}")
+        if self.qk_norm_whole and not self.qk_norm:
+            raise ValueError("qk_norm_whole says how qk_norm is: it needs qk_norm")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def num_hidden(self) -> int:
+        """MLP width F."""
+        return 4 * self.width if self.hidden is None else self.hidden
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head, D."""
+        return self.width // self.heads if self.head_size is None else self.head_size
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a block; None is none."""
+        return self.windows[layer % len(self.windows)] or None if self.windows else None
+
+    def rope(self, *, local: bool) -> tuple[float, RopeScaling | None]:
+        """(base, scaling) of the rotary embedding in layers with a window (`local`) or without."""
+        if local and self.local_rope_theta is not None:
+            return self.local_rope_theta, None
+        return self.rope_theta, self.rope_scaling
+
+    def block(self, layer: int) -> BlockStyle:
+        """The style of one block, with the window and the rotary embedding of that layer."""
+        window = self.window(layer)
+        theta, scaling = self.rope(local=window is not None)
+        alike = {f.name: getattr(self, f.name) for f in (*fields(HeadStyle), *fields(MLPStyle))}
+        own = {"num_kv_heads": self.num_kv_heads, "window": window, "rope_scaling": scaling}
+        own["rope_theta"] = theta if self.positions == "rope" else None
+        return BlockStyle(**alike | own, dropout=self.dropout)
+
+    def blocks_of(self, stage: int, stages: int) -> range:
+        """The blocks that lie on one of `stages` pipeline stages, as even as can be."""
+        return range(self.layers * stage // stages, self.layers * (stage + 1) // stages)
+
+    def step_flops(self, tokens: int) -> int:
+        """Model FLOPs of a training step on `tokens` of whole sequences, by ``cost.gpt_step``."""
+        heads = {"layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}
+        weights = gpt_weights(
+            **heads,
+            width=self.width,
+            kv_heads=self.num_kv_heads,
+            hidden=self.num_hidden,
+            vocab=self.vocab_size,
+            gated=find_activation(self.activation).gated,
+        )
+        windows = [self.window(layer) for layer in range(self.layers)]
+        return gpt_step(
+            tokens=tokens, seq_len=self.seq_len, weights=weights, windows=windows, **heads
+        )
+
+    def check_tensor(self, tp: int) -> None:
+        """Raise a one-line ``ValueError`` if `tp` tensor ranks do not divide a block's matrices."""
+        if self.num_kv_heads % tp:
+            raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {tp}")
+        if self.num_hidden % tp:
+            raise ValueError(f"hidden = {self.num_hidden} does not divide by tp = {tp}")
+
+    def check(self, mesh: Mesh, plan: ParallelPlan = ParallelPlan()) -> None:
+        """Raise a one-line ``ValueError`` if this model cannot be sharded over `mesh` by `plan`."""
+        from warpweave.parallel.context import resolve_strategy  # and torch: options do without
+        from warpweave.parallel.data.ordered import check_order
+        from warpweave.parallel.layout import cut
+
+        if mesh.dp_shard is not None and plan.zero == 0:
+            raise ValueError(f"dp_shard = {mesh.dp_shard} needs ZeRO 1 to 3, got zero = 0")
+        if plan.reduce == "ordered" and (mesh.dp_shard is not None or mesh.outer > 1):
+            given = f"dp_shard = {mesh.dp_shard}, outer = {mesh.outer}"
+            raise ValueError(f"reduce = 'ordered' does not go with replicas of shards: {given}")
+        self.check_tensor(mesh.tp)
+        if plan.asynchronous and plan.zero == 3:
+            raise ValueError(
+                f"schedule {plan.schedule} keeps old versions of whole weights, which zero = 3 "
+                "shards: zero must be 0 to 2"
+            )
+        if plan.asynchronous and plan.reduce == "ordered":
+            raise ValueError(
+                "reduce = 'ordered' needs steps that are the same on any number of data ranks, "
+                f"schedule {plan.schedule} updates by those of a replica's micro-batches"
+            )
+        if plan.asynchronous and self.tied and mesh.pp > 1:
+            raise ValueError(
+                f"schedule {plan.schedule} trains no tied embedding, whose ends get its gradients "
+                f"{mesh.pp - 1} micro-batches apart: tied must be False"
+            )
+        if plan.reduce == "ordered":
+            check_order(plan.make_schedule(mesh.pp), tied=self.tied)
+        stages = len(plan.placement(mesh.pp))
+        if stages > self.layers:
+            found = f"pp = {mesh.pp}" if stages == mesh.pp else f"{stages} pipeline"
+            raise ValueError(f"{found} stages need as many layers, got {self.layers}")
+        layout = cut(self.seq_len, mesh.cp, plan.layout)
+        if mesh.cp > 1:
+            heads = self.heads // mesh.tp, self.num_kv_heads // mesh.tp
+            ulysses = mesh.ulysses if mesh.ulysses > 1 else None
+            measured = plan.cp_strategy == "measured"
+            if measured and ulysses is not None:
+                raise ValueError(
+                    f"cp_strategy = 'measured' has no choice with ulysses = {ulysses}: 'hybrid'"
+                )
+            resolve_strategy("auto" if measured else plan.cp_strategy, layout, heads, ulysses)
+
+
+_LLAMA: dict = {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False}
+_LLAMA3 = _LLAMA | {"vocab_size": 128256, "seq_len": 8192, "rope_theta": 500000.0}
+
+PRESETS = {
+    "toy": GPTConfig(256, 128, 2, 128, 4),
+    "small": GPTConfig(256, 128, 4, 128, 4),
+    "toy-llama": GPTConfig(256, 128, 2, 128, 4, 2, 352, tied=False, **_LLAMA),
+    "gpt2": GPTConfig(50257, 1024, 12, 768, 12),
+    "gpt2-medium": GPTConfig(50257, 1024, 24, 1024, 16),
+    "gpt2-large": GPTConfig(50257, 1024, 36, 1280, 20),
+    "gpt2-xl": GPTConfig(50257, 1024, 48, 1600, 25),
+    "llama-1b": GPTConfig(layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, **_LLAMA3),
+    "llama-8b": GPTConfig(
+        layers=32, width=4096, heads=32, kv_heads=8, hidden=14336, tied=False, **_LLAMA3
+    ),
+    "llama-70b": GPTConfig(
+        layers=80, width=8192, heads=64, kv_heads=8, hidden=28672, tied=False, **_LLAMA3
+    ),
+    "llama3-405b": GPTConfig(
+        layers=126, width=16384, heads=128, kv_heads=8, hidden=53248, tied=False, **_LLAMA3
+    ),
+    "gpt3-175b": GPTConfig(50257, 2048, 96, 12288, 96),
+}

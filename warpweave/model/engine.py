@@ -1,0 +1,500 @@
+"""The engine: one training step of a GPT on any mesh, from the schedule's list of actions.
+
+It combines, and adds no algorithm: the model's segments over ZeRO units (`gpt`), the pipeline stage
+that runs them (`pipeline.stage`), the schedule and its executor (`parallel.schedule`,
+`parallel.pipeline`), the sharded optimizer (`data.zero`). The trainer and `prove` call it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from warpweave.kernels.devices import CTAS
+from warpweave.kernels.gemm.mainloop import leaving
+from warpweave.kernels.runtime.dispatch import choose
+from warpweave.kernels.runtime.transfer import upload
+from warpweave.layers.modes import in_mode
+from warpweave.model.config import GPTConfig, ParallelPlan
+from warpweave.model.engine_checks import check_batch, check_int64, check_packing, guard_state_dict
+from warpweave.model.engine_passes import OpenPasses, StepPasses, make_lists, warm_up
+from warpweave.model.engine_update import EngineStage, RankUpdate, StageUpdate, StepResult
+from warpweave.model.generate import Sampling, go_on
+from warpweave.model.gpt import GPT, MicroBatch
+from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
+from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
+from warpweave.parallel.data.ordered import exact_sum
+from warpweave.parallel.data.outer import SUM, OuterOptimizer, OuterRule
+from warpweave.parallel.data.unit import Unit, version_age
+from warpweave.parallel.data.zero import ZeroOptimizer
+from warpweave.parallel.mesh import ConnectedMesh
+from warpweave.parallel.pipeline import Like
+from warpweave.parallel.pipeline.losses import Losses
+from warpweave.parallel.schedule import OpenRun
+from warpweave.parallel.shard import ParamRecord
+
+_STEP = 128  # tokens by which the window of `generate` grows
+
+
+class Engine:
+    """A GPT being trained on this rank's part of a mesh.
+
+    Between steps the all-gather of `gpt`'s parameters may be pending (ZeRO 1 and 2; ``state_dict``
+    waits for it), or they are freed (ZeRO 3; ``state_dict`` refuses): `read` returns logical
+    weights at any time.
+
+    Args:
+        config: the model.
+        mesh: the connected mesh.
+        plan: how model, batch and work are distributed over it.
+        micro_batch_size: sequences in a micro-batch.
+        dtype: of the parameters; float32, float64, bfloat16 or float16 (with dynamic loss scale).
+        device: of all tensors.
+        seed: of the initialisation.
+        rule: the update rule; None is ``AdamW()``.
+        clip: largest gradient norm; None for none.
+        outer: when the replicas of the mesh's outer axis meet, and how; None for one replica.
+        impl: "triton", "torch" or None, as for the kernels.
+        timeout: seconds that a pipeline message may take.
+
+    Raises:
+        ValueError: one line naming what does not fit, before anything is sent.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        mesh: ConnectedMesh,
+        plan: ParallelPlan = ParallelPlan(),
+        *,
+        micro_batch_size: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        rule: Rule | None = None,
+        clip: float | None = 1.0,
+        outer: OuterRule | None = None,
+        impl: str | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
+        if plan.overlap == "fused" and mesh.size("pp") > 1 and torch.device(device).type == "cuda":
+            raise ValueError(
+                f"overlap 'fused' with pp = {mesh.size('pp')} may hang on a GPU: its products wait "
+                "for tensor ranks and hold the processors that messages between stages need"
+            )
+        if (replicas := mesh.size("outer")) > 1 and outer is None:
+            raise ValueError(f"outer = {replicas} replicas need a rule by which they meet")
+        self.config, self.mesh, self.plan, self.dtype = config, mesh, plan, dtype
+        self.micro_batch_size, self.device = micro_batch_size, torch.device(device)
+        choose(impl, torch.empty(0, device=self.device))  # or a line that says what is missing
+        self.gpt = GPT(config, mesh=mesh, plan=plan, device="meta", dtype=dtype, impl=impl)
+        plan.check_update(clip, dtype == torch.float16, outer is not None)
+        run = make_lists(config, plan, mesh)
+        rows = micro_batch_size * self.gpt.layout.local_len
+        own = self.gpt.own_rows(rows)
+        chains = self.gpt.segments(zero=plan.zero, device=self.device)
+        self.units: list[Unit] = list(
+            dict.fromkeys(u for chain in chains.values() for s in chain for u in s.units)
+        )
+        guard_state_dict(self.gpt, self.units)
+        scale = LossScale().to(self.device) if dtype == torch.float16 else None
+        rule = AdamW(impl=impl) if rule is None else rule
+        self.optimizer = ZeroOptimizer(
+            self.units, mesh, rule, clip=clip, loss_scale=scale, impl=impl, apart=plan.asynchronous
+        )
+        for unit in self.units:
+            unit.write("param", lambda record: record.draw(seed, at=mesh.coords))
+        self.message: Like = ((own.stop - own.start, config.width), dtype, self.device)
+        self.outer = None if outer is None else self._make_outer(outer)
+        self.stages: dict[int, EngineStage] = {}
+        steps, staleness = len(chains), [0] * len(self.gpt.placement)
+        if isinstance(run, OpenRun):
+            steps, staleness = run.updates, [*run.staleness]
+        updating = StageUpdate if plan.asynchronous else RankUpdate
+        self._update = updating(self.optimizer, steps, self.outer)
+        for stage, chain in chains.items():
+            earlier = [unit for other in self.stages.values() for unit in other.units]
+            self.stages[stage] = EngineStage(
+                chain, self._update, self.message, shared=earlier, versions=1 + staleness[stage]
+            )
+        self.staleness = tuple(staleness)
+        passes: Any = OpenPasses if plan.asynchronous else StepPasses
+        self.passes: StepPasses | OpenPasses = passes(
+            run, self.stages, mesh.group("pp"), device=self.device, timeout=timeout
+        )
+        self._counted: list[Pending] = []  # sums of valid tokens that nobody has waited for
+        self._cold = self.device.type == "cuda" and mesh.size("pp") > 1  # see `warm_up`
+
+    def _make_outer(self, rule: OuterRule) -> OuterOptimizer:
+        """The outer optimizer; fragments are of every so many layers, with the embedding in the
+        first layer's and the head in the last one's."""
+        rule.check(self.config.layers)
+        ends = {"embedding": 0, "positions": 0, "head": self.config.layers - 1}
+        names = [unit.name for unit in self.units]
+        layers = [ends[n] if n in ends else int(n.removeprefix("block ")) for n in names]
+        fragments = [layer % rule.fragments for layer in layers]
+        return OuterOptimizer(rule, self.units, fragments, self.mesh)
+
+    # ------------------------------------------------------------------ training
+
+    def feed(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sample_ids: Tensor,
+        *,
+        key: int = 0,
+        documents: Tensor | None = None,
+    ) -> None:
+        """The data of one step of an asynchronous schedule, as for `step`, without an update.
+
+        Needed for the first `passes.ahead` steps, before the first call of `step` and after `load`.
+        """
+        expected = (self.plan.microbatches, self.micro_batch_size, self.config.seq_len)
+        check_batch(tokens, labels, sample_ids, expected, documents)
+        if not self.gpt.training:  # it walks over all modules
+            self.gpt.train()
+        scaler = self.optimizer.loss_scale
+        scale = scaler.value if scaler is not None else None
+        each = self.plan.microbatches // self.passes.updates
+        for part in (slice(at, at + each) for at in range(0, self.plan.microbatches, each)):
+            valid = self._count_valid(labels[part])
+            packed = None if documents is None else documents[part]
+            batches = self._micro_batches(
+                tokens[part], labels[part], sample_ids[part], valid, key, packed
+            )
+            self._counted.append(valid)
+            if self._cold:
+                warm_up(self.stages, batches[0], scale)
+                self.passes.restart()
+                self._cold = False
+            self.passes.feed(batches, scale)
+
+    def step(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sample_ids: Tensor,
+        *,
+        lr: float | None,
+        key: int = 0,
+        interrupted: float = 0.0,
+        documents: Tensor | None = None,
+        halted: Tensor | None = None,
+    ) -> StepResult:
+        """One optimizer step on this data replica's part of the global batch.
+
+        Args:
+            tokens, labels: int64 [microbatches, micro_batch_size, S], whole sequences; the same on
+                all ranks of a data replica.
+            sample_ids: int64 [microbatches, micro_batch_size], indices in the global batch.
+            lr: learning rate; None for no update, with gradients kept as reduced.
+            key: dropout key of this step.
+            interrupted: 1 if this rank was interrupted, and a half if it asks for something else
+                between steps, as one rank may; all ranks get the sum.
+            documents: int64 [microbatches, micro_batch_size, n + 1], boundaries of the documents
+                that are packed into each sequence (`GPT.micro_batch`), which may repeat the last.
+            halted: 0-dim, equal on all ranks; non-zero changes no weight or state. `stops` of the
+                step before, for a step that begins before that was read.
+
+        With an outer optimizer (`data.outer`) losses and norm are means over its replicas. With an
+        asynchronous schedule the data and `key` are those of the step `passes.ahead` later (`feed`
+        takes the first ones); losses and norm are of this step: its losses means, and its norm the
+        root of the mean square, over its updates.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit, a parameter is frozen, there is `halted` at
+                a step after which replicas meet, or with an asynchronous schedule `halted`, no
+                `lr`, or no data of the steps between; nothing was sent.
+        """
+        return self.begin(
+            tokens, labels, sample_ids, lr=lr, key=key, interrupted=interrupted,
+            documents=documents, halted=halted,
+        ).wait()  # fmt: skip
+
+    def begin(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sample_ids: Tensor,
+        *,
+        lr: float | None,
+        key: int = 0,
+        interrupted: float = 0.0,
+        documents: Tensor | None = None,
+        halted: Tensor | None = None,
+    ) -> Pending:
+        """`step` whose result, a `StepResult`, is waited for later: no rank of an asynchronous
+        schedule then waits for another one's losses before it begins its next step."""
+        if halted is not None and self.outer is not None and self.outer.acts_next:
+            raise ValueError("a step after which replicas meet cannot be begun before the last one")
+        if self.passes.asynchronous and (lr is None or halted is not None):
+            raise ValueError(
+                f"schedule {self.plan.schedule} has begun the next steps: a step needs lr, and "
+                "cannot be halted"
+            )
+        frozen = (r.name for unit in self.units for r, p in unit.params if not p.requires_grad)
+        if (name := next(frozen, None)) is not None:
+            raise ValueError(f"the engine trains every parameter, but {name} does not require grad")
+        for unit in self.units:
+            unit.gradients.clear()  # what a step without an update, or one that failed, left there
+        self.feed(tokens, labels, sample_ids, key=key, documents=documents)
+        self._update.begin(
+            lr,
+            halted,
+            lambda: self._start_global_losses(self._own_losses(), interrupted, self._update.square),
+        )
+        with leaving(CTAS if self.mesh.size("world") > 1 else 0):
+            self.passes.run()
+        while self._counted:  # where no loss did
+            self._counted.pop().wait()
+        ended = self._update.losses, self._update.norm, self._own_finite()
+        result = functools.cache(lambda: self._result(*ended))
+        if not self.passes.asynchronous:
+            result()
+        return Pending(None, result)
+
+    def _result(self, sums: Pending, norm: Tensor, finite: Tensor) -> StepResult:
+        """The result of a step, whose losses are waited for."""
+        *losses, interrupts = sums.wait()
+        if self.passes.asynchronous:
+            *losses, square = losses
+            losses, norm = [loss / self.passes.updates for loss in losses], square.sqrt()
+        named = dict(zip(self.gpt.loss_names, losses, strict=True))
+        scaler = self.optimizer.loss_scale
+        # The scale after the update: at 1 it is not to blame.
+        overflow = ~norm.isfinite() & (scaler is not None and scaler.value > 1.0)
+        if self.mesh.size("outer") > 1:
+            norm, overflow = self._of_replicas(norm, overflow)
+        return StepResult(named, norm, interrupts, overflow, finite)
+
+    def _of_replicas(self, norm: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean norm of the outer replicas, and whether a loss scale is to blame for each norm
+        that is not finite. Summed over the world, whose messages pass those of the outer axis."""
+        sums = torch.stack([norm, (~norm.isfinite() & ~overflow).to(norm)])
+        if self.mesh.index("inner"):  # the first rank of a replica speaks for it
+            sums.zero_()
+        total, blamed = start_all_reduce_(sums, self.mesh.group("world")).wait()
+        return total / self.mesh.size("outer"), ~total.isfinite() & (blamed == 0)
+
+    def _micro_batches(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sample_ids: Tensor,
+        valid: Pending,
+        key: int,
+        documents: Tensor | None,
+    ) -> list[MicroBatch]:
+        packed = [None] * len(tokens) if documents is None else documents
+        found: list[MicroBatch] = []
+        for t, y, ids, of in zip(tokens, labels, sample_ids, packed, strict=True):
+            like = found[0] if found else None
+            more: Any = {"sample_ids": ids, "seed": key, "documents": of, "like": like}
+            found.append(self.gpt.micro_batch(t, y, valid, **more))
+        return found
+
+    def _count_valid(self, labels: Tensor) -> Pending:
+        """Start the sum of valid tokens over data replicas; the result is at least 1, fp32 or
+        fp64."""
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        total = (labels != -100).sum().to(torch.float64)  # fp32 does not count beyond 2**24
+        pending = start_all_reduce_(total, self.mesh.group("dp"))
+        return Pending(None, lambda: pending.wait().clamp(min=1).to(wide))
+
+    def _own_losses(self) -> list[Losses]:
+        """The losses of this rank's stages and micro-batches in the step."""
+        return [of_mb for stage in self.stages.values() for of_mb in stage.losses.values()]
+
+    def _start_global_losses(
+        self, own: list[Losses], interrupted: float = 0.0, square: Tensor | None = None
+    ) -> Pending:
+        """Start summing [each loss, a stage's `square`, `interrupted`] over the mesh, in one
+        message; with ordered sums each loss apart, to the same bits on any number of data ranks."""
+        names = self.gpt.loss_names
+        if unknown := sorted({name for losses in own for name in losses} - {*names}):
+            raise ValueError(
+                f"rank {self.mesh.rank}: a stage returned losses {unknown}, the model's are "
+                f"{[*names]}"
+            )
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        more = len(names) + (square is not None)
+        sums = torch.zeros(more + 1, dtype=wide, device=self.device)
+        world, exact = self.mesh.group("world"), []
+        for at, name in enumerate(names):
+            shares = [losses[name] for losses in own if name in losses]
+            held = [torch.stack(shares)] if shares and self.mesh.index("tp") == 0 else []
+            for each in held:  # tensor ranks hold the same share
+                sums[at] = each.sum() / self.mesh.size("outer")
+            if self.plan.reduce == "ordered":
+                unit, total, _ = exact_sum(held, [world], sums)
+                exact.append(unit * total)
+        sums[-1] = float(interrupted)
+        self.finite = sums.isfinite().all()
+        if square is not None and self.mesh.index("data") == self.mesh.index("tp") == 0:
+            sums[-2] = square  # the first rank speaks for the stage
+        pending = start_all_reduce_(sums, world)
+        if exact:
+            rest = slice(len(exact), None)
+            return Pending(
+                None, lambda: torch.cat([torch.stack(exact).to(wide), pending.wait()[rest]])
+            )
+        return pending
+
+    def _own_finite(self) -> Tensor:
+        """bool[2]: this rank's losses and gradients of what ran last are finite."""
+        return torch.stack([self.finite, self.optimizer.finite.bool()])
+
+    def not_finite_ranks(self, step: StepResult | None = None) -> list[int]:
+        """The ranks with a loss that was not finite in a step (None: in what ran last), or if there
+        are none with such gradients; collective."""
+        flags = (~(self._own_finite() if step is None else step.finite)).to(torch.int32)
+        table = gather(flags[None], self.mesh.group("world")).tolist()
+        by_loss = [rank for rank, (loss, _) in enumerate(table) if loss]
+        return by_loss or [rank for rank, (_, gradient) in enumerate(table) if gradient]
+
+    # ------------------------------------------------------------------ without training
+
+    def evaluate(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Loss of [n, micro_batch_size, S] sequences per data replica, no dropout, 0-dim.
+
+        Data replicas may have different sequences; the mean is over the valid tokens of all. As in
+        a step, auxiliary losses are added. `documents` are as for `step`, of n micro-batches.
+        """
+        check_int64(tokens=tokens, labels=labels)
+        size, length = self.micro_batch_size, self.config.seq_len
+        fits = len(tokens) > 0 and tuple(tokens.shape[1:]) == (size, length)
+        if not fits or labels.shape != tokens.shape:
+            raise ValueError(
+                f"tokens and labels must have shape [n >= 1, {size}, {length}], got "
+                f"{tuple(tokens.shape)} and {tuple(labels.shape)}"
+            )
+        check_packing(documents, tokens)
+        valid = self._count_valid(labels)
+        ids = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+        batches = self._micro_batches(tokens, labels, ids, valid, 0, documents)
+        with self._global_weights(), in_mode(self.gpt, training=False):
+            every = [losses for batch in batches for losses in self._forward(batch)[1]]
+        valid.wait()
+        return self._start_global_losses(every).wait()[:-1].sum()
+
+    def _global_weights(self) -> AbstractContextManager[None]:
+        """What is not training is done with the weights that replicas have in common."""
+        return nullcontext() if self.outer is None else self.outer.global_weights()
+
+    def _forward(
+        self, batch: MicroBatch, final: Callable[[Tensor | None, MicroBatch], Tensor] | None = None
+    ) -> tuple[Tensor | None, list[Losses]]:
+        """Forward of one micro-batch through all stages: on the last the result of `final`, and
+        this rank's losses."""
+        rank_of, x, every = self.gpt.placement, None, []
+        at_end = len(rank_of) - 1
+        _, dtype, device = self.message
+        shape = (len(batch.positions), self.config.width)
+        for stage, chain in self.stages.items():
+            if stage > 0 and rank_of[stage - 1] != rank_of[stage]:
+                x = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(x, group_src=rank_of[stage - 1], group=self.mesh.group("pp"))
+            x, losses = chain.evaluate(x, batch, final if stage == at_end else None)
+            every.append(losses)
+            if x is not None and stage < at_end and rank_of[stage + 1] != rank_of[stage]:
+                dist.send(x.contiguous(), group_dst=rank_of[stage + 1], group=self.mesh.group("pp"))
+        return x if self.gpt.last else None, every
+
+    def generate(
+        self, prompt: Tensor, length: int, *, temperature: float = 0.8, seed: int = 0
+    ) -> Tensor:
+        """Continue `prompt` (int64 [n]) by `length` sampled tokens; the same on every rank.
+
+        Without a KV cache: every token recomputes the whole window, as one sequence, through all
+        stages, on any mesh. A window longer than the model's sequence drops its oldest tokens.
+        Temperature 0 is greedy.
+        """
+        if temperature < 0:
+            raise ValueError(f"temperature must not be negative, got {temperature}")
+        check_int64(prompt=prompt)
+        if prompt.ndim != 1 or not len(prompt):
+            raise ValueError(f"prompt must be int64 [n >= 1] tokens, got {[*prompt.shape]}")
+        tokens = [upload(prompt, self.device)]
+
+        def step(chosen: Tensor | None) -> tuple[Tensor | None, int]:
+            tokens.extend([] if chosen is None else [chosen])
+            return self._next_logits(torch.cat(tokens))
+
+        with self._global_weights():
+            (row,) = go_on(self.gpt, 1, Sampling(length, temperature, seed=seed), step)
+        return torch.tensor(prompt.tolist() + row)
+
+    def _next_logits(self, tokens: Tensor) -> tuple[Tensor | None, int]:
+        """The logits [1, V] after tokens[n], on the ranks that hold the last token, and the index
+        of one of these ranks.
+
+        One sequence goes through the stages (with sequence parallelism as many copies as tensor
+        ranks can share), and one token of it through the head.
+        """
+        size, layout, tp = self.config.seq_len, self.gpt.layout, self.mesh.size("tp")
+        window = tokens[-size:]
+        if layout.parts == 1:  # it may be shorter: in steps, for the sake of kernels' shapes
+            size = min(size, -(-len(window) // _STEP) * _STEP)
+        local = size if layout.parts == 1 else layout.local_len
+        copies = tp // math.gcd(tp, local) if self.gpt.sequence_parallel else 1
+        padded = F.pad(window, (0, size - len(window))).expand(copies, size)
+        ones = torch.ones((), device=self.device)
+        batch = self.gpt.micro_batch(padded, torch.full_like(padded, -100), ones)
+        at = len(window) - 1
+        owner = layout.owner(at)
+        here = self.mesh.index("cp") == owner
+        row = layout.positions(owner).tolist().index(at) if here else 0
+
+        def final(x: Tensor | None, batch: MicroBatch) -> Tensor:
+            if self.gpt.sequence_parallel:
+                x = gather(x, self.mesh.group("tp"))
+            # With sequence parallelism the head takes a token of every tensor rank: this, tp times.
+            logits = self.gpt.logits(x[row : row + 1], batch)[:1]
+            return gather(logits, self.mesh.group("tp"), dim=-1)[:, : self.config.vocab_size]
+
+        logits, _ = self._forward(batch, final)
+        source = self.mesh.sizes.rank_at(cp=owner, pp=self.gpt.placement[-1])
+        return (logits if here else None), source
+
+    # ------------------------------------------------------------------ state in and out
+
+    def load(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
+        """Set "param" (in all versions), one older version of it ("version1", of one update ago) or
+        one of the optimizer's moments from logical tensors, on any mesh."""
+        if kind == "param" or version_age(kind):
+            self.passes.restart()
+        for unit in self._holding(kind):
+            unit.write(kind, lambda record: record.slice(value(record), self.mesh.coords))
+        if self.outer is not None and kind == "param":
+            self.outer.reset()
+
+    def _holding(self, kind: str) -> list[Unit]:
+        """The units that have a state of this kind."""
+        if self.outer is not None and kind == SUM:
+            return self.outer.in_flight
+        return [unit for unit in self.units if version_age(kind) < unit.parameters.kept]
+
+    def read(self, kind: str) -> Iterator[tuple[ParamRecord, Tensor, bool]]:
+        """Yield (record, logical tensor, mine) of the state of this rank's stages, "grad" included.
+
+        Collective over the data and tensor ranks of the stages. `mine` is True on exactly one rank
+        of each outer replica for each tensor: the one that writes it into a checkpoint.
+        """
+        tp, ranks = self.mesh.size("tp"), self.mesh.size("data") * self.mesh.size("tp")
+        me = self.mesh.index("data") * tp + self.mesh.index("tp")
+        count = 0
+        for unit in self._holding(kind):
+            for record, tensor in unit.read(kind):
+                yield record, tensor, unit.owner and count % ranks == me
+                count += 1

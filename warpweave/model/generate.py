@@ -1,0 +1,242 @@
+"""Autoregressive generation, token by token: `go_on` samples from the logits of a step of the
+model.
+
+The step of `generate` has a KV cache; that of `Engine.generate` recomputes the whole window for
+every token, on any mesh.
+
+Prompts of different lengths are padded on the left, so that all end at the same position: the
+padding is a document of its own, which other tokens do not attend to, and learned positions count
+from a prompt's first token (a rotary embedding depends on distances only).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from warpweave.kernels.runtime.transfer import upload
+from warpweave.layers.context import KVCache, TokenContext
+from warpweave.layers.modes import in_mode
+from warpweave.model.config import GPTConfig
+from warpweave.model.gpt import GPT, MicroBatch
+from warpweave.parallel.collectives import gather
+from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.pipeline.losses import split_losses
+
+# Tokens between two looks at whether all texts have ended: a look waits for a GPU, and what is
+# sampled after a text's end is cut off.
+_STOP_EVERY = 16
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next tokens are sampled.
+
+    Attributes:
+        tokens: the largest number of new tokens.
+        temperature: of the softmax that is sampled from; 0 is greedy.
+        top_k: sample from the k most likely tokens; 0 from all.
+        top_p: nucleus sampling: from the fewest most likely tokens with this total probability.
+        stop: tokens that end a text.
+        seed: of the random numbers.
+    """
+
+    tokens: int = 100
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0 or self.top_k < 0:
+            raise ValueError(
+                f"tokens and top_k must not be negative, got {self.tokens} and {self.top_k}"
+            )
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+
+def generate(
+    gpt: GPT, prompts: Iterable[Iterable[int]], sampling: Sampling = Sampling()
+) -> list[list[int]]:
+    """The tokens generated after each prompt (token ids), up to and with a stop token.
+
+    Prompts may have different lengths and have no padding. On a mesh of tensor ranks and pipeline
+    stages every rank calls it and gets the same result. Modules keep their training modes.
+
+    Raises ``ValueError``: a prompt is empty or not of integers, its text would be longer than the
+    model's sequence, a token is not in the vocabulary, or the mesh has data or context ranks,
+    several stages on a rank, or sequence parallelism.
+    """
+    _check_ranks(gpt)
+    prompts = check_prompts(gpt.config, prompts, sampling)
+    if not prompts:
+        return []
+    device = next(gpt.parameters()).device
+    longest = max(map(len, prompts))
+    pads = upload(torch.tensor([longest - len(prompt) for prompt in prompts]), device)
+    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for row, prompt in zip(tokens, prompts):
+        row[longest - len(prompt) :] = torch.tensor(prompt)
+    tokens = upload(tokens, device)
+
+    cache, documents = KVCache(longest + sampling.tokens), None
+    if any(len(prompt) < longest for prompt in prompts):
+        ends = torch.full_like(pads, cache.capacity)
+        documents = torch.stack((torch.zeros_like(pads), pads, ends), 1)
+    last = gpt.mesh.sizes.rank_at(pp=gpt.placement[-1])
+    tables = gpt.rope_tables(torch.arange(cache.capacity, device=device))
+
+    def step(chosen: Tensor | None) -> tuple[Tensor | None, int]:
+        new = tokens if chosen is None else chosen[:, None]
+        at = slice(cache.start, cache.start + new.shape[1])
+        rows: Any = {name: (cos[at], sin[at]) for name, (cos, sin) in tables.items()}
+        context = TokenContext(
+            len(new), SequenceLayout(new.shape[1], 1), documents=documents, cache=cache, **rows
+        )
+        return _logits(gpt, new, pads, cache, context), last
+
+    return go_on(gpt, len(prompts), sampling, step)
+
+
+@torch.no_grad()
+def go_on(
+    gpt: GPT,
+    count: int,
+    sampling: Sampling,
+    step: Callable[[Tensor | None], tuple[Tensor | None, int]],
+) -> list[list[int]]:
+    """The tokens generated after each of `count` texts; every rank of the mesh calls it, with the
+    same result.
+
+    Args:
+        gpt: runs in evaluation mode; its modules' modes are restored.
+        step: one step of the model: from the tokens int64[count] sampled last (None at first) to
+            the logits float[count, V] of the next (None on a rank that does not have them), and the
+            index of a rank that has them.
+    """
+    device = next(gpt.parameters()).device
+    generator = torch.Generator().manual_seed(sampling.seed % 2**63)
+    stop = upload(torch.tensor(sampling.stop, dtype=torch.int64), device)
+    every = 1 if device.type == "cpu" else _STOP_EVERY
+    done = torch.zeros(count, dtype=torch.bool, device=device)
+    found: list[Tensor] = []
+    with in_mode(gpt, training=False):
+        for _ in range(sampling.tokens):
+            logits, source = step(found[-1] if found else None)
+            # Drawn on every rank, so that it is the same wherever the logits are.
+            noise = torch.empty(count, gpt.config.vocab_size, dtype=torch.float64)
+            noise = -noise.exponential_(generator=generator).log()
+            chosen = torch.zeros(count, dtype=torch.int64, device=device)
+            if logits is not None:
+                chosen = choose_tokens(logits.double(), upload(noise, device), sampling)
+            if gpt.mesh.group("world") is not None:
+                dist.broadcast(chosen, source)
+            found.append(chosen)
+            if sampling.stop:
+                done |= torch.isin(chosen, stop)
+                if len(found) % every == 0 and bool(done.all()):
+                    break
+    rows = torch.stack(found, 1).tolist() if found else [[] for _ in range(count)]
+    return [_until(row, sampling.stop) for row in rows]
+
+
+def choose_tokens(logits: Tensor, noise: Tensor, sampling: Sampling) -> Tensor:
+    """The next tokens int64[B] from logits[B, V] and standard Gumbel noise[B, V].
+
+    Gumbel-max: the argmax of logits plus Gumbel noise is a sample of their softmax.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    return (kept(logits / sampling.temperature, sampling) + noise).argmax(-1)
+
+
+def kept(logits: Tensor, sampling: Sampling) -> Tensor:
+    """logits[B, V] with -inf for the tokens that top_k and then top_p exclude."""
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        share = ordered.softmax(-1)
+        beyond = share.cumsum(-1) - share >= sampling.top_p  # the likelier ones have it already
+        out = torch.zeros_like(beyond).scatter(-1, order, beyond)
+        logits = logits.masked_fill(out, -math.inf)
+    return logits
+
+
+def _logits(
+    gpt: GPT, tokens: Tensor, pads: Tensor, cache: KVCache, context: TokenContext
+) -> Tensor | None:
+    """Run tokens[B, n] after those in the cache; logits[B, V] of the last, on the last stage."""
+    B, n = tokens.shape
+    mesh, device = gpt.mesh, tokens.device
+    positions = torch.arange(cache.start, cache.start + n, device=device)
+    own = (positions - pads[:, None]).clamp(min=0).flatten()
+    ids = tokens.flatten()
+    batch = MicroBatch(ids, ids, own, context, torch.ones((), device=device))
+    here, group = mesh.index("pp"), mesh.group("pp")
+    if gpt.first:
+        x = gpt.embed(None, batch)
+    else:
+        like = next(gpt.parameters())
+        x = like.new_empty(B * n, gpt.config.width)
+        dist.recv(x, group_src=here - 1, group=group)
+    for block in gpt.blocks.values():
+        x, _ = split_losses(block(x, context))
+    cache.start += n
+    if not gpt.last:
+        dist.send(x.contiguous(), group_dst=here + 1, group=group)
+        return None
+    last = x.unflatten(0, (B, n))[:, -1].contiguous()
+    return gather(gpt.logits(last, batch), mesh.group("tp"), dim=-1)[:, : gpt.config.vocab_size]
+
+
+def check_prompts(
+    config: GPTConfig, prompts: Iterable[Iterable[int]], sampling: Sampling
+) -> list[list[int]]:
+    """The prompts as lists; ``ValueError`` if the model cannot continue one of them."""
+    rows = [_whole_numbers(prompt) for prompt in prompts]
+    if not all(rows):
+        raise ValueError("a prompt must have at least one token")
+    length = max(map(len, rows), default=0) + sampling.tokens
+    if length > config.seq_len:
+        raise ValueError(
+            f"prompt and new tokens are {length}, the model's sequence is {config.seq_len}"
+        )
+    for row in rows:
+        if not 0 <= min(row) <= max(row) < config.vocab_size:
+            raise ValueError(f"tokens must lie in [0, {config.vocab_size}), got {row}")
+    return rows
+
+
+def _whole_numbers(prompt: Iterable[int]) -> list[int]:
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise ValueError(f"a prompt is a row of whole numbers, got {prompt!r}") from None
+
+
+def _check_ranks(gpt: GPT) -> None:
+    sizes, stages = gpt.mesh.sizes, len(gpt.placement)
+    if sizes.dp * sizes.cp > 1 or stages > sizes.pp or gpt.sequence_parallel:
+        raise ValueError(
+            "generate runs on tensor ranks and pipeline stages, one on each rank, without sequence "
+            f"parallelism; got {sizes} with {stages} stages"
+        )
+
+
+def _until(row: list[int], stop: tuple[int, ...]) -> list[int]:
+    """A row up to and with its first stop token."""
+    ends = [i for i, token in enumerate(row) if token in stop]
+    return row[: ends[0] + 1] if ends else row

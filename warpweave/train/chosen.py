@@ -1,0 +1,101 @@
+"""The checkpoint of a run that ``warpweave sample`` and ``warpweave export`` use.
+
+The newest one of a run's folder, or with ``--best`` the one with the lowest validation loss. The
+losses are those of the run's metrics and of the progress that the newest checkpoint records.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from warpweave.checkpoint.manifest import STEP, read_manifest
+from warpweave.checkpoint.steps import newest_first
+from warpweave.convert.source import find_step
+from warpweave.train.metrics import read_rows
+from warpweave.train.options import CHECKPOINTS, METRICS
+
+
+@dataclass(frozen=True)
+class ChosenCheckpoint:
+    """A checkpoint of a run.
+
+    Attributes:
+        path: its folder.
+        step: its step.
+        val_loss: the validation loss at that step; None if the run was not evaluated there.
+        hint: if the newest checkpoint of a run was chosen, the step at which the loss was lower; ""
+            if there is none.
+    """
+
+    path: Path
+    step: int
+    val_loss: float | None
+    hint: str = ""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The checkpoint in a command's result."""
+        loss = None if self.val_loss is None else round(self.val_loss, 4)
+        return {"checkpoint": str(self.path), "step": self.step, "val_loss": loss}
+
+    def describe(self) -> str:
+        """The checkpoint in one line, with the hint."""
+        loss = "not evaluated"
+        if self.val_loss is not None:
+            loss = f"validation loss {self.val_loss:.4f}"
+        return f"using step {self.step} ({loss}), {self.path}{self.hint}"
+
+
+def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
+    """The newest or the `best` checkpoint of a run's folder; a checkpoint's folder is itself.
+
+    None for a folder that is neither.
+
+    Raises:
+        ValueError: `best` for a folder that is not a run's, for a run that was not evaluated, or
+            for one whose best checkpoint was not kept.
+        CheckpointError: the newest checkpoint is damaged.
+    """
+    step = find_step(folder)
+    if best and step in (None, folder):
+        what = "one checkpoint" if step else "no run of warpweave train"
+        raise ValueError(f"--best requires the folder of a run, and {folder} is {what}")
+    if step is None:
+        return None
+    manifest = read_manifest(step)
+    losses, number = _validation_losses(step, manifest["state"]), manifest["step"]
+    chosen = ChosenCheckpoint(step, number, losses.get(number))
+    if step == folder or (not best and not losses):
+        return chosen
+    if not losses:
+        raise ValueError(f"--best needs a validation loss, and {folder} has none: leave it out")
+    loss, at = min((loss, at) for at, loss in losses.items())
+    steps = newest_first(folder / CHECKPOINTS)
+    kept = {int(m[1]): path for path in steps if (m := STEP.match(path.name))}
+    if best and at not in kept:
+        raise ValueError(
+            f"the lowest validation loss of {folder}, {loss:.4f}, was at step {at}, whose "
+            f"checkpoint was not kept (kept: {sorted(kept)}): train --early-stop keeps it"
+        )
+    if best:
+        return ChosenCheckpoint(kept[at], at, loss)
+    hint = f": the newest; the lowest validation loss was {loss:.4f} at step {at} "
+    hint += "(--best)" if at in kept else "(not kept)"
+    return chosen if at == number else replace(chosen, hint=hint)
+
+
+def _validation_losses(step: Path, state: dict[str, Any]) -> dict[int, float]:
+    """The validation losses, by their step, of the run that holds a checkpoint with this state."""
+    progress = state.get("progress") or {}
+    found = {progress.get("best_step"): progress.get("best")}
+    checkpoints = step.absolute().parent
+    metrics = checkpoints.parent / METRICS
+    if checkpoints.name == CHECKPOINTS and os.path.lexists(metrics):
+        rows, _ = read_rows(metrics)
+        found |= {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
+    known = (int, float)
+    return {at: v for at, v in found.items() if type(v) in known and math.isfinite(v)}

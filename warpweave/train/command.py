@@ -1,0 +1,157 @@
+"""``warpweave train``: one rank of a run, and the launch of all (options: `options`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Literal, NoReturn
+
+import torch.distributed as dist
+
+from warpweave.checkpoint import CheckpointError
+from warpweave.cli.messages import one_line, say
+from warpweave.convert.families import write_config
+from warpweave.convert.fields import ConvertError
+from warpweave.launch.devices import BACKENDS, choose_backend
+from warpweave.launch.interrupt import Interrupt
+from warpweave.launch.processes import Processes, leave, no_cache, under_torchrun
+from warpweave.launch.session import join, launch, reported
+from warpweave.plan.fits import free_host_memory
+from warpweave.train import idle_options
+from warpweave.train.lr_schedule import short_of_peak
+from warpweave.train.metrics import locked
+from warpweave.train.options import TrainConfig, parse
+from warpweave.train.trainer import RAISED_BY_ALL, Trainer, check_fits
+
+
+def train_rank(
+    config: TrainConfig, port: int | None = None, *, kind: Callable[..., Trainer] | None = None
+) -> int:
+    """Train as one rank of a launched (or single) job; rank 0 prints the result's JSON line.
+
+    `kind` makes the trainer; None is `Trainer`. Returns the exit code, 0 or 128 + the number of the
+    signal that interrupted the run.
+    """
+    interrupt = Interrupt()
+    if port is not None or not under_torchrun():
+        interrupt.listen()
+    try:
+        session = join(
+            config.mesh, timeout=config.timeout, backend=BACKENDS.get(config.device), port=port
+        )
+    except dist.DistError as error:
+        say(f"rank {os.environ.get('RANK', '0')} could not connect to the other ranks: {error}")
+        sys.exit(1)
+    interrupt.listen()  # not earlier under torchrun, which ends ranks that still wait by SIGTERM
+    with reported(session, RAISED_BY_ALL, refused=(ValueError, CheckpointError)):
+        if session.goes_on:
+            config = dataclasses.replace(config, resume="auto")
+        trainer = (kind or Trainer)(config, session, interrupt)
+        session.begin()
+    with reported(session, RAISED_BY_ALL):
+        if session.rank == 0:
+            say(trainer.describe())
+            if config.plan.cp_strategy == "measured":
+                say(trainer.engine.gpt.explain_context(config.batch))
+        result = trainer.run()
+        session.beat(trainer.step, "closing")
+        session.close()
+    if session.rank == 0:
+        print(json.dumps(result), flush=True)
+    return 128 + (interrupt.number or signal.SIGTERM) if trainer.stopped else 0
+
+
+def _say_of_options(config: TrainConfig, device: Literal["cpu", "cuda"]) -> None:
+    """Print which options have no effect in this run, which computes on `device`."""
+    if line := short_of_peak(config):
+        say(line)
+    for line in idle_options.idle_lines(
+        idle_options.TRAIN, dataclasses.replace(config, device=device)
+    ):
+        say(line)
+
+
+def _say_of_export(config: TrainConfig) -> None:
+    """Say before a training from scratch, not after it, that no family of transformers has such a
+    model. One that started from theirs is judged by their config.json, at the export."""
+    if config.init_from is not None:
+        return
+    try:
+        write_config(config.model_config(1))
+    except ConvertError as error:
+        say(f"warpweave export will refuse this run: {error}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command ``warpweave train``, its options and all."""
+    run(parse(argv))
+
+
+def run(
+    config: TrainConfig,
+    processes: Processes | None = None,
+    *,
+    elastic: Callable[..., int] | None = None,
+    as_rank: Callable[..., int] | None = None,
+) -> NoReturn:
+    """The command ``warpweave train``; it ends the process. Ranks are started in `processes`, if
+    they were prepared early; `elastic` starts an elastic run, `as_rank` is called in the place of
+    `train_rank`."""
+    as_rank = as_rank or train_rank
+    torchrun = under_torchrun()
+    rank, local_rank = (int(os.environ.get(n, "0")) for n in ("RANK", "LOCAL_RANK"))
+    try:
+        if config.server and torchrun:
+            ranks = f"torchrun, whose {os.environ['WORLD_SIZE']} ranks are no servers"
+            raise ValueError(f"--server {config.server} starts its own: run it without {ranks}")
+        if config.max_restarts and torchrun:
+            raise ValueError(f"max_restarts = {config.max_restarts}: torchrun has its own option")
+        config = config.for_ranks(int(os.environ["WORLD_SIZE"]) if torchrun else config.mesh.world)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun else config.mesh.world
+        backend = choose_backend(here, BACKENDS.get(config.device), launched=not torchrun)
+        if local_rank == 0:  # the others wait for it in `join`, and find its tokens in the cache
+            config.check()
+            if backend == "gloo":
+                cpu = config.on("cpu")
+                free = free_host_memory()
+                check_fits(cpu, cpu.model_config(1), "cpu", free=free, ranks=here)
+        with locked(config.out) if rank == 0 else nullcontext():
+            if rank == 0:
+                _say_of_options(config, "cpu" if backend == "gloo" else "cuda")
+                _say_of_export(config)
+            if config.server:
+                from warpweave.train.server.run import run_servers
+
+                code = run_servers(config, processes)
+            elif config.elastic:
+                if elastic is None or torchrun:
+                    raise ValueError("--elastic is an option of warpweave train, without torchrun")
+                code = elastic(config, backend, processes)
+            elif torchrun or (config.mesh.world == 1 and not config.max_restarts):
+                os.environ.update(no_cache())
+                code = as_rank(config)
+            else:
+                code = launch(
+                    as_rank,
+                    (config,),
+                    config.mesh,
+                    backend=backend,
+                    max_restarts=config.max_restarts,
+                    processes=processes,
+                )
+    except (ValueError, ImportError, OSError, CheckpointError) as error:
+        if local_rank == 0:
+            say(one_line(error))
+        sys.exit(2)
+    if torchrun:
+        leave(0)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

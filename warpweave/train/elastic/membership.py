@@ -1,0 +1,179 @@
+"""Who trains together, and whether a step counts: generations and votes over a store.
+
+    keeper      generation 1: 0 1 2      | 1 dies: generation 2: 0 2  | 1 is there: generation 3
+    replica 0   step 5, vote, update | step 6 --x  | step 6, vote, update | step 7, vote, update |
+    replica 1   step 5, vote, update | step 6 - dies    (starts, waits) ...                      |
+    replica 2   step 5, vote, update | step 6 --x  | step 6, vote, update | step 7, vote, update |
+                        "go"           "abort"               "go"                  "regroup"
+
+The keeper, the process that has started the ranks, announces each generation under a key of its
+store. A rank's thread waits for the next; one that follows a death closes the rank's connections,
+so that whatever it waits for ends. A step is updated from when every rank of the generation has
+voted, which it does with its reduced gradients and their norm at hand, so that an update needs
+nobody else (torchft's ``should_commit``): all ranks make it or none does. The first to write the
+decision wins, by the store's compare-and-set:
+
+    go         by the last to vote
+    regroup    by the last to vote, where replicas wait to join: after the update all leave
+    abort      by any rank that learns that the generation has lost a replica
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from warpweave.train.elastic.seat import Seat
+
+_FOREVER = timedelta(days=365)
+
+
+class Regroup(Exception):
+    """This generation has ended: its ranks meet in the next."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The replicas that train together until the next generation.
+
+    Attributes:
+        number: from 1 on.
+        port: of the store of its ranks, which `launch.join` connects by.
+        members: replica -> how often it was started before.
+        change: who has left or joined and why, in words.
+        lost: a replica has left, so that nothing of the generation before can be waited for.
+        stop: the ranks save and stop at once, as too few replicas are left.
+        begun: an earlier generation has trained, so that a member holds its state.
+    """
+
+    number: int
+    port: int
+    members: dict[int, int]
+    change: str = ""
+    lost: bool = False
+    stop: bool = False
+    begun: bool = False
+
+    @property
+    def replicas(self) -> list[int]:
+        """Their numbers in the whole run, in the order of their ranks."""
+        return sorted(self.members)
+
+
+def announce(store: dist.Store, generation: Generation) -> None:
+    """Tell all ranks of the next generation."""
+    store.set(f"generation/{generation.number}", json.dumps(dataclasses.asdict(generation)))
+
+
+class Member:
+    """A rank's part in the generations of a run.
+
+    Args:
+        connect: gives a new client of the keeper's store.
+        seat: the rank's place.
+        start: how often its replica was started before.
+        close: closes the connections of the generation that this rank is in; called by a thread,
+            though not during `updating`.
+
+    Attributes:
+        current: the generation that this rank is in.
+        updating: held while the weights change.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], dist.Store],
+        seat: Seat,
+        start: int,
+        close: Callable[[], object],
+    ) -> None:
+        self.seat, self._start, self._close = seat, start, close
+        self.current = self.latest = Generation(0, 0, {})
+        self.updating, self._news = threading.Lock(), threading.Condition()
+        self._lost = 0  # the last generation that followed a loss
+        self._decision = "decision"  # the key of the last one
+        self._store = connect()
+        threading.Thread(target=self._listen, args=(connect(),), daemon=True).start()
+        self._store.set(f"ready/{start}/{seat.rank}", "")
+
+    def _listen(self, store: dist.Store) -> None:
+        """Wait for one generation after the other."""
+        while True:
+            key = f"generation/{self.latest.number + 1}"
+            try:
+                store.wait([key], _FOREVER)
+                told = json.loads(store.get(key))
+            except dist.DistError:  # the keeper is gone, and this process soon
+                return
+            members = {int(replica): start for replica, start in told.pop("members").items()}
+            new = Generation(members=members, **told)
+            if new.lost and self.current.number:  # before this rank learns of it, and connects anew
+                with self.updating:
+                    self._close()
+            with self._news:
+                self.latest, open_vote = new, self._decision
+                self._lost = new.number if new.lost else self._lost
+                self._news.notify_all()
+            if new.lost:
+                with suppress(dist.DistError):  # as above: the next wait ends this thread
+                    store.compare_set(open_vote, "", "abort")
+
+    @property
+    def lost(self) -> bool:
+        """Whether the generation that this rank is in has lost a replica."""
+        return self._lost > self.current.number
+
+    def enter(self) -> Generation:
+        """The newest generation, once it is newer than the last and has this rank in it."""
+        replica, number = self.seat.replica, self.current.number
+
+        def there() -> bool:
+            new = self.latest
+            return new.number > number and new.members.get(replica) == self._start
+
+        with self._news:
+            self._news.wait_for(there)
+            self.current = self.latest
+        return self.current
+
+    def wait_for_loss(self, seconds: float) -> bool:
+        """Whether a loss is announced within so many seconds."""
+        with self._news:
+            return self._news.wait_for(lambda: self.lost, seconds)
+
+    def complain(self) -> None:
+        """Tell the keeper that a connection of this rank has failed."""
+        self._store.set(f"failed/{self.current.number}/{self.seat.rank}", "")
+
+    def settle(self) -> None:
+        """Tell the keeper that this rank is connected and has the state."""
+        self._store.add(f"settled/{self.current.number}", 1)
+
+    def finish(self, result: str) -> None:
+        """Give the keeper the run's last line."""
+        self._store.set("result", result)
+
+    def give_up(self) -> None:
+        """Tell the keeper that all ranks end, and none should be started again."""
+        self._store.set("over", "")
+
+    def vote(self, step: str, world: int) -> str:
+        """Agree with all `world` ranks whether `step` counts: "go", "regroup" or "abort"."""
+        of = self.current.number
+        votes, decision = f"votes/{of}/{step}", f"decision/{of}/{step}"
+        with self._news:
+            last, self._decision = self._decision, decision
+        if self._store.add(votes, 1) == world:
+            self._store.compare_set(decision, "", "regroup" if self.latest.number > of else "go")
+            for key in (votes, last):  # all have read the last decision
+                self._store.delete_key(key)
+        if self.lost:
+            self._store.compare_set(decision, "", "abort")
+        return self._store.get(decision).decode()  # a loss from now on is noticed by `_listen`

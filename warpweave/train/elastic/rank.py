@@ -1,0 +1,144 @@
+"""A rank of an elastic run, from its start through every generation that it is in."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from warpweave.checkpoint import CheckpointError
+from warpweave.cli.messages import say
+from warpweave.launch.devices import BACKENDS, connect, disagreement, share_cores, take_device
+from warpweave.launch.interrupt import STOPS, Interrupt
+from warpweave.launch.processes import leave
+from warpweave.launch.session import Session, is_connection_error, reported
+from warpweave.parallel.checked import CollectiveMismatch
+from warpweave.train.elastic.connections import NCCL_SETTINGS, Connections
+from warpweave.train.elastic.membership import Generation, Member, Regroup
+from warpweave.train.elastic.seat import Seat
+from warpweave.train.elastic.trainer import Carried, ElasticTrainer, StateLostError
+from warpweave.train.options import TrainConfig
+from warpweave.train.trainer import RAISED_BY_ALL
+
+T = TypeVar("T")
+_BY_ALL = (*RAISED_BY_ALL, StateLostError)
+_GRACE = 15.0  # seconds after a failed connection in which the keeper finds out who hangs
+
+
+def train_member(config: TrainConfig, seat: Seat, start: int, port: int) -> None:
+    """Train as the rank of `seat`, whose replica was started `start` times before, by the keeper's
+    store on `port`; ends the process."""
+    interrupt = Interrupt()
+    interrupt.listen()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    world, rank = seat.mesh.world, seat.rank
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", **NCCL_SETTINGS}
+    os.environ |= {"WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}"}
+    _, device, own = take_device(BACKENDS.get(config.device), launched=True)
+    if device.type == "cpu":
+        share_cores(world)
+
+    def client(port: int = port) -> dist.Store:
+        wait = timedelta(seconds=config.timeout)
+        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait)
+
+    connections = Connections()
+    member, carried = Member(client, seat, start, connections.close), Carried()
+    rank_of = _Rank(config, interrupt, member, connections)
+    while True:
+        connections.open()
+        generation = member.enter()
+        store = rank_of.survive(partial(client, generation.port))
+        if store is not None:
+            carried = rank_of.train(generation, store, device, own, carried)
+        connections.leave()
+
+
+class _Rank:
+    """What a rank keeps through all generations but its state."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        interrupt: Interrupt,
+        member: Member,
+        connections: Connections,
+    ) -> None:
+        self.config, self.interrupt = config, interrupt
+        self.member, self.connections = member, connections
+
+    def train(
+        self,
+        generation: Generation,
+        store: dist.Store,
+        device: torch.device,
+        own: dict,
+        carried: Carried,
+    ) -> Carried:
+        """Train in a generation; the state afterwards. Ends the process with the run."""
+        mesh, rank = self.member.seat.among(generation.replicas)
+        limit = self.config.timeout
+        session = Session(device, rank, mesh.world, store, limit, mesh, own["name"], launched=True)
+
+        def build() -> ElasticTrainer:
+            if (line := disagreement(store, rank, mesh, own)) is not None:
+                raise ValueError(line)
+            if mesh.world > 1:
+                connect(device, store, rank, mesh.world, limit)
+            return ElasticTrainer(self.config, session, self.interrupt, self.member, carried)
+
+        with reported(session, _BY_ALL, refused=(ValueError, CheckpointError)):
+            trainer = self.survive(build)
+        if trainer is None:
+            return carried
+        with reported(session, _BY_ALL):
+            if self.survive(lambda: self._run(trainer)) is None:
+                return trainer.carry()
+        stopped = trainer.stopped and not generation.stop
+        leave(128 + (self.interrupt.number or signal.SIGTERM) if stopped else 0)
+
+    def _run(self, trainer: ElasticTrainer) -> bool:
+        """Train to the end of the run.
+
+        Raises:
+            Regroup: the generation has ended before.
+        """
+        self.connections.complete()
+        self.member.settle()
+        if trainer.session.rank == 0:
+            change = self.member.current.change
+            say(f"step {trainer.step}: {change}" if change else trainer.describe())
+        result = trainer.run()
+        if trainer.session.rank == 0:
+            self.member.finish(json.dumps(result))
+        if self.member.vote("end", trainer.session.world) == "abort":
+            raise Regroup
+        return True
+
+    def survive(self, do: Callable[[], T]) -> T | None:
+        """``do()``, or None if the generation has ended meanwhile: a peer is gone, or replicas
+        wait to join. Any other error is the rank's own."""
+        try:
+            return do()
+        except Regroup:
+            return None
+        except Exception as error:
+            lost = self.member.lost
+            if is_connection_error(error) or isinstance(error, CollectiveMismatch):
+                self.connections.close()  # so that whoever waits for this rank does no longer
+                self.member.complain()
+                lost = self.member.wait_for_loss(_GRACE)
+            elif isinstance(error, CheckpointError):  # of a save that a death has cut, perhaps
+                lost = self.member.wait_for_loss(1.0)
+            if lost:
+                return None
+            if isinstance(error, _BY_ALL):
+                self.member.give_up()
+            raise

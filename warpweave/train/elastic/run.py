@@ -1,0 +1,241 @@
+"""``warpweave train --elastic``: the keeper, which starts the ranks of replicas, announces who
+trains together, and starts a replica again that has lost a rank.
+
+    this process       keeps the store, watches the others, announces generations
+    replica 0 .. R-1   each of dp_shard x cp x tp x pp ranks; if one dies all of them are started
+                       again, at most five times, and wait for the others to let them in
+
+torch's launcher ends every rank when one dies, so that it cannot start these.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from multiprocessing.process import BaseProcess
+from typing import NoReturn
+
+from warpweave.checkpoint import latest
+from warpweave.cli.messages import say
+from warpweave.launch.heartbeat import last_seen
+from warpweave.launch.interrupt import STOPS, Interrupt
+from warpweave.launch.processes import Forked, Processes, end, told_ranks
+from warpweave.launch.session import keep_store
+from warpweave.train.command import run as run_train
+from warpweave.train.elastic.membership import Generation, announce
+from warpweave.train.elastic.rank import train_member
+from warpweave.train.elastic.seat import Seat, replica_width
+from warpweave.train.options import CHECKPOINTS, TrainConfig
+
+_AGAIN = 5  # times that a replica is started again before the run goes on without it
+_GRACE = 5.0  # seconds after a rank's connection failed in which the others must notice
+_REFUSED = 2  # exit code of a rank that cannot do what is asked
+_DONE = (0, *(128 + number for number in STOPS))  # exit codes of ranks that came to the end
+
+
+def run(config: TrainConfig, processes: Processes | None = None) -> NoReturn:
+    """The command ``warpweave train`` with ``--elastic``; it ends the process."""
+    run_train(config, processes, elastic=run_elastic)
+
+
+def run_elastic(config: TrainConfig, backend: str, processes: Processes | None = None) -> int:
+    """Start the ranks and wait for the end; the exit code, of an interrupt 128 + its number.
+
+    Raises:
+        ValueError: what cannot be elastic.
+    """
+    replica_width(config)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    if backend == "gloo":
+        os.environ.update(told_ranks(backend, ""))
+    return Keeper(config, Processes.of(train_member, backend, processes)).run()
+
+
+class _Replica:
+    """The processes of a replica.
+
+    Attributes:
+        ranks: of its seats.
+        start: how often it was started before; -1 before the first time.
+    """
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.ranks, self.start = ranks, -1
+        self.processes: dict[int, BaseProcess | Forked] = {}
+
+    def bad_end(self) -> tuple[int, int] | None:
+        """(rank, exit code) of a rank that has died."""
+        for rank, process in self.processes.items():
+            if process.exitcode not in (None, *_DONE):
+                return rank, process.exitcode
+        return None
+
+    @property
+    def ended(self) -> bool:
+        """All of its ranks have ended."""
+        return all(process.exitcode is not None for process in self.processes.values())
+
+    def kill(self) -> None:
+        """End it at once."""
+        end(self.processes.values())
+
+
+class Keeper:
+    """The process that has started the ranks."""
+
+    def __init__(self, config: TrainConfig, processes: Processes) -> None:
+        self.config, self.store, self.processes = config, keep_store(), processes
+        self.width = replica_width(config)
+        self.seats = [Seat(config.mesh, self.width, r) for r in range(config.mesh.world)]
+        self.replicas = [
+            _Replica([s.rank for s in self.seats if s.replica == number])
+            for number in range(config.mesh.dp // self.width)
+        ]
+        self.current = Generation(0, 0, {})
+        self.stores = [self.store, self.store]  # of the last generation and the one before
+        self.interrupt, self._passed_on = Interrupt(), False
+        self._begun = False  # a generation has trained
+        self._ends_by = 0.0  # when a rank has come to the end, the time by which all must have
+        self._complained = 0.0  # when the first connection of the generation failed
+
+    def run(self) -> int:
+        """Until the run has ended; its exit code."""
+        with self.interrupt, self.processes:
+            try:
+                for number in range(len(self.replicas)):
+                    self._start(number)
+                while (code := self._watch()) is None:
+                    pass
+            except KeyboardInterrupt:
+                say("stopped at once, without saving")
+                code = 0
+        if self.store.check(["result"]) and code in _DONE:
+            print(self.store.get("result").decode(), flush=True)
+        return 128 + self.interrupt.number if code == 0 and self.interrupt.number else code
+
+    def _start(self, number: int) -> None:
+        """Start the ranks of a replica."""
+        replica = self.replicas[number]
+        replica.start += 1
+        for rank in replica.ranks:
+            given = self.config, self.seats[rank], replica.start, self.store.port
+            replica.processes[rank] = self.processes.start(train_member, *given)
+
+    def _watch(self) -> int | None:
+        """Look once at what has happened; the exit code if the run has ended."""
+        alive = [p for r in self.replicas for p in r.processes.values() if p.exitcode is None]
+        self.processes.wait(0.02)
+        if self.interrupt.number is not None and not self._passed_on:
+            self._passed_on = True
+            for process in alive:
+                process.terminate()
+        members = [self.replicas[number] for number in self.current.members]
+        if any(p.exitcode in _DONE for r in members for p in r.processes.values()):
+            return self._finish(members)  # ranks end when all of them have come to the end
+        self._end_hung()
+        lost = {n: end for n, r in enumerate(self.replicas) if (end := r.bad_end())}
+        count = self.store.add(f"settled/{self.current.number}", 0)
+        settled = count == sum(len(replica.ranks) for replica in members)
+        self._begun |= settled and bool(members)
+        if lost:
+            return self._lose(lost)
+        ready = {n: r.start for n, r in enumerate(self.replicas) if self._ready(r)}
+        whole = len(ready) == len([r for r in self.replicas if r.processes])
+        if ready.keys() > self.current.members.keys() and settled and (members or whole):
+            new = ready.keys() - self.current.members.keys()
+            join = f"{_listed(new)} {'joins' if len(new) == 1 else 'join'}"
+            self._announce(ready, join if members else "")
+        return None
+
+    def _ready(self, replica: _Replica) -> bool:
+        """Whether all ranks of the replica wait to be let in, or are."""
+        keys = [f"ready/{replica.start}/{rank}" for rank in replica.processes]
+        return bool(keys) and self.store.check(keys)
+
+    def _finish(self, members: list[_Replica]) -> int | None:
+        """The exit code once all members have ended."""
+        self._ends_by = self._ends_by or time.monotonic() + _GRACE
+        if not all(replica.ended for replica in members) and time.monotonic() < self._ends_by:
+            return None
+        codes = [p.exitcode for r in members for p in r.processes.values()]
+        return 1 if self.current.stop else max(code or 0 for code in codes)
+
+    def _end_hung(self) -> None:
+        """If connections have failed and nobody has died, end the ranks that have not noticed."""
+        of, members = self.current.number, self.current.replicas
+        ranks = {rank: n for n in members for rank in self.replicas[n].ranks}
+        silent = [rank for rank in ranks if not self.store.check([f"failed/{of}/{rank}"])]
+        if len(silent) in (0, len(ranks)):  # all have failed: they say why, and end
+            return
+        self._complained = self._complained or time.monotonic()
+        if time.monotonic() < self._complained + _GRACE:
+            return
+        self._complained = time.monotonic()
+        for rank in silent:
+            say(f"{self.config.mesh.describe(rank)} hangs{self._last_seen(rank)}: it is ended")
+            self.replicas[ranks[rank]].processes[rank].kill()
+
+    def _lose(self, lost: dict[int, tuple[int, int]]) -> int | None:
+        """Replicas with a rank that has died, and how: the others go on, these are started again.
+
+        The exit code, if nobody can go on.
+        """
+        code = max(code for _, code in lost.values())
+        if code == _REFUSED or self.store.check(["over"]):
+            return max(code, 1)
+        causes = [f"replica {number} left: {self._why(*end)}" for number, end in lost.items()]
+        left = {n: s for n, s in self.current.members.items() if n not in lost}
+        of_run = lost.keys() & self.current.members.keys()
+        for number in lost:
+            self.replicas[number].kill()
+            self.replicas[number].processes = {}
+        few = bool(of_run) and len(left) < self.config.elastic
+        for number in [] if few or self.interrupt.number is not None else lost:
+            if self.replicas[number].start < _AGAIN:
+                self._start(number)
+            else:
+                causes.append(f"replica {number} is not started again")
+        if not self.current.members:  # before the run has begun
+            few = sum(bool(r.processes) for r in self.replicas) < self.config.elastic
+        if few:
+            causes.append(f"fewer than the {self.config.elastic} of --elastic are left")
+        if not of_run and not few:
+            say("; ".join(causes))
+        elif not left:
+            step = latest(self.config.out / CHECKPOINTS)
+            found = f"the last checkpoint is {step}" if step else "there is no checkpoint"
+            say("; ".join([*causes, found]))
+            return max(code, 1)
+        else:
+            one, several = ("saves and stops", "save and stop") if few else ("goes on", "go on")
+            verb = one if len(left) == 1 else several
+            self._announce(left, "; ".join([*causes, f"{_listed(left)} {verb}"]), True, few)
+        return None
+
+    def _why(self, rank: int, code: int) -> str:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with {code}"
+        return f"{self.config.mesh.describe(rank)} {how}{self._last_seen(rank)}"
+
+    def _last_seen(self, rank: int) -> str:
+        seat = self.seats[rank]
+        if seat.replica not in self.current.members:
+            return " before it had joined"
+        return last_seen(self.stores[-1], seat.among(self.current.replicas)[1])
+
+    def _announce(
+        self, members: dict[int, int], change: str, lost: bool = False, stop: bool = False
+    ) -> None:
+        """Begin the next generation, which has a store of its own."""
+        self.stores, self._complained = [self.stores[-1], keep_store()], 0.0
+        number, port = self.current.number + 1, self.stores[-1].port
+        self.current = Generation(number, port, members, change, lost, stop, self._begun)
+        announce(self.store, self.current)
+
+
+def _listed(replicas: Iterable[int]) -> str:
+    """ "replicas 0, 2 and 3"."""
+    *most, last = map(str, sorted(replicas))
+    return f"replicas {', '.join(most)} and {last}" if most else f"replica {last}"

@@ -1,0 +1,56 @@
+"""What ``warpweave export`` does."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from warpweave.checkpoint import CheckpointError
+from warpweave.cli.messages import one_line, say
+from warpweave.convert import ConvertError, to_hf
+from warpweave.convert.fields import read_json
+from warpweave.convert.source import other_tokenizer, read_stop_tokens
+from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
+from warpweave.train.chosen import choose_checkpoint
+from warpweave.train.export_options import ExportConfig, parse
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command ``warpweave export``, its options and all."""
+    run(parse(argv))
+
+
+def run(config: ExportConfig) -> None:
+    """The command ``warpweave export``."""
+    try:
+        chosen = choose_checkpoint(config.run, best=config.best)
+        if chosen is None:
+            raise ConvertError(f"{config.run} is no run and no checkpoint of warpweave train")
+        dtype = None if config.dtype is None else NAMED_DTYPES[config.dtype]
+        folder = to_hf(
+            chosen.path, config.out, like=config.like, tokenizer=config.tokenizer, dtype=dtype
+        )
+    except (ValueError, ImportError, OSError, CheckpointError) as error:
+        say(one_line(error))
+        sys.exit(2)
+    say(chosen.describe())
+    if line := other_tokenizer(config.run, config.tokenizer):
+        say(line)
+    fields = read_json(folder / "config.json")
+    tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    if not tokenizer:
+        say("no tokenizer is known for this model: --tokenizer FILE or --tokenizer bytes adds one")
+    result = {
+        "folder": str(folder),
+        **chosen.fields,
+        "architecture": fields["architectures"][0],
+        "dtype": fields["dtype"],
+        "tokenizer": tokenizer,
+        "eos_token_ids": read_stop_tokens(folder),
+        "files": sorted(path.name for path in folder.iterdir()),
+    }
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

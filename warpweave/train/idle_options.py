@@ -1,0 +1,224 @@
+"""Options that can have no effect next to the others: one table for each command.
+
+An option that differs from its default and cannot change the run is never silent: the command
+prints one of the `idle_lines`, or the row is `refused` and `refuse_idle` raises. A value that turns
+something off has no row if that is off anyway (``--zero 0`` on one rank,
+``--no-sequence-parallel`` without tensor ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from warpweave.cli.toml import options_of
+from warpweave.parallel.schedule import find_family
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A condition under which options have no effect.
+
+    Attributes:
+        options: their names; each counts only if its value is not the default.
+        when: the condition, a function of a command's record.
+        because: the reason, in which ``{name}`` is the value of an option.
+        refused: the command refuses them instead of printing a line.
+    """
+
+    options: tuple[str, ...]
+    when: Callable[[Any], bool]
+    because: str
+    refused: bool = False
+
+
+def _windows(config: Any) -> list[int | None]:
+    """The sliding windows of all layers that are shorter than the sequence; None for full."""
+    model = config.model_config(1)
+    found = [model.window(layer) for layer in range(model.layers)]
+    return [None if window is None or window >= model.seq_len else window for window in found]
+
+
+def _one_document(config: Any) -> bool:
+    """True if nothing in the training data ends a document. By default it has many files."""
+    if config.data is None:
+        return False
+    data = config.open_data("train")
+    return len(data.starts) < 2 and not data.has_separator
+
+
+def _first_meeting(config: Any) -> int:
+    """The step after which outer replicas have first exchanged weights."""
+    apart = config.outer_every // config.fragments
+    return config.outer_warmup + apart + config.outer_delay
+
+
+TRAIN = (
+    Idle(("model",), lambda c: c.init_from is not None, "--init-from {init_from} brings its own"),
+    Idle(("separator",), lambda c: not c.packed, "it needs --packed", True),
+    Idle(
+        ("separator",), lambda c: not c.open_data("train").has_separator,
+        "no token of the training data has this id",
+    ),
+    Idle(
+        ("packed",), _one_document,
+        "no document ends in {data}; pass --separator with the id of the token that ends one, or a "
+        "folder of several files",
+    ),
+    # ---- the model
+    Idle(
+        ("rope_theta",), lambda c: c.model_config(1).positions != "rope",
+        "the model's positions are learned (--positions rope)",
+    ),
+    Idle(
+        ("rope_theta",), lambda c: c.model_config(1).local_rope_theta and None not in _windows(c),
+        "every layer has a window, and local_rope_theta instead",
+    ),
+    Idle(
+        ("local_rope_theta",), lambda c: not any(_windows(c)),
+        "no layer has a window shorter than the sequence",
+    ),
+    Idle(
+        ("windows",), lambda c: any(c.overrides.windows) and not any(_windows(c)),
+        "no layer has a window shorter than the sequence",
+    ),
+    Idle(
+        ("norm_bias",), lambda c: c.model_config(1).norm != "layer",
+        "the model's norm is RMSNorm, which has no bias (--norm layer)",
+    ),
+    # ---- the ranks
+    Idle(
+        ("sample", "eval_every", "check_every"), lambda c: c.server,
+        "workers of --server are evaluated once, at the end, do not sample and are not compared",
+    ),
+    Idle(
+        ("check_collectives",), lambda c: c.server,
+        "workers of --server have no collectives",
+    ),
+    Idle(
+        ("timeout", "check_every", "check_collectives"),
+        lambda c: c.mesh.world == 1 and not c.server, "there is one rank",
+    ),
+    Idle(
+        ("zero",), lambda c: c.plan.zero >= 2 and c.mesh.size("shard") == 1,
+        "there is one rank to shard over (dp x cp, or dp_shard x cp)",
+    ),
+    Idle(("overlap",), lambda c: c.plan.overlap != "none" and c.tp == 1, "tp is 1"),
+    Idle(
+        ("chunks", "schedule"), lambda c: c.pp == 1 and not c.plan.asynchronous,
+        "pp is 1 (only the memory of activations differs)",
+    ),
+    Idle(("layout", "cp_strategy"), lambda c: c.cp == 1, "cp is 1"),
+    Idle(
+        ("outer_every",), lambda c: _first_meeting(c) > c.steps,
+        "the run ends after {steps} steps, before the first meeting",
+    ),
+    # ---- the optimizer
+    Idle(
+        ("momentum",), lambda c: c.optimizer in ("adamw", "nadamw"),
+        "optimizer = {optimizer} uses --betas",
+    ),
+    Idle(("betas", "eps"), lambda c: c.optimizer == "sgd", "optimizer = sgd uses --momentum"),
+    Idle(
+        ("lr_schedule", "min_lr", "decay"), lambda c: c.warmup >= c.steps,
+        "the warm-up, {warmup} steps, takes all of the {steps} steps",
+    ),
+    Idle(("decay",), lambda c: c.lr_schedule != "wsd", "only --lr-schedule wsd has a decay phase"),
+    Idle(
+        ("min_lr",), lambda c: c.lr_schedule == "constant",
+        "lr_schedule = constant does not decay",
+    ),
+    Idle(
+        ("min_lr",), lambda c: c.lr_schedule == "wsd" and not round(c.decay * c.steps),
+        "lr_schedule = wsd with decay = {decay} of {steps} steps does not decay",
+    ),
+    # ---- what is written and when
+    Idle(
+        ("early_stop",), lambda c: not c.eval_every, "it counts evaluations and needs --eval-every",
+        True,
+    ),
+    Idle(
+        ("early_stop",), lambda c: c.eval_every >= c.steps,
+        "the run ends after {steps} steps, its first evaluation is due after {eval_every}",
+    ),
+    Idle(("save_every",), lambda c: c.save_every > c.steps, "the run ends after {steps} steps"),
+    Idle(("eval_every",), lambda c: c.eval_every > c.steps, "the run ends after {steps} steps"),
+    Idle(("check_every",), lambda c: c.check_every > c.steps, "the run ends after {steps} steps"),
+    Idle(
+        ("keep",),
+        lambda c: not (c.save_every or c.save_minutes or c.early_stop or c.resume),
+        "only the last step is saved (--save-every, --save-minutes)",
+    ),
+    Idle(
+        ("tiles",), lambda c: c.impl == "torch" or (c.impl is None and c.device == "cpu"),
+        "torch computes, not the Triton kernels",
+    ),
+)  # fmt: skip
+
+
+def _proves_no_schedule(config: Any) -> bool:
+    """True for one layout without a pipeline, whose schedule updates the weights once a step."""
+    if config.pp > 1 or config.all or config.random:
+        return False
+    return not find_family(config.schedule).asynchronous
+
+
+PROVE = (Idle(("schedule",), _proves_no_schedule, "pp is 1"),)
+
+
+def _vocabulary(config: Any) -> int:
+    from warpweave.convert.source import read_model_config
+
+    return read_model_config(config.model).vocab_size
+
+
+SAMPLE = (
+    Idle(
+        ("top_k", "top_p", "seed"), lambda c: c.temperature == 0,
+        "temperature = 0 takes the likeliest token (greedy)",
+    ),
+    Idle(
+        ("temperature", "top_p", "seed"), lambda c: c.top_k == 1,
+        "top_k = 1 takes the likeliest token (greedy)",
+    ),
+    Idle(
+        ("top_k",), lambda c: c.top_k >= _vocabulary(c),
+        "the model's vocabulary has no more tokens",
+    ),
+    Idle(("timeout",), lambda c: c.mesh.world == 1, "there is one rank"),
+)  # fmt: skip
+
+
+def idle_lines(rows: tuple[Idle, ...], config: Any) -> list[str]:
+    """One line for each option of `config`, a command's record, that has no effect."""
+    found: dict[str, str] = {}
+    for name, row in _found(rows, config):
+        found.setdefault(name, _line(row, name, config))
+    return list(found.values())
+
+
+def refuse_idle(rows: tuple[Idle, ...], config: Any) -> None:
+    """Raise ``ValueError`` for the first option that has no effect and is `refused` then."""
+    for name, row in _found(tuple(row for row in rows if row.refused), config):
+        raise ValueError(_line(row, name, config))
+
+
+def _found(rows: tuple[Idle, ...], config: Any) -> Iterator[tuple[str, Idle]]:
+    """Pairs (option, row): the options that are not the default, and a row that applies to each."""
+    now, usual = options_of(config), options_of(_defaults(config))
+    for row in rows:
+        given = [name for name in row.options if now[name] != usual[name]]
+        if given and row.when(config):
+            yield from ((name, row) for name in given)
+
+
+def _defaults(config: Any) -> Any:
+    """`config` with every option at its default, except those that must be given."""
+    needed = [f.name for f in fields(config) if f.default is f.default_factory is MISSING]
+    return type(config)(**{name: getattr(config, name) for name in needed})
+
+
+def _line(row: Idle, name: str, config: Any) -> str:
+    options = options_of(config)
+    return f"{name} = {options[name]} has no effect: {row.because.format_map(options)}"

@@ -1,0 +1,147 @@
+"""Which rank and which module a number that is not finite comes from.
+
+A step whose gradient norm is not finite has changed nothing, so it is run once more, and each rank
+notes in order whether its modules' outputs, their gradients, and what it gives to collectives and
+messages are finite. NaN spreads by these: a rank has it from others if any of them gave it to a
+collective that both took part in before this rank's own first one, or sent it in a message. As
+receives are posted long before their values are used, a message counts where a module is given NaN
+or the gradient of what was sent is NaN. It comes from all other ranks:
+
+    two tensor ranks, NaN in rank 1's part of blocks.0.mlp
+    rank 0    attention ok    gives to reduce_scatter 7: ok     mlp NaN, after 7: has it from rank 1
+    rank 1    attention ok    gives to reduce_scatter 7: NaN    the first one: it comes from here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from warpweave.model.engine import Engine
+from warpweave.model.engine_update import StepResult
+from warpweave.parallel.exchange import exchange
+from warpweave.parallel.observe import Observer, Operation
+from warpweave.train.batches import Batches
+
+
+class _Note(NamedTuple):
+    key: str  # of an operation, "" of a module
+    bad: bool
+    where: str
+    received: bool = False  # the operation is a receive
+    given: bool = False  # what is bad may have come in a message
+
+
+class _Notes(Observer):
+    """The notes of this rank, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[_Note] = []
+        self.within = "the step"  # the module entered last
+        self._left: list[str] = []  # the module left last, and those within with the same output
+        self._out: object = None
+        self._given: list[bool] = []  # whether the inputs of the modules entered are bad
+        self._sent: set[str] = set()  # modules whose outputs go to another stage
+
+    def before(self, operation: Operation) -> None:
+        received = operation.side == "recv"
+        if operation.side == "send":
+            self._sent.update(self._left)
+        bad = not received and _bad(operation.given)
+        where = f"what it gives to {operation.what.partition(' of ')[0]} in {self.within}"
+        self.notes.append(_Note(operation.key, bad, where, received))
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Notes of every module of the model, too."""
+        handles = []
+        for name, module in model.named_modules():
+            if name:
+                handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+                handles.append(module.register_forward_hook(partial(self._leave, name)))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        self.within = name
+        self._given.append(_bad(x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)))
+
+    def _leave(self, name: str, module: nn.Module, inputs: Any, out: Any) -> None:
+        found = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.notes.append(_Note("", _bad(found), name, given=self._given.pop()))
+        out = found[0] if found else None
+        self._left = [*self._left, name] if out is self._out else [name]
+        self._out = out
+        for x in found:
+            if x.requires_grad:
+                x.register_hook(partial(self._gradient, name))
+
+    def _gradient(self, name: str, dy: torch.Tensor) -> None:
+        self.within = f"the gradient of {name}"
+        self.notes.append(_Note("", _bad([dy]), self.within, given=name in self._sent))
+
+
+def _bad(tensors: Any) -> bool:
+    """NaN or infinity; minus infinity is what an attention mask and an empty maximum hold."""
+    floats = (x.detach() for x in tensors if x.is_floating_point())
+    return not all(bool((x < torch.inf).all()) for x in floats)
+
+
+def origins(engine: Engine, again: Callable[[], object]) -> dict[int, str]:
+    """Rank -> the module in which NaN or infinity comes up on it and not from another rank, in what
+    `again` runs; collective, with the same result on every rank."""
+    notes, world = _Notes(), engine.mesh.group("world")
+    with notes.of(engine.gpt):
+        again()
+    of_all = exchange([note.key for note in notes.notes if note.key and note.bad], world)
+    others = {key for rank, keys in enumerate(of_all) if rank != engine.mesh.rank for key in keys}
+    where, received = None, False
+    for note in notes.notes:
+        if note.received:
+            received |= note.key in others
+        elif note.bad or note.key in others:
+            from_others = not note.bad or (received and note.given)
+            where = None if from_others else note.where
+            break
+    return {rank: name for rank, name in enumerate(exchange(where, world)) if name is not None}
+
+
+def first_seen(
+    engine: Engine, batches: Batches, step: int, what: str, result: StepResult | None
+) -> str:
+    """Where the "loss" of `step` or the "validation loss", or a gradient, ceased to be finite, in
+    words; collective.
+
+    Where the step cannot be run again, or is finite then, the ranks whose losses or gradients were
+    not finite are named: with tensor ranks all of the group, which share their sums.
+    """
+    mesh, tp = engine.mesh.sizes, engine.mesh.size("tp")
+    again: Callable[[], object] | None = None
+    if what != "loss":
+        again = partial(engine.evaluate, *batches.held_out())
+    elif engine.outer is None and not engine.passes.asynchronous:
+        tokens, labels, documents, ids = batches.step(step)
+        key = batches.config.dropout_key(step)
+        again = partial(engine.step, tokens, labels, ids, lr=None, key=key, documents=documents)
+    flagged = engine.not_finite_ranks(result)  # before the next run
+    if again is not None and (found := origins(engine, again)):
+        ranks: dict[str, list[int]] = {}
+        for rank, where in found.items():
+            ranks.setdefault(where, []).append(rank)
+        return ", ".join(f"{mesh.names(those)} in {where}" for where, those in ranks.items())
+    groups = dict.fromkeys(rank // tp * tp for rank in flagged)
+    alike = ", within this tensor group" * (tp > 1)
+    names = ", ".join(mesh.names(range(first, first + tp)) + alike for first in groups)
+    once = ", but not when the step was run again" * (again is not None)
+    return (names or "no single rank") + once

@@ -1,0 +1,230 @@
+"""Resuming a run: whether a checkpoint fits the run, and the progress that it records."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch.distributed as dist
+
+from warpweave.checkpoint import CheckpointError, CheckpointReader, open_latest
+from warpweave.cli.messages import say
+from warpweave.data import Dataset
+from warpweave.data.token_file import WHOLE
+from warpweave.model.config import GPTConfig
+from warpweave.train.options import TrainConfig
+
+
+@dataclasses.dataclass
+class Progress:
+    """The progress of a run, as saved in a checkpoint's state.
+
+    Attributes:
+        tokens: positions that it was trained on, over all ranks.
+        evaluated: the last step after which the run was evaluated, but for the end of a run.
+        best, best_step: the lowest validation loss of those evaluations, and its step; None and 0
+            before any.
+        since: evaluations since then.
+    """
+
+    tokens: int = 0
+    evaluated: int = 0
+    best: float | None = None
+    best_step: int = 0
+    since: int = 0
+
+    def see(self, step: int, val_loss: float) -> bool:
+        """Record the evaluation after `step`; True if its loss is lower than all before."""
+        self.evaluated = step
+        if self.best is not None and val_loss >= self.best:
+            self.since += 1
+            return False
+        self.best, self.best_step, self.since = val_loss, step, 0
+        return True
+
+    def stops_early(self, patience: int) -> bool:
+        """True after `patience` evaluations without a lower loss; 0 is never."""
+        return 0 < patience <= self.since
+
+    def why(self, step: int, steps: int) -> str:
+        """A phrase: what a run of `steps` steps had done when it ended at `step`."""
+        if step >= steps:
+            return f"has all of the {steps} steps"
+        return (
+            f"has stopped early at step {step}: {self.since} evaluations had no lower validation "
+            f"loss than {self.best:.4f} at step {self.best_step}"
+        )
+
+    def lowest(self, step: int, val_loss: float | None) -> dict[str, Any]:
+        """The lowest validation loss and its step, with that after the last `step` among them."""
+        found = [(self.best, self.best_step), (val_loss, step)]
+        known = [(loss, at) for loss, at in found if loss is not None]
+        loss, at = min(known, default=(None, None))
+        return {"lowest_val_loss": loss if loss is None else round(loss, 4), "lowest_step": at}
+
+
+def saved_line(step: int) -> str:
+    """The line that an interrupted run prints when it has saved `step`."""
+    return f"saved step {step}; continue with --resume"
+
+
+def open_run(
+    folder: Path, config: GPTConfig, group: dist.ProcessGroup | None, resume: bool | str = True
+) -> CheckpointReader | None:
+    """The newest good checkpoint in `folder`, of a model of `config`; rank 0 says what it passed.
+    None on every rank if `resume` is False, or "auto" where there is no checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is of another model, or of no run of the trainer.
+    """
+    if not resume:
+        return None
+    with warnings.catch_warnings(record=True) as passed_over:
+        warnings.simplefilter("always")
+        reader = open_latest(folder, group=group)
+    for warning in passed_over:  # on rank 0
+        say(str(warning.message))
+    if reader is None and resume == "auto":
+        return None
+    if reader is None:
+        raise CheckpointError(f"nothing to resume from: no checkpoint in {folder}")
+    fields = dataclasses.fields(config)
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    reader.require_config(dataclasses.asdict(config), defaults)
+    state, data = reader.state, reader.state.get("data")
+    whole = {"data", "seed", "optimizer", "settings"} <= set(state) and isinstance(data, dict)
+    if not whole or not {"name", "fingerprint", "sequences_per_step"} <= set(data):
+        raise CheckpointError(f"{reader.path} was not written by the trainer")
+    _require(f"{reader.path}: state", state, _STATE | {"progress": get_type_hints(Progress)})
+    for optimizer in state.get("optimizers", ()):
+        _require(f"{reader.path}: optimizer", optimizer, _STATE["optimizer"])
+    _require(f"{reader.path}: mesh", reader.mesh, dict.fromkeys(reader.mesh, int | None))
+    if state.get("step", reader.step) != reader.step:
+        raise CheckpointError(f"{reader.path} has a state of step {state['step']}")
+    return reader
+
+
+# What `state_of` writes, by type; what an older version did not write may be missing.
+_STATE: dict[str, Any] = {
+    "step": int, "seed": int, "settings": dict, "outer": dict | None, "asynchronous": dict | None,
+    "data": {"name": str, "fingerprint": str, "sequences_per_step": int, "tokenizer": str | None,
+             "validation": str | None},
+    "optimizer": {"count": float, "loss_scale": float, "good_steps": float}, "optimizers": list,
+    "server": dict, "layout": dict,
+}  # fmt: skip
+
+
+def _require(where: str, value: Any, kind: Any) -> None:
+    """Raise `CheckpointError` unless a JSON value is of type `kind`, one of a union's, or an object
+    whose values are of the types that `kind` has for their names; integers are 0 or more."""
+    if isinstance(kind, dict) and isinstance(value, dict):
+        for name, part in value.items():
+            _require(f"{where}.{name}", part, kind.get(name, object))
+        return
+    fits = kind is object or type(value) in (get_args(kind) or (kind,))
+    if not fits or (type(value) is int and value < 0):
+        raise CheckpointError(f"{where} is {value!r:.80}, which was not written by the trainer")
+
+
+def state_of(
+    config: TrainConfig, data: Dataset, progress: Progress, *, step: int, sequences_per_step: int,
+    validation: Dataset | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What a checkpoint says of a run after `step`, for `open_run` and `check_run`, as JSON.
+
+    `validation` is what the run is evaluated on, of one that evaluates on its way."""
+    return {
+        "step": step,
+        "seed": config.seed,
+        "data": {
+            "name": data.name,
+            "fingerprint": data.fingerprint,
+            "sequences_per_step": sequences_per_step,
+            "tokenizer": data.tokenizer_name,
+            "validation": None if validation is None else validation.fingerprint,
+        },
+        "progress": dataclasses.asdict(progress),
+        "outer": config.outer_settings,
+        "asynchronous": config.asynchronous,
+        "settings": config.settings,
+        "layout": _layout_options(config),
+    }
+
+
+def _layout_options(config: TrainConfig) -> dict[str, Any]:
+    """Options of the layout and of evaluations, which may change in a resumed run, as JSON."""
+    names = ("batch", "impl", "eval_every", "eval_batches", "early_stop")
+    return dataclasses.asdict(config.plan) | {name: getattr(config, name) for name in names}
+
+
+def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> None:
+    """Refuse other data, another seed or optimizer by a `CheckpointError`."""
+    saved = reader.state["data"]
+    same = saved["fingerprint"] == data.fingerprint
+    if not same and not (_of_ends(saved) and saved["name"] == data.name):
+        now = data.tokenizer_name
+        before, now = (str(name)[:12] for name in (saved.get("tokenizer", now), now))
+        other = "other data" if before == now else f"other tokens (tokenizer {before}, now {now})"
+        raise CheckpointError(
+            f"{reader.path} was trained on {other}: saved {saved['name']} "
+            f"({saved['fingerprint'][:12]}), now {data.name} ({data.fingerprint[:12]})"
+        )
+    outer = config.outer_settings
+    if (before := reader.state.get("outer")) != outer:
+        raise CheckpointError(
+            f"{reader.path} was trained with outer replicas and optimizer {before}, now {outer}"
+        )
+    held, wanted = reader.state.get("asynchronous"), config.asynchronous
+    if held not in (None, wanted):
+        raise CheckpointError(
+            f"{reader.path} holds versions of weights of an asynchronous schedule {held}, "
+            f"now {wanted or config.plan.schedule}: --resume with that one, --init-from its weights"
+        )
+    if reader.state["seed"] != config.seed:
+        raise CheckpointError(
+            f"{reader.path} was trained with seed {reader.state['seed']}, now {config.seed}"
+        )
+    if (before := reader.state["settings"].get("optimizer", "adamw")) != config.optimizer:
+        raise CheckpointError(
+            f"{reader.path} was trained with optimizer {before}, whose state is none of "
+            f"{config.optimizer}'s"
+        )
+
+
+def _of_ends(saved: dict[str, Any]) -> bool:
+    """Whether an older version has saved the fingerprint of a token file, which was of its ends."""
+    return saved.get("tokenizer", "") is None and not saved["fingerprint"].startswith(WHOLE)
+
+
+def differences(
+    reader: CheckpointReader, config: TrainConfig, sequences_per_step: int,
+    validation: Dataset | None = None, *, layout: bool = True,
+) -> str:  # fmt: skip
+    """The settings, the validation data and (with `layout`) the mesh, plan and evaluations that
+    differ from the checkpoint's, which is allowed, as text; "" if none."""
+    now: dict[str, Any] = config.settings | {"sequences_per_step": sequences_per_step}
+    # A setting that did not exist yet had what is now its default.
+    before = TrainConfig().settings | reader.state["settings"]
+    before["sequences_per_step"] = reader.state["data"]["sequences_per_step"]
+    if layout:  # an older version has saved the mesh and the ZeRO stage only
+        held: dict[str, Any] = reader.mesh | reader.state.get("layout", {})
+        current = dataclasses.asdict(config.mesh) | _layout_options(config)
+        before |= held
+        now |= {name: value for name, value in current.items() if name in held}
+    if validation is not None and (other := reader.state["data"].get("validation")) is not None:
+        prints = validation.fingerprint, other  # which may begin with the same word
+        now["validation data"], before["validation data"] = (p[-12:] for p in prints)
+    now["fingerprint"] = "of the whole"
+    before["fingerprint"] = "of a file's ends" if _of_ends(reader.state["data"]) else "of the whole"
+    return "; ".join(
+        f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items() if before.get(k) != v
+    )
+
+
+def progress_of(reader: CheckpointReader, seq_len: int) -> Progress:
+    """The progress of the run; fields that an older version did not save are derived."""
+    step, sequences = reader.step, reader.state["data"]["sequences_per_step"]
+    old = {"tokens": step * sequences * seq_len, "evaluated": step}
+    return Progress(**old | reader.state.get("progress", {}))

@@ -1,0 +1,82 @@
+"""The tensors of a run in a checkpoint: which an engine writes, and their way back.
+
+    name                    tensor                                       written by
+    NAME                    weights; with an outer optimizer those that  replica 0
+                            its replicas have in common
+    exp_avg/NAME            a moment of the inner optimizer              replica 0
+    replica1/param/NAME     with an outer optimizer, local weights       replica 1
+    replica1/exp_avg/NAME   and local moments                            replica 1
+    outer_momentum/NAME     the outer optimizer's momentum               replica 0
+    outer_sum/NAME          the sum in flight of a streaming fragment    replica 0
+    version1/NAME           with an asynchronous schedule the weights    replica 0
+                            of one update ago, version2/NAME of two
+
+What is under way in an asynchronous pipeline is not saved: the forwards that have begun are run
+again from these versions, to the same bits.
+
+So whoever reads weights finds them at their names, whatever the optimizers were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from warpweave.checkpoint import CheckpointReader
+from warpweave.model.engine import Engine
+from warpweave.parallel.data.outer import GLOBAL, MOMENTUM, SUM
+from warpweave.parallel.data.unit import VERSION, version_age
+from warpweave.parallel.shard import ParamRecord
+
+
+class _Kind(NamedTuple):
+    """A state, the prefix of its tensors' names, and whether replica 0 speaks for all."""
+
+    state: str
+    prefix: str
+    shared: bool
+
+
+def _states(engine: Engine) -> list[_Kind]:
+    """All that a checkpoint holds of a parameter, in the order in which it is loaded."""
+    moments = engine.optimizer.rule.moments
+    if engine.outer is None:
+        older = [f"{VERSION}{age}" for age in range(1, 1 + max(engine.staleness))]
+        return [_Kind("param", "", True), *(_Kind(n, f"{n}/", True) for n in (*older, *moments))]
+    here = f"replica{engine.mesh.index('outer')}/"
+    found = [_Kind(name, f"{here}{name}/", False) for name in ("param", *moments)]
+    found.append(_Kind(GLOBAL, "", True))
+    found += [_Kind(MOMENTUM, f"{MOMENTUM}/", True)] * (engine.outer.rule.momentum > 0)
+    return [*found, _Kind(SUM, f"{SUM}/", True)]
+
+
+def saved_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all that this rank writes; collective, as the others' are gathered along
+    the way."""
+    if engine.outer is not None:
+        engine.outer.wait()
+    first = engine.mesh.index("outer") == 0
+    for kind, prefix, shared in _states(engine):
+        for record, tensor, mine in engine.read(kind):
+            if mine and (first or not shared):
+                yield prefix + record.name, tensor
+
+
+def restore_tensors(engine: Engine, reader: CheckpointReader, *, versions: bool = True) -> None:
+    """The inverse of `tensors`, after as many steps as the checkpoint's; each rank reads its own.
+    Without `versions` in the checkpoint all that are kept are the newest.
+
+    Raises `CheckpointError` for a tensor that is not there.
+    """
+    if engine.outer is not None:
+        engine.outer.resume(reader.step)
+    for kind, prefix, _ in _states(engine):
+        if version_age(kind) and not versions:
+            continue
+
+        def saved(record: ParamRecord, prefix: str = prefix) -> Tensor:
+            return reader.mapped(prefix + record.name)
+
+        engine.load(kind, saved)

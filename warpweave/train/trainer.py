@@ -1,0 +1,428 @@
+"""The training loop of one rank (its command: `command`; its options: `options`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from tqdm import tqdm
+
+from warpweave.checkpoint import BackgroundSaver, CheckpointError
+from warpweave.cli.messages import say
+from warpweave.convert.beside import keep_origin
+from warpweave.convert.source import find_step, open_model
+from warpweave.kernels.runtime import tiles
+from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
+from warpweave.launch.interrupt import Interrupt
+from warpweave.launch.session import Session
+from warpweave.model.config import GPTConfig
+from warpweave.model.engine import Engine
+from warpweave.model.engine_update import StepResult
+from warpweave.model.gpt import GPT
+from warpweave.parallel.checked import CollectiveMismatch
+from warpweave.parallel.collectives import Pending
+from warpweave.parallel.exchange import exchange
+from warpweave.plan.fits import check_memory
+from warpweave.plan.memory import TrainingStep
+from warpweave.train.batches import Batches
+from warpweave.train.checks import Agreement, TrainingStopped
+from warpweave.train.lr_schedule import learning_rate
+from warpweave.train.metrics import Metrics, peak_memory
+from warpweave.train.not_finite import first_seen
+from warpweave.train.options import CHECKPOINTS, TrainConfig
+from warpweave.train.resume import (
+    Progress,
+    check_run,
+    differences,
+    open_run,
+    progress_of,
+    saved_line,
+    state_of,
+)
+from warpweave.train.state import restore_tensors, saved_tensors
+from warpweave.train.timeline import recording
+
+RAISED_BY_ALL = (TrainingStopped, CheckpointError, CollectiveMismatch)  # on every rank alike
+
+
+class Begun(NamedTuple):
+    """A step that the device was given: its pending result, learning rate and time of begin."""
+
+    result: Pending
+    lr: float
+    began: float
+
+
+class Trainer:
+    """The training loop on one rank; collective over the session's ranks.
+
+    Args:
+        config: what to train.
+        session: this rank's connection, with `config`'s mesh or the replicas of it that are left.
+        interrupt: tells this rank to stop; None for never.
+    """
+
+    updates = True  # a step is begun with its update
+
+    def __init__(
+        self, config: TrainConfig, session: Session, interrupt: Interrupt | None = None
+    ) -> None:
+        config = config.on(session.device.type)
+        self.config, self.session = config, session
+        self.interrupt = interrupt if interrupt is not None else Interrupt()
+        tiles.load(config.tiles)
+        limit = timedelta(seconds=session.timeout)
+        self.mesh = session.mesh.connect(session.device.type, timeout=limit)
+        replica = self.mesh.index("outer") * config.mesh.dp + self.mesh.index("dp")
+        self.batches = Batches(config, replica, session.device)
+        self.model = config.model_config(self.batches.train.vocab_size)
+        if session.device.type == "cuda":  # on CPUs `main` has asked for all ranks of a machine
+            free, total = torch.cuda.mem_get_info(session.device)
+            check_fits(config, self.model, "cuda", free=free, total=total, ranks=1)
+        self.engine = Engine(
+            self.model,
+            self.mesh,
+            config.plan,
+            micro_batch_size=config.batch,
+            dtype=NAMED_DTYPES[str(config.dtype)],
+            device=session.device,
+            seed=config.seed,
+            rule=config.rule,
+            clip=config.clip or None,
+            outer=config.outer_rule,
+            impl=config.impl,
+            timeout=config.timeout,
+        )
+        self.agreement = Agreement(config, session, self.engine)
+        self.step, self.progress, self.stopped = 0, Progress(), False
+        # Whether a step is begun before the last one is read.
+        self.ahead = session.device.type != "cpu" or self.engine.passes.asynchronous
+        self._begun: Begun | None = None
+        self._interrupted, self._read = False, 0.0  # when the last step's result came
+        self._evaluation = (-1, math.nan)  # step and loss of the last one in this process
+        self.saver = BackgroundSaver(self.mesh.group("world"), timeout=session.timeout)
+        self.sequences_per_step = config.replicas * config.plan.microbatches * config.batch
+        trained = self.sequences_per_step // config.mesh.dp * session.mesh.dp  # by those here
+        self.tokens_per_step = trained * self.model.seq_len
+        self.peak_memory: list[float] = []
+        self._timely, self._saved = False, time.monotonic()  # a save is due by time; the last one
+        self.config = config = dataclasses.replace(config, resume=self._resume())
+        if not config.resume and config.init_from is not None:
+            source = open_model(config.init_from, self.mesh.group("world"))
+            self.engine.load("param", source.tensor)
+        self._fed = self.step  # the first step whose data the engine was not given
+        self.metrics: Metrics | None = None
+        if session.rank == 0:
+            tokens, due = self.tokens_per_step, self.over or self._due
+            self.metrics = Metrics(
+                config, session, self.model, self.step, tokens_per_step=tokens, evaluates=due
+            )
+            files = config.out, config.init_from, config.tokenizer_file
+            keep_origin(*files, self.batches.train.tokenizer_name, again=config.resume)
+
+    def describe(self) -> str:
+        """Where and what this run trains, in one line."""
+        c, m, plan = self.config, self.config.mesh, self.config.plan
+        count = sum(p.numel() for p in GPT(self.model, device="meta").parameters())
+        source = c.init_from and (find_step(c.init_from) or c.init_from)
+        ranks = "1 rank" if m.world == 1 else f"{m.world} ranks"
+        return (
+            f"{ranks} ({self.session.where}), "
+            + (f"outer={m.outer} " if m.outer > 1 else "")
+            + f"dp={m.dp} "
+            + (f"dp_shard={m.dp_shard} " if m.dp_shard is not None else "")
+            + f"tp={m.tp} cp={m.cp} pp={m.pp}, "
+            f"ZeRO {plan.zero}, {plan.schedule} with {plan.microbatches} micro-batches of "
+            f"{c.batch}; "
+            f"{count:,} parameters in {c.dtype}, {self.tokens_per_step:,} tokens per step"
+            + (f"; starts from {source}" if source and not c.resume else "")
+            + (f"; resumed at step {self.step}" if c.resume else "")
+        )
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step or a stop, save, evaluate, sample; the fields of the result."""
+        tqdm.set_lock(threading.RLock())  # its default lock is one of processes, and leaks
+        try:
+            with self.saver:
+                seconds = self._steps()
+        finally:
+            if self.metrics is not None:
+                self.metrics.flush()
+        c = self.config
+        if c.timeline and self.session.rank == 0 and not (seconds and self.step == c.steps):
+            say(f"{c.timeline} was not written: step {c.steps}, the last, was not trained here")
+        # A step's first run compiles and connects; it does not count unless it is the only one.
+        counted = seconds[1:] or seconds
+        rate = len(counted) * self.tokens_per_step / sum(counted) if counted else 0.0
+        if not self.stopped and self._evaluation[0] != self.step:  # an early stop has evaluated
+            self.evaluate()
+        return self._result(None if self.stopped else self._evaluation[1], rate)
+
+    def _steps(self) -> list[float]:
+        """Train until the run is over or stopped; the seconds of each step."""
+        seconds: list[float] = []
+        self._evaluate_if_due()  # an interrupted run has not come to that
+        silent = self.session.rank != 0
+        with tqdm(
+            total=self.config.steps, initial=self.step, disable=silent, mininterval=0.5, unit="step"
+        ) as bar:
+            bar.set_postfix_str("first step: compiling and connecting")
+            while not self.over and not self.stopped:
+                row, took, self.stopped = self._train_step()
+                seconds.append(took)
+                if len(seconds) == 1:
+                    self.peak_memory = peak_memory(self.session.device, self.mesh)
+                self._log(bar, row, took)
+                self._after_step()
+        return seconds
+
+    @property
+    def over(self) -> bool:
+        """All steps are done, or the validation loss has stopped falling (`early_stop`)."""
+        c = self.config
+        return self.step >= c.steps or self.progress.stops_early(c.early_stop)
+
+    @property
+    def _due(self) -> bool:
+        """Whether an evaluation is due at this step."""
+        every = self.config.eval_every
+        return every > 0 and self.step > self.progress.evaluated and self.step % every == 0
+
+    def _after_step(self) -> None:
+        """Evaluate and save, if it is time to; the last step is saved, and evaluated afterwards."""
+        c = self.config
+        lowest = not self.stopped and self._evaluate_if_due() and c.early_stop > 0
+        timely = self._timely and self._begun is None  # a step that has begun comes first
+        timely |= c.save_every > 0 and self.step % c.save_every == 0
+        if self.over or self.stopped or timely or lowest:
+            self.save()
+
+    def _evaluate_if_due(self) -> bool:
+        """Evaluate, if it is time to; True if the loss is the lowest so far."""
+        if self.over or not self._due:
+            return False
+        lowest = self.progress.see(self.step, self.evaluate())
+        if self.over and self.session.rank == 0:
+            say(f"the run {self.progress.why(self.step, self.config.steps)}")
+        return lowest
+
+    def _train_step(self) -> tuple[dict[str, Any], float, bool]:
+        """One step: (its row of metrics, its seconds, True if a rank was asked to stop).
+
+        A GPU gets the next step before the loss of this one is read, unless something is to be done
+        in between. If this one stops the run, the next one changes nothing (`StepResult.stops`);
+        that of an asynchronous schedule has changed weights by then, and is the last one.
+        """
+        now = self._begun or self._begin(self.step)
+        outer = self.engine.outer
+        meets = outer is not None and outer.acts_next  # it changes what it cannot take back
+        halts = self._interrupted or self._timely or self._pauses(self.step + 1) or meets
+        early = self.ahead and not halts
+        self._begun = self._begin(self.step + 1, now) if early else None
+        result = now.result.wait()
+        loss, norm, interrupts, overflow = (float(x) for x in result.all().cpu())
+        self.mesh.check_waits()
+        # fp16 may overflow under its loss scale, which then shrinks.
+        if not math.isfinite(loss) or (not math.isfinite(norm) and not overflow):
+            self._stop(loss, norm, step=result)
+        self._commit(now)
+        self.step += 1
+        self.progress.tokens += self.tokens_per_step
+        stale: Any = {"staleness": [*self.engine.staleness]}
+        row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm,
+               "lr": now.lr, "tokens": self.progress.tokens,
+               **(stale if self.engine.passes.asynchronous else {})}  # fmt: skip
+        began = max(now.began, self._read)
+        self._made(row, began)
+        row |= self.agreement.after_step(self.step)
+        self._read = time.perf_counter()
+        self._interrupted |= interrupts >= 1
+        self._timely |= interrupts % 1 > 0
+        goes_on = self._begun is not None and self.engine.passes.asynchronous
+        return row, self._read - began, self._interrupted and not goes_on
+
+    def _made(self, row: dict[str, Any], began: float) -> None:
+        """A step, since `began` by `time.perf_counter`, has changed the weights; other ranks, who
+        may have died, are heard after this."""
+
+    def _begin(self, step: int, before: Begun | None = None) -> Begun:
+        """Give a step to the device, behind the step `before` if that was not read yet."""
+        self.session.beat(step, "training step")
+        began = time.perf_counter()
+        c, last = self.config, step + self.engine.passes.ahead
+        for fed in range(self._fed, last):
+            tokens, labels, documents, ids = self.batches.step(fed)
+            self.engine.feed(tokens, labels, ids, key=c.dropout_key(fed), documents=documents)
+        self._fed = last + 1
+        tokens, labels, documents, ids = self.batches.step(last)
+        lr = learning_rate(c, step)
+        free = self.engine.passes.asynchronous  # its next steps have begun, and are not undone
+        data = {"tokens": tokens, "labels": labels, "learning rate": lr, "key": c.dropout_key(last)}
+        timed = recording(self.engine, c.timeline, step + 1 == c.steps)
+        with self.agreement.of_step(step + 1, began, data), timed:
+            result = self.engine.begin(
+                tokens, labels, ids, lr=lr if self.updates else None, key=data["key"],
+                documents=documents, interrupted=self._wishes(),
+                halted=None if before is None or free else before.result.wait().stops,
+            )  # fmt: skip
+        return Begun(result, lr, began)
+
+    def _wishes(self) -> float:
+        """`Engine.begin`'s `interrupted`: 1 to stop, and on rank 0 a half for a save in time."""
+        stops = self.interrupt.number is not None or self.saver.failed
+        due = 0 < 60 * self.config.save_minutes <= time.monotonic() - self._saved
+        return stops + 0.5 * (due and self.session.rank == 0 and not self.saver.busy)
+
+    def _commit(self, begun: Begun) -> None:
+        """The update of a step, where it was begun without (`updates`)."""
+
+    def _pauses(self, step: int) -> bool:
+        """Whether an evaluation, a checkpoint, a comparison or the end follows `step`."""
+        c = self.config
+        every = c.save_every, c.eval_every, c.check_every
+        return step >= c.steps or any(n and step % n == 0 for n in every)
+
+    def _log(self, bar: tqdm, row: dict[str, Any], seconds: float) -> None:
+        """A step's metrics, and the progress bar; on rank 0."""
+        if self.metrics is None:
+            return
+        row = self.metrics.trained(row, seconds)
+        shown = {"loss": f"{row['loss']:.3f}", "tokens/s": f"{row['tokens_per_second']:.0f}"}
+        if "mfu" in row:
+            shown["mfu"] = f"{row['mfu']:.1%}"
+        several = " max" if len(self.peak_memory) > 1 else ""
+        shown["peak"] = f"{max(self.peak_memory):.0f} MiB{several}"
+        bar.set_postfix(shown, refresh=False)
+        bar.update()
+
+    def _stop(
+        self, loss: float, norm: float, what: str = "loss", step: StepResult | None = None
+    ) -> NoReturn:
+        """Raise on every rank, naming where loss or gradients ceased to be numbers."""
+        number = self.step + (what == "loss")
+        seen = first_seen(self.engine, self.batches, self.step, what, step)
+        words = f"{what} is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
+        # The optimizer leaves everything untouched when the norm is not finite.
+        untouched = not math.isfinite(norm) and self.config.outer_rule is None
+        untouched &= not self.engine.passes.asynchronous
+        kept = "the weights were not updated, " if untouched else ""
+        try:
+            path = self.saver.wait()
+            last = f"the last good checkpoint is {path}" if path else "there is no checkpoint"
+        except CheckpointError as error:
+            last = str(error)
+        raise TrainingStopped(f"{words} at step {number}, first seen on {seen}; {kept}{last}")
+
+    def evaluate(self) -> float:
+        """Mean loss on fixed validation samples, in nats per token."""
+        self.session.beat(self.step, "evaluation")
+        with self.agreement.of_evaluation():
+            value = float(self.engine.evaluate(*self.batches.held_out()))
+        self.mesh.check_waits()
+        if not math.isfinite(value):
+            self._stop(value, 0.0, "validation loss")
+        self._evaluation = (self.step, value)
+        self.peak_memory = peak_memory(self.session.device, self.mesh)
+        if self.metrics is not None:
+            self.metrics.evaluated(self.step, value, self.peak_memory)
+        return value
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self) -> None:
+        """Begin to write a checkpoint of logical tensors, once the one before is written; every
+        rank takes part."""
+        self.session.beat(self.step, "saving")
+        optimizers = exchange(self.engine.optimizer.state(), self.mesh.group("outer"))
+        state = state_of(
+            self.config, self.batches.train, self.progress,
+            step=self.step, sequences_per_step=self.sequences_per_step,
+            validation=self.batches.validation,
+        )  # fmt: skip
+        self._timely, self._saved = False, time.monotonic()
+        if self.metrics is not None:
+            self.metrics.flush()
+        self.saver.save(
+            self.config.out / CHECKPOINTS,
+            self.step,
+            saved_tensors(self.engine),
+            config=dataclasses.asdict(self.model),
+            state=state | {"optimizer": optimizers[0], "optimizers": optimizers},
+            mesh=dataclasses.asdict(self.session.mesh) | {"zero": self.config.plan.zero},
+            keep=self.config.keep,
+            spare=self.progress.best_step if self.config.early_stop else None,
+        )
+
+    def _resume(self) -> bool:
+        """Go on from the newest checkpoint, if that is asked for and there is one."""
+        folder, group = self.config.out / CHECKPOINTS, self.mesh.group("world")
+        reader = open_run(folder, self.model, group, self.config.resume)
+        if reader is None:
+            return False
+        check_run(reader, self.config, self.batches.train)
+        versions = reader.state.get("asynchronous") is not None
+        restore_tensors(self.engine, reader, versions=versions)
+        of_replicas = reader.state.get("optimizers") or [reader.state["optimizer"]]
+        self.engine.optimizer.load_state(of_replicas[self.mesh.index("outer")])
+        self.step = reader.step
+        self.progress = progress_of(reader, self.model.seq_len)
+        self.saver.path = reader.path
+        if self.session.rank == 0:
+            differing = differences(
+                reader, self.config, self.sequences_per_step, self.batches.validation
+            )
+            if differing:
+                say(f"resumes with other settings than {reader.path}: {differing}")
+            if self.over:
+                why = self.progress.why(self.step, self.config.steps)
+                say(f"{reader.path} {why}: there is nothing to train, only to evaluate")
+        return True
+
+    # ------------------------------------------------------------------ the end
+
+    def _result(self, val_loss: float | None, rate: float) -> dict[str, Any]:
+        """Sample, plot, print; the fields of the last line."""
+        self.peak_memory = peak_memory(self.session.device, self.mesh)
+        text = None
+        if not self.stopped and self.config.sample:
+            self.session.beat(self.step, "sampling")
+            text = self._sample_text()
+        plot, c = None, self.config
+        if self.metrics is not None:
+            if self.stopped:
+                say(saved_line(self.step))
+            plot = self.metrics.plot()
+            self.metrics.close()
+            if text is not None:
+                print(f"\n--- sample ---\n{text}\n--------------")
+            print("peak memory per rank:", ", ".join(f"{m:.0f} MiB" for m in self.peak_memory))
+        return {
+            "val_loss": None if val_loss is None else round(val_loss, 4),
+            "steps": self.step,
+            "stopped": self.stopped or (self.over and self.step < c.steps and "early"),
+            "tokens_per_second": round(rate, 1),
+            "mesh": dataclasses.asdict(c.mesh),
+            "zero": c.plan.zero,
+            "checkpoint": str(self.saver.path),
+            "plot": plot and str(plot),
+        } | (self.progress.lowest(self.step, val_loss) if c.early_stop else {})
+
+    def _sample_text(self) -> str:
+        """A continuation of the validation text's first few tokens."""
+        prompt = torch.from_numpy(self.batches.validation.tokens[:8].astype("int64"))
+        tokens = self.engine.generate(prompt, self.config.sample, seed=self.config.seed).tolist()
+        # A model's vocabulary may be larger than its data's, and an untrained one draws from all.
+        return self.batches.train.decode([t for t in tokens if t < self.batches.train.vocab_size])
+
+
+def check_fits(config: TrainConfig, model: GPTConfig, device: str, **memory: int) -> None:
+    """`check_memory` of a step on "cpu" or "cuda"."""
+    sizes = config.mesh, config.plan, config.batch, str(config.dtype), device
+    check_memory(TrainingStep(model, *sizes, config.optimizer, config.outer_rule), **memory)
