@@ -22,8 +22,9 @@ from typing import Any
 
 from harness import header, parser, results_folder, write_report
 
-from warpweave.trials.job import TrainingJob
-from warpweave.trials.trial import LAYOUTS
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from arena import LAYOUTS
+from jobs import TrainingJob
 
 CLAIM = "Memory, descriptors, threads and shared memory of four ranks over 3,000 steps."
 SOAKED = ("tp2 pp2", "tp2 dp2, ZeRO 3")

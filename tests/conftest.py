@@ -23,6 +23,7 @@ if find_spec("warpweave") is None:  # a checkout that is not installed; processe
     _given = filter(None, (os.environ.get("PYTHONPATH"), _CHECKOUT))
     os.environ["PYTHONPATH"] = os.pathsep.join(_given)
 
+import fault_plugin
 import on_gpu
 import pytest
 import quick_interpreter
@@ -35,7 +36,7 @@ if not ON_GPU:
 
 # Files of half a minute and more, in the order in which processes that share the suite take them.
 _LONGEST = (
-    "trials", "launch", "prove", "hf_adapters", "hf_hooks", "declare_rules", "agree",
+    "deaths", "launch", "prove", "hf_adapters", "hf_hooks", "declare_rules", "agree",
     "compile_counts", "train", "hf", "benchmarks",
     "attention", "fused", "gemm", "planted_faults", "compiles", "tune", "gpt", "zero", "typecheck",
     "hf_training", "hf_parallel", "elastic", "checkpoint", "attention_mask", "restart",
@@ -43,7 +44,12 @@ _LONGEST = (
 )  # fmt: skip
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-layouts", action="store_true", help="test faults on all their layouts")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(fault_plugin)
     if ON_GPU:
         config.pluginmanager.register(on_gpu.OnGpu())
 

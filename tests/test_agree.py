@@ -297,8 +297,8 @@ def _slow(rank: int, folder: str, config: TrainConfig, slow: int) -> None:
 
 
 def test_a_slow_rank_stands_in_the_metrics(tmp_path):
-    """200 ms a step, in two micro-batches, which the other stage waits for; of tensor ranks a trial
-    tells (`warpweave.trials.disagreements`)."""
+    """200 ms a step, in two micro-batches, which the other stage waits for.
+    `tests/faults/test_disagreements.py` slows a tensor rank."""
     config, slow = _small(tmp_path, steps=4, eval_every=0, check_every=2, pp=2), 1
     run_ranks(2, _slow, str(tmp_path), config, slow)
     found = [row for row in _rows(config) if "slowest_rank" in row]

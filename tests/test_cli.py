@@ -20,7 +20,6 @@ from warpweave.machine.tune.options import TuneConfig
 from warpweave.plan.options import PlanConfig
 from warpweave.prove.options import ProveConfig
 from warpweave.train.options import TrainConfig
-from warpweave.trials.options import TrialsConfig
 
 
 def _run(monkeypatch, *arguments: str) -> int:
@@ -47,17 +46,16 @@ def test_an_unknown_command_is_refused_with_2(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("command", "program", "arguments"),
     [
-        ("train", "train", ("--steps", "1")),
+        ("train", "train.command", ("--steps", "1")),
         ("prove", "prove.command", ("--world", "1")),
-        ("doctor", "doctor.command", ("--quick", "--ranks", "2")),
-        ("sample", "sample", ("folder", "--prompt", "x", "--seed", "1")),
-        ("tune", "tune.command", ("--steps", "1")),
-        ("export", "export", ("run", "out", "--dtype", "fp16")),
+        ("doctor", "machine.doctor.command", ("--quick", "--ranks", "2")),
+        ("sample", "train.sample", ("folder", "--prompt", "x", "--seed", "1")),
+        ("tune", "machine.tune.command", ("--steps", "1")),
+        ("export", "train.export", ("run", "out", "--dtype", "fp16")),
         ("plan", "plan.command", ("--model", "gpt2", "--gpus", "4", "--hw", "a100")),
-        ("collectives", "collectives.command", ("--ranks", "3")),
-        ("trials", "trials.command", ("--only", "x")),
-        ("replay", "server.replay", ("here",)),
-        ("train", "elastic.run", ("--dp", "2", "--zero", "0", "--elastic", "1")),
+        ("collectives", "machine.collectives.command", ("--ranks", "3")),
+        ("replay", "train.server.replay", ("here",)),
+        ("train", "train.elastic.run", ("--dp", "2", "--zero", "0", "--elastic", "1")),
     ],
 )
 def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, program, arguments):
@@ -159,8 +157,6 @@ finally:
         ("doctor --device cda", "cuda"),
         ("collectives --device gcpu", "cpu"),
         ("tune --kernels gemm atention_fwd", "attention_fwd"),
-        ("trials --layout frist", "first"),
-        ("trials --only kiled", "killed"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_nearest_one(monkeypatch, capsys, arguments, word):
@@ -178,7 +174,7 @@ def test_a_value_that_resembles_nothing_is_refused_without_a_guess(monkeypatch, 
 
 SWITCHES = [
     (kind, name)
-    for kind in (TrainConfig, ProveConfig, PlanConfig, DoctorConfig, TuneConfig, TrialsConfig)
+    for kind in (TrainConfig, ProveConfig, PlanConfig, DoctorConfig, TuneConfig)
     for name, option in option_types(kind).items()
     if alternatives(option) == (bool,)
 ]

@@ -21,7 +21,7 @@ ROOMS = {
         ("__main__", "convert"),
         ("plan",),
         ("train",),
-        ("prove", "trials"),
+        ("prove",),
         ("machine",),
     ),
     "warpweave.cli": (("lazy", "messages"), ("command_line",), ("toml",)),

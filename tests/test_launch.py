@@ -1,4 +1,4 @@
-"""Real jobs: what they print, where they listen, how they end (faults: `test_trials`)."""
+"""Real jobs: what they print, where they listen, how they end (faults: `tests/faults`)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import TINY, TrainingJob, marked
 from ranks import QuickProcesses
 from support.gpus import pretend_gpus
 from support.pretend_nccl import _Options
@@ -26,7 +27,6 @@ from warpweave.launch.session import Session, _loopback_listener, _store, join
 from warpweave.parallel.mesh import Mesh
 from warpweave.train import command as train
 from warpweave.train.options import parse
-from warpweave.trials.job import TINY, TrainingJob, marked
 
 ROOT = Path(__file__).parent.parent
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -136,7 +136,7 @@ def _torchrun(ranks: int, *options: str) -> tuple[str, ...]:
 @LINUX
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 2), (signal.SIGHUP, 1)])
 def test_a_stop_under_torchrun_saves_and_leaves_nobody(job, number, ranks):
-    """Of our own command the trials tell (`warpweave.trials.stops`)."""
+    """`tests/faults/test_stops.py` stops our own command."""
     options = ("--steps", "100000", "--eval-every", "0", "--dp", str(ranks))
     run = job(*options, command=_torchrun(ranks))
     run.wait_for(lambda: run.steps() >= 3)
@@ -164,8 +164,7 @@ def _suite(folder: Path) -> None:
     whose ranks just start.
 
     A rank of torchrun is alone and keeps the store itself, so that it is neither a peer's end nor
-    torchrun's that it notices. That ours end when they stand still the trials tell
-    (`warpweave.trials.deaths`).
+    torchrun's that it notices. `tests/faults/test_deaths.py` kills launchers of ours.
     """
     os.environ["STARTED_BY"] = str(folder)
     # torchrun names a port that was free a while ago; a connection of others may have taken it.

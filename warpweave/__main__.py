@@ -19,7 +19,6 @@ commands:
   plan         find the fastest layouts of a model on given GPUs (warpweave plan --help)
   doctor       check this machine: kernels, links, axes (warpweave doctor --help)
   collectives  measure all-reduce algorithms (warpweave collectives --help)
-  trials       plant faults in runs: is what is promised kept? (warpweave trials --help)
   replay       repeat a run of parameter servers to the bit (warpweave replay --help)
   sample       generate text with a trained model (warpweave sample --help)
   export       write a trained model for Hugging Face transformers (warpweave export --help)
@@ -34,7 +33,6 @@ _COMMANDS = {
     "plan": ("plan.options", "plan.command"),
     "doctor": ("machine.doctor.options", "machine.doctor.command"),
     "collectives": ("machine.collectives.options", "machine.collectives.command"),
-    "trials": ("trials.options", "trials.command"),
     "replay": ("train.server.replay_config", "train.server.replay"),
     "sample": ("train.sample_options", "train.sample"),
     "export": ("train.export_options", "train.export"),

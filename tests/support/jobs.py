@@ -1,4 +1,4 @@
-"""A training job as a shell would start it, watched from outside. Linux: it reads ``/proc``."""
+"""Training jobs, started as a shell starts them and watched through ``/proc`` (Linux)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,25 +22,15 @@ _LOOPBACK = {"0100007F", "0" * 24 + "01000000"}  # as in /proc/net, of IPv4 and 
 TINY = "--model toy --layers 2 --width 16 --heads 2 --seq-len 16 --batch 2 --sample 0 --warmup 1"
 
 
-class BrokenPromiseError(Exception):
-    """Something else happened than what is promised."""
-
-
-def promised(held: bool, otherwise: object) -> None:
-    """Raise `BrokenPromiseError`, with what was found instead, unless it held."""
-    if not held:
-        raise BrokenPromiseError(str(otherwise))
-
-
 class Ended(NamedTuple):
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
-        code: its exit status, negative for a signal.
-        result: the JSON object of its last line; None without.
-        stdout: the lines that were printed there.
-        stderr: all that was printed there.
-        seconds: since the epoch.
+        code: the exit status, negative for a signal.
+        result: the JSON object in the last line, or None.
+        stdout: the lines of stdout.
+        stderr: the text of stderr.
+        seconds: the time of the end, seconds since 1970.
     """
 
     code: int
@@ -51,21 +41,25 @@ class Ended(NamedTuple):
 
     @property
     def said(self) -> list[str]:
-        """The lines of ours on stderr."""
+        """The lines of stderr that warpweave printed."""
         return [line for line in self.stderr.splitlines() if line.startswith("warpweave: ")]
+
+    @property
+    def last(self) -> str:
+        """The last of these lines, without "warpweave: "."""
+        return self.said[-1].removeprefix("warpweave: ")
 
 
 def _as_in_a_terminal() -> None:
-    """In a new process: SIGHUP is not ignored, though this one may run under nohup; and SIGKILL
-    when the one that started it ends, even by SIGKILL.
+    """Accept SIGHUP in a new process, even under nohup, and end with the process that started it.
 
-    Not `processes.end_with_parent`: what multiprocessing knows of a parent is the starter's."""
+    `processes.end_with_parent` would not do: multiprocessing knows the starter's own parent."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _C.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def marked(mark: str) -> list[int]:
-    """Living processes with `mark` in the environment that they were started with, ascending."""
+    """Return the living processes that were started with `mark` in their environment, sorted."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # another user's, or gone; a zombie's environment is empty
@@ -79,17 +73,19 @@ def _parent_of(pid: int) -> int:
 
 
 class TrainingJob:
-    """``warpweave train`` on a tiny model, in a session of its own; in ``folder/run``.
+    """``warpweave train`` on a tiny model in a session of its own, with output in ``folder/run``.
 
-    Whatever it starts knows it by its temporary folder, in which nothing may be left; it listens on
-    loopback only. (torchrun leaves a folder there, and listens everywhere.)
+    Every process of the job has the job's temporary folder in its environment. The job may leave
+    no file there and may listen on loopback only. (torchrun does leave a folder, and listens on
+    every interface.) A broken expectation is an AssertionError.
 
     Args:
-        folder: for its text, its output and what it prints; made if it is missing.
-        options: of the command, after those of the model; None for a job that ran there before.
-        command: ``python -m warpweave train``, or what runs it.
-        cwd: where it runs; None for this process's.
-        seconds: that anything waited for may take.
+        folder: the folder for text, output, stdout, and stderr; created if it is missing.
+        options: options after those of the model, or None for a job that ran there before.
+        command: ``python -m warpweave train``, or a command that runs it.
+        environment: variables to add to those of this process.
+        cwd: the working folder; None for that of this process.
+        seconds: the longest time to wait for anything.
     """
 
     def __init__(
@@ -98,6 +94,7 @@ class TrainingJob:
         options: Sequence[str] | None,
         *,
         command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         seconds: float = 600.0,
     ) -> None:
@@ -121,16 +118,17 @@ class TrainingJob:
                 stderr=err,
                 start_new_session=True,
                 preexec_fn=_as_in_a_terminal,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary)},
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), **(environment or {})},
             )
 
     def members(self) -> list[int]:
-        """Every living process of the job, in whichever session."""
+        """Return every living process of the job, in any session."""
         return marked(f"TMPDIR={self._temporary}\0")
 
     def ranks(self) -> list[int]:
-        """The ranks' processes, in the order in which they were started: of `launch` the children
-        of its fork server, on GPUs its own."""
+        """Return the ranks' processes in the order of their start: children of the launcher's fork
+        server, or of the launcher itself on GPUs."""
         mark, started = b"spawn_main" if self.ours else b"warpweave.train", {}
         for pid in self.members():
             with suppress(OSError):
@@ -140,7 +138,7 @@ class TrainingJob:
         return forked or [*started]
 
     def listening(self) -> set[str]:
-        """Addresses (hexadecimal) on which any process of the job listens."""
+        """Return the addresses (hexadecimal) on which any process of the job listens."""
         sockets = set()
         for pid in self.members():
             with suppress(OSError):
@@ -154,56 +152,54 @@ class TrainingJob:
         return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
 
     def wait_for(self, what: Callable[[], object]) -> None:
-        """Wait until `what` is true; `BrokenPromiseError` if the job ends before."""
+        """Wait until `what` is true; fail if the job ends before."""
         deadline, began = time.monotonic() + self.seconds, time.thread_time()
         while not what():
-            promised(self.process.poll() is None, self._stderr.read_text())
-            promised(time.monotonic() < deadline, self._stderr.read_text())
+            assert self.process.poll() is None, self._stderr.read_text()
+            assert time.monotonic() < deadline, self._stderr.read_text()
             looked = time.thread_time() - began
             time.sleep(max(0.02, 4 * looked))  # the job needs the processor more
             began = time.thread_time()
         beyond = self.listening() - _LOOPBACK if self.ours else set()
-        promised(not beyond, f"it listens beyond loopback: {beyond}")
+        assert not beyond, f"it listens beyond loopback: {beyond}"
 
     def steps(self) -> int:
-        """Steps done so far."""
+        """Return the number of steps done so far."""
         path = self.out / "metrics.jsonl"
         return path.read_text().count('"loss"') if path.exists() else 0
 
     def end(self, code: int | None = None) -> Ended:
-        """Wait for the end, with exit status `code` if one is given; `BrokenPromiseError` if it is
-        another, or if any process of the job is left five seconds later, or a file."""
+        """Wait for the end; fail if the exit status is not `code`, or if any process or temporary
+        file of the job is left five seconds later."""
         try:
             found = self.process.wait(self.seconds)
         except subprocess.TimeoutExpired:
             self.stop()
-            raise BrokenPromiseError(f"no end in {self.seconds:.0f} s") from None
+            raise AssertionError(f"the job did not end in {self.seconds:.0f} s") from None
         ended, deadline = time.time(), time.monotonic() + 5.0
         while (left := self.members()) and time.monotonic() < deadline:
             time.sleep(0.02)
         files = [path.name for path in self._temporary.iterdir()] if self.ours else []
-        promised(not left and not files, f"left behind: {left} {files}")
+        assert (left, files) == ([], []), "left behind"
         lines = self._stdout.read_text().splitlines()
         result = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
         end = Ended(found, result, lines, self._stderr.read_text(), ended)
-        promised(code in (None, found), f"exit status {found}, expected {code}: {end.stderr}")
+        assert code in (None, found), f"exit status {found}, expected {code}: {end.stderr}"
         return end
 
     def newest(self) -> CheckpointReader:
-        """Its newest good checkpoint."""
+        """Return the newest good checkpoint."""
         kept = open_latest(self.out / CHECKPOINTS)
-        if kept is None:
-            raise BrokenPromiseError("there is no checkpoint")
+        assert kept is not None, "there is no checkpoint"
         return kept
 
     def rows(self) -> list[dict[str, Any]]:
-        """The metrics, as far as they are written."""
+        """Return the complete rows of the metrics."""
         whole = (self.out / "metrics.jsonl").read_text().rpartition("\n")[0]
         return [json.loads(row) for row in whole.splitlines()]
 
     def losses(self) -> dict[int, float]:
-        """The loss of each step that is in the metrics."""
-
+        """Return the loss of each step in the metrics."""
         return {row["step"]: row["loss"] for row in self.rows() if "loss" in row}
 
     def stop(self) -> None:

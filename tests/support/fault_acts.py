@@ -1,8 +1,8 @@
-"""Faults that are planted in a rank of a training job, at a step or in a save.
+"""Faults that are planted in one rank of a training job, at a step or during a save.
 
-    python -m warpweave.trials.faulty '{"act": "kill", "rank": 1, "step": 3}' --tp 2 --steps 9 ...
+    python -m faulty '{"act": "kill", "rank": 1, "step": 3}' --tp 2 --steps 9 ...
 
-is ``warpweave train`` with these options, in which rank 1 kills itself when its step 3 begins.
+This is ``warpweave train`` with these options, but rank 1 kills itself when its step 3 begins.
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ from warpweave.train.command import run, train_rank
 from warpweave.train.options import TrainConfig, parse
 from warpweave.train.trainer import Trainer
 
-PLANTED = "planted"  # a file beside the run's folder: seconds since the epoch of the fault
+PLANTED = "planted"  # a file next to the run's folder: when the fault happened, seconds since 1970
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong where.
+    """One fault of one rank. It happens once, and not again after a restart.
 
     Attributes:
         act: one of `ACTS`.
-        rank: the rank that it goes wrong on.
-        step: it happens when this step begins, counted from 0, or when it is saved.
-        at: at the beginning of the step, `delay` seconds into it, or as long into its save.
+        rank: the rank at fault.
+        step: the step, counted from 0, in which it happens.
+        at: when the step begins, `delay` seconds into it, or `delay` seconds into its save.
         delay: in seconds.
-
-    It happens once, and not again in a run that was started again.
     """
 
     act: str
@@ -54,7 +52,7 @@ class Fault:
 
     @property
     def text(self) -> str:
-        """As JSON, which the command takes."""
+        """The JSON that ``python -m faulty`` accepts."""
         return json.dumps(asdict(self))
 
 
@@ -85,7 +83,7 @@ class FaultyTrainer(Trainer):
         return super()._begin(step, *before)
 
     def save(self) -> None:
-        """Save, and have the fault happen meanwhile if it is of a save."""
+        """Save; a fault at "save" happens meanwhile."""
         due = self._is_due(self.step, saving=True)
         super().save()
         if due:
@@ -98,7 +96,7 @@ def faulty_rank(fault: Fault, config: TrainConfig, port: int | None = None) -> i
     return train_rank(config, port, kind=partial(FaultyTrainer, fault))
 
 
-# ---------------------------------------------------------------- what can go wrong
+# ---------------------------------------------------------------- acts
 
 
 def _kill(_: Trainer) -> None:
@@ -124,7 +122,7 @@ def _spin(_: Trainer) -> None:
 
 
 def _hold_the_lock(_: Trainer) -> None:
-    """As a C extension that computes and does not let go of Python's global lock."""
+    """Hold Python's global lock, as a C extension may."""
     ctypes.PyDLL(None).sleep(3600)
 
 
@@ -133,25 +131,25 @@ def _raise(_: Trainer) -> None:
 
 
 def _lag(trainer: Trainer) -> None:
-    """200 ms in each forward from here on."""
+    """Delay each later forward by 200 ms."""
     first = next(trainer.engine.gpt.children())
     first.register_forward_pre_hook(lambda *_: time.sleep(0.2))
 
 
 def _nan(trainer: Trainer) -> None:
-    """Not a number in the output of this rank's last block."""
+    """Make the output of this rank's last block NaN."""
     blocks = [m for m in trainer.engine.gpt.modules() if isinstance(m, TransformerBlock)]
     blocks[-1].register_forward_hook(lambda _module, _inputs, x: x * float("nan"))
 
 
 def _flip(trainer: Trainer) -> None:
-    """One bit of a weight that other ranks hold, too."""
+    """Flip one bit of a replicated weight."""
     norm = next(p for n, p in trainer.engine.gpt.named_parameters() if "norm" in n)
     norm.data.view(torch.int32)[0] ^= 1 << 12
 
 
 def _extra(trainer: Trainer) -> None:
-    """A collective in a forward that the others do not issue."""
+    """Issue a collective in a forward that other ranks do not issue."""
     group = trainer.mesh.group("world")
 
     def issue(*_: Any) -> None:
@@ -169,12 +167,12 @@ ACTS: dict[str, Callable[[Trainer], None]] = {
 
 
 def planted_at(out: Path) -> float | None:
-    """When the fault of the run in `out` happened, in seconds since the epoch; None if not yet."""
+    """Return when the fault of the run in `out` happened, in seconds since 1970, or None."""
     path = out.with_name(PLANTED)
     return float(path.read_text()) if path.exists() else None
 
 
 def main(processes: Processes | None) -> None:
-    """A job with a fault, in `processes` if they were prepared early."""
+    """Run a job with a fault, in `processes` if they were prepared early."""
     fault = Fault(**json.loads(sys.argv[1]))
     run(parse(sys.argv[2:]), processes, as_rank=partial(faulty_rank, fault))
