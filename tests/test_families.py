@@ -17,7 +17,6 @@ from warpweave.parallel.schedule import (
     with_comm,
     with_reduce,
     with_tie,
-    with_unshard,
     with_update,
 )
 from warpweave.parallel.schedule.__main__ import main
@@ -54,7 +53,7 @@ def test_lists_are_complete_and_free_of_deadlock(name: str, p: int):
             assert len(placement(lists)) == p * c
             validate(lists, microbatches=m)
             for passed in (lists, send_first(lists)):
-                whole = with_comm(with_update(with_tie(with_reduce(with_unshard(passed)))))
+                whole = with_comm(with_update(with_tie(with_reduce(passed))))
                 validate(whole, microbatches=m)
                 assert from_csv(to_csv(whole)) == whole
 
@@ -225,13 +224,6 @@ def test_a_cell_begins_when_both_can_and_gives_when_both_have_ended():
 def test_what_is_no_cell_is_refused(text: str, message: str):
     with pytest.raises(ValueError, match=f"^{message}"):
         validate(from_csv(text))
-
-
-def test_a_cell_of_two_stages_needs_a_window_of_two():
-    lists = FAMILIES["dualpipe-v"].make(2, 4, 2)
-    validate(with_unshard(lists, window=2))
-    with pytest.raises(ValueError, match=r"window = 1 stage is too few for 0F3& 3B1, .*\[0, 3\]$"):
-        with_unshard(lists, window=1)
 
 
 # ---------------------------------------------------------------------------------- drawings

@@ -30,7 +30,6 @@ from warpweave.parallel.schedule import (
     with_comm,
     with_reduce,
     with_tie,
-    with_unshard,
     with_update,
 )
 
@@ -129,7 +128,7 @@ SCHEDULES = {
 
 
 def lowered(name: str, p: int, m: int):
-    return with_comm(with_reduce(with_unshard(SCHEDULES[name](p, m), window=0), each=False))
+    return with_comm(with_reduce(SCHEDULES[name](p, m)))
 
 
 # ------------------------------------------------------------------------------- virtual ranks

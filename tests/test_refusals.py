@@ -27,10 +27,8 @@ from warpweave.parallel.pipeline.transport import Distributed, InProcess
 from warpweave.parallel.schedule import gpipe, interleaved, one_f_one_b
 from warpweave.parallel.schedule.actions import (
     REDUCE,
-    RESHARD,
     SEND_F,
     TIE,
-    UNSHARD,
     UPDATE,
     WHOLE,
     Action,
@@ -40,7 +38,7 @@ from warpweave.parallel.schedule.actions import (
     W,
     placement,
 )
-from warpweave.parallel.schedule.passes import split_backward, with_comm, with_unshard
+from warpweave.parallel.schedule.passes import split_backward, with_comm
 from warpweave.parallel.schedule.text import from_csv
 from warpweave.parallel.schedule.validation import validate
 from warpweave.parallel.shard import ParamRecord
@@ -247,10 +245,6 @@ def _replaced(old: str, *new: Action) -> list[list[Action]]:
 SPLIT = [Action(op, 0, 0) for op in (F, I, W)]
 
 
-def _gathered(*actions: Action | str) -> None:
-    validate([[Action(a, 0) if isinstance(a, str) else a for a in actions]])
-
-
 GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
 
 
@@ -262,9 +256,6 @@ GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
         (lambda: interleaved(1, 1, 0), "c >= 1"),
         (lambda: split_backward([ONE], lag=-1), "lag must be >= 0"),
         (lambda: split_backward([ONE]), None),
-        (lambda: with_unshard([ONE], window=-1), "window must be None or >= 0"),
-        (lambda: with_unshard([ONE], window=0), None),
-        (lambda: with_unshard([ONE]), None),
         (lambda: placement([[]]), "stages must be 0 to -1"),
         (lambda: placement([[Action(F, 1, 0)]]), r"found \[1\]"),
         (lambda: placement([[Action(F, 0, 0)], [Action(F, 0, 0)]]), "ranks 0 and 1"),
@@ -302,15 +293,6 @@ GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
         (lambda: _valid(Action(REDUCE, 0), at=1), "not reduced before the end"),
         (lambda: _valid(Action(UPDATE, 0, WHOLE, 1), Action(REDUCE, 0)), "not reduced before UPD"),
         (lambda: _valid(Action(TIE, 0), Action(REDUCE, 0)), "not reduced before TIE"),
-        # parameters that are gathered
-        (lambda: _gathered(UNSHARD, *ONE, RESHARD), None),
-        (lambda: _gathered(*ONE, UNSHARD, RESHARD), "reads parameters that are not gathered"),
-        (lambda: _gathered(UNSHARD, *ONE, RESHARD, Action(UPDATE, 0, WHOLE, 1)), None),
-        (lambda: _gathered(UNSHARD, *ONE, Action(UPDATE, 0, WHOLE, 1), RESHARD), "are gathered"),
-        (lambda: _gathered(UNSHARD, UNSHARD, *ONE, RESHARD), "stage 0 are gathered"),
-        (lambda: _gathered(UNSHARD, *ONE, RESHARD, RESHARD), "stage 0 are not gathered"),
-        (lambda: _gathered(UNSHARD, *ONE), "left gathered at the end"),
-        (lambda: _gathered(UNSHARD, *SPLIT[:2], RESHARD, SPLIT[2]), None),  # a W reads none
         # messages
         (lambda: _valid(lists=CROSSED), None),
         (lambda: _valid(lists=_replaced("0SEND_F0")), "0SEND_F0 occurs 0 times"),
@@ -389,12 +371,6 @@ STALE = from_csv("0F0,0F1,0B0,0UPDATE@1,0B1,0UPDATE@2\n")[0]
         (
             lambda: _ran([Action(F, 0, 0), Action(I, 0, 0), Action(UPDATE, 0, WHOLE, 1)]),
             r"UPDATE@1 while W is owed for micro-batches \[0\]",
-        ),
-        (
-            lambda: _ran(
-                [*TWO[0][:1], *[Action(*a) for a in ((I, 0, 0), (RESHARD, 0), (W, 0, 0))]]
-            ),
-            None,
         ),
         (lambda: _ran([Action(F, 0, 0), Action(I, 0, 0)]), "the list ends while W is owed"),
         (

@@ -1,7 +1,6 @@
 """Schedules as drawings and against torch's, every rule of the validator by its violation."""
 
 from itertools import chain, product
-from random import Random
 
 import pytest
 import torch.distributed.pipelining.schedules as theirs
@@ -26,7 +25,6 @@ from warpweave.parallel.schedule import (
     with_comm,
     with_reduce,
     with_tie,
-    with_unshard,
     with_update,
 )
 from warpweave.parallel.schedule.actions import deps, gives, link, links
@@ -70,8 +68,8 @@ def drawing(lists) -> list[str]:
 
 
 def full(lists):
-    """Everything a synchronous ZeRO-3 step with tied weights does."""
-    return with_comm(with_update(with_tie(with_reduce(with_unshard(lists)))))
+    """Add every pass of a synchronous step with tied weights over data ranks."""
+    return with_comm(with_update(with_tie(with_reduce(lists))))
 
 
 # fmt: off
@@ -193,7 +191,7 @@ def test_torchs_zero_bubble_is_1f1b_without_its_w(p: int, m: int) -> None:
 
 
 def test_torch_reads_our_text_and_we_read_torchs() -> None:
-    ours = with_comm(with_reduce(with_unshard(split_backward(one_f_one_b(3, 4)))))
+    ours = with_comm(with_reduce(split_backward(one_f_one_b(3, 4))))
     text = to_csv(ours)
     parsed = [
         [theirs._Action.from_str(cell) for cell in row.split(",")] for row in text.splitlines()
@@ -273,48 +271,6 @@ def test_with_reduce_once_or_after_each_micro_batch() -> None:
     assert with_reduce(split) == lists_of("0F0 0F1 0I0 0I1 0W0 0W1 0REDUCE")
 
 
-def test_with_unshard_windows() -> None:
-    step = gpipe(1, 2)
-    assert with_unshard(step) == lists_of("0UNSHARD 0F0 0F1 0B0 0B1 0RESHARD")
-    assert with_unshard(step, window=0) == lists_of(
-        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0F1 0RESHARD 0UNSHARD 0B0 0RESHARD 0UNSHARD 0B1 0RESHARD"
-    )
-    assert with_unshard(lists_of("0F0 0I0 0W0"), window=0) == lists_of(
-        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0I0 0RESHARD 0W0"
-    )
-    three = lists_of("0F0 1F0 2F0 2B0 1B0 0B0")
-    assert with_unshard(three, window=2) == lists_of(
-        "0UNSHARD 0F0 1UNSHARD 1F0 0RESHARD 2UNSHARD 2F0 2B0 2RESHARD 1B0 1RESHARD "
-        "0UNSHARD 0B0 0RESHARD"
-    )
-    for window in (None, 0, 1, 2, 3):
-        validate(with_unshard(three, window=window))
-
-
-def _fewest_gathers(read: list[int], window: int) -> int:
-    """Of all ways that keep `window` stages at most, whichever they free for another."""
-    fewest = {frozenset[int](): 0}  # by the stages that are gathered
-    for stage in read:
-        then: dict[frozenset[int], int] = {}
-        for kept, count in fewest.items():
-            frees = kept if len(kept) == window and stage not in kept else (None,)
-            for freed in frees:
-                after = (kept - {freed}) | {stage}
-                then[after] = min(count + (stage not in kept), then.get(after, len(read)))
-        fewest = then
-    return min(fewest.values())
-
-
-@pytest.mark.parametrize("window", [1, 2, 3])
-def test_a_window_gathers_no_stage_more_often_than_it_must(window: int) -> None:
-    draw = Random(window)
-    for _ in range(50):
-        read = [draw.randrange(5) for _ in range(24)]
-        given = [Action("F", stage, mb) for mb, stage in enumerate(read)]
-        [actions] = with_unshard([given], window=window)
-        assert [a.op for a in actions].count("UNSHARD") == _fewest_gathers(read, window), read
-
-
 def test_passes_leave_their_input_alone() -> None:
     lists = one_f_one_b(3, 4)
     before = [list(actions) for actions in lists]
@@ -324,7 +280,7 @@ def test_passes_leave_their_input_alone() -> None:
         lists = one_f_one_b(p, m)
         for changed in (
             split_backward(lists), send_first(lists), with_comm(lists), with_reduce(lists),
-            with_unshard(lists), with_tie(lists), with_update(lists),
+            with_tie(lists), with_update(lists),
         ):  # fmt: skip
             assert not {id(changed), *map(id, changed)} & {id(lists), *map(id, lists)}
 
@@ -383,9 +339,7 @@ SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2))))
         (edit(ZERO, "2TIE"), "stage 2: gradients of 2B0 2B1 are not tied before UPDATE"),
         (swap(VEE, "3W0", "0TIE"), "stage 0: gradients of 3W0 are not tied before UPDATE"),
         (edit(ZERO, "1REDUCE", "1REDUCE", "1TIE"), r"1TIE: only stages \[0, 2\] have a TIE"),
-        (lists_of("0UNSHARD 0F0 0RESHARD 0I0 0W0"), "0I0 reads parameters that are not gathered"),
-        (edit(ZERO, "1RESHARD"), "1UPDATE@1 while the parameters of stage 1 are gathered"),
-        (edit(ZERO, "1F1", "99UNSHARD", "1F1"), "stages must be 0 to 3"),
+        (edit(ZERO, "1F1", "99REDUCE", "1F1"), "stages must be 0 to 3"),
         (edit(gpipe(2, 1), "1B0", "1B0", "1F7"), "stage 0 micro-batch 1 has 0 F, 0 B"),
         (swap(gpipe(2, 2), "0F0", "0B0"), "0B0 comes before 0F0"),
     ],

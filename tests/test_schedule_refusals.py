@@ -29,7 +29,6 @@ from warpweave.parallel.schedule import (
     with_comm,
     with_reduce,
     with_tie,
-    with_unshard,
     with_update,
 )
 from warpweave.parallel.schedule.__main__ import main
@@ -151,27 +150,11 @@ ONE_OF = "needs one F and either one B or one I and one W"
             swap(swap(LONG, "0RECV_B3", "0RECV_B4"), "0B3", "0B4"),
             "link B from rank 1 to 0: message 3 is sent as 1SEND_B3 and received as 1SEND_B4",
         ),
-        # ---- sums over data ranks, gathered parameters
+        # ---- sums over data ranks
         (REDUCED, "stage 0: gradients of 0B0 0B1 are not reduced before the end"),
         (
             edit(REDUCED, "0B0", "0B0", "0REDUCE_GRAD"),
             "stage 0: gradients of 0B1 are not reduced before the end",
-        ),
-        (
-            lists_of("0F0 0B0 0RESHARD"),
-            "rank 0 position 0: 0F0 reads parameters that are not gathered",
-        ),
-        (
-            lists_of("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD"),
-            "rank 0 position 4: 0RESHARD while the parameters of stage 0 are not gathered",
-        ),
-        (
-            lists_of("0UNSHARD 0UNSHARD 0F0 0B0 0RESHARD"),
-            "rank 0 position 1: 0UNSHARD while the parameters of stage 0 are gathered",
-        ),
-        (
-            edit(with_unshard(gpipe(2, 1)), "1RESHARD"),
-            "stage 1 is left gathered at the end, RESHARD is missing",
         ),
         (
             edit(with_tie(VEE), "0B0", "0B0", "3TIE"),
@@ -184,7 +167,7 @@ ONE_OF = "needs one F and either one B or one I and one W"
                 f"rank 0 position 24: 0{op}11{'@1' * (op == 'UPDATE')}: {op} concerns a whole "
                 "stage, its micro-batch must be -1",
             )
-            for op in ("UNSHARD", "RESHARD", "REDUCE", "TIE", "UPDATE")
+            for op in ("REDUCE", "TIE", "UPDATE")
         ],
     ],
 )  # fmt: skip
@@ -260,15 +243,6 @@ def test_splitting_the_backwards_takes_cells_apart() -> None:
     assert split_backward(cell) == lists_of("0F0 0F1 0I0 0W0 0I1 0W1")
 
 
-def test_a_window_too_small_for_a_cell_is_refused() -> None:
-    lists = FAMILIES["dualpipe-v"].make(2, 4, 2)
-    words = "window = 1 stage is too few for 0F3& 3B1, which reads stages [0, 3]"
-    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
-        with_unshard(lists, window=1)
-    with pytest.raises(ValueError, match=r"^window must be None or >= 0 stages, got -1$"):
-        with_unshard(lists, window=-1)
-
-
 @pytest.mark.parametrize("each", [0, -1, 5, 24])
 def test_passes_that_do_not_divide_the_micro_batches_are_refused(each: int) -> None:
     words = f"^12 micro-batches do not divide into passes of {each}$"
@@ -335,7 +309,7 @@ def test_the_command_prints_two_ranks_and_four_micro_batches_by_default(
     ("text", "message"),
     [
         ("\n0F0,0B0", "rank 0: has no action"),  # a blank line in front is a rank
-        ("0F0,0B0\n1UNSHARD,1F0,1B0,1RESHARD", "rank 1: 1UNSHARD is added by whoever runs it"),
+        ("0F0,0B0\n1F0,1B0,1REDUCE_GRAD", "rank 1: 1REDUCE is added by whoever runs it"),
     ],
 )
 def test_a_file_is_refused_for_the_first_wrong_rank(text, message, tmp_path) -> None:

@@ -17,7 +17,6 @@ from warpweave.parallel.schedule import (
     with_comm,
     with_reduce,
     with_tie,
-    with_unshard,
     with_update,
 )
 from warpweave.parallel.schedule.ordering import begun_before
@@ -99,15 +98,13 @@ def test_the_papers_costs_for_1f1b() -> None:
 
 
 def test_collectives_take_the_time_they_are_given() -> None:
-    lists = with_update(with_tie(with_reduce(with_unshard(one_f_one_b(3, 4)))))
+    lists = with_update(with_tie(with_reduce(one_f_one_b(3, 4))))
     free = simulate(lists, {"F": 1, "B": 2})
     assert free.span == (4 + 2) * 3
     paid = simulate(lists, {"F": 1, "B": 2, "REDUCE": 5, "TIE": 2, "UPDATE": 1})
     assert paid.span == free.span + 5 + 2 + 1
     tie = {cell.action.stage: cell for row in paid.cells for cell in row if cell.action.op == "TIE"}
     assert tie[0].start == tie[2].start == free.span + 5
-    gathered = simulate(lists, lambda a: {"F": 1, "B": 2, "UNSHARD": 4}.get(a.op, 0))
-    assert gathered.span == free.span + 4  # all ranks gather at the same time
 
 
 def test_versions_of_synchronous_and_asynchronous_lists() -> None:

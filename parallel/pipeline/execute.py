@@ -31,11 +31,9 @@ from warpweave.parallel.schedule.actions import (
     RECV_B,
     RECV_F,
     REDUCE,
-    RESHARD,
     SEND_F,
     SENDS,
     TIE,
-    UNSHARD,
     UPDATE,
     WHOLE,
     Action,
@@ -236,11 +234,7 @@ def _check_turn(rank: int, action: Action, state: _RankState, rank_of: list[int]
 
 def _run_on_whole(stage: Stage, op: str) -> None:
     """Run an action that concerns a stage and no micro-batch."""
-    if op == UNSHARD:
-        stage.unshard()
-    elif op == RESHARD:
-        stage.reshard()
-    elif op == REDUCE:
+    if op == REDUCE:
         stage.reduce()
     else:
         stage.update()

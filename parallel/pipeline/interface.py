@@ -41,12 +41,6 @@ class Stage(Protocol):
     def backward_weight(self, mb: int) -> None:
         """Compute the deferred weight gradients and add them to the parameters'."""
 
-    def unshard(self) -> None:
-        """All-gather the parameters (ZeRO-3)."""
-
-    def reshard(self) -> None:
-        """Free the gathered parameters."""
-
     def reduce(self) -> None:
         """Sum the accumulated gradients over the data ranks of this stage."""
 

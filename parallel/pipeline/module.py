@@ -154,12 +154,6 @@ class ModuleStage:
                 parameter.grad = copy.grad if total is None else total.add_(copy.grad)
                 copy.grad = None
 
-    def unshard(self) -> None:
-        """Nothing: the parameters are not sharded."""
-
-    def reshard(self) -> None:
-        """Nothing."""
-
     def reduce(self) -> None:
         """All-reduce of every gradient, SUM."""
         if self.group is not None:

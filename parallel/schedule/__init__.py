@@ -33,7 +33,6 @@ from warpweave.parallel.schedule.passes import (
     with_comm,
     with_reduce,
     with_tie,
-    with_unshard,
     with_update,
 )
 from warpweave.parallel.schedule.text import from_csv, to_csv
@@ -70,6 +69,5 @@ __all__ = [
     "with_comm",
     "with_reduce",
     "with_tie",
-    "with_unshard",
     "with_update",
 ]

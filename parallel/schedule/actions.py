@@ -11,7 +11,7 @@ messages:
 A *generator* (`gpipe`, `one_f_one_b`, `interleaved`) makes the list of F and B; naive model
 parallelism is ``gpipe(p, 1)`` and gradient accumulation is ``gpipe(1, m)``. *Passes* are pure
 functions from lists to lists that add what a generator leaves out: sends and receives, ZeRO's
-all-gathers and reductions, the sum of tied weights' gradients, the optimizer step.
+reductions, the sum of tied weights' gradients, the optimizer step.
 
 ===========  ===================================================================================
 ``F``        forward of one micro-batch through one stage
@@ -20,7 +20,6 @@ all-gathers and reductions, the sum of tied weights' gradients, the optimizer st
 ``W``        backward for the weights' gradients, after its ``I`` (zero-bubble, arXiv:2401.10241)
 ``SEND_F``   send the stage's output;           ``RECV_F``  receive the stage's input
 ``SEND_B``   send the input's gradient;         ``RECV_B``  receive the output's gradient
-``UNSHARD``  all-gather parameters (ZeRO-3);    ``RESHARD`` free the gathered parameters
 ``REDUCE``   sum gradients over data ranks;     ``TIE``     sum the gradients of a tied weight
 ``UPDATE``   the optimizer step; its `ver` is the version of the weights that it produces
 ===========  ===================================================================================
@@ -46,13 +45,12 @@ from typing import NamedTuple
 
 F, B, I, W = "F", "B", "I", "W"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
-UNSHARD, RESHARD, REDUCE, TIE, UPDATE = "UNSHARD", "RESHARD", "REDUCE", "TIE", "UPDATE"
+REDUCE, TIE, UPDATE = "REDUCE", "TIE", "UPDATE"
 
 COMPUTE = (F, B, I, W)
 SENDS, RECEIVES = (SEND_F, SEND_B), (RECV_F, RECV_B)
 WHOLE = -1  # the micro-batch of an action that concerns the stage and no micro-batch
 
-READS = (F, B, I)  # need the parameters; W needs only activations and their gradients
 FINISHES = (B, W)  # complete a micro-batch's gradient
 MATCHING = {SEND_F: RECV_F, SEND_B: RECV_B, RECV_F: SEND_F, RECV_B: SEND_B}
 AFTER = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}  # the peer's stage minus this one
@@ -116,7 +114,7 @@ def deps(action: Action, stages: int, rank_of: Sequence[int] | None = None) -> t
         return (Action(F, s, i),)
     if op in RECEIVES:
         return (Action(MATCHING[op], s + AFTER[op], i),)
-    if op in (UNSHARD, RESHARD, REDUCE, TIE, UPDATE):
+    if op in (REDUCE, TIE, UPDATE):
         return ()  # ordered by their position in the list alone
     raise ValueError(f"unknown op {op!r} of stage {s} micro-batch {i}")
 

@@ -16,19 +16,16 @@ collectives, the tie of first and last stage, and the optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from warpweave.parallel.schedule.actions import (
     FINISHES,
-    READS,
     RECV_B,
     RECV_F,
     REDUCE,
-    RESHARD,
     SEND_B,
     SEND_F,
     TIE,
-    UNSHARD,
     UPDATE,
     WHOLE,
     Action,
@@ -144,48 +141,6 @@ def with_reduce(lists: Schedule, *, each: bool = False) -> Schedule:
         _insert(actions, REDUCE, lambda a, last: a.op in FINISHES and (each or last), FINISHES)
         for actions in lists
     ]
-
-
-def with_unshard(lists: Schedule, *, window: int | None = None) -> Schedule:
-    """Adds ZeRO-3's all-gathers: UNSHARD before a stage's parameters are read, RESHARD after.
-
-    `window=None` keeps a stage gathered from its first use to its last (one all-gather per step);
-    k >= 1 keeps at most k stages per rank gathered, and frees the one whose next use is furthest in
-    the future; 0 gathers for each F, B and I (2m all-gathers per stage, the least memory). W reads
-    no parameters and needs no all-gather.
-    """
-    if window is not None and window < 0:
-        raise ValueError(f"window must be None or >= 0 stages, got {window}")
-    return [list(_gathered(list(cells(actions)), window)) for actions in lists]
-
-
-def _gathered(units: list[tuple[Action, ...]], window: int | None) -> Iterator[Action]:
-    """A rank's list, in units, with its UNSHARD and RESHARD."""
-    reads = [list(dict.fromkeys(a.stage for a in unit if a.op in READS)) for unit in units]
-    last = {stage: index for index, own in enumerate(reads) for stage in own}
-    resident: list[int] = []
-    for index, unit in enumerate(units):
-        for stage in reads[index]:
-            if stage in resident:
-                continue
-            if window and len(resident) == window:
-                idle = [s for s in resident if s not in reads[index]]
-                if not idle:
-                    raise ValueError(
-                        f"window = {window} stage is too few for {' '.join(map(str, unit))}, "
-                        f"which reads stages {reads[index]}"
-                    )
-                later = {s: k for k in reversed(range(index, len(units))) for s in reads[k]}
-                furthest = max(idle, key=lambda s: later[s])
-                resident.remove(furthest)
-                yield Action(RESHARD, furthest)
-            resident.append(stage)
-            yield Action(UNSHARD, stage)
-        yield from unit
-        for stage in reads[index]:
-            if window == 0 or index == last[stage]:
-                resident.remove(stage)
-                yield Action(RESHARD, stage)
 
 
 def with_tie(lists: Schedule) -> Schedule:

@@ -10,10 +10,8 @@ from warpweave.parallel.schedule.actions import (
     COMPUTE,
     RECEIVES,
     REDUCE,
-    RESHARD,
     SENDS,
     TIE,
-    UNSHARD,
     UPDATE,
     WHOLE,
     Action,
@@ -21,7 +19,7 @@ from warpweave.parallel.schedule.actions import (
     cells,
 )
 
-_OPS = (*COMPUTE, *SENDS, *RECEIVES, UNSHARD, RESHARD, REDUCE, TIE, UPDATE)
+_OPS = (*COMPUTE, *SENDS, *RECEIVES, REDUCE, TIE, UPDATE)
 
 _TORCH_NAME = {REDUCE: "REDUCE_GRAD"}
 _OUR_NAME = {theirs: ours for ours, theirs in _TORCH_NAME.items()}

@@ -11,15 +11,12 @@ from warpweave.parallel.schedule.actions import (
     COMPUTE,
     FINISHES,
     MATCHING,
-    READS,
     RECEIVES,
     REDUCE,
-    RESHARD,
     SEND_B,
     SEND_F,
     SENDS,
     TIE,
-    UNSHARD,
     UPDATE,
     WHOLE,
     Action,
@@ -57,8 +54,7 @@ def validate(
       before it, and no gradient comes after the last. All stages have equally many UPDATEs.
     * After `with_comm` every activation or gradient that crosses ranks has one send and one
       receive, in the same order on each link.
-    * If there is any REDUCE, every gradient is reduced before TIE, UPDATE or the end. If there is
-      any UNSHARD, parameters are gathered when read, not gathered twice, and freed. If there is a
+    * If there is any REDUCE, every gradient is reduced before TIE, UPDATE or the end. If there is a
       TIE, both ends have it, after REDUCE and before UPDATE.
     * No rank holds more than `activations`, if given: one from each F to its B or W.
     * No deadlock (`order`).
@@ -97,8 +93,6 @@ def _validate(
         _check_versions(s, actions, staleness)
         if REDUCE in ops:
             _check_collected(s, actions, REDUCE, (TIE, UPDATE), "are not reduced before")
-        if UNSHARD in ops or RESHARD in ops:
-            _check_gathered(s, actions)
     if TIE in ops:
         _check_tied(lists, rank_of)
     updates = [sum(a.op == UPDATE for a in actions) for actions in per_stage]
@@ -203,20 +197,6 @@ def _check_collected(
             raise ValueError(
                 f"stage {s}: gradients of {' '.join(map(str, waiting))} {words} {a.op}"
             )
-
-
-def _check_gathered(s: int, actions: list[Action]) -> None:
-    gathered = False
-    for a in actions:
-        if a.op in READS and not gathered:
-            raise _WrongError(a, " reads parameters that are not gathered")
-        if a.op in (UPDATE, UNSHARD) and gathered:
-            raise _WrongError(a, f" while the parameters of stage {s} are gathered")
-        if a.op == RESHARD and not gathered:
-            raise _WrongError(a, f" while the parameters of stage {s} are not gathered")
-        gathered = {UNSHARD: True, RESHARD: False}.get(a.op, gathered)
-    if gathered:
-        raise ValueError(f"stage {s} is left gathered at the end, RESHARD is missing")
 
 
 def _check_tied(lists: Schedule, rank_of: list[int]) -> None:

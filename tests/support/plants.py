@@ -1,6 +1,6 @@
 """Faults planted in what runs: an attribute of a module, class or object is replaced.
 
-`faults.py` beside this file has those that are planted in the text of the sources.
+A fault lasts as long as the context that plants it.
 """
 
 from __future__ import annotations
