@@ -120,3 +120,49 @@ def test_a_declared_gpt_lists_what_it_sends_and_has_one_ranks_loss():
     assert "blocks.1.mlp.down()             [4/dp, 16, 32] {partial tp}" in printed
     assert re.search(r"forward   tp     all_reduce +1 +8192  blocks.0.attention\n", printed)
     assert difference < 1e-12
+
+
+def _own(program: str, *arguments: str) -> None:
+    runpy.run_path(str(EXAMPLES / program))["main"](*arguments)
+
+
+def _pipeline(port: int) -> None:
+    _own("own_pipeline.py")
+
+
+def test_own_modules_train_as_a_pipeline(tmp_path):
+    launch(_pipeline, (), Mesh(pp=2), processes=QuickProcesses(tmp_path))
+    printed = (tmp_path / "stdout").read_text()
+    losses = re.findall(r"(1f1b|zb-v): loss ([\d.]+) -> ([\d.]+)", printed)
+    assert [name for name, _, _ in losses] == ["1f1b", "zb-v"]
+    assert all(float(last) < float(first) / 2 for _, first, last in losses)
+
+
+def _zero(folder: str, port: int) -> None:
+    _own("own_zero.py", folder)
+
+
+def test_own_model_trains_with_zero_3_and_loads_its_checkpoint(tmp_path):
+    launch(_zero, (str(tmp_path / "ckpt"),), Mesh(dp=2), processes=QuickProcesses(tmp_path))
+    assert (tmp_path / "stdout").read_text().count("loaded outputs differ by 0.0\n") == 2
+
+
+def _proof(port: int) -> None:
+    _own("own_pipeline_zero.py")
+
+
+def test_own_pipeline_with_zero_3_equals_one_device(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    launch(_proof, (), Mesh(pp=2, dp=2), processes=QuickProcesses(tmp_path))
+    assert (tmp_path / "stdout").read_text().count("differ from one device's") == 4
+
+
+def _ring(port: int) -> None:
+    _own("ring_documents.py")
+
+
+def test_ring_attention_of_documents_equals_one_device(tmp_path):
+    launch(_ring, (), Mesh(cp=2), processes=QuickProcesses(tmp_path))
+    differences = re.findall(r"differ by at most (\S+)", (tmp_path / "stdout").read_text())
+    assert len(differences) == 2
+    assert all(float(difference) < 1e-11 for difference in differences)

@@ -17,7 +17,7 @@ ROOMS = {
         ("kernels",),
         ("parallel",),
         ("cli", "layers"),
-        ("checkpoint", "compat", "data", "hf", "launch", "model"),
+        ("checkpoint", "compat", "data", "hf", "launch", "model", "wrap"),
         ("__main__", "convert"),
         ("plan",),
         ("train",),
@@ -60,6 +60,7 @@ ROOMS = {
         ("command",),
         ("elastic",),
     ),
+    "warpweave.wrap": (("units",), ("pipeline", "zero")),
     "warpweave.machine": (("collectives", "tune"), ("doctor",)),
     "warpweave.kernels": (
         ("reference", "cost", "devices", "rope_scaling", "words"),

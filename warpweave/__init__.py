@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from warpweave.model.generate import Sampling, generate
     from warpweave.model.gpt import GPT
     from warpweave.parallel.mesh import Mesh
+    from warpweave.wrap import Pipeline, Zero
 
 __version__ = "0.2.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "LayerNorm",
     "Mesh",
     "ParallelPlan",
+    "Pipeline",
     "PositionEmbedding",
     "RMSNorm",
     "RowParallelLinear",
@@ -56,6 +58,7 @@ __all__ = [
     "TransformerBlock",
     "VocabParallelEmbedding",
     "VocabParallelLinearCrossEntropy",
+    "Zero",
     "__version__",
     "explain_sharding",
     "generate",
@@ -79,6 +82,7 @@ _MODULES = {
     "model.generate": ("Sampling", "generate"),
     "model.gpt": ("GPT",),
     "parallel.mesh": ("Mesh",),
+    "wrap": ("Pipeline", "Zero"),
 }
 # Where kernels are, for the message of an AttributeError.
 _ELSEWHERE = {

@@ -40,6 +40,7 @@ class ZeroOptimizer:
         clip: largest global gradient norm; None for no clipping.
         loss_scale: for fp16; the backward pass must start from its value as the loss's gradient.
         impl: "triton", "torch" or None, as for the kernels; of the norm.
+        divisor: gradients are divided by it, for a mean over data ranks of summed gradients.
         apart: each pipeline stage has steps of its own (asynchronous schedules): the norm, and with
             it whether a step changes nothing, is that of the stage.
 
@@ -55,13 +56,14 @@ class ZeroOptimizer:
         clip: float | None = 1.0,
         loss_scale: LossScale | None = None,
         impl: str | None = None,
+        divisor: int = 1,
         apart: bool = False,
     ) -> None:
         if clip is not None and not clip > 0:
             raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
         self.units, self.mesh, self.rule, self.clip = units, mesh, rule, clip
         self.ordered = any(isinstance(u.gradients, OrderedGradients) for u in units)
-        self.loss_scale, self.impl = loss_scale, impl
+        self.loss_scale, self.impl, self.divisor = loss_scale, impl, divisor
         rest = {*rule.moments} - {*rule.matrix_moments}
         for unit in units:
             unit.state.add_moments(rule.moments, rest)
@@ -135,6 +137,7 @@ class ZeroOptimizer:
                 if group is not None:
                     dist.all_reduce(total, group=group)
             norm = total.sqrt()
+        norm = norm if self.divisor == 1 else norm / self.divisor
         return norm / self.loss_scale.value if self.loss_scale is not None else norm
 
     @torch.no_grad()
@@ -151,6 +154,8 @@ class ZeroOptimizer:
         scale = torch.ones_like(norm)
         if self.clip is not None:
             scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        if self.divisor != 1:
+            scale = scale / self.divisor
         if self.loss_scale is not None:
             scale = scale / self.loss_scale.value
         directions = self._directions(scale, skip)

@@ -135,12 +135,6 @@ class EngineStage(ChainStage):
         """(shape, dtype, device) of a pipeline message: one micro-batch's residual stream."""
         return self.message
 
-    def unshard(self) -> None:
-        """Nothing: the chain all-gathers unit by unit, just ahead of use."""
-
-    def reshard(self) -> None:
-        """Nothing, likewise."""
-
     def tie(self) -> Tensor | None:
         """The reduced gradient of the tied embedding, to which the other end's is added.
 

@@ -1,0 +1,263 @@
+"""Pipelines and ZeRO for modules of one's own compute what one plain device computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from warpweave import Mesh, Pipeline, Zero
+from warpweave.checkpoint import open_checkpoint, save_checkpoint
+from warpweave.parallel.data.optimizer import AdamW
+
+WIDTH, BATCH, STEPS, LR = 6, 8, 3, 0.05
+RULE: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+class Block(nn.Module):
+    """A residual block with a norm, a bias, and a parameter that is a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH + 1)
+        self.down = nn.Linear(2 * WIDTH + 1, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head, which share a weight; one block runs twice."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.recompute = recompute
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in (*self.layers, self.layers[1]):
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+        return self.head(self.norm(x))
+
+
+def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return make()
+
+
+def stages(count: int, frozen: bool = False) -> list[nn.Module]:
+    """Stages of one, two, and more blocks, in float64."""
+    made: list[nn.Module] = [
+        nn.Sequential(*(Block() for _ in range(1 + s % 2))) if s % 3 else Block()
+        for s in range(count)
+    ]
+    if frozen:
+        for module in made:
+            next(module.parameters()).requires_grad_(False)
+    return [module.double() for module in made]
+
+
+def loss_of(y: Tensor, targets: Tensor) -> Tensor:
+    return (y - targets).square().mean()
+
+
+def batches(replicas: int = 1) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    shape = STEPS, replicas * BATCH, 3, WIDTH
+    return list(zip(*torch.randn(2, *shape, dtype=torch.float64)))
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    """torch's AdamW, with decay on matrices alone."""
+    params = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2]},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=LR, **RULE)
+
+
+def trained(module: nn.Module, data: list, clip: float | None = None) -> dict[str, Any]:
+    """Train a module on one plain device; losses, norms, and weights."""
+    module, found = copy.deepcopy(module), {"losses": [], "norms": []}
+    optimizer = optimizer_of(module)
+    for inputs, targets in data:
+        loss = loss_of(module(inputs), targets)
+        loss.backward()
+        norm = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(loss.item())
+        found["norms"].append(norm.item())
+    with torch.no_grad():
+        found["evaluated"] = float(loss_of(module(data[0][0]), data[0][1]))
+    return found | {"weights": {n: p.detach() for n, p in module.named_parameters()}}
+
+
+def own_part(mesh, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    at, of = mesh.index("dp"), mesh.size("dp")
+    return inputs.chunk(of)[at], targets.chunk(of)[at]
+
+
+def gathered(sharded: Any) -> dict[str, Tensor]:
+    """Every tensor that any rank would write."""
+    import torch.distributed as dist
+
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, dict(sharded.tensors()))
+    names = [name for held in every for name in held]
+    assert len(names) == len({*names})  # one writer for each
+    return {name: x for held in every for name, x in held.items()}
+
+
+# ---------------------------------------------------------------- pipelines
+
+
+def _pipeline(rank: int, sizes: dict, count: int, options: dict, clip, frozen) -> dict[str, Any]:
+    mesh = Mesh(**sizes).connect()
+    modules = seeded(lambda: stages(count, frozen), mesh.index("dp"))  # replica 0's count
+    pipeline = Pipeline(modules, mesh, loss=loss_of, rule=AdamW(**RULE), clip=clip, **options)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for inputs, targets in batches(mesh.size("dp")):
+        result = pipeline.step(*own_part(mesh, inputs, targets), lr=LR)
+        found["losses"].append(float(result.loss))
+        found["norms"].append(float(result.norm))
+    first = own_part(mesh, *batches(mesh.size("dp"))[0])
+    found["evaluated"] = float(pipeline.evaluate(*first))
+    return found | {"weights": gathered(pipeline)}
+
+
+PIPELINES = [
+    ({"pp": 1}, 3, {"schedule": "interleaved", "microbatches": 2}),
+    ({"pp": 2}, 2, {"schedule": "gpipe", "microbatches": 4}),
+    ({"pp": 2}, 2, {"schedule": "1f1b", "microbatches": 8, "recompute": True}),
+    ({"pp": 2}, 4, {"schedule": "interleaved", "microbatches": 4}),
+    ({"pp": 2}, 2, {"schedule": "zb-h1", "microbatches": 4}),
+    ({"pp": 2}, 4, {"schedule": "zb-v", "microbatches": 4}),
+    ({"pp": 3}, 3, {"schedule": "1f1b", "microbatches": 4}),
+    *(({"pp": 2, "dp": 2}, 4, {"schedule": "interleaved", "microbatches": 2, "zero": zero})
+      for zero in range(4)),
+    ({"pp": 2, "dp": 2}, 2, {"schedule": "zb-h1", "microbatches": 4, "zero": 3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "count", "options"), PIPELINES)
+def test_pipeline_trains_as_one_plain_device(sizes, count, options):
+    clip, frozen = (0.5, True) if options.get("zero") == 2 else (None, False)
+    plain = nn.Sequential(*seeded(lambda: stages(count, frozen)))
+    wanted = trained(plain, batches(sizes.get("dp", 1)), clip)
+    ranks = sizes["pp"] * sizes.get("dp", 1)
+    for found in run_ranks(ranks, _pipeline, sizes, count, options, clip, frozen):
+        for kind in ("losses", "norms", "evaluated"):
+            torch.testing.assert_close(found[kind], wanted[kind], rtol=1e-10, atol=0)
+        trainable = {n: p for n, p in wanted["weights"].items() if n in found["weights"]}
+        assert len(trainable) == sum(p.requires_grad for p in plain.parameters())
+        for name, weight in trainable.items():
+            torch.testing.assert_close(found["weights"][name], weight, rtol=1e-9, atol=1e-12)
+
+
+def test_pipeline_refuses_what_does_not_fit():
+    tied = stages(2)
+    tied[1].add_module("tied", tied[0])
+    one, batch = Mesh().seen_from(0), torch.zeros(6, WIDTH, dtype=torch.float64)
+    for modules, options, message in (
+        (tied, {}, r"stage 1 shares \S+ with stage 0"),
+        ([], {}, r"modules \(0\) must be divisible by pp = 1"),
+        (stages(1), {"schedule": "pipedream"}, "pipedream updates weights within a step"),
+        (stages(3), {"schedule": "1f1b"}, "has chunks = 1 stages per rank, got 3"),
+        ([nn.Identity()], {}, "has no parameter that requires a gradient"),
+        ([Block().to("meta")], {}, "is on the meta device"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Pipeline(modules, one, loss=loss_of, **{"schedule": "interleaved", **options})
+    pipeline = Pipeline(stages(1), one, loss=loss_of, microbatches=4)
+    with pytest.raises(ValueError, match=r"divisible by microbatches = 4"):
+        pipeline.step(batch, batch, lr=LR)
+    pipeline.step(batch[:4], batch[:4], lr=LR)
+    with pytest.raises(ValueError, match=r"expected micro-batches of shape \(1, 6\), .* \(1, 5\)"):
+        pipeline.step(batch[:4, :5], batch[:4], lr=LR)
+
+
+# ---------------------------------------------------------------- ZeRO
+
+
+def ids(replicas: int) -> list[Tensor]:
+    torch.manual_seed(1)
+    return list(torch.randint(0, 11, (STEPS, 2, replicas * 4, 5)))
+
+
+def model_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _zero(rank: int, sizes: dict, stage: int, recompute: bool, microbatches: int, folder: str):
+    mesh = Mesh(**sizes).connect()
+    model = seeded(lambda: Model(recompute), rank).double()
+    zero = Zero(model, mesh, stage=stage, rule=AdamW(**RULE), clip=0.5, microbatches=microbatches)
+    norms, evaluated = [], []
+    for tokens in ids(mesh.size("dp")):
+        for part in tokens[:microbatches]:
+            loss = model_loss(model, part.chunk(mesh.size("dp"))[mesh.index("dp")])
+            (loss / microbatches).backward()
+        norms.append(zero.step(LR).item())
+        with torch.no_grad():
+            evaluated.append(model_loss(model, tokens[0]).item())
+    held = sum(u.parameters.flat.untyped_storage().nbytes() for u in zero.units)
+    weights = gathered(zero)
+    save_checkpoint(
+        folder, STEPS, zero.tensors(), config={}, state=zero.state(), group=mesh.group("world")
+    )
+    other = Zero(seeded(lambda: Model(), 9).double(), mesh, stage=(stage + 2) % 4)
+    saved = open_checkpoint(f"{folder}/step_{STEPS:08d}")
+    other.load(saved.tensor)
+    other.load_state(saved.state)
+    again = gathered(other)
+    assert other.state() == zero.state() == {"count": float(STEPS)}
+    assert weights.keys() == again.keys()
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    return {"norms": norms, "evaluated": evaluated, "weights": weights, "held": held}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("sizes", "recompute", "microbatches"),
+    [
+        ({}, True, 2),
+        ({"dp": 2}, False, 1),
+        ({"dp": 2}, True, 2),
+        ({"dp": 4, "dp_shard": 2}, False, 2),
+    ],
+)
+def test_zero_trains_as_one_plain_device(tmp_path, sizes, recompute, microbatches, stage):
+    replicas = sizes.get("dp", 1)
+    plain = seeded(Model, 0).double()
+    optimizer, norms, evaluated = optimizer_of(plain), [], []
+    for tokens in ids(replicas):
+        for part in tokens[:microbatches]:
+            (model_loss(plain, part) / microbatches).backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            evaluated.append(model_loss(plain, tokens[0]).item())
+    weights = {name: p.detach() for name, p in plain.named_parameters()}
+    for found in run_ranks(replicas, _zero, sizes, stage, recompute, microbatches, str(tmp_path)):
+        torch.testing.assert_close(found["norms"], norms, rtol=1e-10, atol=0)
+        torch.testing.assert_close(found["evaluated"], evaluated, rtol=1e-10, atol=0)
+        assert len(found["weights"]) == 3 * len(weights)  # and two moments
+        for name, weight in weights.items():
+            torch.testing.assert_close(found["weights"][name], weight, rtol=1e-9, atol=1e-12)
+        assert (found["held"] == 0) == (stage == 3 and replicas > 1)  # gathered parameters

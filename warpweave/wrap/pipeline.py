@@ -1,0 +1,320 @@
+"""A pipeline of modules of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from warpweave.layers.modes import in_mode
+from warpweave.layers.records import collect_records
+from warpweave.parallel import schedule as schedules
+from warpweave.parallel.data.optimizer import AdamW, Rule
+from warpweave.parallel.exchange import exchange
+from warpweave.parallel.mesh import ConnectedMesh
+from warpweave.parallel.pipeline import Distributed, Like, execute
+from warpweave.parallel.pipeline.losses import LOSS, Output, add_losses, split_losses
+from warpweave.parallel.pipeline.stage import ChainStage, Segment
+from warpweave.wrap.units import Sharded, device_of, units_of
+
+
+class PipelineResult(NamedTuple):
+    """The result of a step, the same on every rank.
+
+    Attributes:
+        loss: 0-dim, the mean over micro-batches and data ranks, auxiliary losses included.
+        norm: 0-dim, the global gradient norm before clipping.
+    """
+
+    loss: Tensor
+    norm: Tensor
+
+
+class _Batch(NamedTuple):
+    """The data of one micro-batch."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class _Stage(ChainStage):
+    """A chain whose message is known from the first step on."""
+
+    def __init__(self, segments: Sequence[Segment], arrive: Callable[[], None]) -> None:
+        super().__init__(segments)
+        self.message: Like | None = None
+        self._arrive = arrive
+
+    def input_like(self, mb: int) -> Like:
+        """Return (shape, dtype, device) of the activation that the stage receives."""
+        assert self.message is not None
+        return self.message
+
+    def tie(self) -> Tensor | None:
+        """Return None: stages share no parameter."""
+        return None
+
+    def update(self) -> None:
+        """Report that this stage's gradients are complete."""
+        self._arrive()
+        self.updated()
+
+
+class Pipeline(Sharded):
+    """Modules as pipeline stages, trained under any synchronous schedule and ZeRO stage.
+
+    Stage i runs ``modules[i]``. The schedule places pp * c stages on pp ranks: ``interleaved`` puts
+    stages r, r + pp, ... on rank r, ``zb-v`` and ``dualpipe-v`` fold the stages into a V. The
+    children of an `nn.Sequential` are gathered, recomputed, and reduced one by one; any other
+    module is one block.
+
+    Args:
+        modules: the stages, each x -> y, or x -> (y, losses) with auxiliary losses by name. Build
+            all of them on every rank, on the rank's device; those of other ranks are not kept.
+        mesh: the connected mesh, such as ``Mesh(pp=2, dp=2).connect()``. Tensor-parallel layers of
+            `warpweave.layers` may be in the modules.
+        loss: (output of the last stage, targets) -> 0-dim mean over a micro-batch.
+        schedule: a name of ``warpweave train --schedule`` ("gpipe", "1f1b", "interleaved",
+            "zb-h1", ...), or a file in torch's notation.
+        microbatches: the number of micro-batches in a step.
+        zero: the ZeRO stage, 0 to 3, over the data ranks.
+        rule: the optimizer's arithmetic, by default ``AdamW()``.
+        clip: the largest global gradient norm, or None.
+        recompute: keep only the inputs of blocks, and compute the blocks again in backward.
+        timeout: seconds that a message between stages may take.
+
+    Parameters start with the values of the first data rank. Building a pipeline is collective over
+    all ranks of the mesh.
+
+    Raises:
+        ValueError: the schedule is asynchronous or does not fit the stages and micro-batches, two
+            stages share a parameter, or a rank has nothing to train.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        mesh: ConnectedMesh,
+        *,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        schedule: str = "1f1b",
+        microbatches: int = 1,
+        zero: int = 0,
+        rule: Rule | None = None,
+        clip: float | None = None,
+        recompute: bool = False,
+        timeout: float = 300.0,
+    ) -> None:
+        self.microbatches, self._loss = microbatches, loss
+        self._lists = _lists_of(schedule, len(modules), mesh.size("pp"), microbatches)
+        self._rank_of = schedules.placement(self._lists)
+        _check_apart(modules)
+        own = {s: modules[s] for s, rank in enumerate(self._rank_of) if rank == mesh.index("pp")}
+        self.device = device_of(next(iter(own.values())))
+        self.stages: dict[int, _Stage] = {}
+        for stage, module in own.items():
+            segments = self._segments(stage, module, len(modules), mesh, zero, recompute)
+            self.stages[stage] = _Stage(segments, self._arrive)
+        self.modules = nn.ModuleDict({str(stage): module for stage, module in own.items()})
+        units = (unit for stage in self.stages.values() for unit in stage.units)
+        super().__init__(units, mesh, rule or AdamW(), clip)
+        self._guard(self.modules)
+        self._transport = Distributed(
+            self._lists, mesh.group("pp"), device=self.device, timeout=timeout
+        )
+        self._shape: torch.Size | None = None  # of a micro-batch's inputs
+
+    def _segments(
+        self,
+        stage: int,
+        module: nn.Module,
+        stages: int,
+        mesh: ConnectedMesh,
+        zero: int,
+        recompute: bool,
+    ) -> list[Segment]:
+        """Return the chain of a stage: one segment for each block."""
+        sequential = type(module) is nn.Sequential and len(module) > 0
+        blocks = dict(module.named_children()) if sequential else {"": module}
+        segments = []
+        for name, block in blocks.items():
+            path = f"{stage}.{name}" if name else str(stage)
+            records = collect_records(block, prefix=path)
+            named = [(records[n], p) for n, p in block.named_parameters(prefix=path)]
+            first = stage == 0 and not segments
+            last = stage == stages - 1 and len(segments) == len(blocks) - 1
+            run = partial(self._run, block, first, last)
+            segments.append(Segment(path, run, units_of(path, named, mesh, zero), recompute))
+        return segments
+
+    def _run(
+        self, block: nn.Module, first: bool, last: bool, x: Tensor | None, batch: _Batch
+    ) -> Output:
+        """Run a block: the first of all reads the inputs, the last of all returns the loss."""
+        y, losses = split_losses(block(batch.inputs if first else x))
+        if not last:
+            return y, losses
+        total = {LOSS: self._loss(y, batch.targets).to(self._wide)}
+        add_losses(total, losses)
+        return None, total
+
+    # ------------------------------------------------------------------ training
+
+    def step(self, inputs: Tensor, targets: Tensor, *, lr: float) -> PipelineResult:
+        """Train on one batch and update the parameters.
+
+        Args:
+            inputs: [batch, ...], this data rank's part of the batch, the same on all pipeline and
+                tensor ranks; cut along dim 0 into micro-batches.
+            targets: [batch, ...], likewise.
+            lr: the learning rate.
+
+        Raises:
+            ValueError: the batch is not divisible into micro-batches of the shape of the first
+                step.
+        """
+        batches = self._cut(inputs, targets)
+        if self._shape is None:
+            self._find_messages(batches[0])
+        for unit in self.units:
+            unit.gradients.clear()
+        share = self.microbatches * self.mesh.size("data")
+        seed = torch.full((), 1 / share, dtype=self._wide, device=self.device)
+        for stage in self.stages.values():
+            stage.begin(batches, seed)
+        self._missing, self._lr = len(self.stages), lr
+        execute(self._lists, self.stages, self._transport)
+        found = (of for stage in self.stages.values() for of in stage.losses.values())
+        losses = [loss for of in found for loss in of.values()]
+        return PipelineResult(self._mean(losses), self._norm)
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of a batch without training, as `step` divides it; 0-dim."""
+        batches = self._cut(inputs, targets)
+        if self._shape is None:
+            self._find_messages(batches[0])
+        losses = []
+        with in_mode(self.modules, training=False):
+            for batch in batches:
+                x = None
+                for number, stage in self.stages.items():
+                    x = self._receive(number, x)
+                    x, found = stage.evaluate(x, batch)
+                    losses += found.values()
+                    self._send(number, x)
+        return self._mean(losses)
+
+    def _arrive(self) -> None:
+        """Update the parameters once the gradients of all stages of this rank are complete."""
+        self._missing -= 1
+        if not self._missing:
+            self.optimizer.sum_partials()
+            self._norm = self.optimizer.step(self._lr)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return self.units[0].gradients.flat.dtype
+
+    def _mean(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return the mean over micro-batches and data ranks, summed over stages, on every rank."""
+        total = torch.zeros((), dtype=self._wide, device=self.device)
+        for loss in losses:
+            total += loss
+        total /= self.microbatches * self.mesh.size("data")
+        for axis in ("data", "pp"):
+            group = self.mesh.group(axis)
+            if group is not None:
+                dist.all_reduce(total, group=group)
+        return total
+
+    def _cut(self, inputs: Tensor, targets: Tensor) -> list[_Batch]:
+        m = self.microbatches
+        if len(inputs) != len(targets) or not len(inputs) or len(inputs) % m:
+            raise ValueError(
+                f"inputs ({len(inputs)}) and targets ({len(targets)}) must have one length along "
+                f"dim 0 that is divisible by microbatches = {m}"
+            )
+        batches = [_Batch(*pair) for pair in zip(inputs.chunk(m), targets.chunk(m), strict=True)]
+        if self._shape not in (None, batches[0].inputs.shape):
+            raise ValueError(
+                f"expected micro-batches of shape {tuple(self._shape)}, as in the first step, got "
+                f"{tuple(batches[0].inputs.shape)}"
+            )
+        return batches
+
+    # ------------------------------------------------------------------ messages
+
+    def _find_messages(self, batch: _Batch) -> None:
+        """Find the shape of each stage's input: run the stages in order, on zeros, in evaluation
+        mode. Collective over the pipeline ranks."""
+        devices = [self.device.index] if self.device.type == "cuda" else []
+        like: Like | None = None
+        with in_mode(self.modules, training=False), torch.random.fork_rng(devices):
+            for number, rank in enumerate(self._rank_of):
+                made = None
+                if number in self.stages:
+                    stage = self.stages[number]
+                    stage.message = like
+                    shape, dtype, device = like or ((), torch.float32, self.device)
+                    x = torch.zeros(shape, dtype=dtype, device=device) if number else None
+                    y, _ = stage.evaluate(x, batch)
+                    if y is not None:
+                        made = [*y.shape], str(y.dtype).removeprefix("torch.")
+                made = exchange(made, self.mesh.group("pp"))[rank]
+                if made is not None:
+                    like = tuple(made[0]), getattr(torch, made[1]), self.device
+        self._shape = batch.inputs.shape
+
+    def _receive(self, number: int, x: Tensor | None) -> Tensor | None:
+        """Return the input of a stage, from the rank of the stage before."""
+        if not number or self._rank_of[number - 1] == self._rank_of[number]:
+            return x
+        shape, dtype, device = self.stages[number].input_like(0)
+        x = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(x, group_src=self._rank_of[number - 1], group=self.mesh.group("pp"))
+        return x
+
+    def _send(self, number: int, x: Tensor | None) -> None:
+        """Send the output of a stage to the rank of the next one."""
+        following = number + 1
+        if following < len(self._rank_of) and self._rank_of[following] != self._rank_of[number]:
+            assert x is not None
+            dist.send(
+                x.contiguous(), group_dst=self._rank_of[following], group=self.mesh.group("pp")
+            )
+
+
+def _lists_of(name: str, stages: int, ranks: int, microbatches: int) -> schedules.Schedule:
+    """Return the lists of a step, with reductions, messages, and updates.
+
+    Raises:
+        ValueError: no such schedule, an asynchronous one, or one that does not fit.
+    """
+    if not stages or stages % ranks:
+        raise ValueError(f"modules ({stages}) must be divisible by pp = {ranks}, and not empty")
+    family = schedules.find_family(name)
+    if family.asynchronous:
+        raise ValueError(
+            f"schedule {name} updates weights within a step, which only Engine supports: choose a "
+            "synchronous schedule"
+        )
+    lists = family.make(ranks, microbatches, stages // ranks)
+    lists = schedules.with_update(schedules.with_reduce(schedules.with_comm(lists)))
+    schedules.validate(lists, microbatches=microbatches)
+    return lists
+
+
+def _check_apart(modules: Sequence[nn.Module]) -> None:
+    """Raise ValueError if two stages share a parameter."""
+    owner: dict[nn.Parameter, int] = {}
+    for stage, module in enumerate(modules):
+        for name, param in module.named_parameters():
+            if owner.setdefault(param, stage) != stage:
+                raise ValueError(
+                    f"stage {stage} shares {name} with stage {owner[param]}: the stages of a "
+                    "Pipeline cannot share parameters"
+                )

@@ -1,0 +1,126 @@
+"""ZeRO units of modules, their optimizer, and their tensors in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from warpweave.parallel.data.optimizer import Rule
+from warpweave.parallel.data.unit import Unit, make_unit
+from warpweave.parallel.data.zero import ZeroOptimizer
+from warpweave.parallel.mesh import ConnectedMesh
+from warpweave.parallel.shard import ParamRecord
+
+
+def units_of(
+    name: str,
+    params: Iterable[tuple[ParamRecord, nn.Parameter]],
+    mesh: ConnectedMesh,
+    zero: int,
+) -> tuple[Unit, ...]:
+    """Return the ZeRO units of some parameters, one for each dtype.
+
+    Frozen parameters are left as they are. The others get the values of the first data rank, and
+    become views of flat buffers. Collective over the data ranks.
+    """
+    group, kinds = mesh.group("data"), dict[tuple, list[tuple[ParamRecord, nn.Parameter]]]()
+    for record, param in params:
+        if param.is_meta:
+            raise ValueError(f"{record.name} is on the meta device: give it values first")
+        if group is not None:
+            dist.broadcast(param.data, group=group, group_src=0)
+        if param.requires_grad:
+            kind = param.dtype, record.sum_over, param.device
+            kinds.setdefault(kind, []).append((record, param))
+    return tuple(
+        make_unit(name, pairs, mesh, zero=zero, device=device)
+        for (_, _, device), pairs in kinds.items()
+    )
+
+
+class Sharded:
+    """Units of this rank with their optimizer.
+
+    Args:
+        units: the ZeRO units, in the same order on all ranks of a stage.
+        mesh: the connected mesh.
+        rule: the update rule.
+        clip: the largest global gradient norm, or None.
+        divisor: gradients are divided by it: a mean over data ranks instead of a sum.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        mesh: ConnectedMesh,
+        rule: Rule,
+        clip: float | None,
+        *,
+        divisor: int = 1,
+    ) -> None:
+        self.units, self.mesh = list(units), mesh
+        if not self.units:
+            raise ValueError(f"rank {mesh.rank} has no parameter that requires a gradient")
+        self.optimizer = ZeroOptimizer(self.units, mesh, rule, clip=clip, divisor=divisor)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole CPU tensor) of what this rank writes into a checkpoint.
+
+        Weights have their parameters' names, moments "exp_avg/NAME" and so on. Each tensor is
+        yielded by exactly one rank. Collective over the data and tensor ranks: pass it to
+        `save_checkpoint` on every rank.
+        """
+        ranks = self.mesh.size("data") * self.mesh.size("tp")
+        me = self.mesh.index("data") * self.mesh.size("tp") + self.mesh.index("tp")
+        number = count()
+        for kind in ("param", *self.optimizer.rule.moments):
+            prefix = "" if kind == "param" else f"{kind}/"
+            for unit in self.units:
+                for record, tensor in unit.read(kind):
+                    if next(number) % ranks == me:
+                        yield prefix + record.name, tensor.cpu()
+
+    def load(self, tensor: Callable[[str], Tensor]) -> None:
+        """Set weights and moments to ``tensor(name)``, whole tensors under the names of `tensors`,
+        on any mesh."""
+        for kind in ("param", *self.optimizer.rule.moments):
+            prefix = "" if kind == "param" else f"{kind}/"
+            for unit in self.units:
+                unit.write(
+                    kind,
+                    lambda record, prefix=prefix: record.slice(
+                        tensor(prefix + record.name), self.mesh.coords
+                    ),
+                )
+
+    def state(self) -> dict[str, float]:
+        """Return the optimizer's state besides tensors, as JSON numbers for a checkpoint."""
+        return self.optimizer.state()
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Set what `state` returned."""
+        self.optimizer.load_state(dict(state))
+
+    def _guard(self, module: nn.Module) -> None:
+        """Make ``state_dict`` wait for a pending all-gather and refuse sharded parameters."""
+
+        def check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            for unit in self.units:
+                unit.parameters.wait()
+                if not unit.parameters.materialised:
+                    raise RuntimeError(
+                        f"ZeRO 3 keeps only a shard of {unit.name} on this rank: tensors() yields "
+                        "whole tensors, state_dict() cannot"
+                    )
+
+        module.register_state_dict_pre_hook(check)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of a module's first parameter, or the CPU."""
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
