@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 
+from warpweave.launch import session as launch
 from warpweave.launch.blame import End, behind, rank_at_fault, recorded
 from warpweave.launch.processes import DUMPS, told_ranks
-from warpweave.launch.session import launch
 from warpweave.parallel.mesh import Mesh
 
 ABORTED = -signal.SIGABRT

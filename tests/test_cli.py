@@ -65,7 +65,7 @@ def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, 
         given.append(config)
         raise KeyboardInterrupt
 
-    for other in {other for _, other in cli._COMMANDS.values()} | {"elastic.run"}:
+    for other in {other for _, other in cli._COMMANDS.values()} | {"train.elastic.run"}:
         monkeypatch.setattr(f"warpweave.{other}.run", None)  # another command's
     monkeypatch.setattr(f"warpweave.{program}.run", run)
     assert _run(monkeypatch, command, *arguments) == 130
@@ -94,7 +94,8 @@ def test_processes_are_prepared_for_commands_that_start_ranks_and_given_to_them(
     monkeypatch.setattr(cli.Processes, "early", lambda program: asked.append(program) or program)
     monkeypatch.setattr(cli, "starting", lambda found: given.append(found) or ready)
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("it has run"))
-    for program in ("train", "elastic.run", "collectives.command", "export"):
+    programs = "train.command", "train.elastic.run", "machine.collectives.command", "train.export"
+    for program in programs:
         monkeypatch.setattr(f"warpweave.{program}.run", lambda config, *more: given.append(more))
     assert _run(monkeypatch, *arguments) == 0
     assert asked == ([early] if early else [])
@@ -215,6 +216,7 @@ def test_the_version_is_printed(monkeypatch, capsys):
 
 def test_the_package_itself_is_the_command(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["warpweave", "--version"])
+    monkeypatch.delitem(sys.modules, "warpweave.__main__")
     runpy.run_module("warpweave", run_name="__main__")
     assert capsys.readouterr().out == f"warpweave {warpweave.__version__}\n"
 

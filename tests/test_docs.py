@@ -65,7 +65,7 @@ def test_the_map_has_every_source_file_and_says_what_it_is_for(monkeypatch) -> N
 def test_the_map_follows_a_helper_to_what_it_uses_and_no_further(monkeypatch, tmp_path) -> None:
     (tmp_path / "support").mkdir()
     (tmp_path / "support" / "helper.py").write_text(
-        "from warpweave.model.gpt import GPT\nfrom warpweave import engine\nimport other\n"
+        "from warpweave.model.gpt import GPT\nfrom warpweave.model import engine\nimport other\n"
         "MADE = [GPT]\ndef used():\n    return MADE, other.x\ndef unused():\n    engine.Engine()\n"
     )
     (tmp_path / "other.py").write_text("import warpweave.prove.proof\n")

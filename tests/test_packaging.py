@@ -248,11 +248,10 @@ PUBLIC = {
     "layers.attention": ["Attention"],
     "layers.mlp": ["MLP"],
     "layers.block": ["TransformerBlock"],
-    "gpt": ["GPT", "GPTConfig"],
+    "layers.sharding": ["ColwiseParallel", "shard"],
     "checkpoint": ["open_checkpoint"],
+    "launch": ["Session", "join"],
     "prove": ["main"],
-    "train": ["main"],
-    "tune": ["main"],
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from warpweave.__main__ import toml as config_file
+from warpweave.cli import toml as config_file
 from warpweave.convert.families import canonical
 from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
 from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan

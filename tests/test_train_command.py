@@ -20,8 +20,9 @@ from threads import on_mesh
 import warpweave.train.command as train
 import warpweave.train.trainer as trainer_module
 from warpweave.checkpoint import CheckpointError, open_checkpoint
+from warpweave.launch import processes
 from warpweave.launch.processes import starting
-from warpweave.launch.session import Session, processes
+from warpweave.launch.session import Session
 from warpweave.model.config import ParallelPlan
 from warpweave.parallel.checked import CollectiveMismatch
 from warpweave.parallel.data.outer import OuterRule

@@ -19,10 +19,11 @@ import triton
 from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, TileRow, write_table
-from warpweave.machine.tune import Bench, TuneConfig, aot, command, main, search, tune, tune_here
+from warpweave.machine.tune import Bench, TuneConfig, aot, command, search, tune, tune_here
 from warpweave.machine.tune.aot import Compiled
 from warpweave.machine.tune.calls import Problem, problems
 from warpweave.machine.tune.candidates import candidates, resident
+from warpweave.machine.tune.options import parse
 from warpweave.machine.tune.search import add_rows, difference
 
 FWD = Problem("attention_fwd", "bf16", 64)
@@ -210,7 +211,7 @@ def test_rows_replace_those_of_their_key_only(tmp_path) -> None:
 )
 def test_it_says_in_one_line_what_it_cannot_do(capsys, table, arguments, message) -> None:
     with pytest.raises(SystemExit) as end:
-        main(arguments)
+        command.run(parse(arguments))
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert message in error
@@ -320,14 +321,16 @@ def test_a_tile_may_spill_in_another_call_as_much_as_the_shipped_one(monkeypatch
 DRY = """
 from warpweave.kernels.runtime.tile_table import AttentionTile, GemmTile
 from warpweave.machine.tune.calls import Problem
-from warpweave.machine.tune import candidates, main
+from warpweave.machine.tune import candidates, command
 from warpweave.machine.tune.candidates import around, compile_tile, fault, first_fault
+from warpweave.machine.tune.options import parse
 fwd, product = Problem("attention_fwd", "bf16", 128), Problem("gemm", "bf16", "large")
 tile, wide = AttentionTile(128, 128, 4, 2), GemmTile(128, 256, 128, 8, 1, 8, 3)
 print(first_fault("sm_90", fwd, tile))
 print(fault(compile_tile("sm_90", product, wide), product))
 candidates.around = lambda tile, steps: around(tile, steps)[:3]  # of ten
-main("--dry --target sm_80 --kernels attention_dq --head-dims 64 --steps 1".split())
+words = "--dry --target sm_80 --kernels attention_dq --head-dims 64 --steps 1"
+command.run(parse(words.split()))
 """
 
 
