@@ -19,7 +19,7 @@ from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.pipeline import Distributed, Like, execute
 from warpweave.parallel.pipeline.losses import LOSS, Output, add_losses, split_losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
-from warpweave.wrap.units import Sharded, device_of, units_of
+from warpweave.wrap.units import Sharded, device_of, make_units
 
 
 class PipelineResult(NamedTuple):
@@ -112,7 +112,7 @@ class Pipeline(Sharded):
         self.microbatches, self._loss = microbatches, loss
         self._lists = _lists_of(schedule, len(modules), mesh.size("pp"), microbatches)
         self._rank_of = schedules.placement(self._lists)
-        _check_apart(modules)
+        _check_unshared(modules)
         own = {s: modules[s] for s, rank in enumerate(self._rank_of) if rank == mesh.index("pp")}
         self.device = device_of(next(iter(own.values())))
         self.stages: dict[int, _Stage] = {}
@@ -148,7 +148,7 @@ class Pipeline(Sharded):
             first = stage == 0 and not segments
             last = stage == stages - 1 and len(segments) == len(blocks) - 1
             run = partial(self._run, block, first, last)
-            segments.append(Segment(path, run, units_of(path, named, mesh, zero), recompute))
+            segments.append(Segment(path, run, make_units(path, named, mesh, zero), recompute))
         return segments
 
     def _run(
@@ -308,7 +308,7 @@ def _lists_of(name: str, stages: int, ranks: int, microbatches: int) -> schedule
     return lists
 
 
-def _check_apart(modules: Sequence[nn.Module]) -> None:
+def _check_unshared(modules: Sequence[nn.Module]) -> None:
     """Raise ValueError if two stages share a parameter."""
     owner: dict[nn.Parameter, int] = {}
     for stage, module in enumerate(modules):

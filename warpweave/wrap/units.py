@@ -16,7 +16,7 @@ from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.shard import ParamRecord
 
 
-def units_of(
+def make_units(
     name: str,
     params: Iterable[tuple[ParamRecord, nn.Parameter]],
     mesh: ConnectedMesh,

@@ -27,7 +27,7 @@ from warpweave.layers.records import collect_records
 from warpweave.parallel.data.optimizer import AdamW, Rule
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.mesh import ConnectedMesh
-from warpweave.wrap.units import Sharded, units_of
+from warpweave.wrap.units import Sharded, make_units
 
 
 class _Mark(torch.autograd.Function):
@@ -55,13 +55,13 @@ def _marked(value: Any, then: Callable[[], None]) -> Any:
 
 
 @dataclass(eq=False)
-class _Call:
+class _Visit:
     """A forward of a block, after that of the block `previous`."""
 
-    previous: _Block | None
+    previous: _Wrapped | None
 
 
-class _Block:
+class _Wrapped:
     """A module whose parameters are gathered, and whose gradients are reduced, together.
 
     Args:
@@ -79,9 +79,9 @@ class _Block:
         self, zero: Zero, module: nn.Module, units: tuple[Unit, ...], *, is_root: bool = False
     ) -> None:
         self.units, self.calls = units, 0
-        self.following: _Block | None = None
+        self.following: _Wrapped | None = None
         self._zero, self._is_root = zero, is_root
-        self._open: set[_Call] = set()  # calls whose backward has begun and not ended
+        self._open: set[_Visit] = set()  # calls whose backward has begun and not ended
         self.in_backward = False
         module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._leave)
@@ -114,7 +114,7 @@ class _Block:
             self.following.prefetch()
         if self._is_root or not torch.is_grad_enabled():
             return None
-        self._call = _Call(previous)
+        self._call = _Visit(previous)
         return _marked((args, kwargs), partial(self._end_call, self._call))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -137,13 +137,13 @@ class _Block:
 
     # ------------------------------------------------------------------ backward
 
-    def _begin_call(self, call: _Call) -> None:
+    def _begin_call(self, call: _Visit) -> None:
         self._open.add(call)
         self.before_backward()
         if call.previous is not None:
             call.previous.prefetch()
 
-    def _end_call(self, call: _Call) -> None:
+    def _end_call(self, call: _Visit) -> None:
         self._open.discard(call)
         self.calls -= 1
         if not self._open:
@@ -218,18 +218,18 @@ class Zero(Sharded):
         _check_disjoint(chosen)
         records, names = collect_records(model), {p: n for n, p in model.named_parameters()}
         shared = _shared(model, chosen)
-        self._blocks: list[_Block] = []
+        self._blocks: list[_Wrapped] = []
         for block in chosen:
             name = next(n for n, m in model.named_modules() if m is block)
             own = [p for p in block.parameters() if p not in shared]
-            units = units_of(name, [(records[names.pop(p)], p) for p in own], mesh, stage)
-            self._blocks.append(_Block(self, block, units))
+            units = make_units(name, [(records[names.pop(p)], p) for p in own], mesh, stage)
+            self._blocks.append(_Wrapped(self, block, units))
         rest = [(records[name], p) for p, name in names.items()]
-        self._root = _Block(self, model, units_of("model", rest, mesh, stage), is_root=True)
+        self._root = _Wrapped(self, model, make_units("model", rest, mesh, stage), is_root=True)
         units = [*self._root.units, *(unit for block in self._blocks for unit in block.units)]
         super().__init__(units, mesh, rule or AdamW(), clip, divisor=mesh.size("data"))
         self._guard(model)
-        self._last_entered: _Block | None = None
+        self._last_entered: _Wrapped | None = None
         self._reducing: list[Unit] = []
         self._started: set[Unit] = set()  # units whose last reduction of the step has started
         self._is_queued = False
@@ -262,7 +262,7 @@ class Zero(Sharded):
         for block in (self._root, *self._blocks):
             block.free()
 
-    def entered(self, block: _Block, *, is_root: bool) -> _Block | None:
+    def entered(self, block: _Wrapped, *, is_root: bool) -> _Wrapped | None:
         """Note the order of blocks in a forward, and return the previous one."""
         previous, self._last_entered = self._last_entered, None if is_root else block
         if is_root or previous is None:
@@ -277,7 +277,7 @@ class Zero(Sharded):
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
             self._root.before_backward()
 
-    def completed(self, block: _Block) -> None:
+    def completed(self, block: _Wrapped) -> None:
         """Start the reduction of a block's gradients, if it is due."""
         is_last = self._backwards == self.microbatches - 1
         for unit in block.units:
