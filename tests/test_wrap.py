@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from warpweave import Mesh, Pipeline, Zero
 from warpweave.checkpoint import open_checkpoint, save_checkpoint
-from warpweave.parallel.data.optimizer import AdamW
+from warpweave.parallel.data.optimizer import SGD, AdamW
 
 WIDTH, BATCH, STEPS, LR = 6, 8, 3, 0.05
 RULE: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -261,3 +261,111 @@ def test_zero_trains_as_one_plain_device(tmp_path, sizes, recompute, microbatche
         for name, weight in weights.items():
             torch.testing.assert_close(found["weights"][name], weight, rtol=1e-9, atol=1e-12)
         assert (found["held"] == 0) == (stage == 3 and replicas > 1)  # gathered parameters
+
+
+class Skipping(nn.Module):
+    """Calls one of two branches; its blocks take and return tuples and keywords."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, *, x: Tensor, mask: None = None) -> tuple[Tensor, None]:
+            return self.linear(x), mask
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Pair() for _ in range(3)).to(dtype)
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor, skip: int) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != skip:
+                x, _ = layer(x=x)
+        return x * self.scale
+
+
+def _odd_calls(rank: int, stage: int) -> dict[str, Tensor]:
+    mesh = Mesh(dp=2).connect()
+    model = seeded(Skipping)
+    zero = Zero(model, mesh, stage=stage, rule=SGD(momentum=0.9, weight_decay=0.0))
+    torch.manual_seed(3)
+    for skip in (0, 1, 3, 2):
+        model(torch.randn(4, WIDTH, dtype=torch.float64), 3)  # a forward without a backward
+        x = torch.randn(4, WIDTH, dtype=torch.float64)
+        model(x.chunk(2)[rank], skip).square().mean().backward()
+        zero.step(LR)
+    return gathered(zero)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_allows_skipped_blocks_and_forwards_without_backward(stage):
+    model = seeded(Skipping)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    torch.manual_seed(3)
+    for skip in (0, 1, 3, 2):
+        torch.randn(4, WIDTH, dtype=torch.float64)
+        x = torch.randn(4, WIDTH, dtype=torch.float64)
+        model(x, skip).square().mean().backward()
+        for p in model.parameters():  # no gradient counts as zero
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_ranks(2, _odd_calls, stage):
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(found[name], p.detach(), rtol=1e-10, atol=1e-13)
+
+
+def test_zero_refuses_what_does_not_fit():
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(2, 2)])
+            self.layers[0].register_forward_hook(lambda *given: {1, 2})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[0](x)
+
+    one = Mesh().seen_from(0)
+    nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    for make, message in (
+        (lambda: Zero(nested, one, stage=4), "zero must be one of 0, 1, 2, 3, got 4"),
+        (lambda: Zero(nested, one, blocks=[nested[0], nested[0][0]]), "is a block inside a block"),
+        (lambda: Zero(nn.Tanh(), one), "has no parameter that requires a gradient"),
+        (lambda: Zero(Opaque(), one).model(torch.ones(1, 2)), "returned a set in which no tensor"),
+        (lambda: Zero(Block().to("meta"), one), "is on the meta device"),
+        (lambda: Zero(Block(), one).step(LR), "expected microbatches = 1 backward passes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_zero_3_refuses_a_state_dict_of_shards():
+    for message in run_ranks(2, _state_dict):
+        assert message.startswith("ZeRO 3 keeps only a shard of")
+
+
+def _state_dict(rank: int) -> str:
+    model = Model()
+    Zero(model, Mesh(dp=2).connect(), stage=3)
+    with pytest.raises(RuntimeError) as error:
+        model.state_dict()
+    return str(error.value)
+
+
+def test_zero_keeps_float32_masters_of_bfloat16_parameters():
+    model, one = seeded(lambda: Skipping(torch.bfloat16)), Mesh().seen_from(0)
+    wide = [p.detach().float() for p in model.layers.parameters()]
+    zero = Zero(model, one, rule=SGD(momentum=0.0, weight_decay=0.0))
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    for _ in range(3):
+        model(x, 3).sum().backward()
+        gradients = [p.grad.clone() for p in model.layers.parameters()]
+        assert {g.dtype for g in gradients} == {torch.float32}
+        zero.step(1e-3)
+        wide = [w - 1e-3 * g for w, g in zip(wide, gradients, strict=True)]
+    held = dict(zero.tensors())
+    for (name, p), w in zip(model.layers.named_parameters(prefix="layers"), wide, strict=True):
+        torch.testing.assert_close(held[name], w, rtol=1e-5, atol=1e-7)
+        assert torch.equal(p, held[name].to(torch.bfloat16))
