@@ -215,7 +215,7 @@ def test_it_says_in_one_line_what_it_cannot_do(capsys, table, arguments, message
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert message in error
-    assert error.startswith("warpweave: ")
+    assert error.strip().startswith("warpweave: ")
     assert error.count("\n") == 1
     assert not table.exists()
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import tyro
 
-from warpweave.cli.messages import one_line, say
+from warpweave.cli.messages import refusing
 from warpweave.parallel.words import did_you_mean
 
 _Record = TypeVar("_Record")
@@ -34,11 +34,8 @@ def read_command_line(
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
     kinds = option_types(kind)
-    try:
+    with refusing(ValueError):
         check_choices(kinds, words)
-    except ValueError as error:
-        say(one_line(error))
-        sys.exit(2)
     more: dict[str, Any] = {} if default is None else {"default": default}
     prog = f"warpweave {command}"
     return tyro.cli(kind, prog=prog, description=description, args=spelled(kinds, words), **more)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def one_line(error: BaseException) -> str:
@@ -13,3 +15,16 @@ def one_line(error: BaseException) -> str:
 def say(message: str) -> None:
     """Print one line on stderr, below a progress bar if there is one."""
     print(f"\nwarpweave: {message}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def refusing(*errors: type[BaseException]) -> Iterator[None]:
+    """End the process with exit code 2 and one line on stderr if one of `errors` is raised.
+
+    For what a user can correct, before a command has begun its work.
+    """
+    try:
+        yield
+    except errors as error:
+        say(one_line(error))
+        sys.exit(2)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from warpweave.cli.messages import one_line, say
+from warpweave.cli.messages import refusing
 from warpweave.plan.choose import Chosen, Found, Search, choose_layouts
 from warpweave.plan.device import find_hardware
 from warpweave.plan.explain import explained
@@ -24,7 +23,7 @@ _GIB = 2**30
 def run(config: PlanConfig) -> None:
     """Search, print the page and as the last line one JSON object; exit code 2 for what cannot be
     planned."""
-    try:
+    with refusing(ValueError):
         search = Search(config.config, config.gpus, find_hardware(config.hw), config.step_sequences)
         if config.best < 1:
             raise ValueError(f"best must be at least 1, got {config.best}")
@@ -33,9 +32,6 @@ def run(config: PlanConfig) -> None:
             if path.is_dir() or not path.absolute().parent.is_dir():
                 raise ValueError(f"{path} cannot be written: it is no file in a folder that exists")
         found = choose_layouts(search, config.best)
-    except ValueError as error:
-        say(one_line(error))
-        sys.exit(2)
     result = as_record(config, search, found)
     print("\n".join(lines(config, search, found)))
     if config.explain:

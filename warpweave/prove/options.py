@@ -37,12 +37,11 @@ the learning rate changes, and clipping is active in one step and not in the nex
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
 from warpweave.cli.command_line import read_command_line
-from warpweave.cli.messages import one_line, say
+from warpweave.cli.messages import refusing, say
 from warpweave.model.config import Recompute, Reduce, ScheduleName
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import Kind, Overlap, Strategy
@@ -219,7 +218,7 @@ class ProveConfig:
 def parse(argv: list[str] | None = None) -> ProveConfig:
     """The options of the command line, and below them those of a planned ``--layout FILE.json``
     that a proof has; a wrong one ends the process with 2."""
-    try:
+    with refusing(ValueError):
         rest, layout = take_layout(argv)
         about = ProveConfig, "prove", __doc__, rest
         given = read_command_line(*about)
@@ -237,7 +236,4 @@ def parse(argv: list[str] | None = None) -> ProveConfig:
             )
         left = ", ".join(f"{name} = {value}" for name, value in layout.items() if name not in own)
         say(f"{'types do' if found.typecheck else 'a proof does'} not take of --layout: {left}")
-    except ValueError as error:
-        say(one_line(error))
-        sys.exit(2)
     return found

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 
 from warpweave.checkpoint import CheckpointError
-from warpweave.cli.messages import one_line, say
+from warpweave.cli.messages import refusing, say
 from warpweave.convert import ConvertError, to_hf
 from warpweave.convert.fields import read_json
 from warpweave.convert.source import other_tokenizer, read_stop_tokens
@@ -22,7 +21,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(config: ExportConfig) -> None:
     """The command ``warpweave export``."""
-    try:
+    with refusing(ValueError, ImportError, OSError, CheckpointError):
         chosen = choose_checkpoint(config.run, best=config.best)
         if chosen is None:
             raise ConvertError(f"{config.run} is no run and no checkpoint of warpweave train")
@@ -30,9 +29,6 @@ def run(config: ExportConfig) -> None:
         folder = to_hf(
             chosen.path, config.out, like=config.like, tokenizer=config.tokenizer, dtype=dtype
         )
-    except (ValueError, ImportError, OSError, CheckpointError) as error:
-        say(one_line(error))
-        sys.exit(2)
     say(chosen.describe())
     if line := other_tokenizer(config.run, config.tokenizer):
         say(line)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from warpweave.cli.command_line import read_command_line
-from warpweave.cli.messages import one_line, say
+from warpweave.cli.messages import refusing
 from warpweave.cli.toml import options_of, read_options, with_options
 from warpweave.kernels.runtime.tile_table import read_table
 from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
@@ -476,7 +475,7 @@ class TrainConfig:
 def parse(argv: list[str] | None = None) -> TrainConfig:
     """The options of the command line, and below them those of ``--config`` and of a planned
     ``--layout FILE.json``; a wrong one ends the process with 2."""
-    try:
+    with refusing(ValueError):
         rest, layout = take_layout(argv)
         about = TrainConfig, "train", __doc__, rest
         given, defaults = read_command_line(*about), TrainConfig()
@@ -488,7 +487,4 @@ def parse(argv: list[str] | None = None) -> TrainConfig:
         check_agree(layout, filed | {n: v for n, v in layout.items() if filed[n] == apart[n]})
         found = read_command_line(*about, with_options(defaults, layout))
         check_agree(layout, options_of(found))
-    except ValueError as error:
-        say(one_line(error))
-        sys.exit(2)
     return dataclasses.replace(found, config=None)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 
 from warpweave.checkpoint import CheckpointError
-from warpweave.cli.messages import one_line, say
+from warpweave.cli.messages import refusing, say
 from warpweave.convert.source import open_model, other_tokenizer
 from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
 from warpweave.launch.devices import BACKENDS, choose_backend
@@ -59,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(config: SampleConfig) -> None:
     """The command ``warpweave sample``."""
-    try:
+    with refusing(ValueError, ImportError, OSError, CheckpointError):
         if under_torchrun():
             raise ValueError("sample starts its own ranks, run it without torchrun")
         chosen = choose_checkpoint(config.model, best=config.best)
@@ -77,9 +76,6 @@ def run(config: SampleConfig) -> None:
         else:
             backend = choose_backend(config.mesh.world, BACKENDS.get(config.device))
             launch(sample_rank, (config,), config.mesh, backend=backend)
-    except (ValueError, ImportError, OSError, CheckpointError) as error:
-        say(one_line(error))
-        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import count
 
 import torch
@@ -90,12 +91,12 @@ class Sharded:
         for kind in ("param", *self.optimizer.rule.moments):
             prefix = "" if kind == "param" else f"{kind}/"
             for unit in self.units:
-                unit.write(
-                    kind,
-                    lambda record, prefix=prefix: record.slice(
-                        tensor(prefix + record.name), self.mesh.coords
-                    ),
-                )
+                unit.write(kind, partial(self._own_part, tensor, prefix))
+
+    def _own_part(
+        self, tensor: Callable[[str], Tensor], prefix: str, record: ParamRecord
+    ) -> Tensor:
+        return record.slice(tensor(prefix + record.name), self.mesh.coords)
 
     def state(self) -> dict[str, float]:
         """Return the optimizer's state besides tensors, as JSON numbers for a checkpoint."""

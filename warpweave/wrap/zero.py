@@ -226,8 +226,8 @@ class Zero(Sharded):
             self._blocks.append(_Wrapped(self, block, units))
         rest = [(records[name], p) for p, name in names.items()]
         self._root = _Wrapped(self, model, make_units("model", rest, mesh, stage), is_root=True)
-        units = [*self._root.units, *(unit for block in self._blocks for unit in block.units)]
-        super().__init__(units, mesh, rule or AdamW(), clip, divisor=mesh.size("data"))
+        every = (unit for block in (self._root, *self._blocks) for unit in block.units)
+        super().__init__(every, mesh, rule or AdamW(), clip, divisor=mesh.size("data"))
         self._guard(model)
         self._last_entered: _Wrapped | None = None
         self._reducing: list[Unit] = []

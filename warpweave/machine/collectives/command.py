@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warpweave.cli.messages import one_line, say
+from warpweave.cli.messages import refusing
 from warpweave.launch.devices import BACKENDS, choose_backend
 from warpweave.launch.processes import Processes, under_torchrun
 from warpweave.launch.session import join, launch, reported
@@ -153,16 +152,13 @@ def plot(found: Row, path: Path) -> None:
 
 def run(config: CollectivesConfig, processes: Processes | None = None) -> None:
     """The command ``warpweave collectives``, in `processes` if they were prepared early."""
-    try:
+    with refusing(ValueError, OSError):
         if under_torchrun():
             raise ValueError("collectives starts its own ranks, run it without torchrun")
         config.check()
         if config.out is not None:
             config.out.mkdir(parents=True, exist_ok=True)
         backend = choose_backend(config.ranks, BACKENDS.get(config.device))
-    except (ValueError, OSError) as error:
-        say(one_line(error))
-        sys.exit(2)
     mesh, how = Mesh(dp=config.ranks), {"backend": backend, "processes": processes}
     found = summarised(config, launch(collectives_rank, (config,), mesh, **how))
     print(rows_table(found))

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from tqdm import tqdm
 
-from warpweave.cli.messages import say
+from warpweave.cli.messages import refusing, say
 from warpweave.launch.devices import choose_backend, gpu_count
 from warpweave.launch.processes import under_torchrun
 from warpweave.launch.session import Stopped
@@ -131,13 +131,10 @@ def _number(x: float | None) -> str:
 def run(config: DoctorConfig) -> NoReturn:
     """Exits with 0 if all that was begun has passed, 1 if not, 2 for what cannot be, 130 if it was
     stopped. The last line is one JSON object."""
-    try:
+    with refusing(ValueError, OSError):
         device, ranks = half(config)
         if config.out is not None:
             config.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        print(f"warpweave: {error}", file=sys.stderr)
-        sys.exit(2)
     found = examine(device, ranks, config.quick)
     text, line = page(found), json.dumps(found)
     if config.out is not None:

@@ -117,7 +117,7 @@ def drain(*devices: torch.device) -> None:
 
 def _commit() -> str | None:
     """Of the checkout that runs; None in an installation."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     return _said("git", "-C", str(root), "rev-parse", "--short=12", "HEAD") or None
 
 

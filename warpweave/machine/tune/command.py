@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpweave.cli.messages import one_line
+from warpweave.cli.messages import refusing
 from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.dispatch import capability, triton
@@ -110,9 +109,6 @@ _WORST = {"registers": max, "shared": max, "occupancy": min}
 
 def run(config: TuneConfig) -> None:
     """Do what the command was asked, print its summary; exits with 2 on what cannot be."""
-    try:
+    with refusing(ValueError, OSError, torch.OutOfMemoryError):
         summary = dry_run(config) if config.dry else tune_here(config)
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        print(f"warpweave: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
     print(json.dumps(summary))

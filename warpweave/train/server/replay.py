@@ -9,7 +9,7 @@ import sys
 import torch
 
 from warpweave.checkpoint import CheckpointError
-from warpweave.cli.messages import one_line, say
+from warpweave.cli.messages import refusing, say
 from warpweave.cli.toml import read_options
 from warpweave.parallel.server.replay import replay
 from warpweave.train.options import CONFIG, FORMERLY, UPDATES, TrainConfig
@@ -20,7 +20,7 @@ from warpweave.train.server.roles import ServedModel
 
 def run(config: ReplayConfig) -> None:
     """The command ``warpweave replay``."""
-    try:
+    with refusing(ValueError, OSError, CheckpointError):
         found = read_options(config.run / CONFIG, TrainConfig(), ("config",), FORMERLY)
         head, rows = read_log(config.run / UPDATES)
         if found.server_plan is None or found.server != head["servers"]:
@@ -35,9 +35,6 @@ def run(config: ReplayConfig) -> None:
         if len(rows) != reader.step:
             raise ValueError(f"{reader.path} has {reader.step} updates, the log {len(rows)}")
         replay(rows, found.server_plan, shards, lambda number: served.gradient(gpt, number))
-    except (ValueError, OSError, CheckpointError) as error:
-        say(one_line(error))
-        sys.exit(2)
     differing = [
         name
         for shard in shards
