@@ -221,7 +221,7 @@ QKV_BACK: Rows = [
 ROPE: Rows = [
     ({}, None),
     ({"x": z(3, 2, 4)}, r"x must be \[B, S, H, D\] .*, got \[3, 2, 4\] torch.float32"),
-    ({"x": z(2, 3, 2, 4, dtype=INT)}, r"of a float dtype, got \[2, 3, 2, 4\] torch.int64"),
+    ({"x": z(2, 3, 2, 4, dtype=INT)}, r"with a float dtype, got \[2, 3, 2, 4\] torch.int64"),
     ({"x": z(2, 3, 2, 9)}, None),
     ({"x": z(2, 3, 2, 3)}, "2 <= R <= D = 3, got R = 4"),
     ({"cos": z(3, 0), "sin": z(3, 0)}, "got R = 0"),
@@ -330,11 +330,11 @@ ACTIVATE: Rows = [
 ]
 ACTIVATE_BACK: Rows = [
     ({}, None),
-    ({"dy": z(3, 4)}, r"dy \[3, 4\] is no gradient of swiglu of x \[3, 4\]"),
-    ({"dy": z(2, 2)}, "no gradient of swiglu"),
-    *[({"dy": z(*shape)}, "no gradient of swiglu") for shape in ((2, 3), (6,), (3, 1, 2))],
+    ({"dy": z(3, 4)}, r"dy \[3, 4\] is not a gradient of swiglu of x \[3, 4\]"),
+    ({"dy": z(2, 2)}, "not a gradient of swiglu"),
+    *[({"dy": z(*shape)}, "not a gradient of swiglu") for shape in ((2, 3), (6,), (3, 1, 2))],
     ({"dy": z(3, 4), "activation": "gelu"}, None),
-    ({"activation": "gelu"}, "no gradient of gelu"),
+    ({"activation": "gelu"}, "not a gradient of gelu"),
     ({"x": z(3, 5)}, "gate, up pairs"),
     ({"x": z(), "dy": z()}, "gate, up pairs"),
     ({"activation": "silu"}, "activation must be one of"),
