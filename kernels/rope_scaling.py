@@ -1,4 +1,4 @@
-"""Context extension of a rotary embedding (linear, NTK, YaRN, Llama 3), as a record without torch."""
+"""Context extension of a rotary embedding (linear, NTK, YaRN, Llama 3), as a torch-free record."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ HALF: Rows = [
     ({"into": (O[:, :7], LSE)}, "o to add to must be"),
     ({"into": (O.half(), LSE)}, "o to add to must be torch.float32"),
     ({"into": (O.clone().requires_grad_(), LSE)}, "no gradient"),
-    ({"into": (O[:, :, :1].expand_as(O), LSE)}, "needs every element once"),
+    ({"into": (O[:, :, :1].expand_as(O), LSE)}, "elements must not share memory"),
     ({"into": (O, LSE[..., :7].contiguous())}, "lse to add to must be"),
     ({"into": (O, LSE.double())}, "lse to add to must be contiguous torch.float32"),
     ({"into": (O, strided(LSE))}, "lse to add to must be contiguous"),

@@ -98,7 +98,7 @@ INTO: Rows = [
     ({}, None),
     ({"out": z(3, 5)}, r"out must be \[M, N\]"),
     ({"out": z(4, 6)}, "out must be"),
-    ({"out": z(3, 1).expand(3, 6)}, "needs every element once"),
+    ({"out": z(3, 1).expand(3, 6)}, "elements must not share memory"),
     ({"out": torch.empty_strided((1, 6), (0, 1)).zero_(), "a": z(1, 4)}, None),
     ({"out": z(3, 6, dtype=INT)}, "is given in"),
     ({"out": z(3, 6, dtype=F64)}, "is given in"),
@@ -303,7 +303,7 @@ LAYER: Rows = [
     *NORMS,
     ({"bias": E6}, None),
     ({"bias": z(1)}, r"^bias must be like weight \[6\], got \[1\]"),
-    ({"bias": 1e-5}, "a tensor is wanted, got float 1e-05"),
+    ({"bias": 1e-5}, "expected a tensor, got float 1e-05"),
     ({"bias": z(6, dtype=INT)}, "bias must have a float dtype"),
 ]
 HALF_NORM: Rows = [row for row in LAYER if "out_dtype" not in row[0]]
