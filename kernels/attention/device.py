@@ -120,11 +120,11 @@ def tanh(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def exp(x, BASE: tl.constexpr):
-    """exp of an exponent in units of which BASE make a natural one.
+    """exp of an exponent x that has BASE units per natural unit.
 
-    BASE is log2(e) for powers of two, which one fused multiply-add computes from scores. In float32
-    it is 1, because rounding lse once more, to a power of two, would cost accuracy for scores in
-    the thousands.
+    BASE is log2(e): x is an exponent of two, which one fused multiply-add computes from a score. In
+    float32 BASE is 1, because rounding lse once more, to an exponent of two, would cost accuracy
+    for scores in the thousands.
     """
     return tl.exp2(x * (LOG2E / BASE))
 

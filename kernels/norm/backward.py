@@ -142,7 +142,7 @@ def norm_bwd_wide_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, 
 
 
 class NormGradients(NamedTuple):
-    """The results of `norm_bwd`; dresidual is dx itself if they are equal, absent results are None."""
+    """Results of `norm_bwd`; dresidual is dx itself if they are equal, absent ones are None."""
 
     dx: torch.Tensor
     dresidual: torch.Tensor | None
