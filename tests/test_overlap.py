@@ -243,7 +243,7 @@ def test_partial_sums_travel_unrounded(dtype):
 def test_files_that_are_not_there_or_of_another_size_are_refused(tmp_path):
     create_file(tmp_path / "there", 512)
     assert map_file(tmp_path / "there", 512).sum() == 0
-    with pytest.raises(OSError, match="there has 512 bytes, 256 are expected"):
+    with pytest.raises(OSError, match="there has 512 bytes, expected 256"):
         map_file(tmp_path / "there", 256)
     with pytest.raises(OSError, match="No such file"):
         map_file(tmp_path / "gone", 512)
@@ -450,7 +450,9 @@ def test_memory_fits_up_to_its_last_part_and_byte_and_only_on_its_device():
     far = dataclasses.replace(memory, epoch=there)
     assert far.fitting("it", torch.device("cuda:0"), 7, 1024) is far
     for device in ("cuda:1", "cpu"):
-        with pytest.raises(ValueError, match=f"it: .* memory on cuda:0, tensors on {device}$"):
+        with pytest.raises(
+            ValueError, match=f"it: .* memory is on cuda:0, but tensors are on {device}$"
+        ):
             far.fitting("it", torch.device(device), 7, 1024)
 
 
@@ -470,7 +472,7 @@ def test_a_wait_in_vain_and_another_operation_are_reported_with_all_numbers():
         memory.error[3] = other.word()
         with pytest.raises(ValueError, match="this rank in") as caught:
             memory.settle()
-        assert str(caught.value) == f"{where} is in {other_text}, this rank in {own_text}"
+        assert str(caught.value) == f"{where} is in {other_text}, but this rank is in {own_text}"
 
 
 @triton.jit
