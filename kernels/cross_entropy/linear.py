@@ -23,8 +23,8 @@ in forward      For a sum or a mean, all tokens have the same loss gradient g. S
 To compare the speed: adding to dW moves 8 to 20 V E bytes per block, and recomputing the block's C
 rows takes 2 C V E FLOPs. A CPU does about ten FLOPs in the time of a byte, so "in forward" is
 faster from a few hundred rows on. An H100 does 200, so the two are equal at one or two thousand
-rows. Then z[C, V] and dW are gigabytes (1 GB and 2.1 GB for Llama 3's 128256 x 4096), and save at
-most a quarter of the head. So recompute=None recomputes on a GPU but not on a CPU.
+rows. There, z[C, V] and dW take gigabytes (1 GB and 2.1 GB for Llama 3's 128256 x 4096) to save
+at most a quarter of the head. So recompute=None recomputes on a GPU but not on a CPU.
 
 A forward kernel that keeps tiles of z in registers would save writing and reading each block, but
 lose as much or more against the vendor's products, so there is none (docs/performance.md).

@@ -5,8 +5,7 @@ The operations are all-gather -> GEMM, GEMM -> reduce-scatter and GEMM -> all-re
     symmetric   the memory: a segment per rank that all ranks can read and write, flags, epochs
     signals     publish and await flags within a kernel
     gather      all-gather -> GEMM          scatter    GEMM -> reduce-scatter, GEMM -> all-reduce
-    gathering   the form that layers use: the gathered input of a column-parallel product, the
-    summed
+    gathering   the form for layers: the gathered input of a column-parallel product, and the summed
                 result of a row-parallel one
     function    the public functions and their checks
 """
