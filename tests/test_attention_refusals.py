@@ -88,14 +88,14 @@ NUMBERS: Rows = [
     ({"documents": torch.tensor(8)}, r"\[2, n \+ 1\] or \[2, 2, n \+ 1\], got \(\)"),
     ({"documents": ints(*[[[0, 8]] * 3] * 2)}, r"the shape .* got \(2, 3, 2\)"),
     ({"documents": z(0, dtype=INT)}, r"the shape .* got \(0,\)"),
-    ({"documents": ints(0, 2**32), "q_runs": ((2**31, 8),)}, "lie below 2147483646, got the"),
+    ({"documents": ints(0, 2**32), "q_runs": ((2**31, 8),)}, "be below 2147483646, got"),
     *[
         ({"q_runs": ((start, 8),), "window": window}, words)
         for start, window, words in (  # the last position and a window from it on
             (2**31 - 10, None, None),
-            (2**31 - 9, None, "2147483646, got the position 2147483646 and the window None"),
+            (2**31 - 9, None, "2147483646, got position 2147483646 and window None"),
             (2**30, 2**30 - 10, None),
-            (2**30, 2**30 - 9, "got the position 1073741831 and the window 1073741815"),
+            (2**30, 2**30 - 9, "got position 1073741831 and window 1073741815"),
         )
     ],
     ({"documents": ints(0, 3, 8)}, None),

@@ -70,7 +70,7 @@ PRODUCT: Rows = [
     ({**DOUBLES, "out_dtype": F64}, None),
     (
         {**DOUBLES, "out_dtype": F32},
-        "given in torch.float64 or torch.float64, not in torch.float32",
+        "can be torch.float64 or torch.float64, but not torch.float32",
     ),
     ({"a": z(3, 4, grad=True)}, "has no gradient"),
     ({"b": z(4, 6, grad=True)}, "has no gradient"),
@@ -104,7 +104,7 @@ INTO: Rows = [
     ({"out": z(3, 6, dtype=F64)}, "can be .*, but not"),
     ({**HALVES}, None),
     ({**HALVES, "out": z(3, 6, dtype=torch.bfloat16)}, "can be .*, but not"),
-    ({**DOUBLES}, "given in torch.float64 or torch.float64, not in torch.float32"),
+    ({**DOUBLES}, "can be torch.float64 or torch.float64, but not torch.float32"),
     *[({"precision": "tf32x3", "impl": impl}, None) for impl in (None, "torch", "triton")],
     *[({"precision": "fp32", "impl": impl}, "precision must be") for impl in (None, "triton")],
     ({"out": z(3, 6, grad=True)}, "has no gradient"),
@@ -226,7 +226,7 @@ ROPE: Rows = [
     ({"x": z(2, 3, 2, 3)}, "2 <= R <= D = 3, got R = 4"),
     ({"cos": z(3, 0), "sin": z(3, 0)}, "got R = 0"),
     ({"cos": z(2, 2), "sin": z(2, 2)}, r"must be \[S, R/2\]"),
-    ({"cos": z(3, 1)}, r"R/2\] of x \[2, 3, 2, 4\], got \[3, 1\] and \[3, 2\]"),
+    ({"cos": z(3, 1)}, r"R/2\] for x \[2, 3, 2, 4\], got \[3, 1\], \[3, 2\]"),
     ({"cos": COS[..., None], "sin": COS[..., None]}, r"must be \[S, R/2\]"),
     *QKV_ROWS[15:19],
 ]

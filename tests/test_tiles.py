@@ -224,7 +224,7 @@ def test_rows_of_another_triton_are_announced_and_left_out(table) -> None:
     older = dataclasses.replace(ODD, kernel="attention_dkdv", triton="2.9.1")
     write_table(table, [old, older, dataclasses.replace(older, where="Other GPU", triton="2.0.0")])
     tiles.load(table)
-    with pytest.warns(UserWarning, match=r"under Triton 2\.9\.1, 3\.0\.0, this is"):
+    with pytest.warns(UserWarning, match=r"with Triton 2\.9\.1, 3\.0\.0, but this is"):
         assert tiles.find_on("attention_dq", 90, "Planted GPU", 2, 96) == shipped
 
 
@@ -329,11 +329,11 @@ def test_a_row_that_is_wrong_is_refused_with_file_row_and_value(table, rows, mes
         (b"[" * 100_000, "recursion"),
         (b"[]", 'expected "format"'),
         (b'{"format": "warpweave tiles 2", "rows": []}', 'expected "format": "warpweave tiles'),
-        (b'{"format": "warpweave tiles 1"}', r"has \['format'\]"),
-        (b'{"format": "warpweave tiles 1", "rows": {}}', r"has \['format', 'rows'\]"),
+        (b'{"format": "warpweave tiles 1"}', r"got \['format'\]"),
+        (b'{"format": "warpweave tiles 1", "rows": {}}', r"got \['format', 'rows'\]"),
         (
             b'{"format": "warpweave tiles 1", "rows": [], "us": 1}',
-            r"has \['format', 'rows', 'us'",
+            r"got \['format', 'rows', 'us'",
         ),
     ],
 )
