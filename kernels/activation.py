@@ -49,7 +49,7 @@ RECOMPUTE = ("nothing", "activation", "up")
 def _sigmoids(y):
     """sigmoid(x) and sigmoid(-x) for x = -y ln 2.
 
-    sigmoid(-x) is not computed as 1 - sigmoid(x), which would cancel where GELU's slope multiplies
+    sigmoid(-x) is not computed as 1 - sigmoid(x), which would cancel when GELU's slope multiplies
     it by x^3. The square of a reciprocal root takes two instructions, a quotient eight; both are
     accurate to two units of float32.
 

@@ -272,7 +272,7 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     delta = tl.load(delta_ptr + at + i, i < rows, 0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), lse_ptr.dtype.element_ty)
 
-    # 2. Tiles of keys that all rows see, without a mask; then tiles that only some rows see fully.
+    # 2. Tiles of keys that all rows see, without a mask; then those that some rows see in part.
     FIRST: tl.constexpr = WINDOW or table_ptr is not None
     if table_ptr is not None:
         table_ptr += batch * table_stride + row

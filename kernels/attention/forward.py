@@ -148,7 +148,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
         m = l + tl.load(sinks_ptr + head) * BASE
         l = tl.where(m == -float("inf"), l, 1.0)
 
-    # 3. Tiles of keys that all rows see, without a mask; then tiles that only some rows see fully.
+    # 3. Tiles of keys that all rows see, without a mask; then those that some rows see in part.
     FIRST: tl.constexpr = WINDOW or table_ptr is not None
     if table_ptr is not None:
         table_ptr += batch * table_stride + row

@@ -194,10 +194,10 @@ def span(
 ):
     """The tiles of the run (start, length) that rows with these `ends` (see `reach`) must visit.
 
-    With MASK these are the tiles that only some rows see fully; without it, those that all rows see
-    entirely. Returns (first tile, count, first tile of a hole, tiles in the hole). FIRST and LAST
-    are true if that end of the intervals bounds anything. A tile that the end of the run cuts short
-    is seen in part.
+    With MASK these are the tiles that some rows see only in part; without it, those that all rows
+    see entirely. Returns (first tile, count, first tile of a hole, tiles in the hole). FIRST and
+    LAST are true if that end of the intervals bounds anything. A tile that the end of the run cuts
+    short is seen in part.
     """
     any_from, all_from = 0, 0
     any_to, all_to = tl.cdiv(length, BLOCK), length // BLOCK

@@ -42,7 +42,7 @@ PLAIN: frozenset[str] = frozenset()
 """The variant of plain attention and of products."""
 
 _pinned: ContextVar[Mapping[Key, Tile] | None] = ContextVar("warpweave_tiles", default=None)
-_loaded: list[TileRow] = []  # of the process: autograd launches from threads that know no context
+_loaded: list[TileRow] = []  # per process: autograd launches from threads without a context
 
 
 def load(path: str | Path | None) -> None:
