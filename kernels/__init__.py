@@ -1,6 +1,6 @@
 """Compute: tensors in, tensors out, on one device; no process group.
 
-The public ops, each under its import path, with its halves beside it:
+The public ops, grouped by import path. Each path also has the op's forward and backward halves:
 
     attention             attention                 causal, window, documents, GQA, sinks, softcap
     norm                  rms_norm, layer_norm      of residual + dropout(x + bias)
@@ -16,8 +16,8 @@ The public ops, each under its import path, with its halves beside it:
     muon                  orthogonalize, symmetric_product
     merge                 merge                     of partial attention results
 
-`reference` says in plain torch what each means, `cost` what it must compute and move, `sharding`
-how it may be cut; `runtime` is what all kernels stand on.
+`reference` defines each op in plain torch. `cost` counts its FLOPs and bytes. `sharding` says how
+its tensors may be sharded. `runtime` holds what all kernels are built on.
 """
 
 if __name__ != "warpweave.kernels":
@@ -25,11 +25,11 @@ if __name__ != "warpweave.kernels":
 
     _WHY = (
         f"this folder is the package 'warpweave.kernels', but it was imported as {__name__!r}: "
-        "import warpweave.kernels; where PyPI's kernels is wanted, keep the checkout off sys.path "
+        "import warpweave.kernels; if you want PyPI's kernels, keep the checkout off sys.path "
         "(python -P)"
     )
-    # While it is imported, transformers imports any 'kernels' on sys.path to read its version, and
-    # fails if that raises. So it finds a module that has no version and nothing in it.
+    # When transformers is imported, it imports any 'kernels' on sys.path to read its version, and
+    # fails if that raises. So transformers gets an empty module without a version.
     _frame = sys._getframe()
     while _frame and _frame.f_globals.get("__name__") != "transformers.utils.import_utils":
         _frame = _frame.f_back

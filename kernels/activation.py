@@ -7,16 +7,15 @@
     swiglu(x) = silu(gate) * up,   gate = x[..., 0::2], up = x[..., 1::2]
     geglu(x)  = gelu(gate) * up    (by tanh)
 
-Gate and up are interleaved, x[..., 2F]: the fused projection's weight is (F, 2, E), so that each
-shard of hidden units (x[T, 2F/tp]) holds matching gates and ups, and a pair is one load.
+Gate and up are interleaved in x[..., 2F], because the fused projection's weight is (F, 2, E). Each
+shard of hidden units (x[T, 2F/tp]) then holds matching gates and ups, and a pair is one load.
 
-Saved for backward: the pre-activation x alone; everything else is recomputed from it. Computed in
-float32 (float64 for float64 x), cast at the store. The device helpers `pointwise` and
-`pointwise_and_slope` are also in the epilogues of `gemm` and `mlp`.
+Only the pre-activation x is saved for backward; everything else is recomputed from it. Kernels
+compute in float32 (float64 for float64 x) and cast at the store. The device helpers `pointwise` and
+`pointwise_and_slope` are also used in the epilogues of `gemm` and `mlp`.
 
 Sources: Hendrycks and Gimpel 2016 (arXiv:1606.08415); So et al. 2021 (arXiv:2109.08668) for the
-squared ReLU; Shazeer 2020 (arXiv:2002.05202). Limits: a non-contiguous x is copied by the Triton
-path.
+squared ReLU; Shazeer 2020 (arXiv:2002.05202). Limits: the Triton path copies a non-contiguous x.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from warpweave.kernels.words import ACTIVATIONS, find_activation
 _BLOCK = 2048  # elements of x per program: 16 per thread of 4 warps
 
 RECOMPUTE = ("nothing", "activation", "up")
-"""What the backward of an MLP may compute again instead of keeping it; see ``kernels.mlp``."""
+"""What the backward of an MLP may recompute instead of keeping; see ``kernels.mlp``."""
 
 
 # ---------------------------------------------------------------- device helpers
@@ -48,11 +47,13 @@ RECOMPUTE = ("nothing", "activation", "up")
 
 @triton.jit
 def _sigmoids(y):
-    """sigmoid(x) and sigmoid(-x) of x = -y ln 2: not 1 - sigmoid(x), which cancels where GELU's
-    slope multiplies it by x^3. The square of a reciprocal root is two instructions, a quotient is
-    eight, and both are right to two units of float32.
+    """sigmoid(x) and sigmoid(-x) for x = -y ln 2.
 
-    Nothing overflows on the way to zero (NumPy, which interprets, would warn).
+    sigmoid(-x) is not computed as 1 - sigmoid(x), which would cancel when GELU's slope multiplies
+    it by x^3. The square of a reciprocal root takes two instructions, a quotient eight; both are
+    accurate to two units of float32.
+
+    Nothing overflows on the way to zero (NumPy, which the interpreter uses, would warn).
     """
     e = tl.exp2(tl.minimum(y, 115.0))
     root = tl.rsqrt(1 + e)
@@ -68,7 +69,7 @@ def _tanh_sigmoids(x):
 
 @triton.jit
 def _gelu(x, TANH: tl.constexpr):
-    """gelu(x) of a float32 (float64) tile."""
+    """gelu(x) of a float32 (or float64) tile."""
     if TANH:
         p, _ = _tanh_sigmoids(x)
         return x * p
@@ -89,7 +90,7 @@ def _gelu_slope(x, TANH: tl.constexpr):
 
 @triton.jit
 def pointwise(x, ACT: tl.constexpr):
-    """The function that an `Activation` names, of a float32 (float64) tile."""
+    """The function that an `Activation` names, of a float32 (or float64) tile."""
     if ACT == "silu":
         p, _ = _sigmoids(-1.4426950408889634 * x)
         return x * p
@@ -166,10 +167,11 @@ _APPROXIMATE = {"gelu": "tanh", "gelu_erf": "none"}  # torch's names for them
 
 
 def _gelu_sigmoids(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x in the dtype to compute in, and GELU's sigmoid at x and at -x.
+    """x in the compute dtype, and GELU's sigmoid at x and at -x.
 
-    Its slope at 0, 2 sqrt(2 / pi), is written out here and in `_gradient`: compilers with dynamic
-    shapes take a module's float for a symbol, which no second call of an autograd Function accepts.
+    The constant 2 sqrt(2 / pi), its slope at 0, is written out here and in `_gradient`: compilers
+    with dynamic shapes turn a module-level float into a symbol, and a second call of an autograd
+    Function does not accept one.
     """
     z = x.to(compute_dtype(x))
     e = torch.exp((-1.5957691216057308 * (z + 0.044715 * z * z * z)).clamp(max=80.0))
@@ -178,10 +180,10 @@ def _gelu_sigmoids(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def _value(x: torch.Tensor, name: str) -> torch.Tensor:
-    """The elementwise function, by torch's own fused operators.
+    """The elementwise function, using torch's fused operators.
 
-    Under a compiler GELU is written out as in the kernels: inductor's tanh on a CPU takes six times
-    as long as its exp, and it fuses the rest.
+    Under a compiler, GELU is written out as in the kernels: on a CPU, inductor's tanh takes six
+    times as long as its exp, and it fuses the rest.
     """
     if name == "silu":
         return F.silu(x)
@@ -207,7 +209,7 @@ def _gradient(dy: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
 
 @no_graph
 def activation_fwd(x: torch.Tensor, activation: str, *, impl: str | None = None) -> torch.Tensor:
-    """y[..., F] of x[..., F], or x[..., 2F] where the activation is gated: the forward half."""
+    """Forward half: y[..., F] from x[..., F], or from x[..., 2F] if the activation is gated."""
     impl, (name, gated) = choose(impl, x), find_activation(activation)
     if gated:
         _check_pairs(x, activation)
@@ -229,12 +231,12 @@ def activation_fwd(x: torch.Tensor, activation: str, *, impl: str | None = None)
 def activation_bwd(
     dy: torch.Tensor, x: torch.Tensor, activation: str, *, impl: str | None = None
 ) -> torch.Tensor:
-    """dx from dy and the pre-activation x: the backward half."""
+    """Backward half: dx from dy and the pre-activation x."""
     impl, (name, gated) = choose(impl, dy, x), find_activation(activation)
     if gated:
         _check_pairs(x, activation)
     if dy.shape != _out_shape(x, gated):
-        raise ValueError(f"dy {[*dy.shape]} is no gradient of {activation} of x {[*x.shape]}")
+        raise ValueError(f"dy {[*dy.shape]} is not a gradient of {activation} of x {[*x.shape]}")
     if impl == "torch" and gated:
         dy, (gate, up) = dy.to(compute_dtype(x)), x.unflatten(-1, (-1, 2)).unbind(-1)
         gate = gate.to(dy.dtype).contiguous()
@@ -296,7 +298,7 @@ def activation_bwd_op(dy: torch.Tensor, x: torch.Tensor, activation: str) -> tor
 
 
 class _Gated(torch.autograd.Function):
-    """The torch path of both gated activations, in half the time of autograd through strided
+    """The torch path of both gated activations, twice as fast as autograd through strided
     views."""
 
     @staticmethod
@@ -314,7 +316,7 @@ class _Gated(torch.autograd.Function):
     def spmd_typecheck(*, x):
         from spmd_types import rules
 
-        # Pairs are adjacent, so that a shard of the output is the output of a shard.
+        # Pairs are adjacent, so a shard of the output is the output of a shard.
         return rules.einsum("...f->...f", x)
 
 
@@ -322,10 +324,11 @@ class _Gated(torch.autograd.Function):
 
 
 def activate(x: torch.Tensor, activation: str, *, impl: str | None = None) -> torch.Tensor:
-    """The activation of that name (a key of ACTIVATIONS) of x[...] (any sharding); differentiable.
+    """Apply the activation of that name (a key of ACTIVATIONS) to x[...]; differentiable.
 
-    A gated one makes y[..., F] (F may be sharded) of interleaved x[..., 2F] = gate, up, gate, ...
-    Raises ValueError on another name, if a gated one's last dim is odd, or if `impl` cannot run.
+    x may have any sharding. A gated activation maps interleaved x[..., 2F] = gate, up, gate, ... to
+    y[..., F] (F may be sharded). Raises ValueError for any other name, for a gated activation if
+    the last dim is odd, or if `impl` cannot run.
     """
     impl, (name, gated) = choose(impl, x), find_activation(activation)
     if not x.dtype.is_floating_point:

@@ -5,23 +5,24 @@ For gradient g = grad * grad_scale and step number t (Loshchilov and Hutter 2019
     m <- beta1 m + (1 - beta1) g            v <- beta2 v + (1 - beta2) g^2
     w <- w - lr weight_decay w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
-`adamw_step` reads and writes the master weights w and both moments once, reads the gradient once
-and can write the low precision copy that the next forward uses in the same pass: 28 bytes per
+`adamw_step` reads and writes the master weights w and both moments once, and reads the gradient
+once. In the same pass it can write the low-precision copy that the next forward uses: 28 bytes per
 element for fp32, 30 with a bf16 copy. `sum_of_squares` is the shard's term of the gradient norm.
 The norm, the clipping factor (grad_scale) and the decision to skip stay on the device, without a
 host sync.
+host sync.
 
-The moments and the arithmetic have the dtype of the master weights, fp32 or fp64; grad and the copy
+The moments and the arithmetic have the dtype of the master weights, fp32 or fp64. grad and the copy
 may have any float dtype.
 
-Weight decay is one number per call. A buffer with parameters that decay and others that do not
-(biases, norms) is stepped range by range.
+Weight decay is one number per call. If a buffer holds parameters that decay and others that do not
+(biases, norms), step it range by range.
 
 Bias corrections are computed in fp64: 1 - 0.999 in fp32 has four digits. The update is elementwise,
-so Triton gives the same bits for any partition into shards (on a CPU, torch may round the last few
-elements of a buffer otherwise). `sum_of_squares` adds in a fixed order, without atomics. On a GPU,
-buffers of a multiple of 16 elements are the fast ones: they are read 128 bits at a time (4 times
-fewer instructions, seen in the compiled code).
+so Triton gives the same bits for any partition into shards. (On a CPU, torch may round the last few
+elements of a buffer differently.) `sum_of_squares` adds in a fixed order, without atomics. On a
+GPU, make buffers a multiple of 16 elements: they are then read 128 bits at a time (4 times fewer
+instructions, as seen in the compiled code).
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 from warpweave.kernels.runtime.op import operator
 
-_BLOCK = 1024  # elements of a program in the update
-_CHUNK = 2**19  # elements at a time on a CPU, where the gradient must be scaled or cast
-_STRIDE, _TILES = 4096, 16  # a program of sum_of_squares adds 16 tiles of 4096: no matter which GPU
+_BLOCK = 1024  # elements per program in the update
+_CHUNK = 2**19  # elements at a time on a CPU, when the gradient must be scaled or cast
+_STRIDE, _TILES = 4096, 16  # a program of sum_of_squares adds 16 tiles of 4096 on every GPU
 _ROW = 1024  # elements that torch adds in one row of sum_of_squares
 
 
@@ -46,7 +47,7 @@ _ROW = 1024  # elements that torch adds in one row of sum_of_squares
 
 
 class _Rates(NamedTuple):
-    """The numbers of one step."""
+    """The hyperparameters of one step."""
 
     lr: float
     beta1: float
@@ -81,7 +82,7 @@ def _adamw_kernel(
         if tl.load(skip_ptr) != 0:
             return
 
-    # 2. Bias corrections; the rate comes as the sum of two fp32 numbers, exact enough for fp64.
+    # 2. Bias corrections; the rate is the sum of two fp32 numbers, exact enough for fp64.
     dtype: tl.constexpr = m_ptr.dtype.element_ty
     step = tl.load(step_ptr).to(tl.float64)
     correction1 = 1.0 - tl.exp2(step * LOG2_BETA1)
@@ -111,10 +112,10 @@ def _adamw_kernel(
 
 
 def _adamw_torch(master, grad, m, v, param, step, grad_scale, skip, rates: _Rates) -> None:
-    """torch's fused AdamW; its own grad_scale divides, and overwrites the gradient, so not used."""
+    """torch's fused AdamW, without its grad_scale, which divides and overwrites the gradient."""
     n, found_inf = master.numel(), None
     if skip is not None and skip.device.type == "cpu":
-        if skip.item() != 0:  # on a CPU this is no sync
+        if skip.item() != 0:  # no sync on a CPU
             return
     elif skip is not None:
         found_inf = (skip != 0).float()
@@ -211,12 +212,12 @@ def adamw_step(
     param: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> None:
-    """One AdamW step in place on flat shards master[n], m[n], v[n] (fp32 or fp64), from grad[n].
+    """Do one AdamW step in place on flat shards master[n], m[n], v[n] (fp32 or fp64), from grad[n].
 
-    step: 0-dim fp32 or fp64, the number of steps done before; this call increments it, so every
-    shard has its own. grad_scale: 0-dim tensor that multiplies the gradient. skip: 0-dim tensor; if
-    it is not zero nothing changes, step included. param[n]: gets master, cast to its dtype. grad is
-    only read.
+    step: 0-dim fp32 or fp64, the number of steps done so far. This call increments it, so every
+    shard needs its own. grad_scale: 0-dim tensor that multiplies the gradient. skip: 0-dim tensor;
+    if it is not zero, nothing changes, not even step. param[n]: receives master, cast to its dtype.
+    grad is only read.
 
     Raises ValueError for other shapes, dtypes, strides or rates.
     """
@@ -232,11 +233,11 @@ def adamw_step(
                 f"{[*x.shape]} with strides {x.stride()}"
             )
         if not x.dtype.is_floating_point or (name in ("m", "v") and x.dtype != master.dtype):
-            raise ValueError(f"{name} has dtype {x.dtype}, which does not go with {master.dtype}")
+            raise ValueError(f"{name} has dtype {x.dtype}, which does not match {master.dtype}")
     for name, x in (("step", step), ("grad_scale", grad_scale), ("skip", skip)):
         if x is not None and x.ndim != 0:
             raise ValueError(f"{name} must be a 0-dim tensor, got {[*x.shape]}")
-    if step.dtype not in (torch.float32, torch.float64):  # 16 bits stop counting at 256 or 2048
+    if step.dtype not in (torch.float32, torch.float64):  # 16-bit floats stop at 256 or 2048
         raise ValueError(f"step must be float32 or float64, got {step.dtype}")
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and lr >= 0 and eps >= 0 and weight_decay >= 0):
         raise ValueError(
@@ -244,7 +245,7 @@ def adamw_step(
             f"lr {lr}, eps {eps}, weight_decay {weight_decay}"
         )
     rates = _Rates(lr, beta1, beta2, eps, weight_decay)
-    # torch's own operators need no wrapper, whose call costs more than ten thousand weights do.
+    # Torch operators need no wrapper: its call costs more than updating ten thousand weights.
     direct = impl == "torch" and not torch.compiler.is_compiling()
     update = _adamw_step.run if direct else _adamw_step
     update(master, grad, m, v, param, step, grad_scale, skip, rates, impl)
@@ -283,7 +284,7 @@ def _sum_of_squares_fake(flat, impl):
 def _sum_of_squares(flat: torch.Tensor, impl: str) -> torch.Tensor:
     n, dtype = flat.numel(), compute_dtype(flat)
     if impl == "torch":
-        # Short rows first: one fp32 sum of n terms in turn may be off by n / 2 units.
+        # Sum short rows first: one running fp32 sum of n terms may be off by n / 2 units.
         whole = n // _ROW * _ROW
         norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype)
         total = norms.double().square().sum()
@@ -297,10 +298,10 @@ def _sum_of_squares(flat: torch.Tensor, impl: str) -> torch.Tensor:
 @no_graph
 @torch.no_grad()
 def sum_of_squares(flat: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The sum of the squares of flat[n], 0-dim, fp32 (fp64 for fp64), the same bits every time.
+    """The sum of squares of flat[n]: 0-dim, fp32 (fp64 for fp64), the same bits every time.
 
-    The norm over shards is the root of the sum over ranks. Overflow gives inf and NaN stays NaN, so
-    the result also tells whether every gradient is finite.
+    The norm over shards is the square root of the sum over ranks. Overflow gives inf and NaN stays
+    NaN, so the result also tells you if every gradient is finite.
     """
     impl = choose(impl, flat)
     if flat.ndim != 1 or not flat.is_contiguous() or not flat.dtype.is_floating_point:

@@ -1,11 +1,11 @@
-"""FLOPs and minimal bytes of every op: benchmarks and MFU use the same numbers.
+"""FLOPs and minimal bytes of every op, shared by benchmarks and MFU.
 
-FLOPs count a multiply-add as two, a division, exponential or root as one. Bytes are what a
-perfectly fused kernel must move: every input read once, every output written once, nothing else.
-Both are exact integers of the shapes, whatever an implementation does; achieved TFLOP/s and GB/s
-divide them by measured time.
+A multiply-add counts as two FLOPs; a division, exponential or root counts as one. Bytes are what a
+perfectly fused kernel must move: every input is read once and every output is written once. Both
+are exact integers computed from the shapes, regardless of the implementation. Divide them by the
+measured time to get achieved TFLOP/s and GB/s.
 
-`size` is the bytes of an element (2 for bfloat16). Statistics (rstd, mean, lse) are float32.
+`size` is the bytes per element (2 for bfloat16). Statistics (rstd, mean, lse) are float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cost:
-    """Floating point operations and bytes moved; costs add, and multiply by a count."""
+    """FLOPs and bytes moved. You can add costs and multiply a cost by a count."""
 
     flops: int
     bytes: int
@@ -31,11 +31,11 @@ class Cost:
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte: below a device's FLOP/s over bytes/s, memory bounds the op."""
+        """FLOPs per byte. Memory bounds the op if this is below a device's FLOP/s over bytes/s."""
         return self.flops / self.bytes
 
     def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
-        """The roofline: no kernel is faster than the slower of its arithmetic and its traffic."""
+        """Roofline time, the larger of arithmetic and traffic; no kernel is faster."""
         return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
 
 
@@ -45,8 +45,10 @@ def gemm(M: int, N: int, K: int, *, size: int = 2) -> Cost:
 
 
 def symmetric_product(M: int, K: int, *, add: bool = False, size: int = 2) -> Cost:
-    """out[M, M] = x[M, K] x^T, one triangle of it computed; with `add` plus another matrix, of
-    which a triangle is read."""
+    """out[M, M] = x[M, K] x^T, of which one triangle is computed.
+
+    With `add`, another matrix is added, of which one triangle is read.
+    """
     triangle = M * (M + 1) // 2
     return Cost(2 * triangle * K, (M * K + M * M + add * triangle) * size)
 
@@ -62,9 +64,9 @@ def fused_gemm(
     residual: bool = False,
     size: int = 2,
 ) -> Cost:
-    """y[M, N] (N/2 if gated) of a[M, K] b[K, N] and an epilogue, whose arithmetic is not counted.
+    """y[M, N] (N/2 if gated) = epilogue(a[M, K] b[K, N]); the epilogue's arithmetic is not counted.
 
-    With `save_z` z[M, N] is written too.
+    With `save_z`, z[M, N] is also written.
     """
     out = M * N // 2 if gated else M * N
     moved = M * K + K * N + (N if bias else 0) + (M * N if save_z else 0)
@@ -84,9 +86,9 @@ def mlp(
 ) -> Cost:
     """The fused feed-forward of x[T, E] with F hidden units, without biases.
 
-    Forward: up and its activation, then down. Backward: dz and the activation (unless recompute is
-    "nothing") from dy, W2 and z; dx, dW1 and dW2 by products of their own; with recompute "up" z by
-    one more. Gradients of weights have `size` bytes an element.
+    Forward: up with its activation, then down. Backward: dz and the activation (unless recompute is
+    "nothing") from dy, W2 and z, and then separate products for dx, dW1 and dW2. With recompute
+    "up", one more product computes z. Weight gradients have `size` bytes per element.
     """
     Z = 2 * F if gated else F
     up = fused_gemm(T, Z, E, gated=gated, save_z=recompute != "up", size=size)
@@ -110,7 +112,7 @@ def qkv_rope(
     backward: bool = False,
     size: int = 2,
 ) -> Cost:
-    """q, k and v of x[B, S, E], rotated by float32 cos and sin[S, D/2] in the epilogue.
+    """q, k and v from x[B, S, E], rotated by float32 cos and sin[S, D/2] in the epilogue.
 
     Backward: one pass that rotates back (dq, dk, dv to dz), then the products dx and dW.
     """
@@ -136,13 +138,13 @@ def attention(
     backward: bool = False,
     size: int = 2,
 ) -> Cost:
-    """The field's convention: 4 B H Sq Sk D forward, half of it when causal, backward 2.5 times
-    forward.
+    """Attention by convention: 4 B H Sq Sk D forward, half if causal; backward 2.5 times that.
 
     (Forward has two products, backward five: S again, dP, dV, dQ, dK. Softmax is not counted.)
-    Forward moves q, k, v, o and lse; backward those and do, dq, dk, dv. `documents` are the lengths
-    of packed ones; of n tokens that see a window w <= n, the band 2 n w - w^2 counts instead of
-    n^2. Raises ValueError where Sq, Sk and the lengths' sum must be one number and are not.
+    Forward moves q, k, v, o and lse; backward also moves do, dq, dk and dv. `documents` are the
+    lengths of packed documents. If n tokens see a window w <= n, the band 2 n w - w^2 counts
+    instead of n^2. With a window or documents, raises ValueError unless Sq, Sk and the sum of the
+    lengths are equal.
     """
     pairs = Sq * Sk
     if window is not None or documents is not None:
@@ -171,21 +173,22 @@ def norm(
     stream_size: int | None = None,
     out_size: int | None = None,
 ) -> Cost:
-    """RMSNorm, or with `layer` LayerNorm and its bias, of x[rows, E].
+    """RMSNorm of x[rows, E], or with `layer` LayerNorm including its bias.
 
-    `x_bias`, `dropout` and `residual` are the terms that make s; s and residual have elements of
-    `stream_size` bytes and y of `out_size`, by default as x. The vectors count as x's.
+    `x_bias`, `dropout` and `residual` are the terms of s. s and residual have `stream_size` bytes
+    per element and y has `out_size`; the default is the size of x. Parameter vectors have the size
+    of x.
 
-    Forward per element: square, add, two multiplies; LayerNorm also sums, centres and shifts.
-    Backward: n, g, g n and its sum, n c, subtract, scale, dw's two; LayerNorm also centres, sums g,
-    subtracts, db.
+    Forward per element: square, add, two multiplies; LayerNorm also sums, centers and shifts.
+    Backward: n, g, g n and its sum, n c, subtract, scale, two for dw; LayerNorm also centers, sums
+    g, subtracts, and computes db.
     """
     per_element = (13 if layer else 9) if backward else (7 if layer else 4)
     per_element += residual + x_bias + dropout
     wide, out = size if stream_size is None else stream_size, size if out_size is None else out_size
     changed = residual or x_bias or dropout
     wide = wide if residual else size
-    if backward:  # reads dy, s [, ds]; writes dx [and dresidual, where it is another]
+    if backward:  # reads dy, s [, ds]; writes dx [and dresidual, if it differs from dx]
         apart = residual and (dropout or wide != size)
         passes = out + wide + size + wide * changed + wide * apart
         vectors = (3 if layer else 2) + x_bias  # w, dw [, db] [, dx_bias]
@@ -199,35 +202,39 @@ def norm(
 def rope(B: int, S: int, H: int, D: int, *, rotary_dim: int | None = None, size: int = 2) -> Cost:
     """x[B, S, H, D] rotated by float32 cos and sin[S, R/2]; the backward costs the same.
 
-    Queries and keys together are H + Hkv heads: they share the table.
+    For queries and keys together, pass H + Hkv heads: they share the table.
     """
     R = D if rotary_dim is None else rotary_dim
     return Cost(3 * B * S * H * R, 2 * B * S * H * D * size + S * R * 4)
 
 
 def activation(n: int, *, gated: bool = False, backward: bool = False, size: int = 2) -> Cost:
-    """n outputs of GELU (tanh): 9 operations each, 18 backward; of SwiGLU, which is `gated` and has
-    2n inputs, 5 and 12."""
+    """n outputs of GELU (tanh), or of SwiGLU with 2n inputs if `gated`.
+
+    GELU takes 9 operations per output, 18 backward; SwiGLU takes 5, 12 backward.
+    """
     if gated:
         return Cost((12 if backward else 5) * n, (5 if backward else 3) * n * size)
     return Cost((18 if backward else 9) * n, (3 if backward else 2) * n * size)
 
 
 def dropout(rows: int, E: int, *, size: int = 2) -> Cost:
-    """One multiply per element (the generator works in integers); the backward costs the same."""
+    """One multiply per element (the generator uses integers); the backward costs the same."""
     return Cost(rows * E, 2 * rows * E * size + 8 * rows)
 
 
 def cross_entropy(N: int, V: int, *, backward: bool = False, size: int = 2) -> Cost:
-    """Loss of logits[N, V]: max, subtract, exp, add each; backward: subtract, exp, subtract,
-    scale."""
+    """Loss of logits[N, V]. Each logit costs max, subtract, exp and add; in the backward subtract,
+    exp, subtract and scale."""
     rows = N * (8 + 4)  # a label, and lse or the loss's gradient
     return Cost(4 * N * V, (2 if backward else 1) * N * V * size + rows + 4 * N)
 
 
 def linear_cross_entropy(T: int, V: int, E: int, *, backward: bool = False, size: int = 2) -> Cost:
-    """Loss of x[T, E] w[V, E]^T without its logits; backward: dx and a float32 dw, the logits again
-    not counted."""
+    """Loss of x[T, E] w[V, E]^T without its logits; backward: dx and a float32 dw.
+
+    Recomputing the logits is not counted.
+    """
     products = gemm(T, V, E).flops * (2 if backward else 1)
     given = (T * E + V * E) * size + T * 8  # x, w, labels
     if backward:  # and lse and the losses' gradients; writes dx and dw
@@ -236,8 +243,8 @@ def linear_cross_entropy(T: int, V: int, E: int, *, backward: bool = False, size
 
 
 def adamw(n: int, *, grad_size: int = 4, param_size: int = 0) -> Cost:
-    """One step on n masters: reads and writes master, m and v in float32; reads grad, writes the
-    copy."""
+    """One step on n master weights: reads and writes master, m and v in float32, reads grad, writes
+    the copy."""
     return Cost(16 * n, n * (24 + grad_size + param_size))
 
 
@@ -252,9 +259,10 @@ def gpt_weights(
     vocab: int,
     gated: bool,
 ) -> int:
-    """How many weights multiply each token: the linear layers and the head.
+    """The number of weights that multiply each token: the linear layers and the head.
 
-    Not the embedding (a lookup, also when the head shares its matrix), norms or biases.
+    Norms, biases and the embedding do not count. (The embedding is a lookup, even if the head
+    shares its matrix.)
     """
     qkv_out = width * head_dim * (2 * heads + 2 * kv_heads)
     mlp = (3 if gated else 2) * width * hidden
@@ -272,20 +280,20 @@ def gpt_step(
     causal: bool = True,
     windows: Sequence[int | None] = (),
 ) -> int:
-    """Model FLOPs of one training step on `tokens` tokens in sequences of `seq_len`; the MFU
-    numerator.
+    """Model FLOPs of one training step on `tokens` tokens in sequences of `seq_len`.
+
+    This is the numerator of MFU:
 
         3 * tokens * (2 * weights + layers * 4 * seq_len * heads * head_dim [/ 2 if causal])
 
-    `weights` are those of `gpt_weights`; `windows` holds the sliding window of each causal layer,
-    None for none: a window W < seq_len shows a token W (1 - W / (2 seq_len)) keys on average, in
-    the place of seq_len / 2.
+    `weights` comes from `gpt_weights`. `windows` holds the sliding window of each causal layer,
+    None for no window. With a window W < seq_len a token sees W (1 - W / (2 seq_len)) keys on
+    average instead of seq_len / 2.
 
-    Forward once, backward twice; what is recomputed (attention's scores, checkpointed layers) does
-    not count, and neither do elementwise ops. MFU = gpt_step / (step seconds * devices * peak
-    FLOP/s). PaLM's formula (Chowdhery et al. 2022, arXiv:2204.02311, appendix B; 6 N + 12 L H Q T
-    per token) does not halve causal attention: pass causal=False to compare with figures made by
-    it.
+    Forward counts once, backward twice. Recomputation (attention's scores, checkpointed layers) and
+    elementwise ops do not count. MFU = gpt_step / (step seconds * devices * peak FLOP/s). PaLM's
+    formula (Chowdhery et al. 2022, arXiv:2204.02311, appendix B; 6 N + 12 L H Q T per token) does
+    not halve causal attention. Pass causal=False to compare with figures computed by it.
     """
     visible = layers * seq_len * 2 * seq_len  # keys of 2 seq_len tokens, summed over the layers
     if causal:

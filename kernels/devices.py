@@ -1,10 +1,10 @@
-"""What the data sheets say of the GPUs that the project aims at: the one place for these figures.
+"""Data-sheet figures of the GPUs that the project targets; the only place for these figures.
 
-Limits of a multiprocessor are those of the compute capability (CUDA C++ Programming Guide,
-"Technical specifications per compute capability"). Speeds are from NVIDIA's data sheets of A100
-80GB SXM, H100 SXM, H200, HGX H800, HGX B200, A40 and L40S (dense FLOP/s; NVLink as half of the
-stated two-way bytes/s); InfiniBand of their DGX systems, one adapter per GPU: HDR 200 Gbit/s for
-A100, NDR 400 Gbit/s later.
+The limits of a multiprocessor follow from the compute capability (CUDA C++ Programming Guide,
+"Technical specifications per compute capability"). Speeds are from NVIDIA's data sheets for A100
+80GB SXM, H100 SXM, H200, HGX H800, HGX B200, A40 and L40S: dense FLOP/s, and half of the stated
+bidirectional NVLink bytes/s. InfiniBand speeds are those of the DGX systems, one adapter per GPU:
+HDR 200 Gbit/s for A100, NDR 400 Gbit/s for later ones.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ import re
 from dataclasses import dataclass, replace
 
 KB = 1024
-# Of NCCL's thread blocks in an operation of an axis; a product beside it, and one that waits for
-# peers, leaves as many of a GPU's processors. A guess, of no data sheet: NCCL itself takes up to 32
-# within a node, and with NVLS needs 8.
+# NCCL's thread blocks for the operations of one axis. A product that runs at the same time and
+# waits for peers leaves this many multiprocessors free. This is a guess, not a data-sheet figure:
+# NCCL itself uses up to 32 within a node, and needs 8 with NVLS.
 CTAS = 16
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU in figures; speeds are per second, and 0 where none is quoted.
+    """Data-sheet figures of a GPU; speeds are per second, and 0 where none is quoted.
 
     Attributes:
-        name: a word of its name as CUDA tells it.
+        name: a word of the device name that CUDA reports.
         arch: compute capability as major * 10 + minor.
-        processors: its multiprocessors.
+        processors: number of multiprocessors.
         block_shared: bytes of shared memory that one program may use.
-        shared, warps, blocks: of one multiprocessor, bytes of shared memory and the warps and
-            programs that it holds at once.
-        product: the instruction that reaches `half` (PTX ISA); all have mma.sync as well.
-        half: FLOPs in 16 bits.
-        memory: bytes.
-        nvlink, network: bytes in one direction over NVLink and over its share of the network.
+        shared, warps, blocks: limits of one multiprocessor: bytes of shared memory, and the warps
+            and programs that it holds at once.
+        product: the instruction that reaches `half` (PTX ISA); all devices also have mma.sync.
+        half: 16-bit FLOP/s.
+        memory: bytes/s of memory.
+        nvlink, network: bytes/s in one direction over NVLink and over the GPU's share of the
+            network.
     """
 
     name: str
@@ -70,9 +71,9 @@ RTX_PRO_6000 = Device("RTX PRO 6000 Blackwell", 120, 188, 99 * KB, 100 * KB, 48,
 
 DEVICES = (A100, A40, L40S, H100, H200, H800, B200, RTX_PRO_6000)
 TARGETS = {f"sm_{d.arch}": d for d in (A100, A40, L40S, H100, B200, RTX_PRO_6000)}
-"""What kernels can be compiled for without being there, each by one device."""
+"""Compile targets for kernels, each with one device; the device need not be present."""
 
 
 def find_device(name: str) -> Device | None:
-    """The device whose name is a word of `name`, as CUDA tells it; None if it is not known."""
+    """The device whose name is a word of `name`, as reported by CUDA; None if there is none."""
     return next((d for d in DEVICES if re.search(rf"\b{d.name}\b", name)), None)

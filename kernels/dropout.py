@@ -1,17 +1,16 @@
-"""Dropout whose mask is a function of global indices, so every layout of the same run drops the
-same.
+"""Dropout masked by global indices, so that every layout of a run drops the same elements.
 
     word[t, e] = philox4x32-10(counter = (token lo, token hi, e // 4, site),
                                key = (seed lo, seed hi))[e % 4]
     y = x / (1 - p) where word >= round(p * 2^32), else 0
 
 x, y: [T, E]; tokens[T] are the global indices (batch index * sequence length + position) of the
-local rows, whatever the sharding of T; `site` numbers the place in the network (and, in training,
-the step's seed the step). E must not be sharded: a shard would need a column offset.
+local rows, for any sharding of T. `site` numbers the place in the network. In training, the seed is
+different in each step. E must not be sharded: a shard would need a column offset.
 
-Saved for backward: tokens; Triton recomputes the mask, which is cheaper than reading it. The torch
-path saves the mask (one byte per element), because computing it is most of the cost on a CPU. Both
-masks are bitwise equal. Dropped elements are exact zeros, even for infinite x.
+Only tokens are saved for backward: Triton recomputes the mask, which is cheaper than reading it.
+The torch path saves the mask (one byte per element), because computing it is most of the cost on a
+CPU. Both masks are bitwise equal. Dropped elements are exact zeros, even for infinite x.
 
 Sources: Srivastava et al. 2014; Salmon et al. 2011 (Random123). Limits: 0 <= seed < 2^63, 0 <= site
 < 2^32.
@@ -38,7 +37,7 @@ _LOW = 0xFFFFFFFF
 
 
 class Drop(NamedTuple):
-    """The key of a dropout: probability, seed, site and global token indices, int64[...]."""
+    """The key of a dropout: probability, seed, site, and global token indices int64[...]."""
 
     p: float
     seed: int
@@ -47,10 +46,10 @@ class Drop(NamedTuple):
 
 
 def check_drop(drop: Drop | None, shape: torch.Size) -> Drop | None:
-    """`drop` with its tokens in this shape, that of x[..., E] without E; None if p is 0.
+    """Return `drop` with its tokens in `shape`, that of x[..., E] without E; None if p is 0.
 
-    Raises ValueError unless it is a Drop of 0 <= p < 1, of as many int64 tokens, of 0 <= seed <
-    2^63 and 0 <= site < 2^32.
+    Raises ValueError unless it is a Drop with 0 <= p < 1, as many int64 tokens as `shape` has
+    elements, 0 <= seed < 2^63 and 0 <= site < 2^32.
     """
     if drop is None:
         return None
@@ -61,7 +60,7 @@ def check_drop(drop: Drop | None, shape: torch.Size) -> Drop | None:
         raise ValueError(f"need 0 <= p < 1, got {p}")
     if tokens is None or tokens.numel() != shape.numel() or tokens.dtype != torch.int64:
         got = None if tokens is None else f"{tokens.dtype} {[*tokens.shape]}"
-        raise ValueError(f"need int64 tokens{[*shape]} of rows like them, got {got}")
+        raise ValueError(f"expected int64 tokens{[*shape]}, one for each row, got {got}")
     check_key(seed, site)
     if p == 0:
         return None
@@ -69,23 +68,27 @@ def check_drop(drop: Drop | None, shape: torch.Size) -> Drop | None:
 
 
 def check_key(seed: int, *counters: int) -> None:
-    """Raise ValueError unless 0 <= seed < 2^63 and the others, a site or a sample and a head, fit
-    32 bits."""
+    """Raise ValueError unless 0 <= seed < 2^63 and the counters fit 32 bits.
+
+    The counters are a site, or a sample and a head.
+    """
     if not (0 <= seed < 2**63 and all(0 <= n < 2**32 for n in counters)):
         what, words = ("site", "sample, head")[len(counters) - 1], " and ".join(map(str, counters))
         raise ValueError(f"need 0 <= seed < 2**63 and 0 <= {what} < 2**32, got {seed} and {words}")
 
 
 def threshold(p: float) -> int:
-    """Words below this are dropped."""
+    """Return the bound below which words are dropped."""
     return round(p * 2**32)
 
 
 def launch_arguments(
     drop: Drop | None,
 ) -> tuple[torch.Tensor | None, int, int, tuple[int, float]]:
-    """A kernel's tokens, seed, site and (THRESHOLD, SCALE); constants without dropout, so that one
-    compiled kernel is enough."""
+    """A kernel's tokens, seed, site and (THRESHOLD, SCALE).
+
+    Without dropout these are constants, so that one compiled kernel is enough.
+    """
     if drop is None:
         return None, 0, 0, (0, 1.0)
     p, seed, site, tokens = drop
@@ -97,8 +100,8 @@ def launch_arguments(
 
 @triton.jit
 def words(seed, first, c2, c3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """uint32[ROWS, 4 GROUPS]: the four words of each counter (first lo, first hi, c2, c3), side by
-    side; `first` is int64, and all of them broadcast to [ROWS, GROUPS]."""
+    """uint32[ROWS, 4 GROUPS]: the four words of each counter (first lo, first hi, c2, c3), next to
+    one another; `first` is int64, and all of them broadcast to [ROWS, GROUPS]."""
     zero = tl.zeros((ROWS, GROUPS), tl.uint32)
     c0 = zero + (first & 0xFFFFFFFF).to(tl.uint32)
     c1 = zero + ((first >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -111,8 +114,8 @@ def words(seed, first, c2, c3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 def keep_mask(
     seed, site, token, group, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """bool[ROWS, 4 GROUPS]: which of the columns 4g to 4g + 3 are kept, for token[ROWS, 1] (int64)
-    and g of group[1, GROUPS]."""
+    """bool[ROWS, 4 GROUPS]: true for those of columns 4g to 4g + 3 that are kept, for token[ROWS,
+    1] (int64) and g in group[1, GROUPS]."""
     drawn = words(seed, token, group, site, ROWS, GROUPS)
     if THRESHOLD < 4294967296:  # else p rounds to 1, and everything is dropped
         return drawn >= tl.full((1, 1), THRESHOLD, tl.uint32)
@@ -120,7 +123,7 @@ def keep_mask(
         return drawn.to(tl.int64) >= THRESHOLD
 
 
-# They change from step to step and compile no kernel of their own.
+# These arguments change from step to step and must not cause a recompilation.
 @triton.jit(do_not_specialize=RUNTIME)
 def _dropout_kernel(
     x_ptr,
@@ -152,7 +155,7 @@ def _dropout_kernel(
 
 @no_graph
 def dropout_fwd(x: torch.Tensor, drop: Drop) -> torch.Tensor:
-    """The Triton launch, forward and backward alike: x or dy in, y or dx out, nothing checked."""
+    """Launch the Triton kernel, unchecked: x to y in the forward, dy to dx in the backward."""
     T, E = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
@@ -207,12 +210,11 @@ def _dropped_fake(drop: Drop, E: int) -> torch.Tensor:
 
 @operator("dropped", _dropped_fake, records=(Drop,), sharding="t -> t_")
 def dropped(drop: Drop, E: int) -> torch.Tensor:
-    """bool[T, E], true where dropout drops. An operator, so that compilers need not trace the
-    rounds.
+    """bool[T, E], true where dropout drops; an operator, so compilers need not trace the rounds.
 
-    Products of 32-bit words wrap in int64 with all their 64 bits right. Words 0 and 2 are kept
-    clean to 32 bits, because they are multiplied; 1 and 3 are products whose upper half is cut off
-    later. A few rows at a time, in place, so that the six buffers stay in cache.
+    Products of 32-bit words wrap in int64 with all 64 bits correct. Words 0 and 2 are kept clean to
+    32 bits, because they are multiplied. Words 1 and 3 are products whose upper half is cut off
+    later. The rows are processed in place, a few at a time, so that the six buffers stay in cache.
     """
     p, seed, site, tokens = drop
     groups = torch.arange((E + 3) // 4, device=tokens.device)
@@ -242,12 +244,12 @@ def dropped(drop: Drop, E: int) -> torch.Tensor:
 
 
 def dropout(x: torch.Tensor, drop: Drop, *, impl: str | None = None) -> torch.Tensor:
-    """x[..., E] (any sharding but of E) with each element zeroed with probability p, the rest over
-    1 - p; x itself if p is 0.
+    """Zero each element of x[..., E] with probability p and divide the rest by 1 - p.
 
-    The mask depends on the key, of which tokens[...] are the global indices of the rows, and on the
-    column alone. Differentiable in x. Raises ValueError on numbers out of range or tokens that do
-    not fit, see `check_drop`, or if `impl` cannot run. Srivastava et al. 2014.
+    x may have any sharding except of E. If p is 0, the result is x itself. The mask depends only on
+    the column and on the key, whose tokens[...] are the global indices of the rows. Differentiable
+    in x. Raises ValueError if numbers are out of range, if tokens do not fit (see `check_drop`), or
+    if `impl` cannot run. Srivastava et al. 2014.
     """
     impl = choose(impl, x, getattr(drop, "tokens", None))
     if x.ndim == 0 or not x.dtype.is_floating_point:

@@ -3,16 +3,16 @@
     lse = log(exp(lse_a) + exp(lse_b))        w = exp(lse_b) / (exp(lse_a) + exp(lse_b))
     o   = (1 - w) o_a + w o_b
 
-Attention over keys A and over keys B, each with the logarithm of its normaliser, is all that is
-needed for attention over A and B (Milakov & Gimelshein 2018, arXiv:1805.02867; Liu et al. 2023,
+Attention over keys A and attention over keys B, each with the logarithm of its normalizer,
+determine attention over A and B (Milakov & Gimelshein 2018, arXiv:1805.02867; Liu et al. 2023,
 arXiv:2310.01889 for the ring). The weight is ``sigmoid(lse_b - lse_a)``, which cannot overflow. A
 side that saw no key has lse = -inf and o = 0: it gets weight exactly 0 and the other side exactly
-1; two such sides merge into one (the sigmoid alone would be NaN there).
+1. Two such sides merge into one (the sigmoid alone would be NaN there).
 
-Partials stay float32 (float64 for float64): merged in bfloat16 the error grows with the number of
-parts. Merging is associative and commutative up to rounding. There is no kernel of our own:
-`torch.lerp` is already one pass over the outputs. Not differentiable: the backward of blockwise
-attention runs each block with the merged (o, lse), see `attention_bwd`.
+Partials stay float32 (float64 for float64): if they were merged in bfloat16, the error would grow
+with the number of parts. Merging is associative and commutative up to rounding. No custom kernel is
+needed, because `torch.lerp` is already one pass over the outputs. Not differentiable: the backward
+of blockwise attention runs each block with the merged (o, lse), see `attention_bwd`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from warpweave.kernels.runtime.dispatch import no_graph
 def merge(
     o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (o, lse) of the union of the keys of a and b.
+    """Return (o, lse) over the union of the keys of a and b.
 
     o_a, o_b [B, S, H, D] and lse_a, lse_b [B, H, S] (natural logarithm), all float32 or all
     float64. Raises ValueError on other shapes, dtypes or devices.
@@ -39,9 +39,9 @@ def merge(
 def merge_(
     o: torch.Tensor, lse: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge` in place: (o, lse), which may be views of some rows, become the merged result.
+    """`merge` in place: o and lse, which may be views of some rows, become the merged result.
 
-    o = 0 and lse = -inf is the neutral element, so a ring may start from it. Returns (o, lse).
+    o = 0 and lse = -inf is the neutral element, so a ring can start from it. Returns (o, lse).
     """
     _check_parts(o, lse, o_b, lse_b)
     o.lerp_(o_b, _weight(lse, lse_b))

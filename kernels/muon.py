@@ -1,25 +1,28 @@
-"""Muon's orthogonalisation of a matrix by Newton-Schulz steps (Jordan et al. 2024,
-kellerjordan.github.io/posts/muon), whose products of a matrix with itself compute one triangle.
+"""Muon's orthogonalization of a matrix by Newton-Schulz steps.
 
-    X = G / |G|, lying: [m, n] with m <= n         |G| the Frobenius norm
+From Jordan et al. 2024, kellerjordan.github.io/posts/muon. Products of a matrix with itself compute
+only one triangle.
+
+    X = G / |G|, transposed if m > n: [m, n] with m <= n         |G| the Frobenius norm
     5 times:  A = X X^T;  B = b A + c A A;  X <- a X + B X         a, b, c = 3.4445, -4.7750, 2.0315
 
-The singular values of X go to about 1 (0.7 to 1.2), the singular vectors stay: X is about U V^T of
-G = U S V^T. A and B are symmetric, and A A = A A^T: both are a `symmetric_product`
+The singular values of X move close to 1 (0.7 to 1.2) and the singular vectors stay, so X is close
+to U V^T for G = U S V^T. A and B are symmetric, and A A = A A^T: both are a `symmetric_product`
 
     out[m, m] = alpha x[m, k] x^T + beta add[m, m]
 
-whose kernel computes only the tiles that touch the diagonal or lie above it, and stores each twice,
-as it is and mirrored (every element once: of a tile across the diagonal what is above it):
+whose kernel computes only the tiles on or above the diagonal. It stores each tile twice, unchanged
+and mirrored. A tile across the diagonal stores only its part above it, so no element is written
+twice:
 
     tiles of 4 x 4    0 1 2 3
                       . 4 5 6        6 of 16 are not computed; of 32 x 32, 496 of 1024
                       . . 7 8
                       . . . 9
 
-The polynomial b A + c A A is the epilogue of the second, which saves a pass over A and B. B X is
-torch's product (cuBLAS), which adds a X as it goes: 2 m^2 n FLOPs of a step's 3 m^2 n + m^3, where
-three full products have 4 m^2 n + 2 m^3.
+The polynomial b A + c A A is the epilogue of the second product, which saves a pass over A and B.
+torch's product (cuBLAS) computes B X and adds a X in the same call. A step takes 3 m^2 n + m^3
+FLOPs, 2 m^2 n of them for B X. Three full products would take 4 m^2 n + 2 m^3.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import FLOATS, no_autocast, to_dtype
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_EPS = 1e-7  # beside the norm: a matrix of zeros stays one
+_EPS = 1e-7  # added to the norm, so that a matrix of zeros stays zero
 
 
 # ---------------------------------------------------------------- symmetric product
@@ -52,12 +55,15 @@ _EPS = 1e-7  # beside the norm: a matrix of zeros stays one
 def _mirrored_store(
     acc, add_ptr, out_ptr, row, col, M, ALPHA: tl.constexpr, BETA: tl.constexpr
 ):  # fmt: skip
-    """ALPHA acc + BETA add of the rows from `row` and the columns from `col`, where not below the
-    diagonal, to its place in out[M, M] and to the mirrored one."""
+    """Store ALPHA acc + BETA add in out[M, M] and in the mirrored place.
+
+    The tile has the rows from `row` and the columns from `col`; elements below the diagonal are
+    skipped.
+    """
     i, j = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
     above = (row - col).to(tl.int32)  # on the diagonal j - i = row - col
     live = (j - i >= above) & (col + j < M)
-    upper, lower = i * M + j, j * M + i  # 32 bits, from 64-bit corners: an address each would spill
+    upper, lower = i * M + j, j * M + i  # 32 bits, from 64-bit corners; 64-bit offsets would spill
     y = acc * ALPHA
     if add_ptr is not None:
         y += BETA * tl.load(add_ptr + (row * M + col) + upper, live, 0.0).to(acc.dtype)
@@ -87,7 +93,7 @@ def _symmetric_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    # 1. A tile that lies below the diagonal is somebody else's mirrored one.
+    # 1. Skip a tile below the diagonal: another program stores it as its mirrored tile.
     row, col = tile_origin(tl.program_id(0), M, M, BLOCK_M, BLOCK_N, GROUP)
     if col + BLOCK_N <= row:
         return
@@ -113,7 +119,7 @@ def _symmetric_triton(
     x: torch.Tensor, add: torch.Tensor | None, alpha: float, beta: float
 ) -> torch.Tensor:
     out = x.new_empty(len(x), len(x))
-    if not is_aligned(x):  # zeros add nothing, and loads of single elements would spill
+    if not is_aligned(x):  # zeros add nothing, and loading single elements would spill
         x = F.pad(x, (0, -x.shape[1] % 16)).contiguous()
     M, K = x.shape
     if M == 0:
@@ -137,18 +143,18 @@ def symmetric_product(
     beta: float = 1.0,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """alpha x[m, k] x^T + beta add[m, m], `add` being symmetric: [m, m] in the dtype of x.
+    """alpha x[m, k] x^T + beta add[m, m] as [m, m] in the dtype of x; `add` must be symmetric.
 
-    Sums are fp32 (fp64 for fp64), rounded once. By Triton one triangle is computed and the result
-    is symmetric to the bit; of `add` the upper triangle is read.
+    Sums are fp32 (fp64 for fp64), rounded once. The Triton kernel computes one triangle, reads only
+    the upper triangle of `add`, and returns a bitwise symmetric result.
 
     Raises:
-        ValueError: no matrix of floats, `add` is not [m, m], contiguous and of its dtype, a
-            gradient is required, or `impl` cannot run.
+        ValueError: x is not a matrix of floats; `add` is not [m, m], contiguous, and of the dtype
+            of x; a gradient is required; or `impl` cannot run.
     """
     impl = choose(impl, x, add)
     if x.ndim != 2 or x.dtype not in FLOATS:
-        raise ValueError(f"need a matrix of floats, got {x.dtype} {[*x.shape]}")
+        raise ValueError(f"expected a matrix of floats, got {x.dtype} {[*x.shape]}")
     square = (len(x), len(x))
     if add is not None and (add.shape != square or add.dtype != x.dtype or not add.is_contiguous()):
         raise ValueError(
@@ -168,18 +174,18 @@ def symmetric_product(
 
 @no_graph
 def orthogonalize(g: torch.Tensor, *, steps: int = 5, impl: str | None = None) -> torch.Tensor:
-    """About U V^T of g[m, n] = U S V^T, by Muon's Newton-Schulz steps in the dtype of g.
+    """Approximately U V^T of g[m, n] = U S V^T, by Muon's Newton-Schulz steps in the dtype of g.
 
-    bf16 is what Muon is usually run in; the norm is fp32 (fp64 for fp64) in any. A matrix of zeros
-    stays one.
+    Muon is usually run in bf16. The norm is always fp32 (fp64 for fp64). A matrix of zeros stays
+    zero.
 
     Raises:
-        ValueError: g is no matrix of floats, steps < 1, a gradient is required, or `impl` cannot
+        ValueError: g is not a matrix of floats, steps < 1, a gradient is required, or `impl` cannot
             run.
     """
     impl = choose(impl, g)
     if g.ndim != 2 or g.dtype not in FLOATS:
-        raise ValueError(f"muon orthogonalises a matrix of floats, got {g.dtype} {[*g.shape]}")
+        raise ValueError(f"muon expects a matrix of floats, got {g.dtype} {[*g.shape]}")
     if steps < 1:
         raise ValueError(f"Newton-Schulz needs steps >= 1, got {steps}")
     a, b, c = COEFFICIENTS

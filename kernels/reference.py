@@ -1,4 +1,4 @@
-"""What every op means, in plain torch, for any float dtype: the contract and the oracle.
+"""The definition of every op in plain torch, for any float dtype: the contract and the oracle.
 
 Each function computes in float64 for float64 inputs and in float32 otherwise, and casts at the end.
 """
@@ -12,15 +12,15 @@ import torch
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype an op computes in: float64 for float64 inputs, float32 for everything else."""
+    """Return the dtype an op computes in: float64 for float64 inputs, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-# ---------------------------------------------------------------- normalisation
+# ---------------------------------------------------------------- normalization
 
 
 def norm_sum(x, residual=None, x_bias=None, keep=None, dropout=0.0):
-    """s = residual + dropout(x + x_bias), elements of x where `keep` is false being dropped."""
+    """s = residual + dropout(x + x_bias); elements of x where `keep` is false are dropped."""
     s = x if x_bias is None else (x + x_bias).to(x.dtype)
     if keep is not None:
         s = torch.where(keep, s / (1 - dropout), 0).to(x.dtype)
@@ -30,9 +30,9 @@ def norm_sum(x, residual=None, x_bias=None, keep=None, dropout=0.0):
 def rms_norm(
     x, weight, eps=1e-6, *, residual=None, x_bias=None, keep=None, dropout=0.0, out_dtype=None
 ):
-    """s / sqrt(mean(s^2) + eps) * weight over dim -1, s = `norm_sum` of x, residual and the rest.
+    """s / sqrt(mean(s^2) + eps) * weight over dim -1, with s from `norm_sum`.
 
-    Returns (y, s) if s is not x, else y.
+    Returns (y, s), or only y if s is x.
     """
     s = norm_sum(x, residual, x_bias, keep, dropout)
     wide = s.to(compute_dtype(s))
@@ -53,7 +53,7 @@ def layer_norm(
     dropout=0.0,
     out_dtype=None,
 ):
-    """(s - mean) / sqrt(var + eps) * weight + bias over dim -1; the rest as `rms_norm`."""
+    """(s - mean) / sqrt(var + eps) * weight + bias over dim -1; otherwise like `rms_norm`."""
     s = norm_sum(x, residual, x_bias, keep, dropout)
     wide = s.to(compute_dtype(s))
     centred = wide - wide.mean(-1, keepdim=True)
@@ -69,8 +69,11 @@ def layer_norm(
 
 
 def apply_rope(x, cos, sin, *, interleaved=False):
-    """The first R dims of x[B, S, H, D] as complex numbers, pairs (i, i + R/2), or (2i, 2i + 1) if
-    `interleaved`, multiplied by (cos + i sin)[S, R/2]; the rest as it is."""
+    """Rotate the first R dims of x[B, S, H, D]; copy the rest.
+
+    The pairs (i, i + R/2), or (2i, 2i + 1) if `interleaved`, are complex numbers. They are
+    multiplied by (cos + i sin)[S, R/2].
+    """
     wide, half = compute_dtype(x), cos.shape[-1]
     turning, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :].to(wide)
     x1, x2 = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
@@ -94,14 +97,14 @@ def gelu(x, *, approximate="tanh"):
 
 
 def swiglu(gate_up):
-    """silu(gate) * up of the interleaved pairs gate_up[..., 2F] = gate0, up0, gate1, up1, ..."""
+    """silu(gate) * up for interleaved pairs gate_up[..., 2F] = gate0, up0, gate1, up1, ..."""
     wide = gate_up.to(compute_dtype(gate_up))
     gate, up = wide[..., 0::2], wide[..., 1::2]
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
 def geglu(gate_up):
-    """gelu(gate) * up, by tanh, of interleaved pairs as in `swiglu`."""
+    """gelu(gate) * up (tanh form) for interleaved pairs, as in `swiglu`."""
     wide = gate_up.to(compute_dtype(gate_up))
     return (gelu(wide[..., 0::2]) * wide[..., 1::2]).to(gate_up.dtype)
 
@@ -112,7 +115,7 @@ def relu2(x):
 
 
 def activate(x, activation):
-    """The activation of that name: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu"."""
+    """Apply the activation named "gelu", "gelu_erf", "relu2", "swiglu" or "geglu"."""
     if activation == "gelu_erf":
         return gelu(x, approximate="none")
     return {"gelu": gelu, "relu2": relu2, "swiglu": swiglu, "geglu": geglu}[activation](x)
@@ -124,7 +127,7 @@ def activate(x, activation):
 def philox(counter, key, rounds=10):
     """philox4x32 of Salmon et al. 2011: four words from four counter words and two key words.
 
-    Words are ints or int64 tensors below 2^32; products wrap in int64 with all 64 bits right.
+    Words are ints or int64 tensors below 2^32. Products wrap in int64, with all 64 bits correct.
     """
     low = 0xFFFFFFFF
     (c0, c1, c2, c3), (k0, k1) = counter, key
@@ -137,7 +140,7 @@ def philox(counter, key, rounds=10):
 
 
 def dropout(x, p, *, seed, site, tokens):
-    """x[T, E] / (1 - p) where the word of [t, e] is at least p * 2^32, else 0.
+    """x[T, E] / (1 - p) where the random word of [t, e] is at least p * 2^32, else 0.
 
     The word is philox((token lo, token hi, e // 4, site), (seed lo, seed hi))[e % 4].
     """
@@ -154,7 +157,7 @@ def dropout(x, p, *, seed, site, tokens):
 
 
 class Run(NamedTuple):
-    """Where `length` neighbouring rows lie in the sequence: start, start + stripes, ..."""
+    """Sequence positions of `length` consecutive rows: start, start + stripes, ..."""
 
     start: int
     length: int
@@ -167,8 +170,10 @@ class Run(NamedTuple):
 
 
 def positions(runs: Sequence[tuple[int, ...]] | None, length: int) -> torch.Tensor:
-    """The global positions int64[length] of rows that hold these runs, (start, length) or
-    (start, length, stripes); by default those from 0 on."""
+    """The global positions int64[length] of rows that hold these runs; by default 0, 1, 2, ...
+
+    A run is (start, length) or (start, length, stripes).
+    """
     runs = (Run(0, length),) if runs is None else runs
     of_runs = (Run(*run).positions for run in runs)
     return torch.cat([torch.arange(at.start, at.stop, at.step) for at in of_runs])
@@ -191,14 +196,14 @@ def attention(
     q_runs: Sequence[tuple[int, ...]] | None = None,
     k_runs: Sequence[tuple[int, ...]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale q k^T + mask) v and the log of its normaliser, both differentiable.
+    """softmax(scale q k^T + mask) v and the log of its normalizer, both differentiable.
 
-    q[B, Sq, Hq, D], k and v[B, Sk, Hkv, D]; each of the Hkv heads serves Hq / Hkv neighbouring
-    query heads. `visible` has the mask. softcap: s becomes softcap tanh(s / softcap). sinks[Hq]:
-    one more logit per head, in the normaliser and in lse, with no value. dropout: see
-    `attention_dropout`; lse is that of the undropped row. Returns o[B, Sq, Hq, D] and
-    lse[B, Hq, Sq] (natural logarithm). A row without key and sink has o = 0, lse = -inf and no
-    gradient.
+    q[B, Sq, Hq, D], k and v[B, Sk, Hkv, D]; each of the Hkv heads serves Hq / Hkv consecutive
+    query heads. `visible` defines the mask. softcap: s becomes softcap tanh(s / softcap).
+    sinks[Hq]: one more logit per head, without a value, counted in the normalizer and in lse.
+    dropout: see `attention_dropout`; lse is computed before dropout. Returns o[B, Sq, Hq, D] and
+    lse[B, Hq, Sq] (natural logarithm). A row that sees neither a key nor a sink has o = 0, lse =
+    -inf and no gradient.
     """
     dtype, scale = compute_dtype(q), q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
@@ -212,7 +217,7 @@ def attention(
     logit = logit if sinks is None else sinks.to(dtype)
     logit = logit[:, None, None].expand(*scores.shape[:3], 1)
     scores = torch.cat((scores.masked_fill(~seen, -float("inf")), logit), -1)
-    # An empty row is given scores of 0 and its results are overwritten: no -inf - -inf anywhere.
+    # Give an empty row scores of 0 and overwrite its results, so that -inf - -inf never occurs.
     empty = scores.isneginf().all(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0.0)
     lse = scores.logsumexp(-1).masked_fill(empty[..., 0], -float("inf"))
@@ -234,9 +239,9 @@ def visible(
 ) -> torch.Tensor:
     """bool[Sq, Sk] (or [B, 1, Sq, Sk]): the keys at k_pos that the queries at q_pos see.
 
-    causal: key position <= query position. window: they are less than `window` apart. documents
-    [n + 1], [B, n + 1] or [B, 2, n + 1], cumulative boundaries, the last of queries and of keys: as
-    many boundaries up to one as to the other.
+    causal: key position <= query position. window: positions are less than `window` apart.
+    documents: cumulative boundaries [n + 1], [B, n + 1] or [B, 2, n + 1], the last separate for
+    queries and keys. A query sees a key if equally many boundaries lie at or below both positions.
     """
     distance = q_pos[:, None] - k_pos[None, :]
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -256,9 +261,9 @@ def visible(
 def attention_dropout(p, seed, origin, samples, heads, q_pos, k_pos) -> torch.Tensor:
     """0 or 1 / (1 - p), float64[samples, heads, Sq, Sk]: 0 where a word is below p * 2^32.
 
-    Four probabilities share philox4x32-7 of ((q_pos, k_pos, head, sample), (seed lo, seed hi)), bit
-    3 of both positions cleared: the word is number 2 [bit 3 of q_pos] + [bit 3 of k_pos]. Heads and
-    samples are counted from `origin` = (sample, head).
+    Four probabilities share one philox4x32-7 of ((q_pos, k_pos, head, sample), (seed lo, seed hi)),
+    with bit 3 of both positions cleared. They use word 2 [bit 3 of q_pos] + [bit 3 of k_pos]. Heads
+    and samples are counted from `origin` = (sample, head).
     """
     low, bit = 0xFFFFFFFF, 8
     c2, c3 = (heads + origin[1])[:, None, None], (samples + origin[0])[:, None, None, None]
@@ -272,7 +277,7 @@ def attention_dropout(p, seed, origin, samples, heads, q_pos, k_pos) -> torch.Te
 def merge(
     o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint sets of keys, from each one's o[B, S, H, D], lse."""
+    """Merge attention over two disjoint sets of keys, given o[B, S, H, D] and lse of each."""
     peak = torch.maximum(lse_a, lse_b).nan_to_num(neginf=0.0)
     a, b = (lse_a - peak).exp(), (lse_b - peak).exp()
     total = a + b
@@ -293,11 +298,11 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> torch.Tensor:
-    """The loss of every row of logits[N, V] against labels[N]; rows with `ignore_index` lose 0.
+    """The loss of every row of logits[N, V] against labels[N]; 0 in rows with `ignore_index`.
 
     With smoothing s the target distribution is (1 - s) at the label plus s / V everywhere. Columns
-    from `vocab_size` on are padding: no part of the vocabulary V. The z-loss is z_loss times the
-    square of the log-sum-exp.
+    from `vocab_size` on are padding and not part of the vocabulary V. The z-loss is z_loss times
+    the square of the log-sum-exp.
     """
     logits = logits[:, :vocab_size].to(compute_dtype(logits))
     ignored = labels == ignore_index
@@ -332,7 +337,7 @@ def adamw_step(
     step: int,
     grad_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The (master, m, v) that follow from step number `step` (1, 2, ...); nothing is in place."""
+    """Return (master, m, v) after step number `step` (1, 2, ...), out of place."""
     g = grad.to(master.dtype) * grad_scale
     m = beta1 * m + (1.0 - beta1) * g
     v = beta2 * v + (1.0 - beta2) * g * g
@@ -341,7 +346,7 @@ def adamw_step(
 
 
 def orthogonalize(g, steps=5):
-    """Muon's Newton-Schulz steps on g[m, n] / |g|: about U V^T of g = U S V^T."""
+    """Muon's Newton-Schulz steps on g[m, n] / |g|: approximately U V^T for g = U S V^T."""
     x = g / (torch.linalg.matrix_norm(g) + 1e-7)
     x = x.t() if len(x) > x.shape[1] else x
     for _ in range(steps):
@@ -374,7 +379,7 @@ def mlp(
     drop=None,
     residual=None,
 ):
-    """residual + dropout(act(x[..., E] W1^T + b1) W2^T + b2), of W1[F, E] or gated [F, 2, E]."""
+    """residual + dropout(act(x[..., E] W1^T + b1) W2^T + b2), with W1[F, E] or gated [F, 2, E]."""
     rows = x.flatten(0, -2) if x.ndim > 1 else x[None]
     up_bias = None if up_bias is None else up_bias.flatten()
     h = fused_gemm(rows, up_weight.flatten(0, -2).t(), up_bias, activation=activation)
@@ -383,7 +388,7 @@ def mlp(
 
 
 def qkv_rope(x, weight, bias, cos, sin):
-    """q[B, S, Hkv G, D], k and v[B, S, Hkv, D] of x[B, S, E]; q and k rotated as `apply_rope`.
+    """q[B, S, Hkv G, D], k and v[B, S, Hkv, D] from x[B, S, E]; `apply_rope` rotates q and k.
 
     weight[Hkv, G + 2, D, E]: for each KV head its G query heads, then its key, then its value.
     """

@@ -1,5 +1,4 @@
-"""Context extension of a rotary embedding (linear, NTK, YaRN, Llama 3), as a record without
-torch."""
+"""Context extension of a rotary embedding (linear, NTK, YaRN, Llama 3), as a torch-free record."""
 
 from __future__ import annotations
 
@@ -13,25 +12,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the frequencies of a model trained on `original_length` positions are changed for
-    `factor` times as many positions.
+    """Changes to the rotary frequencies for `factor` times as many positions as `original_length`.
+
+    `original_length` is the number of positions that the model was trained on.
 
     kind:
         "linear"  position interpolation: every frequency / factor (Chen et al. 2023,
                   arXiv:2306.15595).
         "ntk"     a larger base, theta * factor^(R / (R - 2)): the highest frequency stays and the
                   lowest is divided by factor (bloc97 2023; Peng et al. 2023, section 3.1).
-        "yarn"    frequencies that turn more than `high` times in original_length stay, those that
-                  turn less than `low` times are interpolated, a linear ramp over the dims between;
-                  and queries and keys are multiplied by 0.1 ln(factor) + 1, the attention's
+        "yarn"    frequencies that turn more than `high` times in original_length stay, and those
+                  that turn less than `low` times are interpolated, with a linear ramp over the dims
+                  between. Queries and keys are multiplied by 0.1 ln(factor) + 1, the attention
                   temperature (Peng et al. 2023, arXiv:2309.00071). `low` and `high`: 1 and 32. The
                   ramp begins and ends at whole dims unless `truncate` is false (gpt-oss).
         "llama3"  the same idea with a ramp over the number of turns, no temperature (Llama 3.1,
                   arXiv:2407.21783). `low` and `high`: 1 and 4.
 
-    attention_factor replaces YaRN's multiplier of queries and keys (scores get its square); models
-    that put the temperature into the softmax scale themselves pass 1.0. It is folded into cos and
-    sin, so dims that are not rotated are not multiplied, as in Hugging Face transformers.
+    attention_factor replaces YaRN's multiplier of queries and keys (scores get its square). Models
+    that include the temperature in the softmax scale pass 1.0. The multiplier is folded into cos
+    and sin, so dims that are not rotated are not multiplied, as in Hugging Face transformers.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class RopeScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        """ValueError for values that give no table."""
+        """Raise ValueError for values that give no table."""
         if self.kind not in ("linear", "ntk", "yarn", "llama3"):
             raise ValueError(f'kind must be linear, ntk, yarn or llama3, got "{self.kind}"')
         if not self.factor >= 1:
@@ -60,7 +60,7 @@ class RopeScaling:
 
     @property
     def multiplier(self) -> float:
-        """The factor of cos and sin."""
+        """The factor by which cos and sin are multiplied."""
         if self.attention_factor is not None:
             return self.attention_factor
         return 0.1 * math.log(self.factor) + 1 if self.kind == "yarn" else 1.0
@@ -80,7 +80,7 @@ class RopeScaling:
             stay = (turns - self.low) / (self._high - self.low)
         else:
 
-            def dim(turns: float) -> float:  # the dim with so many turns
+            def dim(turns: float) -> float:  # the dim that makes this many turns
                 found = math.log(self.original_length / (turns * 2 * math.pi))
                 return R * found / (2 * math.log(theta))
 

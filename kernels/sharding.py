@@ -1,14 +1,15 @@
-"""Our operators on torch's DTensors, and so for checkers that ask DTensor.
+"""Sharding rules of our operators for torch's DTensor, and for checkers that ask DTensor.
 
 ``register_shardings()`` tells torch which shards of an operator's inputs give which shard of its
-outputs, one mesh axis at a time: for every letter of the op's einsum (see `runtime.op`), inputs and
-outputs are sharded along its dims. An input without the letter is replicated, an output without it
-a partial sum. "..." are all leading dims; "_" is a dim that must not be sharded; "whole" an output
-that is replicated. Without this an operator refuses DTensors. For any other placement DTensor
-gathers first. An axis over which heads or pairs are sharded must divide their number.
+outputs, one mesh axis at a time. For every letter of the op's einsum (see `runtime.op`), inputs and
+outputs can be sharded along its dims. An input without the letter is replicated, and an output
+without it is a partial sum. "..." are all leading dims; "_" is a dim that must not be sharded;
+"whole" is a replicated output. Operators without such a rule refuse DTensors. For any other
+placement, DTensor gathers first. If heads or pairs are sharded over an axis, their number must be
+divisible by its size.
 
-Nothing else imports this file: DTensor takes seconds to import, and plain tensors need none of it.
-The ops' torch paths are made of torch's own operators, which have rules already.
+Nothing else imports this file: DTensor takes seconds to import, and plain tensors do not need it.
+The ops' torch paths consist of torch operators, which already have rules.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _Rules = list[tuple[list, list]]
 
 
 def _letters(term: str, dims: int) -> str:
-    """One letter for each dim, those of "..." being digits."""
+    """One letter for each dim, with digits for those of "..."."""
     return term.replace("...", "".join(map(str, range(dims))))
 
 
 def _rules(op: Op) -> Callable[..., _Rules]:
-    """What `register_sharding` takes: a choice is (placements of outputs, of arguments)."""
+    """Rules for `register_sharding`: a choice is (placements of outputs, of arguments)."""
 
     def rules(*args: Any) -> _Rules:
         einsum = op.sharding if isinstance(op.sharding, str) else op.sharding(*op.nested(args))
@@ -66,7 +67,7 @@ def _rules(op: Op) -> Callable[..., _Rules]:
 
 
 def _place(term: str, letter: str | None, without: Any) -> Any:
-    """The placement of a tensor if the dims of `letter` are sharded, or none are."""
+    """The placement of a tensor if the dims of `letter` are sharded; None shards no dims."""
     if letter is None or term == "whole":
         return Replicate()
     return Shard(term.index(letter)) if letter in term else without
@@ -74,7 +75,7 @@ def _place(term: str, letter: str | None, without: Any) -> Any:
 
 @cache
 def register_shardings() -> None:
-    """Make the operators of ``warpweave.kernels`` take DTensors; once per process is enough."""
+    """Make the operators of ``warpweave.kernels`` accept DTensors; once per process is enough."""
     for op in (
         *(attention_op, attention_bwd_op, norm_op, norm_bwd_op, rope_op, rope_qk_op),
         *(activation_op, activation_bwd_op, dropout_op, dropped),

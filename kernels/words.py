@@ -1,4 +1,4 @@
-"""The activations by name, without torch: options, the planner and formulas of sizes ask them."""
+"""Activations by name, without torch, for options, the planner and size formulas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Activation(NamedTuple):
-    """An activation: its elementwise function, and whether that gates pairs."""
+    """An activation: its elementwise function, and `gated` if that gates pairs."""
 
     pointwise: str
     gated: bool
@@ -22,7 +22,7 @@ ACTIVATIONS = {
 
 
 def find_activation(name: str) -> Activation:
-    """The entry of ACTIVATIONS, or ValueError."""
+    """Return the entry of ACTIVATIONS, or raise ValueError."""
     if name not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]

@@ -231,7 +231,7 @@ def test_a_token_sees_no_later_one_but_all_earlier_ones():
     ("heads", "options", "message"),
     [
         (5, {}, "embed_dim = 12 does not divide by num_heads = 5"),
-        (6, {"num_kv_heads": 4}, "6 query heads do not divide by 4 KV heads"),
+        (6, {"num_kv_heads": 4}, "6 query heads are not divisible by 4 KV heads"),
         (6, {"num_kv_heads": 0}, "need at least one head, got 6 and 0 KV heads"),
         (0, {}, "need at least one head, got 0 and 0 KV heads"),
         (0, {"num_kv_heads": 1}, "need at least one head, got 0 and 1 KV heads"),

@@ -71,10 +71,13 @@ NUMBERS: Rows = [
         ({"q_runs": runs}, r"numbers of q_runs must lie below 2\*\*62, got")
         for runs in (((2**62, 8),), ((0, 2**62),), ((0, 8, 2**62),), ((0, 4), (2**62, 4)))
     ],
-    ({"q_runs": ((2**62 - 1, 8),)}, "positions, and a window from them on, must lie below"),
+    ({"q_runs": ((2**62 - 1, 8),)}, "positions plus the window must be below"),
     ({"q_runs": ((0, 2**62 - 1),)}, "must add up to the 8 rows"),
-    ({"q_runs": ((0, 4, 2), (9, 4, 3))}, r"of q_runs must have as many stripes, got \(\(0, 4, 2\)"),
-    ({"k_runs": ((0, 4, 2), (9, 4, 3))}, "both of k_runs must have as many stripes"),
+    (
+        {"q_runs": ((0, 4, 2), (9, 4, 3))},
+        r"both q_runs must have the same number of stripes, got \(\(0, 4, 2\)",
+    ),
+    ({"k_runs": ((0, 4, 2), (9, 4, 3))}, "both k_runs must have the same number of stripes"),
     ({"k_runs": ((0, 3), (3, 3), (6, 2))}, r"k_runs must be at most two .*, got \(\(0, 3\), \(3"),
     ({"q_runs": ((0, 8, 2), (9, 0, 3))}, None),
     ({"q_runs": ((0, 0, 2), (9, 8, 3))}, None),
@@ -85,14 +88,14 @@ NUMBERS: Rows = [
     ({"documents": torch.tensor(8)}, r"\[2, n \+ 1\] or \[2, 2, n \+ 1\], got \(\)"),
     ({"documents": ints(*[[[0, 8]] * 3] * 2)}, r"the shape .* got \(2, 3, 2\)"),
     ({"documents": z(0, dtype=INT)}, r"the shape .* got \(0,\)"),
-    ({"documents": ints(0, 2**32), "q_runs": ((2**31, 8),)}, "lie below 2147483646, got the"),
+    ({"documents": ints(0, 2**32), "q_runs": ((2**31, 8),)}, "be below 2147483646, got"),
     *[
         ({"q_runs": ((start, 8),), "window": window}, words)
         for start, window, words in (  # the last position and a window from it on
             (2**31 - 10, None, None),
-            (2**31 - 9, None, "2147483646, got the position 2147483646 and the window None"),
+            (2**31 - 9, None, "2147483646, got position 2147483646 and window None"),
             (2**30, 2**30 - 10, None),
-            (2**30, 2**30 - 9, "got the position 1073741831 and the window 1073741815"),
+            (2**30, 2**30 - 9, "got position 1073741831 and window 1073741815"),
         )
     ],
     ({"documents": ints(0, 3, 8)}, None),
@@ -131,7 +134,7 @@ FORWARD: Rows = [
     ({"v": z(8, 2, 4)}, r"v must be \[B, S, H, D\], got shape \(8, 2, 4\)"),
     ({"q": z(1, 8, 4, 4)}, r"one shape \[1, Sk"),
     ({"q": z(2, 9, 4, 4)}, None),
-    ({"q": z(2, 8, 3, 4)}, "3 query heads do not divide by 2 KV heads"),
+    ({"q": z(2, 8, 3, 4)}, "3 query heads are not divisible by 2 KV heads"),
     *[({"q": z(2, 8, 4, D)}, "one shape") for D in (3, 5)],
     (
         {"k": z(2, 7, 2, 4)},
@@ -151,7 +154,7 @@ FORWARD: Rows = [
     ({n: x.long() for n, x in QKV.items()}, "one floating dtype"),
     ({n: x.to(torch.float8_e4m3fn) for n, x in QKV.items()}, "at least 16 bits, got torch.float8"),
     ({"k": QKV["k"].to("meta")}, "one device, got cpu and meta"),
-    ({"k": z(2, 8, 0, 4), "v": z(2, 8, 0, 4)}, "4 query heads do not divide by 0 KV heads"),
+    ({"k": z(2, 8, 0, 4), "v": z(2, 8, 0, 4)}, "4 query heads are not divisible by 0 KV heads"),
     ({n: x.repeat(1, 1, 1, 64) for n, x in QKV.items()}, None),
     ({n: x.repeat(1, 1, 1, 65) for n, x in QKV.items()}, "1..256, got 260"),
     ({n: x[..., :1] for n, x in QKV.items()}, None),
@@ -178,7 +181,7 @@ HALF: Rows = [
     ({"out_dtype": FLOAT8}, "out_dtype must be a floating dtype of at least 16 bits"),
     ({"into": (O, LSE)}, None),
     ({"into": (O, LSE), "sinks": z(4)}, "start lse from the sinks instead"),
-    ({"into": (O, LSE), "out_dtype": torch.float32}, "give no out_dtype"),
+    ({"into": (O, LSE), "out_dtype": torch.float32}, "into excludes sinks and out_dtype"),
     ({"into": O}, r"into must be \(o, lse\)"),
     ({"into": (O,)}, r"into must be \(o, lse\), got tuple of 1"),
     ({"into": (O, LSE, LSE)}, r"into must be \(o, lse\), got tuple of 3"),
@@ -192,7 +195,7 @@ HALF: Rows = [
     ({"into": (O[:, :7], LSE)}, "o to add to must be"),
     ({"into": (O.half(), LSE)}, "o to add to must be torch.float32"),
     ({"into": (O.clone().requires_grad_(), LSE)}, "no gradient"),
-    ({"into": (O[:, :, :1].expand_as(O), LSE)}, "needs every element once"),
+    ({"into": (O[:, :, :1].expand_as(O), LSE)}, "elements must not share memory"),
     ({"into": (O, LSE[..., :7].contiguous())}, "lse to add to must be"),
     ({"into": (O, LSE.double())}, "lse to add to must be contiguous torch.float32"),
     ({"into": (O, strided(LSE))}, "lse to add to must be contiguous"),

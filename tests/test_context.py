@@ -397,7 +397,7 @@ def _refused(rank: int) -> None:
         ((q[0], kv[0], kv[0]), {}, r"q must be \[B, S, H, D\], got shape \(8, 4, 8\)"),
         ((q, kv, kv[:, :, :1]), {}, r"k and v must have one shape .* and \(2, 8, 1, 8\)"),
         ((q[:1], kv, kv), {}, r"for q \(1, 8, 4, 8\), got \(2, 8, 2, 8\)"),
-        ((q[..., :3, :], kv, kv), {}, "3 query heads do not divide by 2 KV heads"),
+        ((q[..., :3, :], kv, kv), {}, "3 query heads are not divisible by 2 KV heads"),
         ((q[:, :7], kv[:, :7], kv[:, :7]), {}, r"puts 8 tokens on each rank, got q\[2, 7, 4, 8\]"),
         ((*[torch.zeros(2, 9, 4, 8)] * 3,), {}, r"puts 8 tokens on each rank, got q\[2, 9, 4, 8\]"),
         (

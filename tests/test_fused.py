@@ -198,21 +198,21 @@ def _refused(rank: int) -> None:
         column_parallel_linear(x, w, overlap="fused", **ranks)
     workspace = Workspace(group)
     ranks |= {"overlap": "fused", "workspace": workspace}
-    with pytest.raises(ValueError, match="pass impl='triton', or another overlap"):
+    with pytest.raises(ValueError, match="pass impl='triton', or a different overlap"):
         parallel_mlp(x, w, draw(3, 5, 8), activation="gelu", impl="torch", **ranks)
     table, ranks["impl"] = rope_table(torch.arange(12), 2, dtype=torch.float64), "torch"
-    with pytest.raises(ValueError, match="pass impl='triton', or another overlap"):
+    with pytest.raises(ValueError, match="pass impl='triton', or a different overlap"):
         parallel_qkv_rope(x, draw(3, 1, 4, 2, 5), None, *table, shape=(1, 12), **ranks)
     del ranks["impl"]
     with pytest.raises(ValueError, match=r"5 tokens .* not divisible by the 2 tensor ranks"):
         row_parallel_linear(draw(1, 5, 8), draw(2, 5, 8), **ranks)
-    with pytest.raises(ValueError, match="pass impl='triton', or another overlap"):
+    with pytest.raises(ValueError, match="pass impl='triton', or a different overlap"):
         parallel_qkv_rope(  # also where only the backward would be fused
             x, draw(3, 1, 4, 2, 5), None, *table, shape=(1, 6), impl="torch",
             **ranks | {"sequence_parallel": False},
         )  # fmt: skip
     for layer in (MLP, Attention):
-        with pytest.raises(ValueError, match="pass impl='triton', or another overlap"):
+        with pytest.raises(ValueError, match="pass impl='triton', or a different overlap"):
             layer(8, 8, overlap="fused", impl="torch")
     assert workspace._memory is None  # nothing was made, and nobody waits
 
@@ -234,7 +234,9 @@ def _growing(rank: int) -> None:
     assert (more.slots, more.capacity) == (8, 1024)
     streams = mock.Mock(side_effect=[mock.Mock(cuda_stream=n) for n in (1, 2, 1)])
     with mock.patch.object(torch.cuda, "current_stream", streams):
-        with pytest.raises(ValueError, match="symmetric memory on cpu, tensors on cuda:0"):
+        with pytest.raises(
+            ValueError, match="symmetric memory is on cpu, but tensors are on cuda:0"
+        ):
             workspace.fitting("op", cuda, 1, 1)
         with pytest.raises(ValueError, match=r"op on rank . of 2: a workspace is of one stream"):
             workspace.fitting("op", cuda, 1, 1)

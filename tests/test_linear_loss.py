@@ -154,7 +154,7 @@ def _layer(rank: int) -> None:
     loss = layer(own, part, HEAD_LABELS, 17)
     assert_close_f64(loss, LINEAR_LOSS.alone({}, x=x, weight=w) / 17, RTOL)
     assert mesh.workspace("tp")._memory.epoch.item() == 1
-    with pytest.raises(ValueError, match="pass impl='triton', or another overlap"):
+    with pytest.raises(ValueError, match="pass impl='triton', or a different overlap"):
         VocabParallelLinearCrossEntropy(VOCAB, impl="torch", **options)
     with pytest.raises(ValueError, match="one of none, bulk, chunked, fused, got 'fast'"):
         VocabParallelLinearCrossEntropy(VOCAB, overlap="fast")

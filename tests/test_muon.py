@@ -402,10 +402,10 @@ def _muon_of(record: ParamRecord) -> None:
         (lambda: orthogonalize(torch.zeros(3)), "a matrix of floats, got"),
         (lambda: orthogonalize(torch.zeros(3, 2), steps=0), "steps >= 1, got 0"),
         (lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(2, 2)), "add must be contiguous"),
-        (lambda: symmetric_product(torch.zeros(3)), "need a matrix of floats"),
+        (lambda: symmetric_product(torch.zeros(3)), "expected a matrix of floats"),
         (
             lambda: symmetric_product(torch.ones(3, 2).long()),
-            "need a matrix of floats, got .*int64",
+            "expected a matrix of floats, got .*int64",
         ),
         (lambda: orthogonalize(torch.ones(3, 2).long()), "a matrix of floats, got torch.int64"),
         (

@@ -243,7 +243,7 @@ def test_partial_sums_travel_unrounded(dtype):
 def test_files_that_are_not_there_or_of_another_size_are_refused(tmp_path):
     create_file(tmp_path / "there", 512)
     assert map_file(tmp_path / "there", 512).sum() == 0
-    with pytest.raises(OSError, match="there has 512 bytes, 256 are expected"):
+    with pytest.raises(OSError, match="there has 512 bytes, expected 256"):
         map_file(tmp_path / "there", 256)
     with pytest.raises(OSError, match="No such file"):
         map_file(tmp_path / "gone", 512)
@@ -318,7 +318,7 @@ def test_a_rank_in_another_operation_is_named(kind):
         with pytest.raises(ValueError, match=rf"^\w+ on rank {rank} of 3, epoch 1: rank") as caught:
             memories[rank].check()
         message = str(caught.value)
-        theirs, own = message.split(", this rank in ")
+        theirs, own = message.split(", but this rank is in ")
         assert "parts of" in own
         assert told in (own if rank == world - 1 else theirs)
         assert rank == world - 1 or "rank 2 is in" in theirs
@@ -450,7 +450,7 @@ def test_memory_fits_up_to_its_last_part_and_byte_and_only_on_its_device():
     far = dataclasses.replace(memory, epoch=there)
     assert far.fitting("it", torch.device("cuda:0"), 7, 1024) is far
     for device in ("cuda:1", "cpu"):
-        with pytest.raises(ValueError, match=f"it: .* memory on cuda:0, tensors on {device}$"):
+        with pytest.raises(ValueError, match=f"it: .* cuda:0, but tensors are on {device}$"):
             far.fitting("it", torch.device(device), 7, 1024)
 
 
@@ -468,9 +468,9 @@ def test_a_wait_in_vain_and_another_operation_are_reported_with_all_numbers():
             memory.check()
         assert str(caught.value) == f"{where} did not publish part 12 within 9 polls"
         memory.error[3] = other.word()
-        with pytest.raises(ValueError, match="this rank in") as caught:
+        with pytest.raises(ValueError, match="this rank is in") as caught:
             memory.settle()
-        assert str(caught.value) == f"{where} is in {other_text}, this rank in {own_text}"
+        assert str(caught.value) == f"{where} is in {other_text}, but this rank is in {own_text}"
 
 
 @triton.jit

@@ -120,9 +120,9 @@ def test_a_users_tile_of_attention_is_for_plain_calls_alone(table) -> None:
 
 
 def test_what_no_row_is_for_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no tile of gemm is for 'huge', they are for \['large'"):
+    with pytest.raises(ValueError, match=r"gemm has no tile for 'huge'; it has .* \['large'"):
         tiles.find_on("gemm", 90, "", 2, "huge")
-    with pytest.raises(ValueError, match="no tile of attention_fwd is for 257"):
+    with pytest.raises(ValueError, match="attention_fwd has no tile for 257"):
         tiles.find_on("attention_fwd", 90, "", 2, 257)
 
 
@@ -216,7 +216,7 @@ def test_rows_of_another_triton_are_announced_and_left_out(table) -> None:
     old = dataclasses.replace(ODD, kernel="attention_dq", triton="3.0.0")
     write_table(table, [ODD, old, dataclasses.replace(old, where="Other GPU", triton="2.0.0")])
     tiles.load(table)
-    message = r"for Planted GPU measured under Triton 3\.0\.0, this is .* not used.*warpweave tune"
+    message = r"for Planted GPU measured with Triton 3\.0\.0, but .* ignored.*warpweave tune"
     with pytest.warns(UserWarning, match=message):
         assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
     shipped = tiles.find_on("attention_dq", 90, "", 2, 96)
@@ -224,7 +224,7 @@ def test_rows_of_another_triton_are_announced_and_left_out(table) -> None:
     older = dataclasses.replace(ODD, kernel="attention_dkdv", triton="2.9.1")
     write_table(table, [old, older, dataclasses.replace(older, where="Other GPU", triton="2.0.0")])
     tiles.load(table)
-    with pytest.warns(UserWarning, match=r"under Triton 2\.9\.1, 3\.0\.0, this is"):
+    with pytest.warns(UserWarning, match=r"with Triton 2\.9\.1, 3\.0\.0, but this is"):
         assert tiles.find_on("attention_dq", 90, "Planted GPU", 2, 96) == shipped
 
 
@@ -277,8 +277,8 @@ PRODUCT = {**_without("head_dim"), "kernel": "gemm", "kind": "large", "tile": GE
         ([3], r"row 1: kernel must be one of attention_fwd, .*, gemm, got None"),
         ([GOOD, {**GOOD, "kernel": "norm"}], r"row 2: kernel must be one of .* got 'norm'"),
         ([{**GOOD, "kernel": []}], r"kernel must be one of .* got \[\]"),
-        ([GOOD, GOOD], r"row 2: there is one for \('X', 'attention_fwd', 2, 64\) already"),
-        ([GOOD, {**GOOD, "triton": "3.8.0"}], r"row 2: there is one for \('X', 'attention_fwd', 2"),
+        ([GOOD, GOOD], r"row 2: an earlier row already is for \('X', 'attention_fwd', 2, 64\)"),
+        ([GOOD, {**GOOD, "triton": "3.8.0"}], r"row 2: an earlier row already is for \('X'"),
         ([{**GOOD, "element_size": 2.0}], r"element_size must be 2, 4 or 8 bytes, got 2\.0"),
         ([{**GOOD, "head_dim": True}], r"head_dim must be 1\.\.256, got True"),
         ([{**GOOD, "head_dim": 0}], r"head_dim must be 1\.\.256, got 0"),
@@ -287,9 +287,9 @@ PRODUCT = {**_without("head_dim"), "kernel": "gemm", "kind": "large", "tile": GE
         ([{**GOOD, "shipped_us": float("nan")}], r"shipped_us must be microseconds, got nan"),
         ([{**GOOD, "tile": {**GOOD["tile"], "stages": True}}], r"stages must be 1, .* got True"),
         ([{**GOOD, "tile": {**GOOD["tile"], "stages": 9}}], r"stages must be 1, .* 8, got 9"),
-        ([_without("triton")], r"row 1: it must have \['device', .*'triton'\], and has \['device'"),
+        ([_without("triton")], r"row 1: it must have \['device', .*'triton'\], got \['device'"),
         ([{**_without("device"), "capability": 90}], r"it must have \['device'"),
-        ([{**GOOD, "speed": 1}], r"it must have .* and has .*'speed'"),
+        ([{**GOOD, "speed": 1}], r"it must have .*, got .*'speed'"),
         ([{**GOOD, "device": ""}], r"device must be a device's name, got ''"),
         ([{**GOOD, "triton": 3.7}], r"triton must be a version of Triton, got 3\.7"),
         ([{**GOOD, "element_size": 3}], r"element_size must be 2, 4 or 8 bytes, got 3"),
@@ -327,13 +327,13 @@ def test_a_row_that_is_wrong_is_refused_with_file_row_and_value(table, rows, mes
         (b'{"format": "warpweave tiles 1", "rows": [', "Expecting value"),
         (b"\xff\xfe\x00", "can't decode"),
         (b"[" * 100_000, "recursion"),
-        (b"[]", 'does not say "format"'),
-        (b'{"format": "warpweave tiles 2", "rows": []}', 'does not say "format": "warpweave tiles'),
-        (b'{"format": "warpweave tiles 1"}', r"has \['format'\]"),
-        (b'{"format": "warpweave tiles 1", "rows": {}}', r"has \['format', 'rows'\]"),
+        (b"[]", 'expected "format"'),
+        (b'{"format": "warpweave tiles 2", "rows": []}', 'expected "format": "warpweave tiles'),
+        (b'{"format": "warpweave tiles 1"}', r"got \['format'\]"),
+        (b'{"format": "warpweave tiles 1", "rows": {}}', r"got \['format', 'rows'\]"),
         (
             b'{"format": "warpweave tiles 1", "rows": [], "us": 1}',
-            r"has \['format', 'rows', 'us'",
+            r"got \['format', 'rows', 'us'",
         ),
     ],
 )

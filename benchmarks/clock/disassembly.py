@@ -1,8 +1,8 @@
-"""The instructions of a cubin, with their stall counts, as Triton's own nvdisasm prints them.
+"""Instructions of a cubin, with their stall counts, as printed by Triton's own nvdisasm.
 
 An instruction is two lines: its address, its text and the low 64 bits of its encoding, then the
-high 64 bits. From Volta to Blackwell those hold, from bit 41 up, 4 bits of stall: the cycles until
-this warp's next instruction may be issued (Jia et al., "Dissecting the NVIDIA Volta GPU
+high 64 bits. From Volta to Blackwell, 4 bits of these, from bit 41 up, are the stall: the cycles
+until this warp's next instruction may be issued (Jia et al., "Dissecting the NVIDIA Volta GPU
 Architecture via Microbenchmarking", 2018, section 2.1, has the layout).
 """
 
@@ -28,10 +28,10 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        address: in its function, bytes.
+        address: in its function, in bytes.
         opcode: with its modifiers, "HMMA.16816.F32.BF16".
         operands: as text.
-        predicate: what it is executed under, "" if always.
+        predicate: the predicate under which it is executed, "" if always.
         stall: cycles until its warp's next instruction.
         target: the address that it may branch to.
     """
@@ -52,24 +52,24 @@ class Instruction:
 def disassemble(cubin: bytes, arch: int) -> list[list[Instruction]]:
     """The instructions of each function of a cubin for capability `arch` (90).
 
-    Raises ValueError for what is no cubin, is of another part or holds no code, and for text of
-    another form than the module's docstring says.
+    Raises ValueError if it is not a cubin, is for a different part or has no code, or if the text
+    does not have the form in the module's docstring.
     """
     code_only, no_data_flow = "-c", "-ndf"
     return parse(run_tool("nvdisasm", code_only, no_data_flow, "-hex", cubin=cubin), arch)
 
 
 def parse(text: str, arch: int) -> list[list[Instruction]]:
-    """`disassemble`, of what nvdisasm printed."""
+    """`disassemble` for the text that nvdisasm printed."""
     if (found := _ARCH.search(text)) is None:
-        raise ValueError("nvdisasm's text names no part: it has another form than the clock reads")
+        raise ValueError("nvdisasm's text has an unexpected form: it names no part")
     if int(found[1] or found[2]) != arch:
         raise ValueError(f"the cubin is for sm_{found[1] or found[2]}, not sm_{arch}")
     _, *parts = _SECTION.split(text)  # name, lines, name, lines ...
     code = (lines for name, lines in zip(parts[::2], parts[1::2]) if name.startswith(".text."))
     functions = [_function(lines.splitlines()) for lines in code]
     if not any(functions):
-        raise ValueError("the cubin holds no code")
+        raise ValueError("the cubin has no code")
     return [function for function in functions if function]
 
 
@@ -99,8 +99,8 @@ def _function(lines: list[str]) -> list[Instruction]:
 
 def _other_form(line: str) -> ValueError:
     return ValueError(
-        "nvdisasm prints another form than the clock reads (an address, an instruction and two "
-        f"words): {' '.join(line.split())[:60]!r}"
+        "nvdisasm's text has an unexpected form, expected an address, an instruction and two "
+        f"words, got {' '.join(line.split())[:60]!r}"
     )
 
 
@@ -109,8 +109,8 @@ def _instruction(code: re.Match[str], high: int, labels: dict[str, int]) -> Inst
     target = _TARGET.search(operands)
     if target and target[1] not in labels:
         raise ValueError(
-            f"nvdisasm prints another form than the clock reads: {opcode} goes to {target[1]}, "
-            "which stands nowhere"
+            f"nvdisasm's text has an unexpected form: {opcode} goes to {target[1]}, "
+            "which is not defined"
         )
     return Instruction(
         address=int(code[1], 16),

@@ -1,9 +1,10 @@
-"""What an instruction is, what it computes and moves, and for how long it holds its pipe.
+"""Classes of instructions, what they compute and move, and for how long they hold their pipe.
 
 Rates are results per cycle and multiprocessor (CUDA C++ Programming Guide, "Arithmetic
-Instructions": table of throughput per compute capability), here as cycles that an instruction of 32
-lanes holds the pipe of one of the four schedulers. Tensor cores: dense FLOPs per cycle and
-multiprocessor in 16 bits, from the data sheets' peaks over processors and boost clock.
+Instructions": table of throughput per compute capability). Here they are the cycles for which an
+instruction of 32 lanes holds the pipe of one of the four schedulers. Tensor cores: dense 16-bit
+FLOPs per cycle and multiprocessor, from the data sheets' peaks divided by processors and boost
+clock.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _CLASSES = {
 }
 _CLASS = {opcode: name for name, opcodes in _CLASSES.items() for opcode in opcodes.split()}
 
-# (pipe, cycles of a scheduler's pipe); what is in no class is "integer" or, if uniform, "uniform".
+# (pipe, cycles of a scheduler's pipe); an opcode in no class is "integer" or, if uniform,
+# "uniform".
 _PIPES = {
     "special": ("special", 8),  # 16 results per cycle
     "fp32": ("fma", 1),  # 128, A100: 64
@@ -56,8 +58,8 @@ class Product:
 
     Attributes:
         shape: rows, columns and depth.
-        warps: how many of them issue it together (`None`: one thread for its whole program).
-        slower: how many times as long a FLOP takes as with 16-bit operands: 2 for TF32.
+        warps: the number that issue it together (`None`: one thread for its whole program).
+        slower: the time of a FLOP relative to 16-bit operands: 2 for TF32.
         reads: bytes of shared memory.
     """
 
@@ -73,7 +75,7 @@ class Product:
 
 
 def class_of(i: Instruction) -> str:
-    """What kind of instruction it is."""
+    """The class of an instruction."""
     if i.base in ("MOV", "CS2R", "S2R") or i.opcode.startswith("IMAD.MOV"):
         return "move"
     uniform = i.base.startswith("U") or i.base in ("R2UR", "S2UR")
@@ -81,15 +83,17 @@ def class_of(i: Instruction) -> str:
 
 
 def pipe_of(i: Instruction, arch: int) -> tuple[str, int]:
-    """(pipe, cycles that it is held); ("", 0) for what holds none but the scheduler."""
+    """(pipe, cycles for which it is held); ("", 0) if it holds only the scheduler."""
     pipe, cycles = _PIPES.get(kind := class_of(i), ("", 0))
     two_results = i.base in ("FFMA2", "FMUL2", "FADD2")
     return pipe, 2 if two_results or (kind == "fp32" and arch == 80) else cycles
 
 
 def product_of(i: Instruction, before: Sequence[Instruction]) -> Product:
-    """The product of a tensor-core instruction; `before` is what stands in front of it, the last
-    one last. Raises ValueError for one that the clock does not know."""
+    """The product of a tensor-core instruction; `before` are the instructions before it, in order.
+
+    Raises ValueError if the clock does not know the instruction.
+    """
     if i.base == "HGMMA" and (sizes := _MATRIX.search(i.opcode)):
         m, n, k = map(int, sizes.groups())
         size = 4 if k == 8 else 2
@@ -103,11 +107,14 @@ def product_of(i: Instruction, before: Sequence[Instruction]) -> Product:
 
 
 def _fifth_generation(i: Instruction, before: Sequence[Instruction]) -> Product:
-    """tcgen05.mma: its instruction descriptor (PTX ISA, tcgen05, "Instruction descriptor") has the
-    kind of A from bit 7, columns / 8 from bit 17, rows / 16 from bit 24."""
+    """The product of tcgen05.mma, from its instruction descriptor.
+
+    It has the kind of A from bit 7, columns / 8 from bit 17, and rows / 16 from bit 24 (PTX ISA,
+    tcgen05, "Instruction descriptor").
+    """
     descriptor = _constant(re.search(r"idesc\[(UR\d+)\]", i.operands), before)
     if descriptor is None:
-        raise ValueError(f"{i.opcode} at {i.address:#x}: no constant says how large its product is")
+        raise ValueError(f"{i.opcode} at {i.address:#x}: no constant gives the size of its product")
     m, n = (descriptor >> 24 & 31) * 16, (descriptor >> 17 & 63) * 8
     size = 4 if descriptor >> 7 & 7 == 2 else 2
     depth = 32 // size
@@ -116,15 +123,17 @@ def _fifth_generation(i: Instruction, before: Sequence[Instruction]) -> Product:
 
 
 def expected(i: Instruction, before: Sequence[Instruction]) -> int:
-    """Bytes of TMA that an mbarrier is told to expect, for the whole program; 0 for anything else
-    and where no constant says it."""
+    """Bytes of TMA that an mbarrier is told to expect, for the whole program.
+
+    0 for anything else, and if no constant gives the number.
+    """
     if not i.opcode.startswith("SYNCS.ARRIVE.TRANS64"):
         return 0
     return _constant(re.search(r"\], (U?R\d+)$", i.operands), before) or 0
 
 
 def _constant(register: re.Match[str] | None, before: Sequence[Instruction]) -> int | None:
-    """The value of a register, followed back through moves."""
+    """The value of a register, traced back through moves."""
     name = register[1] if register else ""
     for earlier in reversed(before):
         to, _, source = earlier.operands.partition(", ")
@@ -139,8 +148,11 @@ def _constant(register: re.Match[str] | None, before: Sequence[Instruction]) -> 
 
 
 def shared_cycles(i: Instruction) -> float:
-    """Cycles of the multiprocessor's shared memory that one warp's instruction takes at least,
-    without bank conflicts; operands of tensor cores come on top. Shuffles pass through it too."""
+    """The least cycles of the multiprocessor's shared memory for one warp's instruction.
+
+    These are without bank conflicts, and operands of tensor cores are added to them. Shuffles also
+    pass through it.
+    """
     if i.predicate == "@!PT":  # Triton's fences on Blackwell: loads that never happen
         return 0
     if i.base == "SHFL":
@@ -155,8 +167,8 @@ def shared_cycles(i: Instruction) -> float:
 
 
 def copied(i: Instruction) -> int:
-    """Bytes that a warp's instruction loads from global memory, or copies from it to shared memory,
-    itself: not TMA's."""
+    """Bytes that a warp's instruction itself loads from global memory, or copies from it to shared
+    memory, without TMA's."""
     if i.base not in ("LDGSTS", "LDG"):
         return 0
     return 32 * (16 if ".128" in i.opcode else 8 if ".64" in i.opcode else 4)

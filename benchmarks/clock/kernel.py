@@ -1,4 +1,4 @@
-"""A compiled kernel with what its PTX, ptxas' log and its hot loops say of it."""
+"""A compiled kernel, with facts from its PTX, ptxas' log and its hot loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INSTRUCTIONS = {
     "tma": r"\bcp\.async\.bulk\.tensor\b",
     "load": r"\bld\.global\b",
     "load_128_bit": r"\bld\.global\S*\.v(?:4\.b32|2\.b64|8\.b16)\b",
-    "atomic": r"\b(?:atom|red)\.(?!\S*\.add\.[su]32\b)",  # that adds a count sums nothing
+    "atomic": r"\b(?:atom|red)\.(?!\S*\.add\.[su]32\b)",  # adding to a counter is not a sum
     "flag": r"\batom\.\S*\.exch\b",
     "float64": r"\b(?:add|mul|fma|div)\S*\.f64\b",
 }
@@ -29,12 +29,12 @@ class ReadKernel(Compiled):
     """A compiled kernel that was read.
 
     Attributes:
-        product: the tensor-core instruction used most, "" if none is.
-        instructions: how often each kind stands in the PTX.
-        serialised: what ptxas says (C75xx) if it lets each wgmma wait for the one before, else "".
-        unordered: what of its flags orders too little, see `unordered`; else "".
-        loops, outside: hot loops and the stalls outside of them, if they are asked for; of kernels
-            with products of 32 bits or fewer.
+        product: the tensor-core instruction used most, "" if there is none.
+        instructions: the number of occurrences of each kind in the PTX.
+        serialised: ptxas' warning (C75xx) if it lets each wgmma wait for the previous one, else "".
+        unordered: a flag that orders too little, see `unordered`; else "".
+        loops, outside: hot loops and the stalls outside them, if requested; for kernels with
+            products of 32 bits or fewer.
         unread: why those could not be read, else "".
     """
 
@@ -48,8 +48,10 @@ class ReadKernel(Compiled):
 
 
 def read_kernel(kernel: Compiled, target: str, *, clock: bool = True) -> ReadKernel:
-    """`kernel`, which was compiled for `target` ("sm_90"), read. `clock` reads the hot loops too,
-    which takes a third of a second."""
+    """Read `kernel`, which was compiled for `target` ("sm_90").
+
+    `clock` also reads the hot loops, which takes a third of a second.
+    """
     ptx = kernel.asm["ptx"]
     products = Counter(_PRODUCT.findall(ptx)).most_common(1)
     serialised = _SERIALISED.search(kernel.log)
@@ -60,7 +62,7 @@ def read_kernel(kernel: Compiled, target: str, *, clock: bool = True) -> ReadKer
         serialised=serialised[0] if serialised else "",
         unordered=unordered(ptx),
     )
-    # What multiplies in float64 is for proofs, and not read.
+    # Kernels that multiply in float64 are for proofs, and not read.
     if not clock or not found.product or ".f64" in found.product:
         return found
     arch, warps = TARGETS[target].arch, kernel.num_warps
@@ -72,10 +74,11 @@ def read_kernel(kernel: Compiled, target: str, *, clock: bool = True) -> ReadKer
 
 
 def unordered(ptx: str) -> str:
-    """The first release or acquire, as they stand in the text, that orders only what its own thread
-    does: a program's other threads need a barrier between their stores and a release, and between
-    an acquire and their loads; asynchronous stores must be over before a release. "" if there is
-    none."""
+    """The first release or acquire in the text that orders only the operations of its own thread.
+
+    A program's other threads need a barrier between their stores and a release, and between an
+    acquire and their loads. Asynchronous stores must be over before a release. "" if there is none.
+    """
     stored = bulk = acquired = False
     for line in map(str.strip, ptx.splitlines()):
         if "bar.sync" in line:

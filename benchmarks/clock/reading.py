@@ -1,13 +1,13 @@
-"""The hot loops of a compiled kernel and what an iteration of each costs: counts and PREDICTIONS.
+"""Hot loops of a compiled kernel and the cost of one iteration of each: counts and PREDICTIONS.
 
-A hot loop is an innermost loop with a tensor-core product. Its figures are those of one warp and
-one iteration, as if each of the program's warps took every instruction of it and the same share of
-the products.
+A hot loop is an innermost loop with a tensor-core product. Its figures are for one warp and one
+iteration, as if each of the program's warps executed all its instructions and an equal share of the
+products.
 
-* `ideal`: the tensor cores' share of the time if everything overlapped, so that the busiest pipe
-  alone decided. No kernel reaches it.
-* `serial`: their share if nothing overlapped, the products' cycles with the sum of stalls. Kernels
-  whose warps cover one another's waits do better.
+* `ideal`: the tensor cores' share of the time if everything overlapped, so that only the busiest
+  pipe counted. No kernel reaches it.
+* `serial`: their share if nothing overlapped, with the products' cycles plus the sum of stalls.
+  Kernels whose warps hide each other's waits do better.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from clock.loops import natural_loops
 
 @dataclass(frozen=True)
 class HotLoop:
-    """One hot loop; counts are of a warp and an iteration.
+    """One hot loop; counts are per warp and iteration.
 
     Attributes:
-        instructions: how many.
-        stalls: the sum of their stall counts, cycles.
+        instructions: their number.
+        stalls: the sum of their stall counts, in cycles.
         flops: of its tensor-core products, per warp.
-        tensor: cycles that those take of a scheduler's tensor core.
+        tensor: cycles that these occupy a scheduler's tensor core.
         classes: instructions of each class.
         pipes: cycles of each other pipe, per scheduler; shared memory's are those of its warps.
         shared_bytes: read by products and warps, and written.
-        global_bytes: loaded, or copied to shared memory; TMA's where a constant gives them.
-        order: what happens between products: P product, W wait for products, B barrier, Y mbarrier,
+        global_bytes: loaded, or copied to shared memory; by TMA if a constant gives the number.
+        order: the events between products: P product, W wait for products, B barrier, Y mbarrier,
             D wait for copies, C copy, T copy by TMA, L load and S store of shared memory, E
             special functions; a number counts repetitions.
     """
@@ -61,12 +61,12 @@ class HotLoop:
 
     @property
     def bound(self) -> str:
-        """The busiest pipe, tensor cores and issue included."""
+        """The busiest pipe, including tensor cores and issue."""
         return max(self._cycles(), key=self._cycles().__getitem__)
 
     @property
     def busy(self) -> float:
-        """Its cycles."""
+        """The cycles of the busiest pipe."""
         return self._cycles()[self.bound]
 
     @property
@@ -89,17 +89,18 @@ class HotLoop:
 
 
 def main_loop(loops: list[HotLoop]) -> HotLoop:
-    """The one in which most iterations are: the others have masks."""
+    """The loop in which most iterations are: the others have masks."""
     return max(loops, key=lambda loop: loop.serial)
 
 
 def read_loops(cubin: bytes, *, arch: int, warps: int) -> tuple[list[HotLoop], int]:
-    """The hot loops of a cubin for capability `arch` whose programs have `warps` warps, in the
-    order of their addresses, and the stalls outside of them: what a program does once, or a
-    persistent one once a tile.
+    """Return the hot loops of a cubin in the order of their addresses, and the stalls outside them.
 
-    Raises ValueError for a cubin without one, with products that the clock does not know, for
-    another part, or that is none; and for an nvdisasm that prints another form.
+    The cubin is for capability `arch`, and its programs have `warps` warps. A program runs the code
+    outside the loops once, a persistent program once per tile.
+
+    Raises ValueError if it is not a cubin, is for a different part, or has no hot loop or products
+    that the clock does not know; or if nvdisasm prints an unexpected form.
     """
     if arch not in TENSOR_RATE:
         known = ", ".join(f"sm_{number}" for number in TENSOR_RATE)
@@ -111,7 +112,7 @@ def read_loops(cubin: bytes, *, arch: int, warps: int) -> tuple[list[HotLoop], i
             inside = {i.address for loop in hot for i in loop}
             outside += sum(i.stall for i in code if i.address not in inside)
     if not found:
-        raise ValueError("the cubin has no loop with a tensor-core product: nothing to predict by")
+        raise ValueError("the cubin has no loop with a tensor-core product, so nothing to predict")
     return found, outside
 
 
@@ -122,9 +123,9 @@ def _hot(code: list[Instruction]) -> list[list[Instruction]]:
 
 
 def _read(loop: list[Instruction], code: list[Instruction], arch: int, warps: int) -> HotLoop:
-    """One loop's figures."""
+    """The figures of one loop."""
     classes, pipes = Counter(map(class_of, loop)), Counter[str]()
-    shared, loaded, flops, tensor = 0.0, 0.0, 0.0, 0.0  # shared: cycles of the multiprocessor's
+    shared, loaded, flops, tensor = 0.0, 0.0, 0.0, 0.0  # shared: cycles of the multiprocessor
     at = {i.address: number for number, i in enumerate(code)}
     for i in loop:
         pipe, cycles = pipe_of(i, arch)
@@ -162,7 +163,7 @@ _MARKS = {
 
 
 def _order(loop: list[Instruction]) -> str:
-    """An iteration in the letters of `HotLoop.order`."""
+    """An iteration, in the letters of `HotLoop.order`."""
     runs = [(mark, len([*run])) for mark, run in groupby(filter(None, map(_mark, loop)))]
     return " ".join(mark + (str(count) if count > 1 else "") for mark, count in runs)
 

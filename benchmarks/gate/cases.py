@@ -1,17 +1,16 @@
-"""The calls whose kernels are compiled: an ordinary launcher each, on meta tensors.
+"""The calls whose kernels are compiled, each of an ordinary launcher on meta tensors.
 
 To add a kernel, append a `Case` in `cases` below:
 
     Case("attention fwd bf16 D=128", lambda: attention_fwd(q, k, v, ...), tensor_cores=True)
 
 with `m(*shape, dtype=torch.bfloat16)` for a tensor. `tensor_cores=True` asserts the part's fastest
-products (mma.sync, wgmma or tcgen05); `float64=True` permits float64 ones, which otherwise are a
-constant that widened a kernel; `targets=("sm_90", "sm_100")` restricts a case; `cost` is what the
-call must at least move and compute. For the launcher's sake
-  * `dispatch.choose` answers "triton" for meta tensors,
-  * `dispatch.capability` and `dispatch.processors` answer for the target, so ask them, not
-    torch.cuda,
-  * values of tensors do not exist (`.item()`, `.tolist()` fail).
+products (mma.sync, wgmma or tcgen05). `float64=True` permits float64 products, which are otherwise
+an error: usually a constant has widened the kernel. `targets=("sm_90", "sm_100")` restricts a case.
+`cost` is the least that the call must move and compute. While a launcher is called here
+  * `dispatch.choose` returns "triton" for meta tensors,
+  * `dispatch.capability` and `dispatch.processors` describe the target, unlike torch.cuda,
+  * tensors have no values (`.item()`, `.tolist()` fail).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 
 from warpweave.kernels.cost import Cost
 
-GATED = ("sm_80", "sm_90", "sm_100")  # of `devices.TARGETS`, what is aimed at
+GATED = ("sm_80", "sm_90", "sm_100")  # those of `devices.TARGETS` that are checked
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def cases() -> list[Case]:
-    """A case of each family and option; called in the subprocess only."""
+    """A case of each family and option; called only in the subprocess."""
     from warpweave.kernels import activation, adamw, cost, dropout, muon, norm, rope
     from warpweave.kernels.attention import function as attention
     from warpweave.kernels.cross_entropy import backward, forward
@@ -157,7 +156,7 @@ def cases() -> list[Case]:
     for dtype in (fp32, torch.float64):
         flat, low = m(10**7, dtype=dtype), m(10**7)
         one, rates = m(dtype=fp32), adamw._Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
-        step = m(dtype=torch.float64)  # as the trainer counts
+        step = m(dtype=torch.float64)  # as in the trainer
         found += [
             Case(
                 f"adamw {dtype}".replace("torch.", ""),
@@ -178,7 +177,7 @@ def cases() -> list[Case]:
 
 
 def _attention_options(attention) -> list[Case]:
-    """Attention with all that can be asked of it at once in real models."""
+    """Attention with all options that real models combine."""
     documents = m(9, dtype=torch.int32)
     drop, wide = {"dropout": 0.1, "dropout_seed": 7}, m(64, dtype=torch.float64)
     return [
@@ -197,8 +196,8 @@ def attention_with(
     sliced: bool = False,
     **options,
 ) -> list[Case]:
-    """Both directions, for heads `like` this vector; what is not `carried` has sinks. The q of what
-    is `sliced` is one of a packed projection, so that its rows lie further apart than those of do.
+    """Both directions, for heads `like` this vector; with sinks unless `carried`. If `sliced`, q is
+    part of a packed projection, so that its rows are further apart than those of do.
     """
     from warpweave.kernels import cost
 
@@ -233,8 +232,8 @@ def attention_with(
 
 
 def _norm_chains(norm) -> list[Case]:
-    """Norms with all that can be fused, in the layouts of real models; their own function for
-    length."""
+    """Norms with all that can be fused, in the layouts of real models; a separate function to
+    limit the length."""
     from warpweave.kernels import cost
     from warpweave.kernels.dropout import Drop
 
@@ -315,7 +314,7 @@ def _adamw_cases(adamw) -> list[Case]:
 
 
 def _muon_cases(muon) -> list[Case]:
-    """Both symmetric products of a Newton-Schulz step; of few tiles, and of odd strides."""
+    """Both symmetric products of a Newton-Schulz step; with few tiles, and with odd strides."""
     from warpweave.kernels import cost
 
     found = []
@@ -347,7 +346,7 @@ def _muon_cases(muon) -> list[Case]:
 
 
 def _overlap_cases() -> list[Case]:
-    """Overlapped products, of one of eight ranks, in the shapes of an 8B Llama."""
+    """Overlapped products of one of eight ranks, in the shapes of an 8B Llama."""
     from warpweave.kernels.gemm.epilogue import Epilogue
     from warpweave.kernels.overlap.gather import all_gather_steps, gather_steps
     from warpweave.kernels.overlap.scatter import scatter_steps
@@ -390,7 +389,7 @@ def _overlap_cases() -> list[Case]:
 
 
 def _linear_cases() -> list[Case]:
-    """Products with every epilogue, in the shapes of an 8B Llama; odd ones; wide element types."""
+    """Products with every epilogue in the shapes of an 8B Llama, odd shapes, and wide dtypes."""
     from warpweave.kernels import cost, dropout, mlp, qkv
     from warpweave.kernels.gemm import fused as gemm
     from warpweave.kernels.gemm import gemm_into

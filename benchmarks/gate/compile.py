@@ -1,12 +1,12 @@
-"""Compile the cases for GPUs that are not there, in a subprocess without TRITON_INTERPRET.
+"""Compile the cases for GPUs that need not be present, in a subprocess without TRITON_INTERPRET.
 
 `warpweave.machine.tune.aot` compiles every kernel that a case's call launches down to the cubin.
-Nothing runs. To look at one's own kernels, from ``benchmarks``:
+Nothing runs. To look at your own kernels, run this in ``benchmarks``:
 
     python -m gate.compile sm_90 attention
 
-(--tiles: the cases of every shipped tile instead; --clock: with their hot loops, and what waits for
-what in them).
+(--tiles: the cases of every shipped tile instead; --clock: also print hot loops, with the order of
+their waits).
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ BENCHMARKS = Path(__file__).resolve().parent.parent
 # ---------------------------------------------------------------- in the subprocess
 
 T, R = TypeVar("T"), TypeVar("R")
-_inherited: list[Callable[[int], Any]] = []  # of a fork
+_inherited: list[Callable[[int], Any]] = []  # by a fork
 
 
 def compile_case(case: Case, target: str, *, clock: bool) -> list[Report]:
-    """What the compiler makes of each kernel that a case launches on a target; with `clock` their
-    hot loops, too."""
+    """Compile each kernel that a case launches on a target, and report on it.
+
+    With `clock`, also report its hot loops.
+    """
     of_case: dict[str, Any] = {
         "target": target,
         "case": case.name,
@@ -53,7 +55,7 @@ def compile_case(case: Case, target: str, *, clock: bool) -> list[Report]:
         try:
             case.call()
             kernels = [read_kernel(kernel, target, clock=clock) for kernel in compiled]
-        except Exception as error:  # of any pass of the compiler: the other cases go on
+        except Exception as error:  # from any pass of the compiler: other cases continue
             of_case["error"] = _reason(error)
             kernels = [ReadKernel("failed", 0, {}, 0, 0, 0, 0, 0)]
     if not kernels:
@@ -64,8 +66,10 @@ def compile_case(case: Case, target: str, *, clock: bool) -> list[Report]:
 
 
 def in_forks(call: Callable[[T], R], items: Sequence[T], jobs: int) -> list[R]:
-    """[call(item) for item in items] by `jobs` forks, which inherit both: cases have lambdas, that
-    no pipe carries."""
+    """[call(item) for item in items] by `jobs` forks, which inherit both.
+
+    Cases contain lambdas, which cannot be sent through a pipe.
+    """
     start = (lambda index: call(items[index]),)
     with get_context("fork").Pool(jobs, _inherited.append, start) as pool:
         return pool.map(_call_inherited, range(len(items)), chunksize=1)
@@ -76,7 +80,7 @@ def _call_inherited(index: int) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost error: Triton wraps it in one per call of a device function."""
+    """The innermost error: Triton wraps it once per call of a device function."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"[-2000:]
@@ -85,7 +89,7 @@ def _reason(error: BaseException) -> str:
 def _compile_here(
     targets: tuple[str, ...], only: str, *, tiles: bool, planted: bool, clock: bool, jobs: int
 ) -> list[Report]:
-    """Compile the cases whose name contains `only`, shared out over `jobs` forks."""
+    """Compile the cases whose name contains `only`, distributed over `jobs` forks."""
     found = tile_cases() if tiles else [*planted_cases(), *cases()] if planted else cases()
     tasks = [
         (case, target)
@@ -107,12 +111,14 @@ def compile_targets(
     *,
     tiles: bool = False,
     jobs: int = 2,
-    timeout: float = 3000,  # of two minutes on two idle cores
+    timeout: float = 3000,  # it takes two minutes on two idle cores
     planted: bool = True,
     clock: bool = False,
 ) -> dict[str, list[Report]]:
-    """Compile the cases whose name contains `only` (with `tiles`, of `tile_cases`) for every
-    target; `planted` includes those that must fail, `clock` reads the hot loops."""
+    """Compile the cases whose name contains `only` for every target; with `tiles`, `tile_cases`.
+
+    `planted` includes the cases that must fail; `clock` reads the hot loops.
+    """
     with tempfile.TemporaryDirectory() as cache:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment["TRITON_CACHE_DIR"] = cache

@@ -1,4 +1,4 @@
-"""Kernels that the gate must refuse, each for another reason."""
+"""Kernels that the gate must refuse, each for a different reason."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from warpweave.kernels.runtime.dispatch import tl, triton
 
 
 def planted_cases() -> list[Case]:
-    """One that spills, one that does not fit, one without the tensor cores that it claims, and one
-    that keeps them waiting."""
+    """One kernel that spills, one that does not fit, one without the tensor cores that it claims,
+    and one that keeps them waiting."""
     f, b = m(1, dtype=torch.float32), m(1)
     return [
         Case("planted spill", lambda: _planted_kernel[(1,)](f, f, 16384, False, num_warps=1)),
@@ -28,8 +28,8 @@ def planted_cases() -> list[Case]:
 
 @triton.jit
 def _planted_kernel(x_ptr, y_ptr, N: tl.constexpr, DOT: tl.constexpr):
-    """What the checks must catch: a row that no warp can hold, a product whose tiles are too
-    large."""
+    """A kernel that the checks must catch: its row is too long for a warp, or its product's tiles
+    are too large."""
     if DOT:
         k, i = tl.arange(0, N), tl.arange(0, 128)
         a = tl.load(x_ptr + i[:, None] * N + k[None, :])
@@ -42,8 +42,10 @@ def _planted_kernel(x_ptr, y_ptr, N: tl.constexpr, DOT: tl.constexpr):
 
 
 def _planted_order() -> None:
-    """A tile, loaded by pointers, at which ptxas lets each wgmma wait for the one before. The ptxas
-    of Triton 3.8 and newer no longer does."""
+    """A tile, loaded by pointers, for which ptxas lets each wgmma wait for the previous one.
+
+    The ptxas of Triton 3.8 and newer no longer does this.
+    """
     from warpweave.kernels import mlp
     from warpweave.kernels.runtime.tile_table import GemmTile
     from warpweave.kernels.runtime.tiles import pinned

@@ -1,4 +1,4 @@
-"""What the compiler made of one kernel of one case, and what is wrong with it."""
+"""Compiler facts about one kernel of one case, and its failures."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from clock import HotLoop
 from warpweave.kernels.devices import TARGETS
 
 SHARED_LIMIT = {target: part.block_shared for target, part in TARGETS.items()}
-# Cases of kernels that read rows: at least half of their loads take 128 bits (statistics and
-# labels are single values).
+# Cases of kernels that read rows, in which at least half of the loads must take 128 bits
+# (statistics and labels are single values).
 ROWWISE = ("dropout", "gelu", "layer_norm", "rms_norm", "rope", "swiglu")
-# Kernels in which ranks tell one another by flags in memory, which are atomic exchanges.
+# Kernels in which ranks signal to each other with flags in memory, set by atomic exchanges.
 TELLING = ("_publish_kernel", "_partials_kernel", "_gather_kernel",
            "_gather_gemm_kernel", "_gather_qkv_kernel")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made of one kernel of one case: see `clock.kernel.ReadKernel`.
+    """Compiler facts about one kernel of one case: see `clock.kernel.ReadKernel`.
 
-    `cost` is the case's [FLOPs, bytes]; `error` is what the compiler said instead, if it failed.
+    `cost` is the case's [FLOPs, bytes]; `error` is the compiler's error, if it failed.
     """
 
     target: str
@@ -49,7 +49,7 @@ class Report:
 
 
 def failures(reports: list[Report]) -> list[str]:
-    """One line for each thing that is wrong with a kernel."""
+    """One line for each failure of a kernel."""
     wrong = []
     for r in reports:
         where = f"{r.target} {r.case} ({r.kernel})"
@@ -57,12 +57,12 @@ def failures(reports: list[Report]) -> list[str]:
         if r.error:
             wrong.append(f"{where}: {r.error}")
             continue
-        if r.stack and "float64" not in r.case:  # float64 is for proofs: it must fit, not be fast
+        if r.stack and "float64" not in r.case:  # float64 is for proofs: it may spill but must fit
             wrong.append(f"{where}: {r.registers} registers and {r.stack} bytes of stack")
         if r.shared > limit:
             wrong.append(f"{where}: {r.shared} bytes of shared memory > {limit}")
         elif not r.occupancy:
-            wrong.append(f"{where}: not one program fits")
+            wrong.append(f"{where}: not even one program fits")
         if r.tensor_cores and not r.instructions["tensor_core"]:
             wrong.append(f"{where}: no tensor-core instruction")
         elif r.tensor_cores and not r.product.startswith(_product(r)):
@@ -76,7 +76,9 @@ def failures(reports: list[Report]) -> list[str]:
         if r.instructions["atomic"] != r.instructions["flag"]:
             wrong.append(f"{where}: {r.instructions['atomic']} atomic instructions")
         if r.instructions["flag"] and r.kernel not in TELLING:
-            wrong.append(f"{where}: {r.instructions['flag']} flags of a kernel that tells nothing")
+            wrong.append(
+                f"{where}: {r.instructions['flag']} flags in a kernel that must not signal"
+            )
         wide, loads = r.instructions["load_128_bit"], r.instructions["load"]
         if r.case.startswith(ROWWISE) and not 2 * wide >= loads > 0:
             wrong.append(f"{where}: {wide} of {loads} loads take 128 bits")
@@ -84,10 +86,10 @@ def failures(reports: list[Report]) -> list[str]:
 
 
 def _product(r: Report) -> str:
-    """The tensor-core instruction that a kernel is to use.
+    """The tensor-core instruction that a kernel must use.
 
-    wgmma takes 64 keys at least, for which dk and dv of heads past 128 have registers on Hopper
-    only in plain attention: else mma.sync has to do there.
+    wgmma takes at least 64 keys. On Hopper, dk and dv of heads past 128 have enough registers for
+    that only in plain attention, so mma.sync is accepted there.
     """
     few = r.kernel == "attention_dkdv_kernel" and r.constants.get("BLOCK_N", 64) < 64
     return "mma.sync" if r.target == "sm_90" and few else TARGETS[r.target].product

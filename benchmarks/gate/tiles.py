@@ -1,5 +1,7 @@
-"""A call for every tile that is shipped, attention's once more with the options that keep more in
-registers, and for the launch sizes that formulas give."""
+"""A call for every shipped tile, and for the launch sizes that formulas give.
+
+Attention is also called with the options that keep more in registers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from warpweave.kernels.cost import Cost
 
 
 def tile_cases() -> list[Case]:
-    """A call for every tile that the three targets find, and the launch sizes of formulas."""
+    """A call for every tile that the three targets use, and for the launch sizes of formulas."""
     attention = [*_attention_tiles(), *_attention_variants()]
     return [*attention, *_product_tiles(), *_row_tiles()]
 
@@ -55,8 +57,11 @@ def _attention_tiles() -> list[Case]:
 
 
 def _attention_variants() -> list[Case]:
-    """What keeps more in registers than plain attention does. Each has spilled at a tile that was
-    clean without, or is the next of kin of one that has: `tiles.json` has a row for it."""
+    """Options that keep more in registers than plain attention.
+
+    Each has spilled at a tile that was clean without it, or is closely related to one that has, so
+    `tiles.json` has a row for it.
+    """
     from warpweave.kernels.attention import function as attention
 
     drop = {"dropout": 0.1, "dropout_seed": 7}
@@ -79,7 +84,7 @@ def _attention_variants() -> list[Case]:
     return [
         case
         for dims, dtypes, names in (
-            ((40, 72, 200), (torch.bfloat16,), masked),  # columns beyond the head are masked off
+            ((40, 72, 200), (torch.bfloat16,), masked),  # columns past the head dim are masked off
             ((64, 128, 256), (torch.bfloat16, torch.float32), variants),
             ((128,), (torch.bfloat16,), sliced),
         )
@@ -91,7 +96,7 @@ def _attention_variants() -> list[Case]:
 
 
 def _product_tiles() -> list[Case]:
-    """Every kind of product; "small" is what a product of few tiles takes, whatever its kind."""
+    """Every kind of product; "small" is used by any product of few tiles."""
     from warpweave.kernels import cost, mlp
     from warpweave.kernels.gemm import fused as gemm
 
@@ -124,7 +129,7 @@ def _product_tiles() -> list[Case]:
 
 
 def _row_tiles() -> list[Case]:
-    """Norms of every padded width, losses of every padded vocabulary up to the block's limit."""
+    """Norms of every padded width, and losses of every padded vocabulary up to the block limit."""
     from warpweave.kernels import cost, norm
     from warpweave.kernels.cross_entropy import backward, forward
     from warpweave.kernels.cross_entropy.vocabulary import Vocabulary

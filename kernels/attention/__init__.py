@@ -1,8 +1,9 @@
-"""FlashAttention under masks of global positions: `attention`, and its forward and backward halves
-for autograd Functions of your own.
+"""FlashAttention under masks of global positions: `attention`, and its forward and backward halves.
+
+Use the halves in your own autograd Functions.
 
 `function` the public functions and the operator · `options` their options and checks, as one record
-· `forward`, `backward` formulas, kernels and launches · `device`, `launch` what both share, and
+· `forward`, `backward` formulas, kernels and launches · `device`, `launch` helpers for both, and
 tiles · `visible` the keys that a query sees, and so the tiles to visit · `torch_path` the CPU path.
 """
 

@@ -5,11 +5,11 @@
     dq = scale ds k       dk = scale ds^T q    dv = (keep p)^T do
     dsink = -sum over the head's rows of exp(sink - lse) delta
 
-s and keep as in `forward`; lse and delta [B, Hq, Sq] over all keys of a row, float32 (float64 for
-float64). With them p of a block of keys is that of the softmax over all keys, so the sum of
-`attention_bwd` over blocks is exact: that is ring attention. A gradient through lse only changes
-delta. Three kernels with seven products, without atomics: every result is deterministic. `device`
-has the loads and the dropout of both directions.
+s and keep are as in `forward`. lse and delta [B, Hq, Sq] are over all keys of a row, float32
+(float64 for float64). With them, p of a block of keys equals that of the softmax over all keys, so
+the sum of `attention_bwd` over blocks is exact, as in ring attention. A gradient through lse only
+changes delta. Three kernels compute seven products without atomics, so every result is
+deterministic. `device` has the loads and the dropout of both directions.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
     q_drawn = drawn(BLOCK_M, ALIGNED) * q_runs[4]
     span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
     span1 = span(ends, q_runs[2], q_runs[3], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
-    # Through the tiles of one head after another, in one loop: two nested ones take up to 60
-    # registers more.
+    # Go through the tiles of one head after another in a single loop: two nested loops take up to
+    # 60 registers more.
     count, j, at_head = span0[1] + span1[1], 0, tl.full((), 0, tl.int64)
     for _ in range(group * count):
-        # 1. Tile j of this head. Rows past the end of a run get lse = inf, hence p = 0.
+        # 1. Tile j of this head. Rows past the end of a run get lse = inf, so p = 0.
         row, position, rows = rows_of_step(j, span0, span1, q_runs, MASK and FIRST, BLOCK_M)
         begin = 0
         q_at, do_at = q_ptr + row * q_stride[1], do_ptr + row * do_stride[1]
-        if OWN:  # there are no registers for two sets of distances
+        if OWN:  # there are not enough registers for two sets of offsets
             q_at, do_at, begin = q_ptr, do_ptr, row.to(tl.int32)
         q = load_rows(q_at, q_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK, begin)
         do = load_rows(do_at, do_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK, begin)
-        at = at_head + row + i  # lse and delta wait in memory until they are used: fewer registers
+        at = at_head + row + i  # lse and delta are loaded when they are used, to save registers
 
         # 2. p, transposed: [keys, queries].
         zero = tl.zeros((k.shape[0], BLOCK_M), dk.dtype)
@@ -101,7 +101,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
             s = tl.where(position + ahead <= last[:, None], s, -float("inf"))
         p = exp(s, BASE)
 
-        # 3. ds and the products with the queries' side.
+        # 3. ds, and the products with the queries' side.
         weight = p
         if DROP:
             kept = tl.trans(draws(position + q_drawn, k_pos, head, sample, seed, DROP, ALIGNED))
@@ -141,7 +141,7 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
                           D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                           BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of keys of one key-value head.
-    OWN: tl.constexpr = do_stride is not None  # None where it is q_stride
+    OWN: tl.constexpr = do_stride is not None  # None if it equals q_stride
     if not OWN:
         do_stride = q_stride
     q_stride, do_stride = elements(q_stride, STEP), elements(do_stride, STEP)
@@ -184,7 +184,7 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
         SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL or LAST, LAST, OWN,
         True, BLOCK_M, D, BLOCK_D)  # fmt: skip
 
-    # 4. Store; ds was the gradient of scale q k^T.
+    # 4. Store. ds was the gradient of scale q k^T.
     dk_ptr += batch * dk_stride[0] + row * dk_stride[1] + kv_head * dk_stride[2]
     dv_ptr += batch * dv_stride[0] + row * dv_stride[1] + kv_head * dv_stride[2]
     store_rows(dk_ptr, dk_stride[1], dk * SCALE, rows, BLOCK_N, D, BLOCK_D, INTO)
@@ -247,7 +247,7 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
                         WINDOW: tl.constexpr, INTO: tl.constexpr, STEP: tl.constexpr,
                         D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                         BLOCK_D: tl.constexpr):  # fmt: skip
-    # 1. One tile of queries of one head; rows past its end get lse = inf, hence p = 0.
+    # 1. One tile of queries of one head; rows past its end get lse = inf, so p = 0.
     if v_stride is None:  # as in the forward
         v_stride = k_stride
     q_stride, k_stride = elements(q_stride, STEP), elements(k_stride, STEP)
@@ -303,7 +303,8 @@ def attention_delta(
 ) -> torch.Tensor:
     """Return delta[B, H, S] = sum_d(o do) - dlse, float32 (float64 if o is).
 
-    o and do [B, S, H, D] of any dtypes, dlse [B, H, S] or None. Raises ValueError on other shapes.
+    o and do are [B, S, H, D] of any dtypes, dlse is [B, H, S] or None. Raises ValueError for other
+    shapes.
     """
     impl = choose(impl, o, do, dlse)
     if o.ndim != 4 or do.shape != o.shape:
@@ -333,10 +334,10 @@ def attention_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
     """Return dsinks[Hq] = -sum over samples and rows of exp(sinks - lse) delta.
 
     lse and delta[B, Hq, S] are the final ones of these rows; the result has their dtype. Over ranks
-    with different rows it is a partial sum. In torch: one pass over two small tensors.
+    with different rows it is a partial sum. It uses torch: one pass over two small tensors.
     """
     share = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    # exp(-inf - -inf): a sink of -inf is none, and a row that saw nothing else.
+    # exp(-inf - -inf): a sink of -inf is no sink, and the row saw nothing else.
     return -(share.nan_to_num(nan=0.0) * delta).sum((0, 2))
 
 
@@ -351,7 +352,7 @@ def block_bwd(
     grad_dtype: torch.dtype | None = None,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`attention_bwd` of arguments that have been checked: (dq, dk, dv) of these rows and keys."""
+    """`attention_bwd` of checked arguments: (dq, dk, dv) of these rows and keys."""
     options = resolved(options, q, k)
     q, k, v, do = launch.unit_stride(q, k, v, upstream.do.to(q.dtype))
     upstream = upstream._replace(do=do, lse=upstream.lse.contiguous())

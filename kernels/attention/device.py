@@ -1,16 +1,17 @@
-"""What the Triton kernels of attention share: loads, stores, exponentials, the draw of dropout.
+"""Device helpers of the attention kernels: loads, stores, exponentials, and dropout's draws.
 
-Formulas and shapes stand in `function`, which tiles are visited in `visible`. Everything but causal
-and full attention is decided at compile time (a window, documents, a softcap, sinks,
-dropout, sums carried over from earlier keys), so the plain kernels contain none of it.
+`function` has the formulas and shapes, and `visible` determines the tiles to visit. Everything
+beyond causal and full attention (a window, documents, a softcap, sinks, dropout, sums carried over
+from earlier keys) is decided at compile time, so the plain kernels contain none of it.
 
-Each loop over tiles runs twice: over those that every row sees whole, without a mask, and over the
-others. Rows past the end of a run load zeros, and in the backward lse = inf, hence p = 0.
+Each loop over tiles runs twice: first over the tiles that every row sees entirely, without a mask,
+and then over the others. Rows past the end of a run load zeros. In the backward, their lse = inf,
+so p = 0.
 
 Dropout draws a word of philox4x32-7 per probability, from counter (query position, key position,
-head, sample) and key `seed`, all global: every tiling and every layout of the sequence, heads or
-batch draws the same mask, and the backward draws it again. A draw is four words: positions go into
-the counter without their bit 3, and the two bits number the word.
+head, sample) and key `seed`. All are global, so every tiling and every layout of the sequence,
+heads or batch draws the same mask, and the backward draws it again. A draw gives four words:
+positions enter the counter without their bit 3, and these two bits number the word.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ ROUNDS = tl.constexpr(7)  # of philox: the fewest that no known test rejects (Sa
 
 @triton.jit
 def elements(steps, STEP: tl.constexpr):
-    """Steps from sample to sample, row to row and head to head in elements, given in multiples of
-    STEP: Triton sees by itself that an argument is a multiple of 16, of 8 or less it must be told.
+    """Convert steps from sample to sample, row to row and head to head to elements.
+
+    They are given in multiples of STEP. Triton detects arguments that are multiples of 16, but must
+    be told about multiples of 8 or less.
     """
     if STEP == 1:
         return steps
@@ -46,9 +49,12 @@ def load_rows(
     CHECK: tl.constexpr,
     ahead=0,
 ):
-    """The tile [BLOCK, BLOCK_D] that begins `ahead` rows from `ptr`, zero from column D on and, if
-    CHECK, from its row `rows` on. In a loop that changes `ptr` its rows' distances are kept in
-    registers; in one that changes `ahead`, an int32, they are multiplied anew."""
+    """Load the tile [BLOCK, BLOCK_D] that begins `ahead` rows from `ptr`.
+
+    It is zero from column D on and, if CHECK, from row `rows` on. In a loop that changes `ptr`, the
+    offsets of its rows stay in registers. In a loop that changes `ahead`, an int32, they are
+    multiplied again.
+    """
     r, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
     at = ptr + (ahead + r).to(tl.int64) * stride + d
     if CHECK and D != BLOCK_D:
@@ -83,8 +89,11 @@ def store_rows(
 
 @triton.jit
 def program(runs, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Tile, head and batch of this program. Causal tiles with most work should start first: the
-    last tiles of queries, the first ones of keys."""
+    """Tile, head and batch of this program.
+
+    Causal tiles with the most work should start first: the last tiles of queries, the first tiles
+    of keys.
+    """
     tiles = tl.cdiv(runs[1], BLOCK) + tl.cdiv(runs[3], BLOCK)
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -95,9 +104,11 @@ def program(runs, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def tanh(x, PRECISE: tl.constexpr):
-    """tanh(x) = 2 / (1 + exp(-2x)) - 1, its quotient the square of a reciprocal root as in
-    `activation`. PRECISE keeps float32's relative accuracy near 0, where the difference cancels, by
-    the series."""
+    """tanh(x) = 2 / (1 + exp(-2x)) - 1, with the quotient as the square of a reciprocal root.
+
+    `activation` does the same. PRECISE uses a series near 0, where the difference cancels, to keep
+    float32's relative accuracy.
+    """
     root = tl.rsqrt(1 + tl.exp2(tl.minimum(x * (-2 * LOG2E), 115.0)))
     y = 2 * root * root - 1
     if PRECISE and x.dtype == tl.float32:
@@ -109,19 +120,23 @@ def tanh(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def exp(x, BASE: tl.constexpr):
-    """exp of an exponent that has BASE units per natural one: log2(e), powers of two, which come
-    from scores by one fused multiply-add; but in float32 1. There lse rounded once more, to a power
-    of two, would cost accuracy where scores are in the thousands."""
+    """exp of an exponent x that has BASE units per natural unit.
+
+    BASE is log2(e): x is an exponent of two, which one fused multiply-add computes from a score. In
+    float32 BASE is 1, because rounding lse once more, to an exponent of two, would cost accuracy
+    for scores in the thousands.
+    """
     return tl.exp2(x * (LOG2E / BASE))
 
 
 @triton.jit
 def drawn(BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Which rows of a tile `draws` asks for: all, or if ALIGNED those whose bit 3 is clear.
+    """The rows of a tile that `draws` needs: all, or if ALIGNED those with bit 3 clear.
 
-    To be called before the loop over tiles: inside it LLVM moves what the next loop needs too to a
-    path around this one, with the zeros that the sums then are, and ptxas takes those for writes
-    to a wgmma under way: it runs all of them one by one (C7515)."""
+    Call it before the loop over tiles. Inside the loop, LLVM moves what the next loop also needs to
+    a path around this one, together with the initial zeros of the sums. ptxas takes these zeros for
+    writes to a running wgmma and serializes all of them (C7515).
+    """
     if ALIGNED:
         i = tl.arange(0, BLOCK // 2)
         return i + (i & -8)
@@ -131,11 +146,11 @@ def drawn(BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def draws(q, k, head, sample, seed, DROP: tl.constexpr, ALIGNED: tl.constexpr):
-    """Which probabilities of a tile [queries, keys] dropout keeps; DROP is p in units of 2^-32.
+    """The dropout mask of a tile [queries, keys], true where kept; DROP is p in units of 2^-32.
 
-    q and k are the positions of the rows that are `drawn`. ALIGNED: positions ascend one by one, on
-    either side from a multiple of 16. Then the four probabilities of a draw lie 8 rows and 8
-    columns apart, which mma and wgmma leave in one thread, and each draw is made once.
+    q and k are the positions of the rows from `drawn`. ALIGNED means that positions ascend one by
+    one, on both sides from a multiple of 16. Then the four probabilities of a draw are 8 rows and 8
+    columns apart, which mma and wgmma keep in one thread, and each draw is made once.
     """
     zero = (q[:, None] * 0 + k[None, :] * 0).to(tl.uint32)
     c0, c1 = zero + (q & ~8).to(tl.uint32)[:, None], zero + (k & ~8).to(tl.uint32)[None, :]

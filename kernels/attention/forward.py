@@ -3,11 +3,12 @@
     s = scale q k^T, or softcap tanh(scale q k^T / softcap), where visible, else -inf
     lse = log(exp(sink) + sum_k exp(s))        p = exp(s - lse)       o = (keep p) v
 
-q, o: [B, Sq, Hq, D]; k, v: [B, Sk, Hkv, D], Hkv dividing Hq; lse: [B, Hq, Sq], natural logarithm,
-float32 (float64 for float64); keep is 0 or 1 / (1 - dropout). A program holds a tile of queries of
-one head and loops over the tiles of keys that any of its rows sees (`visible`), with the running
-maximum m and sum l of the weights: when m grows, acc and l are rescaled. At the end o = acc / l and
-lse = m + log l. `function` has the sources, `device` the loads and the dropout of both directions.
+q, o: [B, Sq, Hq, D]; k, v: [B, Sk, Hkv, D], where Hq is a multiple of Hkv; lse: [B, Hq, Sq],
+natural logarithm, float32 (float64 for float64); keep is 0 or 1 / (1 - dropout). A program holds a
+tile of queries of one head and loops over the tiles of keys that any of its rows sees (`visible`).
+It keeps the running maximum m and sum l of the weights, and rescales acc and l when m grows. At the
+end o = acc / l and lse = m + log l. `function` has the sources, `device` the loads and the dropout
+of both directions.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ from warpweave.kernels.runtime.dtypes import dot, to_dtype
 
 @triton.jit
 def _row_max(s, HALVES: tl.constexpr):
-    """The maximum of each row. With HALVES ptxas interleaves four chains of comparisons, not two,
-    which hides latency on Hopper. Elsewhere it costs time: on Blackwell the halves of a row are in
-    different warps."""
+    """The maximum of each row.
+
+    With HALVES, ptxas interleaves four chains of comparisons instead of two, which hides latency on
+    Hopper. Elsewhere it costs time: on Blackwell, the halves of a row are in different warps.
+    """
     if HALVES:
         left, right = tl.split(s.reshape(s.shape[0], 2, s.shape[1] // 2).permute(0, 2, 1))
         s = tl.maximum(left, right)
@@ -85,8 +88,8 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
         p = exp(s * UNIT - pivot[:, None], BASE)
         shrink = exp(m - pivot, BASE)
 
-        # 3. Accumulate. The normaliser is that of the row before dropout; p is summed before it is
-        #    rounded, so that no two copies of it are held.
+        # 3. Accumulate. The normalizer is that of the row before dropout. p is summed before it is
+        #    rounded, so that only one copy of it is held.
         v = load_rows(v_ptr + row * v_step, v_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         l = l * shrink + tl.sum(p, 1)
         weight = p
@@ -109,8 +112,8 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
                          WINDOW: tl.constexpr, INTO: tl.constexpr, STEP: tl.constexpr,
                          D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                          BLOCK_D: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
-    # 1. One tile of queries of one head. v_stride is None where it is k_stride: then one set of
-    #    addresses serves both.
+    # 1. One tile of queries of one head. v_stride is None if it equals k_stride: one set of
+    #    addresses then serves both.
     if v_stride is None:
         v_stride = k_stride
     q_stride, k_stride = elements(q_stride, STEP), elements(k_stride, STEP)
@@ -129,7 +132,8 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     i = tl.arange(0, BLOCK_M)
     q_pos = position + drawn(BLOCK_M, ALIGNED) * q_stripes
 
-    # 2. The sums start from earlier calls (`into`), a sink (a logit without a value) or 0.
+    # 2. The sums start from earlier calls (`into`), from a sink (a logit without a value), or from
+    # 0.
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
     BASE: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
     acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
@@ -160,7 +164,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
         k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP, ALIGNED,
         FIRST, CAUSAL or FIRST, True, BLOCK_N, D, BLOCK_D, False)  # fmt: skip
 
-    # 4. Normalise; l = 0 and m = -inf only in rows that saw no key. log2(l) in units of m.
+    # 4. Normalize; l = 0 and m = -inf only in rows that saw no key. log2(l) is in units of m.
     l = tl.where(l == 0, 1.0, l)
     store_rows(o_ptr, o_stride[1], acc / l[:, None], rows, BLOCK_M, D, BLOCK_D, False)
     tl.store(lse_ptr + i, (m + tl.log2(l) * (BASE * LN2)) * (1 / BASE), i < rows)
@@ -180,7 +184,7 @@ def block_fwd(
     out_dtype: torch.dtype | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention_fwd` of arguments that have been checked: (o, lse) of these rows and keys."""
+    """`attention_fwd` of checked arguments: (o, lse) of these rows and keys."""
     options = resolved(options, q, k)
     q, k, v = launch.unit_stride(q, k, v)
     out_dtype = q.dtype if out_dtype is None else out_dtype

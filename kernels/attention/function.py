@@ -1,13 +1,13 @@
-"""FlashAttention whose mask is a function of global token positions, and so right for any layout.
+"""FlashAttention with a mask that is a function of global token positions, so right for any layout.
 
     o = softmax(scale q k^T + mask) v         lse, the log of the softmax's denominator
 
-`forward` and `backward` have the formulas. Causal mask, window and documents leave an interval of
-positions per row (`visible`): tiles that are masked entirely are skipped, tiles that are visible
-entirely need no mask. Dropout is keyed by global indices (`device`).
+`forward` and `backward` have the formulas. The causal mask, window and documents leave an interval
+of positions per row (`visible`): tiles that are masked entirely are skipped, and tiles that are
+visible entirely need no mask. Dropout is keyed by global indices (`device`).
 
-Saved for backward: q, k, v, o and lse; p is recomputed. `into` accumulates over blocks of keys
-within the kernels: the forward continues from (o, lse), the backward adds to dq, dk and dv, in
+q, k, v, o and lse are saved for backward; p is recomputed. `into` accumulates over blocks of keys
+within the kernels: the forward continues from (o, lse), and the backward adds to dq, dk and dv, in
 float32 and in place.
 
 A sink is one more logit per head, without a value. lse INCLUDES it, so it must be counted once per
@@ -19,7 +19,7 @@ accumulate in float32; half-precision p and ds are rounded before they are multi
 is the CPU path.
 
 Sources: Dao 2023 (arXiv:2307.08691); Milakov and Gimelshein 2018 (arXiv:1805.02867) for the online
-normaliser; Gemma 2 (arXiv:2408.00118) for the softcap; Xiao et al. 2023 (arXiv:2309.17453) and
+normalizer; Gemma 2 (arXiv:2408.00118) for the softcap; Xiao et al. 2023 (arXiv:2309.17453) and
 gpt-oss (arXiv:2508.10925) for sinks. Limits: D <= 256; tensors are copied if the elements of a head
 are not contiguous or D is not a multiple of 8 (except in float64); scale > 0; no second
 derivatives.
@@ -62,8 +62,7 @@ def _attention_fake(q, k, v, sinks, options):
 
 
 def _attention_sharding(q, k, v, sinks, options) -> str:
-    """Samples and heads may be sharded, but not with dropout, which is keyed by their global
-    indices."""
+    """Samples and heads may be sharded without dropout, which uses their global indices."""
     if options.dropout:
         return "____, ____, ____, _, __, ___ -> ____, ___"
     of_documents = {None: "", 1: "_", 2: "b_", 3: "b__"}
@@ -152,7 +151,7 @@ def attend(
     sinks: torch.Tensor | None,
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` of arguments that have been checked: (o, lse), differentiable."""
+    """`attention` of checked arguments: (o, lse), differentiable."""
     refuse_tangents("attention", q, k, v, sinks)
     return attention_op(q, k, v, sinks, options)
 
@@ -187,28 +186,29 @@ def attention(
     result is attention over heads. Pass ``q.transpose(1, 2)`` instead, which copies nothing.
 
     Args:
-        q: [B, Sq, Hq, D]; any strides; any size may be 0 but head_dim and Hkv.
+        q: [B, Sq, Hq, D]; any strides; any size may be 0 except head_dim and Hkv.
         k, v: [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv] of q's dtype, each head serving Hq / Hkv
             consecutive query heads. If Dv is not D, the narrower are copied and padded with zeros.
         causal: a query sees the keys at positions up to its own.
-        window: and less than `window` >= 1 away from its own, on both sides if not causal.
-        documents: and of its own document only. int32 or int64 [n + 1], or [B, n + 1] where samples
-            differ: cumulative boundaries in global positions (not the number of each token's
-            document), ascending from 0 to the end of the sequence: the longer of Sq and Sk, with
-            runs at least the last position. Documents may be empty, and padding behind the last
-            one is a document, too. [B, 2, n + 1] are separate boundaries of queries, up to Sq, and
-            of keys, anywhere up to Sk: a query of document j sees keys of document j. So
-            ``stack((ends, ends.clamp(first, stop)), 1)`` hides all keys but those at positions
-            first to stop - 1. Values are checked on a CPU only, because a GPU would need a host
-            sync; there a document begins at 0, and one at the last boundary, whatever they are.
+        window: the distance is also less than `window` >= 1, on both sides if not causal.
+        documents: a query sees keys of its own document only. int32 or int64 [n + 1], or [B, n + 1]
+            if samples differ: cumulative boundaries in global positions (not the number of each
+            token's document). They ascend from 0 to the end of the sequence, which is the longer of
+            Sq and Sk, or with runs at least the last position. Documents may be empty, and padding
+            after the last one is also a document. [B, 2, n + 1] are separate boundaries of queries,
+            up to Sq, and of keys, anywhere up to Sk: a query of document j sees keys of document j.
+            So ``stack((ends, ends.clamp(first, stop)), 1)`` hides all keys except those at
+            positions first to stop - 1. Values are checked only on a CPU, because a GPU would need
+            a host sync. On a GPU, a document begins at 0, and one at the last boundary, for any
+            values.
         scale: of the scores, D**-0.5 by default.
         softcap: scores become softcap * tanh(score / softcap).
-        sinks: [Hq], floating: one more logit per head, in the normaliser, without a value.
-        dropout: the probability with which attention weights are zeroed, the others divided by
-            1 - dropout; lse is that before dropout. The mask is a function of `dropout_seed` and
-            the global indices of sample, head, query and key: every layer and step needs its own
-            seed. Fastest if each run begins at a multiple of 16 and has no stripes, because four
-            probabilities then share a draw.
+        sinks: [Hq], floating: one more logit per head, counted in the normalizer, without a value.
+        dropout: the probability with which attention weights are zeroed; the others are divided by
+            1 - dropout. lse is computed before dropout. The mask is a function of `dropout_seed`
+            and the global indices of sample, head, query and key, so every layer and step needs a
+            different seed. It is fastest if each run begins at a multiple of 16 and has no stripes,
+            because four probabilities then share a draw.
         dropout_origin: the global indices of q's first sample and first head.
         q_runs, k_runs: the global positions of the rows, by default ((0, S),): at most two runs
             (start, length), or (start, length, stripes) for start, start + stripes, ... The last Sq
@@ -217,13 +217,13 @@ def attention(
         impl: "triton", "torch" or None.
 
     Returns o[B, Sq, Hq, Dv] in q's dtype, and with `return_lse` also lse[B, Hq, Sq], the natural
-    logarithm of the softmax denominators, sinks included (float32; float64 for float64),
-    differentiable too. A row that sees no key has o = 0, lse = its sink or -inf, and gradients 0.
+    logarithm of the softmax denominators including sinks (float32; float64 for float64). lse is
+    also differentiable. A row that sees no key has o = 0, lse = its sink or -inf, and gradients 0.
     Under autocast q, k and v are cast, as for `F.scaled_dot_product_attention`.
 
     Raises ValueError if shapes, dtypes, devices, head counts, runs, documents or numbers do not
-    fit, or `impl` cannot run here; RuntimeError on forward-mode derivatives, and on second ones
-    where they are taken.
+    fit, or if `impl` cannot run here. Raises RuntimeError for forward-mode derivatives, and for
+    second derivatives when they are computed.
     """
     options = AttentionOptions(
         causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
@@ -251,9 +251,11 @@ def autocast(
 def even_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionOptions]:
-    """q and k, or v, padded with zeros to the larger of D and Dv, with the scale of the original D:
-    no score changes, and o is padded with zeros. Invalid shapes are returned as they are, for
-    `checked` to refuse."""
+    """Pad q and k, or v, with zeros to the larger of D and Dv.
+
+    The scale stays that of the original D, so no score changes, and o is padded with zeros. Invalid
+    shapes are returned unchanged, and `checked` refuses them.
+    """
     if not q.ndim == k.ndim == v.ndim == 4:
         return q, k, v, options
     D, Dv = q.shape[3], v.shape[3]
@@ -287,14 +289,14 @@ def attention_fwd(
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return o[B, Sq, Hq, D] and its natural-log normaliser lse[B, Hq, Sq].
+    """Return o[B, Sq, Hq, D] and its natural-log normalizer lse[B, Hq, Sq].
 
-    Both are new and contiguous; `out_dtype` (default q.dtype) may be float32 for half-precision
-    inputs: partial results that will be merged. Or `into` has the (o, lse) of other keys, both
-    float32 (float64 for float64), lse contiguous: they are changed in place to those of all the
-    keys, and returned. It may start from lse = -inf, whatever o holds there, or from o = 0 and
-    lse = sinks; `sinks` themselves cannot be given with it. Arguments and errors otherwise as
-    `attention`; not differentiable by itself.
+    Both are new and contiguous. `out_dtype` (default q.dtype) may be float32 for half-precision
+    inputs, for partial results that will be merged. Alternatively, `into` holds the (o, lse) of
+    other keys, both float32 (float64 for float64), lse contiguous. They are changed in place to
+    those of all the keys, and returned. They may start from lse = -inf, for any o, or from o = 0
+    and lse = sinks; `sinks` cannot be combined with `into`. Other arguments and errors are those of
+    `attention`. Not differentiable.
     """
     options = AttentionOptions(
         causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
@@ -333,13 +335,13 @@ def attention_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return this block's dq[B, Sq, Hq, D], dk and dv[B, Sk, Hkv, D].
 
-    lse[B, Hq, Sq] is the final one of each row over all blocks of keys (and its sink),
-    delta[B, Hq, Sq] is `attention_delta` of the final o. `o`, the final output, may be given too
-    when there is no gradient through lse: the CPU path then copies nothing and reads no delta,
-    which may be None. Gradients are new (on a GPU contiguous), of `grad_dtype` (default q.dtype;
-    float32 for those that will be summed over blocks), but those given in `into` = (dq, dk, dv),
-    float32 (float64 for float64), are added to in place and returned; dk and dv are given together.
-    Arguments and errors otherwise as `attention`.
+    lse[B, Hq, Sq] is the final one of each row over all blocks of keys (and its sink), and
+    delta[B, Hq, Sq] is `attention_delta` of the final o. If no gradient flows through lse, you can
+    also pass `o`, the final output: the CPU path then copies nothing and does not read delta, which
+    may be None. Gradients are new (contiguous on a GPU), of `grad_dtype` (default q.dtype; float32
+    if they will be summed over blocks). Those passed in `into` = (dq, dk, dv), float32 (float64 for
+    float64), are instead added to in place and returned; pass both dk and dv or neither. Other
+    arguments and errors are those of `attention`.
     """
     options = AttentionOptions(
         causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,

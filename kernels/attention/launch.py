@@ -1,9 +1,10 @@
-"""What the launches of attention's kernels share: the tile, strides, widths, tables, arguments.
+"""Launch arguments of the attention kernels: tile, strides, widths, tables, numbers, constants.
 
-A tile is a row of the table for a device, dtype, head dim and variant: what a kernel keeps in
-registers beside plain attention, causal or not. The more it keeps, the smaller the tile that does
-not spill. Which rows there must be, benchmarks/compiled.py tells, which compiles all variants for
-A100, H100 and B200, and benchmarks/tile_rows.py writes those that a compiler makes necessary.
+A tile is a row of the table for a device, dtype, head dim and variant. The variant is what a kernel
+keeps in registers in addition to plain attention, causal or not. The more it keeps, the smaller the
+largest tile that does not spill. benchmarks/compiled.py, which compiles all variants for A100, H100
+and B200, shows which rows are needed. benchmarks/tile_rows.py writes the rows that a compiler makes
+necessary.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from warpweave.kernels.runtime.tiles import find
 
 
 def variant_of(q: torch.Tensor, options: AttentionOptions, into: bool) -> frozenset[str]:
-    """The words for what a call on q[B, S, H, D] with these resolved options keeps:
+    """The words for what a call on q[B, S, H, D] with these resolved options keeps in registers:
 
     bounded   by a window or by documents            softcap   the slope of tanh
     into      the sums of earlier calls              masked    columns past the head dim
@@ -41,20 +42,20 @@ def variant_of(q: torch.Tensor, options: AttentionOptions, into: bool) -> frozen
     found = {word for word, holds in words.items() if holds}
     if options.dropout > 0:
         found.add("shared" if not found and draws_are_shared(options) else "dropout")
-    # float64 is for proofs: what it spills does not matter.
+    # float64 is for proofs, so its spills do not matter.
     if q.shape[3] != padded(q.shape[3]) and q.element_size() < 8:
         found.add("masked")
     return frozenset(found)
 
 
 def draws_are_shared(options: AttentionOptions) -> bool:
-    """Whether four probabilities of a tile share each of dropout's draws, see `device.draws`."""
+    """Return True if four probabilities of a tile share each dropout draw, see `device.draws`."""
     runs = *options.q_runs, *options.k_runs
     return all(run.stripes == 1 and run.start % 16 == 0 for run in runs)
 
 
 def padded(head_dim: int) -> int:
-    """The columns of a tile: a power of two of at least 16."""
+    """The columns of a tile: a power of two, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
@@ -66,8 +67,8 @@ def find_attention_tile(kernel: str, q: torch.Tensor, variant: frozenset[str]) -
 def launch_options(tile: AttentionTile, q: torch.Tensor, variant: frozenset[str]) -> dict[str, int]:
     """Triton's options for a launch with `tile`.
 
-    ptxas limits registers by itself, and spills for it in float32, where columns are masked off
-    and, on Blackwell, with dropout or past head dim 64; there the limit is the hardware's.
+    ptxas' own register limit causes spills in float32, if columns are masked off and, on Blackwell,
+    with dropout or past head dim 64. For these, the limit is the hardware's.
     """
     options = {"num_warps": tile.warps}
     fuller = q.shape[3] > 64 or not variant.isdisjoint({"dropout", "shared"})
@@ -80,14 +81,16 @@ def launch_options(tile: AttentionTile, q: torch.Tensor, variant: frozenset[str]
 
 
 def unit_stride(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors, with stride 1 in the last dim: torch's flash attention misreads all others."""
+    """Return the tensors with stride 1 in the last dim; torch's flash attention misreads others."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def widened(q: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of a call on q with zeros up to a head dim that is a multiple of 8: heads of
-    others would be loaded number by number, and spill. Zeros change no score and no gradient.
-    float64 q are for proofs."""
+    """Pad the tensors of a call on q with zeros up to a head dim that is a multiple of 8.
+
+    Other head dims would be loaded number by number, and spill. Zeros change no score and no
+    gradient. float64 q is for proofs and stays as it is.
+    """
     missing = -q.shape[3] % 8
     if not missing or q.element_size() == 8:
         return [*tensors]
@@ -95,7 +98,7 @@ def widened(q: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def narrow_into(wide: torch.Tensor, x: torch.Tensor) -> None:
-    """Bring to x what a kernel wrote into it widened."""
+    """Copy to x what a kernel wrote into its widened form."""
     if wide is not x:
         x.copy_(wide[..., : x.shape[3]])
 
@@ -104,8 +107,11 @@ Steps = tuple[int, ...]  # from sample to sample, row to row, head to head
 
 
 def shared_steps(*tensors: torch.Tensor) -> tuple[int, list[Steps]]:
-    """A number, and the steps of the tensors in multiples of it, for kernels to load many elements
-    at a time: 8 or less where some step is no multiple of 16, which Triton sees by itself."""
+    """A number, and the steps of the tensors in multiples of it, so that kernels load many elements
+    at a time.
+
+    The number is 8 or less if some step is not a multiple of 16; Triton detects multiples of 16.
+    """
     found = [tuple(by if n > 1 else 0 for n, by in zip(x.shape, x.stride()[:3])) for x in tensors]
     shared = math.gcd(16, *(by for steps in found for by in steps))
     step = 1 if shared == 16 else shared
@@ -113,18 +119,17 @@ def shared_steps(*tensors: torch.Tensor) -> tuple[int, list[Steps]]:
 
 
 def one_set(k: Steps, v: Steps) -> tuple[Steps, Steps | None]:
-    """v's steps are None where they are k's: kernels then hold one set of addresses."""
+    """Replace v's steps by None if they equal k's: kernels then hold one set of addresses."""
     return k, None if v == k else v
 
 
 def table_of(
     options: AttentionOptions, q: torch.Tensor, keys: bool = False
 ) -> tuple[torch.Tensor | None, int]:
-    """The documents of the rows of q, or of `keys`, for a kernel, and the step from sample to
-    sample.
+    """The documents of the rows of q, or of `keys`, for a kernel, and the step between samples.
 
-    int32, and int64 for float64: a mask out of 32-bit loads makes Triton give the float64 product
-    that it hides the operands of 32-bit ones, and fail ("Currently fp64 don't support largeK").
+    int32, or int64 for float64: with a mask from 32-bit loads, Triton gives the float64 product the
+    operand layout of 32-bit products, and fails ("Currently fp64 don't support largeK").
     """
     if options.documents is None:
         return None, 0
@@ -141,13 +146,13 @@ def table_of(
 
 
 def count_tiles(runs: Sequence[Run], block: int) -> int:
-    """How many tiles of `block` rows there are."""
+    """The number of tiles of `block` rows."""
     return sum(triton.cdiv(run.length, block) for run in runs)
 
 
 def numbers(options: AttentionOptions, heads: int, group: int) -> tuple[int, ...]:
-    """The kernels' arguments from the runs, five numbers a side, to heads, group, window, seed,
-    sample, head0."""
+    """The kernels' number arguments: the runs, five numbers per side, then heads, group, window,
+    seed, sample, head0."""
     sides = []
     for runs in (options.q_runs, options.k_runs):
         first, second = [*runs, Run(0, 0), Run(0, 0)][:2]

@@ -1,11 +1,11 @@
-"""The options and the tensors of an attention call, checked once by the public functions.
+"""Options and tensors of an attention call, checked once by the public functions.
 
 `attention`, `attention_fwd`, `attention_bwd` and `context_attention` make an `AttentionOptions` of
-their keywords and pass it to `checked`; operators, launches, the torch path and the strategies of
-context parallelism take the record and check nothing again. Each block of queries and keys has its
-own `q_runs` and `k_runs`, everything else is the same for the whole sequence. The checks use
-shapes, dtypes and numbers only, without a host sync, and a compiler can trace `checked`, because it
-compares symbols with bounds only.
+their keywords and pass it to `checked`. Operators, launches, the torch path and the strategies of
+context parallelism accept the record and do not check again. Each block of queries and keys has its
+own `q_runs` and `k_runs`; everything else is the same for the whole sequence. The checks use only
+shapes, dtypes and numbers, without a host sync. A compiler can trace `checked`, because it compares
+symbols only with bounds.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from warpweave.kernels.runtime.tile_table import MAX_HEAD_DIM
 
 Runs = Sequence[tuple[int, ...]]  # each a `Run` or its fields
 
-FARTHEST = 2**31 - 2  # kernels and the tables of documents hold positions in int32
+FARTHEST = 2**31 - 2  # kernels and document tables hold positions in int32
 
 
 class AttentionOptions(NamedTuple):
-    """The keywords that all calls of attention share, under their names; see `attention`."""
+    """The keywords shared by all attention calls, under the same names; see `attention`."""
 
     causal: bool = True
     window: int | None = None
-    documents: torch.Tensor | Packed | None = None  # after `checked` a tensor
+    documents: torch.Tensor | Packed | None = None  # a tensor after `checked`
     scale: float | None = None
     softcap: float | None = None
     dropout: float = 0.0
@@ -50,8 +50,10 @@ class AttentionOptions(NamedTuple):
 
 
 def check_numbers(options: AttentionOptions) -> AttentionOptions:
-    """The options, numbers converted to int and float; ValueError if one is invalid or out of
-    range."""
+    """Return the options with numbers converted to int and float.
+
+    Raises ValueError if one is invalid or out of range.
+    """
     check_impl(options.impl)
     causal, origin = options.causal, options.dropout_origin
     if not isinstance(causal, int):
@@ -74,7 +76,7 @@ def check_numbers(options: AttentionOptions) -> AttentionOptions:
     check_key(seed, *origin)
     return options._replace(
         causal=bool(causal),
-        window=None if window is None else min(window, FARTHEST),  # an operator takes 64 bits
+        window=None if window is None else min(window, FARTHEST),  # an operator accepts 64 bits
         scale=scale,
         softcap=softcap,
         dropout=dropout,
@@ -89,7 +91,7 @@ def checked(
     v: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> AttentionOptions:
-    """The options, numbers converted to int and float and runs to `Run`.
+    """Return the options with numbers converted to int and float, and runs to `Run`.
 
     Raises ValueError if they, or q, k, v and sinks, are not as `attention` requires. The values of
     documents are checked by `check_boundaries`, which a compiler cannot trace.
@@ -108,8 +110,8 @@ def checked(
 
 
 def _integer(name: str, n: Any) -> int:
-    """n as an int. A compiler's symbol stays a symbol: `operator.index` would make it a constant,
-    and compile every other value anew."""
+    """Convert n to an int. A compiler's symbol stays a symbol: `operator.index` would make it a
+    constant, and every other value would need a new compilation."""
     try:
         return n if type(n) in (int, torch.SymInt) else int(operator.index(n))
     except TypeError:
@@ -129,26 +131,28 @@ def _checked_runs(name: str, runs: Runs | None, length: int) -> tuple[Run, ...] 
         return None
     try:
         found = tuple(Run(*(_integer(name, n) for n in run)) for run in runs)
-    except (TypeError, ValueError):  # no sequence of two or three integers
+    except (TypeError, ValueError):  # not a sequence of two or three integers
         found = (Run(-1, -1),)
     if len(found) > 2 or any(start < 0 or n < 0 or by < 1 for start, n, by in found):
         raise ValueError(
             f"{name} must be at most two (start >= 0, length >= 0, stripes >= 1 or left out), "
             f"got {runs}"
         )
-    if any(n >= 2**62 for run in found for n in run):  # an operator takes 64 bits
+    if any(n >= 2**62 for run in found for n in run):  # an operator accepts 64 bits
         raise ValueError(f"the numbers of {name} must lie below 2**62, got {runs}")
     if sum(run.length for run in found) != length:
         raise ValueError(f"the lengths of {name} {runs} must add up to the {length} rows")
     first, last = (found[0], found[-1]) if found else (Run(0, 0), Run(0, 0))
     if first.stripes != last.stripes and first.length and last.length:
-        raise ValueError(f"both of {name} must have as many stripes, got {runs}")
+        raise ValueError(f"both {name} must have the same number of stripes, got {runs}")
     return found
 
 
 def check_documents(documents: torch.Tensor, q: torch.Tensor, *, apart: bool = False) -> None:
-    """Raise ValueError unless documents have the form of boundaries for q[B, ...], on its device;
-    with `apart` keys may have separate boundaries."""
+    """Raise ValueError unless documents have the form of boundaries for q[B, ...], on its device.
+
+    With `apart`, keys may have separate boundaries.
+    """
     if not isinstance(documents, torch.Tensor):
         raise ValueError(f"documents must be a tensor of boundaries, got {documents!r}")
     choose("torch", q, documents)  # one device
@@ -162,12 +166,13 @@ def check_documents(documents: torch.Tensor, q: torch.Tensor, *, apart: bool = F
 
 
 def check_boundaries(options: AttentionOptions, queries: int, keys: int) -> None:
-    """Raise ValueError if the documents of checked options do not ascend from 0 to the end of the
-    sequence, or if there are as many as tokens: they then look like document ids per token.
+    """Raise ValueError unless the documents of checked options ascend from 0 to the sequence's end.
 
-    The sequence ends with the larger of `queries` and `keys`, or with runs at least at their last
-    position. Separate boundaries of keys may begin and end anywhere before. Values are checked on a
-    CPU only: on a GPU that would need a host sync, and a compiler has no values yet.
+    Also raise it if there are as many boundaries as tokens, because they then look like one
+    document id per token. The sequence ends with the larger of `queries` and `keys`, or with runs
+    at least at their last position. Separate boundaries of keys may begin and end anywhere before
+    that. Values are checked only on a CPU: a GPU would need a host sync, and a compiler has no
+    values yet.
     """
     documents = options.documents
     if documents is None:
@@ -179,7 +184,7 @@ def check_boundaries(options: AttentionOptions, queries: int, keys: int) -> None
         if of_each and n > 2 and whole:  # two entries mean the same either way
             raise ValueError(_boundaries_of_each(documents))
         return
-    if type(documents) is not torch.Tensor or torch.compiler.is_compiling():  # no values: a tracer
+    if type(documents) is not torch.Tensor or torch.compiler.is_compiling():  # tracing: no values
         return
     bounds = documents.numpy()
     of_q = bounds[:, 0] if apart else bounds
@@ -195,7 +200,7 @@ def check_boundaries(options: AttentionOptions, queries: int, keys: int) -> None
     if (ends < end).any() or (whole and (ends > end).any()):
         raise ValueError(
             f"documents must be boundaries up to {end}{'' if whole else ' or more'}, where the "
-            f"sequence ends (padding is a document, too), got {documents.tolist()}"
+            f"sequence ends (padding is also a document), got {documents.tolist()}"
         )
     if apart and whole and (bounds[:, 1, -1] > keys).any():
         raise ValueError(
@@ -212,7 +217,7 @@ def check_packed(documents: torch.Tensor | None, tokens: torch.Tensor) -> None:
 
 
 def _end(runs: Sequence[Run] | None, rows: int) -> int:
-    """One past the last position."""
+    """The last position plus one."""
     if runs is None:
         return rows
     return max((run.positions[-1] + 1 for run in runs if run.length), default=0)
@@ -221,7 +226,7 @@ def _end(runs: Sequence[Run] | None, rows: int) -> int:
 def _boundaries_of_each(documents: torch.Tensor) -> str:
     return (
         f"documents must be boundaries, not the document of each of the {documents.shape[-1]} "
-        f"tokens, got {[*documents.shape]}; boundaries that are as many may repeat the last one"
+        f"tokens, got {[*documents.shape]}; if there are as many boundaries, repeat the last one"
     )
 
 
@@ -229,9 +234,9 @@ def _boundaries_of_each(documents: torch.Tensor) -> str:
 
 
 def heads_per_kv_head(heads: int, kv_heads: int) -> int:
-    """Query heads per KV head; ValueError unless they divide evenly."""
+    """Return the query heads per KV head, or raise ValueError if they do not divide evenly."""
     if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"{heads} query heads do not divide by {kv_heads} KV heads")
+        raise ValueError(f"{heads} query heads are not divisible by {kv_heads} KV heads")
     return heads // kv_heads
 
 
@@ -245,9 +250,9 @@ def check_are_tensors(q: object, k: object, v: object) -> None:
 def check_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
 ) -> None:
-    """Raise ValueError on shapes, heads, head dims, dtypes or devices that do not fit together."""
+    """Raise ValueError if shapes, heads, head dims, dtypes or devices do not fit together."""
     check_are_tensors(q, k, v)
-    choose("torch", q, k, v, sinks)  # one device; beside meta tensors nothing would run
+    choose("torch", q, k, v, sinks)  # one device; next to meta tensors nothing would run
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} must be [B, S, H, D], got shape {tuple(x.shape)}")
@@ -272,7 +277,7 @@ def check_attention(
 
 
 def check_dtype(name: str, dtype: torch.dtype | None) -> None:
-    """Raise ValueError on a dtype that attention does not compute in."""
+    """Raise ValueError for a dtype in which attention does not compute."""
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"{name} must be a floating dtype of at least 16 bits, got {dtype}")
 
@@ -281,12 +286,12 @@ def check_dtype(name: str, dtype: torch.dtype | None) -> None:
 
 
 class Upstream(NamedTuple):
-    """What the backward of some rows of q needs besides q, k and v; all of it is over all keys.
+    """The inputs of the backward of some rows of q, besides q, k and v; all are over all keys.
 
     Attributes:
         do: [B, S, Hq, D], the gradient of o.
         lse: [B, Hq, S].
-        delta: [B, Hq, S], of `attention_delta`; may be None if o is given.
+        delta: [B, Hq, S] from `attention_delta`; may be None if o is given.
         o: [B, S, Hq, D], given if no gradient came through lse; it saves the CPU path a copy.
     """
 
@@ -330,14 +335,13 @@ def check_carried(
     out_dtype: torch.dtype | None,
     into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Raise ValueError unless `into` is None or an (o, lse) of q's rows that can be updated in
-    place."""
+    """Raise ValueError unless `into` is None or (o, lse) of q's rows, which can be updated."""
     if into is None:
         return
     if isinstance(into, torch.Tensor) or len(into) != 2:
         raise ValueError(f"into must be (o, lse), got {type(into).__name__} of {len(into)}")
     if sinks is not None or out_dtype is not None:
-        raise ValueError("with into, start lse from the sinks instead, and give no out_dtype")
+        raise ValueError("into excludes sinks and out_dtype: start lse from the sinks instead")
     o, lse = into
     choose("torch", q, o, lse)
     _check_into("o", o, q)
@@ -362,8 +366,8 @@ def check_carried_gradients(
 
 
 def _check_into(name: str, into: torch.Tensor, like: torch.Tensor) -> None:
-    """Raise ValueError unless `into`, which a kernel adds to, has the shape of `like`, the dtype to
-    compute in and stride 1 in the last dim."""
+    """Raise ValueError unless a kernel can add to `into`: it has the shape of `like`, the compute
+    dtype, and stride 1 in the last dim."""
     dtype = compute_dtype(like)
     check_written(name, into)
     fits = into.shape == like.shape and into.dtype == dtype
@@ -379,12 +383,12 @@ def _check_into(name: str, into: torch.Tensor, like: torch.Tensor) -> None:
 
 
 def resolved(options: AttentionOptions, q: torch.Tensor, k: torch.Tensor) -> AttentionOptions:
-    """Checked options in normal form, without options that have no effect on this block.
+    """Normalize checked options, and remove options that have no effect on this block.
 
-    The scale is set, runs are neither None nor empty and adjacent runs are joined, documents have
-    two dims, and a window as wide as the sequence is None. Where only the causal mask uses
-    positions, runs are replaced by equivalent ones from row 0; not with dropout, which is keyed by
-    positions. Raises ValueError on positions that a kernel cannot hold.
+    The scale is set, runs are neither None nor empty, adjacent runs are joined, documents have two
+    dims, and a window as wide as the sequence becomes None. If only the causal mask uses positions,
+    runs are replaced by equivalent ones from row 0, except with dropout, which is keyed by
+    positions. Raises ValueError for positions that a kernel cannot hold.
     """
     causal, window, documents, scale, *_ = options
     q_runs, k_runs = _joined(options.q_runs, q.shape[1]), _joined(options.k_runs, k.shape[1])
@@ -393,8 +397,8 @@ def resolved(options: AttentionOptions, q: torch.Tensor, k: torch.Tensor) -> Att
         window = None
     if end + (window or 0) > FARTHEST:
         raise ValueError(
-            f"positions, and a window from them on, must lie below {FARTHEST}, got the position "
-            f"{end - 1} and the window {window}"
+            f"positions plus the window must be below {FARTHEST}, got position {end - 1} and "
+            f"window {window}"
         )
     if documents is not None:
         documents = documents if documents.ndim > 1 else documents[None]
@@ -407,7 +411,7 @@ def resolved(options: AttentionOptions, q: torch.Tensor, k: torch.Tensor) -> Att
 
 
 def _joined(runs: Runs | None, length: int) -> tuple[Run, ...]:
-    """The runs without empty ones, adjacent ones joined."""
+    """The runs without empty ones, with adjacent runs joined."""
     runs = ((0, length),) if runs is None else runs
     found = tuple(run for run in (Run(*run) for run in runs) if run.length)
     if len(found) == 2 and found[0].positions.stop == found[1].start:
@@ -418,13 +422,13 @@ def _joined(runs: Runs | None, length: int) -> tuple[Run, ...]:
 def _as_rows(
     causal: bool, q: tuple[Run, ...], k: tuple[Run, ...]
 ) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """Runs from row 0 with the same causal mask as `q` and `k`, if there are any."""
+    """Runs from row 0 with the same causal mask as `q` and `k`, if they exist."""
     q_rows, k_rows = (sum(run.length for run in runs) for runs in (q, k))
     ascending = len(q) < 2 or q[0].positions[-1] < q[1].start
     if not causal or (q == k and ascending):  # equal ascending positions compare like rows
         return (Run(0, q_rows),), (Run(0, k_rows),)
     if len(q) == len(k) == 1 and q[0].stripes == k[0].stripes > 1:
-        # a + i P >= b + j P iff i + (a - b) // P >= j: rows, one side moved on
+        # a + i P >= b + j P iff i + (a - b) // P >= j: rows, with one side shifted
         ahead = (q[0].start - k[0].start) // q[0].stripes
         return (Run(max(ahead, 0), q_rows),), (Run(max(-ahead, 0), k_rows),)
     return q, k

@@ -1,13 +1,14 @@
-"""Attention on the CPU: torch's flash attention where it can, row blocks in plain torch elsewhere.
+"""Attention on the CPU: torch's flash attention if possible, row blocks in plain torch otherwise.
 
-Causal or full attention, also of documents, is a list of blocks of rows and keys between which
-everything, or the lower triangle, is visible: each is one call of torch's own kernel. A window, a
-softcap and dropout are none of these; there, up to `ROWS` queries at a time meet the keys that any
-of them sees, and nothing is ever as large as Sq x Sk. So do all of them on other devices, which
-that kernel does not know (impl="torch" is right everywhere, not fast).
+Causal or full attention, also over documents, is a list of blocks of rows and keys between which
+everything, or the lower triangle, is visible. Each block is one call of torch's own kernel. That
+kernel supports no window, softcap or dropout. With these, up to `ROWS` queries at a time
+meet the keys that any of them sees, and nothing is ever as large as Sq x Sk. Other devices, which
+that kernel does not support, always use row blocks (impl="torch" is right everywhere, but not
+fast).
 
-Either way a part's (o, lse) is merged into what its rows have already (nothing, a sink, or what an
-earlier call left), and the parts of the gradients are added up.
+In both cases, a part's (o, lse) is merged into what its rows already have (nothing, a sink, or the
+result of an earlier call), and the parts of the gradients are added up.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.kernels.merge import merge_
 from warpweave.kernels.reference import Run, compute_dtype, philox
 
-ROWS = 128  # queries at a time where torch's flash attention cannot do it
+ROWS = 128  # queries at a time if torch's flash attention cannot be used
 
 _ALL, _BEYOND = slice(None), 2**62  # every sample; past every position
 _Gradients = tuple[torch.Tensor, ...]  # dq, dk, dv
@@ -37,7 +38,7 @@ def attention_fwd_cpu(
     out_dtype: torch.dtype,
     into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o[B, Sq, H, D] and lse[B, H, Sq] of resolved options; `into` is changed and returned."""
+    """o[B, Sq, H, D] and lse[B, H, Sq] for resolved options; `into` is changed and returned."""
     blocks = _all_blocks(q, k, options) if _flash_can(q, options) else None
     if blocks is not None and into is None and sinks is None and _is_one_block(blocks, q):
         dtype = _torch_dtype(q, out_dtype == q.dtype)
@@ -45,7 +46,7 @@ def attention_fwd_cpu(
         return o.contiguous().to(out_dtype), lse.contiguous()
     q, k, v = (x.to(compute_dtype(q)) for x in (q, k, v))
     o, lse = _initial_sums(q, sinks) if into is None else into
-    if into is not None:  # what o holds where nothing was seen counts for nothing
+    if into is not None:  # ignore what o holds in rows that saw nothing
         o.masked_fill_(lse.isneginf().transpose(1, 2).unsqueeze(-1), 0.0)
     if blocks is not None:
         for b in blocks:
@@ -68,8 +69,10 @@ def attention_bwd_cpu(
     grad_dtype: torch.dtype,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
 ) -> _Gradients:
-    """dq, dk, dv of resolved options; those in `into` are added to and returned. New ones may have
-    any strides: as a rule those of q, k and v."""
+    """dq, dk, dv for resolved options; those in `into` are added to and returned.
+
+    New ones may have any strides, usually those of q, k and v.
+    """
     do, lse, delta, o = upstream
     if not _flash_can(q, options):
         grads = _start_gradients(q, k, v, into)
@@ -90,10 +93,10 @@ def attention_bwd_cpu(
     dtype = _torch_dtype(q, whole and grad_dtype == q.dtype and o is not None)
     do, q, k, v = (x.to(dtype) for x in (do, q, k, v))
     group = 1 if dtype == compute_dtype(q) else q.shape[2] // k.shape[2]
-    if group > 1:  # torch adds up the heads of a group in bfloat16, here they add up in float32
+    if group > 1:  # torch would add the heads of a group in bfloat16; add them in float32
         k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     if o is None:
-        # torch computes delta itself, from o and do. One more column makes it ours:
+        # torch computes delta itself, from o and do. One more column replaces it with ours:
         # (do, -delta) . (v, 1) - sum(0 do) = do . v - delta, and a column of 0 in q and k changes
         # no score.
         do = torch.cat([do, -delta.transpose(1, 2).unsqueeze(-1).to(dtype)], -1)
@@ -116,7 +119,7 @@ def attention_bwd_cpu(
 
 
 def _initial_sums(q: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that have seen nothing, or their sink alone."""
+    """o and lse of rows that have seen nothing, or only their sink."""
     B, S, H, _ = q.shape
     o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full((B, H, S), -float("inf"), dtype=q.dtype, device=q.device)
@@ -134,7 +137,7 @@ def _start_gradients(q, k, v, into) -> _Gradients:
 def _added(
     grad: torch.Tensor | None, shape: torch.Size, at: tuple[slice, slice], part: torch.Tensor
 ) -> torch.Tensor:
-    """`grad` of this shape, None being zero, with `part` added to some of its rows."""
+    """Add `part` to some rows of `grad`, which has this shape; None is zero."""
     if grad is None and part.shape == shape:
         return part
     grad = part.new_zeros(shape) if grad is None else grad
@@ -167,12 +170,12 @@ def _flash_can(q: torch.Tensor, options: AttentionOptions) -> bool:
 
 
 def _is_one_block(blocks: list[_Block], q: torch.Tensor) -> bool:
-    """Whether one block has all queries of all samples."""
+    """Return True if one block has all queries of all samples."""
     return len(blocks) == 1 and blocks[0].q == slice(0, q.shape[1]) and blocks[0].batch == _ALL
 
 
 def _all_blocks(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> list[_Block]:
-    """What is visible in every document of every sample, cut into blocks."""
+    """The visible parts of every document of every sample, cut into blocks."""
     found: list[_Block] = []
     if not q.numel() or not k.numel():
         return found
@@ -187,8 +190,10 @@ _Ends = tuple[int, int]
 
 
 def _document_groups(documents: torch.Tensor | None) -> Iterator[tuple[slice, _Ends, _Ends]]:
-    """Samples with the same documents, and where each of these begins and ends among queries and
-    among keys. Elsewhere than on a CPU reading them waits for the device."""
+    """Samples with the same documents, and where each begins and ends among queries and keys.
+
+    On devices other than a CPU, reading them waits for the device.
+    """
     if documents is None:
         yield _ALL, (0, _BEYOND), (0, _BEYOND)
         return
@@ -203,7 +208,7 @@ _Part = tuple[int, Run]  # a run and its first row
 
 
 def _within(runs: Sequence[Run], start: int, stop: int) -> list[_Part]:
-    """The parts of the runs that lie at positions [start, stop)."""
+    """The parts of the runs at positions [start, stop)."""
     parts, row = [], 0
     for position, length, stripes in runs:
         first, end = (min(max(-((position - p) // stripes), 0), length) for p in (start, stop))
@@ -215,16 +220,16 @@ def _within(runs: Sequence[Run], start: int, stop: int) -> list[_Part]:
 
 
 def _visible_blocks(q_parts: list[_Part], k_parts: list[_Part], causal: bool) -> list[_Block]:
-    """What is visible, cut into blocks; blocks of neighbouring rows are joined."""
+    """The visible parts, cut into blocks; blocks of consecutive rows are joined."""
     blocks: list[_Block] = []
     apart = all(a.positions[-1] < b.start for (_, a), (_, b) in pairwise(q_parts))
     if causal and q_parts and q_parts == k_parts and apart:  # ascending positions compare like rows
         (first, _), (last, (_, length, _)) = q_parts[0], q_parts[-1]
-        rows = slice(first, last + length)  # one after the other, as a document cuts only its ends
+        rows = slice(first, last + length)  # consecutive, because a document cuts only its ends
         return [_Block(rows, rows, True)]
     for q_row, (q_start, q_len, _) in q_parts:
         for k_row, (k_start, k_len, _) in k_parts:
-            # Queries before `first` see nothing; keys before `diagonal` are seen by all the others.
+            # Queries before `first` see nothing; all other queries see the keys before `diagonal`.
             first = max(q_start, k_start) if causal else q_start
             diagonal = min(first - k_start, k_len) if causal else k_len
             reach = min(q_start + q_len - k_start, k_len) if causal else k_len
@@ -240,7 +245,7 @@ def _visible_blocks(q_parts: list[_Part], k_parts: list[_Part], causal: bool) ->
 
 
 def _append_block(blocks: list[_Block], new: _Block) -> None:
-    """Append `new`, or lengthen a wholly visible block that it continues in rows of q or of k."""
+    """Append `new`, or extend a fully visible block that it continues in rows of q or of k."""
     for n, old in enumerate(blocks):
         if old.causal or new.causal:
             continue
@@ -254,7 +259,7 @@ def _append_block(blocks: list[_Block], new: _Block) -> None:
 
 
 def _flash(q, k, v, b: _Block, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of a block of the whole q, k, v[B, S, H, D]."""
+    """(o, lse) of one block of the whole q, k, v[B, S, H, D]."""
     q, k, v = q[b.batch, b.q], k[b.batch, b.k], v[b.batch, b.k]
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(x.transpose(1, 2) for x in (q, k, v)), 0.0, b.causal, scale=scale
@@ -273,9 +278,11 @@ def _flash_backward(do, q, k, v, o, lse, b: _Block, scale: float) -> _Gradients:
 
 
 def _torch_dtype(q: torch.Tensor, alone: bool) -> torch.dtype:
-    """What torch's flash attention computes in. bfloat16 stays if nothing will be added to the
-    result and torch computes with AVX-512 (told not to on a CPU that has AMX, its kernel raises);
-    float16 never does: torch accumulates its gradients in float16, at a tenth of float32's speed.
+    """The dtype in which torch's flash attention computes.
+
+    It is bfloat16 if q is, if nothing will be added to the result, and if torch computes with
+    AVX-512. (If torch is told not to on a CPU that has AMX, its kernel raises.) It is never
+    float16: torch accumulates its gradients in float16, at a tenth of float32's speed.
     """
     kept = alone and q.dtype == torch.bfloat16
     if kept and torch.backends.cpu.get_cpu_capability() == "AVX512":
@@ -291,7 +298,7 @@ def _widen(x: torch.Tensor, value: float) -> torch.Tensor:
 
 
 class _Rows(NamedTuple):
-    """Neighbouring rows of q, and all rows of k that any of them may see."""
+    """Consecutive rows of q, and all rows of k that any of them may see."""
 
     batch: slice
     q: slice
@@ -330,7 +337,7 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> 
 def _attend_rows(
     rows: _Rows, q, k, v, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of some rows; float32 or float64 q, k, v."""
+    """(o, lse) of some rows, for float32 or float64 q, k, v."""
     s, _ = _scores(rows, q, k, options)
     lse = s.logsumexp(-1)
     p = (s - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp_()
@@ -389,7 +396,7 @@ def _scores(rows: _Rows, q, k, options: AttentionOptions):
 
 
 def _dropout_factors(rows: _Rows, q: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-    """0 or 1 / (1 - p) for every [B, Hq, row, key] of `rows`: the words that the kernels draw."""
+    """0 or 1 / (1 - p) for every [B, Hq, row, key] of `rows`; the kernels draw the same words."""
     B, _, H, _ = q.shape
     low, bit, seed = 0xFFFFFFFF, 8, options.dropout_seed
     first_sample, first_head = options.dropout_origin
@@ -407,8 +414,9 @@ def _dropout_factors(rows: _Rows, q: torch.Tensor, options: AttentionOptions) ->
 
 
 def _draws(runs: Sequence[Run], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions without bit 3 of all draws that the rows of `runs` need, and the number of each
-    row's draw among them: every second eight of neighbouring positions shares the first one's."""
+    """The positions without bit 3 of all draws that the rows of `runs` need, and the index of each
+    row's draw among them. Every second group of eight consecutive positions shares the draws of the
+    group before."""
     positions, numbers, count = [], [], 0
     for start, length, step in runs:
         at = torch.arange(length, device=device)

@@ -1,27 +1,27 @@
-"""Masks as intervals: which keys a query sees, in global positions, and so which tiles a kernel
-visits.
+"""Masks as intervals of global positions: the keys that a query sees, and the tiles to visit.
 
     first(p) = max(start of p's document, p - window + 1)
     last(p)  = min(end of p's document - 1, p if causal, p + window - 1 if not)
 
-A query at position p sees the keys at positions first(p)..last(p); a key at p is seen by the
+A query at position p sees the keys at positions first(p)..last(p). A key at p is seen by the
 queries of the mirrored interval (back and ahead swapped). Both ends grow with p, and the positions
 in a tile of rows ascend. So the tile's first and last row determine which tiles of the other side
-any of its rows sees (only these are visited), and which all of its rows see entirely (these need no
-mask).
+any of its rows sees (only these are visited), and which tiles all of its rows see entirely (these
+need no mask).
 
-Rows hold at most two runs of positions start, start + stripes, start + 2 stripes, ...: with stripes
-= 1 those of a rank in a contiguous or zigzag layout, with as many stripes as ranks those in a
-striped layout. A tile lies within one run. In a kernel the runs of queries, or of keys, are five
-numbers: (start, length) of both runs and the common `stripes`.
+Rows hold at most two runs of positions start, start + stripes, start + 2 stripes, ... With stripes
+= 1 these are the runs of a rank in a contiguous or zigzag layout; with as many stripes as ranks,
+those of a striped layout. A tile lies within one run. In a kernel the runs of queries, or of keys,
+are five numbers: (start, length) of both runs and the common `stripes`.
 
-Documents are cumulative boundaries in global positions, as FlashAttention's cu_seqlens: document j
-is the positions from documents[j] to documents[j + 1] - 1; it may be empty, and positions from the
-last boundary on (a layout's padding) are one more document. Keys may have separate boundaries: a
-query of document j then sees keys of document j, by the keys' boundaries, and keys in no document
+Documents are cumulative boundaries in global positions, as in FlashAttention's cu_seqlens: document
+j is the positions from documents[j] to documents[j + 1] - 1. It may be empty, and positions from
+the last boundary on (a layout's padding) are one more document. Keys may have separate boundaries:
+a query of document j then sees keys of document j, by the keys' boundaries, and keys in no document
 (padding among tokens) are hidden. `document_table` converts the boundaries to the first and last
-position of every row's document on the other side, on their device and without a host sync. It is
-a dozen small kernels: `Packed` has the table of a whole sequence, made once for all layers.
+position of every row's document on the other side, on their device and without a host sync. This
+takes a dozen small kernels, so `Packed` has the table of a whole sequence, made once for all
+layers.
 
 Window: Beltagy et al. 2020 (arXiv:2004.05150). Packing: Krell et al. 2021 (arXiv:2107.02027).
 """
@@ -42,11 +42,10 @@ _FAR = 2**31 - 1  # ends the last, open document; tables are int32
 def document_table(
     documents: torch.Tensor, runs: Sequence[Run], keys: bool = False
 ) -> torch.Tensor:
-    """int32[1 or B, 2, S]: the first and the last position that the document of every row has on
-    the other side.
+    """int32[1 or B, 2, S]: the first and last position of each row's document on the other side.
 
-    documents[1 or B, n + 1], or [B, 2, n + 1] if keys have separate boundaries; the S rows, of
-    queries or of `keys`, have the positions `runs`. No host sync.
+    documents[1 or B, n + 1], or [B, 2, n + 1] if keys have separate boundaries. The S rows are
+    queries, or keys if `keys`, at the positions `runs`. No host sync.
     """
     documents = documents.clamp(max=_FAR)  # a table's entries are int32
     own, other = (documents, documents) if documents.ndim == 2 else documents.unbind(1)
@@ -62,11 +61,11 @@ def document_table(
 
 
 class Packed(NamedTuple):
-    """Boundaries of documents, the same for queries and keys, and what all calls read of them.
+    """Boundaries of documents, shared by queries and keys, and a table of them for all calls.
 
     Attributes:
         boundaries: int32 or int64 [n + 1] or [B, n + 1].
-        table: int32[1 or B, 2, S], their `document_table` of the positions 0 to S - 1.
+        table: int32[1 or B, 2, S], their `document_table` for the positions 0 to S - 1.
     """
 
     boundaries: torch.Tensor
@@ -74,12 +73,12 @@ class Packed(NamedTuple):
 
 
 def packed(documents: torch.Tensor, length: int) -> Packed:
-    """These boundaries, [n + 1] or [B, n + 1], with the table of `length` positions."""
+    """These boundaries, [n + 1] or [B, n + 1], with the table for `length` positions."""
     return Packed(documents, document_table(torch.atleast_2d(documents), [Run(0, length)]))
 
 
 def rows_of(table: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
-    """The `document_table` of rows with the positions `runs`, out of a whole sequence's."""
+    """The part of a whole sequence's `document_table` for rows at the positions `runs`."""
     parts = [table[:, :, start : start + n * by : by] for start, n, by in runs]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).contiguous()
 
@@ -91,7 +90,7 @@ def rows_of(table: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
 def rows_before(position, start, length, stripes):
     """The number of rows of the run (start, length) at positions before `position`."""
     before = tl.maximum(position - start, 0)
-    # Not tl.cdiv: the last, open document ends where adding to it overflows.
+    # Not tl.cdiv: it would overflow at the end of the last, open document.
     rows = before // stripes + (before % stripes != 0).to(tl.int32)
     return tl.minimum(rows, length)
 
@@ -106,7 +105,7 @@ def rows_of_tile(index, runs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rows_of_run(index, second, runs, BLOCK: tl.constexpr):
-    """`rows_of_tile` of tile `index` of the first or the second run."""
+    """`rows_of_tile` for tile `index` of the first or the second run."""
     at = index * BLOCK
     row = at + tl.where(second, runs[1], 0)
     position = at * runs[4] + tl.where(second, runs[2], runs[0])
@@ -128,8 +127,10 @@ def _interval(
     WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """The interval first..last that `position` sees, `back` and `ahead`; empty if last < first. An
-    end that no option bounds is `position`, and is not used."""
+    """The interval first..last that `position` sees, `back` and `ahead`; empty if last < first.
+
+    An end that no option bounds is `position`, and is not used.
+    """
     first, last = position, position
     if BACK and WINDOW:
         first = position - window + 1
@@ -154,11 +155,12 @@ def reach(
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The intervals of a tile of `rows` from `position` on: of every row (two vectors), and of its
-    first and its last row, as (first of first, last of first, first of last, last of last).
-    Rows past the tile's end reach nothing that a window or a document bounds ahead of them.
+    """The intervals that a tile of `rows` from `position` on sees.
 
-    `table_ptr`, at the tile's first row in a table of `seq` rows, or None without documents.
+    Returns those of every row (two vectors), and those of the first and last rows as (first of
+    first, last of first, first of last, last of last). Rows past the tile's end reach nothing that
+    a window or a document bounds ahead of them. `table_ptr` is at the tile's first row in a table
+    of `seq` rows, or None without documents.
     """
     i, end = tl.arange(0, BLOCK), position + (rows - 1) * stripes
     every = position + i * stripes
@@ -190,11 +192,12 @@ def span(
     LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Which tiles of the run (start, length) rows with these `ends` (see `reach`) must visit: with
-    MASK those that some of them see in part, without it those that all of them see whole.
+    """The tiles of the run (start, length) that rows with these `ends` (see `reach`) must visit.
 
-    As (first tile, count, where a hole begins, tiles in the hole). FIRST and LAST say which ends of
-    the intervals bound anything; a tile that the end of the run cuts short is seen in part.
+    With MASK these are the tiles that some rows see only in part; without it, those that all rows
+    see entirely. Returns (first tile, count, first tile of a hole, tiles in the hole). FIRST and
+    LAST are true if that end of the intervals bounds anything. A tile that the end of the run cuts
+    short is seen in part.
     """
     any_from, all_from = 0, 0
     any_to, all_to = tl.cdiv(length, BLOCK), length // BLOCK
@@ -211,13 +214,13 @@ def span(
     elif not FIRST:
         return all_to, any_to - all_to, 0, 0
     else:
-        count = (all_from - any_from) + (any_to - all_to)  # below 0 only where no row sees any key
+        count = (all_from - any_from) + (any_to - all_to)  # negative only if no row sees any key
         return any_from, count, all_from, all_to - all_from
 
 
 @triton.jit
 def rows_of_step(j, span0, span1, runs, HOLES: tl.constexpr, BLOCK: tl.constexpr):
-    """`rows_of_tile` of the tile of step j: through span0 of the first run, then span1 of the
+    """`rows_of_tile` for the tile of step j, through span0 of the first run and then span1 of the
     second."""
     second = j >= span0[1]
     tile = j + tl.where(second, span1[0] - span0[1], span0[0])

@@ -1,9 +1,9 @@
 """Cross entropy of logits, `cross_entropy`, and fused with a linear layer, `linear_cross_entropy`.
 
 `vocabulary` the formula, and the columns of a vocabulary shard · `forward` and `backward` of logits
-· `function` the autograd Function and the op · `linear` the loss of a linear head, whose backward
-either recomputes the logits (`recompute`) or whose forward computes the gradients (`in_forward`),
-over `blocks` of logits that are never held whole.
+· `function` the autograd Function and the op · `linear` the loss of a linear head: either its
+backward recomputes the logits (`recompute`), or its forward computes the gradients (`in_forward`) ·
+`blocks` the blocks of logits, which are never held whole.
 """
 
 from warpweave.kernels.cross_entropy.backward import cross_entropy_bwd

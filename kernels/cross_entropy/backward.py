@@ -1,10 +1,10 @@
-"""The backward half of cross entropy, on whole logits or on one shard of the vocabulary.
+"""Backward half of cross entropy, on whole logits or on one shard of the vocabulary.
 
-`cross_entropy_bwd` needs the lse over all shards, no communication; `vocabulary` has the formula.
-Saved for it: the logits, which exist anyway, and lse[N], from which the softmax is recomputed. It
-reads the logits once and writes dlogits once, in place if allowed; the kernel does not read ignored
-rows. Computed in float32 (float64 for float64); dlogits have the dtype of the
-logits.
+`cross_entropy_bwd` needs the lse over all shards but no communication. `vocabulary` has the
+formula. The logits, which exist anyway, are saved for it, and lse[N], from which the softmax is
+recomputed. It reads the logits once and writes dlogits once, in place if allowed. The kernel does
+not read ignored rows. It computes in float32 (float64 for float64), and dlogits have the dtype of
+the logits.
 """
 
 from __future__ import annotations
@@ -111,8 +111,11 @@ def _bwd_torch(
     out: torch.Tensor | None = None,
     own_lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The torch path. With `own_lse`, the lse of this shard, `out` holds the softmax of the shard
-    in place of the logits."""
+    """The torch path.
+
+    With `own_lse`, the lse of this shard, `out` holds the softmax of the shard instead of the
+    logits.
+    """
     start, size, ignore_index, smoothing, z_loss, _ = vocabulary
     columns = vocabulary.columns(logits.shape[1])
     dlogits = logits.new_empty(logits.shape) if out is None else out
@@ -128,7 +131,7 @@ def _bwd_torch(
     local, here = local_columns(labels, start, columns)
     at_label = torch.where(here, (smoothing - 1.0) * scale, 0.0).unsqueeze(1)
     everywhere = (scale * (-smoothing / size)).unsqueeze(1)
-    # Without other shards lse is that of these columns, and torch's softmax is faster.
+    # Without other shards, lse is that of these columns, and torch's softmax is faster.
     complete = columns == size
     direct, buffer = dlogits.dtype == lse.dtype, None
     for at in chunks(logits):
@@ -151,9 +154,9 @@ def _bwd_torch(
         dz.scatter_add_(1, local[at], at_label[at])
         if not direct:
             dlogits[at, :columns] = dz
-    # Ignored rows are 0 already unless their logits are inf or NaN, which must not matter either.
+    # Ignored rows are already 0 unless their logits are inf or NaN, which must have no effect.
     if dlogits.device.type == "cpu":
-        # Writes these rows only; on a GPU their number would need a host sync.
+        # Write only these rows; on a GPU, their number would need a host sync.
         return dlogits.index_fill_(0, ignored.nonzero().squeeze(1), 0.0)
     return dlogits.masked_fill_(ignored.unsqueeze(1), 0.0)
 
@@ -218,9 +221,9 @@ def cross_entropy_bwd(
 ) -> torch.Tensor:
     """dlogits[N, V/tp], in the dtype of logits[N, V/tp], from the losses' gradients dloss[N].
 
-    lse[N] is the log-sum-exp over the whole vocabulary, merged over the shards; each shard then
-    computes its columns without communication. Ignored rows and padding columns are exactly 0.
-    With `in_place` the result overwrites the logits, whose rows must be contiguous.
+    lse[N] is the log-sum-exp over the whole vocabulary, merged over the shards. Each shard then
+    computes its columns without communication. Ignored rows and padding columns are exactly 0. With
+    `in_place` the result overwrites the logits, whose rows must be contiguous.
     """
     impl = choose(impl, dloss, logits, labels, lse)
     size = check_logits(logits, labels, vocab_start, vocab_size)

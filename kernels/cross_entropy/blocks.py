@@ -1,4 +1,4 @@
-"""Blocks of the logits z[T, V] = x[T, E] W[V, E]^T: at most a few are held at a time."""
+"""Blocks of the logits z[T, V] = x[T, E] W[V, E]^T, of which only a few are held at a time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from warpweave.kernels.overlap.gathering import Gathering, multiply
 
 
 class BlockSizes(NamedTuple):
-    """How many elements of z are held, the most rows of a block, the fewest of a whole-row one; and
-    of how many elements z may be to be held at once, where half of its rows would do."""
+    """Limits on blocks of z.
+
+    These are the number of elements of z that are held, the most rows of a block, the fewest rows
+    of a block with whole rows, and the number of elements up to which z may be held at once instead
+    of half of its rows.
+    """
 
     elements: int
     most_rows: int
@@ -23,13 +27,13 @@ class BlockSizes(NamedTuple):
     at_once: int = 2**62
 
 
-# A CPU's block is 4 MiB of float32: malloc keeps it and caches hold it. A GPU's is 128 MiB of
-# bfloat16: 4096 columns of 16384 rows, products of which are bound by arithmetic.
+# A CPU's block is 4 MiB of float32, which malloc keeps and caches hold. A GPU's is 128 MiB of
+# bfloat16: 4096 columns of 16384 rows, so that its products are bound by arithmetic.
 CPU, GPU = BlockSizes(2**20, 2**10, 2**10, 2**23), BlockSizes(2**26, 2**14, 2**12)
 
 
 def sizes(x: torch.Tensor) -> BlockSizes:
-    """Of the device of x."""
+    """The block sizes for the device of x."""
     return CPU if x.device.type == "cpu" else GPU
 
 
@@ -39,7 +43,7 @@ def slices(length: int, step: int) -> list[slice]:
 
 
 def column_slices(columns: int, rows: int, elements: int) -> list[slice]:
-    """Column slices of a block of `rows` rows; a single empty one for a shard of padding only."""
+    """Column slices of a block of `rows` rows; a single empty one for a shard of only padding."""
     if columns == 0:
         return [slice(0, 0)]
     wide = elements // max(1, rows)
@@ -47,26 +51,27 @@ def column_slices(columns: int, rows: int, elements: int) -> list[slice]:
 
 
 def row_step(x: torch.Tensor, columns: int) -> int:
-    """The rows of a block of z[T, columns]."""
+    """The number of rows of a block of z[T, columns]."""
     return max(sizes(x).most_rows, sizes(x).elements // max(1, columns))
 
 
 def block_grid(x: torch.Tensor, columns: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Row slices of z[T, columns] and the column slices of each, so that one block is held at a
-    time."""
+    """Row slices of z[T, columns], and the column slices of each: one block is held at a time."""
     for rows in slices(len(x), row_step(x, columns)):
         yield rows, column_slices(columns, rows.stop - rows.start, sizes(x).elements)
 
 
 def aligned_empty(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """An empty block of z for the rows x[N, E]: [N, columns] of rows that are multiples of 128
-    elements apart, as a GPU's copies of 16 bytes and its tensor descriptors need them. A vocabulary
-    that is no multiple of 128 has one such block, which may be most of it."""
+    """An empty block [N, columns] of z for x[N, E], with rows a multiple of 128 elements apart.
+
+    A GPU's 16-byte copies and tensor descriptors need this. Unless 128 divides the vocabulary,
+    there is one such block, which may be most of it.
+    """
     return x.new_empty(x.shape[0], columns + -columns % 128)[:, :columns]
 
 
 def aligned_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The block z[N, V] = x[N, E] weight[V, E]^T, torch's product, in `aligned_empty` memory."""
+    """The block z[N, V] = x[N, E] weight[V, E]^T by torch's product, in `aligned_empty` memory."""
     if len(weight) % 128 == 0:
         return gemm(x, weight.t())
     z = aligned_empty(x, len(weight))
@@ -75,22 +80,23 @@ def aligned_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def aligned(z: torch.Tensor) -> torch.Tensor:
-    """The block z[N, V], copied to `aligned_empty` memory unless its rows are as far apart."""
+    """The block z[N, V], copied to `aligned_empty` memory unless its rows are already aligned."""
     return z if z.stride(0) % 128 == 0 else aligned_empty(z, z.shape[1]).copy_(z)
 
 
 def gathering_product(x: Gathering, weight: torch.Tensor) -> torch.Tensor:
-    """The first block of columns of z[T, V], by a product that gathers x[T, E] in its kernel:
-    equally wide on all ranks, possibly a few columns wider than the block, with or without
-    padding."""
+    """The first block of columns of z[T, V], by a product that gathers x[T, E] in its kernel.
+
+    It is equally wide on all ranks, so it may be a few columns wider than the block, with or
+    without padding.
+    """
     wide = sizes(x.shard).elements // max(1, *x.shape)
     cut = max(128, -(-wide // 128) * 128)
     return multiply(x, weight[:cut].to(x.shard.dtype).t())[0]
 
 
 def product_impl(impl: str) -> str | None:
-    """The `impl` of the products: torch if `impl` is "torch", else None, the choice of
-    `gemm_into`."""
+    """The `impl` of the products: "torch" if `impl` is, else None: `gemm_into` chooses."""
     return "torch" if impl == "torch" else None
 
 
@@ -104,14 +110,14 @@ def block_stats(
 ) -> torch.Tensor:
     """stats[2 or 3, N] of the block z: lse, the label's logit and, with smoothing, the logit sum.
 
-    With `keep_softmax` the block is overwritten by its softmax.
+    With `keep_softmax`, the softmax of the block overwrites it.
     """
     want_sum = vocabulary.label_smoothing != 0.0
     return torch.stack(fwd(z, labels, vocabulary, want_sum, keep_softmax)[: 2 + want_sum])
 
 
 def merged(parts: list[torch.Tensor], labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """stats[k, N] of adjacent blocks merged into those of one; 0 in ignored rows."""
+    """Merge stats[k, N] of adjacent blocks into those of one; 0 in ignored rows."""
     if len(parts) == 1:
         return parts[0]
     part = torch.stack(parts)

@@ -1,10 +1,10 @@
-"""The forward half of cross entropy, on whole logits or on one shard of the vocabulary.
+"""Forward half of cross entropy, on whole logits or on one shard of the vocabulary.
 
-`cross_entropy_fwd` returns statistics that are merged over the shards, `token_losses` computes the
+`cross_entropy_fwd` returns statistics that are merged over the shards. `token_losses` computes the
 losses from the merged ones. `vocabulary` has the formula.
 
-Forward reads the logits once (running maximum and sum, Milakov and Gimelshein 2018,
-arXiv:1805.02867); the kernel does not read ignored rows at all. Computed in float32 (float64 for
+Forward reads the logits once, with a running maximum and sum (Milakov and Gimelshein 2018,
+arXiv:1805.02867). The kernel does not read ignored rows at all. It computes in float32 (float64 for
 float64).
 """
 
@@ -18,7 +18,7 @@ from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import upcast
 from warpweave.kernels.runtime.op import operator
 
-_CHUNK = 2**18  # elements the CPU path works on at a time: its passes then hit the cache
+_CHUNK = 2**18  # elements per step of the CPU path, so that its passes hit the cache
 
 
 # ---------------------------------------------------------------- Triton
@@ -40,7 +40,7 @@ def _cross_entropy_fwd_kernel(
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    # 1. The rows of this program; ignored ones load nothing below.
+    # 1. The rows of this program; ignored rows load nothing below.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     label = tl.load(labels_ptr + row, inside, ignore_index)
@@ -59,13 +59,13 @@ def _cross_entropy_fwd_kernel(
         new_peak = tl.maximum(peak, tl.max(z, 1))
         pivot = tl.where(
             new_peak == float("-inf"), 0.0, new_peak
-        )  # only -inf so far: no -inf - -inf
+        )  # avoid -inf - -inf if all values so far are -inf
         exps = exps * tl.exp(peak - pivot) + tl.sum(tl.exp(z - pivot[:, None]), 1)
         peak = new_peak
         if sum_ptr is not None:
             total += tl.sum(tl.where(mask, z, 0.0), 1)
 
-    # 3. The label's logit where this shard holds it; NaN for a label that does not exist.
+    # 3. The label's logit if this shard holds it; NaN for a label that does not exist.
     here = used & (label >= vocab_start) & (label < vocab_start + columns)
     target = upcast(tl.load(start + (label - vocab_start), here, 0.0))
     target = tl.where(used & ((label < 0) | (label >= vocab_size)), float("nan"), target)
@@ -112,23 +112,27 @@ def _fwd_triton(logits, labels, vocabulary: Vocabulary, want_sum: bool):
 
 
 def local_columns(labels, vocab_start: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each label's column in this shard, int64[N, 1], and a mask of those that are in it (the
-    others have an arbitrary column)."""
+    """Each label's column in this shard, int64[N, 1], and a mask of labels that are in it.
+
+    Labels outside it have an arbitrary column.
+    """
     local = labels - vocab_start
     here = (local >= 0) & (local < columns)
     return local.clamp_(0, columns - 1).unsqueeze(1), here
 
 
 def chunks(logits: torch.Tensor) -> list[slice]:
-    """Slices of rows that fit a CPU's cache; one slice of all rows elsewhere."""
+    """Slices of rows that fit a CPU's cache; one slice of all rows on other devices."""
     rows, columns = logits.shape
     step = max(1, _CHUNK // columns) if logits.device.type == "cpu" else max(1, rows)
     return [slice(a, min(a + step, rows)) for a in range(0, rows, step)]
 
 
 def _fwd_torch(logits, labels, vocabulary: Vocabulary, want_sum: bool, keep_softmax: bool = False):
-    """The torch path. With `keep_softmax` the logits, in the compute dtype, are overwritten by
-    their softmax."""
+    """The torch path.
+
+    With `keep_softmax`, the softmax overwrites the logits, which have the compute dtype.
+    """
     columns = vocabulary.columns(logits.shape[1])
     logits, dtype = logits[:, :columns], compute_dtype(logits)
     ignored, wrong = labels == vocabulary.ignore_index, vocabulary.outside(labels)
@@ -207,10 +211,11 @@ def cross_entropy_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(lse[N], target[N], logit_sum[N]) of one vocabulary shard logits[N, V/tp], labels int64[N].
 
-    lse: log-sum-exp over this shard's columns, -inf if all are padding; target: the label's logit
-    if this shard holds it, else 0; logit_sum: over this shard's columns, None without `want_sum`
-    (only smoothing needs it). All are fp32 (fp64 for fp64 logits) and 0 in ignored rows. Over the
-    shards: logsumexp of lse, sums of the others. `vocab_size` is global; its default ends here.
+    lse is the log-sum-exp over this shard's columns, or -inf if all are padding. target is the
+    label's logit if this shard holds it, else 0. logit_sum is the sum over this shard's columns, or
+    None without `want_sum` (only smoothing needs it). All are fp32 (fp64 for fp64 logits) and 0 in
+    ignored rows. To merge shards, apply logsumexp to lse and add the others. `vocab_size` is
+    global; by default the vocabulary ends with this shard.
     """
     impl = choose(impl, logits, labels)
     size = check_logits(logits, labels, vocab_start, vocab_size)

@@ -1,7 +1,7 @@
-"""Cross entropy without a copy of the logits: the Function and the op.
+"""Cross entropy without a copy of the logits: the autograd Function and the op.
 
-`vocabulary` has the formula and the treatment of invalid labels, `forward` and `backward` compute
-it. Saved for backward are the logits, which exist anyway, and lse.
+`vocabulary` has the formula and the treatment of invalid labels; `forward` and `backward` compute
+it. The logits, which exist anyway, and lse are saved for backward.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from warpweave.kernels.runtime.dispatch import choose, once_differentiable, refu
 
 
 class CrossEntropy(torch.autograd.Function):
-    """losses[N] of logits[N, V/tp], all checked."""
+    """losses[N] for checked logits[N, V/tp]."""
 
     @staticmethod
     def forward(ctx, logits, labels, vocabulary, ranks):
-        refuse_tangents("cross_entropy", logits)  # a compiler runs this without asking the Function
+        refuse_tangents("cross_entropy", logits)  # a compiler skips the Function's own check
         ctx.vocabulary = vocabulary._replace(start=ranks.first_column(logits.shape[1]))
         want_sum = vocabulary.label_smoothing != 0.0
         parts = cross_entropy_fwd_op(logits, labels, ctx.vocabulary, want_sum)
@@ -56,9 +56,9 @@ def cross_entropy(
     `z_loss` * lse^2 is added to the loss of every token that is not ignored, before the mean.
 
     reduction: "mean" over the labels that are not `ignore_index` (0 if there are none; torch gives
-    NaN), "sum", or "none" for losses[N]. The result is fp32, fp64 for fp64 logits. Columns from
-    `vocab_size` on are padding. Raises ValueError on wrong shapes, dtypes, options and, on CPU
-    tensors, labels outside the vocabulary.
+    NaN), "sum", or "none" for losses[N]. The result is fp32, or fp64 for fp64 logits. Columns from
+    `vocab_size` on are padding. Raises ValueError for wrong shapes, dtypes or options and, on CPU
+    tensors, for labels outside the vocabulary.
     """
     check_options(reduction, label_smoothing, z_loss)
     impl = choose(impl, logits, labels)

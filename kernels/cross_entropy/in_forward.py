@@ -1,7 +1,8 @@
 """The loss of a linear head whose forward also computes the gradients: see `linear`.
 
-For some rows at a time: the forward computes z in blocks and their statistics, merges these over
-all columns, turns the blocks into dz in place, and multiplies, for a gradient of 1 per token.
+It processes some rows at a time. The forward computes z in blocks and their statistics, merges
+these over all columns, turns the blocks into dz in place, and multiplies, for a gradient of 1 per
+token.
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ from warpweave.kernels.runtime.op import operator
 
 
 def _keeps_softmax(x: torch.Tensor, impl: str) -> bool:
-    """Whether a block holds its softmax between statistics and gradients, which saves one
-    exponential per element.
+    """Return True if a block holds its softmax between statistics and gradients.
 
-    Not in 16 bits, where the softmax would be rounded, nor with Triton's kernels, which are bound
-    by memory and gain nothing.
+    This saves one exponential per element. It is not done in 16 bits, where the softmax would be
+    rounded, or with Triton's kernels, which are bound by memory and gain nothing.
     """
     return impl == "torch" and x.dtype == compute_dtype(x)
 
@@ -57,8 +57,8 @@ def _rows_fwd_op(
 ) -> list[torch.Tensor]:
     """[stats[k, N], the blocks' own lse[blocks, N], the blocks of z[N, V/tp] or their softmax].
 
-    `first` may have the first block of z, which is then not among the results: made by Triton, as
-    the statistics must be, which leave it as it is.
+    `first` may contain the first block of z, which is then not among the results. It must come from
+    Triton, and so must the statistics, which then leave the block unchanged.
     """
     vocabulary.check_labels(labels)
     held, parts = [*first], []
@@ -137,11 +137,11 @@ def linear_cross_entropy_fwd_bwd(
     dx_dtype: torch.dtype | None = None,
     want_dw: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(losses[T], dx[S, E], dW[V/tp, E]), the gradients of the sum of the losses.
+    """(losses[T], dx[S, E], dW[V/tp, E]), with the gradients of the sum of the losses.
 
-    x[S, E] are all T rows, or with `chunks` this rank's. dx has `dx_dtype` (None: it is empty); dW
-    is float32 (float64 for float64), empty without `want_dw`. `merge` merges the stats[k, N] of N
-    rows over the vocabulary shards; it is called once per chunk, equally often on every shard.
+    x[S, E] holds all T rows, or with `chunks` this rank's. dx has `dx_dtype` (empty if None). dW is
+    float32 (float64 for float64), and empty without `want_dw`. `merge` merges the stats[k, N] of N
+    rows over the vocabulary shards. It is called once per chunk, equally often on every shard.
     """
     chunks = Chunks() if chunks is None else chunks
     wide, sizes, S, parts = compute_dtype(x), blocks.sizes(x), len(x), chunks.parts
@@ -150,7 +150,7 @@ def linear_cross_entropy_fwd_bwd(
     dw = x.new_empty(weight.shape if want_dw else 0, dtype=wide)
     w = weight.to(x.dtype)
     step = max(sizes.fewest_rows, sizes.elements // max(1, len(weight))) // parts
-    # Loss and gradients of torch hold three times z: halves of it are a sixth of that.
+    # torch's loss and gradients hold three times z; with half of the rows, a sixth of that.
     fewest = max(chunks.fewest, 2 if len(labels) * len(weight) > sizes.at_once else 1)
     leaving = []
     for rows, chunk in _arriving(x, max(1, min(step, -(-S // fewest))), chunks):
@@ -164,7 +164,7 @@ def linear_cross_entropy_fwd_bwd(
         stats, held = merge(stats), first + held
         losses[:, rows] = vocabulary.losses(stats, mine).view(parts, -1)
         terms = dx[rows] if dx.ndim > 1 else dx
-        if parts > 1 and dx_dtype is not None:  # of all ranks' tokens
+        if parts > 1 and dx_dtype is not None:  # terms for the tokens of all ranks
             terms = torch.empty_like(chunk, dtype=dx_dtype)
         _rows_bwd_op(chunk, w, mine, stats[0], own_lse, held, terms, dw, rows.start > 0, vocabulary)
         del held, first  # freed before the next ones are allocated

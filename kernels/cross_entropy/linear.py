@@ -1,36 +1,37 @@
-"""The loss of a linear head, cross_entropy(x W^T, labels), without ever holding the logits.
+"""Loss of a linear head, cross_entropy(x W^T, labels), without ever holding all logits.
 
     z[T, V] = x[T, E] W[V, E]^T                loss, dz: as in `cross_entropy`, from z's rows
     dx[T, E] = dz W                            dW[V, E] = dz^T x
 
-The vocabulary is processed in blocks, each as a vocabulary shard is in `parallel.tensor.loss`: a
-block yields log-sum-exp, target logit and logit sum of its columns; these are merged; and with the
-merged log-sum-exp its columns of dz are computed, in place of its logits. The kernels are those of
-`cross_entropy`, the products the vendor's. There are two orders of work:
+The vocabulary is processed in blocks, each like a vocabulary shard in `parallel.tensor.loss`. A
+block yields the log-sum-exp, target logit and logit sum of its columns, and these are merged. With
+the merged log-sum-exp, the block's columns of dz are computed in place of its logits. The kernels
+are those of `cross_entropy`, the products the vendor's. There are two orders of work:
 
 recompute       Forward computes the blocks of z and keeps lse[T]; backward recomputes each block.
                 8 T V E FLOPs in all instead of 6. Holds one block of z (2^26 elements on a GPU,
-                2^20 on a CPU, however large T and V are) and float32 sums of dx for the block's
-                rows. Any gradient per token. A block's rows of dW are one product over (up to
-                16384) tokens, written once, in float32, to the gradient buffer if there is one.
+                2^20 on a CPU, for any T and V) and float32 sums of dx for the block's rows. Accepts
+                any gradient per token. A block's rows of dW are one product over (up to 16384)
+                tokens, written once, in float32, to the gradient buffer if there is one.
                 (Wijmans et al. 2024, arXiv:2411.09009, fused into one kernel.)
-in forward      For a sum or a mean all tokens have the same loss gradient g, so forward computes dx
-                and dW for g = 1 from each block, and backward multiplies them by g, on the device.
-                6 T V E FLOPs. Holds z of some rows (2^26 or 2^20 elements, but at least 4096 or
-                1024 rows) and, from forward to backward, dx and a float32 dW[V, E], which is read
-                and written once per block. (Liger, Hsu et al. 2024, arXiv:2410.10989.)
+in forward      For a sum or a mean, all tokens have the same loss gradient g. So forward computes
+                dx and dW for g = 1 from each block, and backward multiplies them by g on the
+                device. 6 T V E FLOPs. Holds z of some rows (2^26 or 2^20 elements, but at least
+                4096 or 1024 rows) and, from forward to backward, dx and a float32 dW[V, E], which
+                is read and written once per block. (Liger, Hsu et al. 2024, arXiv:2410.10989.)
 
-Which is faster: adding to dW moves 8 to 20 V E bytes per block, recomputing the block's C rows
-takes 2 C V E FLOPs. A CPU does about ten FLOPs in the time of a byte, so "in forward" wins from
-some hundred rows on. An H100 does 200: the two are equal at one or two thousand rows, where z[C, V]
-and dW are gigabytes (1 GB and 2.1 GB for Llama 3's 128256 x 4096), to save at most a quarter of the
-head. So recompute=None recomputes on a GPU and not on a CPU.
+To compare the speed: adding to dW moves 8 to 20 V E bytes per block, and recomputing the block's C
+rows takes 2 C V E FLOPs. A CPU does about ten FLOPs in the time of a byte, so "in forward" is
+faster from a few hundred rows on. An H100 does 200, so the two are equal at one or two thousand
+rows. There, z[C, V] and dW take gigabytes (1 GB and 2.1 GB for Llama 3's 128256 x 4096) to save
+at most a quarter of the head. So recompute=None recomputes on a GPU but not on a CPU.
 
-A forward kernel that keeps tiles of z in registers would save writing and reading each block, and
+A forward kernel that keeps tiles of z in registers would save writing and reading each block, but
 lose as much or more against the vendor's products, so there is none (docs/performance.md).
 
-z is rounded to the dtype of x, as the output of a linear layer is; everything after it is float32
-(float64 for float64), as in `cross_entropy`. Sums over blocks are float32. Deterministic.
+z is rounded to the dtype of x, like the output of a linear layer. Everything after it is float32
+(float64 for float64), as in `cross_entropy`. Sums over blocks are float32. Results are
+deterministic.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from warpweave.kernels.runtime.wgrad import grad_dtype, wgrad, wgrad_buffer
 
 
 class _Recomputed(torch.autograd.Function):
-    """losses[T]; backward recomputes the logits."""
+    """losses[T], with a backward that recomputes the logits."""
 
     @staticmethod
     def forward(ctx, x, weight, labels, vocabulary, dtype, ranks):
@@ -69,7 +70,7 @@ class _Recomputed(torch.autograd.Function):
 
         stats = ranks.merge(ranks.column_product(x, stats_of).t())
         losses = vocabulary.losses(stats, labels)
-        # The losses too: see once_differentiable.
+        # The losses are saved because of once_differentiable.
         ctx.save_for_backward(x, weight, labels, stats[0], losses)
         return losses
 
@@ -78,7 +79,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx, dloss):
         (x, weight, labels, lse, _), ranks, leaf = ctx.saved_tensors, ctx.ranks, ctx.leaf
         want_dx, want_dw, *_ = ctx.needs_input_grad
-        # dW is computed with dx from one recomputation of the logits: it is not deferred.
+        # dW is computed with dx from one recomputation of the logits, so it is not deferred.
         buffer, add, dw = wgrad_buffer(leaf, grad_dtype(leaf)) if want_dw else (None, False, None)
         dx = linear_cross_entropy_bwd(
             dloss,
@@ -101,7 +102,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _InForward(torch.autograd.Function):
-    """The sum of the losses, 0-dim; forward computes the gradients, backward scales them."""
+    """The 0-dim sum of the losses: forward computes the gradients, backward scales them."""
 
     @staticmethod
     def forward(ctx, x, weight, labels, vocabulary, dtype, ranks):
@@ -119,7 +120,7 @@ class _InForward(torch.autograd.Function):
         if want_dx:
             dx = dx.to(dtype)
         loss = losses.sum()
-        ctx.save_for_backward(dx, dw, loss)  # an output: all inputs
+        ctx.save_for_backward(dx, dw, loss)  # an output stands for all inputs
         return loss
 
     @staticmethod
@@ -147,7 +148,7 @@ def _fwd_bwd(
     want_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`linear_cross_entropy_fwd_bwd` for this rank's tokens; dx is summed over the ranks."""
-    if ranks is LOCAL:  # one operator, which a compiler takes whole
+    if ranks is LOCAL:  # one operator, which a compiler does not look into
         return fwd_bwd_op(x, weight, labels, dx_dtype is not None, want_dw, vocabulary)
     wanted = {"merge": ranks.merge, "dx_dtype": dx_dtype, "want_dw": want_dw}
     tokens = weight, labels, vocabulary
@@ -160,7 +161,7 @@ def _fwd_bwd(
 def _scaled(
     weight: torch.Tensor, dw: torch.Tensor, g: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """dw[V, E] times the 0-dim g, returned or passed to `wgrad`; `dw` itself is not changed."""
+    """Return dw[V, E] times the 0-dim g, or pass it to `wgrad`; `dw` itself is not changed."""
 
     def into(buffer: torch.Tensor, add: bool) -> None:
         if add:
@@ -188,26 +189,26 @@ def linear_cross_entropy(
     """`cross_entropy` of the logits x[..., E] weight[V, E]^T, which are never held whole.
 
     Args:
-        x: hidden states x[..., E]; differentiable, its gradient has its dtype. A DTensor's tokens
-            may be sharded; its features, the weight and uneven shards are gathered.
-        weight: the head's (or the tied embedding's) weight, a leaf parameter if its gradient is to
-            go through `wgrad`. Under autocast both are cast to its dtype; otherwise they have one.
+        x: hidden states x[..., E]; differentiable, and its gradient has its dtype. A DTensor's
+            tokens may be sharded; its features, the weight and uneven shards are gathered.
+        weight: the weight of the head or the tied embedding, a leaf parameter if its gradient is to
+            go through `wgrad`. Under autocast x and weight are cast to its dtype; otherwise their
+            dtypes must be equal.
         labels: int64[...], one per token of x, in [0, vocab_size) or `ignore_index`.
         vocab_size: rows of the weight from there on are padding: outside softmax and smoothing,
-            gradient 0. By default there is none.
+            gradient 0. By default there is no padding.
         ignore_index, label_smoothing, z_loss, reduction: as for `cross_entropy`.
-        recompute: True recomputes the logits in the backward pass; False computes the gradients in
-            the forward pass, for "mean" and "sum" only, and keeps dx and a float32 dW until the
-            backward (the module's docstring compares them). None: False on a CPU where possible.
+        recompute: True recomputes the logits in the backward pass. False computes the gradients in
+            the forward pass, only for "mean" and "sum", and keeps dx and a float32 dW until the
+            backward (the module's docstring compares them). None is False on a CPU if possible.
         impl: "triton", "torch" or None, for the kernels of the loss. Products are torch's, but
             `gemm_into` may choose Triton unless this is "torch".
-
     Returns:
         The loss, 0-dim, or losses[...]; float32, float64 for float64.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options do not fit; on a CPU, a label that names no
-            column (on a GPU its loss and the gradients that it touches are NaN).
+        ValueError: shapes, dtypes, devices or options do not fit; on a CPU, a label is not a column
+            (on a GPU its loss and the gradients that it affects are NaN).
     """
     check_options(reduction, label_smoothing, z_loss)
     if is_dtensor(x):
@@ -230,12 +231,12 @@ def linear_cross_entropy(
 def _of_own_tokens(
     x: Any, weight: Any, labels: Any, reduction: str, options: dict[str, Any]
 ) -> torch.Tensor:
-    """The loss of DTensors, computed by each rank from its own tokens.
+    """The loss of DTensors, which each rank computes from its own tokens.
 
     The loss and the gradient of the weight are partial sums over the ranks that have different
     tokens.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate  # imported already: x is one
+    from torch.distributed.tensor import DTensor, Partial, Replicate  # already imported: x is one
 
     mesh, placed = x.device_mesh, x.placements
     cut = [p for p in placed if p.is_shard() and p.dim < x.ndim - 1]
@@ -268,13 +269,13 @@ def head_loss(
     recompute: bool | None,
     ranks: Local = LOCAL,
 ) -> torch.Tensor:
-    """losses[...], or their sum unless `reduction` is "none", of checked arguments.
+    """losses[...] for checked arguments, or their sum unless `reduction` is "none".
 
     Raises ValueError if recompute=False is not possible.
     """
     if recompute is False and reduction == "none":
         raise ValueError(
-            'recompute=False needs one gradient for all tokens, so reduction "mean" or "sum"'
+            'recompute=False needs one gradient for all tokens: pass reduction "mean" or "sum"'
         )
     if recompute is None:
         recompute = x.device.type != "cpu" or reduction == "none"
@@ -288,7 +289,7 @@ def head_loss(
 def check_linear_cross_entropy(
     name: str, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, parts: int = 1
 ) -> torch.dtype:
-    """The dtype to compute in; ValueError where shapes or dtypes do not fit.
+    """Return the compute dtype, or raise ValueError if shapes or dtypes do not fit.
 
     x[T/parts, ..., E] may be one of several slices of the tokens that labels[T, ...] belong to.
     """

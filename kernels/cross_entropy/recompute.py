@@ -22,7 +22,7 @@ from warpweave.kernels.runtime.op import operator
 
 
 def _recompute_fwd_fake(x, weight, labels, vocabulary):
-    # x.shape[0], not len(x): to a compiler that would be a constant.
+    # x.shape[0], not len(x), which would be a constant to a compiler.
     kinds = 2 + (vocabulary.label_smoothing != 0.0)
     return x.new_empty(kinds, x.shape[0], dtype=compute_dtype(x))
 
@@ -55,9 +55,9 @@ def linear_cross_entropy_fwd(
 ) -> torch.Tensor:
     """stats[2 or 3, T]: lse, target and (with smoothing) logit_sum of x[T, E] weight[V/tp, E]^T.
 
-    They are those of `cross_entropy_fwd`, block by block; no logits are kept. Products are in the
-    dtype of x if the weight has another one. A `Gathering` is gathered within the product with the
-    first block of columns.
+    They equal those of `cross_entropy_fwd`, but are computed block by block, and no logits are
+    kept. Products are in the dtype of x if the weight's differs. A `Gathering` is gathered within
+    the product with the first block of columns.
     """
     if isinstance(x, torch.Tensor):
         return _fwd_op(x, weight, labels, vocabulary)
@@ -96,7 +96,7 @@ def _bwd_op(
     dx = x.new_empty(x.shape if want_dx else 0, dtype=dx_dtype)
     total, product = dw, blocks.product_impl(vocabulary.impl)
     if dw.dtype != wide and len(x) > blocks.row_step(x, own):
-        total = torch.empty_like(dw, dtype=wide)  # several products are added, not in 16 bits
+        total = torch.empty_like(dw, dtype=wide)  # several products must not be added in 16 bits
     with no_autocast(x):
         for rows, slices in blocks.block_grid(x, own):
             sums = x.new_empty(x[rows].shape if want_dx else 0, dtype=wide)
@@ -134,10 +134,10 @@ def linear_cross_entropy_bwd(
     add: bool = False,
     dx_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | None:
-    """dx[T, E] in `dx_dtype` (None: not computed); dW is added to `dw`, or overwrites it.
+    """dx[T, E] in `dx_dtype` (not computed if None); dW is added to `dw`, or overwrites it.
 
-    dloss[T] are the losses' gradients and lse[T] the log-sum-exp over all shards. dw[V/tp, E] has
-    the weight's dtype, float32 or float64; padding rows get 0. With 16-bit `dw` and more tokens
+    dloss[T] are the losses' gradients, and lse[T] is the log-sum-exp over all shards. dw[V/tp, E]
+    has the weight's dtype, float32 or float64; padding rows get 0. With 16-bit `dw` and more tokens
     than a block has rows, dW is summed in an additional float32 buffer.
     """
     into = x.new_empty(0) if dw is None else dw

@@ -6,11 +6,11 @@ z-loss c:
     lse = log(sum_j exp(z_j))        loss = lse - (1 - s) * z_t - (s / V) * sum_j z_j + c * lse^2
     dz_j = dloss * (exp(z_j - lse) * (1 + 2 c lse) - (1 - s) * [j = t] - s / V)
 
-The z-loss keeps the softmax's normaliser near 1, so that logits in low precision do not drift
+The z-loss keeps the softmax's normalizer near 1, so that low-precision logits do not drift
 (Chowdhery et al. 2022, arXiv:2204.02311, with c = 1e-4).
 
-A label that is neither in [0, V) nor `ignore_index` raises ValueError on CPU tensors. On a GPU the
-check would need a host sync: there the loss and the gradient of such a row are NaN.
+On CPU tensors, a label that is neither in [0, V) nor `ignore_index` raises ValueError. On a GPU
+this check would need a host sync, so the loss and the gradient of such a row are NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 
 class Vocabulary(NamedTuple):
-    """The part of the vocabulary that logits[N, V/tp] or a weight[V/tp, E] hold, and the options.
+    """The part of the vocabulary that logits[N, V/tp] or weight[V/tp, E] hold, and the options.
 
     Attributes:
         start: the index of their first column in the whole vocabulary.
@@ -43,7 +43,7 @@ class Vocabulary(NamedTuple):
         return max(0, min(width, self.size - self.start))
 
     def outside(self, labels: torch.Tensor) -> torch.Tensor:
-        """bool[N]: the labels that are invalid: not in the vocabulary and not ignored."""
+        """bool[N]: true for invalid labels, which are neither in the vocabulary nor ignored."""
         return (labels != self.ignore_index) & ((labels < 0) | (labels >= self.size))
 
     def check_labels(self, labels: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ def check_options(reduction: str, label_smoothing: float, z_loss: float) -> None
 
 
 def check_logits(logits, labels, vocab_start: int, vocab_size: int | None) -> int:
-    """The vocabulary's size; raises ValueError where shapes, dtypes or sizes do not fit."""
+    """Return the vocabulary's size, or raise ValueError if shapes, dtypes or sizes do not fit."""
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"need logits[N, V] and labels[N], got {[*logits.shape]} and {[*labels.shape]}"

@@ -1,5 +1,4 @@
-"""The epilogue of a product as a record, and the kernel of a product with it; `fused` has the
-formula.
+"""The epilogue of a product as a record, and the kernel that applies it; `fused` has the formula.
 
 Programs are persistent (see `mainloop`). Products fused with communication use the same record and
 device helpers (`kernels.overlap`).
@@ -31,8 +30,11 @@ from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 
 
 class Arguments(NamedTuple):
-    """An epilogue as kernels take it: bias, z, tokens and residual; seed and site; the residual's
-    strides; ACT, GATED, THRESHOLD and SCALE."""
+    """The kernel arguments of an epilogue.
+
+    These are bias, z, tokens and residual; seed and site; the residual's strides; ACT, GATED,
+    THRESHOLD and SCALE.
+    """
 
     tensors: tuple[torch.Tensor | None, ...]
     key: tuple[int, int]
@@ -43,7 +45,7 @@ class Arguments(NamedTuple):
 class Epilogue(NamedTuple):
     """residual + dropout(act(product + bias)), each optional; `save_z` saves the argument of act.
 
-    Its tensors are those of the rows that are stored: residual [M, N], drop.tokens [M].
+    Its tensors cover the rows that are stored: residual [M, N], drop.tokens [M].
     """
 
     bias: torch.Tensor | None = None
@@ -66,13 +68,15 @@ class Epilogue(NamedTuple):
         return self.bias, self.residual, getattr(self.drop, "tokens", None)
 
     def columns(self, N: int) -> int:
-        """Columns of the result of a product with N columns: half if the activation is gated."""
+        """The result's columns for a product with N columns: half if the activation is gated."""
         gated = self.activation is not None and find_activation(self.activation).gated
         return N // 2 if gated else N
 
     def checked(self, shape: tuple[int, int]) -> Epilogue:
-        """This epilogue, without a dropout of probability 0; ValueError unless it fits a product of
-        `shape` [M, N]."""
+        """Return this epilogue without a dropout of probability 0.
+
+        Raises ValueError unless it fits a product of `shape` [M, N].
+        """
         check_precision(self.precision)
         made = shape[0], self.columns(shape[1])
         if made[1] < shape[1] and shape[1] % 2:
@@ -80,15 +84,15 @@ class Epilogue(NamedTuple):
                 f"{self.activation} needs b[K, 2F] of gate, up pairs, got N = {shape[1]}"
             )
         if self.save_z and self.activation is None:
-            raise ValueError("save_z=True saves the argument of an activation: activation is None")
+            raise ValueError("save_z=True requires an activation, but activation is None")
         if self.residual is not None and self.residual.shape != made:
             raise ValueError(
-                f"residual must be {[*made]} as the result, got {[*self.residual.shape]}"
+                f"residual must be {[*made]} like the result, got {[*self.residual.shape]}"
             )
         return self._replace(drop=check_drop(self.drop, torch.Size(made[:1])))
 
     def of_rows(self, rows: slice) -> Epilogue:
-        """The epilogue of these rows alone."""
+        """The epilogue for only these rows."""
         drop, residual = self.drop, self.residual
         return self._replace(
             drop=drop and drop._replace(tokens=drop.tokens[rows]),
@@ -96,13 +100,13 @@ class Epilogue(NamedTuple):
         )
 
     def outputs(self, a: torch.Tensor, M: int, N: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Empty y[M, N or N / 2] and z[M, N] or None of a product with rows like a's."""
+        """Empty y[M, N or N / 2], and z[M, N] or None, for a product with rows like a's."""
         dtype = a.dtype if self.out_dtype is None else self.out_dtype
         z = a.new_empty(M, N) if self.save_z else None
         return a.new_empty(M, self.columns(N), dtype=dtype), z
 
     def arguments(self, z: torch.Tensor | None) -> Arguments:
-        """The epilogue as arguments of the kernels."""
+        """The epilogue as kernel arguments."""
         name, gated = (None, False) if self.activation is None else find_activation(self.activation)
         tokens, seed, site, dropping = launch_arguments(self.drop)
         bias = None if self.bias is None else self.bias.contiguous()
@@ -112,14 +116,16 @@ class Epilogue(NamedTuple):
 
 
 def check_precision(precision: str | None) -> None:
-    """ValueError unless it is None or `find_precision` knows it. None is asked of torch at the
-    launch alone: no compiler can."""
+    """Raise ValueError unless `precision` is None or known to `find_precision`.
+
+    None becomes torch's setting only at the launch, because a compiler cannot read it.
+    """
     if precision is not None:
         find_precision(precision)
 
 
 def find_precision(precision: str | None) -> str:
-    """Triton's precision for float32 products: as given, or for None that of torch's products."""
+    """Triton's precision for float32 products: the given one, or torch's setting for None."""
     if precision is None:
         return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     if precision not in ("ieee", "tf32", "tf32x3"):
@@ -155,7 +161,7 @@ def epilogue(
     SCALE: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """The epilogue of accumulators at rows m and columns from `col`."""
+    """Apply the epilogue to accumulators at rows m and columns from `col`."""
     COLS: tl.constexpr = y.shape[1] // 2 if GATED else y.shape[1]
     n = col + tl.arange(0, y.shape[1])
     live = (m < M)[:, None] & (n < N)[None, :]
@@ -164,7 +170,7 @@ def epilogue(
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, n < N, 0.0).to(y.dtype)[None, :]
 
-    # 2. Activation, of what backward will see.
+    # 2. Activation of the value that backward will see.
     if ACT is not None:
         z = to_dtype(y, DTYPE)
         if z_ptr is not None:
@@ -223,8 +229,10 @@ def finish_tile(
     SCALE: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """`epilogue` of a tile, a quarter of the columns at a time: with all that it loads, a whole
-    tile does not fit into the registers."""
+    """Apply `epilogue` to a quarter of a tile's columns at a time.
+
+    A whole tile, with all that its epilogue loads, does not fit into the registers.
+    """
     left, right = split_columns(y)
     first, second = split_columns(left)
     third, fourth = split_columns(right)
@@ -313,7 +321,7 @@ def launch_gemm(
     z: torch.Tensor | None = None,
     add: bool = False,
 ) -> None:
-    """Write y, or add to it, and write z; nothing is checked."""
+    """Write or add to y, and write z; nothing is checked."""
     (M, K), N = a.shape, b.shape[1]
     if y.numel() == 0:
         return

@@ -3,27 +3,28 @@
     y[M, N] = a[M, K] b[K, N] + bias[N]          out[M, N] (+)= a[M, K] b[K, N]
 
     z = a b + bias                               `fused_gemm`: each line is optional
-    h = act(z)                                   z, what backward recomputes from, may be saved
+    h = act(z)                                   z, from which backward recomputes, may be saved
     h = h / (1 - p) where kept, else 0           the mask of `dropout`: tokens, columns, seed, site
     y = h + residual                             all from the accumulators, rounded once
 
-act: see `activation`; with a gated one z[M, N] has gate and up interleaved, and y is [M, N/2]. act
-is applied to z as rounded to its dtype, so that recomputation from a saved z gives the same h.
+act: see `activation`. With a gated act, z[M, N] has gate and up interleaved, and y is [M, N/2]. act
+is applied to z after rounding to its dtype, so that recomputing from a saved z gives the same h.
 
-Any strides; sums in float32 (float64 for float64), with `out_dtype` float32 unrounded. float32
-operands are multiplied exactly ("ieee") or on tensor cores ("tf32", "tf32x3").
+Operands may have any strides. Sums are in float32 (float64 for float64), and `out_dtype` float32
+returns them unrounded. float32 operands are multiplied exactly ("ieee") or on tensor cores ("tf32",
+"tf32x3").
 
 Products without an epilogue are torch's (cuBLAS; `cpu` on a CPU), which is faster than a Triton
-kernel. Triton also adds a 16-bit product to a float32 buffer, for which torch would need another
-float32 matrix.
+kernel. Triton is also used to add a 16-bit product to a float32 buffer, for which torch would need
+another float32 matrix.
 
-A fused epilogue saves a pass over the result, a launch and the memory of the intermediate result.
-It pays unless our main loop is slower than cuBLAS' by more than that: `runtime.fusion` lists the
+A fused epilogue saves a pass over the result, a launch, and the memory of the intermediate result.
+It pays unless our main loop is slower than cuBLAS' by more than that. `runtime.fusion` lists the
 GPUs and epilogues for which impl=None runs torch's product and then our kernels instead.
 
 Sources: Kerr et al. 2017 (CUTLASS) for the epilogue; Korthikanti et al. 2022 (arXiv:2205.05198) for
-what is worth keeping. Limits: not differentiable (the callers are the halves of autograd
-Functions), except `gemm` by torch; with dropout, N (of y) must not be sharded.
+what to keep. Limits: not differentiable (the callers are the halves of autograd Functions), except
+`gemm` by torch; with dropout, N (of y) must not be sharded.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from warpweave.kernels.runtime.op import operator
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise ValueError unless a[M, K] b[K, N] + bias[N] exists, of one floating dtype."""
+    """Raise ValueError unless a[M, K] b[K, N] + bias[N] exists and has one floating dtype."""
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"need a[M, K] and b[K, N], got {[*a.shape]} and {[*b.shape]}")
     if a.dtype != b.dtype or a.dtype not in FLOATS:
@@ -57,11 +58,10 @@ def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) 
 
 
 def check_result(a: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """Raise ValueError unless a product with `a` can be given in this dtype, None being that of
-    `a`."""
+    """Raise ValueError unless a product with `a` can have this dtype; None is the dtype of `a`."""
     if dtype is not None and dtype not in (a.dtype, compute_dtype(a)):
         raise ValueError(
-            f"the product of {a.dtype} is given in {a.dtype} or {compute_dtype(a)}, not in {dtype}"
+            f"the product of {a.dtype} can be {a.dtype} or {compute_dtype(a)}, but not {dtype}"
         )
 
 
@@ -95,7 +95,7 @@ def _gemm_into(
     impl: str,
     by_default: bool,
 ) -> None:
-    # Asked here, where no compiler traces: of the table of tiles and of the GPU.
+    # Decided here, where no compiler traces, as it needs the table of tiles and the GPU.
     if impl == "torch" or (by_default and has_few_tiles(a, b, "heavy")):
         gemm_cpu.product_into(a, b, out, add)
     else:
@@ -110,8 +110,11 @@ def _fused_fake(a, b, after, drop, impl):
 def _fused(
     a: torch.Tensor, b: torch.Tensor, after: Epilogue, drop: Drop | None, impl: str
 ) -> list[torch.Tensor]:
-    """[y], or [y, z]; the epilogue's dropout comes beside it, as an operator's records hold no
-    tensors of records within them."""
+    """Return [y], or [y, z].
+
+    The epilogue's dropout is a separate argument, because an operator's records cannot contain
+    records with tensors.
+    """
     after = after._replace(drop=drop)
     impl = fused_or_unfused(impl, after.name, a)
     if impl != "triton":
@@ -136,17 +139,18 @@ def gemm(
     """a[M, K] b[K, N] + bias[N] in `out_dtype`, by default the dtype of `a`.
 
     a and b have one dtype and any strides. With 16-bit a and b and out_dtype float32, the result is
-    the accumulators, unrounded.
+    the unrounded accumulators.
 
     Args:
-        precision: how the Triton kernel multiplies float32: "ieee", "tf32" or "tf32x3"; None is
-            what torch is set to (``torch.set_float32_matmul_precision``).
-        impl: None is torch, on CUDA too (cuBLAS): nothing is fused; "triton" is our kernel.
+        precision: how the Triton kernel multiplies float32: "ieee", "tf32" or "tf32x3"; None uses
+            torch's setting (``torch.set_float32_matmul_precision``).
+        impl: None is torch, also on CUDA (cuBLAS), because nothing is fused; "triton" is our
+            kernel.
 
     Raises:
-        ValueError: there is no such precision; by the Triton kernel, on shapes or dtypes that do
-            not fit, if something that it multiplies requires a gradient or if it cannot run; torch
-            raises what it raises.
+        ValueError: the precision is unknown; or the Triton kernel is requested, and shapes or
+            dtypes do not fit, one of its operands requires a gradient, or it cannot run. torch
+            raises its own errors.
     """
     check_precision(precision)
     dtype = a.dtype if out_dtype is None else out_dtype
@@ -169,22 +173,22 @@ def gemm_into(
 ) -> None:
     """Add a[M, K] b[K, N] to out[M, N], or overwrite `out` with it.
 
-    a and b have one dtype and any strides; out that dtype, or float32 to be given (or added) the
-    accumulators of 16-bit operands unrounded. `precision` as for `gemm`.
+    a and b have one dtype and any strides. out has that dtype, or float32 to receive the unrounded
+    accumulators of 16-bit operands. `precision` as for `gemm`.
 
     Args:
-        impl: None is Triton where 16-bit operands on CUDA meet a float32 `out` of one tile or more
-            for each multiprocessor (torch would need a large float32 matrix beside it), else torch,
-            which cuts long sums into parts and so keeps a GPU busy with fewer tiles.
+        impl: None is Triton if 16-bit operands on CUDA meet a float32 `out` with at least one tile
+            per multiprocessor (torch would need a second, large float32 matrix). Otherwise it is
+            torch, which splits long sums and so keeps a GPU busy with fewer tiles.
 
     Raises:
-        ValueError: out has another shape or dtype or elements that are one in memory, something
-            requires a gradient, there is no such precision; by the Triton kernel, on shapes or
-            dtypes that do not fit or if it cannot run; torch raises what it raises.
+        ValueError: out has a wrong shape or dtype or elements that share memory, something requires
+            a gradient, or the precision is unknown; or the Triton kernel is requested, and shapes
+            or dtypes do not fit or it cannot run. torch raises its own errors.
     """
     if out.shape != (a.shape[0], b.shape[-1]):
         raise ValueError(
-            f"out must be [M, N] of a {[*a.shape]} and b {[*b.shape]}, got {[*out.shape]}"
+            f"out must be [M, N] for a {[*a.shape]} and b {[*b.shape]}, got {[*out.shape]}"
         )
     check_written("out", out)
     check_precision(precision)
@@ -194,7 +198,7 @@ def gemm_into(
     impl = choose(impl, a, b, out)
     if impl == "triton":
         check_operands(a, b, None)
-    check_result(a, out.dtype)  # torch would cast the operands to it, silently, even to integers
+    check_result(a, out.dtype)  # torch would silently cast the operands to it, even to integers
     refuse_graph("gemm_into", a, b, out)
     _gemm_into(a, b, out, add, precision, impl, by_default)
 
@@ -216,13 +220,13 @@ def fused_gemm(
 
     Args:
         activation: a key of ``activation.ACTIVATIONS``, or None; a gated one halves N.
-        save_z: return z[M, N], rounded to the dtype of `a`, too; it needs an activation.
-        drop: what `dropout` takes; its mask is that of `dropout` on the whole result.
+        save_z: also return z[M, N], rounded to the dtype of `a`; requires an activation.
+        drop: the key of `dropout`; the mask is that of `dropout` on the whole result.
         residual: [M, N] (N/2 if gated), any strides.
         out_dtype: of the result; float32 with 16-bit operands leaves it unrounded.
         precision: as for `gemm`.
-        impl: None is torch except for CUDA tensors, and for these the kernel, or torch's product
-            and then our kernels where `runtime.fusion` lists that as faster; "triton" is the
+        impl: None is torch except for CUDA tensors. For these it is the kernel, or torch's product
+            followed by our kernels if `runtime.fusion` lists that as faster. "triton" is the
             kernel.
 
     Returns:
@@ -245,8 +249,10 @@ def fused_gemm(
 def _unfused_gemm(
     a: torch.Tensor, b: torch.Tensor, after: Epilogue, impl: str
 ) -> list[torch.Tensor]:
-    """Torch's product, and one operator of `impl` after the other; each rounds to the dtype of its
-    result."""
+    """Run torch's product and then one operator of `impl` after another.
+
+    Each rounds to the dtype of its result.
+    """
     activation, dtype = after.activation, after.out_dtype or a.dtype
     with no_autocast(a):
         z = gemm_cpu.product(a, b, after.bias, dtype if activation is None else a.dtype)

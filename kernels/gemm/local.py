@@ -1,4 +1,4 @@
-"""The products of a layer as tensor parallelism splits them, on one device.
+"""Products of a layer, split as in tensor parallelism, on one device.
 
     z[T, N] = x[T, K] W[N, K]^T + b        first product, column-parallel: sharded output features
     y[T, N] = h[T, K] W[N, K]^T + b        last product, row-parallel: sharded input features
@@ -10,12 +10,12 @@ A fused layer's Function calls four methods of its `ranks`, each a product with 
     row_product         y = h W^T, summed over ranks; then bias, dropout, residual
     row_gradients       dh = dy W, from all tokens of dy (all-gather with sequence parallelism)
 
-The collective may run before the product, after it, in chunks of it or within its kernel. A head
-and its loss are a column-parallel product whose columns are the vocabulary. `Local` is one device,
+The collective may run before the product, after it, in chunks of it, or within its kernel. A head
+and its loss are a column-parallel product whose columns are the vocabulary. `Local` is one device
 without collectives; `parallel.tensor.ranks.TensorRanks` is a group.
 
-A weight may have more dims than two: W[F, 2, K] is rows F 2. Its gradient dW = dy^T x has its
-``grad_dtype`` and goes through `runtime.wgrad`, as db does.
+A weight may have more than two dims: the rows of W[F, 2, K] are F 2. Its gradient dW = dy^T x has
+its ``grad_dtype`` and goes through `runtime.wgrad`, and so does db.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Gradient = torch.Tensor | None
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x[..., K] weight[N, K]^T + bias[N] of one dtype, as `gemm` multiplies."""
+    """x[..., K] weight[N, K]^T + bias[N] in one dtype, multiplied by `gemm`."""
     return gemm(rows(x), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
 
 
@@ -61,11 +61,11 @@ def weight_gradient(
     return wgrad(weight, make, into)
 
 
-# ---------------------------------------------------------------- what moves around it
+# ---------------------------------------------------------------- communication around it
 
 
 class Chunks(NamedTuple):
-    """How x[S, E] is gathered, and its gradient dx summed, in chunks of tokens.
+    """Options for gathering x[S, E], and summing its gradient dx, in chunks of tokens.
 
     A chunk consists of the same rows of every rank's S tokens, so that all ranks work on one chunk
     at a time. The default is one device.
@@ -73,10 +73,10 @@ class Chunks(NamedTuple):
     Attributes:
         parts: the ranks whose tokens form a chunk; T = parts S.
         fewest: the least number of chunks, unless there are fewer rows.
-        start_gather: starts the gather of a rank's rows x[s, E]; the result waits for and returns
-            the chunk x[parts s, E], or an `overlap.gathering.Gathering` of it.
-        start_sum: starts the sum over ranks of a chunk's terms dx[parts s, E]; the result waits for
-            and returns this rank's rows of the sum.
+        start_gather: starts the gather of a rank's rows x[s, E]. Calling the result waits for the
+            chunk and returns it as x[parts s, E], or as an `overlap.gathering.Gathering`.
+        start_sum: starts the sum over ranks of a chunk's terms dx[parts s, E]. Calling the result
+            waits for this rank's rows of the sum and returns them.
     """
 
     parts: int = 1
@@ -93,9 +93,9 @@ class Local:
         return op
 
     def column_product(self, x: torch.Tensor, multiply: Callable[[Any, int], _Made]) -> _Made:
-        """``multiply(x, 0)`` of all tokens x[T, ..., K].
+        """Return ``multiply(x, 0)`` for all tokens x[T, ..., K].
 
-        ``multiply(part, first)`` is tokenwise: it can be called for any run of tokens, beginning at
+        ``multiply(part, first)`` is tokenwise: it can be called for any run of tokens, starting at
         token `first`, and returns a tensor with as many rows, None, or a tuple of these. `part` is
         a tensor, or an `overlap.gathering.Gathering` of all tokens.
         """
@@ -118,8 +118,7 @@ class Local:
                 bias.
 
         Returns:
-            dx like x, in the dtype of dz or of its sum; dW and db are None if `wgrad` has taken
-            them.
+            dx like x, in the dtype of dz or of its sum; dW and db are None if passed to `wgrad`.
         """
         leaf, bias = leaves
         dx = gemm(rows(dz), weight).view(*dz.shape[:-1], weight.shape[1]) if needs[0] else None
@@ -145,7 +144,7 @@ class Local:
         if choose(impl, flat) == "triton" and not (drop is None and residual is None):
             options = {"drop": drop, "residual": residual, "precision": precision, "impl": impl}
             y, _ = fused_gemm(flat, weight.t(), bias, **options)
-        else:  # torch's ops one after the other, which a compiler fuses
+        else:  # separate torch ops, which a compiler fuses
             y = gemm(flat, weight.t(), bias)
             y = y if drop is None else dropout(y, drop, impl="torch")
             y = y if residual is None else y.add_(residual)
@@ -159,8 +158,8 @@ class Local:
     ) -> tuple[_Made, torch.Tensor, _Gradient]:
         """(``multiply(dy, 0)``, which computes dh; dy[T, ..., N] of all tokens; db).
 
-        `multiply` is tokenwise, as for `column_product`. `bias` is the leaf parameter whose
-        gradient is needed, or None; db is the sum over this rank's tokens.
+        `multiply` is tokenwise, as in `column_product`. `bias` is the leaf parameter whose gradient
+        is needed, or None; db is the sum over this rank's tokens.
         """
         db = None if bias is None else bias_gradient(bias, dy)
         return multiply(dy, 0), dy, db
@@ -168,7 +167,7 @@ class Local:
     # For a loss over a vocabulary that is sharded over the ranks.
 
     def first_column(self, width: int) -> int:
-        """The first of this rank's `width` columns."""
+        """The index of the first of this rank's `width` columns."""
         return 0
 
     def merge(self, stats: torch.Tensor) -> torch.Tensor:
@@ -180,7 +179,7 @@ class Local:
         return x
 
     def sum(self, terms: torch.Tensor) -> torch.Tensor:
-        """terms[T, ...] summed over the ranks; of the sum, this rank's tokens."""
+        """This rank's tokens of terms[T, ...] summed over the ranks."""
         return terms
 
     def term_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -189,7 +188,7 @@ class Local:
 
     @property
     def chunks(self) -> Chunks | None:
-        """The chunks of head and loss whose forward computes the gradients; None is all at once."""
+        """The chunks of head and loss if the forward computes the gradients; None is one chunk."""
         return None
 
     # Typing rules of the collectives.
@@ -199,15 +198,15 @@ class Local:
         return x
 
     def row_output_type(self, y: Any) -> Any:
-        """The type of the sum in `row_product`, before the bias, from that of a rank's term."""
+        """The type of the sum in `row_product` before the bias, given that of a rank's term."""
         return y
 
     def row_tokens_type(self, tokens: Any) -> Any:
-        """The type of the tokens by which the output of `row_product` is dropped out."""
+        """The type of the tokens that key the dropout of the output of `row_product`."""
         return tokens
 
     def loss_type(self, equation: str, *operands: Any) -> Any:
-        """The type of losses whose einsum over the columns v of the vocabulary is `equation`."""
+        """The type of losses, given their einsum, in which v is the vocabulary."""
         from spmd_types import rules
 
         return rules.einsum(equation.replace("v", "_"), *operands)  # v is not sharded

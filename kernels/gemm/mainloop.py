@@ -1,15 +1,15 @@
 """The tile, the grid and the main loop of every kernel that multiplies matrices.
 
-`gemm` and `mlp` call `tile_product` and then their epilogues, `qkv` and the kernels fused with
-communication call `mainloop`, which takes pointers only. Programs are persistent: `residents`
+`gemm` and `mlp` call `tile_product` and then their epilogues. `qkv` and the kernels fused with
+communication call `mainloop`, which accepts only pointers. Programs are persistent: `residents`
 programs per multiprocessor loop over the tiles, in groups of GROUP rows of tiles, column after
 column, so that concurrent programs share operands in L2 (Kerr et al. 2017, CUTLASS).
 
-Beside a collective such a kernel would keep NCCL's off the multiprocessors until it ends, or, where
-NCCL's came first, run the programs that found no room after all others (NVIDIA/nccl#689). Under
-`leaving` a product leaves some multiprocessors alone, and its programs take tiles from a counter
-instead of every n-th one, so that a late program finds little or nothing to do. Each tile is summed
-by one program in one order either way: the results are bitwise the same.
+Next to a collective, such a kernel would keep NCCL's kernel off the multiprocessors until it ends.
+If NCCL's came first, the programs that found no room would run after all others (NVIDIA/nccl#689).
+Under `leaving`, a product leaves some multiprocessors free, and its programs take tiles from a
+counter instead of every n-th tile, so that a late program finds little or nothing to do. In both
+cases one program sums each tile in one order, so the results are bitwise the same.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from warpweave.kernels.runtime.tiles import find
 def find_tile(a: torch.Tensor, b: torch.Tensor, kind: str) -> GemmTile:
     """The tile for the product of a[M, K] and b[K, N].
 
-    Kinds: "large"; "heavy", for the epilogues that spill at a large product's tile or make wgmma
-    wait for one another: adding, dropout with a residual, and the gradient of an activation that
-    does not return its value; "symmetric", of a matrix with its own transpose. Each becomes "small"
-    with less than one tile per multiprocessor, and with operands that are not loaded 16 bytes at a
-    time.
+    Kinds: "large"; "heavy", for epilogues that spill at a large product's tile or serialize wgmma
+    (adding, dropout with a residual, and the gradient of an activation that does not return its
+    value); "symmetric", for a matrix times its own transpose. Each becomes "small" if there is less
+    than one tile per multiprocessor, or if operands are not loaded 16 bytes at a time.
     """
     if has_few_tiles(a, b, kind) or not (is_aligned(a) and is_aligned(b)):
         kind = "small"
@@ -42,7 +41,7 @@ def find_tile(a: torch.Tensor, b: torch.Tensor, kind: str) -> GemmTile:
 
 
 def has_few_tiles(a: torch.Tensor, b: torch.Tensor, kind: str) -> bool:
-    """Whether a[M, K] b[K, N] has less than one tile of this kind per multiprocessor."""
+    """Return True if a[M, K] b[K, N] has less than one tile of this kind per multiprocessor."""
     tile = find("gemm", a.device, a.element_size(), kind)
     return tile_count(tile, a.shape[0], b.shape[1]) < processors(a.device)
 
@@ -50,21 +49,24 @@ def has_few_tiles(a: torch.Tensor, b: torch.Tensor, kind: str) -> bool:
 def shared_tile(a: torch.Tensor, rows: int, b: torch.Tensor, kind: str = "large") -> GemmTile:
     """The tile for the product of [rows, K], of a's dtype, with b[K, N]: the same on every rank.
 
-    Ranks must agree on it, because parts are tiles; so it depends on sizes only, where `find_tile`
+    Ranks must agree on it, because parts are tiles. So it depends only on sizes, while `find_tile`
     also considers the alignment of this rank's operands. For large products it is that of `kind`:
     "large", "heavy", or "wide" for a result in a wider dtype than the operands.
     """
     tile = find("gemm", a.device, a.element_size(), kind)
-    odd = a.shape[1] % 16 or b.shape[1] % 16  # no loads of 16 bytes
+    odd = a.shape[1] % 16 or b.shape[1] % 16  # 16-byte loads are impossible
     if odd or tile_count(tile, rows, b.shape[1]) < processors(a.device):
         tile = find("gemm", a.device, a.element_size(), "small")
     return tile
 
 
 def is_aligned(x: torch.Tensor) -> bool:
-    """Whether rows, or columns, are contiguous, do not overlap, and are aligned for loads of 16
-    bytes (Triton requires addresses that are multiples of 16 bytes, and strides of 16 elements). A
-    descriptor, see `operands`, requires the same, and at least 1 and fewer than 2^31 of them."""
+    """Return True if x can be loaded 16 bytes at a time.
+
+    Its rows, or its columns, must be contiguous, not overlap, and be aligned (Triton requires
+    addresses that are multiples of 16 bytes, and strides of 16 elements). A descriptor, see
+    `operands`, requires the same, and between 1 and 2^31 - 1 rows and columns.
+    """
     (m, n), (s, t) = x.shape, x.stride()
     rows, columns = t == 1 and s % 16 == 0 and s >= n, s == 1 and t % 16 == 0 and t >= m
     return (rows or columns) and x.data_ptr() % 16 == 0 and 0 < min(m, n) <= max(m, n) < 2**31
@@ -73,12 +75,13 @@ def is_aligned(x: torch.Tensor) -> bool:
 def operands(
     a: torch.Tensor, b: torch.Tensor, tile: GemmTile
 ) -> tuple[Any, Any, tuple[int | None, ...]]:
-    """(a, b, strides) as a kernel takes them for `tile_product`.
+    """(a, b, strides) in the form that a kernel passes to `tile_product`.
 
-    From Hopper on, a and b of 16 bits whose rows or columns are aligned are tensor descriptors: the
-    copy engine (TMA) loads their tiles, and no thread computes addresses. A descriptor is of the
-    matrix or of its transpose, whichever has contiguous rows; the stride of these is None. Two cost
-    the host 7 us a launch, which small products (tiles of fewer than 128 rows) do not pay.
+    From Hopper on, 16-bit a and b with aligned rows or columns become tensor descriptors: the copy
+    engine (TMA) loads their tiles, and no thread computes addresses. A descriptor is of the matrix
+    or of its transpose, whichever has contiguous rows; the stride of these is None. Two descriptors
+    cost the host 7 us per launch, which is not worth it for small products (tiles of fewer than 128
+    rows).
     """
     if a.element_size() != 2 or tile.m < 128 or capability(a.device) < 90:
         return a, b, (*a.stride(), *b.stride())
@@ -90,7 +93,7 @@ def operands(
 
 
 def _descriptor(x: torch.Tensor, rows: int, columns: int) -> tuple[Any, tuple[int | None, ...]]:
-    from triton.tools.tensor_descriptor import TensorDescriptor  # dispatch: there may be no Triton
+    from triton.tools.tensor_descriptor import TensorDescriptor  # here, as Triton may be missing
 
     if x.stride(1) == 1:
         return TensorDescriptor.from_tensor(x, [rows, columns]), (None, 1)
@@ -107,8 +110,10 @@ _spare: ContextVar[int] = ContextVar("warpweave_spare", default=0)
 
 @contextmanager
 def leaving(count: int) -> Iterator[None]:
-    """A context whose products leave `count` multiprocessors to collectives that are under way; 0
-    leaves none. It holds in the calling thread, so not in autograd's."""
+    """A context whose products leave `count` multiprocessors to running collectives; 0 leaves none.
+
+    It applies to the calling thread, so not to autograd's threads.
+    """
     token = _spare.set(count)
     try:
         yield
@@ -117,24 +122,23 @@ def leaving(count: int) -> Iterator[None]:
 
 
 def grid(tile: GemmTile, M: int, N: int, device: torch.device) -> tuple[int]:
-    """The number of programs: as many as run at once on all multiprocessors but those of `leaving`,
-    at most one per tile."""
+    """The number of programs: as many as run at once on all multiprocessors that `leaving` does not
+    reserve, at most one per tile."""
     here = max(1, processors(device) - _spare.get())
     return (min(tile_count(tile, M, N), tile.residents * here),)
 
 
 def tile_counter(device: torch.device) -> torch.Tensor | None:
-    """The argument `counter_ptr` of `next_tile` for one launch: int32[1], 0, under `leaving`; else
-    None.
+    """The `counter_ptr` of `next_tile` for one launch: int32[1] of 0 under `leaving`, else None.
 
-    Each launch has its own, which costs the fill of one number: a counter that outlived a launch
-    would be shared by streams and by replays of captured graphs.
+    Each launch has a separate counter, which costs filling one number: if a counter outlived its
+    launch, streams and replays of captured graphs would share it.
     """
     return torch.zeros(1, dtype=torch.int32, device=device) if _spare.get() else None
 
 
 def gemm_options(tile: GemmTile, a: torch.Tensor) -> dict[str, int]:
-    """Triton's options for a launch with `tile`; ptxas' own limit spills in float32 and on
+    """Triton's options for a launch with `tile`; ptxas' own register limit spills in float32 and on
     Blackwell."""
     options = {"num_warps": tile.warps}
     if a.element_size() == 4 or capability(a.device) >= 100:
@@ -158,8 +162,11 @@ def tile_origin(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP
 
 @triton.jit
 def next_tile(index, counter_ptr):
-    """The tile that a program takes after tile `index`; its first is its own number. Called before
-    the product of tile `index` it costs a register, and the product hides the atomic's latency."""
+    """The tile that a program computes after tile `index`; its first is its program number.
+
+    If this is called before the product of tile `index`, it costs a register, and the product hides
+    the atomic's latency.
+    """
     if counter_ptr is None:
         return index + tl.num_programs(0)
     else:
@@ -185,8 +192,10 @@ def mainloop(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The accumulators of a b at rows m[BLOCK_M] and columns n[BLOCK_N] (int64), which are 0 from
-    row M and column N on."""
+    """The accumulators of a b at rows m[BLOCK_M] and columns n[BLOCK_N] (int64).
+
+    They are 0 from row M and column N on.
+    """
     wide: tl.constexpr = tl.float64 if a_ptr.dtype.element_ty == tl.float64 else tl.float32
     k = tl.arange(0, BLOCK_K).to(tl.int64)
     a_ptrs = a_ptr + m[:, None] * stride_am + k[None, :] * stride_ak
@@ -226,12 +235,11 @@ def tile_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The accumulators of the tile of a b at `row` and `col`, with a and b as `operands` returns
-    them."""
+    """The accumulators of the tile of a b at `row` and `col`; a and b come from `operands`."""
     if stride_am is None or stride_ak is None:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         i, j = row.to(tl.int32), col.to(tl.int32)
-        for k in range(0, K, BLOCK_K):  # past the ends a descriptor reads 0
+        for k in range(0, K, BLOCK_K):  # a descriptor reads 0 past the ends
             x = a.load([i, k]) if stride_am is None else tl.trans(a.load([k, i]))
             y = b.load([k, j]) if stride_bk is None else tl.trans(b.load([j, k]))
             acc = dot(x, y, acc)

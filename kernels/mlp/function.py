@@ -1,6 +1,6 @@
 """The MLP as one autograd Function, on one device or over tensor ranks.
 
-The package's docstring has the formulas, and says what is saved.
+The package's docstring has the formulas and what is saved.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from warpweave.kernels.runtime.wgrad import leaf_of, rows
 
 
 class MLPOptions(NamedTuple):
-    """The options of an MLP: see `mlp`, which creates and checks the record."""
+    """The options of an MLP; `mlp` documents, creates and checks them."""
 
     activation: str
     drop: Drop | None = None
     recompute: str = "activation"
     precision: str | None = None
     impl: str | None = None
-    dtype: torch.dtype | None = None  # that the Function computes in
+    dtype: torch.dtype | None = None  # in which the Function computes
 
 
 # ---------------------------------------------------------------- autograd
@@ -47,7 +47,7 @@ def mlp_fwd(
     save: bool,
     ranks: Local = LOCAL,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(y, z, h) of x[T, E] and two-dimensional weights; z and h are None unless they are saved."""
+    """(y, z, h) for x[T, E] and two-dimensional weights; z and h are None unless they are saved."""
     activation, drop, recompute, precision, impl, _ = options
 
     def up(x: torch.Tensor | Gathering, first: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -93,7 +93,7 @@ def mlp_bwd(
     want_dz: bool = True,
     want_hidden: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(dz, h), each if needed, from do[T, E] and z of any tokens."""
+    """(dz, h), each only if needed, from do[T, E] and z of any tokens."""
     activation, precision, impl = options.activation, options.precision, options.impl
     if want_dz:
         return hidden_bwd(
@@ -114,7 +114,7 @@ class _MLP(torch.autograd.Function):
                 rows(x), *_flat(up_weight, up_bias, dtype), down_weight.to(dtype), down_bias,
                 None if residual is None else rows(residual), options, save=save, ranks=ranks,
             )  # fmt: skip
-            # Over ranks the shard of x is saved, and gathered again: 1/R of the memory.
+            # Over ranks, only the shard of x is saved, 1/R of the memory, and gathered again.
             needs_x = ctx.needs_input_grad[1] or options.recompute == "up"
             ctx.save_for_backward(x if needs_x else None, up_weight, up_bias, down_weight, z, h)
             return y.view(ctx.like[0])
@@ -151,7 +151,7 @@ class _MLP(torch.autograd.Function):
     def spmd_typecheck(*, x, up_weight, up_bias, down_weight, down_bias, residual, options, ranks):
         from spmd_types import rules
 
-        # Units are sharded in whole pairs; act is not linear, so the sum over E must be complete.
+        # Units are sharded in whole pairs. act is not linear, so the sum over E must be complete.
         x = ranks.column_input_type(x)
         pairs = "_" * (up_weight.dim() - 2)
         h = rules.einsum(f"..._,f{pairs}_->...f", x, up_weight)
@@ -196,21 +196,20 @@ def mlp(
 
     Args:
         x: x[..., E] (any sharding of the tokens).
-        up_weight: W1[F, E], or [F, 2, E] if the activation is gated; a leaf parameter or a view of
-            one, for its gradient to be deferred. From separate weights: torch.stack([gate, up], 1).
+        up_weight: W1[F, E], or [F, 2, E] if the activation is gated. To defer its gradient, pass a
+            leaf parameter or a view of one. For separate weights, pass torch.stack([gate, up], 1).
         down_weight: W2[E, F].
         up_bias, down_bias: b1[F] or [F, 2], b2[E]; or None.
         activation: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu".
-        residual: of the shape of x, or None. One of another dtype is added in the wider of both,
-            which y then has.
+        residual: of the shape of x, or None. If its dtype differs, y has the wider of both.
         drop: probability, seed, site and the global indices of x's tokens: see `dropout`.
-        recompute: what backward recomputes: "activation" (the default), "up" (the first product,
-            too) or "nothing" (the default of the torch path on a CPU).
+        recompute: what backward recomputes: "activation" (the default), "up" (also the first
+            product) or "nothing" (the default of the torch path on a CPU).
         precision: how Triton multiplies float32, see `gemm`.
-        impl: None is torch except for CUDA tensors, and for these as for `fused_gemm`.
+        impl: None is torch except for CUDA tensors; for these it is as in `fused_gemm`.
         ranks: the ranks over which F is sharded, set by `parallel.tensor.parallel_mlp`.
 
-    Under autocast everything is computed in its dtype.
+    Under autocast, everything is computed in its dtype.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit, or `impl` cannot run.
@@ -229,7 +228,7 @@ def mlp(
     drop = check_drop(drop, torch.Size((x.shape[:-1].numel(),)))
     wide = residual is not None and residual.dtype != dtype  # a stream that is kept wider
     added = None if wide else residual
-    if added is x:  # a compiler traces no Function that is given one tensor twice
+    if added is x:  # a compiler cannot trace a Function that gets one tensor twice
         added = x.view_as(x)
     y = _MLP.apply(
         x,
@@ -243,7 +242,7 @@ def mlp(
 
 
 def choose_recompute(recompute: str | None, impl: str, x: torch.Tensor) -> str:
-    """`recompute` with None resolved for `impl` and x's device; ValueError for an unknown one."""
+    """Resolve a `recompute` of None for `impl` and x's device; refuse unknown ones."""
     if recompute is None:
         return "nothing" if impl == "torch" and x.device.type == "cpu" else "activation"
     if recompute not in RECOMPUTE:
@@ -261,11 +260,11 @@ def check_mlp(
     activation: str,
     name: str = "mlp",
 ) -> None:
-    """Raise ValueError, in this name, unless the shapes are those of an MLP of this activation."""
+    """Raise ValueError, with `name`, unless the shapes are those of an MLP with this activation."""
     gated = find_activation(activation).gated
     E = x.shape[-1] if x.ndim else 0
     width = down_weight.shape[-1] if down_weight.ndim == 2 else -1
-    # Two dims would not tell rows gate, up, gate, up, ... from all gates before all ups.
+    # With two dims, rows gate, up, gate, up, ... would look like all gates before all ups.
     units = (width, 2) if gated else (width,)
     if x.ndim < 1 or down_weight.shape != (E, width) or up_weight.shape != (*units, E):
         form = "[F, 2, E] (torch.stack([gate, up], 1))" if gated else "[F, E]"
@@ -278,7 +277,7 @@ def check_mlp(
     if down_bias is not None and down_bias.shape != (E,):
         raise ValueError(f"{name}: down_bias must be [{E}], got {[*down_bias.shape]}")
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"{name}: residual must be {[*x.shape]} as x, got {[*residual.shape]}")
+        raise ValueError(f"{name}: residual must be {[*x.shape]} like x, got {[*residual.shape]}")
 
 
 def gelu_mlp(
@@ -295,7 +294,7 @@ def gelu_mlp(
     precision: str | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """`mlp` with GELU, by tanh or, approximate="none", by erf: up_weight[F, E]."""
+    """`mlp` with GELU in its tanh form, or by erf if approximate="none": up_weight[F, E]."""
     if approximate not in ("tanh", "none"):
         raise ValueError(f'approximate must be "tanh" or "none", got {approximate!r}')
     return mlp(

@@ -1,10 +1,9 @@
-"""The hidden activations of an MLP and their gradient: a product fused with the activation, or with
-its derivative.
+"""Hidden activations of an MLP and their gradient: a product fused with act or its derivative.
 
     z = x W1^T + b1      h = act(z)        forward: `gemm`'s kernel, which also stores z
-    dz = (dy W2) act'(z)                   backward: a kernel of its own, which can recompute h
+    dz = (dy W2) act'(z)                   backward: a separate kernel, which can recompute h
 
-dh = dy W2 stays in registers, which saves its passes through memory; where these cost less than our
+dh = dy W2 stays in registers, which saves its passes through memory. If these cost less than our
 main loop loses against cuBLAS, impl=None runs torch's product and then kernels on dh
 (`runtime.fusion`). Hidden units are independent of each other, so F may be sharded.
 """
@@ -52,10 +51,10 @@ def hidden_fwd(
     precision: str | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(h[T, F], z or None) of x[T, E] and up_weight[F or 2F, E]: the first kernel of the forward.
+    """(h[T, F], z or None) from x[T, E] and up_weight[F or 2F, E]: the first kernel of the forward.
 
-    With `save_z` also z[T, F or 2F], which `hidden_bwd` needs. x may be a `Gathering`
-    (`overlap.gathering`). Errors as `fused_gemm`.
+    With `save_z` also return z[T, F or 2F], which `hidden_bwd` needs. x may be a `Gathering`
+    (`overlap.gathering`). Errors as for `fused_gemm`.
     """
     shard = x if isinstance(x, torch.Tensor) else x.shard
     if choose(impl, shard, up_weight, up_bias) == "torch" and shard is x:  # a compiler fuses them
@@ -95,7 +94,7 @@ def hidden_again(
     precision: str | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """z of `hidden_fwd` with these arguments, recomputed in the same way."""
+    """z of `hidden_fwd` for these arguments, recomputed in the same way."""
     if not isinstance(x, torch.Tensor):
         return multiply(x, up_weight.t(), up_bias, precision=precision, impl="triton")[0]
     if (impl := choose_or_auto(impl, x, up_weight, up_bias)) == "torch":
@@ -165,8 +164,8 @@ def _hidden_bwd_kernel(
             PRECISION, EVEN_E, BLOCK_T, BLOCK_F, BLOCK_E,
         )  # fmt: skip
 
-        # 2. Times the slope at z, a quarter at a time: what dh, z, dz and h of a whole tile take
-        #    is more than the registers.
+        # 2. Times the slope at z, a quarter at a time: dh, z, dz and h of a whole tile do not fit
+        #    into the registers.
         STEP: tl.constexpr = BLOCK_F // 4
         t = row + tl.arange(0, BLOCK_T)
         left, right = split_columns(dh)
@@ -245,11 +244,11 @@ def hidden_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(dz, h or None) from dy[T, E], down_weight[E, F] and z[T, F or 2F]: dz = (dy W2) act'(z).
 
-    For a dy that is a `Gathering` the derivative is applied in a separate pass: fused into the
-    kernel that waits for rows, a gated act would serialise wgmma (ptxas' C7515, sm_90).
+    If dy is a `Gathering`, the derivative is applied in a separate pass. Fused into the kernel that
+    waits for rows, a gated act would serialize wgmma (ptxas' C7515, sm_90).
 
     Args:
-        want_hidden: return h[T, F] = act(z) too, as the forward did.
+        want_hidden: also return h[T, F] = act(z), as in the forward.
         precision, impl: as for `fused_gemm`.
 
     Raises:

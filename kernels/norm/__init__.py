@@ -1,10 +1,10 @@
 """RMSNorm and LayerNorm of residual + dropout(x + bias): `rms_norm`, `layer_norm` and halves.
 
-The sum in the kernel saves 2 of the 10 bytes an element that it and a norm of it move in 16 bits,
-dropout in it 4 more.
+In 16 bits, a sum and a norm of it move 10 bytes per element. Adding within the kernel saves 2 of
+them, and dropout within it saves 4 more.
 
-`function` the ops · `forward`, `backward` kernels with their launches · `shared` what those share,
-on the host and inside the kernels · `torch_path` on a CPU.
+`function` the ops · `forward`, `backward` the kernels and their launches · `shared` helpers for
+both, on the host and inside the kernels · `torch_path` the CPU path.
 """
 
 from warpweave.kernels.norm.backward import NormGradients, norm_bwd

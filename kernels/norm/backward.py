@@ -48,7 +48,8 @@ def norm_bwd_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, token
                     E: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
                     ROWS: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     # 1. This program has tiles pid, pid + programs, ...; its partial sums are in registers. With
-    #    those of x_bias none are left for the weight, which is then loaded with every row.
+    # the
+    #    sum for x_bias, no registers are left for the weight, which is then loaded with every row.
     col = tl.arange(0, BLOCK_E)[None, :]
     if dx_bias_ptr is None:
         weight = vector(weight_ptr, col, E)
@@ -61,7 +62,7 @@ def norm_bwd_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, token
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (row[:, None] < rows) & (col < E)
 
-        # 2. The normalised row, recomputed.
+        # 2. The normalized row, recomputed.
         mean, rstd = row_statistics(mean_ptr, rstd_ptr, row, rows)
         n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, mask)
 
@@ -115,10 +116,10 @@ def norm_bwd_wide_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, 
             if mean_ptr is not None:
                 level += tl.sum(g, 1) / E
 
-        # 3. The same blocks again: input gradient, and parameter gradients over ROWS rows. To hold
-        # g and n instead would take half of all registers at E = 16384 and more than all beyond;
-        # the sums would not fit beside them and go to memory and back with every row, 8 bytes per
-        # element each, where this second reading of bfloat16 costs 4.
+        # 3. The same blocks again: input gradient, and parameter gradients over ROWS rows. Keeping
+        # g and n instead would take half of all registers at E = 16384, and more than all beyond
+        # that. The sums would then not fit into registers and would go to memory and back with
+        # every row, 8 bytes per element each. Reading bfloat16 a second time costs only 4.
         for start in range(0, E, BLOCK_E):
             col, mask = columns(row, start, rows, E, BLOCK_E)
             n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, mask)
@@ -141,7 +142,7 @@ def norm_bwd_wide_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, 
 
 
 class NormGradients(NamedTuple):
-    """What `norm_bwd` returns; dresidual is dx itself where the two are equal, absent ones None."""
+    """Results of `norm_bwd`; dresidual is dx itself if they are equal, absent ones are None."""
 
     dx: torch.Tensor
     dresidual: torch.Tensor | None
@@ -166,12 +167,12 @@ def norm_bwd(
     residual_dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> NormGradients:
-    """The backward half of both norms: of LayerNorm if `mean` is given.
+    """The backward half of RMSNorm, or of LayerNorm if `mean` is given.
 
-    ds is the gradient of the returned s, if it has one; `bias` and `x_bias` say which sums are
-    wanted; x_dtype (by default that of s) and residual_dtype (None: there is no residual) are those
-    of dx and dresidual. dw, db and dx_bias are sums over tokens, in the dtype of rstd. Raises
-    ValueError as `rms_norm`, and on gradients that are not like s.
+    ds is the gradient of the returned s, if it has one. `bias` and `x_bias` request their sums.
+    x_dtype (by default that of s) and residual_dtype (None if there is no residual) are the dtypes
+    of dx and dresidual. dw, db and dx_bias are sums over tokens, in the dtype of rstd. Raises the
+    ValueErrors of `rms_norm`, and ValueError for gradients that are not shaped like s.
     """
     impl = choose(impl, dy, s, weight, mean, rstd, ds, getattr(drop, "tokens", None))
     drop = check_norm(s, weight, None, Terms(drop=drop)).drop
@@ -185,7 +186,7 @@ def norm_bwd(
             )
     wanted = WantedGradients(bias, x_bias, x_dtype or s.dtype, residual_dtype)
     if impl == "torch":
-        # Contiguous: torch's operator takes statistics of any strides for such.
+        # Contiguous, because torch's operator ignores the strides of statistics.
         mean = None if mean is None else mean.contiguous().unsqueeze(-1)
         found = norm_bwd_cpu(dy, s, weight, mean, rstd.contiguous().unsqueeze(-1), wanted, ds, drop)
     else:
@@ -206,20 +207,23 @@ def launch_backward(
     ds: torch.Tensor | None,
     drop: Drop | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """The fields of `NormGradients` by the kernel, of checked arguments; dresidual is None where it
-    is dx."""
+    """The fields of `NormGradients` by the kernel, for checked arguments.
+
+    dresidual is None if it is dx.
+    """
     bias, x_bias, apart = wanted.bias, wanted.x_bias, wanted.apart(drop)
     E, dy2, s2, ds2 = s.shape[-1], as_rows(dy), as_rows(s), None if ds is None else as_rows(ds)
     kernel, (rows, block, warps) = norm_bwd_kernel, tile_of(E)
-    warps = min(16, 2 * warps)  # 8 elements per thread, up to 4096: with 16 some spill on sm_100
+    warps = min(16, 2 * warps)  # 8 elements per thread, up to 4096; with 16 some spill on sm_100
     options = {"num_warps": warps}
-    # In 16 bits all are held at once, of 80 registers up to E = 2048, of 64 up to 4096, of 128
-    # beyond; where there are several, the sum of x_bias takes the room of one.
+    # In 16 bits, this many programs run at once per multiprocessor, with 80 registers up to E =
+    # 2048, 64 up to 4096, and 128 beyond. The sum of x_bias takes the registers of one program if
+    # there are several.
     held = max(1, (3 if block <= 2048 else 2 if block == 4096 else 1) - x_bias)
     widest = BWD_WIDTH // 2 if bias and x_bias else BWD_WIDTH  # three sums take more registers
     if widest < E:
         kernel, (rows, block), held = norm_bwd_wide_kernel, (4, 1024), 1
-        options = all_registers(16)  # as there is but one program
+        options = all_registers(16)  # because there is only one program
     programs = min(triton.cdiv(len(s2), rows), held * processors(s.device))
     dx = torch.empty(s.shape, dtype=wanted.x_dtype, device=s.device)
     dresidual = None if apart is None else torch.empty_like(dx, dtype=apart)

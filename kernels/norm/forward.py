@@ -1,4 +1,4 @@
-"""Forward of the norms: one pass over a row that fits, or two over a wide one.
+"""Forward of the norms: one pass over a row that fits, two passes over a wide row.
 
 See `function` for the formulas.
 """
@@ -35,7 +35,7 @@ def norm_fwd_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr, bia
                     rows, stride_x, stride_residual, seed, site,
                     E: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr,
                     SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    # 1. A tile of whole rows of s, as rounded by the store.
+    # 1. A tile of whole rows of s, rounded as stored.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col, mask = columns(row, 0, rows, E, BLOCK_E)
     s = sum_of(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, s_ptr, row, 0, rows, stride_x,
@@ -113,10 +113,10 @@ def norm_fwd(
     out_dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(y, s, mean or None, rstd): the forward half of both norms, of LayerNorm if `layer`.
+    """(y, s, mean or None, rstd): the forward half of RMSNorm, or of LayerNorm if `layer`.
 
-    Arguments and errors as `rms_norm`. y is new; s is x itself if nothing is added
-    to x and nothing dropped. mean and rstd are [...], fp32 (fp64).
+    Arguments and errors as for `rms_norm`. y is new; s is x itself if nothing is added to x and
+    nothing is dropped. mean and rstd are [...], fp32 (fp64).
     """
     terms = Terms(residual, x_bias, drop)
     impl = choose(impl, x, weight, bias, *terms.tensors)
@@ -136,7 +136,7 @@ def launch_forward(
     terms: Terms,
     options: NormOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """`norm_fwd` of checked arguments by the kernel."""
+    """`norm_fwd` of checked arguments, using the kernel."""
     s, y = x, torch.empty(x.shape, dtype=options.out_dtype, device=x.device)
     if not terms.absent:
         s = torch.empty(x.shape, dtype=terms.dtype(x), device=x.device)

@@ -1,13 +1,13 @@
 """RMSNorm and LayerNorm, fused with the bias, dropout and residual add before them.
 
-    s = residual + dropout(x + x_bias)           each term optional; returned: the next residual
+    s = residual + dropout(x + x_bias)           terms are optional; returned as next residual
     RMSNorm    y = s * rstd * w                  rstd = 1 / sqrt(mean(s^2) + eps)
     LayerNorm  y = (s - mean) * rstd * w + b     rstd = 1 / sqrt(mean((s - mean)^2) + eps)
 
 x, residual, y, s: [..., E]; w, b, x_bias: [E]; mean, rstd, tokens: [...]. Statistics are over dim
 -1, so any sharding of the other dims (x[T/tp, E] of sequence parallelism) is exact; dw, db and
-dx_bias are then partial sums over that axis. `x_bias` is the bias of the linear layer before, which
-leaves it out; the mask is that of `dropout.dropout`, keyed by global token and column.
+dx_bias are then partial sums over that axis. `x_bias` is the bias of the preceding linear layer,
+which leaves it out. The mask is that of `dropout.dropout`, keyed by global token and column.
 
 Backward, with n = (s - mean) * rstd and g = dy * w:
 
@@ -15,24 +15,24 @@ Backward, with n = (s - mean) * rstd and g = dy * w:
     dx = dresidual * mask / (1 - p)              dx_bias = sum_rows(dx)
     dw = sum_rows(dy * n)                        db = sum_rows(dy)
 
-Saved for backward: s (kept anyway, as the residual stream), w, and per row rstd and mean. n is
-recomputed, because reading s costs as much as reading a saved n, and needs no memory; the mask is
-recomputed from `tokens`.
+s (kept anyway, as the residual stream), w, and rstd and mean per row are saved for backward. n is
+recomputed, because reading s costs as much as reading a saved n, and needs no extra memory. The
+mask is recomputed from `tokens`.
 
-Dtypes: y has `out_dtype` (by default that of x), s the wider of those of x and residual, so a
-float32 stream under bfloat16 layers stays float32. Computed in float32 (float64 if s is), cast at
-the store; s is rounded to its dtype before it is normalised, so forward and backward see the same
-s. dw, db and dx_bias are deterministic and summed in float32: every program adds the rows it owns
-in order and the partial sums are added by torch, without atomics.
+Dtypes: y has `out_dtype` (by default that of x). s has the wider dtype of x and residual, so a
+float32 stream under bfloat16 layers stays float32. Kernels compute in float32 (float64 if s is) and
+cast at the store. s is rounded to its dtype before it is normalized, so forward and backward see
+the same s. dw, db and dx_bias are deterministic and summed in float32: every program adds its own
+rows in order, and torch adds the partial sums, without atomics.
 
-Traffic: forward reads x and residual and writes s and y, backward reads dy, s and ds and writes dx
-(and dresidual where it differs from dx), each once. Rows too long for the registers (E > 16384
-forward; E > 8192 backward, 4096 with both biases) are read in blocks twice, the second time from
-the cache if it holds the rows in flight; there is no largest E. The kernels are in `forward`
-and `backward`, the torch path in `torch_path`.
+Traffic: forward reads x and residual and writes s and y. Backward reads dy, s and ds and writes dx
+(and dresidual if it differs from dx). Each moves once. Rows too long for the registers (E > 16384
+forward; E > 8192 backward, 4096 with both biases) are read twice in blocks, the second time from
+the cache if it holds the rows in flight. There is no largest E. The kernels are in `forward` and
+`backward`, the torch path in `torch_path`.
 
 Sources: Ba et al. 2016 (arXiv:1607.06450); Zhang and Sennrich 2019 (arXiv:1910.07467); the fused
-chain: Dao's layer_norm of flash-attention.
+chain follows Dao's layer_norm in flash-attention.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def norm_op(
     drop: Drop | None,
     options: NormOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, s unless it is x, mean and rstd."""
+    """y, s (unless it is x), mean, and rstd."""
     terms = Terms(residual, x_bias, drop)
     y, s, mean, rstd = launch_forward(x, weight, bias, terms, options)
     return y, _empty(s) if s is x else s, _empty(rstd) if mean is None else mean, rstd
@@ -167,15 +167,18 @@ def norm_bwd_op(
     drop: Drop | None,
     wanted: WantedGradients,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx, dresidual unless it is dx, and the sums over tokens dx_bias, dw and db."""
+    """dx, dresidual (unless it is dx), and the sums over tokens dx_bias, dw and db."""
     dx, dresidual, *sums = launch_backward(dy, s, weight, mean, rstd, wanted, ds, drop)
     dx_bias, dw, db = (_empty(rstd) if total is None else total for total in sums)
     return dx, _empty(dx) if dresidual is None else dresidual, dx_bias, dw, db
 
 
 class _TorchNorm(torch.autograd.Function):
-    """The torch path of both norms. For RMSNorm it takes half the time of differentiating torch's
-    own on a CPU; for LayerNorm it keeps the sums over tokens from being rounded to 16 bits."""
+    """The torch path of both norms.
+
+    For RMSNorm on a CPU it is twice as fast as differentiating torch's own. For LayerNorm it keeps
+    the sums over tokens from being rounded to 16 bits.
+    """
 
     @staticmethod
     def forward(ctx, s, weight, bias, options):
@@ -214,7 +217,7 @@ def _either_norm(
     out_dtype: torch.dtype | None,
     impl: str | None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Both norms: y, or (y, s) if anything that makes s was given."""
+    """Either norm: y, or (y, s) if any term of s other than x was given."""
     impl, alone = choose(impl, x, weight, bias, *terms.tensors), terms.absent
     terms = check_norm(x, weight, bias, terms, eps)
     dtype = out_dtype or x.dtype
@@ -252,19 +255,18 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of s = residual + dropout(x + x_bias) by weight[E]; differentiable.
 
-    x[..., E]: any sharding but of E, along which a DTensor is gathered (`cut_rms_norm` of
-    ``warpweave.parallel.tensor`` sends a number per row instead). With `residual` (like x, possibly
-    of another float dtype), `x_bias`[E] or `drop` it returns (y, s), gradients flowing through
-    both; else y alone.
+    x[..., E] may have any sharding except of E, along which a DTensor is gathered (`cut_rms_norm`
+    of ``warpweave.parallel.tensor`` sends one number per row instead). With `residual` (shaped like
+    x, possibly of another float dtype), `x_bias`[E] or `drop`, it returns (y, s), and gradients
+    flow through both. Otherwise it returns y alone.
 
     Args:
         drop: the key of `dropout.dropout`, with the same mask; its tokens are the global indices of
             the rows of x. With p = 0 nothing is dropped.
-        out_dtype: dtype of y, by default that of x; s has the wider one of x and
-            residual.
+        out_dtype: dtype of y, by default that of x; s has the wider dtype of x and residual.
 
-    Raises ValueError on a weight of None, on shapes, dtypes or numbers that do not fit, or if
-    `impl` cannot run (`dispatch.choose`). Zhang, Sennrich 2019 (arXiv:1910.07467).
+    Raises ValueError if weight is None, if shapes, dtypes or numbers do not fit, or if `impl`
+    cannot run (`dispatch.choose`). Zhang, Sennrich 2019 (arXiv:1910.07467).
     """
     terms = Terms(residual, x_bias, drop)
     return _either_norm(x, weight, None, terms, False, eps, out_dtype, impl)
@@ -283,6 +285,6 @@ def layer_norm(
     out_dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """LayerNorm by weight[E] and bias[E]; the rest as `rms_norm`. Ba et al. 2016."""
+    """LayerNorm by weight[E] and bias[E]; otherwise like `rms_norm`. Ba et al. 2016."""
     terms = Terms(residual, x_bias, drop)
     return _either_norm(x, weight, bias, terms, True, eps, out_dtype, impl)

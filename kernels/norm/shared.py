@@ -1,11 +1,10 @@
-"""What forward and backward of both norms share: their arguments, checked on the host and as the
-kernels take them, and the helpers inside the kernels. Formulas and shapes stand in `function`.
+"""Arguments and device helpers shared by the forward and backward of both norms.
 
-Two forms of each direction: one for rows that fit into a program's registers, and `wide` ones that
-go through the row in blocks of columns, twice. The device helpers work on a tile of rows,
-`row`[ROWS] (int64), by columns from `start`: `col`[1, BLOCK_E], with `mask`[ROWS, BLOCK_E] where
-both exist. What is absent (a bias, a residual, dropout, the mean of an RMSNorm) is a pointer that
-is None: decided at compile time.
+`function` has the formulas and shapes. Each direction has two forms: one for rows that fit into a
+program's registers, and a `wide` one that goes through the row twice in blocks of columns. The
+device helpers work on a tile of rows, `row`[ROWS] (int64), and columns from `start`: `col`[1,
+BLOCK_E], with `mask`[ROWS, BLOCK_E] where both exist. A pointer that is None marks an absent
+argument (a bias, a residual, dropout, the mean of an RMSNorm), which is decided at compile time.
 
 Source of the running statistics of the wide forward: Chan, Golub and LeVeque 1983.
 """
@@ -25,7 +24,7 @@ from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 
 
 class NormOptions(NamedTuple):
-    """What a norm is told besides tensors."""
+    """The arguments of a norm other than tensors."""
 
     layer: bool
     eps: float
@@ -33,7 +32,7 @@ class NormOptions(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What makes s = residual + dropout(x + x_bias) of x, each of them optional."""
+    """The terms that turn x into s = residual + dropout(x + x_bias), all of them optional."""
 
     residual: torch.Tensor | None = None
     x_bias: torch.Tensor | None = None
@@ -41,7 +40,7 @@ class Terms(NamedTuple):
 
     @property
     def absent(self) -> bool:
-        """Whether s is x itself."""
+        """True if s is x itself."""
         return self.residual is None and self.x_bias is None and self.drop is None
 
     @property
@@ -50,15 +49,17 @@ class Terms(NamedTuple):
         return self.residual, self.x_bias, getattr(self.drop, "tokens", None)
 
     def dtype(self, x: torch.Tensor) -> torch.dtype:
-        """That of s: the wider of those of x and residual."""
+        """The dtype of s, the wider of those of x and residual."""
         return (
             x.dtype if self.residual is None else torch.promote_types(x.dtype, self.residual.dtype)
         )
 
 
 class WantedGradients(NamedTuple):
-    """Which sums over tokens a norm's backward makes, and in which dtypes dx and dresidual are
-    wanted; residual_dtype is None where there is no residual."""
+    """The sums over tokens to compute in a norm's backward, and the dtypes of dx and dresidual.
+
+    residual_dtype is None if there is no residual.
+    """
 
     bias: bool
     x_bias: bool
@@ -66,7 +67,7 @@ class WantedGradients(NamedTuple):
     residual_dtype: torch.dtype | None
 
     def apart(self, drop: Drop | None) -> torch.dtype | None:
-        """The dtype of a dresidual that is not dx; None if it is dx, or there is none."""
+        """The dtype of a dresidual that differs from dx; None if it is dx or does not exist."""
         same = drop is None and self.residual_dtype == self.x_dtype
         return None if same else self.residual_dtype
 
@@ -78,14 +79,17 @@ def check_norm(
     terms: Terms,
     eps: float = 0.0,
 ) -> Terms:
-    """The terms, without a dropout that drops nothing. Raises ValueError unless weight, bias and
-    x_bias are [E], E > 0, of x[..., E], residual is like x, all have float dtypes, the dropout is
-    one of these rows, and eps is not negative."""
+    """Return the terms, without a dropout that drops nothing.
+
+    Raises ValueError unless weight, bias and x_bias are [E], E > 0, for x[..., E], residual is
+    shaped like x, all have float dtypes, the dropout has one token per row, and eps is not
+    negative.
+    """
     residual, x_bias, drop = terms
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0, got {eps}")
     if weight is None:
-        raise ValueError("weight must be [E] of x[..., E], got None: ones(E) scale nothing")
+        raise ValueError("weight must be [E] of x[..., E], got None: pass ones(E) for no scale")
     if x.ndim == 0 or weight.shape != x.shape[-1:] or x.shape[-1] == 0:
         raise ValueError(f"weight must be [E] of x[..., E], got {[*weight.shape]}, x {[*x.shape]}")
     for name, v in (("bias", bias), ("x_bias", x_bias)):
@@ -109,7 +113,7 @@ def tile_of(E: int) -> tuple[int, int, int]:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x as [rows, E] with contiguous rows: a view where strides allow it."""
+    """x as [rows, E] with contiguous rows: a view if the strides allow it."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 
@@ -123,26 +127,26 @@ def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
 
 @triton.jit
 def columns(row, start, rows, E: tl.constexpr, BLOCK_E: tl.constexpr):
-    """col and mask."""
+    """The columns of a block and their mask."""
     col = start + tl.arange(0, BLOCK_E)[None, :]
     return col, (row[:, None] < rows) & (col < E)
 
 
 @triton.jit
 def load_tile(ptr, stride, row, col, mask):
-    """A tile in the dtype to compute in, 0 outside."""
+    """Load a tile in the compute dtype, with 0 outside."""
     return upcast(tl.load(ptr + row[:, None] * stride + col, mask, 0.0))
 
 
 @triton.jit
 def store_tile(ptr, stride, tile, row, col, mask):
-    # One offset for all tensors of this stride: without the brackets a width spills on sm_80.
+    # One offset for all tensors of this stride: without the parentheses, one width spills on sm_80.
     tl.store(ptr + (row[:, None] * stride + col), to_dtype(tile, ptr.dtype.element_ty), mask)
 
 
 @triton.jit
 def vector(ptr, col, E: tl.constexpr):
-    """Columns of a parameter, [1, BLOCK_E], 0 outside."""
+    """Load columns of a parameter as [1, BLOCK_E], with 0 outside."""
     return upcast(tl.load(ptr + col, col < E, 0.0))
 
 
@@ -150,7 +154,7 @@ def vector(ptr, col, E: tl.constexpr):
 def drop_mask(
     tile, tokens_ptr, row, start, rows, seed, site, THRESHOLD: tl.constexpr, SCALE: tl.constexpr
 ):
-    """What `dropout.dropout` leaves of the tile; forward and backward alike."""
+    """Apply the mask of `dropout.dropout` to a tile, in the forward and in the backward."""
     GROUPS: tl.constexpr = tile.shape[1] // 4
     token = tl.load(tokens_ptr + row, row < rows, 0)[:, None]
     group = start // 4 + tl.arange(0, GROUPS)[None, :]
@@ -162,7 +166,7 @@ def drop_mask(
 def sum_of(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, s_ptr, row, start, rows,
          stride_x, stride_residual, seed, site, E: tl.constexpr, THRESHOLD: tl.constexpr,
          SCALE: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    """A tile of s, rounded as it is stored; stored unless it is x."""
+    """Compute a tile of s, rounded as stored; store it unless s is x."""
     col, mask = columns(row, start, rows, E, BLOCK_E)
     s = load_tile(x_ptr, stride_x, row, col, mask)
     if x_bias_ptr is not None:
@@ -180,7 +184,7 @@ def sum_of(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, s_ptr, row, start, rows,
 
 @triton.jit
 def store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, row, col, mask, E: tl.constexpr):
-    """Normalise, scale and shift a tile of s, from which the mean is gone."""
+    """Normalize, scale and shift a tile of s, from which the mean is already subtracted."""
     y = s * rstd[:, None] * vector(weight_ptr, col, E)
     if bias_ptr is not None:
         y += vector(bias_ptr, col, E)
@@ -189,7 +193,7 @@ def store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, row, col, mask, E: tl.constexp
 
 @triton.jit
 def row_statistics(mean_ptr, rstd_ptr, row, rows):
-    """(mean, rstd), each [ROWS, 1]; without a mean rstd stands for it."""
+    """(mean, rstd), each [ROWS, 1]; without a mean, rstd is returned twice."""
     rstd = tl.load(rstd_ptr + row, row < rows, 0.0)[:, None]
     if mean_ptr is None:
         return rstd, rstd
@@ -210,7 +214,7 @@ def normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, mask):
 def store_dx(dx, ds_ptr, tokens_ptr, dx_ptr, dresidual_ptr, row, start, rows, stride_ds,
               seed, site, E: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
               BLOCK_E: tl.constexpr):  # fmt: skip
-    """Add ds, store the gradients of residual and x; returns that of x, not rounded."""
+    """Add ds and store the gradients of residual and x; return the latter, not rounded."""
     col, mask = columns(row, start, rows, E, BLOCK_E)
     if ds_ptr is not None:
         dx += load_tile(ds_ptr, stride_ds, row, col, mask)
@@ -224,5 +228,5 @@ def store_dx(dx, ds_ptr, tokens_ptr, dx_ptr, dresidual_ptr, row, start, rows, st
 
 @triton.jit
 def add_to(ptr, at, inside, tile):
-    """Add the sum over a tile's rows to what this program has at `at`."""
+    """Add the sum over a tile's rows to this program's sum at `at`."""
     tl.store(ptr + at, tl.load(ptr + at, inside, 0.0) + tl.sum(tile, 0), inside)

@@ -1,9 +1,9 @@
-"""Both norms by torch's own operators: the CPU path, right on every device. See `function`.
+"""The torch path of both norms, made for CPUs and correct on every device. See `function`.
 
-On a CPU a training step calls these often and on few rows, so the number of operators counts as
-much as the bytes. LayerNorm is torch's own, both ways. RMSNorm's forward is seven operators, four
-of them on one number per row; its backward is torch's fused LayerNorm backward with mean 0, which
-subtracts mean(g) too: that is added again.
+On a CPU, a training step calls these often and on few rows, so the number of operators matters as
+much as the bytes. LayerNorm is torch's own in both directions. RMSNorm's forward is seven
+operators, four of them on one number per row. Its backward is torch's fused LayerNorm backward with
+mean 0, which also subtracts mean(g), so that is added back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from warpweave.kernels.runtime.wgrad import bias_gradient
 
 
 class _AddBias(torch.autograd.Function):
-    """x[..., E] + x_bias[E], whose gradient is a linear layer's: see `runtime.wgrad`."""
+    """x[..., E] + x_bias[E]; the bias gradient is that of a linear layer, see `runtime.wgrad`."""
 
     @staticmethod
     def forward(ctx, x, x_bias):
@@ -37,7 +37,7 @@ class _AddBias(torch.autograd.Function):
 
 
 def residual_sum(x: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """s, differentiable; x itself where nothing is added or dropped."""
+    """Return s, differentiable; x itself if nothing is added or dropped."""
     s, (residual, x_bias, drop) = x, terms
     if x_bias is not None:
         compiling = torch.compiler.is_compiling()
@@ -48,7 +48,7 @@ def residual_sum(x: torch.Tensor, terms: Terms) -> torch.Tensor:
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x.to(dtype), without the microsecond that this takes to do nothing."""
+    """Return x.to(dtype), without the microsecond that a cast to the same dtype takes."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -58,7 +58,7 @@ def norm_fwd_cpu(
     bias: torch.Tensor | None,
     options: NormOptions,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """y, mean[..., 1] (None in RMSNorm) and rstd[..., 1] of checked s, weight and bias."""
+    """y, mean[..., 1] (None for RMSNorm) and rstd[..., 1] of checked s, weight and bias."""
     layer, eps, out_dtype = options
     wide, E = compute_dtype(s), s.shape[-1]
     sw = cast(s, wide)
@@ -81,8 +81,10 @@ def norm_bwd_cpu(
     ds: torch.Tensor | None = None,
     drop: Drop | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """dx, dresidual, dx_bias, dw and db of checked tensors; absent ones are None, and so is a
-    dresidual that is dx. mean and rstd are [..., 1]."""
+    """dx, dresidual, dx_bias, dw and db of checked tensors.
+
+    Absent results are None, and so is a dresidual that is dx. mean and rstd are [..., 1].
+    """
     E, wide, bias, apart = s.shape[-1], rstd.dtype, wanted.bias, wanted.apart(drop)
     dyw, w = cast(dy, wide), cast(weight, wide)
     dx, dw, db = torch.ops.aten.native_layer_norm_backward.default(

@@ -1,10 +1,11 @@
-"""Fused communication and GEMM: all-gather -> GEMM, GEMM -> reduce-scatter and GEMM -> all-reduce
-in Triton kernels over symmetric memory.
+"""Fused communication and GEMM in Triton kernels over symmetric memory.
+
+The operations are all-gather -> GEMM, GEMM -> reduce-scatter and GEMM -> all-reduce.
 
     symmetric   the memory: a segment per rank that all ranks can read and write, flags, epochs
-    signals     publish and await flags, in a kernel
+    signals     publish and await flags within a kernel
     gather      all-gather -> GEMM          scatter    GEMM -> reduce-scatter, GEMM -> all-reduce
-    gathering   what layers ask of them: the gathered input of a column-parallel product, the summed
+    gathering   the form for layers: the gathered input of a column-parallel product, and the summed
                 result of a row-parallel one
     function    the public functions and their checks
 """

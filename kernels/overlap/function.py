@@ -1,7 +1,7 @@
 """The public functions of fused communication and GEMM: checks, then the launches of one rank.
 
 Every rank of the group calls the same function with the same shapes, in the same order, on one
-stream. `gather` and `scatter` describe what they compute and send.
+stream. `gather` and `scatter` describe what the functions compute and send.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from warpweave.kernels.overlap.symmetric import Memory
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph
 
-ONE_SHOT = 3_600_000  # bytes that NVLink moves in the time of one more wait (predicted)
+ONE_SHOT = 3_600_000  # bytes that NVLink moves in the time of one extra wait (predicted)
 
 Steps = Generator[None, None, Any]
 
@@ -42,20 +42,20 @@ def all_gather_gemm(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """All-gather -> GEMM: (y, z or None, whole) from this rank's shard x[S, K] and its b[K, N].
 
-    whole[W S, K] = all-gather(x), y[W S, N] = residual + dropout(act(whole @ b + bias)), bitwise
-    equal to `fused_gemm` of the gathered rows with the same tile.
+    whole[W S, K] = all-gather(x), and y[W S, N] = residual + dropout(act(whole @ b + bias)) is
+    bitwise equal to `fused_gemm` of the gathered rows with the same tile.
 
     Args:
-        memory: the group's symmetric memory, of at least S K elements of x and ceil(S / 16) slots
-            (fewer if the tile has more rows; the error names the number).
+        memory: the group's symmetric memory, with at least S K elements of x and ceil(S / 16) slots
+            (fewer if the tile has more rows; the error message has the number).
         bias, activation, save_z, drop, residual, out_dtype, precision: as for `gemm.fused_gemm` of
             the gathered rows.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit, the memory is too small, something
-            requires a gradient, or Triton cannot run.
-        TimeoutError: with bounded waits, on a CPU: a rank did not publish its rows in time. If it
-            is in another operation, or in one of other sizes or dtypes, that is a ValueError.
+            requires a gradient, or Triton cannot run; or, as for TimeoutError, a rank is in a
+            different operation, or in one with different sizes or dtypes.
+        TimeoutError: with bounded waits, on a CPU: a rank did not publish its rows in time.
     """
     epilogue = Epilogue(bias, activation, save_z, drop, residual, out_dtype, precision)
     steps = all_gather_gemm_steps(x, b, memory, epilogue)
@@ -80,12 +80,13 @@ def gemm_reduce_scatter(
     float64), unrounded, in rank order.
 
     Args:
-        memory: the group's symmetric memory, of at least W S N elements of float32 and
+        memory: the group's symmetric memory, with at least W S N elements of float32 and
             ceil(S / 16) ceil(N / 32) slots (or fewer, as for `all_gather_gemm`).
         bias, drop, residual, out_dtype, precision: as for `gemm.fused_gemm` of this rank's rows;
             bias is added once, after the sum.
 
-    Raises what `all_gather_gemm` raises, and ValueError if the ranks do not divide the rows.
+    Raises the errors of `all_gather_gemm`, and ValueError if the number of rows is not divisible by
+    the number of ranks.
     """
     epilogue = Epilogue(bias, None, False, drop, residual, out_dtype, precision)
     steps = gemm_reduce_scatter_steps(a, b, memory, epilogue)
@@ -104,17 +105,16 @@ def gemm_all_reduce(
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
 ) -> torch.Tensor:
-    """GEMM -> all-reduce: y[M, N], the sum over ranks of a[M, K] b[K, N], bitwise equal on all
-    ranks.
+    """GEMM -> all-reduce: y[M, N], the sum over ranks of a[M, K] b[K, N], the same bits on each.
 
-    One-shot, in which every rank reads all partial products; or, if the ranks divide the rows and
-    there are more bytes than `ONE_SHOT`, two-shot: a reduce-scatter and an all-gather of its
-    result, fewer bytes for one more wait.
+    One-shot, in which every rank reads all partial products. Above `ONE_SHOT` bytes, and if the
+    rows are divisible by the ranks, it is two-shot instead: a reduce-scatter and an all-gather of
+    its result, which moves fewer bytes but waits once more.
 
     Args:
         memory, bias, ...: as for `gemm_reduce_scatter`, for all rows.
 
-    Raises what `gemm_reduce_scatter` raises, but that the ranks need not divide the rows.
+    Raises the errors of `gemm_reduce_scatter`, but the rows need not be divisible by the ranks.
     """
     epilogue = Epilogue(bias, None, False, drop, residual, out_dtype, precision)
     steps = gemm_all_reduce_steps(a, b, memory, epilogue)
@@ -147,7 +147,7 @@ def gemm_reduce_scatter_steps(
     """`gemm_reduce_scatter`, launch by launch."""
     name, world = "gemm_reduce_scatter", memory.world
     if a.shape[0] % world:
-        raise ValueError(f"{name}: {world} ranks do not divide the rows of a {[*a.shape]}")
+        raise ValueError(f"{name}: the rows of a {[*a.shape]} are not divisible by {world} ranks")
     epilogue = _checked(a, b, epilogue, a.shape[0] // world)
     return scatter_steps(a, b, memory, epilogue, owners=world, name=name)
 
@@ -181,7 +181,7 @@ def _two_shots(
 
 
 def _checked(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, rows: int) -> Epilogue:
-    """`epilogue`, checked for `rows` rows; ValueError unless it, a and b fit one another."""
+    """Return `epilogue`, checked for `rows` rows; raise ValueError if it, a and b do not fit."""
     choose("triton", a, b, *epilogue.tensors)
     check_operands(a, b, epilogue.bias)
     check_result(a, epilogue.out_dtype)
@@ -189,8 +189,10 @@ def _checked(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, rows: int) ->
 
 
 def run_local(ranks: Sequence[Steps]) -> list[Any]:
-    """The results of virtual ranks on one device, their launches in turn on one stream: a launch
-    waits only for earlier ones, so it cannot deadlock."""
+    """The results of virtual ranks on one device, which take turns to launch on one stream.
+
+    A launch waits only for earlier ones, so this cannot deadlock.
+    """
     results: dict[int, Any] = {}
     while len(results) < len(ranks):
         for rank, steps in enumerate(ranks):
@@ -204,9 +206,9 @@ def run_local(ranks: Sequence[Steps]) -> list[Any]:
 
 
 def run_steps(name: str, steps: Steps, memory: Memory) -> Any:
-    """The result of this rank's steps, one launch after the other."""
-    # A compiler must not reorder what other ranks wait for. If it has not been imported it cannot,
-    # and importing it would cost a second.
+    """The result of this rank's steps, run one launch after another."""
+    # A compiler must not reorder operations that other ranks wait for. It cannot if it has not been
+    # imported, and importing it would cost a second.
     run = torch.compiler.disable(_run_steps) if "torch._dynamo" in sys.modules else _run_steps
     return run(name, steps, memory)
 

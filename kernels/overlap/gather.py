@@ -1,5 +1,7 @@
-"""All-gather -> GEMM (FLUX, Chang et al. 2024, arXiv:2406.06858; Triton-distributed, Zheng et al.
-2025, arXiv:2504.19442): the product begins with this rank's own rows while the others' are copied.
+"""All-gather -> GEMM: the product starts with this rank's rows while the others' are copied.
+
+Sources: FLUX, Chang et al. 2024, arXiv:2406.06858; Triton-distributed, Zheng et al. 2025,
+arXiv:2504.19442.
 
     whole[W S, K] = all-gather(x[S, K])        y[W S, N] = epilogue(whole @ b[K, N])
 
@@ -10,17 +12,17 @@
                programs     x0 @ b     x1 @ b     x2 @ b     x3 @ b
 
 `_publish_kernel` copies this rank's shard to symmetric memory (and to `whole`) and sets a flag per
-BLOCK_M rows. In `_gather_gemm_kernel` the first programs of the grid, the copiers, copy other
-ranks' rows into `whole`, each block as soon as its flag is set. The other programs compute the
-tiles of y in the order in which rows become available: those of this rank first, which wait for
-nothing, then those of rank + 1, + 2, ... A tile lies within one shard, whatever the shard's length.
+BLOCK_M rows. In `_gather_gemm_kernel`, the first programs of the grid are the copiers. They copy
+other ranks' rows into `whole`, each block as soon as its flag is set. The other programs compute
+the tiles of y in the order in which rows become available: first those of this rank, which wait for
+nothing, then those of rank + 1, + 2, ... A tile lies within one shard, for any length of the shard.
 
 It cannot deadlock: the publishing launch waits for nothing, copiers wait only for peers' publishing
-launches, tiles only for copiers, which start before them. That also holds if one program runs at a
-time, as in the interpreter.
+launches, and tiles wait only for copiers, which start before them. This also holds if one program
+runs at a time, as in the interpreter.
 
 `whole` is returned, because the gradient of b is a product with it. A rank reads (W - 1) S K remote
-elements. The epilogue is that of `gemm.fused_gemm`; the sums are over K only, so y is bitwise equal
+elements. The epilogue is that of `gemm.fused_gemm`. The sums are only over K, so y is bitwise equal
 to the product of the gathered rows with the same tile.
 
 Limits: not differentiable; equally large shards.
@@ -116,8 +118,10 @@ def copy_parts(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The copiers, the first COPYING programs: copy the other ranks' shards, that of rank + 1
-    first, BLOCK_M rows at a time, each as soon as it is published."""
+    """Copy the other ranks' shards, as the copiers, which are the first COPYING programs.
+
+    The shard of rank + 1 is first. Each BLOCK_M rows are copied as soon as they are published.
+    """
     parts = tl.cdiv(S, BLOCK_M)
     for index in range(copier, (WORLD - 1) * parts, COPYING if COPYING > 0 else 1):
         source, part = (rank + 1 + index // parts) % WORLD, index % parts
@@ -151,14 +155,17 @@ def await_tile(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Wait for the rows of tile `index` of y; (first, row, col): its `row` in the shard that begins
-    at row `first` of all rows. Tiles are in the order of shards, this rank's first."""
+    """Wait for the rows of tile `index` of y and return (first, row, col).
+
+    The tile starts at `row` in the shard that starts at row `first` of all rows. Tiles are in the
+    order of shards, this rank's first.
+    """
     each = tl.cdiv(S, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     source = (rank + index // each) % WORLD
     row, col = tile_origin(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
     if source != rank:
         part = row // BLOCK_M
-        await_(  # longer than the copier, which names the operation
+        await_(  # longer than the copier's wait, so that the copier reports the operation
             flag_of(addresses_ptr, rank, WORLD + source, part, slots), epoch,
             error_ptr, source, part, 0, 2 * POLLS, "gpu",
         )  # fmt: skip
@@ -266,25 +273,25 @@ def _gather_kernel(
 
 
 def waiting_programs(parts: int, device: torch.device) -> int:
-    """The number of programs of a launch that waits for peers: at most one on each multiprocessor,
-    none on `CTAS` of them, and one per part of the work.
+    """The number of programs of a launch that waits for peers: at most one per multiprocessor.
 
-    A peer that is waited for may itself wait for a message of this rank, whose kernel would never
-    start if the waiting programs held all multiprocessors until they end.
+    It leaves `CTAS` multiprocessors free, and is at most one per part of the work. A peer may
+    itself wait for a message of this rank. The message's kernel would never start if the waiting
+    programs held all multiprocessors until they end.
     """
     return min(parts, max(1, processors(device) - CTAS))
 
 
 class Peers(NamedTuple):
-    """The arguments and the constants of `copy_parts` and `await_tile`, in their order, and the
-    number of copiers."""
+    """The arguments and constants of `copy_parts` and `await_tile`, in order, and the number of
+    copiers."""
 
     where: tuple[torch.Tensor | int, ...]
     constants: tuple[int, int, int]
     copying: int
 
     def grid(self, tiles: int, device: torch.device) -> tuple[int]:
-        """Copiers, and programs for the tiles, of which there is one at least."""
+        """The number of copiers and of programs for the tiles, of which there is at least one."""
         programs = waiting_programs(self.copying + tiles, device)
         return (max(programs, self.copying + 1),)
 
@@ -296,8 +303,10 @@ def gathered(
     tile: GemmTile,
     launch: Callable[[torch.Tensor, Peers], object],
 ) -> Generator[None, None, torch.Tensor]:
-    """whole[W S, K] = all-gather(x[S, K]); ``launch(whole, peers)`` launches the kernel that copies
-    and multiplies."""
+    """whole[W S, K] = all-gather(x[S, K]).
+
+    ``launch(whole, peers)`` launches the kernel that copies and multiplies.
+    """
     (S, K), world = x.shape, memory.world
     whole = x.new_empty(world * S, K)
     if whole.numel() == 0:
@@ -328,7 +337,7 @@ def gathered(
 def all_gather_steps(
     name: str, x: torch.Tensor, memory: Memory
 ) -> Generator[None, None, torch.Tensor]:
-    """whole[W S, N] = all-gather(x[S, N]), with a yield after each launch."""
+    """whole[W S, N] = all-gather(x[S, N]); yields after each launch."""
     tile = find("gemm", x.device, x.element_size(), "small")
 
     def launch(whole: torch.Tensor, peers: Peers) -> None:
@@ -347,7 +356,7 @@ def gather_steps(
     memory: Memory,
     epilogue: Epilogue,
 ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
-    """`all_gather_gemm` with a yield after each launch; only the size of the memory is checked."""
+    """`all_gather_gemm`, yielding after each launch; only the size of the memory is checked."""
     (S, K), N, rows = x.shape, b.shape[1], memory.world * len(x)
     y, z = epilogue.outputs(x, rows, N)
     given, tile = epilogue.arguments(z), shared_tile(x, rows, b)

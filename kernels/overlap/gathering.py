@@ -1,12 +1,13 @@
-"""Fused communication as layers use it (overlap="fused"): the input of a product that the product's
-own kernel gathers, and a product whose kernel sums over the ranks.
+"""Fused communication in the form that layers use (overlap="fused").
+
+The product's own kernel gathers its input, or sums its result over the ranks.
 
     column-parallel   forward    all-gather -> GEMM fused, this rank's shard first (`Gathering`)
                       backward   whole collectives hidden behind the GEMMs of dx and dW; if dW is
                                  deferred or not needed, GEMM -> reduce-scatter fused
     row-parallel      forward    GEMM -> reduce-scatter (or all-reduce) fused, with bias, dropout
                                  and residual after the sum
-                      backward   all-gather -> GEMM fused; the gathered dy is used for dW, too
+                      backward   all-gather -> GEMM fused; the gathered dy is also used for dW
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from warpweave.kernels.runtime.wgrad import rows
 
 
 class Gathering:
-    """All ranks' rows x[T, ..., K], of which this rank holds `shard`; the all-gather is part of the
-    product's kernel (`all_gather_gemm`).
+    """All ranks' rows x[T, ..., K], of which this rank holds `shard`.
+
+    The all-gather is part of the product's kernel (`all_gather_gemm`).
 
     Attributes:
         shard: x[T/W, ..., K] of this rank.
@@ -50,11 +52,11 @@ class Gathering:
 
 
 def check_fusing(impl: str | None) -> None:
-    """ValueError if `impl`, after the choice by device, is not Triton: only its kernels gather."""
+    """Raise ValueError unless `impl`, once chosen, is Triton: only its kernels gather."""
     if impl == "torch":
         raise ValueError(
             "overlap='fused' needs Triton's kernels, got impl='torch' (None on a CPU): pass "
-            "impl='triton', or another overlap"
+            "impl='triton', or a different overlap"
         )
 
 
@@ -66,8 +68,7 @@ def multiply(
     impl: str | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`fused_gemm` of the rows of x[..., K] and b[K, N]; `all_gather_gemm` if x is a
-    `Gathering`."""
+    """`fused_gemm` of the rows x[..., K] and b[K, N], or `all_gather_gemm` of a `Gathering`."""
     if not isinstance(x, Gathering):
         return fused_gemm(rows(x), b, bias, impl=impl, **options)
     y, z, whole = all_gather_gemm(rows(x.shard), b, bias, memory=x.memory, **options)
@@ -78,8 +79,11 @@ def multiply(
 def sum_of_products(
     a: torch.Tensor, b: torch.Tensor, memory: Memory, scatter: bool, **options: Any
 ) -> torch.Tensor:
-    """a[T, ..., K] b[K, N] summed over the ranks: reduce-scattered to [T/R, ..., N] if `scatter`,
-    else all-reduced to [T, ..., N]. `options` are those of `gemm_reduce_scatter`."""
+    """a[T, ..., K] b[K, N] summed over the ranks.
+
+    The sum is reduce-scattered to [T/R, ..., N] if `scatter`, else all-reduced to [T, ..., N].
+    `options` are those of `gemm_reduce_scatter`.
+    """
     product = gemm_reduce_scatter if scatter else gemm_all_reduce
     y = product(rows(a), b, memory=memory, **options)
     return y.view(len(a) // memory.world if scatter else len(a), *a.shape[1:-1], b.shape[1])

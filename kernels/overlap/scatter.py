@@ -1,27 +1,29 @@
-"""GEMM -> reduce-scatter and GEMM -> all-reduce (sources as in `gather`): each tile of the partial
-product is sent as soon as it is computed.
+"""GEMM -> reduce-scatter and GEMM -> all-reduce, which send each tile as soon as it is computed.
+
+Sources are those of `gather`.
 
     y[S, N] = epilogue(sum over ranks r of (a_r b_r)[own S rows])        a_r[W S, K], b_r[K, N]
 
-    rank 0 of 4, time from left to right; rows i are those that rank i owns
+    rank 0 of 4, time from left to right; rank i owns rows i
     launch 1   tiles of rows 1   of rows 2   of rows 3   of rows 0
                each stored on    rank 1      rank 2      rank 3      rank 0
     launch 2   rows 0: wait for the tile of each rank, add the four in rank order, epilogue
 
-`_partials_kernel` computes the rows of the next rank first and its own last, so that remote stores
-are hidden behind the rest of the product. `_sum_kernel` waits for a tile of every rank and adds
-them in rank order in float32, without atomics, so the sum is bitwise the same on every run, and in
-an all-reduce on every rank. Bias, dropout and residual follow the sum, once.
+`_partials_kernel` computes the rows of the next rank first and its own last, so that the rest of
+the product hides remote stores. `_sum_kernel` waits for a tile of every rank and adds them in rank
+order in float32, without atomics. So the sum is bitwise the same on every run and, in an
+all-reduce, on every rank. Bias, dropout and residual follow the sum once.
 
-A reduce-scatter stores a tile in the memory of the rank that owns its rows; a one-shot all-reduce
-stores it in this rank's own, from which all ranks read. Remote elements of a rank, in float32:
-(W - 1) S N sent, or (W - 1) M N read. A two-shot all-reduce, a reduce-scatter and an all-gather of
-its result, sends (W - 1) S N and reads as many in the dtype of y, with one more wait.
+A reduce-scatter stores a tile in the memory of the rank that owns its rows. A one-shot all-reduce
+stores it in this rank's own memory, from which all ranks read. A rank's remote elements, in
+float32, are (W - 1) S N sent, or (W - 1) M N read. A two-shot all-reduce, which is a reduce-scatter
+and an all-gather of its result, sends (W - 1) S N, reads as many in the dtype of y, and waits once
+more.
 
-It cannot deadlock: `_partials_kernel` waits for nothing, `_sum_kernel` only for
+It cannot deadlock: `_partials_kernel` waits for nothing, and `_sum_kernel` waits only for
 `_partials_kernel`s.
 
-Limits: not differentiable; W divides the rows of a reduce-scatter.
+Limits: not differentiable; the rows of a reduce-scatter must be divisible by W.
 """
 
 from __future__ import annotations
@@ -78,13 +80,15 @@ def _partials_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute and publish partial products; OWNERS ranks own S rows each (all-reduce: OWNERS =
-    1)."""
+    """Compute and publish partial products.
+
+    OWNERS ranks own S rows each; in an all-reduce, OWNERS = 1.
+    """
     epoch = this_epoch(epoch_ptr)
     columns = tl.cdiv(N, BLOCK_N)
     each = tl.cdiv(S, BLOCK_M) * columns
     for index in range(tl.program_id(0), OWNERS * each, tl.num_programs(0)):
-        # 1. A tile; rows of the next rank first, this rank's last.
+        # 1. A tile: rows of the next rank first, this rank's rows last.
         owner = (rank + 1 + index // each) % OWNERS
         row, col = tile_origin(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
         s, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
@@ -181,8 +185,7 @@ def scatter_steps(
     owners: int,
     name: str,
 ) -> Generator[None, None, torch.Tensor]:
-    """Reduce-scatter (owners = W) or one-shot all-reduce (owners = 1), with a yield after each
-    launch."""
+    """Reduce-scatter (owners = W) or one-shot all-reduce (owners = 1); yields after each launch."""
     (M, K), N, world = a.shape, b.shape[1], memory.world
     S = M // owners
     y, _ = after.outputs(a, S, N)

@@ -1,5 +1,4 @@
-"""Signals between kernels of different ranks: flags in symmetric memory, set and awaited in a
-kernel.
+"""Signals between kernels of different ranks: flags in symmetric memory, used within kernels.
 
     rank 0, kernel A                     rank 1, kernel B
     store data (its own or rank 1's)
@@ -8,17 +7,17 @@ kernel.
       in rank 1's memory                 load data: sees everything stored before the publish
 
     publish      sets a flag; a rank that has awaited it sees all that this program stored before
-    await_       waits for a flag; after it what was published can be loaded
+    await_       waits for a flag; afterwards the published data can be loaded
     await_part   the same for part i of a rank, with a bounded wait that reports in `error`
 
-Built on `tl.atomic_*` and `tl.debug_barrier` alone, so that Triton's interpreter runs them. One
-thread of a program issues the atomic: the barrier before a release orders the stores of the other
-threads before it (up to Triton 3.8 a release does not do so itself), the barrier after an acquire
-holds them until the flag has been seen. Flags for another rank have scope "sys", flags within a
+The helpers use only `tl.atomic_*` and `tl.debug_barrier`, so Triton's interpreter can run them. One
+thread of a program issues the atomic. The barrier before a release orders the stores of the other
+threads before it (up to Triton 3.8 a release does not do so itself). The barrier after an acquire
+holds them until the flag has been seen. Flags for other ranks have scope "sys", flags within a
 device "gpu".
 
-Exception: stores by asynchronous bulk copy (TMA) must not be published; up to Triton 3.7.1 the
-release does not wait for them.
+Exception: do not publish stores by asynchronous bulk copy (TMA); up to Triton 3.7.1 the release
+does not wait for them.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def signature_of(addresses_ptr, rank, source, epoch, slot, slots, world):
 
 @triton.jit
 def publish(flag_ptr, epoch, SCOPE: tl.constexpr):
-    """Set a flag with release order: after all stores of this program."""
+    """Set a flag with release order, after all stores of this program."""
     tl.debug_barrier()
     tl.atomic_xchg(flag_ptr, epoch, sem="release", scope=SCOPE)
 
@@ -73,8 +72,8 @@ def publish_to_all(
 ):
     """`publish` to flags[source, slot] of every rank, with a signature if SIGNED.
 
-    One thread per rank; PEERS is the power of 2 >= `world`. A loop over the ranks would take
-    registers that the product needs.
+    Each rank has one thread; PEERS is the smallest power of 2 >= `world`. A loop over the ranks
+    would take registers that the product needs.
     """
     peer = tl.arange(0, PEERS)
     flags = tl.load(addresses_ptr + peer, peer < world, 0).to(tl.pointer_type(tl.int64))
@@ -94,10 +93,11 @@ def await_(
 ):
     """Wait with acquire order until a flag has reached `epoch`.
 
-    With POLLS > 0 at most so many polls; then `error` names the rank, the part and this rank's
-    operation, and the program continues with whatever data there is. A count, because each thread
-    would read a clock of its own and leave the loop, which all must leave together, at another
-    time. `error` may lie in the host's memory: it is read where a wait has to wait.
+    With POLLS > 0, poll at most that many times. Then `error` names the rank, the part and this
+    rank's operation, and the program continues with whatever data there is. Polls are counted
+    because all threads must leave the loop together: if each read its own clock, they would leave
+    at different times. `error` may be in the host's memory: it is read only if the flag is not set
+    yet.
     """
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
     if POLLS == 0:
@@ -105,7 +105,7 @@ def await_(
             seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
     else:
         if seen < epoch:
-            # After one wait that gave up, later ones are short.
+            # After one wait has given up, later ones are short.
             left = tl.where(tl.load(error_ptr) == 0, POLLS, 0)
             while (seen < epoch) & (left > 0):
                 seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
@@ -117,7 +117,7 @@ def await_(
 
 @triton.jit
 def report(error_ptr, epoch, source, slot, theirs, own):
-    """Note in `error`, unless there is an earlier one, what was wrong with a part of `source`."""
+    """Record in `error` what was wrong with a part of `source`; keep an earlier entry."""
     if tl.load(error_ptr) == 0:
         tl.store(error_ptr + 1, source)
         tl.store(error_ptr + 2, slot)
@@ -128,8 +128,10 @@ def report(error_ptr, epoch, source, slot, theirs, own):
 
 @triton.jit
 def compare(word_ptr, signature, epoch, error_ptr, source, slot):
-    """After a bounded wait: compare the signature of the part with this rank's. If they differ,
-    `error` says so, as after a wait that gave up, and the program continues."""
+    """Compare the signature of the part with this rank's, after a bounded wait.
+
+    If they differ, report it in `error`, as after a wait that gave up, and continue.
+    """
     theirs = tl.load(word_ptr)
     if theirs != signature:
         report(error_ptr, epoch, source, slot, theirs, signature)

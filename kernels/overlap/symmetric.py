@@ -1,4 +1,4 @@
-"""Symmetric memory: a segment per rank that every rank can read and write, and the epoch it is in.
+"""Symmetric memory: a segment per rank that every rank can read and write, and its current epoch.
 
     the segments of four ranks; each rank has the addresses of all of them
 
@@ -8,21 +8,21 @@
     flags[s, i]          the last epoch in which rank s published its part i to this rank
     flags[W + s, i]      the last epoch in which part i of rank s was copied to this rank
     flags[2 W + s, i]    not a flag: the `Signature` of the operation in which rank s published its
-    flags[3 W + s, i]    part i, of even epochs and of odd ones; written if waits are bounded
+    flags[3 W + s, i]    part i, for even epochs and for odd ones; written if waits are bounded
 
-A kernel is given the addresses of all W segments as seen from its own rank, and neither a process
-group nor a device. So one kernel serves NVLink peers, W virtual ranks on one device, and processes
-over POSIX shared memory in Triton's interpreter.
+A kernel receives the addresses of all W segments as seen from its own rank, but no process group
+and no device. So one kernel serves NVLink peers, W virtual ranks on one device, and processes over
+POSIX shared memory in Triton's interpreter.
 
-Every operation is one epoch, numbered alike on all ranks. Flags only grow, so none is ever reset.
-Epochs e and e + 2 use the same data (double buffering, as in Triton-distributed, Zheng et al. 2025,
-arXiv:2504.19442), without a barrier at the end of an operation: each operation waits for every
-peer, so a rank that has finished epoch e + 1 knows that all have begun e + 1, and so have read all
-of e.
+Every operation is one epoch, with the same number on all ranks. Flags only grow, so none is ever
+reset. Epochs e and e + 2 use the same data (double buffering, as in Triton-distributed, Zheng et
+al. 2025, arXiv:2504.19442), without a barrier at the end of an operation. Each operation waits for
+every peer, so a rank that has finished epoch e + 1 knows that all ranks have begun e + 1, and so
+have read all of e.
 
 Two conditions follow. The operations of one memory must be on one stream (two streams, or two
-groups, need two memories), and an operation that waits for no one, because it is empty, is no
-epoch. Kernels load the epoch from memory, so that replays of a captured graph advance it.
+groups, need two memories). An operation that is empty, and so waits for no one, is not an epoch.
+Kernels load the epoch from memory, so that replays of a captured graph advance it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ import torch
 
 from warpweave.kernels.runtime.dtypes import DTYPES
 
-ALIGNMENT = 256  # bytes: of segments, and of the data in them
+ALIGNMENT = 256  # bytes, for segments and the data in them
 OPERATIONS = ("all_gather_gemm", "qkv_rope", "gemm_reduce_scatter", "gemm_all_reduce")
 
 
 class Signature(NamedTuple):
-    """What all ranks of an operation must agree on, because it decides where flags and data are:
-    the operation, the rows, columns and dtype that each rank sends, and its parts."""
+    """The properties on which all ranks of an operation must agree, as they locate flags and data.
+
+    These are the operation, the rows, columns and dtype that each rank sends, and its parts.
+    """
 
     name: str
     rows: int
@@ -52,7 +54,7 @@ class Signature(NamedTuple):
     part: tuple[int, int]
 
     def word(self) -> int:
-        """As one positive int64; an unknown operation is number 0, sizes are modulo 2^20."""
+        """Encode as one positive int64; an unknown operation is number 0, sizes are modulo 2^20."""
         word = OPERATIONS.index(self.name) + 1 if self.name in OPERATIONS else 0
         for size in (self.rows, self.columns):
             word = word << 20 | size % 2**20
@@ -62,7 +64,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, word: int) -> Signature:
-        """The inverse of `word`."""
+        """Decode a `word`."""
         part = (1 << (word >> 12 & 15)) >> 1, (1 << (word >> 8 & 15)) >> 1
         rows, columns, op = word >> 36 & 2**20 - 1, word >> 16 & 2**20 - 1, word >> 56
         name = (*OPERATIONS, "another operation")[op - 1]
@@ -78,24 +80,24 @@ class SymmetricMemory:
     """One rank's view of the segments of all ranks of a group.
 
     Attributes:
-        rank, world: this rank, and how many there are.
+        rank, world: this rank, and the number of ranks.
         segments: uint8[bytes] of each rank, as mapped in this process; zero before the first
             operation.
         addresses: int64[world], their addresses.
         epoch: int64[1], the number of operations that have run.
         error: int64[5], in the host's memory: the epoch in which a wait gave up (0: none), the rank
-            and the part that it waited for, and the signatures of that part, if it has come, and
+            and the part that it waited for, and the signatures of that part, if it has arrived, and
             of this rank's operation. See `check`.
         slots: parts that a rank may publish in one epoch.
         capacity: bytes of data in an epoch.
-        polls: polls after which a wait gives up; 0 is no limit.
+        polls: polls after which a wait gives up; 0 means no limit.
         left: operations that an error ended midway. Other ranks may have awaited their flags, so
-            the epoch cannot be repeated: all ranks must allocate the memory anew.
+            the epoch cannot be repeated: all ranks must allocate the memory again.
     """
 
     rank: int
     world: int
-    segments: tuple[torch.Tensor, ...]  # held here: a mapping ends with its tensor
+    segments: tuple[torch.Tensor, ...]  # kept alive here: a mapping ends with its tensor
     addresses: torch.Tensor
     epoch: torch.Tensor
     error: torch.Tensor
@@ -114,17 +116,19 @@ class SymmetricMemory:
         self.epoch.add_(1)
 
     def check(self) -> None:
-        """Raise TimeoutError if a wait has given up, ValueError if it has found a rank in another
-        operation; the result of the operation that is named is then wrong.
+        """Raise TimeoutError if a wait gave up, ValueError if a rank was in a different operation.
 
-        Reads the host's memory: on a GPU it tells of what has run, so that a caller who has just
-        read another result of the device (a trainer its loss) need not synchronise again.
+        The result of the operation named in the error is wrong.
+
+        This reads the host's memory. On a GPU it reports on operations that have already run, so a
+        caller who has just read another result of the device (a trainer its loss) need not
+        synchronize again.
         """
         epoch, source, slot, theirs, own = self.error.tolist()
         where = f"{Signature.of(own).name} on rank {self.rank} of {self.world}, epoch {epoch}"
         if theirs != own:
             raise ValueError(
-                f"{where}: rank {source} is in {Signature.of(theirs)}, this rank in "
+                f"{where}: rank {source} is in {Signature.of(theirs)}, but this rank is in "
                 f"{Signature.of(own)}"
             )
         if epoch:
@@ -133,36 +137,39 @@ class SymmetricMemory:
             )
 
     def settle(self) -> None:
-        """`check` at the end of an operation on a CPU, where it has run."""
+        """`check` at the end of an operation on a CPU, where it has already run."""
         if not self.epoch.is_cuda:
             self.check()
 
     def leave(self, name: str) -> None:
-        """Note that an error ended operation `name` midway."""
+        """Record that an error ended operation `name` midway."""
         self.left.append(name)
 
     def fitting(self, name: str, device: torch.device, slots: int, size: int) -> SymmetricMemory:
-        """This memory; ValueError unless it is on `device`, no operation was ended midway, and
-        `slots` parts and `size` bytes fit, which operation `name` needs."""
+        """Return this memory, or raise ValueError if operation `name` cannot use it.
+
+        It must be on `device`, no operation may have ended midway, and `slots` parts and `size`
+        bytes must fit.
+        """
         if self.left:
             raise ValueError(
                 f"{name} on rank {self.rank} of {self.world}: an error ended {self.left[0]} "
-                "midway, the symmetric memory is to be made anew on all ranks (Workspace.renew)"
+                "midway; allocate the symmetric memory again on all ranks (Workspace.renew)"
             )
         if device != self.epoch.device:
             raise ValueError(
-                f"{name}: symmetric memory on {self.epoch.device}, tensors on {device}"
+                f"{name}: symmetric memory is on {self.epoch.device}, but tensors are on {device}"
             )
         if slots > self.slots or size > self.capacity:
             raise ValueError(
                 f"{name} on rank {self.rank} of {self.world} needs {slots} parts and {size} "
-                f"bytes of symmetric memory, it has {self.slots} and {self.capacity}"
+                f"bytes of symmetric memory, but it has {self.slots} and {self.capacity}"
             )
         return self
 
 
 class Memory(Protocol):
-    """What an operation is given: a `SymmetricMemory`, or a workspace that allocates one."""
+    """The memory argument of an operation: `SymmetricMemory`, or a workspace to allocate it."""
 
     @property
     def rank(self) -> int: ...
@@ -176,7 +183,7 @@ class Memory(Protocol):
 
 
 def segment_bytes(world: int, slots: int, capacity: int) -> int:
-    """Bytes of one rank's segment."""
+    """The bytes of one rank's segment."""
     return _aligned(32 * world * slots) + 2 * _aligned(capacity)
 
 
@@ -187,8 +194,7 @@ def _aligned(n: int) -> int:
 def over_segments(
     segments: Sequence[torch.Tensor], rank: int, *, slots: int, capacity: int, polls: int
 ) -> SymmetricMemory:
-    """The memory of `rank` over zeroed uint8 segments, one per rank, that this process can
-    address."""
+    """The memory of `rank` over zeroed uint8 segments, one per rank, that are addressable here."""
     device = segments[rank].device
     return SymmetricMemory(
         rank,
@@ -214,7 +220,7 @@ def local_memory(
     """`world` virtual ranks on one device, for tests and for timing a kernel alone."""
     size = segment_bytes(world, slots, capacity)
     segments = torch.zeros(world, size, dtype=torch.uint8, device=device)
-    if segments.data_ptr() % ALIGNMENT:  # torch aligns memory of a CPU to 64 bytes only
+    if segments.data_ptr() % ALIGNMENT:  # torch aligns CPU memory to only 64 bytes
         segments = torch.zeros(world * size + ALIGNMENT, dtype=torch.uint8, device=device)
         segments = segments[-segments.data_ptr() % ALIGNMENT :][: world * size].view(world, size)
     return [
@@ -224,8 +230,10 @@ def local_memory(
 
 
 def create_file(path: Path, size: int) -> None:
-    """Create a zeroed file of `size` bytes and reserve them, so that a full /dev/shm is an OSError
-    and not a bus error at the first write."""
+    """Create a zeroed file of `size` bytes and reserve them.
+
+    A full /dev/shm then raises an OSError, and not a bus error at the first write.
+    """
     number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(number, 0, size)
@@ -234,10 +242,10 @@ def create_file(path: Path, size: int) -> None:
 
 
 def map_file(path: Path, size: int) -> torch.Tensor:
-    """uint8[size], shared with every process that maps the file; it outlives the file's name.
+    """Map a file as uint8[size], shared with all processes that map it; it outlives its name.
 
-    Raises OSError if there is no such file, or one of another size.
+    Raises OSError if there is no such file, or if its size differs.
     """
     if (found := os.stat(path).st_size) != size:  # torch would create or extend it
-        raise OSError(f"{path.name} has {found} bytes, {size} are expected")
+        raise OSError(f"{path.name} has {found} bytes, expected {size}")
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)

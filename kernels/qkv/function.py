@@ -15,11 +15,11 @@ from warpweave.kernels.runtime.wgrad import leaf_of, rows
 
 
 class QKVOptions(NamedTuple):
-    """The options of the projection: see `qkv_rope`, which creates and checks the record."""
+    """The options of the projection; `qkv_rope` documents, creates and checks them."""
 
-    shape: tuple[int, int] | None  # (B, S) of tokens x[T, E], of which q, k and v are then, too
+    shape: tuple[int, int] | None  # (B, S) of tokens x[T, E]; q, k and v are then also flat
     heads: tuple[int, int]  # G + 2 and D, as the leaves may be flat
-    dtype: torch.dtype  # that the Function computes in
+    dtype: torch.dtype  # in which the Function computes
     precision: str | None = None
     impl: str | None = None
 
@@ -32,7 +32,7 @@ class _QKV(torch.autograd.Function):
         ctx.options, ctx.ranks = options, ranks
         with no_autocast(x):
             x = x.to(dtype)
-            # Over ranks the shard of x is saved, and gathered again: 1/R of the memory.
+            # Over ranks, only the shard of x is saved, 1/R of the memory, and gathered again.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, cos, sin)
             w, b = _by_head(weight, bias, heads, dtype)
 
@@ -81,7 +81,7 @@ class _QKV(torch.autograd.Function):
             z = rules.einsum(f"{tokens}n,n{'_' * (bias.dim() - 1)}->{tokens}n", z, bias)
         q = k = v = rules.einsum(f"{tokens}n->{tokens}n_", z)
         if cos is not None:
-            # Rows of one sample are those of the table.
+            # The rows of one sample are the rows of the table.
             s = "s" if shape is None else "t" if shape[0] == 1 else "_"
             q = k = rules.einsum(f"{tokens}n_,{s}_,{s}_->{tokens}n_", q, cos, sin)
         return q, k, v
@@ -90,7 +90,7 @@ class _QKV(torch.autograd.Function):
 def _by_head(
     weight: torch.Tensor, bias: torch.Tensor | None, heads: tuple[int, int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """weight[Hkv, G + 2, D, E] and bias of leaves that may be flat; `heads` is (G + 2, D)."""
+    """weight[Hkv, G + 2, D, E] and bias from leaves that may be flat; `heads` is (G + 2, D)."""
     shape = (weight.shape[:-1].numel() // (heads[0] * heads[1]), *heads)
     weight = weight.to(dtype).reshape(*shape, weight.shape[-1])
     return weight, None if bias is None else bias.to(dtype).reshape(shape)
@@ -113,12 +113,12 @@ def qkv_rope(
     Args:
         x: x[B, S, E] (any sharding of S whose positions the table holds).
         weight: weight[Hkv, G + 2, D, E], for each KV head (which may be sharded) its G query heads,
-            its key and its value: of separate ones torch.cat((q.view(Hkv, G, D, E), k.view(Hkv, 1,
-            D, E), v.view(Hkv, 1, D, E)), 1).
+            its key and its value. For separate weights, pass torch.cat((q.view(Hkv, G, D, E),
+            k.view(Hkv, 1, D, E), v.view(Hkv, 1, D, E)), 1).
         bias: [Hkv, G + 2, D], or None.
         cos, sin: [S, D/2] from `rope_table`, or both None for no rotation.
         precision: how Triton multiplies float32, see `gemm`.
-        impl: None is torch except for CUDA tensors, and for these as for `fused_gemm`.
+        impl: None is torch except for CUDA tensors; for these it is as in `fused_gemm`.
         shape, ranks: (B, S) of x[T, E] with T = B S, and the ranks over which heads are sharded,
             set by `parallel.tensor.parallel_qkv_rope`.
 
@@ -137,7 +137,7 @@ def qkv_rope(
     found = _QKV.apply(x, *leaves, cos, sin, options, ranks)
     if shape is None:
         return found
-    # the length as -1: sizes as such would not do for typechecking a sharded sequence
+    # the length is -1, because exact sizes would break the type check of a sharded sequence
     B, S = shape
     q, k, v = (t.unflatten(0, (B, -1 if B else S)) for t in found)
     return q, k, v

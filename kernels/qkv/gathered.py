@@ -1,5 +1,7 @@
-"""The QKV projection of tokens that are sharded over the ranks: its forward kernel gathers them,
-see `kernels.overlap.gather`."""
+"""QKV projection of tokens sharded over the ranks, whose forward kernel gathers them.
+
+See `kernels.overlap.gather`.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +95,10 @@ def gather_qkv_steps(
     shape: tuple[int, int],
     precision: str | None,
 ) -> Steps:
-    """(q, k, v, whole) of this rank's tokens x[S, E] of `shape` (B, positions) in all, with a yield
-    after each launch."""
+    """(q, k, v, whole) from this rank's tokens x[S, E]; yields after each launch.
+
+    `shape` is (B, positions) of all tokens.
+    """
     (S, E), (kv_heads, slots, head_dim, _) = x.shape, weight.shape
     T, w = memory.world * S, rows(weight)
     q = x.new_empty(*shape, kv_heads * (slots - 2), head_dim)

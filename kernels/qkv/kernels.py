@@ -1,6 +1,6 @@
 """The kernels of the QKV projection, and their launchers; the package's docstring has the formulas.
 
-Forward is a product whose epilogue rotates; backward rotates dq and dk back and writes dz, from
+Forward is a product whose epilogue rotates. Backward rotates dq and dk back and writes dz, from
 which torch's products compute the gradients.
 """
 
@@ -70,7 +70,7 @@ def _qkv_fwd_kernel(
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     index = tl.program_id(0)
     while index < tiles:
-        # 1. The accumulators of a tile, its columns in the order of pairs.
+        # 1. The accumulators of a tile, with columns in the order of pairs.
         row, col = tile_origin(index, M, N, BLOCK_M, BLOCK_N, GROUP)
         m, n = row + tl.arange(0, BLOCK_M), columns_of_pairs(col, HALF, BLOCK_N)
         z = mainloop(
@@ -78,7 +78,7 @@ def _qkv_fwd_kernel(
             PRECISION, EVEN_E, BLOCK_M, BLOCK_N, BLOCK_E,
         )  # fmt: skip
 
-        # 2. The rest. A100 has no register for the next tile before it is over.
+        # 2. The rest. A100 has no free register for the next tile until this is done.
         turn(z, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, m, col, M, S, kv_heads, HALF, G)
         index = next_tile(index, counter_ptr)
 
@@ -152,7 +152,7 @@ def qkv_fwd(
     precision: str | None = None,
     impl: str | None = None,
 ) -> QKV:
-    """(q, k, v) of x[B, S, E]: the forward half of `qkv_rope`. Raises what that raises."""
+    """(q, k, v) from x[B, S, E]: the forward half of `qkv_rope`, with the same errors."""
     impl = choose_or_auto(impl, x, weight, bias, cos, sin)
     check_qkv(x.shape, weight, bias, cos, sin)
     flat_bias = None if bias is None else bias.flatten()
@@ -174,11 +174,11 @@ def gather_qkv_fwd(
     shape: tuple[int, int],
     precision: str | None = None,
 ) -> QKV:
-    """`qkv_fwd` of tokens x[T, E] of `shape` (B, S), gathered within the product's kernel."""
+    """`qkv_fwd` for tokens x[T, E] of `shape` (B, S), gathered within the product's kernel."""
     check_qkv((*shape, x.shape[1]), weight, bias, cos, sin)
     flat_bias = None if bias is None else bias.flatten()
     check_operands(x.shard, rows(weight).t(), flat_bias)
-    if weight.shape[2] % 2:  # nothing can turn
+    if weight.shape[2] % 2:  # nothing can be rotated
         z, _ = multiply(x, rows(weight).t(), flat_bias, precision=precision, impl="triton")
         return _unfused_qkv(z, shape, weight, cos, sin)
     options = {"shape": shape, "precision": precision}
@@ -196,7 +196,7 @@ def _unfused_qkv(
     sin: torch.Tensor | None,
     impl: str = "torch",
 ) -> QKV:
-    """q, k and v from the product z[B S, N], unfused; rotated by `impl`."""
+    """q, k and v from the product z[B S, N], rotated by a separate `impl`."""
     slots = weight.shape[1]
     z = z.view(*shape, *weight.shape[:3])
     q, k, v = z.split((slots - 2, 1, 1), 3)
@@ -226,7 +226,7 @@ def _qkv_bwd_kernel(
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    # 1. Pairs p of rows m, wherever they lie.
+    # 1. Pairs p of rows m in dq, dk or dv.
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     p = tl.program_id(1).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     real = p < kv_heads * (G + 2) * HALF
@@ -234,12 +234,12 @@ def _qkv_bwd_kernel(
     place, turns = places(dq_ptr, dk_ptr, dv_ptr, p, m, kv_heads, HALF, G)
     d1, d2 = upcast(tl.load(place, live, 0.0)), upcast(tl.load(place + HALF, live, 0.0))
 
-    # 2. Back by the angle that they were turned by.
+    # 2. Rotate back.
     if cos_ptr is not None:
         cos, sin = angles(cos_ptr, sin_ptr, p, m, M, S, turns & real, HALF)
         d1, d2 = d1 * cos + d2 * sin, d2 * cos - d1 * sin
 
-    # 3. To the columns of the product.
+    # 3. Store to the columns of the product.
     N = kv_heads * (G + 2) * (2 * HALF)
     at = dz_ptr + m[:, None] * N + (p // HALF * (2 * HALF) + p % HALF)[None, :]
     tl.store(at, to_dtype(d1, dz_ptr.dtype.element_ty), live)

@@ -1,5 +1,7 @@
-"""Columns by pairs, on the device: which columns of the product turn together, by which angle, and
-where they go; the package's docstring has the order of columns."""
+"""Device helpers for columns by pairs: the columns that are rotated together, angles, and places.
+
+The package's docstring has the order of columns.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def columns_of_pairs(col, HALF: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def places(q_ptr, k_ptr, v_ptr, p, m, kv_heads, HALF: tl.constexpr, G: tl.constexpr):
-    """Where the first elements of pairs p at rows m lie in q, k or v, and whether they turn."""
+    """Addresses of the first elements of pairs p at rows m in q, k or v; and true if p rotates."""
     head, i = p // HALF, p % HALF
     slot, kv = head % (G + 2), head // (G + 2)
     is_q, is_k = (slot < G)[None, :], (slot == G)[None, :]
@@ -30,7 +32,7 @@ def places(q_ptr, k_ptr, v_ptr, p, m, kv_heads, HALF: tl.constexpr, G: tl.conste
 
 @triton.jit
 def angles(cos_ptr, sin_ptr, p, m, M, S, turns, HALF: tl.constexpr):
-    """cos and sin of pairs p at rows m; 1 and 0 where nothing turns."""
+    """cos and sin of pairs p at rows m; 1 and 0 for pairs that do not rotate."""
     at = (m % S)[:, None] * HALF + (p % HALF)[None, :]
     live = (m < M)[:, None] & turns[None, :]
     return upcast(tl.load(cos_ptr + at, live, 1.0)), upcast(tl.load(sin_ptr + at, live, 0.0))
@@ -53,7 +55,7 @@ def _turn_tile(
     HALF: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Bias, rotation and store of accumulators at rows m and the pairs from `pair`."""
+    """Add the bias, rotate, and store accumulators at rows m and the pairs from `pair`."""
     PAIRS: tl.constexpr = z.shape[1] // 2
     p = pair + tl.arange(0, PAIRS)
     real = p < kv_heads * (G + 2) * HALF
@@ -88,8 +90,10 @@ def turn(
     HALF: tl.constexpr,
     G: tl.constexpr,
 ):
-    """All that follows the product, of accumulators at rows m and columns from `col`, a quarter of
-    them at a time, as in `gemm`."""
+    """Do all that follows the product, for accumulators at rows m and columns from `col`.
+
+    As in `gemm`, this is done for a quarter of the columns at a time.
+    """
     left, right = split_columns(z)
     first, second = split_columns(left)
     third, fourth = split_columns(right)

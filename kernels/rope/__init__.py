@@ -1,6 +1,7 @@
 """Rotary position embedding: `apply_rope` of one tensor, `apply_rope_qk` of queries and keys.
 
-`table` of angles, for extended contexts too · `rotation` kernel, torch path and registration.
+`table` computes the angles, also for extended contexts · `rotation` has the kernel, the torch path,
+and the registration.
 """
 
 from warpweave.kernels.rope.rotation import (

@@ -2,19 +2,21 @@
 
     with pairs (x1, x2) of a head:    y1 = x1 cos - x2 sin      y2 = x2 cos + x1 sin
 
-The first R dims of a head are rotated (partial rotary: GPT-NeoX, Phi). Pairs are
-(i, i + R/2), the two halves (Llama, GPT-NeoX), or (2i, 2i + 1), `interleaved` (GPT-J, the paper).
+The first R dims of a head are rotated (partial rotary: GPT-NeoX, Phi). Pairs are (i, i + R/2), the
+two halves (Llama, GPT-NeoX), or (2i, 2i + 1) if `interleaved` (GPT-J, the paper).
 
-x, y: [B, S, H, D]; cos, sin: [S, R/2], of `table`, hold the angles of the *global* positions of the
+x, y: [B, S, H, D]; cos, sin: [S, R/2] from `table`, the angles of the *global* positions of the
 local rows, so any sharding of S (zigzag context parallelism) or of H (tensor parallelism) is exact.
 
-Backward is the rotation by the opposite angle, run by the same kernel; nothing but the table is
-saved. Computed in float32 (float64 for float64 x), cast at the store.
+Backward is the rotation by the opposite angle, run by the same kernel; only the table is saved.
+Kernels compute in float32 (float64 for float64 x) and cast at the store.
 
-Each tensor is read once and written once. q and k have one kernel for both (`apply_rope_qk`): the
-bytes are those of two, but the launch of k, which has few heads, costs as much as its rotation.
+Each tensor is read once and written once. One kernel rotates both q and k (`apply_rope_qk`). It
+moves as many bytes as two kernels would, but a separate launch for k, which has few heads, would
+cost as much as its rotation.
 
-Source: Su et al. 2021 (arXiv:2104.09864). Limits: even R, last dim of x contiguous or copied.
+Source: Su et al. 2021 (arXiv:2104.09864). Limits: even R; x is copied unless its last dim is
+contiguous.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def _rotate_tile(
     if CONJUGATE:
         sin = -sin
 
-    # 3. Rotate: the halves are two tiles, interleaved pairs one.
+    # 3. Rotate: the halves are two tiles, interleaved pairs are one.
     if INTERLEAVED:
         both = tl.arange(0, 2 * BLOCK_HALF)[None, :]
         inside = (row < rows) & (both < 2 * HALF)
@@ -136,7 +138,7 @@ def _rope_kernel(
 
 
 def _launch_rope(x, y, k, z, cos, sin, interleaved: bool, conjugate: bool) -> None:
-    """y = x rotated and, if k is given, z = k rotated."""
+    """Rotate x into y and, if k is given, k into z."""
     B, S, H, D = x.shape
     half, kv_heads = cos.shape[1], 0 if k is None else k.shape[2]
     if B * S * (H + kv_heads) * D == 0:
@@ -180,7 +182,7 @@ def _launch_rope(x, y, k, z, cos, sin, interleaved: bool, conjugate: bool) -> No
 
 
 def _turn_torch(x, cos, sin, interleaved: bool, conjugate: bool) -> torch.Tensor:
-    """x rotated, by torch's operators."""
+    """Rotate x using torch's operators."""
     x, wide, R = whole_features(x), compute_dtype(x), 2 * cos.shape[1]
     turning = x if x.shape[-1] == R else x[..., :R]
     c, s = cos.to(wide)[:, None], sin.to(wide)[:, None]
@@ -198,10 +200,10 @@ def _turn_torch(x, cos, sin, interleaved: bool, conjugate: bool) -> torch.Tensor
 
 
 def check_table(cos: torch.Tensor, sin: torch.Tensor, caller: str = "") -> None:
-    """Raise ValueError, naming the caller, if tables are not floating or require a gradient."""
+    """Raise ValueError, naming the caller, if tables are not floats or require a gradient."""
     if not (cos.dtype.is_floating_point and sin.dtype.is_floating_point):
         raise ValueError(
-            f"{caller}cos and sin must be of a float dtype, got {cos.dtype} and {sin.dtype}"
+            f"{caller}cos and sin must have a float dtype, got {cos.dtype} and {sin.dtype}"
         )
     if wants_gradient(cos, sin):
         raise ValueError(f"{caller}cos and sin get no gradient: detach them")
@@ -209,11 +211,11 @@ def check_table(cos: torch.Tensor, sin: torch.Tensor, caller: str = "") -> None:
 
 def _check_rope(x, cos, sin) -> None:
     if x.ndim != 4 or not x.dtype.is_floating_point:
-        raise ValueError(f"x must be [B, S, H, D] of a float dtype, got {[*x.shape]} {x.dtype}")
+        raise ValueError(f"x must be [B, S, H, D] with a float dtype, got {[*x.shape]} {x.dtype}")
     S, D = x.shape[1], x.shape[3]
     if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] != S:
         raise ValueError(
-            f"cos and sin must be [S, R/2] of x {[*x.shape]}, got {[*cos.shape]} and {[*sin.shape]}"
+            f"cos and sin must be [S, R/2] for x {[*x.shape]}, got {[*cos.shape]}, {[*sin.shape]}"
         )
     check_table(cos, sin)
     if not 2 <= 2 * cos.shape[1] <= D:
@@ -241,8 +243,10 @@ def rope_fwd(
     conjugate: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """x[B, S, H, D] rotated by the table's angles, or by their opposites if `conjugate` (the
-    backward), into a new contiguous tensor."""
+    """Rotate x[B, S, H, D] by the table's angles into a new contiguous tensor.
+
+    `conjugate` rotates by the opposite angles (the backward).
+    """
     impl = choose(impl, x, cos, sin)
     _check_rope(x, cos, sin)
     if impl == "torch":
@@ -263,7 +267,7 @@ def rope_qk_fwd(
     conjugate: bool = False,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rope_fwd` of q[B, S, H, D] and k[B, S, Hkv, D], of one dtype, in one launch."""
+    """`rope_fwd` of q[B, S, H, D] and k[B, S, Hkv, D], which share a dtype, in one launch."""
     impl = choose(impl, q, k, cos, sin)
     _check_pair(q, k, cos, sin)
     if impl == "torch":
@@ -319,7 +323,7 @@ def rope_qk_op(
 
 
 class _Rope(torch.autograd.Function):
-    """The torch path, three passes over x each way."""
+    """The torch path, with three passes over x in each direction."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, interleaved=False, conjugate=False):
@@ -351,13 +355,12 @@ def apply_rope(
     interleaved: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """x[B, S, H, D] (S and H may be sharded) rotated by `rope_table`'s cos and sin[S, R/2].
+    """Rotate x[B, S, H, D] (S and H may be sharded) by `rope_table`'s cos and sin[S, R/2].
 
     The first R <= D dims of each head are rotated: pairs (i, i + R/2), or (2i, 2i + 1) if
     `interleaved`. Differentiable in x; the result is contiguous and has the dtype of x.
 
-    Raises ValueError on shapes that do not fit or if `impl` cannot run. Su et al. 2021
-    (arXiv:2104.09864).
+    Raises ValueError if shapes do not fit or `impl` cannot run. Su et al. 2021 (arXiv:2104.09864).
     """
     impl = choose(impl, x, cos, sin)
     _check_rope(x, cos, sin)
@@ -377,7 +380,7 @@ def apply_rope_qk(
     interleaved: bool = False,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rope` of q[B, S, H, D] and k[B, S, Hkv, D], with Triton in one launch."""
+    """`apply_rope` of q[B, S, H, D] and k[B, S, Hkv, D]; the Triton path uses one launch."""
     impl = choose(impl, q, k, cos, sin)
     _check_pair(q, k, cos, sin)
     if impl == "torch":

@@ -1,4 +1,4 @@
-"""Tables of cos and sin for the rotary embedding, also for models with an extended context.
+"""Tables of cos and sin for the rotary embedding, including extended contexts.
 
     angle[s, i] = position[s] * frequency[i],   frequency[i] = theta^(-2i / R), i < R / 2
 
@@ -26,9 +26,9 @@ def rope_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos[S, R/2], sin[S, R/2]) for the global `positions`[S] (int64) of the local rows.
 
-    R = `rotary_dim` is the head dim, or the part of it that is rotated. Both contain YaRN's
-    multiplier. Raises ValueError if R is odd or not positive, positions are not integers of one
-    dimension (16-bit floats cannot count past 256 or 2048) or theta is not greater than 1.
+    R = `rotary_dim` is the head dim, or the part of it that is rotated. Both tables include YaRN's
+    multiplier. Raises ValueError if R is odd or not positive, if positions are not integers of one
+    dimension (16-bit floats cannot count past 256 or 2048), or if theta is not greater than 1.
     """
     check_integers("positions", positions)
     if rotary_dim % 2 or rotary_dim < 1 or positions.ndim != 1:

@@ -1,8 +1,7 @@
-"""What all ops use: the choice of implementation, operators, dtypes, tiles, deferred weight
-gradients.
+"""Shared foundation of all ops: implementation choice, operators, dtypes, tiles, weight gradients.
 
-`dispatch` Triton or torch, refused derivatives · `op` the registrar of operators · `dtypes` the
-dtypes that ops compute in, and casts inside kernels · `tiles`, `tile_table` the tables of tiles ·
-`fusion` a fused kernel, or torch's product and then our kernels · `wgrad` weight gradients computed
-now, deferred, or added to their buffer.
+`dispatch` chooses Triton or torch and refuses derivatives · `op` registers operators · `dtypes` has
+the compute dtypes of ops and the casts inside kernels · `tiles`, `tile_table` have the tile tables
+· `fusion` chooses one fused kernel, or torch's product followed by our kernels · `wgrad` computes
+weight gradients now, defers them, or adds them to their buffer.
 """

@@ -1,10 +1,10 @@
 """Plain tensors next to DTensors among the arguments of an operator.
 
-torch refuses such a mixture deep inside an operator or in its backward, and names its own
-operators. These functions decide at the call. A plain parameter, table or label is whole and equal
-on all ranks, so it becomes a replicated DTensor, and its gradient is summed over the ranks. A plain
-activation may be one rank's part, so it is refused. In the forward of a declared model
-(`warpweave.shard`) every plain tensor is replicated.
+torch refuses such a mixture deep inside an operator or in its backward, and its message names
+torch's own operators. These functions decide at the call. A plain parameter, table or label is
+whole and equal on all ranks, so it becomes a replicated DTensor, and its gradient is summed over
+the ranks. A plain activation may be one rank's part, so it is refused. In the forward of a declared
+model (`warpweave.shard`) every plain tensor is replicated.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def beside_dtensors(*activations: str) -> Callable[[Callable[P, R]], Callable[P,
 
 
 def whole_features(x: torch.Tensor) -> torch.Tensor:
-    """x[..., E], gathered if it is a DTensor sharded on E: as `sharding` does for operators."""
+    """x[..., E], gathered if it is a DTensor sharded on E, as `sharding` does for operators."""
     if not hasattr(x, "placements"):
         return x
-    from torch.distributed.tensor import DTensor, Replicate  # imported already: x is one
+    from torch.distributed.tensor import DTensor, Replicate  # already imported, as x is a DTensor
 
     whole = cast(DTensor, x)
     places = [Replicate() if place.is_shard(x.ndim - 1) else place for place in whole.placements]
@@ -74,13 +74,13 @@ def whole_features(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_dtensor(x: Any) -> bool:
-    """Return True for a DTensor; their module, which takes seconds to import, is not imported."""
+    """Return True for a DTensor, without importing its module, which takes seconds."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(x, module.DTensor)
 
 
 def as_dtensor(x: Any, mesh: Any) -> Any:
-    """A plain tensor as a DTensor that is the same on all ranks; anything else unchanged.
+    """Turn a plain tensor into a DTensor replicated on all ranks; return anything else unchanged.
 
     Nothing is sent.
     """
@@ -92,7 +92,7 @@ def as_dtensor(x: Any, mesh: Any) -> Any:
 
 
 def _has_dtensor(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return True if an argument is a DTensor. Every call of an operator asks this."""
+    """Return True if an argument is a DTensor. Every call of an operator calls this."""
     module = sys.modules.get(_MODULE)
     if module is None:
         return False
@@ -104,5 +104,5 @@ def _has_dtensor(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def _as_given(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors, or what a mode of torch functions makes of them."""
+    """The tensors, or what a mode of torch functions turns them into."""
     return [*tensors]

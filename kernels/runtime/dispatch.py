@@ -1,17 +1,18 @@
-"""Which implementation runs: Triton or torch, decided per call from the tensors, never silently.
+"""Choice of the implementation, Triton or torch: made per call from the tensors, never silently.
 
     impl=None      Triton on CUDA (and ROCm) tensors, torch on every other device; a product with an
-                   epilogue by torch and then Triton, where `fusion` has that for faster
+                   epilogue uses torch and then Triton where `fusion` lists that as faster
     impl="torch"   plain torch, anywhere
     impl="triton"  the Triton kernel: on CUDA tensors, or on CPU tensors when Triton interprets
                    (TRITON_INTERPRET=1 in the environment before anything imports a kernel)
 
-What cannot run raises `ValueError` and says why. Nothing here looks at a GPU or starts a driver.
+An implementation that cannot run raises `ValueError` with the reason. Nothing here queries a GPU or
+starts a driver.
 
-Kernel files take Triton from here (``from …runtime.dispatch import choose, tl, triton``), so that
-they can be imported, and their torch paths used, where Triton does not exist (macOS,
-Windows). A launcher wraps its launch in ``with torch.cuda.device_of(x):`` (free on CPU tensors),
-because Triton launches on the current device whatever the device of its arguments.
+Kernel files import Triton from here (``from …runtime.dispatch import choose, tl, triton``), so that
+they can be imported, and their torch paths used, where Triton does not exist (macOS, Windows). A
+launcher wraps its launch in ``with torch.cuda.device_of(x):`` (free on CPU tensors), because Triton
+launches on the current device, not on the device of its arguments.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ else:
     INTERPRET = False
 
     class _NoTriton:
-        """Stands in for `triton` and `tl`: decorators and annotations pass, nothing can be
-        launched."""
+        """Placeholder for `triton` and `tl`: decorators and annotations work, launches do not."""
 
         def __getattr__(self, name: str) -> _NoTriton:
             return self
@@ -57,19 +57,20 @@ RUNTIME = (
     *("q_start0", "q_start1", "k_start0", "k_start1"),
 )
 """Arguments that change from one call to the next (a layer, a step, a ring hop) or between ranks.
-``@triton.jit(do_not_specialize=RUNTIME)`` keeps each value from compiling a kernel of its own; they
-must be plain arguments: of a tuple Triton specialises the elements whatever one says."""
+
+``@triton.jit(do_not_specialize=RUNTIME)`` avoids a separate compilation for each value. They must
+be plain arguments: Triton always specializes the elements of a tuple."""
 
 
 def check_impl(impl: str | None) -> str | None:
-    """`impl` itself; ValueError if it is not a known name. Layers call it when constructed."""
+    """Return `impl`, or raise ValueError if it is not a known name; layers call it in __init__."""
     if impl not in (None, "triton", "torch"):
         raise ValueError(f'impl must be None, "triton" or "torch", got {impl!r}')
     return impl
 
 
 def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
-    """Return "triton" or "torch" for a call on `tensors` (None among them is skipped).
+    """Return "triton" or "torch" for a call on `tensors`, of which None is skipped.
 
     Raises ValueError if `impl` is not a known name, an argument is not a tensor, the tensors are on
     more than one device, or the Triton kernel was requested (or is the default) and cannot run.
@@ -80,7 +81,7 @@ def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
         if tensor is None:
             continue
         if not hasattr(tensor, "device"):
-            raise ValueError(f"a tensor is wanted, got {type(tensor).__name__} {tensor!r}")
+            raise ValueError(f"expected a tensor, got {type(tensor).__name__} {tensor!r}")
         if device is None:
             device = tensor.device
         elif tensor.device != device:
@@ -106,17 +107,18 @@ def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
 
 
 def wants_gradient(*given: object) -> bool:
-    """Whether autograd records, and a tensor among those given requires a gradient."""
+    """Return True if autograd records and one of the given tensors requires a gradient."""
     return torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in given
     )
 
 
 def refuse_tangents(name: str, *given: object) -> None:
-    """Raise RuntimeError if a tensor among those given carries a tangent: torch drops those that
-    enter an operator of ours or are read by a half, and `torch.func.jvp` would be a silent 0.
+    """Raise RuntimeError if one of the given tensors carries a tangent.
 
-    While a compiler traces, tangents cannot be seen: any forward mode is then refused.
+    torch drops tangents that enter our operators or are read by a half, so `torch.func.jvp` would
+    silently return 0. Tangents are invisible while a compiler traces, so then any forward mode is
+    refused.
     """
     if forward_ad._current_level < 0:  # no forward mode
         return
@@ -126,25 +128,28 @@ def refuse_tangents(name: str, *given: object) -> None:
     ):
         raise RuntimeError(
             f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors): "
-            "take the gradient in reverse mode"
+            "compute the gradient in reverse mode"
         )
 
 
 def refuse_graph(name: str, *given: object) -> None:
-    """For `name`, which is not differentiable: ValueError if a gradient is required through it to
-    one of the tensors, RuntimeError if one carries a tangent."""
+    """Refuse derivatives through `name`, which is not differentiable.
+
+    Raises ValueError if one of the given tensors requires a gradient, and RuntimeError if one
+    carries a tangent.
+    """
     refuse_tangents(name, *given)
     if wants_gradient(*given):
         shapes = [[*x.shape] for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
         raise ValueError(
-            f"{name} has no gradient and was given {shapes[0]} that requires one: call it under "
-            "torch.no_grad(), or take the differentiable function"
+            f"{name} has no gradient, but an argument {shapes[0]} requires one: call it under "
+            "torch.no_grad(), or use the differentiable function"
         )
 
 
 def no_graph(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorator for a half of an autograd Function: if called where a gradient through it is
-    required, it raises ValueError instead of returning a result without one."""
+    """Decorate a half of an autograd Function: it raises ValueError, instead of returning a result
+    without a gradient, if called where a gradient through it is required."""
 
     @wraps(function)
     def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
@@ -155,7 +160,7 @@ def no_graph(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
 
 
 class _Final(torch.autograd.Function):
-    """Hands gradients on; differentiating them towards any of the `sources` raises."""
+    """Pass gradients on; differentiating them with respect to any of the `sources` raises."""
 
     @staticmethod
     def forward(ctx, name, gradients, *sources):
@@ -171,13 +176,15 @@ class _Final(torch.autograd.Function):
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for the backward of an autograd Function without second derivatives: requiring one
-    raises RuntimeError, even if another path leads to the same input.
+    """Decorate the backward of an autograd Function that has no second derivative.
 
-    torch's decorator of this name raises only if the incoming gradient requires one, at a node
-    without inputs, which ``autograd.grad`` skips, silently dropping its terms. With this one the
-    gradients depend on the incoming ones and on the saved tensors, and so on every input of the
-    Function; an input that is neither a leaf nor reached from a saved tensor is refused at once.
+    Requiring one raises RuntimeError, even if another path leads to the same input.
+
+    torch's decorator of this name raises only if the incoming gradient requires one, and only at a
+    node without inputs. ``autograd.grad`` skips that node and silently drops its terms. With this
+    decorator, the gradients depend on the incoming ones and on the saved tensors, and so on every
+    input of the Function. An input that is neither a leaf nor reached from a saved tensor is
+    refused at once.
     """
 
     @wraps(backward)
@@ -194,8 +201,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             for node in {node for node, _ in ctx.next_functions if node is not None} - reached:
                 if not hasattr(node, "variable"):
                     raise RuntimeError(
-                        f"{name} has no second derivative and saved too little to say so later: "
-                        f"create_graph=True cannot be had through its input from {node.name()}"
+                        f"{name} has no second derivative: create_graph=True is not supported "
+                        f"through its input from {node.name()}"
                     )
                 sources.append(node.variable)
         return _Final.apply(name, found, *sources)
@@ -207,8 +214,8 @@ def check_written(name: str, x: torch.Tensor) -> None:
     """Raise ValueError if elements of x, which is written to, share memory (an expanded view)."""
     if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride())):
         raise ValueError(
-            f"{name} is written and needs every element once, got {[*x.shape]} of strides "
-            f"{x.stride()}"
+            f"{name} is written to, so its elements must not share memory; got {[*x.shape]} of "
+            f"strides {x.stride()}"
         )
 
 
@@ -226,10 +233,10 @@ def capability(device: torch.device) -> int:
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many programs run at once: the multiprocessors of a GPU; 4 elsewhere (the interpreter
-    runs programs one after another, so few and large ones are fast).
+    """The number of programs that run at once: the multiprocessors of a GPU; 4 elsewhere.
 
-    Kernels that leave one partial result per program launch a small multiple of it.
+    The interpreter runs programs one after another, so few and large ones are fast. Kernels that
+    leave one partial result per program launch a small multiple of this number.
     """
     if device.type != "cuda":
         return 4
@@ -237,11 +244,11 @@ def processors(device: torch.device) -> int:
 
 
 def all_registers(warps: int) -> dict[str, int]:
-    """Triton's options for a launch of `warps` warps whose threads may take all the registers that
-    there are: 65,536 per multiprocessor, at most 255 each, on every NVIDIA GPU since 2012.
+    """Triton's options for a launch of `warps` warps whose threads may use all registers.
 
-    Without it ptxas also tries to fit one more program into a multiprocessor, and sometimes spills
-    a few registers for that.
+    These are 65,536 per multiprocessor, at most 255 per thread, on every NVIDIA GPU since 2012.
+    Without these options, ptxas also tries to fit one more program into a multiprocessor, and
+    sometimes spills a few registers for that.
     """
     options = {"num_warps": warps}
     if torch.version.hip is None:

@@ -1,12 +1,11 @@
-"""Dtypes: those that ops compute in, that of a call, and casts and products inside kernels.
+"""Compute dtypes of ops and calls, and the casts and products inside kernels.
 
-Autocast must not choose another one within a Function: there the dtypes are settled. Triton's
-interpreter keeps bfloat16 as bare 16-bit patterns: arithmetic and `tl.dot` on them return garbage
+Autocast must not change a dtype within a Function, where dtypes are already settled. Triton's
+interpreter stores bfloat16 as bare 16-bit patterns: arithmetic and `tl.dot` on them return garbage,
 and a float32 -> bfloat16 cast truncates (Triton 3.4 to 3.9, triton#11584). So a kernel
   * loads through `upcast` (float32, or float64 for float64 tensors) before any arithmetic,
   * multiplies matrices through `dot`,
-  * casts through `to_dtype`, also right before `tl.store` (the store's implicit cast truncates
-    too).
+  * casts through `to_dtype`, also right before `tl.store` (its implicit cast also truncates).
 On a GPU `dot` is `tl.dot` and `to_dtype` is `.to`: the branches are decided at compile time.
 """
 
@@ -21,11 +20,11 @@ from warpweave.kernels.runtime import dispatch
 from warpweave.kernels.runtime.dispatch import tl, triton
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""What ops compute in."""
+"""The dtypes that ops compute in."""
 
 DTYPES = (*FLOATS, torch.int64, torch.int32)
-"""Every dtype that ranks send one another. One byte on the wire: its place in this list, to which
-new ones are appended."""
+"""Every dtype that ranks send to each other. On the wire it is one byte, its index in this list, so
+append new ones."""
 
 NAMED_DTYPES = {
     "fp64": torch.float64,
@@ -33,20 +32,20 @@ NAMED_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""The names by which options, layouts, and tables call dtypes."""
+"""The dtype names used in options, layouts, and tables."""
 
 
 def is_autocast(x: torch.Tensor) -> bool:
-    """Whether autocast is on for x's device; torch knows of none for meta tensors."""
+    """Return True if autocast is on for x's device; torch has no autocast for meta tensors."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def operand_dtype(
     name: str, x: torch.Tensor, parameters: Mapping[str, torch.Tensor | None]
 ) -> torch.dtype:
-    """The dtype to compute in: autocast's, or the one that x and its parameters have.
+    """The dtype to compute in: autocast's, or the one that x and its parameters share.
 
-    Raises ValueError, in the name of `name`, if there is no such dtype.
+    Raises ValueError, with `name` in the message, if there is no such dtype.
     """
     if is_autocast(x) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
@@ -57,13 +56,12 @@ def operand_dtype(
 
 
 def no_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
-    """A context in which autocast leaves what is on x's device alone: inside a Function the dtypes
-    are settled."""
+    """A context that turns autocast off on x's device: inside a Function the dtypes are settled."""
     return torch.autocast(x.device.type, enabled=False) if is_autocast(x) else nullcontext()
 
 
 def check_integers(name: str, x: torch.Tensor) -> None:
-    """Raise ValueError unless x is a tensor of int64 or int32, as ids and positions are."""
+    """Raise ValueError unless x is an int64 or int32 tensor, as ids and positions must be."""
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} must be a tensor of integers, got {type(x).__name__}")
     if x.dtype not in (torch.int64, torch.int32):
@@ -73,7 +71,7 @@ def check_integers(name: str, x: torch.Tensor) -> None:
 # ---------------------------------------------------------------- inside kernels
 
 _INTERPRET = tl.constexpr(dispatch.INTERPRET)
-_IEEE = tl.constexpr("ieee")  # Triton 3.6 takes no bare string as a default
+_IEEE = tl.constexpr("ieee")  # Triton 3.6 does not accept a bare string as a default
 
 
 @triton.jit
@@ -108,7 +106,7 @@ def to_dtype(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def upcast(x):
-    """x in the dtype to compute in: float64 stays, every other float becomes float32."""
+    """Cast x to the compute dtype: float64 stays, every other float becomes float32."""
     if x.dtype == tl.float64:
         return x
     else:

@@ -1,10 +1,10 @@
-"""Whether a product and its epilogue are one fused kernel of ours, or torch's product (cuBLAS) and
-then our kernels on its result ("unfused").
+"""Choice between one fused kernel for a product and its epilogue, and separate kernels.
 
-impl="triton" always fuses: no memory for the product in between. impl=None on CUDA tensors follows
-this table for 16-bit operands on a GPU that is in it; on other GPUs, and in float32 and float64, it
-fuses. Forward decides by op, dtype and device only, not by what is saved for backward, so that what
-is recomputed equals what was computed.
+"Unfused" means torch's product (cuBLAS) and then our kernels on its result. impl="triton" always
+fuses, which needs no memory for the product in between. impl=None on CUDA tensors follows this
+table for 16-bit operands on the GPUs listed in it. On other GPUs, and in float32 and float64, it
+fuses. The forward decides by op, dtype and device only, not by what is saved for backward, so a
+recomputed result equals the first one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 
 from warpweave.kernels.runtime.dispatch import capability, choose
 
-# The ops that are faster fused, by compute capability: PREDICTED for Llama 8B's sizes with 16,384
-# tokens (benchmarks/fusion.py, docs/performance.md), not measured. All others are unfused there: a
-# fused epilogue saves a pass over the result, but cuBLAS, whose main loop is faster, saves more.
+# The ops that are faster fused, by compute capability. PREDICTED for the sizes of Llama 8B with
+# 16,384 tokens (benchmarks/fusion.py, docs/performance.md), not measured. All other ops are unfused
+# on these GPUs: a fused epilogue saves a pass over the result, but cuBLAS has a faster main loop,
+# which saves more.
 FUSED: dict[int, tuple[str, ...]] = {
     80: (),  # A100
     90: (  # H100
@@ -27,19 +28,21 @@ FUSED: dict[int, tuple[str, ...]] = {
 
 
 def choose_or_auto(impl: str | None, *tensors: torch.Tensor | None) -> str:
-    """`choose`, but "auto" for Triton by default (impl=None): an operator then calls
-    `fused_or_unfused` when it runs, which a compiler could not while it traces. Errors as
-    `choose`."""
+    """Return the result of `choose`, but "auto" where impl=None chooses Triton.
+
+    For "auto", an operator calls `fused_or_unfused` when it runs, which a compiler could not do
+    while it traces. Raises the same errors as `choose`.
+    """
     chosen = choose(impl, *tensors)
     return "auto" if impl is None and chosen == "triton" else chosen
 
 
 def fused_or_unfused(impl: str, op: str, x: torch.Tensor) -> str:
-    """How an operator with `impl` from `choose_or_auto` runs for an operand x: "triton", one fused
-    kernel; "torch", all of it by torch; "unfused", torch's product and then our kernels.
+    """Return how an operator with `impl` from `choose_or_auto` runs for an operand x.
 
-    `op` is an activation, "slope of" one, "dropout", "residual", "dropout and residual", "qkv", or
-    "bias" if nothing but a bias follows.
+    "triton" is one fused kernel, "torch" uses torch throughout, and "unfused" is torch's product
+    followed by our kernels. `op` is an activation, "slope of" one, "dropout", "residual", "dropout
+    and residual", "qkv", or "bias" if only a bias follows.
     """
     if impl != "auto":
         return impl

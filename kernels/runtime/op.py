@@ -1,17 +1,17 @@
-"""Registration of a function as an operator ``torch.ops.warpweave.<name>``; the only one there is.
+"""Registration of functions as operators ``torch.ops.warpweave.<name>``; the only registrar.
 
-Compilers cannot trace a Triton launch, and DTensor cannot shard one, so both see an operator. An
-`Op` consists of plain functions and an einsum:
+Compilers cannot trace a Triton launch, and DTensor cannot shard one, so both see an operator
+instead. An `Op` consists of plain functions and an einsum:
 
     run       computes: tensors, numbers and records in; a tensor, a tuple or list of them, or None
     fake      the same signature: empty outputs of the right shapes and dtypes
-    save      what the backward needs: ``save(ctx, inputs, output)``, as `torch.autograd` has it
+    save      what the backward needs: ``save(ctx, inputs, output)``, as in `torch.autograd`
     backward  gradients of run's arguments (None for records) from those of the outputs; trailing
               Nones may be left out
     sharding  the dims that may be sharded, as an einsum: "b_h_, b_h_, b_h_ -> b_h_, bh_"
 
-torch's operators take no records, so a NamedTuple is passed as its tensors and lists of integers,
-floats and strings (`flatten`).
+torch's operators do not accept records, so a NamedTuple is passed as its tensors and lists of
+integers, floats and strings (`flatten`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NONE, _FALSE, _TRUE, _INT, _FLOAT, _WORD, _DTYPE, _TUPLE = range(8)  # 8, 9, ..
 
 
 def flatten(value: Any, records: Sequence[type]) -> tuple[int, list[int], list[float], str]:
-    """A record, without its tensors, as (length, integers, reals, words); see `unflatten`.
+    """Encode a record, without its tensors, as (length, integers, reals, words); see `unflatten`.
 
-    The integers tell what each field is, in order: [_INT, 5], [_FLOAT] for the next real, [_WORD]
-    for the next word, [kind, length, ...] for a tuple or another record. Within lists the symbols
-    of a compiler stay symbols. The length stands alone, because DTensor remembers a call's sharding
-    by what follows its first plain integer, and all of this may matter to it.
+    The integers describe the fields in order: [_INT, 5], [_FLOAT] for the next real, [_WORD] for
+    the next word, [kind, length, ...] for a tuple or another record. A compiler's symbols stay
+    symbols within lists. The length is a separate number, because DTensor caches a call's sharding
+    by what follows its first plain integer, and all of this may affect the sharding.
     """
     integers: list[int] = []
     reals: list[float] = []
@@ -69,7 +69,7 @@ def _put(fields: Sequence, records: Sequence[type], integers: list, reals: list,
 def unflatten(
     integers: Sequence[int], reals: Sequence[float], words: str, records: Sequence[type]
 ) -> Any:
-    """The record that `flatten` was given, with None for tensors."""
+    """Decode the record that was passed to `flatten`, with None for tensors."""
     return _take(1, iter(integers), iter(reals), iter(words.split("\n")), records)[0]
 
 
@@ -106,20 +106,20 @@ def operator(
 
 
 class Op:
-    """An operator, called with positional arguments as `run` takes them.
+    """An operator, called with the positional arguments of `run`.
 
     Args:
         name: of ``torch.ops.warpweave.<name>``.
         run: every argument annotated: a tensor, ``Tensor | None``, ``list[Tensor]``, bool, int,
             float, str, or a record of `records` or None.
         fake: see above.
-        records: the types of records among the arguments, and of those within them.
+        records: the types of records among the arguments, including nested ones.
         writes: names of the arguments that `run` writes to.
         gradient: (save, backward), see above; without it the operator has none.
-        direct: for ops within Functions, which never meet a tensor of a subclass: where no compiler
-            traces, a call is `run` and nothing is asked.
-        sharding: the einsum, or a function of run's arguments that makes it, with a term for each
-            tensor, those of records in place of them; see `kernels.sharding`.
+        direct: for ops within Functions, which never see a tensor subclass: a call is just `run`,
+            without any checks, unless a compiler traces.
+        sharding: the einsum, or a function of run's arguments that returns it. It has a term for
+            each tensor; the tensors of a record are listed in its place. See `kernels.sharding`.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class Op:
             parameters, return_annotation=None if result is type(None) else result
         )
         self.operator = torch.library.custom_op(f"warpweave::{name}", flat, mutates_args=writes)
-        # Beside the one that custom_op makes, which imports all of torch.compile at its first call
-        # (two seconds) and looks at each call whether outputs are inputs.
+        # Replaces the kernel that custom_op makes. That one imports all of torch.compile at its
+        # first call (two seconds) and checks at each call if outputs are inputs.
         torch.library.impl(f"warpweave::{name}", ("cpu", "cuda"), flat)
         self.operator.register_fake(lambda *args: fake(*self.nested(args)))
         self._function: type[torch.autograd.Function] | None = None
@@ -176,18 +176,21 @@ class Op:
         self.operator.register_autograd(back, setup_context=setup)
 
     def __call__(self, *args: Any) -> Any:
-        """The operator's result: without torch's dispatcher, which takes longer than a small kernel
-        does on a GPU, where only autograd looks on."""
+        """Return the operator's result.
+
+        If only autograd observes the call, skip torch's dispatcher, which takes longer than a small
+        kernel on a GPU.
+        """
         if self.direct and not torch.compiler.is_compiling():
             return self.run(*args)
         given = self._given(args)
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         if not _unseen(given) or (recorded and self._function is None):
-            return self.operator(*self.flattened(args))  # which says so if it has no derivative
+            return self.operator(*self.flattened(args))  # raises if it has no derivative
         return self._function.apply(*args) if recorded else self.run(*args)
 
     def _given(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        """All tensors among the arguments, in lists and records, too."""
+        """All tensors among the arguments, including those in lists and records."""
         found: list[Any] = []
         for arg, tensors in zip(args, self._tensors, strict=True):
             if tensors:
@@ -225,8 +228,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _unseen(given: Sequence[torch.Tensor]) -> bool:
-    """Whether nothing needs to see an operator: no compiler, mode or transform is active, and these
-    tensors are plain ones that hold numbers (no DTensor, none of a mode, none on "meta")."""
+    """Return True if nothing needs to see an operator, so that `run` can be called directly.
+
+    Then no compiler, mode or transform is active, and all tensors are plain ones that hold numbers
+    (no DTensor, none of a mode, none on "meta").
+    """
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
@@ -239,7 +245,7 @@ def _unseen(given: Sequence[torch.Tensor]) -> bool:
 def _function(
     name: str, run: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
-    """What autograd sees of an operator that nothing else sees: its run and its gradient."""
+    """An autograd Function with an operator's run and gradient, if only autograd observes it."""
     count = len(inspect.signature(run).parameters)
 
     def forward(ctx: Any, *args: Any) -> Any:
@@ -257,7 +263,7 @@ def _function(
 
 
 def _tensor_fields(hint: Any, records: Sequence[type]) -> list[str] | None:
-    """The names of the tensors in a record; None if `hint` is no record's type."""
+    """The names of the tensors in a record; None if `hint` is not a record type."""
     record = next((each for each in (hint, *get_args(hint)) if each in records), None)
     if record is None:
         return None
@@ -266,7 +272,7 @@ def _tensor_fields(hint: Any, records: Sequence[type]) -> list[str] | None:
 
 
 def _parts(name: str, hint: Any, tensors: list[str] | None) -> dict[str, Any]:
-    """What an argument of `run` is to the operator: names and types."""
+    """The operator's arguments for one argument of `run`: names and types."""
     if tensors is None:
         return {name: hint}
     return dict.fromkeys(tensors, torch.Tensor | None) | {

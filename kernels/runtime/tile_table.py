@@ -1,17 +1,17 @@
-"""A table of tiles as a JSON file, one tile to a line: read, checked, written.
+"""A table of tiles as a JSON file with one tile per line: read, checked, written.
 
     {"format": "warpweave tiles 1", "rows": [
       {"capability": 90, "kernel": "gemm", "element_size": 2, "kind": "large", "tile": {"m": 128, …
       {"device": "NVIDIA H100 80GB HBM3", "kernel": "attention_fwd", "element_size": 2,
        "head_dim": 64, "triton": "3.7.1", "tile": {"q": 128, …}, "us": 980.1, "shipped_us": 1012.7}
 
-`tiles.json` beside this file is shipped: its rows are by compute capability. Of its rows for one
-kernel, element size and head dim (or kind) the first one is taken that fits the version of Triton,
-where "triton": "3.7" is for that one and "3.9+" from there on, and the variant of the call, where
-"variants": ["into softcap", "masked"] is for those that keep both, or the other, and maybe more
-(see `attention.launch`). The table of a user, which ``warpweave tune`` writes, has rows by device.
-A file that is not exactly this raises ValueError: a tile that half fits would be a wrong result on
-a GPU.
+`tiles.json` in this folder is shipped, and its rows are by compute capability. Among its rows for
+one kernel, element size and head dim (or kind), a launch uses the first that fits the version of
+Triton and the variant of the call. "triton": "3.7" fits that version only, and "3.9+" fits that one
+and later ones. "variants": ["into softcap", "masked"] fits calls that keep both of the first, or
+the second, and possibly more (see `attention.launch`). A user's table, which ``warpweave tune``
+writes, has rows by device. Any other file raises ValueError: a tile that does not fully fit could
+give a wrong result on a GPU.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 FORMAT = "warpweave tiles 1"
 MAX_HEAD_DIM = 256
 KINDS = ("large", "heavy", "small")
-OPTIONAL = ("wide", "symmetric")  # kinds with a row only where the large tile will not do
+OPTIONAL = ("wide", "symmetric")  # kinds that have a row only if the large tile does not fit
 VARIANTS = ("dropout", "shared", "softcap", "into", "bounded", "striped", "masked")
 
 
 class AttentionTile(NamedTuple):
-    """How a kernel cuts its work: rows of q and of k per step, and Triton's launch options."""
+    """The tile of an attention kernel: rows of q and of k per step, and Triton's launch options."""
 
     q: int
     k: int
@@ -42,8 +42,8 @@ class AttentionTile(NamedTuple):
 
 
 class GemmTile(NamedTuple):
-    """The tile of a product: its rows, columns and depth per step, rows of tiles per group of the
-    walk, programs per multiprocessor, and Triton's launch options."""
+    """The tile of a product: rows, columns and depth per step, rows of tiles per group of the walk,
+    programs per multiprocessor, and Triton's launch options."""
 
     m: int
     n: int
@@ -55,7 +55,7 @@ class GemmTile(NamedTuple):
 
 
 Tile = AttentionTile | GemmTile
-Kind = int | str  # of attention, the largest head dim that a row is for; of a product, see `gemm`
+Kind = int | str  # for attention, the largest head dim of the row; for a product, see `gemm`
 
 KERNELS: dict[str, type[AttentionTile] | type[GemmTile]] = {
     "attention_fwd": AttentionTile,
@@ -64,12 +64,12 @@ KERNELS: dict[str, type[AttentionTile] | type[GemmTile]] = {
     "gemm": GemmTile,
 }
 
-_SIDES = (16, 32, 64, 128, 256, 512, 1024)  # from what a tensor core takes at least
+_SIDES = (16, 32, 64, 128, 256, 512, 1024)  # a tensor core needs at least 16
 SIZES: dict[str, Sequence[int]] = {
     "q": _SIDES,
     "k": _SIDES,
     "m": _SIDES,
-    "n": _SIDES[1:],  # an epilogue takes quarters, of pairs, in words of four
+    "n": _SIDES[1:],  # an epilogue works on quarters, of pairs, in words of four
     "warps": (1, 2, 4, 8, 16, 32),
     "stages": range(1, 9),
     "group": range(1, 65),
@@ -111,12 +111,13 @@ class TileRow:
             of a device.
         kernel: a key of `KERNELS`.
         size: bytes per element.
-        kind: for attention the head dim up to which it applies; for products one of `KINDS` or of
+        kind: for attention the largest head dim to which it applies; for products one of `KINDS` or
             `OPTIONAL`.
-        triton: the version of Triton that a device's tile was measured under; the minor one that a
-            capability's is for, with "+" behind it from there on, "" for all.
-        us, shipped_us: microseconds measured then, of this tile and of the shipped one.
-        variants: those of a call of attention that it is for, () for all.
+        triton: for a device, the version of Triton that the tile was measured with. For a
+            capability, the minor version that the row is for, with "+" if it is also for later
+            ones; "" for all.
+        us, shipped_us: the measured microseconds of this tile and of the shipped one.
+        variants: the variants of an attention call that the row is for, () for all.
     """
 
     where: int | str
@@ -131,12 +132,12 @@ class TileRow:
 
     @property
     def key(self) -> tuple[int | str | Kind, ...]:
-        """What a table has at most one row for."""
+        """The key of the row; a table has at most one row per key."""
         version = (self.triton, *self.variants) if isinstance(self.where, int) else ()
         return self.where, self.kernel, self.size, self.kind, *version
 
     def fits(self, version: tuple[int, int], variant: frozenset[str]) -> bool:
-        """Whether a capability's row is for this version of Triton and this variant."""
+        """Return True if a capability's row is for this version of Triton and this variant."""
         from_there_on, number = self.triton.endswith("+"), self.triton.removesuffix("+")
         own = tuple(map(int, number.split("."))) if number else version
         return (version >= own if from_there_on else version == own) and (
@@ -147,7 +148,7 @@ class TileRow:
 def read_table(path: Path, *, by: str) -> list[TileRow]:
     """The rows of a table `by` "capability" (the shipped one) or "device" (a user's).
 
-    Raises ValueError, one line that names the file, if it cannot be read or is no such table.
+    Raises ValueError, one line that names the file, if it cannot be read or is not such a table.
     """
     try:
         return _rows(json.loads(path.read_text(encoding="utf-8")), by)
@@ -157,9 +158,9 @@ def read_table(path: Path, *, by: str) -> list[TileRow]:
 
 def _rows(table: Any, by: str) -> list[TileRow]:
     if not isinstance(table, dict) or table.get("format") != FORMAT:
-        raise ValueError(f'it does not say "format": "{FORMAT}"')
+        raise ValueError(f'expected "format": "{FORMAT}"')
     if table.keys() != {"format", "rows"} or not isinstance(table["rows"], list):
-        raise ValueError(f'it must have "format" and a list "rows", and has {sorted(table)}')
+        raise ValueError(f'it must have "format" and a list "rows", got {sorted(table)}')
     found: dict[tuple[int | str | Kind, ...], TileRow] = {}
     for number, fields in enumerate(table["rows"], 1):
         try:
@@ -167,13 +168,13 @@ def _rows(table: Any, by: str) -> list[TileRow]:
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
         if row.key in found:
-            raise ValueError(f"row {number}: there is one for {row.key} already")
+            raise ValueError(f"row {number}: an earlier row already is for {row.key}")
         found[row.key] = row
     return list(found.values())
 
 
 def _row(fields: Any, by: str) -> TileRow:
-    """The row that an object of the file stands for, or ValueError."""
+    """Convert an object of the file to a row, or raise ValueError."""
     kernel = fields.get("kernel") if isinstance(fields, dict) else None
     if not isinstance(kernel, str) or kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
@@ -182,7 +183,7 @@ def _row(fields: Any, by: str) -> TileRow:
     needed = {*where, "kernel", "element_size", kind, "tile"}
     optional = {"triton", "variants"} if by == "capability" else {"us", "shipped_us"}
     if not needed <= fields.keys() <= needed | optional:
-        raise ValueError(f"it must have {sorted(needed)}, and has {sorted(fields)}")
+        raise ValueError(f"it must have {sorted(needed)}, got {sorted(fields)}")
     for name, value in fields.items():
         if name not in ("kernel", "tile"):
             is_right, what = _FIELDS[name]
@@ -205,7 +206,7 @@ def _tile(shape: type[AttentionTile] | type[GemmTile], sizes: Any) -> Tile:
 
 
 def write_table(path: Path, rows: Iterable[TileRow]) -> None:
-    """Write a table, whole or not at all; its folder is made. Raises OSError."""
+    """Write a table atomically, and create its folder if needed. Raises OSError."""
     lines = ",\n".join("  " + json.dumps(_fields(row)) for row in rows)
     text = f'{{"format": "{FORMAT}",\n "rows": [\n{lines}\n]}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,21 +1,22 @@
-"""The tile with which an attention or product kernel is launched: looked up, never searched for.
+"""Lookup of the tile with which an attention or product kernel is launched, without any search.
 
 For its kernel and element size a launch uses
   1. the tile of a `pinned` block around it (tests, and ``warpweave tune`` while it measures);
   2. the tile for exactly this device in the user's table, which ``warpweave tune`` has measured, if
-     one was given to `load`;
-  3. the shipped tile (`tiles.json` beside this file) of the largest capability that is not above
-     the device's, or that of capability 0: for the interpreter and every device below them.
-For a head dim it is the row of the smallest head dim that fits, out of 2 and 3 together; of two
-rows for one head dim the user's. A user's tiles of attention are for plain attention, the only one
-that is measured: variants that keep more (`attention.launch`) use shipped rows. A product of an
-optional kind without a row uses the large tile. In half and single precision no tile shipped for
-A100, H100 and B200 spills registers in any variant that benchmarks/compiled.py compiles. float64
-may.
+     one was passed to `load`;
+  3. the shipped tile (`tiles.json` in this folder) of the largest capability that is not above
+     the device's, or that of capability 0, for the interpreter and every device below the others.
+For a head dim, it uses the row of the smallest head dim that fits, out of 2 and 3 together. If both
+have a row for one head dim, the user's row is used. A user's attention tiles are for plain
+attention, the only one that is measured: variants that keep more (`attention.launch`) use shipped
+rows. A product of an optional kind without a row uses the large tile. In half and single precision,
+no tile shipped for A100, H100 and B200 spills registers in any variant that benchmarks/compiled.py
+compiles. float64 may spill.
 
-Nothing is read at import, and a user's table only by `load`, because another tile is another order
-of sums. A table that cannot be used raises ValueError. Rows measured under another version of
-Triton are skipped with a warning: another compiler may spill or run out of shared memory.
+Nothing is read at import, and a user's table is only read by `load`, because a different tile adds
+in a different order. A table that cannot be used raises ValueError. Rows measured with another
+version of Triton are skipped with a warning: another compiler may spill or run out of shared
+memory.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ Key = tuple[str, int, Kind]
 """Kernel, bytes per element, kind or head dim."""
 
 PLAIN: frozenset[str] = frozenset()
-"""The variant of plain attention, and of a product."""
+"""The variant of plain attention and of products."""
 
 _pinned: ContextVar[Mapping[Key, Tile] | None] = ContextVar("warpweave_tiles", default=None)
-_loaded: list[TileRow] = []  # of the process: autograd launches from threads that know no context
+_loaded: list[TileRow] = []  # per process: autograd launches from threads without a context
 
 
 def load(path: str | Path | None) -> None:
-    """Let later launches of this process use the tiles that the user's table at `path` has for
-    their device; None: shipped tiles only.
+    """Let later launches of this process use the tiles for their device in the user's table `path`.
 
-    Raises ValueError, and changes nothing, if the table cannot be used.
+    None restores the shipped tiles. If the table cannot be used, raises ValueError and changes
+    nothing.
     """
     _loaded[:] = [] if path is None else read_table(Path(path), by="device")
     for cached in (own_rows, row_on):
@@ -58,10 +59,10 @@ def load(path: str | Path | None) -> None:
 def find(
     kernel: str, device: torch.device, size: int, kind: Kind, variant: frozenset[str] = PLAIN
 ) -> Any:
-    """The tile of a kernel for elements of `size` bytes and a head dim or kind of product, and for
-    a variant of attention: of the type that `tile_table.KERNELS` has for this kernel.
+    """The tile of a kernel, of the type that `tile_table.KERNELS` has for this kernel.
 
-    Raises ValueError, which names those that there are, if no row is for it.
+    The elements have `size` bytes. `kind` is a head dim or a kind of product, `variant` a variant
+    of attention. Raises ValueError, listing the available kinds, if no row fits.
     """
     pins = _pinned.get()
     if pins is not None:
@@ -76,7 +77,7 @@ def find(
 def find_on(
     kernel: str, arch: int, name: str, size: int, kind: Kind, variant: frozenset[str] = PLAIN
 ) -> Any:
-    """`find` for a device of this capability and name; "" for no rows of a user."""
+    """`find` for a device of this capability and name; "" ignores a user's rows."""
     return row_on(kernel, arch, name, size, kind, variant).tile
 
 
@@ -84,20 +85,22 @@ def find_on(
 def row_on(
     kernel: str, arch: int, name: str, size: int, kind: Kind, variant: frozenset[str] = PLAIN
 ) -> TileRow:
-    """The row whose tile is `find_on`'s."""
+    """The row that contains the tile of `find_on`."""
     rows = shipped_rows(kernel, arch, size, variant)
     if name and not variant:
         own = own_rows(name)
         rows |= {row.kind: row for row in own if (row.kernel, row.size) == (kernel, size)}
     row = _fitting(rows, kind)
     if row is None:
-        raise ValueError(f"no tile of {kernel} is for {kind!r}, they are for {[*rows]}")
+        raise ValueError(f"{kernel} has no tile for {kind!r}; it has tiles for {[*rows]}")
     return row
 
 
 def _fitting(rows: Mapping[Kind, T], kind: Kind) -> T | None:
-    """The one of this kind, for an optional one that of the large, or of the smallest head dim that
-    fits."""
+    """The entry of this kind, or of the smallest head dim that fits.
+
+    An optional kind falls back to "large".
+    """
     if isinstance(kind, int):
         kind = min((k for k in rows if isinstance(k, int) and k >= kind), default=kind)
     elif kind in OPTIONAL and kind not in rows:
@@ -133,30 +136,33 @@ def shipped_rows(
 
 
 def triton_version() -> tuple[int, int]:
-    """Major and minor of the installed Triton; (0, 0) without one."""
+    """Major and minor version of the installed Triton; (0, 0) if it is not installed."""
     major, minor = triton.__version__.split(".")[:2] if HAS_TRITON else (0, 0)
     return int(major), int(minor)
 
 
 @cache
 def shipped_table() -> tuple[TileRow, ...]:
-    """Every shipped row; for each kernel, capability and element size there are all kinds of
-    products, or the largest head dim."""
+    """Every shipped row.
+
+    For each kernel, capability and element size there is a row for every kind of product, or for
+    the largest head dim.
+    """
     return tuple(read_table(Path(__file__).with_name("tiles.json"), by="capability"))
 
 
 @cache
 def own_rows(name: str) -> tuple[TileRow, ...]:
-    """The user's rows for the device of this name that this version of Triton measured.
+    """The user's rows for the device of this name, if measured with this version of Triton.
 
-    Warns of rows that it leaves out.
+    Warns about rows that it leaves out.
     """
     rows = [row for row in _loaded if row.where == name]
     stale = {row.triton for row in rows if row.triton != triton.__version__}
     if stale:
         warnings.warn(
-            f"the table has tiles for {name} measured under Triton {', '.join(sorted(stale))}, "
-            f"this is {triton.__version__}: they are not used; measure anew with `warpweave tune`",
+            f"the table has tiles for {name} measured with Triton {', '.join(sorted(stale))}, but "
+            f"this is {triton.__version__}: they are ignored; rerun `warpweave tune`",
             stacklevel=2,
         )
     return tuple(row for row in rows if row.triton not in stale)

@@ -1,4 +1,4 @@
-"""What goes to the device while the host goes on."""
+"""Non-blocking host-to-device copies."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on `device`: from the CPU to a GPU by pinned memory, behind what is queued there.
+    """Copy `x` to `device`; from CPU to GPU through pinned memory, after the work queued there.
 
-    ``x.to(device)`` of ordinary memory waits until the GPU has done all that it was given before.
+    ``x.to(device)`` with ordinary memory waits until the GPU has finished all its previous work.
     """
     if device.type == "cpu" or not x.is_cpu:
         return x.to(device)

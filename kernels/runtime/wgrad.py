@@ -6,11 +6,11 @@
     accumulate    computes dW at once, adds it to the parameter's gradient buffer, and returns None
 
 A linear layer's backward has two products: the input gradient, which the previous pipeline stage
-waits for, and the weight gradient, which no one waits for, so that zero-bubble schedules (Qi et al.
-2023, arXiv:2401.10241) compute it later: `collect`. torch's own input/weight split runs the whole
-backward of a custom ``autograd.Function`` twice (pytorch#174017), so Functions pass the second
-product to `wgrad` themselves. With `accumulate` no layer's gradient is held beside the buffer, and
-an embedding adds rows to it instead of a table of zeros.
+waits for, and the weight gradient, which no other stage waits for. So zero-bubble schedules (Qi et
+al. 2023, arXiv:2401.10241) compute the weight gradient later: `collect`. torch's own input/weight
+split runs the whole backward of a custom ``autograd.Function`` twice (pytorch#174017), so Functions
+pass the second product to `wgrad` themselves. With `accumulate`, a layer's gradient is not held in
+addition to the buffer, and an embedding adds rows to the buffer instead of a table of zeros.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class WeightGradients:
     buffers of all weight gradients.
 
     Args:
-        buffers: parameter -> gradient buffer, of its shape. If a parameter's ``.grad`` is None, the
-            buffer becomes its ``.grad`` and is overwritten; later gradients are added. A parameter
-            without a buffer gets the first gradient as its ``.grad``.
+        buffers: parameter -> gradient buffer of the same shape. If a parameter's ``.grad`` is None,
+            the buffer becomes its ``.grad`` and is overwritten; later gradients are added. A
+            parameter without a buffer gets the first gradient as its ``.grad``.
     """
 
     def __init__(self, buffers: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
@@ -45,12 +45,12 @@ class WeightGradients:
         return len(self._entries)
 
     def append(self, weight: torch.Tensor, make: _Make, into: _Into | None = None) -> None:
-        """Defer `write` to `run`."""
+        """Defer `write` until `run`."""
         self._entries.append((weight, make, into))
 
     @torch.no_grad()
     def write(self, weight: torch.Tensor, make: _Make, into: _Into | None = None) -> None:
-        """Add ``make()`` to the ``.grad`` of `weight`, by ``into(buffer, True)`` if given."""
+        """Add ``make()`` to the ``.grad`` of `weight`, using ``into(buffer, True)`` if given."""
         add = weight.grad is not None
         if not add:
             if weight not in self.buffers:
@@ -65,7 +65,7 @@ class WeightGradients:
             weight.grad.copy_(make())
 
     def buffer(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-        """The ``.grad`` of `weight`, and whether to add to it; a new one is empty, of `dtype`."""
+        """The ``.grad`` of `weight`, and True if it must be added to; a new one is empty."""
         add = weight.grad is not None
         if not add:
             own = self.buffers.get(weight)
@@ -86,7 +86,8 @@ _active: ContextVar[tuple[WeightGradients, bool] | None] = ContextVar(
 
 @contextmanager
 def _use(store: WeightGradients, later: bool) -> Iterator[WeightGradients]:
-    """The backward pass runs in the calling thread: autograd's others do not see its variables."""
+    """Run the backward pass in the calling thread: autograd's other threads do not see its
+    variables."""
     token = _active.set((store, later))
     try:
         with torch.autograd.set_multithreading_enabled(False):
@@ -98,7 +99,7 @@ def _use(store: WeightGradients, later: bool) -> Iterator[WeightGradients]:
 def collect(store: WeightGradients) -> AbstractContextManager[WeightGradients]:
     """A context in which weight gradients are deferred to ``store.run``.
 
-    The backward pass runs in the calling thread meanwhile.
+    Meanwhile the backward pass runs in the calling thread.
     """
     return _use(store, later=True)
 
@@ -106,8 +107,8 @@ def collect(store: WeightGradients) -> AbstractContextManager[WeightGradients]:
 def accumulate(store: WeightGradients) -> AbstractContextManager[WeightGradients]:
     """A context in which gradients of parameters with a buffer in `store` are added to it at once.
 
-    The backward pass runs in the calling thread meanwhile; hooks on these parameters do not see
-    their gradients, as autograd does not.
+    Meanwhile the backward pass runs in the calling thread. Hooks on these parameters do not see
+    their gradients, because autograd does not see them.
     """
     return _use(store, later=False)
 
@@ -115,14 +116,14 @@ def accumulate(store: WeightGradients) -> AbstractContextManager[WeightGradients
 def wgrad(weight: torch.Tensor, make: _Make, into: _Into | None = None) -> torch.Tensor | None:
     """Return ``make()``, or pass it to the active context and return None.
 
-    The context adds the gradient to the ``.grad`` of `weight`. A weight that is computed from
-    others (a weight norm, an adapter) has none: its gradient is returned to autograd.
+    The context adds the gradient to the ``.grad`` of `weight`. A weight that is computed from other
+    tensors (a weight norm, an adapter) has no ``.grad``: its gradient is returned to autograd.
 
     Args:
         weight: the leaf parameter.
         make: computes the gradient, in the shape of `weight` and its ``grad_dtype``.
-        into: ``into(buffer, add)`` adds the same gradient to a buffer, or overwrites the buffer;
-            given if that is cheaper than ``make``.
+        into: ``into(buffer, add)`` adds the same gradient to a buffer, or overwrites the buffer.
+            Pass it if that is cheaper than ``make``.
     """
     active = None if torch.compiler.is_compiling() else _active.get()
     if active is None or not weight.is_leaf:
@@ -138,7 +139,7 @@ def wgrad(weight: torch.Tensor, make: _Make, into: _Into | None = None) -> torch
 
 
 def waits(weight: torch.Tensor) -> bool:
-    """Whether the gradient of `weight` is deferred by `collect`."""
+    """Return True if `collect` defers the gradient of `weight`."""
     active = None if torch.compiler.is_compiling() else _active.get()
     return active is not None and active[1] and weight.is_leaf
 
@@ -146,11 +147,11 @@ def waits(weight: torch.Tensor) -> bool:
 def wgrad_buffer(
     weight: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, bool, torch.Tensor | None]:
-    """(buffer, add, gradient) for a weight gradient that is computed with the input's, not
-    deferred.
+    """(buffer, add, gradient) for a weight gradient that is computed together with the input's.
 
-    The caller adds it to `buffer` if `add`, else overwrites it, and returns `gradient` to autograd:
-    the buffer, or None if it is the active context's.
+    This gradient is not deferred. The caller adds it to `buffer` if `add`, else overwrites
+    `buffer`, and returns `gradient` to autograd: the buffer, or None if it belongs to the active
+    context.
     """
     active = None if torch.compiler.is_compiling() else _active.get()
     if active is not None and weight.is_leaf:
@@ -165,19 +166,19 @@ def wgrad_buffer(
 
 
 def grad_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradient: its ``grad_dtype``, by default its own."""
+    """The dtype of a parameter's gradient: its ``grad_dtype``, by default the parameter's dtype."""
     # Only leaves have a grad_dtype, and dynamo does not know it.
     if torch.compiler.is_compiling() or not parameter.is_leaf:
         return parameter.dtype
-    return parameter.grad_dtype or parameter.dtype  # None means that any dtype will do
+    return parameter.grad_dtype or parameter.dtype  # None accepts any dtype
 
 
 def leaf_of(parameter: torch.Tensor | None, *, bias: bool = False) -> torch.Tensor | None:
     """The leaf parameter if `parameter` is a view of all of it, else `parameter` itself.
 
-    Functions use the leaf: through a view the gradient could not be deferred, nor be wider than the
-    parameter, because autograd rounds it to the view's dtype. A weight's leaf must have equally
-    long rows; that of a `bias` may have any shape.
+    Functions use the leaf. Through a view, the gradient could not be deferred, and autograd would
+    round it to the view's dtype, so it could not be wider than the parameter. The rows of a
+    weight's leaf must be as long as the view's; the leaf of a `bias` may have any shape.
     """
     if parameter is None or torch.compiler.is_compiling() or parameter.is_leaf:
         return parameter
