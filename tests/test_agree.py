@@ -101,9 +101,7 @@ def _strays(rank: int, config: TrainConfig, store: Any, at: int) -> tuple[str, i
 @pytest.mark.parametrize(
     ("at", "more"), [(1, {}), (5, {"check_every": 6}), (3, {"check_collectives": True})]
 )
-def test_ranks_that_differ_are_told_in_the_first_steps_and_in_those_that_are_compared(
-    tmp_path, at, more
-):
+def test_mismatched_collectives_raise_in_the_first_and_in_compared_steps(tmp_path, at, more):
     config = _small(tmp_path, dp=2, steps=7, eval_every=0, microbatches=1, **more)
     found = run_threads(2, _strays, config, Store(), at)
     words = "rank 0 (dp=0) calls all_reduce of float32[3], rank 1 (dp=1) calls all_reduce of "
@@ -392,7 +390,7 @@ def test_a_ranks_own_seconds_are_those_without_any_wait_of_this_step() -> None:
     assert passes.transport is transport
 
 
-def test_the_slowest_rank_is_told_beside_the_median_and_replicas_that_differ_end_it() -> None:
+def test_slowest_rank_is_reported_and_differing_replicas_stop_the_run() -> None:
     agreement, _ = _agreement(check_every=2)
     agreement._own, agreement._data = 1.5, {"x": 1}
     agreement._replicas = mock.Mock()

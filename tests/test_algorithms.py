@@ -45,7 +45,7 @@ def draw(ranks: int, n: int, dtype: torch.dtype = torch.float32) -> list[Tensor]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 64])
-def test_an_all_reduce_is_exact_on_integers_and_has_the_same_bits_on_every_rank(ranks) -> None:
+def test_all_reduce_is_exact_on_integers_and_bitwise_equal_on_every_rank(ranks) -> None:
     for name, algorithm in all_reduces(ranks).items():
         for n in (1, 7, 1000):
             xs = draw(ranks, n, torch.int64)

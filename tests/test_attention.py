@@ -137,7 +137,7 @@ def test_any_pair_of_runs_equals_the_reference(impl, q_runs, k_runs) -> None:
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_rows_that_see_no_key_are_zero_with_lse_minus_infinity_and_no_gradient(impl) -> None:
+def test_fully_masked_rows_are_zero_with_lse_minus_infinity_and_no_gradient(impl) -> None:
     o, lse, dq, *_ = check(impl, {"Sk": 20}, q_runs=ZIGZAG, k_runs=((16, 20),))
     assert lse[..., :6].isneginf().all()
     assert lse[..., 6:].isfinite().all()
@@ -212,7 +212,7 @@ def test_steps_between_heads_are_told_in_their_largest_power_of_two(shape, step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_heads_of_no_multiple_of_8_are_widened_and_nothing_beside_them_changes(dtype) -> None:
+def test_head_dim_59_is_padded_without_writing_outside_the_views(dtype) -> None:
     """Both ways of a ring hop, into views of wider buffers; the scale is that of 59."""
     q, k, v = (x.detach() for x in draw(Sq=20, Sk=24, Hq=4, Hkv=2, D=59, dtype=dtype))
     do, near, far = torch.randn_like(q), slice(0, 11), slice(11, 24)

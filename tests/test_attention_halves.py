@@ -195,7 +195,7 @@ def test_dropout_of_almost_1_gives_zeros_and_no_gradient(impl) -> None:
 
 
 @IMPLS
-def test_an_upstream_gradient_of_another_dtype_is_cast_to_that_of_the_queries(impl) -> None:
+def test_upstream_gradient_is_cast_to_the_dtype_of_the_queries(impl) -> None:
     q, k, v = (x.detach() for x in draw(Sq=19, Sk=19, Hq=4, Hkv=2, D=8, dtype=torch.bfloat16))
     do, options = torch.randn(q.shape), {"grad_dtype": torch.float32, "impl": impl}
     o, lse = attention_fwd(q, k, v, impl=impl)

@@ -246,7 +246,7 @@ def test_heads_that_do_not_fit_are_refused_by_their_numbers(heads, options, mess
         Attention(12, heads, **options)
 
 
-def test_heads_need_not_divide_the_width_nor_be_many_nor_be_even_without_rope():
+def test_without_rope_any_number_and_size_of_heads_works():
     assert Attention(12, 5, head_size=4).head_dim == 4
     assert Attention(12, 4).head_dim == 3
     one = Attention(12, 1, num_kv_heads=1, head_size=1)
@@ -298,7 +298,7 @@ def test_its_description_names_heads_mask_and_rotary_base():
     assert len(said) == len({*said})
 
 
-def test_a_cache_holds_its_capacity_for_each_layer_and_is_overwritten_from_its_start():
+def test_kv_cache_holds_its_capacity_per_layer_and_overwrites_from_start():
     cache, kept = KVCache(5), {}
     for n in (2, 3):
         for layer, heads in (("a", 2), ("b", 1), (0, 3)):

@@ -151,7 +151,7 @@ def test_dropout_equals_the_reference(impl, options) -> None:
     check(impl, {"B": 2}, **DROP | options, sinks=sinks)
 
 
-def test_dropout_of_samples_with_documents_of_their_own_is_that_of_each_alone() -> None:
+def test_dropout_with_documents_per_sample_equals_that_of_each_sample_alone() -> None:
     """On more rows than the CPU takes at once: every block knows its sample, head and rows."""
     rows = 141
     runs = {"q_runs": ((5, rows, 3),), "k_runs": ((2, 37, 9),)}

@@ -65,7 +65,7 @@ def read(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: reader.tensor(name) for name in reader.names}
 
 
-def test_a_step_is_saved_as_it_was_byte_for_byte_though_the_next_one_has_begun(tmp_path):
+def test_saved_step_is_byte_identical_although_the_next_step_has_begun(tmp_path):
     given, saver = tensors(), BackgroundSaver(None)
     plain = save_checkpoint(tmp_path / "plain", 7, tensors().items(), **WITH)
     with Gate(7) as gate:
@@ -103,7 +103,7 @@ def test_a_save_waits_for_the_one_before_and_uses_its_memory(tmp_path, monkeypat
         assert torch.equal(read(tmp_path, step)["a"], torch.full((7, 5), float(step)))
 
 
-def test_the_ranks_that_save_get_a_group_of_their_own_with_the_savers_timeout() -> None:
+def test_saving_ranks_get_a_separate_group_with_the_timeout_of_the_saver() -> None:
     group = mock.sentinel.group
     with mock.patch.object(background, "dist") as dist:
         dist.get_process_group_ranks.side_effect = {group: [1, 3]}.get
@@ -130,7 +130,7 @@ def test_a_kill_while_a_step_is_written_leaves_the_one_before(tmp_path):
 
 
 @pytest.mark.parametrize("error", [None, ArithmeticError, KeyboardInterrupt])
-def test_whatever_ends_a_block_its_step_is_saved_unless_it_is_a_second_ctrl_c(tmp_path, error):
+def test_step_is_saved_however_the_block_ends_except_by_a_second_ctrl_c(tmp_path, error):
     saver = BackgroundSaver(None)
 
     def block() -> None:

@@ -47,7 +47,7 @@ def _watched(port: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at children without collecting them")
-def test_after_a_watchdog_the_rank_that_hung_is_named_and_its_words_and_dumps_stay(
+def test_after_a_watchdog_abort_the_hung_rank_is_named_and_dumps_are_kept(
     monkeypatch, capfd, tmp_path
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -101,7 +101,7 @@ def test_evidence_names_a_rank_and_its_number_does_not(ends, dumps, said):
     assert line.startswith(said)
 
 
-def test_ranks_are_listed_in_order_and_the_first_to_end_with_where_it_was_last_seen():
+def test_ended_ranks_are_listed_in_order_with_where_the_first_was_last_seen():
     """Whatever the order in which they ended."""
     store = _store(r0=[8, "saving"], r1=[9, "evaluation"], r2=[7, "training step"])
     line = rank_at_fault([End(r, ABORTED) for r in (3, 1, 2)], Mesh(tp=4), store, {})
@@ -186,7 +186,7 @@ def test_the_flight_recorder_names_the_rank_that_did_not_join(tmp_path):
     assert recorded(None, 4, 0.0) is None
 
 
-def test_a_member_that_never_joined_a_group_is_behind_and_messages_between_two_are_not_counted():
+def test_member_that_never_joined_is_behind_and_p2p_messages_do_not_count():
     """What gloo's recorder lacks: members of groups, point-to-point entries."""
 
     def dump(*entries: tuple[int, str, bool]) -> bytes:

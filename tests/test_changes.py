@@ -23,7 +23,7 @@ class _Shape:
     value: int
 
 
-def test_attributes_of_one_name_on_several_owners_come_back_one_by_one_and_together() -> None:
+def test_attributes_of_several_owners_are_restored_one_by_one_or_together() -> None:
     """What was there, falsy or None, and what was not, however often it was set in between."""
     owners = [SimpleNamespace(a=0, b="b"), SimpleNamespace(a=None), SimpleNamespace()]
     before = [dict(vars(owner)) for owner in owners]
@@ -64,7 +64,7 @@ def test_undoing_removes_every_hook_and_the_record() -> None:
 
 
 @pytest.mark.parametrize("changed", ["nothing", "attribute", "hook", "fact"])
-def test_facts_are_one_of_each_class_and_leave_nothing_behind_but_other_changes(changed) -> None:
+def test_one_fact_per_class_is_kept_and_forgetting_it_leaves_other_changes(changed) -> None:
     module = nn.Linear(2, 2)
     assert known(module, _Size) is None
     forget(module, _Size)

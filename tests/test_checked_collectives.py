@@ -127,7 +127,7 @@ def test_ranks_that_call_different_collectives_are_all_told_which(fault):
     )
 
 
-def test_a_slow_rank_that_was_last_seen_where_this_one_has_been_too_is_waited_for(monkeypatch):
+def test_slow_rank_last_seen_at_an_earlier_collective_is_waited_for(monkeypatch):
     monkeypatch.setattr("warpweave.parallel.checked._LOOK", 1e-3)
     store, seen = Store(), []
 
@@ -150,7 +150,7 @@ def _message(rank: int, store: Any) -> None:
         start_exchange(torch.ones(3 + me), torch.empty(3), 1 - me, 1 - me, group).wait()
 
 
-def test_two_ends_of_a_message_that_differ_are_told_before_the_second_is_issued():
+def test_mismatched_send_and_receive_raise_before_the_second_is_issued():
     words = r"rank 1 \(tp=1\) sends float32\[4\], rank 0 \(tp=0\) receives float32\[3\]"
     with pytest.raises(CollectiveMismatch, match=words):
         run_threads(2, _message, Store())
@@ -205,7 +205,7 @@ def _on_gloo(rank: int, folder: str) -> list[str]:
     return said
 
 
-def test_torchs_dispatcher_shows_every_collective_of_gloo_before_it_is_issued(tmp_path):
+def test_every_gloo_collective_is_seen_in_torch_dispatch_before_it_is_issued(tmp_path):
     (first, second) = run_ranks(2, _on_gloo, str(tmp_path))
     one, other = "rank 0 (tp=0)", "rank 1 (tp=1)"
     words = [

@@ -96,7 +96,7 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, shard_bytes: int)
     assert shards == {1: 10, 400: 7, 1 << 30: 1}[shard_bytes]
 
 
-def test_safetensors_own_reader_finds_what_was_saved_each_at_a_multiple_of_its_width(
+def test_safetensors_reads_what_was_saved_with_each_tensor_aligned(
     tmp_path: Path,
 ) -> None:
     tensors = weights() | {
@@ -216,7 +216,7 @@ def test_latest_follows_the_pointer_and_does_without_it(tmp_path: Path) -> None:
     assert latest(tmp_path).name == "step_00000009"
 
 
-def test_a_step_saved_again_is_replaced_and_a_crash_between_its_two_renames_mended(
+def test_resaved_step_is_replaced_and_a_crash_between_renames_is_repaired(
     tmp_path: Path,
 ) -> None:
     save(tmp_path, 7, seed=0)
@@ -299,7 +299,7 @@ def test_a_file_changed_after_verification_is_noticed(tmp_path: Path, swapped: b
         reader.tensor("rng")
 
 
-def test_the_next_older_good_step_is_opened_with_a_warning_naming_the_bad_file(
+def test_next_older_good_step_is_opened_with_a_warning_naming_the_bad_file(
     tmp_path: Path,
 ) -> None:
     save(tmp_path, 1)
@@ -631,7 +631,7 @@ CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir")
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_whichever_call_of_the_system_fails_a_step_is_the_old_or_the_new_one_whole(
+def test_step_is_entirely_old_or_new_whichever_system_call_fails(
     tmp_path: Path, monkeypatch, call: str
 ) -> None:
     """Saving a step again, with the first, second, ... of such calls failing, until none does."""
@@ -800,7 +800,7 @@ def test_ranks_that_see_other_folders_under_one_name_all_refuse(tmp_path: Path) 
         assert message.endswith("step_00000007 is not the same folder on all 3 ranks")
 
 
-def test_damage_in_any_file_is_every_ranks_error_though_the_hashing_is_shared(
+def test_every_rank_reports_a_damaged_file_although_hashing_is_shared(
     tmp_path: Path,
 ) -> None:
     path = save(tmp_path, shard_bytes=400)

@@ -85,9 +85,7 @@ def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, 
         (("export", "run", "out"), None),
     ],
 )
-def test_processes_are_prepared_for_commands_that_start_ranks_and_given_to_them(
-    monkeypatch, arguments, early
-):
+def test_commands_that_start_ranks_are_given_processes_forked_early(monkeypatch, arguments, early):
     """By the program that they will run, and for no other; those of one rank get none."""
     given, asked = [], []
     ready = contextlib.nullcontext("processes")

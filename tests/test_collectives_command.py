@@ -249,7 +249,7 @@ def test_seconds_are_those_of_the_last_rank(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("device", [None, "cuda"])
-def test_the_command_starts_its_ranks_where_it_is_told_and_writes_to_a_folder_of_any_depth(
+def test_collectives_command_uses_the_given_device_and_creates_its_folder(
     device, tmp_path, monkeypatch, capsys
 ) -> None:
     config = CollectivesConfig(ranks=3, sizes=("96",), out=tmp_path / "a" / "b", device=device)

@@ -472,7 +472,7 @@ NEVER = {  # every function, and what it is given before its options
 
 
 @pytest.mark.parametrize("name", NEVER)
-def test_alibi_and_paged_caches_are_refused_by_every_function_that_takes_them(name):
+def test_alibi_and_paged_caches_are_rejected_by_every_function(name):
     function, q = getattr(fa, name), _draw(B, 5, H, D)
     given = NEVER[name](q, q, q)
     for option in ("alibi_slopes", "block_table"):

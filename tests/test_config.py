@@ -294,7 +294,7 @@ def test_a_preset_is_the_model_that_was_published_under_its_name(name):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_flops_of_a_step_are_of_the_parameters_that_multiply_and_of_half_the_scores(style):
+def test_step_flops_count_matmul_parameters_and_the_visible_half_of_scores(style):
     config = GPTConfig(53, 24, 3, 20, 10, 5, 14, head_size=6, tied=False, **STYLES[style])
     named = GPT(config, device="meta").named_parameters()
     looked_up = ("embedding", "positions")

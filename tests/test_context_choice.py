@@ -75,7 +75,7 @@ def test_memory_is_that_of_the_buffers() -> None:
     assert all(wide[name] > found[name] for name in wide)
 
 
-def test_the_least_exposed_that_fits_is_marked_and_a_tie_goes_to_fewer_messages() -> None:
+def test_least_exposed_that_fits_is_chosen_and_ties_prefer_fewer_messages() -> None:
     free = Links(1e9, 1.0)  # every tile hides every hop
     found = list(costs(links=free).values())
     assert [c.exposed for c in found] == sorted(c.exposed for c in found)

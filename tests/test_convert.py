@@ -279,9 +279,7 @@ def test_what_the_source_said_besides_stays_when_the_model_has_changed(folders, 
 
 
 @EACH
-def test_a_source_that_says_the_same_model_is_written_as_it_is_whatever_was_dropped(
-    name, folders, tmp_path
-):
+def test_source_config_of_the_same_model_is_copied_whatever_the_dropout(name, folders, tmp_path):
     """Dropout is of a training, and what the source says of it stays."""
     fields = json.loads((folders[name] / "config.json").read_text())
     fields |= {"attention_dropout": 0.25, "more": [1]}

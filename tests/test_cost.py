@@ -143,7 +143,7 @@ def test_elementwise_ops_count_their_operations(op) -> None:
     assert cost.adamw(9) == Cost(16 * 9, 9 * 4 * 7)  # a float32 gradient, and no copy
 
 
-def test_a_symmetric_product_computes_one_triangle_and_reads_one_of_what_is_added() -> None:
+def test_symmetric_product_costs_one_triangle_of_flops_and_added_bytes() -> None:
     x, out = torch.randn(5, 8), torch.randn(5, 5)
     triangle = int(torch.ones(5, 5).triu().sum())
     found = cost.symmetric_product(5, 8, size=4)
@@ -215,9 +215,7 @@ def test_elementwise_ops_move_their_tensors() -> None:
 
 @pytest.mark.parametrize("recompute", ["activation", "up", "nothing"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_an_mlp_moves_the_tensors_of_its_kernels_and_multiplies_what_torch_multiplies(
-    gated, recompute
-) -> None:
+def test_mlp_cost_equals_kernel_traffic_and_flops_counted_by_torch(gated, recompute) -> None:
     T, E, F = 6, 10, 7
     x, w1, w2 = torch.randn(T, E), torch.randn(2 * F if gated else F, E), torch.randn(E, F)
     name, r = "swiglu" if gated else "relu2", torch.randn(T, E)

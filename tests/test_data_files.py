@@ -111,7 +111,7 @@ def test_the_vocabulary_is_the_sidecars_or_reaches_to_the_largest_token(tmp_path
 
 
 @pytest.mark.parametrize("more", [0, 1, 300])
-def test_added_tokens_count_in_the_vocabulary_and_are_inserted_in_prompts_only(tmp_path, more):
+def test_added_tokens_count_in_vocabulary_and_are_inserted_only_in_prompts(tmp_path, more):
     """None is inserted in text, but one that is written there is recognised."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
@@ -198,9 +198,7 @@ def test_a_kept_hash_is_believed_until_size_times_inode_or_device_change(tmp_pat
 
 
 @pytest.mark.parametrize("seconds", [0, 0.9, 1.1, 100])
-def test_the_hash_of_a_file_written_or_changed_in_the_last_second_is_not_kept(
-    tmp_path, monkeypatch, seconds
-):
+def test_hash_of_a_file_changed_in_the_last_second_is_not_cached(tmp_path, monkeypatch, seconds):
     path, kept = tmp_path / "file", tmp_path / "kept"
     path.write_bytes(b"some bytes")
     os.utime(path, ns=(10**18, 10**18))  # written long ago, it says; but changed now

@@ -517,7 +517,7 @@ def test_dims_lie_where_an_entry_has_them_or_do_not_fit(dims, shape, found) -> N
 
 
 @pytest.mark.parametrize("result", [(), [torch.ones(1)], (1, torch.ones(1)), None, {"x": 1}])
-def test_a_result_is_placed_if_it_is_a_tensor_or_a_tuple_that_begins_with_one(result) -> None:
+def test_result_is_placed_if_it_is_a_tensor_or_a_tuple_starting_with_one(result) -> None:
     from warpweave.layers.sharding.declare import _on_result
 
     hook = _on_result("up()", lambda x: x + 1)

@@ -236,7 +236,7 @@ def _axes(monkeypatch, dies_at=(), wrong=(), refuses=False) -> tuple[list[Verdic
     return [*run(checks, LATER)], starts
 
 
-def test_an_axis_that_is_wrong_or_kills_its_ranks_fails_and_the_others_are_proven(monkeypatch):
+def test_wrong_or_crashing_axis_fails_and_the_other_axes_are_still_proven(monkeypatch):
     healthy, starts = _axes(monkeypatch)
     assert all(v.passed and v.error == 1.0 for v in healthy)
     assert starts == [8]

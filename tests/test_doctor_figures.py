@@ -41,7 +41,7 @@ INF = math.inf
 # ---------------------------------------------------------------- errors and limits
 
 
-def test_an_error_is_of_the_largest_element_and_infinite_where_nothing_compares() -> None:
+def test_relative_error_is_by_the_largest_element_and_infinite_on_mismatch() -> None:
     t = torch.tensor
     for actual, expected, error in (
         ([1.0, -4.0], [1.0, -4.0], 0.0),
@@ -236,7 +236,7 @@ def test_an_axis_is_proven_by_a_layout_of_its_name(monkeypatch, device: str) -> 
     assert worlds == sorted(worlds, reverse=True)
 
 
-def test_products_are_checked_in_every_precision_and_collectives_in_the_first() -> None:
+def test_fused_products_are_checked_in_every_dtype_and_collectives_in_one() -> None:
     names = [(c.name, c.against) for c in ranks.fused("cpu", 4, ("fp32", "fp16"))]
     assert names == [
         *((f"{n} on 4 ranks, {d}", "reference, all ranks' terms") for d in ("fp32", "fp16")
@@ -296,7 +296,7 @@ def test_nothing_is_begun_after_ten_minutes_or_one(monkeypatch) -> None:
     assert command.times("cpu") == []
 
 
-def test_a_line_that_was_cut_short_is_no_result_and_the_ranks_are_started_for_the_rest() -> None:
+def test_truncated_line_is_no_result_and_ranks_restart_for_the_rest() -> None:
     starts: list[str] = []
 
     def start(items, path) -> None:

@@ -92,7 +92,7 @@ def test_attention_of_what_is_nowhere_has_shapes_without_an_autocast():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_on_meta_tensors_autocast_does_not_count_and_shapes_and_dtypes_are_there(op):
+def test_meta_tensors_ignore_autocast_and_give_shapes_and_dtypes(op):
     function, shapes = OPS[op]
     function = partial(function, labels=LABELS.to("meta")) if "cross_entropy" in op else function
     given = [torch.empty(s, device="meta", requires_grad=True) for s in ((6, 4), *shapes)]

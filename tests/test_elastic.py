@@ -257,7 +257,7 @@ def _three(store) -> list[Member]:
     return members
 
 
-def test_what_a_member_tells_the_keeper_is_of_itself_and_of_the_generation_it_is_in(store):
+def test_member_reports_only_itself_and_its_current_generation_to_the_keeper(store):
     members = _three(store)
     store.wait([f"ready/0/{rank}" for rank in range(3)])
     members[2].complain()
@@ -280,7 +280,7 @@ def test_what_a_member_tells_the_keeper_is_of_itself_and_of_the_generation_it_is
     store.wait(["over"])
 
 
-def test_a_step_counts_when_all_have_voted_and_ends_the_generation_where_replicas_wait(store):
+def test_step_counts_if_all_vote_and_a_waiting_replica_forces_a_regroup(store):
     members = _three(store)
     assert _at_once(*(partial(m.vote, "0", 3) for m in members)) == ["go"] * 3
     waiting = partial(members[0].vote, "1", 3), partial(members[1].vote, "1", 3)
@@ -316,7 +316,7 @@ def test_a_replica_lost_after_its_vote_has_made_the_step(store):
     assert members[0]._store.get("decision/1/0") == b"go"
 
 
-def test_a_loss_is_not_forgotten_when_a_replica_joins_before_a_rank_has_learnt_of_it(store):
+def test_lost_replica_is_remembered_when_another_joins_before_a_rank_knows(store):
     members = _three(store)
     announce(store, Generation(2, 0, {0: 0, 1: 0}, "2 left", lost=True))
     announce(store, Generation(3, 0, {0: 0, 1: 0, 2: 1}, "2 joins"))

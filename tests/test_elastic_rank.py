@@ -133,9 +133,7 @@ def test_a_rank_ends_with_the_code_of_the_signal_that_stopped_the_run(
 
 
 @pytest.mark.parametrize(("members", "connects"), [({0: 0, 2: 0}, True), ({2: 0}, False)])
-def test_ranks_connect_unless_alone_and_those_that_would_compute_differently_are_refused(
-    outside, members, connects
-):
+def test_ranks_connect_unless_alone_and_incompatible_ranks_are_rejected(outside, members, connects):
     """Rank 2 of all is the second of two."""
     outside.trainer.side_effect = LeftError
     rank, generation = _rank(seat=Seat(Mesh(dp=3), 1, 2), lost=False), Generation(1, 0, members)
@@ -282,7 +280,7 @@ def test_the_last_row_is_written_unless_the_rank_that_died_had_written_it(tmp_pa
     [([6, 6, 6], 6, True), ([5, 6, 6], 5, False), ([None, 6, 5], None, False),
      ([5, 6, None], 6, False)],
 )  # fmt: skip
-def test_a_rank_recovers_the_newest_state_and_offers_its_own_only_if_that_is_as_new(
+def test_rank_recovers_the_newest_state_and_offers_its_own_only_if_current(
     monkeypatch, held, own, alike, zero
 ):
     recovers = mock.Mock()

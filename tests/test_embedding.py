@@ -72,7 +72,7 @@ def _outside(rank: int) -> None:
             )
 
 
-def test_the_first_and_last_id_are_looked_up_and_none_beyond_them_on_any_rank():
+def test_first_and_last_ids_are_looked_up_and_ids_outside_are_on_no_rank():
     run_threads(3, _outside)
 
 

@@ -73,7 +73,7 @@ def _leaves(monkeypatch, module) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_an_error_ends_a_rank_with_its_code_and_bugs_come_with_their_traceback(
+def test_errors_end_a_rank_with_their_code_and_bugs_print_a_traceback(
     monkeypatch, capsys, error, code, traced
 ):
     _leaves(monkeypatch, launch)
@@ -160,7 +160,7 @@ def test_a_launch_ends_as_its_first_rank_did_or_as_the_signal_says(
 
 
 @pytest.mark.parametrize("results", [(), (1,), (0, 1, 2, 3)])
-def test_of_ranks_that_end_at_once_killed_ones_come_first_and_finished_ones_are_left_out(results):
+def test_of_ranks_ending_together_killed_come_first_and_finished_are_omitted(results):
     """A rank that ends without an error and without a result has died as well."""
     store = dist.HashStore()
     store.set("verdict", "word")  # nobody is waited for
@@ -298,7 +298,7 @@ def test_a_failure_after_a_signal_is_final(capfd):
     ("stopped", "number", "code"),
     [(False, None, 0), (False, 15, 0), (True, 2, 130), (True, 15, 143), (True, None, 143)],
 )
-def test_a_rank_ends_with_the_signal_that_stopped_the_run_and_the_first_one_prints(
+def test_rank_exits_with_the_code_of_the_signal_and_only_rank_0_prints(
     monkeypatch, capsys, rank, stopped, number, code
 ):
     """Without a signal of its own it was another rank that SIGTERM came to."""
@@ -315,9 +315,7 @@ def test_a_rank_ends_with_the_signal_that_stopped_the_run_and_the_first_one_prin
     assert (out, err.strip()) == (('{"steps": 3}\n', "warpweave: it") if rank == 0 else ("", ""))
 
 
-def test_an_interrupted_run_saves_and_leaves_evaluation_sample_and_last_loss_to_the_next(
-    tmp_path, capsys
-):
+def test_interrupted_run_saves_and_defers_evaluation_and_sample_to_resume(tmp_path, capsys):
     """Also at a step after which it would be evaluated, whether or not it may stop early."""
     for number, early in enumerate((0, 2)):
         config = _config(tmp_path, steps=4, save_every=0, early_stop=early, sample=3, layers=1,
@@ -390,9 +388,7 @@ def test_a_run_that_cannot_go_on_says_what_where_and_what_is_left(
 
 @pytest.mark.parametrize("what", ["loss", "validation loss"])
 @pytest.mark.parametrize("kind", ["plain", "outer", "asynchronous"])
-def test_a_stop_runs_the_step_again_and_says_that_no_weight_changed_only_where_that_is_so(
-    monkeypatch, kind, what
-):
+def test_stop_reruns_the_step_only_if_the_weights_are_unchanged(monkeypatch, kind, what):
     """An outer optimizer, or a pipeline's stages by themselves, may have changed weights already;
     an evaluation can be run again whatever the schedule."""
     ran: list = []

@@ -131,7 +131,7 @@ def test_evaluation_is_the_plain_models_loss_without_dropout():
     assert float(engine.evaluate(tokens, torch.full_like(labels, -100))) == 0.0
 
 
-def test_generation_at_temperature_zero_takes_the_plain_models_likeliest_token():
+def test_generation_at_temperature_zero_picks_the_argmax_of_the_plain_model():
     plain = PlainConfig(**SIZES, kv_heads=4, hidden=20)
     params = {n: 10 * p for n, p in plain_init(plain, 3, torch.float64).items()}  # a lively text
     text, differs = [4, 7], 0

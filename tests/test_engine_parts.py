@@ -41,7 +41,7 @@ def _result(
 
 
 @pytest.mark.parametrize("losses", [(2.0,), (2.0, 0.5), (2.0, 0.5, 0.25)])
-def test_the_loss_of_a_step_is_the_sum_of_its_losses_and_one_tensor_has_all_results(losses):
+def test_step_loss_is_the_sum_of_losses_and_one_tensor_holds_all_results(losses):
     found = _result(losses, 7.0, 1.5, True)
     assert found.loss == sum(losses)
     assert found.all().tolist() == [sum(losses), 7.0, 1.5, 1.0]
@@ -120,7 +120,7 @@ def test_a_rank_updates_once_when_the_last_of_its_stages_is_there(stages, outer)
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3])
-def test_an_asynchronous_stage_updates_at_each_call_and_has_the_mean_square_of_its_norms(updates):
+def test_asynchronous_stage_updates_per_call_and_averages_squared_norms(updates):
     norms = [3.0, 4.0, 12.0, 5.0, 1.0, 2.0][: 2 * updates]
     watched = _Watched(*norms)
     update = StageUpdate(watched, updates)
@@ -162,9 +162,7 @@ def test_gradients_leave_early_where_asked_and_where_none_are_freed(
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("pp", [1, 2, 3])
-def test_first_and_last_stage_add_the_gradients_of_a_tied_embedding_on_different_ranks_alone(
-    pp, tied
-):
+def test_tied_embedding_gradients_are_added_only_across_different_ranks(pp, tied):
     config = GPTConfig(19, 6, 4, 8, 2, tied=tied)
     lists = make_lists(config, ParallelPlan(microbatches=2), Mesh(pp=pp).seen_from(0))
     assert [sum(a.op == "TIE" for a in row) for row in lists] == [
@@ -306,7 +304,7 @@ def _means(mesh: ConnectedMesh) -> list[tuple[float, bool]]:
     return found
 
 
-def test_the_norm_of_replicas_is_their_mean_and_overflows_if_scales_alone_are_to_blame():
+def test_replica_norm_is_a_mean_and_overflows_only_because_of_loss_scales():
     for found in on_mesh(Mesh(outer=2, dp=2), _means):
         for (mean, overflow), (*_, expected, blamed) in zip(found, SEVERAL, strict=True):
             assert mean == pytest.approx(expected, nan_ok=True)
@@ -333,7 +331,7 @@ def _named(mesh: ConnectedMesh) -> list[list[int]]:
     return found
 
 
-def test_ranks_with_bad_losses_are_named_and_without_them_those_with_bad_gradients():
+def test_ranks_with_bad_losses_are_named_before_ranks_with_bad_gradients():
     for found in on_mesh(Mesh(dp=2, tp=2), _named):
         assert found == [named for *_, named in BAD]
 
@@ -352,7 +350,7 @@ def _summed(mesh: ConnectedMesh) -> list[float]:
     return torch.cat(found).tolist()
 
 
-def test_losses_are_summed_over_replicas_once_of_tensor_ranks_and_norms_over_stages():
+def test_losses_are_summed_over_replicas_and_norms_over_stages():
     loss = 0.25 + 2.0 + 1.25 + 3.0
     for found in on_mesh(Mesh(dp=2, pp=2, tp=2), _summed):
         assert found == [loss, 10.0 + 11.0, 0.5, loss, 8.0]

@@ -113,7 +113,7 @@ def test_a_stage_that_gives_nothing_is_named_with_the_one_that_waits(silent, wai
         execute(lists_of("0F0 1F0 2F0 2B0 1B0 0B0"), made, InProcess())
 
 
-def test_lists_of_several_ranks_without_messages_are_refused_with_the_number_of_ranks() -> None:
+def test_lists_of_several_ranks_without_messages_are_rejected() -> None:
     words = "^3 ranks and no SEND or RECV: pass the lists through with_comm$"
     with pytest.raises(ValueError, match=words):
         run(interleaved(3, 3, 2), 6)
@@ -158,7 +158,7 @@ def test_a_weight_gradient_may_be_owed_from_one_pass_to_the_next() -> None:
     run_.check_ended()
 
 
-def test_a_forward_reads_versions_of_this_pass_or_earlier_ones_and_none_to_come() -> None:
+def test_forward_reads_current_or_earlier_weight_versions_but_not_later_ones() -> None:
     for row, words in (
         ("0F0@1 0B0@1", "0F0@1 comes before 0UPDATE@1"),
         ("0F0 0B0 0UPDATE@1 0F1@2 0B1@2", "0F1@2 comes before 0UPDATE@2"),
@@ -185,7 +185,7 @@ def test_a_forward_reads_versions_of_this_pass_or_earlier_ones_and_none_to_come(
     assert seen[-1] == (6, 5)
 
 
-def test_a_stage_may_overwrite_its_result_before_the_next_one_has_received_it() -> None:
+def test_stage_may_overwrite_its_result_before_the_next_stage_receives_it() -> None:
     made = run(with_comm(gpipe(2, 3)), 2)
     assert made[1].received == [("F", mb, mb + 0.5) for mb in range(3)]
     assert made[0].received == [("B", mb, mb + 0.5) for mb in range(3)]
@@ -329,7 +329,7 @@ def test_gradients_are_reduced_after_every_so_many_micro_batches(each, fed: int)
     assert len(started) == (6 + fed) // every * len(chain.units)
 
 
-def test_parameters_are_freed_after_the_last_of_the_neighbours_that_read_them() -> None:
+def test_parameters_are_freed_after_the_last_neighbor_that_reads_them() -> None:
     given = _chain(3).segments
     both = given[0].units
     chain = ChainStage([given[0], replace(given[1], units=given[1].units + both), given[2]])

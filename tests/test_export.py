@@ -161,7 +161,7 @@ CALLED = {
 
 
 @pytest.mark.parametrize("kind", CALLED)
-def test_a_special_token_is_known_by_each_of_its_names_and_an_ordinary_one_is_not(kind):
+def test_special_tokens_are_recognized_by_each_of_their_names(kind):
     for name in CALLED[kind]:
         for special in (True, False):
             words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
@@ -329,7 +329,7 @@ def test_tokens_that_were_added_need_room_in_the_model_too(tmp_path):
         special_tokens({"tokenizer.json": b"{}"}, GPTConfig(99, 8, 1, 8, 2), None)
 
 
-def test_where_a_text_ends_is_said_by_generation_config_alone_if_there_is_one(source, tmp_path):
+def test_generation_config_alone_decides_the_stop_tokens_if_it_exists(source, tmp_path):
     keep_origin(tmp_path / "run", source, None, "x", again=False)
     step = tmp_path / "run" / "checkpoints" / "step"
     step.mkdir(parents=True)
@@ -361,7 +361,7 @@ def test_where_a_text_ends_is_said_by_generation_config_alone_if_there_is_one(so
 
 
 @pytest.mark.parametrize("tokenizer", [None, "tokenizer.json", "tokenizer.model"])
-def test_the_command_says_what_lies_in_the_folder_and_that_a_tokenizer_is_missing(
+def test_export_command_lists_the_files_and_warns_of_a_missing_tokenizer(
     tokenizer, tmp_path, capfd, monkeypatch
 ):
     given = []

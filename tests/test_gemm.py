@@ -126,7 +126,7 @@ def test_onednn_is_for_cpus_with_avx512_that_are_not_intels(monkeypatch):
     assert not taken(available=False)
 
 
-def test_onednn_takes_float32_products_of_2_to_the_20_terms_with_no_side_below_32(monkeypatch):
+def test_onednn_runs_float32_products_of_2_to_the_20_terms_with_sides_of_32(monkeypatch):
     seen = []
 
     def onednn(a, bt, bias):
@@ -287,7 +287,7 @@ def test_what_the_kernel_adds_to_a_product_is_added_before_it_is_rounded():
     assert (y == 262).all()  # 16.125 ** 2 is 260 and a little
 
 
-def test_on_cuda_the_kernel_adds_sixteen_bit_products_to_float32_and_torch_makes_the_others(
+def test_on_cuda_the_kernel_adds_16_bit_products_to_fp32_and_torch_the_rest(
     monkeypatch,
 ):
     """Which of them is called; asked of tensors that only say that they are on a GPU."""
@@ -380,7 +380,7 @@ def test_a_wide_result_is_of_the_z_that_the_operands_dtype_holds(activation, dty
     assert torch.equal(y, unkept)
 
 
-def test_dropout_in_the_epilogue_drops_what_dropout_drops_on_any_shard_of_the_tokens():
+def test_epilogue_dropout_equals_dropout_on_any_shard_of_the_tokens():
     a, b, tokens = _draw(40, 8), _draw(8, 130), torch.randperm(40) + 2**33
     y, _ = fused_gemm(a, b, drop=Drop(0.5, 1, 2, tokens), impl="triton")
     expected = reference.dropout(a @ b, 0.5, seed=1, site=2, tokens=tokens)
@@ -528,7 +528,7 @@ def test_descriptors_read_what_pointers_do(monkeypatch, dtype, rows):
     assert_error_budget(found[1], a @ b + bias.to(dtype), a.double() @ b.double() + bias.double())
 
 
-def test_descriptors_are_for_large_products_of_aligned_16_bits_from_hopper_on(monkeypatch):
+def test_descriptors_are_used_for_large_aligned_16_bit_products_from_sm_90(monkeypatch):
     def described(a, b, rows=128, arch=90):
         monkeypatch.setattr(mainloop, "capability", lambda device: arch)
         a, b, strides = mainloop.operands(a, b, GemmTile(rows, 64, 32, 8, 1, 8, 3))
@@ -665,7 +665,7 @@ def test_products_compile_whole(impl, size):
     assert (twin[1][:, 1::2] == 1).all()
 
 
-def test_compiled_products_go_to_the_library_that_their_sizes_call_for_as_they_run(monkeypatch):
+def test_compiled_products_choose_the_library_by_size_at_run_time(monkeypatch):
     """Forward and backward, and one trace serves all sizes: their number is no constant of it."""
     monkeypatch.setattr(module, "_has_onednn", lambda: True)
     right, seen = module._onednn, []

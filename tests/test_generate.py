@@ -435,7 +435,7 @@ def test_every_option_of_the_command_arrives(words, seen, folders, tmp_path, cap
     assert {name: got[name] for name in seen} == seen
 
 
-def test_a_given_tokenizer_comes_before_the_models_and_every_prompt_is_checked(folders, tmp_path):
+def test_given_tokenizer_overrides_the_model_and_every_prompt_is_checked(folders, tmp_path):
     folder = Path(shutil.copytree(folders["llama3"], tmp_path / "llama3"))
     config = SampleConfig(folder, ("\x05", "\x06\x07"), tokens=4, tokenizer=Path("bytes"))
     assert config.prompts() == [[5], [6, 7]]
@@ -467,9 +467,7 @@ def test_tokens_that_the_tokenizer_has_not_are_left_out_of_the_text(tmp_path, ca
     assert json.loads(lines[-1])["texts"] == ["a\0\ufffdb"]
 
 
-def test_the_command_prints_each_prompt_with_its_text_and_counts_new_tokens_by_time(
-    folders, capfd, monkeypatch
-):
+def test_sample_command_prints_each_text_and_new_tokens_per_second(folders, capfd, monkeypatch):
     """Three texts of different lengths, on a clock of which the generation takes a half second."""
     now = iter([10.0, 10.5])
     monkeypatch.setattr(sample, "time", mock.Mock(perf_counter=lambda: next(now)))

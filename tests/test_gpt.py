@@ -612,7 +612,7 @@ def test_rotary_tables_are_taken_from_a_micro_batch_of_the_same_length_alone():
             assert torch.equal(whole[:7], part)
 
 
-def test_gemmas_factor_of_embeddings_is_rounded_to_their_dtype_as_in_transformers():
+def test_gemma_embedding_scale_is_rounded_to_the_embedding_dtype():
     gpt, (tokens, labels) = GPT(CONFIGS["gemma"], dtype=torch.bfloat16).eval(), _tokens()
     x = gpt.embed(None, gpt.micro_batch(tokens, labels, torch.ones(())))
     factor = torch.tensor(CONFIGS["gemma"].embedding_scale, dtype=torch.bfloat16)

@@ -47,9 +47,7 @@ def test_ranks_compute_on_gpus_or_are_refused_and_on_the_cpu_if_asked(
             choose_backend(ranks, **options)
 
 
-def test_a_torch_that_does_not_see_the_gpus_of_its_machine_is_not_taken_for_a_cpu(
-    monkeypatch, tmp_path
-):
+def test_torch_that_sees_no_gpu_on_a_gpu_machine_is_an_error(monkeypatch, tmp_path):
     pretend_gpus(monkeypatch, 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpus, "DRIVER", tmp_path)
@@ -117,7 +115,7 @@ def test_cuda_and_nccl_are_told_of_many_communicators_before_they_start(
 
 
 @pytest.mark.parametrize("here", [1, 3])
-def test_ranks_of_other_machines_need_no_gpus_of_this_one_but_room_in_its_queues(monkeypatch, here):
+def test_ranks_on_other_machines_need_queue_connections_but_no_local_gpus(monkeypatch, here):
     pretend_gpus(monkeypatch, here, driver=12080)
     _rank(monkeypatch, here - 1, here, 2 * here)
     backend, device, _ = take_device(None, launched=False)

@@ -70,7 +70,7 @@ def test_a_rank_without_a_beat_is_named_alone_by_whoever_asks_first(error, survi
         assert [sessions[other].explain(LOST) for other in (0, 2, 3)] == [None] * 3
 
 
-def test_after_a_time_out_the_rank_that_waits_for_nobody_is_named_with_its_place():
+def test_after_a_timeout_the_rank_that_waits_for_nobody_is_named():
     with _ranks(_waits, _waits, _stuck, _waits) as sessions:
         sessions[0].store.set("failed/3", "lost")  # and has ended, without further beats
         sessions[3].heartbeat.stop()
@@ -141,7 +141,7 @@ def test_a_process_ends_after_the_beat_under_way(closed):
     assert ended.stdout.split()[-2:] == (["ended", "closed"] if closed else ["begun", "ended"])
 
 
-def test_a_victim_that_reports_and_ends_while_another_asks_is_not_the_one_that_died():
+def test_rank_that_reports_its_loss_and_then_ends_is_not_blamed():
     with _ranks(None, None, None) as (asks, *_):
         now = [100.0]
 
@@ -181,7 +181,7 @@ def test_a_frame_within_torchs_collectives_waits_whatever_its_line_says():
         ("", False),
     ],
 )
-def test_a_rank_that_beats_outside_of_collectives_is_at_fault_only_after_a_timeout(text, late):
+def test_rank_beating_outside_collectives_is_blamed_only_after_a_timeout(text, late):
     """Every rank beats; the timeout may be that of another rank than the one that asks."""
     store, now = dist.HashStore(), [100.0]
     store.set("failed/0", str(LOST))

@@ -663,9 +663,7 @@ def test_a_model_with_numbers_of_its_own_or_no_labels_keeps_its_loss(llama):
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere"])
-def test_a_factor_that_changes_after_apply_is_followed_and_what_is_handed_on_changes_nothing(
-    families, family
-):
+def test_loss_factor_changed_after_apply_is_used_and_options_keep_it_fused(families, family):
     """Of the configuration or the model's own; the loss is fused as long as it is what was seen."""
     theirs = families.make(family)
     ours = applied(theirs, only="loss").train()

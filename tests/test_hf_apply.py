@@ -146,7 +146,7 @@ def test_the_first_rank_alone_prints(capsys):
 # ---------------------------------------------------------------- where something goes wrong
 
 
-def test_an_attention_that_makes_something_else_is_put_back_and_the_rest_stays(monkeypatch):
+def test_attention_that_changes_the_output_is_reverted_and_the_rest_stays(monkeypatch):
     made = llama()
     wanted = made(torch.arange(8)[None]).logits
     monkeypatch.setattr(model, "agree", lambda *_, **__: False)
@@ -262,7 +262,7 @@ def test_modules_are_of_one_kind_if_nothing_that_counts_differs(name):
     assert hash(kind_of(made)) == hash(kind_of(copy.copy(made)))
 
 
-def test_quietly_puts_modes_random_state_and_gradients_back_even_after_an_error():
+def test_quietly_restores_modes_random_state_and_grad_mode_after_an_error():
     made = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Linear(2, 2)))
     made[1].eval()
     modes, draws = [m.training for m in made.modules()], []

@@ -212,7 +212,7 @@ def test_a_mask_is_as_large_as_what_it_is_made_for_wherever_queries_begin():
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "both sides", "all", "chunks"])
-def test_padding_may_be_at_either_end_and_of_any_length_wherever_queries_begin(name):
+def test_padding_at_either_end_and_of_any_length_is_masked_correctly(name):
     """What is given for fewer keys than there are hides the rest; behind what any query sees, it
     may have holes."""
     for first, own, queries, keys in itertools.product((0, 2), (0, 3), (1, 3), (4, 6)):

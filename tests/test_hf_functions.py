@@ -134,7 +134,7 @@ def test_who_watches_a_model_hears_its_calls_no_others_and_none_afterwards():
 
 @pytest.mark.parametrize("own", [None, True, False])
 @pytest.mark.parametrize("said", [None, True, False])
-def test_without_a_mask_what_is_said_of_causality_goes_before_what_the_module_has(own, said):
+def test_without_a_mask_the_is_causal_argument_overrides_the_module(own, said):
     module, inputs = nn.Module(), [draw(B, n, S, D, seed=n) for n in (HEADS, KV, KV)]
     if own is not None:
         module.is_causal = own

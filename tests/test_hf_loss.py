@@ -286,7 +286,7 @@ class Minded(Llama):
         return super().forward(input_ids, labels=labels, **rest)
 
 
-def test_numbers_that_a_forward_may_compute_with_are_watched_and_what_it_hands_on_is_not():
+def test_numbers_a_forward_may_compute_with_are_watched_and_others_are_not():
     model = make(Minded)
     more = {"factor": 1.0, "output_more": False, "vocab_size": 31, "use_cache": True}
     model.config.inner = transformers.PretrainedConfig()

@@ -75,7 +75,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_function_is_known_by_its_values_near_and_far_and_not_if_any_differs(name):
+def test_activation_is_recognized_by_its_values_and_not_if_any_differs(name):
     function = NAMED[name]
     assert mlp.name_of(function) == name
     others = {
@@ -135,7 +135,7 @@ CANDIDATES = {
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_a_feed_forward_layer_has_two_or_three_linear_ones_and_nothing_that_learns(name):
+def test_mlp_candidate_has_two_or_three_linears_and_no_other_parameters(name):
     module, known = CANDIDATES[name]
     assert mlp.is_mlp_candidate(module) is known
 
@@ -242,7 +242,7 @@ def looked(live=("called",), **more) -> Holder:
     return module
 
 
-def test_containers_are_compared_by_what_is_in_them_and_other_things_by_themselves():
+def test_changes_inside_containers_and_replaced_values_are_detected():
     for name, change, back in (
         ("list", lambda c: c.append(2), lambda c: c.pop()),
         ("dict", lambda c: c.update(b=2), lambda c: c.pop("b")),

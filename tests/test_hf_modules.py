@@ -263,9 +263,7 @@ def test_a_norm_that_exchanges_weight_and_bias_is_none_of_ours():
     ("shape", "drop"),
     [("plain", "after"), ("gated", "after"), ("gated", "inside"), ("fused up", "after")],
 )
-def test_with_a_hook_on_a_linear_layer_each_dropout_is_drawn_once_and_in_its_place(
-    shape, drop, part
-):
+def test_with_a_hook_on_a_linear_layer_each_dropout_is_drawn_once_in_place(shape, drop, part):
     torch.manual_seed(0)
     module = Mlp(F.gelu, drop=drop, **SHAPES[shape]).double()
     ww.apply(module, only="mlp", report=ww.Report())

@@ -311,7 +311,7 @@ def assert_as_one(found: tuple, wanted: tuple) -> None:
         assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max(), name
 
 
-def test_every_label_counts_once_whatever_accumulates_and_on_however_many_ranks(four):
+def test_every_label_counts_once_for_any_accumulation_and_number_of_ranks(four):
     """num_items_in_batch x accumulation x DP x CP x samples without labels, against one step of
     all."""
     theirs, ours = make("llama"), make("llama")

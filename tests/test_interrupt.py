@@ -13,7 +13,7 @@ from warpweave.launch.interrupt import STOPS, Interrupt
 
 @pytest.mark.parametrize("first", STOPS)
 @pytest.mark.parametrize("again", STOPS)
-def test_signals_within_two_seconds_are_one_stop_and_a_later_one_stops_at_once(
+def test_signals_within_two_seconds_are_one_stop_and_a_later_one_interrupts(
     monkeypatch, first, again
 ):
     clock = [100.0]

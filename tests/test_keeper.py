@@ -170,7 +170,7 @@ def test_all_ranks_of_a_replica_end_with_one_and_come_back_together(keeper):
     )
 
 
-def test_a_heartbeat_is_read_under_the_number_that_the_rank_has_in_its_generation(keeper):
+def test_heartbeat_is_read_under_the_rank_number_in_its_generation(keeper):
     found = keeper(3)
     _ends(found, r0=-9)
     _settled(found)
@@ -266,7 +266,7 @@ def test_a_run_begins_with_fewer_replicas_if_no_fewer_than_asked_for(keeper, cap
         assert (found.current.members, found.current.change) == ({1: 0}, "")
 
 
-def test_the_first_generation_waits_for_all_and_has_begun_once_it_has_settled(keeper):
+def test_first_generation_waits_for_all_members_and_begins_once_settled(keeper):
     found = keeper(3, there=False)
     _ready(found, 0, 2)
     assert found._watch() is None
@@ -291,7 +291,7 @@ def test_the_exit_code_is_the_largest_of_the_members(keeper, codes, code):
     assert _ends(keeper(2), **codes) == code
 
 
-def test_a_member_that_does_not_end_is_not_waited_for_longer_than_the_grace_time(keeper, clock):
+def test_member_that_does_not_end_is_waited_for_only_the_grace_time(keeper, clock):
     found = keeper(2)
     assert _ends(found, r0=0) is None
     clock.now += GRACE - 0.1
@@ -344,7 +344,7 @@ def test_the_grace_time_begins_anew_with_a_generation(keeper, clock):
     [(None, 0, 0, True), (15, 143, 143, True), (2, 130, 130, True), (2, 0, 130, True),
      (15, 1, 1, False), (None, 3, 3, False)],
 )  # fmt: skip
-def test_the_result_is_printed_and_the_exit_code_tells_the_signal_that_was_passed_on(
+def test_result_is_printed_and_the_exit_code_reflects_the_forwarded_signal(
     keeper, capsys, signal, ends, code, printed
 ):
     found = keeper(2)

@@ -44,7 +44,7 @@ CONTEXTS: dict[str, tuple[Callable[[int], Any], Callable[[], int]]] = {
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_a_setting_holds_within_its_block_and_thread_even_if_an_error_ends_it(name, monkeypatch):
+def test_setting_holds_only_within_its_block_and_thread_even_after_an_error(name, monkeypatch):
     monkeypatch.setattr(mainloop, "processors", lambda device: 64)
     enter, told = CONTEXTS[name]
     assert told() == 0

@@ -134,7 +134,7 @@ def test_gradients_of_parameters_are_sums_in_float32() -> None:
 
 
 @pytest.mark.parametrize("context", [collect, accumulate])
-def test_gradients_are_handed_over_within_the_block_only_also_where_it_ends_by_an_error(context):
+def test_weight_gradients_are_collected_only_within_the_block(context):
     weight, dw = torch.zeros(2, requires_grad=True), torch.ones(2)
     store = WeightGradients({weight: torch.zeros(2)})
     with suppress(KeyError), context(store):
@@ -286,7 +286,7 @@ def test_deferred_gradients_are_computed_in_order_and_written_into_buffers() -> 
     assert other.grad.tolist() == [6.0, 6.0]
 
 
-def test_a_gradient_has_the_grad_dtype_of_its_parameter_or_the_parameters_own() -> None:
+def test_gradient_has_the_grad_dtype_of_its_parameter_or_else_its_dtype() -> None:
     for own in (F64, F32, BF16):
         p = torch.zeros(3, dtype=own, requires_grad=True)
         assert grad_dtype(p) == own

@@ -77,7 +77,7 @@ def _spare_port() -> int:
 
 
 @LINUX
-def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(job, tmp_path):
+def test_one_command_trains_on_a_mesh_and_two_torchrun_nodes_train_the_same(job, tmp_path):
     options = ("--pp", "2", "--microbatches", "2", "--steps", "4", "--zero", "2")
     ours = job(*options)
     heard: set[str] = set()

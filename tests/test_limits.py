@@ -133,7 +133,7 @@ def test_models_plans_and_how_they_are_cut(call, words) -> None:
     check(call, words)
 
 
-def test_every_field_of_a_model_and_a_plan_takes_its_own_kinds_of_values_alone() -> None:
+def test_every_field_of_a_model_and_a_plan_accepts_only_its_own_types() -> None:
     """A whole number is one of the reals; true is no number, and a number is neither true nor a
     word. None is for the fields that have it."""
     odd = {bool: True, int: 2, float: 0.5, str: "none", type(None): None}

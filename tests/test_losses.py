@@ -282,7 +282,7 @@ def _prove(layout: Layout, plain: bool = True) -> Errors:
     ],
     ids=["one rank", "three", "four"],
 )
-def test_a_gpt_with_losses_in_every_block_is_the_plain_one_with_them_on_any_mesh(layouts) -> None:
+def test_gpt_with_losses_in_every_block_equals_the_plain_gpt_on_any_mesh(layouts) -> None:
     for layout in layouts:
         assert (errors := _prove(layout)).worst < 32, (layout, errors)
     errors = _prove(layout, plain=False)  # teeth: the plain model without them

@@ -71,7 +71,7 @@ def test_after_the_warm_up_rates_are_those_of_transformers(name):
     assert ours[WARMUP:] == pytest.approx(_of(make)[WARMUP:], rel=1e-12)
 
 
-def test_a_decay_that_is_longer_than_what_the_warm_up_leaves_is_linear_from_there():
+def test_decay_longer_than_the_steps_after_warmup_is_linear_from_there():
     long = {"warmup": 90, "decay": 0.5}
     assert _rates(lr_schedule="wsd", **long) == _rates(lr_schedule="linear", **long)
 

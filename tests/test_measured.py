@@ -105,7 +105,7 @@ def test_two_pipeline_ranks_in_threads(tmp_path) -> None:
     assert min(e["ts"] for e in events if e["pid"] == 1) == 0
 
 
-def test_an_action_begins_before_the_wait_for_its_message_and_the_last_ends_with_the_list(
+def test_action_time_includes_the_wait_and_the_last_ends_with_the_list(
     monkeypatch,
 ) -> None:
     """On a clock of which waiting for the message of action i takes 5 (i + 1), all else 1."""

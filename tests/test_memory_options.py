@@ -152,7 +152,7 @@ def test_sizes_that_do_not_divide_are_rounded_up() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_shape_of_a_pipeline_is_that_of_its_lists_however_many_micro_batches(name: str) -> None:
+def test_pipeline_shape_equals_that_of_its_lists_for_any_micro_batches(name: str) -> None:
     """Many micro-batches are taken for fewer, which have the same stages and the same refusals."""
     chunks = FAMILIES[name].chunks or 2
     for ranks, m in itertools.product((2, 3, 4), range(1, 27)):

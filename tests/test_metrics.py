@@ -101,7 +101,7 @@ def _drawn(trainer, monkeypatch) -> dict[str, list[tuple[int, float]]]:
 SAME = ("loss", "val_loss", "lr", "tokens", "grad_norm")  # of every run alike
 
 
-def test_boards_of_a_run_that_died_and_was_resumed_are_those_of_one_that_went_through(
+def test_boards_of_a_resumed_run_equal_those_of_an_uninterrupted_run(
     tmp_path, wandb, monkeypatch, capsys
 ):
     """After a crash behind a checkpoint, after Ctrl-C at an evaluation's step, after its end."""
@@ -182,7 +182,7 @@ def test_what_weights_and_biases_refuses_is_one_line(tmp_path, wandb):
         WeightsAndBiases(tmp_path, 0, "forbidden", {})
 
 
-def test_weights_and_biases_gets_every_number_once_at_its_step_and_options_as_json(tmp_path, wandb):
+def test_wandb_gets_every_number_once_at_its_step_and_options_as_json(tmp_path, wandb):
     """Integers too. A resumed run does not send again what the site has, but for an evaluation that
     was missing at its first step."""
     options = {"out": Path("runs/a"), "layers": 3, "lr": 0.5, "data": None, "betas": (0.9, 0.95)}
@@ -206,7 +206,7 @@ def test_weights_and_biases_gets_every_number_once_at_its_step_and_options_as_js
     assert wandb.finished == ["run0", "run0"]
 
 
-def test_tensorboard_has_the_floats_of_a_row_and_purges_steps_after_the_one_resumed_from(tmp_path):
+def test_tensorboard_holds_floats_and_purges_steps_after_the_resumed_step(tmp_path):
     pytest.importorskip("tensorboard", reason="an extra that only event files need")
     board = TensorBoard(tmp_path, 0)
     for step in (1, 2, 3):

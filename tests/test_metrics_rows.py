@@ -187,9 +187,7 @@ def test_damaged_rows_are_not_written_through_a_dangling_link(tmp_path, capsys):
     assert f"set aside in {folder}/metrics.jsonl.damaged-2" in capsys.readouterr().err
 
 
-def test_a_plot_has_the_losses_and_the_staleness_of_each_stage_over_the_steps(
-    tmp_path, monkeypatch
-):
+def test_plot_shows_losses_and_the_staleness_of_each_stage_by_step(tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
 
     figures: list[Any] = []

@@ -305,7 +305,7 @@ def test_the_typing_rule_holds_on_every_placement() -> None:
 
 
 @impls
-def test_under_autocast_it_computes_in_its_dtype_and_gradients_are_the_parameters(impl) -> None:
+def test_under_autocast_output_is_bf16_and_gradients_have_parameter_dtype(impl) -> None:
     tensors = _tensors("swiglu", dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y = mlp(*tensors, activation="swiglu", impl=impl)

@@ -174,7 +174,7 @@ def test_newton_schulz_is_five_lines_of_torch(shape, impl):
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_each_step_is_the_polynomial_of_the_singular_values_by_two_products_of_impl(steps, impl):
+def test_orthogonalize_steps_are_polynomials_of_the_singular_values(steps, impl):
     for shape in ((7, 12), (12, 7)):
         g = torch.randn(shape, dtype=torch.float64)
         u, s, v = torch.linalg.svd(g, full_matrices=False)

@@ -72,7 +72,7 @@ def test_error_is_within_twice_that_of_the_same_dtype(dtype, bias, impl) -> None
         assert_error_budget(a, b, t)
 
 
-def test_a_wrong_epsilon_an_absent_bias_and_a_lost_residual_gradient_are_seen() -> None:
+def test_wrong_epsilon_missing_bias_and_lost_residual_gradient_are_detected() -> None:
     inputs = _inputs((37, 67), torch.float64, True, True)
     dy, ds = torch.randn(2, 37, 67, dtype=torch.float64)
     truth = _run(reference, inputs, dy, ds)

@@ -176,7 +176,7 @@ def test_the_waiting_of_all_operations_is_summed(monkeypatch) -> None:
     assert [*store.values] == ["5/2/2"], "the last word alone is left"
 
 
-def test_the_nth_check_of_a_rank_reads_what_the_nth_of_another_wrote_and_nothing_else() -> None:
+def test_nth_check_of_a_rank_reads_only_the_nth_check_of_other_ranks() -> None:
     store = dist.HashStore()
     every = {(rank, n): _checked(store, rank)._store for n in range(2) for rank in (3, 2)}
     for (rank, n), mine in every.items():

@@ -396,7 +396,7 @@ def _sharded(rank: int) -> str:
     return str(error.value)
 
 
-def test_versions_of_sharded_parameters_and_of_weights_that_are_gone_are_refused() -> None:
+def test_versions_of_sharded_parameters_and_of_freed_weights_are_rejected() -> None:
     run_ranks(2, _sharded)
     stage = _Updating(1, 0, versions=2, rule=SGD())
     x, target = (part.double() for part in _data(4))

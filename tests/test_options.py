@@ -493,9 +493,7 @@ def test_a_file_gives_options_in_any_spelling_and_the_command_line_wins(tmp_path
     assert found.config is None
 
 
-def test_the_file_that_an_earlier_run_left_is_read_and_its_words_are_those_of_today(
-    tmp_path, capsys
-):
+def test_config_file_of_an_earlier_version_is_read_with_its_old_option_value(tmp_path, capsys):
     """`auto` was what is `bulk`; whoever types it now is told the words."""
     path = tmp_path / "config.toml"
     path.write_text('overlap = "auto"\ncp_strategy = "auto"\nlayout = "zigzag"\n')

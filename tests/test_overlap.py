@@ -386,7 +386,7 @@ def test_only_an_operation_that_has_begun_is_remembered_as_ended_midway():
         gemm_reduce_scatter(a, b, memory=memory)
 
 
-def test_an_operation_is_left_by_an_error_after_its_first_launch_or_at_its_end():
+def test_operation_calls_leave_on_an_error_after_its_first_launch():
     def steps(launches: int, error: BaseException | None = None):
         for _ in range(launches):
             yield

@@ -237,7 +237,7 @@ COPIERS_LAST = (
 
 
 @pytest.mark.parametrize(("edits", "bound"), [([COPIERS_LAST], 200), ([], 100)])
-def test_tiles_wait_twice_as_long_as_the_copiers_which_can_name_the_operation(
+def test_tiles_wait_twice_as_long_as_copiers_which_can_name_the_operation(
     edits, bound, tmp_path, clean_modules, monkeypatch
 ):
     """The interpreter runs one program after the other: the first to wait for a rank that never

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 # ---------------------------------------------------------------- words
 
 
-def test_a_chunk_of_a_balanced_layout_has_at_least_128_rows_where_there_are_enough() -> None:
+def test_balanced_layout_chunks_have_at_least_128_rows_if_possible() -> None:
     """A tile of the attention kernels."""
     fewest = {1: 2, 511: 2, 512: 4, 1023: 4, 1024: 8, 2047: 8, 2048: 16, 10**6: 16}
     for parts in (2, 3):
@@ -38,7 +38,7 @@ def test_a_chunk_of_a_balanced_layout_has_at_least_128_rows_where_there_are_enou
         assert others == [1, 1, 2]
 
 
-def test_rows_of_a_rank_are_the_fewest_that_hold_the_sequence_in_equal_chunks() -> None:
+def test_local_rows_are_the_fewest_that_hold_the_sequence_in_equal_chunks() -> None:
     for seq_len in (0, 1, 7, 24, 25, 100):
         for parts in (1, 2, 3):
             for chunks in (1, 2, 4):
@@ -159,7 +159,7 @@ def test_a_group_within_the_world_has_a_memory_and_troubles_of_its_own(folder) -
     assert not [*folder.iterdir()]
 
 
-def test_a_workspace_hands_on_its_bounds_and_forgets_its_memory_when_it_is_renewed() -> None:
+def test_workspace_passes_its_bounds_on_and_drops_its_memory_when_renewed() -> None:
     def made(group: Any, device: torch.device, **given: Any) -> Any:
         memory = mock.Mock(slots=given["slots"], capacity=given["capacity"], left=[], given=given)
         memory.epoch.device = device

@@ -241,7 +241,7 @@ def _by_torch(params: dict[str, torch.Tensor], tokens: torch.Tensor, config: Pla
 
 
 @pytest.mark.parametrize("norm_bias", [None, False])
-def test_squared_relu_and_layer_norm_without_bias_are_those_of_torch_with_gradients(norm_bias):
+def test_squared_relu_and_layer_norm_without_bias_equal_torch(norm_bias):
     config = dataclasses.replace(GPT2, activation="relu2", norm_bias=norm_bias)
     assert ("final_norm.bias" in plain_shapes(config)) == (norm_bias is None)
     params = {name: p.requires_grad_() for name, p in _random(config).items()}

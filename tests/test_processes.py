@@ -195,7 +195,7 @@ def test_a_stopped_fork_server_does_not_keep_an_end_waiting(tmp_path):
     assert not _alive(sleeper.pid)
 
 
-def test_ends_are_known_though_whoever_started_this_process_ignores_those_of_its_children():
+def test_exit_codes_are_known_although_the_parent_ignores_sigchld():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         forked = Processes(MODULE)  # which inherits that

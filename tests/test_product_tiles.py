@@ -138,7 +138,7 @@ def test_each_kernel_asks_for_its_kind(monkeypatch) -> None:
             assert found == ["wide" if dtype.itemsize == 2 else "large"]
 
 
-def test_waiting_programs_leave_processors_to_collectives_and_are_at_least_one(monkeypatch):
+def test_waiting_programs_are_at_least_one_and_leave_sms_to_collectives(monkeypatch):
     device = torch.device("cpu")
     for here, most in ((4, 1), (CTAS, 1), (CTAS + 1, 1), (CTAS + 2, 2), (132, 132 - CTAS)):
         monkeypatch.setattr(gather, "processors", lambda device, here=here: here)

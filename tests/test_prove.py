@@ -511,7 +511,7 @@ def _one_rank(rank: int) -> dict[tuple[str, int], Errors]:
     return found
 
 
-def test_a_fault_of_one_single_rank_turns_every_rank_red_and_that_rank_is_named():
+def test_fault_on_a_single_rank_fails_on_every_rank_and_names_that_rank():
     first, second = run_ranks(2, _one_rank)
     assert first == second
     assert first.pop(("nothing at all", 0)).worst < LIMITS["fp64"], "a fault was not pulled out"
@@ -534,7 +534,7 @@ def _compared(value: torch.Tensor, rounding: float, of: str = "w", **more) -> pr
     )
 
 
-def test_an_error_is_that_of_the_worst_element_in_what_rounding_does_to_the_number():
+def test_error_is_that_of_the_worst_element_in_units_of_rounding():
     compare = _compared(torch.full((1000,), 4.0, dtype=torch.float64), 1e-6)
     for by, times in ((1e-3, 1e3), (2e-3, 2e3), (1e-4, 2e3)):
         actual = compare.truth.values["w"].clone()
@@ -547,7 +547,7 @@ def test_an_error_is_that_of_the_worst_element_in_what_rounding_does_to_the_numb
     assert compare.errors["weight"] == compare.errors["moment"] == float("inf")
 
 
-def test_nothing_is_allowed_where_rounding_overflows_in_the_plain_model_or_does_nothing():
+def test_no_error_is_allowed_if_rounding_overflows_or_has_no_effect():
     for error, times in ((0.0, 0.0), (1e-300, float("inf")), (NAN, float("inf"))):
         compare = _compared(torch.zeros(3, dtype=torch.float64), 0.0)
         compare.tensor("grad", "w", torch.full((3,), error, dtype=torch.float64))
@@ -560,7 +560,7 @@ def test_nothing_is_allowed_where_rounding_overflows_in_the_plain_model_or_does_
         assert set(_truth(LLAMA).rounding.values()) == {0.0}
 
 
-def test_a_token_may_be_another_one_only_where_rounding_turns_the_order_of_two_logits():
+def test_token_may_differ_only_if_rounding_swaps_the_order_of_two_logits():
     logits = torch.tensor([0.5, 3.0, 3.0 - 1e-9, 2.0], dtype=torch.float64)
     start = torch.tensor([2, 0])
     for token, times in ((1, 0.0), (2, 0.5), (3, 0.5e9)):
@@ -862,7 +862,7 @@ def test_the_batch_has_ranks_without_any_valid_token(mesh):
     assert (holes > 0) == (mesh.dp * mesh.cp > 1)
 
 
-def test_token_numbers_pass_32_bits_and_clipping_is_active_in_one_step_and_not_in_the_next():
+def test_token_numbers_exceed_32_bits_and_only_some_steps_clip():
     for layout in [Layout(Mesh()), *map(draw, range(20))]:
         first, second = (
             expected.batch(layout.sizes, step)[2] * layout.sizes.seq_len for step in (0, 2)
@@ -909,7 +909,7 @@ def test_every_layout_must_have_its_line_within_the_limit_of_its_dtype():
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-def test_the_worst_of_a_dtype_is_that_of_its_worst_layout_wherever_that_stands(dtype):
+def test_worst_error_of_a_dtype_is_that_of_its_worst_layout_in_any_order(dtype):
     one = dataclasses.replace(DP, dtype=dtype)
     other = dataclasses.replace(DP, dtype="fp32")
     for errors in itertools.permutations((0.0, LIMITS[dtype] / 2, 3 * LIMITS[dtype])):
@@ -965,7 +965,7 @@ def _renewed(rank: int) -> list[int]:
     return threads
 
 
-def test_a_layouts_groups_and_their_threads_end_before_those_of_the_next_but_one():
+def test_groups_and_threads_of_a_layout_end_two_layouts_later_at_most():
     for _, second, *later in run_ranks(2, _renewed):
         assert later == [second, second]
 
@@ -1169,7 +1169,7 @@ def test_a_proof_that_a_signal_stopped_says_so_and_not_that_it_passed_or_not(num
 
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signals_reach_the_launcher_of_ranks_and_what_was_proven_by_then_is_told(number):
+def test_signals_reach_the_launcher_and_results_so_far_are_reported(number):
     """Which knows the first two itself; the terminal's end comes to it as the second."""
 
     def launch(entry, args, mesh, **_):

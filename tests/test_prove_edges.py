@@ -113,7 +113,7 @@ def test_every_error_is_the_largest_of_all_ranks_and_the_worst_rank_is_named(mon
         assert found.worst == 7.0
 
 
-def test_a_comparison_keeps_the_largest_of_each_kind_and_the_words_of_the_largest_of_all() -> None:
+def test_comparison_keeps_the_largest_error_per_kind_and_names_the_largest() -> None:
     order = {"d": 0, "c": 1, "e": 2}
     compare = proof._Comparison(SimpleNamespace(rounding={}, largest={}), 2.5, order)
     for kind, what, times, relative in (
@@ -389,7 +389,7 @@ def test_delays_are_those_of_a_parameters_stage(layers: int) -> None:
             assert found == ([[*range(12)]] if name == "pipedream-2bw" else parts)
 
 
-def test_a_step_of_several_updates_has_their_mean_loss_and_root_mean_square_norm(monkeypatch):
+def test_step_of_several_updates_has_their_mean_loss_and_rms_norm(monkeypatch):
     norms, losses = [], []
 
     def updated(*of, right=expected.plain_adamw_step, **how):

@@ -109,7 +109,7 @@ def test_strided_operands_and_gradients(impl) -> None:
 
 
 @impls
-def test_a_slice_of_kv_heads_is_a_slice_of_the_weight_and_an_unused_output_has_gradient_zero(impl):
+def test_slice_of_kv_heads_is_a_slice_of_weight_and_unused_grads_are_zero(impl):
     (x, weight, bias), table = _tensors(D=6, G=2, kv=4)
     whole = qkv_rope(x, weight, bias, *table, impl=impl)
     half = slice(2, 4)

@@ -54,7 +54,7 @@ def test_columns_are_cut_along_rows_and_rows_along_columns_and_norms_not():
     }  # fmt: skip
 
 
-def test_whole_parameters_have_partial_sums_by_sequence_parallelism_and_head_norms_always():
+def test_uncut_parameters_are_partial_under_sequence_parallelism():
     assert not any(record.partial for record in collect_records(_block()).values())
     # Each rank norms its own heads, with or without sequence parallelism.
     of_heads = {"attention.q_norm.weight", "attention.k_norm.weight"}

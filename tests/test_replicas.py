@@ -155,7 +155,7 @@ def _muons(mesh: ConnectedMesh, what: str) -> Any:
     return ReplicaCheck(engine).compare({}, 0.0)[0]
 
 
-def test_the_second_moment_that_muons_matrices_lack_is_that_of_what_lies_behind_them():
+def test_difference_in_a_second_moment_is_attributed_past_muon_matrices():
     mesh, norm = Mesh(dp=6, dp_shard=2), "blocks.0.attention_norm.weight"
     for what, name in (("exp_avg", "blocks.0.mlp.down.weight"), ("exp_avg_sq", norm)):
         words = f"rank 3 (dp=3) differs in {name} ({what}) from ranks 1, 5"
@@ -211,7 +211,7 @@ class Model(nn.Module):
         return a, self.last(b)
 
 
-def test_every_output_of_a_module_and_its_gradient_is_looked_at_while_notes_are_made():
+def test_every_output_of_a_module_and_its_gradient_is_checked_for_notes():
     model, x = Model(), torch.ones(3, requires_grad=True)
     nan, inf = float("nan"), float("inf")
     for at, factor, gradient in ((0, 1.0, nan), (1, 1.0, inf), (1, nan, 1.0)):

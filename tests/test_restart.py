@@ -30,7 +30,7 @@ def _listing(folder: Path) -> dict[str, bytes]:
 # ---- to the bit ----------------------------------------------------------------------------------
 
 
-def test_a_run_of_40_steps_that_is_started_again_after_each_is_the_same_to_the_bit(tmp_path):
+def test_run_restarted_after_each_of_40_steps_is_bitwise_identical(tmp_path):
     """By induction it may be stopped at any of them."""
     config = _config(tmp_path, steps=40, keep=99, eval_every=0, layers=1, dtype="bf16")
     _trainer(config).run()

@@ -275,7 +275,7 @@ def _transformers(scaling: RopeScaling, kind: str, more: dict, head_dim, part, t
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 
 
-def test_a_ramp_that_would_begin_or_end_beyond_the_dims_is_that_of_transformers() -> None:
+def test_ramp_clamped_to_the_head_dims_equals_transformers() -> None:
     """As of a base so small that the slowest dim turns often."""
     scaling = RopeScaling("yarn", 4.0, 100)
     frequencies, _ = _transformers(scaling, "yarn", {}, 16, 1.0, 2.0)
@@ -302,7 +302,7 @@ def test_scaled_tables_are_those_of_transformers(name, head_dim, part, theta) ->
     assert_close_f64(sin, angles.sin() * multiplier, 1e-4)
 
 
-def test_ntk_changes_the_base_as_transformers_dynamic_form_does_at_one_length() -> None:
+def test_ntk_scaling_equals_the_dynamic_form_of_transformers_at_one_length() -> None:
     pytest.importorskip("transformers", reason="the independent implementation of the tables")
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -298,7 +298,7 @@ def test_requests_of_a_worker_wait_until_every_server_has_its_gradient(monkeypat
     assert run.answers("over") == [(1,), (2,)]
 
 
-def test_a_gradient_counts_once_every_server_has_it_and_all_are_told_the_same(monkeypatch):
+def test_gradient_counts_once_every_server_has_it_and_all_get_equal_messages(monkeypatch):
     """Three servers, in any order; one that reports twice counts once."""
     records = [*RECORDS, ParamRecord("tiny", (2,))]
     first, second = ({"op": "taken", "visitor": 1, "server": server} for server in (1, 2))

@@ -143,7 +143,7 @@ def test_clocks_go_on_from_their_state():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_who_joins_when_all_have_left_goes_on_at_the_lowest_clock_that_there_was(mode):
+def test_worker_joining_after_all_left_continues_at_the_lowest_clock(mode):
     """So that no data is seen twice, also after a resumption."""
     staleness, joint = MODES[mode]
     clocks = Clocks(staleness, joint=joint)
@@ -583,9 +583,7 @@ def _rows(config: TrainConfig) -> list[dict]:
         return []
 
 
-def test_a_run_goes_on_when_workers_and_servers_are_killed_and_replay_has_its_bits(
-    tmp_path, monkeypatch, capfd
-):
+def test_run_survives_killed_workers_and_servers_and_replays_bitwise(tmp_path, monkeypatch, capfd):
     """Three workers and two servers; then worker 1 is killed, then server 1, and a worker joins."""
     config = _options(tmp_path, "--server", "2", "--dp", "3", "--staleness", "1")
     config.check()

@@ -170,7 +170,7 @@ class _Two(nn.Module):
         self.w, self.idle = (nn.Parameter(torch.randn(3, dtype=torch.float64)) for _ in range(2))
 
 
-def test_a_gradient_is_of_all_micro_batches_and_of_the_weights_that_are_given() -> None:
+def test_gradient_covers_all_micro_batches_at_the_given_weights() -> None:
     """At each clock anew; the loss is the mean over their samples."""
     net, batches = _Two(), {0: [1, 4, 2], 1: [3], 7: [2, 2]}
 

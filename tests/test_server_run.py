@@ -147,7 +147,7 @@ def test_each_update_has_a_row_of_what_its_terms_say(tmp_path):
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_the_last_line_is_of_the_newest_checkpoint_and_as_many_are_kept_as_asked(
+def test_last_line_is_for_the_newest_checkpoint_and_keep_limits_their_number(
     tmp_path, stopped, capsys
 ):
     served = _served(tmp_path)
@@ -180,7 +180,7 @@ def test_the_last_line_is_of_the_newest_checkpoint_and_as_many_are_kept_as_asked
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_losses_of_workers_and_of_an_evaluation_are_those_of_their_samples_alone(tmp_path, packed):
+def test_losses_of_workers_and_evaluation_equal_those_of_samples_alone(tmp_path, packed):
     """Without dropout, document by document; each sample counts by its valid tokens."""
     words = ("--packed", "--separator", "32") if packed else ()
     served = _served(tmp_path, "--dtype", "fp64", "--eval-batches", "2", "--dropout", "0", *words)

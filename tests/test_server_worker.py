@@ -140,7 +140,7 @@ def test_a_worker_that_is_given_up_raises_the_servers_reason(at, monkeypatch):
         found.worker()
 
 
-def test_a_worker_waits_three_timeouts_from_the_last_sign_of_life_or_for_its_welcome(monkeypatch):
+def test_worker_waits_three_timeouts_after_the_last_sign_of_life(monkeypatch):
     long, over = 3 * LONG, 0.25
     for at in (1, 3):  # before the first grant, and the end
         start: list[Any] = [welcome(4), GRANTED, GRANTED][:at]
@@ -163,7 +163,7 @@ def test_a_worker_waits_three_timeouts_from_the_last_sign_of_life_or_for_its_wel
             assert found.worker(9).number == 4
 
 
-def test_a_worker_goes_on_with_restarted_servers_at_their_clock_and_keeps_its_number(monkeypatch):
+def test_worker_continues_with_restarted_servers_and_keeps_its_number(monkeypatch):
     script = [
         "restart", welcome(2, 4),  # before it was let in
         GRANTED, "restart", welcome(2, 4),  # when it waits for the next weights

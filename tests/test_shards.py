@@ -127,7 +127,7 @@ def _used(group, fails: bool) -> tuple:
     return layer.bias.grad
 
 
-def test_while_a_forward_runs_gradients_are_summed_and_afterwards_all_is_as_before():
+def test_gradients_are_summed_during_a_forward_and_state_is_restored_after():
     assert on_threads(3, _used, True) == [None] * 3
     for gradient in on_threads(3, _used, False):
         assert gradient.tolist() == [4.0 * (1 + 2 + 3)] * 2
@@ -278,7 +278,7 @@ def test_parameters_are_compared_without_a_copy_of_any():
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("told", [None, {"tp": 2}])
-def test_the_first_rank_saves_the_whole_and_leaves_the_models_config_as_it_was(rank, fails, told):
+def test_first_rank_saves_the_whole_model_and_leaves_its_config_unchanged(rank, fails, told):
     """Whatever it is asked to save and however that ends; every rank gathers and waits."""
     config = SimpleNamespace(distributed_config=told) if told else SimpleNamespace()
     before, saved = dict(vars(config)), []

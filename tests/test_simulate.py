@@ -50,7 +50,7 @@ def test_peak_activations(p: int, m: int) -> None:
 
 @pytest.mark.parametrize("generate", [gpipe, one_f_one_b])
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 4), (4, 9)])
-def test_sending_gradients_first_saves_a_w_per_hop_and_no_rank_holds_more_than_the_first(
+def test_sending_gradients_first_saves_a_w_per_hop_at_equal_peak_activations(
     generate, p: int, m: int
 ) -> None:
     costs = {"F": 1, "B": 2, "I": 1, "W": 1}

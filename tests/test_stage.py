@@ -146,9 +146,7 @@ def test_backward_through_cut_segments_equals_one_autograd_graph_bit_for_bit(
 
 @pytest.mark.parametrize("order", ["FIW", "FI W", "F I W"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_deferred_weight_gradients_equal_immediate_ones_and_every_backward_runs_once(
-    order, recompute
-):
+def test_deferred_weight_gradients_equal_immediate_and_backwards_run_once(order, recompute):
     expected = _run(_chain(_layers(4)), _batches())
     chain = _chain(_layers(4), recompute=recompute)
     _Linear.passes = 0
@@ -275,7 +273,7 @@ def _on_context_ranks(rank: int) -> None:
         assert attended.call_count == 4 * config.layers
 
 
-def test_full_recomputation_sends_and_attends_nothing_twice_over_context_ranks():
+def test_full_recomputation_over_context_ranks_repeats_no_send_or_attention():
     run_ranks(2, _on_context_ranks)
 
 
@@ -474,7 +472,7 @@ def _cut_ones(mesh: ConnectedMesh, buckets: float, each: int | None) -> list[int
     return [mb for mb in range(6) if cut[mb]]
 
 
-def test_a_chain_is_cut_only_where_a_bucket_of_gradients_is_reduced_before_its_end() -> None:
+def test_chain_is_cut_only_where_a_bucket_is_reduced_before_its_end() -> None:
     """All but those of the first segment, which are complete last, on several data ranks."""
     assert _cut_ones(single(), 0, None) == []
     for buckets, each, expected in (
@@ -483,7 +481,7 @@ def test_a_chain_is_cut_only_where_a_bucket_of_gradients_is_reduced_before_its_e
         assert on_mesh(Mesh(dp=2), _cut_ones, buckets, each) == [expected] * 2, (buckets, each)
 
 
-def test_what_stands_in_for_the_last_segment_is_run_once_and_no_other_is_left_out() -> None:
+def test_replacement_of_the_last_segment_runs_once_and_the_others_still_run() -> None:
     p = nn.Parameter(torch.ones(1))
     unit = make_unit("unit", [(ParamRecord("p", (1,)), p)], single())
     chain = [

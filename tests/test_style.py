@@ -176,7 +176,7 @@ del WITH_PARAMETERS[VocabParallelLinearCrossEntropy]
 
 
 @pytest.mark.parametrize("layer", WITH_PARAMETERS)
-def test_every_parameter_is_made_on_the_device_and_in_the_dtype_that_are_given(layer):
+def test_every_parameter_has_the_given_device_and_dtype(layer):
     sizes, options = WITH_PARAMETERS[layer]
     for device in ("meta", "cpu"):
         for dtype in (torch.float64, torch.bfloat16, None):

@@ -463,7 +463,7 @@ def _said(family: str, sizes: dict, more: dict) -> dict:
     return said
 
 
-def test_a_model_over_ranks_says_what_each_module_shares_and_compares_inputs_once(two):
+def test_model_over_ranks_reports_its_sharding_and_compares_inputs_once(two):
     for rank in two:
         for (family, sizes, more), found in zip(TOLD, rank["told"], strict=True):
             said, told, hooks, numbers, left = found

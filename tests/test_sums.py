@@ -340,7 +340,7 @@ def _zero(mesh: ConnectedMesh, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=8), MESH])
-def test_gradients_in_16_bits_are_summed_in_fp32_over_micro_batches_and_ranks(mesh, stage) -> None:
+def test_16_bit_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(mesh, stage) -> None:
     on_mesh(mesh, _zero, stage)
 
 

@@ -34,7 +34,7 @@ def test_generation_reads_its_tokens_once_and_looks_for_ends_every_sixteen(waits
     assert waits["generate 20"] == {"warpweave/model/generate.py go_on": 2}
 
 
-def test_a_hugging_face_model_reads_its_mask_once_a_forward_and_never_while_it_decodes(waits):
+def test_hf_model_reads_its_mask_once_per_forward_and_never_while_decoding(waits):
     """Once for each of gemma 2's two masks."""
     for case in ("forward", "dynamic", "static"):
         assert _ours(waits[case]) == {"warpweave/hf/mask.py _padding": 2}, case

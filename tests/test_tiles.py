@@ -82,7 +82,7 @@ def test_every_row_is_reached_by_some_call() -> None:
                 assert row.key in first or not own
 
 
-def test_of_rows_for_versions_of_triton_and_variants_the_first_that_fits_is_taken(
+def test_first_tile_row_that_matches_triton_version_and_variants_is_used(
     tmp_path, monkeypatch
 ) -> None:
     made = {"capability": 0, "kernel": "attention_fwd", "element_size": 2, "head_dim": 256}
@@ -129,7 +129,7 @@ def test_what_no_row_is_for_is_refused() -> None:
 # ---------------------------------------------------------------- the user's table
 
 
-def test_a_product_of_an_optional_kind_takes_the_large_tile_where_it_has_no_row() -> None:
+def test_optional_product_kinds_without_a_row_use_the_large_tile() -> None:
     found = {arch: tiles.find_on("gemm", arch, "", 2, "wide") for arch in (0, 80, 90, 100, 120)}
     large = {arch: tiles.find_on("gemm", arch, "", 2, "large") for arch in found}
     assert [arch for arch in found if found[arch] != large[arch]] == [100]

@@ -144,7 +144,7 @@ def test_files_by_their_suffix(timeline, tmp_path) -> None:
         write_timeline("a.pdf", {"1F1B": timeline})
 
 
-def test_stages_of_a_rank_are_shaded_and_actions_that_take_no_time_are_not_drawn() -> None:
+def test_stages_of_a_rank_are_shaded_and_instant_actions_are_not_drawn() -> None:
     row = (
         Cell(Action("F", 0, 0), 0, 1), Cell(Action("F", 2, 0), 1, 2), Cell(Action("F", 4, 0), 2, 3),
         Cell(Action("SEND_F", 4, 0), 3, 3), Cell(Action("UPDATE", 0), 3, 4),
@@ -170,7 +170,7 @@ def test_waiting_in_a_receive_is_idle_as_nothing_is() -> None:
         assert "idle 50%, " in svg({"measured": Timeline(kept, (1, 1), (1, 1))})
 
 
-def test_each_event_says_its_own_stage_micro_batch_and_version_under_its_title_and_rank() -> None:
+def test_trace_events_hold_stage_micro_batch_and_version_per_title_and_rank() -> None:
     """Of which no two are the same number, in two timelines of one rank and of three."""
     actions = [Action("F", 3, 5, 7), Action("B", 4, 12, 9), Action("W", 2, 0, 1)]
     lone = Timeline(((Cell(actions[0], 0, 1),),), (1,), (1,))
@@ -194,7 +194,7 @@ def test_each_event_says_its_own_stage_micro_batch_and_version_under_its_title_a
     ]
 
 
-def test_bars_have_the_colour_of_what_is_done_and_of_the_stages_of_their_own_rank() -> None:
+def test_bar_colors_depend_on_the_operation_and_on_the_stages_of_their_rank() -> None:
     """A receive that lasts is waiting; sums, sends and updates are other work."""
     others = ["SEND_F", "SEND_B", "REDUCE", "UPDATE"]
     ops = ["RECV_F", "RECV_B", *others, *COLOURS]
@@ -208,7 +208,7 @@ def test_bars_have_the_colour_of_what_is_done_and_of_the_stages_of_their_own_ran
     assert [bar.rank for bar in found] == [0] * len(row) + [1] * (len(row) + 4) + [2] * 2
 
 
-def test_every_bar_has_its_place_its_own_colour_and_where_it_is_wide_enough_its_number() -> None:
+def test_bars_have_place_and_color_and_a_number_if_wide_enough() -> None:
     """Of measured ranks, of which the first does not begin first and one does nothing, twelve
     pixels to a unit of time; in two pictures of other actions."""
     first = (

@@ -98,7 +98,7 @@ OTHERS = {  # one more word, of a module or a parameter that there is or not, an
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_unknown_styles_inside_layers_stay_transformers_unless_tokens_are_sharded(name):
+def test_unknown_styles_stay_those_of_transformers_unless_tokens_are_sharded(name):
     module, word, words, always = OTHERS[name]
     model = Model()
     model.tp_plan[module] = word
@@ -130,7 +130,7 @@ def test_parameters_inside_a_sharded_module_must_be_in_the_plan():
             styles._words(model, False, "")
 
 
-def test_layers_with_parameters_of_their_own_are_refused_under_sequence_parallelism():
+def test_layers_with_direct_parameters_are_rejected_with_sharded_tokens():
     layers = Model(3).base.layers
     assert len(styles._without_style(layers)) == 3 * (1 + 4 + 2)
     styles._STYLES["inside_colwise"].install_forward(layers[1].attn["q"], None)
@@ -187,7 +187,7 @@ def test_models_with_single_or_gathered_columns_are_planned(overlap):
 
 @pytest.mark.parametrize("ending", ["", "_none", "_chunked"])
 @pytest.mark.parametrize("word", ["", "sequence_"])
-def test_a_word_cuts_no_layer_that_its_ranks_cannot_share_and_none_of_another_kind(word, ending):
+def test_plan_word_rejects_layers_of_indivisible_size_or_wrong_kind(word, ending):
     """Two ranks, of features that three would not divide either."""
     two = SimpleNamespace(size=lambda: 2)
     made = [
@@ -203,7 +203,7 @@ def test_a_word_cuts_no_layer_that_its_ranks_cannot_share_and_none_of_another_ki
             style.shard_param(module, "weight", two)
 
 
-def test_modules_that_own_parameters_are_named_without_numbers_also_at_the_end():
+def test_modules_that_own_parameters_are_named_with_stars_for_numbers():
     inner = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Sequential(nn.Linear(1, 1)))
     model = nn.ModuleDict({"layers": nn.ModuleList([inner]), "up2": nn.Linear(1, 1)})
     assert styles._parametrised(model) == {"layers.*.*", "layers.*.*.*", "up2"}
@@ -238,7 +238,7 @@ def test_a_rank_holds_its_rows_of_the_vocabulary_padded_with_zeros(tp):
     on_mesh(Mesh(tp=tp), _rows)
 
 
-def test_a_part_is_as_wide_as_its_narrowest_column_and_several_columns_share_their_input():
+def test_part_is_as_wide_as_its_narrowest_column_and_columns_share_input():
     up, gate, down = nn.Linear(4, 12), nn.Linear(4, 6), nn.Linear(6, 4)
     for kind, columns, width, once in (
         ("mlp", {up: 1}, 12, False), ("mlp", {up: 2}, 6, False), ("mlp", {up: 1, gate: 1}, 6, True),
@@ -262,7 +262,7 @@ def test_sharded_tokens_need_hidden_states_of_three_dims():
             cut.dim(nn.Tanh(), x)
 
 
-def test_the_layers_are_the_module_list_that_holds_all_attention_and_some_in_each_item():
+def test_layers_are_the_list_with_all_attention_and_some_in_every_item():
     def block(n: int) -> nn.Module:
         return nn.ModuleDict({f"attn{i}": nn.Tanh() for i in range(n)} | {"mlp": nn.ReLU()})
 

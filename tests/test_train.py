@@ -281,7 +281,7 @@ def _along_the_chain(rank: int, config: TrainConfig) -> None:
 
 
 @pytest.mark.usefixtures("saved_at_once")
-def test_a_checkpoint_opens_on_any_mesh_and_zero_stage_and_the_run_stays_the_same(tmp_path, capsys):
+def test_run_resumed_on_other_meshes_and_zero_stages_stays_the_same(tmp_path, capsys):
     config = _config(tmp_path, dtype="fp64", steps=7, eval_every=0)
     _trainer(config).run()
     changing = _replace(config, out=tmp_path / "chain")
@@ -574,7 +574,7 @@ def test_nan_on_one_rank_stops_all_and_names_step_and_rank(tmp_path, where, axis
     assert step == 2
 
 
-def test_fp16_overflow_shrinks_the_scale_until_there_is_nothing_left_to_shrink(tmp_path):
+def test_fp16_overflow_shrinks_the_loss_scale_to_1_and_then_stops_the_run(tmp_path):
     trainer = _trainer(_config(tmp_path, dtype="fp16", steps=9, save_every=0, dropout=0.0))
     trainer.engine.optimizer.loss_scale.value.fill_(4.0)
 
@@ -701,7 +701,7 @@ def _with_losses(config: TrainConfig) -> Trainer:
     return trainer
 
 
-def test_a_run_stops_early_keeps_its_lowest_loss_and_counts_on_when_it_is_resumed(tmp_path, capsys):
+def test_early_stop_keeps_the_best_checkpoint_and_its_count_across_a_resume(tmp_path, capsys):
     config = _config(tmp_path, steps=12, keep=1, save_every=3, early_stop=2, layers=1)
     result = _with_losses(config).run()
     assert (result["steps"], result["val_loss"], result["stopped"]) == (8, 2.0, "early")

@@ -264,7 +264,7 @@ def test_the_memory_check_is_given_the_training_step_of_the_options(monkeypatch)
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("ahead", [False, True])
-def test_the_seconds_of_steps_do_not_overlap_and_only_the_last_step_is_recorded(
+def test_step_seconds_do_not_overlap_and_only_the_last_step_is_recorded(
     monkeypatch, tmp_path, ahead
 ):
     """The clock moves on by a second whenever it is read: as a step begins, and as it ends."""
@@ -304,7 +304,7 @@ def test_torchrun_is_recognised_by_rank_and_world_size_together(monkeypatch, the
     assert processes.under_torchrun() == (len(there) == 2)
 
 
-def test_the_compilers_cache_is_in_the_temporary_folder_unless_the_user_named_one(monkeypatch):
+def test_compiler_cache_is_in_the_temporary_folder_unless_the_user_sets_it(monkeypatch):
     name = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setattr(processes.tempfile, "gettempdir", lambda: "/somewhere")
     monkeypatch.delenv(name, raising=False)

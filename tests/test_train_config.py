@@ -66,7 +66,7 @@ def test_a_mesh_that_does_not_fit_is_named_with_all_its_axes(axes, ranks, words)
         config.for_ranks(ranks)
 
 
-def test_a_vocabulary_is_the_presets_unless_the_data_need_more_or_an_option_says():
+def test_vocab_is_the_presets_unless_data_needs_more_or_an_option_sets_it():
     of_preset = PRESETS["gpt2"].vocab_size
     for overrides, needed, found in (
         ({}, 300, of_preset), ({}, of_preset, of_preset), ({}, of_preset + 1, of_preset + 1),

@@ -247,7 +247,7 @@ def test_it_prints_old_against_new_and_sums_up(table, capsys) -> None:
     assert tiles.read_table(other, by="device") == tiles.read_table(table, by="device")
 
 
-def test_a_dry_run_says_the_worst_of_each_tiles_kernels_the_shipped_tile_first(
+def test_dry_run_reports_the_worst_kernel_of_each_tile_shipped_tile_first(
     monkeypatch, capsys
 ) -> None:
     second = dataclasses.replace(GOOD, registers=99, shared=70_000, occupancy=1)

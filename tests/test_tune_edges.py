@@ -358,9 +358,7 @@ def test_numbers_are_admitted_up_to_their_limit(given: dict, fits: bool) -> None
             config.problems()
 
 
-def test_a_dry_run_compiles_for_its_target_and_begins_no_problem_after_its_minutes(
-    monkeypatch, capsys
-) -> None:
+def test_dry_run_compiles_for_its_target_and_stops_after_its_minutes(monkeypatch, capsys) -> None:
     asked: list[tuple] = []
     tried = GemmTile(64, 64, 32, 8, 1, 4, 3)
 

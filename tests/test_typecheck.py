@@ -102,7 +102,7 @@ def test_the_gpt_typechecks_whoever_owns_which_token(style: str, layout: str) ->
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_norms_of_heads_typecheck_if_their_gradients_are_summed_over_tensor_ranks(sp: bool) -> None:
+def test_head_norms_typecheck_if_gradients_are_summed_over_tensor_ranks(sp: bool) -> None:
     config = dataclasses.replace(
         ONE_LAYER["llama"], head_size=6, qkv_bias=True, qk_norm=True, windows=(7,), sinks=True
     )

@@ -402,7 +402,7 @@ def _memory(rank: int) -> None:
             assert unit.parameters.shard is None or _bytes(unit.parameters.shard) == 2 * n // 4
 
 
-def test_sharded_states_are_a_quarter_on_four_ranks_and_the_rest_is_really_freed():
+def test_sharded_states_take_a_quarter_on_four_ranks_and_the_rest_is_freed():
     run_threads(4, _memory)
 
 
@@ -478,7 +478,7 @@ def _traffic(rank: int) -> None:
             unit.parameters.wait()
 
 
-def test_every_stage_makes_exactly_the_collectives_of_its_formula_and_no_byte_more():
+def test_every_zero_stage_makes_exactly_the_collectives_of_its_formula():
     run_ranks(2, _traffic)
 
 
@@ -575,7 +575,7 @@ def _resume(rank: int, sizes: Mesh, stage: int, state, counts, steps):
     return _read(units), optimizer.state(), 0.0
 
 
-def test_state_moves_from_four_ranks_to_two_to_three_and_goes_on_as_if_nothing_had_happened():
+def test_state_moved_from_four_ranks_to_two_to_three_continues_the_same_run():
     state, counts, norm = run_threads(4, _save, Mesh(dp=4), 3)[3]
     assert counts == {"count": 2.0}
     assert norm == pytest.approx(_textbook(4, 1)[0][1], rel=1e-13)
@@ -703,7 +703,7 @@ def _sgd(rank: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), stage
 
 
-def test_sgd_with_momentum_over_every_stage_equals_torchs_own_and_skips_overflows():
+def test_sgd_with_momentum_equals_torch_in_every_stage_and_skips_overflows():
     run_threads(2, _sgd)
 
 
