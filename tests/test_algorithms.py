@@ -177,7 +177,7 @@ def test_rounds_and_bytes_are_those_of_the_closed_forms(ranks) -> None:
 
 
 def test_what_the_lectures_say_of_time_and_bandwidth() -> None:
-    """Compare rounds, bytes over the busiest link, and bytes at once, as the number of ranks grows."""
+    """Compare rounds, bytes over the busiest link, and bytes at once, as the ranks increase."""
     n = 64 * 64
 
     def grows(name: str, what: Callable) -> float:

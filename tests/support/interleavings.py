@@ -209,7 +209,7 @@ def races(programs: Sequence[Program]) -> list[str]:
 
 
 class _Threads(NamedTuple):
-    """A program as threads that only barriers join: one makes atomics, the others load and store."""
+    """A program as threads that only barriers join: one makes atomics, others load and store."""
 
     main: tuple[Event, ...]
     data: tuple[Event, ...]

@@ -22,7 +22,7 @@ _TESTS = str(Path(__file__).resolve().parents[1])
 
 
 class Placed(TorchFunctionMode):
-    """A mode that moves tensors made by lines of `tests/` to `device`, unless they name a device."""
+    """A mode that moves tensors made by lines of `tests/` to `device` unless they name another."""
 
     def __init__(self, device: str) -> None:
         super().__init__()

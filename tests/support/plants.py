@@ -39,7 +39,7 @@ def planted(*plants: Plant) -> Iterator[None]:
 
 
 def noticed(group: Any, check: Callable[..., object], *args: object, **options: object) -> int:
-    """Return on how many ranks of `group` check(*args, **options) fails an assertion; collective."""
+    """Count the ranks of `group` where check(*args, **options) fails an assertion; collective."""
     try:
         check(*args, **options)
         failed = torch.zeros(())

@@ -88,7 +88,7 @@ def _synchronize(device: Any = None) -> None:
 
 
 def loaded_beside_messages() -> set[str]:
-    """Return the operators that this rank has run for the first time while messages were in flight."""
+    """Return the operators that this rank ran for the first time while messages were in flight."""
     return _here.device.loaded
 
 
@@ -128,7 +128,7 @@ class _Span:
 
 @dataclass(eq=False)
 class _Operation:
-    """An operation that a rank has begun: a collective (part of a flight), or a batch of messages."""
+    """An operation that a rank has begun: a collective (of a flight), or a batch of messages."""
 
     name: str
     rank: int  # in the group

@@ -152,7 +152,7 @@ class Device(TorchDispatchMode):
 
 
 def _asked() -> str:
-    """Return the innermost function of ours that is running, or else the innermost of transformers."""
+    """Return the innermost running function of ours, or else the innermost of transformers."""
     theirs = "elsewhere"
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
@@ -211,7 +211,7 @@ def theirs(device: Device) -> None:
 
 
 def flash(device: Device, kind: str) -> None:
-    """Run three layers of a flash-attention call, and three after its boundaries were written to."""
+    """Run three layers of a flash-attention call, and three after a write to its boundaries."""
     generator = torch.Generator().manual_seed(2)
     q = torch.randn(10, 2, 8, generator=generator)
     cache = torch.randn(2, 16, 2, 8, generator=generator)

@@ -337,7 +337,7 @@ def visible_tiles(S: int, q: int, k: int, causal: bool = True) -> int:
 
 
 def gemm_io(M: int, N: int, K: int, m: int, n: int, *, size: int = 2) -> int:
-    """Return the bytes of a product in tiles of m by n: c once; per tile its rows of a, columns of b.
+    """Return the bytes of a product in m by n tiles: c once; per tile its rows of a, columns of b.
 
     Tiles that run one after another share operands in L2; this is not assumed here.
     """
