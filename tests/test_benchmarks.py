@@ -160,7 +160,7 @@ def test_local_steps_send_a_part_of_the_bytes(load, tmp_path, capsys, monkeypatc
     ends = {name: points[-1] for name, points in last["curves"].items()}
     whole = ends.pop("data parallel")
     assert whole["bytes"] == 4 * whole["most"] > 4 * 4 * 256 * 16  # at least the embedding's, fp32
-    for name, end in ends.items():  # a micro-batch ends in two of the four steps
+    for name, end in ends.items():  # they send in two of the four steps
         assert end["bytes"] == whole["bytes"] / 2, name
         assert end["most"] == whole["most"] or name == "streaming DiLoCo"
         assert abs(end["val_loss"] - whole["val_loss"]) < 0.1

@@ -1,4 +1,5 @@
-"""config.json files whose fields are of odd kinds: one line, never a traceback, never a guess."""
+"""config.json files with fields of the wrong type: an error of one line, never a traceback or a
+guess."""
 
 import itertools
 import json
@@ -91,7 +92,8 @@ def _sizes(folder: Path) -> list[list[int]]:
 
 
 def test_files_are_those_that_transformers_reads(tmp_path):
-    """One file goes before an index that was left from another save; no tensor stands twice."""
+    """A single file takes precedence over an index left by an earlier save. No tensor is stored
+    twice."""
     config = read_config(QWEN2)[1]
     to_hf(GPT(config, seed=0), tmp_path / "old", shard_bytes=8000, dtype=torch.bfloat16)
     index = json.loads((tmp_path / "old" / "model.safetensors.index.json").read_text())
@@ -112,7 +114,7 @@ def test_files_are_those_that_transformers_reads(tmp_path):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "gemma2"])
 def test_a_field_that_a_new_transformers_renamed_is_refused(kind):
-    """Files of transformers 5 leave no field out; in older ones a missing one is a default."""
+    """transformers 5 writes every field; in older files a missing one has its default."""
     small = read_config(GPT2 if kind == "gpt2" else QWEN2 | {"model_type": kind})[1]
     whole = {**write_config(small, kind)[1], "model_type": kind}
     for version in ("5.24.0", "5.30.0.dev0", "12.1"):
@@ -215,7 +217,7 @@ def test_a_file_holds_as_much_as_was_asked_for_and_not_a_byte_more(tmp_path):
 
 
 def test_rank_with_a_full_disk_consumes_all_tensors_and_returns_the_error(tmp_path):
-    """Which may be gathered from ranks that would wait otherwise."""
+    """They may be gathered from ranks that would otherwise wait."""
     drawn: list[str] = []
 
     def tensors():
