@@ -240,7 +240,7 @@ def test_what_ranks_are_told_is_told_to_nobody_else_however_a_launch_ends(monkey
 
 
 def _fails(code: int, port: int) -> list[bool]:
-    """Fail rank 1 in the first attempt, after both have begun. Return the second attempt's input."""
+    """Fail rank 1 in the first attempt, after both began. Return the second attempt's input."""
     session = launch.join(Mesh(dp=2), port=port, backend="gloo")
     goes_on = session.goes_on
     dist.barrier()

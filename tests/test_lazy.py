@@ -1,4 +1,4 @@
-"""Names that a package imports on demand, a model's options, and training mode in a context."""
+"""Lazily imported names of a package, a model's options, and training mode in a context."""
 
 from __future__ import annotations
 
