@@ -1,4 +1,4 @@
-"""The fused projection to queries, keys and values, against the reference; Triton runs
+"""The fused projection to queries, keys and values, against the reference; Triton kernels are
 interpreted."""
 
 from functools import partial
@@ -20,7 +20,7 @@ impls = pytest.mark.parametrize("impl", ["torch", "triton"])
 
 
 def _tensors(B=2, S=5, E=12, D=10, G=3, kv=2, dtype=torch.float64):
-    """(x, weight, bias), (cos, sin); the positions do not start at 0."""
+    """Draw (x, weight, bias), (cos, sin); the positions do not start at 0."""
     rows = (kv, G + 2, D)
     drawn = torch.randn(B, S, E), torch.randn(*rows, E) / E**0.5, torch.randn(rows)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
