@@ -1,5 +1,5 @@
-"""Sessions of ranks by themselves: what each says and leaves in the store, where that store is, and
-groups that are made anew."""
+"""Sessions of ranks alone: their messages and entries in the store, the place of that store, and
+renewed groups."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_groups_are_made_anew_under_a_name_of_their_own_each_time(monkeypatch):
 def test_the_first_rank_keeps_the_store_unless_the_launcher_does(
     monkeypatch, rank, local_world, agent, hosts
 ):
-    """On loopback where all ranks are of this machine."""
+    """It is on loopback if all ranks are on this machine."""
     made = mock.Mock(return_value=dist.HashStore())
     monkeypatch.setattr(dist, "TCPStore", made)
     listener = mock.Mock(detach=lambda: 77)

@@ -28,7 +28,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj")
 
 
 class Layer(nn.Module):
-    """Attention of three columns, a feed-forward layer of one, a norm, and what is asked for."""
+    """Attention of three columns, a feed-forward layer of one, a norm, and optional parts."""
 
     def __init__(self, **more: nn.Module) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_older_names_of_transformers_styles_mean_the_same():
         assert styles._words(model, sequence, "") == wanted(sequence, "") | said
 
 
-OTHERS = {  # one more word, of a module or a parameter that there is or not, and what is said of it
+OTHERS = {  # one more word, of a module or parameter that may not exist, and the error message
     "a column outside": ("head", "colwise", "head: colwise has no counterpart", True),
     "a row outside": ("base.embed", "rowwise", "base.embed: rowwise has no counterpart", True),
     "experts' own": ("base.layers.*.mlp.experts", "moe_tp_experts", "has no counterpart", False),
@@ -116,13 +116,13 @@ def test_parameters_inside_a_sharded_module_must_be_in_the_plan():
     with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: in a module that is cut,"):
         styles._words(model, False, "")
     many = Model(12)
-    many.base.layers[11].attn["q_norm"] = nn.LayerNorm(2)  # in a single layer of many
+    many.base.layers[11].attn["q_norm"] = nn.LayerNorm(2)  # in one of many layers
     with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: in a module that is cut,"):
         styles._words(many, False, "")
     assert styles._words(Model(drop=nn.Dropout()), False, "") == wanted(False, "")
     beside = Model()
     for layer in beside.base.layers:
-        layer.attn_norm = nn.LayerNorm(2)  # of a name that begins with the module's
+        layer.attn_norm = nn.LayerNorm(2)  # a name that begins with the module's
     assert styles._words(beside, False, "") == wanted(False, "")
     for empty in ({}, None):
         model.tp_plan = empty
@@ -176,19 +176,19 @@ def test_models_with_single_or_gathered_columns_are_planned(overlap):
     assert ww.planned(own, CONFIGS["phi3"], overlap=overlap).tp_plan == wanted | mine
     auto = DistributedConfig(tp_size=2, tp_plan="auto")
     assert ww.planned(auto, CONFIGS["phi3"], overlap=overlap).tp_plan == wanted
-    assert how.tp_plan is None  # what was given is as it was
+    assert how.tp_plan is None  # the given plan is unchanged
     cut = DistributedConfig(tp_size=2, enable_sequence_parallel=True)
     with pytest.raises(ValueError, match="rowwise_split_input has no counterpart"):
         ww.planned(cut, CONFIGS["phi3"], overlap=overlap)
 
 
-# ---------------------------------------------------------------- what a spread model is told
+# ---------------------------------------------------------------- options of a spread model
 
 
 @pytest.mark.parametrize("ending", ["", "_none", "_chunked"])
 @pytest.mark.parametrize("word", ["", "sequence_"])
 def test_plan_word_rejects_layers_of_indivisible_size_or_wrong_kind(word, ending):
-    """Two ranks, of features that three would not divide either."""
+    """Two ranks, with features that three would not divide either."""
     two = SimpleNamespace(size=lambda: 2)
     made = [
         (f"{word}colwise{ending}", nn.Linear(4, 5), "5 output features"),
@@ -298,7 +298,8 @@ def test_only_attention_of_warpweave_and_known_feed_forwards_are_sharded(monkeyp
     parts, kept = structure.find_parts(model, inputs, 2)
     assert [part.kind for part in parts] == ["attention", "mlp"]
     assert not kept
-    for fused, blocks in (("", 1), ("gate, up", 2), ("up, gate", 2)):  # of rows, each cut by itself
+    # of rows, each sharded separately
+    for fused, blocks in (("", 1), ("gate, up", 2), ("up, gate", 2)):
         form = MLPForm("swiglu", "up_proj", "down_proj", fused=fused)
         monkeypatch.setattr(structure.mlp, "find_mlp_form", lambda module, form=form: form)
         (_, part), _ = structure.find_parts(model, inputs, 2)
