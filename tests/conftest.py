@@ -65,8 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def _fresh_compiler() -> Iterator[None]:
-    """Reset the compiler, so that recompilations in one file do not count against the limit of the
-    next."""
+    """Reset the compiler, so that recompilations in one file do not count
+    against the limit of the next."""
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

@@ -85,8 +85,8 @@ def test_comparing_collectives_is_no_deadlock_in_nccls_order(tmp_path):
 
 
 def _strays(rank: int, config: TrainConfig, store: Any, at: int) -> tuple[str, int]:
-    """Give a collective of step `at` one element more on rank 1. Return the error and the number of
-    steps."""
+    """Give a collective of step `at` one element more on rank 1. Return the
+    error and the number of steps."""
     trainer = _trainer(rank, config, store)
     group = trainer.mesh.group("world")
 

@@ -453,7 +453,7 @@ def test_the_torch_path_needs_no_operator_of_the_cpu_elsewhere(options, monkeypa
     with pytest.raises(AssertionError, match="of the CPU"):
         attention_fwd(*(x.detach() for x in draw()), impl="torch")
     if "documents" not in options:  # their values are needed
-        # Fake tensors are refused where devices mix; "meta" has no autocast to switch off.
+        # Fake tensors are rejected where devices mix; "meta" has no autocast to switch off.
         with FakeTensorMode(), mock.patch.object(torch, "autocast", return_value=nullcontext()):
             q, k, do = (torch.empty(2, 300, heads, 8, device="meta") for heads in (4, 2, 4))
             o, lse = attention_fwd(q, k, k, **options, impl="torch")
@@ -598,7 +598,7 @@ def test_forward_mode_raises_and_is_no_silent_zero(impl, backend) -> None:
         f = torch.compile(f, fullgraph=True, backend=backend)
         f(q, k, v, sinks)
     refusal = r"attention.* has no forward-mode derivative"
-    if backend:  # torch 2.14 refuses such inputs itself
+    if backend:  # torch 2.14 rejects such inputs itself
         refusal += "|torch.compile does not support input tensors that carry a forward-mode"
     for n in range(4):
         with torch.autograd.forward_ad.dual_level():
@@ -626,8 +626,7 @@ def test_a_second_derivative_raises_whatever_else_leads_to_the_input(impl, lse) 
 
 
 def _moving(n: int, grad: bool) -> dict[str, tuple]:
-    """Return the arguments of the n-th call: q, k, v, and a number, a position or documents that
-    change."""
+    """Return the n-th call's arguments: q, k, v, and a changing number, position or documents."""
 
     def qkv(Sq, Sk):
         return tuple(x.detach().requires_grad_(grad) for x in draw(Sq=Sq, Sk=Sk, D=8))

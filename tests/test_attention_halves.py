@@ -99,8 +99,8 @@ WIDE = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", WIDE)
 def test_float32_results_of_16_bit_inputs_are_those_of_float32_inputs(name, dtype) -> None:
-    """They are partial results of the CPU path that are added later, and the sums they are added
-    to."""
+    """They are partial results of the CPU path that are added later, and
+    the sums they are added to."""
     low = [x.detach() for x in draw(Sq=19, Sk=19, Hq=4, Hkv=2, D=8, dtype=dtype)]
     options = WIDE[name]
     do, wide = torch.randn_like(low[0]), [x.float() for x in low]

@@ -192,8 +192,8 @@ def _wrong_ends() -> dict[str, tuple[dict, list, str]]:
 
 @pytest.mark.parametrize("name", _wrong_ends())
 def test_documents_begin_at_0_and_end_where_the_sequence_does(name) -> None:
-    """Every entry point checks this. Otherwise wrong boundaries would cut or join documents
-    silently."""
+    """Every entry point checks this. Otherwise wrong boundaries would cut
+    or join documents silently."""
     options, given, message = _wrong_ends()[name]
     documents = torch.tensor(given)
     message = message.format(re.escape(str(given)))
@@ -445,8 +445,8 @@ def test_where_nobody_reads_them_as_many_boundaries_as_tokens_are_refused() -> N
 
 @IMPLS
 def test_positions_at_the_end_of_int32_are_right_or_refused(impl) -> None:
-    """A last boundary beyond int32 ends the last document; a position or a window may not be that
-    large."""
+    """A last boundary beyond int32 ends the last document; a position or a
+    window may not be that large."""
     q, k, v = (x.detach() for x in draw(Sq=4, Sk=4))
     for causal in (True, False):
         whole = {"q_runs": ((0, 4),), "k_runs": ((0, 4),)}

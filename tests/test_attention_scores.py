@@ -153,8 +153,8 @@ def test_dropout_equals_the_reference(impl, options) -> None:
 
 
 def test_dropout_with_documents_per_sample_equals_that_of_each_sample_alone() -> None:
-    """There are more rows than the CPU processes at once: every block knows its sample, head and
-    rows."""
+    """There are more rows than the CPU processes at once: every block knows
+    its sample, head and rows."""
     rows = 141
     runs = {"q_runs": ((5, rows, 3),), "k_runs": ((2, 37, 9),)}
     options = {**DROP, **runs, "causal": False}

@@ -1,5 +1,5 @@
-"""Background saving: steps continue meanwhile, and the checkpoint holds the state when save was
-called."""
+"""Background saving: steps continue during a save, and the checkpoint holds the
+state at its start."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LONG = 60.0  # in seconds: not part of the verdict, only an end for hangs
 
 
 class Gate:
-    """A disk that blocks on files of `step` until it is `open`, and then fails with `error`, if
-    any."""
+    """A disk that blocks on files of `step` until it is `open`, and then
+    fails with `error`, if any."""
 
     def __init__(self, step: int, error: OSError | None = None) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
@@ -89,7 +89,7 @@ def test_a_save_waits_for_the_one_before_and_uses_its_memory(tmp_path, monkeypat
     def save(folder, step, snapshot, **options):
         assert not active, "two saves at once"
         active.append(step)
-        time.sleep(0.1)  # the next save is requested meanwhile
+        time.sleep(0.1)  # the next save is requested now
         held.append([tensor.data_ptr() for _, tensor in snapshot])
         path = save_checkpoint(folder, step, snapshot, **options)
         active.clear()

@@ -69,8 +69,8 @@ def _ours(mesh, start, x, dy, parts, again):
     [("1d", 0.1, None), ("sequence", None, False), ("image", 0.3, True)],
 )
 def test_it_is_batch_norm_over_the_whole_batch(parts, kind, momentum, again):
-    """Covers forward, backward, running statistics and evaluation, with micro-batches and
-    recomputation."""
+    """Covers forward, backward, running statistics and evaluation, with
+    micro-batches and recomputation."""
     tail, samples = SHAPES[kind], sum(parts)
     x = [1e4 + torch.randn(samples, C, *tail, dtype=torch.float64) for _ in range(STEPS)]
     dy = [torch.randn_like(step) for step in x]
@@ -90,7 +90,7 @@ def test_it_is_batch_norm_over_the_whole_batch(parts, kind, momentum, again):
 
 
 def _staged(mesh, recompute: bool):
-    """Run two micro-batches through a chain of our own stage."""
+    """Run two micro-batches through a chain of our stage."""
     module = SyncBatchNorm(C, mesh=mesh, dtype=torch.float64)
     params = [(ParamRecord(n, (C,)), p) for n, p in module.named_parameters()]
     unit = make_unit("norm", params, mesh)

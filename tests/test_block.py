@@ -119,8 +119,8 @@ def test_an_empty_batch_has_empty_output_and_zero_gradients(style):
 
 
 def _context(dropout_key: int = 3) -> TokenContext:
-    """Make a context of two samples of six tokens whose indices in the global batch are not 0, 1,
-    ..."""
+    """Make a context of two samples of six tokens whose indices in the
+    global batch are not 0, 1, ..."""
     rope = rope_table(torch.arange(6), E // HEADS, theta=100.0, dtype=torch.float64)
     return TokenContext(2, None, rope, dropout_key, torch.arange(12) * 7 + 2**33)
 
@@ -365,8 +365,8 @@ PROJECTIONS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 @STYLES
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_an_adapter_in_place_of_a_projection_is_called(style, name):
-    """It acts as if its product had been added to the weight, for outputs and for its own
-    gradients."""
+    """It acts as if its product had been added to the weight, for outputs
+    and for its own gradients."""
     block, x = _block(style, dropout=0.3), draw(1, 12, E)
     adapter = _LoRA(block.get_submodule(name))
     merged = copy.deepcopy(block)

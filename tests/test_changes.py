@@ -1,5 +1,5 @@
-"""The record of changes to a module of another library: each change can be undone alone, or all of
-them."""
+"""The record of changes to a module of another library: each change can be
+undone alone, or all of them."""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ def test_what_ranks_call_alike_is_let_through(run):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_ranks_that_call_different_collectives_are_all_told_which(fault):
-    """The error comes before anything is issued: these threads, like gloo, end at the first
-    mismatch."""
+    """The error comes before anything is issued: these threads, like gloo,
+    end at the first mismatch."""
     fn, words = FAULTS[fault]
     found = run_threads(4, _said, Store(), fn)
     if words:
@@ -179,8 +179,8 @@ def _hops(rank: int, ranks: int) -> Any:
 
 
 def _on_gloo(rank: int, folder: str) -> list[str]:
-    """Return the errors on this rank for calls that torch's dispatcher sees: forward, backward, a
-    thread."""
+    """Return the errors on this rank for calls that torch's dispatcher sees:
+    forward, backward, a thread."""
     store = dist.FileStore(f"{folder}/store", 2)
     mesh, said = Mesh(tp=2), []
     checked = CheckedCollectives(store, mesh, rank, 60.0, torch.device("cpu"))

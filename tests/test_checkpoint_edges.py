@@ -139,7 +139,7 @@ def test_a_manifest_is_read_up_to_its_limits_of_bytes_and_values(
     assert not _steps(tmp_path)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(("name", "least"), [("step", 0), ("keep", 1), ("shard_bytes", 1)])

@@ -180,8 +180,8 @@ def _order(rank: int) -> list[str]:
 
 
 def test_messages_are_under_way_while_chunks_are_multiplied() -> None:
-    """This holds for all chunks but the last of a gather and the first of a sum, which is
-    unavoidable."""
+    """This holds for all chunks but the last of a gather and the first of a
+    sum, which is unavoidable."""
     expected = {
         2: ["pmwm", "pmwm", "mpmw", "mpmpww", "m"],
         3: ["ppmwmwm", "ppmwmwm", "mpmpmww", "mpmpmpwww", "m"],

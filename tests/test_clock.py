@@ -37,8 +37,8 @@ def _product_kernel(
     a_ptr, b_ptr, c_ptr, steps,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BUSY: tl.constexpr,
 ):  # fmt: skip
-    """Compute c[M, N] = a[M, steps K] @ b[steps K, N]; BUSY applies a nonlinearity to each step's
-    sums."""
+    """Compute c[M, N] = a[M, steps K] @ b[steps K, N]; BUSY applies a
+    nonlinearity to each step's sums."""
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     a = a_ptr + m[:, None] * 4096 + k[None, :]
     b = b_ptr + k[:, None] * N + n[None, :]

@@ -176,8 +176,8 @@ def test_a_collective_is_waited_for_once() -> None:
 
 
 def _ends(group) -> tuple[list[bool], list[list[float]]]:
-    """Send one way, the other way, both ways and not at all; several in one batch, to several
-    ranks."""
+    """Send one way, the other way, both ways and not at all; several in
+    one batch, to several ranks."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     right, left, into = (rank + 1) % ranks, (rank - 1) % ranks, torch.zeros(1)
     x = torch.full((1,), float(rank))

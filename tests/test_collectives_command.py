@@ -52,8 +52,8 @@ def test_no_constant_is_below_zero() -> None:
 
 
 def test_no_other_network_has_less_error() -> None:
-    """By Karush, Kuhn and Tucker: the error rises along a constant that is 0, and is level
-    otherwise."""
+    """By Karush, Kuhn and Tucker: the error rises along a constant that is
+    0, and is level otherwise."""
     numbers, supports = np.random.default_rng(0), set()
     for _ in range(100):
         rows, seconds = numbers.uniform(0.1, 1, (5, 3)), numbers.uniform(0.1, 1, 5)
@@ -187,8 +187,8 @@ def test_the_plot_has_measured_points_and_predicted_lines_over_bytes(tmp_path) -
 
 
 def _one_rank(monkeypatch, config: CollectivesConfig, seconds: list[float]) -> tuple[list, list]:
-    """Return the rows of a single rank whose collectives take these seconds, and which ran on which
-    data."""
+    """Return the rows of a single rank whose collectives take these seconds,
+    and which ran on which data."""
     ran: list[tuple] = []
     session = mock.Mock(rank=0, device=torch.device("cpu"))
     joined = mock.Mock(return_value=session)
@@ -215,8 +215,8 @@ def _one_rank(monkeypatch, config: CollectivesConfig, seconds: list[float]) -> t
 
 
 def test_each_is_measured_as_often_as_asked_after_one_that_is_checked(monkeypatch) -> None:
-    """The median counts, without the first run, which connects. Each input begins with the rank's
-    number."""
+    """The median counts, without the first run, which connects. Each input
+    begins with the rank's number."""
     config = CollectivesConfig(ranks=4, node=4, sizes=("8", "40"), repeats=4, timeout=7.0)
     names = ["gloo", *all_reduces(4, 4)]
     seconds = [

@@ -208,7 +208,7 @@ def test_packed_sequences_are_each_alone(q_lengths, k_lengths, window, causal, s
 
 @pytest.mark.parametrize(("q_lengths", "rows"), [([1, 1, 1], 4), ([1, 1, 0], 2)])
 def test_as_many_boundaries_as_rows_are_boundaries(q_lengths, rows):
-    """Of a padded batch, and with as many keys."""
+    """This holds for a padded batch, and if there are as many keys."""
     q, k, v = (x.detach()[0] for x in _qkv(rows, 4, 1))
     cu_q, cu_k = torch.tensor([0, *q_lengths]).cumsum(0).int(), torch.tensor([0, 1, 3, 4]).int()
     found = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1, 2)
@@ -363,7 +363,7 @@ def test_packed_sequences_are_not_dropped_alike():
         assert not torch.equal(o[:6], o[6:])
 
 
-# ---------------------------------------------------------------- refused
+# ---------------------------------------------------------------- errors
 
 
 def _varlen(q_ends, k_ends, **options):

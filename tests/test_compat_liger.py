@@ -442,7 +442,7 @@ def test_rotary(samples, unsqueeze_dim):
     _agree(ours(q, k), (turn(q), turn(k)), [q, k])
 
 
-# ---------------------------------------------------------------- refused
+# ---------------------------------------------------------------- errors
 
 CE, FUSED = liger.LigerCrossEntropyLoss, liger.LigerFusedLinearCrossEntropyLoss
 

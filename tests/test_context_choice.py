@@ -37,7 +37,7 @@ def costs(layout: SequenceLayout = CONTIGUOUS, **options) -> dict[str, StrategyC
     return {cost.strategy: cost for cost in explain(layout, **sizes)}
 
 
-# ---------------------------------------------------------------- what a row says
+# ---------------------------------------------------------------- a row of the table
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_compute_hides_a_hybrids_ring_but_not_its_all_to_alls(flops, near):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 16])
 def test_ulysses_and_gather_are_exposed_in_full(kv_heads: int) -> None:
-    """Tiles do not matter, however slow, and there is one link. Gradients of copied KV heads are
-    wider."""
+    """Tiles do not matter, however slow, and there is one link. Gradients of
+    copied KV heads are wider."""
     found = costs(kv_heads=kv_heads, links=Links(2e9, 1.0, 5e8))
     for name in ("ulysses", "gather"):
         cost = found[name]

@@ -1,5 +1,5 @@
-"""config.json files with fields of the wrong type: an error of one line, never a traceback or a
-guess."""
+"""config.json files with fields of the wrong type: an error of one line,
+never a traceback or a guess."""
 
 import itertools
 import json
@@ -92,8 +92,8 @@ def _sizes(folder: Path) -> list[list[int]]:
 
 
 def test_files_are_those_that_transformers_reads(tmp_path):
-    """A single file takes precedence over an index left by an earlier save. No tensor is stored
-    twice."""
+    """A single file takes precedence over an index left by an earlier save.
+    No tensor is stored twice."""
     config = read_config(QWEN2)[1]
     to_hf(GPT(config, seed=0), tmp_path / "old", shard_bytes=8000, dtype=torch.bfloat16)
     index = json.loads((tmp_path / "old" / "model.safetensors.index.json").read_text())

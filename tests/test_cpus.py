@@ -1,5 +1,5 @@
-"""``make cpus``: a setting reaches the tests, and a test that fails under it makes the command
-fail."""
+"""``make cpus``: a setting reaches the tests, and a test that fails under
+it makes the command fail."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
-"""Views, in-place writes and host reads in a declared model equal those of the plain model on one
-device."""
+"""Views, in-place writes and host reads in a declared model equal those of the
+plain model on one device."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ READS: list[Form] = [
 
 
 class _Runs(nn.Module):
-    """A module that returns a form's result for two tensors, which `lift` passes on as partial
-    sums."""
+    """A module that returns a form's result for two tensors, which `lift`
+    passes on as partial sums."""
 
     def __init__(self, form: Form, partial: bool, reads: bool) -> None:
         super().__init__()

@@ -288,8 +288,8 @@ def _table() -> list[Row]:
 
 
 class _Calls(nn.Module):
-    """A module that returns a function's results, and a number that depends on each element
-    differently."""
+    """A module that returns a function's results, and a number that depends on
+    each element differently."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -85,8 +85,8 @@ def test_the_picture_is_what_the_simulator_draws(monkeypatch) -> None:
 
 
 def _quoted(page: Path) -> Iterator[tuple[str, str]]:
-    """Return (script, ratio with its quantiles) for every number in a page's tables of
-    measurements."""
+    """Return (script, ratio with its quantiles) for every number in a
+    page's tables of measurements."""
     for line in page.read_text().splitlines():
         found = re.search(r"`(\w+)\.py` \|$", line)
         for ratio in re.findall(r"\d\.\d\d \(\d\.\d\d to \d\.\d\d\)", line) if found else ():
@@ -235,8 +235,8 @@ NAMED = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in DOCS.glob("
 
 @pytest.mark.parametrize("page", [page for page in NAMED if page != "docs/map.md"])
 def test_every_file_that_a_page_names_is_there(page) -> None:
-    """Files are given by path from the root, or by name after another file of the same folder;
-    tests by name."""
+    """Files are named by path from the root, or by name after another file of the same
+    folder; tests by name."""
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     beside = ROOT / "docs"
     for line in text.splitlines():

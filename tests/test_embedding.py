@@ -131,8 +131,8 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
 
 
 def _positions(mesh, tp: int) -> None:
-    """Test sequence-parallel positions: every rank looks up its own, and gradients are partial
-    sums."""
+    """Test sequence-parallel positions: every rank looks up its own, and
+    gradients are partial sums."""
     layer = PositionEmbedding(12, 5, dtype=torch.float64, partial=True)
     assert layer.records["weight"].partial == ("tp",)
     mine = torch.arange(12).chunk(tp)[mesh.index("tp")]

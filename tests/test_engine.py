@@ -1,5 +1,5 @@
-"""The engine: the same run on any mesh, training in low precision, and early errors for wrong
-shapes."""
+"""The engine: the same run on any mesh, training in low precision, and
+early errors for wrong shapes."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _engine(config: GPTConfig, mesh, **options) -> Engine:
 
 
 def _data(key: int, mesh, count: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return this replica's (tokens, labels, sample ids); every sample has a different number of
-    labels."""
+    """Return this replica's (tokens, labels, sample ids); every sample has a
+    different number of labels."""
     generator = torch.Generator().manual_seed(key)
     tokens, labels = torch.randint(0, VOCAB, (2, SAMPLES, SEQ_LEN), generator=generator)
     labels[torch.rand(SAMPLES, SEQ_LEN, generator=generator)
@@ -289,7 +289,7 @@ def test_rotary_tables_are_made_once_a_step_and_once_a_text():
         assert made.call_count == 3
 
 
-# -------------------------------------------------------------------------- one-line refusals
+# -------------------------------------------------------------------------- one-line errors
 
 
 def _place(**sizes: int) -> ConnectedMesh:

@@ -43,8 +43,8 @@ def _costs(case: Case, links: Links | None = None) -> dict[str, StrategyCost]:
 def _run(
     case: Case, rank: int, strategy: str, pair: tuple | None = None
 ) -> tuple[list[int], list[int], int]:
-    """Return the bytes that this rank sends in each message of forward and backward, and the memory
-    peak."""
+    """Return the bytes that this rank sends in each message of forward and
+    backward, and the memory peak."""
     sent: list[int] = []
     world, peak = dist.get_world_size(), Peak()
 
@@ -242,8 +242,8 @@ def test_exposed_is_what_compute_does_not_hide() -> None:
 
 
 def test_a_ulysses_group_of_a_hybrid_is_near_and_one_of_all_ranks_is_not() -> None:
-    """A rank has 8 rows, each of 8 and 4 heads of 16, in bf16, two ranks to a group and two to a
-    ring."""
+    """A rank has 8 rows, each of 8 and 4 heads of 16, in bf16, two ranks to
+    a group and two to a ring."""
     sizes = {"heads": 8, "kv_heads": 4, "head_dim": 16}
     bare = (2 * 8 + 2 * 4) * 16 * 8 // 2 * 2 + 8 * 8 // 2 * 4  # an all-to-all, and its inverse
     kv = 2 * 16 * 2 * 16  # the two KV heads that a rank attends, 16 rows of each

@@ -1,5 +1,5 @@
-"""The public names of ``import warpweave``: each comes from its module, and heavy imports are
-deferred."""
+"""The public names of ``import warpweave``: each comes from its module, and
+heavy imports are deferred."""
 
 from __future__ import annotations
 

@@ -223,8 +223,8 @@ def test_what_cannot_be_fused_is_refused_before_anything_is_made() -> None:
 
 
 def _growing(rank: int) -> None:
-    """Test that a workspace grows by itself, but not during graph capture, and belongs to one
-    stream."""
+    """Test that a workspace grows by itself, but not during graph capture,
+    and belongs to one stream."""
     workspace, cuda = Workspace(dist.group.WORLD), torch.device("cuda", 0)
     cpu = torch.device("cpu")
     small = workspace.fitting("op", cpu, 3, 500)
@@ -381,8 +381,8 @@ def _empty_dims(rank: int) -> None:
 
 
 def _block(mesh: ConnectedMesh | None) -> TransformerBlock:
-    """Make the block, equal on every call: over the tensor ranks of `mesh` and fused, or whole and
-    torch's."""
+    """Make the block, equal on every call: over the tensor ranks of `mesh` and
+    fused, or whole and torch's."""
     fusing = {"mesh": mesh, "sequence_parallel": True, "overlap": "fused", "impl": "triton"}
     torch.manual_seed(7)
     return TransformerBlock(

@@ -71,8 +71,8 @@ def test_a_torch_without_nccl_is_named_where_ranks_are_several(monkeypatch):
 
 
 def _rank(monkeypatch, local: int, here: int, world: int | None = None) -> None:
-    """Set the environment of rank `local` of those `here`, on one machine or several, of `world`
-    ranks."""
+    """Set the environment of rank `local` of those `here`, on one machine or
+    several, of `world` ranks."""
     sizes = (("WORLD_SIZE", world or here), ("LOCAL_WORLD_SIZE", here), ("LOCAL_RANK", local))
     for name, value in sizes:
         monkeypatch.setenv(name, str(value))

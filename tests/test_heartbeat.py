@@ -35,8 +35,8 @@ def _waits(store: dist.Store, ended: threading.Event) -> None:
 
 @contextlib.contextmanager
 def _ranks(*mains: Callable | None) -> Iterator[list[Session]]:
-    """Run these functions in the main threads of sessions; None is a session without a
-    heartbeat."""
+    """Run these functions in the main threads of sessions; None is a
+    session without a heartbeat."""
     store, ended, mesh = dist.HashStore(), threading.Event(), Mesh(tp=len(mains))
     sessions = []
     for rank, main in enumerate(mains):
@@ -114,8 +114,8 @@ def test_beats_tell_of_a_main_thread_that_does_not_and_end_with_their_store():
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_process_ends_after_the_beat_under_way(closed):
-    """A beat that returned from the store's C++ during interpreter shutdown would abort the
-    process."""
+    """A beat that returned from the store's C++ during interpreter
+    shutdown would abort the process."""
     program = """if True:
         import sys, threading, time
         from warpweave.launch.heartbeat import Heartbeat

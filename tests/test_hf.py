@@ -558,7 +558,7 @@ def test_the_loss_is_fused_and_makes_no_logits(families, family):
 
 @pytest.mark.parametrize("said", [None, True, False])
 def test_logits_are_left_out_only_where_a_loss_is_learnt_from(llama, said):
-    """Also the caller must not have requested them, or a tuple."""
+    """In addition, the caller must not have requested them, or a tuple."""
     ours, wanted = applied(llama, only="loss"), llama(ids(), labels=ids())
     named = said is not False
     for training, learns, asked, labels in itertools.product((True, False), repeat=4):
@@ -769,7 +769,7 @@ def test_the_loss_takes_a_quarter_of_the_memory_at_most():
     assert max(each["ratio"] for each in recorded["tokens"].values()) <= 0.25
 
 
-# ---------------------------------------------------------------- what looks alike and is not
+# ---------------------------------------------------------------- 7. similar but different
 
 
 class _Plain(nn.Module):

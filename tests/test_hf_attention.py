@@ -183,8 +183,8 @@ def test_padding_in_the_middle_of_what_one_query_sees_is_an_assertion():
 
 
 def test_a_mask_is_as_large_as_what_it_is_made_for_wherever_queries_begin():
-    """It is None exactly if queries and keys have the same positions, or one query sees every
-    key."""
+    """It is None exactly if queries and keys have the same positions, or
+    one query sees every key."""
     for q_offset, kv_offset, queries, keys in (
         (0, 0, 4, 4),
         (4, 4, 4, 4),
@@ -214,8 +214,8 @@ def test_a_mask_is_as_large_as_what_it_is_made_for_wherever_queries_begin():
 
 @pytest.mark.parametrize("name", ["causal", "window", "both sides", "all", "chunks"])
 def test_padding_at_either_end_and_of_any_length_is_masked_correctly(name):
-    """A mask for fewer keys than exist hides the rest. Beyond what any query sees, it may have
-    holes."""
+    """A mask for fewer keys than exist hides the rest. Beyond what any
+    query sees, it may have holes."""
     for first, own, queries, keys in itertools.product((0, 2), (0, 3), (1, 3), (4, 6)):
         q_offset = first + own
         if own + queries > keys:
@@ -289,7 +289,7 @@ class _Attends(nn.Module):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_calls_are_watched_of_a_models_own_modules_and_of_none_afterwards(fails):
-    """This includes a module that was removed from the model meanwhile."""
+    """This includes a module that has since been removed from the model."""
     model, other, seen = nn.ModuleList([_Attends(), _Attends()]), _Attends(), []
     first, second = model
     sinks = draw(3, HEADS)

@@ -141,8 +141,8 @@ CASES = {
 
 
 def computed(model: nn.Module, options: dict) -> dict | str:
-    """Return loss and gradients of a changed model, with those of its hidden states; or the
-    error."""
+    """Return loss and gradients of a changed model, with those of its
+    hidden states; or the error."""
     from warpweave.layers.sharding.dtensor import whole
 
     model.zero_grad()

@@ -35,7 +35,7 @@ def spread(family: str, sizes: dict, options: dict, *, exact: bool = False) -> n
 
 
 def _spread_and_computed(cases: list[tuple]) -> list[tuple]:
-    """Return the numbers of each case, and the counts made meanwhile."""
+    """Return the numbers of each case, and the counts of its run."""
     found = []
     for family, sizes, options, padding in cases:
         model = spread(family, sizes, options)

@@ -250,8 +250,8 @@ def _table_of_two(rank: int) -> list[tuple]:
 
 
 def _of_four(rank: int, folder: str) -> dict:
-    """Run two replicas: each over two context ranks under DDP, or over two tensor ranks under
-    FSDP2."""
+    """Run two replicas: each over two context ranks under DDP, or over two
+    tensor ranks under FSDP2."""
     mesh = Mesh(dp=2, cp=2).connect()
     model = make("llama")
     ww.apply(model, mesh=mesh)

@@ -99,8 +99,8 @@ def _engine(mesh: ConnectedMesh, stage: int) -> Engine:
 
 
 def _steps(mesh: ConnectedMesh, stage: int, first: int, state: dict | None) -> tuple[dict, list]:
-    """Run two steps from `state`. Return (the state as in a checkpoint, the writer of each
-    tensor)."""
+    """Run two steps from `state`. Return (the state as in a checkpoint,
+    the writer of each tensor)."""
     engine = _engine(mesh, stage)
     if state is not None:
         for kind in KINDS:
@@ -113,8 +113,8 @@ def _steps(mesh: ConnectedMesh, stage: int, first: int, state: dict | None) -> t
 
 
 def test_a_checkpoint_moves_from_one_placement_to_another():
-    """dp_shard is 2, then 4, then there is one device. Every tensor is written by exactly one
-    rank."""
+    """dp_shard is 2, then 4, then there is one device. Every tensor is
+    written by exactly one rank."""
     (one, _), *_ = on_mesh(Mesh(), _steps, 0, 0, None)
     (one, _), *_ = on_mesh(Mesh(), _steps, 0, 2, one)
     (one, _), *_ = on_mesh(Mesh(), _steps, 0, 4, one)

@@ -51,8 +51,8 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 @pytest.fixture
 def keeper(monkeypatch, clock):
-    """Return a function that makes a keeper of `replicas` of `width` ranks, all admitted if
-    `there`."""
+    """Return a function that makes a keeper of `replicas` of `width`
+    ranks, all admitted if `there`."""
 
     def end(processes: Any) -> None:
         for process in processes:

@@ -67,8 +67,8 @@ ONCE = {  # for x[T, E]: ours and the truth
 
 
 def assert_rounded_once(found: torch.Tensor, truth: torch.Tensor, what: str) -> None:
-    """Assert that it is the correct float32 result rounded to its dtype, up to a few units of the
-    largest."""
+    """Assert that it is the correct float32 result rounded to its dtype, up to a
+    few units of the largest."""
     half = torch.finfo(found.dtype).eps / 2
     bound = 1.01 * half * truth.abs() + 2**-20 * truth.abs().max()
     assert ((found.double() - truth).abs() <= bound).all(), what

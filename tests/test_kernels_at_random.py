@@ -33,8 +33,8 @@ F64 = torch.float64
 
 
 class Call(NamedTuple):
-    """`ours` (which also accepts an impl) and `truth` of leaves of these shapes; None is no
-    leaf."""
+    """`ours` (which also accepts an impl) and `truth` of leaves of
+    these shapes; None is no leaf."""
 
     ours: Callable[..., Any]
     truth: Callable[..., Any]

@@ -1,5 +1,5 @@
-"""The ladder, read from the imports with `ast`: every edge goes down, and nothing forbidden is
-used."""
+"""The ladder, read from the imports with `ast`: every edge goes down, and
+nothing forbidden is used."""
 
 import ast
 import re
@@ -174,8 +174,8 @@ FORBIDDEN_NAMES = {
 
 
 def climbs(module: str, name: str) -> bool:
-    """Return True if `module` imports, in `name`, from a room above its own or on the same
-    floor."""
+    """Return True if `module` imports, in `name`, from a room above its
+    own or on the same floor."""
     ours, theirs = module.split("."), name.split(".")
     depth = 0  # of the innermost package that holds both
     while ours[depth : depth + 1] == theirs[depth : depth + 1] != []:
@@ -211,8 +211,8 @@ def source_files() -> Iterator[tuple[str, Path]]:
 
 
 def imports(module: str, tree: ast.AST, known: set[str]) -> Iterator[str]:
-    """List every module that `tree` imports, including imports in functions, relative ones and
-    import_module."""
+    """List every module that `tree` imports, including imports in functions,
+    relative ones and import_module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

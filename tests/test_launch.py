@@ -363,8 +363,8 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend
 
 @pytest.mark.parametrize("port", [None, 1])
 def test_ranks_that_cannot_compute_together_say_so_before_they_connect(monkeypatch, port):
-    """Under torchrun all ranks raise the same error; under `launch` it is in the line that is
-    printed."""
+    """Under torchrun all ranks raise the same error; under `launch` it is in
+    the line that is printed."""
     _environment(monkeypatch)
     monkeypatch.setattr("warpweave.launch.session.end_with_parent", lambda: None)
     pretend_gpus(monkeypatch, 2)

@@ -23,8 +23,8 @@ DOCUMENTS = torch.tensor([[0, 5, 12], [0, 1, 12]])
 
 
 class _Others(TorchDispatchMode):
-    """A mode that counts operators other than views and allocations, for which torch launches a
-    kernel."""
+    """A mode that counts operators other than views and allocations, for
+    which torch launches a kernel."""
 
     def __init__(self, found: Counter[str]) -> None:
         super().__init__()

@@ -16,8 +16,8 @@ KINDS = ["zigzag", "contiguous", "striped"]
 
 
 def _pairs(layout: SequenceLayout, q_rank: int, k_rank: int) -> int:
-    """Count visible (query, key) pairs of one rank's queries with one rank's keys under a causal
-    mask."""
+    """Count visible (query, key) pairs of one rank's queries with one rank's
+    keys under a causal mask."""
     q, k = layout.positions(q_rank), layout.positions(k_rank)
     return int((k[None, :] <= q[:, None]).sum())
 

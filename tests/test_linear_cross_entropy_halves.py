@@ -1,5 +1,5 @@
-"""Forward and backward of the fused linear layer and cross entropy, and the sizes of their
-blocks."""
+"""Forward and backward of the fused linear layer and cross entropy, and
+the sizes of their blocks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def several_blocks():
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [0, 7, 128])
 def test_the_backward_adds_to_the_weights_gradient_or_overwrites_all_of_it(rows, wanted, add):
-    """Covers several blocks of columns with padding among them, and no rows, one block and
-    several."""
+    """Covers several blocks of columns with padding among them, and no
+    rows, one block and several."""
     x, w = torch.randn(rows, 8).bfloat16(), torch.randn(330, 8).bfloat16() / 2
     labels = torch.arange(rows) * 37 % 290
     labels[::3] = -100
@@ -120,8 +120,8 @@ def _formula(z: torch.Tensor, labels: torch.Tensor, ignored: int, s: float, c: f
     ("impl", "ignored"), [("torch", 7), ("torch", -1), ("torch", 500), ("triton", 7)]
 )
 def test_options_together_equal_the_formula_in_float64(ignored, impl):
-    """Covers several blocks of rows and of columns, padding that begins within one, tokens of two
-    dims."""
+    """Covers several blocks of rows and of columns, padding that begins
+    within one, tokens of two dims."""
     x, w = torch.randn(2, 9, 5, dtype=torch.float64), torch.randn(290, 5, dtype=torch.float64)
     labels = torch.arange(18) * 17 % 270
     labels[2::5], labels[1] = ignored, 269

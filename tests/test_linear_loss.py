@@ -78,8 +78,8 @@ def _not_that_cap(rank: int) -> None:
 
 
 def _capped_as_told(rank: int) -> None:
-    """Test that every argument reaches the product or the loss of its logits, with and without a
-    softcap."""
+    """Test that every argument reaches the product or the loss of its logits,
+    with and without a softcap."""
     (own, part, *_), seen = problem(True, PADDED), []
     group = world()[0]
 
@@ -225,8 +225,8 @@ def test_a_chunk_is_on_its_way_under_another_and_no_more_is_moved() -> None:
 
 
 def _refused(rank: int) -> None:
-    """Test that errors come before any collective: otherwise the ranks would wait for each
-    other."""
+    """Test that errors come before any collective: otherwise the ranks
+    would wait for each other."""
     group, _, ranks = world()
     (own, part, x, w), labels = problem(False, PADDED), HEAD_LABELS
     options = {"group": group, "vocab_size": VOCAB, "padded_vocab_size": PADDED}
@@ -278,8 +278,8 @@ def _case(function: type, sequence: bool):
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_typing_rules_hold_numerically(function: type, sequence: bool) -> None:
-    """The documented types are accepted and the derived type is correct; so is every other accepted
-    one."""
+    """The documented types are accepted and the derived type is correct; so is
+    every other accepted one."""
     function, args, documented = _case(function, sequence)
     rulecheck(function, args, {k: {"tp": v} for k, v in documented.items()}, mesh={"tp": 2})
     report = rulecheck(function, args)

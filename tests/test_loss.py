@@ -1,5 +1,5 @@
-"""The loss layers: sums of token losses over a known normalizer, with a whole or sharded
-vocabulary."""
+"""The loss layers: sums of token losses over a known normalizer, with a
+whole or sharded vocabulary."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Losses reject invalid arguments and accept valid ones: each condition of a check is tested
-alone."""
+"""Losses reject invalid arguments and accept valid ones: each condition
+of a check is tested alone."""
 
 from __future__ import annotations
 

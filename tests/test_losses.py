@@ -38,8 +38,8 @@ WIDE = {"dtype": torch.float64}
 
 
 class _Layer(nn.Module):
-    """tanh(x W^T + b); odd layers have losses of the sum and of the result, with one name in
-    common."""
+    """tanh(x W^T + b); odd layers have losses of the sum and of the
+    result, with one name in common."""
 
     def __init__(self, k: int) -> None:
         super().__init__()

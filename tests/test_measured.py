@@ -108,8 +108,8 @@ def test_two_pipeline_ranks_in_threads(tmp_path) -> None:
 def test_action_time_includes_the_wait_and_the_last_ends_with_the_list(
     monkeypatch,
 ) -> None:
-    """On this clock, waiting for the message of action i takes 5 (i + 1), and everything else takes
-    1."""
+    """On this clock, waiting for the message of action i takes 5 (i + 1),
+    and everything else takes 1."""
     now, reached = [100.0], []
     monkeypatch.setattr(measured.time, "perf_counter", lambda: now[0])
 

@@ -163,8 +163,8 @@ def test_the_estimate_is_a_third_above_the_peak_at_most(name):
 
 
 def _beside(c: GPTConfig, mesh: Mesh, plan: ParallelPlan, tokens: float, m: int) -> float:
-    """Count what a GPU holds in addition to a step's tensors: communicators of `SHAPES`, by
-    hand."""
+    """Count what a GPU holds in addition to a step's tensors:
+    communicators of `SHAPES`, by hand."""
     communicators = {"": 0, "dp": 2, "cp tp": 3, "tp pp": 7, "dp cp pp": 9, "dp shards": 4}
     axes = " ".join(axis for axis in ("dp", "cp", "tp", "pp") if getattr(mesh, axis) > 1)
     held = communicators["dp shards" if mesh.dp_shard else axes] * 200 + 400 + 64
@@ -176,8 +176,8 @@ def _beside(c: GPTConfig, mesh: Mesh, plan: ParallelPlan, tokens: float, m: int)
 def _documented(
     c: GPTConfig, mesh: Mesh, plan: ParallelPlan, batch: int, dtype: str, on_cpu: bool
 ) -> list[dict[str, float]]:
-    """Compute the formulas of the module's docstring, if all sizes are divisible, for gpipe and
-    1f1b."""
+    """Compute the formulas of the module's docstring, if all sizes are
+    divisible, for gpipe and 1f1b."""
     b, D = NAMED_DTYPES[dtype].itemsize, (mesh.dp_shard or mesh.dp) * mesh.cp
     m, zero = max(b, 4), plan.zero if D > 1 else 0
     heads, kv, V = c.heads * c.head_dim, c.num_kv_heads * c.head_dim, c.vocab_size / mesh.tp

@@ -153,8 +153,8 @@ def test_sizes_that_do_not_divide_are_rounded_up() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pipeline_shape_equals_that_of_its_lists_for_any_micro_batches(name: str) -> None:
-    """A large number of micro-batches is replaced by a smaller one with the same stages and
-    errors."""
+    """A large number of micro-batches is replaced by a smaller one with
+    the same stages and errors."""
     chunks = FAMILIES[name].chunks or 2
     for ranks, m in itertools.product((2, 3, 4), range(1, 27)):
         plan = ParallelPlan(schedule=name, chunks=chunks, microbatches=m)
@@ -227,8 +227,8 @@ def test_communicators_on_a_gpu_are_the_groups_of_ranks_that_a_mesh_makes() -> N
 
 
 def test_each_rank_of_a_pipeline_is_counted_by_its_own_list_of_actions() -> None:
-    """Covers blocks split unevenly over stages, in schedules of one and of several stages per
-    rank."""
+    """Covers blocks split unevenly over stages, in schedules of one and
+    of several stages per rank."""
     config = dataclasses.replace(MODEL, layers=7)
     for name, chunks, m in (("1f1b", 1, 8), ("gpipe", 1, 5), ("interleaved", 2, 6)):
         plan = ParallelPlan(schedule=name, chunks=chunks, microbatches=m)
@@ -274,8 +274,8 @@ def _ways(text: str) -> dict[str, float]:
 
 
 def test_a_refusal_names_the_flags_that_help_and_what_each_would_need() -> None:
-    """Each flag with its number, smallest first; tensor ranks only on GPUs, if they divide the
-    heads."""
+    """Each flag with its number, smallest first; tensor ranks only on GPUs,
+    if they divide the heads."""
     gpu = {"device_type": "cuda", "ranks": 1}
     text = _refusal(0.2, Mesh(dp=2, tp=2), **gpu)
     ways = _ways(text)
@@ -317,8 +317,8 @@ def test_a_refusal_names_all_flags_together_where_none_is_enough_alone(device: s
 
 
 def test_what_does_not_help_beside_the_others_is_not_added_to_them() -> None:
-    """On a CPU, bf16 adds an fp32 copy of the weights, which is more than it saves on few
-    activations."""
+    """On a CPU, bf16 adds an fp32 copy of the weights, which is more than it
+    saves on few activations."""
     config = dataclasses.replace(PRESETS["llama-8b"], seq_len=512)
     three = {"--zero 3", "--recompute full", "--batch 1"}
     for batch, named, plan, words in (
@@ -342,8 +342,8 @@ def test_what_does_not_help_beside_the_others_is_not_added_to_them() -> None:
 
 
 def test_a_refusal_lists_the_parts_of_the_fullest_rank() -> None:
-    """The parts exclude loading, and include the update and the GPU's own only if they are not
-    0."""
+    """The parts exclude loading, and include the update and the GPU's
+    own only if they are not 0."""
     schedules, seen = ("1f1b", "gpipe"), set()
     for name, optimizer, device in itertools.product(schedules, ("adamw", "muon"), ("cpu", "cuda")):
         plan = ParallelPlan(schedule=name, microbatches=4)

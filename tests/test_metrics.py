@@ -104,8 +104,8 @@ SAME = ("loss", "val_loss", "lr", "tokens", "grad_norm")  # equal in every run
 def test_boards_of_a_resumed_run_equal_those_of_an_uninterrupted_run(
     tmp_path, wandb, monkeypatch, capsys
 ):
-    """Covers a crash after a checkpoint, Ctrl-C at a step with an evaluation, and a run that has
-    ended."""
+    """Covers a crash after a checkpoint, Ctrl-C at a step with an evaluation,
+    and a run that has ended."""
     pytest.importorskip("tensorboard", reason="an extra that only event files need")
     config = _config(tmp_path, steps=6, save_every=2, tensorboard=True, wandb="project", layers=1)
     _trainer(config).run()
@@ -234,8 +234,8 @@ def test_a_run_has_the_boards_that_its_options_ask_for(tmp_path, wandb, monkeypa
 
 
 def test_rows_and_bar_have_the_utilisation_of_a_gpu(tmp_path, monkeypatch, capsys):
-    """6 N + attention's causal half per token, for the parameters that multiply; 2 ranks on
-    H100."""
+    """6 N + attention's causal half per token, for the parameters that
+    multiply; 2 ranks on H100."""
     trainer = _trainer(_config(tmp_path, dtype="bf16", steps=1, save_every=0, tied=False))
     metrics, m = trainer.metrics, trainer.model
     trained = metrics.trained

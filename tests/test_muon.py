@@ -35,8 +35,8 @@ RULE = Muon(momentum=0.9, weight_decay=0.2, rest=AdamW(eps=1e-3, weight_decay=0.
 
 
 def _parts(name: str, g: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Return views of the matrices in a weight of a block, as documented in the layers'
-    docstrings."""
+    """Return views of the matrices in a weight of a block, as documented
+    in the layers' docstrings."""
     model = layout.model
     if name.endswith("qkv.weight"):
         groups = g.unflatten(0, (model.num_kv_heads, -1, model.head_dim))
@@ -90,8 +90,8 @@ def _units(mesh, layout: Layout):
 
 
 def _train(mesh, layout: Layout, rule: Muon = RULE) -> dict[str, torch.Tensor]:
-    """Return every weight of this rank's stages after STEPS steps; gradients come from data rank
-    0."""
+    """Return every weight of this rank's stages after STEPS steps;
+    gradients come from data rank 0."""
     units = _units(mesh, layout)
     for unit in units:
         unit.write("param", lambda record: record.slice(_draw(record, 0), mesh.coords))
@@ -275,8 +275,8 @@ def test_the_state_of_one_layout_goes_on_in_another(zeros):
 
 
 def _own(mesh, zero: int) -> list[torch.Tensor]:
-    """Return two steps' directions of matrices that tensor ranks pad, replicate and shard by
-    columns."""
+    """Return two steps' directions of matrices that tensor ranks pad,
+    replicate and shard by columns."""
     tp = mesh.size("tp")
     spec = {"rows": ((7, 5), (Cut("tp", 0, tp),)), "whole": ((4, 9), ()),
             "columns": ((6, 11), (Cut("tp", 1, tp),))}  # fmt: skip

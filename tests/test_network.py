@@ -63,8 +63,8 @@ def _algorithm(rounds: list[list[tuple[int, int, int, bool]]]) -> Algorithm:
     ],
 )  # fmt: skip
 def test_bytes_and_seconds_are_those_of_the_busiest_links(network: Network, seconds: float) -> None:
-    """This counts links into ranks and nodes, and links out of them, because everything is sent
-    back."""
+    """This counts links into ranks and nodes, and links out of them,
+    because everything is sent back."""
     found = traffic(_algorithm(MESSAGES), 5, 99, network, size=2)
     assert found == Traffic(rounds=2, total=42, busiest=18, at_once=22, seconds=seconds)
     back = [[(to, source, *more) for source, to, *more in messages] for messages in MESSAGES]
@@ -152,8 +152,8 @@ def test_what_is_read_and_written_in_one_round_is_read_first() -> None:
 
 
 def test_terms_of_one_round_are_summed_in_rank_order_this_ranks_at_its_place() -> None:
-    """This holds for any order in which they are listed, with other elements stored next to
-    them."""
+    """This holds for any order in which they are listed, with other
+    elements stored next to them."""
     xs = [torch.tensor([x, 7.0]) for x in (1e8, 3.0, -1e8, 0.25)]
     whole = ((xs[0] + xs[1]) + xs[2]) + xs[3]
     for rank in range(4):

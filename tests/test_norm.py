@@ -17,8 +17,8 @@ SHAPES = ((1, 1), (1, 8), (37, 67), (2, 3, 128), (19, 2049))  # the last: more t
 
 
 def _call(module, x, w, b, residual, **options):
-    """Return (y, s or None) of the LayerNorm with bias if there is a b, of the RMSNorm
-    otherwise."""
+    """Return (y, s or None) of the LayerNorm with bias if there is a b,
+    of the RMSNorm otherwise."""
     if b is None:
         out = module.rms_norm(x, w, residual=residual, **options)
     else:

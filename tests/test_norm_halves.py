@@ -1,5 +1,5 @@
-"""The halves of the norms as other code calls them: tensors of any strides, and of different
-dtypes."""
+"""The halves of the norms as other code calls them: tensors of any
+strides, and of different dtypes."""
 
 import pytest
 import torch

@@ -83,8 +83,8 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.filterwarnings("ignore:.*coalesced")
 def test_every_collective_is_observed_with_what_this_rank_gives(group) -> None:
-    """Ranks are those of the default group. An observer that is entered again continues its
-    count."""
+    """Ranks are those of the default group. An observer that is entered
+    again continues its count."""
     observer = _Seen()
     for call, *_ in CALLS:
         with observer:

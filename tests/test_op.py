@@ -1,5 +1,5 @@
-"""The registrar of operators: records as arguments, gradients, and the dispatch modes that see
-them."""
+"""The registrar of operators: records as arguments, gradients, and the
+dispatch modes that see them."""
 
 from __future__ import annotations
 

@@ -162,8 +162,8 @@ def _vee(stages: int, n: int, split: bool = False) -> Schedule:
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
 def test_stages_of_one_rank_wait_for_each_other_over_passes(count: int, split: bool) -> None:
-    """A micro-batch that has ended on one stage of a rank continues on the other in the next
-    pass."""
+    """A micro-batch that has ended on one stage of a rank continues on
+    the other in the next pass."""
     lists, stages, in_flight = _vee(count, 12, split), _build(count, 12, range(count)), InFlight()
     for k, one in enumerate(cut_into_passes(lists, 3)):
         one = renumbered(with_comm(one), 3 * k, 3 * k)

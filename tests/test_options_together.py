@@ -179,8 +179,8 @@ def test_either_output_of_attention_may_be_differentiated_alone() -> None:
 
 
 def _sinks(group: Group) -> None:
-    """Test sinks in fp32, if the parameter says so, in bf16 attention: then shares may be
-    summed."""
+    """Test sinks in fp32, if the parameter says so, in bf16 attention:
+    then shares may be summed."""
     layout, generator = SequenceLayout(12, 3), torch.Generator().manual_seed(0)
     q, k, v, do = torch.randn(4, 2, 12, 4, 8, generator=generator).bfloat16()
     given = torch.randn(4, generator=generator).bfloat16()

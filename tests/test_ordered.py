@@ -1,5 +1,5 @@
-"""``reduce = "ordered"``: weights, moments, norms and losses are bitwise equal on any data
-ranks."""
+"""``reduce = "ordered"``: weights, moments, norms and losses are
+bitwise equal on any data ranks."""
 
 from __future__ import annotations
 

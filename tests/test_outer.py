@@ -107,8 +107,8 @@ def _layer(name: str) -> int:
 
 
 def _reference(rule: OuterRule, replicas: int = 2) -> list[Weights]:
-    """Run streaming DiLoCo in one process. Return the local weights of each replica after the
-    steps."""
+    """Run streaming DiLoCo in one process. Return the local weights of
+    each replica after the steps."""
     engines = [_engine(single(), None, micro_batch_size=SAMPLES // replicas) for _ in range(2)]
     together, sent = _read(engines[0]), {}
     momentum = {name: torch.zeros_like(w) for name, w in together.items()}

@@ -1,5 +1,5 @@
-"""The signals between ranks have no race and no deadlock in any order; planted faults are
-detected."""
+"""The signals between ranks have no race and no deadlock in any order;
+planted faults are detected."""
 
 import importlib.util
 import sys

@@ -176,8 +176,8 @@ def test_a_checkout_that_nobody_installed_works_and_so_do_its_tests(
 
 
 def _works_from_the_checkout(python: Path, checkout: Path) -> None:
-    """Run with the checkout as working folder, which takes precedence over the installed
-    package."""
+    """Run with the checkout as working folder, which takes precedence
+    over the installed package."""
     program = (
         "import warpweave.layers, warpweave.kernels.norm, warpweave.parallel.mesh\n"
         "print(warpweave.kernels.norm.__file__)\n"
@@ -204,8 +204,8 @@ def test_no_source_file_is_loaded_under_two_names_here() -> None:
 
 
 def test_the_pins_agree_with_each_other() -> None:
-    """Every exact version in pyproject.toml equals the one in constraints.txt; no index is
-    named."""
+    """Every exact version in pyproject.toml equals the one in
+    constraints.txt; no index is named."""
     import re
 
     lines = [

@@ -73,8 +73,8 @@ def test_autocast_computes_in_its_dtype_and_keeps_wide_streams_and_weights() -> 
 
 
 def _refused(rank: int) -> None:
-    """Test that errors come before any collective: otherwise the ranks would wait for each
-    other."""
+    """Test that errors come before any collective: otherwise the ranks
+    would wait for each other."""
     t = mine("gelu")
     options = {"activation": "gelu", "group": world()[0]}
     for change, words in (

@@ -204,8 +204,8 @@ def test_workspace_passes_its_bounds_on_and_drops_its_memory_when_renewed() -> N
 
 
 def _nested(rank: int, inner: int, ranks: int) -> Steps[tuple[list[float], list[float]]]:
-    """Run an all-to-all in groups of `inner`, of unequal parts, and meanwhile a ring over these
-    groups."""
+    """Run an all-to-all in groups of `inner`, of unequal parts, and meanwhile
+    a ring over these groups."""
     place, count = rank % inner, ranks // inner
     sizes = [1 + (place + 2 * to) % 3 for to in range(inner)]
     taken = [1 + (of + 2 * place) % 3 for of in range(inner)]

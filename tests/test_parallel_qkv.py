@@ -44,8 +44,8 @@ def test_no_samples_and_no_positions_have_no_heads_and_gradient_zero(ranks: int)
 
 
 def _refused(rank: int) -> None:
-    """Test that errors come before any collective: otherwise the ranks would wait for each
-    other."""
+    """Test that errors come before any collective: otherwise the ranks
+    would wait for each other."""
     x, weight, bias = QKV.mine(QKV.whole({}), False).values()
     options = {"shape": (B, LENGTH), "group": world()[0]}
     name = f"parallel_qkv_rope on rank {rank}: "

@@ -1,5 +1,5 @@
-"""The plain model compared with transformers' GPT-2 and Llama, torch's AdamW, and philox
-vectors."""
+"""The plain model compared with transformers' GPT-2 and Llama, torch's
+AdamW, and philox vectors."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def _gradients(loss: torch.Tensor, params: dict[str, torch.Tensor]) -> dict[str,
 
 
 def _from_gpt2(state: dict[str, torch.Tensor], config: PlainConfig) -> dict[str, torch.Tensor]:
-    """Convert from transformers, which keeps (in, out) matrices and q, k, v as three blocks of
-    columns."""
+    """Convert from transformers, which keeps (in, out) matrices and q, k, v
+    as three blocks of columns."""
 
     def qkv(x: torch.Tensor) -> torch.Tensor:  # (..., 3E) -> (3E, ...)
         x = x.T if x.ndim == 2 else x
@@ -262,8 +262,8 @@ def test_squared_relu_and_layer_norm_without_bias_equal_torch(norm_bias):
 
 @pytest.mark.parametrize("kind", [None, "linear", "llama3", "yarn"])
 def test_every_pair_turns_as_in_transformers_under_every_scaling(kind):
-    """Covers bases and lengths at which a ramp begins before the first pair, or ends after the
-    last."""
+    """Covers bases and lengths at which a ramp begins before the first
+    pair, or ends after the last."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -326,7 +326,7 @@ MESHES = [{}, {"tp": 8}, {"tp": 2, "cp": 2}, {"pp": 4}, {"pp": 2, "chunks": 4},
 
 @pytest.mark.parametrize("given", MESHES)
 def test_faster_hardware_is_never_slower(given: dict) -> None:
-    """And more work is never faster; `least_time` is below the simulated time."""
+    """More work is never faster, and `least_time` is below the simulated time."""
     config = PRESETS["llama-8b"]
     given = given | {"schedule": "interleaved" if "chunks" in given else "1f1b", "microbatches": 6}
     job = _job(config, H100, **given)

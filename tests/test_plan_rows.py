@@ -80,8 +80,8 @@ def test_halves_part_no_layout_and_every_library(rows, load) -> None:
 
 
 def test_a_fit_finds_what_rows_were_made_with(rows, load) -> None:
-    """The values of the rows are predictions with other efficiencies; two of them are wrong by a
-    half."""
+    """The values of the rows are predictions with other efficiencies; two of
+    them are wrong by a half."""
     published, script = load("published"), load("plan_rows")
     made = replace(published.START, product=0.8, attention=0.3, elementwise=0.5)
     chosen = [r for r in rows if r.gpu == "A100-40G" and r.n_gpus == 8 and r.problem is None][::2]

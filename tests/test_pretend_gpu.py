@@ -20,8 +20,8 @@ registers_a_device = pytest.mark.skipif(
 
 @registers_a_device
 def test_a_proof_on_a_device_has_every_tensor_there_and_the_same_limits() -> None:
-    """This is `prove --device cuda` without a GPU, values included. A tensor that stays behind
-    raises."""
+    """This is `prove --device cuda` without a GPU, values included. A tensor
+    that stays behind raises."""
     program = SUPPORT / "pretend_device.py"
     run = subprocess.run(
         [sys.executable, program], capture_output=True, text=True, timeout=800, check=False

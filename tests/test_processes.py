@@ -325,7 +325,7 @@ def test_what_is_prepared_early_starts_no_ranks_on_gpus():
 
 
 def test_ranks_are_forked_from_a_process_that_has_the_module_of_their_entry(monkeypatch):
-    """Also for a partial's function. On GPUs none is forked, prepared or not."""
+    """A partial counts by its function. On GPUs none is forked, prepared or not."""
     monkeypatch.setattr(processes, "_ForkServer", lambda module: [module])
     given = functools.partial(functools.partial(_exits, 3))
     for entry in (_exits, functools.partial(_exits, 3), given, subprocess.run):

@@ -1,5 +1,5 @@
-"""The tile that a product uses, at the sizes where it changes; the kind of tile each kernel
-requests."""
+"""The tile that a product uses, at the sizes where it changes; the kind of
+tile each kernel requests."""
 
 from __future__ import annotations
 

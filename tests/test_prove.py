@@ -71,8 +71,8 @@ from warpweave.prove.layouts import (
 
 
 def drawn(mesh: Mesh) -> Layout:
-    """Draw the first random layout of `mesh`, with two layers or as many as stages need, and two
-    micro-batches."""
+    """Draw the first random layout of `mesh`, with two layers or as many as stages
+    need, and two micro-batches."""
     layout = next(layout for layout in map(draw, itertools.count()) if layout.mesh == mesh)
     layers = max(2, mesh.pp + layout.sizes.layers % mesh.pp)
     samples = 2 * mesh.dp * layout.micro_batch_size

@@ -1,5 +1,5 @@
-"""The fused projection to queries, keys and values, against the reference; Triton kernels are
-interpreted."""
+"""The fused projection to queries, keys and values, against the reference;
+Triton kernels are interpreted."""
 
 from functools import partial
 

@@ -1,5 +1,5 @@
-"""The rank pool itself: results in order, failures named, and no process left after a killed
-parent."""
+"""The rank pool itself: results in order, failures named, and no process
+left after a killed parent."""
 
 import contextlib
 import os

@@ -540,8 +540,7 @@ def _expected_messages(case: Case) -> tuple[list[list[int]], list[list[int]]]:
     visits, reach = sorted(set().union(*seen)), [max(s) for s in seen]
 
     def rounds(*parts: tuple[int, int, int, int]) -> list[int]:
-        """Sum each rank's sends from (bytes, from distance, least and greatest reach of a
-        block)."""
+        """Sum each rank's sends of (bytes, from distance, least and greatest reach of a block)."""
         row = [0] * P
         for size, origin, least, most in parts:
             for block in range(P):

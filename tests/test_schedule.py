@@ -367,7 +367,7 @@ def test_deadlocks_name_what_each_rank_waits_for() -> None:
 
 def test_ties_meet() -> None:
     early = with_comm(with_tie(gpipe(3, 1)))
-    early[0] = [early[0][-1], *early[0][:-1]]  # rank 0 wants to tie before it has sent anything
+    early[0] = [early[0][-1], *early[0][:-1]]  # rank 0 ties before it has sent anything
     with pytest.raises(ValueError, match="rank 0 at 0TIE waits for 2TIE"):
         order(early)
 

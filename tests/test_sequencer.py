@@ -66,7 +66,7 @@ class _Run(Notes):
     """A run of server 0. A step of the script is a header that arrives, or seconds without one;
     after the script the run is stopped. `letters` are (mailbox, header) of the server's messages.
 
-    `broken` says what fails: ("join", 3) is the join of visitor 3. All gradients are `value`.
+    `broken` selects the failure: ("join", 3) is the join of visitor 3. All gradients are `value`.
     """
 
     def __init__(
@@ -203,8 +203,8 @@ def test_a_worker_of_another_model_is_refused_with_both_digests(monkeypatch):
 
 
 def test_the_timeout_runs_only_while_it_is_a_workers_turn(monkeypatch):
-    """Worker 1 hangs while worker 0 waits for it, then worker 0 hangs as well; worker 2 never
-    arrives."""
+    """Worker 1 hangs while worker 0 waits for it, then worker 0 hangs as
+    well; worker 2 never arrives."""
     script = [
         hello(1, 0), hello(2, 1), pull(1), pull(2), push(1), pull(1),
         LONG, 0.25, LONG - 0.25, 0.5,

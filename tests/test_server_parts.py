@@ -297,8 +297,8 @@ def test_a_worker_that_leaves_neither_waits_to_pull_nor_owes_a_gradient() -> Non
 
 
 def test_a_joint_update_has_the_terms_of_its_clock_in_the_workers_order() -> None:
-    """This includes the gradient of one that has left, and one that leaves the rest at once by
-    leaving."""
+    """This includes the gradient of one that has left, and one that leaves
+    the rest at once by leaving."""
     clocks = Clocks()
     for worker in (11, 2, 5):
         clocks.join(worker)

@@ -24,8 +24,8 @@ def draw(*shape: int) -> Tensor:
 
 
 def cases() -> dict[str, tuple[Callable, list, list, list]]:
-    """Return name -> (function, its arguments, the dim of each that is sharded or None, the
-    outputs')."""
+    """Return name -> (function, its arguments, the dim of each that is
+    sharded or None, the outputs')."""
     tokens = torch.arange(6) * 7
     rows = torch.arange(24).view(4, 6) * 5
     x, w, b, r = draw(4, 6, 5), draw(5), draw(5), draw(4, 6, 5)

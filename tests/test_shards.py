@@ -53,8 +53,8 @@ def _shares(p: nn.Parameter, ranks: int, placement: Placement) -> list[torch.Ten
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_shares_of_all_ranks_are_the_parameter(ranks, trains):
-    """Each block of a dim is sharded; a single block may be uneven, down to ranks without a
-    part."""
+    """Each block of a dim is sharded; a single block may be uneven,
+    down to ranks without a part."""
     for shape, dim, blocks in (
         ((12, 5), 0, 1), ((5, 12), 1, 1), ((12,), 0, 2), ((12, 5), 0, 2), ((5, 12), 1, 2),
         ((7, 3), 0, 1), ((1, 4), 0, 1), ((3, 7), 1, 1),
@@ -236,8 +236,8 @@ def test_other_integer_inputs_on_any_rank_are_refused_on_all(culprit):
 
 
 def test_one_other_id_of_a_large_vocabulary_is_seen_in_a_long_text():
-    """The id is where the sine of its position is almost zero, and the sum of all is beyond
-    2^24."""
+    """The id is where the sine of its position is almost zero, and the
+    sum of all is beyond 2^24."""
     ids = torch.full((1, 710), 200_000)
     for at in (354, 709):
         other = ids.clone()

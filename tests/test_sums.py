@@ -48,8 +48,8 @@ def share(t: Tensor, dim: int | None, group: Group | None) -> Tensor:
 def leaves(
     group: Group | None, dtype: torch.dtype, *given: tuple[Tensor, int | None]
 ) -> list[Tensor]:
-    """Return x and the parameters of `given`, each with the sharded dim; their gradients are
-    fp32."""
+    """Return x and the parameters of `given`, each with the sharded dim;
+    their gradients are fp32."""
     mine = [share(t, dim, group).to(dtype, copy=True).requires_grad_() for t, dim in given]
     for parameter in mine[1:]:
         parameter.grad_dtype = torch.float32

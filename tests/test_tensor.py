@@ -140,8 +140,8 @@ def test_errors_name_the_constraint_and_the_values() -> None:
 
 
 def _refused(rank: int) -> None:
-    """Test that errors come before any collective: otherwise the ranks would wait for each
-    other."""
+    """Test that errors come before any collective: otherwise the ranks
+    would wait for each other."""
     group, _, ranks = world()
     labels = torch.zeros(T, dtype=torch.int64)
     for padded in (None, PADDED):  # logits that were gathered already: loss + log(R) if accepted
@@ -248,8 +248,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_typing_rules_hold_numerically(name: str) -> None:
-    """The documented types are accepted and the derived type is correct; so is every other accepted
-    one."""
+    """The documented types are accepted and the derived type is correct; so is
+    every other accepted one."""
     function, args, documented = CASES[name]
     rulecheck(function, args, {k: {"tp": v} for k, v in documented.items()}, mesh={"tp": 2})
     # Without the bias, because placements that mix S with I are not enumerated.

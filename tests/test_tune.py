@@ -296,8 +296,8 @@ def test_the_default_is_every_kernel_in_bf16() -> None:
 
 
 def test_a_tile_may_spill_in_another_call_as_much_as_the_shipped_one(monkeypatch) -> None:
-    """The message names the call. A tile that spills less than the shipped one, or in float64, is
-    valid."""
+    """The message names the call. A tile that spills less than the shipped
+    one, or in float64, is valid."""
     module = importlib.import_module("warpweave.machine.tune.candidates")
     stacks = {SHIPPED: 0, FAST: 0, OTHER: 0}
 

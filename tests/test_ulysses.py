@@ -165,8 +165,8 @@ def test_messages_hold_an_odd_number_of_16_bit_elements_beside_fp32() -> None:
 
 @dataclass
 class _Sent:
-    """A counter of elements that ranks send one another by all-to-all, without those to
-    themselves."""
+    """A counter of elements that ranks send one another by all-to-all,
+    without those to themselves."""
 
     sizes: list[int]
 

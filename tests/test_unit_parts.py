@@ -357,8 +357,8 @@ def test_moments_that_are_there_stay_and_the_others_are_zeros() -> None:
 
 
 def _joined(mesh: ConnectedMesh) -> None:
-    """Test that only gradients of one group and one dtype are joined, each kind in the given
-    order."""
+    """Test that only gradients of one group and one dtype are joined,
+    each kind in the given order."""
     data = [_unit(mesh, (3,), (5, n), dtype=dtype) for n in (1, 2) for dtype in (F64, torch.half)]
     own = _pair("own", sum_over="dp")
     units = [*data, make_unit("dp", [own], mesh), make_unit("dp too", [own], mesh)]

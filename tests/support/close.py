@@ -8,8 +8,8 @@ import torch
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return max|actual - expected| / max|expected| in float64. Equal infinities agree; NaN never
-    does."""
+    """Return max|actual - expected| / max|expected| in float64. Equal
+    infinities agree; NaN never does."""
     if actual.shape != expected.shape:
         raise AssertionError(f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}")
     if actual.numel() == 0:

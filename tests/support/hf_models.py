@@ -1,5 +1,5 @@
-"""Random tiny Hugging Face models, their results, and comparisons of two models, for tests over
-ranks."""
+"""Random tiny Hugging Face models, their results, and comparisons of two
+models, for tests over ranks."""
 
 from __future__ import annotations
 

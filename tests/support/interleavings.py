@@ -239,7 +239,7 @@ def _threads(program: Program, shared: frozenset[int], remote: frozenset[int]) -
             if event.kind == "bulk":
                 bulk.append((len(data), event._replace(cells=cells)))
             elif data and data[-1].kind == event.kind and not (bulk and bulk[-1][0] == len(data)):
-                # nothing comes between the two, so whoever meets one could meet the other
+                # nothing comes between the two, so a program that meets one could meet the other
                 data[-1] = event._replace(cells=data[-1].cells | cells)
             else:
                 data.append(event._replace(cells=cells))

@@ -1,5 +1,5 @@
-"""Collectives of ranks that are threads, observed as `parallel.observe` observes torch's
-dispatcher."""
+"""Collectives of ranks that are threads, observed as `parallel.observe`
+observes torch's dispatcher."""
 
 from __future__ import annotations
 

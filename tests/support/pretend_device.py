@@ -147,8 +147,8 @@ def _noted(seen: set[str], at: int) -> Callable[[Any], Any]:
 
 
 def _proven(layout: Layout) -> dict[str, Any]:
-    """Return the worst error, and the devices of the plain model's training and the layout's
-    results."""
+    """Return the worst error, and the devices of the plain model's training
+    and the layout's results."""
     plain, results = set[str](), set[str]()
     expected.train.cache_clear()
     with planted(

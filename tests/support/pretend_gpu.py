@@ -84,8 +84,8 @@ def register() -> collections.Counter[str]:
 
 
 def _swap(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Call ``torch.utils.swap_tensors`` without its check for weak references: fake mode holds
-    some."""
+    """Call ``torch.utils.swap_tensors`` without its check for weak
+    references: fake mode holds some."""
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
     torch._C._swap_tensor_impl(a, b)

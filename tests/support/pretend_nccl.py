@@ -60,8 +60,8 @@ def run_nccl(
     seed: int = 0,
     lazily: bool = False,
 ) -> list[Any]:
-    """Run ``fn(rank, *args)`` on every rank with groups like NCCL's. Return the results in rank
-    order."""
+    """Run ``fn(rank, *args)`` on every rank with groups like NCCL's. Return
+    the results in rank order."""
 
     def run(rank: int) -> Any:
         _here.device = _Device(rank, drains, random.Random(f"{seed} {rank}"))
@@ -167,8 +167,8 @@ def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _but(y: torch.Tensor, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `y` without the part that is gathered into it in place, which is unchanged and may be
-    read."""
+    """Return `y` without the part that is gathered into it in place, which is
+    unchanged and may be read."""
     for x in given:
         if _meet(x, y) and x.numel() < y.numel():
             flat, first = y.view(-1), x.storage_offset() - y.storage_offset()
@@ -200,8 +200,8 @@ class NcclGroup(Group):
     # ------------------------------------------------------------ what ranks call
 
     def split(self, members):
-        """Split all ranks, as ncclCommSplit does: ranks that name the same members get a
-        communicator."""
+        """Split all ranks, as ncclCommSplit does: ranks that name the same
+        members get a communicator."""
         number, all_splits = next(self._splits), self.shared.splits
         if number == len(all_splits):
             all_splits.append({})
@@ -354,8 +354,8 @@ class LazyGroup(NcclGroup):
 
 
 class _Device(TorchDispatchMode):
-    """A mode that sees every operator of a rank: the tensors it touches, and whether the host
-    waits."""
+    """A mode that sees every operator of a rank: the tensors it touches,
+    and whether the host waits."""
 
     def __init__(self, rank: int, drains: Drains, chance: random.Random) -> None:
         super().__init__()

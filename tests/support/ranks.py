@@ -145,8 +145,8 @@ class NotMetError(Exception):
 
 
 class NotedWork:
-    """Several works of torch.distributed as one; `events` notes that they are (p)osted and (w)aited
-    for."""
+    """Several works of torch.distributed as one; `events` notes that they are
+    (p)osted and (w)aited for."""
 
     def __init__(self, works: list, events: list[str]) -> None:
         events.append("p")

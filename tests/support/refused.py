@@ -60,8 +60,8 @@ class Table(NamedTuple):
         assert not wrong, "\n".join(wrong)
 
     def elsewhere(self, more: dict[str, Any] | None = None) -> None:
-        """Assert that the call with `more` is valid, but not with any one of its tensors on another
-        device."""
+        """Assert that the call with `more` is valid, but not with any one of its
+        tensors on another device."""
         given = self.base | (more or {})
         self.call(**given)
         moved = {}

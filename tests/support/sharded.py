@@ -34,8 +34,8 @@ MESHES = [Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2)]  # all ranks, or
 
 
 class _Place(threading.local):
-    """The position in which `beside_replicas` or `on_first` has put this rank, which may be a
-    thread."""
+    """The position in which `beside_replicas` or `on_first` has put this
+    rank, which may be a thread."""
 
     tensor: tuple[dist.ProcessGroup, int, int] | None = None
 
@@ -222,8 +222,8 @@ def backward(y: Tensor, dy: Tensor, module: nn.Module) -> dict[str, Tensor]:
 
 
 def same_birth(one: nn.Module, mine: nn.Module, mesh: ConnectedMesh) -> None:
-    """Assert that `mine` was initialized as this rank's slices of `one`, then give both other
-    values."""
+    """Assert that `mine` was initialized as this rank's slices of `one`,
+    then give both other values."""
     records, here = collect_records(mine), mesh.coords
     whole = dict(one.named_parameters())
     assert set(whole) == {name for name, _ in mine.named_parameters()} == set(records)

@@ -40,8 +40,8 @@ class Alone:
 
 
 class Store(Alone):
-    """A store shared by all ranks, made outside of `run_threads`. A rank that waits lets the others
-    run."""
+    """A store shared by all ranks, made outside of `run_threads`. A rank that
+    waits lets the others run."""
 
     def clone(self) -> Store:
         return self

@@ -19,8 +19,8 @@ def told_right(op: Op, *args: object) -> None:
 
 
 def _by_columns(given: object) -> object:
-    """Return a tensor of two or more dims with the strides of its transpose; anything else
-    unchanged."""
+    """Return a tensor of two or more dims with the strides of its
+    transpose; anything else unchanged."""
     if not isinstance(given, torch.Tensor) or given.ndim < 2:
         return given
     return given.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
