@@ -308,7 +308,7 @@ def test_a_slow_rank_stands_in_the_metrics(tmp_path):
         assert row["slowest_seconds"] > 0.2  # it sleeps that long
 
 
-# ---------------------------------------------------------------- what is compared, and its seconds
+# ---------------------------------------------------------------- comparisons, and their seconds
 
 
 class _Checked:

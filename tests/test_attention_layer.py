@@ -1,4 +1,4 @@
-"""The attention layer: nn.MultiheadAttention on one device, heads cut over tensor ranks."""
+"""The attention layer: nn.MultiheadAttention on one device, heads sharded over tensor ranks."""
 
 from __future__ import annotations
 

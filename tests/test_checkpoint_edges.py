@@ -45,7 +45,7 @@ def _steps(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
 
 
-# ---------------------------------------------------------------- what is saved
+# ---------------------------------------------------------------- saving
 
 
 @pytest.mark.parametrize("name", manifests.DTYPE_CODES)

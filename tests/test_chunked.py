@@ -147,7 +147,7 @@ def test_one_device_and_the_words() -> None:
         tensor_ranks(None, True, "chunks")
 
 
-# ---------------------------------------------------------------- what hides what
+# ---------------------------------------------------------------- overlap
 
 
 def _order(rank: int) -> list[str]:

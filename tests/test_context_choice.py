@@ -205,7 +205,7 @@ def test_a_ring_visits_exactly_the_blocks_of_which_any_position_is_seen(kind, ca
             assert found == (tuple(sorted(set().union(*seen))), tuple(map(max, seen)))
 
 
-# ---------------------------------------------------------------- what runs
+# ---------------------------------------------------------------- the strategy that runs
 
 
 @pytest.mark.parametrize(

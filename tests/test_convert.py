@@ -423,7 +423,7 @@ def test_an_option_that_says_what_holds_anyhow_changes_no_conversion(preset, oth
     assert write_config(dataclasses.replace(config, **other)) == write_config(config)
 
 
-# ---------------------------------------------------------------- what cannot be read
+# ---------------------------------------------------------------- unreadable files
 
 
 def _edit(folder: Path, change: dict, drop: tuple[str, ...] = ()) -> None:

@@ -292,7 +292,7 @@ def test_buffers_that_older_versions_saved_are_no_parameters(family, tmp_path):
         from_hf(folder)
 
 
-# ---------------------------------------------------------------- what a model starts from
+# ---------------------------------------------------------------- initial models
 
 
 def test_checkpoint_is_read_with_its_config_and_unknown_fields_are_rejected(tmp_path):

@@ -202,7 +202,7 @@ def test_projections_of_attention() -> None:
 
 @pytest.mark.parametrize("ulysses", [1, 2])
 def test_what_is_attended(ulysses: int) -> None:
-    """Over ranks, and from a cache."""
+    """This covers attention over ranks, and from a cache."""
     sizes = Mesh(cp=2, ulysses=ulysses)
     place = ConnectedMesh(sizes, 1, GROUPS | {"tp": None}, None)
     layer = _attention(strategy=Links(2.0, 3.0), mesh=place)

@@ -844,7 +844,7 @@ def test_modules_of_one_class_and_clipping_ones_are_told_apart(make):
         assert_close(model(x), wanted)
 
 
-# ---------------------------------------------------------------- 8. what changes after apply
+# ---------------------------------------------------------------- 8. changes after apply
 
 
 WORDS = {

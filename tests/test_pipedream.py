@@ -545,7 +545,7 @@ def test_a_timeline_is_written_or_missed(tmp_path, capsys) -> None:
 
 
 def test_a_save_in_time_waits_for_the_step_that_has_begun(tmp_path) -> None:
-    """It has changed the weights."""
+    """That step has changed the weights."""
     trainer = _trainer(_config(tmp_path / "run", save_every=0, save_minutes=1e-9, steps=4))
     save, found = trainer.save, []
 

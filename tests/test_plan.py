@@ -307,7 +307,7 @@ KORTHIKANTI = [
 @pytest.mark.parametrize("row", KORTHIKANTI[:2])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_korthikantis_table_is_predicted(row: tuple, recompute: str) -> None:
-    """Within 10 %."""
+    """The error is within 10 %."""
     heads, h, layers, pp, chunks, sequences, batch, full, selective = row
     job = _job(
         GPTConfig(51200, 2048, layers, h, heads), tp=8, pp=pp, chunks=chunks, batch=batch,

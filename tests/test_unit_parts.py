@@ -272,7 +272,7 @@ def test_matrices_go_by_falling_cost_to_the_rank_with_the_least_work(mesh, matri
 
 
 def test_units_without_matrices_have_nothing_to_orthogonalise() -> None:
-    """A stage may hold none."""
+    """A stage may hold no matrices."""
 
     def none(mesh: ConnectedMesh, zero: int) -> None:
         unit = _unit(mesh, (5, 3), (4,), zero=zero)

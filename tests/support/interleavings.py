@@ -30,7 +30,7 @@ Stream = tuple[int, int]  # a rank, and one of its streams
 
 
 class Event(NamedTuple):
-    """kind: load, store, bulk (an asynchronous store), barrier, publish or await."""
+    """An event of kind load, store, bulk (an asynchronous store), barrier, publish or await."""
 
     kind: str
     cells: frozenset[int] = frozenset()

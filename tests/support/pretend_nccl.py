@@ -197,7 +197,7 @@ class NcclGroup(Group):
         self.unsettled: deque[_Operation] = deque()  # begun but not known to be over
         self._splits = itertools.count()
 
-    # ------------------------------------------------------------ what ranks call
+    # ------------------------------------------------------------ calls of ranks
 
     def split(self, members):
         """Split all ranks, as ncclCommSplit does: ranks that name the same
@@ -275,7 +275,7 @@ class NcclGroup(Group):
         except RuntimeError as error:
             raise AbortedError(str(error)) from None
 
-    # ------------------------------------------------------------ what the device does
+    # ------------------------------------------------------------ the device
 
     def runs(self, operation: _Operation) -> bool:
         """Run the operations that can run, until `operation` has run."""

@@ -290,7 +290,7 @@ def traffic(symmetric: Sequence[SymmetricMemory] = ()) -> Iterator[Traffic]:
             setattr(builder, name, function)
 
 
-# ---------------------------------------------------------------- what ops may move
+# ---------------------------------------------------------------- bounds of ops
 
 
 def attention_io(
