@@ -1,7 +1,7 @@
-"""Settings that every test shares: Triton runs in its interpreter, one thread per process unless
-OMP_NUM_THREADS says otherwise.
+"""Settings shared by all tests.
 
-With WARPWEAVE_TEST_DEVICE=cuda the tests of kernels run on a GPU instead (`support/on_gpu.py`).
+Triton runs in its interpreter, and each process uses one thread unless OMP_NUM_THREADS is set. With
+WARPWEAVE_TEST_DEVICE=cuda the kernel tests run on a GPU instead (`support/on_gpu.py`).
 """
 
 import os
@@ -17,7 +17,8 @@ if os.environ.get("WARPWEAVE_TEST_DEVICE") != "cuda":
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before any import
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-if find_spec("warpweave") is None:  # a checkout that is not installed; processes want it, too
+# a checkout that is not installed; child processes need it as well
+if find_spec("warpweave") is None:
     _CHECKOUT = str(Path(__file__).resolve().parents[1])
     sys.path.append(_CHECKOUT)
     _given = filter(None, (os.environ.get("PYTHONPATH"), _CHECKOUT))
@@ -34,7 +35,7 @@ ON_GPU = os.environ.get("WARPWEAVE_TEST_DEVICE") == "cuda"
 if not ON_GPU:
     quick_interpreter.install()
 
-# Files of half a minute and more, in the order in which processes that share the suite take them.
+# Files that take half a minute or more, in the order in which parallel workers should start them.
 _LONGEST = (
     "deaths", "launch", "prove", "hf_adapters", "hf_hooks", "declare_rules", "agree",
     "compile_counts", "train", "hf", "benchmarks",
@@ -55,8 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files come first where processes share the suite, so that they end together; one
-    process alone takes files as they were given."""
+    """Run the longest files first if several processes share the suite, so that they finish
+    together. A single process keeps the given order."""
     if hasattr(config, "workerinput"):
         place = {f"test_{name}": i for i, name in enumerate(_LONGEST)}
         items.sort(key=lambda item: place.get(item.path.stem, len(place)))
@@ -64,7 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def _fresh_compiler() -> Iterator[None]:
-    """What one file compiles does not count against the next one's limit of recompilations."""
+    """Reset the compiler, so that recompilations in one file do not count
+    against the limit of the next."""
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -72,7 +74,8 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_rank_beats_on() -> Iterator[None]:
-    """A heartbeat that a test has left meets whatever later tests replace, such as the time."""
+    """Stop heartbeats that a test has left running: they would see what later tests patch, such as
+    the time."""
     yield
     left = [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
     for thread in left:
@@ -81,7 +84,7 @@ def _no_rank_beats_on() -> Iterator[None]:
 
 
 class _AtOnce:
-    """A thread that has run when it is started."""
+    """A thread that runs to completion in start()."""
 
     def __init__(self, target: Callable[[], None], **_: object) -> None:
         self.start, self.join = target, lambda: None
@@ -89,7 +92,8 @@ class _AtOnce:
 
 @pytest.fixture
 def saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that saves writes, too: where ranks are threads, no other thread is one."""
+    """Write checkpoints in the thread that saves. Where ranks are threads, no other thread belongs
+    to a rank."""
     from warpweave.checkpoint import background
 
     monkeypatch.setattr(background, "threading", SimpleNamespace(Thread=_AtOnce))
@@ -97,7 +101,7 @@ def saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs leave a curve of no points, which takes half as long as all their steps."""
+    """Draw the loss curve of a run without points. Drawing takes half as long as all the steps."""
     from warpweave.train.metrics import Metrics
 
     monkeypatch.setattr(Metrics, "_plot", lambda self, path: path.write_bytes(b"\x89PNG"))
@@ -109,8 +113,8 @@ def _seed() -> None:
 
 
 def _process() -> dict[str, object]:
-    """What tests of other files in this process would see, were it changed."""
-    theirs = ("_", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")  # which pytest and torch may set
+    """Fail a test that leaves changes in the process which tests of other files would see."""
+    theirs = ("_", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")  # pytest and torch may set these
     ours = {n: v for n, v in os.environ.items() if not n.startswith(theirs)}
     return ours | {
         "threads": torch.get_num_threads(),

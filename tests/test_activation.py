@@ -1,4 +1,4 @@
-"""The activations against plain torch in float64; Triton runs interpreted."""
+"""The activations against plain torch in float64; Triton kernels are interpreted."""
 
 from functools import partial
 
@@ -131,7 +131,7 @@ def test_the_operators_are_well_formed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_gelu_rounds_no_more_than_its_dtype_and_stays_finite(dtype) -> None:
-    """It is spelled out there, in float32, and nothing cancels: 1 - sigmoid(x) would."""
+    """The compiled GELU is written out in float32, and nothing cancels: 1 - sigmoid(x) would."""
     compiled = torch.compile(
         lambda x: activate(x, "gelu", impl="torch"), fullgraph=True, backend="aot_eager"
     )

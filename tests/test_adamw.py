@@ -93,7 +93,7 @@ def test_float32_stays_within_the_error_budget_and_the_copy_is_exact(low, impl):
     twin = state["master"].clone().requires_grad_(True)
     optimizer = torch.optim.AdamW([twin], lr=RATES["lr"], betas=(0.9, 0.95), weight_decay=0.1)
     param = torch.zeros(n, dtype=low)
-    grads = [torch.randn(n).to(low) for _ in range(3)]  # a low precision gradient is read as it is
+    grads = [torch.randn(n).to(low) for _ in range(3)]  # a low-precision gradient is used as it is
     truth = _textbook(state, grads)
     for grad in grads:
         adamw_step(grad=grad, param=param, impl=impl, **state, **RATES)
@@ -108,7 +108,7 @@ def test_float32_stays_within_the_error_budget_and_the_copy_is_exact(low, impl):
 def test_a_skipped_step_leaves_everything_untouched(skip, impl):
     state = _start(11)
     adamw_step(grad=torch.randn(11, dtype=torch.float64), impl=impl, **state, **RATES)
-    param = torch.randn(11).half()  # no copy of master: it must keep even that
+    param = torch.randn(11).half()  # not a copy of master: it must stay unchanged as well
     before = {k: x.clone() for k, x in (state | {"param": param}).items()}
     grad = torch.full((11,), float("nan"), dtype=torch.float64)
     scale = torch.tensor(float("inf"))
@@ -147,7 +147,7 @@ _CUTS = [(0, 3), (3, 3), (3, 1100), (1100, 1500)]
 @pytest.mark.parametrize(
     "fault",
     [
-        {"lr": 0.013 * (1 + 1e-9)},  # what a learning rate rounded to float32 would do
+        {"lr": 0.013 * (1 + 1e-9)},  # the effect of a learning rate rounded to float32
         {"beta2": 0.9500001},
         {"eps": 1.001e-8},
         {"weight_decay": 0.1000001},
@@ -180,7 +180,7 @@ def test_operators_pass_opcheck_and_compile_whole(impl):
     twin = {k: x.clone() for k, x in state.items()}
     low, low_twin = param.clone(), param.clone()
     update(grad, low, **state)
-    with torch.autocast("cpu", torch.bfloat16):  # which has nothing to do here
+    with torch.autocast("cpu", torch.bfloat16):  # which has no effect here
         compiled(grad, low_twin, **twin)
     assert all(torch.equal(state[k], twin[k]) for k in state)
     assert torch.equal(low, low_twin)
@@ -217,7 +217,7 @@ def test_sum_of_squares_is_accurate_and_repeats(dtype, n, impl):
     assert y.ndim == 0
     assert_close_f64(y, x.double().square().sum(), 1e-13 if dtype == torch.float64 else 2e-7)
     assert torch.equal(y, sum_of_squares(x, impl=impl))
-    if n > 1:  # the last element, in a tile of its own, is not lost
+    if n > 1:  # the last element, in a separate tile, is not lost
         assert relative_error(sum_of_squares(x[:-1], impl=impl), y) > 1e-3
 
 
@@ -231,7 +231,7 @@ def test_sum_of_squares_tells_of_what_is_not_finite(bad, impl):
 
 
 def test_rows_of_squares_are_added_in_float64():
-    """A float32 sum that has come to 2**24 takes no more ones."""
+    """A float32 sum that has reached 2**24 no longer grows by ones."""
     x = torch.zeros(1023 * 1024 + 5)
     x[::1024], x[0], x[-1] = 1.0, 2.0**12, 3.0
     assert sum_of_squares(x, impl="torch") == 2**24 + 1023 + 9

@@ -1,5 +1,5 @@
-"""What a run compares between its ranks, and where a number that is not finite comes from: whoever
-differs is named, on every rank alike."""
+"""Comparisons between the ranks of a run, and the origin of numbers that are not finite: every rank
+names the rank that differs."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def _rows(config: TrainConfig) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("saved_at_once")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_whose_steps_are_all_compared_is_the_same_run(tmp_path, layout):
-    """Waiting for the others at each collective is no deadlock in any layout, and what replicas
-    hold is equal bit for bit."""
+    """Waiting for the others at each collective deadlocks in no layout, and replicas are equal bit
+    for bit."""
     options = {"steps": 2, "eval_every": 2, **LAYOUTS[layout]}
     config = _small(tmp_path, **options)
     every = _small(tmp_path, **options, check_every=1, out=tmp_path / "every")
@@ -85,7 +85,8 @@ def test_comparing_collectives_is_no_deadlock_in_nccls_order(tmp_path):
 
 
 def _strays(rank: int, config: TrainConfig, store: Any, at: int) -> tuple[str, int]:
-    """Rank 1 gives a collective of step `at` one element more; what it is told, after how many."""
+    """Give a collective of step `at` one element more on rank 1. Return the
+    error and the number of steps."""
     trainer = _trainer(rank, config, store)
     group = trainer.mesh.group("world")
 
@@ -101,9 +102,7 @@ def _strays(rank: int, config: TrainConfig, store: Any, at: int) -> tuple[str, i
 @pytest.mark.parametrize(
     ("at", "more"), [(1, {}), (5, {"check_every": 6}), (3, {"check_collectives": True})]
 )
-def test_ranks_that_differ_are_told_in_the_first_steps_and_in_those_that_are_compared(
-    tmp_path, at, more
-):
+def test_mismatched_collectives_raise_in_the_first_and_in_compared_steps(tmp_path, at, more):
     config = _small(tmp_path, dp=2, steps=7, eval_every=0, microbatches=1, **more)
     found = run_threads(2, _strays, config, Store(), at)
     words = "rank 0 (dp=0) calls all_reduce of float32[3], rank 1 (dp=1) calls all_reduce of "
@@ -120,7 +119,7 @@ def test_between_compared_steps_nothing_is_compared(tmp_path):
 
 
 def _poison(trainer: Trainer, where: str, value: float) -> None:
-    """A weight, a module's output or its gradient is no number, in every step from now on."""
+    """Make a weight, a module's output or its gradient NaN in every step from now on."""
     kind, _, name = where.partition(" ")
     if kind == "weight":
         trainer.engine.gpt.get_parameter(name).data.view(-1)[0] = value
@@ -200,7 +199,7 @@ def test_where_steps_cannot_be_run_again_the_tensor_group_is_named(tmp_path):
 
 
 def _held(rank: int, config: TrainConfig, store: Any, spoil: Any) -> str:
-    """What is said after step 2, once `spoil` has been at what this rank holds."""
+    """Return the message after step 2, once `spoil` has changed what this rank holds."""
     trainer = _trainer(rank, config, store)
     begin = trainer.engine.begin
 
@@ -217,7 +216,7 @@ def _held(rank: int, config: TrainConfig, store: Any, spoil: Any) -> str:
 
 
 def _flip(x: torch.Tensor) -> None:
-    """A low bit of the first number; the lowest one the rounding of two updates may undo."""
+    """Flip a low bit of the first number. The rounding of two updates may undo the lowest one."""
     x.view(-1)[:1].view(torch.int32).bitwise_xor_(64)
 
 
@@ -297,23 +296,23 @@ def _slow(rank: int, folder: str, config: TrainConfig, slow: int) -> None:
 
 
 def test_a_slow_rank_stands_in_the_metrics(tmp_path):
-    """200 ms a step, in two micro-batches, which the other stage waits for.
+    """One rank is 200 ms slower per step, in two micro-batches, for which the other stage waits.
     `tests/faults/test_disagreements.py` slows a tensor rank."""
     config, slow = _small(tmp_path, steps=4, eval_every=0, check_every=2, pp=2), 1
     run_ranks(2, _slow, str(tmp_path), config, slow)
     found = [row for row in _rows(config) if "slowest_rank" in row]
     assert [(row["step"], row["slowest_rank"]) for row in found] == [(2, slow), (4, slow)]
     for row in found:
-        lead = 2 * (row["slowest_seconds"] - row["median_seconds"])  # of two: half their sum
-        assert lead > 0  # 0.2 on a machine that does nothing else
-        assert row["slowest_seconds"] > 0.2  # it sleeps as long
+        lead = 2 * (row["slowest_seconds"] - row["median_seconds"])  # of two ranks: half their sum
+        assert lead > 0  # 0.2 on an idle machine
+        assert row["slowest_seconds"] > 0.2  # it sleeps that long
 
 
-# ---------------------------------------------------------------- what is compared, and its seconds
+# ---------------------------------------------------------------- comparisons, and their seconds
 
 
 class _Checked:
-    """Collectives that are compared: how often, and the seconds that were waited in all."""
+    """Collectives that are compared, with their count and the total seconds waited."""
 
     def __init__(self) -> None:
         self.entered, self.waited = 0, 100.0
@@ -334,7 +333,7 @@ def _agreement(**options: Any) -> tuple[Agreement, _Checked]:
                                                               "B", "TIE", "UPDATE")]]  # fmt: skip
     engine.passes.lists = rows
     found = Agreement(config, session, engine)
-    assert not any(found.due(step) for step in range(9))  # a single rank has nobody
+    assert not any(found.due(step) for step in range(9))  # a single rank has no peer
     with found.of_step(1, 0.0, {}), found.of_evaluation():
         pass
     found = Agreement(config, session, engine)
@@ -371,10 +370,10 @@ def test_the_first_steps_and_those_that_are_due_are_compared(options, steps, eva
 
 
 def test_a_ranks_own_seconds_are_those_without_any_wait_of_this_step() -> None:
-    """The waits are its stage's receives, the tie, and those at collectives, of this step alone."""
+    """The waits are its stage's receives, the tie, and those at collectives, of this step only."""
     agreement, _ = _agreement(check_every=1)
     passes, transport = agreement._engine.passes, agreement._engine.passes.transport
-    marks = [0.0, 0.5, 1.5, 1.75, 2.0, 3.0, 7.0, 8.0]  # receives 0.5 and 0.25, the tie 4
+    marks = [0.0, 0.5, 1.5, 1.75, 2.0, 3.0, 7.0, 8.0]  # receives take 0.5 and 0.25, the tie 4
     marked = mock.Mock(seconds=lambda: marks, transport=transport)
     clock = mock.Mock(perf_counter=lambda: 1020.0)
     with (
@@ -392,7 +391,7 @@ def test_a_ranks_own_seconds_are_those_without_any_wait_of_this_step() -> None:
     assert passes.transport is transport
 
 
-def test_the_slowest_rank_is_told_beside_the_median_and_replicas_that_differ_end_it() -> None:
+def test_slowest_rank_is_reported_and_differing_replicas_stop_the_run() -> None:
     agreement, _ = _agreement(check_every=2)
     agreement._own, agreement._data = 1.5, {"x": 1}
     agreement._replicas = mock.Mock()
@@ -414,7 +413,7 @@ def test_the_slowest_rank_is_told_beside_the_median_and_replicas_that_differ_end
 
 
 def test_the_row_of_a_step_is_kept_before_other_ranks_are_heard_again(tmp_path, monkeypatch):
-    """Who has died is noticed there, when the step counts already."""
+    """A dead rank is noticed in that exchange, when the step already counts."""
     trainer, made = _trainer(0, _small(tmp_path, steps=2), None), []
     monkeypatch.setattr(trainer, "_made", lambda row, _: made.append((row["step"], trainer.step)))
     monkeypatch.setattr(trainer.agreement, "after_step", mock.Mock(side_effect=ConnectionError))

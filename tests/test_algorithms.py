@@ -1,4 +1,4 @@
-"""Collectives as rounds of messages: what they compute, move and cost.
+"""Collectives as rounds of messages: their results, traffic and cost.
 
 The truth is a sum or copy on one process, and closed forms of rounds, bytes and seconds.
 """
@@ -28,7 +28,7 @@ NAMES = tuple(all_reduces(2))
 
 
 def run(algorithm: Algorithm, xs: list[Tensor], overlap: bool = True) -> list[Tensor]:
-    """What every rank holds after it, of copies of `xs`."""
+    """Run `algorithm` on copies of `xs`, and return every rank's result."""
     ranks, n = len(xs), len(xs[0])
     every = [collective_steps(r, algorithm(r, ranks, n), x.clone()) for r, x in enumerate(xs)]
     return run_in_process(every, overlap=overlap)
@@ -41,11 +41,11 @@ def draw(ranks: int, n: int, dtype: torch.dtype = torch.float32) -> list[Tensor]
     return [torch.randint(-999, 1000, (n,), generator=g, dtype=dtype) for _ in range(ranks)]
 
 
-# ----------------------------------------------------------------------------- what they compute
+# ----------------------------------------------------------------------------- results
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 64])
-def test_an_all_reduce_is_exact_on_integers_and_has_the_same_bits_on_every_rank(ranks) -> None:
+def test_all_reduce_is_exact_on_integers_and_bitwise_equal_on_every_rank(ranks) -> None:
     for name, algorithm in all_reduces(ranks).items():
         for n in (1, 7, 1000):
             xs = draw(ranks, n, torch.int64)
@@ -70,7 +70,7 @@ def test_ordered_sums_are_taken_in_rank_order(ranks) -> None:
         whole += x
     assert all(torch.equal(x, whole) for x in run(direct.ordered, xs))
     other = torch.stack(xs).flip(0).cumsum(0)[-1]
-    assert ranks < 3 or not torch.equal(other, whole)  # the order is seen in the bits
+    assert ranks < 3 or not torch.equal(other, whole)  # the order shows in the bits
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8, 13])
@@ -132,7 +132,7 @@ def test_on_gloo_they_have_the_bits_of_one_process(ranks) -> None:
         assert all(map(torch.equal, found, expected))
 
 
-# ----------------------------------------------------------------------------- what they move
+# ----------------------------------------------------------------------------- traffic
 
 
 class Form(NamedTuple):
@@ -177,11 +177,11 @@ def test_rounds_and_bytes_are_those_of_the_closed_forms(ranks) -> None:
 
 
 def test_what_the_lectures_say_of_time_and_bandwidth() -> None:
-    """Rounds, bytes over the busiest link, and bytes at once, as the ranks become more."""
+    """Compare rounds, bytes over the busiest link, and bytes at once, as the ranks increase."""
     n = 64 * 64
 
     def grows(name: str, what: Callable) -> float:
-        """The power of R with which it grows from 16 ranks to 64."""
+        """Return the power of R with which it grows from 16 ranks to 64."""
         few, many = (what(traffic(all_reduces(R)[name], R, n, FREE)) for R in (16, 64))
         return log2(many / few) / 2
 
@@ -208,7 +208,7 @@ def test_simulated_seconds_are_the_closed_forms(ranks) -> None:
         "ring": (2 * (ranks - 1), 2 * share, share),
         "recursive doubling": (p, p, p),
         "halving-doubling": (2 * p, 2 * share, share),
-        # two children's messages in each round but the root's
+        # two children's messages in each round except the root's
         "binary tree": (2 * p, 2 * (2 * p - 1), 2 * p - 1),
     }
     for name, (alphas, betas, gammas) in one.items():
@@ -226,7 +226,8 @@ def test_a_long_vector_takes_a_double_tree_two_thirds_of_one_trees_time() -> Non
 
     assert seconds(512, "binary tree") == pytest.approx(3, rel=0.03)
     assert seconds(512, "double binary tree") == pytest.approx(2, rel=0.03)
-    assert seconds(1, "binary tree") == 18  # whole: two children's messages in all rounds but two
+    # not split: two children's messages in all rounds except two
+    assert seconds(1, "binary tree") == 18
 
 
 def test_a_node_is_left_by_fewer_bytes_of_the_hierarchical_algorithm() -> None:
@@ -255,21 +256,21 @@ def _dropped(step: list[Round]) -> None:
 
 
 def _one_off(step: list[Round]) -> None:
-    """One rank's segments begin an element too late, and end there."""
+    """Shift one rank's segments by one element, at both ends."""
     rank = next(r for r, one in enumerate(step) if one.sends)
     late = tuple(Send(dest, a + 1, b + 1) for dest, a, b in step[rank].sends)
     step[rank] = step[rank]._replace(sends=late)
 
 
 def _stored(step: list[Round]) -> None:
-    """What should be added is stored."""
+    """Store a message that should be added."""
     rank = next(r for r, one in enumerate(step) if one.receives)
     stored = tuple(r._replace(adds=False) for r in step[rank].receives)
     step[rank] = step[rank]._replace(receives=stored)
 
 
 def _faulty(algorithm: Algorithm, fault: Callable[[list[Round]], None]) -> Algorithm:
-    """`algorithm` with a fault in its first round."""
+    """Return `algorithm` with a fault in its first round."""
 
     def rounds(rank: int, ranks: int, n: int):
         every = [list(algorithm(r, ranks, n)) for r in range(ranks)]
@@ -289,7 +290,7 @@ def test_a_fault_is_an_error_or_a_wrong_sum(fault, name) -> None:
     whole = torch.stack(xs).sum(0)
     try:
         right = all(torch.equal(x, whole) for x in run(_faulty(algorithm, fault), xs))
-    except RuntimeError:  # the two ends of a message differ, or a rank waits for ever
+    except RuntimeError:  # the two ends of a message differ, or a rank waits forever
         right = False
     assert not right
 

@@ -48,7 +48,7 @@ from warpweave.kernels.runtime.tiles import shipped_rows
     [
         ({"Sq": 67, "Sk": 67, "Hq": 3, "Hkv": 1, "D": 40}, True),  # prime, several tiles
         ({"Sq": 67, "Sk": 41, "Hq": 2, "Hkv": 2, "D": 59}, False),
-        ({"Sq": 13, "Sk": 70, "Hq": 2, "Hkv": 1, "D": 64}, True),  # keys that nobody sees
+        ({"Sq": 13, "Sk": 70, "Hq": 2, "Hkv": 1, "D": 64}, True),  # keys that no query sees
         ({"Sq": 1, "Sk": 1, "Hq": 3, "Hkv": 3, "D": 80}, True),
         ({"B": 3, "Sq": 5, "Sk": 3, "Hq": 4, "Hkv": 2, "D": 96}, True),
         ({"Sq": 9, "Sk": 33, "Hq": 1, "Hkv": 1, "D": 128}, False),
@@ -63,7 +63,7 @@ def test_output_lse_and_gradients_equal_the_reference(impl, sizes, causal) -> No
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("dims", [(24, 16), (5, 12)])
 def test_values_may_have_a_head_dim_of_their_own(impl, dims) -> None:
-    """Of which the default scale knows nothing."""
+    """The default scale does not depend on the head dim of the values."""
     D, Dv = dims
     q, k, v = (draw(Sq=7, Sk=9, Hq=4, Hkv=2, D=d)[i] for i, d in enumerate((D, D, Dv)))
     do = torch.randn(1, 7, 4, Dv, dtype=F64)
@@ -88,7 +88,7 @@ def test_values_may_have_a_head_dim_of_their_own(impl, dims) -> None:
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_real_numbers_may_change_under_a_compiler(dynamic) -> None:
-    """A scale or softcap of each layer's own, and the default scale of any head dim."""
+    """A different scale or softcap per layer, and the default scale of any head dim."""
 
     def f(q, k, v, scale, softcap):
         own = attention(q, k, v, scale=scale, softcap=softcap)
@@ -111,20 +111,20 @@ def test_real_numbers_may_change_under_a_compiler(dynamic) -> None:
     [
         (ZIGZAG, ZIGZAG),
         (ZIGZAG, ((0, 10), (87, 20))),  # a ring hop from a lower rank
-        (ZIGZAG, ((30, 20), (50, 20))),  # and from a higher one; neighbours join
+        (ZIGZAG, ((30, 20), (50, 20))),  # and from a higher one; adjacent runs are joined
         (ZIGZAG, ((0, 97),)),  # all keys gathered
-        (ZIGZAG, ((15, 40), (20, 9))),  # runs that overlap the queries' own anyhow
+        (ZIGZAG, ((15, 40), (20, 9))),  # runs that overlap the queries' own
         (((70, 17), (10, 20)), ((15, 60), (0, 15))),  # descending
         (((70, 17), (10, 20)),) * 2,  # the rank's own
-        (((10, 20), (25, 17)),) * 2,  # and which overlap
-        (((10, 20), (29, 17)),) * 2,  # in one position
+        (((10, 20), (25, 17)),) * 2,  # which overlap
+        (((10, 20), (29, 17)),) * 2,  # in a single position
         (((50, 37),), ((0, 0), (20, 60))),
         (STRIPED, ((2, 37, 4),)),  # the rank's own keys
         (STRIPED, ((0, 41, 4),)),  # a ring hop from a lower rank, and from a higher one
         (STRIPED, ((3, 20, 4),)),
         (STRIPED, ((0, 97),)),
-        (STRIPED, ((0, 20, 3), (20, 17, 3))),  # no neighbours, but for rows that are
-        (STRIPED, ((0, 20, 3), (60, 17, 3))),  # neighbours, which join
+        (STRIPED, ((0, 20, 3), (20, 17, 3))),  # not adjacent, except for rows that are
+        (STRIPED, ((0, 20, 3), (60, 17, 3))),  # adjacent, so joined
         (((20, 37),), ((1, 29, 3),)),
         (((70, 17, 3), (11, 20, 3)), ((5, 40, 2), (85, 9, 2))),  # descending, then two runs
     ],
@@ -137,7 +137,7 @@ def test_any_pair_of_runs_equals_the_reference(impl, q_runs, k_runs) -> None:
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_rows_that_see_no_key_are_zero_with_lse_minus_infinity_and_no_gradient(impl) -> None:
+def test_fully_masked_rows_are_zero_with_lse_minus_infinity_and_no_gradient(impl) -> None:
     o, lse, dq, *_ = check(impl, {"Sk": 20}, q_runs=ZIGZAG, k_runs=((16, 20),))
     assert lse[..., :6].isneginf().all()
     assert lse[..., 6:].isfinite().all()
@@ -174,7 +174,7 @@ def test_strided_inputs_and_gradients_are_read_right(impl, unit) -> None:
 
 
 def test_rows_of_queries_and_of_do_may_lie_at_other_distances() -> None:
-    """A slice of a packed projection, its do whole: dk and dv find every tile of both."""
+    """A slice of a packed projection with a contiguous do: dk and dv find every tile of both."""
     packed = torch.randn(2, 75, 8, 16, dtype=F64)
     inputs = [x.requires_grad_() for x in (packed[:, :, :4], packed[:, :, 4:6], packed[:, :, 6:])]
     do, dlse = torch.randn(2, 75, 4, 16, dtype=F64), torch.randn(75, 2, 4, dtype=F64)
@@ -190,7 +190,7 @@ def test_rows_of_queries_and_of_do_may_lie_at_other_distances() -> None:
 @pytest.mark.parametrize(
     ("shape", "step"),
     [
-        ((2, 5, 3, 16), 1),  # all are multiples of 16: Triton sees it by itself
+        ((2, 5, 3, 16), 1),  # all are multiples of 16, which Triton detects by itself
         ((2, 5, 3, 40), 8),
         ((2, 5, 3, 20), 4),
         ((2, 5, 3, 6), 2),
@@ -201,19 +201,19 @@ def test_rows_of_queries_and_of_do_may_lie_at_other_distances() -> None:
 def test_steps_between_heads_are_told_in_their_largest_power_of_two(shape, step) -> None:
     x = torch.randn(*shape, dtype=F64)
     found, (steps,) = shared_steps(x)
-    far = [by if n > 1 else 0 for n, by in zip(shape, x.stride()[:3])]  # one has no next
+    far = [by if n > 1 else 0 for n, by in zip(shape, x.stride()[:3])]  # 1 element has no next
     assert (found, [by * found for by in steps]) == (step, far)
     D = shape[3]
     check("triton", {"B": shape[0], "Sq": 5, "Sk": 5, "Hq": shape[2], "Hkv": 1, "D": D})
     views = [torch.randn(1, 70, 3, D + step, dtype=F64)[:, ::2, :1, step:] for _ in range(3)]
     q, k, v = (x.as_strided(x.shape, (7, *x.stride()[1:]), x.storage_offset()) for x in views)
-    o, _ = attention_fwd(q, k, v, impl="triton")  # one sample: no matter how far the next would be
+    o, _ = attention_fwd(q, k, v, impl="triton")  # one sample: there is no distance to a next
     assert_close_f64(o, reference.attention(q, k, v)[0], 1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_heads_of_no_multiple_of_8_are_widened_and_nothing_beside_them_changes(dtype) -> None:
-    """Both ways of a ring hop, into views of wider buffers; the scale is that of 59."""
+def test_head_dim_59_is_padded_without_writing_outside_the_views(dtype) -> None:
+    """In both directions of a ring hop, into views of wider buffers. The scale is that of 59."""
     q, k, v = (x.detach() for x in draw(Sq=20, Sk=24, Hq=4, Hkv=2, D=59, dtype=dtype))
     do, near, far = torch.randn_like(q), slice(0, 11), slice(11, 24)
     truth = [x.double().requires_grad_() for x in (q, k, v)]
@@ -272,8 +272,8 @@ def test_scores_as_large_as_inputs_can_make_them_leave_one_key_to_each_row(dtype
 
 
 def test_tiles_that_are_wholly_masked_are_never_read() -> None:
-    """NaN in the keys that no tile of queries needs, and in the queries that no tile of keys does,
-    would come through as 0 * NaN. Tiles are 64 queries by 32 keys, and 32 by 64 for dk and dv."""
+    """Reading NaN in keys that no tile of queries needs, or in queries that no tile of keys needs,
+    would give 0 * NaN. Tiles are 64 queries by 32 keys, and 32 by 64 for dk and dv."""
     q, k, v = (x.detach() for x in draw(Sq=128, Sk=128))
     q_runs, k_runs = ((0, 64), (200, 64)), ((100, 64), (232, 64))
     do = torch.randn_like(q)
@@ -317,8 +317,8 @@ def test_low_precision_errs_no_more_than_its_roundings(impl, dtype) -> None:
 
 @pytest.mark.parametrize("group", [4, 8])
 def test_bfloat16_gradients_of_grouped_heads_add_up_in_float32(group) -> None:
-    """Eight roundings at most, which add like independent numbers: to the norm, sqrt(8) times what
-    rounding the truth itself does. Sums of 4 or 8 heads in bfloat16 would be further ones."""
+    """There are at most eight roundings, which add like independent numbers: in norm, sqrt(8) times
+    the rounding of the truth itself. Sums of 4 or 8 heads in bfloat16 would exceed that."""
     low = draw(Sq=200, Sk=200, Hq=8, Hkv=8 // group, D=64, dtype=torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in low]
     do = torch.randn_like(low[0])
@@ -327,9 +327,9 @@ def test_bfloat16_gradients_of_grouped_heads_add_up_in_float32(group) -> None:
         assert (got - truth).norm() <= math.sqrt(8) * (truth.bfloat16() - truth).norm()
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # before the mask, for nothing
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # harmless: before the mask
 def test_float32_scores_in_the_thousands_err_no_more_than_their_roundings() -> None:
-    """There lse itself has three decimals."""
+    """At that size lse itself has three decimals."""
     for _ in range(2):
         q, k, v = draw(Sq=70, Sk=70, D=128, dtype=torch.float32)
         low = [(400 * q.detach()).requires_grad_(), k, v]
@@ -347,13 +347,13 @@ def test_float32_scores_in_the_thousands_err_no_more_than_their_roundings() -> N
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_blocks_of_keys_with_the_final_lse_add_up_to_the_whole(impl) -> None:
-    """Ring attention in one process, with float32 partials of float16 inputs."""
+    """Run ring attention in one process, with float32 partials of float16 inputs."""
     q, k, v = (x.detach() for x in draw(Sk=60, dtype=torch.float16))
     do = torch.randn_like(q)
     hops = [(slice(0, 25), ((0, 25),)), (slice(25, 37), ((80, 12),)), (slice(37, 60), ((25, 23),))]
     k_runs = ((0, 25), (80, 12), (25, 23))
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    # reference.positions takes any number of runs, the kernels at most two
+    # reference.positions accepts any number of runs, the kernels at most two
     want = with_grads(
         reference.attention, exact, do.double(), q_runs=ZIGZAG, k_runs=k_runs, scale=0.3
     )
@@ -414,7 +414,7 @@ def test_a_striped_hop_is_a_causal_mask_over_rows() -> None:
         options = AttentionOptions(q_runs=((2, 8, 4),), k_runs=((key_rank, 8, 4),))
         found = resolved(options, q, k)
         assert (found.q_runs, found.k_runs) == (((q_start, 8, 1),), ((k_start, 8, 1),))
-        assert resolved(options._replace(window=32), q, k) == found  # which hides nothing
+        assert resolved(options._replace(window=32), q, k) == found  # hides nothing
         keyed = resolved(options._replace(dropout=0.5), q, k)
         assert keyed.k_runs == ((key_rank, 8, 4),)
     ahead = resolved(AttentionOptions(q_runs=((9, 8, 4),), k_runs=((0, 8, 4),)), q, k)
@@ -452,8 +452,8 @@ def test_the_torch_path_needs_no_operator_of_the_cpu_elsewhere(options, monkeypa
         monkeypatch.setattr(attention_cpu, name, not_here)
     with pytest.raises(AssertionError, match="of the CPU"):
         attention_fwd(*(x.detach() for x in draw()), impl="torch")
-    if "documents" not in options:  # whose values are needed
-        # Fake tensors are refused where devices mix; "meta" has no autocast to switch off.
+    if "documents" not in options:  # their values are needed
+        # Fake tensors are rejected where devices mix; "meta" has no autocast to switch off.
         with FakeTensorMode(), mock.patch.object(torch, "autocast", return_value=nullcontext()):
             q, k, do = (torch.empty(2, 300, heads, 8, device="meta") for heads in (4, 2, 4))
             o, lse = attention_fwd(q, k, k, **options, impl="torch")
@@ -504,8 +504,8 @@ def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
 
 
 def test_offsets_beyond_32_bits_reach_the_right_elements(monkeypatch) -> None:
-    """Row, head and batch offsets of 2**31 and more, in memory that is reserved but never touched;
-    the interpreter is told to raise on an int32 overflow."""
+    """Row, head and batch offsets of 2**31 and more, in memory that is reserved but never touched.
+    The interpreter raises on an int32 overflow."""
     from triton.runtime import interpreter
 
     checked = dataclasses.replace(interpreter.interpreter_builder.options, debug=True)
@@ -598,7 +598,7 @@ def test_forward_mode_raises_and_is_no_silent_zero(impl, backend) -> None:
         f = torch.compile(f, fullgraph=True, backend=backend)
         f(q, k, v, sinks)
     refusal = r"attention.* has no forward-mode derivative"
-    if backend:  # torch 2.14 refuses such inputs itself
+    if backend:  # torch 2.14 rejects such inputs itself
         refusal += "|torch.compile does not support input tensors that carry a forward-mode"
     for n in range(4):
         with torch.autograd.forward_ad.dual_level():
@@ -626,12 +626,12 @@ def test_a_second_derivative_raises_whatever_else_leads_to_the_input(impl, lse) 
 
 
 def _moving(n: int, grad: bool) -> dict[str, tuple]:
-    """Arguments of the n-th call: q, k, v, and a number, a position or documents that move on."""
+    """Return the n-th call's arguments: q, k, v, and a changing number, position or documents."""
 
     def qkv(Sq, Sk):
         return tuple(x.detach().requires_grad_(grad) for x in draw(Sq=Sq, Sk=Sk, D=8))
 
-    far = 2**62 + 2**33 * n if n % 2 else n  # both halves of a seed count
+    far = 2**62 + 2**33 * n if n % 2 else n  # both halves of a seed matter
     return {
         "seed": (*qkv(5, 5), far),
         "position": (*qkv(1, 24), n),
@@ -660,7 +660,7 @@ _CALLS = {
     + [("decoding", "torch", False), ("seed", "triton", True), ("decoding", "triton", False)],
 )
 def test_integers_that_change_are_symbols_to_a_compiler(case, impl, grad) -> None:
-    """The operator is one; what runs inside it no compiler sees."""
+    """The operator is one node; no compiler traces into it."""
 
     def f(q, k, v, n):
         return attention(q, k, v, **_CALLS[case](n, k.shape[1]), impl=impl)
@@ -668,14 +668,14 @@ def test_integers_that_change_are_symbols_to_a_compiler(case, impl, grad) -> Non
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager" if grad else "eager")
     compiled = torch.compile(f, fullgraph=True, backend=counter)
-    for n in range(11 if impl == "torch" else 5):  # an interpreter takes long
+    for n in range(11 if impl == "torch" else 5):  # the interpreter is slow
         args = _moving(n, grad)[case]
         found = []
         for call in (compiled, f) if n % 6 in (1, 4) else (compiled,):
             o = call(*args)
             found.append((o, *torch.autograd.grad(o.sum(), args[:3])) if grad else (o,))
         assert all(torch.equal(g, w) for g, w in zip(found[0], found[-1]))
-    assert counter.frame_count <= 2  # the first call's numbers are taken for constants
+    assert counter.frame_count <= 2  # the first call's numbers are treated as constants
 
 
 def test_it_is_torchs_attention_and_follows_autocast() -> None:
@@ -709,7 +709,7 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
 
 def test_largest_scores_found_in_halves_as_on_hopper_are_the_same(monkeypatch):
     q, k, v = (torch.randn(1, 70, 2, 40) for _ in range(3))
-    k[:, 9:30:20] *= 100  # of either half of a tile: a smaller pivot overflows
+    k[:, 9:30:20] *= 100  # in both halves of a tile: a smaller pivot overflows
     whole = attention_fwd(q, k, v, causal=False, impl="triton")
     monkeypatch.setattr(forward, "capability", lambda device: 90)
     assert all(map(torch.equal, attention_fwd(q, k, v, causal=False, impl="triton"), whole))

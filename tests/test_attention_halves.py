@@ -23,7 +23,7 @@ PLAIN = {
     "causal": True, "window": None, "documents": None, "scale": None, "softcap": None,
     "q_runs": None, "k_runs": None, "dropout": 0.0, "dropout_seed": 0, "dropout_origin": (0, 0),
 }  # fmt: skip
-OPTIONS = {  # each makes a difference, to what the others leave
+OPTIONS = {  # each changes the result given the others
     "causal": {"causal": False},
     "window": {"window": 3},
     "documents": {"documents": torch.tensor([0, 4, 11])},
@@ -63,7 +63,7 @@ def test_the_halves_take_every_option_and_have_the_defaults_of_the_whole(name) -
 @IMPLS
 @pytest.mark.parametrize("options", [{}, {"window": 5, "softcap": 2.0}], ids=["plain", "rows"])
 def test_the_backward_takes_statistics_of_any_strides(options, impl) -> None:
-    """o, do, lse and delta of the backward, of which a rank may hold views."""
+    """The backward accepts views of o, do, lse and delta, of which a rank may hold parts."""
     q, k, v = (x.detach() for x in draw(B=2, Sq=19, Sk=19, Hq=4, Hkv=2, D=8))
     do = torch.randn_like(q)
     o, lse = attention_fwd(q, k, v, **options)
@@ -99,7 +99,8 @@ WIDE = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", WIDE)
 def test_float32_results_of_16_bit_inputs_are_those_of_float32_inputs(name, dtype) -> None:
-    """Partial results of the CPU path that will be added up, and the sums they are added to."""
+    """They are partial results of the CPU path that are added later, and
+    the sums they are added to."""
     low = [x.detach() for x in draw(Sq=19, Sk=19, Hq=4, Hkv=2, D=8, dtype=dtype)]
     options = WIDE[name]
     do, wide = torch.randn_like(low[0]), [x.float() for x in low]
@@ -114,7 +115,7 @@ def test_float32_results_of_16_bit_inputs_are_those_of_float32_inputs(name, dtyp
         assert_same_bits(found, exact)
         sums = tuple(torch.zeros_like(x) for x in wide)
         assert_all_close(attention_bwd(do, *low, want[1], into=sums, **stats, **options), exact, 0)
-    # By delta alone all is float32 until the end.
+    # With delta, everything stays float32 until the end.
     rounded = attention_bwd(do, *low, want[1], delta, **options)
     exact = attention_bwd(do.float(), *wide, want[1], delta, **options)
     assert_same_bits(rounded, [x.to(dtype) for x in exact])
@@ -142,7 +143,7 @@ def test_autocast_leaves_the_halves_alone(options, impl) -> None:
 
 @IMPLS
 def test_packed_documents_give_the_results_of_their_boundaries(impl) -> None:
-    """Queries and keys are different rows of the sequence that the table is of."""
+    """Queries and keys are different rows of the sequence that the table describes."""
     runs = {"q_runs": ((4, 9), (30, 8)), "k_runs": ((0, 12), (24, 13))}
     qkv = draw(B=2, Sq=17, Sk=25, D=8)
     do = torch.randn(2, 17, 2, 8, dtype=F64)
@@ -160,7 +161,7 @@ def test_packed_documents_give_the_results_of_their_boundaries(impl) -> None:
 @IMPLS
 @pytest.mark.parametrize("q_run", [(4, 5), (1, 5, 7)], ids=str)
 def test_float32_rows_of_one_run_are_taken_from_the_table_of_the_sequence(q_run, impl) -> None:
-    """For float64, kernels are given a copy of it."""
+    """For float64, kernels get a copy of it."""
     qkv = [x.detach().float().requires_grad_() for x in draw(B=2, Sq=5, Sk=7, D=8)]
     documents = torch.tensor([[0, 7, 26, 40], [0, 31, 31, 40]])
     options = {"q_runs": (q_run,), "k_runs": ((2, 7),), "causal": False}
@@ -174,7 +175,7 @@ def test_float32_rows_of_one_run_are_taken_from_the_table_of_the_sequence(q_run,
 
 @IMPLS
 def test_dropout_of_groups_of_heads_has_the_gradient_of_the_reference(impl) -> None:
-    """Every sample and query head draws its own mask, also where keys have several heads."""
+    """Every sample and query head draws a separate mask, also if several query heads share keys."""
     qkv, do = draw(B=2, Sq=9, Sk=9, Hq=6, Hkv=2, D=8), torch.randn(2, 9, 6, 8, dtype=F64)
     documents = torch.tensor([[0, 4, 9], [0, 7, 9]])
     for options in (DROP, DROP | {"documents": documents, "causal": False}):
@@ -195,7 +196,7 @@ def test_dropout_of_almost_1_gives_zeros_and_no_gradient(impl) -> None:
 
 
 @IMPLS
-def test_an_upstream_gradient_of_another_dtype_is_cast_to_that_of_the_queries(impl) -> None:
+def test_upstream_gradient_is_cast_to_the_dtype_of_the_queries(impl) -> None:
     q, k, v = (x.detach() for x in draw(Sq=19, Sk=19, Hq=4, Hkv=2, D=8, dtype=torch.bfloat16))
     do, options = torch.randn(q.shape), {"grad_dtype": torch.float32, "impl": impl}
     o, lse = attention_fwd(q, k, v, impl=impl)
@@ -219,7 +220,7 @@ def test_sinks_may_have_any_strides_and_a_dtype_of_their_own(impl) -> None:
         do = torch.randn_like(o)
         found, wanted = (torch.autograd.grad(y, sinks, do)[0] for y in (o, truth))
         assert found.dtype == dtype
-        error = 2e-3 if dtype == torch.float16 else 1e-4  # gradients in its dtype are rounded to it
+        error = 2e-3 if dtype == torch.float16 else 1e-4  # gradients are rounded to its dtype
         assert_close_f64(found, wanted, error)
         delta = attention_delta(o.detach(), do)
         dsinks = attention_dsinks(sinks.detach(), lse.detach(), delta)
@@ -229,7 +230,7 @@ def test_sinks_may_have_any_strides_and_a_dtype_of_their_own(impl) -> None:
 
 @IMPLS
 def test_delta_of_several_tiles_takes_any_strides(impl) -> None:
-    """The kernel takes 64 rows at a time: here two tiles and a part of one."""
+    """The kernel takes 64 rows at a time: two full tiles and a part of one."""
     o, do = torch.randn(2, 130, 3, 5, dtype=F64), torch.randn(2, 130, 3, 5, dtype=F64)
     dlse = torch.randn(2, 3, 130, dtype=F64)
     want = torch.einsum("bshd,bshd->bhs", o, do) - dlse
@@ -277,7 +278,7 @@ RUNS = {
 @pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("name", ROWS)
 def test_blocks_of_any_number_of_rows_give_the_result_of_one(name, runs, monkeypatch) -> None:
-    """The CPU path's, where torch's flash attention cannot do it."""
+    """The blocks of the CPU path, where torch's flash attention is unavailable."""
     qkv, do = draw(B=2, Sq=14, Sk=14, Hq=4, Hkv=2, D=8), torch.randn(2, 14, 4, 8, dtype=F64)
     options = ROWS[name] | RUNS[runs]
     truth = reference.attention(*qkv, **options)

@@ -1,4 +1,4 @@
-"""The attention layer: nn.MultiheadAttention on one device, heads cut over tensor ranks."""
+"""The attention layer: nn.MultiheadAttention on one device, heads sharded over tensor ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ F64 = {"dtype": torch.float64}
 
 
 def _grouped(stacked: Tensor, heads: int) -> Tensor:
-    """torch's rows (all q, all k, all v) in our order: q, k, v of head 0, then of head 1, ..."""
+    """Reorder torch's rows (all q, all k, all v) as q, k, v of head 0, then of head 1, ..."""
     return stacked.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
 
 
@@ -60,7 +60,7 @@ def test_it_computes_and_differentiates_as_multihead_attention(causal, bias):
 
 
 def _truth(layer: Attention, x: Tensor, theta: float | None) -> Tensor:
-    """Grouped-query causal attention, one head at a time."""
+    """Compute grouped-query causal attention, one head at a time."""
     rows = layer.qkv(x).unflatten(-1, (-1, layer.group + 2, layer.head_dim))
     S, half, out = x.shape[1], layer.head_dim // 2, []
     future = torch.ones(S, S, dtype=torch.bool).triu(1)
@@ -94,7 +94,8 @@ def _truth(layer: Attention, x: Tensor, theta: float | None) -> Tensor:
 def test_grouped_heads_and_rotary_embedding_follow_the_formula(heads, kv_heads, theta):
     layer = Attention(12 * heads // 2, heads, num_kv_heads=kv_heads, rope_theta=theta, **F64)
     x = draw(1, 2, 7, 12 * heads // 2)
-    assert_close_f64(layer(x), _truth(layer, x, theta), RTOL)  # a float32 table would be 1e-7 off
+    # a float32 table would be off by 1e-7
+    assert_close_f64(layer(x), _truth(layer, x, theta), RTOL)
     assert layer.qkv.weight.shape[0] == (heads + 2 * kv_heads) * 6
 
 
@@ -103,7 +104,7 @@ OPTIONS = [
     {"softcap": 0.5},
     {"sinks": True},
     {"window": 2, "softcap": 0.5, "sinks": True, "rope_theta": 100.0},
-    {"attention_scale": 0.9, "softcap": 2.0},  # the cap is of what was scaled
+    {"attention_scale": 0.9, "softcap": 2.0},  # the cap applies to scaled scores
 ]
 
 
@@ -122,7 +123,7 @@ def test_windows_softcaps_and_sinks_follow_the_formula(options):
     for ours, truth in zip(*grads, strict=True):
         assert_close_f64(ours, truth, RTOL)
     x, cache = draw(1, 2, 7, 36), KVCache(9)
-    for tokens in torch.arange(7).split([4, 1, 2]):  # decoded, which is a call of its own
+    for tokens in torch.arange(7).split([4, 1, 2]):  # decoding, which is a separate call
         rope = rope_table(tokens, 6, theta=layer.style.rope_theta or 2.0, dtype=torch.float64)
         decoded = layer(x[:, tokens].flatten(0, 1), TokenContext(2, rope=rope, cache=cache))
         assert_close_f64(decoded.view(2, -1, 36), grads[0][0][:, tokens], RTOL)
@@ -171,7 +172,7 @@ def test_a_style_decides_on_the_bias_of_qkv_alone():
 
 
 def test_a_qk_norm_is_made_where_it_is_asked_for():
-    """Whether it is over whole queries is another question."""
+    """This does not depend on whether the norm is over whole queries."""
     for asked, whole, kind in (
         (False, False, type(None)), (False, True, type(None)),
         (True, False, RMSNorm), (True, True, ColumnParallelRMSNorm),
@@ -216,7 +217,7 @@ def test_sinks_begin_at_zero_and_are_reset_to_it():
     assert layer.sinks.tolist() == [0.0] * 6
     assert layer.sinks.requires_grad
     plain = Attention(12, 6)
-    plain.reset_parameters()  # it has none to reset
+    plain.reset_parameters()  # there is none to reset
     assert plain.sinks is None
 
 
@@ -246,7 +247,7 @@ def test_heads_that_do_not_fit_are_refused_by_their_numbers(heads, options, mess
         Attention(12, heads, **options)
 
 
-def test_heads_need_not_divide_the_width_nor_be_many_nor_be_even_without_rope():
+def test_without_rope_any_number_and_size_of_heads_works():
     assert Attention(12, 5, head_size=4).head_dim == 4
     assert Attention(12, 4).head_dim == 3
     one = Attention(12, 1, num_kv_heads=1, head_size=1)
@@ -298,7 +299,7 @@ def test_its_description_names_heads_mask_and_rotary_base():
     assert len(said) == len({*said})
 
 
-def test_a_cache_holds_its_capacity_for_each_layer_and_is_overwritten_from_its_start():
+def test_kv_cache_holds_its_capacity_per_layer_and_overwrites_from_start():
     cache, kept = KVCache(5), {}
     for n in (2, 3):
         for layer, heads in (("a", 2), ("b", 1), (0, 3)):
@@ -310,7 +311,7 @@ def test_a_cache_holds_its_capacity_for_each_layer_and_is_overwritten_from_its_s
         cache.start += n
     with pytest.raises(ValueError, match=r"^the cache holds 5 tokens, got 6$"):
         cache.extend("a", *(torch.ones(2, 1, 2, 4) for _ in "kv"))
-    cache.start = 3  # what follows is overwritten
+    cache.start = 3  # later tokens are overwritten
     found = cache.extend("b", *(torch.ones(2, 1, 1, 4) for _ in "kv"))
     assert all(torch.equal(t[:, :3], u[:, :3]) for t, u in zip(found, kept["b"]))
     assert all(t.shape[1] == 4 and t[:, 3].eq(1).all() for t in found)
@@ -383,7 +384,7 @@ def _over_context_ranks(mesh: ConnectedMesh, how: dict) -> None:
         dist.all_reduce(grad, group=mesh.group("cp"))
         assert_close_f64(grad, record.slice(expected[name], mesh.coords), RTOL)
     with pytest.raises(ValueError, match="the layout has 1 parts but the group has 2 ranks"):
-        layer(own(x, None, mesh))  # a cut sequence needs a context
+        layer(own(x, None, mesh))  # a sharded sequence needs a context
 
 
 def test_a_sequence_cut_over_context_ranks_is_attended_whole():

@@ -1,4 +1,4 @@
-"""Windows and packed documents, on both paths: against the reference, alone and with any runs."""
+"""Windows and packed documents on both paths, against the reference, alone and with any runs."""
 
 import math
 import re
@@ -50,7 +50,7 @@ def _documents(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-# One token, none, several tiles; and one sample of each kind where samples differ.
+# One token, none, several tiles; and one sample of each kind if samples differ.
 PACKED = _documents(1, 0, 40, 3, 0, 0, 22, 1)
 EACH = torch.stack((_documents(67, 0, 0), _documents(30, 7, 30)))
 
@@ -89,19 +89,20 @@ def test_any_pair_of_runs_equals_the_reference(impl, causal, q_runs, k_runs) -> 
     sizes = {"Sk": sum(n for _, n, *_ in k_runs), "Hq": 1 + causal, "D": 8}
     options = {"causal": causal, "q_runs": q_runs, "k_runs": k_runs, "window": 12}
     with_documents = {"documents": _documents(13, 0, 10, 50, 3, 21, 54).int()}
-    which = causal ^ (len(q_runs) + len(k_runs)) % 2  # a kernel takes long: one way, or the other
+    # a kernel is slow: test one value of causal or the other
+    which = causal ^ (len(q_runs) + len(k_runs)) % 2
     for more in ({}, with_documents) if impl == "torch" else (({}, with_documents)[which],):
         check(impl, sizes, **options, **more)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_striped_keys_of_neighbouring_queries_equal_the_reference(causal) -> None:
-    """Without a window, where torch's own kernel might be called."""
+    """Test without a window, for which torch's own kernel might be called."""
     runs = {"q_runs": ((60, 37),), "k_runs": ((1, 40, 3),)}
     check("torch", {"Sk": 40, "D": 8}, causal=causal, **runs)
 
 
-# Documents of keys apart: padding before and behind tokens is hidden; and others.
+# Documents of non-contiguous keys: padding before and after tokens is hidden; and others.
 BEGINS, ENDS = torch.tensor([[0], [20]]), torch.tensor([[41], [67]])
 PADDED = torch.tensor([[0, 67]] * 2)
 KEYS_APART = [
@@ -109,15 +110,13 @@ KEYS_APART = [
     torch.stack((EACH, EACH.clamp(BEGINS, ENDS)), 1),
     torch.stack((EACH, EACH.flip(0)), 1),
     torch.stack((PACKED, _documents(9, 0, 3, 30, 0, 1, 9, 9))).expand(2, -1, -1),
-    torch.stack(
-        (PADDED, PADDED.clamp(max=torch.tensor([[67], [0]]))), 1
-    ),  # one sample sees nothing
+    torch.stack((PADDED, PADDED.clamp(max=torch.tensor([[67], [0]]))), 1),  # one sample sees no key
 ]
 
 
 @IMPLS
 @pytest.mark.parametrize(
-    ("documents", "causal", "window"),  # every two of which meet
+    ("documents", "causal", "window"),  # every two of them occur together
     [(documents, c, 9 if (c + i) % 2 else None) for i, documents in enumerate(KEYS_APART)
      for c in (True, False)],
 )  # fmt: skip
@@ -132,7 +131,7 @@ def test_keys_may_have_boundaries_of_their_own(impl, causal, window, documents) 
     [(True, ZIGZAG), (False, STRIPED), (True, ((130, 37, 2),)), (False, ((130, 37, 2),))],
 )
 def test_hidden_keys_leave_no_tile_of_another_run_out(impl, causal, q_runs) -> None:
-    """Also where no row of a tile sees any key of one run, whose tiles count below zero."""
+    """This includes runs of which no row of a tile sees a key, whose tile counts are below zero."""
     ends = torch.tensor([0, 40, 150, 204])
     documents = torch.stack((ends, ends.clamp(100, 190)))[None]
     for k_runs in (((110, 40), (3, 90)), ((3, 90), (110, 90)), ((0, 70, 3),)):
@@ -142,7 +141,7 @@ def test_hidden_keys_leave_no_tile_of_another_run_out(impl, causal, q_runs) -> N
 
 @IMPLS
 def test_packed_documents_are_separate_calls(impl) -> None:
-    """Without the reference: each document alone, bit for bit but for the order of sums."""
+    """Compare each document alone, without the reference; only the order of sums may differ."""
     qkv, do = draw(Sq=67, Sk=67), torch.randn(1, 67, 2, 16, dtype=F64)
     got = with_grads(attention, qkv, do, documents=PACKED, return_lse=True, impl=impl)
     for start, stop in pairwise(PACKED):
@@ -159,21 +158,21 @@ def test_a_window_beyond_every_key_and_one_document_are_plain_attention(impl) ->
         options = {"causal": causal, "impl": impl}
         plain = attention(q, k, v, **options)
         assert torch.equal(attention(q, k, v, window=37, **options), plain)
-        check(impl, {}, causal=causal, window=36)  # the last sees all but the first
+        check(impl, {}, causal=causal, window=36)  # the last row sees all keys except the first
         assert torch.equal(attention(q, k, v, window=2**40, **options), plain)
         assert_close_f64(attention(q, k, v, documents=_documents(37), **options), plain, 1e-14)
 
 
 @IMPLS
 def test_positions_beyond_the_last_boundary_are_one_more_document(impl, monkeypatch) -> None:
-    """Where nobody reads their values: on a GPU, and of the padding of a layout."""
+    """Their values are not checked on a GPU, and padding of a layout has such positions."""
     monkeypatch.setattr(function, "check_boundaries", lambda *_: None)
     check(impl, {}, documents=_documents(9, 11))
-    check(impl, {}, documents=torch.tensor([0]))  # no document at all
+    check(impl, {}, documents=torch.tensor([0]))  # no documents at all
 
 
 def _wrong_ends() -> dict[str, tuple[dict, list, str]]:
-    """What documents of 2 samples of 8 tokens must not be, and what is said."""
+    """List invalid documents of 2 samples of 8 tokens, each with the error message."""
     early, late = r"up to 8, where .* got {}", r"up to 8 or more, where .* got {}"
     queries, keys = ((3, 5), (0, 3)), ((0, 4), (4, 4))
     return {
@@ -193,7 +192,8 @@ def _wrong_ends() -> dict[str, tuple[dict, list, str]]:
 
 @pytest.mark.parametrize("name", _wrong_ends())
 def test_documents_begin_at_0_and_end_where_the_sequence_does(name) -> None:
-    """On every way in; what ends early or late would be cut or joined without a word."""
+    """Every entry point checks this. Otherwise wrong boundaries would cut
+    or join documents silently."""
     options, given, message = _wrong_ends()[name]
     documents = torch.tensor(given)
     message = message.format(re.escape(str(given)))
@@ -263,8 +263,8 @@ def _rows_before_kernel(found_ptr, offset, start, length, stripes, N: tl.constex
 @pytest.mark.parametrize("run", [(0, 9, 1), (5, 9, 1), (0, 9, 4), (7, 12, 5), (3, 0, 2)])
 @pytest.mark.parametrize("offset", [-32, 2**31 - 128])
 def test_rows_before_counts_the_rows_of_a_run_at_smaller_positions(run, offset) -> None:
-    """One too many would visit a tile that is wholly masked; one too few would miss one. The last,
-    open document ends where one more position would overflow."""
+    """A count that is one too high would visit a fully masked tile; one too low would miss a tile.
+    The last, open document ends where one more position would overflow."""
     found = torch.empty(128, dtype=torch.int32)
     _rows_before_kernel[(1,)](found, offset, *run, 128)
     rows = reference.positions([run], run[1])
@@ -274,7 +274,7 @@ def test_rows_before_counts_the_rows_of_a_run_at_smaller_positions(run, offset) 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("options", [{"window": 20}, {"documents": _documents(128, 64, 64)}])
 def test_tiles_that_are_wholly_masked_are_never_read(options, causal) -> None:
-    """NaN in keys and queries far from a document or a window would come through as 0 * NaN.
+    """Reading them would show: NaN in keys and queries outside a document or window gives 0 * NaN.
     Tiles are 64 queries by 32 keys, and 32 by 64 for dk and dv."""
     q, k, v = (x.detach() for x in draw(Sq=256, Sk=256, Hq=1, D=4))
     do, options = torch.randn_like(q), {"causal": causal, "impl": "triton", **options}
@@ -313,7 +313,7 @@ def test_low_precision_errs_no_more_than_its_roundings(impl, dtype, window) -> N
 
 @IMPLS
 def test_blocks_of_keys_with_the_final_lse_add_up_to_the_whole(impl) -> None:
-    """Ring attention of packed documents with a window, in one process."""
+    """Run ring attention of packed documents with a window, in one process."""
     q, k, v = (x.detach() for x in draw(Sk=97))
     do = torch.randn_like(q)
     options = {"q_runs": ZIGZAG, "window": 25, "documents": _documents(25, 50, 22)}
@@ -404,7 +404,7 @@ def test_the_table_has_the_document_of_every_row_and_waits_for_no_device(documen
     assert torch.equal(packed(documents.int(), 61).table, whole[..., :61])
     for some in (runs, runs[:1], (reference.Run(3, 40),)):
         assert torch.equal(rows_of(whole, some), document_table(documents.int(), some))
-    meta = document_table(documents.to("meta"), runs)  # values do not exist: .item() would fail
+    meta = document_table(documents.to("meta"), runs)  # there are no values: .item() would fail
     assert (meta.shape, meta.dtype) == (table.shape, table.dtype)
 
 
@@ -422,8 +422,10 @@ def test_the_document_of_each_token_is_no_boundary(impl) -> None:
     runs = ((7, 5),)
     with pytest.raises(ValueError, match=told):  # of these rows only
         attention(q, k, v, documents=ids, q_runs=runs, k_runs=runs, impl=impl)
-    check(impl, {"Sq": 5, "Sk": 5}, documents=torch.tensor([0, 1, 1, 3, 5]))  # five, but boundaries
-    pair = torch.tensor([[[0, 1, 2, 2], [0, 1, 3, 4]]])  # as many as keys, and these they hold
+    # five of them, but they are boundaries
+    check(impl, {"Sq": 5, "Sk": 5}, documents=torch.tensor([0, 1, 1, 3, 5]))
+    # as many as keys, so they are keys' documents
+    pair = torch.tensor([[[0, 1, 2, 2], [0, 1, 3, 4]]])
     check(impl, {"B": 1, "Sq": 2, "Sk": 4}, documents=pair, causal=False)
 
 
@@ -434,8 +436,8 @@ def test_where_nobody_reads_them_as_many_boundaries_as_tokens_are_refused() -> N
         with pytest.raises(ValueError, match="not the document of each of the 5 tokens"):
             check_boundaries(checked(AttentionOptions(documents=documents), meta, meta, meta), 5, 5)
         part = AttentionOptions(documents=documents, q_runs=((3, 5),), k_runs=((0, 5),))
-        check_boundaries(checked(part, meta, meta, meta), 5, 5)  # one rank's of many
-    pair = torch.empty(2, dtype=torch.int64, device="meta")  # two mean the same either way
+        check_boundaries(checked(part, meta, meta, meta), 5, 5)  # one rank's part of many
+    pair = torch.empty(2, dtype=torch.int64, device="meta")  # a pair means the same in either form
     check_boundaries(AttentionOptions(documents=pair), 2, 2)
     documents = documents.new_empty(6, dtype=torch.int64)
     check_boundaries(checked(AttentionOptions(documents=documents), meta, meta, meta), 5, 5)
@@ -443,11 +445,12 @@ def test_where_nobody_reads_them_as_many_boundaries_as_tokens_are_refused() -> N
 
 @IMPLS
 def test_positions_at_the_end_of_int32_are_right_or_refused(impl) -> None:
-    """A last boundary beyond int32 ends the last document; a position or a window may not."""
+    """A last boundary beyond int32 ends the last document; a position or a
+    window may not be that large."""
     q, k, v = (x.detach() for x in draw(Sq=4, Sk=4))
     for causal in (True, False):
         whole = {"q_runs": ((0, 4),), "k_runs": ((0, 4),)}
-        for last in (2**31, 2**32 + 2):  # which must not be cut to 0 or 2
+        for last in (2**31, 2**32 + 2):  # these must not wrap to 0 or 2
             far = torch.tensor([0, 2, last])
             check(impl, {"Sq": 4, "Sk": 4}, causal=causal, documents=far, **whole)
         wide = {"q_runs": ((0, 4, 2**29),), "k_runs": ((1, 4, 2**28),), "window": 2**28}

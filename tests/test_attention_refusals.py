@@ -1,4 +1,4 @@
-"""What attention, its halves and merges cannot take is refused, each condition of a check alone."""
+"""Invalid arguments of attention, its halves and merges are rejected, each check alone."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ FORWARD: Rows = [
     ),
     ({"v": z(2, 8, 1, 4)}, "one shape"),
     ({"v": z(2, 8, 2, 0)}, r"one shape .* and \(2, 8, 2, 0\)$"),
-    ({"v": z(2, 7, 2, 5)}, r"one shape .* and \(2, 7, 2, 5\)$"),  # as it was given
+    ({"v": z(2, 7, 2, 5)}, r"one shape .* and \(2, 7, 2, 5\)$"),  # the shape as it was passed
     *[
         ({name: QKV[name].double()}, "one floating dtype of at least 16 bits, got " + words)
         for name, words in (
@@ -249,7 +249,7 @@ DELTA: Rows = [
     ({"o": O[0], "do": O[0]}, r"one shape \[B, S, H, D\]"),
     ({"dlse": z(2, 8, 4)}, r"dlse must have the shape \(2, 4, 8\), got \(2, 8, 4\)"),
 ]
-PACKED: Rows = [  # of a model, whose keys have no boundaries of their own
+PACKED: Rows = [  # documents of a model, whose keys have no separate boundaries
     ({"documents": None}, None),
     ({"documents": ints(0, 3, 8)}, None),
     ({"documents": ints([0, 8], [0, 8])}, None),

@@ -1,4 +1,4 @@
-"""Softcap, sinks and dropout of attention, and sums carried from block to block of keys."""
+"""Softcap, sinks and dropout of attention, and sums accumulated over blocks of keys."""
 
 import math
 
@@ -35,7 +35,7 @@ from warpweave.kernels.runtime.tile_table import AttentionTile
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
 DROP = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_origin": (2**31 + 5, 3)}
 DOCUMENTS = torch.tensor([0, 13, 13, 75, 87, 150])
-EACH = torch.tensor([[0, 13, 13, 75, 150], [0, 40, 44, 60, 150]])  # of each of two samples
+EACH = torch.tensor([[0, 13, 13, 75, 150], [0, 40, 44, 60, 150]])  # one row per sample
 APART = torch.stack((EACH, EACH.clamp(torch.tensor([[4], [0]]), torch.tensor([[70], [61]]))), 1)
 TWO_STRIPED = ((3, 20, 3), (82, 17, 3))
 
@@ -59,7 +59,7 @@ def test_a_softcap_equals_the_reference(impl, options) -> None:
 @IMPLS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_softcap_and_sinks_err_no_more_than_their_roundings(impl, dtype) -> None:
-    """A cap far above the scores, where 2 sigmoid(2x) - 1 alone would cancel in float32."""
+    """A cap far above the scores, for which 2 sigmoid(2x) - 1 alone would cancel in float32."""
     low, sinks = draw(dtype=dtype), torch.randn(2, dtype=dtype).requires_grad_()
     exact = [x.detach().double().requires_grad_() for x in low]
     do = torch.randn_like(low[0])
@@ -72,7 +72,7 @@ def test_softcap_and_sinks_err_no_more_than_their_roundings(impl, dtype) -> None
     bounds = rounding_bounds(low, do, sinks=sinks, softcap=50.0)
     for g, t, bound in zip(got, truth, bounds, strict=True):
         assert_within(g, t, bound)
-    sinks.grad_dtype = torch.float32  # as its parameter asks for it: not rounded on the way
+    sinks.grad_dtype = torch.float32  # as its parameter requests: not rounded on the way
     wide = with_grads(attention, low, do, sinks=sinks, **options)[-1]
     assert wide.dtype == torch.float32
     assert torch.equal(wide.to(dtype), got[-1])
@@ -105,7 +105,7 @@ def test_rows_that_see_no_key_have_their_sink_for_lse(impl) -> None:
     assert not o[:, :20].any()
     assert_close_f64(lse[0, 0, :20], torch.full((20,), 0.5, dtype=F64), 1e-15)
     assert lse[0, 1, :20].isneginf().all()
-    q, k, v = (x.detach() for x in draw(Sk=20))  # a sink of -inf is none
+    q, k, v = (x.detach() for x in draw(Sk=20))  # a sink of -inf is no sink
     none = attention(q, k, v, sinks=torch.full((2,), -math.inf), **options, impl=impl)
     assert_close_f64(none, attention(q, k, v, **options, impl=impl), 1e-15)
     for empty in ({"Sk": 0}, {"B": 0}, {"Sq": 0}):
@@ -143,7 +143,8 @@ def test_a_sink_counts_once_when_blocks_of_keys_are_merged(impl) -> None:
         {"q_runs": ZIGZAG, "k_runs": ZIGZAG, "documents": EACH, "window": 15, "softcap": 3.0},
         {"q_runs": TWO_STRIPED, "k_runs": ((3, 37, 4),), "documents": EACH, "causal": False},
         {"q_runs": ((16, 21), (64, 16)), "k_runs": ((0, 7), (32, 30)), "documents": APART},
-        {"q_runs": ((16, 37),), "k_runs": ((8, 37),), "dropout": 0.9},  # draws of one side shared
+        # draws are shared along one dim
+        {"q_runs": ((16, 37),), "k_runs": ((8, 37),), "dropout": 0.9},
     ],
 )
 def test_dropout_equals_the_reference(impl, options) -> None:
@@ -151,8 +152,9 @@ def test_dropout_equals_the_reference(impl, options) -> None:
     check(impl, {"B": 2}, **DROP | options, sinks=sinks)
 
 
-def test_dropout_of_samples_with_documents_of_their_own_is_that_of_each_alone() -> None:
-    """On more rows than the CPU takes at once: every block knows its sample, head and rows."""
+def test_dropout_with_documents_per_sample_equals_that_of_each_sample_alone() -> None:
+    """There are more rows than the CPU processes at once: every block knows
+    its sample, head and rows."""
     rows = 141
     runs = {"q_runs": ((5, rows, 3),), "k_runs": ((2, 37, 9),)}
     options = {**DROP, **runs, "causal": False}
@@ -174,7 +176,7 @@ def test_dropout_of_samples_with_documents_of_their_own_is_that_of_each_alone() 
 
 @IMPLS
 def test_every_layout_draws_the_same_mask(impl) -> None:
-    """Half of the rows, of the heads or of the samples with their own origin: the same bits."""
+    """Half of the rows, heads or samples with their own origin give the same bits."""
     q, k, v = (x.detach() for x in draw(B=2, Hq=4, Hkv=2))
     options = {"dropout": 0.5, "dropout_seed": 3, "impl": impl}
     whole, lse = attention_fwd(q, k, v, **options)
@@ -187,7 +189,7 @@ def test_every_layout_draws_the_same_mask(impl) -> None:
     assert_close_f64(heads, whole[:, :, 2:], 1e-13)
     sample = attention(q[1:], k[1:], v[1:], dropout_origin=(1, 0), **options)
     assert_close_f64(sample, whole[1:], 1e-13)
-    assert_close_f64(lse, attention_fwd(q, k, v, impl=impl)[1], 1e-15)  # of the undropped row
+    assert_close_f64(lse, attention_fwd(q, k, v, impl=impl)[1], 1e-15)  # lse ignores dropout
     for other in ({"dropout_seed": 4}, {"dropout_seed": 3 + 2**32}, {"dropout_origin": (0, 1)}):
         assert relative_error(attention(q, k, v, **{**options, **other}), whole) > 0.1
 
@@ -196,7 +198,7 @@ def test_every_layout_draws_the_same_mask(impl) -> None:
 def test_as_many_are_dropped_as_was_asked_for_and_the_mean_stays(impl) -> None:
     q, k = torch.zeros(1, 64, 1, 1, dtype=F64), torch.zeros(1, 64, 1, 1, dtype=F64)
     o = attention(q, k, k + 1, causal=False, dropout=0.25, dropout_seed=5, impl=impl)
-    kept = o * 64 * 0.75  # how many of 64
+    kept = o * 64 * 0.75  # how many of 64 are kept
     assert_close_f64(kept, kept.round(), 1e-12)
     assert abs(kept.mean() - 48) < 1.5  # of a standard deviation of 0.43
     assert kept.unique().numel() > 5
@@ -204,7 +206,7 @@ def test_as_many_are_dropped_as_was_asked_for_and_the_mean_stays(impl) -> None:
 
 @IMPLS
 def test_the_four_probabilities_of_a_draw_are_independent(impl) -> None:
-    """Each two are dropped together as often as chance has it: words are not used twice."""
+    """Each pair is dropped together as often as by chance: no random word is used twice."""
     S, p = 64, 0.5
     q, k = torch.zeros(1, S, 16, 1, dtype=F64), torch.zeros(1, S, 16, 1, dtype=F64)
     v = torch.eye(S, dtype=F64)[None, :, None, :].expand(1, S, 16, S)
@@ -226,7 +228,7 @@ def test_carried_sums_start_from_nothing_and_add_where_they_lie(impl) -> None:
     want = attention_fwd(q, k, v, **options)
     memory = torch.full((1, 37, 2, 40), 7.0, dtype=F64)
     o, lse = memory[..., 3:19], torch.full((1, 2, 37), -math.inf, dtype=F64)
-    o.fill_(math.nan)  # which nobody reads where lse is -inf
+    o.fill_(math.nan)  # must not be read where lse is -inf
     got = attention_fwd(q, k, v, into=(o, lse), **options)
     assert got[0] is o
     assert got[1] is lse
@@ -267,7 +269,7 @@ def test_the_error_of_carried_sums_does_not_grow_with_their_number(impl, dtype) 
             attention_bwd(do, q, k[:, rows], v[:, rows], lse, delta, into=into, **options)
         errors.append([relative_error(g, t) for g, t in zip((o, lse, dq, dk, dv), truth)])
     for one, many in zip(*errors):
-        assert many <= 2 * one + 1e-6  # float32 rounds o and lse once a hop
+        assert many <= 2 * one + 1e-6  # float32 rounds o and lse once per hop
 
 
 @IMPLS
@@ -336,7 +338,8 @@ def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
         ({"dropout": 0.1, "D": 40}, "shared masked"),
         ({"dropout": 0.1, "window": 3}, "dropout bounded"),
         ({"dropout": 0.1, "q_runs": (Run(16, 32), Run(96, 32))}, "shared"),
-        ({"dropout": 0.1, "q_runs": (Run(8, 64),)}, "dropout"),  # four of a draw are split
+        # splits the four probabilities of one draw
+        ({"dropout": 0.1, "q_runs": (Run(8, 64),)}, "dropout"),
         ({"q_runs": (Run(1, 64, 2),)}, "striped"),
         ({"dropout": 0.1, "k_runs": (Run(0, 64, 2),)}, "dropout striped"),
     ],
@@ -359,7 +362,8 @@ def test_launches_that_ptxas_would_spill_state_their_registers(monkeypatch) -> N
 
     plain = {"num_warps": 8, "num_stages": 2}
     assert options() == {**plain, "maxnreg": 255}
-    assert options(tile=tile._replace(warps=16))["maxnreg"] == 128  # of 65536 for 512 threads
+    # 65536 registers for 512 threads
+    assert options(tile=tile._replace(warps=16))["maxnreg"] == 128
     for low in (q.half(), q.bfloat16(), q.double()):
         assert options(low, dropout=True) == plain
     assert options(q.half(), masked=True) == {**plain, "maxnreg": 255}

@@ -1,4 +1,5 @@
-"""Saving in the background: steps go on meanwhile, and what is saved is what the step left."""
+"""Background saving: steps continue during a save, and the checkpoint holds the
+state at its start."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ from warpweave.checkpoint import (
 from warpweave.train.options import TrainConfig
 
 WITH = {"config": {"a": 1}, "state": {"b": 0.1}}
-LONG = 60.0  # seconds: no verdict, but an end for what hangs
+LONG = 60.0  # in seconds: not part of the verdict, only an end for hangs
 
 
 class Gate:
-    """A disk that takes no file of `step` until it is `open`, and then fails with `error`."""
+    """A disk that blocks on files of `step` until it is `open`, and then
+    fails with `error`, if any."""
 
     def __init__(self, step: int, error: OSError | None = None) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
@@ -65,7 +67,7 @@ def read(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: reader.tensor(name) for name in reader.names}
 
 
-def test_a_step_is_saved_as_it_was_byte_for_byte_though_the_next_one_has_begun(tmp_path):
+def test_saved_step_is_byte_identical_although_the_next_step_has_begun(tmp_path):
     given, saver = tensors(), BackgroundSaver(None)
     plain = save_checkpoint(tmp_path / "plain", 7, tensors().items(), **WITH)
     with Gate(7) as gate:
@@ -87,7 +89,7 @@ def test_a_save_waits_for_the_one_before_and_uses_its_memory(tmp_path, monkeypat
     def save(folder, step, snapshot, **options):
         assert not active, "two saves at once"
         active.append(step)
-        time.sleep(0.1)  # in which the next one is asked for
+        time.sleep(0.1)  # the next save is requested now
         held.append([tensor.data_ptr() for _, tensor in snapshot])
         path = save_checkpoint(folder, step, snapshot, **options)
         active.clear()
@@ -103,7 +105,7 @@ def test_a_save_waits_for_the_one_before_and_uses_its_memory(tmp_path, monkeypat
         assert torch.equal(read(tmp_path, step)["a"], torch.full((7, 5), float(step)))
 
 
-def test_the_ranks_that_save_get_a_group_of_their_own_with_the_savers_timeout() -> None:
+def test_saving_ranks_get_a_separate_group_with_the_timeout_of_the_saver() -> None:
     group = mock.sentinel.group
     with mock.patch.object(background, "dist") as dist:
         dist.get_process_group_ranks.side_effect = {group: [1, 3]}.get
@@ -119,7 +121,7 @@ def test_a_kill_while_a_step_is_written_leaves_the_one_before(tmp_path):
     with Gate(2) as gate:
         saver.save(folder, 2, tensors().items(), **WITH)
         assert gate.reached.wait(LONG)
-        shutil.copytree(folder, killed)  # what a process that is gone would leave
+        shutil.copytree(folder, killed)  # the state that a killed process would leave
     saver.wait()
     assert len(list(killed.glob("step_00000002.tmp-*"))) == 1
     assert open_latest(killed).step == 1
@@ -130,7 +132,7 @@ def test_a_kill_while_a_step_is_written_leaves_the_one_before(tmp_path):
 
 
 @pytest.mark.parametrize("error", [None, ArithmeticError, KeyboardInterrupt])
-def test_whatever_ends_a_block_its_step_is_saved_unless_it_is_a_second_ctrl_c(tmp_path, error):
+def test_step_is_saved_however_the_block_ends_except_by_a_second_ctrl_c(tmp_path, error):
     saver = BackgroundSaver(None)
 
     def block() -> None:
@@ -154,7 +156,7 @@ def test_whatever_ends_a_block_its_step_is_saved_unless_it_is_a_second_ctrl_c(tm
 
 
 def _before(trainer, step: int, do) -> None:
-    """``do()`` when `step` steps are done and the next one begins."""
+    """Call ``do()`` when `step` steps are done and the next one begins."""
     begin = trainer._begin
 
     def spied(at, *before):
@@ -178,8 +180,8 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path):
 
 
 def _fails(rank: int, config: TrainConfig) -> tuple[int, str, int]:
-    """Of a run whose last rank cannot write step 6, and finds out in the seventh: its steps, its
-    words, and the step that is left."""
+    """Run until the last rank cannot write step 6, which it notices in step 7. Return the steps,
+    the messages, and the step that is left."""
     trainer, last = _trainer(config, rank), rank == config.mesh.world - 1
     with Gate(6, OSError(28, "disk full", "the file") if last else None) as gate:
 

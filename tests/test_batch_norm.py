@@ -27,7 +27,7 @@ SHAPES = {"1d": (), "sequence": (5,), "image": (3, 2)}
 
 
 def _truth(x, dy, tail, momentum):
-    """BatchNorm over the whole batches: outputs, gradients, and the module."""
+    """Run BatchNorm over the whole batches. Return outputs, gradients, and the module."""
     module = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d}[len(tail)](
         C, momentum=momentum, dtype=torch.float64
     )
@@ -41,7 +41,7 @@ def _truth(x, dy, tail, momentum):
 
 
 def _ours(mesh, start, x, dy, parts, again):
-    """The same on one rank, of its samples; with activation checkpointing if `again` says so."""
+    """Run the same on one rank with its samples. With `again`, use activation checkpointing."""
     module = convert_sync_batchnorm(copy.deepcopy(start), mesh)
     assert type(module) is SyncBatchNorm
     rank = mesh.index("data")
@@ -49,11 +49,11 @@ def _ours(mesh, start, x, dy, parts, again):
     x = [step[mine].clone().requires_grad_() for step in x]
     one = torch.ones((), dtype=torch.float64, requires_grad=True)
 
-    def block(t):  # what follows the norm needs its output, so that all of the norm runs again
+    def block(t):  # the block after the norm needs its output, so the whole norm is recomputed
         return module(t) * one
 
     run = block if again is None else lambda t: checkpoint(block, t, use_reentrant=again)
-    y = [run(step) for step in x]  # two micro-batches before their backward
+    y = [run(step) for step in x]  # two micro-batch forwards before their backwards
     torch.autograd.backward(y, [step[mine] for step in dy])
     grads = torch.stack([module.weight.grad, module.bias.grad])
     if mesh.group("data") is not None:
@@ -69,7 +69,8 @@ def _ours(mesh, start, x, dy, parts, again):
     [("1d", 0.1, None), ("sequence", None, False), ("image", 0.3, True)],
 )
 def test_it_is_batch_norm_over_the_whole_batch(parts, kind, momentum, again):
-    """Forward, backward, running statistics, evaluation; micro-batches, and recomputed ones."""
+    """Covers forward, backward, running statistics and evaluation, with
+    micro-batches and recomputation."""
     tail, samples = SHAPES[kind], sum(parts)
     x = [1e4 + torch.randn(samples, C, *tail, dtype=torch.float64) for _ in range(STEPS)]
     dy = [torch.randn_like(step) for step in x]
@@ -89,7 +90,7 @@ def test_it_is_batch_norm_over_the_whole_batch(parts, kind, momentum, again):
 
 
 def _staged(mesh, recompute: bool):
-    """Two micro-batches through a chain of our own stage."""
+    """Run two micro-batches through a chain of our stage."""
     module = SyncBatchNorm(C, mesh=mesh, dtype=torch.float64)
     params = [(ParamRecord(n, (C,)), p) for n, p in module.named_parameters()]
     unit = make_unit("norm", params, mesh)
@@ -187,7 +188,7 @@ def test_refusals(call, words):
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("momentum", [0.0, 0.3, 1.0, None])
 def test_a_converted_norm_keeps_each_of_its_options(momentum, affine, track):
-    """In training, in evaluation and in training again; a momentum of 0, too."""
+    """In training, in evaluation and in training again; with a momentum of 0 as well."""
     options = {"eps": 0.5, "momentum": momentum, "affine": affine, "track_running_stats": track}
     theirs = nn.BatchNorm1d(C, **options, dtype=torch.float64)
     with torch.no_grad():
@@ -198,7 +199,7 @@ def test_a_converted_norm_keeps_each_of_its_options(momentum, affine, track):
     assert type(ours) is SyncBatchNorm
     assert {name: getattr(ours, name) for name in options} == options
     assert ours.num_features == C
-    for training in (True, True, False, True):  # after evaluation it is trained again
+    for training in (True, True, False, True):  # training resumes after evaluation
         theirs.train(training), ours.train(training)
         x = torch.randn(7, C, dtype=torch.float64) + 3
         assert (ours(x) - theirs(x)).abs().max() < 1e-12

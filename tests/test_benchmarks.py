@@ -1,6 +1,6 @@
 """Every benchmark in its quick mode: outputs are equal, and the report has the agreed form.
 
-Nothing is said about times here: the shapes are too small and the machine is busy.
+Times are not checked: the shapes are too small and the machine is busy.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ ROW = {"name", "shape", "dtype", "ms", "p20", "p80", "tokens_per_s", "ratios"}
 
 @pytest.fixture(scope="module", autouse=True)
 def _ranks_are_prepared():
-    """The forkserver of this process is that of the tests, which has imported what ranks need."""
+    """Use the tests' forkserver in this process, which has imported everything that ranks need."""
     run_ranks(1, int)
 
 
@@ -76,7 +76,7 @@ def test_a_quick_run_compares_outputs_and_reports(load, script, variants, tmp_pa
 
 
 def _first_rank(world, entry, *args):
-    """The harness's `run_ranks`, on processes that have started already."""
+    """Replace the harness's `run_ranks` with processes that have started already."""
     return run_ranks(world, _without_rank, entry, *args)[0]
 
 
@@ -85,15 +85,15 @@ def _without_rank(rank, entry, *args):
 
 
 def test_context_is_compared_with_what_others_do(load, tmp_path, capsys, monkeypatch):
-    """Equal to one device, as ring, Ulysses and ring self-attention by hand are; in bfloat16 the
-    usual ring and ring self-attention are farther off."""
+    """Each strategy equals one device, as do ring, Ulysses and ring self-attention written by hand.
+    In bfloat16 the usual ring and ring self-attention have larger errors."""
     context = load("context")
     monkeypatch.setattr(context, "run_ranks", _first_rank)
     context.main(["--quick", "--results", str(tmp_path)])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == json.loads((tmp_path / "cpu" / "context.json").read_text())
     names = [*context.OURS, *context.BASELINES]
-    assert [row["name"] for row in last["rows"]] == 2 * names  # on the wall, and of the CPU
+    assert [row["name"] for row in last["rows"]] == 2 * names  # wall times, and CPU times
     (errors,) = last["errors"].values()
     assert len(errors) == 2 * len([*names, context.EXACT])
     for tensor in ("o", "dq", "dk", "dv"):
@@ -102,7 +102,7 @@ def test_context_is_compared_with_what_others_do(load, tmp_path, capsys, monkeyp
 
 
 def test_staleness_is_compared_by_six_modes(load, tmp_path, capsys):
-    """The bound of each mode is reached; waiting costs time, and its lack delay."""
+    """The bound of each mode is reached; waiting costs time, and no waiting costs staleness."""
     load("server").main(["--quick", "--results", str(tmp_path)])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == json.loads((tmp_path / "cpu" / "server.json").read_text())
@@ -118,7 +118,7 @@ def test_staleness_is_compared_by_six_modes(load, tmp_path, capsys):
 
 
 def test_emulated_ranks_kernels_compute_what_one_does(load, capsys, monkeypatch):
-    """In miniature on a CPU, where a tile with a wrong block is found; else it wants a GPU."""
+    """A miniature on a CPU detects a tile with a wrong block. The real benchmark needs a GPU."""
     kernels = load("context_kernels")
     kernels.main(["--device", "cpu"])
     *_, last = capsys.readouterr().out.splitlines()
@@ -144,8 +144,8 @@ def test_the_ring_is_drawn_with_what_can_be_hidden(load, tmp_path, capsys, monke
     assert set(last["hidden"]) == {"overlap cp2", "blocking cp2"}
     assert all(check["error"] == 0 for check in last["checks"])
     assert "rank 1" in (tmp_path / "cpu" / "context_timeline.svg").read_text()
-    # Tiles of 1 s in all and messages of 2 s: of two tiles one hides a hop of the forward, 1 / 3.5
-    # of the work and 0.25 of the bytes, another that of the backward.
+    # Tiles of 1 s in total and messages of 2 s. One of two tiles hides a hop of the forward,
+    # 1 / 3.5 of the work and 0.25 of the bytes; the other hides that of the backward.
     can = timeline.predicted(SequenceLayout(64, 2), 1.0, 2.0)
     assert can == pytest.approx((0.5 / 3.5 + 0.5 * 2.5 / 3.5) / 2)
     assert timeline.predicted(SequenceLayout(64, 2), 2.0, 0.5) == 1
@@ -160,7 +160,7 @@ def test_local_steps_send_a_part_of_the_bytes(load, tmp_path, capsys, monkeypatc
     ends = {name: points[-1] for name, points in last["curves"].items()}
     whole = ends.pop("data parallel")
     assert whole["bytes"] == 4 * whole["most"] > 4 * 4 * 256 * 16  # at least the embedding's, fp32
-    for name, end in ends.items():  # one in two of the four steps
+    for name, end in ends.items():  # they send in two of the four steps
         assert end["bytes"] == whole["bytes"] / 2, name
         assert end["most"] == whole["most"] or name == "streaming DiLoCo"
         assert abs(end["val_loss"] - whole["val_loss"]) < 0.1
@@ -172,7 +172,7 @@ def test_all_reduces_grow_as_their_closed_forms(load, tmp_path, capsys, monkeypa
     growth = load("all_reduce")
     network = Network(1e-4, 1e-9, 0.0)
 
-    def launch(_entry, args, mesh, backend):  # ranks that take what the network says
+    def launch(_entry, args, mesh, backend):  # ranks that report the network's speed
         return [
             {"algorithm": name, "elements": n, "seconds": traffic(a, mesh.dp, n, network).seconds}
             for n in args[0].elements
@@ -242,7 +242,7 @@ def test_hidden_is_the_time_of_messages_under_computation(load):
     timeline = load("overlap_timeline")
     assert timeline.union([(3, 5), (0, 1), (4, 6), (6, 7), (3, 4)]) == [(0, 1), (3, 7)]
     assert timeline.both([(0, 4), (2, 6)], [(1, 3), (5, 9), (6, 8)]) == [(1, 3), (5, 6)]
-    assert timeline.hidden([(0, 4), (2, 6)], [(1, 3), (5, 9)]) == 0.5  # what is twice counts once
+    assert timeline.hidden([(0, 4), (2, 6)], [(1, 3), (5, 9)]) == 0.5  # overlaps count once
     assert timeline.hidden([(0, 1), (2, 3)], [(1, 2), (3, 4)]) == 0
     assert timeline.hidden([(2, 3), (5, 6)], [(1, 4), (4, 7)]) == 1
 
@@ -253,7 +253,7 @@ def test_a_message_lasts_from_its_post_until_it_has_arrived(load, monkeypatch):
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: [work])
     with ThreadPoolExecutor(1) as threads, timeline.Recorder(threads) as recorder:
         (posted,) = dist.batch_isend_irecv([])
-        _ = torch.ones(3, 2) @ torch.ones(2, 5) + 1  # one product, and what is none
+        _ = torch.ones(3, 2) @ torch.ones(2, 5) + 1  # one product, and one operator that is none
         arrived.set()
         posted.wait()
         _ = torch.ones(3, 2).addmm(torch.ones(3, 2), torch.ones(2, 2))
@@ -265,7 +265,7 @@ def test_a_message_lasts_from_its_post_until_it_has_arrived(load, monkeypatch):
         timeline.hidden([message], work) for work in (found.products, found.computation)
     )
     assert 0 < by_products < by_all < 1
-    assert dist.batch_isend_irecv([]) == [work]  # and nothing is watched any more
+    assert dist.batch_isend_irecv([]) == [work]  # nothing is watched any longer
 
 
 def test_weights_go_to_transformers_in_its_own_order(load):
@@ -297,8 +297,8 @@ def test_a_dry_run_checks_outputs_and_predicts_what_it_cannot_time(load, family,
     assert len(last["rows"]) >= 2
     for row in last["rows"]:
         assert row["variant"] == "warpweave"
-        assert row["error"] <= row["limit"] < 1  # so zeros would be refused
-        assert row["ms"] is None  # never a time of the interpreter
+        assert row["error"] <= row["limit"] < 1  # so zeros would be rejected
+        assert row["ms"] is None  # the interpreter is never timed
         a100, h100, b200 = (row["predicted_us"][target] for target in ("sm_80", "sm_90", "sm_100"))
         assert a100 > h100 > b200 > 10
     assert str(BENCHMARKS.parent) not in json.dumps(last)
@@ -352,7 +352,7 @@ def test_a_baseline_that_torch_refuses_is_named_and_ours_never_is(load):
     assert set(problem.variants) == {"warpweave", "torch"}
     assert problem.absent == {"cuDNN for double n=9": "no kernel for this"}
     ours = harness.able(_problem(harness, variants={"warpweave": refuse}), (torch.ones(9),))
-    assert "warpweave" in ours.variants  # and then the check raises
+    assert "warpweave" in ours.variants  # the check then raises
 
 
 def test_variants_that_write_in_place_get_inputs_of_their_own(load):
@@ -389,7 +389,7 @@ def test_what_was_measured_is_written_before_the_next_is(load, tmp_path, capsys)
     table.open(kind="gpu", device="a GPU")
     times = {"warpweave": [1.0, 2.0], "torch": [2.0, 4.0]}
     rows = harness.rows(first, dict.fromkeys(times, (0.0, 1.0)), times, (1e3, 1e5))
-    table.add(first, rows, {"y": "no memory"})  # and then the time is over
+    table.add(first, rows, {"y": "no memory"})  # then the time is over
     written = json.loads((tmp_path / "gpu" / "family.json").read_text())
     assert [row["variant"] for row in written["rows"]] == ["warpweave", "torch"]
     assert written["measured"]
@@ -427,7 +427,7 @@ def test_predicted_times_stand_beside_those_of_the_same_problems(
     launches = beside.launches()
     problems = [p for f in ("attention", "gemm") for p in load(f"kernels_{f}").problems("full")]
     named = {(p.name, p.shape): p.cost for p in problems}
-    for launch in launches:  # all are problems of the families, at the same cost
+    for launch in launches:  # all are problems of the kernel families, with equal costs
         costs = [cost for _, cost in launch.calls]
         assert sum(costs[1:], costs[0]).flops == named[launch.name, launch.shape].flops
     assert len(launches) == 12
@@ -447,14 +447,14 @@ def test_predicted_times_stand_beside_those_of_the_same_problems(
     for predicted, inside in (([100.0, 90.0, 110.0], 1), ([80.0, 70.0, 100.0], 0)):
         monkeypatch.setattr(beside, "outlook", lambda launch, target, us=predicted: us)
         assert beside.main(["--target", "sm_100", "--results", str(tmp_path)]) == 0
-        assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"] == 0  # of another
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"] == 0  # other GPU
         assert beside.main(["--results", str(tmp_path)]) == 0
         *lines, last = capsys.readouterr().out.splitlines()
         assert (json.loads(last)["measured"], json.loads(last)["inside"]) == (1, inside)
         (line,) = [line for line in lines if "measured" in line]
         assert line.endswith("1.05 of it" if inside else "1.31 of it, OUTSIDE")
     assert beside.main(["--target", "sm_80", "--results", str(tmp_path)]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"] == 0  # elsewhere
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"] == 0  # other GPU
     for wrong in (["--target", "sm_75"], ["--only", "no such"]):
         with pytest.raises(SystemExit) as end:
             beside.main(wrong)
@@ -547,7 +547,7 @@ STYLES = {
 
 @pytest.fixture
 def training(load, monkeypatch):
-    """The family at sizes of a CPU, nothing compiled, no Liger; a clock that counts its calls."""
+    """The models at CPU sizes, without torch.compile and Liger; a clock that counts its calls."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     family, harness = load("kernels_training"), load("kernel_harness")
 
@@ -573,7 +573,7 @@ def _measure(family, style="gpt2", bench=None, **changes):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_plain_step_is_the_plain_gpt(load, style):
-    """In float64, and transformers' gradients come back in its order of rows."""
+    """In float64; transformers' gradients come back in its order of rows."""
     baselines, family = load("step_baselines"), load("kernels_training")
     config, device = STYLES[style], torch.device("cpu")
     shapes = family.shapes(config)
@@ -651,7 +651,7 @@ def test_a_baseline_that_trains_otherwise_is_not_timed(training, monkeypatch):
 
 def test_who_finds_no_memory_or_time_is_named(training):
     plain = training.makers(STYLES["gpt2"], 2, None)["torch.compile model"]
-    made = {"warpweave": plain, "torch.compile model": plain}  # under both names, for time
+    made = {"warpweave": plain, "torch.compile model": plain}  # one model for both, to save time
 
     def full(*_):
         raise torch.OutOfMemoryError("out of memory. Tried to allocate 2 GiB\nand a long story")
@@ -666,7 +666,7 @@ def test_who_finds_no_memory_or_time_is_named(training):
 
     calls = iter(range(100))
 
-    def later(call):  # all models are there: the second finds no memory any more
+    def later(call):  # all models exist: the second finds no memory left
         return full() if next(calls) == 1 else 1.0
 
     bench = dataclasses.replace(training.bench, clock=later)
@@ -718,7 +718,7 @@ def test_hot_loops_that_cost_more_than_is_committed_are_told(load, tmp_path):
     (line,) = told(220)
     assert line.startswith("sm_90 x k: hot loop 2 of 2 has 0.220 stalls per 1,000 FLOPs, +10.0%")
     assert told(220, accept=True) == told(220) == []
-    # Some cases join the table; all of them are the table, so that no case that is gone stays.
+    # Some cases are merged into the table. All cases replace it, so that removed ones disappear.
     assert told(220, "y", accept=True, only=True) == []
     assert table() == {"x k", "y k"}
     assert told(220, "y", accept=True) == []
@@ -728,8 +728,8 @@ def test_hot_loops_that_cost_more_than_is_committed_are_told(load, tmp_path):
 def test_compiled_takes_no_case_for_none_wrong_and_keeps_tables_whole(
     load, tmp_path, capsys, monkeypatch
 ):
-    """A misspelt --only is no success; --accept with --only would drop the rest of a table that
-    another Triton made."""
+    """A misspelled --only is not a success. --accept with --only would drop the rest of a table
+    that another Triton version made."""
     compiled = load("compiled")
     monkeypatch.setattr(compiled, "compile_targets", lambda targets, *a, **k: {targets[0]: []})
     monkeypatch.setattr(compiled, "CLOCK", tmp_path)
@@ -751,7 +751,7 @@ def test_compiled_prices_a_case_by_its_cost(load):
         {}, (989_000_000, 3_350),
     )  # fmt: skip
     row = compiled.row(report)
-    assert row["roofline_us"] == 1.0  # of the arithmetic: 989 TFLOP/s; the bytes take a nanosecond
+    assert row["roofline_us"] == 1.0  # the arithmetic at 989 TFLOP/s; the bytes take 1 ns
     assert row["tiles"] == {"BLOCK_M": 64}
     assert row["waves"] == round(400 / 264, 2)
     assert row["busy"] == round(400 / 264 / 2, 3)

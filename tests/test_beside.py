@@ -1,5 +1,5 @@
-"""Kernels given plain tensors next to DTensors: a plain parameter counts as replicated, in a
-declared model every plain tensor does, and what is left is refused by name."""
+"""Kernels given plain tensors next to DTensors. A plain parameter counts as replicated, in a
+declared model every plain tensor does, and anything else is rejected by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _dropped(x: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
 
 X, HEADS, LABELS = _draw(4, 6, 8), _draw(2, 6, 4, 8), torch.tensor([3, 1, -100, 0, 9, 2])
 TABLE, _IDS = _draw(6, 4), torch.arange(24).view(4, 6) % 11 - 1
-# name -> the operator, its activation, and others that are plain.
+# name -> the operator, its activation, and the other tensors, which are plain
 ROWS: dict[str, tuple[Callable[..., Any], Tensor, tuple[Tensor, ...]]] = {
     "rms_norm": (rms_norm, X, (_draw(8),)),
     "rms_norm with dropout": (_dropped, X, (_draw(8), torch.arange(24).view(4, 6))),
@@ -56,7 +56,7 @@ ROWS: dict[str, tuple[Callable[..., Any], Tensor, tuple[Tensor, ...]]] = {
     "apply_rope": (apply_rope, HEADS, (TABLE, TABLE.cos())),
     "apply_rope_qk": (lambda x, *t: apply_rope_qk(x, x, *t)[1], HEADS, (TABLE, TABLE.cos())),
 }  # fmt: skip
-# name -> a call with x as a DTensor, and the sentence that refuses it.
+# name -> a call with x as a DTensor, and the message that rejects it
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "x": (lambda x: rms_norm(X, x[0, 0]), "rms_norm got a plain x next to a DTensor: pass x as a"),
     "residual": (
@@ -115,7 +115,7 @@ def _check(rank: int) -> None:
     for call, words in REFUSED.values():
         with pytest.raises(ValueError, match=re.escape(words)):
             call(x)
-    weight = distribute_tensor(_draw(8), mesh, [Shard(0)])  # and in a declared model, a plain x
+    weight = distribute_tensor(_draw(8), mesh, [Shard(0)])  # in a declared model, also a plain x
     found = shard(_Calls(rms_norm), {}, mesh)(X, weight)
     assert_close_f64(found.full_tensor(), rms_norm(X, _draw(8)), 1e-13)
 

@@ -1,5 +1,5 @@
-"""Who is blamed where nothing raises: ranks that end as NCCL's watchdog ends them, and what torch's
-flight recorder has of them."""
+"""The rank at fault if nothing raises: ranks that end as NCCL's watchdog ends them, and the
+contents of torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ WORDS = "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum
 
 
 def _watched(port: int) -> None:
-    """Rank 1 hangs; the watchdogs of 0 and 2 speak, have the recorder write, and abort."""
+    """Hang on rank 1. The watchdogs of ranks 0 and 2 print, have the recorder write, and abort."""
     import faulthandler
 
-    faulthandler.disable()  # of the test's own
+    faulthandler.disable()  # the test's own handler
     rank = int(os.environ["RANK"])
     assert "TORCH_CPP_LOG_LEVEL" not in os.environ
     if rank == 1:
@@ -47,7 +47,7 @@ def _watched(port: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at children without collecting them")
-def test_after_a_watchdog_the_rank_that_hung_is_named_and_its_words_and_dumps_stay(
+def test_after_a_watchdog_abort_the_hung_rank_is_named_and_dumps_are_kept(
     monkeypatch, capfd, tmp_path
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -65,7 +65,7 @@ def test_after_a_watchdog_the_rank_that_hung_is_named_and_its_words_and_dumps_st
         r"above\); not so rank 1 \(tp=1\), last seen at step 7 \(saving\), (\d+\.\d) s ago", said
     )  # fmt: skip
     assert found, said
-    assert float(found[1]) < 20  # it ignores SIGTERM, and torch's launcher waits for 30
+    assert float(found[1]) < 20  # it ignores SIGTERM, for which torch's launcher waits 30 s
     assert len([*tmp_path.rglob("flight_recorder_rank_*")]) == 2
 
 
@@ -83,12 +83,12 @@ WATCHDOG = "ended by SIGABRT, as by NCCL's watchdog (its words are above)"
 @pytest.mark.parametrize(
     ("ends", "dumps", "said"),
     [
-        # One that died by itself is the cause, also where lower ranks end after it.
+        # A rank that died by itself is the cause, also if lower ranks end after it.
         ([(2, -9), (0, ABORTED), (1, ABORTED)], {}, "rank 2 (tp=2) was killed by SIGKILL before"),
         ([(1, 3), (0, ABORTED)], {}, "what the ranks found"),
-        # Under gloo an abort is a rank's own.
+        # Under gloo an abort comes from the rank itself.
         ([(1, ABORTED), (0, 1)], None, "rank 1 (tp=1) was killed by SIGABRT before its first step"),
-        # The launcher's signals are no evidence against those that outlived the watchdog's.
+        # The launcher's signals are no evidence against ranks that outlived the watchdog's.
         ([(1, ABORTED), (0, -15), (2, -9)], {}, f"rank 1 (tp=1) was {WATCHDOG}; not so rank 0 "
          "(tp=0) before its first step; not so rank 2 (tp=2) before"),
         ([(1, 134), (2, 134)], {}, f"ranks 1, 2 were {WATCHDOG}; not so rank 0 (tp=0) before"),
@@ -101,8 +101,8 @@ def test_evidence_names_a_rank_and_its_number_does_not(ends, dumps, said):
     assert line.startswith(said)
 
 
-def test_ranks_are_listed_in_order_and_the_first_to_end_with_where_it_was_last_seen():
-    """Whatever the order in which they ended."""
+def test_ended_ranks_are_listed_in_order_with_where_the_first_was_last_seen():
+    """The order in which they ended does not matter."""
     store = _store(r0=[8, "saving"], r1=[9, "evaluation"], r2=[7, "training step"])
     line = rank_at_fault([End(r, ABORTED) for r in (3, 1, 2)], Mesh(tp=4), store, {})
     assert line.startswith(f"ranks 1, 2, 3 were {WATCHDOG}; not so rank 0 (tp=0), last seen at")
@@ -111,7 +111,7 @@ def test_ranks_are_listed_in_order_and_the_first_to_end_with_where_it_was_last_s
 
 
 def test_the_first_collective_that_a_rank_left_out_is_named(tmp_path):
-    """Of two groups the one that is recorded first, by the largest number of each rank."""
+    """Of two groups the one recorded first counts, by the largest number of each rank."""
 
     def dump(*entries: tuple[str, int]) -> bytes:
         groups = {"7": "[0, 1]", "8": "[0, 2, 10, 1]"}
@@ -132,7 +132,7 @@ def test_the_first_collective_that_a_rank_left_out_is_named(tmp_path):
     found = behind(dumps)
     assert found == {
         0: "did not join 82 (number 2 of group 8)",
-        1: "did not join 72 (number 2 of group 7)",  # and nothing of group 8
+        1: "did not join 72 (number 2 of group 7)",  # nothing of group 8
         10: "did not join 81 (number 1 of group 8)",
     }
     for rank, data in dumps.items():
@@ -150,8 +150,8 @@ def test_the_first_collective_that_a_rank_left_out_is_named(tmp_path):
 
 
 def _recorded(rank: int) -> bytes:
-    """A rank's flight recorder after a run in which rank 1 of 3 leaves out the second collective of
-    a group, on which nobody waits."""
+    """Return a rank's flight recorder after a run in which rank 1 of 3 skips the second collective
+    of a group, for which nobody waits."""
     import torch._C._distributed_c10d as c10d
 
     group = dist.new_group([0, 1, 2], backend="gloo")
@@ -178,7 +178,7 @@ def test_the_flight_recorder_names_the_rank_that_did_not_join(tmp_path):
         rf"all ranks were {re.escape(WATCHDOG)}; rank 1 \(tp=1\) did not join gloo:all_reduce "
         rf"\(number \d+ of group \d+\), says the flight recorder \({tmp_path}/r0 and others\)", line
     )  # fmt: skip
-    assert recorded(f"{tmp_path}/r", 4, time.time() + 9) == {}  # those of an earlier run
+    assert recorded(f"{tmp_path}/r", 4, time.time() + 9) == {}  # ignore those of an earlier run
     for rank, seconds in enumerate((6, 7, 8)):
         os.utime(tmp_path / f"r{rank}", (9, seconds))
     assert recorded(f"{tmp_path}/r", 2, 7.0) == {1: tmp_path / "r1"}
@@ -186,8 +186,8 @@ def test_the_flight_recorder_names_the_rank_that_did_not_join(tmp_path):
     assert recorded(None, 4, 0.0) is None
 
 
-def test_a_member_that_never_joined_a_group_is_behind_and_messages_between_two_are_not_counted():
-    """What gloo's recorder lacks: members of groups, point-to-point entries."""
+def test_member_that_never_joined_is_behind_and_p2p_messages_do_not_count():
+    """gloo's recorder lacks these entries: members of groups and point-to-point messages."""
 
     def dump(*entries: tuple[int, str, bool]) -> bytes:
         config = {"5": {"name": "5", "desc": "tp", "ranks": "[0, 1]"}}

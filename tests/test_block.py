@@ -1,4 +1,4 @@
-"""The block: torch's own on one device, cut over tensor ranks, and an ordinary module."""
+"""The block: torch's own on one device, sharded over tensor ranks, and an ordinary module."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _block(style: dict, **options) -> TransformerBlock:
 
 
 def _results(block: nn.Module, x: Tensor, run=None) -> list[Tensor]:
-    """Output and all gradients; earlier gradients are forgotten."""
+    """Return output and all gradients; earlier gradients are discarded."""
     block.zero_grad()
     leaf = x.detach().requires_grad_()
     y = block(leaf) if run is None else run(leaf)
@@ -119,7 +119,8 @@ def test_an_empty_batch_has_empty_output_and_zero_gradients(style):
 
 
 def _context(dropout_key: int = 3) -> TokenContext:
-    """Two samples of six tokens, whose numbers in the global batch are not 0, 1, ..."""
+    """Make a context of two samples of six tokens whose indices in the
+    global batch are not 0, 1, ..."""
     rope = rope_table(torch.arange(6), E // HEADS, theta=100.0, dtype=torch.float64)
     return TokenContext(2, None, rope, dropout_key, torch.arange(12) * 7 + 2**33)
 
@@ -168,7 +169,8 @@ def test_both_branches_are_dropped_by_masks_of_their_own():
         for linear in (block.attention.out, block.mlp.down):
             linear.weight.zero_()
             linear.bias.copy_(torch.ones(E) if linear is block.mlp.down else 3 * torch.ones(E))
-    values = block(x, _context())  # 6 where attention's mask keeps, plus 2 where the MLP's does
+    # 6 for the elements that attention's dropout keeps, plus 2 for those that the MLP's keeps
+    values = block(x, _context())
     assert set(values.unique().tolist()) == {0.0, 2.0, 6.0, 8.0}
 
 
@@ -228,7 +230,7 @@ def test_an_unknown_norm_is_refused():
 COMPILED = {"gemma": GEMMA, "olmo": OLMO, "selective": GPT2 | {"recompute": "up"}}
 
 
-# A block of GPT-2 is in test_gpt.py.
+# test_gpt.py tests a block of GPT-2.
 @pytest.mark.parametrize("style", COMPILED.values(), ids=COMPILED.keys())
 def test_it_compiles_without_a_graph_break(style):
     block, x = _block(style, dropout=0.3), draw(1, 12, E)
@@ -309,8 +311,8 @@ def test_it_equals_one_device_on_tensor_ranks_dropout_included(sizes):
 
 
 def _train(block: nn.Module, x: Tensor) -> list[Tensor]:
-    """Parameters and losses of three steps; the second accumulates two backward passes."""
-    # A large eps: keys' biases have no gradient but rounding, which Adam would blow up.
+    """Return parameters and losses of three steps; the second accumulates two backward passes."""
+    # A large eps: the gradients of key biases are only rounding errors, which Adam would amplify.
     optimizer, losses = torch.optim.AdamW(block.parameters(), lr=0.01, eps=0.01), []
     for key in (0, 1, 2):
         for half in x.chunk(2) if key == 1 else (x,):
@@ -328,7 +330,7 @@ def _on_data_ranks(rank: int) -> None:
     x = draw(1, 4, 6, E)
     for style in (GPT2, LLAMA | {"recompute": "up"}):
         alone = _block(style)
-        order = x.unflatten(0, (2, 2)).transpose(0, 1).flatten(0, 1)  # halves are rank by rank
+        order = x.unflatten(0, (2, 2)).transpose(0, 1).flatten(0, 1)  # halves are ordered by rank
         losses, *expected = _train(alone, order)
         for wrap in (DistributedDataParallel, fully_shard):
             wrapped = wrap(_block(style))
@@ -363,7 +365,8 @@ PROJECTIONS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 @STYLES
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_an_adapter_in_place_of_a_projection_is_called(style, name):
-    """As if its product had been added to the weight, for values and for its own gradients."""
+    """It acts as if its product had been added to the weight, for outputs
+    and for its own gradients."""
     block, x = _block(style, dropout=0.3), draw(1, 12, E)
     adapter = _LoRA(block.get_submodule(name))
     merged = copy.deepcopy(block)
@@ -383,7 +386,7 @@ def test_an_adapter_in_place_of_a_projection_is_called(style, name):
 @STYLES
 @pytest.mark.parametrize("name", [*PROJECTIONS, "attention"])
 def test_a_part_that_became_a_subclass_is_called(style, name):
-    """As FSDP2 and parametrizations do it: the module stays, its class is another one."""
+    """FSDP2 and parametrizations do this: the module object stays, but its class changes."""
     block, x, seen = _block(style), draw(1, 12, E), []
     expected = _results(block, x, lambda x: block(x, _context()))
     part = block.get_submodule(name)

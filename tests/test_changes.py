@@ -1,5 +1,5 @@
-"""The record of what was changed on a module of another library: each change undone by itself, and
-all of them."""
+"""The record of changes to a module of another library: each change can be
+undone alone, or all of them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class _Shape:
     value: int
 
 
-def test_attributes_of_one_name_on_several_owners_come_back_one_by_one_and_together() -> None:
-    """What was there, falsy or None, and what was not, however often it was set in between."""
+def test_attributes_of_several_owners_are_restored_one_by_one_or_together() -> None:
+    """This restores earlier values, including falsy ones and None, and missing attributes, however
+    often an attribute was set in between."""
     owners = [SimpleNamespace(a=0, b="b"), SimpleNamespace(a=None), SimpleNamespace()]
     before = [dict(vars(owner)) for owner in owners]
     changes = Changes()
@@ -36,7 +37,7 @@ def test_attributes_of_one_name_on_several_owners_come_back_one_by_one_and_toget
     assert [vars(owner) for owner in owners] == [{"a": 2, "b": -2}] * 3
     assert len(changes.before) == 7
     changes.restore(owners[1], "a")
-    changes.restore(owners[1], "a")  # nothing more to put back
+    changes.restore(owners[1], "a")  # there is nothing left to restore
     assert [owner.a for owner in owners] == [2, None, 2]
     changes.set(owners[1], "a", 3)
     changes.restore(owners[2], "b")
@@ -59,12 +60,12 @@ def test_undoing_removes_every_hook_and_the_record() -> None:
     assert "forward" not in vars(module)
     assert not module._forward_pre_hooks
     assert ran == [0, 1, 2]
-    undo(module)  # none is left to undo
+    undo(module)  # there is none left to undo
     assert NAME not in vars(module)
 
 
 @pytest.mark.parametrize("changed", ["nothing", "attribute", "hook", "fact"])
-def test_facts_are_one_of_each_class_and_leave_nothing_behind_but_other_changes(changed) -> None:
+def test_one_fact_per_class_is_kept_and_forgetting_it_leaves_other_changes(changed) -> None:
     module = nn.Linear(2, 2)
     assert known(module, _Size) is None
     forget(module, _Size)

@@ -1,4 +1,4 @@
-"""Collectives that ranks call differently are refused on all of them, before they are issued."""
+"""Collectives that differ between ranks are rejected on all of them, before they are issued."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = torch.ones(3)
 
 
 def _alike(rank: int, mesh: Any) -> None:
-    """What training calls, of every kind."""
+    """Call collectives of every kind that training uses."""
     for group in (mesh.group("tp"), mesh.group("dp"), mesh.group("world")):
         size = dist.get_world_size(group)
         dist.all_reduce(torch.ones(2, 3), group=group)
@@ -64,7 +64,7 @@ def _root(rank: int, mesh: Any) -> None:
 
 
 def _skipped(rank: int, mesh: Any) -> None:
-    """Rank 1 leaves one out, and comes to the next, of all ranks, while rank 0 waits for it."""
+    """Skip one collective on rank 1 and continue with the next, of all ranks, while 0 waits."""
     for group in ("tp", "world"):
         if (rank, group) != (1, "tp"):
             dist.all_reduce(torch.ones(3), group=mesh.group(group))
@@ -91,7 +91,7 @@ FAULTS: dict[str, tuple[Callable[[int, Any], None], dict[int, str]]] = {
 
 
 def _said(rank: int, store: Any, fn: Callable[[int, Any], None], timeout: float = 60.0) -> str:
-    """What `fn` raises on this rank, if its collectives are checked."""
+    """Return the error of `fn` on this rank with checked collectives."""
     mesh = MESH.connect(timeout=timedelta(seconds=60))
     checked = CheckedCollectives(store, MESH, rank, timeout, torch.device("cpu"))
     try:
@@ -107,18 +107,20 @@ def test_what_ranks_call_alike_is_let_through(run):
     store = Store()
     assert run(4, _said, store, _alike) == [""] * 4
     left = [key for key in store.values if not key.startswith("at/")]
-    assert len(left) == 3 * 4  # the last word of each member of each group, and no messages
+    assert len(left) == 3 * 4  # the last entry of each member of each group, and no messages
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_ranks_that_call_different_collectives_are_all_told_which(fault):
-    """Before anything is issued: these threads, as gloo, end at the first that is."""
+    """The error comes before anything is issued: these threads, like gloo,
+    end at the first mismatch."""
     fn, words = FAULTS[fault]
     found = run_threads(4, _said, Store(), fn)
     if words:
         assert {rank: said for rank, said in enumerate(found) if said} == words
         return
-    # Two ranks wait where the others do not come: whoever looks first says so, and all say that.
+    # Two ranks wait where the others never arrive. The first to look reports it, and all report
+    # that.
     assert len({*found}) == 1
     pair, world = "all_reduce of float32[3] among ranks 0, 1", "among ranks 0, 1, 2, 3"
     assert found[0] in (
@@ -127,12 +129,13 @@ def test_ranks_that_call_different_collectives_are_all_told_which(fault):
     )
 
 
-def test_a_slow_rank_that_was_last_seen_where_this_one_has_been_too_is_waited_for(monkeypatch):
+def test_slow_rank_last_seen_at_an_earlier_collective_is_waited_for(monkeypatch):
     monkeypatch.setattr("warpweave.parallel.checked._LOOK", 1e-3)
     store, seen = Store(), []
 
     def slow(rank: int, mesh: Any) -> None:
-        """Rank 0 comes to the first once rank 1 has looked for it, and rank 1 so to the second."""
+        """Delay rank 0 at the first collective until rank 1 has looked for it, and vice versa at
+        the second."""
         for late, group in enumerate(("tp", "world")):
             if rank == late:
                 store.wait([f"at/{1 - late}"], timedelta(seconds=60))
@@ -150,14 +153,14 @@ def _message(rank: int, store: Any) -> None:
         start_exchange(torch.ones(3 + me), torch.empty(3), 1 - me, 1 - me, group).wait()
 
 
-def test_two_ends_of_a_message_that_differ_are_told_before_the_second_is_issued():
+def test_mismatched_send_and_receive_raise_before_the_second_is_issued():
     words = r"rank 1 \(tp=1\) sends float32\[4\], rank 0 \(tp=0\) receives float32\[3\]"
     with pytest.raises(CollectiveMismatch, match=words):
         run_threads(2, _message, Store())
 
 
 class _Product(torch.autograd.Function):
-    """A product whose gradient is summed over ranks, as that of a sharded layer."""
+    """A product whose gradient is summed over ranks, like that of a sharded layer."""
 
     @staticmethod
     def forward(ctx, x):
@@ -176,7 +179,8 @@ def _hops(rank: int, ranks: int) -> Any:
 
 
 def _on_gloo(rank: int, folder: str) -> list[str]:
-    """What is raised on this rank for what torch's dispatcher sees: forward, backward, a thread."""
+    """Return the errors on this rank for calls that torch's dispatcher sees:
+    forward, backward, a thread."""
     store = dist.FileStore(f"{folder}/store", 2)
     mesh, said = Mesh(tp=2), []
     checked = CheckedCollectives(store, mesh, rank, 60.0, torch.device("cpu"))
@@ -205,7 +209,7 @@ def _on_gloo(rank: int, folder: str) -> list[str]:
     return said
 
 
-def test_torchs_dispatcher_shows_every_collective_of_gloo_before_it_is_issued(tmp_path):
+def test_every_gloo_collective_is_seen_in_torch_dispatch_before_it_is_issued(tmp_path):
     (first, second) = run_ranks(2, _on_gloo, str(tmp_path))
     one, other = "rank 0 (tp=0)", "rank 1 (tp=1)"
     words = [

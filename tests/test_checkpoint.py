@@ -1,4 +1,4 @@
-"""Checkpoints under fire: flipped bits are found, crashes lose no good step, nothing runs."""
+"""Checkpoints under attack: flipped bits are detected, crashes lose no good step, no code runs."""
 
 import errno
 import json
@@ -43,7 +43,7 @@ STATE = {"step": 7, "seed": 12345678901234567890, "loss_scale": 0.1 + 0.2, "note
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Every dtype a trainer has, odd shapes, no elements, no dimensions, and views."""
+    """Return tensors of every dtype a trainer has, of odd shapes, empty, of no dims, and views."""
     g = torch.Generator().manual_seed(seed)
     base = torch.randn(13, 7, generator=g)
     return {
@@ -67,7 +67,7 @@ def save(folder: Path, step: int = 7, seed: int = 0, **options) -> Path:
 
 
 def rewrite(step: Path, change, *, name: str = "manifest.json") -> None:
-    """Change the manifest and make its digest right again, as a forger would."""
+    """Change the manifest and update its digest, as a forger would."""
     import hashlib
 
     manifest = json.loads((step / name).read_text())
@@ -96,7 +96,7 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, shard_bytes: int)
     assert shards == {1: 10, 400: 7, 1 << 30: 1}[shard_bytes]
 
 
-def test_safetensors_own_reader_finds_what_was_saved_each_at_a_multiple_of_its_width(
+def test_safetensors_reads_what_was_saved_with_each_tensor_aligned(
     tmp_path: Path,
 ) -> None:
     tensors = weights() | {
@@ -186,7 +186,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- which steps stay ----------------------------------------------------------------------------
+# ---- retained steps ------------------------------------------------------------------------------
 
 
 def test_the_newest_k_stay_and_foreign_files_are_never_touched(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_latest_follows_the_pointer_and_does_without_it(tmp_path: Path) -> None:
     assert latest(tmp_path).name == "step_00000009"
 
 
-def test_a_step_saved_again_is_replaced_and_a_crash_between_its_two_renames_mended(
+def test_resaved_step_is_replaced_and_a_crash_between_renames_is_repaired(
     tmp_path: Path,
 ) -> None:
     save(tmp_path, 7, seed=0)
@@ -251,7 +251,7 @@ def test_a_hundred_random_bit_flips_are_all_found(tmp_path: Path) -> None:
     draw = random.Random(0)
     hit = set()
     for trial in range(100):
-        # Every file in turn, so that manifest, digest, headers and data all get their share.
+        # Cover every file in turn, so that manifest, digest, headers and data are all tested.
         file = files[trial % len(files)]
         hit.add(file.name)
         offset, bit = draw.randrange(sizes[trial % len(files)]), draw.randrange(8)
@@ -299,7 +299,7 @@ def test_a_file_changed_after_verification_is_noticed(tmp_path: Path, swapped: b
         reader.tensor("rng")
 
 
-def test_the_next_older_good_step_is_opened_with_a_warning_naming_the_bad_file(
+def test_next_older_good_step_is_opened_with_a_warning_naming_the_bad_file(
     tmp_path: Path,
 ) -> None:
     save(tmp_path, 1)
@@ -454,7 +454,7 @@ def test_a_manifest_that_is_no_strict_json_is_refused(tmp_path: Path, text: str)
 def test_a_manifest_is_counted_before_it_is_parsed(
     tmp_path: Path, monkeypatch, part: bytes
 ) -> None:
-    """60 MiB of what takes a parser a minute and gigabytes; and 1 MiB of it, but for long names."""
+    """60 MiB that cost a parser a minute and gigabytes, and 1 MiB of it, except for long names."""
     import hashlib
 
     path = save(tmp_path)
@@ -481,7 +481,7 @@ def test_a_manifest_of_120000_tensors_is_read(tmp_path: Path, name: str, shape: 
 
 
 class Evil:
-    """Unpickled, it makes a file: the canary that must stay absent."""
+    """An object that creates a file when it is unpickled: the canary that must never appear."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -497,7 +497,7 @@ def test_a_pickle_in_any_place_runs_nothing(tmp_path: Path) -> None:
     for file in sorted(path.iterdir()):
         good = file.read_bytes()
         file.write_bytes(evil)
-        if file.suffix == ".safetensors":  # with the manifest forged to agree
+        if file.suffix == ".safetensors":  # with the manifest forged to match
 
             def change(manifest: dict, name: str = file.name) -> None:
                 import hashlib
@@ -511,7 +511,7 @@ def test_a_pickle_in_any_place_runs_nothing(tmp_path: Path) -> None:
         file.write_bytes(good)
         assert not canary.exists()
     pickle.loads(evil)
-    assert canary.exists()  # the canary does sing when somebody unpickles
+    assert canary.exists()  # the canary does appear when it is unpickled
 
 
 def header(entries: object) -> bytes:
@@ -603,7 +603,7 @@ def test_a_full_disk_is_one_clear_error_and_older_steps_are_intact(tmp_path: Pat
 def test_a_step_that_the_disk_did_not_take_costs_no_older_one(
     tmp_path: Path, monkeypatch, damage: str
 ) -> None:
-    """The disk says that it has what it has not."""
+    """The disk reports success without having stored the data."""
     save(tmp_path, 1)
     save(tmp_path, 2)
 
@@ -631,10 +631,10 @@ CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir")
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_whichever_call_of_the_system_fails_a_step_is_the_old_or_the_new_one_whole(
+def test_step_is_entirely_old_or_new_whichever_system_call_fails(
     tmp_path: Path, monkeypatch, call: str
 ) -> None:
-    """Saving a step again, with the first, second, ... of such calls failing, until none does."""
+    """Save a step again, with the first, second, ... call of this kind failing, until none does."""
     original, outcomes = getattr(os, call), []
     for number in range(100):
         folder, calls = tmp_path / f"{number}", iter(range(100))
@@ -659,7 +659,7 @@ def test_whichever_call_of_the_system_fails_a_step_is_the_old_or_the_new_one_who
         found = open_checkpoint(folder / "step_00000007").tensor("rng")
         new = torch.equal(found, weights(1)["rng"])
         assert new or ("planted" in outcomes[-1] and torch.equal(found, weights(0)["rng"]))
-        save(folder, 8)  # tidies what is left, and loses nothing
+        save(folder, 8)  # cleans up leftovers, and loses nothing
         names = {path.name for path in folder.iterdir()}
         assert names == {"latest", *(f"step_0000000{step}" for step in (6, 7, 8))}
     assert len(set(outcomes)) > 1
@@ -726,7 +726,7 @@ def _save_and_read(rank: int, folder: str) -> tuple:
 
     def gathering() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in _mine(rank, world).items():
-            dist.all_reduce(torch.ones(1))  # as a real one does: collectives between the tensors
+            dist.all_reduce(torch.ones(1))  # like a real source: collectives between the tensors
             yield name, tensor
         if len(_mine(rank, world)) < len(_mine(0, world)):
             dist.all_reduce(torch.ones(1))
@@ -800,7 +800,7 @@ def test_ranks_that_see_other_folders_under_one_name_all_refuse(tmp_path: Path) 
         assert message.endswith("step_00000007 is not the same folder on all 3 ranks")
 
 
-def test_damage_in_any_file_is_every_ranks_error_though_the_hashing_is_shared(
+def test_every_rank_reports_a_damaged_file_although_hashing_is_shared(
     tmp_path: Path,
 ) -> None:
     path = save(tmp_path, shard_bytes=400)

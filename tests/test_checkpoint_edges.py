@@ -1,5 +1,5 @@
-"""Checkpoints at their edges: every dtype, the last number that is admitted and the first that is
-refused, steps of nine digits, many files, what is not JSON and where, errors of the disk."""
+"""Checkpoints at their edges: every dtype, the last number accepted and the first rejected, steps
+of nine digits, many files, invalid JSON and its place, disk errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _steps(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
 
 
-# ---------------------------------------------------------------- what is saved
+# ---------------------------------------------------------------- saving
 
 
 @pytest.mark.parametrize("name", manifests.DTYPE_CODES)
@@ -74,7 +74,7 @@ def test_every_dtype_comes_back_bit_for_bit_in_our_reader_and_in_safetensors(
 
 
 def test_the_manifest_says_what_the_files_are(tmp_path: Path) -> None:
-    """Of a dozen files; `latest` names the step and the manifest's digest."""
+    """With a dozen files. `latest` holds the step and the manifest's digest."""
     tensors = {f"t{i}": torch.zeros(i + 1, 2, requires_grad=i == 3) for i in range(12)}
     tensors |= {"half": torch.ones(3, dtype=torch.float16)}
     options = {"config": {"b": [1, (2, "x")], "a": None}, "state": {"n": 1.5}, "mesh": {"dp": 2}}
@@ -126,7 +126,7 @@ def test_a_tensor_has_up_to_64_dimensions_and_fewer_than_2_62_elements(tmp_path:
 def test_a_manifest_is_read_up_to_its_limits_of_bytes_and_values(
     tmp_path: Path, monkeypatch
 ) -> None:
-    data = b"," * 11_111  # 10,000 values, and one for every ten bytes
+    data = b"," * 11_111  # 10,000 values are allowed, and one more per ten bytes
     manifests._count_values(data, tmp_path)
     with pytest.raises(CheckpointError, match=r"has 11112 bytes and 11112 values, .* 11111 values"):
         manifests._count_values(data + b",", tmp_path)
@@ -135,11 +135,11 @@ def test_a_manifest_is_read_up_to_its_limits_of_bytes_and_values(
     with pytest.raises(CheckpointError, match="has 701 bytes and 0 values, at most 700 bytes"):
         manifests._count_values(b"x" * 701, tmp_path)
     with pytest.raises(CheckpointError, match=r"manifest\.json has \d{3} bytes and \d\d values, "):
-        _save(tmp_path, state={"a": "x" * 400})  # what nobody could read is not published
+        _save(tmp_path, state={"a": "x" * 400})  # a checkpoint that cannot be read is not published
     assert not _steps(tmp_path)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(("name", "least"), [("step", 0), ("keep", 1), ("shard_bytes", 1)])
@@ -214,7 +214,7 @@ def test_what_is_not_json_is_told_with_its_place(tmp_path: Path, part: str) -> N
 def test_a_disk_that_is_full_is_told_from_one_that_fails(
     tmp_path: Path, monkeypatch, number: int, full: bool
 ) -> None:
-    """With the file, and how much of it was written by then."""
+    """The message names the file and how much of it was written by then."""
     real, sizes = os.write, iter([100, 60])
 
     def write(file: int, data) -> int:
@@ -236,7 +236,7 @@ def test_a_disk_that_is_full_is_told_from_one_that_fails(
 
 
 def test_what_the_disk_takes_in_small_pieces_is_written_whole(tmp_path: Path, monkeypatch) -> None:
-    """However few bytes it takes at a time, and however many are handed to it."""
+    """However few bytes it takes at a time, and however many are passed to it."""
     real, tensors = os.write, [("a", torch.arange(50.0)), ("b", torch.arange(9)), ("c", ONE[0][1])]
     most = itertools.cycle((1, 7, 100, 3))
     monkeypatch.setattr(os, "write", lambda file, data: real(file, data[: next(most)]))
@@ -255,7 +255,7 @@ def test_a_config_is_compared_field_by_field_with_defaults_for_new_ones(tmp_path
     reader.require_config(saved)
     reader.require_config({**saved, "a": 1.0, "b": (1, 2)})
     reader.require_config({**saved, "new": 5}, {"new": 5})
-    reader.require_config(saved, {"a": 99, "b": 7})  # what was saved goes before a default
+    reader.require_config(saved, {"a": 99, "b": 7})  # a saved value takes precedence over a default
     for changed, defaults, says in (
         ({"new": 6}, {"new": 5}, "new: saved 5, now 6"),
         ({}, {"new": 5}, "new: saved 5, now 'nothing'"),
@@ -309,7 +309,7 @@ def test_steps_are_ordered_by_number_however_many_digits_they_have(tmp_path: Pat
         assert latest(tmp_path) == path
         assert open_latest(tmp_path).step == step
     order = [int(path.name[5:]) for path in newest_first(tmp_path)]
-    assert order == [99_999_999, 1_000_000_000, 100_000_000, 10, 9]  # the one that was last saved
+    assert order == [99_999_999, 1_000_000_000, 100_000_000, 10, 9]  # the last saved one first
     (tmp_path / "latest").unlink()
     order = [int(path.name[5:]) for path in newest_first(tmp_path)]
     assert order == sorted(numbers, reverse=True)
@@ -333,12 +333,12 @@ def test_the_newest_steps_stay_and_the_spared_one_beside_them(
     _save(tmp_path, 8, keep=keep, spare=spare)
     others = [spare, *range(9 - keep, 9)]
     assert _steps(tmp_path) == others
-    _save(tmp_path, 3, keep=keep)  # the newest, though lower than most others
+    _save(tmp_path, 3, keep=keep)  # the newest, although lower than most others
     assert _steps(tmp_path) == sorted({3, *others[len(others) - keep + 1 :]})
 
 
 def test_a_step_put_aside_is_not_listed_beside_its_replacement(tmp_path: Path) -> None:
-    """A crash after both renames; what is aside goes with the next save."""
+    """After a crash between the renames and the cleanup, the next save removes it."""
     for step in (6, 7):
         _save(tmp_path, step)
     os.rename(_save(tmp_path / "other", 6), tmp_path / f"step_00000006.old-{'ab' * 8}")
@@ -369,7 +369,7 @@ def test_each_damaged_step_is_warned_of_and_the_error_names_the_last(tmp_path: P
 
 
 def _opens(rank: int, folder: str) -> object:
-    """The step that is opened, or the error."""
+    """Return the step that is opened, or the error."""
     try:
         return open_latest(f"{folder}/{rank}", group=dist.group.WORLD).step
     except CheckpointError as error:
@@ -377,7 +377,7 @@ def _opens(rank: int, folder: str) -> object:
 
 
 def test_ranks_go_back_to_the_same_step_though_one_alone_sees_the_damage(tmp_path: Path) -> None:
-    """Each with a folder of its own; rank 0 says which steps there are, and warns."""
+    """Each rank has its own folder. Rank 0 lists the steps, and warns."""
     for step, rank in itertools.product((1, 2, 3), (0, 1)):
         _save(tmp_path / f"{rank}", step, tensors=[(f"t{i}", torch.ones(1)) for i in range(3)],
               shard_bytes=4)  # fmt: skip
@@ -406,7 +406,7 @@ def test_an_unknown_tensor_is_told_with_the_folder_and_how_many_there_are(tmp_pa
 def test_a_file_that_cannot_be_read_any_more_is_an_error_of_its_checkpoint(
     tmp_path: Path, monkeypatch
 ) -> None:
-    """Gone since it was verified, or refused by the library that reads it."""
+    """It was deleted after verification, or the library that reads it rejects it."""
     reader = open_checkpoint(_save(tmp_path))
     file = reader.path / "rank00000-00000.safetensors"
 
@@ -428,7 +428,7 @@ def test_a_file_that_cannot_be_read_any_more_is_an_error_of_its_checkpoint(
 def test_an_old_step_that_cannot_be_removed_is_told_and_ends_nothing(
     tmp_path: Path, monkeypatch
 ) -> None:
-    """Neither where it cannot be renamed nor where its files cannot be unlinked."""
+    """This holds if it cannot be renamed, and if its files cannot be unlinked."""
     for step in (1, 2):
         _save(tmp_path, step)
     rename, unlink, planted = os.rename, Path.unlink, OSError(errno.EACCES, "planted")
@@ -458,14 +458,14 @@ def test_an_old_step_that_cannot_be_removed_is_told_and_ends_nothing(
     for step, line in zip((1, 2), words, strict=True):
         aside = rf"{tmp_path}/step_0000000{step}\.tmp-[0-9a-f]{{16}}"
         assert re.fullmatch(f"{aside}: planted, not removed", line)
-    _save(tmp_path, 5, keep=3)  # which removes what was left
+    _save(tmp_path, 5, keep=3)  # removes the leftovers
     assert _steps(tmp_path) == [3, 4, 5]
 
 
 def test_a_step_that_cannot_be_published_leaves_the_one_of_its_number(
     tmp_path: Path, monkeypatch
 ) -> None:
-    """Or none, where there was none; a pointer that cannot be replaced leaves no other file."""
+    """If there was none, there is none. A pointer that cannot be replaced leaves no file behind."""
     before = open_checkpoint(_save(tmp_path, 1)).path
     rename, content = os.rename, {path.name for path in tmp_path.iterdir()}
 
@@ -523,7 +523,7 @@ def test_a_save_that_failed_is_told_once_and_the_next_one_is_saved(
 
 
 def test_a_tensor_of_another_shape_or_dtype_is_saved_as_it_is(tmp_path: Path) -> None:
-    """Under a name whose memory of the save before has others."""
+    """Under a name that had another shape or dtype in the previous save."""
     double = torch.full((3,), 0.1, dtype=torch.float64)
     shapes = (torch.ones(3), double, torch.tensor(2.0), double.expand(2, 3))
     with BackgroundSaver(None) as saver:

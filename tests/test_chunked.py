@@ -1,8 +1,8 @@
 """`overlap="chunked"`: the products of the blocking twin by chunks, with messages under the chunks.
 
-Operands are small whole numbers wherever bits are compared: every sum of them is exact, so that the
-order in which a product of fewer rows adds does not matter, and whatever differs is a fault. That
-layers of real numbers equal one device is in the tests of the layers.
+Operands are small whole numbers if bits are compared. Every sum of them is exact, so the order in
+which a smaller product adds does not matter, and any difference is a fault. The tests of the layers
+compare layers of real numbers with one device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from warpweave.parallel.tensor.ranks import TensorRanks, tensor_ranks
 from warpweave.parallel.words import Overlap
 
 K, N = 7, 5
-SHARE = 3  # tokens of a rank
+SHARE = 3  # tokens of each rank
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 Tensors = tuple[torch.Tensor | None, ...]
 
@@ -43,7 +43,7 @@ def whole_numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) ->
 
 
 def operands(dtype: torch.dtype, batch: tuple[int, ...] = (), tokens: int = SHARE) -> dict:
-    """The whole problem; the ranks have the same bias, and weights and h of their own."""
+    """Return the whole problem; the ranks have the same bias, and different weights and h."""
     _, rank, ranks = world()
     T = tokens * ranks
     return {
@@ -57,7 +57,7 @@ def operands(dtype: torch.dtype, batch: tuple[int, ...] = (), tokens: int = SHAR
 
 
 def column(ranks: TensorRanks, x: torch.Tensor, weight: torch.Tensor, **_) -> Tensors:
-    """A product, nothing, and which tokens each run of them was said to be."""
+    """Return a product, None, and the tokens that each run was given."""
 
     def multiply(x: torch.Tensor, first: int) -> tuple:
         return linear(x, weight, None), None, first + torch.arange(len(x))
@@ -87,7 +87,7 @@ def gradients(ranks: TensorRanks, dy, weight, bias, **_) -> Tensors:
 
 
 def check(product: Callable[..., Tensors], sequence: bool, given: dict, **options) -> None:
-    """Chunked results are those of the blocking twin, bit by bit, and so is a repeat of them."""
+    """Assert that chunked results equal those of the blocking twin bit by bit, twice."""
     group, *_ = world()
     words = ("none", "chunked", "chunked")
     every = (TensorRanks(group, sequence, word) for word in words)
@@ -104,14 +104,14 @@ def _equal(rank: int) -> None:
         check(column, sequence, given)
         check(gradients, sequence, given)
         check(row, sequence, given, dropped=not batch)
-        wide = given["residual"].double()  # and so are sums with it
+        wide = given["residual"].double()  # sums with it are also exact
         y, added, _ = row(TensorRanks(world()[0], sequence, "none"), **given | {"residual": wide})
         product = row(TensorRanks(world()[0], sequence, "none"), **given | {"bias": None})[0]
         assert (y.dtype, added.dtype) == (dtype, wide.dtype)
         assert torch.equal(added, part(wide, 0 if sequence else None) + product)
     for product, tokens in itertools.product((column, row, gradients), (0, 1)):
         check(product, True, operands(torch.float32, (), tokens))
-    for tokens in (5, 1, 0):  # the ranks need not divide tokens that are not cut
+    for tokens in (5, 1, 0):  # the ranks need not divide tokens that are not sharded
         given = operands(torch.float32)
         given |= {name: given[name][:tokens] for name in ("h", "residual")}
         check(row, False, given)
@@ -127,7 +127,7 @@ def test_the_group_need_not_be_the_world() -> None:
 
 
 def _sums(rank: int) -> None:
-    """Terms of which every order of adding has another sum."""
+    """Return terms whose sum differs for every order of adding."""
     _, _, ranks = world()
     scale = torch.tensor([1e16, 1.0, -1e16][:ranks], dtype=torch.float64)
     whole = torch.arange(1.0, ranks * SHARE + 1, dtype=torch.float64)[:, None]
@@ -147,11 +147,12 @@ def test_one_device_and_the_words() -> None:
         tensor_ranks(None, True, "chunks")
 
 
-# ---------------------------------------------------------------- what hides what
+# ---------------------------------------------------------------- overlap
 
 
 def _order(rank: int) -> list[str]:
-    """Per product: a message is (p)osted, a chunk is (m)ultiplied, one is (w)aited for."""
+    """Return events per product: a message is (p)osted, a chunk is (m)ultiplied, a message is
+    (w)aited for."""
     events: list[str] = []
 
     def multiply(part: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -179,7 +180,8 @@ def _order(rank: int) -> list[str]:
 
 
 def test_messages_are_under_way_while_chunks_are_multiplied() -> None:
-    """Of all but the last chunk of a gather and the first of a sum, as there is no way round."""
+    """This holds for all chunks but the last of a gather and the first of a
+    sum, which is unavoidable."""
     expected = {
         2: ["pmwm", "pmwm", "mpmw", "mpmpww", "m"],
         3: ["ppmwmwm", "ppmwmwm", "mpmpmww", "mpmpmpwww", "m"],
@@ -189,7 +191,7 @@ def test_messages_are_under_way_while_chunks_are_multiplied() -> None:
 
 
 def _hidden(rank: int) -> list[str]:
-    """The same of a column-parallel backward, whose products are those of dx and of dW."""
+    """Return the same for a column-parallel backward, whose products are those of dx and dW."""
     events: list[str] = []
 
     def noted(start: Callable) -> Callable:
@@ -247,29 +249,29 @@ GATHER, SCATTER, ROW = chunked.gather_product, chunked.product_scatter, TensorRa
 
 
 def _stale(send, recv, dest, source, group):
-    """A chunk is used before it has arrived: its place holds what it held."""
+    """Plant: a chunk is used before it has arrived, so its buffer holds old values."""
     EXCHANGE(send, torch.empty_like(recv), dest, source, group).wait()
     return Pending(None, recv.zero_)
 
 
 def _the_other_way(send, recv, dest, source, group):
-    """Messages go round the other way, which is seen on three ranks and more."""
+    """Plant: messages go around the ring in reverse, which shows on three ranks and more."""
     return EXCHANGE(send, recv, source, dest, group)
 
 
 def _by_arrival(chunks):
-    """The own chunk first, then those of rank + 1, ..."""
-    rank = world()[1] * isinstance(chunks[0], torch.Tensor)  # not of tuples, then of tensors again
+    """Plant: this rank's chunk comes first, then those of rank + 1, ..."""
+    rank = world()[1] * isinstance(chunks[0], torch.Tensor)  # not for tuples, but for tensors
     return JOINED([*chunks[rank:], *chunks[:rank]])
 
 
 def _always_own_run(x, multiply, group):
-    """Every chunk is said to begin where this rank's tokens do."""
+    """Plant: every chunk is labeled with this rank's tokens."""
     return GATHER(x, lambda part, _: multiply(part, world()[1] * len(x)), group)
 
 
 def _twice(h, multiply, group):
-    """This rank's own term is added once more."""
+    """Plant: this rank's own term is added twice."""
     return SCATTER(h, multiply, group) + part(multiply(h), 0)
 
 

@@ -1,4 +1,4 @@
-"""The command line: help, unknown commands, and where the commands come from."""
+"""The command line: help, unknown commands, and the modules that implement the commands."""
 
 from __future__ import annotations
 
@@ -85,10 +85,8 @@ def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, 
         (("export", "run", "out"), None),
     ],
 )
-def test_processes_are_prepared_for_commands_that_start_ranks_and_given_to_them(
-    monkeypatch, arguments, early
-):
-    """By the program that they will run, and for no other; those of one rank get none."""
+def test_commands_that_start_ranks_are_given_processes_forked_early(monkeypatch, arguments, early):
+    """They are forked by program, and only for these commands. Commands of one rank get none."""
     given, asked = [], []
     ready = contextlib.nullcontext("processes")
     monkeypatch.setattr(cli.Processes, "early", lambda program: asked.append(program) or program)
@@ -183,7 +181,7 @@ SWITCHES = [
 
 @pytest.mark.parametrize(("kind", "name"), SWITCHES)
 def test_a_switch_has_one_spelling_in_every_command(kind, name):
-    """``--tied`` and ``--no-tied``; the other spelling of a value is read as well."""
+    """``--tied`` and ``--no-tied``; the other spelling of a value is accepted as well."""
 
     def read(*words: str) -> object:
         return options_of(read_command_line(kind, "x", None, words))[name]
@@ -200,7 +198,7 @@ def test_a_switch_has_one_spelling_in_every_command(kind, name):
 
 @pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help")])
 def test_a_reader_that_has_seen_enough_ends_a_command_quietly(arguments, monkeypatch):
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # what is printed waits for the end
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # output is buffered until the end
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-P", "-m", "warpweave", *arguments]

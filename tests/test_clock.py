@@ -1,6 +1,6 @@
 """The clock against arithmetic: a product of a known tile has known FLOPs, instructions and bytes.
 
-Run as a program it compiles its kernels and prints what the clock reads of them: compiling needs a
+As a program, this file compiles its kernels and prints the clock's readings: compiling needs a
 process without TRITON_INTERPRET.
 """
 
@@ -37,7 +37,8 @@ def _product_kernel(
     a_ptr, b_ptr, c_ptr, steps,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BUSY: tl.constexpr,
 ):  # fmt: skip
-    """c[M, N] = a[M, steps K] @ b[steps K, N]; BUSY squashes each step's sums."""
+    """Compute c[M, N] = a[M, steps K] @ b[steps K, N]; BUSY applies a
+    nonlinearity to each step's sums."""
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     a = a_ptr + m[:, None] * 4096 + k[None, :]
     b = b_ptr + k[:, None] * N + n[None, :]
@@ -56,7 +57,7 @@ def main() -> None:
     x, y = (torch.empty(2**20, dtype=t, device="meta") for t in (torch.bfloat16, torch.float32))
     found, cubins, pipeline = {}, {}, {"num_warps": WARPS, "num_stages": 3}
     for name in ("sm_80", "sm_90", "sm_100", "sm_90 busy", "sm_90 without loop"):
-        steps = 1 if "without" in name else 64  # Triton takes an argument of 1 for a constant
+        steps = 1 if "without" in name else 64  # Triton treats an argument of 1 as a constant
         with compiling(target := name.split()[0]) as compiled:
             kernel = _product_kernel[(1,)](x, x, y, steps, M, N, K, "busy" in name, **pipeline)
         cubins[name] = kernel.asm["cubin"]
@@ -120,7 +121,7 @@ def test_bytes_by_tma_are_those_that_its_barriers_expect(found) -> None:
 def test_a_product_of_a_known_tile_has_known_figures(found, target) -> None:
     loop = loop_of(found, target)
     assert loop.flops == 2 * M * N * K / WARPS
-    # A warp's share of a multiprocessor is a fourth of it; data sheets round peaks and clocks.
+    # A warp's share of a multiprocessor is a quarter of it; data sheets round peaks and clocks.
     assert loop.tensor == pytest.approx(loop.flops / (RATES[target] / 4), rel=0.02)
     products = {
         "sm_80": M * N * K / (16 * 8 * 16) / WARPS,
@@ -128,7 +129,7 @@ def test_a_product_of_a_known_tile_has_known_figures(found, target) -> None:
         "sm_100": K / 16,
     }
     assert loop.classes["tensor"] == products[target]
-    step = (M + N) * K * 2  # bytes that a program copies in a pass
+    step = (M + N) * K * 2  # bytes that a program copies per iteration
     assert loop.global_bytes == step / WARPS
     # Each copy is written once; wgmma reads all of B for each 64 rows, tcgen05 for its 128.
     reads = {"sm_90": (M + M // 64 * N) * K * 2, "sm_100": step}
@@ -144,14 +145,15 @@ def test_work_in_the_loop_is_seen_by_class_pipe_and_ratchet(found) -> None:
     exponentials = M * N / (32 * WARPS)  # a warp's instructions
     assert busy.classes["special"] == exponentials
     assert "special" not in plain.classes
-    assert busy.pipes["special"] == 32 * exponentials / (16 / 4)  # of 16 lanes, a scheduler's 4
+    # 16 lanes, of which a scheduler has 4
+    assert busy.pipes["special"] == 32 * exponentials / (16 / 4)
     assert (busy.flops, busy.bound) == (plain.flops, "special")
     assert busy.serial < plain.serial
     committed = {"k": [plain.per_1000_flops]}
     assert worsened(committed, committed) == []
     (line,) = worsened({"k": [busy.per_1000_flops]}, committed)
     assert line.startswith("k: hot loop 1 of 1 has ")
-    assert worsened(committed, {"k": [busy.per_1000_flops]}) == []  # better needs no word
+    assert worsened(committed, {"k": [busy.per_1000_flops]}) == []  # improvements need no approval
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def text(*lines: str | tuple[str, int]) -> str:
 def test_stalls_and_targets_are_read_from_the_words() -> None:
     stall_13 = 13 << 41
     code = text(
-        ("MOV R1, c[0x0][0x28]", 0xF << 37 | 1 << 45),  # neighbours of the stall's bits, and yield
+        ("MOV R1, c[0x0][0x28]", 0xF << 37 | 1 << 45),  # bits next to the stall's, and yield
         ".L_x_0",
         ("@!P0 HMMA.16816.F32.BF16 R4, R8, R12.reuse, R4", stall_13 | 0b100001 << 52),
         ("@P1 BRA `(.L_x_0)", 0),
@@ -247,7 +249,7 @@ def test_products_are_those_of_the_instruction_set(opcode, operands, expected) -
     before = [
         instruction("UMOV", f"UR21, {descriptor:#x}"),
         instruction("UMOV", "UR3, UR21"),
-        instruction("UMOV", "UR21, 0x0"),  # after it was copied: does not matter
+        instruction("UMOV", "UR21, 0x0"),  # after it was copied: has no effect
     ]
     found = product_of(instruction(opcode, operands), before)
     assert (found.shape, found.warps, found.slower, found.reads) == expected
@@ -265,8 +267,8 @@ def test_products_that_are_not_known_are_refused() -> None:
 
 # class, pipe and its cycles on an A100 and on an H100, cycles of shared memory, bytes loaded
 HELD = {
-    "FFMA": ("fp32", ("fma", 2), ("fma", 1), 0, 0),  # 64 and 128 a cycle
-    "FMUL2": ("fp32", ("fma", 2), ("fma", 2), 0, 0),  # two results
+    "FFMA": ("fp32", ("fma", 2), ("fma", 1), 0, 0),  # 64 and 128 per cycle
+    "FMUL2": ("fp32", ("fma", 2), ("fma", 2), 0, 0),  # two results each
     "MUFU.EX2": ("special", ("special", 8), ("special", 8), 0, 0),
     "IMAD": ("imad", ("fma", 2), ("fma", 2), 0, 0),
     "IMAD.MOV.U32": ("move", ("", 0), ("", 0), 0, 0),
@@ -318,7 +320,7 @@ def test_the_figures_of_a_loop_are_those_of_its_instructions_added_by_hand() -> 
         for n, (opcode, operands) in enumerate(opcodes)
     ]
     loop = reading._read(code[2:], code, 100, 8)
-    flops = 2 * 2 * 128 * 128 * 16 / 8  # a warp's of eight
+    flops = 2 * 2 * 128 * 128 * 16 / 8  # one warp's part of eight
     by_tma, reads = 0x4000 / 8, 2 * (128 + 128) * 16 * 2 / 8
     shared = (2 + 4 + 1) * 128 + by_tma + reads
     assert (loop.instructions, loop.flops) == (11, flops)
@@ -340,8 +342,9 @@ def test_the_figures_of_a_loop_are_those_of_its_instructions_added_by_hand() -> 
 
 
 def program(*steps: str) -> list[Instruction]:
-    """One instruction each: "" goes on, "3" jumps to number 3, "=3" says that it always does, "?3"
-    may, "u3" may by an operand, "!3" may by a call, "." ends, "?." may."""
+    """Build a program of one instruction per item. "" falls through, "3" jumps to number 3, "=3"
+    always jumps (predicate), "?3" may jump, "u3" may by an operand, "!3" may by a call, "." ends,
+    "?." may end."""
     found = []
     for number, step in enumerate(steps):
         target = int(step.strip("?!=u")) if step.strip("?!=u.") else None
@@ -358,15 +361,16 @@ def program(*steps: str) -> list[Instruction]:
         (("", "", "."), []),
         (("", "", "", "?1", "."), [[1, 2, 3]]),
         (("?0", "."), [[0]]),
-        (("", "", "", "?2", "?1", "."), [[1, 2, 3, 4], [2, 3]]),  # one in the other
+        (("", "", "", "?2", "?1", "."), [[1, 2, 3, 4], [2, 3]]),  # one nested in the other
         (("", "?3", "", "", "?1", "."), [[1, 2, 3, 4]]),  # with a branch inside
-        (("", "?4", "", "?1", "", "."), [[1, 2, 3]]),  # left in its middle
-        (("", "?5", "", "?1", ".", "?5", "2"), [[1, 2, 3], [5]]),  # waits behind its end
-        (("", "?3", "", "", "?2", "."), []),  # entered at two places: no natural loop
-        (("", ".", "", "2"), []),  # nothing leads there
-        (("", "", "", "?1", "?1", "."), [[1, 2, 3, 4]]),  # two ways back
-        (("", "", "!4", "1", "", "?4", "."), [[1, 2, 3], [4, 5]]),  # the next by a far call
-        (("", "=3", "?1", "", "."), []),  # what always jumps does not go on
+        (("", "?4", "", "?1", "", "."), [[1, 2, 3]]),  # left in the middle
+        (("", "?5", "", "?1", ".", "?5", "2"), [[1, 2, 3], [5]]),  # wait loops after its end
+        (("", "?3", "", "", "?2", "."), []),  # entered at two places: not a natural loop
+        (("", ".", "", "2"), []),  # unreachable
+        (("", "", "", "?1", "?1", "."), [[1, 2, 3, 4]]),  # two back edges
+        # the second is reached by a far call
+        (("", "", "!4", "1", "", "?4", "."), [[1, 2, 3], [4, 5]]),
+        (("", "=3", "?1", "", "."), []),  # an unconditional jump does not fall through
         (("", "u3", "1", "."), [[1, 2]]),
         (("", "?.", "1"), [[1, 2]]),
     ],

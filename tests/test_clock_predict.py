@@ -1,4 +1,4 @@
-"""Predicted times: by hand, against planted constants, and against what others have published."""
+"""Predicted times: by hand, against planted constants, and against published measurements."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from warpweave.kernels.devices import TARGETS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 H100 = TARGETS["sm_90"]
-# Two warps of each scheduler; buffers for three iterations, of 32 kB each.
+# Two warps per scheduler; buffers for three iterations, of 32 kB each.
 KERNEL = Kernel(
     flops=1e6,
     busy=500.0,
@@ -31,8 +31,8 @@ WORK = Work(items=2 * 132, flops=2 * 132 * 8 * 1e6 * 10)  # two waves of ten ite
 
 
 def test_terms_are_those_of_a_launch_counted_by_hand() -> None:
-    # 20 iterations, each of two warps a scheduler; of the load's 32768 / 32 cycles one iteration
-    # of the program, 1000 cycles, is covered; two waves.
+    # 20 iterations, each of two warps per scheduler; one iteration of the program, 1000 cycles,
+    # hides part of the load's 32768 / 32 cycles; two waves.
     assert terms(KERNEL, WORK, H100, 32) == (20 * 1000, 20 * 600, 20 * 24, 2 * 1400, 2000)
     assert cycles((10, 20, 30, 40, 50), Constants(1, 2, 3, 4, 5, 0, 0)) == START + 550
 
@@ -40,11 +40,12 @@ def test_terms_are_those_of_a_launch_counted_by_hand() -> None:
 @pytest.mark.parametrize(
     ("kernel", "work", "ratio"),
     [
-        ({"shared": 65536}, {}, (1, 1, 1024 / 24, 1, 1)),  # two buffers cover nothing
-        ({"shared": 4 * 32768}, {}, (1, 1, 0, 1, 1)),  # four cover it all
+        ({"shared": 65536}, {}, (1, 1, 1024 / 24, 1, 1)),  # two buffers hide nothing
+        ({"shared": 4 * 32768}, {}, (1, 1, 0, 1, 1)),  # four hide it all
         ({"loaded": 0.0}, {}, (1, 1, 0, 1, 1)),
-        ({"occupancy": 2}, {}, (1, 1, 1 / 2, 1, 1 / 2)),  # one round of both
-        ({}, {"items": 2 * 132 + 1}, (1.5 * 264 / 265,) * 3 + (1.5, 1.5)),  # a third wave for one
+        ({"occupancy": 2}, {}, (1, 1, 1 / 2, 1, 1 / 2)),  # one wave of both
+        # a third wave for one program
+        ({}, {"items": 2 * 132 + 1}, (1.5 * 264 / 265,) * 3 + (1.5, 1.5)),
         ({}, {"items": 2 * 132 + 1, "uneven": True}, (1, 1, 1, 265 / 264, 265 / 264)),
     ],
 )
@@ -104,7 +105,7 @@ def test_a_kernel_is_priced_by_what_it_executes_its_programs_and_its_bytes(
 
 
 def planted(constants: Constants) -> list:
-    """Points that obey `constants` exactly: kernels of all sorts and sizes."""
+    """Return points that obey `constants` exactly: kernels of all kinds and sizes."""
     points = []
     for n in range(12):
         kernel = dataclasses.replace(
@@ -120,14 +121,15 @@ def planted(constants: Constants) -> list:
 
 
 def test_constants_that_made_the_figures_are_found_again() -> None:
-    # Without one source several rates fit exactly; the usual one then wins, so it is the truth.
+    # Without one source several rates fit exactly. The default rate is then chosen, so it is the
+    # truth.
     truth = Constants(1.1, 0.8, 0.7, 2.0, 3.0, model.CONSTANTS[90].rate, 0.0)
     points = planted(truth)
     found, summary = clock_fit.calibrate(points)
     assert vars(found) == pytest.approx(vars(truth), rel=1e-3, abs=1e-3)
     for kept in ("kept out", "whole sources kept out"):
         assert summary[kept]["largest"] < 1e-3
-    # Half of the figures, twice as fast: nothing fits both.
+    # Half of the values are twice as fast: nothing fits both.
     wrong = [p._replace(tflops=p.tflops * (1 + n // 2 % 2)) for n, p in enumerate(points)]
     assert clock_fit.calibrate(wrong)[1]["kept out"]["mean error"] > 0.15
 

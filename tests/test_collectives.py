@@ -1,4 +1,4 @@
-"""The collectives equal their algebra on 1 to 4 ranks, both ways, and so do their types."""
+"""The collectives and their types equal their algebra on 1 to 4 ranks, forward and backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from threads import on_threads, run_threads
 
 from warpweave.parallel import collectives as c
 
-SHAPE = (12, 5, 24)  # dims 0 and 2 divide by 1, 2, 3, 4; dim 1 by none but 1
+SHAPE = (12, 5, 24)  # dims 0 and 2 are divisible by 1, 2, 3, 4; dim 1 only by 1
 
 
 def _tensor(seed: int, shape: tuple[int, ...] = SHAPE, dtype=torch.float64) -> torch.Tensor:
@@ -41,7 +41,7 @@ def _run(fn, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _all_pairs(rank: int) -> None:
-    """Every pair against the sums and slices its docstring states, drawn alike on all ranks."""
+    """Compare every pair with the sums and slices in its docstring, on equal draws everywhere."""
     group, rank, ranks = world()
     terms = [_tensor(10 + r) for r in range(ranks)]  # each rank's own contribution
     total = sum(terms)
@@ -78,7 +78,7 @@ def _all_pairs(rank: int) -> None:
     assert_close_f64(c.reduce_from(strided, group), expected, 1e-14)
     assert_close_f64(c.reduce_scatter(strided, group), _slice(expected, rank, ranks, 0), 1e-14)
 
-    # a second derivative would leave the collective out
+    # a second derivative would omit the collective
     for function in (c.copy_to, c.reduce_from, c.scatter, c.gather, c.all_gather, c.reduce_scatter):
         x = _tensor(1).requires_grad_()
         (dx,) = torch.autograd.grad(function(x, group).square().sum(), x, create_graph=True)
@@ -116,7 +116,7 @@ def test_without_a_group_nothing_happens() -> None:
 
 
 def _dims(group) -> None:
-    """Every dim that exists, and the two beside them, of each function that takes one."""
+    """Try every existing dim, and the two just outside, for each function with a dim."""
     x = torch.zeros(2, 4, 6)
     functions = (c.scatter, c.gather, c.all_gather, c.reduce_scatter, c.own_slice)
     for function in (*functions, c.start_all_gather, c.start_reduce_scatter):
@@ -165,7 +165,7 @@ def _sums(group) -> None:
 
 
 def test_sums_both_ways_are_of_32_bits_at_least_and_come_back_in_their_dtype() -> None:
-    on_threads(3, _sums)  # of two terms a sum in 16 bits is rounded once as well
+    on_threads(3, _sums)  # the sum of two terms in 16 bits is rounded once as well
 
 
 def test_a_collective_is_waited_for_once() -> None:
@@ -176,7 +176,8 @@ def test_a_collective_is_waited_for_once() -> None:
 
 
 def _ends(group) -> tuple[list[bool], list[list[float]]]:
-    """One way, the other way, both ways and none; several in one batch, to several ranks."""
+    """Send one way, the other way, both ways and not at all; several in
+    one batch, to several ranks."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     right, left, into = (rank + 1) % ranks, (rank - 1) % ranks, torch.zeros(1)
     x = torch.full((1,), float(rank))
@@ -214,7 +215,7 @@ def test_a_message_that_fails_names_all_peers_once() -> None:
             pending.wait()
         return str(said.value)
 
-    def beside(rank: int) -> str:  # ranks are the group's, not the world's
+    def beside(rank: int) -> str:  # ranks are numbered in the group, not in the world
         group = dist.new_group([1, 2, 3, 4])
         return batch(group) if rank == 2 else ""
 
@@ -223,7 +224,7 @@ def test_a_message_that_fails_names_all_peers_once() -> None:
     assert run_threads(5, beside)[2] == words
 
 
-# Function, its dim, the one input type that its rule accepts
+# function, its dim, the only input type that its rule accepts
 CASES = [
     (c._CopyTo, (), I),
     (c._ReduceFrom, (), P),
@@ -240,10 +241,10 @@ CASES = [
 
 @pytest.mark.parametrize(("function", "dim", "accepted"), CASES)
 def test_typing_rules_hold_numerically(function, dim, accepted) -> None:
-    """Of R, S(0), S(2), P and I the rule accepts one, and derives a true output type from it."""
+    """The rule accepts one of R, S(0), S(2), P and I, and derives a correct output type from it."""
     report = rulecheck(function, (_tensor(3, (4, 3, 6)), "tp", *dim))
     checked = [placement["x"]["tp"] for placement in report.checked]
-    # rulecheck runs without gradients, where R and I are one type
+    # rulecheck runs without gradients, for which R and I are one type
     assert checked == ([R, I] if accepted is I else [accepted])
     assert len(checked) + len(report.rejected) == 5
 
@@ -267,7 +268,7 @@ class _ForgetsToReduce(c._ReduceFrom):
 
 
 class _GathersTheWrongDim(c._AllGather):
-    """Fault: gathers along dim 0 what the rule calls sharded along dim 2."""
+    """Fault: it gathers along dim 0 what the rule calls sharded along dim 2."""
 
     @staticmethod
     def forward(ctx, x, group, dim):

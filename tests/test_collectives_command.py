@@ -1,4 +1,4 @@
-"""``warpweave collectives``: the fit of the model, the summary, what is refused, and a real run."""
+"""``warpweave collectives``: the fit of the model, the summary, bad arguments, and a real run."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ def test_the_network_is_found_from_the_times_that_it_gives(network) -> None:
 
 
 def test_no_constant_is_below_zero() -> None:
-    """Times that fall with the bytes, which unconstrained squares would fit by a negative byte."""
+    """An unconstrained fit of times that fall with the bytes would give a negative byte cost."""
     found = fit([[1, 10, 0], [1, 1000, 0], [2, 1000, 0]], [2.0, 1.0, 2.0])
     assert found.beta == found.gamma == 0
     assert found.alpha > 0
 
 
 def test_no_other_network_has_less_error() -> None:
-    """Karush, Kuhn and Tucker: the error rises along a constant that is 0, and is level else."""
+    """By Karush, Kuhn and Tucker: the error rises along a constant that is
+    0, and is level otherwise."""
     numbers, supports = np.random.default_rng(0), set()
     for _ in range(100):
         rows, seconds = numbers.uniform(0.1, 1, (5, 3)), numbers.uniform(0.1, 1, 5)
@@ -64,7 +65,7 @@ def test_no_other_network_has_less_error() -> None:
         assert (slope > -1e-9).all()
         assert (abs(slope[constants > 0]) < 1e-9).all()
         supports.add(tuple(constants > 0))
-    assert len(supports) == 7  # each choice of constants
+    assert len(supports) == 7  # each subset of constants
 
 
 def test_the_summary_has_every_rows_prediction_and_the_backends_time() -> None:
@@ -186,7 +187,8 @@ def test_the_plot_has_measured_points_and_predicted_lines_over_bytes(tmp_path) -
 
 
 def _one_rank(monkeypatch, config: CollectivesConfig, seconds: list[float]) -> tuple[list, list]:
-    """The rows of a lone rank, whose collectives take these seconds; what ran on which numbers."""
+    """Return the rows of a single rank whose collectives take these seconds,
+    and which ran on which data."""
     ran: list[tuple] = []
     session = mock.Mock(rank=0, device=torch.device("cpu"))
     joined = mock.Mock(return_value=session)
@@ -213,7 +215,8 @@ def _one_rank(monkeypatch, config: CollectivesConfig, seconds: list[float]) -> t
 
 
 def test_each_is_measured_as_often_as_asked_after_one_that_is_checked(monkeypatch) -> None:
-    """The median counts, not the first run, which connects; each begins with the rank's number."""
+    """The median counts, without the first run, which connects. Each input
+    begins with the rank's number."""
     config = CollectivesConfig(ranks=4, node=4, sizes=("8", "40"), repeats=4, timeout=7.0)
     names = ["gloo", *all_reduces(4, 4)]
     seconds = [
@@ -249,7 +252,7 @@ def test_seconds_are_those_of_the_last_rank(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("device", [None, "cuda"])
-def test_the_command_starts_its_ranks_where_it_is_told_and_writes_to_a_folder_of_any_depth(
+def test_collectives_command_uses_the_given_device_and_creates_its_folder(
     device, tmp_path, monkeypatch, capsys
 ) -> None:
     config = CollectivesConfig(ranks=3, sizes=("96",), out=tmp_path / "a" / "b", device=device)

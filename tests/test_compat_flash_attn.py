@@ -25,8 +25,8 @@ def _qkv(queries: int, keys: int, batch: int = B) -> list[Tensor]:
 
 
 def _truth(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0):
-    """(o, lse): a query at i + Sk - Sq sees the keys of the window around it, up to itself if
-    causal."""
+    """Return (o, lse): a query at i + Sk - Sq sees the keys of the window around it, up to itself
+    if causal."""
     queries, keys = q.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (scale or q.shape[3] ** -0.5)
@@ -42,7 +42,7 @@ def _truth(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0):
                 or (left >= 0 and away < -left)
                 or (right >= 0 and away > right)
             )
-    empty = ~seen.any(-1, keepdim=True)  # keeps finite scores, so that autograd has no NaN
+    empty = ~seen.any(-1, keepdim=True)  # keeps scores finite, so that autograd has no NaN
     scores = scores.masked_fill(~seen & ~empty, -torch.inf)
     lse = scores.logsumexp(-1).masked_fill(empty[:, 0], -torch.inf)
     weights = scores.softmax(-1).masked_fill(~seen, 0.0)
@@ -56,7 +56,7 @@ def _agree(ours, truth) -> None:
 
 
 def _check(call, inputs, truth) -> None:
-    """Output, lse and the gradients through both."""
+    """Compare output, lse and the gradients through both."""
     o, lse, none = call
     _agree(o, truth[0])
     _agree(lse, truth[1])
@@ -131,7 +131,7 @@ def test_the_arguments_have_their_order_and_defaults(name):
 ALL = {"softmax_scale": 0.3, "causal": True, "window_size": (3, 1), "softcap": 1.5}
 LSE = {"return_attn_probs": True}
 ENDS = torch.tensor([0, 5, 10], dtype=torch.int32)
-CALLS = {  # of q[2, 5, H, D], and of k and v of as many tokens, or of 9
+CALLS = {  # called with q[2, 5, H, D], and with k and v of as many tokens, or of 9
     "positional": (5, lambda q, k, v, o: fa.flash_attn_func(
         q, k, v, *[o.get(n) for n in ("dropout_p", *ALL)], None, True, True)),
     "keywords": (9, lambda q, k, v, o: fa.flash_attn_func(q, k, v, **o, **LSE)),
@@ -161,7 +161,7 @@ def _flat(*tensors: Tensor) -> list[Tensor]:
     return [x.flatten(0, 1) for x in tensors]
 
 
-@pytest.mark.parametrize("window", [(3, 1), (-1, -1), (2, 2)])  # which take paths of their own
+@pytest.mark.parametrize("window", [(3, 1), (-1, -1), (2, 2)])  # each has a separate path
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_passes_every_option_on(name, window):
     keys, call = CALLS[name]
@@ -179,7 +179,7 @@ def test_every_call_passes_every_option_on(name, window):
             assert (dropped - o).abs().mean() > 0.05
 
 
-LENGTHS = [  # and whether both have one tensor of boundaries
+LENGTHS = [  # and whether both share one tensor of boundaries
     ([4, 1, 0, 6], [4, 1, 0, 6], True),
     ([4, 1, 0, 6], [4, 1, 0, 6], False),
     ([2, 3, 4], [5, 1, 7], False),
@@ -193,7 +193,7 @@ LENGTHS = [  # and whether both have one tensor of boundaries
 def test_packed_sequences_are_each_alone(q_lengths, k_lengths, window, causal, shared):
     cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (q_lengths, k_lengths))
     inputs = [x.detach()[0] for x in _qkv(sum(q_lengths), sum(k_lengths), 1)]
-    inputs[2] = inputs[2][..., : D if causal else 5].clone()  # values of a head size of their own
+    inputs[2] = inputs[2][..., : D if causal else 5].clone()  # values of a different head size
     inputs = [x.requires_grad_() for x in inputs]
     q, k, v = inputs
     found = fa.flash_attn_varlen_func(
@@ -208,7 +208,7 @@ def test_packed_sequences_are_each_alone(q_lengths, k_lengths, window, causal, s
 
 @pytest.mark.parametrize(("q_lengths", "rows"), [([1, 1, 1], 4), ([1, 1, 0], 2)])
 def test_as_many_boundaries_as_rows_are_boundaries(q_lengths, rows):
-    """Of a batch that is padded, and where keys are as many."""
+    """This holds for a padded batch, and if there are as many keys."""
     q, k, v = (x.detach()[0] for x in _qkv(rows, 4, 1))
     cu_q, cu_k = torch.tensor([0, *q_lengths]).cumsum(0).int(), torch.tensor([0, 1, 3, 4]).int()
     found = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1, 2)
@@ -216,7 +216,7 @@ def test_as_many_boundaries_as_rows_are_boundaries(q_lengths, rows):
     truth = [_truth(*(x[None] for x in each))[0][0] for each in
              zip(q[:total].split(q_lengths), k.split([1, 2, 1]), v.split([1, 2, 1]))]  # fmt: skip
     _agree(found[:total], torch.cat(truth))
-    v = v[..., :3]  # one call for each
+    v = v[..., :3]  # one value tensor for each call
     found = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1, 2, causal=True)
     assert found.shape == (rows, H, 3)
     truth = [_truth(*(x[None] for x in each), causal=True)[0][0] for each in
@@ -236,7 +236,7 @@ def test_no_sequences_are_nothing():
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x[S, H, D] by cos and sin[S, R/2]."""
+    """Rotate x[S, H, D] by cos and sin[S, R/2]."""
     R = 2 * cos.shape[1]
     a, b = (x[..., 0:R:2], x[..., 1:R:2]) if interleaved else (x[..., : R // 2], x[..., R // 2 : R])
     c, s = cos[:, None], sin[:, None]
@@ -253,7 +253,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 )  # fmt: skip
 @pytest.mark.parametrize("filled", [[4, 4], [2, 5]])
 def test_a_cache_is_filled_rotated_and_seen(filled, causal, window, interleaved):
-    """With a cache and a table that end with the last new row."""
+    """The cache and the table end with the last new row."""
     new, R = 3, 4
     size = max(filled) + new
     samples = [2, 0]  # of a cache of three
@@ -294,7 +294,7 @@ def test_a_cache_alone_is_seen_whole_or_as_far_as_it_is_filled():
         (torch.cat([q] * 5, 1), (4, 2)),
         (q, (1, 9)),
         (q, (-1, 5)),
-    ):  # 2, 10 of 7 keys; sides that reach behind all of them
+    ):  # 2, 10 of 7 keys; sides that extend beyond all of them
         causal = window == (-1, -1)
         padded = fa.flash_attn_with_kvcache(
             queries, k, v, cache_seqlens=torch.tensor([7, 6]), cache_leftpad=torch.tensor([0, 4]),
@@ -324,7 +324,7 @@ def test_samples_may_be_any_rows_of_a_cache_and_begin_anywhere(rows, filled):
             return_softmax_lse=True,
         )  # fmt: skip
         for i, (row, start, end) in enumerate(zip(names, starts, ends)):
-            if start >= end:  # of nothing but padding nothing is seen
+            if start >= end:  # a query sees nothing in pure padding
                 assert not found[i].any()
                 assert lse[i].isneginf().all()
                 continue
@@ -351,7 +351,7 @@ def test_dropout_is_repeated_by_torchs_seed_and_keeps_the_mean():
     assert (drop(1) - _truth(q, k, v)[0]).abs().mean() > 0.05
     state = torch.get_rng_state()
     fa.flash_attn_func(q, k, v)
-    assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn that nobody needs
+    assert torch.equal(torch.get_rng_state(), state)  # no unneeded numbers are drawn
 
 
 def test_packed_sequences_are_not_dropped_alike():
@@ -363,7 +363,7 @@ def test_packed_sequences_are_not_dropped_alike():
         assert not torch.equal(o[:6], o[6:])
 
 
-# ---------------------------------------------------------------- refused
+# ---------------------------------------------------------------- errors
 
 
 def _varlen(q_ends, k_ends, **options):
@@ -458,7 +458,7 @@ REFUSED = {
 
 
 BIASED = torch.ones(H)
-NEVER = {  # every function, and what it is given before its options
+NEVER = {  # every function, with its arguments before the options
     "flash_attn_func": lambda q, k, v: (q, k, v),
     "flash_attn_kvpacked_func": lambda q, k, v: (q, torch.stack((k, v), 2)),
     "flash_attn_qkvpacked_func": lambda q, k, v: (torch.stack((q, k, v), 2),),
@@ -472,7 +472,7 @@ NEVER = {  # every function, and what it is given before its options
 
 
 @pytest.mark.parametrize("name", NEVER)
-def test_alibi_and_paged_caches_are_refused_by_every_function_that_takes_them(name):
+def test_alibi_and_paged_caches_are_rejected_by_every_function(name):
     function, q = getattr(fa, name), _draw(B, 5, H, D)
     given = NEVER[name](q, q, q)
     for option in ("alibi_slopes", "block_table"):

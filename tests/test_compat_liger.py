@@ -1,4 +1,4 @@
-"""Liger's modules against what its documentation says they compute, in plain float64 torch."""
+"""Liger's modules against their documentation, in plain float64 torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _doubles():
 
 
 def _agree(ours, truth, tensors) -> None:
-    """The result and its gradients by `tensors`."""
+    """Compare the result and its gradients by `tensors`."""
     ours, truth = (x if isinstance(x, tuple) else (x,) for x in (ours, truth))
     with torch.random.fork_rng():
         weights = [torch.randn_like(x) for x in truth]
@@ -70,8 +70,8 @@ def test_the_arguments_have_their_order_and_defaults(name):
     assert found == SIGNATURES[name].split()
 
 
-# What Liger's modules are and hold when nothing but the size is said: every attribute that its own
-# (ead96b6) sets from an argument, and its parameters, all of which are trained.
+# The state of Liger's modules if only the size is given: every attribute that Liger (ead96b6) sets
+# from an argument, and its parameters, all of which are trained.
 LOSS = {"ignore_index": -100, "lse_square_scale": 0.0, "label_smoothing": 0.0, "reduction": "mean",
         "softcap": None, "return_z_loss": False, "return_token_accuracy": False,
         "return_predicted_tokens": False}  # fmt: skip
@@ -112,7 +112,7 @@ def test_a_module_of_defaults_is_ligers(name):
             assert found[each].shape == wanted
 
 
-GIVEN = {  # each argument that a module keeps under its own name, by another value than its default
+GIVEN = {  # each argument that a module keeps under its own name, with a value not its default
     "LigerRMSNorm": {
         "hidden_size": 5, "offset": 0.5, "casting_mode": "none", "in_place": False,
         "row_mode": True, "elementwise_affine": False,
@@ -152,14 +152,14 @@ def test_rms_norm(offset, init_fn, casting_mode):
 
 
 def test_in_bfloat16_an_offset_and_a_softcap_round_once():
-    """1 + w and capped logits have more digits than bfloat16 keeps: not in a single number of the
-    result may more be lost than by rounding it."""
+    """1 + w and capped logits have more digits than bfloat16 keeps. No element of the result may
+    lose more than one rounding."""
     x, y = torch.randn(64, E).bfloat16(), torch.randint(E, (64,))
     norm = liger.LigerRMSNorm(E, offset=1.0, init_fn="zeros").bfloat16()
     nn.init.constant_(norm.weight, 0.003)
     rstd = (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     truth = x.double() * rstd * (1 + norm.weight.double())
-    assert ((norm(x) - truth) / truth).mean().abs() < 5e-4  # 3e-3 where 1.003 became 1
+    assert ((norm(x) - truth) / truth).mean().abs() < 5e-4  # it is 3e-3 if 1.003 became 1
     x = 20 * x
     loss = liger.LigerCrossEntropyLoss(softcap=30.0)(x, y)
     truth = nn.functional.cross_entropy(30 * torch.tanh(x.double() / 30), y)
@@ -345,7 +345,7 @@ def test_the_mean_over_no_labels_is_zero_and_so_are_its_gradients(options):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("asked", [(True, False), (False, True), (True, True)])
 def test_accuracy_and_predicted_tokens_come_beside_the_loss(asked, reduction):
-    """Liger's: -1 and a miss where the label is ignored, a mean over the others unless "none"."""
+    """As in Liger: -1 and a miss if the label is ignored, a mean over the others unless "none"."""
     x, head, labels = _case()
     with torch.no_grad():
         head[labels[-3:]] += 9 * x[-3:]  # three hits
@@ -375,7 +375,7 @@ def test_accuracy_and_predicted_tokens_come_beside_the_loss(asked, reduction):
 
 
 def test_class_weights_and_a_bias_may_have_another_dtype():
-    """As of a loss in float32 beside weights of float64, or a head of bfloat16, whose products are
+    """For example a loss in float32 with float64 weights, or a head of bfloat16, whose products are
     summed in float32, and whose largest logits may round to the same number."""
     x, head, labels = (t.detach() for t in _case())
     for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 2**-8)):  # one rounding
@@ -395,7 +395,7 @@ def test_class_weights_and_a_bias_may_have_another_dtype():
     assert norm(x.bfloat16()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("ignored", [7, -1])  # -1 is also what is predicted there
+@pytest.mark.parametrize("ignored", [7, -1])  # -1 is also the prediction there
 @pytest.mark.parametrize("options", OPTIONS)
 def test_another_ignored_label_counts_nowhere(options, ignored):
     x, head, labels = _case(0)
@@ -442,7 +442,7 @@ def test_rotary(samples, unsqueeze_dim):
     _agree(ours(q, k), (turn(q), turn(k)), [q, k])
 
 
-# ---------------------------------------------------------------- refused
+# ---------------------------------------------------------------- errors
 
 CE, FUSED = liger.LigerCrossEntropyLoss, liger.LigerFusedLinearCrossEntropyLoss
 

@@ -1,10 +1,10 @@
-"""Compiled whole by torch.compile, an op gives what it gives without, forward and backward; with
-seeds, positions and lengths that change it is compiled at most twice.
+"""Ops under torch.compile(fullgraph=True): equal results, forward and backward, and at most two
+compilations while seeds, positions and lengths change.
 
-The first compilation takes every number for a constant; the first that changes makes it a symbol,
-and with that it must be done, whatever comes. A row of `CASES` is an op and its arguments for n:
-lengths, positions, seeds and sites all depend on it. A new op is a new row. Triton likewise: no
-kernel is compiled for what is another at every step.
+The first compilation treats every number as a constant. The first call with a different number
+makes it a symbol, and no later call may compile again. A row of `CASES` is an op and its arguments
+for n: lengths, positions, seeds and sites all depend on it. A new op is a new row. Triton is held
+to the same: no kernel is compiled for values that differ at every step.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ RATES = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.
 
 
 class Case(NamedTuple):
-    """op(*arguments(n), **options(n)); the first `leaves` arguments have gradients, with the impls
-    `differentiable`; compiled, results and gradients may differ by `rtol`, else by no bit."""
+    """A call op(*arguments(n), **options(n)).
+
+    The first `leaves` arguments have gradients, with the impls `differentiable`. Compiled results
+    and gradients may differ by `rtol`; without it they must be bitwise equal.
+    """
 
     op: Callable[..., Any]
     arguments: Callable[[int], tuple[Any, ...]]
@@ -65,7 +68,7 @@ def _x(n: int) -> torch.Tensor:
 
 
 def _drop(n: int) -> Drop:
-    """Of a dropout at another place of another step, of other tokens."""
+    """Return the dropout of another site, step and set of tokens."""
     return Drop(0.25, seed=10**6 + n, site=5 + n, tokens=torch.arange(n) + 100 * n)
 
 
@@ -104,7 +107,7 @@ def _residual_itself(x: torch.Tensor, *weights: torch.Tensor, **options: Any) ->
 
 
 def _single(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """In float32, whose products have an operator of their own on a CPU."""
+    """Run in float32, whose products have a separate operator on a CPU."""
     return tuple(t.detach().float() for t in tensors)
 
 
@@ -194,7 +197,7 @@ CASES = {
 }
 
 SIZES = (3, 5, 9, 17, 33, 41)  # past every power of two, where blocks may become larger
-# Without gradients what has none: the others' forward pass is compiled with their backward.
+# Ops without gradients. The forward pass of the others is compiled with their backward.
 FORWARD = [
     (name, impl, False)
     for name, case in CASES.items()
@@ -205,8 +208,8 @@ BACKWARD = [(name, impl, True) for name, case in CASES.items() for impl in case.
 
 
 class _Backend:
-    """`aot_eager` for a graph with symbols, `eager` for that of constants, which costs as much
-    again and shows nothing that the other does not; both are counted."""
+    """A backend: `aot_eager` for a graph with symbols, `eager` for that of constants, which would
+    cost as much again and show nothing new. Both are counted."""
 
     def __init__(self) -> None:
         self.symbolic, self.constant = map(CompileCounterWithBackend, ("aot_eager", "eager"))
@@ -217,7 +220,7 @@ class _Backend:
 
 
 def _computed(op: Callable[..., Any], case: Case, n: int, leaves: int) -> list[torch.Tensor]:
-    """Results, gradients of the leaves, and all that the arguments hold afterwards."""
+    """Return results, gradients of the leaves, and the contents of the arguments afterwards."""
     torch.manual_seed(n)
     given, options = case.arguments(n), case.options(n)
     for x in given[: case.leaves]:
@@ -238,7 +241,7 @@ def test_two_compilations_are_enough_and_change_no_number(name, impl, gradients)
     compiled, leaves = torch.compile(op, fullgraph=True, backend=counter), gradients * case.leaves
     for n in SIZES:
         found = _computed(compiled, case, n, leaves)
-        if n in (SIZES[0], SIZES[-1]):  # of the one compilation and of the other
+        if n in (SIZES[0], SIZES[-1]):  # one for each compilation
             for a, b in zip(found, _computed(op, case, n, leaves), strict=True):
                 assert torch.equal(a, b) if case.rtol == 0 else relative_error(a, b) <= case.rtol
     assert counter.symbolic.frame_count <= 1
@@ -249,7 +252,7 @@ def test_two_compilations_are_enough_and_change_no_number(name, impl, gradients)
     ("name", "gradients"), [(name, g) for name, impl, g in FORWARD + BACKWARD if impl == "torch"]
 )
 def test_two_layers_of_an_op_compile_with_dynamic_shapes(name, gradients):
-    """From the first call every number is a symbol, also a float that a module of ours holds.
+    """From the first call every number is a symbol, including a float that a module of ours holds.
 
     Only the torch path is traced: a Triton kernel is one node of the graph.
     """
@@ -274,7 +277,7 @@ def test_two_layers_of_an_op_compile_with_dynamic_shapes(name, gradients):
 
 
 def _jitted() -> Iterator[tuple[str, ast.FunctionDef, ast.expr]]:
-    """(module, function, decorator) of every kernel that is launched."""
+    """Return (module, function, decorator) of every kernel that is launched."""
     for found in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         source = Path(importlib.import_module(found.name).__file__).read_text()
         for node in ast.walk(ast.parse(source)):
@@ -286,7 +289,7 @@ def _jitted() -> Iterator[tuple[str, ast.FunctionDef, ast.expr]]:
 
 
 def test_no_kernel_is_compiled_for_a_seed_or_a_rank():
-    """Triton compiles anew for a number that is 1, or divisible by 16, or needs 64 bits."""
+    """Triton compiles again for an integer that is 1, is divisible by 16, or needs 64 bits."""
     words = {"seed", "site", "sample", "head0", "rank", "signature", "step", "epoch", "window"}
     with_a_seed = 0
     for module, function, decorator in _jitted():

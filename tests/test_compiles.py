@@ -1,7 +1,7 @@
-"""Kernels compiled for GPUs that are not there: no spills, smem fits, tensor cores used.
+"""Kernels compiled for GPUs that are not present: no spills, smem fits, tensor cores used.
 
-Here a case of each family for one part, and that what is wrong is told; all cases and every shipped
-tile are compiled for every part by ``make compiled``, in minutes.
+This file tests one case of each family for one GPU, and that errors are reported. ``make compiled``
+compiles all cases and every shipped tile for every GPU, in minutes.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from warpweave.machine.tune.aot import Compiled, compiling, occupancy
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(3600)
-# Words in the names of cases.
+# Substrings of case names.
 CASES = (
     "planted", "gelu tanh bwd", "attention dropout", "rms_norm fwd E=768", "layer_norm bwd E=768",
     "rms_norm chain fwd E=768", "R=32 interleaved", "attention delta", "fwd V=256 ",
@@ -66,7 +66,7 @@ def test_every_case_says_what_it_costs() -> None:
 
 @pytest.mark.parametrize("target", GATED)
 def test_what_is_committed_is_of_the_cases_that_there_are(target) -> None:
-    """Of the gate a row for each case, of the clock one for each kernel with a hot loop."""
+    """The gate's table has a row for each case, the clock's one for each kernel with a hot loop."""
     results = ROOT / "benchmarks" / "results"
     rows = json.loads((results / "compiled" / f"{target}.json").read_text())["rows"]
     compiled = {c.name for c in [*cases(), *tile_cases()] if target in c.targets}
@@ -151,7 +151,7 @@ def test_what_is_read_of_a_kernel_is_what_stands_in_its_ptx_and_log() -> None:
         "tensor_core": 3, "cp.async": 1, "tma": 1, "load": 2, "load_128_bit": 1, "atomic": 3,
         "flag": 1, "float64": 1,
     }  # fmt: skip
-    assert (found.serialised, found.loops, found.unread) == ("", [], "")  # of float64, for proofs
+    assert (found.serialised, found.loops, found.unread) == ("", [], "")  # float64, for proofs
     kernel = dataclasses.replace(kernel, log="ptxas info: (C7510) waits\nmore", asm={
         "ptx": ptx.replace(".f64", ".f32"), "cubin": b"",
     })  # fmt: skip
@@ -168,17 +168,18 @@ def test_what_is_read_of_a_kernel_is_what_stands_in_its_ptx_and_log() -> None:
         ("sm_80", 1, 16, 0, 32),  # program slots
         ("sm_89", 1, 16, 0, 24),
         ("sm_90", 8, 128, 0, 2),  # registers: 65536 / (8 * 32 * 128)
-        ("sm_90", 8, 129, 0, 1),  # in units of 256 a warp: 65536 / (8 * 4352), and 15 warps are 12
+        # in units of 256 per warp: 65536 / (8 * 4352), and 15 warps are 12
+        ("sm_90", 8, 129, 0, 1),
         ("sm_90", 4, 255, 0, 2),
-        ("sm_90", 1, 129, 0, 12),  # 15 would fit, but each of four schedulers has as many
-        ("sm_90", 1, 97, 0, 16),  # 3328 of a warp, not 3104
+        ("sm_90", 1, 129, 0, 12),  # 15 would fit, but each of four schedulers has equally many
+        ("sm_90", 1, 97, 0, 16),  # 3328 per warp, not 3104
         ("sm_90", 4, 256, 0, 0),  # more than a thread may have
         ("sm_80", 4, 32, 80 * 1024, 2),  # shared memory: 164 KB over 80 + 1
         ("sm_80", 4, 32, 82 * 1024, 1),
         ("sm_80", 4, 32, 54946, 2),  # in units of 128: three would need 256 bytes more
         ("sm_80", 4, 32, 164 * 1024, 0),  # more than a program may have
         ("sm_90", 4, 32, 164 * 1024, 1),
-        ("sm_80", 4, 32, 163 * 1024, 1),  # as much as a program may have
+        ("sm_80", 4, 32, 163 * 1024, 1),  # the most a program may have
         ("sm_90", 4, 32, 227 * 1024, 1),
         ("sm_90", 4, 32, 227 * 1024 + 1, 0),
     ],

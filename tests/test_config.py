@@ -1,4 +1,4 @@
-"""The model's and the plan's records: each of their fields is an option, of the same words."""
+"""The records of the model and the plan: each of their fields is an option of the same name."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from warpweave.train.options import TrainConfig
 
 
 def _help(capsys, record: type) -> str:
-    """The help on a record's options, each run of blanks and box drawing as one blank."""
+    """Return the help on a record's options, with runs of blanks and box drawing as one blank."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "100")  # wider, options stand in two columns
+        patch.setenv("COLUMNS", "100")  # if wider, options are printed in two columns
         with pytest.raises(SystemExit) as caught:
             tyro.cli(record, args=["--help"])
     assert caught.value.code == 0
@@ -36,7 +36,7 @@ def _help(capsys, record: type) -> str:
 
 
 def _another(kind: object, value: object) -> object:
-    """A value of a field's type, other than `value`."""
+    """Return a value of a field's type, other than `value`."""
     if get_origin(kind) is tuple:
         return (4, 0)
     kinds = [k for k in get_args(kind) if k is not type(None)]
@@ -256,7 +256,7 @@ def _gpt2(layers: int, width: int, heads: int) -> dict:
                   "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}  # fmt: skip
 
 
-PUBLISHED = {  # what stands in the config.json of each; Llama 3.2's without its rope_scaling
+PUBLISHED = {  # from the config.json of each; Llama 3.2's without its rope_scaling
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
@@ -294,13 +294,13 @@ def test_a_preset_is_the_model_that_was_published_under_its_name(name):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_flops_of_a_step_are_of_the_parameters_that_multiply_and_of_half_the_scores(style):
+def test_step_flops_count_matmul_parameters_and_the_visible_half_of_scores(style):
     config = GPTConfig(53, 24, 3, 20, 10, 5, 14, head_size=6, tied=False, **STYLES[style])
     named = GPT(config, device="meta").named_parameters()
     looked_up = ("embedding", "positions")
     weights = sum(p.numel() for n, p in named if p.dim() > 1 and not n.startswith(looked_up))
     reach = [config.window(layer) or config.seq_len for layer in range(config.layers)]
-    keys = sum(w - w * w / (2 * config.seq_len) for w in reach)  # of a token, over the layers
+    keys = sum(w - w * w / (2 * config.seq_len) for w in reach)  # of one token, over the layers
     scores = 2 * 2 * config.heads * config.head_dim * keys
     assert config.step_flops(48) == 3 * 48 * (2 * weights + scores)
 
@@ -316,7 +316,7 @@ def test_the_flops_of_a_step_are_of_the_parameters_that_multiply_and_of_half_the
     ],
 )
 def test_the_help_of_an_option_begins_with_what_it_is(module):
-    """With a noun or a verb, "Ulysses degree", and not with a part of a sentence about it."""
+    """It begins with a noun or a verb, such as "Ulysses degree", not with part of a sentence."""
     source = importlib.import_module(f"warpweave.{module}").__file__
     (record,) = [
         node

@@ -1,4 +1,4 @@
-"""Every strategy of context-parallel attention equals one device, says what is wrong, and types."""
+"""Every context-parallel strategy equals one device, rejects bad input, and typechecks."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def _run(case: Case, rank: int, strategy: str, **options) -> Tensors:
-    """This rank's o, lse, dq, dk, dv."""
+    """Return this rank's o, lse, dq, dk, dv."""
     inputs, cotangents = case.shard(rank)
     inputs = [x.clone().requires_grad_() for x in inputs]
     options |= {"layout": case.layout, "group": dist.group.WORLD, "causal": case.causal}
@@ -79,11 +79,11 @@ def _every_strategy(rank: int, world: int) -> None:
         assert_close_f64(scaled, case.layout.shard(whole, rank, 1))
 
 
-SINKS = torch.tensor([0.3, -2.0, 1.0, -math.inf], dtype=torch.float64)  # the last one is none
+SINKS = torch.tensor([0.3, -2.0, 1.0, -math.inf], dtype=torch.float64)  # the last one is no sink
 
 
 def _options(length: int) -> list[dict]:
-    """What attention may be asked besides a causal mask, alone and together."""
+    """List options of attention other than a causal mask, alone and together."""
     documents = torch.tensor([0, 3, 3, length // 2 + 1, length])
     others = torch.tensor([0, 0, 2, length - 2, length])
     dropout = {"dropout": 0.3, "dropout_seed": 7, "dropout_origin": (3, 2)}
@@ -104,7 +104,7 @@ def _options(length: int) -> list[dict]:
 
 
 class Problem(NamedTuple):
-    """Inputs and cotangents of a case with what attention is asked besides, and the truth."""
+    """Inputs and cotangents of a case with its attention options, and the truth."""
 
     case: Case
     given: dict
@@ -136,7 +136,7 @@ def _every_option(group: Group | tuple[Group, Group], problems: list[Problem]) -
     for (case, given, sinks, truth), strategy in itertools.product(problems, strategies):
         inputs, cotangents = case.shard(rank)
         inputs = [x.clone().requires_grad_() for x in inputs]
-        if sinks is not None:  # every rank has them whole, and a share of their gradient
+        if sinks is not None:  # every rank holds all of them, and a share of their gradient
             inputs.append(sinks.clone().requires_grad_())
         out = context_attention(
             *inputs[:3], sinks=(inputs[3:] or [None])[0], layout=case.layout, group=group,
@@ -156,7 +156,7 @@ def test_masks_scores_sinks_and_dropout_equal_one_device(world: int) -> None:
     on_threads(world, _every_option, problems)
 
 
-@pytest.mark.parametrize("ulysses", [2, 3])  # of six: fewer than the ring has ranks, and more
+@pytest.mark.parametrize("ulysses", [2, 3])  # of six ranks: fewer than the ring has, and more
 def test_so_they_do_in_the_hybrid_with_ulysses(ulysses: int) -> None:
     problems = _problems(6, ("zigzag", "contiguous"), (1, 7, 8, 9))
     mesh = Mesh(cp=6, ulysses=ulysses)
@@ -164,7 +164,7 @@ def test_so_they_do_in_the_hybrid_with_ulysses(ulysses: int) -> None:
 
 
 def _hidden(rank: int) -> None:
-    """What a window hides from a rank is passed on, not computed."""
+    """Test that hops which a window hides from a rank are passed on, but not computed."""
     layout, tiles = SequenceLayout(24, 4, "contiguous"), []
 
     def counted(q, k, v, options, **more):
@@ -179,7 +179,7 @@ def _hidden(rank: int) -> None:
                 *inputs, layout=layout, group=dist.group.WORLD, strategy="ring",
                 causal=causal, window=window,
             )  # fmt: skip
-            inner = rank == 2  # which has enough ranks on either side
+            inner = rank == 2  # it has enough ranks on either side
             assert not inner or len(tiles) == count, (window, causal, tiles)
 
 
@@ -205,13 +205,13 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def _any_length(rank: int, world: int) -> None:
-    """Lengths that divide by nothing, or are less than the ranks; balanced layouts."""
+    """Test lengths that are prime, or smaller than the number of ranks, and balanced layouts."""
     for length, causal in ((13, True), (13, False), (2, True)):
         ends = torch.tensor([0, length // 4, length // 2 + 1, length])
         of_each = torch.stack((ends, torch.tensor([0, length // 4, length // 2, length])))
         layouts = [SequenceLayout(length, world, kind) for kind in ("zigzag", "contiguous")]
         layouts += [SequenceLayout(length, world, "striped")]
-        # Of four chunks a rank, which are two calls of the kernel.
+        # Four chunks per rank, which are two kernel calls.
         layouts += [balance(length, world, ends.tolist(), each=each) for each in (2, 4)]
         masks = ((None, None), (3, None), (None, ends), (3, of_each))
         for layout, (window, documents) in itertools.product(layouts, masks):
@@ -235,7 +235,7 @@ def _any_length(rank: int, world: int) -> None:
                 for a, b, dim in zip(got, truth, (1, 2, 1, 1, 1)):
                     b, rows = layout.shard(b.detach(), rank, dim), real.nonzero()[:, 0]
                     assert_close_f64(a.index_select(dim, rows), b.index_select(dim, rows))
-                assert not any(dx[:, ~real].any() for dx in got[2:])  # nothing for the padding
+                assert not any(dx[:, ~real].any() for dx in got[2:])  # padding has no gradient
 
 
 def test_any_length_on_any_number_of_ranks() -> None:
@@ -256,7 +256,7 @@ def test_without_a_group_it_is_plain_attention() -> None:
 
 
 def _low_precision(rank: int) -> None:
-    """bf16 partial sums stay fp32 on their way, so the strategies differ by one final rounding."""
+    """bf16 partial sums stay fp32 in transit, so the strategies differ by one final rounding."""
     case = Case(SequenceLayout(32, 2), dtype=torch.bfloat16)
     with mock.patch.object(
         gather, "start_reduce_scatter", side_effect=gather.start_reduce_scatter
@@ -274,7 +274,7 @@ def _low_precision(rank: int) -> None:
 
 
 def _streamed(rank: int) -> None:
-    """ "gather" in Hkv messages of one head each; the next one starts before a tile."""
+    """ "gather" runs in Hkv messages of one head each; the next one starts before a tile."""
     case = Case(SequenceLayout(12, 2), heads=8, kv_heads=4)
     events: list[int | str] = []
 
@@ -299,7 +299,7 @@ def _streamed(rank: int) -> None:
 
 
 def _own_value_dim(rank: int) -> None:
-    """One operator's promise, which is `attention`'s: more ranks change nothing."""
+    """Like `attention`, this operator accepts values of another head dim, on several ranks."""
     layout, (q, k, v) = SequenceLayout(12, 2), torch.randn(3, 1, 12, 2, 6, dtype=torch.float64)
     v = v[..., :4]
     whole = attention(q, k, v)
@@ -313,7 +313,7 @@ _start = gather.start_all_gather
 
 
 def _any_strides(rank: int) -> None:
-    """A head, a row or an element of it may lie anywhere, of the output's gradient, too."""
+    """Heads, rows and elements may have any strides, also in the output's gradient."""
     case = Case(SequenceLayout(12, 2), heads=4, kv_heads=2)
     truth = [case.layout.shard(x, rank, dim) for x, dim in zip(case.truth(), (1, 2, 1, 1, 1))]
     for strategy, order in itertools.product(STRATEGIES, itertools.permutations(range(4))):
@@ -476,8 +476,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
 # ------------------------------------------------------------------ 4. types
 #
 # torch's LocalTensorMode keeps all ranks in one process, where P2P cannot run and a kernel cannot
-# be told another mask per rank. The ring therefore runs by `run_in_process` (test_ring.py has that
-# process groups give the same bits); of "gather" everything runs but the kernel, which is mapped.
+# have a different mask per rank. The ring therefore runs by `run_in_process` (test_ring.py shows
+# that process groups give the same bits); of "gather" all but the kernel runs, which is mapped.
 
 
 class _LocalRing(context._ContextAttention):
@@ -513,7 +513,7 @@ class _LocalRing(context._ContextAttention):
 
 
 class _LocalLayout:
-    """A contiguous layout for as many ranks as there are, whose `runs` answers for all of them."""
+    """A contiguous layout for any number of ranks, whose `runs` returns those of all of them."""
 
     def __init__(self, seq_len: int) -> None:
         self._seq_len = seq_len
@@ -527,7 +527,7 @@ class _LocalLayout:
 
 
 def _mapped_kernel(q, k, v, options, **more):
-    """Whose q_runs are those of every rank."""
+    """Run the kernel with the q_runs of every rank."""
     inputs = [x._local_tensors for x in (q, k, v)]
     with maybe_disable_local_tensor_mode():
         outputs = {
@@ -584,7 +584,7 @@ def test_gather_has_the_type_it_states() -> None:
 
 def test_a_wrong_rule_is_found() -> None:
     class _KeepsRows(_LocalRing):
-        """Attends to its own keys only, with the same rule."""
+        """A fault: a rank attends only to its own keys, with the same rule."""
 
         @staticmethod
         def forward(ctx, q, k, v, sinks, strategy, layout, group, ulysses_group, options, overlap):
@@ -606,7 +606,7 @@ def test_a_wrong_rule_is_found() -> None:
 
 @pytest.mark.parametrize("strategy", ["ring", "gather", "stream", "ulysses"])
 def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
-    """On fake groups: sharded q, k, v give sharded o and lse; replicated k is refused."""
+    """Fake groups: sharded q, k, v give sharded o and lse; replicated k is rejected."""
     sizes = {"dp": 16, "cp": 8, "tp": 8}
     dist.init_process_group("fake", rank=0, world_size=1024, store=FakeStore())
     try:
@@ -618,13 +618,13 @@ def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
             for x in (q, k, v):
                 assert_type(x, placed)
             bounds = torch.tensor([0, 5, 16])
-            each = [bounds.repeat(*shape) for shape in ((1, 1), (1, 2, 1))]  # of a sample's own
+            each = [bounds.repeat(*shape) for shape in ((1, 1), (1, 2, 1))]  # per-sample boundaries
             alike = [bounds, *(x.clone() for x in each)]
             for x in (*each, *alike):
                 assert_type(x, {"dp": R if any(x is y for y in alike) else S(0), "cp": R, "tp": R})
             with (
                 typecheck(local=False),
-                mock.patch.object(context, "check_boundaries"),  # values of a sharded one: no type
+                mock.patch.object(context, "check_boundaries"),  # it reads values of a shard
             ):
                 for documents in (None, bounds, *each):
                     o, lse = context_attention(

@@ -1,7 +1,5 @@
-"""What stands around the arithmetic of context parallelism: which strategy runs and by what it is
-chosen, the speeds that it weighs, what recomputation keeps, padding. Nothing here needs a rank that
-is a process.
-"""
+"""The choice of a context-parallel strategy: the arithmetic, measured speeds, recomputation,
+padding. No test here needs a rank that is a process."""
 
 from __future__ import annotations
 
@@ -33,13 +31,13 @@ KV = 2**20  # bytes of a rank's K‖V below
 
 
 def costs(layout: SequenceLayout = CONTIGUOUS, **options) -> dict[str, StrategyCost]:
-    """Of 4,096 tokens, 16 heads of 64 that read 4 KV heads, in 16 bits, on 4 ranks."""
+    """Return costs of 4,096 tokens, 16 heads of 64 that read 4 KV heads, in 16 bits, on 4 ranks."""
     layout = dataclasses.replace(layout, seq_len=4096)
     sizes = {"heads": 16, "kv_heads": 4, "head_dim": 64} | options
     return {cost.strategy: cost for cost in explain(layout, **sizes)}
 
 
-# ---------------------------------------------------------------- what a row says
+# ---------------------------------------------------------------- a row of the table
 
 
 @pytest.mark.parametrize(
@@ -54,15 +52,15 @@ def costs(layout: SequenceLayout = CONTIGUOUS, **options) -> dict[str, StrategyC
     ],
 )
 def test_tiles_are_those_of_the_keys_that_a_query_sees(mask: dict, keys: int) -> None:
-    """By the stream, whose first head has nothing to hide under and hides half of the others'."""
+    """In the stream, whose first head has nothing to hide under and hides half of the others'."""
     compute = 4 * 64 * 16 * 1024 * keys / 1e15
     slow = costs(**mask, links=Links(1e9, 1e15))["stream"].exposed
     assert slow == pytest.approx((3 * KV + 3 * 3 * KV) / 1e9 - 0.5 * 3 / 4 * 3.5 * compute)
 
 
 def test_memory_is_that_of_the_buffers() -> None:
-    """Two messages of K‖V and fp32 dK‖dV and a tile's gradient; all or two heads of all K‖V; and
-    what all-to-alls send and receive."""
+    """These are two messages of K‖V and fp32 dK‖dV and a tile's gradient; all K‖V or two heads of
+    it; and the send and receive buffers of all-to-alls."""
     found = {name: cost.memory for name, cost in costs().items()}
     assert found["ring"] == 2 * (KV + 2 * KV) + 2 * KV
     assert found["gather"] == 4 * (2 * KV + 3 * 2 * KV)
@@ -71,11 +69,11 @@ def test_memory_is_that_of_the_buffers() -> None:
     (pair,) = costs(ulysses=2).values()
     assert pair.memory == found["ulysses"] + found["ring"]
     wide = {name: cost.memory for name, cost in costs(itemsize=8).items()}
-    assert wide["ring"] == 2 * (4 * KV + 4 * KV) + 4 * KV  # in fp64 gradients are as wide
+    assert wide["ring"] == 2 * (4 * KV + 4 * KV) + 4 * KV  # in fp64 gradients are equally wide
     assert all(wide[name] > found[name] for name in wide)
 
 
-def test_the_least_exposed_that_fits_is_marked_and_a_tie_goes_to_fewer_messages() -> None:
+def test_least_exposed_that_fits_is_chosen_and_ties_prefer_fewer_messages() -> None:
     free = Links(1e9, 1.0)  # every tile hides every hop
     found = list(costs(links=free).values())
     assert [c.exposed for c in found] == sorted(c.exposed for c in found)
@@ -94,8 +92,8 @@ def test_the_least_exposed_that_fits_is_marked_and_a_tie_goes_to_fewer_messages(
 
 @pytest.mark.parametrize(("flops", "near"), [(1e30, None), (4e12, None), (4e12, 3e9), (1e9, 3e9)])
 def test_compute_hides_a_hybrids_ring_but_not_its_all_to_alls(flops, near):
-    """The one message of a ring of two hides under the first of its two tiles; the all-to-alls go
-    over the near link. Under a causal mask the mean rank of the ring sends half a message."""
+    """The only message of a ring of two hides under the first of its two tiles. The all-to-alls use
+    the near link. Under a causal mask the mean rank of the ring sends half a message."""
     (cost,) = costs(ulysses=2, links=Links(1e9, flops, near)).values()
     bare = cost.forward - KV // 2, cost.backward - 3 * KV // 2
     common = 2 * 1024 * 16 * 64 * 2 + 1024 * 16 * 4  # q, o and lse; dq, do and delta
@@ -108,7 +106,8 @@ def test_compute_hides_a_hybrids_ring_but_not_its_all_to_alls(flops, near):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 16])
 def test_ulysses_and_gather_are_exposed_in_full(kv_heads: int) -> None:
-    """However slow the tiles are, and over the one link. Gradients of copied KV heads are wider."""
+    """Tiles do not matter, however slow, and there is one link. Gradients of
+    copied KV heads are wider."""
     found = costs(kv_heads=kv_heads, links=Links(2e9, 1.0, 5e8))
     for name in ("ulysses", "gather"):
         cost = found[name]
@@ -119,11 +118,11 @@ def test_ulysses_and_gather_are_exposed_in_full(kv_heads: int) -> None:
 @pytest.mark.parametrize("name", ["kv", "rows"])
 def test_a_hybrids_ring_carries_the_heads_that_its_ranks_attend(name: str) -> None:
     """Of 6 heads that read 2: two ranks attend 3 each, of one KV head. Of 6 that read 3: two ranks
-    attend 3 each, of two KV heads unevenly, for which each query head has its own copy."""
+    attend 3 each, of two KV heads unevenly, for which each query head has a separate copy."""
     heads, kv_heads, carried = {"kv": (6, 2, 1), "rows": (6, 3, 3)}[name]
     sizes = {"heads": heads, "kv_heads": kv_heads, "itemsize": 4}
     ring = costs(SequenceLayout(0, 2), **sizes | {"heads": carried, "kv_heads": carried})["ring"]
-    one = 2 * 2048 * 64 * carried * 4  # K‖V of the heads, of two ranks' rows
+    one = 2 * 2048 * 64 * carried * 4  # K‖V of the heads, for two ranks' rows
     assert (ring.forward, ring.backward) == (one, 2 * one)
     (pair,) = costs(ZIGZAG, ulysses=2, **sizes).values()
     copies = {"kv": 2, "rows": 4}[name]
@@ -144,7 +143,7 @@ def test_a_hybrids_ring_carries_the_heads_that_its_ranks_attend(name: str) -> No
     ],
 )
 def test_the_mean_rank_of_a_ring_sends_exactly_its_part(layout, window) -> None:
-    """A block goes to the last rank that sees any of it, by every rank that sees any block."""
+    """A block travels to the last rank that sees any of it, by every rank that sees any block."""
     ranks, runs = range(layout.parts), [layout.positions(r).tolist() for r in range(layout.parts)]
 
     def sees(rank: int, block: int) -> bool:
@@ -161,7 +160,7 @@ def test_the_mean_rank_of_a_ring_sends_exactly_its_part(layout, window) -> None:
     found = {cost.strategy: cost for cost in explain(layout, **sizes)}["ring"]
     sent = found.forward, found.backward
     assert sent == tuple(sum(hops) * kv * width // layout.parts for width in (2, 2 + 4))
-    # As the ring of a hybrid, over groups of two: of 6 heads that read 3 each rank attends 3.
+    # As in the ring of a hybrid, over groups of two: of 6 heads that read 3 each rank attends 3.
     whole = dataclasses.replace(layout, seq_len=2 * layout.seq_len)
     ring = {cost.strategy: cost for cost in explain(whole, **sizes)}["ring"]
     (pair,) = explain(dataclasses.replace(whole, parts=2 * layout.parts), **sizes, ulysses=2)
@@ -170,7 +169,7 @@ def test_the_mean_rank_of_a_ring_sends_exactly_its_part(layout, window) -> None:
 
 
 def test_rows_are_sorted_by_bytes_in_both_directions_and_then_by_memory() -> None:
-    """Ulysses sends more forward and less in all than a ring, which sends as much as a gather."""
+    """Ulysses sends more forward and less in total than a ring, which sends as much as a gather."""
     found = costs(ZIGZAG)
     assert [*found] == ["ulysses", "ring", "stream", "gather"]
     assert found["ulysses"].forward > found["ring"].forward
@@ -190,7 +189,7 @@ def test_the_reason_names_the_memory_that_was_asked_for() -> None:
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_ring_visits_exactly_the_blocks_of_which_any_position_is_seen(kind, causal) -> None:
-    """By every pair; sequences shorter than the ring, too."""
+    """Checked for every pair, including sequences shorter than the ring."""
     for parts, length in itertools.product(range(1, 6), (0, 1, 2, 3, 7, 12, 25)):
         layout = SequenceLayout(length, parts, kind)
         rows = [layout.positions(rank).tolist() for rank in range(parts)]
@@ -206,7 +205,7 @@ def test_a_ring_visits_exactly_the_blocks_of_which_any_position_is_seen(kind, ca
             assert found == (tuple(sorted(set().union(*seen))), tuple(map(max, seen)))
 
 
-# ---------------------------------------------------------------- what runs
+# ---------------------------------------------------------------- the strategy that runs
 
 
 @pytest.mark.parametrize(
@@ -241,7 +240,7 @@ def test_each_strategy_runs_where_it_fits(strategy, layout, ulysses, heads, refu
 
 
 def test_what_is_weighed_is_what_is_attended() -> None:
-    """Every size and option of a call reaches `explain`, and by bytes the mask does."""
+    """Every size and option of a call reaches `explain`, and the mask affects the bytes."""
     given = Links(1.0, 1.0)
     row = StrategyCost("gather", 0, 0, 0, 0, 0.0, "least exposed")
     q, k = torch.randn(3, 6, 10, 7).bfloat16(), torch.randn(3, 6, 5, 7).bfloat16()
@@ -277,7 +276,7 @@ def test_what_holds_least_is_named_where_nothing_fits() -> None:
 
 
 def test_errors_name_the_rank_over_both_groups_of_a_pair() -> None:
-    """Whatever strategy was asked for, or speeds: a pair of groups means the hybrid."""
+    """For any strategy and any speeds: a pair of groups means the hybrid."""
     q, striped = torch.zeros(1, 4, 4, 8), SequenceLayout(24, 6, "striped")
     words = "strategy 'hybrid' needs a zigzag or contiguous layout, got striped"
 
@@ -297,7 +296,8 @@ def test_errors_name_the_rank_over_both_groups_of_a_pair() -> None:
 
 
 def test_the_slowest_ranks_speeds_count() -> None:
-    """Of the group: a message of so many bytes to the next rank, and 4 B H S^2 D of attention."""
+    """The speeds are those of the group: a message of that many bytes to the next rank, and 4 B H
+    S^2 D of attention."""
     taken = [(2.0, 1.0), (0.5, 8.0), (1.0, 4.0), (0.25, 2.0), (0.5, 1.0), (0.25, 1.0)]
     x = torch.zeros(2, 6, 3, 5)
 
@@ -347,7 +347,7 @@ def test_a_speed_is_a_positive_number(value: float, fits: bool) -> None:
 
 
 def _call(number: int, *inputs: torch.Tensor):
-    """A call whose backward wants the second of its inputs, and something else."""
+    """Make a call whose backward needs the second of its inputs, and something else."""
     return lambda: (torch.tensor(number), torch.tensor(-number), [inputs[1], torch.ones(number)])
 
 
@@ -365,10 +365,10 @@ def test_a_second_run_gets_what_its_calls_were_in_their_order() -> None:
             o, lse, saved = attend_once(lambda n=n: ran.append(n), inputs)
             assert (o.item(), lse.item()) == (n, -n)
             assert len(saved[1]) == n
-    assert not ran  # nothing was attended again
+    assert not ran  # attention did not run again
     with pytest.raises(ZeroDivisionError), kept.first():
         1 / 0  # noqa: B018
-    assert attend_once(_call(5, *first), first)[0] == 5  # and outside nothing is kept or taken
+    assert attend_once(_call(5, *first), first)[0] == 5  # outside, nothing is kept or reused
     assert not kept._calls
     inner = Kept()  # of a block within a block: after it the outer one keeps again
     with kept.first():
@@ -403,7 +403,7 @@ def test_inputs_are_not_kept_but_taken_from_the_second_run() -> None:
     "documents", [None, [0, 5], [0, 5, 13], [0, 5, 40], [[0, 5, 13], [0, 13, 40]]]
 )
 def test_padding_is_a_document_of_its_own(documents) -> None:
-    """Whatever lies behind the last token: boundaries ascend, end there, and nothing is cut."""
+    """For any contents after the last token: boundaries ascend, end there, and nothing is cut."""
     layout = SequenceLayout(13, 3, "contiguous")
     given = None if documents is None else torch.tensor(documents, dtype=torch.int32)
     marks = None if given is None else packed(given, 13).table

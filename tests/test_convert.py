@@ -1,5 +1,5 @@
-"""Checkpoints of transformers: the same numbers in our GPT, the same bits on the way back, and
-folders that cannot be read are refused by name."""
+"""Checkpoints of transformers: equal numbers in our GPT, equal bits when written back, and
+unreadable folders are rejected by name."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ EACH = pytest.mark.parametrize("name", MODELS)
 
 
 def _theirs(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """A random model of transformers with nothing at its initial value."""
+    """Return a random transformers model in which no parameter has its initial value."""
     import transformers  # not on every rank
 
     family, options = MODELS[name]
@@ -101,7 +101,7 @@ def _theirs(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """One saved folder of each, with a tokenizer beside the weights."""
+    """Save one folder of each kind, with a tokenizer next to the weights."""
     root = tmp_path_factory.mktemp("hf")
     for name in MODELS:
         _theirs(name).save_pretrained(root / name)
@@ -118,7 +118,7 @@ def _batch(length: int = 19) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _same_files(one: Path, other: Path) -> None:
-    """All tensors of two folders are equal bit for bit, under equal names."""
+    """Assert that all tensors of two folders are bitwise equal, under equal names."""
     a, b = (
         [(k, v) for file in folder.glob("*.safetensors") for k, v in load_file(file).items()]
         for folder in (one, other)
@@ -139,7 +139,7 @@ def test_logits_and_gradients_are_those_of_transformers(name, folders, tmp_path)
     tokens, labels = _batch()
     logits = theirs(tokens).logits
     assert relative_error(gpt(tokens), logits) < 1e-5
-    theirs(tokens, labels=tokens).loss.backward()  # it shifts the labels itself
+    theirs(tokens, labels=tokens).loss.backward()  # transformers shifts the labels itself
     gpt(tokens, labels).backward()
     with torch.no_grad():
         for param in gpt.parameters():
@@ -173,7 +173,7 @@ def test_the_way_back_is_bitwise_and_carries_the_tokenizer(name, folders, tmp_pa
     _same_files(folders[name], back)
     assert json.loads((back / "config.json").read_text()) == found.fields
     assert {p.name for p in back.iterdir()} >= {"tokenizer.json", "tokenizer_config.json"}
-    # Of the model alone: transformers reads the same model from what is written.
+    # Without a source: transformers reads the same model from our files.
     plain = to_hf(gpt, tmp_path / "plain", shard_bytes=20000)
     files = [load_file(file) for file in plain.glob("model-*.safetensors")]
     assert len(files) > 1
@@ -183,7 +183,7 @@ def test_the_way_back_is_bitwise_and_carries_the_tokenizer(name, folders, tmp_pa
             assert opened.metadata() == {"format": "pt"}
     index = json.loads((plain / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for f in files for t in f.values())
-    if name != "phi3":  # which without a hint is written as the Mistral that it equals
+    if name != "phi3":  # without a hint it is written as the equivalent Mistral
         _same_files(folders[name], plain)
     from transformers import AutoModelForCausalLM
 
@@ -198,14 +198,14 @@ def test_the_way_back_is_bitwise_and_carries_the_tokenizer(name, folders, tmp_pa
 
 
 def _on_ranks(rank: int, folders: dict[str, Path], losses: dict[str, torch.Tensor]) -> None:
-    """Every rank fills its part, computes what one device computes, and writes its share."""
+    """Load on every rank, compare with one device, and write each rank's share."""
     for name, sizes, sp, zero in (
         ("llama3", Mesh(tp=2, pp=2), True, 0),  # tied, on two stages
-        ("qwen2", Mesh(tp=2, pp=2), False, 0),  # a bias that is cut; a head of its own
+        ("qwen2", Mesh(tp=2, pp=2), False, 0),  # a bias that is sharded; an untied head
         ("gpt2", Mesh(tp=2, pp=2), False, 0),  # transposed
-        ("gemma2", Mesh(tp=2, pp=2), True, 0),  # capped logits, an embedding that is scaled
+        ("gemma2", Mesh(tp=2, pp=2), True, 0),  # capped logits, a scaled embedding
         ("gemma3", Mesh(cp=2, tp=2), True, 0),  # two rotary tables
-        ("olmo2", Mesh(dp=2, tp=2), True, 3),  # a norm whose weight is cut
+        ("olmo2", Mesh(dp=2, tp=2), True, 3),  # a norm whose weight is sharded
     ):
         mesh, found = sizes.connect(), from_hf(folders[name])
         plan = ParallelPlan(sequence_parallel=sp, zero=zero, microbatches=2)
@@ -254,10 +254,10 @@ def test_a_checkpoint_of_ours_is_written_too(folders, tmp_path):
         tmp_path / "ours", 3, tensors, config=dataclasses.asdict(found.config), state={}
     )
     _same_files(folders["mistral"], to_hf(saved, tmp_path / "back"))
-    assert "okenizer" not in (tmp_path / "back" / "README.md").read_text()  # none is known
+    assert "okenizer" not in (tmp_path / "back" / "README.md").read_text()  # no tokenizer is known
     half = load_file(to_hf(saved, tmp_path / "half", dtype=torch.bfloat16) / "model.safetensors")
     assert {t.dtype for t in half.values()} == {torch.bfloat16}
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):  # of the model itself
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):  # the dtype of the model itself
         own = {name: p.to(dtype) for name, p in tensors[:-1]}
         saved = save_checkpoint(
             tmp_path / f"{dtype}", 3, own.items(), config=dataclasses.asdict(found.config), state={}
@@ -279,10 +279,8 @@ def test_what_the_source_said_besides_stays_when_the_model_has_changed(folders, 
 
 
 @EACH
-def test_a_source_that_says_the_same_model_is_written_as_it_is_whatever_was_dropped(
-    name, folders, tmp_path
-):
-    """Dropout is of a training, and what the source says of it stays."""
+def test_source_config_of_the_same_model_is_copied_whatever_the_dropout(name, folders, tmp_path):
+    """Dropout belongs to training, and the source's value is kept."""
     fields = json.loads((folders[name] / "config.json").read_text())
     fields |= {"attention_dropout": 0.25, "more": [1]}
     found = from_hf(folders[name])
@@ -294,7 +292,7 @@ def test_a_source_that_says_the_same_model_is_written_as_it_is_whatever_was_drop
 
 @EACH
 def test_what_has_changed_is_said_and_how_long_rotary_texts_may_be_is_not(name, folders):
-    """Beside a source that says otherwise."""
+    """The source says otherwise."""
     config = from_hf(folders[name]).config
     rotary = config.positions == "rope"
     for change in (
@@ -303,7 +301,7 @@ def test_what_has_changed_is_said_and_how_long_rotary_texts_may_be_is_not(name, 
         {"vocab_size": 71},
         {"tied": not config.tied},
         {"seq_len": 2 * config.seq_len, "hidden": 24},
-        {"dropout": 0.3},  # is none of the weights'
+        {"dropout": 0.3},  # does not concern the weights
     ):
         changed = dataclasses.replace(config, **change)
         wanted = dataclasses.replace(changed, dropout=0.0)
@@ -334,7 +332,7 @@ def test_rope_scaling_from_before_transformers_5_is_read():
         "yarn", 2.0, 64, low=1.0, high=32.0, attention_factor=above / below
     )
     for one in ({}, {"mscale": 0.5}, {"mscale_all_dim": 1.0}, {"mscale": 0.5, "mscale_all_dim": 0}):
-        scaling = {"type": "yarn", "factor": 2.0} | one  # the ratio takes both
+        scaling = {"type": "yarn", "factor": 2.0} | one  # the ratio applies both
         found = read_config(fields | {"rope_scaling": scaling})[1].rope_scaling
         assert found == RopeScaling("yarn", 2.0, 64, low=1.0, high=32.0)
         found = read_config(fields | {"rope_scaling": scaling | {"attention_factor": 1.5}})[1]
@@ -425,7 +423,7 @@ def test_an_option_that_says_what_holds_anyhow_changes_no_conversion(preset, oth
     assert write_config(dataclasses.replace(config, **other)) == write_config(config)
 
 
-# ---------------------------------------------------------------- what cannot be read
+# ---------------------------------------------------------------- unreadable files
 
 
 def _edit(folder: Path, change: dict, drop: tuple[str, ...] = ()) -> None:
@@ -528,7 +526,7 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(folders, tmp_path):
 def test_names_without_the_base_models_prefix_and_buffers_are_understood(name, folders, tmp_path):
     folder = Path(shutil.copytree(folders[name], tmp_path / "x"))
 
-    def strip(tensors: dict[str, torch.Tensor]) -> None:  # as the hub's gpt2 has it
+    def strip(tensors: dict[str, torch.Tensor]) -> None:  # like gpt2 on the hub
         for name in list(tensors):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
@@ -551,7 +549,7 @@ def test_folders_that_hold_no_model_are_refused(folders, tmp_path):
     (empty / "config.json").write_text("{")
     with pytest.raises(ConvertError, match=f"^cannot read {empty}/config.json: "):
         from_hf(empty)
-    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32-be"):  # that JSON may have
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32-be"):  # encodings that JSON allows
         (empty / "config.json").write_text('{"\u00e9": "\u20ac"}', encoding=encoding)
         assert read_json(empty / "config.json") == {"\u00e9": "\u20ac"}
     for no_object in ("[]", "null", "1"):
@@ -565,7 +563,7 @@ def test_folders_that_hold_no_model_are_refused(folders, tmp_path):
     (empty / "model.safetensors").write_bytes(b"no such thing")
     with pytest.raises(ConvertError, match=f"^cannot read {empty}/model.safetensors: "):
         from_hf(empty)
-    (empty / "model.safetensors").unlink()  # which goes before an index
+    (empty / "model.safetensors").unlink()  # this file takes precedence over an index
     index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
     (empty / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConvertError, match=r"names '../secret.safetensors', which is no file of"):

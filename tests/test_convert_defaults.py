@@ -1,5 +1,5 @@
-"""What a config.json leaves open is what transformers takes it for, field by field and several at
-once, there and back: every field that is read is left out of every family, and set to null."""
+"""Fields missing from a config.json have the defaults of transformers, singly and several at once,
+when reading and writing. Every field that is read is omitted from every family, and set to null."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ GEMMA = {
     "sliding_window": (5, 6), "layer_types": (None, [SLIDING, FULL, SLIDING], [FULL] * 3),
     "attn_logit_softcapping": (2.0, None), "final_logit_softcapping": (3.0, None),
 }  # fmt: skip
-# Each family's sizes, which no file leaves out, and what may be said of a model besides.
+# The sizes of each family, which no file omits, and its optional fields.
 OPEN: dict[str, tuple[dict, dict]] = {
     "gpt2": (
         {"vocab_size": 53, "n_positions": 64, "n_layer": 3, "n_embd": 24, "n_head": 4},
@@ -90,7 +90,7 @@ OPEN: dict[str, tuple[dict, dict]] = {
         GEMMA
         | {
             "rope_local_base_freq": (40.0,), "sliding_window_pattern": (2,),
-            # transformers 5.23 looks for YaRN's `truncate` beside the kinds of layers, not in them
+            # transformers 5.23 looks for YaRN's `truncate` next to the kinds of layers, not in them
             "rope_scaling": (None, LINEAR, OTHER_YARN, RAW_YARN | {"truncate": True}),
             "rope_parameters": (
                 None,
@@ -101,7 +101,7 @@ OPEN: dict[str, tuple[dict, dict]] = {
     ),
     "olmo2": (SIZES, ROTARY | {"attention_bias": (False, True)}),
 }  # fmt: skip
-# What was once written as a model that transformers refuses, or not written at all.
+# Configs that were once written as a model that transformers rejects, or not written at all.
 ODD = {
     "mistral": (
         EIGHT
@@ -127,7 +127,7 @@ EACH = pytest.mark.parametrize("kind", OPEN)
 
 
 def _names() -> set[str]:
-    """The fields that `families` and `fields` read, of their sources."""
+    """Return the fields that `families` and `fields` read, from their sources."""
     found: set[str] = set()
     trees = [ast.parse(Path(module.__file__).read_text()) for module in (families, shared)]
     for node in chain.from_iterable(map(ast.walk, trees)):
@@ -147,7 +147,7 @@ def _words(nodes: list[ast.expr]) -> set[str]:
 
 
 def _theirs(kind: str, fields: dict):
-    """transformers' own record of a config.json, or None where it refuses it."""
+    """Return transformers' own record of a config.json, or None if it rejects it."""
     rest = {k: v for k, v in copy.deepcopy(fields).items() if k != "model_type"}
     try:
         config = transformers.AutoConfig.for_model(kind, **rest)
@@ -158,7 +158,7 @@ def _theirs(kind: str, fields: dict):
 
 
 def _said(kind: str, fields: dict):
-    """Our model of a config.json, or None where it is refused."""
+    """Return our model of a config.json, or None if we reject it."""
     try:
         return read_config({**fields, "model_type": kind})[1]
     except ConvertError:
@@ -166,7 +166,8 @@ def _said(kind: str, fields: dict):
 
 
 def _both(kind: str, fields: dict) -> tuple:
-    """(ours, theirs) of a config.json, seen to be the same model; None where one refuses."""
+    """Return (ours, theirs) of a config.json and assert that they are the same model; None if one
+    rejects it."""
     ours, theirs = _said(kind, fields), _theirs(kind, fields)
     if ours is not None and theirs is not None:
         assert ours == _said(kind, theirs.to_dict()), fields
@@ -174,7 +175,7 @@ def _both(kind: str, fields: dict) -> tuple:
 
 
 def _drawn(kind: str, seed: int) -> dict:
-    """Some of the open fields, each with one of its values."""
+    """Draw some of the open fields, each with one of its values."""
     draw = random.Random(seed)
     sizes, more = OPEN[kind]
     few = draw.sample(sorted(more), draw.randint(2, 5))
@@ -188,11 +189,11 @@ def test_a_field_that_is_missing_or_null_is_what_transformers_takes_it_for(kind)
     assert bare is not None
     assert theirs is not None
     explicit = theirs.to_dict()
-    del explicit["transformers_version"]  # which leaves no field out
+    del explicit["transformers_version"]  # transformers then omits no field
     for name in _names() & set(explicit):
         without = {k: v for k, v in explicit.items() if k != name}
         ours, _ = _both(kind, without)
-        assert (ours is None) == (name in sizes), name  # sizes are not guessed
+        assert (ours is None) == (name in sizes), name  # sizes have no defaults
         _both(kind, explicit | {name: None})
         _both(kind, sizes | {name: None})
     for name, values in more.items():
@@ -211,14 +212,14 @@ def test_several_fields_at_once_are_the_model_of_transformers_there_and_back(kin
         for family in (kind, None):
             name, written = write_config(ours, family)
             back = _theirs(name, written)
-            assert back is not None, (fields, written)  # transformers takes what we write
+            assert back is not None, (fields, written)  # transformers accepts our files
             assert _said(name, back.to_dict()) == ours, (fields, written)
     assert read > 6
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_windows_are_those_of_the_number_of_layers_without_one_too(kind):
-    """By which versions of transformers read that know no layer_types."""
+    """Older versions of transformers, which do not know layer_types, read that number."""
     layers = {"layer_types": [FULL, SLIDING, SLIDING], "use_sliding_window": True}
     ours = _said(kind, MANY | layers | {"sliding_window": 5})
     _, written = write_config(ours, kind)
@@ -231,7 +232,7 @@ def test_windows_are_those_of_the_number_of_layers_without_one_too(kind):
 
 
 def _computed(config) -> dict:
-    """What a model computes by its record, whatever is left to a default."""
+    """Compute the output of a model from its record, with defaults for missing fields."""
     windows = [config.window(i) for i in range(config.layers)]
     bias = config.bias if config.qkv_bias is None else config.qkv_bias
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
@@ -265,8 +266,8 @@ def _packed(rules: dict, state: dict, record) -> torch.Tensor:
 
 
 def _with_every_value(kind: str) -> Iterator[tuple]:
-    """Pairs of records, ours and transformers', in which each value of each field occurs, with
-    others where that is a model."""
+    """Return pairs of records, ours and transformers', that cover each value of each field,
+    together with other values if that is a valid model."""
     sizes, more = OPEN[kind]
     left = {(name, i) for name, values in more.items() for i in range(len(values))}
     yield _both(kind, sizes)

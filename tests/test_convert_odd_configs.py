@@ -1,4 +1,5 @@
-"""config.json files whose fields are of odd kinds: one line, never a traceback, never a guess."""
+"""config.json files with fields of the wrong type: an error of one line,
+never a traceback or a guess."""
 
 import itertools
 import json
@@ -91,7 +92,8 @@ def _sizes(folder: Path) -> list[list[int]]:
 
 
 def test_files_are_those_that_transformers_reads(tmp_path):
-    """One file goes before an index that was left from another save; no tensor stands twice."""
+    """A single file takes precedence over an index left by an earlier save.
+    No tensor is stored twice."""
     config = read_config(QWEN2)[1]
     to_hf(GPT(config, seed=0), tmp_path / "old", shard_bytes=8000, dtype=torch.bfloat16)
     index = json.loads((tmp_path / "old" / "model.safetensors.index.json").read_text())
@@ -112,7 +114,7 @@ def test_files_are_those_that_transformers_reads(tmp_path):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "gemma2"])
 def test_a_field_that_a_new_transformers_renamed_is_refused(kind):
-    """Files of transformers 5 leave no field out; in older ones a missing one is a default."""
+    """transformers 5 writes every field; in older files a missing one has its default."""
     small = read_config(GPT2 if kind == "gpt2" else QWEN2 | {"model_type": kind})[1]
     whole = {**write_config(small, kind)[1], "model_type": kind}
     for version in ("5.24.0", "5.30.0.dev0", "12.1"):
@@ -181,7 +183,7 @@ def test_layer_types_beyond_the_last_layer_are_ignored():
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
-def test_default_bands_of_a_rope_scaling_are_written_as_the_numbers_that_are_used(kind):
+def test_default_rope_scaling_bands_are_written_as_explicit_numbers(kind):
     own = RopeScaling(kind, 4.0, 16)
     config = replace(PRESETS["toy-llama"], rope_scaling=own, rope_theta=90.0)
     said = read_config(write_config(config, "llama")[1])[1].rope_scaling
@@ -192,7 +194,7 @@ def test_default_bands_of_a_rope_scaling_are_written_as_the_numbers_that_are_use
     assert said.multiplier == own.multiplier
 
 
-def test_a_missing_folder_that_may_be_a_name_on_the_hub_is_told_how_to_fetch_it(tmp_path):
+def test_missing_folder_that_looks_like_a_hub_name_suggests_hf_download(tmp_path):
     for name, may in (("gpt2", True), ("owner/a-name.1", True), ("a/b/c", False), ("a b", False)):
         with pytest.raises(ConvertError, match=f"^{name} does not exist") as caught:
             read_json(Path(name) / "config.json")
@@ -214,8 +216,8 @@ def test_a_file_holds_as_much_as_was_asked_for_and_not_a_byte_more(tmp_path):
     assert len(_sizes(to_hf(gpt, tmp_path / "three", shard_bytes=first - 1))[0]) == 3
 
 
-def test_a_rank_with_a_full_disk_draws_its_tensors_to_the_end_and_says_what_happened(tmp_path):
-    """Which may be gathered from ranks that would wait otherwise."""
+def test_rank_with_a_full_disk_consumes_all_tensors_and_returns_the_error(tmp_path):
+    """They may be gathered from ranks that would otherwise wait."""
     drawn: list[str] = []
 
     def tensors():
@@ -237,7 +239,7 @@ def test_a_rank_with_a_full_disk_draws_its_tensors_to_the_end_and_says_what_happ
     assert _write_files(tmp_path, 1, iter(()), None, 16) == {"files": {}, "dtype": None}
 
 
-def test_a_model_in_several_files_is_read_from_each_and_has_its_embeddings_dtype(tmp_path):
+def test_model_in_several_files_is_read_with_the_dtype_of_its_embedding(tmp_path):
     gpt = GPT(read_config(QWEN2)[1], seed=0)
     folder = to_hf(gpt, tmp_path / "parts", shard_bytes=7000)
     assert len(list(folder.glob("*.safetensors"))) > 3
@@ -290,10 +292,10 @@ def test_buffers_that_older_versions_saved_are_no_parameters(family, tmp_path):
         from_hf(folder)
 
 
-# ---------------------------------------------------------------- what a model starts from
+# ---------------------------------------------------------------- initial models
 
 
-def test_a_checkpoint_is_read_with_its_own_config_and_an_unknown_field_is_refused(tmp_path):
+def test_checkpoint_is_read_with_its_config_and_unknown_fields_are_rejected(tmp_path):
     config = replace(PRESETS["toy"], layers=2, width=16, heads=2, vocab_size=31, dropout=0.25)
     gpt, fields = GPT(config, seed=0), asdict(config)
     tensors = [(name, p.detach()) for name, p in gpt.named_parameters()]

@@ -1,4 +1,4 @@
-"""The costs, against torch's own counter and against the sizes of tensors an op really has."""
+"""Costs compared with torch's own counter and with the sizes of an op's real tensors."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_attention_follows_the_fields_convention() -> None:
 
 
 def test_attention_counts_the_band_of_a_window_and_every_document_alone() -> None:
-    """As many pairs as `reference.visible` shows, and exactly half the full band when causal."""
+    """As many pairs as `reference.visible` shows, and exactly half of the full band if causal."""
     position = torch.arange(23)
     for window, lengths in ((5, None), (None, (9, 0, 14)), (5, (9, 3, 11)), (99, None)):
         documents = None if lengths is None else torch.tensor((0, *lengths)).cumsum(0)
@@ -60,7 +60,8 @@ def test_attention_counts_the_band_of_a_window_and_every_document_alone() -> Non
         pairs = full.flops // (4 * 2 * 3 * 7)
         band = sum(2 * n * x - x * x for n, x in zip(lengths or (23,), w))
         assert pairs == band
-        # The convention rounds the band's edge: a token more for each that lies beyond the window.
+        # The convention rounds the band's edge: one more token for each row that reaches beyond the
+        # window.
         assert pairs - int(seen.sum()) == sum(lengths or (23,)) - sum(w)
         assert causal.flops * 2 == full.flops
     with pytest.raises(ValueError, match=r"got 23, 23 and \[9, 9\]"):
@@ -104,7 +105,8 @@ def test_a_norm_with_what_stands_before_it_moves_its_tensors(terms, stream, laye
     )  # fmt: skip
     apart = grads.dresidual if grads.dresidual is not grads.dx else None
     backward = [dy, s, s, w, mean, rstd, tokens, grads.dx, apart]
-    sums = (grads.dw, grads.db, grads.dx_bias)  # of which the model counts what parameters take
+    # of these the model counts the parameters' gradients
+    sums = (grads.dw, grads.db, grads.dx_bias)
     backward += [t.bfloat16() for t in sums if t is not None]
     options = {"layer": layer, "stream_size": stream.itemsize, "out_size": 4}
     options |= {name: name in terms for name in ("residual", "x_bias", "dropout")}
@@ -116,7 +118,7 @@ def test_a_norm_with_what_stands_before_it_moves_its_tensors(terms, stream, laye
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("layer", [False, True])
 def test_a_norm_counts_an_operation_for_each_symbol_of_its_formula(layer, backward) -> None:
-    """As the docstring lists them, and one more an element for each term before it."""
+    """They are listed in the docstring, plus one more per element for each added term."""
     forward = ["square", "add", "scale", "weigh"] + ["sum", "centre", "shift"] * layer
     back = ["n", "g", "g n", "its sum", "n c", "subtract", "scale", "dy n", "dw"]
     back += ["centre", "sum g", "subtract", "db"] * layer
@@ -128,7 +130,7 @@ def test_a_norm_counts_an_operation_for_each_symbol_of_its_formula(layer, backwa
         assert found.flops == 60 * (each + len(terms))
 
 
-ELEMENTWISE = {  # operations of one output each way, and of one row of logits
+ELEMENTWISE = {  # operations of one output in forward and backward, and of one row of logits
     cost.activation: [({"n": 7}, 7 * 9, 7 * 18), ({"n": 7, "gated": True}, 7 * 5, 7 * 12)],
     cost.cross_entropy: [({"N": 3, "V": 5}, 4 * 15, 4 * 15)],
 }
@@ -143,7 +145,7 @@ def test_elementwise_ops_count_their_operations(op) -> None:
     assert cost.adamw(9) == Cost(16 * 9, 9 * 4 * 7)  # a float32 gradient, and no copy
 
 
-def test_a_symmetric_product_computes_one_triangle_and_reads_one_of_what_is_added() -> None:
+def test_symmetric_product_costs_one_triangle_of_flops_and_added_bytes() -> None:
     x, out = torch.randn(5, 8), torch.randn(5, 5)
     triangle = int(torch.ones(5, 5).triu().sum())
     found = cost.symmetric_product(5, 8, size=4)
@@ -215,9 +217,7 @@ def test_elementwise_ops_move_their_tensors() -> None:
 
 @pytest.mark.parametrize("recompute", ["activation", "up", "nothing"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_an_mlp_moves_the_tensors_of_its_kernels_and_multiplies_what_torch_multiplies(
-    gated, recompute
-) -> None:
+def test_mlp_cost_equals_kernel_traffic_and_flops_counted_by_torch(gated, recompute) -> None:
     T, E, F = 6, 10, 7
     x, w1, w2 = torch.randn(T, E), torch.randn(2 * F if gated else F, E), torch.randn(E, F)
     name, r = "swiglu" if gated else "relu2", torch.randn(T, E)
@@ -276,7 +276,7 @@ def test_a_qkv_projection_moves_its_tensors() -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_gpt_step_counts_what_torch_counts_in_forward_and_backward(gated: bool) -> None:
-    """A GPT's products, written out; torch's counter sees full (not causal) attention."""
+    """A GPT's products, written out. torch's counter assumes full (not causal) attention."""
     B, S, L, E, H, G, D, F, V = 2, 6, 3, 8, 4, 2, 5, 7, 11
     shapes = [(E, (H + 2 * G) * D), (H * D, E), (E, F), (F, E)] + [(E, F)] * gated
     weights = [torch.randn(s, requires_grad=True) for s in shapes * L + [(E, V)]]
@@ -305,7 +305,7 @@ def test_a_gpt_step_counts_what_torch_counts_in_forward_and_backward(gated: bool
 
 
 def test_a_gpt_step_counts_the_keys_that_a_window_shows() -> None:
-    """Of S keys that causal attention shows, W: as for a whole layer, half of the last one."""
+    """For the S keys of causal attention, W count: half of the last one, as in a whole layer."""
     shape = {"layers": 3, "heads": 4, "head_dim": 5}
     S, windows = 24, [6, None, 40]
     pairs = [min(q + 1, W or S) for W in windows for q in range(S)]

@@ -1,4 +1,5 @@
-"""``make cpus``: a setting reaches the tests, and a test that fails under it fails the command."""
+"""``make cpus``: a setting reaches the tests, and a test that fails under
+it makes the command fail."""
 
 import json
 import sys
@@ -28,8 +29,8 @@ def test_a_setting_is_a_name_or_variables():
 
 
 def test_tests_run_under_a_setting_alone_and_failures_are_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")  # of the shell: no part of a setting
-    (tmp_path / "pytest.ini").write_text("[pytest]")  # no settings of a folder above
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")  # from the shell: not part of a setting
+    (tmp_path / "pytest.ini").write_text("[pytest]")  # no settings of a parent folder
     (tmp_path / "test_it.py").write_text(TEST)
     given = {"ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "2"}
     row = cpus.run(given, [str(tmp_path / "test_it.py")], 1)

@@ -74,7 +74,7 @@ def test_the_reference_equals_torch(smoothing):
 
 
 def test_the_reference_s_z_loss_is_the_squared_log_sum_exp():
-    """PaLM's z_loss * log^2 Z on top of the loss, where there is a label."""
+    """PaLM's z_loss * log^2 Z is added to the loss, where there is a label."""
     logits, labels = _case(23, 53)
     plain = reference.cross_entropy(logits, labels)
     with_z = reference.cross_entropy(logits, labels, z_loss=0.25)
@@ -113,7 +113,7 @@ def test_low_precision_stays_within_the_error_budget(dtype, impl):
     )
     assert ours[0].dtype == torch.float32
     assert ours[1].dtype == dtype
-    assert_close_f64(ours[0], truth[0], 1e-6)  # computed in float32 whatever the logits are
+    assert_close_f64(ours[0], truth[0], 1e-6)  # computed in float32 for any dtype of the logits
     stats, used = cross_entropy_fwd(logits, labels, impl=impl), labels != -100
     wide = logits.detach().double()
     for found, right in zip(stats, (wide.logsumexp(1), None, wide.sum(1)), strict=True):
@@ -136,7 +136,7 @@ def test_gradcheck(impl):
 
 @IMPLS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("cut", [slice(None), slice(3, 40)])  # whole rows; and part of each
+@pytest.mark.parametrize("cut", [slice(None), slice(3, 40)])  # whole rows, and part of each
 def test_in_place_gradients_overwrite_the_logits_with_the_same_numbers(dtype, cut, impl):
     whole, labels = _case(19, 47, dtype, vocab=45)
     logits, before = whole[:, cut], whole.clone()
@@ -159,7 +159,7 @@ def test_in_place_gradients_allocate_no_second_logits(dtype, impl):
     lse = logits.logsumexp(1)
 
     def most(in_place):
-        """The bytes of the largest buffer that an operation takes."""
+        """Return the bytes of the largest buffer that an operation allocates."""
         with torch.profiler.profile(profile_memory=True) as profile:
             cross_entropy_bwd(lse, logits.clone(), labels, lse, in_place=in_place, impl=impl)
         taken = sorted(event.self_cpu_memory_usage for event in profile.events())
@@ -173,7 +173,7 @@ def test_in_place_gradients_allocate_no_second_logits(dtype, impl):
 
 
 def _sharded(logits, labels, dlosses, shards, vocab, impl, smoothing=0.0, fault=None, z_loss=0.01):
-    """What tensor parallelism does, in one process: halves per shard, combined by hand."""
+    """Emulate tensor parallelism in one process: halves per shard, combined by hand."""
     width = logits.shape[1] // shards
     parts = list(logits.split(width, 1))
     starts = [i * width for i in range(shards)]
@@ -210,15 +210,15 @@ def _sharded_errors(shards, width, vocab, impl, smoothing, fault=None):
     return [relative_error(a, b) for a, b in zip(ours, truth)], ours[1]
 
 
-# 41 of 4 x 12: the last shard holds 5 columns of the vocabulary; 33 of 4 x 11: it holds none;
-# 9 of 5 x 4: the last two hold none, and begin beyond it.
+# 41 of 4 x 12: the last shard holds 5 columns of the vocabulary; 33 of 4 x 11: it holds none; 9 of
+# 5 x 4: the last two hold none, and begin beyond it.
 @IMPLS
 @pytest.mark.parametrize(
     ("shards", "width", "vocab"), [(2, 8, 16), (4, 12, 41), (4, 11, 33), (5, 4, 9)]
 )
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_shards_with_padding_equal_the_whole(shards, width, vocab, smoothing, impl):
-    with guarded():  # what nobody writes is NaN
+    with guarded():  # unwritten elements are NaN
         errors, dlogits = _sharded_errors(shards, width, vocab, impl, smoothing)
     assert max(errors) < 1e-13
     assert dlogits[:, vocab:].abs().sum() == 0
@@ -256,7 +256,7 @@ def test_padding_columns_of_the_whole_take_no_part(impl):
 def test_a_batch_without_any_label_loses_zero(reduction, impl):
     logits, labels = _case(6, 10, torch.float32)
     labels[:] = -100
-    logits[2] = float("inf")  # and what is ignored may be anything
+    logits[2] = float("inf")  # an ignored row may hold anything
     logits[3] = float("nan")
     shape = (6,) if reduction == "none" else ()
     loss, gradient = _loss_and_gradient(
@@ -302,7 +302,7 @@ def test_each_operand_of_the_halves_may_have_gaps(impl):
                 **some | {"logits": logits.clone()}, in_place=True, impl=impl
             )
             assert_close_f64(written, of_bwd, 1e-13)
-    wide = torch.nn.functional.pad(logits, (3, 5))[:, 3:37]  # and the result's rows stay so
+    wide = torch.nn.functional.pad(logits, (3, 5))[:, 3:37]  # the result's rows keep that stride
     found = cross_entropy_bwd(**given | {"logits": wide}, impl=impl)
     assert_close_f64(found, of_bwd, 1e-13)
     written = cross_entropy_bwd(**given | {"logits": wide}, in_place=True, impl=impl)
@@ -313,7 +313,7 @@ def test_each_operand_of_the_halves_may_have_gaps(impl):
 
 @IMPLS
 def test_masked_and_huge_logits_are_exact(impl):
-    """A whole block of -inf before the first finite logit, and no overflow at 1e4."""
+    """This covers a whole block of -inf before the first finite logit, and no overflow at 1e4."""
     logits, labels = _case(4, 5000, torch.float32)
     logits[:, :4500] = -float("inf")
     logits[1] += 1e4
@@ -332,7 +332,7 @@ def test_masked_and_huge_logits_are_exact(impl):
 @IMPLS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_row_may_be_masked_wholly_on_some_shards(dtype, impl):
-    """Its lse there is -inf and its gradient 0, as of columns that are padding."""
+    """Its lse there is -inf and its gradient 0, as for padding columns."""
     logits, labels = _case(5, 12, dtype)
     labels[:] = torch.tensor([0, 5, 1, -100, 7])
     for row, masked in enumerate((slice(4, 12), slice(0, 4), slice(8, 12), slice(0, 8))):
@@ -389,7 +389,7 @@ def test_operators_pass_opcheck(impl):
 
 
 def test_rows_times_strides_past_two_to_the_31_do_not_wrap():
-    """Of memory that is never touched between the rows, forward and in place."""
+    """The memory between the rows is never touched, in the forward and in place."""
     rows, stride = 2**11 + 16, 2**20
     far = torch.empty(rows * stride, dtype=torch.float16).as_strided((rows, 2), (stride, 1))
     near = far.copy_(torch.randn(rows, 2)).contiguous()
@@ -405,9 +405,9 @@ def test_rows_times_strides_past_two_to_the_31_do_not_wrap():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("start", "vocab"), [(0, 30), (7, 50)])
 def test_the_rows_of_a_chunk_change_no_bit(monkeypatch, start, vocab, dtype):
-    """One row at a time, a few with fewer at the end, and all of them."""
+    """One row at a time, several with fewer at the end, and all of them."""
     logits, labels = _case(23, 30, dtype, vocab=vocab)
-    logits[3], dloss = float("inf"), torch.randn(23)  # which is ignored
+    logits[3], dloss = float("inf"), torch.randn(23)  # this row is ignored
     where = {"vocab_start": start, "vocab_size": vocab}
     found = []
     for chunk in (2**18, 150, 29):
@@ -426,7 +426,7 @@ def test_the_rows_of_a_chunk_change_no_bit(monkeypatch, start, vocab, dtype):
 
 
 def test_a_label_of_no_column_has_a_gradient_of_nan_alone():
-    """On a CPU the forward refuses it; halves may meet it."""
+    """On a CPU the forward rejects it, but the halves may get one."""
     logits, labels = _case(5, 8)
     labels[:] = torch.tensor([1, 8, -100, -1, 7])
     for impl in ("torch", "triton"):

@@ -1,4 +1,4 @@
-"""Data: samples depend on (seed, step, number) alone; splits share no file; errors name files."""
+"""Data: samples depend only on (seed, step, number); splits share no file; errors name files."""
 
 import hashlib
 import itertools
@@ -29,7 +29,7 @@ from warpweave.data.split import Split
 
 
 def folder_of(path: Path, count: int = 10, size: int = 300) -> Path:
-    """Files whose every byte tells which file it is in."""
+    """Make files whose every byte identifies the file."""
     path.mkdir()
     for i in range(count):
         (path / f"{i:02d}.txt").write_bytes(bytes([65 + i]) * size)
@@ -98,7 +98,7 @@ def test_documents_end_where_files_and_separators_do(tmp_path: Path) -> None:
     _, labels = data.fixed_batch(range(2), count=2)
     assert labels.tolist() == [[0, IGNORE, 7, 0, IGNORE, IGNORE], [IGNORE, 9, 1, 2, 3, 4]]
     assert boundaries(labels).tolist() == [[0, 2, 5, 6, 6], [0, 1, 6, 6, 6]]
-    few = boundaries(labels[:, :5])  # five would be taken for the document of each of five tokens
+    few = boundaries(labels[:, :5])  # five would be treated as the document of each of five tokens
     assert few.tolist() == [[0, 2, 5, 5], [0, 1, 5, 5]]
     assert boundaries(labels[:1, :4]).tolist() == [[0, 2, 4]]
     assert boundaries(labels[:1, 1:5]).tolist() == [[0, 1, 4, 4, 4]]
@@ -140,7 +140,7 @@ def test_train_and_validation_share_no_file_and_lose_none(tmp_path: Path) -> Non
     assert files[0] | files[1] == files[2]
     assert len(files[1]) == 4
     moved = tmp_path / "elsewhere"
-    source.rename(moved)  # the paths count from the folder
+    source.rename(moved)  # paths are relative to the folder
     again = open_dataset(moved, seq_len=8, split="validation", validation_fraction=0.2)
     assert bytes(again.tokens) == bytes(validation.tokens)
     assert again.fingerprint == validation.fingerprint != train.fingerprint
@@ -174,10 +174,10 @@ def test_the_validation_part_is_the_fraction_to_half_a_token(fraction: float) ->
         assert Split("train", fraction).cut(size) == (0, low)
 
 
-# Where float32, int32 and float64 stop counting.
+# Sizes at which float32, int32 and float64 lose integers.
 @pytest.mark.parametrize("size", [2**24 + 7, 2**31 + 7, 2**53 + 7])
 def test_samples_of_a_row_of_any_length_begin_where_whole_numbers_say(size, monkeypatch) -> None:
-    tokens = np.broadcast_to(np.uint8(0), size)  # no memory
+    tokens = np.broadcast_to(np.uint8(0), size)  # uses no memory
     starts = np.array([0, size - 3], dtype=np.int64)
     data = Dataset(tokens, starts, 256, "", "", None, seq_len=4, seed=1)
     assert data.batch(2**40, [2**33])[1].tolist() == [[0, 0, 0, 0]]
@@ -190,7 +190,7 @@ def test_samples_of_a_row_of_any_length_begin_where_whole_numbers_say(size, monk
     assert begun[:7] == [Fraction(i * (size - 5), 6).__floor__() for i in range(7)]
     assert len(set(begun[7:])) == 500
     assert max(begun) == size - 5
-    odd = sum(offset % 2 for offset in begun[7:])  # a float of 24 bits has no odd ones here
+    odd = sum(offset % 2 for offset in begun[7:])  # a float of 24 bits has no odd numbers here
     assert 200 < odd < 300
 
 
@@ -202,7 +202,7 @@ def test_the_default_text_is_the_standard_library() -> None:
     assert 0.01 < len(validation) / len(train) < 0.3
     text = bytes(train.tokens)
     assert b"def __init__(self" in text
-    assert b"build_time_vars = {" not in text  # generated, with the build machine's paths
+    assert b"build_time_vars = {" not in text  # generated, with paths of the build machine
     assert "self" in train.decode(train.tokens[:200_000].tolist())
 
 
@@ -244,7 +244,7 @@ def test_a_tokenizer_file_gives_its_own_ids_and_text_back(tmp_path: Path) -> Non
 def test_a_cut_never_parts_a_character(tmp_path: Path) -> None:
     tokenizer = tokenizer_file(tmp_path / "tokenizer.json")
     for extra, fraction in itertools.product(range(4), (0.05, 1e-9, 0.015)):
-        file = tmp_path / f"{extra}.txt"  # of 150 bytes and more: the last byte, the last two
+        file = tmp_path / f"{extra}.txt"  # 150 bytes and more: the last byte, the last two
         file.write_text("x" * extra + "漢" * 50, encoding="utf-8")
         parts = [
             open_dataset(
@@ -424,7 +424,7 @@ def test_what_no_token_file_can_hold_is_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_token_beyond_the_vocabulary_is_an_error_before_it_reaches_a_kernel(
+def test_token_outside_the_vocabulary_is_rejected_when_data_is_read(
     tmp_path: Path,
 ) -> None:
     write_token_file(tmp_path / "a.bin", np.arange(100), vocab_size=100)
@@ -448,7 +448,7 @@ def test_an_npy_file_is_never_unpickled(tmp_path: Path) -> None:
     one_line(error)
     assert not _Canary.touched
     np.load(tmp_path / "evil.npy", allow_pickle=True)
-    assert _Canary.touched  # the canary does sing
+    assert _Canary.touched  # the canary works
 
 
 def sidecar(**changes) -> str:
@@ -515,7 +515,7 @@ def test_validation_has_the_nearest_number_of_files_and_never_all(count, fractio
     assert (len(mine), sorted(mine + others)) == (chosen, sorted(files))
 
 
-# ---- what has changed between two runs -----------------------------------------------------------
+# ---- changes between two runs --------------------------------------------------------------------
 
 
 def _token_file(folder: Path, kind: str, tokens: np.ndarray) -> Path:
@@ -528,7 +528,7 @@ def _token_file(folder: Path, kind: str, tokens: np.ndarray) -> Path:
 
 
 def _age(path: Path) -> None:
-    """As if the file had been written a while ago."""
+    """Make the file look as if it had been written a while ago."""
     past = time.time_ns() - 10**10
     os.utime(path, ns=(past, past))
     while time.time_ns() - path.stat().st_ctime_ns < 1.1 * 10**9:
@@ -537,7 +537,7 @@ def _age(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bin", "npy"])
 def test_any_byte_of_a_token_file_is_in_its_fingerprint(tmp_path: Path, kind: str) -> None:
-    """4 MiB, one token changed at either end, in the middle, and half of the file."""
+    """4 MiB, with one token changed at either end, in the middle, and halfway."""
     tokens = (np.arange(2**21) * 7919 % 59999).astype(np.uint16)
     path = _token_file(tmp_path, kind, tokens)
     first = open_dataset(path, seq_len=4).fingerprint

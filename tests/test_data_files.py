@@ -1,5 +1,5 @@
-"""Which files a source reads and what is kept of them: names, vocabularies, hashes, and what a
-failed write leaves. `test_data.py` has samples, splits and refusals."""
+"""The files that a source reads and the data cached about them: names, vocabularies, hashes, and
+the leftovers of a failed write. `test_data.py` covers samples, splits and invalid input."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from warpweave.data import (
 from warpweave.data.files import read_whole, replace, sha256
 from warpweave.data.tokenizer import smallest_dtype
 
-# ---------------------------------------------------------------- which files
+# ---------------------------------------------------------------- selecting files
 
 
 def _tree(folder: Path, *names: str) -> Path:
-    """Files that hold their own names."""
+    """Make files that hold their own names."""
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,8 +111,8 @@ def test_the_vocabulary_is_the_sidecars_or_reaches_to_the_largest_token(tmp_path
 
 
 @pytest.mark.parametrize("more", [0, 1, 300])
-def test_added_tokens_count_in_the_vocabulary_and_are_inserted_in_prompts_only(tmp_path, more):
-    """None is inserted in text, but one that is written there is recognised."""
+def test_added_tokens_count_in_vocabulary_and_are_inserted_only_in_prompts(tmp_path, more):
+    """None is inserted in text, but one that is written there is recognized."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
     words = Tokenizer(models.WordLevel({"?": 0, "one": 1, "two": 2}, unk_token="?"))
@@ -159,14 +159,14 @@ def test_boundaries_of_no_samples_and_of_labels_everywhere():
     assert boundaries(torch.zeros(2, 5, dtype=torch.int64)).tolist() == [[0, 5]] * 2
 
 
-# ---------------------------------------------------------------- hashes that are kept
+# ---------------------------------------------------------------- cached hashes
 
 TRUTH = hashlib.sha256(b"some bytes").hexdigest()
 
 
 @pytest.fixture
 def later(monkeypatch) -> None:
-    """Long after all that is written."""
+    """Move the clock long past all writes."""
     monkeypatch.setattr(files, "time", SimpleNamespace(time_ns=lambda: 2**62))
 
 
@@ -198,12 +198,10 @@ def test_a_kept_hash_is_believed_until_size_times_inode_or_device_change(tmp_pat
 
 
 @pytest.mark.parametrize("seconds", [0, 0.9, 1.1, 100])
-def test_the_hash_of_a_file_written_or_changed_in_the_last_second_is_not_kept(
-    tmp_path, monkeypatch, seconds
-):
+def test_hash_of_a_file_changed_in_the_last_second_is_not_cached(tmp_path, monkeypatch, seconds):
     path, kept = tmp_path / "file", tmp_path / "kept"
     path.write_bytes(b"some bytes")
-    os.utime(path, ns=(10**18, 10**18))  # written long ago, it says; but changed now
+    os.utime(path, ns=(10**18, 10**18))  # an old mtime, but a new ctime
     changed = path.stat().st_ctime_ns
     clock = SimpleNamespace(time_ns=lambda: changed + round(seconds * 10**9))
     monkeypatch.setattr(files, "time", clock)

@@ -28,7 +28,7 @@ LLAMA = PlainConfig(
     96, 12, 2, 32, 4, 2, 48, "rope", "rms", "swiglu", bias=False, tied=False
 )  # fmt: skip
 
-# The plan of the example as tuples of mesh axes, for dp x tp.
+# The example's plan as tuples of mesh axes, for dp x tp.
 TUPLES = {
     "(tokens)": ("dp", None),
     "(labels)": ("dp", None),
@@ -48,7 +48,7 @@ DATA = {"(tokens)": "batch seq", "(labels)": "batch seq"}
 
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, none of the first row's and all but three of the second's being losses."""
+    """Return tokens and labels: none of the first row's and all but three of the second's count."""
     tokens = torch.randint(96, (4, 12), generator=torch.Generator().manual_seed(0))
     labels = tokens.roll(-1, 1)
     labels[0] = labels[1, -3:] = -100
@@ -67,7 +67,7 @@ def _equal_plain(rank: int, plans: list[tuple[dict[str, int], str]]) -> None:
 
 
 def _equals_plain(sizes: dict[str, int], which: str) -> None:
-    """Loss and gradients of both styles, each gradient with its parameter's placement."""
+    """Compare loss and gradients of both styles, each gradient with its parameter's placement."""
     from warpweave.layers.sharding.declare import shard
 
     example = runpy.run_path(EXAMPLE)
@@ -111,7 +111,7 @@ def _of_both(rank: int) -> list[tuple[Counter, Counter]]:
 
 
 def _collectives(sequence: bool) -> tuple[Counter, Counter]:
-    """What one block adds, declared and hand-written, on two tensor ranks."""
+    """Return the collectives of one more block, declared and hand-written, on two tensor ranks."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     from warpweave.layers.sharding.declare import shard
@@ -141,9 +141,9 @@ def _collectives(sequence: bool) -> tuple[Counter, Counter]:
 
 
 def test_a_block_has_the_collectives_of_the_hand_written_one() -> None:
-    """Two all-reduces each way, or, between parts whose tokens are sharded, as many all-gathers and
-    reduce-scatters; ours gather x once more for the gradient of a weight, and sum the gradients of
-    norms in the optimizer."""
+    """Two all-reduces in each direction, or, if tokens are sharded between parts, as many
+    all-gathers and reduce-scatters. Ours gathers x once more for the gradient of a weight, and sums
+    the gradients of norms in the optimizer."""
     size = 4 * 12 * 32 * 8  # a micro-batch's activations, float64
     for whole, cut in run_ranks(2, _of_both):
         assert whole == ({("all_reduce", size): 4}, {"c10d.allreduce_": 4})
@@ -195,13 +195,13 @@ def _hugging_face(rank: int) -> None:
     axes = {"batch": "dp", "heads": "tp", "hidden": "tp", "vocab": "tp"}
     shard(model, LLAMA_PLAN, mesh, axes)
     with explain_sharding(model) as seen:
-        logits = model(tokens).logits  # it begins a cache
+        logits = model(tokens).logits  # the model begins a cache
         logits.square().mean().backward()
     assert_close_f64(logits.full_tensor().detach(), expected.detach())
     for name, p in model.named_parameters():
         assert_close_f64(p.grad.full_tensor(), gradients[name])
     assert seen.counts("tp", "forward") == {"all_reduce": 4}
-    assert seen.counts("tp", "backward") == {"all_reduce": 5}  # a norm before the head more
+    assert seen.counts("tp", "backward") == {"all_reduce": 5}  # one for the norm before the head
     assert seen.counts("dp", "forward") == {}
     assert seen.counts("dp", "backward") == {"all_reduce": len(gradients)}
     assert seen.layouts["model.layers.1.mlp.up_proj()"] == "[4/dp, 12, 48/tp]"
@@ -214,13 +214,13 @@ def test_a_hugging_face_llama_is_sharded_by_ten_lines() -> None:
 
 
 class _Attends(nn.Module):
-    """Heads of 2 from products of their own, which share `kv` keys and values."""
+    """Attention heads of 2 from separate products, which share `kv` keys and values."""
 
     def __init__(self, kv: int, scale: float | None = None, **options: Any) -> None:
         super().__init__()
         self.kv, self.options = kv, {"is_causal": True, "scale": scale} | options
         self.q, self.v = nn.Linear(8, 8), nn.Linear(8, 2 * kv)
-        self.k = nn.Linear(8, 2 * kv, bias=False)  # whose gradient is rounding
+        self.k = nn.Linear(8, 2 * kv, bias=False)  # its gradient is only rounding
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
@@ -242,13 +242,13 @@ class _Classifies(nn.Module):
 
 
 def _masked(*shape: int) -> _Attends:
-    """Of 2 samples, 4 heads, 6 queries and keys, each of which sees itself."""
+    """Return masks of 2 samples, 4 heads, 6 queries and keys, in which each query sees itself."""
     mask = torch.randn(shape) * 2
     return _Attends(4, attn_mask=mask, is_causal=False)
 
 
 def _attention_options(rank: int, mesh: Any) -> None:
-    """Dropout, and the causal mask of queries of which there are fewer than keys."""
+    """Test dropout, and the causal mask with fewer queries than keys."""
     from torch.distributed.tensor import DTensor, Shard
 
     from warpweave.layers.sharding.declare import _attention_rule
@@ -263,7 +263,7 @@ def _attention_options(rank: int, mesh: Any) -> None:
         _attention_rule(attend, q, q, q, None, 0.25, causal, 0.7)
         assert (seen["dropout"], seen["scale"], seen["causal"]) == (0.25, 0.7, False)
         assert [seen[name].shape[2] for name in "qkv"] == [4, 8, 8]
-        rows = torch.arange(4)[:, None] + 4 * rank  # of the whole sequence
+        rows = torch.arange(4)[:, None] + 4 * rank  # rows of the whole sequence
         wanted = torch.arange(8) <= rows if causal else None
         assert seen["mask"] is None if wanted is None else torch.equal(seen["mask"], wanted)
     short = DTensor.from_local(torch.randn(2, 3, 2, 5), mesh, [Shard(2)])  # 4 queries, 8 keys
@@ -272,7 +272,7 @@ def _attention_options(rank: int, mesh: Any) -> None:
 
 
 def _uneven_attention(mesh: Any) -> None:
-    """Samples, heads or queries that the ranks do not divide are on all of them."""
+    """Test samples, heads or queries not divisible by the ranks: every rank holds all of them."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from warpweave.layers.sharding.declare import _attention_rule
@@ -287,7 +287,7 @@ def _uneven_attention(mesh: Any) -> None:
 
 
 def _joins_with_nothing(mesh: Any) -> None:
-    """Tensors of shape (0,), the first one or not, wider in dtype or not."""
+    """Test tensors of shape (0,), the first one or not, wider in dtype or not."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     from warpweave.layers.sharding.declare import _PlainAsReplicated
@@ -312,7 +312,7 @@ def _joins_with_nothing(mesh: Any) -> None:
 
 
 def _by_keyword(mesh: Any) -> None:
-    """Functions of torch that have a rule accept their arguments by name."""
+    """Test that functions of torch with a rule accept their arguments by name."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from warpweave.layers.sharding.declare import _PlainAsReplicated
@@ -335,7 +335,7 @@ def _as_one_rank(rank: int) -> None:
 
     torch.set_default_dtype(torch.float64)
     mesh, x = _mesh({"a": 2}), torch.randn(2, 6, 8)
-    target = torch.tensor([0, 1, 255, 3, 4, 255, 2, 255])  # of which the second rank has fewer
+    target = torch.tensor([0, 1, 255, 3, 4, 255, 2, 255])  # the second rank has fewer targets
     rows, rest = {"(x)": "rows width", "(target)": "rows"}, (torch.randn(8, 4), target)
     sequence, heads = {"(x)": "batch seq width"}, {"[qkv].*": "heads ..."}
     for make, plan, axes, given in (
@@ -372,12 +372,12 @@ def _as_one_rank(rank: int) -> None:
 
 def test_attention_and_weighted_losses_are_those_of_one_rank() -> None:
     """One key for all heads or samples, keys of a sharded sequence, scales of the model's own,
-    masks that broadcast, groups of heads, classes that are ignored, sums of losses."""
+    masks that broadcast, groups of heads, ignored classes, sums of losses."""
     run_ranks(2, _as_one_rank)
 
 
 def test_a_mean_loss_is_of_as_many_targets_as_there_are_whatever_its_dtype() -> None:
-    """As bfloat16, 301 would be another number. Targets that are probabilities are all counted."""
+    """In bfloat16, 301 would be rounded. If targets are probabilities, all of them count."""
     from warpweave.layers.sharding.rules import _class_loss
 
     def total(input: torch.Tensor, target: Any, *, reduction: str = "mean") -> torch.Tensor:
@@ -401,7 +401,7 @@ def test_a_mean_loss_is_of_as_many_targets_as_there_are_whatever_its_dtype() -> 
 
 
 class _Passes(nn.Module):
-    """Products of every argument; what it is given beside x and z comes back as it is."""
+    """A module with products of every argument; it returns all but x and z unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -456,7 +456,7 @@ def test_the_first_entry_decides_and_arguments_arrive_by_place_or_name() -> None
 
 
 def _placed(dims: Any, axes: dict, shape: tuple[int, ...]) -> list:
-    """Where a tensor lies on dp = 2 x tp = 3 x cp = 4: a dim, or None, for each axis."""
+    """Return the place of a tensor on dp = 2 x tp = 3 x cp = 4: a dim, or None, for each axis."""
     from warpweave.layers.sharding.declare import _placements, _read
 
     sizes = {"dp": 2, "tp": 3, "cp": 4}
@@ -494,7 +494,7 @@ AXES = {"a": "dp", "b": "tp", "both": ("dp", "cp"), "turned": ("cp", "dp"), "non
         ("(a=4 c)", (20,), [0, None, None]),
         ("(a=3 c)", (6,), "x: dim 0: 2 ranks do not divide 3"),
         ("(a c)", (6,), [0, None, None]),
-        ("(a c d=3)", (6,), [0, None, None]),  # of which nobody knows more
+        ("(a c d=3)", (6,), [0, None, None]),  # nothing more is known
         ("(a=2 c=3)", (6,), [0, None, None]),
         ("(a=2 c=3)", (12,), "x: dim 0 has 12 elements, which are no (2, 3)"),
         ("a=2 b", (4, 3), "x: dim 0 has 4 elements, which are no (2,)"),
@@ -517,7 +517,7 @@ def test_dims_lie_where_an_entry_has_them_or_do_not_fit(dims, shape, found) -> N
 
 
 @pytest.mark.parametrize("result", [(), [torch.ones(1)], (1, torch.ones(1)), None, {"x": 1}])
-def test_a_result_is_placed_if_it_is_a_tensor_or_a_tuple_that_begins_with_one(result) -> None:
+def test_result_is_placed_if_it_is_a_tensor_or_a_tuple_starting_with_one(result) -> None:
     from warpweave.layers.sharding.declare import _on_result
 
     hook = _on_result("up()", lambda x: x + 1)
@@ -579,7 +579,7 @@ def _refusals(rank: int) -> None:
             shard(_Small(), plan, mesh, axes)
     model = shard(_Small(), {"(x)": "rows width", "up()": "rows w"}, mesh, {"rows": "tp"})
     changed = _Small()
-    changed.forward = lambda x: 2 * x  # of the object, not of its class
+    changed.forward = lambda x: 2 * x  # set on the object, not on its class
     shard(changed, {"(x)": "rows width"}, mesh, {"rows": "tp"})
     assert changed(torch.ones(4, 6)).full_tensor().eq(2).all()
     with pytest.raises(ValueError, match=r"the model\(x\): dim 0: 2 ranks do not divide 3"):

@@ -1,4 +1,5 @@
-"""Views, writes and host reads in a declared model are those of the plain model on one device."""
+"""Views, in-place writes and host reads in a declared model equal those of the
+plain model on one device."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ Form = Callable[[Tensor, Tensor], Any]
 def _assigns(x: Tensor, t: Tensor) -> None:
     x[:, 1:] = t[:, :-1]
     x[0] = 1.5
-    x[:, 0, 0] = t[:1, 0, :].mean()  # a number that broadcasts
+    x[:, 0, 0] = t[:1, 0, :].mean()  # a number, which broadcasts
     x[..., 1] = t[None, ..., 2]
     x[-1, :, 1:] += 2
 
@@ -78,7 +79,7 @@ def _through_views_of_views(x: Tensor, t: Tensor) -> None:
 
 
 def _with_old_views(x: Tensor, t: Tensor) -> Tensor:
-    """Views made before the tensor, or another of its views, is written."""
+    """Write to a tensor, or to one of its views, after other views were made."""
     first, rows, columns = x[:, :1], x[1:], x[:, 1:]
     columns.mul_(t[:, 1:])
     x.mul_(t)
@@ -115,7 +116,7 @@ def _by_modules(x: Tensor, t: Tensor) -> None:
 
 
 def _to_plain(x: Tensor, t: Tensor) -> Tensor:
-    """Plain tensors, which DTensors are written to."""
+    """Write DTensors to plain tensors."""
     made = torch.zeros(SHAPE)
     view = made[:, 1:]
     view += t[:, 1:]
@@ -138,7 +139,7 @@ def _adds_across(x: Tensor, t: Tensor) -> None:
 
 
 def _scales_rows(x: Tensor, t: Tensor) -> Tensor:
-    """The gradient of x comes sharded as t."""
+    """Scale rows. The gradient of x has the sharding of t."""
     x[:1].mul_(t[:1])
     x[:, :1].mul_(t[:, :1])
     return x + t
@@ -172,7 +173,8 @@ READS: list[Form] = [
 
 
 class _Runs(nn.Module):
-    """A form's result for two tensors, which `lift` leaves as they are, as partial sums."""
+    """A module that returns a form's result for two tensors, which `lift`
+    passes on as partial sums."""
 
     def __init__(self, form: Form, partial: bool, reads: bool) -> None:
         super().__init__()
@@ -190,7 +192,7 @@ class _Runs(nn.Module):
 
 
 def _run(model: nn.Module) -> tuple[Tensor, ...]:
-    """A result, and the gradients that a sum with odd weights gives two tensors."""
+    """Return a result, and the gradients of two tensors from a sum with odd weights."""
     draws = torch.Generator().manual_seed(1)
     x, t, weight = (torch.randn(SHAPE, generator=draws) for _ in range(3))
     x.requires_grad_(), t.requires_grad_()
@@ -259,7 +261,7 @@ def _counts(model: nn.Module, *given: Tensor) -> int:
 
 
 class _Passes(nn.Module):
-    """Writes to what a module returned, which is what it was given."""
+    """A module that writes to another module's result, which is that module's input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,19 +287,19 @@ def _edges(rank: int) -> None:
         with torch.no_grad(), pytest.raises(ValueError, match=re.escape(words)):
             shard(_Runs(form, False, False), plan, mesh)(x, t)
 
-    # A module's result that the plan moves stays the tensor that it is.
+    # If the plan moves a module's result, it is still the same tensor object.
     moved = {"(x)": (None, "r", None), "fill()": ("r", None, None)}
     found = _run(shard(_Passes(), moved, mesh))
     for one, other in zip(found, _run(_Passes()), strict=True):
         assert_close_f64(one, other, 1e-12)
 
-    # Writes within a shard, and reads of what ranks hold alike, send nothing.
+    # Writes within a shard, and reads of replicated data, send nothing.
     for form, reads in ((_adds_across, False), (lambda x, t: x.ndim, True)):
         assert _counts(shard(_Runs(form, False, reads), plan, mesh), x, t) == 0
     alike = shard(_Runs(lambda x, t: x.sum().item(), False, True), {"(x)": (None,) * 3}, mesh)
     assert _counts(alike, x, t) == 0
 
-    # Results are never partial, so that one rank alone reads a loss.
+    # Results are never partial, so a single rank can read a loss.
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             model = shard(_Runs(lambda x, t: x.sum(), False, False), plan, mesh)

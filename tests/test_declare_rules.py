@@ -1,8 +1,8 @@
 """A sweep of torch's losses, reductions, norms and in-place operators in a declared model.
 
-Each row of the table is a function of tensors. On ranks, the first one is sharded over a dim, one
-that the ranks do not divide among them, or is a partial sum; the results and all gradients are
-those of one device in float64.
+Each row of the table is a function of tensors. On ranks, the first tensor is sharded over a dim,
+possibly one that is not divisible by the ranks, or is a partial sum. The results and all gradients
+must equal those of one device in float64.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 Row = tuple[str, Callable[..., Any], tuple[Tensor, ...]]
 INF = float("inf")
-SHAPE = (4, 5, 6)  # on two ranks the dim of 5 is ragged
+SHAPE = (4, 5, 6)  # the dim of 5 is ragged on two ranks
 
 
 def _draw(seed: int, *shape: int) -> Tensor:
@@ -33,7 +33,7 @@ def _ids(below: int, *shape: int) -> Tensor:
 
 
 X, Y, Z = (_draw(seed, *SHAPE) for seed in range(3))
-X[-1] *= 5  # the largest and smallest elements are those of the last rank
+X[-1] *= 5  # the largest and smallest elements are on the last rank
 X[:, -1] *= 5
 X[..., -1] *= 5
 P, Q = X.sigmoid() * 0.8 + 0.1, Y.sigmoid() * 0.8 + 0.1  # probabilities
@@ -46,7 +46,7 @@ SHARE = _draw(4, 5).sigmoid()  # a weight per class
 
 
 def _losses(how: str) -> Iterator[Row]:
-    """Every loss of torch.nn.functional with this reduction."""
+    """List every loss of torch.nn.functional with this reduction."""
     elements = {
         "mse": (F.mse_loss, X, Y),
         "l1": (F.l1_loss, X, Y),
@@ -90,7 +90,7 @@ def _losses(how: str) -> Iterator[Row]:
 
 
 def _old_names() -> Iterator[Row]:
-    """Arguments of losses that came before `reduction`, and by position."""
+    """List arguments of losses that predate `reduction`, and positional ones."""
     for name, options in {"mean": {"reduce": True}, "sum": {"size_average": False}}.items():
         yield f"cross_entropy old {name}", partial(F.cross_entropy, **options), (ROWS, CLASSES)
         nll = lambda x, t, o=options: F.nll_loss(x.log_softmax(1), t, **o)  # noqa: E731
@@ -117,7 +117,7 @@ def _modules() -> Iterator[Row]:
 
 
 def _reductions() -> Iterator[Row]:
-    # Of all dims, of one from the front or the back, and of two.
+    # Over all dims, over one from the front or the back, and over two.
     for dim in (None, (), 0, 1, -1, (0, -1)):
         for name in ("sum", "mean", "nansum", "amax", "amin", "logsumexp"):
             if name != "logsumexp" or dim:
@@ -156,7 +156,7 @@ def _reductions() -> Iterator[Row]:
 
 
 def _views() -> Iterator[Row]:
-    """Parts of a tensor of which some are used, or all twice, and tensors made of parts."""
+    """List functions that use some parts of a tensor, or all parts twice, and that join parts."""
     for dim in (0, 1, -1):
         cuts = {"split": (2,), "chunk": (2,), "tensor_split": ([1, 3],), "unbind": ()}
         for name, more in cuts.items():
@@ -179,7 +179,7 @@ def _views() -> Iterator[Row]:
 
 
 def _merged() -> Iterator[Row]:
-    """Tensors of which ranks have several pieces, since two dims were made one."""
+    """List tensors of which ranks hold several pieces, because two dims were merged."""
     x, at = _draw(10, 4, 8, 4), torch.tensor([0, 5])
     for name, merge in {"01": (0, 1), "12": (1, 2)}.items():
         first = merge[0]
@@ -220,7 +220,7 @@ def _normalizations() -> Iterator[Row]:
 
 
 def _writes() -> Iterator[Row]:
-    """In-place operators on a tensor that was computed from x."""
+    """List in-place operators on a tensor that was computed from x."""
 
     def after(write: Callable[..., Any]) -> Callable[..., Tensor]:
         def run(x: Tensor, *others: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def _call(name: str, **options: Any) -> Callable[[Tensor], Any]:
 
 
 def _truths(name: str, dim: Any) -> Callable[[Tensor], Any]:
-    """A result without gradient, times one with."""
+    """Return a result without gradient, multiplied by one with a gradient."""
     if name == "argmax":
         return lambda x: x.argmax(**_dim(dim)) * x.sum()
     if dim == ():
@@ -288,7 +288,8 @@ def _table() -> list[Row]:
 
 
 class _Calls(nn.Module):
-    """A function's results, and a number that depends on each element of them differently."""
+    """A module that returns a function's results, and a number that depends on
+    each element differently."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -306,7 +307,7 @@ class _Calls(nn.Module):
 
 
 def _placed(x: Tensor, mesh: Any, where: tuple) -> Tensor:
-    """x sharded over one dim, or a partial sum of unequal parts, per axis of the mesh."""
+    """Place x: sharded over one dim, or a partial sum of unequal parts, per axis of the mesh."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     shards = [Replicate() if d == "partial" else Shard(d % x.ndim) for d in where]
@@ -318,7 +319,8 @@ def _placed(x: Tensor, mesh: Any, where: tuple) -> Tensor:
 
 
 def _wrong(row: Row, mesh: Any, where: tuple, both: bool) -> list[str]:
-    """What is not as on one device, for x placed so; with `both`, tensors of x's shape are, too."""
+    """Return differences from one device, for x placed this way. With `both`, tensors of x's shape
+    are placed as well."""
     from warpweave.layers.sharding.declare import shard
 
     name, function, given = row
@@ -326,7 +328,7 @@ def _wrong(row: Row, mesh: Any, where: tuple, both: bool) -> list[str]:
     for i, x in enumerate(given):
         if i == 0 or (both and x.shape == given[0].shape and x.is_floating_point()):
             ours[i] = _placed(x, mesh, where)
-    alone = re.search("(?i)margin|bce", name)  # whose targets have no gradient
+    alone = re.search("(?i)margin|bce", name)  # its targets have no gradient
     for x in (plain[0], ours[0]) if alone else (*plain, *ours):
         x.requires_grad_(x.is_floating_point())
     total, results = _Calls(function)(*plain)
@@ -352,7 +354,7 @@ def _sweep(rank: int, sizes: tuple[int, ...], wheres: list[tuple], rows: str) ->
 
     torch.set_default_dtype(torch.float64)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
-    warnings.filterwarnings("ignore", "reduction: 'mean' divides")  # of F.kl_div
+    warnings.filterwarnings("ignore", "reduction: 'mean' divides")  # from F.kl_div
     warnings.filterwarnings("ignore", "size_average and reduce args will be deprecated")
     wrong = []
     for number, row in enumerate(_table()):
@@ -378,7 +380,7 @@ OUTSIDE: tuple[tuple[Callable[..., Tensor], Tensor, Tensor], ...] = (
 
 
 def _outside(rank: int) -> None:
-    """Losses of what a model returned and of a DTensor, outside of its forward."""
+    """Compute losses of a model's result and of a DTensor, outside of its forward."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from warpweave.layers.sharding.declare import shard
@@ -402,7 +404,7 @@ def test_losses_outside_of_a_declared_forward_equal_one_device() -> None:
 
 
 def test_functions_on_shards_and_partial_sums_equal_one_device() -> None:
-    """Losses, reductions, norms, normalizations and in-place operators, or their refusal."""
+    """Covers losses, reductions, norms, normalization and in-place operators, or rejection."""
     wheres = [(0,), (1,), (-1,), ("partial",)]
     assert run_ranks(2, _sweep, (2,), wheres, "") == [[], []]
 

@@ -1,8 +1,8 @@
-"""Derivatives beyond the gradient are right or refused, never without some of their terms.
+"""Derivatives beyond the gradient are correct or rejected, never missing some of their terms.
 
-Of every differentiable op: a second derivative where other paths lead to the same inputs, which
-torch goes on with when one path ends at a node of no gradient; and forward mode, where torch takes
-what an operator says nothing about for a constant.
+For every differentiable op there are two tests. One is a second derivative with other paths to the
+same inputs: torch continues along them if one path ends at a node without gradient. The other is
+forward mode, where torch treats an operator without a rule as a constant.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DROP = Drop(0.25, **KEY)
 
 
 class Case(NamedTuple):
-    """`ours` and `truth` of tensors of these shapes; ours takes an impl, too."""
+    """A case: `ours` and `truth` of tensors of these shapes; ours also accepts an impl."""
 
     ours: Callable[..., Any]
     truth: Callable[..., Any]
@@ -133,16 +133,17 @@ def _inputs(shapes, dtype) -> list[torch.Tensor]:
 
 
 def _total(y: Any, power: int = 2) -> torch.Tensor:
-    """A number of it: with the second power the gradients that enter depend on y, too."""
+    """Return a scalar; with the second power the incoming gradients depend on y as well."""
     return sum(t.pow(power).sum() for t in (y if isinstance(y, tuple) else (y,)))
 
 
 def _second(
     function: Callable[..., Any], leaves: list[torch.Tensor], wanted: int, deep: bool, power: int
 ) -> torch.Tensor:
-    """The gradient to one leaf of what penalises its first gradient, other paths leading to it.
+    """Return the gradient to one leaf of a penalty on its first gradient, with other paths to the
+    leaf.
 
-    Where `deep` the op is given what other operators made of the leaves.
+    With `deep` the op gets the results of other operators on the leaves.
     """
     given = [leaf * 1.5 for leaf in leaves] if deep else leaves
     total = _total(function(*given), power)
@@ -166,7 +167,7 @@ def test_a_second_derivative_is_right_or_refused(name, impl):
     ours, truth, shapes = CASES[name]
     run = functools.partial(ours, impl=impl)
     ways = [*itertools.product((False, True), (1, 2))]
-    ways = ways if impl == "torch" else ways[::3]  # an interpreter takes long
+    ways = ways if impl == "torch" else ways[::3]  # the interpreter is slow
     for wanted, (deep, power) in itertools.product(range(len(shapes)), ways):
         leaves = [t.requires_grad_() for t in _inputs(shapes, torch.float64)]
         how = leaves, wanted, deep, power
@@ -200,7 +201,7 @@ def _by_dual(
 def test_forward_mode_is_right_or_refused(name, forward, impl):
     ours, truth, shapes = CASES[name]
     run = functools.partial(ours, impl=impl)
-    both = (torch.float64, 1e-9), (torch.float32, 1e-4)  # which go to libraries of their own
+    both = (torch.float64, 1e-9), (torch.float32, 1e-4)  # they use different libraries
     for dtype, tolerance in both if impl == "torch" else both[:1]:
         inputs, tangents = _inputs(shapes, dtype), _inputs(shapes, dtype)
         wide = [t.double() for t in inputs]
@@ -218,7 +219,7 @@ def test_forward_mode_is_right_or_refused(name, forward, impl):
      ("dropout", "triton"), ("activate gelu", "triton"), ("rms_norm", "triton")],
 )  # fmt: skip
 def test_forward_mode_is_right_or_refused_while_a_compiler_traces(name, impl):
-    """It runs what a Function does and what an operator does, and asks neither for a tangent."""
+    """Tracing runs a Function's and an operator's forward, and asks neither for a tangent."""
     ours, truth, shapes = CASES[name]
     (x, *rest), (tangent, *_) = (_inputs(shapes, torch.float64) for _ in range(2))
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""The table of GPUs: found by their names as CUDA tells them, and consistent."""
+"""The table of GPUs: lookup by the names that CUDA reports, and consistency."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_targets_are_devices_of_their_capability() -> None:
 
 
 # TFLOP/s in 16 bits, memory in TB/s, NVLink and network in GB/s of one direction; multiprocessors,
-# and of each the warps and the programs that it holds, and its shared memory in KiB.
+# and for each of them the warps and programs that it holds, and its shared memory in KiB.
 SHEETS = {
     "A100": (312, 2.039, 300, 25, 108, 64, 32, 164),
     "A40": (149.7, 0.696, 0, 0, 84, 48, 16, 100),
@@ -50,7 +50,7 @@ SHEETS = {
     "B200": (2250, 8, 900, 50, 148, 64, 32, 228),
     "RTX PRO 6000 Blackwell": (0, 0, 0, 0, 188, 48, 24, 100),
 }
-PRODUCTS = {90: "wgmma", 100: "tcgen05"}  # by capability; the others have none of their own
+PRODUCTS = {90: "wgmma", 100: "tcgen05"}  # by capability; the others have none
 
 
 def test_figures_are_those_of_the_data_sheets() -> None:
@@ -59,5 +59,5 @@ def test_figures_are_those_of_the_data_sheets() -> None:
         speeds = d.half / 1e12, d.memory / 1e12, d.nvlink / 1e9, d.network / 1e9
         parts = d.processors, d.warps, d.blocks, d.shared / 1024
         assert speeds + parts == pytest.approx(SHEETS[d.name]), d.name
-        assert d.block_shared == d.shared - 1024  # of which the system keeps one for each program
+        assert d.block_shared == d.shared - 1024  # the system reserves one for each program
         assert d.product == PRODUCTS.get(d.arch, "mma.sync")

@@ -1,4 +1,4 @@
-"""Which implementation is chosen, and that what cannot run says so."""
+"""The choice of an implementation, and errors for implementations that cannot run."""
 
 import importlib
 import inspect
@@ -24,7 +24,7 @@ from warpweave.kernels.runtime.dispatch import (
 
 
 class _On:
-    """All that `choose` may look at: a tensor's device."""
+    """The only thing that `choose` may read: a tensor's device."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -105,18 +105,18 @@ def test_all_registers_are_those_of_a_multiprocessor_or_a_thread(monkeypatch) ->
     assert dispatch.all_registers(16) == {"num_warps": 16, "maxnreg": 128}
     assert dispatch.all_registers(32) == {"num_warps": 32, "maxnreg": 64}
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert dispatch.all_registers(8) == {"num_warps": 8}  # maxnreg is ptxas' word
+    assert dispatch.all_registers(8) == {"num_warps": 8}  # maxnreg is an option of ptxas
 
 
 # ---------------------------------------------------------------- halves have no gradient
 
 
 def _halves() -> dict[str, object]:
-    """Every public half of an autograd Function in kernels, by module and name."""
+    """List every public half of an autograd Function in kernels, by module and name."""
     found = {}
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         if module.name.endswith(".reference"):
-            continue  # plain torch, differentiable
+            continue  # plain torch, which is differentiable
         for name, value in vars(importlib.import_module(module.name)).items():
             own = inspect.isfunction(value) and value.__module__ == module.name
             if own and re.fullmatch(
@@ -152,11 +152,11 @@ def test_a_half_runs_where_no_gradient_is_wanted() -> None:
     assert norm_fwd.__doc__.startswith("(y, s, mean or None, rstd)")
 
 
-# ---------------------------------------------------------------- derivatives that do not exist
+# ---------------------------------------------------------------- missing derivatives
 
 
 class _Cubed(torch.autograd.Function):
-    """x^3 w, whose gradient is computed from constants; `saved` says what it keeps."""
+    """x^3 w, whose gradient is computed from constants; `saved` selects what it keeps."""
 
     @staticmethod
     def forward(ctx, x, w, saved):
@@ -173,7 +173,7 @@ class _Cubed(torch.autograd.Function):
 
 
 def _cubed(saved: str, leaf: bool = True) -> tuple[torch.Tensor, ...]:
-    """Two inputs, and the gradients of a loss that leads to both by other ways as well."""
+    """Return two inputs, and the gradients of a loss that also reaches both by other paths."""
     x, w = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     given = (x, w) if leaf else (x * 1, w * 1)
     loss = _Cubed.apply(*given, saved).sum() + (x * x).sum() + (w * w).sum()
@@ -191,7 +191,8 @@ def test_a_second_derivative_raises_whatever_else_leads_to_the_input(saved, leaf
         for to in (x, w):
             with pytest.raises(RuntimeError, match="_Cubed has no second derivative"):
                 torch.autograd.grad(of.sum(), to, retain_graph=True)
-    assert torch.equal(torch.autograd.grad((x**2).sum(), x)[0], 2 * x)  # create_graph alone is fine
+    # create_graph alone is allowed
+    assert torch.equal(torch.autograd.grad((x**2).sum(), x)[0], 2 * x)
 
 
 def test_a_function_that_saved_too_little_to_raise_later_raises_at_once() -> None:
@@ -213,14 +214,14 @@ def test_a_tangent_is_refused_by_what_would_drop_it() -> None:
     with pytest.raises(RuntimeError, match="it has no forward-mode derivative"):
         torch.func.jvp(lambda x: refuse_tangents("it", None, x), (x,), (x,))
     with torch.autograd.forward_ad.dual_level():
-        norm_fwd(x, torch.ones(8), layer=False)  # carries none
+        norm_fwd(x, torch.ones(8), layer=False)  # it has no gradient
         dual = torch.autograd.forward_ad.make_dual(x, x)
         with pytest.raises(RuntimeError, match="norm_fwd has no forward-mode derivative"):
             norm_fwd(dual, torch.ones(8), layer=False)
 
 
 def test_every_operator_is_opchecked() -> None:
-    """Each that the sources register is named in a test file that calls opcheck."""
+    """Each operator that the sources register is named in a test file that calls opcheck."""
     here = Path(__file__).resolve().parent
     sources = [
         p.read_text() for r in ("kernels", "parallel") for p in (here.parent / r).rglob("*.py")

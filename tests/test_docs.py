@@ -1,5 +1,5 @@
-"""The pages of docs/: the map is current, figures are those of benchmarks/results, links and the
-names of the API reference exist."""
+"""The pages of docs/: the map is current, numbers match benchmarks/results, and links and the names
+of the API reference exist."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_schedules_are_drawn_as_the_code_makes_them(monkeypatch) -> None:
     script, page = _script(monkeypatch, "schedules"), (DOCS / "schedules.md").read_text()
     assert page == script.filled(page), "python docs/scripts/schedules.py draws them anew"
     drawn = {words.split()[0] for words in re.findall("<!-- draw (.*) -->", page)}
-    others = {"pipedream-vs", "pipedream-2bw"}  # pipedream's, but for updates and versions
+    # equal to pipedream, except for updates and versions
+    others = {"pipedream-vs", "pipedream-2bw"}
     assert drawn == set(script.FAMILIES) - others
     assert all(f"`{name}`" in page for name in others)
     assert page != script.filled(page.replace("draw zb-h1 4 7", "draw zb-h1 4 8"))
@@ -46,7 +47,7 @@ def test_schedules_are_drawn_as_the_code_makes_them(monkeypatch) -> None:
 
 def test_the_map_has_every_source_file_and_says_what_it_is_for(monkeypatch) -> None:
     script = _script(monkeypatch, "map")
-    page = (DOCS / "map.md").read_text()  # which is what the script writes, see above
+    page = (DOCS / "map.md").read_text()  # equal to the script's output, see above
     rows = [_cells(line) for line in page.splitlines() if line.startswith("| `")]
     files = [p for part in script.PARTS for p in (ROOT / part).rglob("*.py")]
     assert sorted(cells[0].strip("`") for cells in rows) == sorted(
@@ -84,7 +85,8 @@ def test_the_picture_is_what_the_simulator_draws(monkeypatch) -> None:
 
 
 def _quoted(page: Path) -> Iterator[tuple[str, str]]:
-    """(script, ratio with its quantiles) of every figure in a page's tables of measurements."""
+    """Return (script, ratio with its quantiles) for every number in a
+    page's tables of measurements."""
     for line in page.read_text().splitlines():
         found = re.search(r"`(\w+)\.py` \|$", line)
         for ratio in re.findall(r"\d\.\d\d \(\d\.\d\d to \d\.\d\d\)", line) if found else ():
@@ -123,7 +125,7 @@ def test_the_page_of_performance_says_what_is_predicted_of_an_h100() -> None:
 
 
 def test_the_page_of_performance_says_how_well_the_planner_predicts() -> None:
-    """Each row is one of plan/rows.md; README has the median error of half test."""
+    """Each row is one of plan/rows.md; README quotes the median error of half test."""
     text = (RESULTS / "plan" / "rows.md").read_text()
     rows = {cells[0]: cells for cells in map(_cells, text.splitlines()) if len(cells) == 6}
     page = (DOCS / "performance.md").read_text().partition("## The planner")[2]
@@ -215,7 +217,7 @@ def test_the_examples_are_all_listed() -> None:
 
 
 def test_the_words_of_ours_are_words_of_the_code() -> None:
-    """The overlaps and layouts that the glossary explains are those that options take."""
+    """The overlaps and layouts that the glossary explains are values of the options."""
     from warpweave.parallel.words import Kind, Overlap
 
     glossary = (DOCS / "glossary.md").read_text()
@@ -225,7 +227,7 @@ def test_the_words_of_ours_are_words_of_the_code() -> None:
     assert set(re.findall(r"\w+", layouts.split("|")[1])) == set(get_args(Kind))
 
 
-# What commands write, or others' repositories have.
+# Files that commands write, or that other repositories hold.
 WRITTEN = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 WRITTEN |= {"train.py", "prepare.py", "tiles.json", "origin/", "README.md"}
 NAMED = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in DOCS.glob("*.md"))]
@@ -233,7 +235,8 @@ NAMED = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in DOCS.glob("
 
 @pytest.mark.parametrize("page", [page for page in NAMED if page != "docs/map.md"])
 def test_every_file_that_a_page_names_is_there(page) -> None:
-    """By its path from the root, or by its name after another of the same folder; tests by name."""
+    """Files are named by path from the root, or by name after another file of the same
+    folder; tests by name."""
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     beside = ROOT / "docs"
     for line in text.splitlines():

@@ -1,6 +1,6 @@
-"""The doctor: every check passes, each fails when its subject is broken, and the page says so.
+"""The doctor: every check passes, each fails if its subject is broken, and the page reports it.
 
-Faults are planted in what a check calls: in one element of a result, or in the gradient alone.
+Faults are planted in what a check calls: in one element of a result, or in the gradient only.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LATER = math.inf
 
 
 def _off(y: torch.Tensor) -> torch.Tensor:
-    """`y`, of which one element is wrong by a thousandth of the largest."""
+    """Return `y` with an error of a thousandth of the largest element in one element."""
     at = torch.zeros_like(y)
     at.view(-1)[-1] = 1e-3 * y.detach().abs().max()
     return y + at
 
 
 def _wrong(right):
-    """The first result is off."""
+    """Make the first result wrong."""
 
     def call(*args, **how):
         found = right(*args, **how)
@@ -49,7 +49,7 @@ def _wrong(right):
 
 
 def _wrong_gradient(right):
-    """The first result is right, its gradient is a thousandth too large."""
+    """Keep the first result, but make its gradient a thousandth too large."""
 
     def call(*args, **how):
         found = right(*args, **how)
@@ -76,7 +76,7 @@ def _wrong_steps(right):
     return steps
 
 
-# What is planted in `kernels` -> how, and the beginning of the rows that call it.
+# What is planted in `kernels` -> the fault, and the beginning of the rows that call it.
 KERNELS = {
     "rms_norm": (_wrong, "rms_norm"), "layer_norm": (_wrong_gradient, "layer_norm"),
     "activate": (_wrong, "activation"), "dropout": (_wrong_gradient, "dropout"),
@@ -100,7 +100,7 @@ def test_every_kernel_family_is_right_in_the_interpreter():
 
 def test_a_fault_in_one_family_fails_its_rows_and_no_others():
     def failed(*plants: Plant) -> set[str]:
-        """Of the torch path, which is quick; fused products are always Triton's."""
+        """Return failures on the torch path, which is fast; fused products always use Triton."""
         steps = any(place.name.endswith("_steps") for place in plants)
         with planted(*plants):
             every = kernels.family_checks(CPU, ("fp32",), "torch")
@@ -121,7 +121,7 @@ ITEMS = [(name, "fp32") for name in (*ranks.PRODUCTS, *ranks.COLLECTIVES)]
 
 
 def _pending(right):
-    """What is waited for is off."""
+    """Make the result of a wait wrong."""
 
     def start(*args):
         pending = right(*args)
@@ -141,7 +141,7 @@ ON_RANKS = {
 
 
 def _measured(rank: int, folder: str) -> None:
-    """All items on two ranks, and again with each fault on the second of them."""
+    """Measure all items on two ranks, and again with each fault on the second of them."""
     store = dist.distributed_c10d._get_default_store()
     session = Session(CPU, rank, 2, store, 60.0, Mesh(tp=2))
     for name, (plant, _) in ({"healthy": (None, "")} | ON_RANKS).items():
@@ -160,17 +160,17 @@ def test_a_fault_of_one_rank_in_a_product_or_a_collective_fails_its_row(tmp_path
 
 
 def _forgets(**options):
-    """An option of the caller's is another one."""
+    """Plant: an option of the caller is replaced."""
     return lambda right: lambda *given, **how: right(*given, **(how | options))
 
 
 def _ignored_is_zero(right):
-    """What has no label has the first class."""
+    """Plant: tokens without a label have the first class."""
     return lambda *x, labels, **how: right(*x, labels=labels.clamp(min=0), **how)
 
 
 def _short_numbers(right):
-    """The number of a token is cut to 32 bits."""
+    """Plant: token numbers are truncated to 32 bits."""
 
     def call(x, drop, **how):
         return right(x, drop._replace(tokens=drop.tokens % 2**32), **how)
@@ -212,8 +212,8 @@ def test_an_option_that_is_forgotten_fails_its_row(name, plant, begin):
 
 
 def _axes(monkeypatch, dies_at=(), wrong=(), refuses=False) -> tuple[list[Verdict], list[int]]:
-    """The axes' verdicts where ranks die before some layouts and are wrong in others, by name; and
-    how many layouts each start of the ranks was given."""
+    """Return the axes' verdicts by name, with ranks that die before some layouts and are wrong in
+    others, and how many layouts each start of the ranks was given."""
     starts: list[int] = []
 
     def launch(entry, args, mesh, **_):
@@ -236,7 +236,7 @@ def _axes(monkeypatch, dies_at=(), wrong=(), refuses=False) -> tuple[list[Verdic
     return [*run(checks, LATER)], starts
 
 
-def test_an_axis_that_is_wrong_or_kills_its_ranks_fails_and_the_others_are_proven(monkeypatch):
+def test_wrong_or_crashing_axis_fails_and_the_other_axes_are_still_proven(monkeypatch):
     healthy, starts = _axes(monkeypatch)
     assert all(v.passed and v.error == 1.0 for v in healthy)
     assert starts == [8]
@@ -317,7 +317,7 @@ def _check(name: str, found) -> Check:
 
 
 def _main(monkeypatch, capsys, *argv: str, checks=(), left=LATER):
-    """Exit status, page and JSON of the command with these checks."""
+    """Return exit status, page and JSON of the command with these checks."""
     monkeypatch.setattr(command, "checks", lambda *of: iter(checks))
     monkeypatch.setattr(command, "MINUTES", left / 60)
     with pytest.raises(SystemExit) as caught:
@@ -343,7 +343,7 @@ def test_the_page_and_the_line_say_what_failed_and_the_exit_status_is_one(
     code, page, line = _main(monkeypatch, capsys, checks=checks, left=-1)
     assert (code, line["passed"], line["left_out"]) == (0, None, 2)
     good, bad, stops = *checks, _check("stopped", Stopped(2))
-    for begun, passed in ((good, None), (bad, False)):  # a failure stays one
+    for begun, passed in ((good, None), (bad, False)):  # a failure remains a failure
         code, _, line = _main(monkeypatch, capsys, checks=[begun, stops, good])
         assert (code, line["stopped"], line["passed"], line["left_out"]) == (130, True, passed, 2)
 
@@ -385,7 +385,7 @@ def test_a_quick_check_is_of_one_dtype_and_the_kernels_are_interpreted(monkeypat
 
 @pytest.mark.parametrize("arguments", [[], ["--device", "cpu"]])
 def test_the_command_on_a_cpu_has_its_kernels_interpreted(arguments):
-    """Without TRITON_INTERPRET of the user's own, which these tests' other processes have."""
+    """It does so without the user's TRITON_INTERPRET, which other processes of the tests have."""
     code = (
         "import sys\n"
         "from warpweave.machine.doctor.options import parse\n"

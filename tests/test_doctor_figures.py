@@ -1,5 +1,5 @@
-"""The doctor's figures: limits and errors at their edges, the device and ranks that it takes, which
-checks it asks for, what it says of a machine, and the speed of links by the bytes that leave."""
+"""The doctor's numbers: limits and errors at their edges, device and ranks, requested checks, the
+description of a machine, and the speed of links."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ INF = math.inf
 # ---------------------------------------------------------------- errors and limits
 
 
-def test_an_error_is_of_the_largest_element_and_infinite_where_nothing_compares() -> None:
+def test_relative_error_is_by_the_largest_element_and_infinite_on_mismatch() -> None:
     t = torch.tensor
     for actual, expected, error in (
         ([1.0, -4.0], [1.0, -4.0], 0.0),
         ([1.0, -4.0], [2.0, -4.0], 0.25),
         ([1.5, -4.0], [1.0, -5.0], 0.2),
-        ([0.5], [0.0], 0.5),  # where all is zero, the error itself
+        ([0.5], [0.0], 0.5),  # if all elements are zero, the absolute error
         ([0.0], [0.5], 1.0),
         ([1.0, 1.0], [1.0], INF),
         ([math.nan, 1.0], [1.0, 1.0], INF),
@@ -61,7 +61,7 @@ def test_an_error_is_of_the_largest_element_and_infinite_where_nothing_compares(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_budget_is_twice_torchs_own_error_and_one_rounding(dtype: torch.dtype) -> None:
-    """In float32 at least five roundings, and as many as sums of n terms make in turn."""
+    """In float32 at least five roundings, or as many as a sequential sum of n terms makes."""
     eps = torch.finfo(dtype).eps
     truth = torch.tensor([1.0, 8.0], dtype=torch.float64)
     for plain_off, off in itertools.product((0.0, 0.5, 3.0, 64.0), (0.0, 7.0)):
@@ -114,7 +114,7 @@ def test_what_is_furthest_off_in_a_case_is_named_by_its_place(place: str) -> Non
 
 
 def test_a_verdict_has_all_that_was_found(monkeypatch) -> None:
-    """Nothing is begun after the end; at the very end it is."""
+    """No check begins after the end; at the very end one does."""
     times = (10.0, 12.346, 20.0, 20.5, 30.0, 31.0, 40.0, 41.25, 40.0, 40.5, 40.0, 41.0, 50.001)
     clock = iter(times)
     monkeypatch.setattr(check, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -156,7 +156,7 @@ def test_what_ends_the_doctor_is_no_verdict(error: BaseException) -> None:
         [*check.run([Check("x", "y", ends)], INF)]
 
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- requested checks
 
 
 def _shown(monkeypatch, count: int) -> None:
@@ -236,7 +236,7 @@ def test_an_axis_is_proven_by_a_layout_of_its_name(monkeypatch, device: str) -> 
     assert worlds == sorted(worlds, reverse=True)
 
 
-def test_products_are_checked_in_every_precision_and_collectives_in_the_first() -> None:
+def test_fused_products_are_checked_in_every_dtype_and_collectives_in_one() -> None:
     names = [(c.name, c.against) for c in ranks.fused("cpu", 4, ("fp32", "fp16"))]
     assert names == [
         *((f"{n} on 4 ranks, {d}", "reference, all ranks' terms") for d in ("fp32", "fp16")
@@ -264,7 +264,7 @@ def test_each_check_of_several_ranks_has_the_row_of_its_own_item(monkeypatch) ->
 
 
 def test_nothing_is_begun_after_ten_minutes_or_one(monkeypatch) -> None:
-    """Times are taken where everything was checked, and not in a quick run."""
+    """Times are measured if everything was checked, and not in a quick run."""
     monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     ends: list[float] = []
     passed: list[bool | None] = [True, True]
@@ -296,7 +296,7 @@ def test_nothing_is_begun_after_ten_minutes_or_one(monkeypatch) -> None:
     assert command.times("cpu") == []
 
 
-def test_a_line_that_was_cut_short_is_no_result_and_the_ranks_are_started_for_the_rest() -> None:
+def test_truncated_line_is_no_result_and_ranks_restart_for_the_rest() -> None:
     starts: list[str] = []
 
     def start(items, path) -> None:
@@ -315,7 +315,7 @@ def test_a_line_that_was_cut_short_is_no_result_and_the_ranks_are_started_for_th
             rows[1]
     assert [rows[2], rows[3], rows[0]] == [{"name": "c"}, {"name": "d"}, {"name": "a"}]
     assert starts == ["abcd", "cd"]
-    late = ranks._RankRows("abcd", start)  # of which the first ones were not asked for
+    late = ranks._RankRows("abcd", start)  # the first ones were not requested
     assert (late[2], starts[-1]) == ({"name": "c"}, "cd")
 
 
@@ -462,7 +462,7 @@ def test_a_gpu_is_busy_when_others_hold_more_than_a_tenth(monkeypatch, taken, bu
 
 def test_a_command_that_fails_or_is_not_there_says_nothing(monkeypatch) -> None:
     assert machine._said("echo", " a ", "b") == "a  b"
-    assert machine._said("printf", r"\033[4mGPU0\033[0m X [1m") == "GPU0 X [1m"  # no colours
+    assert machine._said("printf", r"\033[4mGPU0\033[0m X [1m") == "GPU0 X [1m"  # no colors
     assert machine._said("false") == machine._said("no-such-command-here") == ""
     failed = subprocess.CompletedProcess([], 1, stdout="half an answer")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
@@ -475,8 +475,8 @@ def _speeds(rank: int) -> list[tuple[float, str]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_speed_of_a_link_is_by_the_bytes_that_leave_a_rank(monkeypatch, world: int) -> None:
-    """Each takes a microsecond here, so that GB/s are kilobytes."""
-    clocks: dict[int, itertools.count] = defaultdict(itertools.count)  # of each rank
+    """Each message takes a microsecond here, so GB/s are kilobytes."""
+    clocks: dict[int, itertools.count] = defaultdict(itertools.count)  # one per rank
     clock = SimpleNamespace(perf_counter=lambda: next(clocks[threading.get_ident()]) * 1e-6)
     monkeypatch.setattr(ranks, "time", clock)
     whole = 4 * (2**18 // world * world) / 1e3
@@ -508,14 +508,14 @@ def test_a_collective_that_is_cut_short_is_all_wrong(monkeypatch) -> None:
 
 
 def test_what_is_timed_side_by_side_computes_the_same() -> None:
-    """In bfloat16: a few hundredths of the largest element."""
+    """In bfloat16 they agree to a few hundredths of the largest element."""
     torch.manual_seed(0)
     names = {}
     with torch.no_grad():
         for op, calls in times.timed_ops(CPU, times.LayerSizes(8, 32, 48, 24, 2)):
             names[op] = [*calls]
             if op == "adamw":
-                continue  # in place
+                continue  # works in place
             ours, other = (calls[name]() for name in [*calls][:2])
             ours = ours[0] if isinstance(ours, tuple) else ours
             if op == "attention causal":

@@ -1,4 +1,4 @@
-"""Dropout: the generator's published vectors, one mask for every layout and implementation."""
+"""Dropout: the generator's published vectors, and one mask for every layout and implementation."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SEED = 2**40 + 12345
 
 
 def test_the_reference_generator_gives_the_published_vectors() -> None:
-    """Random123's kat_vectors, philox4x32 with 10 rounds."""
+    """Compare with Random123's kat_vectors, philox4x32 with 10 rounds."""
     ones = 0xFFFFFFFF
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
     assert reference.philox((0,) * 4, (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
@@ -138,7 +138,7 @@ def test_the_operators_are_well_formed() -> None:
 
 
 def test_rows_times_strides_past_two_to_the_31_do_not_wrap() -> None:
-    """Of memory that is never touched between the rows."""
+    """The memory between the rows is never touched."""
     rows, stride = 2**11 + 16, 2**20
     x = torch.empty(rows * stride, dtype=torch.float16).as_strided((rows, 2), (stride, 1))
     near = x.copy_(torch.randn(rows, 2)).contiguous()

@@ -1,4 +1,4 @@
-"""The dtype an op computes in: its operands', or autocast's, which leaves float64 alone."""
+"""The dtype an op computes in: its operands', or autocast's, which leaves float64 unchanged."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ def test_autocast_chooses_for_all_but_float64():
     x, wide = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         assert operand_dtype("op", x, {"weight": x.half()}) == torch.bfloat16
-        for low in (x.half(), x.bfloat16()):  # of 16 bits already
+        for low in (x.half(), x.bfloat16()):  # 16 bits already
             assert operand_dtype("op", low, {"weight": x}) == torch.bfloat16
         assert operand_dtype("op", wide, {"weight": wide}) == torch.float64
         with pytest.raises(ValueError, match=r"dtypes differ: x torch.*64, weight torch.*32"):
@@ -92,7 +92,7 @@ def test_attention_of_what_is_nowhere_has_shapes_without_an_autocast():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_on_meta_tensors_autocast_does_not_count_and_shapes_and_dtypes_are_there(op):
+def test_meta_tensors_ignore_autocast_and_give_shapes_and_dtypes(op):
     function, shapes = OPS[op]
     function = partial(function, labels=LABELS.to("meta")) if "cross_entropy" in op else function
     given = [torch.empty(s, device="meta", requires_grad=True) for s in ((6, 4), *shapes)]

@@ -1,5 +1,5 @@
-"""Elastic data parallelism: whoever leaves and joins, the run is that of one device on the samples
-of those that were there."""
+"""Elastic data parallelism: whichever replicas leave and join, the run equals one device's
+on the samples of those present."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def _config(folder: Path, **changes) -> TrainConfig:
-    """A small model in float64; its data is `folder`/text, of files of other lengths."""
+    """Return a small model in float64; its data is `folder`/text, in files of different lengths."""
     text = folder / "text"
     text.mkdir(exist_ok=True)
     for i in range(60):
@@ -66,7 +66,7 @@ def _config(folder: Path, **changes) -> TrainConfig:
 def _plain_run(
     config: TrainConfig, replicas: list[list[int]]
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of one device on the samples of the `replicas` that made each step."""
+    """Return one device's losses and weights on the samples of each step's `replicas`."""
     data = config.open_data("train")
     model = config.model_config(data.vocab_size)
     plain = PlainConfig(
@@ -96,13 +96,13 @@ def _plain_run(
 
 
 def _rows(config: TrainConfig) -> list[dict]:
-    """Those that are written whole, as a run may go on."""
+    """Return the complete rows, because the run may be writing one."""
     *lines, _ = (config.out / "metrics.jsonl").read_text().split("\n")
     return [row for row in map(json.loads, lines) if "loss" in row]
 
 
 def _is_the_plain_run(config: TrainConfig) -> None:
-    """The rows of metrics say who made each step; losses and weights are then one device's."""
+    """Assert that losses and weights are one device's, with the replicas named in the metrics."""
     rows = _rows(config)
     assert [row["step"] for row in rows] == [*range(1, config.steps + 1)]
     losses, params = _plain_run(config, [row["replicas"] for row in rows])
@@ -117,18 +117,18 @@ def _is_the_plain_run(config: TrainConfig) -> None:
 
 
 class _Script:
-    """A `Member` whose votes are written down: generation -> {step: decision}."""
+    """A `Member` that records its votes: generation -> {step: decision}."""
 
     def __init__(self, seat: Seat, generation: Generation, decisions: dict[str, str]) -> None:
         self.seat, self.current, self._decisions = seat, generation, decisions
-        self.updating = torch.autograd.profiler.record_function("")  # any context
+        self.updating = torch.autograd.profiler.record_function("")  # any context will do
 
     def vote(self, step: str, world: int) -> str:
         return self._decisions.get(step, "go")
 
 
 def _generation(rank: int, config: TrainConfig, generation: Generation, decisions, carried):
-    """One generation of the rank: what it carries into the next."""
+    """Run one generation of the rank, with the state it carries into the next."""
     width = replica_width(config)
     whole = [Seat(config.mesh, width, r) for r in range(config.mesh.world)]
     (seat,) = (
@@ -146,7 +146,7 @@ def _generation(rank: int, config: TrainConfig, generation: Generation, decision
     return seat.rank, trainer.carry()
 
 
-# Who is there, and how it ends: "abort" at a step, or a last step after which replicas join.
+# Who is present, and how it ends: "abort" at a step, or a last step after which replicas join.
 STORY = [([0, 1, 2], {"2": "abort"}), ([0, 2], {"3": "regroup"}), ([0, 1, 2], {})]
 TWO = [([0, 1], {"1": "abort"}), ([1], {"3": "regroup"}), ([0, 1], {})]
 RUNS = (
@@ -186,7 +186,7 @@ def test_what_cannot_be_elastic_is_refused(changes, words):
     ("changes", "width"),
     [
         ({"elastic": 0}, 0),
-        ({"elastic": 0, "dp": 1, "optimizer": "muon", "max_restarts": 3}, 0),  # nor refused
+        ({"elastic": 0, "dp": 1, "optimizer": "muon", "max_restarts": 3}, 0),  # nor rejected
         ({"elastic": 1}, 1),
         ({"elastic": 3}, 1),
         ({"dp": 2, "elastic": 2, "tp": 2, "pp": 2}, 1),
@@ -209,7 +209,7 @@ def test_a_run_is_that_of_one_device_on_the_samples_of_those_that_were_there(
     carried: dict[int, Carried] = {}
     metrics = config.out / "metrics.jsonl"
     for number, (replicas, decisions) in enumerate(story, 1):
-        if number > 1:  # rank 0 died before it had written the last row
+        if number > 1:  # rank 0 died before it wrote the last row
             metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
         generation = Generation(number, 0, dict.fromkeys(replicas, 0), begun=number > 1)
         world = Seat(config.mesh, replica_width(config), 0).mesh.world
@@ -243,13 +243,13 @@ def _at_once(*calls) -> list:
 
 
 def _hears(member: Member, number: int) -> None:
-    """Wait until it has learnt of this generation."""
+    """Wait until it has learned of this generation."""
     with member._news:
         assert member._news.wait_for(lambda: member.latest.number >= number, 20)
 
 
 def _three(store) -> list[Member]:
-    """Three replicas of one rank each, in generation 1."""
+    """Return three replicas of one rank each, in generation 1."""
     members = [_member(store, Seat(Mesh(dp=3), 1, rank)) for rank in range(3)]
     announce(store, Generation(1, 0, {0: 0, 1: 0, 2: 0}))
     for member in members:
@@ -257,7 +257,7 @@ def _three(store) -> list[Member]:
     return members
 
 
-def test_what_a_member_tells_the_keeper_is_of_itself_and_of_the_generation_it_is_in(store):
+def test_member_reports_only_itself_and_its_current_generation_to_the_keeper(store):
     members = _three(store)
     store.wait([f"ready/0/{rank}" for rank in range(3)])
     members[2].complain()
@@ -280,7 +280,7 @@ def test_what_a_member_tells_the_keeper_is_of_itself_and_of_the_generation_it_is
     store.wait(["over"])
 
 
-def test_a_step_counts_when_all_have_voted_and_ends_the_generation_where_replicas_wait(store):
+def test_step_counts_if_all_vote_and_a_waiting_replica_forces_a_regroup(store):
     members = _three(store)
     assert _at_once(*(partial(m.vote, "0", 3) for m in members)) == ["go"] * 3
     waiting = partial(members[0].vote, "1", 3), partial(members[1].vote, "1", 3)
@@ -303,7 +303,7 @@ def test_a_step_is_given_up_by_all_if_a_replica_is_lost_before_its_vote(store):
 
     decisions = _at_once(partial(members[0].vote, "0", 3), partial(members[1].vote, "0", 3), lose)
     assert decisions[:2] == ["abort"] * 2
-    assert members[2].vote("0", 3) == "abort"  # too late, though now all have
+    assert members[2].vote("0", 3) == "abort"  # too late, although now all have voted
     assert members[0].enter().replicas == [0, 1]
 
 
@@ -316,7 +316,7 @@ def test_a_replica_lost_after_its_vote_has_made_the_step(store):
     assert members[0]._store.get("decision/1/0") == b"go"
 
 
-def test_a_loss_is_not_forgotten_when_a_replica_joins_before_a_rank_has_learnt_of_it(store):
+def test_lost_replica_is_remembered_when_another_joins_before_a_rank_knows(store):
     members = _three(store)
     announce(store, Generation(2, 0, {0: 0, 1: 0}, "2 left", lost=True))
     announce(store, Generation(3, 0, {0: 0, 1: 0, 2: 1}, "2 joins"))
@@ -328,13 +328,13 @@ def test_a_loss_is_not_forgotten_when_a_replica_joins_before_a_rank_has_learnt_o
     assert not members[0].wait_for_loss(0.0)
     announce(store, Generation(4, 0, {0: 0, 1: 0}, "2 left", lost=True))
     assert members[0].wait_for_loss(20)
-    assert members[0].enter().number == 4  # which begins after its loss
+    assert members[0].enter().number == 4  # it begins after its loss
     assert not members[0].lost
     assert members[0].vote("1", 1) == "go"
 
 
 def test_a_rank_that_was_started_again_waits_for_its_own_generation(store):
-    """It closes nothing for what it was not in."""
+    """It closes no connection of a generation that it was not in."""
     announce(store, Generation(1, 0, {0: 0, 1: 0}))
     announce(store, Generation(2, 0, {0: 0}, "1 left", lost=True))
     closed = []
@@ -355,14 +355,14 @@ def test_a_rank_that_was_started_again_waits_for_its_own_generation(store):
 
 @pytest.mark.parametrize("told", [0, 1, 2])
 def test_the_end_of_the_keeper_is_no_error_of_the_thread_that_listens(told):
-    """Also right after it has told of a loss, before they vote."""
+    """This also holds right after it has reported a loss, before they vote."""
     kept = dist.HashStore()
     announce(kept, Generation(1, 0, {0: 0, 1: 0}))
     announce(kept, Generation(2, 0, {0: 0}, "1 left", lost=True))
     client, ended = mock.Mock(wraps=kept), dist.DistNetworkError("Connection was likely closed")
     client.wait.side_effect = [None] * told + [ended]
     client.compare_set.side_effect = ended
-    with mock.patch.object(membership.threading, "Thread"):  # none listens but this one
+    with mock.patch.object(membership.threading, "Thread"):  # no other thread listens
         member = Member(lambda: client, Seat(Mesh(dp=2), 0, 0), 0, lambda: None)
     member._listen(client)
     assert member.latest.number == told
@@ -370,7 +370,7 @@ def test_the_end_of_the_keeper_is_no_error_of_the_thread_that_listens(told):
 
 
 def test_connections_of_a_generation_are_closed_and_no_others(store):
-    """A wait that nobody answers ends; what was open before, and what came later, lives on."""
+    """A wait that nobody answers ends. Connections opened before or after stay open."""
 
     def client() -> dist.Store:
         wait = timedelta(seconds=20)
@@ -379,7 +379,7 @@ def test_connections_of_a_generation_are_closed_and_no_others(store):
     before = client()
     connections = Connections()
     ours = client()
-    listener = socket.create_server(("127.0.0.1", 0))  # others reach this process through it
+    listener = socket.create_server(("127.0.0.1", 0))  # others connect to this process through it
     connections.complete()
     later = client()
 
@@ -416,7 +416,7 @@ def test_a_descriptor_that_another_socket_has_now_is_left_alone():
         again.send(b"x")
         one.send(b"y")
         assert two.recv(1) + two.recv(1) == b"xy"
-        assert other.recv(1) == b""  # this one is shut down
+        assert other.recv(1) == b""  # this one is closed
 
 
 def test_the_source_is_the_lowest_replica_that_is_whole():
@@ -426,7 +426,7 @@ def test_the_source_is_the_lowest_replica_that_is_whole():
     assert source_of([4, 4, 5, 5, 5, 5], mesh, 2) == 1
     assert source_of([0, 0, 0, None, 0, 0], mesh, 2) == 0
     assert source_of([5, 5, 4, 5, 5, 5], Mesh(dp=6, dp_shard=3), 3) == 1
-    assert source_of([5, 5, 5, 4, 5, 5, 5, 5], Mesh(dp=4, tp=2), 1) == 0  # rank 1 holds dp 0, too
+    assert source_of([5, 5, 5, 4, 5, 5, 5, 5], Mesh(dp=4, tp=2), 1) == 0  # rank 1 also holds dp 0
     assert source_of([5, 4, 5, 5, 5, 5, 5, 5], Mesh(dp=4, tp=2), 1) == 1
     for lost in ([None] * 6, [3, None, None, 3, None, None]):
         with pytest.raises(StateLostError, match="holds the whole state: resume from a checkpoint"):
@@ -437,13 +437,12 @@ def test_the_source_is_the_lowest_replica_that_is_whole():
 
 
 class _Harmed(Keeper):
-    """A keeper whose ranks come to harm by the steps of `harm`, a generator of conditions to wait
-    for."""
+    """A keeper that harms its ranks by the steps of `harm`, a generator of conditions to await."""
 
     def __init__(self, config: TrainConfig, harm) -> None:
         super().__init__(config, ranks.QuickProcesses())
         self._harm, self._until = harm(self), lambda: True
-        self.changes: list[str] = []  # which rank 0 of each generation says
+        self.changes: list[str] = []  # as rank 0 of each generation reports them
 
     def rows(self) -> list[dict]:
         return _rows(self.config) if (self.config.out / "metrics.jsonl").exists() else []
@@ -469,7 +468,7 @@ def _over_loopback(monkeypatch):
 
 @pytest.mark.usefixtures("_over_loopback")
 def test_a_run_outlives_ranks_that_die_at_any_time_and_is_one_devices(tmp_path, capfd):
-    """One dies; its successor dies while it joins; rank 0 and another die at once; one hangs."""
+    """One dies; its replacement dies while it joins; rank 0 and another die at once; one hangs."""
 
     def harm(keeper: Keeper):
         def steps(more: int):
@@ -480,7 +479,7 @@ def test_a_run_outlives_ranks_that_die_at_any_time_and_is_one_devices(tmp_path, 
             return len(keeper.current.members) == 3
 
         def trains():
-            """All three. Rows that are there already may be of three before one died."""
+            """Wait until all three train. Earlier rows of three may predate a death."""
             there = len(keeper.rows())
             return lambda: [0, 1, 2] in [row["replicas"] for row in keeper.rows()[there:]]
 
@@ -488,7 +487,7 @@ def test_a_run_outlives_ranks_that_die_at_any_time_and_is_one_devices(tmp_path, 
         keeper.hit(1)
         yield lambda: len(keeper.current.members) == 2
         yield let_in
-        keeper.hit(1)  # it has been let in, and connects
+        keeper.hit(1)  # it has been admitted, and connects
         yield lambda: len(keeper.current.members) == 2
         yield let_in
         yield trains()
@@ -519,7 +518,7 @@ def test_a_run_outlives_ranks_that_die_at_any_time_and_is_one_devices(tmp_path, 
 
 @pytest.mark.usefixtures("_over_loopback")
 def test_fewer_replicas_than_asked_for_save_and_stop(tmp_path):
-    """The first half of a replica of two tensor ranks takes the other with it."""
+    """If the first half of a replica of two tensor ranks dies, the other half also ends."""
 
     def harm(keeper: Keeper):
         yield lambda: len(keeper.rows()) >= 3

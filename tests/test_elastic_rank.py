@@ -1,5 +1,5 @@
-"""A rank of an elastic run: which errors mean that a peer is lost, what the keeper is told, how the
-process ends, and what is carried into the next generation."""
+"""A rank of an elastic run: errors that mean a lost peer, reports to the keeper, the end of the
+process, and state carried into the next generation."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from warpweave.train.options import TrainConfig
 from warpweave.train.resume import Progress
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
-GRACE = 15.0  # seconds in which the keeper finds out who hangs
+GRACE = 15.0  # seconds in which the keeper finds the rank that hangs
 
 
 class LeftError(Exception):
-    """Raised where the process would end."""
+    """Raised in place of ending the process."""
 
 
 def _rank(**member: Any) -> module._Rank:
@@ -55,7 +55,7 @@ def _rank(**member: Any) -> module._Rank:
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_an_error_is_the_ranks_own_unless_a_replica_is_lost(error, waits, by_all):
-    """The keeper is told of a failed connection, and that the run is over (`give_up`) by an error
+    """The keeper learns of a failed connection, and that the run is over (`give_up`) by an error
     that all ranks raise."""
 
     def fails() -> None:
@@ -90,8 +90,8 @@ def test_a_result_is_returned_and_the_end_of_a_generation_is_no_error():
 
 @pytest.fixture
 def outside(monkeypatch) -> SimpleNamespace:
-    """In place of what surrounds a rank's training: `leave` raises `LeftError`, ranks agree unless
-    `differ` is set, and `connect` and `trainer` (the class) note their calls."""
+    """Replace everything around a rank's training: `leave` raises `LeftError`, ranks agree unless
+    `differ` is set, and `connect` and `trainer` (the class) record their calls."""
     found = SimpleNamespace(
         leave=mock.Mock(side_effect=LeftError),
         connect=mock.Mock(),
@@ -115,10 +115,10 @@ def _train(rank: module._Rank, generation: Generation, carried: Carried) -> Carr
     ("stopped", "asked", "number", "code"),
     [
         (False, False, None, 0),
-        (False, False, 15, 0),  # it came after the last step
+        (False, False, 15, 0),  # the loss came after the last step
         (True, False, signal.SIGINT, 130),
         (True, False, None, 143),  # another rank was interrupted
-        (True, True, signal.SIGTERM, 0),  # the keeper asked for it, as too few are left
+        (True, True, signal.SIGTERM, 0),  # the keeper requested it, because too few are left
     ],
 )
 def test_a_rank_ends_with_the_code_of_the_signal_that_stopped_the_run(
@@ -133,9 +133,7 @@ def test_a_rank_ends_with_the_code_of_the_signal_that_stopped_the_run(
 
 
 @pytest.mark.parametrize(("members", "connects"), [({0: 0, 2: 0}, True), ({2: 0}, False)])
-def test_ranks_connect_unless_alone_and_those_that_would_compute_differently_are_refused(
-    outside, members, connects
-):
+def test_ranks_connect_unless_alone_and_incompatible_ranks_are_rejected(outside, members, connects):
     """Rank 2 of all is the second of two."""
     outside.trainer.side_effect = LeftError
     rank, generation = _rank(seat=Seat(Mesh(dp=3), 1, 2), lost=False), Generation(1, 0, members)
@@ -150,7 +148,7 @@ def test_ranks_connect_unless_alone_and_those_that_would_compute_differently_are
 
 @pytest.mark.parametrize("built", [True, False])
 def test_a_rank_carries_its_state_out_of_a_generation_that_ends(outside, monkeypatch, built):
-    """What came from the one before, if it ends before the trainer is built."""
+    """This is the previous generation's state, if this one ends before the trainer is built."""
     if not built:
         outside.trainer.side_effect = Regroup
     rank = _rank(seat=Seat(Mesh(dp=3), 1, 2), lost=False)
@@ -186,7 +184,7 @@ def test_a_rank_settles_trains_and_votes_on_the_end_and_rank_0_reports(
 
 
 def _trainer(step: int, **attributes: Any) -> ElasticTrainer:
-    """A trainer with these attributes and no engine."""
+    """Make a trainer with these attributes and no engine."""
     found = object.__new__(ElasticTrainer)
     options = attributes.pop("options", {})
     found.config = TrainConfig(dp=3, elastic=1, steps=10, plan=ParallelPlan(zero=0), **options)
@@ -233,8 +231,8 @@ def test_the_row_that_a_rank_carries_is_of_its_weights(
     ("step", "every", "stopped", "source", "written", "saves"),
     [
         (6, 3, False, 0, 3, True),
-        (6, 3, False, 0, 6, False),  # it is there
-        (6, 3, False, None, 3, False),  # the first generation has none before it
+        (6, 3, False, 0, 6, False),  # the state is there
+        (6, 3, False, None, 3, False),  # the first generation has no predecessor
         (6, 4, False, 0, 4, False),
         (6, 0, False, 0, -1, False),
         (6, 4, True, 1, 4, True),
@@ -282,7 +280,7 @@ def test_the_last_row_is_written_unless_the_rank_that_died_had_written_it(tmp_pa
     [([6, 6, 6], 6, True), ([5, 6, 6], 5, False), ([None, 6, 5], None, False),
      ([5, 6, None], 6, False)],
 )  # fmt: skip
-def test_a_rank_recovers_the_newest_state_and_offers_its_own_only_if_that_is_as_new(
+def test_rank_recovers_the_newest_state_and_offers_its_own_only_if_current(
     monkeypatch, held, own, alike, zero
 ):
     recovers = mock.Mock()

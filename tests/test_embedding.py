@@ -55,14 +55,14 @@ def test_ids_with_gaps_between_them_are_looked_up():
 
 def _outside(rank: int) -> None:
     group, last = dist.group.WORLD, torch.tensor([0, 12])
-    table = draw(1, 24, 5).chunk(3)[rank]  # padded: rank 1 has ids 8 to 15, rank 2 none of them
+    table = draw(1, 24, 5).chunk(3)[rank]  # padded: rank 1 has ids 8 to 15, rank 2 has none
     given = {"group": group, "vocab_size": 13, "padded_vocab_size": 24}
     for cut in ({}, {"sequence_parallel": True}):
         ids = torch.cat((last, last[:1])) if cut else last
         found = vocab_parallel_embedding(ids, table, **given, **cut)
         whole = draw(1, 24, 5)[ids]
         assert torch.equal(found, whole[rank : rank + 1] if cut else whole)
-        for wrong in (-1, -13, 13, 23, 24):  # of padding, or of nothing
+        for wrong in (-1, -13, 13, 23, 24):  # ids of padding, or of nothing
             with pytest.raises(RuntimeError, match=r"an id lies outside \[0, 13\)"):
                 vocab_parallel_embedding(ids.clone().fill_(wrong), table, **given, **cut)
     for wrong in (-1, 13, 23):
@@ -72,7 +72,7 @@ def _outside(rank: int) -> None:
             )
 
 
-def test_the_first_and_last_id_are_looked_up_and_none_beyond_them_on_any_rank():
+def test_first_and_last_ids_are_looked_up_and_ids_outside_are_on_no_rank():
     run_threads(3, _outside)
 
 
@@ -116,7 +116,7 @@ def _vocabulary(size: int, **options):
 def _on_ranks(rank: int, sizes: Mesh) -> None:
     mesh, tp = sizes.connect(), sizes.tp
     flat, batch = draw(1, 24).mul(100).long(), draw(2, 2, 7).mul(100).long()
-    for size in (53, 13, 5, 12):  # primes; with 5 on 4 ranks one holds padding alone
+    for size in (53, 13, 5, 12):  # primes; with 5 on 4 ranks one holds only padding
         ids, more = flat.abs() % size, batch.abs() % size
         check_layer(_vocabulary(size), more, mesh)
         check_layer(_vocabulary(size), more[:0], mesh)
@@ -131,7 +131,8 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
 
 
 def _positions(mesh, tp: int) -> None:
-    """Sequence-parallel positions: every rank looks up its own, gradients are partial sums."""
+    """Test sequence-parallel positions: every rank looks up its own, and
+    gradients are partial sums."""
     layer = PositionEmbedding(12, 5, dtype=torch.float64, partial=True)
     assert layer.records["weight"].partial == ("tp",)
     mine = torch.arange(12).chunk(tp)[mesh.index("tp")]

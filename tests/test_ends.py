@@ -1,6 +1,6 @@
-"""How runs end and what they say on the way: exit codes, who speaks, and the words and numbers.
+"""The ends of runs and their messages: exit codes, which rank prints, and the texts and numbers.
 
-Ranks, engines and launchers are stand-ins: nothing is computed and no process is left.
+Ranks, engines and launchers are mocks: nothing is computed and no process is left.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"
 
 
 class LeftError(Exception):
-    """In the place of a process that ends."""
+    """Raised in place of ending the process."""
 
 
 def _leaves(monkeypatch, module) -> None:
@@ -73,11 +73,11 @@ def _leaves(monkeypatch, module) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_an_error_ends_a_rank_with_its_code_and_bugs_come_with_their_traceback(
+def test_errors_end_a_rank_with_their_code_and_bugs_print_a_traceback(
     monkeypatch, capsys, error, code, traced
 ):
     _leaves(monkeypatch, launch)
-    for spoken in (True, False):  # another rank may have said it
+    for spoken in (True, False):  # another rank may have reported it
         session = mock.Mock(explain=lambda *_, spoken=spoken: "a line" if spoken else None)
         refused = {"refused": (ValueError, CheckpointError)}
         with (
@@ -160,10 +160,10 @@ def test_a_launch_ends_as_its_first_rank_did_or_as_the_signal_says(
 
 
 @pytest.mark.parametrize("results", [(), (1,), (0, 1, 2, 3)])
-def test_of_ranks_that_end_at_once_killed_ones_come_first_and_finished_ones_are_left_out(results):
-    """A rank that ends without an error and without a result has died as well."""
+def test_of_ranks_ending_together_killed_come_first_and_finished_are_omitted(results):
+    """A rank that ends without an error and without a result has also died."""
     store = dist.HashStore()
-    store.set("verdict", "word")  # nobody is waited for
+    store.set("verdict", "word")  # so that nobody waits
     for rank in results:
         store.set(f"result/{rank}", "[]")
     codes = (1, 0, -9, 3)
@@ -177,17 +177,17 @@ def test_of_ranks_that_end_at_once_killed_ones_come_first_and_finished_ones_are_
 @pytest.mark.parametrize(
     ("backend", "ends_at", "verdict", "killed"),
     [
-        # A rank that failed speaks, and the others have the time to say who was at fault.
+        # A rank that failed reports it, and the others have time to name the rank at fault.
         ("gloo", {0: (1, 5.0)}, False, 5.0 + launch.SILENCE + 1.0),
         ("nccl", {0: (1, 5.0)}, False, 35.0),
         ("nccl", {0: (-6, 5.0)}, False, 35.0),  # its watchdog ended it, and recorders write
         ("gloo", {0: (1, 5.0)}, True, 5.0),
-        # One that died has said nothing, with a code or without.
+        # A dead rank has reported nothing, with or without a code.
         ("gloo", {0: (-6, 5.0)}, False, 5.0),
         ("gloo", {0: (-9, 5.0)}, False, 5.0),
         ("nccl", {0: (-9, 5.0)}, False, 5.0),
         ("gloo", {0: (0, 5.0)}, False, 5.0),
-        # The time is that after the first failure, unless a later one says more.
+        # The time counts from the first failure, unless a later one reports more.
         ("nccl", {0: (1, 5.0), 1: (1, 20.0)}, False, 35.0),
         ("nccl", {0: (1, 5.0), 1: (-9, 20.0)}, False, 20.0),
         ("nccl", {0: (-9, 5.0), 1: (1, 5.0)}, False, 5.0),
@@ -236,11 +236,11 @@ def test_what_ranks_are_told_is_told_to_nobody_else_however_a_launch_ends(monkey
     assert dict(os.environ) == before
 
 
-# -------------------------------------------------------------------------- started again
+# -------------------------------------------------------------------------- restarts
 
 
 def _fails(code: int, port: int) -> list[bool]:
-    """Rank 1 ends in the first attempt, after both had begun; what the second attempt is told."""
+    """Fail rank 1 in the first attempt, after both began. Return the second attempt's input."""
     session = launch.join(Mesh(dp=2), port=port, backend="gloo")
     goes_on = session.goes_on
     dist.barrier()
@@ -254,7 +254,7 @@ def _fails(code: int, port: int) -> list[bool]:
 
 def test_ranks_that_fail_are_started_again_and_told_that_they_go_on(capfd):
     assert launch.launch(_fails, (0,), Mesh(dp=2), max_restarts=1) == [True, True, 0]
-    lines = capfd.readouterr().err.splitlines()  # with rank 0's own, if it was quick
+    lines = capfd.readouterr().err.splitlines()  # including rank 0's own, if it was fast enough
     said = [line for line in lines if line.startswith("warpweave: ")]
     assert re.fullmatch(r"warpweave: rank 1 \(dp=1\) left \(exit 0\).*", said[0])
     assert said[1:] == ["warpweave: all ranks start again, 1 of 1 times"]
@@ -279,7 +279,7 @@ def test_a_refusal_is_final(capfd):
 
 def _fails_when_it_is_stopped(launcher: int, port: int) -> None:
     os.kill(launcher, signal.SIGTERM)
-    signal.sigwait([signal.SIGTERM])  # which the launcher passes on; blocked until then
+    signal.sigwait([signal.SIGTERM])  # the launcher forwards it; blocked until then
     os._exit(3)
 
 
@@ -298,10 +298,10 @@ def test_a_failure_after_a_signal_is_final(capfd):
     ("stopped", "number", "code"),
     [(False, None, 0), (False, 15, 0), (True, 2, 130), (True, 15, 143), (True, None, 143)],
 )
-def test_a_rank_ends_with_the_signal_that_stopped_the_run_and_the_first_one_prints(
+def test_rank_exits_with_the_code_of_the_signal_and_only_rank_0_prints(
     monkeypatch, capsys, rank, stopped, number, code
 ):
-    """Without a signal of its own it was another rank that SIGTERM came to."""
+    """If this rank received no signal itself, another rank received SIGTERM."""
     session = Session(torch.device("cpu"), rank, 2, None, 9.0, Mesh(dp=2))
     trainer = mock.Mock(stopped=stopped, step=3, run=lambda: {"steps": 3}, describe=lambda: "it")
     monkeypatch.setattr(train, "join", lambda *_, **__: session)
@@ -315,10 +315,8 @@ def test_a_rank_ends_with_the_signal_that_stopped_the_run_and_the_first_one_prin
     assert (out, err.strip()) == (('{"steps": 3}\n', "warpweave: it") if rank == 0 else ("", ""))
 
 
-def test_an_interrupted_run_saves_and_leaves_evaluation_sample_and_last_loss_to_the_next(
-    tmp_path, capsys
-):
-    """Also at a step after which it would be evaluated, whether or not it may stop early."""
+def test_interrupted_run_saves_and_defers_evaluation_and_sample_to_resume(tmp_path, capsys):
+    """This also holds at a step with an evaluation after it, with and without early stopping."""
     for number, early in enumerate((0, 2)):
         config = _config(tmp_path, steps=4, save_every=0, early_stop=early, sample=3, layers=1,
                          out=tmp_path / f"{number}")  # fmt: skip
@@ -390,11 +388,9 @@ def test_a_run_that_cannot_go_on_says_what_where_and_what_is_left(
 
 @pytest.mark.parametrize("what", ["loss", "validation loss"])
 @pytest.mark.parametrize("kind", ["plain", "outer", "asynchronous"])
-def test_a_stop_runs_the_step_again_and_says_that_no_weight_changed_only_where_that_is_so(
-    monkeypatch, kind, what
-):
-    """An outer optimizer, or a pipeline's stages by themselves, may have changed weights already;
-    an evaluation can be run again whatever the schedule."""
+def test_stop_reruns_the_step_only_if_the_weights_are_unchanged(monkeypatch, kind, what):
+    """An outer optimizer, or the stages of an asynchronous pipeline, may already have changed
+    weights. An evaluation can be rerun under any schedule."""
     ran: list = []
     engine = mock.Mock(not_finite_ranks=lambda *_: ran.append("asked") or [])
     engine.outer = object() if kind == "outer" else None
@@ -412,7 +408,7 @@ def test_a_stop_runs_the_step_again_and_says_that_no_weight_changed_only_where_t
     said = str(caught.value)
     assert ("the weights were not updated" in said) == (kind == "plain")
     assert ("but not when the step was run again" in said) == again
-    assert ran[0] == "asked"  # of what ran last, before anything runs again
+    assert ran[0] == "asked"  # about the last run, before anything runs again
     assert len(ran) == 1 + again
     assert engine.step.called == (what == "loss" and again)
     if engine.step.called:
@@ -486,7 +482,7 @@ def test_the_peak_of_a_process_is_what_the_system_says_in_mib():
 def test_a_gpu_trains_in_bf16_unless_told_and_its_memory_is_judged_by_that(
     monkeypatch, tmp_path, device, given, dtype
 ):
-    """With an engine and a GPU that are not there."""
+    """The engine and the GPU are mocks."""
     judged = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 2))
     monkeypatch.setattr(trainer_module, "check_memory", lambda step, **_: judged.append(step.dtype))
@@ -503,8 +499,8 @@ def test_a_gpu_trains_in_bf16_unless_told_and_its_memory_is_judged_by_that(
 
 @pytest.mark.parametrize("ranks", ["one", "one again", "launched", "first", "of its node", "other"])
 def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsys, ranks):
-    """On torchrun's machines the first rank of each checks, for as many as there are on it. A run
-    of one rank that shall start again is launched as well."""
+    """With torchrun, the first rank of each machine checks, for all ranks on it. A run of one rank
+    that may restart is launched as well."""
     done: dict[str, object] = {}
     places = {"first": ("0", "0"), "of its node": ("2", "0"), "other": ("3", "1")}
     if ranks in places:

@@ -1,4 +1,5 @@
-"""The engine: one run whatever the mesh, low precision trains, wrong shapes are refused early."""
+"""The engine: the same run on any mesh, training in low precision, and
+early errors for wrong shapes."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def _engine(config: GPTConfig, mesh, **options) -> Engine:
 
 
 def _data(key: int, mesh, count: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This replica's (tokens, labels, sample ids); every sample has another number of labels."""
+    """Return this replica's (tokens, labels, sample ids); every sample has a
+    different number of labels."""
     generator = torch.Generator().manual_seed(key)
     tokens, labels = torch.randint(0, VOCAB, (2, SAMPLES, SEQ_LEN), generator=generator)
     labels[torch.rand(SAMPLES, SEQ_LEN, generator=generator)
@@ -63,9 +65,9 @@ def _data(key: int, mesh, count: int = 2) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def _story(engine: Engine, mesh) -> dict:
-    """Three steps, an evaluation before and after, and three texts, one past the window's end.
+    """Run three steps, an evaluation before and after, and three texts, one past the window's end.
 
-    Chance decides two of them, as the model is small; the third is of its logits alone.
+    Two texts are sampled almost at random, because the model is small; the third is greedy.
     """
     held_out = _data(99, mesh)[:2]
     before = float(engine.evaluate(*held_out))
@@ -131,9 +133,10 @@ def test_evaluation_is_the_plain_models_loss_without_dropout():
     assert float(engine.evaluate(tokens, torch.full_like(labels, -100))) == 0.0
 
 
-def test_generation_at_temperature_zero_takes_the_plain_models_likeliest_token():
+def test_generation_at_temperature_zero_picks_the_argmax_of_the_plain_model():
     plain = PlainConfig(**SIZES, kv_heads=4, hidden=20)
-    params = {n: 10 * p for n, p in plain_init(plain, 3, torch.float64).items()}  # a lively text
+    # to get varied text
+    params = {n: 10 * p for n, p in plain_init(plain, 3, torch.float64).items()}
     text, differs = [4, 7], 0
     for _ in range(20):  # past the end of the window
         window = torch.tensor(text[-SEQ_LEN:])[None]
@@ -147,7 +150,7 @@ def test_generation_at_temperature_zero_takes_the_plain_models_likeliest_token()
 
 
 class _Largest(TorchDispatchMode):
-    """The most elements of a tensor that an operation has made."""
+    """A mode that tracks the most elements of a tensor that an operation has made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,9 +181,9 @@ def _largest(rank: int) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_sampled_token_costs_one_sequence_and_one_row_of_logits(ranks):
-    """Not a micro-batch of whole sequences with the logits of all their tokens."""
+    """It does not cost a micro-batch of whole sequences with the logits of all their tokens."""
     every = run_threads(ranks, _largest) if ranks > 1 else [_largest(0)]
-    for short, long in every:  # a row of logits is 6,000, 128 and 256 tokens of 32 features less
+    for short, long in every:  # a row of logits is 6,000; 128 and 256 tokens have 32 features less
         assert short <= 6000
         assert long <= 256 * 32
 
@@ -205,7 +208,7 @@ def test_sampling_follows_the_models_chances_and_the_seed():
 
 
 def _programs(engine: Engine) -> set[int]:
-    """How many programs the forward's and the backward's products of a step would launch."""
+    """Count the programs of the forward's and the backward's products of a step."""
     found: dict[str, int] = {}
 
     def spy(name, real, *args):
@@ -270,7 +273,7 @@ def test_valid_tokens_are_counted_beyond_what_float32_counts():
 
 
 def test_rotary_tables_are_made_once_a_step_and_once_a_text():
-    """Not for every micro-batch and every token; packed or not."""
+    """They are not made for every micro-batch or every token, packed or not."""
     engine, made = (
         _engine(LLAMA, single(), microbatches=4, micro_batch_size=2),
         mock.Mock(wraps=rope_table),
@@ -286,11 +289,11 @@ def test_rotary_tables_are_made_once_a_step_and_once_a_text():
         assert made.call_count == 3
 
 
-# -------------------------------------------------------------------------- one-line refusals
+# -------------------------------------------------------------------------- one-line errors
 
 
 def _place(**sizes: int) -> ConnectedMesh:
-    """Rank 0 of a mesh without process groups: whatever is refused is refused before a message."""
+    """Return rank 0 of a mesh without process groups: errors are raised before any message."""
     return Mesh(**sizes).seen_from(0)
 
 
@@ -427,7 +430,7 @@ def _state_dicts(rank: int) -> None:
         mesh = Mesh(dp=2).connect()
         engine = _engine(CONFIG, mesh, zero=zero)
         engine.step(*_data(0, mesh), lr=0.02)
-        held = engine.gpt.state_dict()  # the gather of the step may still be on its way
+        held = engine.gpt.state_dict()  # the gather of the step may still be in flight
         for record, tensor, _ in engine.read("param"):
             assert torch.equal(held[record.name], tensor), (zero, record.name)
     engine = _engine(CONFIG, Mesh(dp=2).connect(), zero=3)
@@ -477,7 +480,7 @@ def test_an_evaluation_between_steps_changes_neither_them_nor_itself():
     held_out = _data(99, single())[:2]
     for key in range(2):
         evaluated.evaluate(*held_out)
-        evaluated.gpt.eval()  # as somebody may who looks at it: a step trains all the same
+        evaluated.gpt.eval()  # a user may do this: a step trains all the same
         results = [e.step(*_data(key, single()), lr=0.02, key=key) for e in (evaluated, plain)]
         assert torch.equal(*(result.loss for result in results))
     weights = {record.name: tensor for record, tensor, _ in plain.read("param")}

@@ -1,5 +1,5 @@
-"""Parts of the engine by themselves: what a step results in, when it updates, which lists it runs,
-and what it passes on to what it is made of."""
+"""Parts of the engine alone: the results of a step, the time of updates, the lists it runs, and the
+arguments it passes to its parts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _result(
 
 
 @pytest.mark.parametrize("losses", [(2.0,), (2.0, 0.5), (2.0, 0.5, 0.25)])
-def test_the_loss_of_a_step_is_the_sum_of_its_losses_and_one_tensor_has_all_results(losses):
+def test_step_loss_is_the_sum_of_losses_and_one_tensor_holds_all_results(losses):
     found = _result(losses, 7.0, 1.5, True)
     assert found.loss == sum(losses)
     assert found.all().tolist() == [sum(losses), 7.0, 1.5, 1.0]
@@ -71,7 +71,7 @@ def test_a_step_stops_a_run_if_it_is_not_finite_or_a_rank_was_interrupted(given,
 
 
 class _Watched:
-    """An optimizer and an outer one; what they are told, in order, and norms to answer with."""
+    """A mock of both optimizers that records their calls in order, and answers with norms."""
 
     def __init__(self, *norms: float) -> None:
         self.said: list[Any] = []
@@ -120,7 +120,7 @@ def test_a_rank_updates_once_when_the_last_of_its_stages_is_there(stages, outer)
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3])
-def test_an_asynchronous_stage_updates_at_each_call_and_has_the_mean_square_of_its_norms(updates):
+def test_asynchronous_stage_updates_per_call_and_averages_squared_norms(updates):
     norms = [3.0, 4.0, 12.0, 5.0, 1.0, 2.0][: 2 * updates]
     watched = _Watched(*norms)
     update = StageUpdate(watched, updates)
@@ -162,9 +162,7 @@ def test_gradients_leave_early_where_asked_and_where_none_are_freed(
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("pp", [1, 2, 3])
-def test_first_and_last_stage_add_the_gradients_of_a_tied_embedding_on_different_ranks_alone(
-    pp, tied
-):
+def test_tied_embedding_gradients_are_added_only_across_different_ranks(pp, tied):
     config = GPTConfig(19, 6, 4, 8, 2, tied=tied)
     lists = make_lists(config, ParallelPlan(microbatches=2), Mesh(pp=pp).seen_from(0))
     assert [sum(a.op == "TIE" for a in row) for row in lists] == [
@@ -173,11 +171,11 @@ def test_first_and_last_stage_add_the_gradients_of_a_tied_embedding_on_different
     assert [sum(a.op == "UPDATE" for a in row) for row in lists] == [1] * pp
 
 
-# ---------------------------------------------------------------- steps that are ahead
+# ---------------------------------------------------------------- steps in advance
 
 
 def _ahead(mesh: ConnectedMesh, m: int, ahead: int) -> None:
-    """Steps until nothing is missing, two more, and one too many; all again after a load."""
+    """Run steps until the pipeline is full, two more, and one too many; repeat after a load."""
     plan = ParallelPlan(schedule="pipedream", microbatches=m)
     engine = Engine(UNTIED, mesh, plan, clip=None, rule=SGD(0.0))
     tokens = torch.arange(m * 6).view(m, 1, 6) % 19
@@ -241,7 +239,7 @@ def test_a_warm_up_runs_each_stage_once_on_zeros_and_leaves_no_gradient():
             unit.gradients.clear.assert_called_once_with()
 
 
-# ---------------------------------------------------------------- what an engine is made of
+# ---------------------------------------------------------------- parts of an engine
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -286,7 +284,8 @@ def test_fused_overlap_beside_stages_is_refused_on_any_gpu(device):
         Engine(CONFIG, Mesh(pp=2, tp=2).seen_from(0), plan, device=device)
 
 
-SEVERAL = [  # norms of two replicas, whether their loss scales are to blame, the mean, and that
+# norms of two replicas, whether their loss scales are to blame, the mean, and the verdict
+SEVERAL = [
     ((3.0, 5.0), (False, False), 4.0, False),
     ((INF, 5.0), (True, False), INF, True),
     ((INF, 5.0), (False, False), INF, False),
@@ -306,14 +305,14 @@ def _means(mesh: ConnectedMesh) -> list[tuple[float, bool]]:
     return found
 
 
-def test_the_norm_of_replicas_is_their_mean_and_overflows_if_scales_alone_are_to_blame():
+def test_replica_norm_is_a_mean_and_overflows_only_because_of_loss_scales():
     for found in on_mesh(Mesh(outer=2, dp=2), _means):
         for (mean, overflow), (*_, expected, blamed) in zip(found, SEVERAL, strict=True):
             assert mean == pytest.approx(expected, nan_ok=True)
             assert overflow == blamed
 
 
-BAD = [  # ranks whose losses are not finite, whose gradients, and who is named
+BAD = [  # ranks whose losses are not finite, ranks whose gradients are not, and the ranks named
     ((), (), []),
     ((), (1, 3), [1, 3]),
     ((2,), (0, 1, 2, 3), [2]),
@@ -333,13 +332,13 @@ def _named(mesh: ConnectedMesh) -> list[list[int]]:
     return found
 
 
-def test_ranks_with_bad_losses_are_named_and_without_them_those_with_bad_gradients():
+def test_ranks_with_bad_losses_are_named_before_ranks_with_bad_gradients():
     for found in on_mesh(Mesh(dp=2, tp=2), _named):
         assert found == [named for *_, named in BAD]
 
 
 def _summed(mesh: ConnectedMesh) -> list[float]:
-    """Of two micro-batches on each rank, whose losses tell their replica."""
+    """Sum two micro-batches on each rank, whose losses identify their replica."""
     engine = Engine(UNTIED, mesh, dtype=torch.float64)
     last = mesh.index("pp") == mesh.size("pp") - 1
     own = [{"loss": torch.tensor(x + mesh.index("dp"))} for x in (0.25, 2.0) if last]
@@ -352,7 +351,7 @@ def _summed(mesh: ConnectedMesh) -> list[float]:
     return torch.cat(found).tolist()
 
 
-def test_losses_are_summed_over_replicas_once_of_tensor_ranks_and_norms_over_stages():
+def test_losses_are_summed_over_replicas_and_norms_over_stages():
     loss = 0.25 + 2.0 + 1.25 + 3.0
     for found in on_mesh(Mesh(dp=2, pp=2, tp=2), _summed):
         assert found == [loss, 10.0 + 11.0, 0.5, loss, 8.0]
@@ -360,7 +359,7 @@ def test_losses_are_summed_over_replicas_once_of_tensor_ranks_and_norms_over_sta
 
 @pytest.mark.parametrize("kind", ["param", "version1", "exp_avg"])
 def test_loaded_weights_make_replicas_meet_anew_and_forget_what_is_under_way(kind):
-    """Older versions of them too; moments change neither."""
+    """Older weight versions are discarded as well; loading moments does neither."""
     engine = Engine(CONFIG, single(), rule=AdamW(), outer=OuterRule(2))
     with (
         mock.patch.object(engine.outer, "reset") as reset,
@@ -398,10 +397,10 @@ def test_text_and_evaluation_are_of_the_weights_that_replicas_have_in_common():
         assert inside == ["in", *["forward"] * 3, "out"]
 
 
-# ---------------------------------------------------------------- several stages of a rank
+# ---------------------------------------------------------------- several stages per rank
 
 DEEP = GPTConfig(37, 16, 7, 16, 4, hidden=20, dropout=0.1)
-SEVERAL_STAGES = {  # of each rank: schedule, chunks, mesh
+SEVERAL_STAGES = {  # per rank: schedule, chunks, mesh
     "interleaved": ("interleaved", 3, Mesh(pp=2)),
     "folded": ("zb-v", 2, Mesh(pp=3)),  # the first rank has the last stage
     "all on each of two replicas": ("interleaved", 3, Mesh(dp=2)),
@@ -426,7 +425,7 @@ def _on_stages(rank: int, name: str) -> dict:
 
 @pytest.mark.parametrize("name", [*SEVERAL_STAGES][:-1])
 def test_ranks_with_several_stages_evaluate_and_write_as_one_device(name):
-    """Whatever rank has the last stage, and with whom it is next."""
+    """This holds for any rank with the last stage, and for any neighbors."""
     (alone,) = run_threads(1, _on_stages, "alone")
     for story in run_threads(SEVERAL_STAGES[name][2].world, _on_stages, name):
         assert story["numbers"] == pytest.approx(alone["numbers"], rel=1e-12)

@@ -1,4 +1,4 @@
-"""The programs of examples/ do what they say, and their figures hold."""
+"""The programs of examples/ do what they claim, and their numbers are current."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_fsdp2_around_a_changed_model_is_one_process_with_the_whole_batch():
 
 
 def test_a_long_context_is_trained_on_and_its_strategies_are_listed(capsys, monkeypatch):
-    """In few tokens, on one rank."""
+    """Uses few tokens, on one rank."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     program = runpy.run_path(str(EXAMPLES / "long_context.py"))
     figures = program["main"](program["Config"](tokens=512, window=80, layers=1, steps=4))
@@ -50,7 +50,7 @@ def test_a_long_context_is_trained_on_and_its_strategies_are_listed(capsys, monk
     assert "strategy  forward MB" in printed
     assert "auto (by bytes" in printed  # one rank has no link to measure
     assert "step 3: loss" in printed
-    assert figures["losses"] == pytest.approx([4.16] * 4, abs=0.15)  # log 64, to begin with
+    assert figures["losses"] == pytest.approx([4.16] * 4, abs=0.15)  # log 64 at the start
     assert len(figures["memory"]) == 1
 
 
@@ -78,7 +78,7 @@ def _cut_mlp(port: int) -> None:
 
 
 def test_a_module_that_is_cut_has_half_of_its_weights_and_the_same_numbers(tmp_path):
-    # The program compares, and fails where they differ.
+    # The program compares, and fails if the results differ.
     launch(_cut_mlp, (), Mesh(tp=2), processes=QuickProcesses(tmp_path))
     printed = (tmp_path / "stdout").read_text()
     said = re.findall(r"rank \d: \(128, 64\) of \(256, 64\), ok", printed)

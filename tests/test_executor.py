@@ -1,6 +1,8 @@
-"""What the executor, its transport in one process and its stages say and keep: several stages on a
-rank, several messages on a link, several losses of a stage. That gradients are right is in
-`test_pipeline.py`."""
+"""The executor, its in-process transport and its stages: messages and stored state.
+
+Covers several stages on a rank, several messages on a link, and several losses of a stage. That
+gradients are correct is tested in `test_pipeline.py`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from warpweave.parallel.schedule import Schedule, gpipe, interleaved, with_comm
 
 
 class Plain:
-    """A stage that hands on one buffer, with the micro-batch in it, and keeps what it receives."""
+    """A stage that passes on one buffer, holding the micro-batch, and keeps what it receives."""
 
     def __init__(self, gives: bool = True) -> None:
         self.received: list[tuple[str, int, float]] = []
@@ -66,7 +68,7 @@ def run(lists: Schedule, stages: int, **more) -> dict[int, Plain]:
 @pytest.mark.parametrize(
     ("lists", "stages", "message"),
     [
-        (  # of the stage that is updated, not of the other one on the rank
+        (  # updates the named stage, not the other one on the rank
             lists_of("0F0 0F1 0F2 1F0 1F1 1F2 1I0 0I0 1I1 0I1 1I2 0I2 0W1 0UPDATE@1"),
             2,
             "rank 0: 0UPDATE@1 while W is owed for micro-batches [0, 2]",
@@ -113,11 +115,11 @@ def test_a_stage_that_gives_nothing_is_named_with_the_one_that_waits(silent, wai
         execute(lists_of("0F0 1F0 2F0 2B0 1B0 0B0"), made, InProcess())
 
 
-def test_lists_of_several_ranks_without_messages_are_refused_with_the_number_of_ranks() -> None:
+def test_lists_of_several_ranks_without_messages_are_rejected() -> None:
     words = "^3 ranks and no SEND or RECV: pass the lists through with_comm$"
     with pytest.raises(ValueError, match=words):
         run(interleaved(3, 3, 2), 6)
-    run(lists_of("0F0 1F0 1B0 0B0"), 2)  # of one rank nothing is sent
+    run(lists_of("0F0 1F0 1B0 0B0"), 2)  # a single rank sends nothing
 
 
 def test_every_rank_is_asked_whether_its_micro_batches_have_ended() -> None:
@@ -158,7 +160,7 @@ def test_a_weight_gradient_may_be_owed_from_one_pass_to_the_next() -> None:
     run_.check_ended()
 
 
-def test_a_forward_reads_versions_of_this_pass_or_earlier_ones_and_none_to_come() -> None:
+def test_forward_reads_current_or_earlier_weight_versions_but_not_later_ones() -> None:
     for row, words in (
         ("0F0@1 0B0@1", "0F0@1 comes before 0UPDATE@1"),
         ("0F0 0B0 0UPDATE@1 0F1@2 0B1@2", "0F1@2 comes before 0UPDATE@2"),
@@ -175,7 +177,7 @@ def test_a_forward_reads_versions_of_this_pass_or_earlier_ones_and_none_to_come(
         return stage.buffer
 
     stage.forward = forward
-    for _ in range(3):  # version 0 of each pass is the newest of the one before
+    for _ in range(3):  # version 0 of each pass is the newest of the previous one
         execute(lists_of(one.format(0, 0, 1, 1)), {0: stage}, InProcess(), run_)
         run_.advance(2, 2)
     assert seen == [(mb, mb) for mb in range(6)]
@@ -185,14 +187,14 @@ def test_a_forward_reads_versions_of_this_pass_or_earlier_ones_and_none_to_come(
     assert seen[-1] == (6, 5)
 
 
-def test_a_stage_may_overwrite_its_result_before_the_next_one_has_received_it() -> None:
+def test_stage_may_overwrite_its_result_before_the_next_stage_receives_it() -> None:
     made = run(with_comm(gpipe(2, 3)), 2)
     assert made[1].received == [("F", mb, mb + 0.5) for mb in range(3)]
     assert made[0].received == [("B", mb, mb + 0.5) for mb in range(3)]
 
 
 def test_shapes_are_agreed_of_every_micro_batch_of_every_stage() -> None:
-    """Empty ones, of no dims and of eight, in any dtype that is sent."""
+    """Covers empty micro-batches, those of no dims and of eight, in any dtype that can be sent."""
     shapes = [(), (0,), (3, 0, 2), (1,) * 8, (0,) * 8, (7, 5)]
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.float16]
 
@@ -309,7 +311,8 @@ def test_fed_micro_batches_are_numbered_on_and_losses_are_those_since_then() -> 
 @pytest.mark.parametrize("each", [1, 2, 3, 6, None])
 @pytest.mark.parametrize("fed", [0, 6])
 def test_gradients_are_reduced_after_every_so_many_micro_batches(each, fed: int) -> None:
-    """Of those at the beginning and of those fed later; by default after all at the beginning."""
+    """This counts those at the beginning and those fed later; by default, reduction follows all at
+    the beginning."""
     chain, every = _chain(2), 6 if each is None else each
     chain.bucket_bytes = 0  # a reduction begins as soon as a gradient is complete
     batches = torch.ones(6 + fed, 3, 2, dtype=torch.float64)
@@ -329,7 +332,7 @@ def test_gradients_are_reduced_after_every_so_many_micro_batches(each, fed: int)
     assert len(started) == (6 + fed) // every * len(chain.units)
 
 
-def test_parameters_are_freed_after_the_last_of_the_neighbours_that_read_them() -> None:
+def test_parameters_are_freed_after_the_last_neighbor_that_reads_them() -> None:
     given = _chain(3).segments
     both = given[0].units
     chain = ChainStage([given[0], replace(given[1], units=given[1].units + both), given[2]])
@@ -342,6 +345,6 @@ def test_parameters_are_freed_after_the_last_of_the_neighbours_that_read_them() 
     assert freed == ["1", "0", "2"]
     chain.begin([batch])
     chain.forward(0, None)
-    assert freed[3:] == ["1", "0"]  # the last segment's are needed first
+    assert freed[3:] == ["1", "0"]  # those of the last segment are needed first
     chain.backward(0, None)
     assert freed[5:] == ["2", "1", "0"]

@@ -1,4 +1,4 @@
-"""`explain`: bytes and messages are those that are sent, memory is ordered as measured."""
+"""`explain`: predicted bytes and messages equal those sent, and memory is ordered as measured."""
 
 import math
 from dataclasses import replace
@@ -43,7 +43,8 @@ def _costs(case: Case, links: Links | None = None) -> dict[str, StrategyCost]:
 def _run(
     case: Case, rank: int, strategy: str, pair: tuple | None = None
 ) -> tuple[list[int], list[int], int]:
-    """Bytes that leave this rank by each message of forward and backward, and the memory's peak."""
+    """Return the bytes that this rank sends in each message of forward and
+    backward, and the memory peak."""
     sent: list[int] = []
     world, peak = dist.get_world_size(), Peak()
 
@@ -84,7 +85,7 @@ def _run(
 def _counted(rank: int, world: int) -> None:
     grouped = ((8, 4), (8, 8), (6, 3), (12, 2))  # the last two: uneven on 4 ranks, copied
     ways = (("zigzag", None), ("contiguous", 3)), (("contiguous", None), ("zigzag", 3))
-    for (kind, window), heads in (  # every two of the three meet
+    for (kind, window), heads in (  # every pair of the three occurs
         (way, heads) for i, heads in enumerate(grouped) for way in ways[i % 2]
     ):
         layout = SequenceLayout(8 * world, world, kind)
@@ -94,13 +95,14 @@ def _counted(rank: int, world: int) -> None:
         for strategy, cost in costs.items():
             forward, backward, _ = _run(case, rank, strategy)
             own = found = sum(forward), sum(backward), len(forward + backward)
-            if strategy in ("ring", "ulysses"):  # few ranks see some blocks; heads do not divide
+            # few ranks see some blocks; heads are not divisible by the ranks
+            if strategy in ("ring", "ulysses"):
                 mean = torch.tensor(own) / world
                 dist.all_reduce(mean)
                 found = tuple(mean.tolist())
             assert found == (cost.forward, cost.backward, cost.messages), (strategy, case)
             if strategy == "ring" and kind == "contiguous" and window and world > 2:
-                forward, backward, _ = _run(case, rank, "auto")  # sends least
+                forward, backward, _ = _run(case, rank, "auto")  # the one that sends least
                 assert cost.auto == "by bytes: no link speeds were given"
                 assert own == (sum(forward), sum(backward), len(forward + backward))
 
@@ -132,7 +134,7 @@ def test_the_hybrid_sends_what_its_row_says() -> None:
 
 @pytest.mark.parametrize("layout", [balance(96, 4), SequenceLayout(96, 4, "striped")])
 def test_a_layout_without_a_hybrid_has_no_row_for_a_pair(layout: SequenceLayout) -> None:
-    """Then "auto" is told by `resolve_strategy` what does not fit."""
+    """In that case `resolve_strategy` reports to "auto" what does not fit."""
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 8}
     for links in (None, Links(1e9, 1e14)):
         assert explain(layout, **sizes, ulysses=2, links=links) == ()
@@ -171,16 +173,16 @@ def _measured(rank: int, world: int, length: int) -> dict[str, int]:
 
 
 def test_memory_falls_with_ranks_in_a_ring_and_by_heads_in_a_stream() -> None:
-    """Peaks of all tensors on a rank, what is stated as extra among them."""
+    """Peaks of all tensors on a rank, including what is reported as extra."""
     two, four = (run_ranks(world, _measured, world, 2048)[-1] for world in (2, 4))
     assert four["ring"] < four["stream"] < four["gather"]
-    assert four["ring"] < 0.6 * two["ring"]  # all that it holds is cut
+    assert four["ring"] < 0.6 * two["ring"]  # everything that it holds is sharded
     assert four["gather"] > 0.8 * two["gather"]  # the whole K‖V is not
     for world, measured in ((2, two), (4, four)):
         layout = SequenceLayout(2048, world, "contiguous")
         costs = _costs(Case(layout, heads=4, kv_heads=4, batch=1, dim=64, dtype=torch.float32))
         stated = costs["gather"].memory - costs["stream"].memory
-        saved = measured["gather"] - measured["stream"]  # and torch's own copy of dK‖dV
+        saved = measured["gather"] - measured["stream"]  # including torch's own copy of dK‖dV
         assert stated <= saved < 1.45 * stated
         assert costs["ring"].memory < measured["ring"]
 
@@ -218,10 +220,10 @@ def test_the_table_has_the_numbers_of_its_rows(links: Links | None) -> None:
 
 
 def test_exposed_is_what_compute_does_not_hide() -> None:
-    """4,096 tokens on 4 ranks, worked out by hand: K‖V of a rank is 0.5 MiB, its gradient 1 MiB."""
+    """4,096 tokens on 4 ranks, computed by hand: K‖V of a rank is 0.5 MiB, its gradient 1 MiB."""
     kv, link, flops = 2**19, 1e9, 1e13
     pairs = {"causal": 4096 * 4096 / 2, "full": 4096 * 4096, "window": 4096 * 256}
-    pairs["both sides"] = 4096 * 2 * 256  # of a window that looks ahead, too
+    pairs["both sides"] = 4096 * 2 * 256  # for a window that also looks ahead
     for mask, seen in pairs.items():
         causal, windowed = mask in ("causal", "window"), mask in ("window", "both sides")
         given = {"causal": causal, "window": 256 if windowed else None}
@@ -240,10 +242,11 @@ def test_exposed_is_what_compute_does_not_hide() -> None:
 
 
 def test_a_ulysses_group_of_a_hybrid_is_near_and_one_of_all_ranks_is_not() -> None:
-    """8 rows of 8 and 4 heads of 16 on a rank, in bf16, two ranks to a group and two to a ring."""
+    """A rank has 8 rows, each of 8 and 4 heads of 16, in bf16, two ranks to
+    a group and two to a ring."""
     sizes = {"heads": 8, "kv_heads": 4, "head_dim": 16}
-    bare = (2 * 8 + 2 * 4) * 16 * 8 // 2 * 2 + 8 * 8 // 2 * 4  # an all-to-all, and back
-    kv = 2 * 16 * 2 * 16  # of the two KV heads that a rank attends, 16 rows of each
+    bare = (2 * 8 + 2 * 4) * 16 * 8 // 2 * 2 + 8 * 8 // 2 * 4  # an all-to-all, and its inverse
+    kv = 2 * 16 * 2 * 16  # the two KV heads that a rank attends, 16 rows of each
     for near in (None, 2e6, 1e5):
         links = Links(1e6, 1e30, near)
         (hybrid,) = explain(SequenceLayout(32, 4), **sizes, ulysses=2, links=links)
@@ -269,11 +272,11 @@ def test_sums_under_way_are_float32_or_as_wide_as_their_terms() -> None:
             assert both == (3 * kv, 3 * times * kv), name
         lse, q = 16 * 8 * max(4, itemsize), 16 * 8 * 16 * itemsize
         assert found["ulysses"].forward == (2 * q + kv + lse) * 3 // 4
-        assert found["ulysses"].memory == 2 * (2 * q + kv)  # as sent, and as received
+        assert found["ulysses"].memory == 2 * (2 * q + kv)  # the send and receive buffers
         wide = kv // itemsize * max(4, itemsize)  # a rank's dK‖dV
         assert found["ring"].memory == 2 * kv + 3 * wide
         assert found["gather"].memory == 4 * (2 * kv + 3 * wide)
-        assert found["stream"].memory == 4 * (3 * kv + 3 * wide) // 4  # of one KV head of four
+        assert found["stream"].memory == 4 * (3 * kv + 3 * wide) // 4  # one KV head of four
         by = [(cost.forward + cost.backward, cost.memory) for cost in costs]
         assert by == sorted(by)
 
@@ -281,8 +284,8 @@ def test_sums_under_way_are_float32_or_as_wide_as_their_terms() -> None:
 @pytest.mark.parametrize("cp", [2, 3, 8])
 @pytest.mark.parametrize(("tp", "dtype", "flops"), [(1, "fp32", 1e9), (2, "bf16", 1e12)])
 def test_the_planners_ring_is_this_one(cp: int, tp: int, dtype: str, flops: float) -> None:
-    """Bytes and exposed seconds of a block, on links and kernels without latency, where messages
-    are the longer and where tiles are."""
+    """Compares bytes and exposed seconds of a block, on links and kernels without latency, with
+    messages longer than tiles and vice versa."""
     config, link = GPTConfig(11, 48 * cp, 2, 96, 12, kv_heads=4), 1e9
     device = replace(A100, half=flops, memory=math.inf, nvlink=link, network=link)
     hardware = Hardware("ideal", device, 80e9, Efficiency(1, 1, 1, 1, 1, 0))
@@ -297,22 +300,23 @@ def test_the_planners_ring_is_this_one(cp: int, tp: int, dtype: str, flops: floa
     assert exposed.forward + exposed.backward == pytest.approx(ring.exposed)
 
 
-# ------------------------------------------------------------------ what "auto" takes
+# ------------------------------------------------------------------ the choice of "auto"
 
 ZIGZAG = SequenceLayout(32, 4)
-BALANCED = SequenceLayout(32, 4, "balanced", chunks=((0, 7), (1, 6), (2, 5), (3, 4)))  # has no ring
+# this layout has no ring
+BALANCED = SequenceLayout(32, 4, "balanced", chunks=((0, 7), (1, 6), (2, 5), (3, 4)))
 HIDING, FAST = 1e8, 1e20  # FLOP/s of kernels whose tiles hide all hops, and none
-WINS = [  # where each strategy leaves least exposed
+WINS = [  # cases in which each strategy has the least exposed time
     ("ring", ZIGZAG, 1, Links(1e9, HIDING)),  # its tiles hide all hops
-    ("stream", BALANCED, 8, Links(1e9, HIDING)),  # and so do those of the head before
-    ("ulysses", ZIGZAG, 8, Links(1e9, FAST)),  # nothing hides anything: the fewest bytes
+    ("stream", BALANCED, 8, Links(1e9, HIDING)),  # so do those of the previous head
+    ("ulysses", ZIGZAG, 8, Links(1e9, FAST)),  # nothing is hidden: the fewest bytes win
     ("gather", BALANCED, 1, Links(1e9, FAST)),  # one KV head, which Ulysses would copy
     ("stream", ZIGZAG, 8, Links(1e9, FAST, memory=30_000)),  # too little for Ulysses' buffers
 ]
 
 
 def _taken(rank: int) -> None:
-    """The strategy that runs is the least exposed of `explain`'s own rows that fit the memory."""
+    """Assert that the strategy that runs is the least exposed of `explain`'s own rows that fit."""
     for name, layout, kv_heads, links in WINS:
         case = Case(layout, heads=8, kv_heads=kv_heads, batch=1)
         costs = _costs(case, links)
@@ -323,7 +327,7 @@ def _taken(rank: int) -> None:
 
 
 def _ran(case: Case, rank: int, links: Links | None) -> str:
-    """The strategy that "auto" runs."""
+    """Return the strategy that "auto" runs."""
     inputs, ran = case.shard(rank)[0], []
     watched = {
         name: strategy._replace(
@@ -356,7 +360,7 @@ def _too_much(rank: int) -> None:
     assert _ran(case, rank, measured) in ("ring", "gather", "stream", "ulysses")
 
 
-def test_no_strategy_fits_the_memory_and_measured_speeds_are_the_same_on_every_rank() -> None:
+def test_no_strategy_fits_the_memory_and_ranks_agree_on_measured_speeds() -> None:
     run_ranks(2, _too_much)
 
 
@@ -380,7 +384,7 @@ def test_a_speed_is_positive(name: str) -> None:
 
 
 def test_auto_without_speeds_is_by_bytes() -> None:
-    """Gathers while the whole K‖V is no larger than q, o and K‖V of a rank."""
+    """It gathers as long as the whole K‖V is no larger than q, o and K‖V of a rank."""
     for heads, kv_heads, last in ((32, 32, 2), (32, 8, 5), (64, 8, 9)):
         for parts, name in ((last, "gather"), (last + 1, "ring")):
             costs = explain(

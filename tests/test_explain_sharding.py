@@ -15,17 +15,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from warpweave.layers.sharding.explain import explain_sharding
 
 R, ELEMENTS = 3, 12
-LEAVES = {  # elements of 8 bytes that leave a rank, of 12 that it has, by rings and trees
+LEAVES = {  # elements of 8 bytes that leave a rank, of the 12 that it has, by rings and trees
     "all_reduce": 2 * ELEMENTS * 2 // R,  # two thirds of them twice
-    "all_gather_into_tensor": 2 * ELEMENTS,  # its own to two others
+    "all_gather_into_tensor": 2 * ELEMENTS,  # its own, to two others
     "reduce_scatter_tensor": ELEMENTS * 2 // R,
-    "all_to_all_single": ELEMENTS * 2 // R,  # all but what stays
+    "all_to_all_single": ELEMENTS * 2 // R,  # all except what stays
     "broadcast": ELEMENTS,
 }
 
 
 class _Sends(nn.Module):
-    """A collective of each kind, a longer all-reduce after the first."""
+    """A module with a collective of each kind, and a longer all-reduce after the first."""
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Sends(nn.Module):
 
 
 class _Places(nn.Module):
-    """A result sharded over both axes, or partial over both; as a tuple or not."""
+    """A module whose result is sharded over both axes, or partial over both; as a tuple or not."""
 
     def __init__(self, mesh: Any, where: list, *, alone: bool) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def _explained(rank: int) -> tuple[list, dict, str, int]:
     with explain_sharding(model) as seen:
         model(torch.ones(ELEMENTS, dtype=torch.float64))
         x = torch.ones(5, requires_grad=True)
-        y = x * 2  # whose gradient is sent
+        y = x * 2  # its gradient is sent
         y.register_hook(
             lambda g: collectives.wait_tensor(collectives.broadcast(g, 0, group=model.sends.group))
         )

@@ -1,4 +1,4 @@
-"""A trained model as transformers loads it: its tokenizer, where texts end, the same numbers."""
+"""A trained model loaded by transformers: its tokenizer, its stop tokens, and equal numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEXT = "17 4 <|endoftext|> 256"
 
 
 def _words(path: Path, *special: str) -> Path:
-    """A tokenizer of numbers, which begins a prompt with <s>."""
+    """Write a tokenizer of numbers that begins a prompt with <s>."""
     words = Tokenizer(models.WordLevel({str(i): i for i in range(97)} | {"?": 97}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.add_special_tokens(["<s>", *special])
@@ -48,7 +48,7 @@ def _words(path: Path, *special: str) -> Path:
 
 
 def _run(folder: Path, **options):
-    """A run's folder with one checkpoint, of the weights that a training begins with."""
+    """Make a run's folder with one checkpoint, of the initial weights."""
     config = _config(
         folder, options.pop("init_from", None), overrides=SMALL, model="toy", **options
     )
@@ -64,7 +64,7 @@ def _save(trainer) -> None:
 
 
 def _export(capfd, *words: object) -> tuple[int, dict, str]:
-    """(exit code, the last line, stderr) of ``warpweave export``."""
+    """Return (exit code, the last line, stderr) of ``warpweave export``."""
     code = 0
     try:
         export.main([str(word) for word in words])
@@ -130,7 +130,7 @@ ENDS = ["</s>", "<|endoftext|>"]
     ("special", "said", "separator", "eos"),
     [
         (["</s>"], {}, None, 99),
-        (ENDS, {}, None, None),  # which of the two is not guessed
+        (ENDS, {}, None, None),  # ambiguous, so neither is chosen
         (ENDS, {"eos_token": "<|endoftext|>"}, None, 100),
         (ENDS, {"eos_token": {"content": "<|endoftext|>", "special": True}}, 5, 100),
         (ENDS, {"eos_token": None}, 5, 5),
@@ -161,7 +161,7 @@ CALLED = {
 
 
 @pytest.mark.parametrize("kind", CALLED)
-def test_a_special_token_is_known_by_each_of_its_names_and_an_ordinary_one_is_not(kind):
+def test_special_tokens_are_recognized_by_each_of_their_names(kind):
     for name in CALLED[kind]:
         for special in (True, False):
             words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
@@ -197,7 +197,7 @@ def test_every_byte_is_the_token_of_its_own_value():
     files, _ = tokenizer_of("bytes", None, [])
     level = Tokenizer.from_str(files["tokenizer.json"].decode())
     text = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000, 0x101))))
-    assert set(text.encode()) == set(range(256)) - {0xC0, 0xC1, *range(0xF5, 256)}  # UTF-8's
+    assert set(text.encode()) == set(range(256)) - {0xC0, 0xC1, *range(0xF5, 256)}  # of UTF-8
     assert level.encode(text).ids == list(text.encode())
     assert level.decode(list(text.encode())) == text
     vocabulary = level.get_vocab()
@@ -207,7 +207,7 @@ def test_every_byte_is_the_token_of_its_own_value():
 def test_the_origin_is_found_from_a_run_or_its_checkpoint_by_any_path(tmp_path, monkeypatch):
     step = tmp_path / "run" / "checkpoints" / "step"
     (tmp_path / "run" / "origin").mkdir(parents=True)
-    assert find_origin(tmp_path / "run") is None  # a folder that happens to have one
+    assert find_origin(tmp_path / "run") is None  # a folder that coincidentally has one
     step.mkdir(parents=True)
     origin = tmp_path / "run" / "origin"
     assert find_origin(tmp_path / "run") == find_origin(step) == origin
@@ -252,7 +252,7 @@ FILES = (
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A model of transformers, without its weights."""
+    """Return a folder of transformers with a model's files, except its weights."""
     folder = tmp_path_factory.mktemp("source")
     (folder / "config.json").write_text(json.dumps(SAID))
     (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
@@ -268,7 +268,7 @@ def source(tmp_path_factory) -> Path:
     [
         (None, "x", True, FILES),
         ("own", "x", True, FILES),
-        (None, "bytes", False, ()),  # its texts went through another than the source's
+        (None, "bytes", False, ()),  # its texts used a tokenizer other than the source's
         ("other", "x", False, ("tokenizer.json",)),
     ],
 )
@@ -329,7 +329,7 @@ def test_tokens_that_were_added_need_room_in_the_model_too(tmp_path):
         special_tokens({"tokenizer.json": b"{}"}, GPTConfig(99, 8, 1, 8, 2), None)
 
 
-def test_where_a_text_ends_is_said_by_generation_config_alone_if_there_is_one(source, tmp_path):
+def test_generation_config_alone_decides_the_stop_tokens_if_it_exists(source, tmp_path):
     keep_origin(tmp_path / "run", source, None, "x", again=False)
     step = tmp_path / "run" / "checkpoints" / "step"
     step.mkdir(parents=True)
@@ -361,7 +361,7 @@ def test_where_a_text_ends_is_said_by_generation_config_alone_if_there_is_one(so
 
 
 @pytest.mark.parametrize("tokenizer", [None, "tokenizer.json", "tokenizer.model"])
-def test_the_command_says_what_lies_in_the_folder_and_that_a_tokenizer_is_missing(
+def test_export_command_lists_the_files_and_warns_of_a_missing_tokenizer(
     tokenizer, tmp_path, capfd, monkeypatch
 ):
     given = []
@@ -490,17 +490,17 @@ def test_both_commands_say_that_a_tokenizer_is_not_the_trainings(
             used, *rest = filter(None, lines.split("\n"))
             assert used.startswith("warpweave: using step 30 (not evaluated), ")
             assert rest == said
-    exported = tmp_path / "0"  # of transformers: none is on record
+    exported = tmp_path / "0"  # transformers' own: none is recorded
     assert other_tokenizer(exported, other) is None
 
 
-# Validation losses by step; best and its step in the newest checkpoint's progress; the step and the
-# loss that each command uses; the hint; the same with --best, or a part of the refusal.
+# Validation losses by step; best loss and its step in the newest checkpoint's progress; the step
+# and the loss that each command uses; the hint; the same with --best, or a part of the error.
 CHOICES = (
     ({10: 3.0, 20: 2.5, 30: 2.75}, (2.5, 20), (30, 2.75), "2.5000 at step 20 (--best)", (20, 2.5)),
     ({10: 3.0, 20: 2.5, 30: 2.25}, (2.5, 20), (30, 2.25), "", (30, 2.25)),  # the end comes last
     ({10: 2.5, 20: 2.5}, (2.5, 10), (30, None), "2.5000 at step 10 (--best)", (10, 2.5)),
-    ({}, (2.5, 20), (30, None), "2.5000 at step 20 (--best)", (20, 2.5)),  # the metrics are gone
+    ({}, (2.5, 20), (30, None), "2.5000 at step 20 (--best)", (20, 2.5)),  # the metrics are missing
     (
         {10: 3.0, 15: 2.5}, (2.5, 15), (30, None), "2.5000 at step 15 (not kept)",
         "was at step 15, whose checkpoint was not kept (kept: [10, 20, 30]): train --early-stop",
@@ -510,7 +510,7 @@ CHOICES = (
 
 
 def _three_checkpoints(folder: Path, losses: dict[int, float], best: tuple) -> dict[int, GPT]:
-    """A run's folder with steps 10, 20 and 30, and their models."""
+    """Make a run's folder with steps 10, 20 and 30, and their models."""
     models = {step: GPT(GPTConfig(256, 32, 1, 8, 2), seed=step) for step in (10, 20, 30)}
     for step, gpt in models.items():
         params = [(name, p.detach()) for name, p in gpt.named_parameters()]
@@ -639,11 +639,11 @@ def test_a_run_that_began_with_a_model_of_transformers_goes_back_as_that(tmp_pat
         "generation_config.json",
     ):
         assert (back / name).read_bytes() == (source / name).read_bytes()
-    # A folder that is given goes before what the run began with.
+    # An explicit folder takes precedence over the run's origin.
     like = to_hf(config.out, tmp_path / "like")
     (like / "config.json").write_text(json.dumps(from_hf(like).fields | {"more": 1}))
     assert from_hf(to_hf(config.out, tmp_path / "third", like=like)).fields["more"] == 1
-    # Another tokenizer than the model's, and a run that goes on from the run.
+    # A tokenizer other than the model's, and a run that continues from the run.
     own = _words(tmp_path / "own.json", "</s>")
     second = dataclasses.replace(
         config, tokenizer=own, init_from=config.out, out=tmp_path / "second"
@@ -654,7 +654,7 @@ def test_a_run_that_began_with_a_model_of_transformers_goes_back_as_that(tmp_pat
     assert not (other / "chat_template.jinja").exists()
     assert from_hf(other).fields["model_type"] == "mistral"
     assert (from_hf(other).fields["eos_token_id"], read_stop_tokens(other)) == (99, (99,))
-    # A new run in the same folder: the earlier one is moved with what it needs.
+    # A new run in the same folder: the earlier one is moved together with the files it needs.
     _save(_trainer(dataclasses.replace(config, init_from=None, overrides=SMALL, model="toy")))
     moved = to_hf(config.out / "earlier-1", tmp_path / "moved")
     assert from_hf(moved).fields == from_hf(source).fields

@@ -1,4 +1,5 @@
-"""What ``import warpweave`` offers: names from their modules, nothing heavy until one is used."""
+"""The public names of ``import warpweave``: each comes from its module, and
+heavy imports are deferred."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ HEAVY = ("torch", "triton", "numpy", "tyro")
 
 
 def _typing_block() -> dict[str, str]:
-    """What a type checker is told: the module of every name."""
+    """Return the modules that a type checker sees for every name."""
     tree = ast.parse(Path(warpweave.__file__).read_text())
     block = next(
         node
@@ -94,7 +95,7 @@ def test_kernel_at_the_root_is_an_attribute_error_that_names_its_module():
 
 
 def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of its names are different ones, which would be wrong without an error."""
+    """Some of its names mean something else, which would be wrong without an error."""
     transformers = pytest.importorskip("transformers", reason="an extra of its own")
     monkeypatch.setattr(transformers, "__version__", "5.22.3")
     with pytest.raises(ImportError, match=r"needs transformers >= 5\.23, got 5\.22\.3"):

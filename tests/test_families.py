@@ -27,12 +27,12 @@ RANKS = (1, 2, 3, 4, 8)
 
 
 def stages(name: str) -> tuple[int, ...]:
-    """Stages per rank to try."""
+    """List the stages per rank to try."""
     return (1, 2, 3) if FAMILIES[name].chunks is None else (FAMILIES[name].chunks,)
 
 
 def counts(name: str, p: int) -> list[int]:
-    """Micro-batches to try: fewer than ranks, as many, more; of many ranks three."""
+    """List the micro-batches to try: fewer than ranks, as many, more; three for many ranks."""
     tried = {1, 2, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 4 * p} if p < 8 else {1, p + 1, 2 * p}
     return sorted(m for m in tried if m >= FAMILIES[name].least(p))
 
@@ -73,7 +73,7 @@ def test_the_gradients_of_a_stage_are_summed_in_one_order(name: str):
 
 
 def torchs(schedule: type, p: int, m: int, c: int):
-    """The lists of a generator of torch's, made without stages and a process group."""
+    """Return the lists of one of torch's generators, made without stages and a process group."""
     rows = []
     for rank in range(p):
         made = schedule.__new__(schedule)
@@ -100,11 +100,11 @@ def torchs(schedule: type, p: int, m: int, c: int):
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
 def test_lists_are_torchs_action_for_action(name: str, schedule: type, chunks, p: int):
     for m in counts(name, p):
-        if m % max(1, m // p):  # which torch refuses
+        if m % max(1, m // p):  # torch rejects others
             continue
         for c in chunks:
             made = torchs(schedule, p, m, c)
-            if name == "looped-bfs":  # whose backward torch has from the last to the first
+            if name == "looped-bfs":  # torch runs its backward from the last to the first
                 mirrored = {"F": lambda i: i, "B": lambda i, m=m: m - 1 - i}
                 made = [[a._replace(mb=mirrored[a.op](a.mb)) for a in row] for row in made]
             assert FAMILIES[name].make(p, m, c) == made
@@ -115,13 +115,13 @@ def test_a_cell_is_written_as_torch_reads_it():
     for row in text.splitlines():
         for field in row.split(","):
             assert str(theirs._Action.from_str(field)) == field
-    assert text.count("OVERLAP_F_B") == 2 * 3  # a row: two in the steady part, one at its end
+    assert text.count("OVERLAP_F_B") == 2 * 3  # per row: two in the steady part, one at its end
 
 
 # ------------------------------------------------------------------------------- closed forms
 
 
-PRICES = [(1, 1, 1), (1, 1.25, 0.75), (2, 1.5, 1.25)]  # F, I, W; sums of them are exact
+PRICES = [(1, 1, 1), (1, 1.25, 0.75), (2, 1.5, 1.25)]  # F, I, W; their sums are exact
 
 
 def timeline(name: str, p: int, m: int, price, c: int = 1, **more):
@@ -130,7 +130,7 @@ def timeline(name: str, p: int, m: int, price, c: int = 1, **more):
 
 
 def extra(line, m: int, price) -> tuple[float, float]:
-    """(of the span, of the widest rank) what is over the work of m micro-batches."""
+    """Return (of the span, of the widest rank) the excess over the work of m micro-batches."""
     return line.span - m * sum(price), max(line.width) - m * sum(price)
 
 
@@ -155,7 +155,7 @@ def test_zero_bubbles_are_zero_within_each_rank_and_skewed_between_them(p: int):
     for m in (2 * p - 1, 2 * p, 4 * p):
         assert extra(timeline("zb-h2", p, m, price), m, price) == (p - 1, 0)
         assert extra(timeline("zb-v", p, m, price, 2), m, price) == ((p - 1) / 2, 0)
-    for price in PRICES[1:]:  # the width that the paper gives where W is shorter
+    for price in PRICES[1:]:  # the width given in the paper for shorter W
         f, i, w = price
         line = timeline("zb-h2", p, 4 * p, price)
         assert extra(line, 4 * p, price)[1] == pytest.approx((p - 1) * (f + i - 2 * w))
@@ -164,7 +164,7 @@ def test_zero_bubbles_are_zero_within_each_rank_and_skewed_between_them(p: int):
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 @pytest.mark.parametrize("cell", [2, 2.5, 3])
 def test_dualpipe_v_idles_as_deepseek_says(p: int, cell: float):
-    """(PP/2 - 1)(F&B + B - 3W) with PP = 2 p, the most over ranks of what is idle."""
+    """(PP/2 - 1)(F&B + B - 3W) with PP = 2 p is the maximum idle time over ranks."""
     for m in (2 * p, 4 * p):
         lists = FAMILIES["dualpipe-v"].make(p, m, 2)
         line = simulate(lists, {"F": 1, "I": 1, "W": 1, "OVERLAP_F_B": cell})
@@ -191,7 +191,7 @@ def test_peak_activations_are_the_closed_forms(p: int):
 
 @pytest.mark.parametrize("p", [4, 8, 16])
 def test_controllable_memory_costs_the_bubble_that_the_paper_says(p: int):
-    """A half and two thirds of 1F1B's, to two steps of half a rank for each of its few seams."""
+    """A half and two thirds of 1F1B's, within two steps of half a rank for each seam."""
     m, price = 4 * p, (1, 1, 1)
     whole = extra(timeline("1f1b", p, m, price), m, price)[0]
     assert extra(timeline("v-half", p, m, price, 2), m, price)[0] == pytest.approx(whole / 2, abs=3)
@@ -275,7 +275,7 @@ def test_what_a_schedule_does_not_have_is_one_line(name: str, numbers, message: 
     assert "\n" not in str(error.value)
 
 
-# ----------------------------------------------------------------------------- files of a user's
+# ----------------------------------------------------------------------------- user files
 
 
 def written(tmp_path: Path, lists) -> str:
@@ -295,7 +295,7 @@ def test_every_schedule_is_written_and_read_again(name: str, tmp_path: Path, cap
 
 
 def test_a_file_with_torchs_messages_is_read(tmp_path: Path):
-    """Receives where torch puts them, which posts them before it needs them."""
+    """torch puts receives early, which posts them before they are needed."""
     ranks, every = 4, theirs.ScheduleZBVZeroBubble.__new__(theirs.ScheduleZBVZeroBubble)
     every.pp_group_size, every._n_microbatches, every.num_stages = ranks, 9, 2 * ranks
     order = {r: every._calculate_single_rank_operations(r) for r in range(ranks)}
@@ -314,7 +314,7 @@ WHOLE_FILE = with_comm(FAMILIES["zb-v"].make(2, 4, 2))
 
 
 def changed(old: str, new: str = "") -> str:
-    """The file with one field another or without it."""
+    """Return the file with one field changed or removed."""
     rows = [row.split(",") for row in to_csv(WHOLE_FILE).splitlines()]
     assert sum(row.count(old) for row in rows) == 1
     rows = [[new if field == old else field for field in row] for row in rows]
@@ -351,7 +351,7 @@ def swapped(one: str, two: str) -> str:
             swapped("0F1", "3F0"),
             "deadlock: rank 0 at 3F0 waits for 3RECV_F0; rank 1 at 1RECV_F1 waits",
         ),
-        (  # without messages, of which there is no order that both ranks have
+        (  # without messages, for which no order suits both ranks
             "0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0",
             "link F from rank 0 to 1: message 0 is sent as 0SEND_F0 and received as 0SEND_F1",
         ),

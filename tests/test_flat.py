@@ -1,4 +1,4 @@
-"""The flat buffer of a unit: places of parameters, ranges of one kind, slices of the ranks."""
+"""The flat buffer of a unit: positions of parameters, ranges of one kind, slices of the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warpweave.parallel.shard import Cut, ParamRecord
 
 
 def _drawn(seed: int) -> list[ParamRecord]:
-    """Records of any properties and sizes, one element and none among them."""
+    """Draw records of any properties and sizes, including one element and none."""
     draw = random.Random(seed)
     records = []
     for n in range(draw.randint(1, 12)):
@@ -46,7 +46,7 @@ def test_parameters_lie_apart_in_one_range_for_each_kind(ranks: int) -> None:
             assert layout.offsets[record.name] == end
             end += -(-_size(record) // 32) * 32
         assert layout.size == -(-end // (32 * ranks)) * 32 * ranks
-        # Ranges are the runs of equal kind, and cover all but the padding at the end.
+        # Ranges are the runs of equal kind, and cover everything except the padding at the end.
         kinds = [
             (bool(r.matrices), r.decay, r.cut_axes, r.partial)
             for r in layout.records
@@ -64,12 +64,12 @@ def test_parameters_lie_apart_in_one_range_for_each_kind(ranks: int) -> None:
         flags = [kind[0] for kind in kinds]
         assert flags == sorted(flags, reverse=True), "matrices in front"
         assert layout.matrices == sum(flags)
-        # The slices of the ranks are the buffer.
+        # The slices of the ranks make up the buffer.
         slices = [one.own for one in layouts]
         assert (slices[0].start, slices[-1].stop) == (0, layout.size)
         assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
         assert {s.stop - s.start for s in slices} == {layout.slice_size}
-        # The parts of ranges within a region count from its start.
+        # Parts of ranges within a region are counted from its start.
         for region in (*slices, slice(0, layout.size), slice(7, 7), slice(40, 41)):
             told = [(r, range(part.start, part.stop)) for r, part in layout.ranges_of(region)]
             expected = []

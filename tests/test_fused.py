@@ -1,5 +1,5 @@
-"""Layers whose data moves within their products, again and again over one workspace: both halves of
-a block equal plain torch on ranks that cut the tokens, with the same bits on every repeat."""
+"""Layers with data movement inside their products, repeated over one workspace: both halves of a
+block equal plain torch on ranks with sharded tokens, with the same bits on every repeat."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linea
 from warpweave.parallel.tensor.mlp import parallel_mlp
 from warpweave.parallel.tensor.qkv import parallel_qkv_rope
 
-ROUNDS = 6  # of each dtype one, and all again over what they left
+ROUNDS = 6  # one of each dtype, and all again over what they left
 E, D, G, ROWS = 11, 6, 2, 5  # odd sizes; 5 tokens on each rank
 DTYPES = (torch.float64, torch.float32, torch.float16)
 
@@ -75,7 +75,7 @@ def _attention(x, qkv, out, qkv_bias, out_bias, drop=None, **ranks):
 
 
 def _problem(half, world: int, seed: int) -> tuple[list[torch.Tensor], list[int | None]]:
-    """x and the four parameters in float64, and the dim of each that is cut over the ranks."""
+    """Return x and the four parameters in float64, and the dim of each that is sharded."""
     width = 3 * world
     shapes = {
         _mlp: [(width, 2, E), (E, width), (width, 2), (E,)],
@@ -116,7 +116,8 @@ def _rounds(rank: int, half) -> None:
         for j, (t, right, cut) in enumerate(zip(found, truth, [0, *cuts], strict=True)):
             error = relative_error(t, part(right, cut))
             if dtype == torch.float16:
-                # eps twice: torch's own products of a rank's narrow shards round once more or less
+                # eps twice: torch's own products of a rank's narrow shards differ by about one
+                # rounding
                 bound = 2 * (relative_error(plain[j], right) + torch.finfo(dtype).eps)
             else:
                 bound = {torch.float64: 1e-12, torch.float32: 1e-6}[dtype]
@@ -133,7 +134,7 @@ def test_halves_of_a_block_equal_plain_torch_round_after_round(world, half):
 
 
 def _fusing(rank: int) -> None:
-    """dx of a column-parallel layer is one fused product where dW waits or is not wanted; otherwise
+    """dx of a column-parallel layer is one fused product if dW is deferred or not needed. Otherwise
     there are two products to hide whole collectives under."""
     ranks = {
         "group": dist.group.WORLD,
@@ -163,7 +164,7 @@ def test_what_has_no_other_product_to_hide_under_is_fused() -> None:
 
 
 def _layer(rank: int) -> None:
-    """The layers of a mesh share one workspace."""
+    """Test that the layers of a mesh share one workspace."""
     mesh = Mesh(tp=2).connect()
     options = {"mesh": mesh, "sequence_parallel": True, "overlap": "fused", "impl": "triton"}
     torch.manual_seed(0)
@@ -222,7 +223,8 @@ def test_what_cannot_be_fused_is_refused_before_anything_is_made() -> None:
 
 
 def _growing(rank: int) -> None:
-    """A workspace grows by itself, but not while a graph is captured, and is of one stream."""
+    """Test that a workspace grows by itself, but not during graph capture,
+    and belongs to one stream."""
     workspace, cuda = Workspace(dist.group.WORLD), torch.device("cuda", 0)
     cpu = torch.device("cpu")
     small = workspace.fitting("op", cpu, 3, 500)
@@ -244,7 +246,7 @@ def _growing(rank: int) -> None:
         capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
         with capturing, pytest.raises(ValueError, match=r"2 parts and 99 .* graph is captured"):
             captured.fitting("op", cuda, 2, 99)
-    # The host waits for its own stream, and only where there is something that peers may read: a
+    # The host waits only for its own stream, and only if there is something that peers may read: a
     # device that has posted a receive is never idle.
     waits = mock.Mock(cuda_stream=1)
     with (
@@ -269,8 +271,8 @@ def test_a_workspace_grows_but_not_under_capture_and_not_for_two_streams() -> No
 
 
 def _left(rank: int) -> None:
-    """An operation that an error ends after its first launch is not begun again over what it has
-    published; made anew, the workspace is right again."""
+    """An operation that an error ends after its first launch is not started again over what it has
+    published. After a renewal the workspace is correct again."""
     workspace = Workspace(dist.group.WORLD)
     a, b = torch.full((4, 3), float(rank + 1)), torch.ones(3, 2)
     out_of_memory = mock.patch.object(Epilogue, "arguments", side_effect=MemoryError)
@@ -283,7 +285,7 @@ def _left(rank: int) -> None:
     workspace.renew()
     assert torch.equal(gemm_reduce_scatter(10 * a, b, memory=workspace), torch.full((2, 2), 90.0))
     bounded = Workspace(dist.group.WORLD, polls=3)
-    if rank == 0:  # the other never comes
+    if rank == 0:  # the other never arrives
         bounded._memory = local_memory(2, slots=4, capacity=1 << 10, polls=3)[0]
         with pytest.raises(TimeoutError, match="gemm_reduce_scatter on rank 0 of 2, epoch 1"):
             gemm_reduce_scatter(a, b, memory=bounded)
@@ -292,8 +294,8 @@ def _left(rank: int) -> None:
 
 
 def _bounded(rank: int) -> None:
-    """The timeout of the mesh bounds the waits within kernels: 10,000 looks a second on a CPU,
-    500,000 on a GPU. A step's caller is told of one that gave up by the mesh."""
+    """The mesh's timeout bounds the waits within kernels: 10,000 polls a second on a CPU, 500,000
+    on a GPU. The mesh reports a kernel that gave up to the caller of a step."""
     for seconds, polls in ((None, 1_000_000), (0.0005, 5)):
         timeout = None if seconds is None else timedelta(seconds=seconds)
         workspace = Workspace(dist.group.WORLD, timeout=timeout)
@@ -313,7 +315,7 @@ def _bounded(rank: int) -> None:
             dist.group.WORLD, "cuda:0", slots=1, capacity=1, timeout=mesh.timeout
         )
     assert made.call_args.args[-1] == 3_500_000
-    if rank == 0:  # the other never comes
+    if rank == 0:  # the other never arrives
         with pytest.raises(
             TimeoutError, match=r"on rank 0 of 2, epoch 1: rank 1 did not .* 5 polls"
         ):
@@ -332,7 +334,7 @@ def _bounded(rank: int) -> None:
 def test_gpus_that_cannot_signal_are_refused_in_one_line(
     monkeypatch, peers, reached, atomic, said
 ) -> None:
-    """What GPU 1 says of the GPUs that it is to reach."""
+    """Each error states which peers GPU 1 cannot reach."""
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: peer in reached)
     found = symmetric.unreachable(1, peers, lambda own, peer: own == 1 and peer in atomic)
     assert found.startswith(said)
@@ -381,7 +383,8 @@ def _empty_dims(rank: int) -> None:
 
 
 def _block(mesh: ConnectedMesh | None) -> TransformerBlock:
-    """The same on every call: over the tensor ranks of `mesh` and fused, or whole and torch's."""
+    """Make the block, equal on every call: over the tensor ranks of `mesh` and
+    fused, or whole and torch's."""
     fusing = {"mesh": mesh, "sequence_parallel": True, "overlap": "fused", "impl": "triton"}
     torch.manual_seed(7)
     return TransformerBlock(
@@ -391,8 +394,8 @@ def _block(mesh: ConnectedMesh | None) -> TransformerBlock:
 
 
 def _averaged(wrap: Callable[..., nn.Module], mesh: ConnectedMesh) -> float:
-    """The largest error of output and gradients of a wrapped block in two rounds: of this rank's
-    replica of the data, and averaged over the replicas."""
+    """Return the largest error of output and gradients of a wrapped block in two rounds: of this
+    rank's replica of the data, and averaged over the replicas."""
     tokens, worst = 6, 0.0
     whole, mine = _block(None), _block(mesh)
     same_birth(whole, mine, mesh)
@@ -424,7 +427,7 @@ def _averaged(wrap: Callable[..., nn.Module], mesh: ConnectedMesh) -> float:
 
 
 def part_of(t: torch.Tensor, mesh: ConnectedMesh) -> torch.Tensor:
-    """This tensor rank's tokens."""
+    """Return this tensor rank's tokens."""
     return t.detach().chunk(2)[mesh.index("tp")]
 
 
@@ -437,7 +440,7 @@ def _shards(block: nn.Module, mesh: ConnectedMesh) -> nn.Module:
 
 
 def _shards_of_layers(block: nn.Module, mesh: ConnectedMesh) -> nn.Module:
-    """Each by itself, so that MLP and attention call their layers instead of reading them."""
+    """Shard layers one by one, so that MLP and attention call their layers, not read them."""
     for layer in (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down):
         fully_shard(layer, mesh=mesh.device_mesh["dp"])
     return _shards(block, mesh)
@@ -447,7 +450,7 @@ def _data_parallel(rank: int) -> None:
     mesh = Mesh(dp=2, tp=2).connect()
     for wrap in (_replicas, _shards, _shards_of_layers):
         assert _averaged(wrap, mesh) < 1e-12, wrap
-    assert _averaged(lambda block, mesh: block, mesh) > 1e-3  # nobody averages
+    assert _averaged(lambda block, mesh: block, mesh) > 1e-3  # nothing is averaged
 
 
 def test_ddp_and_fsdp2_average_fused_tensor_ranks_as_one_device_does() -> None:

@@ -1,4 +1,4 @@
-"""Fused or unfused: both ways give the same values and gradients, and the table says which runs."""
+"""Fused or unfused: both give the same values and gradients, and the table selects which runs."""
 
 import re
 import sys
@@ -28,8 +28,8 @@ OPS = (
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu(way, op): this CPU passes for an H100 on which everything is done that `way`, but for
-    `op`; the list that it returns holds the fused kernels that are launched."""
+    """Return gpu(way, op): it makes this CPU pass for an H100 on which everything except `op` runs
+    that `way`, and returns a list that fills with the fused kernels that are launched."""
 
     def use(way: str, other: str = "") -> list[str]:
         ops = tuple(op for op in OPS if (way == "fused") != (op == other))
@@ -54,7 +54,7 @@ def gpu(monkeypatch):
 
 
 def _mlp(activation: str, dtype: torch.dtype = torch.float16):
-    """x, W1, W2, b1, b2, residual, dy; and what drops out."""
+    """Draw x, W1, W2, b1, b2, residual, dy; and the dropout."""
     T, E, F = 37, 20, 24
     units = (F, 2) if ACTIVATIONS[activation].gated else (F,)
     shapes = [(T, E), (*units, E), (E, F), units, (E,), (T, E), (T, E)]
@@ -145,7 +145,7 @@ def test_each_product_is_decided_by_its_own_row(product, recompute, gpu, monkeyp
     _check_mlp("swiglu", recompute=recompute)
     slope = product.startswith("slope")
     assert ran == (["epilogue", "epilogue"] if slope else ["epilogue", "hidden"])
-    assert how == {"triton"}  # what follows torch's product is ours
+    assert how == {"triton"}  # the part after torch's product is ours
 
 
 def test_unfused_too_h_is_made_where_it_is_wanted(gpu) -> None:
@@ -178,7 +178,7 @@ def _qkv(dtype: torch.dtype, turned: bool, impl: str | None = None):
 def _check_qkv(turned: bool) -> None:
     truth, same = (_qkv(d, turned, "torch") for d in (torch.float64, torch.float16))
     ours = _qkv(torch.float16, turned)
-    assert all(t.is_contiguous() for t in ours[:3])  # as attention reads them
+    assert all(t.is_contiguous() for t in ours[:3])  # the layout that attention reads
     for a, b, t in zip(ours, same, truth, strict=True):
         assert_error_budget(a, b, t)
 
@@ -186,7 +186,7 @@ def _check_qkv(turned: bool) -> None:
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize("way", ["fused", "unfused"])
 def test_qkv_is_right_either_way_and_takes_what_the_table_says(way, turned, gpu) -> None:
-    ran = gpu("fused" if way == "unfused" else "unfused", "qkv")  # all others the other way
+    ran = gpu("fused" if way == "unfused" else "unfused", "qkv")  # all others run the other way
     _check_qkv(turned)
     assert ran == (["kernels"] if way == "fused" else [])
 
@@ -251,7 +251,7 @@ def test_the_table_is_for_16_bits_on_its_gpus_where_nobody_asked(monkeypatch) ->
 
 
 def test_the_table_is_its_sources() -> None:
-    """What `fusion.md` says is faster on a GPU is fused there, and nothing else."""
+    """Ops that `fusion.md` calls faster fused on a GPU are fused there, and no others."""
     found = {}
     for part in SAVED.read_text().split("\n## ")[1:]:
         name, *lines = part.splitlines()

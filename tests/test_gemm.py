@@ -1,4 +1,4 @@
-"""The matrix product: both CPU libraries and the Triton kernel against float64, at every layout of
+"""The matrix product: both CPU libraries and the Triton kernel against float64, in every layout of
 the operands; the kernel's epilogues against the reference."""
 
 import math
@@ -33,7 +33,7 @@ LAYOUTS = {
     "every other column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
     "part of wider rows": lambda x: torch.cat([x, x, x], 1)[:, x.shape[1] : 2 * x.shape[1]],
 }
-# The last three products are large enough for oneDNN; one is wider, one taller than the other side.
+# The last three products are large enough for oneDNN; one is wider, one taller than the other.
 SIZES = [
     *((1, 1, 1), (7, 13, 5), (3, 1031, 5), (0, 4, 3), (4, 3, 0)),
     *((131, 97, 101), (67, 64, 509), (509, 64, 67)),
@@ -71,7 +71,7 @@ def test_it_writes_or_adds_into_a_buffer_at_every_layout(library, sizes, add):
     for of_a in LAYOUTS.values():
         for of_b in LAYOUTS.values():
             a, b = of_a(torch.randn(m, k)), of_b(torch.randn(k, n))
-            out = torch.randn(m, n) if add else torch.full((m, n), math.nan)  # not to be read
+            out = torch.randn(m, n) if add else torch.full((m, n), math.nan)  # must not be read
             truth = a.double() @ b.double() + (out.double() if add else 0)
             gemm_into(a, b, out, add)
             if out.numel():
@@ -89,7 +89,7 @@ def test_it_adds_to_a_wider_buffer_without_rounding(library, dtype, add):
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_onednn_never_gets_columns_out_of_wider_rows(monkeypatch):
-    """It multiplies them by a reference loop, a thousand times as slow."""
+    """It multiplies them in a reference loop, a thousand times slower."""
     monkeypatch.setattr(module, "_has_onednn", lambda: True)
     right, seen = torch.ops.mkldnn._linear_pointwise, []
 
@@ -126,7 +126,7 @@ def test_onednn_is_for_cpus_with_avx512_that_are_not_intels(monkeypatch):
     assert not taken(available=False)
 
 
-def test_onednn_takes_float32_products_of_2_to_the_20_terms_with_no_side_below_32(monkeypatch):
+def test_onednn_runs_float32_products_of_2_to_the_20_terms_with_sides_of_32(monkeypatch):
     seen = []
 
     def onednn(a, bt, bias):
@@ -176,7 +176,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 @pytest.mark.parametrize("wide", [False, True], ids=["rounded", "wide"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_bias_of_any_dtype_goes_into_a_result_of_any(dtype, wide, of_bias, impl):
-    """Operands of two dtypes in one sum; what is added is a residual, too, in `fused_gemm`."""
+    """Operands of two dtypes in one sum; in `fused_gemm` an added residual as well."""
     a, b = torch.randn(7, 20).to(dtype), torch.randn(20, 6).to(dtype)
     bias, residual = torch.randn(6).to(of_bias), torch.randn(7, 6).to(of_bias)
     out = reference.compute_dtype(a) if wide else dtype
@@ -195,7 +195,7 @@ def test_a_bias_of_any_dtype_goes_into_a_result_of_any(dtype, wide, of_bias, imp
     }
     for name, (y, expected) in found.items():
         assert y.dtype == out
-        # Some roundings to the result's dtype; an activation is of what the operands' dtype holds.
+        # A few roundings to the result's dtype; an activation is rounded to the operands' dtype.
         assert_close_f64(y, expected, 8 * torch.finfo(dtype if name == "activation" else out).eps)
 
 
@@ -227,7 +227,7 @@ def _draw(*shape, dtype=torch.float64):
 
 @pytest.mark.parametrize("sizes", TRITON_SIZES, ids=str)
 def test_the_kernel_is_the_product_at_every_layout(sizes):
-    """Each layout beside its like and beside the next."""
+    """Each layout is combined with itself and with the next."""
     (m, k, n), layouts = sizes, [*LAYOUTS.values()]
     for of_a, of_b in (*zip(layouts, layouts), *zip(layouts, layouts[1:] + layouts[:1])):
         a, b, bias = of_a(_draw(m, k)), of_b(_draw(k, n)), _draw(n)
@@ -266,7 +266,7 @@ def test_the_kernel_keeps_the_error_budget_and_wide_results_are_not_rounded(dtyp
 
 
 def test_what_the_kernel_adds_to_a_product_is_added_before_it_is_rounded():
-    """257 + 1: bfloat16 has 258, but no 257, which it would round to 256."""
+    """257 + 1: bfloat16 has 258, but not 257, which it would round to 256."""
     a, b = torch.ones(3, 257, dtype=torch.bfloat16), torch.ones(257, 64, dtype=torch.bfloat16)
     one = torch.ones(3, 64, dtype=torch.bfloat16)
     assert (gemm(a, b, impl="triton") == 256).all()
@@ -278,19 +278,19 @@ def test_what_the_kernel_adds_to_a_product_is_added_before_it_is_rounded():
         {"bias": one[0]},
         {"residual": one},
         {"bias": 2 * one[0], "residual": -one},
-        {"residual": one, "drop": Drop(2**-32, 1, 2, few)},  # which drops none of these
+        {"residual": one, "drop": Drop(2**-32, 1, 2, few)},  # drops none of these
     ):
         assert (fused_gemm(a, b, **options, impl="triton")[0] == 258).all(), options
     short, options = a[:, :129] / 8, {"activation": "relu2", "save_z": True, "impl": "triton"}
     y, z = fused_gemm(short, b[:129], residual=one, **options)
     assert (z == 16.125).all()
-    assert (y == 262).all()  # 16.125 ** 2 is 260 and a little
+    assert (y == 262).all()  # 16.125 ** 2 is slightly more than 260
 
 
-def test_on_cuda_the_kernel_adds_sixteen_bit_products_to_float32_and_torch_makes_the_others(
+def test_on_cuda_the_kernel_adds_16_bit_products_to_fp32_and_torch_the_rest(
     monkeypatch,
 ):
-    """Which of them is called; asked of tensors that only say that they are on a GPU."""
+    """The test checks which one is called, with fake tensors on a GPU."""
     seen = []
     monkeypatch.setattr(kernel, "choose", lambda impl, *tensors: impl or "triton")
     monkeypatch.setattr(kernel, "launch_gemm", lambda *a, **k: seen.append("kernel"))
@@ -358,9 +358,9 @@ def test_epilogues_keep_the_error_budget(activation, dtype):
     assert y.dtype == z.dtype == dtype
     assert_error_budget(y, same, truth)
     h, z = fused_gemm(a, b, bias, activation=activation, save_z=True, impl="triton")
-    assert torch.equal(h, activation_fwd(z, activation, impl="triton"))  # what backward makes again
+    assert torch.equal(h, activation_fwd(z, activation, impl="triton"))  # as backward does
     unkept, _ = fused_gemm(a, b, bias, **options, impl="triton")
-    assert torch.equal(y, unkept)  # of the rounded z, kept or not
+    assert torch.equal(y, unkept)  # from the rounded z, kept or not
     wide_y, _ = fused_gemm(a, b, bias, **options, out_dtype=torch.float32, impl="triton")
     assert wide_y.dtype == torch.float32
     assert torch.equal(wide_y.to(dtype), y)
@@ -380,7 +380,7 @@ def test_a_wide_result_is_of_the_z_that_the_operands_dtype_holds(activation, dty
     assert torch.equal(y, unkept)
 
 
-def test_dropout_in_the_epilogue_drops_what_dropout_drops_on_any_shard_of_the_tokens():
+def test_epilogue_dropout_equals_dropout_on_any_shard_of_the_tokens():
     a, b, tokens = _draw(40, 8), _draw(8, 130), torch.randperm(40) + 2**33
     y, _ = fused_gemm(a, b, drop=Drop(0.5, 1, 2, tokens), impl="triton")
     expected = reference.dropout(a @ b, 0.5, seed=1, site=2, tokens=tokens)
@@ -390,7 +390,7 @@ def test_dropout_in_the_epilogue_drops_what_dropout_drops_on_any_shard_of_the_to
 
 
 def test_offsets_past_two_to_the_31_reach_their_elements():
-    """Two rows that lie 2^31 elements apart, of memory that is never touched between them."""
+    """Two rows lie 2^31 elements apart; the memory between them is never touched."""
     far = 2**31 + 64
     a, r, out = (
         torch.empty(far + 64, dtype=torch.float16).as_strided((2, 8), (far, 1)) for _ in "aro"
@@ -407,7 +407,7 @@ def test_offsets_past_two_to_the_31_reach_their_elements():
 
 
 def test_rows_times_strides_past_two_to_the_31_do_not_wrap():
-    """Many rows of a moderate stride: neither factor is wide, their product is."""
+    """Many rows of a moderate stride: neither factor is large, but their product is."""
     rows, stride = 2**11 + 16, 2**20
     a = torch.empty(rows * stride, dtype=torch.float16).as_strided((rows, 2), (stride, 1))
     a.copy_(_draw(rows, 2, dtype=torch.float16))
@@ -417,8 +417,8 @@ def test_rows_times_strides_past_two_to_the_31_do_not_wrap():
 
 @contextmanager
 def _in_any_order(programs: int, tiles: int, seed: int):
-    """Whatever program takes a tile from a counter, as if they ran at once: each its first, of the
-    others an ascending share, then one past the end."""
+    """Return draws of tiles from a counter as if programs ran concurrently: each gets its first
+    tile, an ascending share of the others, then one past the end."""
     rng, left = random.Random(seed), dict[int, list[int]]()
     take = interpreter_builder.create_atomic_rmw
 
@@ -443,14 +443,14 @@ def _in_any_order(programs: int, tiles: int, seed: int):
 
 @pytest.mark.parametrize("programs", [1, 7, 132])
 def test_every_tile_is_summed_once_whichever_program_takes_it(monkeypatch, programs):
-    """More tiles than programs and fewer, an incomplete group of rows, tiles of every residue."""
+    """More and fewer tiles than programs, an incomplete group of rows, tiles of every residue."""
     a, b = _draw(16 * 7 + 3, 5), _draw(5, 16 * 4 + 9)
     before, tiles = _draw(115, 73), 8 * 3
     many = min(programs, tiles)
 
     def made():
         out = before.clone()
-        with pinned({("gemm", 8, "small"): GemmTile(16, 32, 16, 3, 1, 4, 1)}):  # of odd strides
+        with pinned({("gemm", 8, "small"): GemmTile(16, 32, 16, 3, 1, 4, 1)}):  # odd strides
             gemm_into(a, b, out, True, impl="triton")
         return out
 
@@ -459,7 +459,7 @@ def test_every_tile_is_summed_once_whichever_program_takes_it(monkeypatch, progr
     monkeypatch.setattr(mainloop, "processors", lambda device: programs + 16)
     with mainloop.leaving(16):
         assert torch.equal(made(), dealt)
-        assert torch.equal(made(), dealt)  # its counter begins anew
+        assert torch.equal(made(), dealt)  # its counter restarts
         for seed in range(2):
             with _in_any_order(many, tiles, seed):
                 assert torch.equal(made(), dealt)
@@ -508,8 +508,8 @@ def test_tiles_are_found_by_device_dtype_and_size(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", ["ab", "a", "b", ""], ids="contiguous rows: {!r}".format)
 def test_descriptors_read_what_pointers_do(monkeypatch, dtype, rows):
-    """Either operand with contiguous rows or columns, of sides that no tile divides: what lies
-    beyond them is NaN and must not be read."""
+    """Either operand has contiguous rows or columns, with sides that are no multiple of the tile.
+    Elements beyond them are NaN and must not be read."""
 
     def draw(m, n, name):
         m, n = (m, n) if name in rows else (n, m)
@@ -521,14 +521,14 @@ def test_descriptors_read_what_pointers_do(monkeypatch, dtype, rows):
     with pinned({("gemm", 2, "large"): GemmTile(128, 32, 32, 2, 1, 4, 1)}):
         by_pointers = fused_gemm(a, b, bias, activation="gelu", save_z=True, impl="triton")
         monkeypatch.setattr(mainloop, "capability", lambda device: 90)
-        monkeypatch.delattr(mainloop, "mainloop")  # of pointers
+        monkeypatch.delattr(mainloop, "mainloop")  # the one that uses pointers
         found = fused_gemm(a, b, bias, activation="gelu", save_z=True, impl="triton")
     for ours, theirs in zip(found, by_pointers):
         assert torch.equal(ours, theirs)
     assert_error_budget(found[1], a @ b + bias.to(dtype), a.double() @ b.double() + bias.double())
 
 
-def test_descriptors_are_for_large_products_of_aligned_16_bits_from_hopper_on(monkeypatch):
+def test_descriptors_are_used_for_large_aligned_16_bit_products_from_sm_90(monkeypatch):
     def described(a, b, rows=128, arch=90):
         monkeypatch.setattr(mainloop, "capability", lambda device: arch)
         a, b, strides = mainloop.operands(a, b, GemmTile(rows, 64, 32, 8, 1, 8, 3))
@@ -598,7 +598,7 @@ def test_planted_faults_exceed_the_tolerance(fault):
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_gemm_into_writes_nothing_but_out(impl):
-    """torch resizes an `out` of another shape, over what lies behind it."""
+    """torch resizes an `out` of another shape, overwriting the memory after it."""
     a, b, flat = torch.ones(5, 7), torch.ones(7, 6), torch.zeros(60)
     with pytest.raises(ValueError, match=r"out must be \[M, N\] .* got \[5, 5\]"):
         gemm_into(a, b, flat[:25].view(5, 5), False, impl=impl)
@@ -665,8 +665,8 @@ def test_products_compile_whole(impl, size):
     assert (twin[1][:, 1::2] == 1).all()
 
 
-def test_compiled_products_go_to_the_library_that_their_sizes_call_for_as_they_run(monkeypatch):
-    """Forward and backward, and one trace serves all sizes: their number is no constant of it."""
+def test_compiled_products_choose_the_library_by_size_at_run_time(monkeypatch):
+    """In forward and backward. One trace serves all sizes: a dim is not a constant of it."""
     monkeypatch.setattr(module, "_has_onednn", lambda: True)
     right, seen = module._onednn, []
 
@@ -688,7 +688,7 @@ def test_compiled_products_go_to_the_library_that_their_sizes_call_for_as_they_r
     assert traces.frame_count <= 2
     with torch.no_grad():
         compiled(a.double(), b.double())
-    assert len(seen) == 3  # none of them is of float64
+    assert len(seen) == 3  # none for float64
 
 
 def test_a_compiled_product_has_forward_derivatives_and_those_of_torch_func():
@@ -720,7 +720,7 @@ def test_fused_products_compile_whole(activation, impl):
     tensors = _draw(70, 20), _draw(66, 20).t(), _draw(66), residual, torch.arange(70) * 7919
     compiled = _compiled(run)
     with torch.no_grad():
-        for seed in (5, 2**40 + 5):  # the second of which is no constant
+        for seed in (5, 2**40 + 5):  # the second is not a constant
             for x, y in zip(run(*tensors, seed), compiled(*tensors, seed), strict=True):
                 assert (x is y is None) or torch.equal(x, y)
 
@@ -744,7 +744,7 @@ def test_what_has_no_gradient_refuses_to_drop_one_when_compiled_too(impl):
 
 @pytest.mark.parametrize("size", [5, 130])
 def test_torchs_products_are_differentiable_whichever_library_they_go_to(library, size):
-    """oneDNN's product, which has no gradient and no tangent, would give none."""
+    """oneDNN's product has no gradient and no tangent, so by itself it would give none."""
 
     def grads(product):
         given = [x.clone().requires_grad_() for x in tensors]
@@ -761,7 +761,7 @@ def test_torchs_products_are_differentiable_whichever_library_they_go_to(library
     with forward_ad.dual_level():
         y = gemm(forward_ad.make_dual(a, torch.ones_like(a)), b)
         assert_close_f64(forward_ad.unpack_dual(y).tangent, tangent, 1e-6)
-    for wanted in ((0,), (1,), (2,), (0, 2), (1, 2)):  # of the operator that compilers see
+    for wanted in ((0,), (1,), (2,), (0, 2), (1, 2)):  # for the operator that compilers see
         given = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(tensors)]
         y = module._cpu_linear(given[0], given[1].t(), given[2]).square().sum()
         for i, found in zip(wanted, torch.autograd.grad(y, [given[i] for i in wanted])):
@@ -772,7 +772,7 @@ def test_torchs_products_are_differentiable_whichever_library_they_go_to(library
 
 
 def test_on_cuda_a_wide_result_has_a_gradient(monkeypatch):
-    """torch has no derivative of its product that gives 16-bit operands' sums in float32."""
+    """torch has no derivative for a product of 16-bit operands with float32 results."""
 
     class OnCuda(torch.Tensor):
         is_cuda = True
@@ -782,7 +782,7 @@ def test_on_cuda_a_wide_result_has_a_gradient(monkeypatch):
         return a.to(out_dtype).detach() @ b.to(out_dtype).detach()
 
     seen = []
-    monkeypatch.setattr(torch, "mm", sums)  # torch's own is of a GPU alone
+    monkeypatch.setattr(torch, "mm", sums)  # torch's own needs a GPU
     a, b, bias = (
         _draw(*s, dtype=torch.bfloat16).as_subclass(OnCuda) for s in ((4, 5), (5, 6), (6,))
     )

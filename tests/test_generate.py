@@ -1,4 +1,4 @@
-"""Decoding with kept keys and values: transformers' own tokens, on any mesh, for any batch."""
+"""Decoding with a KV cache: the same tokens as transformers, on any mesh, for any batch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @functools.cache
 def _expected(name: str, *stop: int) -> list[list[int]]:
-    """What transformers goes on with, prompt by prompt."""
+    """Return the continuation by transformers, prompt by prompt."""
     model, rows = _theirs(name), []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -127,7 +127,7 @@ def test_tensor_ranks_and_stages_write_the_same_text(folders):
 
 
 def _left(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
-    """The logits that transformers' own warpers leave, in their order."""
+    """Return the logits that transformers' own warpers keep, in their order."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     warpers = [TemperatureLogitsWarper(how.temperature)]
@@ -147,14 +147,14 @@ def test_what_may_be_drawn_is_what_transformers_leaves(k, p):
     noise = torch.rand(6, 31, dtype=torch.float64) * 9
     plain = Sampling(temperature=1.0, top_k=k, top_p=p)
     assert torch.equal(kept(logits, plain), _left(logits, plain))
-    for temperature in (0.3, 1.7):  # before top_p, which depends on it
+    for temperature in (0.3, 1.7):  # applied before top_p, which depends on it
         how = dataclasses.replace(plain, temperature=temperature)
         expected = (_left(logits, how) + noise).argmax(-1)
         assert torch.equal(module.choose_tokens(logits, noise, how), expected)
 
 
 def test_the_fewest_tokens_that_have_just_top_p_are_enough():
-    logits = torch.zeros(1, 8, dtype=torch.float64)  # an eighth each, exactly
+    logits = torch.zeros(1, 8, dtype=torch.float64)  # exactly one eighth each
     for p, count in ((0.25, 2), (0.26, 3), (0.5, 4)):
         how = Sampling(temperature=1.0, top_p=p)
         for left in (kept(logits, how), _left(logits, how)):
@@ -162,8 +162,9 @@ def test_the_fewest_tokens_that_have_just_top_p_are_enough():
 
 
 def _plain_rows(gpt: GPT, prompts: list[list[int]], how: Sampling) -> list[list[int]]:
-    """The whole text of each prompt again for every token, without a batch, a cache or our choice
-    of tokens; only the noise is drawn as `generate` says: of all rows, token by token."""
+    """Recompute the whole text of each prompt for every token, without a batch, a cache or our
+    choice of tokens. Only the noise is drawn as `generate` documents: for all rows, token by
+    token."""
     params, config = dict(gpt.named_parameters()), plain_config(gpt.config)
     generator = torch.Generator().manual_seed(how.seed % 2**63)
     rows: list[list[int]] = [[] for _ in prompts]
@@ -202,7 +203,7 @@ def test_any_options_at_once_give_the_texts_of_a_plain_loop(seed):
     with torch.no_grad():
         rows = _plain_rows(gpt, prompts, how)
         assert generate(gpt, prompts, how) == rows
-        # Many ends, none of them in the middle row: the others end early, and it goes on.
+        # Many stop tokens, none of them in the middle row: the others end early, and it continues.
         how = dataclasses.replace(how, stop=tuple(set(range(31)) - set(rows[1])))
         assert generate(gpt, prompts, how) == _plain_rows(gpt, prompts, how)
 
@@ -218,7 +219,7 @@ def test_draws_follow_the_softmax_of_the_logits_over_the_temperature():
 
 @pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 100), (torch.float16, 1000)])
 def test_logits_of_few_bits_are_divided_by_the_temperature_in_float64(dtype, least):
-    """In their own dtype some neighbours would be equally likely."""
+    """In their own dtype some neighbors would be equally likely."""
     gpt, how = GPT(GPTConfig(53, 16, 1, 8, 2)), Sampling(40, 0.7, seed=3)
     logits = (least + torch.arange(53) / 2).to(dtype).expand(2, 53)
     generator, wanted = torch.Generator().manual_seed(3), []
@@ -282,8 +283,8 @@ def test_prompts_that_the_model_cannot_go_on_with_are_refused(prompts, sampling,
 
 
 def _sample(capfd, *words: str) -> tuple[int, list[str], str]:
-    """(exit code, lines of stdout, stderr) of ``warpweave sample``, on bytes for a model that has
-    no tokenizer."""
+    """Return (exit code, lines of stdout, stderr) of ``warpweave sample``, with bytes for a model
+    that has no tokenizer."""
     code = 0
     if "--tokenizer" not in words and not (Path(words[0]) / "tokenizer.json").exists():
         words += ("--tokenizer", "bytes")
@@ -296,7 +297,7 @@ def _sample(capfd, *words: str) -> tuple[int, list[str], str]:
 
 
 def _with_words(folder: Path) -> None:
-    """A tokenizer of numbers, which begins a prompt with token 1."""
+    """Make a tokenizer of numbers that begins a prompt with token 1."""
     words = Tokenizer(models.WordLevel({str(i): i for i in range(53)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.post_processor = processors.TemplateProcessing("1 $A", special_tokens=[("1", 1)])
@@ -435,7 +436,7 @@ def test_every_option_of_the_command_arrives(words, seen, folders, tmp_path, cap
     assert {name: got[name] for name in seen} == seen
 
 
-def test_a_given_tokenizer_comes_before_the_models_and_every_prompt_is_checked(folders, tmp_path):
+def test_given_tokenizer_overrides_the_model_and_every_prompt_is_checked(folders, tmp_path):
     folder = Path(shutil.copytree(folders["llama3"], tmp_path / "llama3"))
     config = SampleConfig(folder, ("\x05", "\x06\x07"), tokens=4, tokenizer=Path("bytes"))
     assert config.prompts() == [[5], [6, 7]]
@@ -467,10 +468,8 @@ def test_tokens_that_the_tokenizer_has_not_are_left_out_of_the_text(tmp_path, ca
     assert json.loads(lines[-1])["texts"] == ["a\0\ufffdb"]
 
 
-def test_the_command_prints_each_prompt_with_its_text_and_counts_new_tokens_by_time(
-    folders, capfd, monkeypatch
-):
-    """Three texts of different lengths, on a clock of which the generation takes a half second."""
+def test_sample_command_prints_each_text_and_new_tokens_per_second(folders, capfd, monkeypatch):
+    """Three texts have different lengths; on this clock the generation takes half a second."""
     now = iter([10.0, 10.5])
     monkeypatch.setattr(sample, "time", mock.Mock(perf_counter=lambda: next(now)))
     rows = [[65, 66, 67, 68], [], [69]]
@@ -530,7 +529,7 @@ def test_the_command_refuses_a_folder_without_a_model(tmp_path, capfd):
 
 
 def test_text_is_bytes_only_for_a_model_of_bytes(folders, tmp_path, capfd):
-    """Of a run, by what its training read; else, by the size of the vocabulary."""
+    """For a run, its training data decides; otherwise the vocabulary size does."""
     for vocab, name, good in (
         (256, None, True), (257, None, False), (255, None, False),
         (300, "bytes", True), (256, "0123abc", False),

@@ -1,4 +1,4 @@
-"""GPT: the plain torch GPT on one device, its slices on every mesh, and an ordinary module."""
+"""GPT: equal to the plain torch GPT, whole and in parts on every mesh; an ordinary module."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ DROPPED = {name: dataclasses.replace(c, dropout=0.2) for name, c in CONFIGS.item
 
 
 def _place(sizes: Mesh, rank: int) -> ConnectedMesh:
-    """A rank of a mesh that nobody connected: enough to construct its part."""
+    """Make an unconnected rank of a mesh: enough to construct its part."""
     return sizes.seen_from(rank)
 
 
@@ -81,7 +81,7 @@ def _tokens(B: int = 4, S: int = 12, valid: bool = False) -> tuple[Tensor, Tenso
 
 
 def _scattered(config: GPTConfig, **options) -> tuple[GPT, dict[str, Tensor]]:
-    """This rank's GPT with nothing at its initial value, and the whole model's parameters."""
+    """Return this rank's GPT with no parameter at its initial value, and whole parameters."""
     names = [field.name for field in dataclasses.fields(ParallelPlan) if field.name in options]
     plan = ParallelPlan(**{name: options.pop(name) for name in names})
     gpt, params = GPT(config, plan=plan, **F64 | options), {}
@@ -96,14 +96,14 @@ def _scattered(config: GPTConfig, **options) -> tuple[GPT, dict[str, Tensor]]:
 
 
 def _truth(config: GPTConfig, params: dict[str, Tensor], *batch: Tensor) -> tuple:
-    """The plain model's mean loss and its gradients by name."""
+    """Return the plain model's mean loss and its gradients by name."""
     total, count = plain_gpt_loss(params, *batch, _plain(config))
     loss = total / max(count, 1)
     return loss.detach(), dict(zip(params, torch.autograd.grad(loss, list(params.values()))))
 
 
 def _results(gpt: nn.Module, *batch: Tensor, run=None) -> list[Tensor]:
-    """The loss and all gradients; earlier gradients are forgotten."""
+    """Return the loss and all gradients; earlier gradients are discarded."""
     gpt.zero_grad()
     loss = gpt(*batch, seed=0) if run is None else run(*batch)
     loss.backward()
@@ -151,12 +151,12 @@ def _measured(rank: int) -> None:
         (group, x), _ = measured.call_args
         assert (group, x.shape, x.dtype) == (mesh.group("cp"), (1, 6, 6, 2), torch.float64)
         assert {block.attention.strategy for block in gpt.blocks.values()} == {links}
-        rows = gpt.explain_context(3).splitlines()[2:]  # one for all layers, as they are alike
+        rows = gpt.explain_context(3).splitlines()[2:]  # one for all layers, because they are equal
         assert [row.split()[0] for row in rows if "auto (least exposed)" in row] == [name]
 
 
 def _explained(rank: int) -> None:
-    """Layers with and without a window have their own rows, for this many samples."""
+    """Explain layers with and without a window, in separate rows, for this many samples."""
     plan, mesh, links = ParallelPlan(cp_strategy="measured"), Mesh(cp=2).connect(), Links(1e9, 1e10)
     sizes = {"heads": 6, "kv_heads": 2, "head_dim": 4, "itemsize": 8, "links": links}
     with mock.patch("warpweave.model.gpt.measure_links", return_value=links):
@@ -180,7 +180,7 @@ def test_the_costs_of_attention_are_told_of_each_kind_of_layer():
                                         (9000, 1, 2048, 6)]
 )  # fmt: skip
 def test_links_are_measured_with_a_message_of_a_ranks_own_rows_and_heads(length, tp, rows, heads):
-    """And with 2048 rows at most."""
+    """The message has at most 2048 rows."""
     mesh = mock.Mock(device_mesh=mock.Mock(device_type="cpu"), group=lambda axis: axis)
     mesh.size = lambda axis: {"tp": tp}[axis]
     plan = mock.Mock(cp_strategy="measured")
@@ -196,7 +196,7 @@ def test_a_plan_may_let_ranks_choose_by_their_measured_speeds():
     run_ranks(2, _measured)
     with mock.patch(
         "warpweave.model.gpt.measure_links", side_effect=InterruptedError
-    ):  # one rank: none
+    ):  # a single rank: none
         alone = GPT(CONFIGS["gpt2"], plan=ParallelPlan(cp_strategy="measured"), device="meta")
     assert alone.strategy == "auto"
 
@@ -241,7 +241,7 @@ def test_initial_values_are_the_plain_models_whatever_was_drawn_before(config, d
 
 
 def test_parameters_without_data_are_not_drawn():
-    """On the meta device, and fake ones, also where their mode has ended."""
+    """On the meta device, and fake tensors, also after their mode has ended."""
     meta = GPT(CONFIGS["gpt2"], device="meta")
     with FakeTensorMode():
         fake = GPT(CONFIGS["gpt2"])
@@ -337,7 +337,7 @@ def test_a_layer_with_a_window_turns_by_the_local_base():
     other = plain_gpt_logits(params, tokens, _plain(config))
     assert relative_error(gpt(tokens), other) > 1e-3
     assert CONFIGS["gemma"].rope(local=True) == (9.0, None)
-    x, block = torch.randn(2, 12, 12, **F64), gpt.blocks["0"]  # alone it makes its own table
+    x, block = torch.randn(2, 12, 12, **F64), gpt.blocks["0"]  # alone it makes a separate table
     context = gpt.micro_batch(tokens[:2], tokens[:2], torch.ones(())).context
     assert_close_f64(block(x).flatten(0, 1), block(x.flatten(0, 1), context), RTOL)
 
@@ -345,7 +345,7 @@ def test_a_layer_with_a_window_turns_by_the_local_base():
 def test_a_config_comes_back_from_json_and_old_ones_have_the_defaults():
     for config in CONFIGS.values():
         assert GPTConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
-        now = dataclasses.fields(config)  # a field of today may not have been there
+        now = dataclasses.fields(config)  # a newer field may be missing
         added = {f.name for f in now if getattr(config, f.name) == f.default}
         old = {k: v for k, v in dataclasses.asdict(config).items() if k not in added}
         assert len(old) < len(now)
@@ -384,7 +384,7 @@ def test_dropout_needs_a_seed_and_follows_it_and_the_samples():
 def test_micro_batches_with_sample_ids_and_a_seed_add_up_to_the_plain_batch():
     config = DROPPED["gpt2"]
     gpt, params = _scattered(config)
-    tokens, labels = _tokens(S=7)  # shorter than seq_len, by which the tokens are numbered
+    tokens, labels = _tokens(S=7)  # shorter than seq_len, by which tokens are numbered
     ids = torch.tensor([9, 2, 2**33, 5])
     total, count = plain_gpt_loss(params, tokens, labels, _plain(config), seed=6, sample_ids=ids)
     loss = torch.zeros((), **F64)
@@ -401,7 +401,7 @@ def test_micro_batches_with_sample_ids_and_a_seed_add_up_to_the_plain_batch():
 
 
 def test_a_balanced_plan_cuts_every_micro_batch_by_its_documents():
-    """Seen from each of three context ranks, without their groups: a micro-batch needs none."""
+    """Seen from each of three context ranks without their groups: a micro-batch needs none."""
     tokens, labels = _tokens()
     plan, sizes = ParallelPlan(layout="balanced", sequence_parallel=False), Mesh(cp=3)
     documents = torch.tensor([[0, 8, 12]]).expand(len(tokens), -1).clone()
@@ -421,7 +421,7 @@ def test_a_balanced_plan_cuts_every_micro_batch_by_its_documents():
 
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped", "balanced"])
 def test_a_layer_drops_by_the_number_of_the_token_wherever_it_lies(kind):
-    """Whatever the cut and the documents of its sample; the mask of a token is a function of it."""
+    """For any cut and any documents of its sample, a token's mask depends only on its number."""
     tokens, labels = _tokens()
     plan = ParallelPlan(layout=kind, sequence_parallel=False)
     config = dataclasses.replace(CONFIGS["gpt2"], dropout=0.1)
@@ -441,7 +441,7 @@ def test_a_layer_drops_by_the_number_of_the_token_wherever_it_lies(kind):
 
 @EACH
 def test_packed_documents_are_each_computed_as_if_alone(config):
-    """Logits and gradients; the boundaries of one sample, or of every sample, empty ones too."""
+    """Logits and gradients; boundaries of one or of every sample, including empty documents."""
     gpt, _ = _scattered(config)
     tokens, labels = _tokens()
     bounds = torch.tensor(
@@ -468,7 +468,7 @@ def test_packed_documents_are_each_computed_as_if_alone(config):
         torch.autograd.grad(loss, params), torch.autograd.grad(sums, params), strict=True
     ):
         assert_close_f64(got, expected, RTOL)
-    apart = torch.stack((bounds, bounds), 1)  # keys': positions count from those of queries
+    apart = torch.stack((bounds, bounds), 1)  # keys: their positions count from those of queries
     for wrong, shape in ((bounds[:3], r"\(3, 5\)"), (apart, r"\(4, 2, 5\)")):
         with pytest.raises(ValueError, match=rf"shape \[n \+ 1\] or \[4, n \+ 1\], got {shape}"):
             gpt(tokens, documents=wrong)
@@ -527,7 +527,7 @@ def test_recomputing_or_checkpointing_changes_no_bit(config):
     assert_same_bits(again, expected)
 
 
-# A llama is what inductor compiles; blocks that recompute are in test_block.py.
+# inductor compiles a llama; test_block.py compiles blocks with recomputation.
 def test_it_compiles_without_a_graph_break():
     gpt, _ = _scattered(dataclasses.replace(DROPPED["gpt2"], layers=1))
     compiled = torch.compile(gpt, fullgraph=True, backend="aot_eager")
@@ -537,17 +537,17 @@ def test_it_compiles_without_a_graph_break():
 
 
 def test_inductor_gives_the_same_numbers():
-    """Torch's default backend, in float32, forward and backward: it writes C++, and without a
-    compiler for that it raises by itself, here too."""
-    # No worker outlives the test; no search, by compiling, for the widest vectors of this CPU.
-    # C++ that is not made fast is compiled faster.
+    """Torch's default backend, in float32, forward and backward. It writes C++ and raises if there
+    is no compiler, in this test as well."""
+    # No worker outlives the test; no search for the widest vectors of this CPU by compiling.
+    # Unoptimized C++ compiles faster.
     options = {
         "compile_threads": 1, "cpp.vec_isa_ok": False, "aot_inductor.debug_compile": True,
     }  # fmt: skip
     config = dataclasses.replace(CONFIGS["llama"], layers=1)
     gpt, params = _scattered(config, dtype=torch.float32)
     batch = _tokens(S=7)
-    with fresh_cache(), inductor.patch(options):  # compiled here, not found
+    with fresh_cache(), inductor.patch(options):  # compiled here, not cached
         compiled = _results(gpt, *batch, run=torch.compile(gpt, fullgraph=True))
     loss, grads = _truth(config, params, *batch)
     truth = [loss, *(grads[name] for name, _ in gpt.named_parameters())]
@@ -580,7 +580,7 @@ def test_autocast_computes_in_bf16_and_keeps_float32_gradients(config):
     assert low[0].dtype == torch.float32
     for a, b in zip(low, truth, strict=True):
         assert a.dtype == torch.float32
-        error = (a - b).norm() / b.norm().clamp(min=1e-4)  # keys' biases have no gradient
+        error = (a - b).norm() / b.norm().clamp(min=1e-4)  # key biases have no gradient
         assert error < 0.03
     assert not torch.equal(low[0], truth[0])
 
@@ -612,7 +612,7 @@ def test_rotary_tables_are_taken_from_a_micro_batch_of_the_same_length_alone():
             assert torch.equal(whole[:7], part)
 
 
-def test_gemmas_factor_of_embeddings_is_rounded_to_their_dtype_as_in_transformers():
+def test_gemma_embedding_scale_is_rounded_to_the_embedding_dtype():
     gpt, (tokens, labels) = GPT(CONFIGS["gemma"], dtype=torch.bfloat16).eval(), _tokens()
     x = gpt.embed(None, gpt.micro_batch(tokens, labels, torch.ones(())))
     factor = torch.tensor(CONFIGS["gemma"].embedding_scale, dtype=torch.bfloat16)
@@ -645,7 +645,7 @@ def test_each_parameter_is_in_one_unit_however_many_digits_its_block_has(sizes, 
 
 
 def _check_mesh(sizes: Mesh, config: GPTConfig, sp: bool) -> None:
-    """Loss shares, logits and gradients of this rank against the plain model."""
+    """Compare loss shares, logits and gradients of this rank with the plain model."""
     mesh = sizes.connect()
     gpt, params = _scattered(config, mesh=mesh, sequence_parallel=sp)
     tokens, labels = _tokens(B=3)  # a tensor rank's rows end within a sample
@@ -684,7 +684,7 @@ def _on_ranks(rank: int, world: int) -> None:
 
 
 def _train(gpt: nn.Module, tokens: Tensor, labels: Tensor) -> list[Tensor]:
-    """Losses of three AdamW steps (each of two accumulated halves), then whole parameters."""
+    """Return losses of three AdamW steps (each of two halves), then whole parameters."""
     optimizer, losses = torch.optim.AdamW(gpt.parameters(), lr=0.01, eps=0.01), []
     for _ in range(3):
         for half in range(2):
@@ -701,7 +701,7 @@ def _train(gpt: nn.Module, tokens: Tensor, labels: Tensor) -> list[Tensor]:
 
 
 def _train_on_data_ranks(rank: int) -> None:
-    """DDP and FSDP2 with a shard for each block: averages of equal halves are the whole."""
+    """Train under DDP and FSDP2 with a shard per block: averages of equal halves are the whole."""
     for config in (CONFIGS["gpt2"], CONFIGS["llama"]):
         batch = _tokens(B=8, valid=True)
         losses, *expected = _train(_scattered(config)[0], *batch)

@@ -1,4 +1,4 @@
-"""GPUs that cannot be used: one line for each reason, and no step down to the CPU."""
+"""GPUs that cannot be used: a one-line error for each reason, and no fallback to the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONNECTIONS, ORDER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"
         (7, 8, {}, f"7 GPU(s) are too few for 8 ranks: start as many ranks, {AGAIN}"),
         (7, 8, {"launched": False}, "7 GPU(s) are too few for 8 ranks"),
         (1, 8, {}, "1 GPU(s) are too few for 8 ranks"),
-        (1, 8, {"launched": False}, "nccl"),  # perhaps another one to each
+        (1, 8, {"launched": False}, "nccl"),  # each may see a different one
         (7, 8, {"asked": "nccl"}, "7 GPU(s) are too few for 8 ranks"),
         (7, 8, {"asked": "gloo"}, "gloo"),
     ],
@@ -47,9 +47,7 @@ def test_ranks_compute_on_gpus_or_are_refused_and_on_the_cpu_if_asked(
             choose_backend(ranks, **options)
 
 
-def test_a_torch_that_does_not_see_the_gpus_of_its_machine_is_not_taken_for_a_cpu(
-    monkeypatch, tmp_path
-):
+def test_torch_that_sees_no_gpu_on_a_gpu_machine_is_an_error(monkeypatch, tmp_path):
     pretend_gpus(monkeypatch, 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpus, "DRIVER", tmp_path)
@@ -67,13 +65,14 @@ def test_a_torch_that_does_not_see_the_gpus_of_its_machine_is_not_taken_for_a_cp
 
 def test_a_torch_without_nccl_is_named_where_ranks_are_several(monkeypatch):
     pretend_gpus(monkeypatch, 2, nccl=False)
-    assert choose_backend(1) == "nccl"  # for a rank that is alone
+    assert choose_backend(1) == "nccl"  # for a single rank
     with pytest.raises(ValueError, match=rf"has no NCCL, which 2 ranks on GPUs need: .*{AGAIN}"):
         choose_backend(2)
 
 
 def _rank(monkeypatch, local: int, here: int, world: int | None = None) -> None:
-    """Rank `local` of those `here`, on one machine or on several with `world` ranks."""
+    """Set the environment of rank `local` of those `here`, on one machine or
+    several, of `world` ranks."""
     sizes = (("WORLD_SIZE", world or here), ("LOCAL_WORLD_SIZE", here), ("LOCAL_RANK", local))
     for name, value in sizes:
         monkeypatch.setenv(name, str(value))
@@ -97,7 +96,7 @@ def test_a_rank_takes_the_only_gpu_that_it_is_shown_or_that_of_its_number(
     [
         (2, 12080, {}, "32", "1"),
         (2, 12030, {}, "32", "1"),
-        (2, 12029, {}, "32", None),  # would run the operations one by one
+        (2, 12029, {}, "32", None),  # would serialize the operations
         (2, 12080, {CONNECTIONS: "1", ORDER: "0"}, "1", "0"),
         (1, 12080, {}, None, None),
     ],
@@ -117,7 +116,7 @@ def test_cuda_and_nccl_are_told_of_many_communicators_before_they_start(
 
 
 @pytest.mark.parametrize("here", [1, 3])
-def test_ranks_of_other_machines_need_no_gpus_of_this_one_but_room_in_its_queues(monkeypatch, here):
+def test_ranks_on_other_machines_need_queue_connections_but_no_local_gpus(monkeypatch, here):
     pretend_gpus(monkeypatch, here, driver=12080)
     _rank(monkeypatch, here - 1, here, 2 * here)
     backend, device, _ = take_device(None, launched=False)
@@ -161,7 +160,7 @@ ALIKE = "ranks must compute alike, on devices of one kind, but"
     [
         (_gpus("H", "H", "H"), None),
         ([{"name": "cpu"}] * 3, None),
-        (_gpus(SLICE), None),  # alone it is a GPU like others
+        (_gpus(SLICE), None),  # alone it is a GPU like any other
         (
             _gpus(SLICE, SLICE),
             f"rank 0 (dp=0) has {SLICE}, a MIG slice, which NCCL does not connect",

@@ -1,7 +1,7 @@
-"""What a layer was made with and called with arrives at the function that computes, all of it.
+"""All arguments of a layer's constructor and call reach the function that computes.
 
-The functions are stand-ins that remember what they were told; every value here is one that nobody
-takes by default, so that what is forgotten is another value. A new option gets a word here.
+The functions are mocks that record their arguments. Every value here differs from the default, so
+that a dropped argument shows. Add a value here for each new option.
 """
 
 from __future__ import annotations
@@ -192,7 +192,8 @@ def test_projections_of_attention() -> None:
             attention, "parallel_qkv_rope",
             lambda: layer(x, TokenContext(2, rope=rope)), (q, q[:, :, :1], q[:, :, :1]),
         )  # fmt: skip
-    expected = {"x": x, "cos": None, "sin": None, "shape": (2, 6), "impl": "torch"}  # norms first
+    # the norms come first
+    expected = {"x": x, "cos": None, "sin": None, "shape": (2, 6), "impl": "torch"}
     weights = {
         name: getattr(layer.qkv, name).unflatten(0, (-1, 4, 6)) for name in ("weight", "bias")
     }
@@ -201,7 +202,7 @@ def test_projections_of_attention() -> None:
 
 @pytest.mark.parametrize("ulysses", [1, 2])
 def test_what_is_attended(ulysses: int) -> None:
-    """Over ranks, and from a cache."""
+    """This covers attention over ranks, and from a cache."""
     sizes = Mesh(cp=2, ulysses=ulysses)
     place = ConnectedMesh(sizes, 1, GROUPS | {"tp": None}, None)
     layer = _attention(strategy=Links(2.0, 3.0), mesh=place)
@@ -250,7 +251,7 @@ def test_a_layer_with_a_window_turns_by_the_local_table_and_no_other_does() -> N
 
 @pytest.mark.parametrize("ulysses", [1, 2])
 def test_what_a_layer_says_it_costs_is_what_its_call_weighs(ulysses: int) -> None:
-    """On tensor ranks, too, which have some of the heads each."""
+    """This includes tensor ranks, which have some of the heads each."""
     layout, asked = SequenceLayout(12, 2), []
 
     def noted(*args, **sizes):
@@ -282,7 +283,7 @@ def test_what_a_layer_says_it_costs_is_what_its_call_weighs(ulysses: int) -> Non
 
 
 def _others(record: type, **known: Any) -> dict[str, Any]:
-    """A value for each field of a record, none of them the default."""
+    """Return a value for each field of a record, none of them the default."""
     words = {"norm": "rms1p", "norm_place": "sandwich", "activation": "geglu", "device": "meta"}
     of = words | {"dtype": torch.float64, "overlap": "chunked", "strategy": "gather"} | known
     of |= {"recompute": "up", "impl": "torch", "mesh": PLACE, "num_kv_heads": 2, "head_size": 6}

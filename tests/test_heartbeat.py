@@ -1,4 +1,4 @@
-"""Who is at fault, by heartbeats: ranks are threads here, each with beats of its own."""
+"""The rank at fault, found by heartbeats: ranks are threads here, each with its own heartbeat."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def _waits(store: dist.Store, ended: threading.Event) -> None:
 
 @contextlib.contextmanager
 def _ranks(*mains: Callable | None) -> Iterator[list[Session]]:
-    """Sessions, whose main threads run these functions; None is one that does not beat."""
+    """Run these functions in the main threads of sessions; None is a
+    session without a heartbeat."""
     store, ended, mesh = dist.HashStore(), threading.Event(), Mesh(tp=len(mains))
     sessions = []
     for rank, main in enumerate(mains):
@@ -58,7 +59,7 @@ def _ranks(*mains: Callable | None) -> Iterator[list[Session]]:
 @pytest.mark.parametrize("survivor", [0, 2, 3])
 @pytest.mark.parametrize("error", [LOST, LATE], ids=["lost", "late"])
 def test_a_rank_without_a_beat_is_named_alone_by_whoever_asks_first(error, survivor):
-    """Also beside a rank that is busy elsewhere and has not noticed yet."""
+    """This holds next to a rank that is busy elsewhere and has not noticed yet."""
     with _ranks(_waits, None, _stuck, _waits) as sessions:
         began = time.monotonic()
         said = sessions[survivor].explain(error)
@@ -70,9 +71,9 @@ def test_a_rank_without_a_beat_is_named_alone_by_whoever_asks_first(error, survi
         assert [sessions[other].explain(LOST) for other in (0, 2, 3)] == [None] * 3
 
 
-def test_after_a_time_out_the_rank_that_waits_for_nobody_is_named_with_its_place():
+def test_after_a_timeout_the_rank_that_waits_for_nobody_is_named():
     with _ranks(_waits, _waits, _stuck, _waits) as sessions:
-        sessions[0].store.set("failed/3", "lost")  # and has ended, without further beats
+        sessions[0].store.set("failed/3", "lost")  # it has ended, without further beats
         sessions[3].heartbeat.stop()
         said = sessions[1].explain(LATE)
     assert re.fullmatch(
@@ -84,7 +85,7 @@ def test_after_a_time_out_the_rank_that_waits_for_nobody_is_named_with_its_place
 def test_nobody_is_named_where_nobody_is_known():
     with _ranks(_waits, _waits, _stuck) as sessions:
         assert sessions[0].explain(LOST) == f"rank 0 (tp=0): RuntimeError: {LOST}"
-    with _ranks(_waits, _waits) as sessions:  # each in another collective
+    with _ranks(_waits, _waits) as sessions:  # each in a different collective
         assert sessions[0].explain(LATE) == f"rank 0 (tp=0): RuntimeError: {LATE}"
 
 
@@ -113,7 +114,8 @@ def test_beats_tell_of_a_main_thread_that_does_not_and_end_with_their_store():
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_process_ends_after_the_beat_under_way(closed):
-    """One that came back from the store's C++ in the interpreter's shutdown would abort it."""
+    """A beat that returned from the store's C++ during interpreter
+    shutdown would abort the process."""
     program = """if True:
         import sys, threading, time
         from warpweave.launch.heartbeat import Heartbeat
@@ -141,7 +143,7 @@ def test_a_process_ends_after_the_beat_under_way(closed):
     assert ended.stdout.split()[-2:] == (["ended", "closed"] if closed else ["begun", "ended"])
 
 
-def test_a_victim_that_reports_and_ends_while_another_asks_is_not_the_one_that_died():
+def test_rank_that_reports_its_loss_and_then_ends_is_not_blamed():
     with _ranks(None, None, None) as (asks, *_):
         now = [100.0]
 
@@ -156,7 +158,7 @@ def test_a_victim_that_reports_and_ends_while_another_asks_is_not_the_one_that_d
 
 
 def test_a_frame_between_two_lines_is_nowhere_in_particular():
-    """Python gives it no line number; a heartbeat died of that."""
+    """Python gives it no line number, which once killed a heartbeat."""
     frame = mock.Mock(f_lineno=None)
     frame.f_code = _stuck.__code__
     assert where(frame) == (False, "test_heartbeat.py:0 (_stuck)")
@@ -181,8 +183,8 @@ def test_a_frame_within_torchs_collectives_waits_whatever_its_line_says():
         ("", False),
     ],
 )
-def test_a_rank_that_beats_outside_of_collectives_is_at_fault_only_after_a_timeout(text, late):
-    """Every rank beats; the timeout may be that of another rank than the one that asks."""
+def test_rank_beating_outside_collectives_is_blamed_only_after_a_timeout(text, late):
+    """Every rank beats. The timeout may be that of a rank other than the one that asks."""
     store, now = dist.HashStore(), [100.0]
     store.set("failed/0", str(LOST))
     store.set("failed/4", text)

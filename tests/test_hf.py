@@ -1,6 +1,6 @@
 """`warpweave.hf` in random tiny models, against the untouched ones with eager attention.
 
-`benchmarks/hf_families.py` has the families, here are a few of them and what else can go wrong.
+`benchmarks/hf_families.py` covers all families; here are a few of them, and other error cases.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def test_apply_prints_the_report_or_fills_one_and_returns_the_model(llama, capsy
     assert printed.split()[:5] == ["5", "x", "LlamaRMSNorm", "norm", "replaced"]
     ww.revert(llama)
     ww.apply(llama, only="mlp", report=(both := reported(nn.LayerNorm(4), only="norm")))
-    assert [e.kind for e in both.entries] == ["norm", "mlp", "mlp"]  # of one model and another
+    assert [e.kind for e in both.entries] == ["norm", "mlp", "mlp"]  # of both models
     assert capsys.readouterr().out == ""
 
 
@@ -151,7 +151,7 @@ def test_revert_leaves_no_trace(llama):
 
 
 def test_a_forward_that_a_hook_calls_is_put_back():
-    """As accelerate keeps it: `forward` is its own, and calls `_old_forward`."""
+    """accelerate does this: `forward` is its own, and calls `_old_forward`."""
     norm, x = nn.LayerNorm(16), torch.randn(3, 16)
     norm._hf_hook, norm._old_forward = object(), nn.LayerNorm.forward.__get__(norm)
     norm.forward = partial(lambda self, x: self._old_forward(x), norm)
@@ -222,7 +222,7 @@ class OffByEps(nn.Module):
 
 
 class HalfOffset(OffByEps):
-    """Multiplies by 0.5 + w: at w = 0.5 it looks like any other."""
+    """A norm that multiplies by 0.5 + w: at w = 0.5 it looks like any other."""
 
     def forward(self, x):
         rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -252,7 +252,7 @@ def test_norms_have_the_dtypes_of_the_original_under_autocast():
                     try:
                         wanted = theirs(x)
                     except RuntimeError:
-                        continue  # torch refuses mixed dtypes
+                        continue  # torch rejects mixed dtypes
                     found = ours(x)
                 assert found.dtype == wanted.dtype, (make, dtype, cast)
                 assert_close(found.float(), wanted.float(), 1e-5 if x.dtype == wanted.dtype
@@ -279,7 +279,7 @@ def test_a_norm_of_an_unknown_forward_is_not_replaced_twice():
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt neox", "phi3", "nemotron"])
 def test_few_numbers_go_another_way_to_the_same_numbers(families, family, monkeypatch):
-    """Where a token is generated; rows of 1e-3 and drawn weights show eps and offset."""
+    """This happens when generating a token; rows of 1e-3 and drawn weights show eps and offset."""
     model = applied(families.make(family).eval(), only=["norm", "mlp"])
     kinds = {type(m): m for m in model.modules() if is_patched(m)}
     x = torch.randn(2, 3, 64) * torch.tensor([1e-3, 1, 30])[:, None]
@@ -290,14 +290,14 @@ def test_few_numbers_go_another_way_to_the_same_numbers(families, family, monkey
         wanted = original(module)(x)
         with monkeypatch.context() as patched:
             for file in (norm, mlp):
-                patched.setattr(file, "original", None)  # it is not asked
+                patched.setattr(file, "original", None)  # it is not called
             for row, found in zip(wanted.unbind(1), module(x).unbind(1), strict=True):
                 assert_close(found, row)
         with torch.autocast("cpu", torch.bfloat16):
             assert module(x).dtype == original(module)(x).dtype
-        if norm.is_norm_candidate(module):  # where dtypes round, by the original
+        if norm.is_norm_candidate(module):  # if dtypes round, by the original
             for dtype in (torch.bfloat16, torch.float64):
-                with contextlib.suppress(RuntimeError):  # torch refuses two dtypes
+                with contextlib.suppress(RuntimeError):  # torch rejects two dtypes
                     wanted = original(module)(x.to(dtype))
                     assert torch.equal(module(x.to(dtype)), wanted)
         module, few = module.bfloat16(), x.bfloat16()
@@ -345,7 +345,7 @@ def test_a_chunked_mask_is_documents(families):
     function = functions.chunked_causal_mask_function(4, padding)
     padded = torch.ones(2, 13, dtype=torch.bool)
     padded[1, :3] = False
-    packed = torch.tensor([[*range(13)], [*range(3), *range(9), 0]])  # documents, of chunks each
+    packed = torch.tensor([[*range(13)], [*range(3), *range(9), 0]])  # documents, each in chunks
     chunked = functions.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))
     apart = functions.and_masks(
         functions.packed_sequence_mask_function(functions.find_packed_sequence_indices(packed)),
@@ -403,8 +403,8 @@ def test_of_two_windows_a_query_sees_what_both_show():
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "bert"])
 def test_padding_gives_what_torchs_attention_makes_of_it(families, family):
-    """At padding itself, too: labels may stand there, and in front of the first token it predicts.
-    Without other fused layers, where transformers computes in float64."""
+    """This includes padding itself: it may have labels, and before the first token it predicts one.
+    Other fused layers are off, because transformers computes them in float64."""
     theirs = families.make(family).double()
     theirs.set_attn_implementation("sdpa")
     ours, tokens = applied(theirs, only=("attention", "loss")), ids(3, 12)
@@ -419,7 +419,7 @@ def test_padding_gives_what_torchs_attention_makes_of_it(families, family):
                 logits, loss = model.eval()(**given).logits, model.train()(**given).loss
             logits.square().sum().backward()
             found.append((logits, torch.cat([p.grad.flatten() for p in model.parameters()]), loss))
-        for x, y, limit in zip(*reversed(found), (1e-12, 1e-11, 1e-6)):  # their loss is of float32
+        for x, y, limit in zip(*reversed(found), (1e-12, 1e-11, 1e-6)):  # their loss is float32
             assert_close(x, y, limit)
 
 
@@ -442,17 +442,17 @@ def test_packed_sequences_are_apart(llama):
     assert_close(found, torch.cat(apart, 1))
 
 
-STEPS = (5, 3, 1, 2, 4, 1)  # a prompt in pieces, and tokens that somebody guessed
+STEPS = (5, 3, 1, 2, 4, 1)  # a prompt in pieces, and speculative tokens
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt oss"])
 def test_with_a_cache_every_step_is_that_of_the_untouched_model(families, family):
-    """Left-padded, one token or several at once, up to a cache that is full and windows that have
-    rolled on, and after tokens were taken back."""
+    """Left-padded, one token or several at once, up to a full cache and rolled windows, and after
+    tokens were dropped."""
     theirs, length = families.make(family).eval(), sum(STEPS)
     ours, tokens, mask = applied(theirs), ids(3, length), torch.ones(3, length, dtype=torch.int64)
-    mask[1, :2] = mask[2, :6] = 0  # of which one sample has no token in the first step
+    mask[1, :2] = mask[2, :6] = 0  # one sample has no token in the first step
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     config = theirs.config
     makes = [lambda n=n: transformers.StaticCache(config, max_cache_len=n) for n in (length, 23)]
@@ -558,7 +558,7 @@ def test_the_loss_is_fused_and_makes_no_logits(families, family):
 
 @pytest.mark.parametrize("said", [None, True, False])
 def test_logits_are_left_out_only_where_a_loss_is_learnt_from(llama, said):
-    """And nobody asked for them, or for a tuple."""
+    """In addition, the caller must not have requested them, or a tuple."""
     ours, wanted = applied(llama, only="loss"), llama(ids(), labels=ids())
     named = said is not False
     for training, learns, asked, labels in itertools.product((True, False), repeat=4):
@@ -618,7 +618,7 @@ def test_lora_on_the_head_is_in_the_fused_loss(families, family):
     assert "lm_head.lora_A.a.weight" in grads(ours)
     for name, g in grads(theirs).items():
         assert_close(grads(ours)[name], g, 1e-4)
-    for state in ("merged", "disable_adapters"):  # then it is no sum of two any more
+    for state in ("merged", "disable_adapters"):  # then it is no longer a sum of two
         for model in (theirs, ours):
             setattr(model.get_output_embeddings(), state, True)
         wanted, found = both_losses(theirs, ours)
@@ -653,7 +653,7 @@ def test_a_head_that_is_something_else_makes_its_logits(llama):
 
 
 def test_a_model_with_numbers_of_its_own_or_no_labels_keeps_its_loss(llama):
-    """Which its logits may meet, though they are zeros now."""
+    """Its logits may meet that number, although it is zero now."""
     ours = copy.deepcopy(llama)
     ours.register_buffer("final_logits_bias", torch.zeros(101))
     for model, why in ((ours, "its logits may meet numbers of its own"),
@@ -663,10 +663,8 @@ def test_a_model_with_numbers_of_its_own_or_no_labels_keeps_its_loss(llama):
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere"])
-def test_a_factor_that_changes_after_apply_is_followed_and_what_is_handed_on_changes_nothing(
-    families, family
-):
-    """Of the configuration or the model's own; the loss is fused as long as it is what was seen."""
+def test_loss_factor_changed_after_apply_is_used_and_options_keep_it_fused(families, family):
+    """The factor is in the configuration or on the model; unchanged, the loss stays fused."""
     theirs = families.make(family)
     ours = applied(theirs, only="loss").train()
     for model in (theirs, ours):
@@ -701,7 +699,7 @@ def test_bfloat16_and_autocast_train(llama):
 def test_a_softcap_is_seen_in_bfloat16(families):
     text = {"final_logit_softcapping": 3.0}
     outer = nn.Module()
-    outer.config = transformers.Gemma3Config(text_config=text)  # which holds one of text
+    outer.config = transformers.Gemma3Config(text_config=text)  # it contains a text configuration
     assert loss._softcap_of(outer) == 3.0
     theirs = families.make("gemma2").bfloat16().train()
     ours = copy.deepcopy(theirs)
@@ -711,9 +709,9 @@ def test_a_softcap_is_seen_in_bfloat16(families):
     assert_close(found.loss, wanted.loss, 1e-2)
 
 
-@pytest.mark.filterwarnings("ignore")  # of graphs that are cut
+@pytest.mark.filterwarnings("ignore")  # about graph breaks
 def test_a_compiler_follows(llama):
-    del llama.model.layers[1:]  # compiling takes long
+    del llama.model.layers[1:]  # compiling is slow
     ours = applied(llama)
     padded = torch.ones(2, 11, dtype=torch.int64)
     padded[1, :3] = 0
@@ -728,11 +726,11 @@ def test_a_compiler_follows(llama):
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_compiler_takes_a_whole_model(families, family):
-    """With nothing cut, forward and backward, the loss fused; twice, as what a forward leaves
-    behind shows in the next."""
+    """Without a graph break, forward and backward, with the loss fused; twice, because state left
+    by a forward shows in the next."""
     theirs = families.make(family).train()
     del (theirs.model.layers if family == "llama" else theirs.transformer.h)[1:]
-    theirs.loss_type = "ForCausalLM"  # GPT-2 has none, of which transformers warns, which cuts
+    theirs.loss_type = "ForCausalLM"  # GPT-2 has none; the warning would break the graph
     ours = applied(theirs)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     for seed in range(2):
@@ -753,13 +751,13 @@ def _measured(rank: int, *of) -> dict[str, float]:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts it")
 def test_the_loss_takes_a_quarter_of_the_memory_at_most():
-    """As `benchmarks/results/hf/memory.json` records it of a vocabulary of 128,256; here a smaller
-    one, and processes of their own as there."""
+    """`benchmarks/results/hf/memory.json` has it for a vocabulary of 128,256. Here it is smaller,
+    with separate processes as there."""
 
     def measure(*of):
         return run_ranks(1, _measured, *of)[0]
 
-    for _ in range(3):  # what a process holds varies by a third
+    for _ in range(3):  # a process's memory varies by a third
         found = hf_memory.compared(32768, 1024, measure)
         if found["ratio"] <= 0.25:
             break
@@ -771,7 +769,7 @@ def test_the_loss_takes_a_quarter_of_the_memory_at_most():
     assert max(each["ratio"] for each in recorded["tokens"].values()) <= 0.25
 
 
-# ---------------------------------------------------------------- what looks alike and is not
+# ---------------------------------------------------------------- 7. similar but different
 
 
 class _Plain(nn.Module):
@@ -794,14 +792,14 @@ class _Clipped(nn.Module):
 
 
 class _Scaled(_Plain):
-    """Its result times 0.99: in 16 bits as near as rounding."""
+    """Its result times 0.99: in 16 bits as close as rounding."""
 
     def forward(self, x):
         return 0.99 * super().forward(x)
 
 
 class _Gated(nn.LayerNorm):
-    """As in Mamba 2: without a gate, as in a probe, a norm."""
+    """A norm as in Mamba 2: without a gate, as in a probe, a plain norm."""
 
     def forward(self, x, gate=None):
         return super().forward(x if gate is None else x * gate)
@@ -846,7 +844,7 @@ def test_modules_of_one_class_and_clipping_ones_are_told_apart(make):
         assert_close(model(x), wanted)
 
 
-# ---------------------------------------------------------------- 8. what changes after apply
+# ---------------------------------------------------------------- 8. changes after apply
 
 
 WORDS = {
@@ -862,7 +860,7 @@ WORDS = {
 @pytest.mark.filterwarnings("ignore:.*backward hook", "ignore:Full backward")
 @pytest.mark.parametrize("family", WORDS)
 def test_what_is_changed_or_hooked_after_apply_is_followed_or_refused(hf_changes, family):
-    """`benchmarks/hf_changes.py` walks everything of every family, here are some of some."""
+    """`benchmarks/hf_changes.py` tests every change on every family; this is a sample."""
     wrong, acted, _ = hf_changes.compare(
         family, only=lambda change: any(word in change.name for word in WORDS[family])
     )
@@ -876,7 +874,7 @@ def test_what_is_put_over_a_class_or_a_configuration_is_followed(llama, monkeypa
     before = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: 0.5 * before(self, x))
     assert_close(ours(ids()).logits, llama(ids()).logits)
-    ours.model.norm.weight = None  # of which LlamaRMSNorm knows nothing
+    ours.model.norm.weight = None  # LlamaRMSNorm does not know this value
     with pytest.raises(TypeError, match="NoneType"):
         ours(ids())
     ours.model.norm.weight = nn.Parameter(llama.model.norm.weight.detach().clone())

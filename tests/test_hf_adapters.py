@@ -1,5 +1,5 @@
-"""Adapters, hooks and other parts on the layers of a model that `warpweave.hf.apply` spreads over
-ranks, before or after it: the truth is plain peft, or the plain model, on one device."""
+"""Adapters, hooks and other parts on layers of a model that `warpweave.hf.apply` spreads over
+ranks, before or after it. The truth is plain peft, or the plain model, on one device."""
 
 import functools
 import warnings
@@ -51,14 +51,14 @@ def applied(model: nn.Module, sizes: dict, options: dict | None = None) -> nn.Mo
 
 def adapted(model: nn.Module, targets: list[str], **more) -> nn.Module:
     torch.manual_seed(4)
-    with warnings.catch_warnings():  # of layers that lie the other way round, GPT-2's
+    with warnings.catch_warnings():  # about transposed layers, those of GPT-2
         warnings.simplefilter("ignore")
         config = peft.LoraConfig(r=3, target_modules=targets, init_lora_weights=False, **more)
         return peft.get_peft_model(model, config)
 
 
 def computed(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Logits of a training forward, and gradients of their squares: all of it in float64."""
+    """Return logits of a training forward, and gradients of their squares: all in float64."""
     from warpweave.layers.sharding.dtensor import whole
 
     model.zero_grad()
@@ -73,8 +73,8 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def lora_life(family: str, folder: str, spread=None, *, before: bool = True) -> dict:
-    """What a model with LoRA computes, also after a step of an optimizer that was made before its
-    first forward, merged and unmerged, and what it saves."""
+    """Return the results of a model with LoRA, also after a step of an optimizer that was made
+    before its first forward, merged and unmerged, and the files it saves."""
     reference = adapted(perturbed(family).double(), TARGETS[family])
     model = perturbed(family).double()
     if spread is not None and not before:
@@ -90,7 +90,7 @@ def lora_life(family: str, folder: str, spread=None, *, before: bool = True) -> 
         for name, p in lora_parameters(reference).items():
             assert parameters[name] is model.get_parameter(name)
             assert type(parameters[name]) is nn.Parameter
-            parameters[name].copy_(p)  # of its shape, whatever peft made of a sharded layer
+            parameters[name].copy_(p)  # keeps its shape, whatever peft made of a sharded layer
     found["trained"] = computed(model)
     optimizer.step()
     found["stepped"] = computed(model)
@@ -107,7 +107,7 @@ def lora_life(family: str, folder: str, spread=None, *, before: bool = True) -> 
         with model.disable_adapter():
             found["disabled"] = {"logits": model(input_ids=ids, use_cache=False).logits}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the embedding is saved, too
+        warnings.simplefilter("ignore")  # that the embedding is saved as well
         model.save_pretrained(folder)
     found["saved"] = load_file(f"{folder}/adapter_model.safetensors")
     return found
@@ -115,7 +115,7 @@ def lora_life(family: str, folder: str, spread=None, *, before: bool = True) -> 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> list[dict]:
-    """What each of two ranks found: transformers is imported once."""
+    """Return the results of each of two ranks: transformers is imported once."""
     return run_ranks(2, _of_two, str(tmp_path_factory.mktemp("adapters")))
 
 
@@ -139,11 +139,11 @@ def test_lora_over_ranks_is_plain_peft_before_and_after_apply(two, tmp_path):
                 assert_all_close(found[what], numbers, limit)
 
 
-# ---------------------------------------------------------------- 2. whatever else enters
+# ---------------------------------------------------------------- 2. other changes
 
 
 class Scaled(nn.Module):
-    """A hook with a parameter of its own, which is, or is not, the model's."""
+    """A hook with a parameter, which may be registered on the model or not."""
 
     def __init__(self, features: int, like: torch.Tensor) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Scaled(nn.Module):
 
 
 class Tuned(nn.Module):
-    """A feed-forward module of somebody else."""
+    """A third-party feed-forward module."""
 
     def __init__(self, like: torch.Tensor) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def hooked(model: nn.Module, where: str, *, owned: bool, features: int = 32) -> 
 
 
 def between(model: nn.Module) -> None:
-    """A parameter of the model's own, between two layers."""
+    """A parameter of the model itself, between two layers."""
     model.gain = nn.Parameter(torch.linspace(0.5, 1.5, 32, dtype=torch.float64))
     model_gain = model
     layer_of(model).register_forward_pre_hook(
@@ -219,7 +219,7 @@ def hooked_adapter(model: nn.Module) -> nn.Module:
 
 
 def own_forward(model: nn.Module) -> None:
-    """A forward that reads the weight of a module which it does not call."""
+    """A forward that reads the weight of a module that it does not call."""
     norm, mlp = layer_of(model).post_attention_layernorm, layer_of(model).mlp
     before = mlp.forward
     mlp.forward = lambda x: before(x) * norm.weight
@@ -227,7 +227,7 @@ def own_forward(model: nn.Module) -> None:
 
 def tuned_norms(model: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this layer is none that it knows
+        warnings.simplefilter("ignore")  # about an unknown layer
         return peft.get_peft_model(model, peft.LNTuningConfig(target_modules=["input_layernorm"]))
 
 
@@ -258,7 +258,7 @@ CHANGED = {
         m, ["embed_tokens"], modules_to_save=["input_layernorm"]
     ),
 }
-# What becomes of it, before and after `apply`: the numbers of one device, or a refusal.
+# The outcome, if changed before or after `apply`: the numbers of one device, or an error.
 EQUAL = ""
 PART, LINEAR = "its gradient would not be that of all", "quantized, wrapped or hooked"
 GAIN = f"model.layers.1.gain: {PART}"
@@ -270,7 +270,7 @@ DORA, DROPOUT, OTHER = (
     "dropout 0.1 is not drawn",
     "does not compute B A x",
 )
-NEVER = None  # refused by torch or peft, when the change is made
+NEVER = None  # rejected by torch or peft, when the change is made
 OUTCOMES = {
     ("cp", False): {
         "a norm": (EQUAL, EQUAL), "an mlp": (EQUAL, EQUAL), "a hook's parameter": (TOKENS, TOKENS),
@@ -299,7 +299,7 @@ OUTCOMES = {
 
 
 def changed(change, spread=None, *, before: bool = True) -> dict | str:
-    """What a changed model computes, or the refusal."""
+    """Return the results of a changed model, or the error."""
     model = perturbed("llama").double()
     try:
         if spread is not None and not before:
@@ -345,7 +345,7 @@ def test_what_enters_layers_is_that_of_one_device_or_refused_by_name(two):
 
 
 def _refused(rank: int) -> list[str]:
-    """What is said of LoRA under which ranks would not compute the same."""
+    """Return the errors for LoRA with which ranks would compute different results."""
     said = []
     for seed, shift, reentrant in ((rank, 0, False), (4, rank, False), (4, 0, True)):
         model = applied(perturbed("llama").double(), {"cp": 2})
@@ -365,7 +365,7 @@ def test_ranks_with_other_adapters_or_tokens_are_told(two):
     for rank in two:
         alike, tokens, checkpoints = rank["refused"]
         assert "q_proj.lora_A.default.weight: the ranks hold different numbers" in alike
-        assert "are given different tokens" in tokens  # though peft calls no hook of the model
+        assert "are given different tokens" in tokens  # although peft calls no hook of the model
         assert "reentrant checkpoints hide what entered" in checkpoints
 
 

@@ -1,5 +1,5 @@
-"""What `warpweave.hf.apply` is told and tells: inputs to compare on, kinds, reasons, ranks; and
-what it leaves behind where something goes wrong."""
+"""The arguments and report of `warpweave.hf.apply`: inputs to compare on, kinds, reasons, ranks;
+and the state it leaves after an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 def llama(kind: type = transformers.LlamaForCausalLM) -> nn.Module:
-    """Of one layer, whose weights are large enough that a wrong attention shows."""
+    """Make a model of one layer, with weights large enough that wrong attention shows."""
     made = make("llama", num_hidden_layers=1, pad_token_id=None, initializer_range=0.3).eval()
     made.__class__ = kind
     made.set_attn_implementation("eager")
@@ -41,7 +41,7 @@ def llama(kind: type = transformers.LlamaForCausalLM) -> nn.Module:
 
 @contextmanager
 def heard(module: nn.Module) -> Iterator[list[dict]]:
-    """What the module is called with meanwhile."""
+    """Record the calls of the module in the block."""
     calls: list[dict] = []
     hook = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs),
                                             with_kwargs=True)  # fmt: skip
@@ -55,7 +55,7 @@ def heard(module: nn.Module) -> Iterator[list[dict]]:
 
 
 class Dumb(transformers.LlamaForCausalLM):
-    """Does not know inputs of its own."""
+    """A model without default inputs."""
 
     @property
     def dummy_inputs(self):
@@ -75,12 +75,12 @@ def test_a_model_is_compared_on_the_example_that_is_given():
             assert calls
             assert all(torch.equal(each["input_ids"], tokens) for each in calls)
             masks = [each["attention_mask"] for each in calls if "attention_mask" in each]
-            if "attention_mask" in example:  # that one, and no other
+            if "attention_mask" in example:  # that mask, and no other
                 assert len(masks) == len(calls)
                 assert all(torch.equal(each, hidden) for each in masks)
             elif kinds == ["loss"]:
                 assert not masks
-            else:  # unpadded, then with two tokens hidden of all samples but the first
+            else:  # unpadded, then with two tokens of all samples but the first hidden
                 padded = torch.tensor([[1] * 5, [0, 0, 1, 1, 1], [0, 0, 1, 1, 1]])
                 assert len(masks) == 2
                 assert all(torch.equal(each, padded) for each in masks)
@@ -119,7 +119,7 @@ def test_every_reason_is_given_once_where_nothing_is_replaced():
 
 @pytest.mark.parametrize("kind", ww.KINDS)
 def test_a_report_is_of_the_kinds_that_were_asked_for(kind):
-    """And of rotations, which are looked at with the attention."""
+    """It also covers rotations, which are checked together with attention."""
     beside = {"rotary"} if kind == "attention" else set()
     assert {e.kind for e in reported(llama(), only=kind).entries} == {kind} | beside
     more = reported(llama(), only={"norm", kind})
@@ -143,10 +143,10 @@ def test_the_first_rank_alone_prints(capsys):
     assert capsys.readouterr().out.split() == words
 
 
-# ---------------------------------------------------------------- where something goes wrong
+# ---------------------------------------------------------------- errors
 
 
-def test_an_attention_that_makes_something_else_is_put_back_and_the_rest_stays(monkeypatch):
+def test_attention_that_changes_the_output_is_reverted_and_the_rest_stays(monkeypatch):
     made = llama()
     wanted = made(torch.arange(8)[None]).logits
     monkeypatch.setattr(model, "agree", lambda *_, **__: False)
@@ -155,7 +155,7 @@ def test_an_attention_that_makes_something_else_is_put_back_and_the_rest_stays(m
     assert len(report.replaced("norm")) == 3
     assert made.config._attn_implementation == made.model.config._attn_implementation == "eager"
     found = made(torch.arange(8)[None]).logits
-    assert torch.allclose(found, wanted, atol=1e-5)  # our norms round in other places
+    assert torch.allclose(found, wanted, atol=1e-5)  # our norms round elsewhere
     ww.revert(made)
     assert made.config._attn_implementation == "eager"
 
@@ -203,7 +203,7 @@ def test_whatever_ends_apply_leaves_the_model_as_it_was(error, monkeypatch):
 
 
 def test_every_configuration_of_a_model_of_several_is_put_back():
-    """As of an encoder and a decoder that are models of their own."""
+    """For example those of an encoder and a decoder that are separate models."""
     bert = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
             "intermediate_size": 8, "max_position_embeddings": 32}  # fmt: skip
     configs = [transformers.BertConfig(**bert, pad_token_id=0) for _ in range(2)]
@@ -216,14 +216,14 @@ def test_every_configuration_of_a_model_of_several_is_put_back():
     example = {"input_ids": tokens, "decoder_input_ids": tokens.roll(1, 1)}
     wanted = made(**example).logits
     report = reported(made, only="attention", example=example)
-    assert len(report.replaced("attention")) == 3  # of the encoder, the decoder, between them
+    assert len(report.replaced("attention")) == 3  # in the encoder, the decoder, and between them
     assert {part.config._attn_implementation for part in parts} == {attention.NAME}
     assert torch.allclose(made(**example).logits, wanted, atol=1e-5)
     ww.revert(made)
     assert {part.config._attn_implementation for part in parts} == {"eager"}
 
 
-# ---------------------------------------------------------------- what is taken for one kind
+# ---------------------------------------------------------------- models of one kind
 
 
 class Part(nn.Module):
@@ -240,7 +240,7 @@ def holder(part: nn.Module, **own) -> nn.Module:
     return made
 
 
-KINDS = {  # and whether it is of one kind with `holder(Part())`
+KINDS = {  # whether it is of one kind with `holder(Part())`
     "another": (holder(Part()), True),
     "of another layer": (holder(Part(layer_idx=7)), True),
     "a number": (holder(Part(number=4)), False),
@@ -262,7 +262,7 @@ def test_modules_are_of_one_kind_if_nothing_that_counts_differs(name):
     assert hash(kind_of(made)) == hash(kind_of(copy.copy(made)))
 
 
-def test_quietly_puts_modes_random_state_and_gradients_back_even_after_an_error():
+def test_quietly_restores_modes_random_state_and_grad_mode_after_an_error():
     made = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Linear(2, 2)))
     made[1].eval()
     modes, draws = [m.training for m in made.modules()], []
@@ -283,7 +283,7 @@ def test_quietly_puts_modes_random_state_and_gradients_back_even_after_an_error(
             raise ZeroDivisionError
 
     for training in (True, False):
-        torch.rand(1)  # on which the numbers that are drawn within do not depend
+        torch.rand(1)  # must not affect the numbers drawn within
         state = torch.get_rng_state()
         with pytest.raises(ZeroDivisionError):
             fail(training)
@@ -294,11 +294,11 @@ def test_quietly_puts_modes_random_state_and_gradients_back_even_after_an_error(
     assert torch.equal(*draws)
 
 
-# ---------------------------------------------------------------- norms of odd numbers
+# ---------------------------------------------------------------- norms with several numbers
 
 
 class Numbered(nn.Module):
-    """RMSNorm with other small numbers than its eps, of which the first looks like one."""
+    """An RMSNorm with small numbers other than its eps; the first looks like one."""
 
     def __init__(self, *, first=1e-3, eps=1e-5) -> None:
         super().__init__()
@@ -384,7 +384,7 @@ def test_a_copy_computes_the_same_by_itself_and_can_be_reverted(way, family, tmp
 
 
 def test_another_process_loads_what_was_saved(tmp_path):
-    """Which imports nothing of ours by itself."""
+    """That process does not import our package itself."""
     made = ww.apply(perturbed("llama").eval(), only="attention", report=ww.Report())
     torch.save(made, tmp_path / "model.pt")
     run = (
@@ -400,7 +400,7 @@ def test_another_process_loads_what_was_saved(tmp_path):
 
 
 def test_accelerate_binds_and_unwraps_a_replaced_forward():
-    """With mixed precision it takes `forward.__func__`, and later follows `__wrapped__`."""
+    """With mixed precision it uses `forward.__func__`, and later follows `__wrapped__`."""
     made = ww.apply(perturbed("gpt2").eval(), report=ww.Report())
     wanted = made(torch.arange(8)[None]).logits
     bound = MethodType(made.forward.__func__, made)

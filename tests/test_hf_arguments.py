@@ -1,4 +1,4 @@
-"""Arguments that transformers passes between modules, under whatever name: found, or refused."""
+"""Arguments that transformers passes between modules under any name: found, or rejected."""
 
 import inspect
 import itertools
@@ -20,14 +20,14 @@ from warpweave.hf.attention import attention_forward  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
-# A family, and how its layers receive the cache: as transformers passes it (GPT-2 by position),
-# or by a name that no version of transformers has.
+# A family, and how its layers receive the cache: as transformers passes it (GPT-2 by position), or
+# by a name that no version of transformers uses.
 CASES = [("llama", False), ("llama", True), ("qwen3", False), ("gpt2", False), ("gemma2", True)]
-STEPS = (8, 9, 13, 16)  # one token and several, also as many as ranks can share
+STEPS = (8, 9, 13, 16)  # one token and several, including as many as ranks can share
 
 
 def rename_cache(model: nn.Module) -> None:
-    """Pass the cache to each decoder layer by a new name, as a later transformers may."""
+    """Pass the cache to each decoder layer by a new name, as a later transformers may do."""
     for layer in model.get_decoder().layers:
         theirs = type(layer)
 
@@ -48,7 +48,7 @@ def ids() -> torch.Tensor:
 
 
 def step(model: nn.Module, tokens: torch.Tensor, cache=None):
-    """Logits and cache of more tokens, whatever the model calls its cache."""
+    """Return logits and cache of more tokens, for any name of the cache."""
     name = cache_name(model)
     out = model(tokens, use_cache=True, **({} if cache is None else {name: cache}))
     return out.logits, out[name]
@@ -96,7 +96,7 @@ def refusal(run) -> str:
 
 
 def test_logits_with_a_cache_over_context_ranks_are_those_of_one_rank():
-    """The cache may come by position or by an unknown name; one that is not whole is refused."""
+    """The cache may come by position or by an unknown name; an incomplete one is rejected."""
     (found, said), (also, _) = run_ranks(2, _of_two)
     for (family, _), logits, others in zip(CASES, found, also, strict=True):
         with torch.no_grad():

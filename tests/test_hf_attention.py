@@ -1,5 +1,5 @@
-"""What attention of `warpweave.hf` refuses and draws, and the masks that only a GPU makes: one
-query, whose keys are found without reading a number."""
+"""Attention of `warpweave.hf`: rejected calls, dropout, and masks that only a GPU uses, for one
+query whose keys are found without reading a number."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attend(*qkv: torch.Tensor, **options) -> torch.Tensor:
     return attention.attention_forward(nn.Tanh(), *qkv, options.pop("mask", None), **options)[0]
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- rejected arguments
 
 
 UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "cache", "of_a_new_version")
@@ -39,7 +39,7 @@ UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "cache", "of_a_
 def test_an_argument_that_the_kernel_does_not_know_is_refused_by_name(name):
     wanted = attend(*inputs())
     assert torch.equal(attend(*inputs(), **{name: None}), wanted)
-    for value in (torch.zeros(1), 0, False):  # whatever it is
+    for value in (torch.zeros(1), 0, False):  # any value
         with pytest.raises(ValueError, match=f"^Tanh: warpweave attention has no {name}$"):
             attend(*inputs(), **{name: value})
 
@@ -90,7 +90,7 @@ def test_a_mask_of_other_sizes_than_the_call_is_refused_with_both(queries, keys,
     assert attend(*inputs(3, 8), mask=made).shape == (B, 3, HEADS, DV)
 
 
-# ---------------------------------------------------------------- dropout, and who watches
+# ---------------------------------------------------------------- dropout, and observers
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -108,7 +108,7 @@ def test_dropout_is_drawn_from_torchs_generator_and_nothing_is_without_it(grad):
         assert (dropped - whole).abs().mean() > 0.05
         assert not torch.equal(dropped, other)
         mean = sum(attend(*inputs(), dropout=0.25) for _ in range(150)) / 150
-        assert (mean - whole).abs().mean() < 0.06  # of 150 draws, the same ones always
+        assert (mean - whole).abs().mean() < 0.06  # 150 draws, always the same ones
 
 
 def test_a_watcher_gets_heads_in_the_layout_of_the_kernel():
@@ -145,13 +145,13 @@ ONE = {
         functions.packed_sequence_mask_function(PACKED), functions.causal_mask_function
     ),
 }
-RUNS = ((0, 9), (2, 7), (3, 4))  # of keys: where they begin, how many
+RUNS = ((0, 9), (2, 7), (3, 4))  # of keys: first key and count
 
 
 @pytest.mark.parametrize("name", ONE)
 def test_the_keys_that_one_query_sees_are_found_on_the_device(name):
     for (first, keys), number, hides in itertools.product(RUNS, range(9), (False, True)):
-        if not first <= number < first + keys:  # its own key is there
+        if not first <= number < first + keys:  # its own key is included
             continue
         hidden = None
         if hides:
@@ -175,15 +175,16 @@ def test_padding_in_the_middle_of_what_one_query_sees_is_an_assertion():
     like = torch.empty(()).expand(B, 1, 1, 9)
     with pytest.raises(RuntimeError, match="takes padding at the ends of a sample"):
         mask._mask_of_one(ONE["causal"], hidden, 8, 0, like)
-    mask._mask_of_one(ONE["causal"], hidden, 3, 0, like)  # it is behind the query
-    mask._mask_of_one(ONE["window"], hidden, 7, 0, like)  # in front of its window
+    mask._mask_of_one(ONE["causal"], hidden, 3, 0, like)  # the masked key is behind the query
+    mask._mask_of_one(ONE["window"], hidden, 7, 0, like)  # before its window
 
 
-# ---------------------------------------------------------------- masks that are handed on
+# ---------------------------------------------------------------- masks passed on
 
 
 def test_a_mask_is_as_large_as_what_it_is_made_for_wherever_queries_begin():
-    """None exactly where queries and keys are the same positions, or one query sees every key."""
+    """It is None exactly if queries and keys have the same positions, or
+    one query sees every key."""
     for q_offset, kv_offset, queries, keys in (
         (0, 0, 4, 4),
         (4, 4, 4, 4),
@@ -212,9 +213,9 @@ def test_a_mask_is_as_large_as_what_it_is_made_for_wherever_queries_begin():
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "both sides", "all", "chunks"])
-def test_padding_may_be_at_either_end_and_of_any_length_wherever_queries_begin(name):
-    """What is given for fewer keys than there are hides the rest; behind what any query sees, it
-    may have holes."""
+def test_padding_at_either_end_and_of_any_length_is_masked_correctly(name):
+    """A mask for fewer keys than exist hides the rest. Beyond what any
+    query sees, it may have holes."""
     for first, own, queries, keys in itertools.product((0, 2), (0, 3), (1, 3), (4, 6)):
         q_offset = first + own
         if own + queries > keys:
@@ -262,7 +263,7 @@ def test_a_mask_is_nan_of_the_dtype_asked_for_and_moves_with_what_it_says(dtype)
         assert (found.shape, found.dtype, found.device.type) == ((2, 1, 3, 5), of, "cpu")
         assert found.visible is made.visible
         assert found.isnan().all()
-        assert found.untyped_storage().nbytes() == found.element_size()  # of one number
+        assert found.untyped_storage().nbytes() == found.element_size()  # a single number
         assert type(found + 1) is not mask.Mask or not hasattr(found + 1, "visible")
 
 
@@ -278,7 +279,7 @@ def test_masks_compose_in_any_order():
         assert torch.equal(made.visible.written_out(torch.device("cpu")), wanted)
 
 
-# ---------------------------------------------------------------- who is told of calls
+# ---------------------------------------------------------------- observed calls
 
 
 class _Attends(nn.Module):
@@ -288,7 +289,7 @@ class _Attends(nn.Module):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_calls_are_watched_of_a_models_own_modules_and_of_none_afterwards(fails):
-    """Also of one that was taken out of the model meanwhile."""
+    """This includes a module that has since been removed from the model."""
     model, other, seen = nn.ModuleList([_Attends(), _Attends()]), _Attends(), []
     first, second = model
     sinks = draw(3, HEADS)

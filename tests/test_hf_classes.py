@@ -1,5 +1,5 @@
-"""Our classes in the place of transformers' own, by its `register_patch_mapping`: loaded, computed
-with and saved under its names."""
+"""Our classes in place of those of transformers, by its `register_patch_mapping`: loading,
+computing and saving under its names."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 """The functions of `warpweave.hf` one by one, without a model: attention, masks, the loss over
-ranks and what they are told, each against its formula and under every option at once."""
+ranks and their arguments, each against its formula with all options at once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def eager(q, k, v, visible, scaling=None, softcap=None, s_aux=None) -> torch.Tensor:
-    """o[B, S, H, Dv] of q[B, H, S, D]: 0 where a query sees nothing."""
+    """Compute o[B, S, H, Dv] of q[B, H, S, D]: 0 where a query sees no key."""
     k, v = (x.repeat_interleave(HEADS // KV, 1) for x in (k, v))
     scores = q @ k.mT * (D**-0.5 if scaling is None else scaling)
     if softcap is not None:
@@ -70,7 +70,7 @@ def padded(*ends: tuple[int, int], length: int = S) -> torch.Tensor:
 
 
 PACKED = torch.tensor([[0] * 8, [0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 2, 3, 3, 3, 3]])
-MASKS = {  # of queries at the end of S keys
+MASKS = {  # for queries at the end of S keys
     "causal": (S, functions.causal_mask_function, None),
     "left": (S, functions.causal_mask_function, padded((0, 8), (3, 8), (5, 8))),
     "right": (S, functions.causal_mask_function, padded((0, 8), (0, 6), (0, 1))),
@@ -89,7 +89,7 @@ OPTIONS = [
 
 
 def called(name: str, inputs: list[torch.Tensor], options: dict) -> tuple:
-    """(ours, theirs) of one mask and one set of options."""
+    """Return (ours, theirs) for one mask and one set of options."""
     length, function, hidden = MASKS[name]
     q, k, v = inputs[0][:, :, -length:], *inputs[1:]
     how = {"batch_size": B, "q_length": length, "kv_length": S, "q_offset": S - length,
@@ -134,7 +134,7 @@ def test_who_watches_a_model_hears_its_calls_no_others_and_none_afterwards():
 
 @pytest.mark.parametrize("own", [None, True, False])
 @pytest.mark.parametrize("said", [None, True, False])
-def test_without_a_mask_what_is_said_of_causality_goes_before_what_the_module_has(own, said):
+def test_without_a_mask_the_is_causal_argument_overrides_the_module(own, said):
     module, inputs = nn.Module(), [draw(B, n, S, D, seed=n) for n in (HEADS, KV, KV)]
     if own is not None:
         module.is_causal = own
@@ -142,7 +142,7 @@ def test_without_a_mask_what_is_said_of_causality_goes_before_what_the_module_ha
     visible = torch.ones(S, S, dtype=torch.bool)
     for grad, one in itertools.product((False, True), repeat=2):
         q, k, v = (x.requires_grad_(grad) for x in inputs)
-        q = q[:, :, -1:] if one else q  # which sees all, wherever it stands
+        q = q[:, :, -1:] if one else q  # it sees all keys, at any position
         with torch.set_grad_enabled(grad):
             found, _ = attention.attention_forward(module, q, k, v, None, is_causal=said)
         wanted = eager(q, k, v, visible[-1:] if one else visible.tril() if causal else visible)
@@ -173,7 +173,7 @@ def test_over_context_ranks_attention_obeys_the_same(name):
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("window", [None, 2, 4])
 def test_keys_that_begin_later_are_hidden_where_they_stand(offset, short, window):
-    """As of a cache that rolled on, or was made larger than what is known of padding."""
+    """For example in a cache that rolled, or became larger than the known padding."""
     function = functions.causal_mask_function
     if window:
         function = functions.sliding_window_causal_mask_function(window)
@@ -188,7 +188,7 @@ def test_keys_that_begin_later_are_hidden_where_they_stand(offset, short, window
                 allow_is_causal_skip=False,
             )  # fmt: skip
             made = mask.make_mask(**how, attention_mask=hidden)
-            if made is None:  # all, or all up to its own
+            if made is None:  # all keys, or all up to a row's own
                 assert q_length == 1 or (q_offset, q_length) == (offset, 9)
                 assert wanted[..., : q_offset + q_length - offset].all()
             else:
@@ -197,7 +197,7 @@ def test_keys_that_begin_later_are_hidden_where_they_stand(offset, short, window
 
 @pytest.mark.parametrize("offset", [0, 3, 6])
 def test_padding_after_the_last_query_needs_no_documents(offset):
-    """As in a cache with room for more tokens than there are."""
+    """For example in a cache with room for more tokens than there are."""
     causal = functions.causal_mask_function
     for q_offset, q_length in ((offset, 5), (offset + 2, 3), (offset + 4, 1)):
         for end in range(q_offset + q_length - 1, offset + 10):
@@ -225,7 +225,7 @@ def test_keys_behind_the_end_of_a_mask_are_hidden():
 V, E = 13, 6
 LABELS = torch.randint(V, (3, 7), generator=torch.Generator().manual_seed(5))
 LABELS[0, 2:5], LABELS[1, -1] = -100, 4
-LOSSES = {  # more that the loss is told
+LOSSES = {  # further arguments of the loss
     "mean": {}, "items": {"num_items_in_batch": 11}, "ignored": {"ignore_index": 4},
     "counted": {"num_items_in_batch": torch.tensor(5)}, "shifted": {"shift_labels":
     LABELS.roll(2, 1)},
@@ -283,16 +283,16 @@ def _loss(mesh, cut: bool) -> None:
     [(Mesh(), False), (Mesh(tp=2), True), (Mesh(cp=2), False), (Mesh(tp=3, cp=2), True)],
 )
 def test_the_loss_over_ranks_is_that_of_all_logits_under_every_option(mesh, cut):
-    """Of an odd vocabulary and of 21 tokens, with a bias and an adapter on the head."""
+    """With an odd vocabulary and 21 tokens, and with a bias and an adapter on the head."""
     on_mesh(mesh, _loss, cut)
 
 
-# ---------------------------------------------------------------- what ranks are told
+# ---------------------------------------------------------------- arguments for ranks
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_length_is_taken_wherever_every_rank_has_as_many_tokens(sequence_parallel):
-    """In two blocks each over context ranks, whose layout is a zigzag, cut once more over tp."""
+    """In two blocks each over context ranks, in zigzag layout, cut once more over tp."""
     for tp, cp in itertools.product((1, 2, 3), (1, 2, 4)):
         mesh = SimpleNamespace(group={"tp": tp, "cp": cp}.get)
         tokens = tokens_of(Spread(mesh, sequence_parallel))
@@ -314,7 +314,7 @@ def test_replicas_on_gpus_are_one_data_rank_and_others_are_refused():
 
 
 def _through_layers(mesh, sequence_parallel: bool) -> None:
-    """Tokens cut in front of the first layer and joined behind the last."""
+    """Shard tokens before the first layer and gather them after the last."""
     tokens = Tokens(mesh.group("tp"), mesh.group("cp"), sequence_parallel=sequence_parallel)
     layer, n = nn.Module(), tokens.divisor
     parts = mesh.size("cp") * (mesh.size("tp") if sequence_parallel else 1)
@@ -376,7 +376,7 @@ def test_a_module_whose_wide_norm_or_cut_layer_changed_is_not_entered():
     watch = SimpleNamespace(adapt=lambda found: False)
     enter = _Entrance(part, Tokens(None, None, sequence_parallel=False), spread, None, watch)
     assert enter(module, (x,), {"a": 1}) == ((x,), {"a": 1})
-    module.norm.eps = 2e-5  # is read in every call
+    module.norm.eps = 2e-5  # read in every call
     assert enter(module, (x,), {}) == ((x,), {})
     module.norm.weight = None
     with pytest.raises(ValueError, match="a norm whose features are cut over ranks was changed"):
@@ -386,12 +386,12 @@ def test_a_module_whose_wide_norm_or_cut_layer_changed_is_not_entered():
         enter(module, (x,), {})
 
 
-# ---------------------------------------------------------------- what agrees, and what is seen
+# ---------------------------------------------------------------- agreement, and detected changes
 
 X = draw(3, 4).float()
 NEAR, FAR = X * (1 + 8e-6), X * (1 + 2e-5)
 HALF = X.bfloat16()
-AGREE = {  # and the narrowest dtype on the way
+AGREE = {  # and the narrowest dtype involved
     "itself": (X, X, None, True), "rounded": (X, NEAR, None, True), "far": (X, FAR, None, False),
     "far, but half on the way": (X, FAR, torch.bfloat16, True),
     "float64 on the way": (X, FAR, torch.float64, False),
@@ -441,7 +441,7 @@ def test_every_hook_of_a_module_that_is_called_no_more_is_seen_and_no_other(kind
 
 
 OTHER_CONFIG = transformers.PretrainedConfig(hidden_size=4, vocab_size=5)
-CHANGES = {  # and whether the replaced forward would not follow
+CHANGES = {  # whether the replaced forward would not follow
     "a number": (lambda m: setattr(m, "number", 4), True),
     "its kind": (lambda m: setattr(m, "number", 3.0), True),
     "the same": (lambda m: setattr(m, "number", 3), False),
@@ -484,7 +484,7 @@ def test_what_a_replaced_forward_would_not_follow_is_seen_and_no_other(name):
     assert not seen.changed(holder)
 
 
-# ---------------------------------------------------------------- where heads lie, and the report
+# ---------------------------------------------------------------- head positions, and the report
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -492,7 +492,7 @@ def test_what_a_replaced_forward_would_not_follow_is_seen_and_no_other(name):
 def test_the_blocks_of_a_column_are_found_by_what_makes_each_ranks_heads(blocks, ranks):
     y = draw(2, 5, blocks * ranks * 2 * D).requires_grad_()
     heads = tuple(x.unflatten(-1, (2 * ranks, D)) for x in y.mul(1.0).chunk(blocks, -1))
-    others = (draw(2, 5, ranks, D),) * (3 - blocks)  # made of another column
+    others = (draw(2, 5, ranks, D),) * (3 - blocks)  # made from other columns
     assert structure._blocks_of_heads(y, heads + others, ranks) == blocks
     shuffled = y[..., torch.arange(y.shape[-1]).roll(D)].unflatten(-1, (-1, D))
     with pytest.raises(ValueError, match="are not one, two or three blocks of equal width"):
@@ -539,9 +539,9 @@ def test_unpatching_leaves_a_module_as_it_was_also_with_a_forward_of_its_own():
         assert is_patched(module)
         assert torch.equal(module(x), x + 1)
         patch(module, SimpleNamespace(forward=lambda self, x: x + 2, live=(), fields=()))
-        assert torch.equal(module(x), x + 2)  # by another form in its place
+        assert torch.equal(module(x), x + 2)  # by a different form in its place
         assert torch.equal(original(module)(x), plain)
-        module.number = 1  # since then
+        module.number = 1  # changed since then
         assert torch.equal(module(x), plain)
         module.number = 0
         unpatch(module)

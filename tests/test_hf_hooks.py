@@ -1,5 +1,5 @@
-"""Hooks, forwards, requests and copies of a model that `apply(mesh=...)` spread over ranks: each
-acts as on one device, or is refused by name."""
+"""Hooks, forwards, options and copies of a model that `apply(mesh=...)` spread over ranks: each
+acts as on one device, or is rejected by name."""
 
 import copy
 import functools
@@ -24,7 +24,8 @@ LAYOUTS = {
 
 
 # ---------------------------------------------------------------- 1. changes
-# Hooks return their handles: once these are removed, the model is used for the next case.
+#
+# Hooks return their handles. Once these are removed, the model is reused for the next case.
 
 
 def block(model: nn.Module, n: int = 1) -> nn.Module:
@@ -49,7 +50,7 @@ def steered(model: nn.Module) -> list:
 
 
 def clipped(model: nn.Module) -> list:
-    """Gradients of a layer, each divided by the largest of its row."""
+    """Return a layer's gradients, each divided by the largest of its row."""
 
     def scale(_, grads: tuple, *more: tuple) -> tuple:
         return (grads[0] / grads[0].abs().amax((1, 2), keepdim=True), *grads[1:])
@@ -93,7 +94,7 @@ def shortened(model: nn.Module) -> None:
 
 
 def cut_in_front(model: nn.Module) -> None:
-    """What enters the rest is refused or right, although the first layer is gone."""
+    """The input of the remaining model is rejected or correct, although the first layer is gone."""
     model.transformer.h = model.transformer.h[1:]
     block(model, 0).ln_2 = nn.LayerNorm(32).double()
 
@@ -111,7 +112,7 @@ STATES = {"output_hidden_states": True}
 EQUAL = ""
 TOKENS, HEADS = "would see one rank's tokens", "would see one rank's heads or hidden units"
 FORWARD, LAYERS = "its forward was replaced", "and tokens are sharded between the 2"
-# What changes, what is requested, and what becomes of it in each layout.
+# The change, the request, and the outcome in each layout.
 CASES = {
     "hidden states": (lambda m: [], STATES, (EQUAL,) * 3),
     "hidden states, recomputed": (
@@ -140,7 +141,8 @@ CASES = {
 
 
 def computed(model: nn.Module, options: dict) -> dict | str:
-    """Loss and gradients of a changed model, with those of its hidden states; or the refusal."""
+    """Return loss and gradients of a changed model, with those of its
+    hidden states; or the error."""
     from warpweave.layers.sharding.dtensor import whole
 
     model.zero_grad()
@@ -159,7 +161,7 @@ def computed(model: nn.Module, options: dict) -> dict | str:
 
 
 def cases(fresh) -> dict[str, dict | str]:
-    """The outcome of each case on models that `fresh` makes."""
+    """Return the outcome of each case on models made by `fresh`."""
     found, model = {}, None
     for name, (change, options, _) in CASES.items():
         model = model or fresh()
@@ -195,7 +197,7 @@ def spread(layout: str, family: str = "gpt2", dtype: torch.dtype = torch.float64
 
 @pytest.fixture(scope="module")
 def two() -> list[dict]:
-    """What each of two ranks found: transformers is imported once."""
+    """Return the results of each of two ranks: transformers is imported once."""
     return run_ranks(2, _of_two)
 
 
@@ -207,7 +209,7 @@ def _of_two(rank: int) -> dict:
 
 
 def test_what_a_user_adds_acts_as_on_one_device_or_is_refused(two):
-    """Loss and gradients in float64, but for transformers' own loss."""
+    """Loss and gradients are compared in float64, except transformers' own loss."""
     wanted = on_one_device()
     for name, (_, _, outcomes) in CASES.items():
         for layout, outcome in zip(LAYOUTS, outcomes, strict=True):
@@ -249,7 +251,7 @@ def _copies() -> list:
         spread("cp", "llama"),
         spread("cp", "gpt_oss", torch.float32),
     )
-    model.resize_token_embeddings(61)  # as many as there are
+    model.resize_token_embeddings(61)  # the same number as now
     inputs = batch()
 
     def stopped():

@@ -1,5 +1,5 @@
-"""The fused loss of `warpweave.hf` one part at a time: which heads it takes and with which terms,
-how models call their loss function, and why a model keeps its own."""
+"""The fused loss of `warpweave.hf` one part at a time: supported heads and terms, the loss
+functions of models, and the reasons why a model keeps its own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def adapted(*active: str, bias: bool = True, base: type = nn.Linear) -> Lora:
 
 
 def logits_of(head: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(by the terms, by the head), each with the same draws."""
+    """Return logits (by the terms, by the head), each with the same draws."""
     terms = loss.head_terms(head)
     torch.manual_seed(3)
     wide, weight = terms(x)
@@ -93,7 +93,7 @@ def hooked(head: nn.Module, path: str = "") -> nn.Module:
     return head
 
 
-HEADS = {  # and whether its terms are known
+HEADS = {  # whether its terms are known
     "an adapter": (lambda: adapted("a"), True),
     "several": (lambda: adapted("a", "b", "c"), True),
     "an odd one that is not active": (lambda: named(adapted("a"), lora_variant={"b": 1}), True),
@@ -143,7 +143,7 @@ def test_a_loss_function_takes_its_options_by_place_and_by_name(placed):
             )
             for caught, logits in (
                 ([x, head.weight], torch.empty(2, 5, V, device="meta")),
-                ([x, head.weight], head(x)),  # of which there are some
+                ([x, head.weight], head(x)),  # the case with some
                 ([], head(x)),
             )
         ]
@@ -277,7 +277,7 @@ def test_a_model_that_keeps_its_loss_is_as_it_was_and_the_report_says_why(name):
 
 
 class Minded(Llama):
-    """Reads more of its configuration, and of one within it."""
+    """A model that reads more fields of its configuration, and of a nested one."""
 
     def forward(self, input_ids=None, labels=None, **rest):
         config = self.config
@@ -286,7 +286,7 @@ class Minded(Llama):
         return super().forward(input_ids, labels=labels, **rest)
 
 
-def test_numbers_that_a_forward_may_compute_with_are_watched_and_what_it_hands_on_is_not():
+def test_numbers_a_forward_may_compute_with_are_watched_and_others_are_not():
     model = make(Minded)
     more = {"factor": 1.0, "output_more": False, "vocab_size": 31, "use_cache": True}
     model.config.inner = transformers.PretrainedConfig()
@@ -321,8 +321,8 @@ def test_numbers_that_a_forward_may_compute_with_are_watched_and_what_it_hands_o
 @pytest.mark.parametrize("own", [None, lambda x: x + 1])
 @pytest.mark.parametrize("run", [loss._patched, loss._compiled_loss])
 def test_a_head_that_was_caught_is_as_it_was_also_after_an_error(run, own, fails):
-    """Also one whose forward is of its own, as over ranks or in a device map, or that has two
-    names in the model."""
+    """This includes heads with their own forward, as over ranks or in a device map, and heads with
+    two names in the model."""
     model, head = nn.Module(), nn.Tanh()
     model.first, model.other, model.again = head, nn.Tanh(), head
     if own is not None:

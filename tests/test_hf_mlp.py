@@ -1,5 +1,5 @@
-"""Which modules `warpweave.hf` takes for activations and feed-forward layers by their parts, and
-why others stay; what is seen of a module that is called no more."""
+"""Activations and feed-forward layers that `warpweave.hf` recognizes by their parts, and reasons
+for keeping others; detection of changes in modules that are no longer called."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_function_is_known_by_its_values_near_and_far_and_not_if_any_differs(name):
+def test_activation_is_recognized_by_its_values_and_not_if_any_differs(name):
     function = NAMED[name]
     assert mlp.name_of(function) == name
     others = {
@@ -100,7 +100,7 @@ def test_a_function_is_known_by_its_values_near_and_far_and_not_if_any_differs(n
 
 
 class Parts(nn.Module):
-    """Linear layers of these widths around an activation, and more."""
+    """Linear layers of these widths around an activation, and further parts."""
 
     def __init__(self, *widths: tuple[int, int], act=F.silu, **more) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ CANDIDATES = {
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_a_feed_forward_layer_has_two_or_three_linear_ones_and_nothing_that_learns(name):
+def test_mlp_candidate_has_two_or_three_linears_and_no_other_parameters(name):
     module, known = CANDIDATES[name]
     assert mlp.is_mlp_candidate(module) is known
 
@@ -166,7 +166,7 @@ class Residual(Mlp):
 
 
 class Late(Mlp):
-    """Does something else where it trains."""
+    """A module that computes something else in training mode."""
 
     def forward(self, x):
         return super().forward(x) * (1.01 if self.training else 1.0)
@@ -222,7 +222,7 @@ def test_a_linear_layer_that_is_hooked_afterwards_is_called(part, name):
             assert calls == [1]
 
 
-# ---------------------------------------------------------------- what is seen of a module
+# ---------------------------------------------------------------- detected changes of a module
 
 
 class Holder(nn.Module):
@@ -242,7 +242,7 @@ def looked(live=("called",), **more) -> Holder:
     return module
 
 
-def test_containers_are_compared_by_what_is_in_them_and_other_things_by_themselves():
+def test_changes_inside_containers_and_replaced_values_are_detected():
     for name, change, back in (
         ("list", lambda c: c.append(2), lambda c: c.pop()),
         ("dict", lambda c: c.update(b=2), lambda c: c.pop("b")),
@@ -253,11 +253,11 @@ def test_containers_are_compared_by_what_is_in_them_and_other_things_by_themselv
         assert seen.changed(module), name
         back(getattr(module, name))
         assert not seen.changed(module), name
-        change(module.things[name])  # it is the same one
+        change(module.things[name])  # it is the same object
         assert seen.changed(module), name
     module = looked()
     module.list, module.dict, module.set, module.tuple = [1], {"a": 1}, {1}, (1, 2)
-    assert not seen.changed(module)  # equal ones
+    assert not seen.changed(module)  # they are equal
     for name, value in (("tuple", [1, 2]), ("tuple", (2, 1)), ("number", True), ("truth", 1),
                         ("number", 1.0), ("other", object()), ("other", None)):  # fmt: skip
         module = looked()
@@ -295,7 +295,7 @@ def test_the_class_of_a_module_and_of_those_below_counts(monkeypatch):
 
 
 def test_what_libraries_note_on_a_module_changes_nothing():
-    """Also where a note was there before, and is another one then, or gone."""
+    """This holds if a note existed before and then changes or disappears."""
     notes = ("_is_hf_initialized", "_hf_hook", "_hf_more", "_old_forward", "_is_hooked")
     for name in notes:
         for at in ("", "bypassed", "bypassed.0"):
@@ -312,7 +312,7 @@ def test_what_libraries_note_on_a_module_changes_nothing():
         for name in notes:
             setattr(part, name, 1)
     assert not seen.changed(module)
-    module.bypassed.train(False)  # a mode is none of it
+    module.bypassed.train(False)  # a mode is not a change
     assert not seen.changed(module)
 
 
@@ -344,7 +344,7 @@ def test_a_module_owns_its_parameters_buffers_and_plain_tensors():
         assert not seen.owns_numbers(module, ("b", "a"))
     module = nn.Sequential(nn.Linear(2, 2))
     module.register_parameter("a", None)
-    assert not seen.owns_numbers(module)  # those are its child's
+    assert not seen.owns_numbers(module)  # only its child does
 
 
 def test_a_configuration_is_read_and_written_through_what_takes_note_of_it():
@@ -365,7 +365,7 @@ def test_a_configuration_is_read_and_written_through_what_takes_note_of_it():
     assert fields["text", "eps"] == 2.0
     assert ("eps",) not in fields
     other = nn.Module()
-    other.config = {"eps": 1.0}  # of another kind
+    other.config = {"eps": 1.0}  # of a different kind
     with seen.noted(other) as fields:
         assert other.config["eps"] == 1.0
     assert not fields

@@ -1,5 +1,5 @@
-"""Which modules `warpweave.hf` takes for norms, feed-forward layers and activations, which not, and
-what it says of each: made-up ones that differ in one thing only."""
+"""Modules that `warpweave.hf` recognizes as norms, feed-forward layers and activations, and reports
+about each: made-up modules that differ in one respect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ E, HIDDEN = 16, 40
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm by what is asked: the weight's offset, eps, and the dtype given out."""
+    """RMSNorm or LayerNorm with options: the weight's offset, eps, and the output dtype."""
 
     def __init__(self, *, layer=False, offset=0, eps=1e-5, out="x", weight=True) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_a_norm_is_known_by_what_it_computes_and_computes_it_in_every_dtype(name
         assert found == "its forward computes no RMSNorm or LayerNorm of ours"
         return
     if wanted.out == "weight" and weights == torch.float32:
-        wanted = form(out="wider")  # it is the same
+        wanted = form(out="wider")  # the same form
     elif wanted.out == "wider" and weights == torch.bfloat16:
         wanted = form()
     assert found._replace(autocast=False) == wanted
@@ -246,7 +246,7 @@ def test_a_linear_layer_with_anything_more_is_called_not_read():
 
 
 class Exchanged(nn.LayerNorm):
-    """It multiplies by its bias and adds its weight."""
+    """A module that multiplies by its bias and adds its weight."""
 
     def forward(self, x):
         return F.layer_norm(x, self.normalized_shape, self.bias, self.weight, self.eps)
@@ -263,9 +263,7 @@ def test_a_norm_that_exchanges_weight_and_bias_is_none_of_ours():
     ("shape", "drop"),
     [("plain", "after"), ("gated", "after"), ("gated", "inside"), ("fused up", "after")],
 )
-def test_with_a_hook_on_a_linear_layer_each_dropout_is_drawn_once_and_in_its_place(
-    shape, drop, part
-):
+def test_with_a_hook_on_a_linear_layer_each_dropout_is_drawn_once_in_place(shape, drop, part):
     torch.manual_seed(0)
     module = Mlp(F.gelu, drop=drop, **SHAPES[shape]).double()
     ww.apply(module, only="mlp", report=ww.Report())
@@ -280,13 +278,13 @@ def test_with_a_hook_on_a_linear_layer_each_dropout_is_drawn_once_and_in_its_pla
         torch.testing.assert_close(*results)
 
 
-# ---------------------------------------------------------------- attention that ranks can share
+# ---------------------------------------------------------------- attention split over ranks
 
 D, HEADS = 8, 4
 
 
 class Attention(nn.Module):
-    """Of four heads of eight; `how` says what else is there, or otherwise."""
+    """Attention with four heads of eight; `how` lists extra or changed parts."""
 
     def __init__(self, *how: str, kv: int = 2, kind=nn.Linear) -> None:
         super().__init__()
@@ -340,7 +338,7 @@ class Attention(nn.Module):
         return self.o(o.roll(1, -1) if "turned" in self.how else o)
 
 
-PARTS = {  # how, KV heads, and blocks of the columns
+PARTS = {  # options, KV heads, and blocks of the columns
     "apart": ((), 2, {"q": 1, "k": 1, "v": 1}),
     "one layer": (("qkv",), 4, {"qkv": 3}),
     "keys and values": (("kv",), 2, {"q": 1, "kv": 2}),
@@ -392,7 +390,7 @@ def test_attention_that_ranks_cannot_share_is_refused_for_what_it_is(name):
         cut(*how, **more)
 
 
-# ---------------------------------------------------------------- what is said of a model
+# ---------------------------------------------------------------- the report on a model
 
 
 class GELUActivation(nn.Module):
@@ -428,7 +426,7 @@ def test_every_module_is_reported_once_with_what_became_of_it():
         ("tanh", "mlp"): ("Mlp", False, "its activation is none of ours"),
         ("act", "mlp"): ("GELUActivation", True, "activation, gelu_erf"),
         ("experts", "mlp"): ("Experts", False, "products of grouped experts"),
-        ("deep", "mlp"): ("Mlp", True, "mlp, gelu_erf"),  # and its activation with it
+        ("deep", "mlp"): ("Mlp", True, "mlp, gelu_erf"),  # together with its activation
         ("theirs.act", "mlp"): ("GELUActivation", True, "activation, gelu_erf"),
         ("", "attention"): ("ModuleDict", False, "no transformers model"),
         ("", "loss"): ("ModuleDict", False, "no transformers model"),

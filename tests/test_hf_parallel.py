@@ -35,7 +35,7 @@ def spread(family: str, sizes: dict, options: dict, *, exact: bool = False) -> n
 
 
 def _spread_and_computed(cases: list[tuple]) -> list[tuple]:
-    """Numbers of each case, and what was counted meanwhile."""
+    """Return the numbers of each case, and the counts of its run."""
     found = []
     for family, sizes, options, padding in cases:
         model = spread(family, sizes, options)
@@ -47,7 +47,7 @@ FAMILIES = ("llama", "qwen3", "gpt2")
 SEQUENCE = {"sequence_parallel": True}
 
 
-# ---------------------------------------------------------------- 1. the same numbers
+# ---------------------------------------------------------------- 1. equal results
 
 
 CHUNKED = {"overlap": "chunked", **SEQUENCE}
@@ -76,7 +76,7 @@ FOUR = [
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> list[dict]:
-    """What each of two ranks found, by the test that wants it: transformers is imported once."""
+    """Return each rank's results, by the test that needs them: transformers is imported once."""
     return run_ranks(2, _of_two, str(tmp_path_factory.mktemp("saved")))
 
 
@@ -95,7 +95,7 @@ def _of_two(rank: int, folder: str) -> dict:
 
 
 def test_logits_loss_and_gradients_are_those_of_one_rank(two):
-    """In float32, in which norms of transformers compute whatever the dtype."""
+    """In float32, in which norms of transformers compute for any dtype."""
     for rank in two:
         assert_as_one_rank(TWO, rank["numbers"])
 
@@ -159,7 +159,7 @@ EXACT = (
 
 
 def float64(model: nn.Module) -> dict:
-    """Logits and the gradients of their squares: the loss of transformers is float32."""
+    """Return logits and gradients of their squares: the loss of transformers is float32."""
     from warpweave.layers.sharding.dtensor import whole
 
     logits = model.train()(batch()["input_ids"], use_cache=False).logits
@@ -175,12 +175,12 @@ def test_where_transformers_computes_in_float64_so_do_ranks(two):
             assert_all_close(found, wanted, 1e-11)
 
 
-CUT = ("gather_product", "product_scatter")  # products that hide messages of cut tokens
+CUT = ("gather_product", "product_scatter")  # products that hide messages of sharded tokens
 SENDS = {"ring": "start_batch", "ulysses": "start_all_to_all", "gather": "start_all_gather"}
 
 
 def test_overlap_and_strategy_reach_products_and_attention(two):
-    """Each in a forward that evaluates and in one that trains; a row's gradients are gathered."""
+    """In an evaluating and in a training forward; a row's gradients are gathered."""
     forwards, rows = 2, 2
     for rank in two:
         for (family, sizes, options, _), (_, calls) in zip(TWO, rank["numbers"], strict=True):
@@ -217,11 +217,11 @@ def test_a_gradient_of_a_part_of_the_tokens_or_heads_would_be_seen(two):
             assert "model.layers.1.self_attn.q_norm.weight" in wrong
 
 
-# ---------------------------------------------------------------- 2. what a model does otherwise
+# ---------------------------------------------------------------- 2. other uses of a model
 
 
 def _lifetime(rank: int, folder: str) -> dict:
-    """Of models on two ranks: saved, clipped and trained, generating, reverted."""
+    """Save, clip, train, generate with and revert models on two ranks."""
     import warpweave.hf as ww
     from warpweave.layers.sharding import dtensor as shards
 
@@ -234,10 +234,10 @@ def _lifetime(rank: int, folder: str) -> dict:
             wanted.save_pretrained(f"{folder}/one {family}")
             files = [f"{folder}/{kind}{family}/model.safetensors" for kind in ("", "one ")]
             with safe_open(files[0], "pt") as ours, safe_open(files[1], "pt") as theirs:
-                assert [*ours.keys()] == [*theirs.keys()]  # what is tied once
+                assert [*ours.keys()] == [*theirs.keys()]  # tied weights once
         again = type(wanted).from_pretrained(f"{folder}/{family}").state_dict()
         saved = all(torch.equal(again[n], x) for n, x in wanted.state_dict().items())
-        if family == "gpt2":  # of what is given
+        if family == "gpt2":  # of its arguments
             given = {n: 2 * x for n, x in model.state_dict().items()}
             model.save_pretrained(f"{folder}/double", state_dict=given)
             again = type(wanted).from_pretrained(f"{folder}/double").state_dict()
@@ -332,7 +332,7 @@ def _refused(rank: int) -> list[str]:
     ww.apply(model, mesh=other)
     inputs = {name: x[:, :14] for name, x in batch().items()}
     refuse(lambda: model.train()(**inputs))
-    model.set_attn_implementation("sdpa")  # of this rank's tokens alone
+    model.set_attn_implementation("sdpa")  # over this rank's tokens only
     refuse(lambda: model.train()(**batch()))
     model = perturbed("gpt2")
     ww.apply(model, mesh=other)
@@ -358,7 +358,7 @@ def _refused(rank: int) -> list[str]:
 
 
 def opt() -> nn.Module:
-    """Its attention counts all heads, not those that come."""
+    """OPT's attention counts all heads, not those it receives."""
     return transformers.OPTForCausalLM(
         transformers.OPTConfig(
             vocab_size=61, hidden_size=32, ffn_dim=64, num_hidden_layers=1, num_attention_heads=4,
@@ -404,11 +404,11 @@ def test_what_cannot_be_spread_is_refused_by_name(two):
             assert message.startswith(spread) or "which may need" not in message
 
 
-# ---------------------------------------------------------------- 3. rows that nobody has together
+# ---------------------------------------------------------------- 3. rows that no rank holds whole
 
 
 def _packed(rank: int) -> list[torch.Tensor]:
-    """Two documents side by side under a window, over two context ranks."""
+    """Run two packed documents with a window, over two context ranks."""
     import warpweave.hf as ww
     from warpweave.parallel.mesh import Mesh
 
@@ -444,8 +444,8 @@ def test_packed_documents_under_a_window_over_context_ranks_are_those_apart(two)
 
 
 def _messages_of_norms() -> list[list[tuple[str, int]]]:
-    """What is sent, and how many numbers, in the forward and the backward of a norm whose tokens
-    are cut, and of one whose features are."""
+    """Return the messages, with their sizes, in the forward and backward of a norm with sharded
+    tokens, and of one with sharded features."""
     import torch.distributed as dist
 
     from warpweave.parallel import collectives
@@ -481,8 +481,8 @@ def _messages_of_norms() -> list[list[tuple[str, int]]]:
 
 
 def test_norms_of_cut_tokens_or_features_gather_nothing(two):
-    """Of cut tokens the gradient of the weight is summed; of cut features, all heads of a query at
-    once, a number per token, in either direction. What they compute is that of one rank, above."""
+    """For sharded tokens the weight gradient is summed. For sharded features, all heads of a query
+    at once, a number per token is sent in each direction. Results are compared above."""
     number_per_token = [("all_reduce", 2 * 16)]
     for rank in two:
         of_tokens, of_features = rank["messages"][:2], rank["messages"][2:]
@@ -501,7 +501,7 @@ def test_an_attention_that_reads_positions_is_given_its_own():
         for x, y in zip(found, pair, strict=True):
             assert torch.equal(x, layout.shard(y, 1, dim=1))
     assert own("position_embeddings", None) is None
-    several = torch.arange(48).view(3, 2, 8)  # of pictures: three numbers of each token
+    several = torch.arange(48).view(3, 2, 8)  # of images: three numbers per token
     assert torch.equal(own("position_ids", several), several[..., layout.positions(1)])
     assert own("position_ids", None) is None
     assert own("attention_mask", positions) is positions

@@ -1,5 +1,5 @@
-"""What wraps a model that `warpweave.hf.apply` was at: Trainer, peft, DDP, FSDP2; the truth is the
-same model without it, in the same wrapping."""
+"""Wrappers around a model after `warpweave.hf.apply`: Trainer, peft, DDP, FSDP2. The truth is the
+untouched model in the same wrapper."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ V, STEPS, FEWER = 61, 20, 8
 
 
 def make(family: str) -> nn.Module:
-    """A random model of two layers."""
+    """Make a random model of two layers."""
     torch.manual_seed(0)
     if family == "gpt2":
         return transformers.GPT2LMHeadModel(
@@ -46,7 +46,7 @@ def make(family: str) -> nn.Module:
 
 
 def rows(count: int, length: int = 12) -> list[dict[str, torch.Tensor]]:
-    """Samples whose labels differ in number, one of them without any."""
+    """Return samples with different numbers of labels, one of them without any."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for n in range(count):
@@ -58,7 +58,7 @@ def rows(count: int, length: int = 12) -> list[dict[str, torch.Tensor]]:
 
 
 def curve(model: nn.Module, folder, steps: int = STEPS, **options) -> list[float]:
-    """The losses of a Trainer, step after step."""
+    """Return the losses of a Trainer, step after step."""
     transformers.logging.set_verbosity_error()
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, max_steps=steps, learning_rate=3e-3,
@@ -109,7 +109,7 @@ def test_a_trainer_goes_the_same_way(folder, family, options):
 
 
 def test_the_curve_would_show_a_wrong_number_of_labels(folder):
-    """An accumulation that divides by each batch's own labels is far from the bound."""
+    """If accumulation divides by each batch's own labels, the result is far outside the bound."""
     theirs = plain_curve("llama", folder, *SHORT.items())
     ours = make("llama")
     ww.apply(ours)
@@ -124,8 +124,8 @@ def test_the_curve_would_show_a_wrong_number_of_labels(folder):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_under_autocast_a_trainer_stays_as_near_to_float32(folder, family):
-    """Both round to bfloat16 in places of their own: each is measured from the float32 curve, and
-    ours may be twice as far as theirs, and half a last place of the loss."""
+    """Both round to bfloat16 in different places. Each is compared with the float32 curve, and ours
+    may have twice the error of theirs, plus half a last place of the loss."""
     exact, plain, dtypes = plain_curve(family, folder), make(family), set()
     plain.lm_head.register_forward_hook(lambda module, args, y: dtypes.add(y.dtype))
     theirs = worst(curve(plain, folder, bf16=True), exact)
@@ -150,7 +150,7 @@ def test_a_trainer_goes_the_same_way_with_lora_also_on_the_head(folder):
         if applied:
             batch = rows(3)[2]
             out = model.train()(**{name: row[None] for name, row in batch.items()})
-            assert out.logits is None  # it was fused, LoRA too
+            assert out.logits is None  # it was fused, also with LoRA
     assert worst(*curves) <= 1e-5
     assert curves[0][0] - curves[0][-1] > 0.01
 
@@ -159,7 +159,7 @@ def test_a_trainer_goes_the_same_way_with_lora_also_on_the_head(folder):
 
 
 def _trainer_of_two(rank: int, folder: str) -> dict:
-    # accelerate asks for these, although the ranks are connected already
+    # accelerate requires these, although the ranks are connected already
     here = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_PORT": 0}
     os.environ.update({name: str(n) for name, n in here.items()}, MASTER_ADDR="127.0.0.1")
     model = make("llama")
@@ -170,7 +170,7 @@ def _trainer_of_two(rank: int, folder: str) -> dict:
     with pytest.raises(ValueError, match="on GPUs only: on CPUs train it in a loop") as refused:
         curve(model, folder, 1, ddp_backend="gloo")
     assert "\n" not in str(refused.value)
-    # As on GPUs, of which accelerate asks the number of processes only.
+    # As on GPUs, for which accelerate requires only the number of processes.
     options.Replicas.dp_size = 1
     accelerate.ParallelismConfig._validate_accelerator = lambda *_: None
     for axis, more in (("tp", {"save_strategy": "steps", "save_only_model": True}), ("cp", {})):
@@ -186,7 +186,7 @@ def _trainer_of_two(rank: int, folder: str) -> dict:
 
 
 def test_a_trainer_of_two_ranks_goes_the_way_of_one_without_us(folder):
-    """Of data ranks, and of tensor and of context ranks, which are given the same tokens."""
+    """This covers data ranks, and tensor and context ranks, which get equal tokens."""
     theirs = plain_curve("llama", folder)
     shorter = plain_curve("llama", folder, ("steps", 4), *ACCUMULATION.items())
     for found in run_ranks(2, _trainer_of_two, str(folder)):
@@ -205,7 +205,7 @@ def test_a_trainer_refuses_data_ranks_beside_tensor_ranks():
 
 
 def batch_of(labels: str) -> dict[str, torch.Tensor]:
-    """Eight samples whose labels are one of `LABELS`."""
+    """Return eight samples whose labels are one of `LABELS`."""
     batch = {name: torch.stack([row[name] for row in rows(8)]) for name in rows(1)[0]}
     if labels == "a micro-batch without":
         batch["labels"][6:] = -100
@@ -215,9 +215,10 @@ def batch_of(labels: str) -> dict[str, torch.Tensor]:
 
 
 def accumulated(model: nn.Module, labels: str, accumulate: int, rank: int, world: int, group=None):
-    """Loss and gradients of a rank's samples, in so many steps, divided by all ranks' labels.
+    """Return loss and gradients of a rank's samples, in this many steps, divided by all ranks'
+    labels.
 
-    DDP takes the mean over ranks, Trainer therefore multiplies the loss by their number.
+    DDP averages over ranks, so Trainer multiplies the loss by their number.
     """
     batch = batch_of(labels)
     items = (batch["labels"][:, 1:] != -100).sum()
@@ -249,7 +250,8 @@ def _table_of_two(rank: int) -> list[tuple]:
 
 
 def _of_four(rank: int, folder: str) -> dict:
-    """On two replicas: over two context ranks each under DDP, over two tensor ranks under FSDP2."""
+    """Run two replicas: each over two context ranks under DDP, or over two
+    tensor ranks under FSDP2."""
     mesh = Mesh(dp=2, cp=2).connect()
     model = make("llama")
     ww.apply(model, mesh=mesh)
@@ -280,7 +282,7 @@ def _of_four(rank: int, folder: str) -> dict:
 
 
 def phi3() -> nn.Module:
-    """Queries, keys and values of one `nn.Linear`, gate and up of another."""
+    """A model with queries, keys and values in one `nn.Linear`, gate and up in another."""
     return transformers.Phi3ForCausalLM(
         transformers.Phi3Config(
             vocab_size=61, hidden_size=32, intermediate_size=56, num_hidden_layers=1,
@@ -291,13 +293,13 @@ def phi3() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory) -> tuple:
-    """What each of four ranks found, and where they saved."""
+    """Return the results of each of four ranks, and where they saved."""
     folder = tmp_path_factory.mktemp("four")
     return run_ranks(4, _of_four, str(folder)), folder
 
 
 def test_blocks_of_rows_over_tensor_ranks_are_refused_beside_data_ranks(four):
-    """FSDP2 would put them together in another order."""
+    """FSDP2 would reassemble them in a different order."""
     for rank in four[0]:
         assert rank["refused"].startswith("model.layers.0.self_attn.qkv_proj: 3 blocks of rows")
         assert "\n" not in rank["refused"]
@@ -311,9 +313,9 @@ def assert_as_one(found: tuple, wanted: tuple) -> None:
         assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max(), name
 
 
-def test_every_label_counts_once_whatever_accumulates_and_on_however_many_ranks(four):
-    """num_items_in_batch x accumulation x DP x CP x samples without labels, against one step of
-    all."""
+def test_every_label_counts_once_for_any_accumulation_and_number_of_ranks(four):
+    """The table combines num_items_in_batch, accumulation, DP, CP and samples without labels; the
+    truth is one step with all samples."""
     theirs, ours = make("llama"), make("llama")
     ww.apply(ours)
     truth = {labels: accumulated(theirs, labels, 1, 0, 1) for labels in LABELS}
@@ -327,7 +329,7 @@ def test_every_label_counts_once_whatever_accumulates_and_on_however_many_ranks(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_fsdp_around_a_model_over_tensor_ranks_is_one_rank(four, family):
-    """Loss, gradients, their norm and a step; what is saved is the whole."""
+    """Compares loss, gradients, their norm and a step; the saved model is whole."""
     model = make(family)
     wanted = [accumulated(model, "ragged", 1, 0, 1)]
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -347,8 +349,8 @@ def test_fsdp_around_a_model_over_tensor_ranks_is_one_rank(four, family):
 
 
 def _sharded(rank: int) -> tuple:
-    """Under FSDP2, each layer and the rest: gathers of a step by how many numbers each brings, the
-    loss, gradients."""
+    """Run under FSDP2, with units for each layer and the rest. Return a step's gathers by size, the
+    loss, and gradients."""
     model = make("llama")
     ww.apply(model)
     for layer in model.model.layers:
@@ -376,7 +378,7 @@ def _sharded(rank: int) -> tuple:
 def test_fsdp_gathers_the_head_once_per_step_and_its_loss_is_fused():
     model = make("llama")
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
-    rest = sum(p.numel() for p in model.parameters()) - 2 * layer  # with the head
+    rest = sum(p.numel() for p in model.parameters()) - 2 * layer  # including the head
     wanted, wanted_grads = accumulated(model, "ragged", 1, 0, 1)
     for fused, gathered, loss, grads in run_ranks(2, _sharded):
         assert fused

@@ -1,7 +1,7 @@
-"""Hybrid sharding: ZeRO shards over dp_shard neighbours, replicas of them across the groups.
+"""Hybrid sharding: ZeRO shards over dp_shard neighbors, and replicates across the groups.
 
-The whole engine against the plain GPT in float64, checkpoints from one placement to another, and
-the bytes that each kind of group moves. `test_zero.py` has the optimizer alone against a textbook.
+The whole engine is compared with the plain GPT in float64; checkpoints move between placements; the
+bytes of each kind of group are counted. `test_zero.py` compares the optimizer with a textbook.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from warpweave.prove.proof import prove_layout
 from warpweave.train.options import TrainConfig
 from warpweave.train.trainer import Trainer
 
-ENOUGH = 32.0  # times what rounding does, in float64; see `prove`
+ENOUGH = 32.0  # in units of the rounding error in float64; see `prove`
 
 
 # -------------------------------------------------------------------------- equal to one device
@@ -42,7 +42,7 @@ def _proven(rank: int, layouts: list[Layout]) -> None:
 
 
 def _drawn(mesh: Mesh, stage: int) -> Layout:
-    """A random model of two layers on `mesh`, with sizes that no axis divides."""
+    """Draw a model of two layers on `mesh`, with sizes not divisible by any axis."""
     at = next(s for s in range(9999) if (lay := draw(s)).mesh == dataclasses.replace(
         mesh, dp_shard=lay.mesh.dp_shard))  # fmt: skip
     sizes, each = draw(at).sizes, draw(at).micro_batch_size
@@ -86,7 +86,7 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
 def _batch(mesh: ConnectedMesh, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """This data replica's part of eight samples in micro-batches of one."""
+    """Return this data replica's part of eight samples in micro-batches of one."""
     mine = torch.arange(8).chunk(mesh.size("dp"))[mesh.index("dp")]
     generator = torch.Generator().manual_seed(step)
     tokens, labels = torch.randint(0, 37, (2, 8, 7), generator=generator)[:, mine, None]
@@ -99,7 +99,8 @@ def _engine(mesh: ConnectedMesh, stage: int) -> Engine:
 
 
 def _steps(mesh: ConnectedMesh, stage: int, first: int, state: dict | None) -> tuple[dict, list]:
-    """Two steps from `state`: (the state as a checkpoint has it, who wrote each tensor)."""
+    """Run two steps from `state`. Return (the state as in a checkpoint,
+    the writer of each tensor)."""
     engine = _engine(mesh, stage)
     if state is not None:
         for kind in KINDS:
@@ -112,7 +113,8 @@ def _steps(mesh: ConnectedMesh, stage: int, first: int, state: dict | None) -> t
 
 
 def test_a_checkpoint_moves_from_one_placement_to_another():
-    """dp_shard 2, then 4, then none on a single device; every tensor is written by one rank."""
+    """dp_shard is 2, then 4, then there is one device. Every tensor is
+    written by exactly one rank."""
     (one, _), *_ = on_mesh(Mesh(), _steps, 0, 0, None)
     (one, _), *_ = on_mesh(Mesh(), _steps, 0, 2, one)
     (one, _), *_ = on_mesh(Mesh(), _steps, 0, 4, one)
@@ -133,7 +135,7 @@ def test_a_checkpoint_moves_from_one_placement_to_another():
 
 
 class _Wire:
-    """Bytes of the whole buffer of every collective, by name and by the axis it goes over."""
+    """A mode that counts the bytes of the whole buffer of every collective, by name and axis."""
 
     def __init__(self, mesh: ConnectedMesh) -> None:
         self.moved: dict[tuple[str, str], int] = {}
@@ -180,7 +182,7 @@ def _moved(rank: int) -> None:
             assert wire.order.index(replicas) < last
         assert engine.plan.microbatches == 2
         assert moved.pop(scatter) == (size if stage == 1 else 2 * size), stage
-        assert moved.pop(replicas) == size // 2, stage  # a shard, once a step
+        assert moved.pop(replicas) == size // 2, stage  # one shard per step
         # ZeRO 3 gathers a unit for each pass; the head's stays from its forward to its backward,
         # the embedding's is read at both ends.
         of = {unit.name: unit.gradients.flat.nbytes for unit in engine.units}

@@ -1,4 +1,4 @@
-"""Training goes on from a model of transformers: as transformers itself would, on any mesh."""
+"""Training continues from a transformers model as transformers itself would, on any mesh."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
-    """A random Llama, as transformers saves it."""
+    """Save a random Llama with transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def llama(tmp_path_factory) -> Path:
 
 
 def _config(folder: Path, source: Path, **changes) -> TrainConfig:
-    """A short training on numbers, from `source`."""
+    """Return a short training on numbers, from `source`."""
     text = folder / "text"
     if not text.exists():
         text.write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
@@ -69,7 +69,7 @@ def _losses(folder: Path) -> list[float]:
 
 
 def _theirs(config: TrainConfig, steps: int) -> tuple[list[float], torch.nn.Module]:
-    """What transformers and torch make of the same steps: the losses, and the trained model."""
+    """Run the same steps with transformers and torch. Return the losses, and the trained model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(config.init_from)
@@ -116,7 +116,7 @@ def test_twenty_steps_are_those_of_transformers_and_go_back_to_it(llama, tmp_pat
 
 
 def test_a_gemma_goes_on_as_transformers_does(tmp_path):
-    """Norms of 1 + w, capped logits, a scaled embedding, windows by turns."""
+    """Covers norms of 1 + w, capped logits, a scaled embedding, alternating windows."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     torch.manual_seed(0)
@@ -192,11 +192,11 @@ def test_the_models_tokenizer_is_the_default(llama, tmp_path):
     try:
         assert config.open_data("train").vocab_size == 100
         assert config.token_cache == config.out / "tokens"
-        assert config.model_config(100).vocab_size == 256  # the weights', not the data's
+        assert config.model_config(100).vocab_size == 256  # that of the weights, not of the data
         ids = np.arange(999, dtype=np.uint16) % 7
         write_token_file(tmp_path / "tokens.bin", ids, vocab_size=7)
         np.save(tmp_path / "tokens.npy", ids)
-        for name in ("tokens.bin", "tokens.npy"):  # whose tokens are ids already
+        for name in ("tokens.bin", "tokens.npy"):  # its tokens are ids already
             tokens = dataclasses.replace(config, data=tmp_path / name)
             assert tokens.open_data("train").vocab_size == 7
     finally:
@@ -239,7 +239,7 @@ def test_a_folder_that_is_no_model_ends_the_command_in_one_line(tmp_path, capsys
     assert caught.value.code == 2
     assert capsys.readouterr().err.strip().count("\n") == 0
     assert not (tmp_path / "run").exists()
-    for target in ("nowhere", "manifest.json"):  # links are refused, not passed over
+    for target in ("nowhere", "manifest.json"):  # links are rejected, not followed
         (tmp_path / "manifest.json").unlink()
         (tmp_path / "manifest.json").symlink_to(target)
         with pytest.raises(CheckpointError, match=r"manifest\.json"):

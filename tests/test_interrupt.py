@@ -1,4 +1,4 @@
-"""Signals: which are one stop, and what is left as it was."""
+"""Signals: which of them count as one stop, and that handlers are restored."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from warpweave.launch.interrupt import STOPS, Interrupt
 
 @pytest.mark.parametrize("first", STOPS)
 @pytest.mark.parametrize("again", STOPS)
-def test_signals_within_two_seconds_are_one_stop_and_a_later_one_stops_at_once(
+def test_signals_within_two_seconds_are_one_stop_and_a_later_one_interrupts(
     monkeypatch, first, again
 ):
     clock = [100.0]
     monkeypatch.setattr(interrupts.time, "monotonic", lambda: clock[0])
     interrupt = Interrupt()
     interrupt._handle(first, None)
-    for late in (0.0, 0.3, 1.9, 2.0):  # from the terminal and from the launcher; a finger bounces
+    # from the terminal and from the launcher, or from a double keypress
+    for late in (0.0, 0.3, 1.9, 2.0):
         clock[0] = 100.0 + late
         interrupt._handle(again, None)
     assert (interrupt.number, interrupt.again) == (first, False)
     clock[0] = 102.1
     with pytest.raises(KeyboardInterrupt):
         interrupt._handle(again, None)
-    interrupt._handle(again, None)  # not in the middle of the way out
+    interrupt._handle(again, None)  # must not interrupt the exit
     assert (interrupt.number, interrupt.again) == (first, True)
 
 

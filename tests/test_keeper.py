@@ -1,5 +1,8 @@
-"""What the keeper of an elastic run does when ranks end: who goes on, what it says, its exit code.
-No process is started."""
+"""The keeper of an elastic run when ranks end: which replicas continue, its messages, its exit
+code.
+
+No process is started.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ GRACE = 5.0  # seconds in which ranks must notice that a connection has failed, 
 
 
 class _Process(SimpleNamespace):
-    """It runs until it is killed or a test sets its exit code."""
+    """A process that runs until it is killed or a test sets its exit code."""
 
     def __init__(self) -> None:
         super().__init__(exitcode=None, terminated=0)
@@ -40,7 +43,7 @@ class _Store(dist.HashStore):
 
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
-    """The keeper's clock, which stands at `now`."""
+    """Replace the keeper's clock, which stays at `now`."""
     found = SimpleNamespace(now=100.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
     return found
@@ -48,7 +51,8 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 @pytest.fixture
 def keeper(monkeypatch, clock):
-    """A function that makes a keeper of `replicas` of `width` ranks, all let in if `there`."""
+    """Return a function that makes a keeper of `replicas` of `width`
+    ranks, all admitted if `there`."""
 
     def end(processes: Any) -> None:
         for process in processes:
@@ -80,7 +84,7 @@ def keeper(monkeypatch, clock):
 
 
 def _ready(keeper: Keeper, *numbers: int) -> None:
-    """All ranks of these replicas wait to be let in."""
+    """Make all ranks of these replicas wait for admission."""
     for number in numbers:
         replica = keeper.replicas[number]
         for rank in replica.ranks:
@@ -88,13 +92,13 @@ def _ready(keeper: Keeper, *numbers: int) -> None:
 
 
 def _settled(keeper: Keeper) -> None:
-    """All ranks of the generation have the state."""
+    """Give all ranks of the generation the state."""
     ranks = sum(len(keeper.replicas[n].ranks) for n in keeper.current.members)
     keeper.store.add(f"settled/{keeper.current.number}", ranks)
 
 
 def _ends(keeper: Keeper, **codes: int) -> int | None:
-    """The keeper's exit code or None once these ranks (r0, r1, ...) have ended with these codes."""
+    """End these ranks (r0, r1, ...) with these codes. Return the keeper's exit code or None."""
     for name, code in codes.items():
         rank = int(name[1:])
         keeper.replicas[keeper.seats[rank].replica].processes[rank].exitcode = code
@@ -131,7 +135,7 @@ def test_the_others_go_on_and_dead_replicas_are_restarted_and_join_again(keeper,
     assert [replica.start for replica in found.replicas] == [int(n in gone) for n in range(3)]
     _ready(found, *gone)
     assert found._watch() is None
-    assert found.current is now  # those that go on have not settled yet
+    assert found.current is now  # the remaining ones have not settled yet
     _settled(found)
     assert found._watch() is None
     joined = found.current
@@ -159,7 +163,7 @@ def test_all_ranks_of_a_replica_end_with_one_and_come_back_together(keeper):
     replica = found.replicas[1]
     found.store.set(f"ready/1/{replica.ranks[0]}", "")
     assert found._watch() is None
-    assert found.current.number == 2  # half of it is there
+    assert found.current.number == 2  # half of it is present
     found.store.set(f"ready/1/{replica.ranks[1]}", "")
     assert found._watch() is None
     assert found.current.members == {0: 0, 1: 1, 2: 0}
@@ -170,11 +174,11 @@ def test_all_ranks_of_a_replica_end_with_one_and_come_back_together(keeper):
     )
 
 
-def test_a_heartbeat_is_read_under_the_number_that_the_rank_has_in_its_generation(keeper):
+def test_heartbeat_is_read_under_the_rank_number_in_its_generation(keeper):
     found = keeper(3)
     _ends(found, r0=-9)
     _settled(found)
-    _beat(found, 1, 8, "saving")  # the second of those left, rank 2 of all
+    _beat(found, 1, 8, "saving")  # the second of the remaining ones, rank 2 of all
     _ends(found, r2=-9)
     assert found.current.change == (
         "replica 2 left: rank 2 (dp=2) was killed by SIGKILL, last seen at step 8 (saving), 8.0 s "
@@ -208,7 +212,7 @@ def test_the_last_checkpoint_is_named_when_no_replica_is_left(keeper, monkeypatc
 
 def test_a_refusal_or_a_run_that_is_given_up_ends_without_a_restart(keeper):
     found = keeper(3)
-    assert _ends(found, r1=2) == 2  # the exit code of a refusal
+    assert _ends(found, r1=2) == 2  # the exit code of invalid arguments
     for codes, code in (({"r1": -9}, 1), ({"r1": 5, "r2": 1}, 5)):
         found = keeper(3)
         found.store.set("over", "")
@@ -237,7 +241,7 @@ def test_a_replica_that_dies_before_it_joins_is_restarted_at_most_five_times(kee
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_replica_that_dies_after_a_stop_is_not_started_again(keeper, there):
-    """The others save and end; the exit code is that of the signal."""
+    """The others save and end. The exit code is that of the signal."""
     found = keeper(3, there=there)
     found.interrupt.number = 15
     assert found._watch() is None
@@ -266,7 +270,7 @@ def test_a_run_begins_with_fewer_replicas_if_no_fewer_than_asked_for(keeper, cap
         assert (found.current.members, found.current.change) == ({1: 0}, "")
 
 
-def test_the_first_generation_waits_for_all_and_has_begun_once_it_has_settled(keeper):
+def test_first_generation_waits_for_all_members_and_begins_once_settled(keeper):
     found = keeper(3, there=False)
     _ready(found, 0, 2)
     assert found._watch() is None
@@ -291,7 +295,7 @@ def test_the_exit_code_is_the_largest_of_the_members(keeper, codes, code):
     assert _ends(keeper(2), **codes) == code
 
 
-def test_a_member_that_does_not_end_is_not_waited_for_longer_than_the_grace_time(keeper, clock):
+def test_member_that_does_not_end_is_waited_for_only_the_grace_time(keeper, clock):
     found = keeper(2)
     assert _ends(found, r0=0) is None
     clock.now += GRACE - 0.1
@@ -302,7 +306,8 @@ def test_a_member_that_does_not_end_is_not_waited_for_longer_than_the_grace_time
 
 @pytest.mark.parametrize(
     ("failed", "hung"),
-    [([0], [1, 2]), ([0, 2], [1]), ([], []), ([0, 1, 2], [])],  # all failed: they say why, and end
+    # all failed: they report why, and end
+    [([0], [1, 2]), ([0, 2], [1]), ([], []), ([0, 1, 2], [])],
 )
 def test_ranks_that_do_not_notice_failed_connections_in_time_are_ended(
     keeper, clock, capsys, failed, hung
@@ -344,7 +349,7 @@ def test_the_grace_time_begins_anew_with_a_generation(keeper, clock):
     [(None, 0, 0, True), (15, 143, 143, True), (2, 130, 130, True), (2, 0, 130, True),
      (15, 1, 1, False), (None, 3, 3, False)],
 )  # fmt: skip
-def test_the_result_is_printed_and_the_exit_code_tells_the_signal_that_was_passed_on(
+def test_result_is_printed_and_the_exit_code_reflects_the_forwarded_signal(
     keeper, capsys, signal, ends, code, printed
 ):
     found = keeper(2)

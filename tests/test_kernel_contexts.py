@@ -1,4 +1,4 @@
-"""Pinned tiles and spared processors hold for the launches of their block and thread alone."""
+"""Pinned tiles and reserved processors apply only to launches of their block and thread."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _pin(n: int) -> AbstractContextManager[None]:
 
 
 def _pinned() -> int:
-    tile = tiles.find("gemm", CPU, 4, "wide")  # which takes the large one's
+    tile = tiles.find("gemm", CPU, 4, "wide")  # uses that of "large"
     return 0 if tile == PLAIN else tile.group
 
 
 def _left() -> int:
-    """Of the 64 processors here, those that a product leaves alone."""
+    """Return how many of the 64 processors a product leaves unused."""
     (programs,) = mainloop.grid(TILE, 1 << 14, 1 << 14, CPU)
     counts = mainloop.tile_counter(CPU) is not None
     left = 64 - programs // TILE.residents
@@ -44,7 +44,7 @@ CONTEXTS: dict[str, tuple[Callable[[int], Any], Callable[[], int]]] = {
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_a_setting_holds_within_its_block_and_thread_even_if_an_error_ends_it(name, monkeypatch):
+def test_setting_holds_only_within_its_block_and_thread_even_after_an_error(name, monkeypatch):
     monkeypatch.setattr(mainloop, "processors", lambda device: 64)
     enter, told = CONTEXTS[name]
     assert told() == 0

@@ -1,5 +1,5 @@
-"""Gradients of what the kernels multiply by and add: as wide as they are wanted, of any view of a
-leaf, at once or later; and in 16 bits every result is float32's, rounded once."""
+"""Gradients of kernel operands and addends: as wide as requested, for any view of a leaf, immediate
+or deferred. In 16 bits every result is a float32 result, rounded once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ T, E = 37, 66
 KEY = {"seed": 5, "site": 1, "tokens": torch.arange(T)}
 LABELS = torch.arange(T) * 7 % E
 TABLE = rope_table(torch.arange(T) + 9, 6, dtype=F32)
-ONCE = {  # of x[T, E]: ours and the truth
+ONCE = {  # for x[T, E]: ours and the truth
     "rms_norm": (rms_norm, reference.rms_norm, (E,)),
     "layer_norm": (layer_norm, reference.layer_norm, (E,), (E,)),
     **{
@@ -67,7 +67,8 @@ ONCE = {  # of x[T, E]: ours and the truth
 
 
 def assert_rounded_once(found: torch.Tensor, truth: torch.Tensor, what: str) -> None:
-    """To its dtype, from what is right in float32 up to a few units of the largest."""
+    """Assert that it is the correct float32 result rounded to its dtype, up to a
+    few units of the largest."""
     half = torch.finfo(found.dtype).eps / 2
     bound = 1.01 * half * truth.abs() + 2**-20 * truth.abs().max()
     assert ((found.double() - truth).abs() <= bound).all(), what
@@ -92,14 +93,14 @@ def test_what_is_made_of_16_bits_is_rounded_once_both_ways(name, impl) -> None:
 
 
 def _at_once(p: torch.Tensor, dw: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of what cannot wait for it."""
+    """Return the gradient of a tensor whose gradient cannot be deferred."""
     buffer, add, gradient = wgrad_buffer(p, p.grad_dtype)
     buffer.copy_(dw.view(p.shape) + (buffer.double() if add else 0))
     return gradient
 
 
 def test_gradients_of_parameters_are_sums_in_float32() -> None:
-    """Of whole numbers whose sums have no place in 16 bits."""
+    """Uses whole numbers whose sums do not fit in 16 bits."""
     dy, x = (torch.randint(-100, 201, (5, 60, n)).to(BF16) for n in (6, 4))
     for wanted in (F32, BF16):
         weight, bias = (torch.zeros(s, dtype=BF16, requires_grad=True) for s in ((3, 2, 4), (3, 2)))
@@ -117,7 +118,7 @@ def test_gradients_of_parameters_are_sums_in_float32() -> None:
                     for times in (1, 2):
                         with context(store):
                             left = make(p)
-                        if left is not None:  # nobody keeps it: autograd does
+                        if left is not None:  # nothing collects it, so autograd does
                             assert (context, home) == (accumulate, None)
                             assert torch.equal(left, right)
                             break
@@ -128,19 +129,19 @@ def test_gradients_of_parameters_are_sums_in_float32() -> None:
                         assert torch.equal(
                             p.grad.double(), (times * right.double()).to(wanted).double()
                         )
-                    store.run()  # what was written is forgotten
+                    store.run()  # what was written is discarded
                     assert p.grad is None or left is not None or torch.equal(p.grad, 2 * right)
                     p.grad = None
 
 
 @pytest.mark.parametrize("context", [collect, accumulate])
-def test_gradients_are_handed_over_within_the_block_only_also_where_it_ends_by_an_error(context):
+def test_weight_gradients_are_collected_only_within_the_block(context):
     weight, dw = torch.zeros(2, requires_grad=True), torch.ones(2)
     store = WeightGradients({weight: torch.zeros(2)})
     with suppress(KeyError), context(store):
         assert wgrad(weight, lambda: dw) is None
         assert waits(weight) == (context is collect)
-        assert not waits(weight * 2)  # a computed one's is returned at once
+        assert not waits(weight * 2)  # the gradient of a computed tensor is returned at once
         assert not torch.autograd.is_multithreading_enabled()
         raise KeyError
     assert wgrad(weight, lambda: dw) is dw
@@ -286,7 +287,7 @@ def test_deferred_gradients_are_computed_in_order_and_written_into_buffers() -> 
     assert other.grad.tolist() == [6.0, 6.0]
 
 
-def test_a_gradient_has_the_grad_dtype_of_its_parameter_or_the_parameters_own() -> None:
+def test_gradient_has_the_grad_dtype_of_its_parameter_or_else_its_dtype() -> None:
     for own in (F64, F32, BF16):
         p = torch.zeros(3, dtype=own, requires_grad=True)
         assert grad_dtype(p) == own

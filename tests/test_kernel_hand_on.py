@@ -1,6 +1,5 @@
-"""Functions of products, MLPs and losses hand all that they are given on to what computes, as
-`test_hand_on` shows of layers: no value here is a default, so that a forgotten one is another.
-"""
+"""Functions of products, MLPs and losses pass all their arguments on to what computes, as
+`test_hand_on` tests for layers. No value is a default, so that a dropped one shows."""
 
 from __future__ import annotations
 
@@ -168,7 +167,7 @@ def test_a_row_product() -> None:
         local, "fused_gemm",
         lambda: LOCAL.row_product(h, down, down_bias.double(), **AFTER, **HOW), (residual, None),
     )  # fmt: skip
-    assert found["bias"].dtype == h.dtype  # rounded as a product's other operands
+    assert found["bias"].dtype == h.dtype  # rounded like a product's other operands
 
 
 def test_products() -> None:
@@ -232,7 +231,7 @@ def test_what_layers_ask_of_products_over_ranks() -> None:
 
 @pytest.mark.parametrize("form", ["samples", "tokens", "a run", "gathered"])
 def test_a_projection_of_heads(form: str) -> None:
-    """Of tokens that are whole samples, or a run of them, or gathered by the product's kernel."""
+    """Tokens are whole samples, or a run of them, or gathered by the product's kernel."""
     heads = torch.randn(2, 4, 2, 4, requires_grad=True)
     bias, cos, sin = torch.randn(2, 4, 2), torch.randn(3, 1), torch.randn(3, 1)
     samples, first = x.view(2, 3, 4), 2
@@ -245,7 +244,7 @@ def test_a_projection_of_heads(form: str) -> None:
         given = x
     v = torch.randn_like(k)
     result, name = (q, k, v), "qkv_fwd"
-    if form == "a run":  # of tokens 2 to 5: position 2 of the one sample, 0 and 1 of the other
+    if form == "a run":  # tokens 2 to 5: position 2 of one sample, 0 and 1 of the other
         at = [2, 0, 1]
         result = q[:1], k[:1], v[:1]
         expected |= {"x": x[None, 2:5], "cos": cos[at], "sin": sin[at]}
@@ -255,7 +254,7 @@ def test_a_projection_of_heads(form: str) -> None:
     elif form == "gathered":
         rows = Gathering(x[:3], MEMORY)
         expected = expected | {"x": rows, "shape": (2, 3)}
-        del expected["impl"]  # there is one
+        del expected["impl"]  # there is only one
         name, ranks = "gather_qkv_fwd", mock.Mock(**{"name.return_value": "it"})
         ranks.column_product = lambda x, of: of(rows, 0)
     else:

@@ -1,7 +1,7 @@
-"""What a kernel cannot take is refused, and what it can is not: each condition of a check alone.
+"""Kernels reject invalid arguments and accept valid ones: each condition is tested alone.
 
-Of products, norms, rotations, elementwise ops, steps of AdamW and products over which the ranks'
-data moves. `test_attention_refusals` and `test_loss_refusals` have the others'.
+Covers products, norms, rotations, elementwise ops, AdamW steps, and products with data movement
+over ranks. `test_attention_refusals` and `test_loss_refusals` cover the others.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ SCALING: Rows = [
     ({**BAND, "low": 32.0}, "0 < low < high, got 32.0 and 32.0"),
     ({**BAND, "low": 31.9}, None),
     ({**BAND, "kind": "llama3", "low": 4.0}, "0 < low < high, got 4.0 and 4.0"),
-    ({"low": 0.0}, None),  # which no band asks for
+    ({"low": 0.0}, None),  # no band uses it
     ({**BAND, "high": 0.0}, "0 < low < high, got 1.0 and 0.0"),
     ({**BAND, "high": 1.0}, "0 < low < high, got 1.0 and 1.0"),
     ({**BAND, "high": 1.1}, None),
@@ -394,7 +394,7 @@ SEEN: Rows = [
 
 
 def shared(call, slots=2, capacity=256, **given):
-    """A call that its check, or else what the other rank never published, ends."""
+    """Return a call that ends at its check, or else at data that the other rank never published."""
     memory, _ = local_memory(2, slots=slots, capacity=capacity, polls=1)
     try:
         call(memory=memory, **given)
@@ -500,7 +500,7 @@ def test_what_breaks_one_rule_is_refused_and_what_breaks_none_is_not(name) -> No
 
 
 NORM_MORE = {"residual": X, "x_bias": E6, "drop": Drop(0.5, 0, 0, ints(1, 2, 3, 4))}
-MORE = {  # tensors that a call may be given beside those of its base
+MORE = {  # tensors that a call may have in addition to those of its base
     "gemm": {"bias": z(6)},
     "fused_gemm": {"bias": z(6), "residual": z(3, 6), "drop": Drop(0.5, 0, 0, TOKENS)},
     "mlp": {"up_bias": z(5, 2), "down_bias": z(4), "residual": z(3, 4),
@@ -522,7 +522,7 @@ def test_every_tensor_must_be_where_the_others_are(name) -> None:
     TABLES[name].elsewhere(MORE.get(name, {}))
 
 
-ALONE = {  # what no other argument has the length of
+ALONE = {  # tensors whose length no other argument shares
     "gemm": {("a", 0)}, "rope_table": {("positions", 0)}, "sum_of_squares": {("flat", 0)},
     "apply_rope": {("x", 0), ("x", 2)}, "apply_rope_qk": {("q", 2), ("k", 2)},
     "dropout": {("x", 1)}, "activate": {("x", 0)}, "activation_fwd": {("x", 0)},

@@ -1,8 +1,8 @@
-"""Every op of `kernels` on arguments drawn at random is what the reference says, whatever meets.
+"""Every op of `kernels` equals the reference on random arguments, in any combination.
 
-Each draw takes some of the options that there are, any sizes, tensors at any distances, and any of
-the inputs as leaves; results and gradients are compared in float64. What is made empty is NaN, and
-nothing may be written beside it (`guarded`). A new option of an op is drawn here, too.
+Each draw selects some of the options, any sizes, tensors of any strides, and any of the inputs as
+leaves. Results and gradients are compared in float64. Empty tensors are filled with NaN, and writes
+out of bounds are detected (`guarded`). Draw each new option of an op here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ F64 = torch.float64
 
 
 class Call(NamedTuple):
-    """`ours` (which takes an impl, too) and `truth` of leaves of these shapes; None is no leaf."""
+    """`ours` (which also accepts an impl) and `truth` of leaves of
+    these shapes; None is no leaf."""
 
     ours: Callable[..., Any]
     truth: Callable[..., Any]
@@ -42,7 +43,8 @@ class Call(NamedTuple):
 
 
 class Draw(random.Random):
-    """Where there are `few`, each program is interpreted: there is one sample, one head of keys."""
+    """A random generator. With `few`, because each program is interpreted, there is one sample and
+    one head of keys."""
 
     few = False
 
@@ -63,7 +65,7 @@ class Draw(random.Random):
 
 
 def kept(drop: Drop | None, E: int) -> dict[str, Any]:
-    """The reference's words for a drop."""
+    """Return the reference's arguments for a drop."""
     if drop is None:
         return {}
     p, seed, site, tokens = drop
@@ -202,7 +204,7 @@ def _product(rng: Draw) -> Call:
 
 
 def _loss_options(rng: Draw, N: int, V: int) -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
-    """Labels, the reference's options, and the reduction."""
+    """Draw labels, the reference's options, and the reduction."""
     ignored = rng.choice((-100, -1, 0, V + 3))
     options = rng.some({"label_smoothing": rng.choice((0.1, 1.0)), "z_loss": 0.1,
                         "vocab_size": rng.randint(1, V)})  # fmt: skip
@@ -249,7 +251,7 @@ def _head(rng: Draw) -> Call:
 
 
 def _runs(rng: Draw, length: int) -> tuple[tuple[int, ...], ...] | None:
-    """Positions of `length` rows below 200."""
+    """Draw positions of `length` rows below 200."""
     by, first = rng.choice((1, 1, 2, 4)), rng.randint(0, length)
     if rng.random() < 0.4:
         return None
@@ -289,7 +291,7 @@ def _attention(rng: Draw) -> Call:
     }) | {name: r for name, r in runs.items() if r is not None}  # fmt: skip
     documents = options.get("documents")
     if documents is not None and documents.ndim == 3 and last[0] != last[1]:
-        options["q_runs"] = options.get("q_runs", ((0, Sq),))  # they go on behind these rows
+        options["q_runs"] = options.get("q_runs", ((0, Sq),))  # they continue behind these rows
     if "dropout" in options:
         options |= {"dropout_seed": rng.randrange(2**63), "dropout_origin": (3, 2**31)}
 
@@ -314,7 +316,7 @@ OPS = {
 
 
 def _tiles(rng: Draw) -> dict[tuple[str, int, int | str], AttentionTile | GemmTile]:
-    """Small ones, so that there are several: as a user's table may have them."""
+    """Pin small tiles, so that there are several, as a user's table may have them."""
     sides = rng.choice(((16, 16), (16, 32), (32, 16)))
     found = {(f"attention_{k}", 8, 256): AttentionTile(*sides, 1, 1) for k in ("fwd", "dkdv", "dq")}
     product = GemmTile(
@@ -324,7 +326,7 @@ def _tiles(rng: Draw) -> dict[tuple[str, int, int | str], AttentionTile | GemmTi
 
 
 def _somewhere(rng: Draw, shape: tuple[int, ...]) -> torch.Tensor:
-    """Numbers with any strides."""
+    """Draw numbers with any strides."""
     x = torch.randn(shape, dtype=F64)
     if x.ndim > 1 and rng.random() < 0.5:
         order = torch.tensor(rng.sample(range(x.ndim), x.ndim))
@@ -367,7 +369,7 @@ def _compare(rng: Draw, call: Call, impl: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch) -> None:
-    """Of what the CPU takes some at a time there are several parts, and the last is short."""
+    """Make the CPU path use several small parts, with a short last one."""
     monkeypatch.setattr(blocks, "CPU", blocks.BlockSizes(1100, 8, 5))
     monkeypatch.setattr(forward, "_CHUNK", 30)
     monkeypatch.setattr(torch_path, "ROWS", 8)

@@ -1,4 +1,5 @@
-"""The ladder, read from the imports with `ast`: every edge goes down, nothing forbidden is used."""
+"""The ladder, read from the imports with `ast`: every edge goes down, and
+nothing forbidden is used."""
 
 import ast
 import re
@@ -10,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNGS = ("kernels", "parallel", "layers", "warpweave")  # lowest first
-# The rooms and files of a package, lowest first; a file imports from its own room or those before
-# it. What is not named stands above them all.
+# The rooms and files of a package, lowest first. A file imports from its own room or earlier ones.
+# Anything not listed is above them all.
 ROOMS = {
     "warpweave": (
         ("kernels",),
@@ -174,7 +175,8 @@ FORBIDDEN_NAMES = {
 
 
 def climbs(module: str, name: str) -> bool:
-    """Whether `module` imports, in `name`, from a room above its own or beside it."""
+    """Return True if `module` imports, in `name`, from a room above its
+    own or on the same floor."""
     ours, theirs = module.split("."), name.split(".")
     depth = 0  # of the innermost package that holds both
     while ours[depth : depth + 1] == theirs[depth : depth + 1] != []:
@@ -195,13 +197,13 @@ def stdlib_only(module: str) -> bool:
 
 
 def rung_of(module: str) -> int:
-    """The index in RUNGS of a module of ours."""
+    """Return the index in RUNGS of a module of ours."""
     parts = module.split(".")
     return RUNGS.index(parts[1]) if len(parts) > 1 and parts[1] in RUNGS[:3] else 3
 
 
 def source_files() -> Iterator[tuple[str, Path]]:
-    """(module name as it is imported, file) of everything that is installed."""
+    """List (module name as it is imported, file) of every installed file."""
     for rung in RUNGS:
         for path in sorted((ROOT / rung).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
@@ -210,7 +212,8 @@ def source_files() -> Iterator[tuple[str, Path]]:
 
 
 def imports(module: str, tree: ast.AST, known: set[str]) -> Iterator[str]:
-    """Every module that `tree` imports, also inside functions, relatively or by import_module."""
+    """List every module that `tree` imports, including imports in functions,
+    relative ones and import_module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -231,7 +234,7 @@ def imports(module: str, tree: ast.AST, known: set[str]) -> Iterator[str]:
 
 
 def complaints(module: str, text: str, known: set[str]) -> list[str]:
-    """What is wrong with a source file, given the names of all modules of ours."""
+    """List the errors of a source file, given the names of all modules of ours."""
     tree = ast.parse(text)
     rung, found = rung_of(module), []
     for name in imports(module, tree, known):
@@ -408,14 +411,14 @@ def test_no_path_of_any_machine_is_written_down() -> None:
 
 # ---------------------------------------------------------------- one name, one meaning
 
-# `reference` and `cost` have an entry for each op, under its name; the witness draws for itself;
-# a command is `main`, of which `parse` reads the options and `run` does the work.
+# `reference` and `cost` have an entry for each op, under its name. The witness draws independently.
+# A command is `main`, with options read by `parse` and work done by `run`.
 MIRRORS = ("kernels/reference.py", "kernels/cost.py", "warpweave/model/plain.py")
 COMMANDS = ("main", "parse", "run")
 
 
 def _doubles(files: dict[str, str]) -> dict[str, list[str]]:
-    """Names of functions and classes at the top of several files -> these files."""
+    """Return names of functions and classes at the top of several files -> these files."""
     places: dict[str, list[str]] = {}
     for path, text in files.items():
         for node in ast.parse(text).body:

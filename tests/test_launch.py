@@ -1,4 +1,5 @@
-"""Real jobs: what they print, where they listen, how they end (faults: `tests/faults`)."""
+"""Real jobs: their output, the addresses they listen on, and how they end (faults:
+`tests/faults`)."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ from warpweave.train.options import parse
 
 ROOT = Path(__file__).parent.parent
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-WAIT = 600.0  # seconds, on a machine that does much else
+WAIT = 600.0  # seconds, on a busy machine
 
 
 class Job(TrainingJob):
-    """A training job from the repository's root."""
+    """A training job started in the repository's root."""
 
     def __init__(self, folder: Path, *options: str, command: tuple[str, ...] = ()) -> None:
         command = command or (sys.executable, "-P", "-m", "warpweave", "train")
@@ -55,7 +56,7 @@ def job(tmp_path):
 
 
 def _noise(stderr: str) -> list[str]:
-    """What stderr holds beside our own lines and the progress bar."""
+    """Return the lines of stderr other than our own and the progress bar."""
     lines = [line for line in stderr.replace("\r", "\n").splitlines() if line.strip()]
     return [x for x in lines if not x.startswith("warpweave: ") and "step" not in x.split("|")[-1]]
 
@@ -68,7 +69,7 @@ LONG = ("--steps", "100000", "--save-every", "1", "--keep", "2", "--eval-every",
 
 
 def _spare_port() -> int:
-    """A port where nobody listens, below those that the system gives to connections."""
+    """Return a port with no listener, below those that the system assigns to connections."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.sample(range(first - 8192, first), 64):
         with contextlib.suppress(OSError), _loopback_listener(port):
@@ -77,7 +78,7 @@ def _spare_port() -> int:
 
 
 @LINUX
-def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(job, tmp_path):
+def test_one_command_trains_on_a_mesh_and_two_torchrun_nodes_train_the_same(job, tmp_path):
     options = ("--pp", "2", "--microbatches", "2", "--steps", "4", "--zero", "2")
     ours = job(*options)
     heard: set[str] = set()
@@ -112,7 +113,8 @@ def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(
     assert "loss=" in err
     assert _noise(err) == []
 
-    # The repository's root is on these ones' path, with its folders named kernels and parallel.
+    # The path of these processes has the repository's root, with its folders named kernels and
+    # parallel.
     port, nodes = str(_spare_port()), []
     for node in ("0", "1"):
         where = ("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", node,
@@ -124,11 +126,11 @@ def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(
     assert ends[0].result["val_loss"] == result["val_loss"]
     nodes[0].out = tmp_path / "shared"
     assert _losses(nodes[0]) == _losses(ours)
-    assert ends[1].stdout == []  # the second node's ranks have nothing to say
+    assert ends[1].stdout == []  # the second node's ranks print nothing
 
 
 def _torchrun(ranks: int, *options: str) -> tuple[str, ...]:
-    """The command of a run under torchrun."""
+    """Return the command of a run under torchrun."""
     torch = (sys.executable, "-P", "-m", "torch.distributed.run")
     return (*torch, "--nproc-per-node", str(ranks), *options, "-m", "warpweave.train")
 
@@ -160,14 +162,14 @@ RUNS = ("own store", "early")
 
 
 def _suite(folder: Path) -> None:
-    """What a test does that is killed: torchrun with a rank that stands still, and our own command
-    whose ranks just start.
+    """Act as a test that is killed: start torchrun with a stopped rank, and our own command whose
+    ranks are just starting.
 
-    A rank of torchrun is alone and keeps the store itself, so that it is neither a peer's end nor
-    torchrun's that it notices. `tests/faults/test_deaths.py` kills launchers of ours.
+    The torchrun rank is alone and hosts the store itself, so it notices neither a peer's end nor
+    torchrun's. `tests/faults/test_deaths.py` kills our launchers.
     """
     os.environ["STARTED_BY"] = str(folder)
-    # torchrun names a port that was free a while ago; a connection of others may have taken it.
+    # torchrun picks a port that was free a while ago; another connection may have taken it.
     runner = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1")
     apart = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *runner, "--standalone", "--no-python")
     rank = ("env", f"MASTER_PORT={_spare_port()}", sys.executable, "-m", "warpweave.train")
@@ -175,7 +177,7 @@ def _suite(folder: Path) -> None:
     early = Job(folder / "early", *LONG, "--tp", "2")
     own.wait_for(lambda: own.steps() >= 2)
     for rank in own.ranks():
-        os.kill(rank, signal.SIGSTOP)  # and it stays so
+        os.kill(rank, signal.SIGSTOP)  # and it stays stopped
     early.wait_for(lambda: len(early.ranks()) == 2)
     (folder / "ready").touch()
     time.sleep(600)
@@ -211,7 +213,7 @@ def test_a_refused_resume_ends_with_2_and_one_line(tmp_path):
     files = tmp_path / "run"
 
     def ends(name: str, *more: str) -> tuple[int, str, str]:
-        """The exit code, what was printed, and what on stderr, of a run in processes of ours."""
+        """Return the exit code, stdout and stderr of a run in processes of ours."""
         folder = tmp_path / name
         folder.mkdir()
         with QuickProcesses(folder) as processes:
@@ -238,7 +240,7 @@ def test_a_refused_resume_ends_with_2_and_one_line(tmp_path):
     assert sorted((path, path.stat().st_mtime_ns) for path in files.rglob("*")) == before
 
 
-# -------------------------------------------------------------------------- who says what
+# -------------------------------------------------------------------------- which rank prints
 
 
 def _sessions(world: int) -> list[Session]:
@@ -261,7 +263,8 @@ def test_the_cause_speaks_and_those_that_lost_it_stay_silent():
 
 def test_an_error_of_all_ranks_is_said_once_and_blames_nobody():
     sessions = _sessions(3)
-    error = CheckpointError("/runs/gloo Connection/x is damaged")  # a path that looks like a loss
+    # a path that looks like a lost connection
+    error = CheckpointError("/runs/gloo Connection/x is damaged")
     said = [s.explain(error, (CheckpointError,)) for s in sessions]
     assert said == [str(error), None, None]
 
@@ -294,7 +297,7 @@ def test_a_single_process_speaks_for_itself():
 
 
 def _environment(monkeypatch):
-    """Rank 3 of 4, the second one on its machine."""
+    """Set the environment of rank 3 of 4, the second one on its machine."""
     environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -324,13 +327,13 @@ def test_as_many_ranks_as_the_mesh_needs_are_wanted(monkeypatch, tp):
     ("gpus", "asked", "backend", "device", "where"),
     [
         (2, None, "nccl", "cuda:1", "H, nccl"),
-        (1, None, "nccl", "cuda:0", "H, nccl"),  # each rank is shown its own, as SLURM may
+        (1, None, "nccl", "cuda:0", "H, nccl"),  # each rank sees only its own, as SLURM may arrange
         (2, "gloo", "gloo", "cpu", "cpu, gloo"),
         (0, None, "gloo", "cpu", "cpu, gloo"),
     ],
 )
 def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend, device, where):
-    """The choice alone: CUDA's answers are made up and nothing is connected."""
+    """Only the choice is tested: CUDA's answers are faked and nothing is connected."""
     groups = []
     _environment(monkeypatch)
     threads = torch.get_num_threads()
@@ -346,7 +349,7 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend
     session = join(Mesh(tp=2, pp=2), backend=asked, timeout=77.0)
     session.close()
     if backend == "gloo" and sys.platform == "linux":
-        assert torch.get_num_threads() == 4  # of 8 cores, with another rank on this machine
+        assert torch.get_num_threads() == 4  # 8 cores, with another rank on this machine
     torch.set_num_threads(threads)
     assert (str(session.device), session.where) == (device, where)
     assert chosen == ([session.device] if backend == "nccl" else [])
@@ -360,7 +363,8 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend
 
 @pytest.mark.parametrize("port", [None, 1])
 def test_ranks_that_cannot_compute_together_say_so_before_they_connect(monkeypatch, port):
-    """Under torchrun as an error of all ranks alike, under `launch` in the line that it says."""
+    """Under torchrun all ranks raise the same error; under `launch` it is in
+    the line that is printed."""
     _environment(monkeypatch)
     monkeypatch.setattr("warpweave.launch.session.end_with_parent", lambda: None)
     pretend_gpus(monkeypatch, 2)

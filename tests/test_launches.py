@@ -1,4 +1,4 @@
-"""What a micro-batch costs the host: a layer's launches, and the tables of its documents."""
+"""A micro-batch's cost on the host: a layer's launches, and the tables of its documents."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +23,8 @@ DOCUMENTS = torch.tensor([[0, 5, 12], [0, 1, 12]])
 
 
 class _Others(TorchDispatchMode):
-    """Counts what is neither a view nor an allocation, and in which torch launches a kernel."""
+    """A mode that counts operators other than views and allocations, for
+    which torch launches a kernel."""
 
     def __init__(self, found: Counter[str]) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ def _gpt(config: dict, layers: int) -> GPT:
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_a_layer_launches_no_more_kernels_than_it_is_allowed(config) -> None:
-    """What the second layer of two adds; "mm" is torch's product."""
+    """Counts the launches that a second layer adds; "mm" is torch's product."""
     forward = Counter(norm_fwd=2, qkv_fwd=1, attention_fwd=1, mm=1, gemm=2)
     backward = Counter(
         norm_bwd=2, hidden_bwd=1, attention_delta=1, attention_dkdv=1, attention_dq=1, qkv_bwd=1,
@@ -83,7 +84,7 @@ def test_documents_are_looked_up_once_for_all_kernels_of_all_layers(config) -> N
         loss = gpt(tokens, tokens, documents=DOCUMENTS)
         loss.backward()
     assert searched.call_count == 1
-    plain = GPT(GPTConfig(layers=2, **config), impl="torch")  # which takes the boundaries
+    plain = GPT(GPTConfig(layers=2, **config), impl="torch")  # it accepts the boundaries
     plain.load_state_dict(gpt.state_dict())
     plain(tokens, tokens, documents=DOCUMENTS).backward()
     for ours, theirs in zip(gpt.parameters(), plain.parameters(), strict=True):

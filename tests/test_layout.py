@@ -16,7 +16,8 @@ KINDS = ["zigzag", "contiguous", "striped"]
 
 
 def _pairs(layout: SequenceLayout, q_rank: int, k_rank: int) -> int:
-    """Visible (query, key) pairs of one rank's queries with one rank's keys under a causal mask."""
+    """Count visible (query, key) pairs of one rank's queries with one rank's
+    keys under a causal mask."""
     q, k = layout.positions(q_rank), layout.positions(k_rank)
     return int((k[None, :] <= q[:, None]).sum())
 
@@ -64,10 +65,10 @@ def test_zigzag_balances_causal_work_and_contiguous_does_not(parts: int) -> None
     layout = SequenceLayout(6 * parts, parts)
     ranks = range(parts)
     assert len({sum(_pairs(layout, q, k) for k in ranks) for q in ranks}) == 1
-    for hop in range(parts):  # a ring waits for its busiest rank in every hop
+    for hop in range(parts):  # in every hop a ring waits for its busiest rank
         assert len({_pairs(layout, q, (q - hop) % parts) for q in ranks}) == 1
     striped = SequenceLayout(6 * parts, parts, "striped")
-    for hop in range(parts):  # a query more or less
+    for hop in range(parts):  # up to one query
         pairs = {_pairs(striped, q, (q - hop) % parts) for q in ranks}
         assert max(pairs) - min(pairs) <= striped.local_len
     plain = SequenceLayout(6 * parts, parts, "contiguous")
@@ -83,18 +84,19 @@ def test_labels_are_shifted_over_the_whole_sequence(kind: str) -> None:
     for rank in range(3):
         local = layout.shard(labels, rank, 1)[0].tolist()
         assert local == [101 + p if p < 11 else -100 for p in layout.positions(rank).tolist()]
-        # The mistake this prevents: shifting the shard pairs a run's last token with a stranger.
+        # The mistake this prevents: shifting the shard pairs a run's last token with an unrelated
+        # token.
         mistake = shift_labels(layout.shard(tokens, rank, 1))[0].tolist()
         assert (mistake == local) == (kind == "contiguous" and rank == 2)
     assert shift_labels(tokens.T, dim=0, ignore_index=-1)[:, 0].tolist() == [*range(101, 112), -1]
-    for n in (0, 1):  # nothing, and nothing that follows
+    for n in (0, 1):  # nothing, and one token without a next
         assert shift_labels(tokens[:, :n]).tolist() == [[-100] * n] * len(tokens)
         assert shift_labels(tokens.T[:n], dim=0).tolist() == [[-100] * len(tokens)] * n
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_one_rank_holds_any_length_without_padding(kind: str) -> None:
-    """Pipeline stages agree on messages of so many rows before they see a batch."""
+    """Pipeline stages agree on messages of that many rows before they see a batch."""
     for length in (0, 1, 7, 63, 127, 511, 513, 1025, 2049, 4099):
         layouts = [cut(length, 1, kind)]
         layouts += [balance(length, 1, [0, length // 3])] * (kind == "balanced")
@@ -114,7 +116,7 @@ def test_errors_name_the_numbers() -> None:
         with pytest.raises(ValueError, match=r"rank must be in \[0, 4\), got 4"):
             SequenceLayout(16, 4, kind).shard(torch.zeros(16), 4, 0)
     for layout in (*(SequenceLayout(16, 4, kind) for kind in KINDS), balance(16, 4)):
-        for n in (0, 15, 17):  # less and more
+        for n in (0, 15, 17):  # fewer and more
             with pytest.raises(ValueError, match=f"full sequence length 16 in dim 1, got {n}$"):
                 layout.shard(torch.zeros(2, n), 0, 1)
         for n in (0, 3, 5):
@@ -158,7 +160,7 @@ def test_a_length_that_does_not_divide_is_padded_behind_its_end(length: int, par
 
 
 def _packed(length: int, draw) -> list[int]:
-    """Boundaries of documents of drawn lengths, the last one cut."""
+    """Return boundaries of documents of drawn lengths, the last one cut off."""
     bounds = [0]
     while bounds[-1] < length:
         bounds.append(min(length, bounds[-1] + max(1, int(draw()))))
@@ -167,8 +169,8 @@ def _packed(length: int, draw) -> list[int]:
 
 @pytest.mark.parametrize("parts", [4, 8, 16])
 def test_ragged_documents_are_balanced_where_zigzag_is_not(parts: int) -> None:
-    """Log-normal and Pareto lengths, as web text and code have them, and a few documents of half
-    the sequence among short ones, as long-context mixtures do: within 5 % of the mean, against
+    """Log-normal and Pareto lengths, like web text and code, and a few documents of half the
+    sequence among short ones, as in long-context mixtures: within 5 % of the mean, where zigzag has
     twice the mean."""
     rng, length = random.Random(parts), 16384
     drawn = {
@@ -182,7 +184,7 @@ def test_ragged_documents_are_balanced_where_zigzag_is_not(parts: int) -> None:
             documents = _packed(length, draw)
             ranks, plain = balance(length, parts, documents), SequenceLayout(length, parts)
             begins = torch.tensor(documents)
-            for layout in (ranks, plain):  # the pairs, counted otherwise
+            for layout in (ranks, plain):  # the pairs, counted in another way
                 for rank, pairs in enumerate(layout.pairs(documents)):
                     at = layout.positions(rank)
                     begin = begins[torch.searchsorted(begins, at, right=True) - 1]
@@ -194,14 +196,15 @@ def test_ragged_documents_are_balanced_where_zigzag_is_not(parts: int) -> None:
         assert sorted(uneven)[2] > 1.5, (name, uneven)
     assert [balance(60, 3).runs(rank) for rank in range(3)] == [
         SequenceLayout(60, 3).runs(rank) for rank in range(3)
-    ]  # one document: zigzag
+    ]  # a single document: zigzag
 
 
-# Of published corpora, how long documents are. Gao et al. 2020, The Pile (arXiv:2101.00027), Table
-# 1: effective GiB and mean KiB of a document of each component. Soldaini et al. 2024, Dolma
-# (arXiv:2402.00159, its dataset card): 10^6 documents and 10^9 tokens of each source. A document is
-# of a component as often as that has documents; its length is exponential with that mean (the
-# shape within a component is ours: no more than the mean is published), at 4 bytes a token.
+# Document lengths of published corpora. Gao et al. 2020, The Pile (arXiv:2101.00027), Table 1:
+# effective GiB and mean KiB of a document of each component. Soldaini et al. 2024, Dolma
+# (arXiv:2402.00159, its dataset card): 10^6 documents and 10^9 tokens of each source. A document
+# comes from a component in proportion to the component's documents; its length is exponential with
+# that mean (the shape within a component is ours: only the mean is published), at 4 bytes per
+# token.
 PILE = (
     (227.12, 4.33), (180.55, 30.55), (151.44, 538.36), (125.54, 3.85), (112.42, 46.61),
     (95.16, 5.25), (76.73, 15.06), (64.39, 2.16), (45.81, 4.08), (38.53, 1.30), (27.19, 398.73),
@@ -209,8 +212,8 @@ PILE = (
     (7.80, 4.92), (7.47, 22.55), (4.76, 73.37), (3.79, 2.11), (1.76, 1.78),
 )  # fmt: skip
 DOLMA = ((4600, 2415), (364, 175), (38.8, 57), (236, 430), (0.052, 4.8), (6.1, 3.6))
-# TxT360 (LLM360; the card of its English sample of 5 million documents): tokens at the least, the
-# quartiles and the most. Log-uniform between the quartiles, and above the third a Pareto tail whose
+# TxT360 (LLM360; the card of its English sample of 5 million documents): minimum, quartiles and
+# maximum of tokens. Log-uniform between the quartiles, and above the third a Pareto tail whose
 # exponent gives the published mean, 1,004.
 TXT360 = (257, 402, 622, 1050, 24574)
 
@@ -231,8 +234,8 @@ def _quartiles(rng: random.Random):
 
 
 def test_documents_of_published_lengths_are_balanced_where_zigzag_is_not() -> None:
-    """64k tokens on 16 ranks: at most 5 % above the mean, where zigzag has twice the mean; so do as
-    many chunks as a model fixes."""
+    """64k tokens on 16 ranks: at most 5 % above the mean, where zigzag has twice the mean. The same
+    holds with a number of chunks fixed by a model."""
     rng, length, parts = random.Random(0), 65536, 16
     drawn = {
         "The Pile": _mixture(rng, [(gib / kib, 256 * kib) for gib, kib in PILE]),
@@ -255,7 +258,7 @@ def test_documents_of_published_lengths_are_balanced_where_zigzag_is_not() -> No
 
 
 def test_a_batch_has_one_balanced_layout_of_as_many_rows_for_any_documents() -> None:
-    """Whose chunks are chosen for the sum of the samples' work."""
+    """Its chunks are chosen for the sum of the samples' work."""
     layout = cut(1031, 3, "balanced")
     assert cut(1031, 3, "striped") == SequenceLayout(1031, 3, "striped")
     assert len(layout.chunks[0]) == 2
@@ -324,14 +327,14 @@ def test_a_padded_layout_has_owners_of_all_rows_and_no_ranks_beyond_its_own(kind
             layout.runs(rank)
     assert layout.positions(1, "meta").device.type == "meta"
     assert SequenceLayout(5, 1).positions(0, device="meta").device.type == "meta"
-    for rank in range(3):  # of padding, too
+    for rank in range(3):  # including padding
         assert {layout.owner(p) for p in layout.positions(rank).tolist()} == {rank}
     assert layout.padded == SequenceLayout(layout.padded_len, 3, kind)
 
 
 def test_a_balanced_layout_is_the_best_of_those_that_are_tried() -> None:
-    """With 2, 4, ... 32 chunks per rank, until no rank has more than 1.02 times the mean, or chunks
-    are single tokens."""
+    """It tries 2, 4, ... 32 chunks per rank, until no rank has more than 1.02 times the mean, or
+    chunks are single tokens."""
     rng = random.Random(1)
     for _ in range(30):
         parts = rng.choice((2, 3, 5, 8))
@@ -345,7 +348,7 @@ def test_a_balanced_layout_is_the_best_of_those_that_are_tried() -> None:
                 break
         most = [max(layout.pairs(documents)) for layout in tried]
         assert balance(length, parts, documents) == tried[most.index(min(most))]
-    assert len(balance(5, 2, [0, 2, 4, 5]).chunks[0]) == 2  # and 4 are no better
+    assert len(balance(5, 2, [0, 2, 4, 5]).chunks[0]) == 2  # 4 would be no better
 
 
 def test_the_picture_of_no_token_is_empty() -> None:

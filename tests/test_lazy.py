@@ -1,4 +1,4 @@
-"""Names that a package imports on demand, a model's options, and training mode in a context."""
+"""Lazily imported names of a package, a model's options, and training mode in a context."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_name_imports_its_own_module_alone_and_is_then_the_packages(
         del sys.modules[name]
 
 
-def test_a_models_options_are_its_fields_with_their_help_and_none_is_the_default() -> None:
+def test_model_options_are_its_fields_with_help_and_default_none() -> None:
     found = overrides_of(GPTConfig, "somewhere")
     names = {field.name for field in dataclasses.fields(GPTConfig)} - {"rope_scaling"}
     nothing = found()
@@ -57,7 +57,7 @@ def test_a_models_options_are_its_fields_with_their_help_and_none_is_the_default
         assert f"\n    {name}: " in found.__doc__ or f", {name}" in found.__doc__, name
 
 
-def test_each_module_gets_its_own_mode_back_after_nested_contexts_and_an_error() -> None:
+def test_nested_mode_contexts_restore_the_mode_of_each_module_after_an_error() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Linear(1, 1), nn.Dropout()))
     model[1].train(False)
     model[1][1].train(True)

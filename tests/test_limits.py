@@ -1,8 +1,8 @@
-"""The limits of what a user gives to the top rung: just within is taken, just beyond is refused.
+"""The limits of user arguments in the top layer: just within is accepted, just beyond is rejected.
 
-As in `test_refusals`, each row breaks one rule and no other, and a row without words breaks none
-though it comes as near as can be: a `<` for a `<=`, a bound of another number, or a condition that
-was lost, each turn one row red.
+As in `test_refusals`, each row breaks exactly one rule; a row without words is valid but as close
+to the limit as possible. A `<` in place of a `<=`, a bound with another number, or a lost condition
+makes one row fail.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NAN, INF = math.nan, math.inf
 
 
 def check(call: Callable[[], object], words: str | None) -> None:
-    """`call` is refused with these words in one line, or (None) fits."""
+    """Assert that `call` raises a one-line error with these words, or (None) that it is valid."""
     if words is None:
         call()
         return
@@ -133,9 +133,9 @@ def test_models_plans_and_how_they_are_cut(call, words) -> None:
     check(call, words)
 
 
-def test_every_field_of_a_model_and_a_plan_takes_its_own_kinds_of_values_alone() -> None:
-    """A whole number is one of the reals; true is no number, and a number is neither true nor a
-    word. None is for the fields that have it."""
+def test_every_field_of_a_model_and_a_plan_accepts_only_its_own_types() -> None:
+    """A whole number is valid for a float; True is not a number, and a number is neither a boolean
+    nor a word. None is valid only for fields that have it."""
     odd = {bool: True, int: 2, float: 0.5, str: "none", type(None): None}
     for record in (GPTConfig(**SIZES), ParallelPlan()):
         for name, kind in get_type_hints(type(record)).items():
@@ -289,7 +289,8 @@ def test_where_a_run_stops_and_from_what_it_goes_on() -> None:
 
 
 def _memory(free: float, device_type: str = "cpu", ranks: int = 1, **mesh: int) -> None:
-    """`free` as parts of what the rank needs that needs most, or of what `ranks` need together."""
+    """Return free memory as a multiple of what the most demanding rank needs, or of what `ranks`
+    need together."""
     config, plan, sizes = GPTConfig(300, 64, 3, 64, 4), ParallelPlan(microbatches=2), Mesh(**mesh)
     step = TrainingStep(config, sizes, plan, 2, "fp32", device_type)
     each = [rank.total for rank in estimate(step)]
@@ -312,7 +313,7 @@ def test_memory_that_is_just_enough_is(call, words) -> None:
     check(call, words)
 
 
-# ---------------------------------------------------------------- texts that are generated
+# ---------------------------------------------------------------- generated texts
 
 
 def _prompt(*tokens: object, new: int = 3) -> None:
@@ -333,7 +334,7 @@ def _generating(stages: int = 1, sp: bool = False, **mesh: int) -> None:
         *((lambda x=x: Sampling(temperature=x), "temperature must") for x in (-1e-9, INF, NAN)),
         *((lambda x=x: Sampling(top_p=x), "top_p must be in") for x in (0.0, 1 + 1e-9, -1, NAN)),
         (lambda: Sampling(tokens=0, temperature=0.0, top_k=0, top_p=1.0), None),
-        (lambda: _prompt(0, 1, 2, 3, 10), None),  # to the sequence's last place, of every token
+        (lambda: _prompt(0, 1, 2, 3, 10), None),  # up to the sequence's last place, for any token
         (lambda: _prompt(0, 1, 2, 3, 4, 5), "prompt and new tokens are 9, the model's sequence"),
         (lambda: _prompt(11), r"tokens must lie in \[0, 11\), got \[11\]"),
         (lambda: _prompt(-1), r"tokens must lie in \[0, 11\), got \[-1\]"),

@@ -1,4 +1,4 @@
-"""Column- and row-parallel linear layers: nn.Linear on one device, its slices on tensor ranks."""
+"""Column- and row-parallel linear layers: nn.Linear on one device, its shards on tensor ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOTH = pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear
 
 
 def _mesh(tp: int) -> ConnectedMesh:
-    """Rank 0 of a tensor axis that nobody connected: enough to construct."""
+    """Make rank 0 of an unconnected tensor axis: enough to construct."""
     sizes = Mesh(tp=tp)
     return sizes.seen_from(0)
 
@@ -98,7 +98,7 @@ def test_under_checkpointing_gradients_still_belong_to_the_parameters(layer, def
     linear(x.requires_grad_()).sum().backward()
     expected = [p.grad for p in linear.parameters()]
     linear.zero_grad()
-    y = checkpoint(linear, x, use_reentrant=False)  # gives the Function copies of the weights
+    y = checkpoint(linear, x, use_reentrant=False)  # passes copies of the weights to the Function
     owed = WeightGradients()
     with collect(owed) if deferred else nullcontext():
         y.sum().backward()
@@ -172,7 +172,7 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
     check_layer(_row(input_is_parallel=False), draw(4, 2, 3, 24), mesh)
     check_layer(_row(input_is_parallel=False, **sequence), tall, mesh, cut_out=0)
     check_layer(_row(), draw(5, 24, 12).t(), mesh, cut_in=-1)
-    twin = copy.deepcopy(_column()(mesh))  # as averaging of weights does
+    twin = copy.deepcopy(_column()(mesh))  # as in weight averaging
     assert twin.mesh.group("tp") is mesh.group("tp")
 
 
@@ -182,7 +182,7 @@ def test_every_form_equals_one_device_on_tensor_ranks(sizes):
 
 
 def _faulty(rank: int) -> list[str]:
-    """Which planted fault the comparison notices."""
+    """Return the planted faults that the comparison detects."""
     mesh, seen = Mesh(tp=2).connect(), []
 
     def bias_twice(module, x):

@@ -1,6 +1,6 @@
-"""Linear layer and cross entropy in one, both orders of work, against the reference and torch.
+"""Linear layer and cross entropy fused, in both orders of work, against the reference and torch.
 
-Blocks are made so small that every problem has several of them, in both directions.
+Blocks are so small that every problem has several of them, in both dims.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _case(T: int, V: int, E: int, dtype: torch.dtype = torch.float64, vocab: int
 
 
 def _everything(fn, x, w, dloss):
-    """[loss, dx, dw] of fn(x, w)."""
+    """Return [loss, dx, dw] of fn(x, w)."""
     loss = fn(x, w)
     return [loss.detach(), *torch.autograd.grad(loss, (x, w), dloss.to(loss.dtype))]
 
@@ -83,14 +83,14 @@ def _dloss(labels, reduction):
     return torch.randn(shape, dtype=torch.float64)
 
 
-# ------------------------------------------------------------------- right answers
+# ------------------------------------------------------------------- correct results
 
 
 @IMPLS
 @WAYS
 @pytest.mark.parametrize("shape", [(2, 5), (3, 1, 2), (0, 4)], ids=str)
 def test_tokens_may_have_several_dims(shape, recompute, reduction, impl):
-    """x[B, S, E] and labels[B, S] have the losses [B, S] of their B S tokens."""
+    """x[B, S, E] and labels[B, S] give the losses [B, S] of their B S tokens."""
     x, w, labels = _case(torch.Size(shape).numel(), 31, 4)
     dloss, options = _dloss(labels, reduction), {"reduction": reduction, "recompute": recompute}
     options["impl"] = impl
@@ -182,13 +182,13 @@ def test_a_float32_weight_gradient_is_never_rounded_to_bf16(recompute):
     w.grad_dtype = torch.float32
     linear_cross_entropy(x, w, labels, recompute=recompute).backward()
     count = (labels != -100).sum()
-    before, after = (count, 1) if recompute else (1, count)  # of dz's rounding, division by count
+    before, after = (count, 1) if recompute else (1, count)  # of rounding dz, and division by count
     with torch.no_grad():
         z = F.linear(x, w).double()
         dz = (z.softmax(1) - F.one_hot(labels.clamp(min=0), 301)) * (labels != -100)[:, None]
         truth = (dz / before).bfloat16().double().t() @ x.double() / after
     assert w.grad.dtype == torch.float32
-    assert_close_f64(w.grad, truth, 3e-4)  # some dz fall to the other side; bf16 has steps of 8e-3
+    assert_close_f64(w.grad, truth, 3e-4)  # some dz round the other way; bf16 has steps of 8e-3
     assert not torch.equal(w.grad, w.grad.bfloat16().float())
 
 
@@ -200,7 +200,7 @@ def test_padding_rows_take_no_part(recompute, reduction, impl):
         w[37:] = float("nan")
     dloss = _dloss(labels, reduction)
     options = {"reduction": reduction, "recompute": recompute, "impl": impl}
-    with guarded():  # what nobody writes is NaN
+    with guarded():  # unwritten elements are NaN
         ours = _everything(
             lambda x, w: linear_cross_entropy(x, w, labels, vocab_size=37, **options), x, w, dloss
         )
@@ -276,7 +276,7 @@ def test_a_gradient_too_large_for_float16_is_scaled_in_float32(recompute):
     x, w, labels = _case(9, 150, 5, torch.float16)
     x, w = ((t.detach() * 0.05).requires_grad_() for t in (x, w))
     loss = linear_cross_entropy(x, w, labels, reduction="sum", recompute=recompute)
-    for a in torch.autograd.grad(loss * 2.0**16, (x, w)):  # which is infinite in float16
+    for a in torch.autograd.grad(loss * 2.0**16, (x, w)):  # infinite in float16
         assert a.isfinite().all()
 
 
@@ -290,11 +290,11 @@ def test_labels_outside_the_vocabulary_are_refused_on_cpu(label, recompute, impl
         linear_cross_entropy(x, w, labels, vocab_size=10, recompute=recompute, impl=impl)
 
 
-# ------------------------------------------------------------------- what is held
+# ------------------------------------------------------------------- memory
 
 
 class _Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation makes."""
+    """A mode that tracks the most elements of any tensor that an operation makes."""
 
     elements = 0
 
@@ -315,7 +315,7 @@ def _largest(fn) -> int:
 @IMPLS
 @RECOMPUTE
 def test_the_logits_are_never_there(recompute, impl):
-    """Nothing larger than a block is made but dW: 40 x 700 logits in blocks of at most 1100."""
+    """Nothing larger than a block is made except dW: 40 x 700 logits in blocks of at most 1100."""
     x, w, labels = _case(40, 700, 3)
     loss = []
     options = {"recompute": recompute, "impl": impl}
@@ -323,7 +323,7 @@ def test_the_logits_are_never_there(recompute, impl):
     assert largest <= (1100 if recompute else 700 * 3)
     assert _largest(loss[0].backward) <= 700 * 3
     plain = _largest(lambda: F.cross_entropy(F.linear(x, w), labels).backward())
-    assert plain == 40 * 700  # and this test would see them
+    assert plain == 40 * 700  # this test would detect them
 
 
 # ------------------------------------------------------------------- weight gradients elsewhere
@@ -336,7 +336,7 @@ def test_the_weight_gradient_goes_where_the_store_says(recompute, within):
     truth = _truth(x, w, labels, torch.ones(()), "mean")
     home = torch.full_like(w, float("nan"))
     store = WeightGradients({w: home})
-    for times in (1, 2):  # written the first time, added the second
+    for times in (1, 2):  # written the first time, accumulated the second
         x.grad, loss = None, linear_cross_entropy(x, w, labels, recompute=recompute)
         with within(store):
             loss.backward()
@@ -375,8 +375,8 @@ def test_rows_of_the_logits_are_aligned_whatever_the_vocabulary(T, V, recompute,
 
 
 def test_logits_that_are_made_again_are_made_once_for_both_gradients():
-    """Deferred or not: later they would have to be made a third time, from a weight that may be
-    gone."""
+    """This holds with and without deferral. Later they would have to be made a third time, from a
+    weight that may be gone."""
     x, w, labels = _case(13, 301, 5)
     store, calls = WeightGradients(), []
     right = linear.linear_cross_entropy_bwd
@@ -452,7 +452,7 @@ def test_under_checkpointing(recompute, reduction, reentrant):
     x, w, labels = _case(9, 301, 4)
     dloss = _dloss(labels, reduction)
 
-    def loss(x):  # the weight is its module's, not an argument: that would be another tensor
+    def loss(x):  # the weight is the module's, not an argument, which would be another tensor
         options = {"recompute": recompute, "reduction": reduction}
         return linear_cross_entropy(x * 1.5, w, labels, **options)
 
@@ -504,7 +504,7 @@ def test_operators_pass_opcheck(impl):
 
 
 def _first_block_only(rows_or_columns):
-    """Blocks after the first are forgotten."""
+    """Fault: blocks after the first are skipped."""
     right = blocks.column_slices
 
     def column_slices(columns, rows, elements):

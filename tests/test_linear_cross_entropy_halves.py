@@ -1,4 +1,5 @@
-"""Forward and backward of the fused linear layer and cross entropy, and the blocks they work on."""
+"""Forward and backward of the fused linear layer and cross entropy, and
+the sizes of their blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def several_blocks():
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [0, 7, 128])
 def test_the_backward_adds_to_the_weights_gradient_or_overwrites_all_of_it(rows, wanted, add):
-    """Several blocks of columns, padding among them; no row, one block of rows and several."""
+    """Covers several blocks of columns with padding among them, and no
+    rows, one block and several."""
     x, w = torch.randn(rows, 8).bfloat16(), torch.randn(330, 8).bfloat16() / 2
     labels = torch.arange(rows) * 37 % 290
     labels[::3] = -100
@@ -42,7 +44,7 @@ def test_the_backward_adds_to_the_weights_gradient_or_overwrites_all_of_it(rows,
     dw = torch.full((330, 8), 2.0 if add else float("nan"), dtype=wanted)
     dloss = torch.ones(rows)
     arguments = dloss, x, w, labels, stats[0], vocabulary
-    with guarded():  # nothing is added to what nobody wrote
+    with guarded():  # nothing is accumulated onto unwritten elements
         assert linear_cross_entropy_bwd(*arguments, dw=dw, add=add) is None
     exact = w[:290].double().requires_grad_()
     losses = F.cross_entropy(x.double() @ exact.t(), labels, reduction="sum")
@@ -103,11 +105,11 @@ def test_block_sizes_are_those_that_the_docstrings_promise():
     assert blocks.sizes(torch.empty(1, device="meta")) is blocks.GPU
 
 
-# ---------------------------------------------------------------- every option with all others
+# ---------------------------------------------------------------- all options together
 
 
 def _formula(z: torch.Tensor, labels: torch.Tensor, ignored: int, s: float, c: float):
-    """Losses of logits z[N, V], all of the vocabulary."""
+    """Compute losses of logits z[N, V], which cover the whole vocabulary."""
     lse, label = z.logsumexp(1), labels.clamp(0, z.shape[1] - 1)[:, None]
     losses = lse - (1 - s) * z.gather(1, label)[:, 0] - s * z.mean(1) + c * lse**2
     return torch.where(labels == ignored, 0.0, losses)
@@ -118,7 +120,8 @@ def _formula(z: torch.Tensor, labels: torch.Tensor, ignored: int, s: float, c: f
     ("impl", "ignored"), [("torch", 7), ("torch", -1), ("torch", 500), ("triton", 7)]
 )
 def test_options_together_equal_the_formula_in_float64(ignored, impl):
-    """Several blocks of rows and of columns, padding that begins within one, tokens of two dims."""
+    """Covers several blocks of rows and of columns, padding that begins
+    within one, tokens of two dims."""
     x, w = torch.randn(2, 9, 5, dtype=torch.float64), torch.randn(290, 5, dtype=torch.float64)
     labels = torch.arange(18) * 17 % 270
     labels[2::5], labels[1] = ignored, 269

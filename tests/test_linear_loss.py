@@ -1,6 +1,7 @@
-"""The vocab-parallel linear cross entropy: softcap, what is moved when, refusals, typing rules.
+"""The vocab-parallel linear cross entropy: softcap, times of messages, rejected arguments, typing
+rules.
 
-That it equals plain torch, both ways it works, is in `test_sharded_ops.py`.
+`test_sharded_ops.py` tests that it equals plain torch, in both orders of work.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ VOCAB, PADDED, E = HEAD, HEAD_PADDED, WIDTH
 
 
 def problem(sequence: bool, padded: int, dtype: torch.dtype = torch.float64):
-    """(x, weight, labels) of this rank, and the whole x and weight."""
+    """Return (x, weight, labels) of this rank, and the whole x and weight."""
     _, rank, ranks = world()
     x, w = draw(1, T, E) * 2, draw(2, padded, E) * 2
-    w[VOCAB:] = 1e3  # padding that takes part in anything is seen at once
+    w[VOCAB:] = 1e3  # padding that takes part in a result is noticed at once
     x, w = x.to(dtype), w.to(dtype)
     own = x.chunk(ranks)[rank] if sequence else x
     part = w.chunk(ranks)[rank]
@@ -77,7 +78,8 @@ def _not_that_cap(rank: int) -> None:
 
 
 def _capped_as_told(rank: int) -> None:
-    """Every word reaches the product or the loss of its logits, where there is a softcap, too."""
+    """Test that every argument reaches the product or the loss of its logits,
+    with and without a softcap."""
     (own, part, *_), seen = problem(True, PADDED), []
     group = world()[0]
 
@@ -108,7 +110,7 @@ def test_a_loss_with_a_softcap_hands_every_option_on() -> None:
      ((2, 1), [1] * 12)],
 )  # fmt: skip
 def test_logits_with_a_softcap_are_as_many_at_a_time_as_may_be(most, rows) -> None:
-    """No more rows than the one number, and no more logits than the other."""
+    """There are no more rows than one limit, and no more logits than the other."""
     own, part, *_ = problem(False, PADDED)
     seen: list[int] = []
 
@@ -134,7 +136,7 @@ def test_logits_may_have_a_softcap(ranks: int) -> None:
 
 
 def _wide_blocks(rank: int) -> None:
-    """Rows of two blocks of columns, of which one gathers, and of one."""
+    """Test rows of two blocks of columns, one of which gathers, and rows of one."""
     with small_blocks(blocks.BlockSizes(elements=150 * T, most_rows=T, fewest_rows=T)):
         for recompute in (True, False):
             given = Given({"recompute": recompute, "smoothing": 0.3}, {"impl": "triton"} | fused())
@@ -146,7 +148,7 @@ def test_rows_are_gathered_under_a_block_of_columns_or_under_all() -> None:
 
 
 def _layer(rank: int) -> None:
-    """The layer hands its mesh's workspace down, and is not made where nothing can be fused."""
+    """Test that the layer passes its mesh's workspace on, and is rejected if it cannot fuse."""
     mesh = Mesh(tp=2).connect()
     options = {"mesh": mesh, "sequence_parallel": True, "overlap": "fused"}
     layer = VocabParallelLinearCrossEntropy(VOCAB, impl="triton", **options)
@@ -164,12 +166,13 @@ def test_the_layer_shares_the_meshs_workspace() -> None:
     run_ranks(2, _layer)
 
 
-# ---------------------------------------------------------------- what is moved, and when
+# ---------------------------------------------------------------- messages and their times
 
 
 def _moves(overlap: str, recompute: bool) -> tuple[str, int]:
-    """(what a forward on 2 ranks that cut the tokens does, the bytes that collectives bring):
-    (g)ather of x begun, it is (w)aited for, a product, (l)ogits or (d)z, (s)um of dx begun."""
+    """Return (the events of a forward on 2 ranks with sharded tokens, the bytes of its
+    collectives). Events: (g)ather of x begins, it is (w)aited for, a product, (l)ogits or (d)z,
+    (s)um of dx begins."""
     events, brought, (group, _, ranks) = [], [], world()
 
     def noted(start: Callable, event: str) -> Callable:
@@ -206,7 +209,7 @@ def _moves(overlap: str, recompute: bool) -> tuple[str, int]:
 
 
 def _moved(rank: int) -> None:
-    whole = 8 * E * T // 2  # what a rank has not of x, and is sent of dx
+    whole = 8 * E * T // 2  # the part of x that a rank lacks, and of dx that it is sent
     stats = 8 * 2 * T
     assert _moves("none", True) == ("gwl", whole + stats)
     assert _moves("chunked", True) == ("glwl", whole + stats)
@@ -222,7 +225,8 @@ def test_a_chunk_is_on_its_way_under_another_and_no_more_is_moved() -> None:
 
 
 def _refused(rank: int) -> None:
-    """None of these may start a collective: the ranks would wait for each other."""
+    """Test that errors come before any collective: otherwise the ranks
+    would wait for each other."""
     group, _, ranks = world()
     (own, part, x, w), labels = problem(False, PADDED), HEAD_LABELS
     options = {"group": group, "vocab_size": VOCAB, "padded_vocab_size": PADDED}
@@ -247,7 +251,7 @@ def _refused(rank: int) -> None:
     with pytest.raises(ValueError, match=rf"rank {rank}: z_loss must not be negative, got -1.0"):
         tensor.vocab_parallel_cross_entropy(x @ part.t(), labels, z_loss=-1.0, **options)
     wrong = labels.clamp(min=1000)
-    for recompute in (True, False):  # a label is looked at on every rank, before they talk
+    for recompute in (True, False):  # every rank checks labels before any communication
         with pytest.raises(ValueError, match=r"labels must be in \[0, 301\) or -100, got 1000"):
             vocab_parallel_linear_cross_entropy(own, part, wrong, recompute=recompute, **options)
 
@@ -263,9 +267,9 @@ FUNCTIONS = [linear._Recomputed, linear._InForward]
 
 
 def _case(function: type, sequence: bool):
-    """(function, arguments, documented types)."""
-    ids = torch.tensor([0, 3, 2, 1, 4, 2, -100, 6])  # as many as rows of the weight: only dims of
-    args = draw(1, 8, 4), draw(2, 8, 4), ids  # one size are cut together where all is tried
+    """Return (function, arguments, documented types)."""
+    ids = torch.tensor([0, 3, 2, 1, 4, 2, -100, 6])  # as many as rows of the weight, because
+    args = draw(1, 8, 4), draw(2, 8, 4), ids  # dims of one size are cut together
     args = *args, VOCABULARY, torch.float64, "tp", sequence
     function = over_group(function)
     return function, args, {"x": S(0) if sequence else I, "weight": S(0), "labels": R}
@@ -274,7 +278,8 @@ def _case(function: type, sequence: bool):
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_typing_rules_hold_numerically(function: type, sequence: bool) -> None:
-    """The documented types are accepted and the derived type is true; so is all else accepted."""
+    """The documented types are accepted and the derived type is correct; so is
+    every other accepted one."""
     function, args, documented = _case(function, sequence)
     rulecheck(function, args, {k: {"tp": v} for k, v in documented.items()}, mesh={"tp": 2})
     report = rulecheck(function, args)

@@ -1,4 +1,5 @@
-"""The loss layers: sums of token losses over a known normaliser, the vocabulary cut or whole."""
+"""The loss layers: sums of token losses over a known normalizer, with a
+whole or sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def _problem(vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _expected(
     vocab: int, smoothing: float, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's loss, divided by 17, and its gradient."""
+    """Return torch's loss, divided by 17, and its gradient."""
     logits, labels = _problem(vocab)
     logits.requires_grad_()
     loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
@@ -107,7 +108,7 @@ def _check(mesh: ConnectedMesh, vocab: int, smoothing: float, padding: float) ->
 
 def _on_ranks(rank: int, sizes: Mesh) -> None:
     mesh = sizes.connect()
-    for vocab in (5, 13, 12):  # with 5 on 4 ranks one holds padding alone
+    for vocab in (5, 13, 12):  # with 5 on 4 ranks one holds only padding
         for smoothing in (0.0, 0.2):
             for padding in (0.0, 1e4):
                 _check(mesh, vocab, smoothing, padding)
@@ -122,9 +123,9 @@ def test_prime_vocabularies_equal_one_device_whatever_lies_in_the_padding(sizes)
 
 
 def _check_head(mesh: ConnectedMesh, vocab: int, sequence_parallel: bool, recompute) -> None:
-    """x and weight whose product are the logits: loss and both gradients, against torch."""
+    """Compare loss and both gradients with torch, for x and weight whose product is the logits."""
     x, weight, (_, labels) = draw(2, 12, 7), draw(3, vocab, 7) * 3, _problem(vocab)
-    labels = torch.cat((labels, labels[:1]))  # 12 tokens: 2, 3 and 4 ranks divide them
+    labels = torch.cat((labels, labels[:1]))  # 12 tokens: divisible by 2, 3 and 4 ranks
     x.requires_grad_(), weight.requires_grad_()
     options = {"reduction": "sum", "label_smoothing": 0.2}
     truth = F.cross_entropy(x @ weight.t(), labels, **options) / 17
@@ -179,12 +180,12 @@ def test_head_and_loss_own_no_parameters_and_take_the_z_loss():
 
 # ------------------------------------------------------------------- every option at once
 
-VOCAB, PADDED, IGNORED = 11, 18, 4  # of three ranks one holds padding alone
+VOCAB, PADDED, IGNORED = 11, 18, 4  # one of three ranks holds only padding
 LABELS = torch.tensor([0, 4, 10, 3, 4, 7])
 
 
 def _formula(z: torch.Tensor) -> torch.Tensor:
-    """Losses of the logits z, which are those of the vocabulary alone."""
+    """Compute losses of the logits z, which cover only the vocabulary."""
     lse = z.logsumexp(1)
     losses = lse - 0.9 * z.gather(1, LABELS[:, None])[:, 0] - 0.1 * z.mean(1) + 0.2 * lse**2
     return losses.masked_fill(LABELS == IGNORED, 0)
@@ -223,5 +224,5 @@ def _every_option(group: Group | None) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_option_of_the_loss_is_in_the_formula_with_all_others(ranks):
-    """Of logits, and of the head's input with and without a softcap."""
+    """For logits, and for the head's input with and without a softcap."""
     _every_option(None) if ranks == 1 else on_threads(ranks, _every_option)

@@ -1,4 +1,5 @@
-"""What a loss cannot take is refused, and what it can is not: each condition of a check alone."""
+"""Losses reject invalid arguments and accept valid ones: each condition
+of a check is tested alone."""
 
 from __future__ import annotations
 

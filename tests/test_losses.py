@@ -1,7 +1,7 @@
-"""Auxiliary losses of blocks on any stage: gradients join in backward, values in the sum.
+"""Auxiliary losses of blocks on any stage: gradients join in the backward, values in the sum.
 
-The truth is one autograd graph of the total loss; for a GPT on a mesh it is the plain model,
-trained by the same rule with the same losses in addition to its own (`prove_layout`).
+The truth is one autograd graph of the total loss. For a GPT on a mesh it is the plain model,
+trained by the same rule with these losses added to its own (`prove_layout`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ WIDE = {"dtype": torch.float64}
 
 
 class _Layer(nn.Module):
-    """tanh(x W^T + b); odd layers have losses of the sum and of the result, one by one name."""
+    """tanh(x W^T + b); odd layers have losses of the sum and of the
+    result, with one name in common."""
 
     def __init__(self, k: int) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ def _batches() -> Tensor:
 
 
 def _truth(depth: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Gradients of the sum of all losses, and the losses by name of every micro-batch."""
+    """Return gradients of the sum of all losses, and the losses by name of every micro-batch."""
     chain, every = _Chain(*map(_Layer, range(depth))), []
     for x in _batches():
         y, losses = chain(x)
@@ -134,7 +135,7 @@ def test_a_chain_starts_backward_from_every_loss_and_counts_each_once(recompute,
     ("loss", "words"),
     [
         (torch.ones(3), r"torch.float32 \[3\]"),
-        (torch.ones((), dtype=torch.bfloat16), r"torch.bfloat16 \[\]"),  # sums would round
+        (torch.ones((), dtype=torch.bfloat16), r"torch.bfloat16 \[\]"),  # sums would be rounded
         (0.5, "0.5"),
     ],
 )
@@ -173,7 +174,7 @@ def test_modules_return_losses_on_any_stage(p: int, split: bool) -> None:
 
 
 def test_a_loss_reaches_a_stage_whose_activation_needs_no_gradient() -> None:
-    """Nor has its backward an end at which the gradient of y could begin."""
+    """Its backward also has no output at which the gradient of y could begin."""
     weight = nn.Parameter(torch.ones(2, **WIDE))
     module = nn.Module()
     module.weight, module.forward = weight, lambda x: (x, {"z": (weight * 3).sum()})
@@ -197,7 +198,7 @@ def test_a_modules_loss_of_the_models_name_is_added_to_it() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["fused", "cut and recomputed"])
 def test_a_loss_that_depends_on_nothing_is_counted_and_has_no_gradient(recompute) -> None:
-    """Of a router that no token has reached, or a number to be reported."""
+    """For example that of a router that no token has reached, or a number to report."""
     grads, losses = _truth(4)
     segments = _segments(recompute)
 
@@ -219,26 +220,27 @@ def test_a_loss_that_depends_on_nothing_is_counted_and_has_no_gradient(recompute
 
 
 def _activity(x: Tensor) -> Tensor:
-    """A loss of the residual stream that enters a block, a sum over tokens."""
+    """Compute a loss of the residual stream that enters a block, a sum over tokens."""
     return 0.3 * x.pow(4).sum() + 0.02 * x.sum(-1).square().sum()
 
 
 class _Block(TransformerBlock):
-    """A block with a loss of its own input, over the number of tokens of the global batch."""
+    """A block with a loss of its own input, divided by the number of tokens of the global batch."""
 
     tokens = 1
 
     def forward(self, x, context=None):
         mesh = self.mlp.up.mesh
         loss = _activity(x / 2) / self.tokens
-        if x.shape[0] < context.layout.local_len * context.batch:  # rows cut over tensor ranks
+        # rows are sharded over tensor ranks
+        if x.shape[0] < context.layout.local_len * context.batch:
             loss = reduce_from(loss, mesh.group("tp"))
         return super().forward(x, context), {"activity": loss}
 
 
 @contextmanager
 def _with_losses(tokens: int, plain: bool = True) -> Iterator[None]:
-    """Every block of `GPT` has `_activity`, and so has the plain model."""
+    """Add `_activity` to every block of `GPT`, and to the plain model."""
     seen, norm, loss = [], plain_gpt._norm, plain_gpt.plain_gpt_loss
 
     def watched(x, params, name, config):
@@ -282,10 +284,10 @@ def _prove(layout: Layout, plain: bool = True) -> Errors:
     ],
     ids=["one rank", "three", "four"],
 )
-def test_a_gpt_with_losses_in_every_block_is_the_plain_one_with_them_on_any_mesh(layouts) -> None:
+def test_gpt_with_losses_in_every_block_equals_the_plain_gpt_on_any_mesh(layouts) -> None:
     for layout in layouts:
         assert (errors := _prove(layout)).worst < 32, (layout, errors)
-    errors = _prove(layout, plain=False)  # teeth: the plain model without them
+    errors = _prove(layout, plain=False)  # must fail: the plain model without them
     assert min(errors.loss, errors.grad, errors.evaluation) > 1e6, errors
 
 

@@ -1,4 +1,4 @@
-"""Learning rates against those of torch and transformers, where theirs are the same schedule."""
+"""Learning rates compared with those of torch and transformers, for schedules that they have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _rates(**changes) -> list[float]:
 
 
 def _of(make) -> list[float]:
-    """The rates of a scheduler of torch's, from update 0 on."""
+    """Return the rates of one of torch's schedulers, from update 0 on."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=CONFIG.lr)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the optimizer makes no steps
@@ -42,7 +42,8 @@ def _torch(name: str):
             "linear": lambda: lrs.LinearLR(optimizer, 1.0, low, left),
             "constant": lambda: lrs.ConstantLR(optimizer, 1.0),
         }[name]()
-        # One step longer than from 1 / W to 1: ours is at its peak in the last step, and after it.
+        # One step longer than from 1 / W to 1: ours peaks in the last warmup step, and in the one
+        # after it.
         warmup = lrs.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
         return lrs.SequentialLR(optimizer, [warmup, after], [WARMUP])
 
@@ -71,7 +72,7 @@ def test_after_the_warm_up_rates_are_those_of_transformers(name):
     assert ours[WARMUP:] == pytest.approx(_of(make)[WARMUP:], rel=1e-12)
 
 
-def test_a_decay_that_is_longer_than_what_the_warm_up_leaves_is_linear_from_there():
+def test_decay_longer_than_the_steps_after_warmup_is_linear_from_there():
     long = {"warmup": 90, "decay": 0.5}
     assert _rates(lr_schedule="wsd", **long) == _rates(lr_schedule="linear", **long)
 

@@ -1,5 +1,5 @@
-"""`warpweave.train.timeline`: marks are where actions begin, and the simulated step uses the times
-measured for actions."""
+"""`warpweave.train.timeline`: marks are the times at which actions begin, and the simulated step
+uses the measured times of actions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CONFIG = GPTConfig(vocab_size=19, seq_len=8, layers=2, width=8, heads=2)
 
 
 def test_the_simulation_takes_the_medians_and_leaves_the_waiting_out() -> None:
-    """Two ranks, of which the second is slower, three micro-batches, the first slow and the last
-    quick; what rank 1 waits for its messages takes no time."""
+    """Two ranks, of which the second is slower, and three micro-batches, the first slow and the
+    last fast. The simulation excludes rank 1's waits for messages."""
     lists = with_comm(one_f_one_b(2, 3))
     took = {"F": 1.0, "B": 2.0, "SEND_F": 0.25, "SEND_B": 0.5, "RECV_F": 5.0, "RECV_B": 3.0}
     marks = []
@@ -69,7 +69,7 @@ def _rank(rank: int, path) -> list:
     ("name", "p", "m"), [("pipedream", 3, 2), ("pipedream-vs", 2, 3), ("pipedream-2bw", 3, 3)]
 )
 def test_a_pass_that_is_left_open_has_both_timelines(name: str, p: int, m: int) -> None:
-    """What an earlier pass began is there at the start, and counts as held: as much as in a run."""
+    """Activations from an earlier pass are present at the start and count as held, as in a run."""
     family = FAMILIES[name]
     run = leave_open(with_reduce(family.make(p, m)), m)
     marks = [[float(at) for at in range(len(row) + 1)] for row in run.steady]
@@ -98,17 +98,18 @@ def test_two_pipeline_ranks_in_threads(tmp_path) -> None:
             names = [e["name"] for e in sorted(own, key=lambda e: e["ts"]) if e["cat"] in "FBIW"]
             first = ["0F0", "0F1"] if rank == 0 else ["1F0", "1I0", "1W0"]
             assert names[: len(first)] == first
-            split = ["F", "I", "W"] if rank else ["F", "B"]  # stage 0 has no gradient to send
+            split = ["F", "I", "W"] if rank else ["F", "B"]  # stage 0 sends no gradient
             assert sorted(names) == sorted(f"{rank}{op}{i}" for op in split for i in range(4))
     waits = [e for e in events if e["cat"] == "RECV_F"]
     assert {e["pid"] for e in waits} == {1}  # the simulated ones take no time
     assert min(e["ts"] for e in events if e["pid"] == 1) == 0
 
 
-def test_an_action_begins_before_the_wait_for_its_message_and_the_last_ends_with_the_list(
+def test_action_time_includes_the_wait_and_the_last_ends_with_the_list(
     monkeypatch,
 ) -> None:
-    """On a clock of which waiting for the message of action i takes 5 (i + 1), all else 1."""
+    """On this clock, waiting for the message of action i takes 5 (i + 1),
+    and everything else takes 1."""
     now, reached = [100.0], []
     monkeypatch.setattr(measured.time, "perf_counter", lambda: now[0])
 
@@ -126,11 +127,11 @@ def test_an_action_begins_before_the_wait_for_its_message_and_the_last_ends_with
     marked.drive({2: 3})
     assert reached == [(2, 0), (2, 1), (2, 2)]
     assert marked.seconds() == [0.0, 6.0, 17.0, 33.0]
-    assert marked.staleness == 7  # all else is the transport's own
+    assert marked.staleness == 7  # other attributes are the transport's
 
 
 def test_marks_on_a_gpu_are_events_that_are_read_once_the_last_has_happened(monkeypatch) -> None:
-    """With made-up events, each 2 ms after the one before."""
+    """Uses fake events, each 2 ms after the one before."""
     log: list[str] = []
 
     class Event:

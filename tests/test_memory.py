@@ -1,4 +1,4 @@
-"""The estimate of memory against what is really allocated, and the refusal that it is for."""
+"""The estimate of memory against real allocations, and the errors based on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GEMMA = LLAMA | {"norm": "rms1p", "activation": "geglu", "norm_place": "sandwich
                  "softcap": 5.0, "logit_softcap": 5.0}  # fmt: skip
 
 
-# ---------------------------------------------------------------- states, exactly
+# ---------------------------------------------------------------- exact states
 
 TINY = GPTConfig(vocab_size=101, seq_len=16, layers=3, width=32, heads=4, dropout=0.0)
 STATES = [
@@ -47,7 +47,7 @@ STATES = [
 
 
 def _bytes(tensors) -> int:
-    """Of distinct storages, what is allocated of them."""
+    """Sum the allocated bytes of distinct storages."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -83,12 +83,12 @@ def test_the_states_are_those_that_the_engine_allocates(mesh, zero, dtype, sched
     expected = estimate(TrainingStep(TINY, mesh, plan, 2, dtype))
     if mesh.pp == 1:
         found = on_mesh(mesh, _allocated, zero, dtype, schedule)
-    else:  # whose messages need processes
+    else:  # their messages need processes
         found = run_ranks(mesh.world, _connected, mesh, zero, dtype, schedule)
     size = NAMED_DTYPES[dtype].itemsize
     for rank, real in enumerate(found):
         told = expected[mesh.coordinates(rank)["pp"]]
-        # What is there for a moment only is not seen between steps.
+        # Memory that exists only within a step is not visible between steps.
         gathered = 2 * real["unit"] if zero >= 2 and mesh.data > 1 else 0
         weights = told.weights - (gathered * size if zero == 3 else 0)
         gradients = told.gradients - gathered * max(size, 4)
@@ -113,8 +113,8 @@ def test_so_are_those_of_other_optimizers(optimizer, zero, tp):
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes of tensors that torch's operators made and that were alive at once: what a
-    process takes of the machine at its peak differs with the machine's mood."""
+    """A mode that tracks the peak of bytes alive in tensors that torch's operators made. The
+    process's own peak varies with the state of the machine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,8 @@ def test_the_estimate_is_a_third_above_the_peak_at_most(name):
 
 
 def _beside(c: GPTConfig, mesh: Mesh, plan: ParallelPlan, tokens: float, m: int) -> float:
-    """What a GPU holds beside a step's tensors: communicators of `SHAPES`, counted by hand."""
+    """Count what a GPU holds in addition to a step's tensors:
+    communicators of `SHAPES`, by hand."""
     communicators = {"": 0, "dp": 2, "cp tp": 3, "tp pp": 7, "dp cp pp": 9, "dp shards": 4}
     axes = " ".join(axis for axis in ("dp", "cp", "tp", "pp") if getattr(mesh, axis) > 1)
     held = communicators["dp shards" if mesh.dp_shard else axes] * 200 + 400 + 64
@@ -175,7 +176,8 @@ def _beside(c: GPTConfig, mesh: Mesh, plan: ParallelPlan, tokens: float, m: int)
 def _documented(
     c: GPTConfig, mesh: Mesh, plan: ParallelPlan, batch: int, dtype: str, on_cpu: bool
 ) -> list[dict[str, float]]:
-    """The formulas of the module's docstring, where everything divides, for gpipe and 1f1b."""
+    """Compute the formulas of the module's docstring, if all sizes are
+    divisible, for gpipe and 1f1b."""
     b, D = NAMED_DTYPES[dtype].itemsize, (mesh.dp_shard or mesh.dp) * mesh.cp
     m, zero = max(b, 4), plan.zero if D > 1 else 0
     heads, kv, V = c.heads * c.head_dim, c.num_kv_heads * c.head_dim, c.vocab_size / mesh.tp
@@ -241,7 +243,7 @@ SHAPES = [Mesh(), Mesh(dp=2), Mesh(cp=2, tp=2), Mesh(tp=2, pp=2), Mesh(dp=4, dp_
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_number_of_the_estimate_is_what_its_formula_says(form):
-    """Every ZeRO stage, recomputation, schedule and dtype, on CPUs and GPUs, by turns."""
+    """Combines ZeRO stages, recomputation, schedules and dtypes, on CPUs and GPUs."""
     config = GPTConfig(**{"seq_len": 64, "layers": 4, "width": 32, "heads": 4} | FORMS[form])
     turn, batch = 0, 4 if form == "powers of two" else 3
     for mesh, zero, recompute in itertools.product(
@@ -266,7 +268,7 @@ def test_every_number_of_the_estimate_is_what_its_formula_says(form):
             assert told.total == pytest.approx(states + most)
 
 
-# ---------------------------------------------------------------- what there is
+# ---------------------------------------------------------------- available memory
 
 
 def _machine(tmp_path, meminfo: str, cgroup: str, files: dict[str, str]) -> dict:
@@ -335,7 +337,7 @@ def test_what_cannot_be_read_of_free_memory_or_of_a_limit_is_passed_over(tmp_pat
         assert free_host_memory(**where) == whole
 
 
-# ---------------------------------------------------------------- the refusal
+# ---------------------------------------------------------------- errors
 
 
 def _check(free_gib: float, mesh=None, plan=ParallelPlan(), **options) -> None:
@@ -351,7 +353,7 @@ def test_what_fits_is_not_refused_and_what_does_not_is_with_the_figure():
     _check(1.001 * size)
     with pytest.raises(ValueError, match=rf"needs about {size:.1f} GiB \(a rank: weights 0.5"):
         _check(0.99 * size)
-    # Both ranks lie in the memory of one machine.
+    # Both ranks share the memory of one machine.
     _check(2.0 * size, Mesh(dp=2))
     with pytest.raises(ValueError, match=r"for 2 ranks .*this machine has"):
         _check(1.8 * size, Mesh(dp=2))

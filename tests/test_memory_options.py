@@ -1,5 +1,5 @@
 """The estimate of memory by option: optimizers, ordered sums, uneven sizes, long pipelines, groups
-on GPUs; its lower bound; and the flags that a refusal names."""
+on GPUs; its lower bound; and the flags that an error suggests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHARDED = [
 
 
 def _step(mesh: Mesh, dtype: str = "fp32", batch: int = 2, **given) -> TrainingStep:
-    """Of `MODEL`; `given` are fields of the step, and of its plan."""
+    """Return a step of `MODEL`; `given` are fields of the step and of its plan."""
     names = {field.name for field in dataclasses.fields(ParallelPlan)}
     plan = ParallelPlan(**{n: given.pop(n) for n in [*given] if n in names})
     return TrainingStep(given.pop("config", MODEL), mesh, plan, batch, dtype, **given)
@@ -46,7 +46,7 @@ def _shards(mesh: Mesh) -> int:
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
 def test_every_optimizer_holds_its_states_and_muon_its_messages(dtype: str) -> None:
-    """Beside the states of AdamW, which are compared with a model's."""
+    """Compared with the states of AdamW, which in turn are compared with a model's."""
     b = {"fp64": 8, "fp32": 4, "bf16": 2}[dtype]
     m = max(b, 4)
     for mesh, zero in SHARDED:
@@ -75,7 +75,7 @@ def test_every_optimizer_holds_its_states_and_muon_its_messages(dtype: str) -> N
 def test_an_outer_optimizer_holds_its_states_and_the_largest_sum(
     fragments: int, momentum: float
 ) -> None:
-    """Layers meet by turns, the embedding with the first of them, head and norm with the last."""
+    """Layers sync in turns, the embedding with the first of them, head and norm with the last."""
     outer = OuterRule(15, momentum=momentum, fragments=fragments)
     for config in (MODEL, dataclasses.replace(MODEL, vocab_size=7, tied=False)):
         for mesh, zero in SHARDED:
@@ -98,7 +98,7 @@ def test_an_outer_optimizer_holds_its_states_and_the_largest_sum(
 
 
 def test_older_versions_are_whole_copies_in_the_parameters_own_dtype() -> None:
-    """As many as a rank is before the last, of PipeDream; of 2BW one."""
+    """PipeDream keeps as many as there are ranks after this one; 2BW keeps one."""
     for dtype, b in (("fp64", 8), ("fp32", 4), ("bf16", 2)):
         for schedule, older in (("pipedream", (2, 1, 0)), ("pipedream-2bw", (1, 1, 1))):
             found, without = (
@@ -131,7 +131,7 @@ def test_the_peak_counts_the_largest_of_activations_loading_and_update() -> None
 
 
 def test_sizes_that_do_not_divide_are_rounded_up() -> None:
-    """A vocabulary over tensor ranks, a sequence over context ranks in one piece or two."""
+    """A vocabulary over tensor ranks, a sequence over context ranks in one chunk or two."""
 
     def sizes(vocab: int, device: str) -> tuple[int, int]:
         config = dataclasses.replace(MODEL, kv_heads=4, vocab_size=vocab)
@@ -152,8 +152,9 @@ def test_sizes_that_do_not_divide_are_rounded_up() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_shape_of_a_pipeline_is_that_of_its_lists_however_many_micro_batches(name: str) -> None:
-    """Many micro-batches are taken for fewer, which have the same stages and the same refusals."""
+def test_pipeline_shape_equals_that_of_its_lists_for_any_micro_batches(name: str) -> None:
+    """A large number of micro-batches is replaced by a smaller one with
+    the same stages and errors."""
     chunks = FAMILIES[name].chunks or 2
     for ranks, m in itertools.product((2, 3, 4), range(1, 27)):
         plan = ParallelPlan(schedule=name, chunks=chunks, microbatches=m)
@@ -168,7 +169,7 @@ def test_the_shape_of_a_pipeline_is_that_of_its_lists_however_many_micro_batches
 
 
 def test_the_bound_of_memory_is_below_every_estimate() -> None:
-    """Of every optimizer, and near it where its one micro-batch is all that there is."""
+    """This covers every optimizer. The bound is close if there is only one micro-batch."""
     config = dataclasses.replace(MODEL, layers=8)
     for mesh, zero, optimizer, dtype, recompute, device in itertools.product(
         MESHES, range(4), ("adamw", "sgd", "muon"), ("fp32", "bf16"), ("none", "full"),
@@ -186,7 +187,7 @@ def test_the_bound_of_memory_is_below_every_estimate() -> None:
 
 
 def test_the_bound_of_memory_is_what_a_rank_between_the_ends_needs() -> None:
-    """The estimate of one, less the buffers of a unit with which ZeRO works."""
+    """It is the estimate of such a rank, minus the buffers of a unit in which ZeRO works."""
     config, mesh = dataclasses.replace(MODEL, layers=8), Mesh(dp=2, cp=2, tp=2, pp=4)
     for zero, optimizer, dtype, recompute, device in itertools.product(
         range(4), ("adamw", "sgd"), ("fp64", "fp32", "bf16"), ("none", "selective", "full"),
@@ -226,7 +227,8 @@ def test_communicators_on_a_gpu_are_the_groups_of_ranks_that_a_mesh_makes() -> N
 
 
 def test_each_rank_of_a_pipeline_is_counted_by_its_own_list_of_actions() -> None:
-    """Blocks that stages share unevenly, in schedules of one and of several stages."""
+    """Covers blocks split unevenly over stages, in schedules of one and
+    of several stages per rank."""
     config = dataclasses.replace(MODEL, layers=7)
     for name, chunks, m in (("1f1b", 1, 8), ("gpipe", 1, 5), ("interleaved", 2, 6)):
         plan = ParallelPlan(schedule=name, chunks=chunks, microbatches=m)
@@ -243,7 +245,7 @@ def test_each_rank_of_a_pipeline_is_counted_by_its_own_list_of_actions() -> None
 
 
 def test_a_schedule_in_a_file_is_read_each_time(tmp_path) -> None:
-    """It may be another one the next time."""
+    """It may have changed since the last time."""
     path, config = tmp_path / "mine.csv", dataclasses.replace(MODEL, layers=8)
     for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("gpipe", 1)):
         lists = find_family(name).make(2, 12, chunks)
@@ -256,7 +258,7 @@ def test_a_schedule_in_a_file_is_read_each_time(tmp_path) -> None:
         assert live_blocks(mine, 2, config) == live_blocks(known, 2, config)
 
 
-# ---------------------------------------------------------------- the refusal
+# ---------------------------------------------------------------- errors
 
 
 def _refusal(free_gib: float, mesh: Mesh, plan: ParallelPlan = ParallelPlan(), **options) -> str:
@@ -272,19 +274,20 @@ def _ways(text: str) -> dict[str, float]:
 
 
 def test_a_refusal_names_the_flags_that_help_and_what_each_would_need() -> None:
-    """Each with its figure, least first; tensor ranks on GPUs only, as far as heads divide."""
+    """Each flag with its number, smallest first; tensor ranks only on GPUs,
+    if they divide the heads."""
     gpu = {"device_type": "cuda", "ranks": 1}
     text = _refusal(0.2, Mesh(dp=2, tp=2), **gpu)
     ways = _ways(text)
     assert [*ways.values()] == sorted(ways.values())
-    assert {flag for flag in ways if "--tp" in flag} == {"--tp 4"}  # of 12 heads
+    assert {flag for flag in ways if "--tp" in flag} == {"--tp 4"}  # the model has 12 heads
     wider = {flag for flag in _ways(_refusal(0.1, Mesh(tp=3), **gpu)) if "--tp" in flag}
     assert wider == {"--tp 6", "--tp 12"}
     assert "--zero 3" in _ways(_refusal(0.2, Mesh(cp=4), batch=1, **gpu))
     assert "--tp 8" not in _refusal(0.2, Mesh(), **gpu)
     assert not [flag for flag in _ways(_refusal(0.2, Mesh(dp=2, tp=2))) if "--tp" in flag]
     before = float(re.findall(r"needs about (\S+) GiB", text)[0])
-    # What helps by less than a twentieth is not named; figures are rounded to a tenth.
+    # A flag that saves less than a twentieth is omitted; numbers are rounded to a tenth.
     assert all(size < 0.95 * before + 0.1 for size in ways.values())
     assert "--zero 3" not in _refusal(0.2, Mesh())
     assert "--dp-shard" not in _refusal(0.2, Mesh(dp=4), ParallelPlan(zero=3))
@@ -303,8 +306,8 @@ def test_a_refusal_names_all_flags_together_where_none_is_enough_alone(device: s
     (named,) = re.findall(
         rf"; with --batch 1 --recompute full --dtype bf16{more} (\d+\.\d) GiB$", text
     )
-    apart = Mesh(dp=4) if device == "cuda" else mesh  # --dp-shard 4 is named there alone
-    best = ParallelPlan(zero=1, recompute="full")  # by itself --zero 3 helps by too little
+    apart = Mesh(dp=4) if device == "cuda" else mesh  # only there --dp-shard 4 is suggested
+    best = ParallelPlan(zero=1, recompute="full")  # alone, --zero 3 saves too little
     step = TrainingStep(PRESETS["gpt2"], apart, best, 1, "bf16", device)
     total = estimate(step)[0].total * options["ranks"]
     assert float(named) == pytest.approx(total / GIB, abs=0.051)  # rounded to a tenth
@@ -314,7 +317,8 @@ def test_a_refusal_names_all_flags_together_where_none_is_enough_alone(device: s
 
 
 def test_what_does_not_help_beside_the_others_is_not_added_to_them() -> None:
-    """On a CPU bf16 adds a copy of the weights in fp32: more than it saves of few activations."""
+    """On a CPU, bf16 adds an fp32 copy of the weights, which is more than it
+    saves on few activations."""
     config = dataclasses.replace(PRESETS["llama-8b"], seq_len=512)
     three = {"--zero 3", "--recompute full", "--batch 1"}
     for batch, named, plan, words in (
@@ -338,7 +342,8 @@ def test_what_does_not_help_beside_the_others_is_not_added_to_them() -> None:
 
 
 def test_a_refusal_lists_the_parts_of_the_fullest_rank() -> None:
-    """Without loading; the update and a GPU's own only where they are not 0."""
+    """The parts exclude loading, and include the update and the GPU's
+    own only if they are not 0."""
     schedules, seen = ("1f1b", "gpipe"), set()
     for name, optimizer, device in itertools.product(schedules, ("adamw", "muon"), ("cpu", "cuda")):
         plan = ParallelPlan(schedule=name, microbatches=4)

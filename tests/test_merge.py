@@ -1,4 +1,4 @@
-"""Merging partial attention: against the reference, against whole attention, and at -inf."""
+"""Merging partial attention: against the reference, against whole attention, and with -inf."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The mesh against brute force: every coordinate, every group of every small mesh."""
+"""The mesh against brute force: every coordinate and every group of every small mesh."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _meshes(world: int) -> list[Mesh]:
 
 
 def _members(mesh: Mesh, rank: int, axis: str) -> list[int]:
-    """The ranks that differ from `rank` only along `axis`, by looking at all of them."""
+    """Return the ranks that differ from `rank` only along `axis`, by checking all of them."""
     here = mesh.coordinates(rank)
     fixed = [a for a in AXES if a not in VARIES[axis]]
     return [r for r in range(mesh.world) if all(mesh.coordinates(r)[a] == here[a] for a in fixed)]
@@ -89,7 +89,7 @@ def test_groups_hold_exactly_the_right_ranks_on_meshes_of_eight():
 
 
 def _position(sizes: Mesh, rank: int, axis: str) -> tuple[int, int]:
-    """(which group, place in it) of `rank` along an axis that is a part of dp or cp."""
+    """Return (which group, place in it) of `rank` along an axis that is a part of dp or cp."""
     at, parts = sizes.coordinates(rank), sizes.dp if sizes.dp_shard is None else sizes.dp_shard
     replica, shard = divmod(at["dp"], parts)
     ring, neighbour = divmod(at["cp"], sizes.ulysses)
@@ -138,7 +138,7 @@ def _shared_groups(rank: int) -> None:
 
 
 def test_axes_of_the_same_ranks_share_a_group():
-    """Each one costs threads and sockets, or a communicator's buffers."""
+    """Each group costs threads and sockets, or a communicator's buffers."""
     run_ranks(4, _shared_groups)
 
 

@@ -1,6 +1,5 @@
-"""What the executor in one process refuses: what would wait for ever on NCCL, or what a message
-under way would spoil. Algorithms that run are in test_algorithms.py and test_ring.py.
-"""
+"""Errors of the executor in one process: messages that would hang on NCCL, or be corrupted in
+flight. test_algorithms.py and test_ring.py run valid algorithms."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ def _peers(first: Hop, second: Hop, waits: bool = False) -> Steps[None]:
 
 
 def test_messages_that_nccl_could_not_start_in_that_order_are_a_deadlock() -> None:
-    """Both send first: gloo would buffer it. In one hop, or in turn, it runs."""
+    """Both send first: gloo would buffer it. As one batch, or in turn, it works."""
     x = [torch.full((2,), float(rank)) for rank in range(2)]
     into = [torch.zeros(2) for _ in range(2)]
     sends = [Hop(x[r], None, 1 - r, 1 - r) for r in range(2)]
@@ -33,7 +32,7 @@ def test_messages_that_nccl_could_not_start_in_that_order_are_a_deadlock() -> No
 
 
 def test_messages_of_a_batch_begin_together_and_arrive_in_their_order() -> None:
-    """What would be a deadlock one after the other; and two messages to one rank."""
+    """One after the other they would deadlock. Two messages to one rank are also covered."""
     x = [torch.tensor([10.0 * rank, 10.0 * rank + 1]) for rank in range(2)]
     into = [torch.zeros(2) for _ in range(2)]
 
@@ -50,7 +49,7 @@ def test_messages_of_a_batch_begin_together_and_arrive_in_their_order() -> None:
 
 
 def test_a_message_is_delivered_when_both_ends_wait_and_not_before() -> None:
-    """What is read before is old, and what is written before is sent."""
+    """Earlier reads return old data, and earlier writes change what is sent."""
     seen = []
 
     def steps(rank: int) -> Steps[None]:
@@ -78,7 +77,7 @@ def test_ends_that_differ_and_ranks_that_leave_are_named() -> None:
     for into, words in ((three, "3 of torch.float32"), (ints, "2 of torch.int64")):
         with pytest.raises(RuntimeError, match=f"^rank 0 sends 2 .*32, rank 1 receives {words}$"):
             run_in_process([one(send), one(Hop(None, into, 0, 0))])
-    for at in (0, 2, -1):  # no group takes them
+    for at in (0, 2, -1):  # they belong to no group
         with pytest.raises(RuntimeError, match=f"^rank 0 hops to or from rank {at}, no other of 2"):
             run_in_process([one(Hop(x, None, at, 1)), one(Hop(None, x, 0, 0))])
     with pytest.raises(RuntimeError, match="rank 0 ends with messages under way"):

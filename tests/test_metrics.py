@@ -1,4 +1,4 @@
-"""What a run writes to its boards, when it goes through and when it dies and is resumed."""
+"""A run's data on its boards, if it completes, and if it dies and is resumed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from warpweave.train.metrics import Metrics
 
 
 class Wandb(ModuleType):
-    """As Weights & Biases documents itself: a run drops steps below the last one it was given, and
-    goes on under its id. `history` is what its site would show: {run: {step: row}}."""
+    """A mock of Weights & Biases as documented: a run drops steps below the last one it received,
+    and continues under its id. `history` is what the site would show: {run: {step: row}}."""
 
     class Error(Exception):
         pass
@@ -66,7 +66,7 @@ def wandb(monkeypatch):
 
 
 def _events(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """{scalar: (step, value) of every event that TensorBoard shows}."""
+    """Return {scalar: (step, value) of every event that TensorBoard shows}."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(folder / "tensorboard"))
@@ -76,7 +76,7 @@ def _events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _lines(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """The same of the run's own rows."""
+    """Return the same from the run's own rows."""
     found = defaultdict(list)
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -87,7 +87,7 @@ def _lines(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _drawn(trainer, monkeypatch) -> dict[str, list[tuple[int, float]]]:
-    """The points of the plot."""
+    """Return the points of the plot."""
     from matplotlib.axes import Axes
 
     found, plot = {}, Axes.plot
@@ -98,13 +98,14 @@ def _drawn(trainer, monkeypatch) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-SAME = ("loss", "val_loss", "lr", "tokens", "grad_norm")  # of every run alike
+SAME = ("loss", "val_loss", "lr", "tokens", "grad_norm")  # equal in every run
 
 
-def test_boards_of_a_run_that_died_and_was_resumed_are_those_of_one_that_went_through(
+def test_boards_of_a_resumed_run_equal_those_of_an_uninterrupted_run(
     tmp_path, wandb, monkeypatch, capsys
 ):
-    """After a crash behind a checkpoint, after Ctrl-C at an evaluation's step, after its end."""
+    """Covers a crash after a checkpoint, Ctrl-C at a step with an evaluation,
+    and a run that has ended."""
     pytest.importorskip("tensorboard", reason="an extra that only event files need")
     config = _config(tmp_path, steps=6, save_every=2, tensorboard=True, wandb="project", layers=1)
     _trainer(config).run()
@@ -120,7 +121,7 @@ def test_boards_of_a_run_that_died_and_was_resumed_are_those_of_one_that_went_th
         row, took, _ = trainer._train_step()
         trainer.metrics.trained(row, took)
         trainer._after_step()
-    trainer.saver.wait()  # a trainer that goes on saves in the background
+    trainer.saver.wait()  # a trainer that continues saves in the background
     trainer.metrics.flush()
     again = _replace(again, resume=True)
     trainer = _trainer(again, interrupt=interrupt)
@@ -167,7 +168,7 @@ def test_a_board_that_is_not_installed_is_one_line_before_anything_starts(monkey
         assert str(caught.value) == (
             f"--{name} needs {name}, which is not installed: pip install 'warpweave[{name}]'"
         )
-    with monkeypatch.context() as patch:  # the other board, of two, is there
+    with monkeypatch.context() as patch:  # the other of the two boards is present
         patch.setitem(sys.modules, "tensorboard", None)
         patch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
         with pytest.raises(ImportError, match="--tensorboard needs tensorboard"):
@@ -182,9 +183,9 @@ def test_what_weights_and_biases_refuses_is_one_line(tmp_path, wandb):
         WeightsAndBiases(tmp_path, 0, "forbidden", {})
 
 
-def test_weights_and_biases_gets_every_number_once_at_its_step_and_options_as_json(tmp_path, wandb):
-    """Integers too. A resumed run does not send again what the site has, but for an evaluation that
-    was missing at its first step."""
+def test_wandb_gets_every_number_once_at_its_step_and_options_as_json(tmp_path, wandb):
+    """This includes integers. A resumed run does not send again what the site has, except an
+    evaluation that was missing at its first step."""
     options = {"out": Path("runs/a"), "layers": 3, "lr": 0.5, "data": None, "betas": (0.9, 0.95)}
     board = WeightsAndBiases(tmp_path, 0, "p", options)
     for step in (1, 2, 3):
@@ -206,7 +207,7 @@ def test_weights_and_biases_gets_every_number_once_at_its_step_and_options_as_js
     assert wandb.finished == ["run0", "run0"]
 
 
-def test_tensorboard_has_the_floats_of_a_row_and_purges_steps_after_the_one_resumed_from(tmp_path):
+def test_tensorboard_holds_floats_and_purges_steps_after_the_resumed_step(tmp_path):
     pytest.importorskip("tensorboard", reason="an extra that only event files need")
     board = TensorBoard(tmp_path, 0)
     for step in (1, 2, 3):
@@ -233,14 +234,15 @@ def test_a_run_has_the_boards_that_its_options_ask_for(tmp_path, wandb, monkeypa
 
 
 def test_rows_and_bar_have_the_utilisation_of_a_gpu(tmp_path, monkeypatch, capsys):
-    """6 N + attention's causal half per token, of the parameters that multiply; 2 ranks on H100."""
+    """6 N + attention's causal half per token, for the parameters that
+    multiply; 2 ranks on H100."""
     trainer = _trainer(_config(tmp_path, dtype="bf16", steps=1, save_every=0, tied=False))
     metrics, m = trainer.metrics, trainer.model
     trained = metrics.trained
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     metrics.session = dataclasses.replace(metrics.session, device=torch.device("cuda"), world=2)
     monkeypatch.setattr(metrics, "trained", lambda row, seconds: trained(row, 1e-9))
-    for name in ("COLUMNS", "LINES"):  # a slow step's rate takes more room in the bar
+    for name in ("COLUMNS", "LINES"):  # the rate of a slow step takes more room in the bar
         monkeypatch.setenv(name, "200")
     trainer.run()
     found = trainer.engine.gpt.named_parameters()
@@ -262,11 +264,11 @@ def test_the_bar_says_what_the_first_step_waits_for(tmp_path, capsys):
     assert "compiling" not in said.rsplit("\r", 1)[1]
 
 
-# ---- what is damaged, and what cannot be written -------------------------------------------------
+# ---- damaged and unwritable files ----------------------------------------------------------------
 
 
 def _metrics(folder: Path, step: int, *, evaluates: bool = False, **changes) -> Metrics:
-    """The metrics of a run that is resumed at `step`, without its trainer."""
+    """Make the metrics of a run that is resumed at `step`, without its trainer."""
     config = _config(folder, **{"resume": True} | changes)
     session = Session(torch.device("cpu"), 0, 1, None, 60.0, config.mesh)
     how = {"tokens_per_step": 32, "evaluates": evaluates}
@@ -364,7 +366,7 @@ def test_a_link_that_comes_while_a_run_goes_on_is_not_written_through(tmp_path, 
 
 
 def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, capsys):
-    """A limit of file size cuts a row in half, as a full disk does."""
+    """A limit of file size cuts a row in half, like a full disk."""
     metrics = _metrics(tmp_path, 0)
     metrics.write({"step": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

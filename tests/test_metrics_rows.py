@@ -1,5 +1,5 @@
-"""What a row of metrics says and who gets it; whose files are an earlier run's, and who may read
-them. `test_metrics.py` has boards, and what is damaged or cannot be written."""
+"""Rows of metrics and their recipients; files of an earlier run, and permissions. `test_metrics.py`
+covers boards, damage and unwritable files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from warpweave.train.metrics import Metrics, peak_memory, set_aside
 
 
 class Told:
-    """A board that remembers what it is told."""
+    """A board that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -60,7 +60,7 @@ def _rows(metrics: Metrics) -> list[dict]:
 
 
 class Broken(Told):
-    """A board that fails at everything it is told, once it knows it."""
+    """A board that fails at every call after its creation."""
 
     def row(self, row: dict) -> None:
         super().row(row)
@@ -76,7 +76,7 @@ class Broken(Told):
 
 
 class Torn(Broken):
-    """Another one."""
+    """Another failing board."""
 
 
 def test_a_board_that_fails_takes_nothing_from_others_and_each_is_said_once(
@@ -104,7 +104,7 @@ def test_a_board_that_fails_takes_nothing_from_others_and_each_is_said_once(
 def test_an_evaluation_that_is_made_again_is_shown_if_it_was_not_yet(
     tmp_path, monkeypatch, there, evaluates
 ):
-    """In the file it stands once, on boards as often as they were told of it: once."""
+    """The file has it once, and boards get it once."""
     told, of_step = Told(), {"step": 2, "val_loss": 1.5}
     monkeypatch.setattr(metrics_module, "open_boards", lambda *_: [told])
     folder = tmp_path / "run"
@@ -187,9 +187,7 @@ def test_damaged_rows_are_not_written_through_a_dangling_link(tmp_path, capsys):
     assert f"set aside in {folder}/metrics.jsonl.damaged-2" in capsys.readouterr().err
 
 
-def test_a_plot_has_the_losses_and_the_staleness_of_each_stage_over_the_steps(
-    tmp_path, monkeypatch
-):
+def test_plot_shows_losses_and_the_staleness_of_each_stage_by_step(tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
 
     figures: list[Any] = []

@@ -1,4 +1,4 @@
-"""The MLP: plain torch on one device, hidden units cut over tensor ranks."""
+"""The MLP: plain torch on one device, hidden units sharded over tensor ranks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_unknown_activation_is_refused():
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_hidden_units_that_the_tensor_axis_does_not_divide_are_refused(activation):
-    # 2 * 9 rows of swiglu do divide by 6, but a rank would hold half a pair.
+    # 2 * 9 rows of swiglu are divisible by 6, but a rank would hold half a pair.
     mesh = ConnectedMesh(Mesh(tp=6), 0, {"tp": None}, None)
     with pytest.raises(ValueError, match=r"^hidden_dim = 9 does not divide by .* tp = 6$"):
         MLP(4, 9, activation, mesh=mesh)

@@ -1,5 +1,5 @@
-"""The fused MLP: every activation, option and implementation against the reference, what it keeps,
-and where its gradients go."""
+"""The fused MLP: every activation, option and implementation against the reference, the tensors it
+saves, and the destinations of its gradients."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ NAMES = ("x", "up_weight", "down_weight", "up_bias", "down_bias")
 
 
 def _tensors(activation, shape=(2, 3), E=20, F=33, dtype=torch.float64, bias=True):
-    """x, W1, W2, b1, b2 of moderate size; the odd F pairs up where the activation is gated."""
+    """Draw x, W1, W2, b1, b2 of moderate size; with a gated activation the odd F is paired."""
     units = (F, 2) if ACTIVATIONS[activation].gated else (F,)
     shapes = [(*shape, E), (*units, E), (E, F), units, (E,)]
     drawn = [torch.randn(s, dtype=torch.float64).to(dtype) for s in shapes]
@@ -114,7 +114,7 @@ def test_gradcheck(activation) -> None:
 
 
 def test_only_what_is_promised_is_kept() -> None:
-    """Elements saved for backward, weights and biases not counted."""
+    """Counts elements saved for backward, without weights and biases."""
     T, E, F = 6, 20, 33
 
     def saved(**options) -> int:
@@ -138,7 +138,7 @@ def test_only_what_is_promised_is_kept() -> None:
         assert saved(activation="swiglu", recompute="nothing", impl=impl) == T * (E + 3 * F)
         assert saved(activation="gelu", recompute="activation", impl=impl) == T * (E + F)
     assert saved(activation="gelu", impl="triton") == T * (E + F)
-    assert saved(activation="gelu") == T * (E + 2 * F)  # torch on a CPU: memory is cheaper
+    assert saved(activation="gelu") == T * (E + 2 * F)  # torch on a CPU, where memory is cheaper
     with torch.no_grad():
         assert not mlp(*_tensors("gelu"), activation="gelu", impl="triton").requires_grad
 
@@ -189,7 +189,7 @@ def test_weight_gradients_can_be_deferred_and_accumulated_in_float32_buffers(imp
 
 @impls
 def test_gate_and_up_as_others_keep_them_are_stacked_or_refused(impl) -> None:
-    """One above the other they have the shape of ours flattened: two dims are never taken."""
+    """Concatenated, they have the shape of ours flattened, so two dims are always rejected."""
     x, gate, down = _tensors("relu2", bias=False)
     up, bias = torch.randn_like(gate), torch.randn(2 * 33, dtype=torch.float64)
     y = swiglu_mlp(x, torch.stack([gate, up], 1), down, bias.view(2, -1).t(), impl=impl)
@@ -206,7 +206,7 @@ def test_gate_and_up_as_others_keep_them_are_stacked_or_refused(impl) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_gradient_of_a_view_of_a_leaf_goes_where_the_leafs_does(dtype) -> None:
-    """A layer keeps [2F, E], as a linear layer does, and hands over [F, 2, E]."""
+    """A layer keeps [2F, E], as a linear layer does, and passes [F, 2, E]."""
     x, up, down, bias, _ = (t.detach() for t in _tensors("swiglu", dtype=dtype))
 
     def collected(weight, bias, up, up_bias):
@@ -262,7 +262,7 @@ def test_hidden_units_gradient_reads_descriptors_as_it_does_pointers(monkeypatch
     with pinned({("gemm", 2, "large"): GemmTile(128, 32, 32, 2, 1, 4, 1)}):
         by_pointers = hidden_bwd(dy, down, z, **options)
         monkeypatch.setattr(mainloop, "capability", lambda device: 90)
-        monkeypatch.delattr(mainloop, "mainloop")  # of pointers
+        monkeypatch.delattr(mainloop, "mainloop")  # the one that uses pointers
         found = hidden_bwd(dy, down, z, **options)
     assert all(map(torch.equal, found, by_pointers))
 
@@ -270,7 +270,7 @@ def test_hidden_units_gradient_reads_descriptors_as_it_does_pointers(monkeypatch
 @impls
 @pytest.mark.parametrize("activation", ["gelu", "geglu"])
 def test_slices_of_the_hidden_units_are_partial_sums_and_slices_of_gradients(activation, impl):
-    """What tensor parallelism needs of the halves."""
+    """Tensor parallelism needs these properties of the halves."""
     x, up, down, up_bias, _ = (t.detach() for t in _tensors(activation, (7,), F=32))
     dy = torch.randn(7, 20, dtype=torch.float64)
     options = {"activation": activation, "impl": impl}
@@ -294,7 +294,7 @@ def test_slices_of_the_hidden_units_are_partial_sums_and_slices_of_gradients(act
 
 
 def test_the_typing_rule_holds_on_every_placement() -> None:
-    """What is cut where: tokens by themselves; hidden units would leave a partial sum."""
+    """Tokens can be sharded; sharded hidden units would leave a partial sum."""
     x, up, down, up_bias, down_bias = (t.detach() for t in _tensors("swiglu", (4,), 6, 8))
     options = module.MLPOptions("swiglu", impl="torch", dtype=x.dtype)
     for biases, residual in (((up_bias, down_bias), x.clone()), ((None, None), None)):
@@ -305,7 +305,7 @@ def test_the_typing_rule_holds_on_every_placement() -> None:
 
 
 @impls
-def test_under_autocast_it_computes_in_its_dtype_and_gradients_are_the_parameters(impl) -> None:
+def test_under_autocast_output_is_bf16_and_gradients_have_parameter_dtype(impl) -> None:
     tensors = _tensors("swiglu", dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y = mlp(*tensors, activation="swiglu", impl=impl)
@@ -385,7 +385,7 @@ def test_planted_faults_exceed_the_tolerance(fault, monkeypatch) -> None:
         return (dy @ down_weight, h) if fault == "slope forgotten" else (dz, z)
 
     if fault == "mask of another site":
-        monkeypatch.setattr(  # the forward's mask is drawn in the kernel
+        monkeypatch.setattr(  # the kernel draws the forward's mask
             module,
             "dropout",
             lambda dy, drop, impl: drop_backward(dy, drop._replace(site=4), impl=impl),

@@ -35,7 +35,8 @@ RULE = Muon(momentum=0.9, weight_decay=0.2, rest=AdamW(eps=1e-3, weight_decay=0.
 
 
 def _parts(name: str, g: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Views of the matrices in a weight of a block, from what the layers' docstrings say."""
+    """Return views of the matrices in a weight of a block, as documented
+    in the layers' docstrings."""
     model = layout.model
     if name.endswith("qkv.weight"):
         groups = g.unflatten(0, (model.num_kv_heads, -1, model.head_dim))
@@ -48,14 +49,14 @@ def _parts(name: str, g: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 def _draw(record: ParamRecord, step: int) -> torch.Tensor:
-    """A float64 gradient, a function of the name alone."""
+    """Draw a float64 gradient that depends only on the name."""
     seed = sum(map(ord, record.name)) * 10 + step
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(record.shape, generator=generator, dtype=torch.float64)
 
 
 def _one_device(layout: Layout, rule: Muon) -> dict[str, torch.Tensor]:
-    """Every weight after STEPS steps, all on whole matrices."""
+    """Return every weight after STEPS steps, all on whole matrices."""
     records = GPT(layout.model, device="meta").parameter_records()
     w = {name: _draw(record, 0) for name, record in records.items()}
     m, v = ({name: torch.zeros_like(x) for name, x in w.items()} for _ in range(2))
@@ -89,7 +90,8 @@ def _units(mesh, layout: Layout):
 
 
 def _train(mesh, layout: Layout, rule: Muon = RULE) -> dict[str, torch.Tensor]:
-    """Every weight of this rank's stages after STEPS steps; gradients come from data rank 0."""
+    """Return every weight of this rank's stages after STEPS steps;
+    gradients come from data rank 0."""
     units = _units(mesh, layout)
     for unit in units:
         unit.write("param", lambda record: record.slice(_draw(record, 0), mesh.coords))
@@ -102,7 +104,7 @@ def _train(mesh, layout: Layout, rule: Muon = RULE) -> dict[str, torch.Tensor]:
 
 
 def _layout(seed: int) -> Layout:
-    """A random layout, of as few blocks as its stages allow."""
+    """Draw a layout with as few blocks as its stages allow."""
     layout = draw(seed)
     few = dataclasses.replace(layout.sizes, layers=layout.mesh.pp * layout.chunks)
     return dataclasses.replace(layout, drawn=few)
@@ -148,7 +150,7 @@ def test_a_symmetric_product_is_torchs_and_symmetric_to_the_bit(shape, dtype):
 
 @pytest.mark.parametrize("sides", [(16, 16), (16, 64), (64, 16), (32, 16)], ids=str)
 def test_tiles_of_any_sides_leave_no_element_out(sides):
-    """Tiles that cross the diagonal, and short ones at the end."""
+    """Covers tiles that cross the diagonal, and short ones at the end."""
     for M in (61, 64, 81):
         x, add = torch.randn(M, 21, dtype=torch.float64), torch.full((M, M), 3.0).double()
         with pinned({("gemm", 8, "symmetric"): GemmTile(*sides, 16, 2, 1, 1, 1)}), guarded():
@@ -166,7 +168,8 @@ def test_newton_schulz_is_five_lines_of_torch(shape, impl):
     assert (reference.orthogonalize(g) - _newton_schulz(g)).abs().max() < 1e-12
     values = torch.linalg.svdvals(o)
     assert values.max() < 1.3
-    assert shape[0] == shape[1] or values.min() > 0.6  # a square one's least is very small
+    # the smallest of a square matrix is very small
+    assert shape[0] == shape[1] or values.min() > 0.6
     assert not orthogonalize(torch.zeros(shape), impl=impl).any()
     low = orthogonalize(g.bfloat16(), impl=impl).double()
     assert (low - o).norm() < 0.05 * o.norm()
@@ -174,7 +177,7 @@ def test_newton_schulz_is_five_lines_of_torch(shape, impl):
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_each_step_is_the_polynomial_of_the_singular_values_by_two_products_of_impl(steps, impl):
+def test_orthogonalize_steps_are_polynomials_of_the_singular_values(steps, impl):
     for shape in ((7, 12), (12, 7)):
         g = torch.randn(shape, dtype=torch.float64)
         u, s, v = torch.linalg.svd(g, full_matrices=False)
@@ -198,7 +201,7 @@ def test_autocast_rounds_no_product(impl):
 
 
 def test_the_norm_of_a_matrix_in_16_bits_is_of_32():
-    """Which fp16 cannot hold: a power of two in front changes no bit."""
+    """fp16 cannot hold that norm: scaling by a power of two changes no bit."""
     g = torch.randn(40, 33).half()
     assert torch.equal(orthogonalize(g * 2**12), orthogonalize(g))
 
@@ -225,7 +228,7 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
 def _first_steps(mesh, layout: Layout, steps: range, start=None):
-    """Train `steps`, beginning at the state `start`; the state after them."""
+    """Train `steps` from the state `start`, and return the state after them."""
     units = _units(mesh, layout)
     optimizer = ZeroOptimizer(units, mesh, RULE, clip=CLIP)
     for unit in units:
@@ -250,7 +253,7 @@ def _joined(found) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("zeros", [(0, 3), (2, 1)])
 def test_the_state_of_one_layout_goes_on_in_another(zeros):
-    """And matrices have one moment, on every ZeRO stage."""
+    """In addition, matrices have one moment, in every ZeRO stage."""
     sizes = smallest(Mesh(tp=2, pp=2, dp=2), "llama")
     first, second = (
         Layout(mesh, zero=zero, style="llama", tied=False, drawn=sizes)
@@ -272,7 +275,8 @@ def test_the_state_of_one_layout_goes_on_in_another(zeros):
 
 
 def _own(mesh, zero: int) -> list[torch.Tensor]:
-    """Two steps' directions of matrices that tensor ranks pad, hold alike and share in columns."""
+    """Return two steps' directions of matrices that tensor ranks pad,
+    replicate and shard by columns."""
     tp = mesh.size("tp")
     spec = {"rows": ((7, 5), (Cut("tp", 0, tp),)), "whole": ((4, 9), ()),
             "columns": ((6, 11), (Cut("tp", 1, tp),))}  # fmt: skip
@@ -295,7 +299,7 @@ def _own(mesh, zero: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), Mesh(dp=3), Mesh(dp=2, tp=3)], ids=str)
 def test_padded_and_replicated_matrices(mesh, zero):
-    """And a gradient that is not finite changes nothing."""
+    """In addition, a gradient that is not finite changes nothing."""
     on_mesh(mesh, _own, zero)
 
 
@@ -323,9 +327,9 @@ def test_each_matrix_is_orthogonalised_once_and_moves_once_each_way(monkeypatch,
     assert len(sent) == 4 * exchanges  # of four ranks
     total = sum(count for _, count in sent)
     if zero == 0:
-        assert total == 3 * n  # every result to three others
+        assert total == 3 * n  # every result goes to three others
     else:
-        data = 2 * n  # at most, once each way
+        data = 2 * n  # at most, once in each direction
         assert n / 2 < total <= data + (n if tp > 1 else 0)
 
 
@@ -382,7 +386,7 @@ def test_with_parameters_of_16_bits_newton_schulz_has_bf16():
     assert all((0 < x < 1e-2) == is_muons(n) for n, x in moved.items())
 
 
-# ---------------------------------------------------------------- refusals
+# ---------------------------------------------------------------- errors
 
 
 def _muon_of(record: ParamRecord) -> None:

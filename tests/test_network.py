@@ -1,4 +1,4 @@
-"""Bytes and seconds of rounds on a described network, and what rounds do to a tensor."""
+"""Bytes and seconds of rounds on a described network, and the effect of rounds on a tensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from warpweave.parallel.run_collective import collective_steps, run_collective
 # Messages (source, dest, elements, whether they are added) of five ranks in three rounds.
 MESSAGES = [
     [(0, 1, 4, False), (3, 2, 6, True)],
-    [(1, 4, 0, True)],  # of nothing: no round
+    [(1, 4, 0, True)],  # empty: not a round
     [(0, 2, 3, False), (1, 3, 5, True), (4, 3, 2, True), (2, 3, 1, False)],
 ]
 
@@ -53,19 +53,22 @@ def _algorithm(rounds: list[list[tuple[int, int, int, bool]]]) -> Algorithm:
     [
         # alpha + beta by the bytes of the busiest link + gamma by those that the busiest rank adds
         (Network(1, 10, 100), (1 + 10 * 12 + 100 * 12) + (1 + 10 * 16 + 100 * 14)),
-        # ranks 0 and 1, 2 and 3, 4: 20 bytes come to the second node in the last round
+        # ranks 0 and 1, 2 and 3, 4: 20 bytes arrive at the second node in the last round
         (Network(1, 10, 100, node=2, node_alpha=7, node_beta=9), 1321 + (7 + 9 * 20 + 100 * 14)),
-        (Network(1, 10, 100, node=2, node_alpha=7), 1321 + (7 + 10 * 16 + 100 * 14)),  # free bytes
+        # bytes are free
+        (Network(1, 10, 100, node=2, node_alpha=7), 1321 + (7 + 10 * 16 + 100 * 14)),
         (Network(3, 10, 0, node=2, node_alpha=1, node_beta=2), (3 + 10 * 12) + (3 + 10 * 16)),
-        (Network(1, 10, 100, node=9, node_alpha=50, node_beta=50), 2882),  # nobody leaves its node
+        # no message leaves its node
+        (Network(1, 10, 100, node=9, node_alpha=50, node_beta=50), 2882),
     ],
 )  # fmt: skip
 def test_bytes_and_seconds_are_those_of_the_busiest_links(network: Network, seconds: float) -> None:
-    """Of the links into ranks and nodes, and of those out of them, as all is sent back."""
+    """This counts links into ranks and nodes, and links out of them,
+    because everything is sent back."""
     found = traffic(_algorithm(MESSAGES), 5, 99, network, size=2)
     assert found == Traffic(rounds=2, total=42, busiest=18, at_once=22, seconds=seconds)
     back = [[(to, source, *more) for source, to, *more in messages] for messages in MESSAGES]
-    less = 4 * network.gamma  # rank 1 adds 5 elements at most, where rank 3 added 7
+    less = 4 * network.gamma  # rank 1 adds at most 5 elements, where rank 3 added 7
     assert traffic(_algorithm(back), 5, 99, network, size=2) == replace(
         found, seconds=seconds - less
     )
@@ -78,7 +81,7 @@ def test_an_element_has_four_bytes_if_nothing_is_said() -> None:
     assert one.total == 48
 
 
-# ---------------------------------------------------------------- what rounds are
+# ---------------------------------------------------------------- valid rounds
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 12])
@@ -126,11 +129,11 @@ def test_defaults_are_those_that_the_docstrings_name() -> None:
     assert all_reduces(12, 6)["hierarchical"].keywords == {"node": 6}
 
 
-# ---------------------------------------------------------------- what they do to a tensor
+# ---------------------------------------------------------------- the effect on a tensor
 
 
 def test_what_is_read_and_written_in_one_round_is_read_first() -> None:
-    """An exchange of the same elements, overlapping by one, and next to each other."""
+    """Covers an exchange of the same elements, with an overlap of one, and of adjacent ones."""
 
     def shifted(by: int):
         def rounds(rank: int, ranks: int, n: int) -> Rounds:
@@ -149,7 +152,8 @@ def test_what_is_read_and_written_in_one_round_is_read_first() -> None:
 
 
 def test_terms_of_one_round_are_summed_in_rank_order_this_ranks_at_its_place() -> None:
-    """Whatever the order in which they are listed; other elements beside them are stored."""
+    """This holds for any order in which they are listed, with other
+    elements stored next to them."""
     xs = [torch.tensor([x, 7.0]) for x in (1e8, 3.0, -1e8, 0.25)]
     whole = ((xs[0] + xs[1]) + xs[2]) + xs[3]
     for rank in range(4):

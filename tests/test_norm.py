@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm against plain torch in float64; Triton runs interpreted."""
+"""RMSNorm and LayerNorm against plain torch in float64; Triton kernels are interpreted."""
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ SHAPES = ((1, 1), (1, 8), (37, 67), (2, 3, 128), (19, 2049))  # the last: more t
 
 
 def _call(module, x, w, b, residual, **options):
-    """(y, s or None) of the LayerNorm with bias if there is a b, of the RMSNorm otherwise."""
+    """Return (y, s or None) of the LayerNorm with bias if there is a b,
+    of the RMSNorm otherwise."""
     if b is None:
         out = module.rms_norm(x, w, residual=residual, **options)
     else:
@@ -32,7 +33,7 @@ def _inputs(shape, dtype, bias: bool, residual: bool) -> list[torch.Tensor | Non
 
 
 def _run(module, inputs, dy, ds, **options) -> list[torch.Tensor]:
-    """Outputs, then the gradients of every input there is."""
+    """Return the outputs, then the gradients of every input."""
     inputs = [None if t is None else t.detach().requires_grad_() for t in inputs]
     y, s = _call(module, *inputs, **options)
     loss = (y * dy).sum() + (0 if s is None else (s * ds).sum())
@@ -72,7 +73,7 @@ def test_error_is_within_twice_that_of_the_same_dtype(dtype, bias, impl) -> None
         assert_error_budget(a, b, t)
 
 
-def test_a_wrong_epsilon_an_absent_bias_and_a_lost_residual_gradient_are_seen() -> None:
+def test_wrong_epsilon_missing_bias_and_lost_residual_gradient_are_detected() -> None:
     inputs = _inputs((37, 67), torch.float64, True, True)
     dy, ds = torch.randn(2, 37, 67, dtype=torch.float64)
     truth = _run(reference, inputs, dy, ds)
@@ -112,7 +113,7 @@ def test_no_rows_and_unused_outputs(impl) -> None:
     assert not db.any()
     x, w, _, r = _inputs((4, 7), torch.float32, False, True)
     y, s = norm.rms_norm(x, w, residual=r, impl=impl)
-    dx, dr = torch.autograd.grad(s.sum(), (x, r))  # y unused
+    dx, dr = torch.autograd.grad(s.sum(), (x, r))  # y is unused
     assert torch.equal(dx, torch.ones_like(dx))
     assert torch.equal(dr, torch.ones_like(dx))
 
@@ -124,7 +125,7 @@ def test_strided_inputs_equal_contiguous_ones(impl) -> None:
     for x in (wide[..., 7:20], wide[:, ::2, 1:27:2], wide.mT[:, 3:, :].expand(3, 37, 5)[:, ::3]):
         x, weight = x.detach().requires_grad_(), w[: x.shape[-1]]
         y = norm.rms_norm(x, weight, impl=impl)
-        (dx,) = torch.autograd.grad(y.sum(), x)  # and an expanded (stride 0) dy
+        (dx,) = torch.autograd.grad(y.sum(), x)  # with an expanded (stride 0) dy
         c = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
         truth = reference.rms_norm(c, weight)
         assert_close_f64(y, truth, 1e-13)
@@ -170,7 +171,7 @@ def test_the_operator_is_well_formed() -> None:
     well_formed(
         norm_bwd_op, x, None, x, w, None, row, None, WantedGradients(False, True, f32, None)
     )
-    low, lw = x.bfloat16(), w.bfloat16()  # under a stream of another dtype, and alone
+    low, lw = x.bfloat16(), w.bfloat16()  # with a stream of another dtype, and alone
     for stream, layer in ((r, False), (r.half(), True), (low, True), (None, True)):
         told_right(norm_op, low, lw, None, stream, None, None, NormOptions(layer, 1e-5, f32))
     for s, dtypes in ((x, (bf16, f32)), (x, (bf16, bf16)), (low, (bf16, None)), (x, (f32, bf16))):
@@ -194,13 +195,13 @@ def _drop(shape) -> Drop:
 
 
 def _keep(shape) -> torch.Tensor:
-    """The mask that dropout.dropout draws, of x[..., E] with `_tokens`."""
+    """Return the mask that dropout.dropout draws, for x[..., E] with `_tokens`."""
     ones = torch.ones(shape).flatten(0, -2)
     return (reference.dropout(ones, P, **KEY, tokens=_tokens(shape).flatten()) != 0).view(shape)
 
 
 def _chain(module, terms, layer, x, w, b, residual, x_bias, **options):
-    """(y, s) of the norm after the named terms."""
+    """Return (y, s) of the norm after the named terms."""
     given = {"residual": residual} if "residual" in terms else {}
     if "x_bias" in terms:
         given["x_bias"] = x_bias
@@ -214,7 +215,7 @@ def _chain(module, terms, layer, x, w, b, residual, x_bias, **options):
 
 
 def _chain_run(module, terms, layer, inputs, dy, ds, **options) -> list[torch.Tensor]:
-    """y, s and the gradients of x, w, b, residual and x_bias; zeros where there is none."""
+    """Return y, s and the gradients of x, w, b, residual and x_bias; zeros for missing inputs."""
     inputs = [t.detach().requires_grad_() for t in inputs]
     y, s = _chain(module, terms, layer, *inputs, **options)
     loss = (y * dy).sum() + (s * ds).sum()
@@ -222,7 +223,7 @@ def _chain_run(module, terms, layer, inputs, dy, ds, **options) -> list[torch.Te
 
 
 def _chain_inputs(shape, dtype=torch.float64, stream=None) -> list[torch.Tensor]:
-    """x, w, b, residual, x_bias."""
+    """Draw x, w, b, residual, x_bias."""
     shape = torch.Size(shape)
     made = [torch.randn(s, dtype=torch.float64) for s in (shape, shape[-1:], shape[-1:], shape)]
     made[1] += 1
@@ -272,7 +273,7 @@ def test_raw_halves_of_both_implementations_agree(terms, layer) -> None:
 
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
 def test_the_chain_is_the_separate_operators_to_the_bit(layer) -> None:
-    """In float32 each step rounds alike; the mask is dropout's own."""
+    """In float32 each step rounds equally; the mask is dropout's own."""
     shape = torch.Size((37, 67))
     x, w, b, r, x_bias = _chain_inputs(shape, torch.float32)
     y, s = _chain(norm, "residual x_bias dropout", layer, x, w, b, r, x_bias, impl="triton")
@@ -280,7 +281,7 @@ def test_the_chain_is_the_separate_operators_to_the_bit(layer) -> None:
     assert torch.equal(s, separate)
     alone = norm.layer_norm(s, w, b, impl="triton") if layer else norm.rms_norm(s, w, impl="triton")
     assert torch.equal(y, alone)
-    other = _drop(shape)._replace(site=3)  # and another site is another mask
+    other = _drop(shape)._replace(site=3)  # another site has another mask
     assert relative_error(r + dropout.dropout(x + x_bias, other), s) > 0.1
 
 
@@ -329,14 +330,15 @@ def test_each_sum_over_tokens_comes_in_the_dtype_that_its_parameter_asks_for(lay
         assert {n: t.dtype for n, t in found.items()} == asked
         low = low or found
         assert all(torch.equal(t.bfloat16(), low[n]) for n, t in found.items())
-        if wide in found and (impl == "triton" or wide != 4):  # torch's own sum of x_bias rounds
+        # torch's own sum of x_bias is rounded
+        if wide in found and (impl == "triton" or wide != 4):
             assert not torch.equal(found[wide], low[wide].float())
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
 def test_y_has_the_dtype_that_is_asked_for(layer, impl) -> None:
-    """A float32 stream into bfloat16 products, and the other way round, rounded once."""
+    """A float32 stream into bfloat16 products, and the reverse, rounded once."""
     for dtype, out in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
         x, w, b, _, x_bias = _chain_inputs((37, 67), dtype)
         x = x.requires_grad_()
@@ -357,7 +359,7 @@ def test_y_has_the_dtype_that_is_asked_for(layer, impl) -> None:
 )
 def test_rows_too_long_for_the_registers(rows, E, layer) -> None:
     inputs = _chain_inputs((rows, E))
-    inputs[0] += 3  # a mean that a sum of squares alone would lose digits to
+    inputs[0] += 3  # with this mean, a sum of squares alone would lose digits
     dy, ds = torch.randn(2, rows, E, dtype=torch.float64)
     terms = TERMS[-1] if layer else "residual"
     ours = _chain_run(norm, terms, layer, inputs, dy, ds, impl="triton")
@@ -455,7 +457,7 @@ def test_the_chain_reads_and_writes_everything_once() -> None:
 
 
 def test_rows_further_apart_than_int32_can_count() -> None:
-    """The pages between the two rows are never touched, so they take no memory."""
+    """The pages between the two rows are never touched, so they use no memory."""
     far = torch.empty(2**31 + 64, dtype=torch.float16).as_strided((2, 64), (2**31, 1))
     x, w = torch.randn(2, 64).half(), torch.randn(64).half()
     y, _, _, rstd = norm.norm_fwd(x, w, layer=False, impl="triton")

@@ -1,4 +1,5 @@
-"""The halves of the norms as other code calls them: of any strides, and of dtypes that differ."""
+"""The halves of the norms as other code calls them: tensors of any
+strides, and of different dtypes."""
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ ROWS, E = 19, 12
 
 
 def _spread(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, each with gaps around it."""
+    """Return the same values, each with gaps around it."""
     wide = x.new_zeros(*(2 * n + 1 for n in x.shape))
     at = tuple(slice(1, None, 2) for _ in x.shape)
     wide[at] = x
@@ -23,7 +24,7 @@ def _spread(x: torch.Tensor) -> torch.Tensor:
 
 
 def _row_wise(x: torch.Tensor, more: int) -> torch.Tensor:
-    """The same numbers, contiguous in rows that are `more` columns apart."""
+    """Return the same values, contiguous in rows that are `more` columns apart."""
     return torch.nn.functional.pad(x, (0, more))[..., : x.shape[-1]]
 
 
@@ -38,7 +39,7 @@ def _drawn(layer: bool, dtype=F64):
 @LAYER
 @pytest.mark.parametrize("wide", [False, True], ids=["held", "in blocks"])
 def test_operands_of_any_strides_are_read_right(wide, layer, impl, monkeypatch) -> None:
-    """Each operand of both halves alone, and all of them, have gaps between their elements."""
+    """Each operand of both halves, alone and all together, has gaps between its elements."""
     if wide:
         monkeypatch.setattr(forward, "FWD_WIDTH", 8)
         monkeypatch.setattr(backward, "BWD_WIDTH", 8)
@@ -79,8 +80,8 @@ def test_operands_of_any_strides_are_read_right(wide, layer, impl, monkeypatch) 
 @IMPLS
 @LAYER
 def test_results_have_the_dtypes_that_the_halves_promise(layer, impl) -> None:
-    """Of operands that differ: s has the wider of x and residual, y and dx what is asked for or
-    their input's own, sums that of the statistics."""
+    """If operands differ: s has the wider dtype of x and residual; y and dx have the requested one
+    or their input's; sums have that of the statistics."""
     x, residual, dy, ds, w, b, x_bias, drop = _drawn(layer)
     x, residual, w = x.to(BF16), residual.to(F32), w.to(F16)
     b = b if b is None else b.to(F32)
@@ -157,7 +158,7 @@ def test_a_bias_wider_than_x_is_added_before_s_is_rounded_to_the_dtype_of_x(impl
 
 @LAYER
 def test_the_halves_have_the_defaults_of_rms_norm(layer) -> None:
-    """Of numbers no larger than the root of eps, so that another eps is seen."""
+    """Uses values no larger than the root of eps, so that a different eps shows."""
     x, _, _, _, w, b, *_ = _drawn(layer)
     x = x * 1e-3
     names = reference.layer_norm if layer else reference.rms_norm
@@ -213,7 +214,7 @@ def test_only_the_gradients_that_are_wanted_are_made(layer, impl) -> None:
 @LAYER
 @pytest.mark.parametrize("wide", [False, True], ids=["held", "in blocks"])
 def test_sums_over_tokens_are_of_what_is_not_rounded(wide, layer, impl, monkeypatch) -> None:
-    """Of 16 bits, though dx itself is; and no sum lies in another's memory."""
+    """This holds in 16 bits, although dx itself is rounded; sums do not share memory."""
     if wide:
         monkeypatch.setattr(backward, "BWD_WIDTH", 8)
     x, _, dy, ds, w, b, _, drop = (
@@ -235,7 +236,7 @@ def test_sums_over_tokens_are_of_what_is_not_rounded(wide, layer, impl, monkeypa
 @LAYER
 @pytest.mark.parametrize("width", [8, 16, 32], ids="held up to {}".format)
 def test_sums_start_from_zero_whatever_memory_held(width, layer, monkeypatch) -> None:
-    """New memory is NaN here. Of three sums half as wide rows are held as of two."""
+    """New memory is NaN here. With three sums, rows are half as wide as with two."""
     monkeypatch.setattr(backward, "BWD_WIDTH", width)
     empty = torch.empty
     x, residual, dy, ds, w, b, x_bias, drop = _drawn(layer)

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm: torch's on one device, whole on every tensor rank."""
+"""RMSNorm and LayerNorm: torch's on one device, replicated on every tensor rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EACH = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
 
 
 def _loaded(pair, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """torch's norm with weights unlike 1 and 0, and ours with the same state."""
+    """Return torch's norm with weights other than 1 and 0, and ours with the same state."""
     theirs, ours = (make(dtype=dtype) for make in pair)
     with torch.no_grad():
         for i, p in enumerate(theirs.parameters()):
@@ -204,7 +204,7 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
                 lambda m, make=make: make(mesh=m, sequence_parallel=True, **options),
                 x, mesh, cut_in=0, cut_out=0, run=run,
             )  # fmt: skip
-    with pytest.raises(AssertionError, match="relative error"):  # gradients left partial
+    with pytest.raises(AssertionError, match="relative error"):  # gradients are still partial
         check_layer(lambda m: RMSNorm(E, mesh=m, **options), x, mesh, cut_in=0, cut_out=0)
 
 

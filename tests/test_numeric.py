@@ -28,7 +28,8 @@ def test_bfloat16_cast_equals_torch_on_every_upper_half_and_at_ties() -> None:
     x = (upper[:, None] | lower).flatten().view(torch.float32)
     x = x[~x.isnan()]
     assert torch.equal(_cast(x, torch.bfloat16).view(torch.int16), x.bfloat16().view(torch.int16))
-    assert not torch.equal(_cast(x, torch.bfloat16, helper=False), x.bfloat16())  # what it repairs
+    # the error that it repairs
+    assert not torch.equal(_cast(x, torch.bfloat16, helper=False), x.bfloat16())
 
 
 def test_bfloat16_cast_keeps_nan_and_infinity() -> None:
@@ -66,7 +67,7 @@ def test_dot_multiplies_every_dtype_and_accumulates_in_full(
     assert_close_f64(c, truth, rtol)
     assert (
         relative_error(truth.half(), truth) > rtol
-    )  # the tolerance would see a float16 accumulator
+    )  # the tolerance would detect a float16 accumulator
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""What an observer is told of every operation of torch.distributed, and what a checked one makes of
-it beside a store that this process fills for the other ranks."""
+"""The calls that an observer gets for every operation of torch.distributed, and the comparisons of
+a checked one with a store that this process fills for the other ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = [MESH.describe(rank) for rank in range(4)]
 
 
 class _Seen(Observer):
-    """Keeps each operation."""
+    """An observer that keeps each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def _three(n: int = 1) -> list[torch.Tensor]:
     return [torch.ones(n) for _ in range(3)]
 
 
-# What is called, and what it is called: name with what is given, the shapes, the sizes.
+# The call, and its description: name with arguments, the shapes, the sizes.
 CALLS: list[tuple[Callable[[Any], object], str, list[tuple[int, ...]], Any]] = [
     (lambda g: dist.all_reduce(torch.ones(2, 5), group=g), "all_reduce of float32[2, 5]",
      [(2, 5)], None),
@@ -73,7 +73,7 @@ CALLS: list[tuple[Callable[[Any], object], str, list[tuple[int, ...]], Any]] = [
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    """Ranks 1, 3 and 5 of six, seen from rank 5, which is its rank 2."""
+    """Return ranks 1, 3 and 5 of six, seen from rank 5, which is its rank 2."""
     dist.init_process_group("fake", rank=5, world_size=6, store=FakeStore())
     try:
         yield dist.new_group([1, 3, 5])
@@ -83,12 +83,13 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.filterwarnings("ignore:.*coalesced")
 def test_every_collective_is_observed_with_what_this_rank_gives(group) -> None:
-    """Under the ranks of the default group; an observer that is entered again counts on."""
+    """Ranks are those of the default group. An observer that is entered
+    again continues its count."""
     observer = _Seen()
     for call, *_ in CALLS:
         with observer:
             call(group)
-    CALLS[0][0](group)  # nothing is seen outside
+    CALLS[0][0](group)  # nothing is observed outside
     for number, (op, (_, what, shapes, sizes)) in enumerate(zip(observer.seen, CALLS, strict=True)):
         assert (op.what, [tuple(x.shape) for x in op.given], op.sizes) == (what, shapes, sizes)
         assert op.key.rpartition("/")[2] == str(number)
@@ -97,7 +98,7 @@ def test_every_collective_is_observed_with_what_this_rank_gives(group) -> None:
 
 
 def test_a_message_is_observed_as_one_end_of_its_link(group) -> None:
-    """The key has the group's own ranks and counts the messages of each direction."""
+    """The key has the group's own ranks, and messages are counted in each direction."""
     observer = _Seen()
     with observer:
         dist.send(X, group=group, group_dst=0)
@@ -143,7 +144,7 @@ def _end(side: str, what: str, key: str = "7/3>2/0") -> Operation:
 
 @pytest.mark.parametrize("sides", [("send", "recv"), ("recv", "send")])
 def test_whichever_end_of_a_message_is_second_compares(sides) -> None:
-    """Rank 3 sends to rank 2; the words of ends that agree do not stay in the store."""
+    """Rank 3 sends to rank 2. If the ends agree, their entries are removed from the store."""
     at = {"send": 3, "recv": 2}
     store = Alone()
     for _ in range(2):
@@ -176,7 +177,7 @@ def test_the_waiting_of_all_operations_is_summed(monkeypatch) -> None:
     assert [*store.values] == ["5/2/2"], "the last word alone is left"
 
 
-def test_the_nth_check_of_a_rank_reads_what_the_nth_of_another_wrote_and_nothing_else() -> None:
+def test_nth_check_of_a_rank_reads_only_the_nth_check_of_other_ranks() -> None:
     store = dist.HashStore()
     every = {(rank, n): _checked(store, rank)._store for n in range(2) for rank in (3, 2)}
     for (rank, n), mine in every.items():
@@ -186,7 +187,7 @@ def test_the_nth_check_of_a_rank_reads_what_the_nth_of_another_wrote_and_nothing
 
 
 def _all_to_all(store: Any, ranks: tuple[int, ...], sizes: dict[int, Any]) -> str:
-    """What the last of these ranks finds; each gives its (sends, receives)."""
+    """Return the finding of the last of these ranks; each passes its (sends, receives)."""
     for rank in ranks[:-1]:
         store.set(f"5/0/{rank}", f'["all_to_all of torch.float32", {[*sizes[rank]]}]')
     last = ranks[-1]
@@ -199,7 +200,7 @@ def _all_to_all(store: Any, ranks: tuple[int, ...], sizes: dict[int, Any]) -> st
 
 
 def test_parts_of_an_all_to_all_are_compared_by_who_sends_and_who_receives() -> None:
-    """Of three ranks of four, none of which is the group's first; equal parts are not told."""
+    """Three ranks of four, none of which is the group's first. Equal parts are not reported."""
     ranks, table = (1, 2, 3), [[4, 1, 0], [2, 5, 7], [3, 6, 8]]
 
     def sizes() -> dict[int, tuple[list[int], list[int]]]:
@@ -222,8 +223,8 @@ def test_parts_of_an_all_to_all_are_compared_by_who_sends_and_who_receives() -> 
 
 
 def _all_but_rank_2(rank: int, store: Any, met: bool) -> str:
-    """All others come to a collective of all ranks. If they `met`, ranks 2 and 3 had one before it,
-    in which rank 2 was seen to wait."""
+    """Bring all others to a collective of all ranks. If they `met`, ranks 2 and 3 had one before
+    it, in which rank 2 was seen waiting."""
     mesh = MESH.connect(timeout=timedelta(seconds=60))
     try:
         with CheckedCollectives(store, MESH, rank, 0.5, torch.device("cpu")):
@@ -243,9 +244,9 @@ def test_a_rank_that_does_not_come_is_named_with_where_it_was_seen_last(monkeypa
     store = Store()
 
     def now() -> float:
-        """The time-out is over once all others are there."""
+        """Let the timeout be over once all others are there."""
         there = [key for key in [*store.values] if key.endswith(("/0/0", "/0/1", "/0/3"))]
-        return 1e9 if len(there) == 3 + met else 0.0  # rank 3's word in the pair stays
+        return 1e9 if len(there) == 3 + met else 0.0  # rank 3's entry in the pair stays
 
     monkeypatch.setattr(checked, "_LOOK", 1e-3)
     monkeypatch.setattr(checked, "time", SimpleNamespace(monotonic=now, perf_counter=lambda: 0.0))

@@ -1,4 +1,4 @@
-"""Tests of kernels on a GPU: where the tensors that a test makes lie."""
+"""Kernel tests on a GPU: the device of the tensors that a test makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make(torch):
 
 
 def _made(path: str) -> tuple[torch.Tensor, ...]:
-    """What a file at this path makes where tests are placed on "meta"."""
+    """Return what a file at this path makes if tests are placed on "meta"."""
     names: dict = {}
     exec(compile(_MAKE, path, "exec"), names)
     with Placed("meta"):

@@ -1,4 +1,5 @@
-"""The registrar of operators: records that cross the border, gradients, and who sees them."""
+"""The registrar of operators: records as arguments, gradients, and the
+dispatch modes that see them."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ RECORDS = (Scale, Inner)
 def test_what_is_flattened_comes_out_as_it_went_in(record) -> None:
     _, *flat = flatten(record, RECORDS)
     found = unflatten(*flat, RECORDS)
-    assert repr(found) == repr(record)  # 1 is not True, nor a record a tuple of its fields
+    assert repr(found) == repr(record)  # 1 is not True, and a record is not the tuple of its fields
 
 
 def test_records_that_differ_anywhere_are_flattened_differently() -> None:
@@ -57,7 +58,7 @@ def test_records_that_differ_anywhere_are_flattened_differently() -> None:
 
 
 def test_symbols_of_a_shape_cross_the_border_as_they_are() -> None:
-    """As those who trace without dynamo hand them over: of types of torch's own."""
+    """Tracers other than dynamo pass them as types of torch's own."""
     (n,) = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(5)).shape
     half = n / 2
     assert (type(n), type(half)) == (torch.SymInt, torch.SymFloat)
@@ -139,7 +140,7 @@ def test_compilers_see_one_operator_and_the_numbers_of_a_record_stay_symbols() -
 
 
 class _Heard(TorchDispatchMode):
-    """Notes the operators that it sees."""
+    """A mode that notes the operators it sees."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         seen.append(str(func))
@@ -156,7 +157,7 @@ class _Sub(torch.Tensor):
     pass
 
 
-def test_modes_transforms_and_subclasses_see_the_operator_and_autograd_alone_its_function() -> None:
+def test_modes_and_subclasses_see_the_operator_and_autograd_its_function() -> None:
     x, scale = torch.ones(2, requires_grad=True), Scale(2.0, (), None)
     z = AFFINE(x, scale, None)
     assert type(z.grad_fn).__name__ == "test_affineBackward"  # ours, not torch.library's
@@ -171,7 +172,7 @@ def test_modes_transforms_and_subclasses_see_the_operator_and_autograd_alone_its
     traced = torch.jit.trace(lambda x: AFFINE(x, scale, None), x.detach())
     assert "warpweave::test_affine" in str(traced.graph)
     meta = AFFINE(torch.ones(2, device="meta"), scale, None)
-    assert meta.device.type == "meta"  # of `fake`: `run` is not asked
+    assert meta.device.type == "meta"  # computed by `fake`; `run` is not called
     sub = AFFINE(x.detach().as_subclass(_Sub), scale, None)
     assert type(sub) is _Sub
     grown = AFFINE(x.detach(), scale, x.detach().as_subclass(_Sub))
@@ -179,7 +180,7 @@ def test_modes_transforms_and_subclasses_see_the_operator_and_autograd_alone_its
     seen.clear()
     with pytest.raises(RuntimeError, match="with functorch transforms"):
         torch.func.grad(lambda x: AFFINE(x, scale, None).sum())(x.detach())
-    with torch.no_grad():  # each sample's call, as no kernel takes a tensor of samples
+    with torch.no_grad():  # one call per sample, because no kernel accepts a tensor of samples
         torch.func.vmap(lambda x: AFFINE(x, scale, None))(torch.ones(3, 2))
     assert seen == ["Tensor"] * 3
 
@@ -236,7 +237,7 @@ def test_a_direct_op_is_a_plain_call_but_for_compilers() -> None:
     x, scale = torch.ones(2), Scale(2.0, (), None)
     with torch._subclasses.FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
-        assert AFFINE(fake, scale, None).shape == (2,)  # `fake` answers, `run` is not asked
+        assert AFFINE(fake, scale, None).shape == (2,)  # `fake` answers; `run` is not called
     seen.clear()
     assert DIRECT(x, scale, None).tolist() == [2.0, 2.0]
     assert seen == ["Tensor"]
@@ -252,7 +253,7 @@ def test_a_direct_op_is_a_plain_call_but_for_compilers() -> None:
 
 
 def test_a_call_and_its_backward_import_no_compiler() -> None:
-    """Two seconds, and 60 MB of memory, of every process that never compiles."""
+    """The import takes two seconds and 60 MB of memory in every process that never compiles."""
     code = (
         "import sys, torch\n"
         "from warpweave.kernels.attention import attention\n"

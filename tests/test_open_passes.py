@@ -1,7 +1,7 @@
-"""PipeDream in passes that are left open: bit for bit the delayed update rule, on one process.
+"""PipeDream in passes that remain open: bitwise equal to the delayed update rule, in one process.
 
 The truth is `_delayed`: every stage's gradient at the weights that its forward read, in plain
-autograd. Nothing in it knows of schedules, versions or passes.
+autograd. It does not depend on schedules, versions or passes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from warpweave.parallel.schedule import (
 from warpweave.parallel.schedule.open_passes import staleness
 from warpweave.parallel.schedule.ordering import order
 
-WIDTHS = (6, 5, 7, 6, 5, 4, 6, 5, 3)  # eight blocks, unequal so that every link has its own shape
+# eight blocks, unequal so that every link has a different shape
+WIDTHS = (6, 5, 7, 6, 5, 4, 6, 5, 3)
 CPU = torch.device("cpu")
 LR = 0.2
 
@@ -66,8 +67,8 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _delayed(p: int, n: int, delay=lambda p, s: p - 1 - s) -> tuple[list[Tensor], list[Tensor]]:
-    """w_s(t+1) is AdamW's step from w_s(t) by the gradient of minibatch t, in which every stage has
-    its weights of `delay` updates ago; the final weights and all losses."""
+    """Compute w_s(t+1), which is AdamW's step from w_s(t) by the gradient of minibatch t, in which
+    every stage has its weights of `delay` updates ago. Return the final weights and all losses."""
     modules, (x, target) = _stages(p), _data(n)
     optimizers = [_optimizer(module) for module in modules]
     history = [[[w.detach().clone() for w in m.parameters()] for m in modules]]
@@ -107,7 +108,7 @@ def _build(p: int, n: int, mine: range, versions=None) -> dict[int, ModuleStage]
 
 
 def _passes(p: int, each: int, count: int, split: bool = False) -> list[Schedule]:
-    """The first pass, the one that is repeated, and the last."""
+    """Return the first pass, the one that is repeated, and the last."""
     lists = _pipedream(p, each * count, split)
     validate(lists, staleness=p - 1)
     validate(with_comm(lists), staleness=p - 1)
@@ -151,7 +152,7 @@ def test_pipedream_in_open_passes_is_the_delayed_rule_bit_for_bit(p: int, split:
 
 
 def _vee(stages: int, n: int, split: bool = False) -> Schedule:
-    """The same, folded: stages s and `stages` - 1 - s on one rank."""
+    """Fold the passes: stages s and `stages` - 1 - s on one rank."""
     flat, lists = _pipedream(stages, n, split), [[] for _ in range(-(-stages // 2))]
     for s, index in order(flat):
         lists[min(s, stages - 1 - s)].append(flat[s][index])
@@ -161,7 +162,8 @@ def _vee(stages: int, n: int, split: bool = False) -> Schedule:
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
 def test_stages_of_one_rank_wait_for_each_other_over_passes(count: int, split: bool) -> None:
-    """A micro-batch that has ended on one stage of a rank goes on in the next pass on the other."""
+    """A micro-batch that has ended on one stage of a rank continues on
+    the other in the next pass."""
     lists, stages, in_flight = _vee(count, 12, split), _build(count, 12, range(count)), InFlight()
     for k, one in enumerate(cut_into_passes(lists, 3)):
         one = renumbered(with_comm(one), 3 * k, 3 * k)
@@ -186,7 +188,7 @@ def test_pipedream_on_real_ranks_is_the_delayed_rule_bit_for_bit() -> None:
     assert all(map(torch.equal, found, _delayed(p, each * count)[0]))
 
 
-# ----------------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------------- errors
 
 
 def test_a_pass_holds_what_is_under_way_and_says_what_never_ends() -> None:
@@ -197,7 +199,7 @@ def test_a_pass_holds_what_is_under_way_and_says_what_never_ends() -> None:
     with pytest.raises(RuntimeError, match=words):
         in_flight.check_ended()
     with pytest.raises(RuntimeError, match="rank 1: 1F1 comes before 1RECV_F1"):
-        execute(passes[1], stages, InProcess(), InFlight())  # nothing is under way
+        execute(passes[1], stages, InProcess(), InFlight())  # nothing is in flight
     with pytest.raises(RuntimeError, match=r"list ends with unused .*\('F', 1, 4\)"):
         execute(passes[0], _build(3, 9, range(3)), InProcess())  # closed
     stages = _build(3, 9, range(3), versions=2)
@@ -236,7 +238,7 @@ def test_a_pass_that_cannot_be_is_refused() -> None:
 
 
 def test_a_stage_is_as_stale_as_the_oldest_of_its_gradients_wherever_that_is() -> None:
-    """As old as its weights were when it came: an update of its own is not counted."""
+    """Its age is that of its weights when the gradient arrived: its own update does not count."""
     early = "0F0 0F1 0F2 0B0 0UPDATE@1 0B1 0UPDATE@2 0B2 0UPDATE@3 0F3@3 0B3@3 0UPDATE@4"
     split = "1F0 1F1 1I0 1I1 1W1 1UPDATE@1 1W0 1UPDATE@2 1F2@2 1B2@2 1F3@2 1B3@2 1UPDATE@3"
     fresh = "2F0 2B0 2F1 2B1 2UPDATE@1 2F2@1 2B2@1 2F3@1 2B3@1 2UPDATE@2"
@@ -247,7 +249,7 @@ def test_a_stage_is_as_stale_as_the_oldest_of_its_gradients_wherever_that_is() -
 
 
 def test_messages_end_in_the_pass_in_which_they_begin() -> None:
-    """What only the next pass uses is received at the end, and not received again there."""
+    """A message that only the next pass uses is received at the end, and not again there."""
     first, steady, last = ([" ".join(map(str, row)) for row in one] for one in _passes(2, 2, 3))
     assert first[1] == (
         "1RECV_F0 1F0 1B0 1SEND_B0 1UPDATE@1 1RECV_F1 1F1@1 1B1@1 1SEND_B1 1UPDATE@2 1RECV_F2"
@@ -262,7 +264,7 @@ def test_messages_end_in_the_pass_in_which_they_begin() -> None:
 
 
 class _Updating(ChainStage):
-    """A chain of one segment per block, with an optimizer of its own."""
+    """A chain of one segment per block, with a separate optimizer."""
 
     def __init__(self, p: int, s: int, mesh=None, *, zero: int = 0, versions: int, rule) -> None:
         mesh, modules, segments = mesh or single(), _stages(p)[s].to(torch.float64), []
@@ -302,7 +304,7 @@ def _rule_of_sgd(weights, grads, moments, lr: float) -> None:
 
 
 def _delayed_sgd(p: int, n: int, each: int, delay, terms: int = 1) -> list[Tensor]:
-    """As `_delayed`, with momentum, in float64, over `each` minibatches of `terms` replicas."""
+    """Like `_delayed`, with momentum, in float64, over `each` minibatches of `terms` replicas."""
     modules = [module.to(torch.float64) for module in _stages(p)]
     x, target = (part.double() for part in _data(n * terms))
     weights = [[w.detach().clone() for w in m.parameters()] for m in modules]
@@ -353,8 +355,8 @@ def test_versions_of_units_are_the_delayed_rule_bit_for_bit(p: int, split: bool)
 
 
 def two_buffered(n: int, each: int) -> Schedule:
-    """PipeDream-2BW (arXiv:2006.09503) on one stage: an update after every `each` micro-batches, by
-    gradients of the weights before the newest."""
+    """Compute PipeDream-2BW (arXiv:2006.09503) on one stage: an update after every `each`
+    micro-batches, by gradients at the second newest weights."""
     row = [Action("F", 0, mb, 0) for mb in range(each)]
     for t in range(n // each):
         row += [Action("F", 0, mb, t) for mb in range((t + 1) * each, min((t + 2) * each, n))]
@@ -396,7 +398,7 @@ def _sharded(rank: int) -> str:
     return str(error.value)
 
 
-def test_versions_of_sharded_parameters_and_of_weights_that_are_gone_are_refused() -> None:
+def test_versions_of_sharded_parameters_and_of_freed_weights_are_rejected() -> None:
     run_ranks(2, _sharded)
     stage = _Updating(1, 0, versions=2, rule=SGD())
     x, target = (part.double() for part in _data(4))

@@ -1,7 +1,7 @@
-"""Every option of every command changes what it says, and nothing else; what a file of options is.
+"""Every option of every command changes its own effect and nothing else; option files.
 
-The engine, the ranks and the boards are stand-ins that remember what they were told: no model is
-computed. Another command's options are a table and a function `run` beside these (`wiring`).
+The engine, the ranks and the boards are mocks that record their calls: no model is computed. For
+another command, add a table of its options and a function `run` (`wiring`).
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ BASE = shlex.split(
 
 
 class Engine:
-    """Remembers what it is told. Every evaluation is worse than the one before."""
+    """A mock that records its calls. Every evaluation is worse than the previous one."""
 
     def __init__(self, seen: dict[str, Any], model, mesh, plan, **options) -> None:
         self.seen, self.count, self.mesh, self.outer = seen, 0, mesh, None
@@ -190,7 +190,7 @@ class Engine:
         self.seen["loaded"] = kind
 
     def begin(self, tokens, labels, ids, *, lr, key, interrupted, documents, halted) -> Pending:
-        assert halted is None  # on a CPU no step runs ahead
+        assert halted is None  # on a CPU no step is launched early
         self.seen["rates"].append(lr)
         self.seen["keys"].append(key)
         self.seen["samples"].append((ids.tolist(), tokens.tolist()))
@@ -214,7 +214,7 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """What the options name."""
+    """Make the files that the options name."""
     folder = tmp_path_factory.mktemp("options")
     text = " ".join(str(i * i % 977) for i in range(1500))
     (folder / "text.txt").write_text(text)
@@ -235,7 +235,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What ``warpweave train`` with these options does, on the first of its ranks."""
+    """Return observations of ``warpweave train`` with these options, on its first rank."""
     seen: dict[str, Any] = {"saved": [], "evaluated": [], "kept": set(), "spared": set()}
     seen["boards"], seen["recorded"], seen["compared"] = [], [], 0
     open_dataset, save = warpweave.data.open_dataset, trainer.BackgroundSaver.save
@@ -317,16 +317,16 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
     config = config.for_ranks(config.mesh.world)
     config.check()
     assert train.train_rank(config) == 0
-    if config.elastic:  # `test_elastic.py` has what replicas do
+    if config.elastic:  # `test_elastic.py` tests the replicas
         seen["elastic"] = config.elastic
-    if (plan := config.server_plan) is not None:  # `test_server.py` has what servers do
+    if (plan := config.server_plan) is not None:  # `test_server.py` tests the servers
         seen |= {f"servers.{name}": value for name, value in vars(plan).items()}
     return seen
 
 
 @pytest.fixture(scope="module")
 def plain_runs() -> dict[str, dict[str, Any]]:
-    """What was seen of the runs without the option of a row, which rows share."""
+    """Cache the observations of runs without the option of a row, which rows share."""
     return {}
 
 
@@ -356,7 +356,7 @@ def test_an_option_of_train_changes_what_it_says_and_nothing_else(
 
 
 def test_the_fields_of_model_and_plan_arrive_under_their_own_names(folder, monkeypatch, capsys):
-    """All in one run, each with a value that no other has been given."""
+    """All are set in one run, each to a value that no other has."""
     monkeypatch.chdir(folder)
     words = " ".join(TRAIN[name].option for name in TOGETHER)
     config = parse(BASE)
@@ -385,7 +385,7 @@ TUNE = {
 
 
 def seen_of_tune(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What ``warpweave tune`` with these options does."""
+    """Return observations of ``warpweave tune`` with these options."""
     seen: dict[str, Any] = {}
 
     def tuned(todo, bench, output, *, minutes, steps) -> SearchReport:
@@ -414,7 +414,7 @@ def test_an_option_of_tune_changes_what_it_says_and_nothing_else(name, monkeypat
     assert found - {"dry steps"} == TUNE[name].changes
 
 
-# -------------------------------------------------------------------------- the tables are whole
+# -------------------------------------------------------------------------- the tables are complete
 
 
 @pytest.mark.parametrize(("table", "record"), [(TRAIN, TrainConfig()), (TUNE, TuneConfig())])
@@ -493,10 +493,8 @@ def test_a_file_gives_options_in_any_spelling_and_the_command_line_wins(tmp_path
     assert found.config is None
 
 
-def test_the_file_that_an_earlier_run_left_is_read_and_its_words_are_those_of_today(
-    tmp_path, capsys
-):
-    """`auto` was what is `bulk`; whoever types it now is told the words."""
+def test_config_file_of_an_earlier_version_is_read_with_its_old_option_value(tmp_path, capsys):
+    """`auto` was the name of `bulk`. In a command it is now an error that lists the values."""
     path = tmp_path / "config.toml"
     path.write_text('overlap = "auto"\ncp_strategy = "auto"\nlayout = "zigzag"\n')
     plan = parse(["--config", str(path)]).plan

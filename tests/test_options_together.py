@@ -1,8 +1,9 @@
-"""Options several at once over ranks that are threads: as on one device, whatever else is asked.
+"""Several options at once over ranks that are threads: results equal one device's in any
+combination.
 
-What each option does alone is in the tests of its function. Here every two of them meet: who is
-frozen, what is deferred, biases, cut tokens and the ways of overlap; a head's cap, smoothing,
-ignored label, padding and order of work; one output's gradient without the other's.
+The tests of each function cover its options alone. Here every pair occurs: frozen and deferred
+parameters, biases, sharded tokens and overlap modes; a head's cap, smoothing, ignored label,
+padding and order of work; the gradient of one output without the other's.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def grads(y: Tensor, dy: Tensor, leaves: list[Tensor], deferred: bool) -> list[T
     return [leaf.grad for leaf in leaves]
 
 
-# ---------------------------------------------------------------- who is frozen, what is deferred
+# ---------------------------------------------------------------- frozen and deferred parameters
 
 LAYERS = {  # shapes of weight and bias; dims that are cut: of x uncut, weight, bias, y uncut
     "column": (((6, 5), (6,)), (None, 0, 0, 1)),
@@ -75,7 +76,7 @@ def _layer(group: Group, name: str, way: str, cut: bool) -> None:
                 assert (got is not None) == want
                 if not want:
                     continue
-                if dim is None and got.dim() == 1 and cut:  # each rank's own tokens, stated so
+                if dim is None and got.dim() == 1 and cut:  # each rank's own tokens, as documented
                     got = reduce_from(got, group)
                 assert_close_f64(got, share(truth, dim, group), 1e-12)
 
@@ -153,7 +154,7 @@ STRATEGIES = ("ring", "gather", "stream", "ulysses")
 
 
 def _one_output(group: Group) -> None:
-    """The gradient of o alone, and that of lse alone."""
+    """Return the gradient of o alone, and that of lse alone."""
     layout, generator = SequenceLayout(12, 3), torch.Generator().manual_seed(0)
     q, k, v, do = torch.randn(4, 2, 12, 4, 6, generator=generator, dtype=torch.float64)
     dlse = torch.randn(2, 4, 12, generator=generator, dtype=torch.float64)
@@ -178,7 +179,8 @@ def test_either_output_of_attention_may_be_differentiated_alone() -> None:
 
 
 def _sinks(group: Group) -> None:
-    """In fp32 if the parameter says so, in bf16 attention: then shares of it may be summed."""
+    """Test sinks in fp32, if the parameter says so, in bf16 attention:
+    then shares may be summed."""
     layout, generator = SequenceLayout(12, 3), torch.Generator().manual_seed(0)
     q, k, v, do = torch.randn(4, 2, 12, 4, 8, generator=generator).bfloat16()
     given = torch.randn(4, generator=generator).bfloat16()

@@ -1,4 +1,5 @@
-"""``reduce = "ordered"``: weights, moments, norms and losses to the same bits on any data ranks."""
+"""``reduce = "ordered"``: weights, moments, norms and losses are
+bitwise equal on any data ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ MODEL = GPTConfig(37, 8, 2, 16, 4, 4, 20, activation="swiglu", norm="rms", dropo
 
 
 def _ring_sum(terms: list[torch.Tensor]) -> torch.Tensor:
-    """As a ring of ranks adds: each part of a message from another rank on."""
+    """Add like a ring of ranks: each part of a message starts at a different rank."""
     flat, total = torch.stack([term.flatten() for term in terms]), torch.empty_like(terms[0])
     parts = flat.tensor_split(len(terms), 1)
     turned = [part.roll(-at, 0) for at, part in enumerate(parts)]
@@ -55,7 +56,7 @@ class _Case:
     schedule: str = "1f1b"
 
     def run(self, dp: int, zero: int) -> dict[str, torch.Tensor]:
-        """The losses and norms of all steps, and every weight and moment after them."""
+        """Return the losses and norms of all steps, and every weight and moment after them."""
         count, sp = self.samples // dp, self.mesh.tp > 1
         how = {"microbatches": count, "sequence_parallel": sp, "reduce": self.reduce}
         chunks = FAMILIES[self.schedule].chunks or 1
@@ -82,7 +83,7 @@ class _Case:
         return found
 
     def differing(self, dp: int, zero: int, one: dict[str, torch.Tensor]) -> list[str]:
-        """The names of what differs from `one`."""
+        """Return the names of tensors that differ from `one`."""
         found = self.run(dp, zero)
         assert found.keys() == one.keys()
         return [name for name, x in one.items() if not torch.equal(x, found[name])]
@@ -101,7 +102,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_do_not_depend_on_the_number_of_data_ranks(case: str) -> None:
     one = CASES[case].run(1, 0)
-    assert one["norm 0"] > 0.3  # it clips
+    assert one["norm 0"] > 0.3  # it is clipped
     for dp, zero in CASES[case].ranks:
         assert not CASES[case].differing(dp, zero, one), (dp, zero)
 
@@ -115,7 +116,7 @@ def _reduced(mesh, zero, terms):
     param = nn.Parameter(torch.zeros(7, 5))
     unit = make_unit("u", [(ParamRecord("w", (7, 5)), param)], mesh, zero=zero, ordered=True)
     every, own = unit.gradients, terms[:, mesh.index("dp")]
-    for step in range(2):  # the second without what the first left
+    for step in range(2):  # the second one without leftovers of the first
         every.clear()
         for number, term in enumerate(own * (step + 1)):
             unit.parameters.unshard()
@@ -144,7 +145,7 @@ def test_the_sum_is_that_of_a_loop(ranks: int, zero: int) -> None:
     for whole, held in on_mesh(Mesh(dp=ranks), _reduced, zero, dealt):
         assert torch.equal(whole, total)
         assert held == (32 if zero and ranks > 1 else 64 if ranks < 3 else 32 * ranks)
-    assert not torch.equal(backwards, total)  # the order is seen in the bits
+    assert not torch.equal(backwards, total)  # the order shows in the bits
 
 
 def test_a_step_is_dealt_in_turn() -> None:
@@ -155,7 +156,7 @@ def test_a_step_is_dealt_in_turn() -> None:
 
 
 def _held(mesh: ConnectedMesh, plan: ParallelPlan) -> int:
-    """Bytes of the gradients between steps."""
+    """Return the bytes of the gradients between steps."""
     every = [t for unit in Engine(MODEL, mesh, plan).units for t in vars(unit.gradients).values()]
     storages = [x.untyped_storage() for x in every if isinstance(x, torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -177,7 +178,7 @@ def test_the_memory_is_estimated(dp: int, zero: int) -> None:
 
 
 def _summed(mesh: ConnectedMesh, terms: torch.Tensor, squares: bool) -> tuple:
-    """Of terms that the ranks share, over one axis after the other."""
+    """Sum terms that the ranks share, over one axis after the other."""
     ranks, groups = mesh.sizes.world, [mesh.group(axis) for axis in AXES]
     pieces = terms[mesh.rank :: ranks].contiguous().split(1 + 600 // ranks)
     unit, total, finite = exact_sum(pieces, groups, terms, squares=squares)
@@ -221,7 +222,7 @@ def test_an_exact_sum_of_nothing_is_zero_and_of_what_is_not_finite_is_not() -> N
     assert on_mesh(Mesh(dp=2, tp=2), of_one) == [(False, True)] * 3 + [(False, False)]
 
 
-# ---------------------------------------------------------------- what is refused, and prove
+# ---------------------------------------------------------------- errors, and prove
 
 
 def test_a_schedule_in_another_order_is_refused() -> None:
@@ -239,7 +240,7 @@ def test_a_schedule_in_another_order_is_refused() -> None:
     check_order(both, tied=False)
     with pytest.raises(ValueError, match=r"stages \[0, 1\] is in the order \[0, 1, 0, 1\]"):
         check_order(both, tied=True)
-    for stages in (2, 3):  # on a rank of their own, which is any: the last stage alone is wrong
+    for stages in (2, 3):  # on a separate rank, which is any: only the last stage alone is wrong
         lists = schedules.gpipe(stages, 2)
         ends = [at for at, a in enumerate(lists[-1]) if a.op == B]
         lists[-1][ends[0]], lists[-1][ends[1]] = lists[-1][ends[1]], lists[-1][ends[0]]

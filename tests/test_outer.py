@@ -1,7 +1,7 @@
-"""Local SGD and DiLoCo against ten lines of them, and against what they are in the limit.
+"""Local SGD and DiLoCo compared with ten lines of code, and with their limiting cases.
 
-Ranks are threads, weights float64. The reference trains each replica as an engine of its own on one
-rank, and meets their logical tensors by the formulas of the papers.
+Ranks are threads, weights float64. The reference trains each replica as a separate engine on one
+rank, and syncs their logical tensors by the formulas of the papers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from warpweave.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 CONFIG = GPTConfig(23, 8, 2, 8, 2, dropout=0.1)
-SAMPLES = 4  # of a step, over all replicas
+SAMPLES = 4  # per step, over all replicas
 STEPS = 7
 LOCAL_SGD = {"lr": 1.0, "momentum": 0.0}
 Weights = dict[str, Tensor]
@@ -55,7 +55,7 @@ def _engine(mesh: ConnectedMesh, outer: OuterRule | None, zero: int = 1, **optio
 
 
 def _step(engine: Engine, step: int, replica: int, replicas: int, lr: float = 0.01) -> StepResult:
-    """A step on this part of the batch of that number."""
+    """Run a step on this part of the batch with that number."""
     drawn = torch.Generator().manual_seed(step)
     tokens, labels = (torch.randint(23, (SAMPLES, 8), generator=drawn) for _ in range(2))
     every = (tokens, labels, torch.arange(SAMPLES))
@@ -68,13 +68,13 @@ def _read(engine: Engine, kind: str = "param") -> Weights:
 
 
 def _place(mesh: ConnectedMesh) -> tuple[int, int]:
-    """(which data replica this is, how many there are), over all outer replicas."""
+    """Return (which data replica this is, how many there are), over all outer replicas."""
     each = mesh.size("dp")
     return mesh.index("outer") * each + mesh.index("dp"), mesh.size("outer") * each
 
 
 def _steps(engine: Engine, steps: range) -> list[float]:
-    """The losses of these steps, of which each data replica takes its part of the batch."""
+    """Return the losses of these steps, with each data replica on its part of the batch."""
     at, parts = _place(engine.mesh)
     return [float(_step(engine, step, at, parts).loss) for step in steps]
 
@@ -86,7 +86,7 @@ def _run(
     options: Any = MappingProxyType({}),
     steps: int = STEPS,
 ) -> tuple[Weights, list[float]]:
-    """The weights of this rank's stages after the steps, and the losses."""
+    """Return the weights of this rank's stages after the steps, and the losses."""
     engine = _engine(mesh, rule, zero, **options)
     losses = _steps(engine, range(steps))
     return _read(engine), losses
@@ -101,13 +101,14 @@ def _close(found: Weights, expected: Weights, tolerance: float = 1e-11) -> None:
 
 
 def _layer(name: str) -> int:
-    """The layer that a parameter meets with."""
+    """Return the layer with which a parameter is synced."""
     first, *rest = name.split(".")
     return int(rest[0]) if first == "blocks" else 0 if first in ("embedding", "positions") else 1
 
 
 def _reference(rule: OuterRule, replicas: int = 2) -> list[Weights]:
-    """Streaming DiLoCo in one process: the local weights of each replica after the steps."""
+    """Run streaming DiLoCo in one process. Return the local weights of
+    each replica after the steps."""
     engines = [_engine(single(), None, micro_batch_size=SAMPLES // replicas) for _ in range(2)]
     together, sent = _read(engines[0]), {}
     momentum = {name: torch.zeros_like(w) for name, w in together.items()}
@@ -160,7 +161,7 @@ def test_a_replica_may_be_many_ranks(axis: str) -> None:
 
 
 def test_sums_in_flight_are_right_in_nccls_order() -> None:
-    """Which is when they are waited for, at the latest; what is read or written before is seen."""
+    """They are read as late as the wait for them, so earlier reads and writes are detected."""
     mesh = Mesh(dp=2, outer=2)
 
     def run(rank: int) -> Weights:
@@ -178,7 +179,7 @@ _SGD = {"rule": SGD(momentum=0.0), "clip": None}  # the inner optimizer
 
 @pytest.mark.parametrize("axis", ["", "tp", "pp", "dp"])
 def test_every_step_with_sgd_is_data_parallelism(axis: str) -> None:
-    """The mean of weights is the mean of gradients, if all have as many tokens."""
+    """The mean of weights gives the mean of gradients, if all have equally many tokens."""
     ((alone, losses),) = on_mesh(Mesh(), _run, None, 0, _SGD, 3)
     mesh = Mesh(**{axis: 2} if axis else {}, outer=2)
     rule = OuterRule(1, **LOCAL_SGD)
@@ -196,7 +197,7 @@ def test_one_replica_that_takes_the_mean_is_plain_training(fragments: int) -> No
 
 
 def _interleaved(mesh: ConnectedMesh, rule: OuterRule) -> Weights:
-    """As many DiLoCos as fragments, each of its own units, each begun a turn later."""
+    """Run as many DiLoCos as fragments, each with its units, each starting one turn later."""
     engine = _engine(mesh, OuterRule(rule.every))
     every = []
     for part in range(rule.fragments):
@@ -221,7 +222,7 @@ def test_fragments_without_delay_are_interleaved_diloco() -> None:
 
 
 def test_the_warm_up_is_data_parallelism_with_any_optimizer() -> None:
-    """Post-local SGD: equal weights and moments until then, and other ones after it."""
+    """As in post-local SGD, weights and moments are equal until then, and different afterwards."""
     ((alone, losses),) = on_mesh(Mesh(), _run, None, 0)
     for found, means in on_mesh(Mesh(outer=2), _run, OuterRule(2, warmup=STEPS), 0):
         _close(found, alone)
@@ -248,7 +249,7 @@ def test_the_warm_up_is_data_parallelism_with_any_optimizer() -> None:
 
 
 def _held_out(engine: Engine) -> float:
-    """The loss of four sequences that are no step's, each data replica with its part of them."""
+    """Return the loss of four sequences outside of any step, each data replica with its part."""
     tokens, labels = torch.randint(23, (2, 4, 8), generator=torch.Generator().manual_seed(99))
     at, parts = _place(engine.mesh)
     return float(engine.evaluate(
@@ -279,11 +280,11 @@ def test_evaluation_and_text_are_of_the_weights_in_common(axis: str) -> None:
 
 
 def _resumed(rank: int, config: TrainConfig, stops: list[int]) -> None:
-    """A run, and runs that go on from its checkpoints with a sum in flight or none."""
+    """Compare a run with runs resumed from its checkpoints, with and without a sum in flight."""
     session = Session(torch.device("cpu"), rank, config.mesh.world, None, 60.0, config.mesh)
     whole = Trainer(config, session)
     ids = start_all_gather(whole.batches.step(0)[-1], whole.mesh.group("world")).wait()
-    assert ids.flatten().tolist() == [0, 1, 2, 3]  # each data replica its own samples
+    assert ids.flatten().tolist() == [0, 1, 2, 3]  # each data replica has its own samples
     whole.run()
     for stop in stops:
         out = config.out.with_name(f"from-{stop}")
@@ -326,7 +327,7 @@ def test_a_run_goes_on_bit_for_bit_with_a_sum_in_flight(tmp_path: Path) -> None:
 
 
 def _scaled(rank: int, config: TrainConfig) -> list[dict]:
-    """The optimizer's numbers at a run's end and after its resume, of scales that differ."""
+    """Return the optimizer's values at a run's end and after its resume, with different scales."""
     session = Session(torch.device("cpu"), rank, config.mesh.world, None, 60.0, config.mesh)
     trainer = Trainer(config, session)
     trainer.engine.optimizer.loss_scale.value.fill_(256.0 * (1 + rank))
@@ -344,7 +345,7 @@ def test_each_replica_goes_on_with_its_own_loss_scale(tmp_path: Path) -> None:
     assert all(saved == resumed for saved, resumed in found)
 
 
-# -------------------------------------------------------------------------- refusals
+# -------------------------------------------------------------------------- errors
 
 REFUSED = {
     "replicas must meet every n >= 1 steps, got 0": {"outer_every": 0},
@@ -402,7 +403,7 @@ def test_the_estimate_counts_what_the_outer_optimizer_holds() -> None:
         for outer in (rule, None)
     )
     engine = Engine(config, single(), outer=rule)
-    engine.outer.resume(rule.apart)  # with the first fragment in flight, the one of the embedding
+    engine.outer.resume(rule.apart)  # with the first fragment, that of the embedding, in flight
     states = [unit.state.moments for unit in engine.units]
     held = sum(x.nbytes for of in states for name, x in of.items() if name.startswith("outer_"))
     assert more - less == held
@@ -412,7 +413,7 @@ def test_the_estimate_counts_what_the_outer_optimizer_holds() -> None:
 
 
 def test_replicas_train_as_one_device_does() -> None:
-    """With all that `prove` compares, on the same batch."""
+    """Compares everything that `prove` compares, on the same batch."""
     for layout in (Layout(Mesh(tp=2, outer=2), True), Layout(Mesh(outer=2), optimizer="muon")):
         for errors in on_mesh(layout.mesh, lambda mesh, layout=layout: prove_layout(layout, mesh)):
             assert errors.worst <= 32.0, errors

@@ -1,5 +1,5 @@
-"""The outer rule step by step, and the outer optimizer of one small unit: when replicas meet, when
-they are compared, and which parameters follow which weights."""
+"""The outer rule step by step, and the outer optimizer of a small unit: times of syncs and
+comparisons, and which parameters follow which weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _unit(
     zero: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> Unit:
-    """Parameters p0, p1, ... of zeros."""
+    """Make parameters p0, p1, ... of zeros."""
     params = [
         (ParamRecord(f"p{n}", shape), nn.Parameter(torch.zeros(shape, dtype=dtype)))
         for n, shape in enumerate(shapes)

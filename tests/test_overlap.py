@@ -49,7 +49,7 @@ from warpweave.parallel.symmetric import symmetric_memory
 
 
 def in_two_shots():
-    """Within it, every all-reduce whose rows divide by the ranks takes two shots."""
+    """Run every all-reduce with rows divisible by the ranks in two shots."""
     return mock.patch.object(overlap_function, "ONE_SHOT", -1)
 
 
@@ -58,7 +58,7 @@ def two_shots(*args):
         return gemm_all_reduce_steps(*args)
 
 
-ROUNDS = 4  # of the three operations at every shape, nothing reset between them
+ROUNDS = 4  # of the three operations at every shape, with no reset in between
 SHAPES = ((1, 1, 1), (5, 7, 3), (33, 40, 17), (64, 32, 64))
 
 
@@ -107,7 +107,7 @@ def test_virtual_ranks_multiply_and_sum(world, op):
 
 
 def _delay(seed: int) -> None:
-    """From here on atomics of this process take their time, now and then."""
+    """Delay atomics of this process from now on, at random."""
     draw, atomic = random.Random(seed), interpreter_builder.create_atomic_rmw
 
     def late(*args):
@@ -162,11 +162,11 @@ def test_ranks_that_ask_for_other_sizes_are_refused_and_leave_nothing():
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "warpweave" in name]
 
 
-# ---------------------------------------------------------------- epilogues, dtypes, bad input
+# ---------------------------------------------------------------- epilogues, dtypes, errors
 
 
 def _alone(op, *operands, **options):
-    """An operation of a single rank."""
+    """Return an operation of a single rank."""
     (memory,) = local_memory(1, slots=64, capacity=1 << 18, polls=3)
     with guarded():
         return op(*operands, memory=memory, **options)
@@ -190,7 +190,7 @@ def test_epilogues_are_those_of_the_fused_product(dtype, activation):
     width = N // 2 if activation == "swiglu" else N
     options = {"drop": Drop(0.3, 5, 2, torch.arange(7, 7 + M)), "residual": torch.randn(M, width)}
     options["residual"] = options["residual"].to(dtype)
-    wide = torch.zeros(2 * M, 3 * width, dtype=dtype)  # rows and columns do not lie side by side
+    wide = torch.zeros(2 * M, 3 * width, dtype=dtype)  # rows and columns are not adjacent
     options["residual"] = wide[::2, ::3].copy_(options["residual"])
     save = activation is not None
     plain = fused_gemm(a, b, bias, activation=activation, save_z=save, impl="triton", **options)
@@ -285,7 +285,7 @@ def test_a_rank_that_never_comes_is_named():
 
 
 D, F = torch.float64, torch.float32
-OTHERS = {  # (op, rows, columns, dtype) of all ranks but the last, those of the last, and as told
+OTHERS = {  # (op, rows, columns, dtype) of all ranks but the last, of the last, and the text
     "a longer shard": (("gather", 5, 3, D), ("gather", 20, 3, D), "all_gather_gemm [20, 3]"),
     "a shorter shard": (("gather", 20, 3, D), ("gather", 5, 3, D), "all_gather_gemm [5, 3]"),
     "another depth": (("gather", 5, 3, D), ("gather", 5, 4, D), "all_gather_gemm [5, 4]"),
@@ -298,7 +298,7 @@ OTHERS = {  # (op, rows, columns, dtype) of all ranks but the last, those of the
 
 
 def _different(kind: str, rank: int, world: int, memory):
-    """The steps of a rank of which the last is in another operation."""
+    """Return the steps of a rank while the last rank is in a different operation."""
     op, rows, columns, dtype = OTHERS[kind][rank == world - 1]
     if op == "gather":
         x, b = torch.ones(rows, columns, dtype=dtype), torch.ones(columns, 2, dtype=dtype)
@@ -363,7 +363,7 @@ def test_after_one_wait_in_vain_none_is_long(monkeypatch):
     )
     with pytest.raises(TimeoutError, match="rank 1 did not publish part 0 within 100 polls"):
         gemm_reduce_scatter(torch.zeros(66, 2), torch.zeros(2, 33), memory=memory)
-    tiles = 3 * 2  # at most, of 16 rows and 32 columns
+    tiles = 3 * 2  # at most, with 16 rows and 32 columns
     waits, published = 2 * 4 * tiles, 2 * tiles  # quarters of a tile, from two ranks each
     assert 100 < len(looks) <= 101 + waits + published
 
@@ -386,7 +386,7 @@ def test_only_an_operation_that_has_begun_is_remembered_as_ended_midway():
         gemm_reduce_scatter(a, b, memory=memory)
 
 
-def test_an_operation_is_left_by_an_error_after_its_first_launch_or_at_its_end():
+def test_operation_calls_leave_on_an_error_after_its_first_launch():
     def steps(launches: int, error: BaseException | None = None):
         for _ in range(launches):
             yield
@@ -438,7 +438,7 @@ def test_virtual_ranks_take_turns_and_results_are_in_rank_order():
 
 def test_memory_fits_up_to_its_last_part_and_byte_and_only_on_its_device():
     _, memory = local_memory(2, slots=7, capacity=1000)
-    assert memory.capacity == 1024  # of whole alignments
+    assert memory.capacity == 1024  # rounded to whole alignments
     here = torch.device("cpu")
     for slots, size in ((7, 1024), (0, 0), (7, 0), (0, 1024)):
         assert memory.fitting("it", here, slots, size) is memory
@@ -487,7 +487,7 @@ def test_a_flag_that_comes_at_the_last_poll_has_come(monkeypatch, polls, comes):
 
     def look(*args):
         looks.append(0)
-        flag.fill_(3 if len(looks) >= comes else 2)  # the epoch before has not reached it
+        flag.fill_(3 if len(looks) >= comes else 2)  # the previous epoch has not reached it
         return atomic(*args)
 
     monkeypatch.setattr(interpreter_builder, "create_atomic_rmw", look)
@@ -495,7 +495,7 @@ def test_a_flag_that_comes_at_the_last_poll_has_come(monkeypatch, polls, comes):
     late = 0 < polls < comes - 1
     assert len(looks) == (1 + polls if late else comes)
     assert error.tolist() == ([3, 7, 5, 9, 9] if late else [0] * 5)
-    if late:  # and the first report stays
+    if late:  # the first report is kept
         looks.clear()
         error.copy_(torch.tensor([2, 1, 0, 4, 8]))
         _wait[(1,)](flag, error, polls)
@@ -506,7 +506,7 @@ def test_a_flag_that_comes_at_the_last_poll_has_come(monkeypatch, polls, comes):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_an_operation_asks_for_its_parts_and_bytes_and_no_more(dtype):
     world, element = 3, dtype.itemsize
-    S, N, K, term = 49, 70, 20, max(element, 4)  # terms of a sum are fp32 at least
+    S, N, K, term = 49, 70, 20, max(element, 4)  # terms of a sum are at least fp32
     a, b = torch.ones(world * S, K, dtype=dtype), torch.ones(K, N, dtype=dtype)
     memory = mock.Mock(rank=1, world=world, **{"fitting.side_effect": InterruptedError})
     kinds = dict.fromkeys(KINDS, GemmTile(16, 32, 16, 1, 1, 4, 1))

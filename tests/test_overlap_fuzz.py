@@ -1,12 +1,12 @@
-"""Overlapped products between real processes that are late wherever they may be.
+"""Overlapped products between real processes with random delays at every possible place.
 
-A rank sleeps at random before its operations, before every atomic, and before what it stored is
-seen. A store is seen no sooner than it must be: not before the release of its program that follows
-a barrier, or the end of the launch. So these processes, on a CPU that reorders no stores, also show
-a release that is relaxed or stands behind no barrier.
+A rank sleeps at random before its operations, before every atomic, and before its stores become
+visible. A store becomes visible as late as allowed: at the release of its program that follows a
+barrier, or at the end of the launch. So these processes, on a CPU that does not reorder stores,
+also detect a release that is relaxed or has no barrier before it.
 
-What a fault does is a matter of luck with random delays. For the planted ones no luck is needed:
-one rank goes on only when the other has to wait for it.
+With random delays, the effect of a fault depends on luck. The planted faults do not need luck: one
+rank continues only when the other has to wait for it.
 """
 
 import random
@@ -36,34 +36,36 @@ OPS = {
     "scatter": gemm_reduce_scatter,
     "reduce": gemm_all_reduce,
 }
-ROUNDS = {2: 20, 3: 8}  # of each operation, by ranks
+ROUNDS = {2: 20, 3: 8}  # of each operation, by number of ranks
 SHAPES = ((1, 1, 1), (3, 5, 2), (7, 32, 3), (16, 3, 5), (2, 38, 1), (20, 6, 3))  # S, N, K
 
 
 class Luck:
-    """A rank is late at random, now and then and never long."""
+    """Random delays of a rank, occasional and never long."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
 
     def publish(self, chance: float = 0.1) -> None:
-        """Before a launch and its end, and before a flag is set."""
+        """Delay a launch, its end, and the setting of a flag."""
         if self._draw.random() < chance:
             time.sleep(self._draw.random() * 0.003)
 
     def look(self) -> None:
-        """Before it first looks at a flag."""
+        """Delay the first poll of a flag."""
         self.publish(0.02)
 
     def look_again(self) -> None:
-        """After it looked in vain: others need the processor."""
+        """Sleep after a poll without success: others need the processor."""
         time.sleep(0.001)
 
 
 class Last(Luck):
-    """One of two ranks is always last: it publishes and launches when the other waits for it.
+    """Delays that make one of two ranks always last: it publishes and launches while the other
+    waits.
 
-    `looks` is memory of both: how often the other one has looked in vain; -1: it is done.
+    `looks` is memory of both: the number of polls by the other rank without success; -1: it is
+    done.
     """
 
     def __init__(self, looks: torch.Tensor, last: bool) -> None:
@@ -71,7 +73,7 @@ class Last(Luck):
 
     def publish(self, chance: float = 1.0) -> None:
         if self._last:
-            enough = self._looks.item() + 2  # of which one began after what was published so far
+            enough = self._looks.item() + 2  # one of them began after the data published so far
             end = time.monotonic() + 60
             while 0 <= self._looks.item() < enough:
                 assert time.monotonic() < end, "the other rank neither waits nor ends"
@@ -86,13 +88,13 @@ class Last(Luck):
         time.sleep(0.001)
 
     def end(self) -> None:
-        """From here on the other one is waited for no more."""
+        """Stop waiting for the other rank from now on."""
         if not self._last:
             self._looks.fill_(-1)
 
 
 def delay(luck: Luck) -> None:
-    """From here on this process is late, and what its programs store is seen late."""
+    """Delay this process from now on, and make its programs' stores visible late."""
     builder, launch = interpreter_builder, GridExecutor.__call__
     begin, store, bulk = (
         builder.set_grid_idx,
@@ -100,10 +102,10 @@ def delay(luck: Luck) -> None:
         builder.create_descriptor_store,
     )
     atomic = builder.create_atomic_rmw
-    last: list[int] = []  # the flag that was looked at
-    held: list[tuple] = []  # stores of the program that runs
-    ready: list[tuple] = []  # those that a barrier has collected: the next release shows them
-    unseen: list[tuple] = []  # what nobody released, until the launch ends
+    last: list[int] = []  # the flag that was polled
+    held: list[tuple] = []  # stores of the running program
+    ready: list[tuple] = []  # those collected by a barrier: the next release makes them visible
+    unseen: list[tuple] = []  # those without a release, until the launch ends
 
     def show(stores):
         for args in stores:
@@ -119,7 +121,7 @@ def delay(luck: Luck) -> None:
     def store_later(*args):
         held.append(args)
 
-    def store_bulk(*args):  # no release waits for it
+    def store_bulk(*args):  # not ordered by any release
         before = len(held)
         bulk(*args)
         unseen.extend(held[before:])
@@ -155,7 +157,7 @@ def delay(luck: Luck) -> None:
 
 
 def operands(op: str, case: int, world: int, rank: int):
-    """What a rank is given, and what it must make of it."""
+    """Return a rank's inputs, and the expected results."""
     S, N, K = SHAPES[case]
     draw = torch.Generator().manual_seed(case)
     rows = world * S if op == "scatter" else S
@@ -168,8 +170,11 @@ def operands(op: str, case: int, world: int, rank: int):
 
 
 def run(rank: int, world: int, cases: list[tuple[str, int]]) -> dict:
-    """Operations of such cases, one after the other on one memory, and what the last of each gave.
-    AssertionError at the first that is wrong or has other bits than the same before."""
+    """Run operations of such cases on one memory, one after the other, and return the last results
+    of each.
+
+    Raises AssertionError at the first result that is wrong or differs in bits from an earlier one.
+    """
     memory = symmetric_memory(dist.group.WORLD, "cpu", slots=8, capacity=1 << 14)
     known = {case: operands(*case, world, rank) for case in cases}
     seen: dict[tuple[str, int], torch.Tensor] = {}
@@ -197,7 +202,7 @@ def _at_random(rank: int, world: int) -> dict:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", ROUNDS)
 def test_many_operations_at_random_moments(world):
-    results = run_ranks(world, _at_random, world, timeout=3000)  # on a busy machine
+    results = run_ranks(world, _at_random, world, timeout=3000)  # allows for a busy machine
     assert {op for op, _ in results[0]} == OPS.keys()
     for case, y in results[0].items():
         assert case[0] != "reduce" or all(torch.equal(y, other[case]) for other in results)
@@ -239,7 +244,7 @@ BY_TIME = {
 def test_a_planted_fault_is_a_wrong_result_when_one_rank_is_last(name, tmp_path):
     op, edits = BY_TIME[name]
     create_file(tmp_path / "looks", 8)
-    # Where the data came too early, so may have the signature that is beside it.
+    # If data was read too early, its adjacent signature may have been as well.
     with pytest.raises(AssertionError, match=r"is wrong in round|: rank 1 is in "):
         run_ranks(2, _one_is_last, [op], tmp_path, edits, 1)
 

@@ -1,8 +1,8 @@
-"""Overlapped products against what torch's own fused ones mean.
+"""Overlapped products compared with the definition of torch's own fused ones.
 
 `torch.ops.symm_mem.fused_all_gather_matmul` and `fused_matmul_reduce_scatter` need NVLink peers.
-The functions below are their definition: torch runs them where it has no kernel, and they work on
-any process group. They are private; a torch that has them no more fails here, at the import.
+The functions below are their definition: torch runs them if it has no kernel, and they work on any
+process group. They are private; a torch version without them fails here, at the import.
 """
 
 import pytest
@@ -23,7 +23,7 @@ LIMIT = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
 def _errors(rank: int, world: int, dtype: torch.dtype) -> list[float]:
-    """Of both operations at every shape, on this rank's own operands."""
+    """Return the errors of both operations at every shape, on this rank's own operands."""
     group = dist.group.WORLD
     memory = symmetric_memory(group, "cpu", slots=8, capacity=1 << 16)
     torch.manual_seed(rank)

@@ -1,4 +1,5 @@
-"""The signals between ranks: no race, no deadlock, in every order; and planted faults are found."""
+"""The signals between ranks have no race and no deadlock in any order;
+planted faults are detected."""
 
 import importlib.util
 import sys
@@ -51,8 +52,8 @@ OPS = {
 
 
 def record(names, world, modules=None, sizes=ONE_TILE, *, beside=4, **options):
-    """The programs of operations that follow one another on every stream of `world` ranks, which
-    may wait on `beside` multiprocessors."""
+    """Record the programs of consecutive operations on every stream of `world` ranks, which may
+    wait on `beside` multiprocessors."""
     many = CTAS + beside
     with pytest.MonkeyPatch.context() as patch:
         for module in (gather, *(modules or {}).values()):
@@ -70,7 +71,7 @@ def _recorded(names, world, modules, sizes, streams=1, between=None):
         for stream in range(streams):
             own = [replace(m, epoch=e) for m, e in zip(memories, epochs[stream])]
             built = [build(module, world, memory, *sizes) for memory in own]
-            kept.append(built)  # memory that is used again would look like a conflict
+            kept.append(built)  # reused memory would look like a conflict
             left = {rank: steps for rank, (steps, _) in enumerate(built)}
             while left:
                 for rank, step in [*left.items()]:
@@ -132,7 +133,7 @@ def test_programs_that_wait_are_one_at_least_and_no_more_than_there_is_work(monk
     ):  # fmt: skip
         monkeypatch.setattr(gather, "processors", lambda device, many=many: many)
         assert gather.waiting_programs(parts, device) == waiting
-        for copying in (0, 1, 2, 4):  # and beside the copiers one at least for the tiles
+        for copying in (0, 1, 2, 4):  # next to the copiers, at least one for the tiles
             (programs,) = gather.Peers((), (1, copying, 1), copying).grid(parts - 1, device)
             room = max(1, many - CTAS)
             assert programs == max(min(copying + parts - 1, room), copying + 1)
@@ -141,11 +142,11 @@ def test_programs_that_wait_are_one_at_least_and_no_more_than_there_is_work(monk
 # ---------------------------------------------------------------- faults
 
 
-ROOM = ("signals", "gather", "scatter")  # a file imports from those before it
+ROOM = ("signals", "gather", "scatter")  # a file imports from earlier ones
 
 
 def planted(folder, *edits):
-    """gather and scatter as new modules, with edits (file, old, new) of the room's files."""
+    """Load gather and scatter as new modules, with edits (file, old, new) of the room's files."""
     texts = {}
     for name in ROOM:
         texts[name] = (Path(gather.__file__).parent / f"{name}.py").read_text()
@@ -169,7 +170,7 @@ def planted(folder, *edits):
 
 @pytest.fixture
 def clean_modules():
-    """What a plant imports is forgotten."""
+    """Remove a plant's imports."""
     yield
     for name in ROOM:
         sys.modules.pop(f"planted_{name}", None)
@@ -237,11 +238,11 @@ COPIERS_LAST = (
 
 
 @pytest.mark.parametrize(("edits", "bound"), [([COPIERS_LAST], 200), ([], 100)])
-def test_tiles_wait_twice_as_long_as_the_copiers_which_can_name_the_operation(
+def test_tiles_wait_twice_as_long_as_copiers_which_can_name_the_operation(
     edits, bound, tmp_path, clean_modules, monkeypatch
 ):
-    """The interpreter runs one program after the other: the first to wait for a rank that never
-    comes waits to its bound, all later ones hardly."""
+    """The interpreter runs one program after the other. The first to wait for a rank that never
+    arrives waits until its bound, and later ones hardly at all."""
     module = planted(tmp_path, *edits)["gather"]
     memory, _ = local_memory(2, slots=4, capacity=1 << 14, polls=100)
     looks, atomic = [], interpreter_builder.create_atomic_rmw

@@ -1,4 +1,4 @@
-"""Packaging: wheel and editable install import alike; no source is loaded under two names."""
+"""Packaging: wheel and editable install import the same; no source is loaded under two names."""
 
 import importlib
 import importlib.util
@@ -36,7 +36,7 @@ print(pathlib.Path(warpweave.kernels.norm.__file__).resolve())
 
 
 def run(*command: object, cwd: Path) -> str:
-    """stdout of a command; its whole output in the assertion when it fails."""
+    """Return stdout of a command; the assertion shows its whole output on failure."""
     result = subprocess.run(
         [str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=800
     )
@@ -52,7 +52,7 @@ def pip(*arguments: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources alone, because builds write beside them."""
+    """Copy only the sources, because builds write next to them."""
     folder = tmp_path_factory.mktemp("sources")
     for rung in RUNGS:
         shutil.copytree(ROOT / rung, folder / rung, ignore=shutil.ignore_patterns("__pycache__"))
@@ -63,7 +63,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working folder where `kernels` is another project's package, as PyPI's is."""
+    """Make a working folder where `kernels` is another project's package, like PyPI's."""
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "kernels").mkdir()
     (folder / "kernels" / "__init__.py").write_text('OWNER = "somebody else"\n')
@@ -71,7 +71,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def clean_environment(folder: Path) -> Path:
-    """The python of a new venv that sees this one's libraries, but not this one's warpweave.
+    """Return the python of a new venv that sees this one's libraries, but not this one's warpweave.
 
     A folder named in a .pth file is searched, but the .pth files inside it (which make the editable
     install of the project) are not read.
@@ -176,7 +176,8 @@ def test_a_checkout_that_nobody_installed_works_and_so_do_its_tests(
 
 
 def _works_from_the_checkout(python: Path, checkout: Path) -> None:
-    """With the checkout as working folder, which comes before what is installed."""
+    """Run with the checkout as working folder, which takes precedence
+    over the installed package."""
     program = (
         "import warpweave.layers, warpweave.kernels.norm, warpweave.parallel.mesh\n"
         "print(warpweave.kernels.norm.__file__)\n"
@@ -195,7 +196,7 @@ def test_no_source_file_is_loaded_under_two_names_here() -> None:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         path = Path(file).resolve() if isinstance(file, str) else None
-        empty = name == "kernels"  # transformers looks for PyPI's where the checkout is on sys.path
+        empty = name == "kernels"  # transformers looks for PyPI's if the checkout is on sys.path
         if path is not None and path.parent in {ROOT / rung for rung in RUNGS} and not empty:
             names.setdefault(path, []).append(name)
     assert len(names) >= 4
@@ -203,7 +204,8 @@ def test_no_source_file_is_loaded_under_two_names_here() -> None:
 
 
 def test_the_pins_agree_with_each_other() -> None:
-    """Every exact version of pyproject.toml is the one of constraints.txt; no index is named."""
+    """Every exact version in pyproject.toml equals the one in
+    constraints.txt; no index is named."""
     import re
 
     lines = [

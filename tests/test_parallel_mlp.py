@@ -1,6 +1,6 @@
-"""The fused MLP over tensor ranks: what is kept, autocast, refusals, its typing rule.
+"""The fused MLP over tensor ranks: saved tensors, autocast, rejected arguments, its typing rule.
 
-That it equals the plain one is in `test_sharded_ops.py`.
+`test_sharded_ops.py` tests that it equals the plain one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ E, HIDDEN = NARROW, UNITS
 
 
 def mine(activation: str) -> Tensors:
-    """This rank's tensors."""
+    """Return this rank's tensors."""
     return MLP.mine(MLP.whole({"activation": activation}), False)
 
 
 def _kept(rank: int) -> None:
-    """What waits for the backward, in elements per token of a gated MLP over two ranks."""
+    """Count what is saved for the backward, in elements per token of a gated MLP over two ranks."""
     kept = {}
     tensors = {name: t.requires_grad_() for name, t in mine("swiglu").items()}
     weights = {id(tensors[n]) for n in ("up_weight", "down_weight", "up_bias")}
@@ -73,7 +73,8 @@ def test_autocast_computes_in_its_dtype_and_keeps_wide_streams_and_weights() -> 
 
 
 def _refused(rank: int) -> None:
-    """None of these may start a collective: the ranks would wait for each other."""
+    """Test that errors come before any collective: otherwise the ranks
+    would wait for each other."""
     t = mine("gelu")
     options = {"activation": "gelu", "group": world()[0]}
     for change, words in (

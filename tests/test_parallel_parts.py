@@ -1,5 +1,5 @@
-"""Small parts that every rank has: chunks of layouts, message buffers, symmetric memory as it is
-allocated, and messages of groups within groups."""
+"""Small parts that every rank has: chunks of layouts, message buffers, the allocation of symmetric
+memory, and messages of nested groups."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from warpweave.parallel.words import chunks_of, local_rows
 CPU = torch.device("cpu")
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- sizes
 
 
-def test_a_chunk_of_a_balanced_layout_has_at_least_128_rows_where_there_are_enough() -> None:
-    """A tile of the attention kernels."""
+def test_balanced_layout_chunks_have_at_least_128_rows_if_possible() -> None:
+    """That is a tile of the attention kernels."""
     fewest = {1: 2, 511: 2, 512: 4, 1023: 4, 1024: 8, 2047: 8, 2048: 16, 10**6: 16}
     for parts in (2, 3):
         for rows, chunks in fewest.items():
@@ -38,7 +38,7 @@ def test_a_chunk_of_a_balanced_layout_has_at_least_128_rows_where_there_are_enou
         assert others == [1, 1, 2]
 
 
-def test_rows_of_a_rank_are_the_fewest_that_hold_the_sequence_in_equal_chunks() -> None:
+def test_local_rows_are_the_fewest_that_hold_the_sequence_in_equal_chunks() -> None:
     for seq_len in (0, 1, 7, 24, 25, 100):
         for parts in (1, 2, 3):
             for chunks in (1, 2, 4):
@@ -74,7 +74,7 @@ def test_a_buffer_is_taken_again_only_for_its_shape_and_dtype() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where files are made, instead of the folder that all processes of the machine share."""
+    """Create files here instead of in the folder that all processes of the machine share."""
     with mock.patch.object(symmetric, "FOLDER", tmp_path):
         yield tmp_path
 
@@ -120,7 +120,7 @@ def test_all_ranks_are_told_who_cannot_allocate_and_nothing_is_left(
 
     def broken(path: Any, size: int) -> Any:
         calls.append(path)
-        if len(calls) > 1:  # whoever comes second, and third
+        if len(calls) > 1:  # the second and third callers
             raise error("no room\nfor it")
         return right(path, size)
 
@@ -159,7 +159,7 @@ def test_a_group_within_the_world_has_a_memory_and_troubles_of_its_own(folder) -
     assert not [*folder.iterdir()]
 
 
-def test_a_workspace_hands_on_its_bounds_and_forgets_its_memory_when_it_is_renewed() -> None:
+def test_workspace_passes_its_bounds_on_and_drops_its_memory_when_renewed() -> None:
     def made(group: Any, device: torch.device, **given: Any) -> Any:
         memory = mock.Mock(slots=given["slots"], capacity=given["capacity"], left=[], given=given)
         memory.epoch.device = device
@@ -190,7 +190,7 @@ def test_a_workspace_hands_on_its_bounds_and_forgets_its_memory_when_it_is_renew
             assert [memory.settle.call_count, memory.check.call_count] == [1, 1]
             assert memory.leave.call_args.args == ("op",)
             memory.left.append("op")
-            workspace.fitting("op", CPU, 9, 1)  # refuses, and makes no other
+            workspace.fitting("op", CPU, 9, 1)  # raises, and allocates nothing
             assert workspace._memory is memory
             workspace.renew()
             workspace.fitting("op", CPU, 1, 1)
@@ -204,13 +204,14 @@ def test_a_workspace_hands_on_its_bounds_and_forgets_its_memory_when_it_is_renew
 
 
 def _nested(rank: int, inner: int, ranks: int) -> Steps[tuple[list[float], list[float]]]:
-    """An all-to-all in groups of `inner`, unequal parts; meanwhile a ring over these groups."""
+    """Run an all-to-all in groups of `inner`, of unequal parts, and meanwhile
+    a ring over these groups."""
     place, count = rank % inner, ranks // inner
     sizes = [1 + (place + 2 * to) % 3 for to in range(inner)]
     taken = [1 + (of + 2 * place) % 3 for of in range(inner)]
     send = torch.cat([torch.full((n,), 100.0 * rank + to) for to, n in enumerate(sizes)])
     recv, x, into = torch.zeros(sum(taken)), torch.full((1,), float(rank)), torch.zeros(1)
-    for _ in range(rank % 3):  # some come later than others
+    for _ in range(rank % 3):  # some arrive later than others
         yield None
     yield AllToAll(send, recv, sizes, taken)
     at = rank // inner
@@ -237,7 +238,7 @@ def test_all_to_alls_are_within_groups_and_hops_between_them(ranks, inner, overl
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_on_a_group_messages_are_waited_for_where_the_steps_say_so(overlap) -> None:
-    """Or, without overlap, at once; what a rank returns is its result."""
+    """Without overlap, they are waited for at once. A rank's return value is its result."""
 
     def run(group: Any) -> tuple[list[float], list[float], str]:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)

@@ -1,6 +1,6 @@
-"""The fused projection to heads over tensor ranks: no tokens, refusals, its typing rule.
+"""The fused projection to heads over tensor ranks: no tokens, rejected arguments, its typing rule.
 
-That it equals the plain one, rotation included, is in `test_sharded_ops.py`.
+`test_sharded_ops.py` tests that it equals the plain one, including the rotation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def test_no_samples_and_no_positions_have_no_heads_and_gradient_zero(ranks: int)
 
 
 def _refused(rank: int) -> None:
-    """None of these may start a collective: the ranks would wait for each other."""
+    """Test that errors come before any collective: otherwise the ranks
+    would wait for each other."""
     x, weight, bias = QKV.mine(QKV.whole({}), False).values()
     options = {"shape": (B, LENGTH), "group": world()[0]}
     name = f"parallel_qkv_rope on rank {rank}: "

@@ -1,7 +1,7 @@
-"""PipeDream and PipeDream-2BW: the lists, the passes that they repeat, and training by them.
+"""PipeDream and PipeDream-2BW: the lists, the passes that they repeat, and training with them.
 
 The truth is the delayed rule in plain autograd: every stage's gradient at the versions of all
-stages that the papers say, in a history of weights that knows of no schedule.
+stages given in the papers, from a history of weights that is independent of schedules.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NAMES = ("pipedream", "pipedream-vs", "pipedream-2bw")
 
 
 def _reads(lists, s: int) -> list[int]:
-    """The versions that the forwards of stage s read, in the order of micro-batches."""
+    """Return the versions that the forwards of stage s read, in the order of micro-batches."""
     return [a.ver for a in sorted(a for a in lists[s] if a.op == "F")]
 
 
@@ -110,7 +110,7 @@ def test_runs_repeat_a_pass_and_keep_as_many_versions_as_the_papers(name: str, p
 
 
 def test_pipedream_idles_at_the_ends_of_the_run_only() -> None:
-    """(p-1)(F+B) in all, where 1F1B has that in every step."""
+    """(p-1)(F+B) in total, where 1F1B has that in every step."""
     for p, n in ((2, 9), (4, 40)):
         timeline = simulate(pipedream(p, n), {"F": 1, "B": 2})
         assert set(timeline.idle) == {3 * (p - 1)}
@@ -155,7 +155,7 @@ RULES = {
 
 
 def _data(step: int, m: int, dp: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens and labels [dp, m, SIZE, S] and sample ids [dp, m, SIZE] of a step."""
+    """Return tokens and labels [dp, m, SIZE, S] and sample ids [dp, m, SIZE] of a step."""
     shape = (dp, m, SIZE, CONFIG.seq_len)
     draw = torch.Generator().manual_seed(step)
     tokens, labels = (torch.randint(0, CONFIG.vocab_size, shape, generator=draw) for _ in "xy")
@@ -169,7 +169,7 @@ def _delay(name: str, p: int, s: int) -> int:
 
 
 def _stage(name: str, p: int) -> int:
-    """The stage of a parameter."""
+    """Return the stage of a parameter."""
     kind, number, *_ = [*name.split("."), ""]
     if kind == "blocks":
         return next(s for s in range(p) if int(number) in CONFIG.blocks_of(s, p))
@@ -177,7 +177,7 @@ def _stage(name: str, p: int) -> int:
 
 
 def _rule_step(rule, record, w: Tensor, grad: Tensor, moments: dict, lr: float, t: int) -> Tensor:
-    """A parameter after a step, by the library's rule of one element or matrix."""
+    """Return a parameter after a step, by the library's rule for one element or matrix."""
     scale, skip = torch.ones((), dtype=w.dtype), torch.zeros((), dtype=w.dtype)
     matrix = isinstance(rule, Muon) and bool(record.matrices)
     names = rule.matrix_moments if matrix else rule.moments
@@ -200,9 +200,9 @@ def _rule_step(rule, record, w: Tensor, grad: Tensor, moments: dict, lr: float, 
 def _delayed(
     name: str, p: int, m: int, *, rule: str = "adamw", dp: int = 1, dtype=torch.float64
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of every step, and the final weights, by the delayed rule on one device.
+    """Return the losses of every step, and the final weights, by the delayed rule on one device.
 
-    Update t of stage s is by the gradient, at the weights of all stages of their delays' updates
+    Update t of stage s uses the gradient, at the weights of all stages of their delays' updates
     before t, of one micro-batch (PipeDream), or of the m of a step (2BW).
     """
     gpt = GPT(CONFIG, seed=3, dtype=dtype)
@@ -231,7 +231,7 @@ def _delayed(
                     )
                     named = {f"gpt.{n}": w for n, w in old.items()}
                     loss = functional_call(_Loss(gpt), named, batch)
-                    with accumulate(WeightGradients(sums)):  # products are added, as by stages
+                    with accumulate(WeightGradients(sums)):  # accumulated, as by stages
                         loss.backward()
                     share.append(loss.detach())
                 of_update.append(torch.stack(share))
@@ -288,7 +288,7 @@ def _train(rank: int, sizes: Mesh, name: str, m: int, **options):
 
 
 def _weight_bytes(rank: int, sizes: Mesh, name: str, m: int) -> int:
-    """Those of all versions of a stage's parameters, as a run holds them."""
+    """Return the bytes of all versions of a stage's parameters, as a run holds them."""
     engine = _engine(sizes.connect(), name, m)
     held = ((w, 1 + len(u.parameters._older)) for u in engine.units for _, w in u.params)
     return sum(w.nbytes * versions for w, versions in held)
@@ -303,7 +303,7 @@ def test_the_estimate_of_memory_counts_the_versions(name: str) -> None:
 
 
 def _trained(sizes: Mesh, name: str, m: int, **options):
-    """Losses, weights of all stages, and how many versions each stage keeps."""
+    """Return losses, weights of all stages, and the number of versions each stage keeps."""
     ranks = run_threads(sizes.world, lambda rank: _train(rank, sizes, name, m, **options))
     assert all(losses == ranks[0][0] for losses, _, _ in ranks)
     weights = {n: w for _, of_rank, _ in ranks for n, w in of_rank.items()}
@@ -343,11 +343,11 @@ def test_training_is_the_delayed_rule_to_the_bit(case: str) -> None:
 
 
 def test_the_delays_and_the_versions_show() -> None:
-    """Each rule's run is its own, from the second step on; backward by another version is seen."""
+    """Each rule's run differs from the second step on; a wrong backward version is detected."""
     runs = [_delayed(name, 2, 2)[0] for name in ("1f1b", *NAMES)]
     assert all(abs(a[-1] - b[-1]) > 1e-6 for i, a in enumerate(runs) for b in runs[:i])
     show = FlatParameters.show
-    for age in (0, 1):  # of all weights, whichever version is asked for
+    for age in (0, 1):  # of all weights, for any version requested
         with mock.patch.object(FlatParameters, "show", lambda self, _, age=age: show(self, age)):
             try:
                 losses, _, _ = _trained(Mesh(pp=2), "pipedream", 2)
@@ -357,7 +357,7 @@ def test_the_delays_and_the_versions_show() -> None:
 
 
 def _resumed(rank: int, sizes: Mesh, name: str, m: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Two steps by one engine, and the others by a second one that was given its state."""
+    """Run two steps with one engine, and the others with a second one that loads its state."""
     mesh = sizes.connect()
 
     def mine(step: int):
@@ -376,7 +376,7 @@ def _resumed(rank: int, sizes: Mesh, name: str, m: int) -> tuple[list[float], di
 
     first, second = (_engine(mesh, name, m) for _ in "ab")
     losses = run(first, range(2))
-    run(second, range(1))  # which loading makes undone
+    run(second, range(1))  # undone by loading
     older = [f"version{age}" for age in range(1, 1 + max(first.staleness))]
     for kind in ("param", *older, "exp_avg", "exp_avg_sq"):
         state = {record.name: tensor.clone() for record, tensor, _ in first.read(kind)}
@@ -483,7 +483,7 @@ def _rows(config: TrainConfig) -> list[dict]:
 
 
 def test_the_trainer_goes_on_from_versions_and_from_an_interrupt(tmp_path) -> None:
-    """One rank, where 2BW has its delay of one update; metrics have it."""
+    """A single rank, where 2BW has its delay of one update; the metrics contain it."""
     config = _config(tmp_path / "whole")
     config.check()
     _trainer(config).run()
@@ -500,7 +500,7 @@ def test_the_trainer_goes_on_from_versions_and_from_an_interrupt(tmp_path) -> No
         return begin(step, *before)
 
     trainer._begin = interrupted
-    # The step that saw it is 4; the next one has begun, and changed the weights.
+    # The interrupt is noticed in step 4; the next one has begun, and changed the weights.
     assert trainer.run()["steps"] == 5
     _trainer(dataclasses.replace(stopped, resume=True)).run()
     last = [open_latest(c.out / "checkpoints") for c in (config, stopped)]
@@ -518,7 +518,7 @@ def test_the_trainer_goes_on_from_versions_and_from_an_interrupt(tmp_path) -> No
     both = (
         {r.name: w.clone() for r, w, _ in trainer.engine.read(k)} for k in ("param", "version1")
     )
-    newest, older = both  # the checkpoint's weights are both
+    newest, older = both  # the checkpoint's weights become both
     assert newest.keys() == older.keys()
     assert all(torch.equal(newest[n], older[n]) for n in newest)
     trainer.run()
@@ -527,7 +527,7 @@ def test_the_trainer_goes_on_from_versions_and_from_an_interrupt(tmp_path) -> No
 
 
 def test_a_timeline_is_written_or_missed(tmp_path, capsys) -> None:
-    """Of an asynchronous schedule, too; a folder that cannot be made is found before training."""
+    """This includes asynchronous schedules. An impossible folder is an error before training."""
     config = _config(tmp_path / "run", steps=2, timeline=tmp_path / "new" / "t.json")
     config.check()
     _trainer(config).run()
@@ -539,13 +539,13 @@ def test_a_timeline_is_written_or_missed(tmp_path, capsys) -> None:
         dataclasses.replace(config, timeline=tmp_path / "text" / "t.json").check()
     interrupt = Interrupt()
     stopped = _trainer(_config(tmp_path / "b", steps=9, timeline=config.timeline), interrupt)
-    interrupt.number = 15  # some steps are trained then, not the last
+    interrupt.number = 15  # some steps are trained by then, but not the last
     assert 0 < stopped.run()["steps"] < 9
     assert "t.json was not written: step 9, the last, was not trained" in capsys.readouterr().err
 
 
 def test_a_save_in_time_waits_for_the_step_that_has_begun(tmp_path) -> None:
-    """It has changed the weights."""
+    """That step has changed the weights."""
     trainer = _trainer(_config(tmp_path / "run", save_every=0, save_minutes=1e-9, steps=4))
     save, found = trainer.save, []
 

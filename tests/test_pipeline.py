@@ -1,4 +1,4 @@
-"""One executor on virtual and on real ranks: gradients bit for bit those of one device.
+"""One executor on virtual and on real ranks: gradients bitwise equal to those of one device.
 
 The truth is plain autograd over the whole model, gradients accumulated micro-batch by micro-batch.
 Comparisons are ``torch.equal`` in fp32: a pipeline does the same operations in the same order.
@@ -34,7 +34,7 @@ from warpweave.parallel.schedule import (
 )
 
 TOKENS, DEPTH = 3, 4
-WIDTHS = (6, 5, 7, 6, 5)  # unequal, so that every link has its own shape; blocks 0 and 3 can tie
+WIDTHS = (6, 5, 7, 6, 5)  # unequal, so that link shapes differ; blocks 0 and 3 can be tied
 CPU = torch.device("cpu")
 
 
@@ -60,7 +60,7 @@ def data(m: int, replica: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(m: int, target: Tensor) -> Callable[[int, Tensor], Tensor]:
-    """Sum over tokens over the number in all micro-batches: normalised once, here alone."""
+    """Return the sum over tokens over the number in all micro-batches: normalized only here."""
     return lambda mb, y: ((y - target[mb]) ** 2).sum() / (m * TOKENS)
 
 
@@ -69,7 +69,7 @@ def gradients(modules) -> list[Tensor]:
 
 
 def truth(m: int, replica: int = 0) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients and losses of one device."""
+    """Return gradients and losses of one device."""
     blocks, (x, target) = model(), data(m, replica)
     loss, losses = loss_of(m, target), []
     for mb in range(m):
@@ -82,7 +82,7 @@ def truth(m: int, replica: int = 0) -> tuple[list[Tensor], list[Tensor]]:
 def build(
     stages: int, m: int, mine=None, *, replica: int = 0, loss=None, **options
 ) -> dict[int, ModuleStage]:
-    """The model as contiguous stages, those numbered in `mine` (all by default)."""
+    """Build the model as contiguous stages, those numbered in `mine` (all by default)."""
     blocks, (x, target) = model(), data(m, replica)
     bounds = [DEPTH * s // stages for s in range(stages + 1)]
     result = {}
@@ -110,7 +110,7 @@ def lists_of(*rows: str):
 
 
 def vee(m: int):
-    """Two ranks, four stages in a V: every kind of link at once. GPipe order, as a stand-in."""
+    """Return two ranks with four stages in a V: every kind of link at once. In GPipe order."""
     down, up = [range(m)] * 2
     return [
         [Action(op, s, i) for op, s in (("F", near), ("F", far)) for i in down]
@@ -297,7 +297,7 @@ def test_a_single_rank_needs_no_process_group() -> None:
 
 
 def _delayed(m: int, lr: float, delay: int, each: int) -> list[Tensor]:
-    """w_{t+1} = w_t - lr g_t(w_{max(t - delay, 0)}), g_t summed over `each` micro-batches."""
+    """Run w_{t+1} = w_t - lr g_t(w_{max(t - delay, 0)}), g_t summed over `each` micro-batches."""
     blocks, (x, target) = model(), data(m)
     loss, parameters = loss_of(m, target), [p for b in blocks for p in b.parameters()]
     weights = [[p.detach().clone() for p in parameters]]
@@ -315,8 +315,8 @@ def _delayed(m: int, lr: float, delay: int, each: int) -> list[Tensor]:
 def _versions_behind(
     stages: int, m: int, delay: int, each: int, weights: str = "B"
 ) -> list[list[Action]]:
-    """An UPDATE after every `each` micro-batches; forwards read the weights of `delay` UPDATEs ago,
-    or the first, not the newest."""
+    """Add an UPDATE after every `each` micro-batches; forwards read the weights of `delay` UPDATEs
+    ago, or the first, not the newest."""
     rows = []
     for s in range(stages):
         row = []
@@ -337,7 +337,7 @@ def _versions_behind(
 @pytest.mark.parametrize(("delay", "each"), [(1, 1), (1, 3), (2, 2)])
 @pytest.mark.parametrize("weights", ["B", "IW", "I..W"])
 def test_versions_of_the_weights_give_the_delayed_gradient(stages, delay, each, weights) -> None:
-    """PipeDream-2BW (arXiv:2006.09503) and further behind, micro-batches accumulated or not."""
+    """PipeDream-2BW (arXiv:2006.09503) and longer delays, with and without accumulation."""
     m, lr = 4 * each, 0.3
     lists = _versions_behind(stages, m, delay, each, weights)
     validate(lists, staleness=delay)
@@ -353,7 +353,7 @@ def test_versions_of_the_weights_give_the_delayed_gradient(stages, delay, each, 
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a, b, rtol=0, atol=3e-5), (a - b).abs().max()
     assert max((a - b).abs().max() for a, b in zip(expected, fresh)) > 1e-2  # the delay shows
-    fewer = build(stages, m, versions=delay)  # than are read
+    fewer = build(stages, m, versions=delay)  # fewer than are read
     for stage in fewer.values():
         stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=lr)
     with pytest.raises(ValueError, match="reads version 0, the stage holds"):
@@ -371,7 +371,7 @@ def test_what_is_frozen_stays_so_in_every_version() -> None:
 
 
 def test_a_run_begins_with_version_0_alone() -> None:
-    """Not with what the run before, which may have failed, has left of its own."""
+    """It does not begin with leftovers of the previous run, which may have failed."""
     (stage,) = build(1, 4, versions=3).values()
     stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=0.3)
     for _ in range(2):
@@ -381,15 +381,15 @@ def test_a_run_begins_with_version_0_alone() -> None:
         stage.forward(0, None)
         stage.backward(0, None)
         stage.update()
-        stage.forward(1, None, 1)  # and ends midway
+        stage.forward(1, None, 1)  # the run ends midway
 
 
 # ---------------------------------------------------------------------------------- real ranks
 
 
 class Counting(Distributed):
-    """Counts the sent tensors that are kept alive, the sends that were not waited for, and the
-    receives that were not posted ahead."""
+    """A transport that counts sent tensors kept alive, sends not waited for, and receives not
+    posted ahead."""
 
     peak = late = lost = 0
 
@@ -412,7 +412,7 @@ def _mine(lists, rank: int) -> list[int]:
 
 
 def _at_need(rank: int) -> list[Tensor]:
-    """Receives posted late, and (two stages per rank) early: the bits of one device."""
+    """Test receives posted late, and (two stages per rank) early: the bits of one device."""
     lists = with_comm(interleaved(2, 4, 2))
     with planted(instead(transport_module, "by_gloo", lambda group, device: False)):
         transport = Distributed(lists, dist.group.WORLD, timeout=300)
@@ -467,7 +467,7 @@ def _vee_and_tie(rank: int) -> tuple[list[Tensor], list[Tensor]]:
     lists = with_comm(vee(3))
     stages = build(4, 3, _mine(lists, rank))
     execute(lists, stages, Distributed(lists, dist.group.WORLD, timeout=300))
-    tied = with_comm(with_tie(with_tie(one_f_one_b(2, 3))))  # the second doubles
+    tied = with_comm(with_tie(with_tie(one_f_one_b(2, 3))))  # the second one doubles
     ends = build(2, 3, [rank])
     ends[rank].tied = ends[rank].module[-rank].weight  # blocks 0 and 3
     transport = Counting(tied, dist.group.WORLD, timeout=300)
@@ -488,7 +488,7 @@ def test_real_ranks_in_a_v_and_with_tied_weights() -> None:
 
 
 def _two_by_two(rank: int) -> list[Tensor]:
-    """pp = 2 outermost, dp = 2: two pipelines side by side, REDUCE over the replicas."""
+    """Run pp = 2 outermost, dp = 2: two pipelines side by side, with REDUCE over the replicas."""
     stage, replica = divmod(rank, 2)
     down = [dist.new_group([r, r + 2]) for r in range(2)][replica]
     across = [dist.new_group([2 * s, 2 * s + 1]) for s in range(2)][stage]

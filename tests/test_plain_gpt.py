@@ -1,4 +1,5 @@
-"""The plain model against transformers' GPT-2 and Llama, torch's AdamW, and philox vectors."""
+"""The plain model compared with transformers' GPT-2 and Llama, torch's
+AdamW, and philox vectors."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def _batch(config: PlainConfig, B: int = 3, S: int = 13) -> tuple[torch.Tensor, 
 
 
 def _random(config: PlainConfig, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Parameters with nothing at its initial value, so that a bias in the wrong place shows."""
+    """Draw parameters, none at its initial value, so that a bias in the wrong place shows."""
     return {
         name: torch.randn(shape, dtype=dtype) * 0.3 + (1.0 if name.endswith("norm.weight") else 0.0)
         for name, shape in plain_shapes(config).items()
@@ -68,7 +69,8 @@ def _gradients(loss: torch.Tensor, params: dict[str, torch.Tensor]) -> dict[str,
 
 
 def _from_gpt2(state: dict[str, torch.Tensor], config: PlainConfig) -> dict[str, torch.Tensor]:
-    """transformers keeps (in, out) matrices and q, k, v as three blocks of columns."""
+    """Convert from transformers, which keeps (in, out) matrices and q, k, v
+    as three blocks of columns."""
 
     def qkv(x: torch.Tensor) -> torch.Tensor:  # (..., 3E) -> (3E, ...)
         x = x.T if x.ndim == 2 else x
@@ -166,7 +168,7 @@ def _hugging_face(style: str) -> tuple[PlainConfig, torch.nn.Module]:
 
 
 def _compare(style: str, config: PlainConfig) -> tuple[float, float]:
-    """The relative errors of the logits and of the worst gradient against transformers."""
+    """Return the relative errors of the logits and of the worst gradient against transformers."""
     _, model = _hugging_face(style)
     convert = _from_gpt2 if style == "gpt2" else _from_llama
     theirs = dict(model.named_parameters())
@@ -218,7 +220,7 @@ def test_a_slightly_different_style_is_seen(style, fault):
 
 
 def _by_torch(params: dict[str, torch.Tensor], tokens: torch.Tensor, config: PlainConfig):
-    """The logits of GPT-2 with a squared ReLU, by torch's functions for its layers."""
+    """Compute the logits of GPT-2 with a squared ReLU, with torch's functions for its layers."""
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
@@ -241,7 +243,7 @@ def _by_torch(params: dict[str, torch.Tensor], tokens: torch.Tensor, config: Pla
 
 
 @pytest.mark.parametrize("norm_bias", [None, False])
-def test_squared_relu_and_layer_norm_without_bias_are_those_of_torch_with_gradients(norm_bias):
+def test_squared_relu_and_layer_norm_without_bias_equal_torch(norm_bias):
     config = dataclasses.replace(GPT2, activation="relu2", norm_bias=norm_bias)
     assert ("final_norm.bias" in plain_shapes(config)) == (norm_bias is None)
     params = {name: p.requires_grad_() for name, p in _random(config).items()}
@@ -260,7 +262,8 @@ def test_squared_relu_and_layer_norm_without_bias_are_those_of_torch_with_gradie
 
 @pytest.mark.parametrize("kind", [None, "linear", "llama3", "yarn"])
 def test_every_pair_turns_as_in_transformers_under_every_scaling(kind):
-    """Bases and lengths at which a ramp begins before the first pair, or ends after the last."""
+    """Covers bases and lengths at which a ramp begins before the first
+    pair, or ends after the last."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -275,7 +278,7 @@ def test_every_pair_turns_as_in_transformers_under_every_scaling(kind):
         else:
             named = {k: v for k, v in ours.items() if v is not None}
             if kind == "llama3":
-                named.setdefault("high", 4.0)  # which has no default there
+                named.setdefault("high", 4.0)  # it has no default there
             fields = {"rope_type": kind, "rope_theta": theta, "factor": 4.0}
             fields |= {t: named[k] for k, t in THEIRS.get(kind, {}).items() if k in named}
             config = LlamaConfig(
@@ -303,7 +306,7 @@ THEIRS = {
 
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
-    [  # the known answers that come with Random123, philox4x32 with 10 rounds
+    [  # the known answers from Random123, philox4x32 with 10 rounds
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         (
             (0xFFFFFFFF,) * 4,
@@ -324,7 +327,7 @@ def test_philox_gives_the_published_vectors(counter, key, expected):
 
 def test_dropout_keeps_by_the_word_of_its_global_index():
     p, seed, site = 0.3, (7 << 32) + 5, 4
-    token = (3 << 32) + 11  # past 32 bits: the second counter word takes part
+    token = (3 << 32) + 11  # past 32 bits: the second counter word matters
     x = torch.ones(1, 1, 10, dtype=torch.float64)
     y = plain_gpt._dropout(x, p, seed, site, torch.tensor([[token]]))
     for e in range(10):
@@ -358,7 +361,7 @@ def test_dropout_is_a_function_of_sample_ids_not_of_the_batch():
     assert all(relative_error(other, loss) > 1e-3 for other in others)
 
 
-# ------------------------------------------------------------------- optimizer and initialisation
+# ------------------------------------------------------------------- optimizer and initialization
 
 
 def test_adamw_with_clipping_equals_torch_over_steps():
@@ -413,7 +416,7 @@ def test_initial_parameters_have_their_standard_deviation():
 
 
 class _Reads(dict):
-    """Parameters that note the order in which they are first read."""
+    """Parameters that record the order in which they are first read."""
 
     def __getitem__(self, name):
         self.__dict__.setdefault("order", {})[name] = None

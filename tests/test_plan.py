@@ -1,4 +1,4 @@
-"""The planner: memory and time by closed forms, and the layout that is chosen."""
+"""The planner: memory and time by closed forms, and the chosen layout."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ STYLES = [
 
 @pytest.mark.parametrize("style", STYLES)
 def test_parameters_are_counted_as_the_model_has_them(style: dict) -> None:
-    """Each unit's closed form against the parameters of the model on the meta device."""
+    """Compare each unit's closed form with the parameters of the model on the meta device."""
     config = GPTConfig(**TINY | style)
     for mesh, plan in (
         (Mesh(), ParallelPlan()),
         (Mesh(tp=2), ParallelPlan()),
         (Mesh(tp=2, pp=2, dp=2), ParallelPlan(schedule="interleaved", chunks=2, microbatches=2)),
-        (Mesh(pp=2), ParallelPlan(schedule="zb-v", chunks=2, microbatches=4)),  # both ends on one
+        (Mesh(pp=2), ParallelPlan(schedule="zb-v", chunks=2, microbatches=4)),  # both on one rank
     ):
         for rank in range(mesh.pp):
             at = mesh.seen_from(mesh.rank_at(pp=rank))
@@ -98,7 +98,7 @@ def test_zero_is_that_of_the_papers_first_figure() -> None:
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_activations_without_fusion_are_korthikantis(tp: int, sequence_parallel: bool) -> None:
-    """arXiv:2205.05198, table 2: what a layer of Megatron-LM keeps of a micro-batch."""
+    """arXiv:2205.05198, table 2: what a layer of Megatron-LM saves of a micro-batch."""
     s, b, h, a = 2048, 4, 6144, 64
     config = GPTConfig(51200, s, 48, h, a)
     plan = ParallelPlan(sequence_parallel=sequence_parallel)
@@ -114,7 +114,7 @@ def test_activations_without_fusion_are_korthikantis(tp: int, sequence_parallel:
 
 
 def test_blocks_in_flight_are_the_schedules() -> None:
-    """1F1B keeps p - r micro-batches of rank r's layers, GPipe all of them."""
+    """1F1B holds p - r micro-batches of rank r's layers, GPipe all of them."""
     eight = GPTConfig(**TINY | {"layers": 8})
     ofob, gpipe = (ParallelPlan(schedule=name, microbatches=7) for name in ("1f1b", "gpipe"))
     assert live_blocks(ofob, 4, eight) == (8, 6, 4, 2)
@@ -130,7 +130,7 @@ SMALL = GPTConfig(64, 256, 8, 512, 8)
 
 
 def _job(config: GPTConfig = SMALL, hardware: Hardware = A100, **given: Any) -> Job:
-    """A job of bf16; `given` are fields of `Job`, `Mesh` and `ParallelPlan`."""
+    """Make a bf16 job; `given` are fields of `Job`, `Mesh` and `ParallelPlan`."""
     parts: dict[type, dict] = {Job: {"batch": 1}, Mesh: {}, ParallelPlan: {"zero": 0}}
     for (name, value), kind in itertools.product(given.items(), parts):
         if name in {f.name for f in dataclasses.fields(kind)}:
@@ -141,14 +141,14 @@ def _job(config: GPTConfig = SMALL, hardware: Hardware = A100, **given: Any) -> 
 
 
 def _ideal(**figures: float) -> Hardware:
-    """A100s that reach all of their figures, with memory, links and launches that take no time."""
+    """Make A100s that reach all their peaks, with memory, links and launches that take no time."""
     free = {"memory": math.inf, "nvlink": math.inf, "network": math.inf} | figures
     device = dataclasses.replace(A100.device, **free)
     return Hardware("ideal", device, 80e9, Efficiency(1, 1, 1, 1, 1, 0))
 
 
 def test_free_memory_and_links_leave_the_flops() -> None:
-    """All products, with attention 3.5 times forward where the model's FLOPs count 3 times."""
+    """All products, with attention 3.5 times its forward; the model's FLOPs count 3 times."""
     job = _job(hardware=_ideal(), microbatches=3, batch=2)
     c = job.config
     attention = 2 * c.layers * job.sequences * c.heads * c.seq_len**2 * c.head_dim
@@ -162,7 +162,7 @@ def test_free_memory_and_links_leave_the_flops() -> None:
 
 @pytest.mark.parametrize(("pp", "m", "chunks"), [(4, 8, 1), (2, 4, 2), (4, 8, 2)])
 def test_the_pipelines_bubble_is_the_papers(pp: int, m: int, chunks: int) -> None:
-    """arXiv:2104.04473: (p - 1) / (m c) of the ideal time, where the head costs nothing."""
+    """arXiv:2104.04473: (p - 1) / (m c) of the ideal time, if the head costs nothing."""
     config = dataclasses.replace(SMALL, vocab_size=1, seq_len=8192)
     given: dict[str, Any] = {"hardware": _ideal(), "microbatches": m}
     name = "1f1b" if chunks == 1 else "interleaved"
@@ -173,12 +173,12 @@ def test_the_pipelines_bubble_is_the_papers(pp: int, m: int, chunks: int) -> Non
 
 
 def test_links_cost_their_bytes() -> None:
-    """A slow link of each kind, its traffic worked out by hand."""
+    """Use a slow link of each kind, with its traffic computed by hand."""
     c, b, speed = dataclasses.replace(SMALL, kv_heads=4), 2, 1e9
     T, layers, m = c.seq_len, c.layers, 2
     P = sum(units_of(c, Mesh(), ParallelPlan(), 0).values())
     pass_of = T * c.width * b / 2
-    cases = {  # mesh, plan: bytes of each rank
+    cases = {  # mesh, plan: bytes per rank
         "tp": (m * layers * 10 * pass_of, {"tp": 2, "overlap": "none"}),
         "tp product again": (
             m * layers * 10 * pass_of,
@@ -202,17 +202,17 @@ def test_links_cost_their_bytes() -> None:
             for each in (math.inf, speed)
         )
         extra = slow - fast
-        if name[:2] == "tp":  # and the embedding's and the head's
+        if name[:2] == "tp":  # plus the embedding's and the head's
             moved += m * 4 * pass_of
-        if name == "cp":  # and the sum of gradients, but for what the last backward hides
+        if name == "cp":  # plus the sum of gradients, except what the last backward hides
             moved += P * (2 * 4) / 2 - layers * (T // 2) * 2 * 4 * c.head_dim * (b + 4)
-        if name == "pp":  # there and back: the second micro-batch's are beside the first's
+        if name == "pp":  # there and back: the second micro-batch's overlap the first's
             moved = 2 * T * c.width * b
         assert extra == pytest.approx(moved / speed, rel=0.02), name
 
 
 def test_a_rank_sends_what_all_of_its_stages_send() -> None:
-    """However many stages its layers are cut into, their bytes stay the same."""
+    """However many stages its layers are split into, their bytes stay the same."""
 
     def sent(**given: Any) -> dict[str, float]:
         job = _job(microbatches=4, tp=2, cp=2, **given)
@@ -227,7 +227,7 @@ def test_a_rank_sends_what_all_of_its_stages_send() -> None:
 
 
 def test_a_message_that_is_scattered_is_gathered_beside_it() -> None:
-    """arXiv:2104.04473, 4.1: each of tp ranks sends a part, and NVLink has the rest."""
+    """arXiv:2104.04473, 4.1: each of tp ranks sends a part, and NVLink carries the rest."""
     given: dict[str, Any] = {"tp": 4, "pp": 2, "dp": 2, "overlap": "none"}
     whole = SMALL.seq_len * SMALL.width * 2
     for sequence_parallel in (False, True):
@@ -247,7 +247,7 @@ def test_a_message_that_is_scattered_is_gathered_beside_it() -> None:
 @pytest.mark.parametrize(("dp", "shards", "hops"), [(4, None, (3, 0)), (32, None, (28, 3)),
                                                     (32, 8, (7, 0))])  # fmt: skip
 def test_owners_of_whole_tensors_broadcast_one_after_another(dp: int, shards, hops) -> None:
-    """Each fills a ring of the shards, and no computation is beside it."""
+    """Each fills a ring of the shards, with no computation to overlap."""
     gathered, owned, few = (
         predict(_job(SMALL, A100, dp=dp, dp_shard=shards, zero=1, owned=count)).update
         for count in (0, 10**6, 3)
@@ -272,8 +272,8 @@ def test_a_group_over_nodes_shares_its_adapters() -> None:
     assert A100.bandwidth(1, 16) == pytest.approx(min(near, 8 * far))
 
 
-# arXiv:2104.04473, table 1: heads, width, layers, tp, pp, GPUs, sequences, of a micro-batch (as the
-# authors' script has them), TFLOP/s of each GPU.
+# arXiv:2104.04473, table 1: heads, width, layers, tp, pp, GPUs, sequences, micro-batch (from the
+# authors' script), TFLOP/s of each GPU.
 NARAYANAN = [
     (24, 2304, 24, 1, 1, 32, 512, 16, 137), (32, 3072, 30, 2, 1, 64, 512, 16, 138),
     (32, 4096, 36, 4, 1, 128, 512, 16, 142), (48, 6144, 40, 8, 1, 256, 1024, 8, 135),
@@ -284,7 +284,7 @@ NARAYANAN = [
 
 @pytest.mark.parametrize("row", NARAYANAN)
 def test_megatrons_table_is_predicted(row: tuple[int, ...]) -> None:
-    """Within 12 %, as its formula counts FLOPs, by efficiencies fitted to many sources."""
+    """Within 12 %, counting FLOPs by its formula, with efficiencies fitted to many sources."""
     heads, h, layers, tp, pp, n, sequences, batch, tflops = row
     s, V, dp = 2048, 51200, n // tp // pp
     flops = 96 * sequences * s * layers * h**2 * (1 + s / (6 * h) + V / (16 * layers * h))
@@ -307,7 +307,7 @@ KORTHIKANTI = [
 @pytest.mark.parametrize("row", KORTHIKANTI[:2])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_korthikantis_table_is_predicted(row: tuple, recompute: str) -> None:
-    """Within 10 %."""
+    """The error is within 10 %."""
     heads, h, layers, pp, chunks, sequences, batch, full, selective = row
     job = _job(
         GPTConfig(51200, 2048, layers, h, heads), tp=8, pp=pp, chunks=chunks, batch=batch,
@@ -326,7 +326,7 @@ MESHES = [{}, {"tp": 8}, {"tp": 2, "cp": 2}, {"pp": 4}, {"pp": 2, "chunks": 4},
 
 @pytest.mark.parametrize("given", MESHES)
 def test_faster_hardware_is_never_slower(given: dict) -> None:
-    """And no more work is quicker; `least_time` is below what is simulated."""
+    """More work is never faster, and `least_time` is below the simulated time."""
     config = PRESETS["llama-8b"]
     given = given | {"schedule": "interleaved" if "chunks" in given else "1f1b", "microbatches": 6}
     job = _job(config, H100, **given)
@@ -374,7 +374,7 @@ NARROW = dataclasses.replace(SMALL, seq_len=2048, vocab_size=5000, layers=5)
 
 
 def _every(search: Search) -> list[Job]:
-    """Every layout of a search, by loops that share nothing with it."""
+    """List every layout of a search, by loops that share no code with it."""
     found = []
     sizes = [n for n in range(1, search.gpus + 1) if search.gpus % n == 0]
     for dp, cp, tp, pp in itertools.product(sizes, repeat=4):
@@ -403,7 +403,7 @@ def _every(search: Search) -> list[Job]:
 
 @pytest.mark.parametrize(("gpus", "gib"), [(4, 80), (4, 1.4), (8, 1.75)])
 def test_the_search_finds_what_brute_force_finds(gpus: int, gib: float) -> None:
-    """All layouts predicted one by one; with little memory most of the fast ones fall out."""
+    """All layouts are predicted one by one; little memory excludes most of the fast ones."""
     hardware = dataclasses.replace(A100, capacity=gib * 2**30)
     search = Search(NARROW, gpus, hardware, sequences=8)
     every = _every(search)
@@ -418,19 +418,19 @@ def test_the_search_finds_what_brute_force_finds(gpus: int, gib: float) -> None:
         assert chosen.job.mesh.world == gpus
         assert chosen.job.sequences == search.sequences
     assert found.simulated < len(every) / 10
-    # Which a bound that is none would order otherwise.
+    # An invalid lower bound would give a different order.
     many = choose_layouts(search, keep=200, families=False)
     assert [c.time.seconds for c in many.best] == pytest.approx(times[:200], rel=1e-12)
-    fastest: dict[frozenset[str], float] = {}  # of each set of axes
+    fastest: dict[frozenset[str], float] = {}  # for each set of axes
     for time, job in sorted(((step_time(job), job) for job in fit), key=lambda row: row[0]):
         fastest.setdefault(_axes(job), time)
     found = choose_layouts(search, keep=9)
     shown = {_axes(chosen.job): chosen.time.seconds for chosen in found.best}
     assert len(shown) == len(found.best) >= 3
-    for axes, time in fastest.items():  # but for an axis more than others that gains nothing
+    for axes, time in fastest.items():  # ignore sets with one more axis that gains nothing
         no_gain = any(axes > other and at <= time * (1 + 1e-9) for other, at in shown.items())
         assert shown.get(axes) == pytest.approx(time, rel=1e-9) or (no_gain and axes not in shown)
-    for chosen in found.best:  # of equals the one with the fewest ranks on those axes
+    for chosen in found.best:  # of equals, the one with the fewest ranks on those axes
         time, mesh = chosen.time.seconds, chosen.job.mesh
         equal = [job.mesh for job in fit if _axes(job) == _axes(chosen.job)
                  and step_time(job) == pytest.approx(time, rel=1e-11)]  # fmt: skip
@@ -445,7 +445,7 @@ def _axes(job: Job) -> frozenset[str]:
     ("layers", "pp"), [(12, 2), (8, 2), (7, 2), (13, 2), (7, 3), (4, 4), (40, 2)]
 )
 def test_chunks_are_powers_of_two_and_what_divides_a_ranks_layers(layers: int, pp: int) -> None:
-    """Up to 16, all of a rank's layers among them."""
+    """Up to 16, including all of a rank's layers."""
     config = dataclasses.replace(NARROW, layers=layers)
     job = _job(config, A100, pp=pp, microbatches=4 * pp)
     tried = {
@@ -460,7 +460,7 @@ def test_chunks_are_powers_of_two_and_what_divides_a_ranks_layers(layers: int, p
 
 
 def test_a_large_search_simulates_few() -> None:
-    """Of thousands of layouts of 64 GPUs, not one in a hundred."""
+    """Of thousands of layouts of 64 GPUs, it simulates less than one in a hundred."""
     found = choose_layouts(Search(PRESETS["llama-8b"], 64, H100, 256), keep=1)
     assert found.bounded > 1000
     assert found.simulated < found.bounded / 100
@@ -470,7 +470,7 @@ def test_a_large_search_simulates_few() -> None:
 
 
 def test_a_refusal_names_what_the_smallest_of_all_layouts_needs() -> None:
-    """Exactly where it is all but possible, by a bound where the bound of each is too much."""
+    """The number is exact if it almost fits, and a bound if each layout's bound is too much."""
     search = Search(dataclasses.replace(NARROW, vocab_size=500_000), 4, H100, sequences=8)
     least = min(max(rank.total for rank in estimate(job)) for job in _every(search))
     for capacity, exact in ((0.1 * least, False), (0.5 * least, False), (least - 1, True)):
@@ -503,7 +503,7 @@ def test_what_cannot_be_planned(given: dict, says: str) -> None:
 
 
 def test_tensor_ranks_do_not_cross_nodes() -> None:
-    """Groups of three are 0 1 2, 3 4 5, 6 7 | 8 where a node has eight; six GPUs are in one."""
+    """Groups of three are 0 1 2, 3 4 5, 6 7 | 8 if a node has eight; six GPUs are in one."""
     config = dataclasses.replace(SMALL, seq_len=3072, heads=6, kv_heads=6, width=96, hidden=192)
 
     def degrees(gpus: int) -> set[int]:
@@ -516,7 +516,7 @@ def test_tensor_ranks_do_not_cross_nodes() -> None:
 
 
 def _planned(tmp_path, *words: str) -> tuple[dict[str, Any], str]:
-    """The record of ``warpweave plan`` on few GPUs, and what it printed."""
+    """Return the record of ``warpweave plan`` on few GPUs, and its output."""
     config = parse([*words, "--out", str(tmp_path / "plan.json")])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run(config)
@@ -524,7 +524,7 @@ def _planned(tmp_path, *words: str) -> tuple[dict[str, Any], str]:
 
 
 def test_the_page_has_the_numbers_of_its_json(tmp_path) -> None:
-    """And the last line is the JSON; the HTML page is made; --explain adds up."""
+    """The last line is the JSON; the HTML page is written; --explain adds up."""
     words = ("--model", "gpt2-xl", "--gpus", "8", "--hw", "a100-80g", "--sequences", "64")
     html = tmp_path / "plan.html"
     told, printed = _planned(tmp_path, *words, "--explain", "--best", "3", "--html", str(html),
@@ -535,7 +535,7 @@ def test_the_page_has_the_numbers_of_its_json(tmp_path) -> None:
     span = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") / 1e6
     assert 0.5 * told["layouts"][0]["seconds"] < span <= told["layouts"][0]["seconds"]
     axes = [{a for a in ("dp", "tp", "pp") if row["options"][a] > 1} for row in told["layouts"]]
-    assert axes == [{"dp"}, {"dp", "pp"}]  # 25 heads have no tensor ranks among 8
+    assert axes == [{"dp"}, {"dp", "pp"}]  # 25 heads allow no tensor ranks among 8
     seconds = [row["seconds"] for row in told["layouts"]]
     assert seconds == sorted(seconds)
     for row in told["layouts"]:
@@ -553,7 +553,7 @@ def test_the_page_has_the_numbers_of_its_json(tmp_path) -> None:
 
 
 def test_seven_gpus_are_no_seven_context_ranks_and_a_line_says_what_to_do(tmp_path) -> None:
-    """Unless the sequence has as many equal chunks."""
+    """This holds unless the sequence has as many equal chunks."""
     told, printed = _planned(tmp_path, "--model", "llama-8b", "--gpus", "7", "--hw", "h200")
     assert [row["options"]["pp"] for row in told["layouts"]] == [7]
     reason = "seq_len = 8192 is not divisible by the 14 chunks of cp = 7"
@@ -623,7 +623,7 @@ def test_a_layout_with_a_wrong_value_is_one_line(wrong: dict, says: str, tmp_pat
     with pytest.raises(ValueError, match=rf"plan\.json: {says}") as error:
         take_layout([f"--layout={path}"])
     assert "\n" not in str(error.value)
-    assert take_layout(["--layout"]) == (["--layout"], {})  # whose word is missing, and is missed
+    assert take_layout(["--layout"]) == (["--layout"], {})  # its value is missing, and reported
 
 
 @pytest.mark.parametrize(
@@ -666,7 +666,7 @@ def test_planning_imports_no_torch() -> None:
 
 
 def test_parameters_of_named_models() -> None:
-    """As their names say, in billions."""
+    """They match their names, in billions."""
     for name, billions in (("gpt2-xl", 1.56), ("llama-8b", 8.03), ("llama-70b", 70.55)):
         units = units_of(PRESETS[name], Mesh(), ParallelPlan(), 0)
         assert sum(units.values()) / 1e9 == pytest.approx(billions, rel=0.005)

@@ -1,5 +1,5 @@
-"""The planner's page: it parses, asks the network for nothing, and its numbers are those of its
-JSON. Headless browsers are looked at by hand; here the document is taken apart."""
+"""The planner's page: it parses, requests nothing from the network, and its numbers are those of
+its JSON. Headless browsers are checked by hand; this test parses the document."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ VOID = {"meta", "rect", "line"}
 
 
 class Parsed(HTMLParser):
-    """Tags in order with their attributes and text; fails where one is closed that is not open."""
+    """A parser that records tags in order with their attributes and text, and fails on a stray
+    closing tag."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ def test_both_pictures_have_an_axis_with_a_unit(document) -> None:
 
 
 def test_nothing_that_is_written_is_stretched(document) -> None:
-    """The wheel lays bars and ticks out again, where an outer scale would stretch their words."""
+    """The wheel redraws bars and ticks, because an outer scale would stretch their labels."""
     assert "preserveAspectRatio" not in document
     assert 'setAttribute("viewBox"' not in document
 
@@ -151,8 +152,8 @@ def test_the_timeline_has_a_bar_an_action(document) -> None:
 
 
 def test_each_row_bar_and_word_stands_where_it_belongs() -> None:
-    """The first layout is the chosen one; a later rank may be the fullest, with a kind more and
-    past the line of what a GPU has."""
+    """The first layout is the chosen one. A later rank may be the fullest, with one more kind, and
+    beyond the line of a GPU's memory."""
     timeline = simulate(one_f_one_b(1, 1), {"F": 1, "B": 2})
     memory = [{"weights": 5 * GIB}, {"weights": 7 * GIB, "update <x>": 21.25 * GIB}]
     found = _page(memory, 16 * GIB, timeline, ("x", "", ""))
@@ -182,7 +183,7 @@ def test_each_row_bar_and_word_stands_where_it_belongs() -> None:
 
 
 def test_bars_of_nothing_take_no_room_and_colours_begin_anew_after_the_last() -> None:
-    """Nine kinds, some of which a rank holds nothing of; a rank's words stand after its bars."""
+    """Nine kinds, some of which a rank does not hold; a rank's labels come after its bars."""
     kinds = [f"kind {at}" for at in range(len(COLOURS) + 2)]
     sizes = [[2, 0, 3, 1, 0, 2, 1, 3, 4], [1, 1, 0, 0, 5, 0, 0.001, 0, 2]]
     memory = [{kind: n * GIB for kind, n in zip(kinds, of, strict=True)} for of in sizes]

@@ -1,5 +1,5 @@
-"""What the planner prints and writes: each figure of the text, of --explain, of the JSON and of the
-HTML is that of its own layout, in its unit and place."""
+"""The planner's output: each number in the text, in --explain, in the JSON and in the HTML is that
+of its layout, in its unit and place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL = GPTConfig(50304, 8192, 18, 4096, 32, kv_heads=8, hidden=14336, positions
 
 
 def _job(**given: Any) -> Job:
-    """`MODEL` on A100s, three sequences to a micro-batch, ZeRO 1."""
+    """Make a job of `MODEL` on A100s, three sequences per micro-batch, ZeRO 1."""
     return job_of(MODEL, **{"batch": 3, "zero": 1} | given)
 
 
@@ -40,7 +40,7 @@ def _timeline(ranks: int, m: int) -> Timeline:
 
 
 def _memory(ranks: int, fullest: int) -> list[MemoryEstimate]:
-    """Made-up estimates that all differ, the largest on rank `fullest`."""
+    """Make fake estimates that all differ, the largest on rank `fullest`."""
     found = []
     for rank in range(ranks):
         more = 7 * (rank == fullest) + 0.01 * rank
@@ -50,7 +50,7 @@ def _memory(ranks: int, fullest: int) -> list[MemoryEstimate]:
 
 
 def _chosen(job: Job, at: int = 1) -> Chosen:
-    """A made-up prediction of a job; its figures differ with `at`."""
+    """Make a fake prediction of a job; its numbers depend on `at`."""
     time = StepTime(
         5.4321 * at, 4.8765 * at, 0.2109 * at, 0.3447 * at, 0.4567 / at,
         _timeline(job.mesh.pp, 2 + 3 * at),
@@ -59,7 +59,7 @@ def _chosen(job: Job, at: int = 1) -> Chosen:
 
 
 def _numbers(line: str) -> list[float]:
-    """Numbers of a line in order, without those that are part of a word."""
+    """Return the numbers of a line in order, without those that are part of a word."""
     return [float(n) for n in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]\d+)?(?!\w)", line)]
 
 
@@ -124,7 +124,7 @@ def test_explain_prints_the_figures_of_the_formulas_it_names(name: str) -> None:
     sent = rows * E * b if ranks > 1 else 0
     (stages,) = re.findall(r"stages: .*", shown)
     ends = [1e3 * x for s in (work[0], work[-1]) for x in (s.forward, s.backward)]
-    *four, megabytes, _ = _numbers(stages)  # to two digits behind the point
+    *four, megabytes, _ = _numbers(stages)  # to two decimal places
     assert four == pytest.approx(ends, abs=0.0051)
     assert megabytes == pytest.approx(sent / 1e6, abs=0.0051)
     assert (
@@ -181,7 +181,7 @@ def _memory_is_said(job: Job, chosen: Chosen, shown: str) -> None:
 
 
 def _found() -> tuple[PlanConfig, Search, Found]:
-    """A search with three made-up layouts that differ in every number."""
+    """Make a search with three fake layouts that differ in every number."""
     hardware = dataclasses.replace(A100, node=4)
     jobs = (
         _job(tp=2, cp=2, pp=3, dp=4, batch=2, microbatches=5, zero=2, hardware=hardware),
@@ -297,7 +297,7 @@ def test_the_html_shows_the_first_layouts_memory_and_timeline(monkeypatch) -> No
 
 
 def test_the_files_are_of_the_first_layout(tmp_path: Path, monkeypatch, capsys) -> None:
-    """What --explain prints, too; the last line is the JSON of --out."""
+    """They contain what --explain prints as well; the last line is the JSON of --out."""
     config, _, found = _found()
     paths = {name: tmp_path / name for name in ("out.json", "page.html", "line.json")}
     config = dataclasses.replace(
@@ -345,5 +345,5 @@ def test_a_step_has_as_many_sequences_as_make_four_million_tokens() -> None:
                               (700, 5991), (2**21 + 1, 1)):  # fmt: skip
         config = PlanConfig(model="llama-8b", seq_len=length)
         assert (config.config.seq_len, config.step_sequences) == (length, sequences)
-    for given in (7, 1, 0):  # none are refused by the search, not taken for the default
+    for given in (7, 1, 0):  # the search rejects an empty list, and does not use the default
         assert dataclasses.replace(config, sequences=given).step_sequences == given

@@ -1,5 +1,5 @@
-"""benchmarks/plan_rows.py and published.py: what a printed figure means, which rows cannot be, and
-that a fit finds the efficiencies by which rows were made."""
+"""benchmarks/plan_rows.py and published.py: the meaning of a printed number, invalid rows, and a
+fit that recovers the efficiencies of generated rows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_rows_that_cannot_be_are_flagged_with_the_numbers(rows) -> None:
 
 
 def test_what_a_printed_figure_means_in_seconds(rows, load) -> None:
-    """One configuration, which its sources print in several ways."""
+    """One configuration, whose sources print it in several ways."""
     seconds = load("published").seconds_printed
     # arXiv:2104.04473, equation of section 5.1: F = 96 B s l h^2 (1 + s / 6h + V / 16 l h)
     row = _row(rows, model="gpt-145b", kind="tflops_recompute")
@@ -80,7 +80,8 @@ def test_halves_part_no_layout_and_every_library(rows, load) -> None:
 
 
 def test_a_fit_finds_what_rows_were_made_with(rows, load) -> None:
-    """Rows whose values are predictions with other efficiencies, two of them wrong by a half."""
+    """The values of the rows are predictions with other efficiencies; two of
+    them are wrong by a half."""
     published, script = load("published"), load("plan_rows")
     made = replace(published.START, product=0.8, attention=0.3, elementwise=0.5)
     chosen = [r for r in rows if r.gpu == "A100-40G" and r.n_gpus == 8 and r.problem is None][::2]

@@ -1,5 +1,5 @@
-"""What the planner looks at: every branch and layout, each reason with its count, the nearest miss;
-and the edges of a hardware file's figures and of a layout's options."""
+"""The planner's search: every branch and layout, each reason with its count, the nearest miss; and
+the limits of a hardware file's numbers and of a layout's options."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_branch_is_looked_at_and_every_reason_is_counted(
             reasons[str(error)] += 1
             continue
         for pp, cp, dp in itertools.product(_sizes(gpus), repeat=3):
-            if tp * pp * cp * dp != gpus or pp > 6 or cp > 4:  # of 1,024 rows at least
+            if tp * pp * cp * dp != gpus or pp > 6 or cp > 4:  # of at least 1,024 rows
                 continue
             if cp == 3:  # not a power of two, and zigzag's chunks do not fit
                 chunks = f"the {2 * cp} chunks of cp = {cp}"
@@ -78,7 +78,7 @@ def test_every_branch_is_looked_at_and_every_reason_is_counted(
      (2, 1, 4, 40)],
 )  # fmt: skip
 def test_every_layout_of_a_branch_is_looked_at(pp: int, dp: int, m: int, layers: int) -> None:
-    """What a schedule cannot do is counted."""
+    """Layouts that a schedule does not support are counted."""
     model, plan = dataclasses.replace(MODEL, layers=layers), ParallelPlan(microbatches=m)
     branch = Job(model, Mesh(dp=dp, pp=pp), plan, 2, "bf16", hardware=H100)
     wanted, refusals = set(), Counter[str]()
@@ -104,12 +104,12 @@ def test_every_layout_of_a_branch_is_looked_at(pp: int, dp: int, m: int, layers:
     assert refused == refusals
     assert len([*layouts_of(branch, refused)]) == len(found)
     assert (pp, m) != (2, 3) or refusals  # too few micro-batches
-    assert refused == refusals + refusals  # of a second branch beside those of the first
+    assert refused == refusals + refusals  # of a second branch in addition to those of the first
 
 
 @pytest.mark.parametrize("gib", [0.95, 1.5, 80])
 def test_what_was_looked_at_is_counted_and_the_nearest_miss_is_nearest(gib: float) -> None:
-    """With as many answers as there are, everything is looked at."""
+    """If as many answers are requested as exist, everything is visited."""
     capacity = gib * 2**30
     hardware = dataclasses.replace(H100, capacity=capacity)
     search = Search(MODEL, 2, hardware, sequences=4)
@@ -176,7 +176,7 @@ OWN = {"product": 0.5, "attention": 0.4, "elementwise": 0.3, "near": 0.2, "far":
 def test_every_field_of_a_hardware_file_is_that_of_the_hardware(
     tmp_path: Path, suffix: str, base: str | None
 ) -> None:
-    """What is not given is of the base, or of an H100 where all figures are its own."""
+    """A missing field comes from the base, or from an H100 if all numbers are given."""
     path = tmp_path / f"ours.{suffix}"
     like = HARDWARE[base or "h100"]
     every = GIVEN | OWN | {"node": 16}
@@ -217,7 +217,7 @@ def test_a_figure_of_a_hardware_file_is_positive_and_a_part_at_most_one(
 
 
 def test_what_a_row_of_hardware_has_and_what_it_lacks(tmp_path: Path) -> None:
-    """Gigabytes by name, as the data sheets have them; a figure that is missing is named."""
+    """Gigabytes by name, as in the data sheets; a missing number is named."""
     sizes = {"a100-40g": 40, "a100-80g": 80, "a40": 48, "l40s": 48, "h100": 80, "h800": 80,
              "h200": 141, "b200": 180}  # fmt: skip
     assert {name: h.capacity / 1e9 for name, h in HARDWARE.items()} == sizes
@@ -261,8 +261,8 @@ def test_the_first_layout_of_a_file_is_taken_and_all_of_its_options(tmp_path: Pa
     words = ["--layout", str(path), "--steps", "3", "--layout", "striped", f"--layout={other}"]
     rest, found = take_layout(words)
     assert rest == ["--steps", "3", "--layout=striped"]
-    assert found["batch"] == 7  # the last one, as with every option
-    for words in (["--layout"], ["--dp", "2", "--layout"]):  # the parser says what is missing
+    assert found["batch"] == 7  # the last one wins, as for every option
+    for words in (["--layout"], ["--dp", "2", "--layout"]):  # the parser reports what is missing
         assert take_layout(words) == (words, {})
     assert take_layout(["--layout=", str(path)])[1]["batch"] == 5
 

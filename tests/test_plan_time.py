@@ -1,5 +1,5 @@
-"""The planner's time of a step, part by part, against its formulas written a second time, for
-hundreds of steps drawn at random. The cases by hand in `test_plan.py` combine few options."""
+"""The planner's step time, part by part, against a second implementation of its formulas, for
+hundreds of random steps. The hand-computed cases in `test_plan.py` combine few options."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 def _hardware(rng: random.Random) -> Hardware:
-    """An A100 or H100, its links or its memory sometimes much slower, four or eight to a node."""
+    """Draw an A100 or H100, with links or memory sometimes much slower, four or eight to a node."""
     found = HARDWARE[rng.choice(("a100-80g", "h100"))]
     slower = {
         name: getattr(found.device, name) / rng.choice((1, 1, 30))
@@ -49,7 +49,7 @@ def _hardware(rng: random.Random) -> Hardware:
 
 
 def _draw(seed: int) -> Job:
-    """A valid step: sizes divide, and the schedule has its stages and micro-batches."""
+    """Draw a valid step: sizes are divisible, and the schedule has its stages and micro-batches."""
     rng = random.Random(seed)
     while True:
         mesh = Mesh(
@@ -125,7 +125,7 @@ class Written:
 
     @property
     def near(self) -> float:
-        """Seconds of a pass over the tensor ranks."""
+        """Return the seconds of a pass over the tensor ranks."""
         tp = self.mesh.tp
         return self.sent(1, tp, self.T * self.E * self.b * (tp - 1) / tp)
 
@@ -294,7 +294,7 @@ class Written:
         moved = self.rows * self.E * self.b / (self.mesh.tp if cut else 1)
         inner = self.mesh.tp * self.mesh.cp * self.mesh.dp
         device, eff = self.job.hardware.device, self.job.hardware.efficiency
-        own = device.network * eff.far  # each rank has an adapter of its own
+        own = device.network * eff.far  # each rank has a separate adapter
         speed = device.nvlink * eff.near if self.joined(inner, self.mesh.pp) else own
         return moved, self.L + moved / speed + (self.near if cut else 0)
 

@@ -1,12 +1,12 @@
-"""Every fault that broke composition in a real framework turns a guard red here.
+"""Every fault that broke composition in a real framework makes a check fail here.
 
-The 22 faults were all real: the docstring of each plant says in which framework. A plant patches
-the function of the library that would carry the fault; the guard (`prove_layout` on the smallest
-layout where the fault can show, or a check of one operation) must be green without it and red with
-it, by more than rounding. A guard that stays green is a hole in the proof.
+The 22 faults were all real: the docstring of each plant names the framework. A plant patches the
+function of the library that would carry the fault. The guard (`prove_layout` on the smallest layout
+where the fault can show, or a check of one operation) must pass without it and fail with it, by
+more than rounding. A guard that still passes is a hole in the proof.
 
-Two plants stand in for faults that cannot occur literally. 6: no model here has a norm over single
-heads yet, so a block of our layers that has one is trained. 22: a CPU has no streams, so the
+Two plants replace faults that cannot occur literally. 6: no model here has a norm over single heads
+yet, so the plant trains a block of our layers that has one. 22: a CPU has no streams, so the
 reduction reads the gradient that it would have found there, the one before the last backward pass.
 """
 
@@ -55,7 +55,7 @@ from warpweave.parallel.tensor.ranks import TensorRanks
 from warpweave.prove import LIMITS, Layout, expected, proof, prove_layout
 
 LIMIT = LIMITS["fp64"]
-NOTICED = LIMITS["fp32"] * 2**29  # what a planted fault must exceed: so the fp32 proof sees it, too
+NOTICED = LIMITS["fp32"] * 2**29  # a fault must exceed this, so that fp32 also detects it
 TIMEOUT = 100.0
 
 Patch = tuple[Any, str, Any]  # place, attribute, replacement
@@ -64,13 +64,13 @@ Guard = Callable[[ConnectedMesh], float]  # error in units of rounding, the same
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault: its number in the list, the patches that plant it, and who must notice."""
+    """A planted fault: its number in the list, the patches that plant it, and its guard."""
 
     number: int
     plant: Callable[[ConnectedMesh], list[Patch]]
     mesh: Mesh
     guard: Layout | Guard
-    refused: str | None  # the fault is noticed by a ValueError with these words
+    refused: str | None  # the fault raises a ValueError with these words
 
 
 FAULTS: dict[str, Fault] = {}
@@ -92,18 +92,18 @@ SP = Layout(Mesh(tp=2), sequence_parallel=True)
 RING = Layout(Mesh(cp=4))  # the smallest axis on which "auto" chooses the ring
 
 
-# ------------------------------------------------------------------ guards of their own
+# ------------------------------------------------------------------ separate guards
 
 
 def _everywhere(error: float) -> float:
-    """The largest error of all ranks, in units in the last place."""
+    """Return the largest error of all ranks, in units in the last place."""
     worst = torch.tensor(error / torch.finfo(torch.float64).eps, dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return float(worst)
 
 
 def smoothed_loss(mesh: ConnectedMesh) -> float:
-    """Losses and gradients of the vocab-parallel loss with label smoothing, against torch."""
+    """Compare losses and gradients of the vocab-parallel loss with label smoothing with torch."""
     tokens, vocab, rows = 6, 7, 4
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(tokens, 2 * rows, generator=generator, dtype=torch.float64)
@@ -124,7 +124,7 @@ def smoothed_loss(mesh: ConnectedMesh) -> float:
 
 
 class _NormOverHeads(nn.Module):
-    """x -> heads -> a norm over each head -> x. Tensor ranks hold other heads, not other tokens."""
+    """x -> heads -> a norm over each head -> x. Tensor ranks hold different heads, not tokens."""
 
     def __init__(self, mesh: ConnectedMesh) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class _NormOverHeads(nn.Module):
 
 
 def _trained(mesh: ConnectedMesh) -> dict[str, torch.Tensor]:
-    """Gradients and weights of three Adam steps on a block with a norm over heads."""
+    """Return gradients and weights of three Adam steps on a block with a norm over heads."""
     model = _NormOverHeads(mesh)
     records = gpt.collect_records(model)
     unit = make_unit("heads", [(records[n], p) for n, p in model.named_parameters()], mesh)
@@ -158,13 +158,13 @@ def _trained(mesh: ConnectedMesh) -> dict[str, torch.Tensor]:
 
 
 def norm_over_heads(mesh: ConnectedMesh) -> float:
-    """The same on tensor ranks as on one device; a copy that drifts shows on its own rank."""
+    """Compare tensor ranks with one device; a copy that drifts shows on its own rank."""
     expected, found = _trained(single()), _trained(mesh)
     return _everywhere(max(relative_error(found[name], expected[name]) for name in expected))
 
 
 def one_token(mesh: ConnectedMesh) -> float:
-    """The proof on batches of which one single token has a loss."""
+    """Run the proof on batches in which a single token has a loss."""
     right = expected.batch
 
     def batch(sizes, step):
@@ -181,7 +181,7 @@ def one_token(mesh: ConnectedMesh) -> float:
 
 
 def overflow_on_one_rank(mesh: ConnectedMesh) -> float:
-    """How far weights move in a step in which one slice of one rank's gradients is infinite."""
+    """Return how far weights move in a step with an infinite gradient slice on one rank."""
     shape = (DP.microbatches, DP.micro_batch_size)
     plan = ParallelPlan(microbatches=shape[0], zero=1)
     model = engine.Engine(DP.model, mesh, plan, micro_batch_size=shape[1], clip=expected.CLIP)
@@ -200,7 +200,7 @@ def overflow_on_one_rank(mesh: ConnectedMesh) -> float:
 
 
 def deferred_weights(mesh: ConnectedMesh) -> float:
-    """The proof with every backward pass split in two, as zero-bubble schedules do."""
+    """Run the proof with every backward pass split in two, as zero-bubble schedules do."""
 
     def split(plan, p):
         return schedule.split_backward(schedule.one_f_one_b(p, plan.microbatches), lag=1)
@@ -245,13 +245,13 @@ def _gathered_head():
 
 @fault(2, TP, refused="a rank takes its shard, not the whole")
 def gathered_logits(mesh):
-    """Megatron-LM #7452 finding 2: whole logits are given to the vocab-parallel loss."""
+    """Megatron-LM #7452 finding 2: whole logits are passed to the vocab-parallel loss."""
     return [_gathered_head()]
 
 
 @fault(2, TP)
 def gathered_logits_unchecked(mesh):
-    """The same with our check of the shard's width taken away: the numbers must tell."""
+    """The same without our check of the shard's width: the numbers must show it."""
     return [_gathered_head(), (linear_loss, "check_vocabulary", lambda *a: None)]
 
 
@@ -269,7 +269,7 @@ def mean_of_means(mesh):
 
 @fault(3, DP)
 def normaliser_doubled(mesh):
-    """The same by a factor that all ranks agree on."""
+    """The same by a factor on which all ranks agree."""
     right = engine.Engine._micro_batches
 
     def micro_batches(self, tokens, labels, ids, valid, *more):
@@ -299,7 +299,7 @@ def recomputation_gathers_over_data_ranks(mesh):
 
 
 def _counts(cut_axes):
-    """`Unit.counted_grads` of a unit whose parameters are all said to be cut over `cut_axes`."""
+    """Return `Unit.counted_grads` as if all of a unit's parameters were sharded over `cut_axes`."""
     right = Unit.counted_grads
 
     def counted_grads(self, summed):
@@ -318,7 +318,7 @@ def norm_counts_tensor_replicas(mesh):
 
 @fault(5, TP)
 def norm_misses_sharded_parameters(mesh):
-    """torchtitan #596: the other tensor ranks' shards are left out."""
+    """torchtitan #596: the other tensor ranks' shards are omitted."""
     return _counts(())
 
 
@@ -337,7 +337,7 @@ def norm_counts_data_replicas(mesh):
 
 @fault(5, Layout(Mesh(dp=2), zero=2))
 def norm_a_percent_too_large(mesh):
-    """Clipping by another norm than that of the gradients."""
+    """Clipping uses a norm other than that of the gradients."""
     right = ZeroOptimizer.norm
     return [(ZeroOptimizer, "norm", lambda self: right(self) * 1.01)]
 
@@ -366,7 +366,7 @@ def layer_norm_not_summed(mesh):
 
 @fault(7, SP)
 def row_bias_not_summed(mesh):
-    """Megatron-LM #1446, the biases behind a reduce-scatter."""
+    """Megatron-LM #1446, the biases after a reduce-scatter."""
     right = RowParallelLinear.__init__
 
     def init(self, *args, **options):
@@ -378,7 +378,7 @@ def row_bias_not_summed(mesh):
 
 @fault(7, SP)
 def position_table_not_summed(mesh):
-    """The same for the learned positions, of which each rank looks up its own tokens'."""
+    """The same for the learned positions, of which each rank looks up those of its own tokens."""
     right = PositionEmbedding.__init__
 
     def init(self, *args, partial, **options):
@@ -408,7 +408,7 @@ def layers_named_by_place_on_the_stage(mesh):
 
 @fault(9, PP)
 def gradients_divided_by_micro_batches(mesh):
-    """picotron: the loss is a mean already, and is divided by the micro-batches once more."""
+    """picotron: the loss is already a mean, and is divided by the micro-batches once more."""
     right = ChainStage.begin
 
     def begin(self, batches, seed=None):
@@ -436,7 +436,7 @@ def gradients_divided_by_tokens_again(mesh):
 
 @fault(10, CP)
 def no_sum_over_context_ranks(mesh):
-    """picotron: gradients are summed over dp alone, so not at all when dp = 1."""
+    """picotron: gradients are summed only over dp, so not at all if dp = 1."""
     right = Unit.__init__
 
     def init(self, *parts, **options):
@@ -466,7 +466,7 @@ def ring_backward_keeps_the_first_keys(mesh):
 
 @fault(12, CP)
 def gathered_keys_get_no_gradient_from_others(mesh):
-    """Megatron-LM #1464, #1465: dk and dv of the own queries only; the forward is right."""
+    """Megatron-LM #1464, #1465: dk and dv of the own queries only; the forward is correct."""
 
     def reduce_scatter(dk, dv, layout, group):
         return tuple(layout.shard(x, dist.get_rank(group), 1) for x in (dk, dv))
@@ -476,7 +476,7 @@ def gathered_keys_get_no_gradient_from_others(mesh):
 
 @fault(12, RING)
 def ring_backward_with_the_lse_of_one_hop(mesh):
-    """The same in the ring: each tile is normalised by its own softmax, not by the whole one."""
+    """The same in the ring: each tile is normalized by its own softmax, not by the whole one."""
     right = ring.block_bwd
 
     def block_bwd(upstream, q, k, v, options, **more):
@@ -490,7 +490,7 @@ def ring_backward_with_the_lse_of_one_hop(mesh):
 
 
 def _drops(change):
-    """Both places that key dropout, with their keys changed."""
+    """Return both places that key dropout, with changed keys."""
     right, right_key = gpt.dropout, block.TransformerBlock._drop
 
     def dropout(x, drop, **options):
@@ -499,7 +499,7 @@ def _drops(change):
 
     def key(self, site, context):
         drop = right_key(self, site, context)
-        if drop is None:  # an evaluation
+        if drop is None:  # in an evaluation
             return None
         return drop._replace(**change(seed=drop.seed, tokens=drop.tokens))
 
@@ -508,18 +508,18 @@ def _drops(change):
 
 @fault(13, SP)
 def one_mask_for_all_tensor_ranks(mesh):
-    """Megatron-LM #1256: ranks that hold other tokens drop the same elements."""
+    """Megatron-LM #1256: ranks with different tokens drop the same elements."""
     return _drops(lambda tokens, **_: {"tokens": tokens - mesh.index("tp") * len(tokens)})
 
 
 @fault(13, TP)
 def own_stream_for_replicated_tokens(mesh):
-    """Megatron-LM #1256, the reverse: ranks that hold the same tokens drop other elements."""
+    """Megatron-LM #1256, the reverse: ranks with the same tokens drop different elements."""
     return _drops(lambda seed, **_: {"seed": seed + 1000 * mesh.index("tp")})
 
 
 def _losses(mean):
-    """The loss layer with another mean: `mean(losses, own valid tokens, normaliser, mesh)`."""
+    """Replace the mean of the loss layer: `mean(losses, own valid tokens, normaliser, mesh)`."""
     right = VocabParallelLinearCrossEntropy.forward
 
     def forward(self, x, weight, labels, normaliser):
@@ -531,7 +531,7 @@ def _losses(mean):
 
 @fault(14, CP)
 def masked_rank_makes_nan(mesh):
-    """Megatron-LM #1764: the mean over a rank's own tokens, 0 / 0 where it has none."""
+    """Megatron-LM #1764: the mean over a rank's own tokens, 0 / 0 if it has none."""
     return _losses(lambda total, own, normaliser, mesh: total / own * (own / normaliser))
 
 
@@ -546,13 +546,13 @@ def one_token_counts_half(mesh):
 
 @fault(15, PP)
 def tied_gradients_not_summed(mesh):
-    """Megatron-LM #1447: each end of the pipeline goes on with its own part."""
+    """Megatron-LM #1447: each end of the pipeline continues with its own part."""
     return [(engine.EngineStage, "tie", lambda self: None)]
 
 
 @fault(15, PP)
 def tied_gradient_counted_twice(mesh):
-    """torchtitan #1524: the global norm has the shared weight of both stages."""
+    """torchtitan #1524: the global norm counts the shared weight of both stages."""
     right = Unit.counted_grads
 
     def counted_grads(self, summed):
@@ -583,13 +583,13 @@ def tied_embedding_cut_differently(mesh):
 
 @fault(16, TP)
 def partial_gradient_leaves_the_loss(mesh):
-    """torchtitan PR #3412: one shard's gradient of the head's input goes on as if whole."""
+    """torchtitan PR #3412: one shard's gradient of the head's input is used as if whole."""
     return [(TensorRanks, "sum", lambda ranks, dx: dx)]
 
 
 @fault(16, SP)
 def partial_gradient_leaves_the_loss_in_slices(mesh):
-    """The same under sequence parallelism: a slice of it where its sum is to be scattered."""
+    """The same under sequence parallelism: a slice of it is used in place of its scattered sum."""
 
     return [(TensorRanks, "sum", lambda ranks, dx: own_slice(dx, ranks.group))]
 
@@ -619,7 +619,7 @@ def row_bias_once_per_rank(mesh):
 
 @fault(19, TP)
 def padding_takes_part_in_the_softmax(mesh):
-    """Megatron-LM #1754: the padding rows of the vocabulary have probability, too."""
+    """Megatron-LM #1754: the padding rows of the vocabulary also have probability."""
 
     right = Vocabulary.columns
 
@@ -671,7 +671,7 @@ def deferred_weights_miss_the_reduction(mesh):
 
 @fault(22, Layout(Mesh(dp=2), zero=1))
 def reduction_overtakes_its_producer(mesh):
-    """DeepSpeed PR #7898: it waits on the wrong stream and reads what was there before."""
+    """DeepSpeed PR #7898: it waits on the wrong stream and reads earlier data."""
     right_backward, right, before = ChainStage.backward, FlatGradients.start, {}
 
     def backward(self, mb, dy):
@@ -688,13 +688,13 @@ def reduction_overtakes_its_producer(mesh):
 
 @fault(22, Layout(Mesh(dp=2), zero=1))
 def updated_slices_not_gathered(mesh):
-    """Each rank goes on with its own new slice and the others' old ones."""
+    """Each rank continues with its own new slice and the others' old ones."""
     return [(FlatParameters, "publish", lambda self: None)]
 
 
 @fault(0, DP)
 def nothing(mesh):
-    """No fault at all, after all the others: tests the judgement, and that no plant stays."""
+    """No fault, after all the others: tests the verdict, and that no plant remains."""
     return []
 
 
@@ -703,7 +703,7 @@ def nothing(mesh):
 
 @dataclass(frozen=True)
 class Found:
-    """A guard's error without the fault and with it; `words` when it was refused."""
+    """A guard's error without the fault and with it; `words` if it raised."""
 
     without: float
     planted: float
@@ -718,7 +718,7 @@ def _error(guard: Layout | Guard, mesh: ConnectedMesh) -> float:
 
 
 def _measure(rank: int, world: int) -> dict[str, Found]:
-    """Every fault of meshes of `world` ranks, planted and pulled out one after the other."""
+    """Measure every fault on meshes of `world` ranks, planted and removed one after the other."""
     chosen = {name: f for name, f in FAULTS.items() if f.mesh.world == world}
     meshes = {sizes: sizes.connect() for sizes in dict.fromkeys(f.mesh for f in chosen.values())}
     guards = {f.guard: meshes[f.mesh] for f in chosen.values()}
@@ -729,7 +729,7 @@ def _measure(rank: int, world: int) -> dict[str, Found]:
         with planted(*(instead(*patch) for patch in f.plant(mesh))):
             try:
                 error = _error(f.guard, mesh)
-            except ValueError as problem:  # anything else is no fault but a mistake in its plant
+            except ValueError as problem:  # anything else is not a fault but a mistake in its plant
                 if f.refused is None:
                     raise
                 error, words = float("inf"), str(problem)
@@ -739,7 +739,7 @@ def _measure(rank: int, world: int) -> dict[str, Found]:
     return found
 
 
-# Seen in 16 bits, too, where the plain model's own error decides what is allowed.
+# Also detected in 16 bits, where the plain model's own error decides what is allowed.
 LOW = {
     "normaliser_doubled": ("bf16",),
     "tied_gradients_not_summed": ("bf16",),
@@ -752,7 +752,7 @@ LOW = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Found]]:
-    """Name of the fault -> what every rank of its world found."""
+    """Return name of the fault -> the results of every rank of its world."""
     results: dict[str, list[Found]] = {}
     for world in sorted({f.mesh.world for f in FAULTS.values()}):
         for ranks in run_ranks(world, _measure, world, timeout=120):
@@ -762,7 +762,7 @@ def found() -> dict[str, list[Found]]:
 
 
 def _judge(name: str, ranks: list[Found]) -> None:
-    """Green without the fault and red with it, on every rank."""
+    """Assert that the guard passes without the fault and fails with it, on every rank."""
     f = FAULTS[name]
     for rank, one in enumerate(ranks):
         assert one.without <= LIMIT, f"fault {name}: rank {rank} is red without it: {one}"

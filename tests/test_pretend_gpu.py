@@ -1,4 +1,4 @@
-"""The host's side of a training step on a GPU: one device, and nothing read back."""
+"""The host's part of a training step on a GPU: one device, and nothing read back."""
 
 import json
 import os
@@ -20,7 +20,8 @@ registers_a_device = pytest.mark.skipif(
 
 @registers_a_device
 def test_a_proof_on_a_device_has_every_tensor_there_and_the_same_limits() -> None:
-    """Numbers and all: `prove --device cuda` without a GPU. A tensor that stays behind raises."""
+    """This is `prove --device cuda` without a GPU, values included. A tensor
+    that stays behind raises."""
     program = SUPPORT / "pretend_device.py"
     run = subprocess.run(
         [sys.executable, program], capture_output=True, text=True, timeout=800, check=False

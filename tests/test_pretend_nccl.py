@@ -1,7 +1,7 @@
-"""Whole training steps in NCCL's order: nobody waits for ever, and every bit is as in gloo's.
+"""Whole training steps in NCCL's order: no rank hangs, and every bit equals gloo's.
 
-What `pretend_nccl` imposes is listed there. Each fault of `FAULTS` is one that gloo forgives or may
-forgive, and must be told here; `make pretend` prints them as a table.
+The docstring of `pretend_nccl` lists its rules. gloo forgives or may forgive each fault of
+`FAULTS`; each must be detected here. `make pretend` prints them as a table.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SIZES = {"vocab_size": 23, "seq_len": 8, "width": 8, "heads": 4, "hidden": 12}
 
 
 def _steps(rank: int, sizes: Mesh, plan: ParallelPlan) -> list[torch.Tensor]:
-    """Two steps: losses, norms and this rank's weights. The losses of an asynchronous schedule are
-    waited for after the next step."""
+    """Run two steps. Return losses, norms and this rank's weights. The losses of an asynchronous
+    schedule are waited for after the next step."""
     mesh, stale = sizes.connect(), plan.asynchronous
     config = GPTConfig(**SIZES, layers=max(2 * plan.chunks, sizes.pp), tied=not stale)
     own = {"clip": None if stale else 1.0, "dtype": torch.float64, "seed": 3}
@@ -141,7 +141,7 @@ def test_communicators_made_at_their_first_use(name: str) -> None:
 
 
 def _cold(right: Callable) -> Callable:
-    """An engine that warms its stages up, as on a GPU."""
+    """Make an engine that warms up its stages, as on a GPU."""
 
     def init(self, *args, **options):
         right(self, *args, **options)
@@ -173,7 +173,7 @@ def test_stages_are_warmed_up_before_a_message_is_under_way() -> None:
 
 
 def _blocks(rank: int) -> tuple[set, set]:
-    """(Most thread blocks, high priority) of the communicators of axes and of links."""
+    """Return (most thread blocks, high priority) of the communicators of axes and of links."""
     mesh = Mesh(pp=2, dp=2, cp=2).connect()
     links = Distributed(with_comm(one_f_one_b(2, 1)), mesh.group("pp"))._communicators.values()
     axes = [
@@ -191,8 +191,8 @@ def test_communicators_say_how_many_processors_they_take() -> None:
 
 
 def _unlike(rank: int) -> list[torch.Tensor]:
-    """Rank 0 or 1 of a pipeline beside another, which has two stages per rank and twice the
-    links: the gradients of its layers."""
+    """Return the gradients of the layers of rank 0 or 1 of a pipeline, next to a different pipeline
+    with two stages per rank and twice the links."""
     group = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
     chunks, at = 1 + rank % 2, rank // 2
     lists = with_comm(interleaved(2, 2, chunks) if chunks > 1 else one_f_one_b(2, 2))
@@ -224,7 +224,7 @@ def test_pipelines_side_by_side_may_have_unlike_lists() -> None:
 
 
 def _by_its_ranks(self, number):
-    """A pipeline's groups as if nobody else took part."""
+    """Make a pipeline's groups as if no other rank took part."""
     members = dist.get_process_group_ranks(self._group)
     return [dist.new_group(members, use_local_synchronization=True) for _ in range(number)]
 
@@ -260,7 +260,7 @@ def test_a_ring_of_more_micro_batches_holds_no_more_memory(sizes, strategy, layo
 
 
 def _one_fails(rank: int, seen: list[Exception]) -> None:
-    """Rank 1 leaves; what the other sees of it goes into `seen`."""
+    """Let rank 1 exit, and put the other rank's error into `seen`."""
     transport = Distributed(lists := with_comm(gpipe(2, 1)), dist.group.WORLD)
     if rank == 1:
         raise ValueError("no batch")
@@ -295,7 +295,7 @@ def test_fused_products_beside_a_pipeline_need_processors_left_for_messages() ->
     _fused_fit()
 
 
-_LEFT = 2 * 4  # processors that products leave: a rank has two links
+_LEFT = 2 * 4  # processors that products leave free: a rank has two links
 
 
 def _fused_fit() -> None:
@@ -307,7 +307,7 @@ def _fused_fit() -> None:
 
 
 class Fault(NamedTuple):
-    """Planted in a case, or a check, it is told in these words."""
+    """A fault that, planted in a case or a check, gives an error with these words."""
 
     case: str
     plants: Callable[[], tuple[Plant, ...]]
@@ -317,7 +317,7 @@ class Fault(NamedTuple):
 
 
 def _ahead() -> Plant:
-    """Receives are posted as on gloo."""
+    """Post receives as on gloo."""
     return instead(transport, "by_gloo", lambda group, device: True)
 
 
@@ -339,7 +339,7 @@ def _synchronizes(right: Callable) -> Callable:
 
 
 def _no_wait(right: Callable) -> Callable:
-    """What a wait returns, at once."""
+    """Return the result of a wait at once."""
     return lambda self: self._finish()
 
 
@@ -399,7 +399,7 @@ def _one_more(right: Callable) -> Callable:
 
 
 def _another_message(right: Callable) -> Callable:
-    """The wait for a receive is that for the send before it."""
+    """Plant: the wait for a receive is that for the send before it."""
 
     def take(self, want):
         if self._sending and want.action in self._posted:
@@ -503,7 +503,7 @@ FAULTS = {
 
 
 def shows(fault: Fault) -> None:
-    """Raises if the fault is planted."""
+    """Raise if the fault is planted."""
     if fault.case in CHECKS:
         CHECKS[fault.case]()
     else:

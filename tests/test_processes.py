@@ -13,7 +13,7 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import numpy.random  # numpy 2 has it imported at its first use
+import numpy.random  # numpy 2 imports it at its first use
 import pytest
 
 from warpweave.launch import processes
@@ -56,7 +56,7 @@ def _raises() -> None:
 
 
 def _has_children(path: Path) -> None:
-    """Two who outlive it, and keep what it had open."""
+    """Start two that outlive it, and keep its open files."""
     children = []
     for _ in range(2):
         children.append(os.fork())
@@ -97,7 +97,7 @@ def test_a_process_has_the_environment_of_its_start_and_waits_with_signals(start
 
 
 def test_ranks_are_forked_whatever_threads_numpy_would_start(monkeypatch):
-    """OMP_NUM_THREADS, which is set in all other tests, would keep it from that."""
+    """OMP_NUM_THREADS, which is set in all other tests, would prevent those threads."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     with Processes("warpweave.train.command") as forked:
         process = forked.start(_exits, 0)
@@ -119,7 +119,7 @@ def test_how_each_ended_is_known_in_any_order(started, how):
 
 @pytest.mark.parametrize("how", ["forked", "spawned"])
 def test_waiting_ends_with_a_process_or_in_time(started, how, tmp_path):
-    started[how].end()  # of other tests: their ends would be told here
+    started[how].end()  # of other tests: their ends would be reported here
     sleeper = started[how].start(_sleeps, tmp_path / "pid")
     _wait_for(lambda: (tmp_path / "pid").exists())
     began = time.monotonic()
@@ -132,8 +132,8 @@ def test_waiting_ends_with_a_process_or_in_time(started, how, tmp_path):
         assert time.monotonic() < began + 60
         started[how].wait(60.0)
     assert sleeper.exitcode == -signal.SIGKILL
-    sleeper.kill()  # and nothing else is hit
-    started[how].start(_exits, 0).join()  # its end, too, is one since the last call
+    sleeper.kill()  # nothing else is hit
+    started[how].start(_exits, 0).join()  # its end is also one since the last call
     began = time.monotonic()
     started[how].wait(60.0)
     assert time.monotonic() < began + 60
@@ -167,7 +167,7 @@ def test_an_end_is_noticed_though_children_of_the_process_live_on(tmp_path):
         parent.join(60.0)
         assert parent.exitcode == 3
     children = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert all(map(_alive, children))  # nor does the server's end take as long as they live
+    assert all(map(_alive, children))  # the server does not wait for them to end
     for pid in children:
         os.kill(pid, signal.SIGKILL)
 
@@ -195,10 +195,10 @@ def test_a_stopped_fork_server_does_not_keep_an_end_waiting(tmp_path):
     assert not _alive(sleeper.pid)
 
 
-def test_ends_are_known_though_whoever_started_this_process_ignores_those_of_its_children():
+def test_exit_codes_are_known_although_the_parent_ignores_sigchld():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        forked = Processes(MODULE)  # which inherits that
+        forked = Processes(MODULE)  # inherits that setting
     finally:
         signal.signal(signal.SIGCHLD, before)
     with forked:
@@ -209,7 +209,7 @@ def test_ends_are_known_though_whoever_started_this_process_ignores_those_of_its
 
 
 def test_what_cannot_be_started_fails_alone(started):
-    """The server, and what it has forked, go on."""
+    """The server and the processes that it has forked continue."""
     fine = started["forked"].start(_exits, 4)
     wrong = started["forked"].start(_exits, _Broken())
     for process, code in ((wrong, 1), (fine, 4)):
@@ -218,7 +218,7 @@ def test_what_cannot_be_started_fails_alone(started):
 
 
 class _Broken:
-    """Cannot be unpickled."""
+    """An object that cannot be unpickled."""
 
     def __reduce__(self):
         return _raises, ()
@@ -318,14 +318,14 @@ def test_an_end_in_words_is_the_interpreters_own_which_prints_them(code, left, m
 
 
 def test_what_is_prepared_early_starts_no_ranks_on_gpus():
-    """Which are new interpreters: torch may have looked at a GPU."""
+    """Ranks on GPUs are new interpreters, because torch may have initialized a GPU."""
     with Processes(MODULE) as early:
         assert Processes.of(_exits, "gloo", early) is early
         assert Processes.of(_exits, "nccl", early)._server is None
 
 
 def test_ranks_are_forked_from_a_process_that_has_the_module_of_their_entry(monkeypatch):
-    """Of a partial's function, too; on GPUs none is, prepared or not."""
+    """A partial counts by its function. On GPUs none is forked, prepared or not."""
     monkeypatch.setattr(processes, "_ForkServer", lambda module: [module])
     given = functools.partial(functools.partial(_exits, 3))
     for entry in (_exits, functools.partial(_exits, 3), given, subprocess.run):
@@ -344,7 +344,7 @@ def test_what_is_prepared_early_is_for_ranks_on_the_cpu_that_we_start(monkeypatc
     assert dict(os.environ) == before
     with environment(RANK="0", WORLD_SIZE="1"):
         assert Processes.early(MODULE) is None
-    for one in ("RANK", "WORLD_SIZE"):  # alone it is of something else
+    for one in ("RANK", "WORLD_SIZE"):  # one alone belongs to something else
         with environment(**{one: "0"}):
             assert isinstance(Processes.early(MODULE), Processes)
     (tmp_path / "none").touch()

@@ -1,5 +1,5 @@
-"""Which tile a product takes, at the edges where it takes another; which kind of tile each kernel
-asks for."""
+"""The tile that a product uses, at the sizes where it changes; the kind of
+tile each kernel requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_product_is_large_with_a_tile_for_each_processor_and_16_byte_loads(
         assert found(m, n) == kind, (m, n)
     for m, n in ((32, 192), (64, 128), (1, 320), (160, 16), (32, 64)):
         assert found(m, n) == "small", (m, n)
-    assert found(64, 193) == found(64, 192, 24) == "small"  # no loads of 16 bytes
+    assert found(64, 193) == found(64, 192, 24) == "small"  # no 16-byte loads
     assert found(64, 192, 32, step=2) == kind
 
 
@@ -56,7 +56,7 @@ def test_the_kind_of_a_shared_tile_is_the_large_one_by_default(monkeypatch) -> N
 
 
 def _strided(shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:
-    """On the meta device, where every address is 0, a multiple of 16."""
+    """Make tensors on the meta device, where every address is 0, a multiple of 16."""
     return torch.empty_strided(shape, strides, device="meta")
 
 
@@ -138,7 +138,7 @@ def test_each_kernel_asks_for_its_kind(monkeypatch) -> None:
             assert found == ["wide" if dtype.itemsize == 2 else "large"]
 
 
-def test_waiting_programs_leave_processors_to_collectives_and_are_at_least_one(monkeypatch):
+def test_waiting_programs_are_at_least_one_and_leave_sms_to_collectives(monkeypatch):
     device = torch.device("cpu")
     for here, most in ((4, 1), (CTAS, 1), (CTAS + 1, 1), (CTAS + 2, 2), (132, 132 - CTAS)):
         monkeypatch.setattr(gather, "processors", lambda device, here=here: here)

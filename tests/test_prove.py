@@ -1,8 +1,8 @@
-"""The proof passes on layouts of 2 to 8 ranks, catches planted faults, and is itself judged.
+"""The proof passes on layouts of 2 to 8 ranks, detects planted faults, and is itself tested.
 
-A fault is planted in what one single rank holds or says, from the second step on, and in the
-proof's own results; each must turn the verdict red. What the library computes wrong on all of them
-is planted by `test_planted_faults.py`.
+A fault is planted in what a single rank holds or reports, from the second step on, and in the
+proof's own results. Each must make the verdict fail. `test_planted_faults.py` plants computations
+that are wrong on all ranks.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ from warpweave.prove.layouts import (
 
 
 def drawn(mesh: Mesh) -> Layout:
-    """The first random layout of `mesh`, with two layers or as many as stages need, and two
-    micro-batches."""
+    """Draw the first random layout of `mesh`, with two layers or as many as stages
+    need, and two micro-batches."""
     layout = next(layout for layout in map(draw, itertools.count()) if layout.mesh == mesh)
     layers = max(2, mesh.pp + layout.sizes.layers % mesh.pp)
     samples = 2 * mesh.dp * layout.micro_batch_size
@@ -81,7 +81,7 @@ def drawn(mesh: Mesh) -> Layout:
 
 
 def shallow(mesh: Mesh, *words, layers: int = 1, length: int | None = None, **options) -> Layout:
-    """A layout of one block in one micro-batch, where none meets another."""
+    """Make a layout of one block in one micro-batch, where none interact."""
     layout = Layout(mesh, *words, **options)
     sizes = {"layers": layers, "seq_len": length or layout.sizes.seq_len}
     return dataclasses.replace(layout, count=1, drawn=dataclasses.replace(layout.sizes, **sizes))
@@ -142,7 +142,7 @@ LAYOUTS = {
         Layout(Mesh(cp=4, tp=2, ulysses=2), True, 2, style="llama", strategy="hybrid", count=1),
     ],
 }
-LOW = {  # which of those of two ranks
+LOW = {  # those with two ranks
     "fp32": (0, 2, 10),
     "bf16": (4, 6, 10),
     "fp16": (0, 2, 8),
@@ -162,19 +162,19 @@ def _within_the_limits(run, layouts: list[Layout]) -> None:
 
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_sampled_layouts_equal_the_plain_model_within_the_limits(world):
-    """Two ranks are processes, all the others threads: they compute the same for half the price."""
+    """Two ranks are processes, all the others threads: they compute the same at half the cost."""
     _within_the_limits(run_ranks if world == 2 else run_threads, LAYOUTS[world])
 
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_low_precisions_equal_the_plain_model_within_their_limits(dtype, monkeypatch):
-    """Also where the loss scale, which is none of the gradients', doubles after each step."""
+    """The loss scale, which cancels in the gradients, may double after each step."""
     monkeypatch.setattr(LossScale.__init__, "__defaults__", (2.0**16, 1))
     layouts = [dataclasses.replace(LAYOUTS[2][at], dtype=dtype) for at in LOW[dtype]]
     _within_the_limits(run_threads, layouts)
 
 
-SEEN = LIMITS["fp32"] * 2**29  # in fp64 such an error is of a size that fp32 sees, too
+SEEN = LIMITS["fp32"] * 2**29  # in fp64, fp32 would also notice an error of this size
 
 
 EPS = {"fp64": 2**-52, "fp32": 2**-23}
@@ -185,11 +185,11 @@ def _truth(layout: Layout) -> truths.Truth:
 
 
 def _condition(layout: Layout) -> dict[str, float]:
-    """By how much of its size each number of the plain model changes when the initial weights do,
-    in multiples of their relative change: derivatives, the same on every CPU.
+    """Return the relative change of each number of the plain model when the initial weights change,
+    in multiples of their relative change: derivatives, which are equal on every CPU.
 
     They are differences in float64 for a change of 2^-30 in random directions: so small that the
-    model is linear there, and 2^22 times what rounding does to a weight.
+    model is linear there, and 2^22 times the rounding of a weight.
     """
     change, found = 2.0**-30, {}
 
@@ -210,8 +210,8 @@ def _condition(layout: Layout) -> dict[str, float]:
 
 @pytest.mark.parametrize(("dtype", "sharp"), [("fp64", 2e-13), ("fp32", 1e-4)])
 def test_the_limits_leave_no_room_for_faults(dtype, sharp):
-    """`sharp`: what the limit allows of a number's size where rounding moves weights by one unit.
-    What is measured may be more, but not as much as arithmetic in a narrower dtype would make."""
+    """`sharp`: the fraction of a number that the limit allows if rounding moves weights by one
+    unit. Measured values may be larger, but not as large as with a narrower dtype."""
     layout = Layout(Mesh(), style="llama", dtype=dtype)
     errors, truth, condition = prove_layout(layout, single()), _truth(layout), _condition(layout)
     assert errors.worst < LIMITS[dtype] / 4
@@ -222,14 +222,14 @@ def test_the_limits_leave_no_room_for_faults(dtype, sharp):
 
 
 def _alone(seed: int, dtype: str = "fp64") -> Layout:
-    """The random model of `seed` on one device."""
+    """Return the random model of `seed` on one device."""
     mesh = {"mesh": Mesh(), "strategy": "auto", "sequence_parallel": False, "overlap": "bulk"}
     return dataclasses.replace(draw(seed), **mesh, zero=0, dtype=dtype, schedule="1f1b")
 
 
 def test_what_rounding_alone_makes_of_an_unlucky_model_is_no_error():
     """Norms over two elements: a change of the weights changes some gradients by thousands of times
-    as much as in an ordinary model. The loss is no worse off, so it is judged as sharply."""
+    as much as in an ordinary model. The loss does not change more, so its limit is as sharp."""
     unlucky, ordinary = _condition(_alone(525)), _condition(_alone(1))
     assert max(unlucky.values()) > 1000 * max(ordinary.values())
     assert unlucky["loss of step 0"] < 1
@@ -270,7 +270,7 @@ def test_what_a_layout_says_is_what_the_engine_is_told():
 
 
 def _doubled(original):
-    """Twice the number of valid tokens for a normaliser."""
+    """Return twice the number of valid tokens as the normalizer."""
 
     def run(self, tokens, labels, ids, valid, *rest):
         return original(self, tokens, labels, ids, 2 * valid.wait(), *rest)
@@ -282,7 +282,7 @@ DOUBLED = Plant(engines.Engine, "_micro_batches", _doubled)
 
 
 def _interpreted(rank: int) -> list[Errors]:
-    """One step with every Triton kernel interpreted: two layouts, and one with a wrong kernel."""
+    """Run one step with Triton kernels interpreted: two layouts, and one with a wrong kernel."""
     right = norm.launch_forward
 
     def too_much_eps(*args):
@@ -328,7 +328,7 @@ def test_the_report_names_what_is_wrong():
 
 
 def test_the_report_names_the_first_wrong_tensor_in_order_of_execution():
-    """Though later ones are off by more: the backward comes to the last parameter first."""
+    """Later ones may have larger errors: the backward reaches the last parameter first."""
 
     def read(original):
         def scaled(self, which):
@@ -369,7 +369,7 @@ def _nan_for(name: str):
 
 
 def _says(name: str, change):
-    """Engine.`name` returns what `change` makes of it."""
+    """Make Engine.`name` return `change` of its result."""
 
     def value(original):
         return lambda self, *args, **options: change(original(self, *args, **options))
@@ -378,7 +378,7 @@ def _says(name: str, change):
 
 
 def _reads(kind: str, change, after: int = 0):
-    """What is read of the final norm's weight is changed, from the call after `after` others."""
+    """Change reads of the final norm's weight, from the call after `after` others."""
 
     def value(original):
         calls = itertools.count()
@@ -405,7 +405,7 @@ def _one_element(record, tensor, owned):
 
 
 def _later_gradient(original):
-    """From the second step on one element of the gradients is wrong, before it is used."""
+    """From the second step on, change one element of the gradients before it is used."""
     calls = itertools.count()
 
     def norm(self):
@@ -417,7 +417,7 @@ def _later_gradient(original):
 
 
 def _last_publish(original):
-    """After the last step, a slice that another rank has updated arrives wrong."""
+    """After the last step, change a slice that another rank has updated."""
     calls = itertools.count()
 
     def publish(self):
@@ -430,7 +430,7 @@ def _last_publish(original):
 
 
 def _last_update(original):
-    """The last update leaves out the last unit."""
+    """Skip the last unit in the last update."""
     calls = itertools.count()
 
     def pieces(self, *args):
@@ -440,7 +440,7 @@ def _last_update(original):
 
 
 def _padding(original):
-    """A padding row of the vocabulary gets a weight: read by nobody, and in no softmax."""
+    """Give a padding row of the vocabulary a weight: it is never read, and in no softmax."""
 
     def step(self, *how):
         norm = original(self, *how)
@@ -494,7 +494,7 @@ REAL = {
 }  # fmt: skip
 
 
-# Rank 0 holds the first slice itself and no padding, and the final norm's weight is its to write.
+# Rank 0 holds the first slice itself and no padding, and writes the final norm's weight.
 NO_FAULT = [("a published slice arrives wrong at the end", 0), ("nobody owns a tensor", 1),
             ("two own a tensor", 0), ("a padding row is not zero", 0)]  # fmt: skip
 
@@ -504,14 +504,14 @@ def _one_rank(rank: int) -> dict[tuple[str, int], Errors]:
     found = {}
     faults = {name: (DP, *fault) for name, fault in ON_ONE_RANK.items()} | REAL
     for at, (name, (layout, *fault)) in enumerate(faults.items()):
-        for culprit in range(2) if name in REAL else (at % 2,):  # what each says is said by turns
+        for culprit in range(2) if name in REAL else (at % 2,):  # ranks take turns in reporting
             with planted(*([fault] if rank == culprit else [])):
                 found[name, culprit] = prove_layout(layout, meshes[layout.mesh], 300.0)
     found["nothing at all", 0] = prove_layout(DP1, meshes[DP1.mesh], 300.0)
     return found
 
 
-def test_a_fault_of_one_single_rank_turns_every_rank_red_and_that_rank_is_named():
+def test_fault_on_a_single_rank_fails_on_every_rank_and_names_that_rank():
     first, second = run_ranks(2, _one_rank)
     assert first == second
     assert first.pop(("nothing at all", 0)).worst < LIMITS["fp64"], "a fault was not pulled out"
@@ -519,7 +519,7 @@ def test_a_fault_of_one_single_rank_turns_every_rank_red_and_that_rank_is_named(
         assert first.pop(key).worst < LIMITS["fp64"], key
     for (name, culprit), errors in first.items():
         assert errors.worst > 10 * LIMITS["fp64"], (name, culprit, errors)
-        if name == "a published slice arrives wrong at the end":  # what is read is right
+        if name == "a published slice arrives wrong at the end":  # later reads are correct
             assert errors.weight > 10 * LIMITS["fp64"], (culprit, errors)
         if name in ON_ONE_RANK:
             assert f"on rank {culprit} " in errors.where, (name, culprit, errors)
@@ -534,7 +534,7 @@ def _compared(value: torch.Tensor, rounding: float, of: str = "w", **more) -> pr
     )
 
 
-def test_an_error_is_that_of_the_worst_element_in_what_rounding_does_to_the_number():
+def test_error_is_that_of_the_worst_element_in_units_of_rounding():
     compare = _compared(torch.full((1000,), 4.0, dtype=torch.float64), 1e-6)
     for by, times in ((1e-3, 1e3), (2e-3, 2e3), (1e-4, 2e3)):
         actual = compare.truth.values["w"].clone()
@@ -547,7 +547,7 @@ def test_an_error_is_that_of_the_worst_element_in_what_rounding_does_to_the_numb
     assert compare.errors["weight"] == compare.errors["moment"] == float("inf")
 
 
-def test_nothing_is_allowed_where_rounding_overflows_in_the_plain_model_or_does_nothing():
+def test_no_error_is_allowed_if_rounding_overflows_or_has_no_effect():
     for error, times in ((0.0, 0.0), (1e-300, float("inf")), (NAN, float("inf"))):
         compare = _compared(torch.zeros(3, dtype=torch.float64), 0.0)
         compare.tensor("grad", "w", torch.full((3,), error, dtype=torch.float64))
@@ -560,7 +560,7 @@ def test_nothing_is_allowed_where_rounding_overflows_in_the_plain_model_or_does_
         assert set(_truth(LLAMA).rounding.values()) == {0.0}
 
 
-def test_a_token_may_be_another_one_only_where_rounding_turns_the_order_of_two_logits():
+def test_token_may_differ_only_if_rounding_swaps_the_order_of_two_logits():
     logits = torch.tensor([0.5, 3.0, 3.0 - 1e-9, 2.0], dtype=torch.float64)
     start = torch.tensor([2, 0])
     for token, times in ((1, 0.0), (2, 0.5), (3, 0.5e9)):
@@ -574,11 +574,11 @@ def test_a_token_may_be_another_one_only_where_rounding_turns_the_order_of_two_l
 
 
 def test_a_later_token_is_judged_by_the_text_before_it():
-    """The third step's text has two: the second is the plain model's after what was generated."""
+    """The third step's text has two new tokens: the second is the plain model's after the first."""
     layout = Layout(Mesh())
     compare = proof._Comparison(_truth(layout), math.inf, {})
     start = expected.prompt(layout.sizes, 2)
-    for first in range(3):  # whatever it is
+    for first in range(3):  # for any first token
         begun = torch.cat([start, torch.tensor([first])])
         second = compare.truth.logits(begun, 2).argmax()
         compare.errors.clear()
@@ -591,7 +591,7 @@ def test_a_later_token_is_judged_by_the_text_before_it():
         assert found == pytest.approx(float(best.max() - best[first]) / 2 / by)
         assert compare.errors["token"] >= found > 0 or first == best.argmax()
     text, logits = start, best
-    for new in (1, 2, 3):  # after the likeliest ones, each token counts by its own logits alone
+    for new in (1, 2, 3):  # after the likeliest ones, each token counts only by its own logits
         for token in (0, 5, 36, int(logits.argmax())):
             compare.errors.clear()
             compare.text(torch.cat([text, torch.tensor([token])]), start, 2, new)
@@ -602,7 +602,7 @@ def test_a_later_token_is_judged_by_the_text_before_it():
 
 
 def test_what_is_zero_but_for_rounding_is_measured_by_its_kind():
-    """The gradients of queries' and keys' norms, where in a step no token sees another."""
+    """This applies to gradients of query and key norms if no token sees another in a step."""
     alone = dataclasses.replace(draw(11), mesh=Mesh(), strategy="auto", dtype="fp64")
     truth, at = _truth(alone), "gradient of blocks.0.attention.q_norm.weight at step 2"
     assert truth.values[at].abs().max() < 1e-17
@@ -613,7 +613,7 @@ def test_what_is_zero_but_for_rounding_is_measured_by_its_kind():
 
 
 def test_the_plain_model_alone_decides_what_is_allowed():
-    """A layout that is wrong everywhere is allowed what a right one is."""
+    """A layout that is wrong everywhere is allowed as much as a correct one."""
     right = _truth(LLAMA)
     kept = []
 
@@ -669,7 +669,7 @@ def test_the_table_holds_every_mesh_and_every_choice_that_means_something(world)
         every_one = [lay for lay, at in zip(layouts, axes) if at == mesh]
         mine = [lay for lay in every_one if not lay.plan.asynchronous]
         stale = [lay for lay in every_one if lay.plan.asynchronous]
-        stages = range(3 if dp * cp > 1 else 1)  # of ZeRO, with whole versions
+        stages = range(3 if dp * cp > 1 else 1)  # ZeRO stages, with whole versions
         wanted = {*itertools.product(ASYNCHRONOUS, stages)} if pp > 1 else set()
         assert {(lay.schedule, lay.zero) for lay in stale} == wanted
         assert not any(lay.tied or lay.microbatches < pp for lay in stale)
@@ -680,7 +680,7 @@ def test_the_table_holds_every_mesh_and_every_choice_that_means_something(world)
         assert {lay.strategy for lay in mine} == strategies
         packed = {(lay.strategy, lay.packed) for lay in mine}
         assert packed == set(itertools.product(strategies, (False, True)))
-        for sp in (False, True) if tp > 1 else (False,):  # a message of its own each
+        for sp in (False, True) if tp > 1 else (False,):  # each has a separate message
             ways = {lay.overlap for lay in mine if lay.sequence_parallel == sp}
             assert ways == ({"bulk", "none", "chunked"} if tp > 1 else {"bulk"})
         assert {lay.schedule for lay in mine} == ({*SYNCHRONOUS} if pp > 1 else {"gpipe", "1f1b"})
@@ -694,12 +694,12 @@ def test_the_table_holds_every_mesh_and_every_choice_that_means_something(world)
     hybrid = [lay for lay in layouts if lay.mesh.dp_shard is not None]
     assert all(lay.mesh.size("shard") > 1 < lay.mesh.size("replica") for lay in hybrid)
     met = {(lay.mesh.dp, lay.zero, lay.tied) for lay in hybrid}
-    replicas = (2, 4) if world == 4 else ()  # beside two context ranks, and alone
+    replicas = (2, 4) if world == 4 else ()  # with two context ranks, and alone
     assert met == set(itertools.product(replicas, (1, 2, 3), (True, False)))
-    if world == 4:  # every strategy on every cut that it knows, of windows and of packed documents
+    if world == 4:  # every strategy with each layout it supports, with windows, with packing
         sequences = [lay for lay in layouts if lay.mesh.cp > 1]
         cuts = {(lay.strategy, lay.layout) for lay in sequences}
-        assert len(cuts) == 3 + 4 * 3 + 2  # a ring has no balanced one, a hybrid no striped either
+        assert len(cuts) == 3 + 4 * 3 + 2  # a ring has no balanced one, and a hybrid no striped one
         met = {(lay.strategy, lay.layout, bool(lay.model.windows), lay.packed) for lay in sequences}
         assert met == {
             (*cut, *b) for cut in cuts for b in itertools.product((True, False), repeat=2)
@@ -746,7 +746,7 @@ def test_every_mesh_of_up_to_eight_ranks_has_a_model_that_fits(style):
         assert s.kv_heads > 1  # each for several queries
         assert s.dropout > 0
         assert s.layers % mesh.pp or mesh.pp == 1
-        model = layout.model  # whose heads make up the width, or have a size of their own
+        model = layout.model  # heads make up the width, or have a separate size
         assert (model.heads * model.head_dim != model.width) == (style == "qwen")
         powers = (mesh.dp, mesh.tp, mesh.cp)
         if set(powers) <= {1, 2, 4}:  # they share one truth
@@ -778,7 +778,7 @@ def test_a_seed_gives_one_layout_and_seeds_reach_every_corner():
     assert some(lambda lay: 1 < lay.sizes.kv_heads < lay.sizes.heads)
     assert some(lambda lay: lay.sizes.dropout == 0)
     assert some(lambda lay: lay.sizes.seq_len % 2)
-    for kind in get_args(Kind):  # ragged, on context ranks and where there are none
+    for kind in get_args(Kind):  # ragged, on context ranks and without any
         mine = [x for x in layouts if x.layout == kind]
         chunks = 2 if kind in ("zigzag", "balanced") else 1
         assert sum(x.sizes.seq_len % (x.mesh.cp * chunks) > 0 for x in mine if x.mesh.cp > 1) >= 5
@@ -843,7 +843,7 @@ def test_random_layouts_are_those_of_the_following_seeds():
 
 @pytest.mark.parametrize("mesh", list(meshes(4)))
 def test_the_batch_has_ranks_without_any_valid_token(mesh):
-    """Some data rank, or some context rank, has none in some step."""
+    """In some step, a data rank or a context rank has none."""
     layout = Layout(mesh)
     holes = 0
     for step in range(expected.STEPS):
@@ -862,7 +862,7 @@ def test_the_batch_has_ranks_without_any_valid_token(mesh):
     assert (holes > 0) == (mesh.dp * mesh.cp > 1)
 
 
-def test_token_numbers_pass_32_bits_and_clipping_is_active_in_one_step_and_not_in_the_next():
+def test_token_numbers_exceed_32_bits_and_only_some_steps_clip():
     for layout in [Layout(Mesh()), *map(draw, range(20))]:
         first, second = (
             expected.batch(layout.sizes, step)[2] * layout.sizes.seq_len for step in (0, 2)
@@ -909,7 +909,7 @@ def test_every_layout_must_have_its_line_within_the_limit_of_its_dtype():
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-def test_the_worst_of_a_dtype_is_that_of_its_worst_layout_wherever_that_stands(dtype):
+def test_worst_error_of_a_dtype_is_that_of_its_worst_layout_in_any_order(dtype):
     one = dataclasses.replace(DP, dtype=dtype)
     other = dataclasses.replace(DP, dtype="fp32")
     for errors in itertools.permutations((0.0, LIMITS[dtype] / 2, 3 * LIMITS[dtype])):
@@ -921,7 +921,7 @@ def test_the_worst_of_a_dtype_is_that_of_its_worst_layout_wherever_that_stands(d
 
 
 def _dies(original):
-    """The rank is killed in the middle of its second layout."""
+    """Kill the rank in the middle of its second layout."""
     calls = itertools.count()
 
     def evaluate(self, *args):
@@ -943,7 +943,7 @@ OF_THE_LAST_RANK = {
 
 
 def _ranked(rank: int, args: tuple, name: str) -> None:
-    """A rank of the command whose launcher is `run_ranks`; the fault is planted on the last."""
+    """Run a rank of the command with the launcher `run_ranks`; the fault is planted on the last."""
     session = Session(torch.device("cpu"), rank, 2, None, 30.0, Mesh(dp=2))
     fault, _ = OF_THE_LAST_RANK[name]
     with (
@@ -954,7 +954,7 @@ def _ranked(rank: int, args: tuple, name: str) -> None:
 
 
 def _renewed(rank: int) -> list[int]:
-    """Threads of the process after each of several layouts, whose groups are held in a cycle."""
+    """Return the threads of the process after each layout; a cycle holds the groups."""
     store = dist.distributed_c10d._get_default_store()
     session, threads = Session(torch.device("cpu"), rank, 2, store, 30.0, Mesh(dp=2)), []
     for _ in range(4):
@@ -965,7 +965,7 @@ def _renewed(rank: int) -> list[int]:
     return threads
 
 
-def test_a_layouts_groups_and_their_threads_end_before_those_of_the_next_but_one():
+def test_groups_and_threads_of_a_layout_end_two_layouts_later_at_most():
     for _, second, *later in run_ranks(2, _renewed):
         assert later == [second, second]
 
@@ -987,7 +987,7 @@ def test_the_command_is_red_for_a_fault_on_another_rank_than_the_first(name, mon
 
 
 def _killed_rank(*args) -> None:
-    """A rank of the real launcher, of which the second ends in the middle of a layout."""
+    """Run a rank of the real launcher, where the second one ends in the middle of a layout."""
     dying = os.environ["RANK"] == "1"
     with planted(*([Plant(engines.Engine, "evaluate", _dies)] if dying else [])):
         command.prove_rank(*args)
@@ -1009,7 +1009,7 @@ def test_a_rank_that_dies_under_the_launcher_is_not_proven(monkeypatch, capfd):
 
 
 def _skips(original):
-    """One all-reduce of tensor ranks does not take place."""
+    """Skip one all-reduce of tensor ranks."""
     calls = itertools.count()
 
     def start(x, group):
@@ -1019,7 +1019,7 @@ def _skips(original):
 
 
 def _skipping_rank(*args) -> None:
-    """A rank of the real launcher, of which the second skips a collective of a layer."""
+    """Run a rank of the real launcher, where the second one skips a collective of a layer."""
     skipping = os.environ["RANK"] == "1"
     with planted(*([Plant(ranks, "start_all_reduce_", _skips)] if skipping else [])):
         command.prove_rank(*args)
@@ -1047,7 +1047,7 @@ def test_one_launch_proves_worlds_of_every_size(tmp_path):
     path, before = tmp_path / "rows", dict(os.environ)
     given = command.prove_rank, (layouts, 300.0, str(path)), Mesh(dp=3)
     command.launch(*given, processes=QuickProcesses(tmp_path))
-    assert dict(os.environ) == before  # what it says to its ranks is not said to later children
+    assert dict(os.environ) == before  # what it sets for its ranks does not reach later children
     summary = command.judge(layouts, path.read_text().splitlines(keepends=True))
     assert (summary["passed"], summary["right"]) == (True, 4), summary
     rows = _rows((tmp_path / "stdout").read_text().splitlines())
@@ -1058,7 +1058,7 @@ def test_one_launch_proves_worlds_of_every_size(tmp_path):
 
 
 def _rows(lines: list[str]) -> list[str]:
-    """Of what the command printed, the rows of layouts; each is below the head of the table."""
+    """Return the rows of layouts that the command printed; each is below the head of the table."""
     heads = [at for at, line in enumerate(lines) if line.startswith("row ")]
     rows = [at for at, line in enumerate(lines) if line.startswith("[")]
     assert len(heads) == 1
@@ -1127,7 +1127,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 @pytest.fixture
 def heard() -> Iterator[None]:
-    """Signals that whoever started the tests has ignored (nohup) are not."""
+    """Restore default handlers: the parent process may ignore signals (nohup)."""
     before = {n: signal.signal(n, signal.SIG_DFL) for n in SIGNALS}
     yield
     for number, handler in before.items():
@@ -1140,7 +1140,7 @@ def heard() -> Iterator[None]:
     [*((("--dtype", "fp64"), n) for n in SIGNALS), (("--typecheck", "--pp", "2"), SIGNALS[1])],
 )
 def test_a_proof_that_a_signal_stopped_says_so_and_not_that_it_passed_or_not(number, words):
-    """The second evaluation, or the second stage, gets no further. Of several the first counts."""
+    """The second evaluation, or stage, does not finish. The first of several signals counts."""
     calls = itertools.count()
 
     def interrupted(original):
@@ -1169,8 +1169,8 @@ def test_a_proof_that_a_signal_stopped_says_so_and_not_that_it_passed_or_not(num
 
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signals_reach_the_launcher_of_ranks_and_what_was_proven_by_then_is_told(number):
-    """Which knows the first two itself; the terminal's end comes to it as the second."""
+def test_signals_reach_the_launcher_and_results_so_far_are_reported(number):
+    """The launcher handles the first two itself; the terminal's end reaches it as the second."""
 
     def launch(entry, args, mesh, **_):
         received = []
@@ -1182,7 +1182,7 @@ def test_signals_reach_the_launcher_of_ranks_and_what_was_proven_by_then_is_told
         for n, handler in handlers.items():
             signal.signal(n, handler)
         assert len(received) == 1
-        raise Stopped(received[0], code=1)  # a rank failed then, for what its peers did not say
+        raise Stopped(received[0], code=1)  # a rank then failed, and its peers did not say why
 
     with mock.patch.object(command, "launch", launch):
         code, lines = _main("--dp", "2")
@@ -1222,7 +1222,7 @@ SEEN_BY_TYPES = {"outer", "dp", "tp", "cp", "pp", "sequence_parallel", "style", 
 
 
 def _told(chosen: dict) -> str:
-    """What the program that does the work is told, or the line of a refusal."""
+    """Return the arguments of the program that does the work, or the error line."""
     told, line = [], io.StringIO()
     with (
         mock.patch.object(options, "all_layouts", lambda world, _: [Layout(Mesh(dp=world))]),

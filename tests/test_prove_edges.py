@@ -1,5 +1,5 @@
-"""The proof's own words and numbers: a layout's line and command, rows at their limit, whose error
-counts, which layouts an option asks for, and the run that all must reproduce."""
+"""The proof's messages and numbers: a layout's line and command, rows at their limit, the error
+that counts, the layouts an option requests, and the run that all must reproduce."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MESHES = {
 
 
 def test_each_option_of_a_layout_is_in_its_line_and_its_command(monkeypatch) -> None:
-    """The command gives that layout again, alone."""
+    """The command gives exactly that layout again."""
     monkeypatch.setattr("warpweave.launch.devices.choose_backend", lambda *_: "nccl")
     found = {"": BASE}
     for name, value in OTHER.items():
@@ -93,7 +93,7 @@ def test_a_row_is_ok_up_to_its_limit_and_wrong_beyond(dtype: str) -> None:
 
 
 def test_every_error_is_the_largest_of_all_ranks_and_the_worst_rank_is_named(monkeypatch) -> None:
-    """With the relative error of the rank whose error it is."""
+    """It is given with the relative error of the rank whose error it is."""
     mesh = Mesh(dp=2, tp=2)
     ranks = [
         _errors(1.0, "first", "b", loss=5.0), _errors(2.0, "second", "?", grad=6.0, moment=0.5),
@@ -113,7 +113,7 @@ def test_every_error_is_the_largest_of_all_ranks_and_the_worst_rank_is_named(mon
         assert found.worst == 7.0
 
 
-def test_a_comparison_keeps_the_largest_of_each_kind_and_the_words_of_the_largest_of_all() -> None:
+def test_comparison_keeps_the_largest_error_per_kind_and_names_the_largest() -> None:
     order = {"d": 0, "c": 1, "e": 2}
     compare = proof._Comparison(SimpleNamespace(rounding={}, largest={}), 2.5, order)
     for kind, what, times, relative in (
@@ -137,7 +137,7 @@ def test_a_comparison_keeps_the_largest_of_each_kind_and_the_words_of_the_larges
 
 
 def test_a_rank_proves_what_it_is_needed_for_and_rank_0_writes(tmp_path, monkeypatch, capsys):
-    """Largest worlds first; groups are renewed for another layout, not for another dtype."""
+    """Largest worlds first; groups are renewed for a new layout, but not for a new dtype."""
     alone, pair = Layout(Mesh()), Layout(Mesh(dp=2))
     layouts = [Layout(Mesh(dp=3)), Layout(Mesh(dp=3), dtype="fp32"), Layout(Mesh(dp=3), zero=1),
                pair, dataclasses.replace(pair, style="llama"), alone]  # fmt: skip
@@ -175,7 +175,7 @@ def test_a_rank_proves_what_it_is_needed_for_and_rank_0_writes(tmp_path, monkeyp
         assert printed.count("row ") == 1
 
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- requested layouts
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_options_choose_layouts_largest_worlds_first(monkeypatch) -> None:
         }
         assert asked.pop() == (world, "nccl")
         fused = {x.mesh.pp > 1 for x in found if x.overlap == "fused"}
-        assert fused == {"all" not in given}  # which the engine refuses itself
+        assert fused == {"all" not in given}  # the engine itself rejects it
     found = ProveConfig(device="cuda", random=44, seed=24, dtype="bf16").layouts()
     drawn = [dataclasses.replace(draw(i, "triton"), device="cuda", dtype="bf16", impl="triton")
              for i in range(24, 68)]  # fmt: skip
@@ -291,7 +291,7 @@ def test_meshes_whose_types_cannot_be_checked_are_refused(monkeypatch) -> None:
 def test_types_are_checked_stage_by_stage_of_the_model_that_would_be_trained(
     monkeypatch, capsys, preset, wrong
 ) -> None:
-    """A preset has the layout's dropout, as its program has an operation more with one."""
+    """A preset has the layout's dropout, because its program has one more operation with it."""
     seen: list[tuple] = []
 
     def check(model, mesh, **given) -> None:
@@ -385,11 +385,11 @@ def test_delays_are_those_of_a_parameters_stage(layers: int) -> None:
             for parameter, stage in stage_of.items():
                 assert rule.delay(parameter, layers) == wanted[stage], (name, parameter)
             found = [part.tolist() for part in rule.updates(12)]
-            parts = [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]  # of two replicas
+            parts = [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]  # two replicas
             assert found == ([[*range(12)]] if name == "pipedream-2bw" else parts)
 
 
-def test_a_step_of_several_updates_has_their_mean_loss_and_root_mean_square_norm(monkeypatch):
+def test_step_of_several_updates_has_their_mean_loss_and_rms_norm(monkeypatch):
     norms, losses = [], []
 
     def updated(*of, right=expected.plain_adamw_step, **how):
@@ -398,7 +398,7 @@ def test_a_step_of_several_updates_has_their_mean_loss_and_root_mean_square_norm
 
     def lost(*of, right=expected.plain_gpt_loss, **how):
         total, valid = right(*of, **how)
-        if "seed" in how:  # not of an evaluation
+        if "seed" in how:  # not in an evaluation
             losses.append(float(total.detach()) / max(int(valid), 1))
         return total, valid
 
@@ -435,7 +435,7 @@ def test_weights_are_moved_by_one_unit_of_their_own_dtype_up_or_down(dtype: torc
         for name, p in moved.items():
             assert p.dtype == dtype
             far = (p.double() - before[name].double()) / (eps * before[name].double())
-            assert far.abs().min() >= 0.5  # which is rounded to a whole unit, of which there are
+            assert far.abs().min() >= 0.5  # rounded to a whole unit, of which there are
             assert far.abs().max() <= 1.5  # one to two in eps times the number
             signs.append((far > 0).tolist())
         ups = sum(map(sum, signs))
@@ -448,8 +448,8 @@ def test_weights_are_moved_by_one_unit_of_their_own_dtype_up_or_down(dtype: torc
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_rounding_is_the_largest_change_by_any_moved_training(monkeypatch, dtype) -> None:
-    """But a unit at least, and nothing where a training overflows; what is zero but for rounding
-    is as large as the largest of its family."""
+    """It is at least one unit, and zero if a training run overflows. A number that is zero except
+    for rounding is as large as the largest of its family."""
     layout, eps = Layout(Mesh()), torch.finfo(dtype).eps
     shapes = expected.compared(expected.plain_config(layout.model))
     words = {what.format(name): s for what, family in shapes.items() for name, s in family.items()}
@@ -491,7 +491,7 @@ def test_documents_cover_every_sample_and_tokens_know_theirs(length: int, number
     sizes = Sizes(6, length, 11, 1, 2, 2, 4, 8, documents=number)
     for step in range(2 * expected.STEPS):
         bounds = expected.documents(sizes, step)
-        more = number + 2 == length  # no number for each token
+        more = number + 2 == length  # not one number per token
         assert bounds.shape == (6, number + 2 + more)
         assert (bounds[:, 0] == 0).all()
         assert (bounds[:, -1] == length).all()

@@ -1,5 +1,5 @@
-"""The fused projection to queries, keys and values, against the reference; Triton runs
-interpreted."""
+"""The fused projection to queries, keys and values, against the reference;
+Triton kernels are interpreted."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ impls = pytest.mark.parametrize("impl", ["torch", "triton"])
 
 
 def _tensors(B=2, S=5, E=12, D=10, G=3, kv=2, dtype=torch.float64):
-    """(x, weight, bias), (cos, sin); the positions do not start at 0."""
+    """Draw (x, weight, bias), (cos, sin); the positions do not start at 0."""
     rows = (kv, G + 2, D)
     drawn = torch.randn(B, S, E), torch.randn(*rows, E) / E**0.5, torch.randn(rows)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -109,7 +109,7 @@ def test_strided_operands_and_gradients(impl) -> None:
 
 
 @impls
-def test_a_slice_of_kv_heads_is_a_slice_of_the_weight_and_an_unused_output_has_gradient_zero(impl):
+def test_slice_of_kv_heads_is_a_slice_of_weight_and_unused_grads_are_zero(impl):
     (x, weight, bias), table = _tensors(D=6, G=2, kv=4)
     whole = qkv_rope(x, weight, bias, *table, impl=impl)
     half = slice(2, 4)

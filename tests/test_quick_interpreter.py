@@ -1,4 +1,4 @@
-"""What makes Triton's interpreter quick for the tests changes no bit of what it computes."""
+"""The changes that speed up Triton's interpreter for the tests change no bit of its results."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def test_every_bit_is_that_of_tritons_own_interpreter(op, dtype):
     first, again = (
         _computed(op, dtype),
         _computed(op, dtype),
-    )  # what is kept is used the second time
+    )  # the cache is used the second time
     with uninstalled():
         expected = _computed(op, dtype)
     for a, b, c in zip(first, again, expected):
@@ -54,7 +54,7 @@ def test_every_bit_is_that_of_tritons_own_interpreter(op, dtype):
 
 
 def _told(element: core.dtype, shape: object) -> object:
-    """What Triton says of a block of this shape: its size, dtype and name, or its error."""
+    """Return Triton's answer for a block of this shape: its size, dtype and name, or its error."""
     try:
         block = core.block_type(element, shape)
     except Exception as error:
@@ -95,7 +95,7 @@ _NUMBERS = [0, 1, -1, 2**31 - 1, 2**31, -(2**31), 2**63, -0.0, 0.0, 0.5, 1e-40, 
 @pytest.mark.parametrize("sizes", [(1,), (4,)])
 @pytest.mark.parametrize("name", _NAMES)
 def test_operands_and_their_errors_are_tritons(name, sizes, flags):
-    """Of two tensors, and of a tensor and a number: their dtype, shape and every bit."""
+    """Compares two tensors, and a tensor and a number: their dtype, shape and every bit."""
     semantic = interpreter.interpreter_semantic
     others = [_operand(n, s) for n in _NAMES for s in ((1,), (4,), (2, 1))]
 

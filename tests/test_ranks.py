@@ -1,4 +1,5 @@
-"""The rank pool itself: results in order, failures named, and nobody left of a killed parent."""
+"""The rank pool itself: results in order, failures named, and no process
+left after a killed parent."""
 
 import contextlib
 import os
@@ -53,7 +54,7 @@ _child = ranks._child
 
 
 def _dropped(rank: int, world: int, store: str, timeout: float, fn, args: tuple, pipe) -> None:
-    """A rank that gloo does not connect, as often as there are files in a folder."""
+    """Act as a rank that gloo does not connect, as often as there are files in a folder."""
     left = sorted(Path(args[0]).iterdir())
     if rank == 0 and left:
         left[0].unlink()

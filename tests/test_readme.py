@@ -1,5 +1,4 @@
-"""Each program of README and of docs/ runs when it is pasted alone, and each command's options
-exist."""
+"""Each program of README and of docs/ runs when pasted alone, and each command's options exist."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ CONFIGS = {
     "sample": SampleConfig, "tune": TuneConfig,
 }  # fmt: skip
 
-PLANNED = {  # as ``warpweave plan --out`` writes it
+PLANNED = {  # as written by ``warpweave plan --out``
     "dp": 1, "cp": 1, "tp": 1, "pp": 2, "zero": 1, "schedule": "1f1b", "chunks": 1, "batch": 1,
     "microbatches": 4, "recompute": "none", "sequence_parallel": True, "overlap": "bulk",
 }  # fmt: skip
@@ -47,7 +46,7 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 
 def _commands(page: Path) -> list[tuple[str, list[str]]]:
-    """(command, its options) of every line that calls warpweave."""
+    """Return (command, its options) for every line that calls warpweave."""
     found = []
     for line in "".join(_blocks(page, "")).replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True) if "warpweave" in line else []
@@ -94,7 +93,7 @@ def _convert(names: dict) -> None:
 
 
 def _make_train() -> None:
-    """What `make train` leaves, of a smaller model."""
+    """Make the files that `make train` leaves, with a smaller model."""
     config = {"vocab_size": 11, "seq_len": 4, "layers": 1, "width": 8, "heads": 2}
     params = {name: p.detach() for name, p in GPT(GPTConfig(**config)).named_parameters()}
     moments = {f"exp_avg/{name}": torch.zeros_like(p) for name, p in params.items()}
@@ -106,7 +105,7 @@ def _nanogpt(names: dict) -> None:
     assert len(open_dataset("train.bin", seq_len=16).tokens) > 1000
 
 
-# What must be so after a program that asserts nothing itself.
+# Assertions after a program that asserts nothing itself.
 CHECKS = {
     ("README.md", 0): _layers,
     ("README.md", 1): _hugging_face,
@@ -122,7 +121,7 @@ CHECKS = {
 def test_a_program_runs_alone(tmp_path, monkeypatch, page, number, text):
     monkeypatch.chdir(tmp_path)
     _make_train()
-    Path("train.bin").write_bytes(bytes(4000))  # as nanoGPT's prepare.py leaves one
+    Path("train.bin").write_bytes(bytes(4000))  # as nanoGPT's prepare.py writes it
     if page == "README.md" and "transformers" in text:
         pytest.importorskip("transformers", reason="an extra of its own")
     names: dict = {"__name__": "__main__"}
@@ -135,7 +134,7 @@ def test_a_command_has_the_options_that_it_is_given(tmp_path, monkeypatch, page,
     monkeypatch.chdir(tmp_path)
     Path("plan.json").write_text(json.dumps({"layouts": [{"options": PLANNED}]}))
     options, _ = take_layout(options)
-    Path("mine.csv").write_text(to_csv(FAMILIES["zb-v"].make(2, 4, 2)))  # as docs/schedules.md does
+    Path("mine.csv").write_text(to_csv(FAMILIES["zb-v"].make(2, 4, 2)))  # as in docs/schedules.md
     kind = CONFIGS[command]
     assert isinstance(read_command_line(kind, command, None, options), kind)
 

@@ -1,4 +1,4 @@
-"""From modules to records: every parameter once, under its full name, cut as it really is."""
+"""From modules to records: every parameter once, under its full name, sharded as it really is."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_columns_are_cut_along_rows_and_rows_along_columns_and_norms_not():
     }  # fmt: skip
 
 
-def test_whole_parameters_have_partial_sums_by_sequence_parallelism_and_head_norms_always():
+def test_uncut_parameters_are_partial_under_sequence_parallelism():
     assert not any(record.partial for record in collect_records(_block()).values())
-    # Each rank norms its own heads, with or without sequence parallelism.
+    # Each rank normalizes its own heads, with or without sequence parallelism.
     of_heads = {"attention.q_norm.weight", "attention.k_norm.weight"}
     found = collect_records(_block(qk_norm=True))
     assert {name for name, record in found.items() if record.partial} == of_heads
@@ -65,7 +65,7 @@ def test_whole_parameters_have_partial_sums_by_sequence_parallelism_and_head_nor
         assert len(records) == 13 + 2 * bool(heads)
         for name, record in records.items():
             assert record.partial == (() if record.cuts else ("tp",)), name
-    assert records["attention.q_norm.weight"].cuts  # a norm over all heads is cut as they are
+    assert records["attention.q_norm.weight"].cuts  # a norm over all heads is sharded like them
     alone = TransformerBlock(8, 4, 12, device="meta", sequence_parallel=True)
     assert not any(record.partial for record in collect_records(alone).values())
 

@@ -1,5 +1,5 @@
-"""The state that is carried over a change of replicas: who keeps its own, who receives another's,
-on every ZeRO stage, with parameters of 16 bits."""
+"""The state carried over a change of replicas: which keep their own and which receive another's, in
+every ZeRO stage, with parameters of 16 bits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
 def _value(name: str, kind: str, owner: int) -> torch.Tensor:
-    """A state of `owner`, which 16 bits do not hold."""
+    """Return a state of `owner` that does not fit in 16 bits."""
     start = 1000 * owner + 100 * KINDS.index(kind) + 7 * [*SHAPES].index(name)
     size = torch.Size(SHAPES[name]).numel()
     return start + torch.arange(size).view(SHAPES[name]) / 64 + 1 / 4096
 
 
 def _optimizer(mesh: ConnectedMesh, zero: int) -> ZeroOptimizer:
-    """Two units of zeros."""
+    """Make two units of zeros."""
     units: list[Unit] = []
     for names in (("one", "other"), ("last",)):
         params = [
@@ -53,7 +53,7 @@ def _holds(optimizer: ZeroOptimizer, owner: int) -> None:
 def _recovered(
     mesh: ConnectedMesh, zero: int, old: Mesh, source: int, empty: int | None, alike: bool
 ) -> None:
-    """Replicas have states of their own, from a mesh of another size; replica `empty` has none."""
+    """Give replicas separate states, from a mesh of another size; replica `empty` has none."""
     axis = "replica" if zero else "dp"
     me, group = mesh.index(axis), mesh.group(axis)
     before = _optimizer(mesh, zero)
@@ -63,7 +63,7 @@ def _recovered(
     state: State | None = held_state(before)
     assert {kind for _, kind in state} == set(KINDS)
     assert {unit for unit, _ in state} == {"one", "last"}
-    if old.dp != mesh.sizes.dp:  # of more ranks, or fewer: a buffer has another padding
+    if old.dp != mesh.sizes.dp:  # with more or fewer ranks a buffer has a different padding
         sizes = {key: len(x) + 32 * (old.dp - mesh.sizes.dp) for key, x in state.items()}
         state = {
             key: torch.cat([x, x.new_full((64,), 5.0)])[: sizes[key]] for key, x in state.items()
@@ -96,7 +96,7 @@ def test_the_source_replica_gives_its_state_to_all(mesh, zero, old) -> None:
 
 @pytest.mark.parametrize(("mesh", "zero", "old"), CASES, ids=str)
 def test_nothing_is_sent_where_every_replica_has_the_state(mesh, zero, old) -> None:
-    """The states differ here, so each replica is seen to keep its own."""
+    """The states differ here, so it shows that each replica keeps its own."""
     on_mesh(mesh, _recovered, zero, old, 0, None, True)
 
 

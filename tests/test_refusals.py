@@ -1,8 +1,9 @@
-"""What does not fit is refused, and what fits is not: each condition of a check alone.
+"""Invalid arguments are rejected and valid ones accepted: each condition of a check is tested
+alone.
 
-A check of two conditions that is tried with both at once passes its tests with `and` for `or`. So
-every row here breaks one rule and no other, and rows without words break none though they come
-near. A check of a new condition gets a row for it.
+A check of two conditions that is only tested with both broken passes its tests with `and` in place
+of `or`. So every row here breaks exactly one rule, and rows without words are valid but come close.
+Add a row for each new condition of a check.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def _valid(*more: Action, lists=None, at: int | None = None, **options) -> None:
 
 
 def _replaced(old: str, *new: Action) -> list[list[Action]]:
-    """Two stages on two ranks, lowered, with `new` where `old` was."""
+    """Return two stages on two ranks, lowered, with `new` in place of `old`."""
     return [[x for a in own for x in (new if str(a) == old else (a,))] for own in CROSSED]
 
 
@@ -311,11 +312,11 @@ def test_schedules(call, words) -> None:
     check(call, words)
 
 
-# ---------------------------------------------------------------- running them
+# ---------------------------------------------------------------- execution
 
 
 class Plain:
-    """A stage that hands on what it gets, and keeps the order in which it was called."""
+    """A stage that passes on its input, and records the order of its calls."""
 
     def __init__(self, like=((2,), torch.float32)) -> None:
         self.like = like
@@ -378,7 +379,7 @@ STALE = from_csv("0F0,0F1,0B0,0UPDATE@1,0B1,0UPDATE@2\n")[0]
                 [*TWO[0][:3], Action(I, 0, 0), Action(UPDATE, 1, WHOLE, 1), Action(W, 0, 0)],
                 stages=2,
             ),
-            None,  # what is owed is another stage's
+            None,  # that gradient belongs to another stage
         ),
         (lambda: _ran(*CROSSED, stages=2), None),
         (lambda: _ran(*gpipe(2, 1), stages=2), "2 ranks and no SEND or RECV"),
@@ -391,7 +392,7 @@ STALE = from_csv("0F0,0F1,0B0,0UPDATE@1,0B1,0UPDATE@2\n")[0]
         (lambda: Distributed([STALE], None), "1 versions old, allowed 0"),
         (lambda: Distributed([STALE], None, staleness=1), None),
         (lambda: _opened(TWO), None),
-        (lambda: _opened([[*TWO[0]]], built=TWO), None),  # equal is the same
+        (lambda: _opened([[*TWO[0]]], built=TWO), None),  # equal lists count as the same
         (lambda: _opened(gpipe(1, 1), built=TWO), "built for another schedule"),
         (lambda: _opened(TWO, like=((1,) * 8, torch.int32)), None),
         (lambda: _opened(TWO, like=((1,) * 9, torch.int32)), "allowed are 8 dims"),

@@ -1,4 +1,4 @@
-"""Who holds something else than the others: the words for every division of ranks, and all that is
+"""Ranks that hold different data: the message for every division of ranks, and everything that is
 compared of an engine's units. Ranks are threads; `test_agree.py` has whole runs."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAME = {"count": (7.0,) * 6, "tokens": (1,) * 6, "labels": (2,) * 6, "rate": (0.
 
 
 def _compared(mesh: ConnectedMesh, held: dict[str, tuple]) -> tuple[str | None, list[float]]:
-    """Of an engine without parameters, twice: names are exchanged once."""
+    """Compare an engine without parameters, twice: names are exchanged once."""
     mine = {name: values[mesh.rank] for name, values in held.items()}
     optimizer = SimpleNamespace(count=torch.tensor(mine.pop("count")))
     engine = SimpleNamespace(mesh=mesh, optimizer=optimizer, units=[], device=torch.device("cpu"))
@@ -43,7 +43,7 @@ def _compared(mesh: ConnectedMesh, held: dict[str, tuple]) -> tuple[str | None, 
     ("changes", "words"),
     [
         ({}, None),
-        # Each replica has its own data, and all ranks have one number.
+        # Each replica has different data, and all ranks have the same number.
         ({"tokens": (1, 1, 1, 4, 4, 4), "labels": (5, 5, 5, 6, 6, 6)}, None),
         ({"tokens": (1, 1, 1, 4, 3, 4)},
          "rank 4 (dp=1, tp=1) differs in tokens from ranks 3, 5"),
@@ -53,12 +53,12 @@ def _compared(mesh: ConnectedMesh, held: dict[str, tuple]) -> tuple[str | None, 
          "rank 5 (dp=1, tp=2) differs in rate from ranks 0, 1, 2, 3, 4"),
         ({"rate": (0.25,) + (0.5,) * 5},
          "rank 0 (dp=0, tp=0) differs in rate from ranks 1, 2, 3, 4, 5"),
-        # Several that differ, alike or each by itself.
+        # Several ranks differ, all equally or each in a different way.
         ({"rate": (0.5, 0.5, 0.25, 0.5, 0.5, 0.25)},
          "ranks 2, 5 differ in rate from ranks 0, 1, 3, 4"),
         ({"rate": (0.75, 0.5, 0.25, 0.5, 0.5, 0.5)},
          "ranks 0, 2 differ in rate from ranks 1, 3, 4, 5"),
-        # Nobody is right.
+        # No majority is right.
         ({"rate": (0.5,) * 3 + (0.25,) * 3}, "ranks 0, 1, 2 and ranks 3, 4, 5 differ in rate"),
         ({"rate": (0.5, 0.25, 0.75) * 2},
          "ranks 0, 3 and ranks 1, 4 and ranks 2, 5 differ in rate"),
@@ -66,7 +66,7 @@ def _compared(mesh: ConnectedMesh, held: dict[str, tuple]) -> tuple[str | None, 
          "rank 0 (dp=0, tp=0) and rank 1 (dp=0, tp=1) and rank 2 (dp=0, tp=2) differ in tokens"),
         ({"count": (7.0,) * 4 + (8.0,) * 2},
          "ranks 4, 5 differ in the optimizer's step count from ranks 0, 1, 2, 3"),
-        # The first of several tensors.
+        # The first of several tensors is named.
         ({"tokens": (1, 1, 8, 1, 1, 1), "labels": (2, 2, 8, 2, 2, 2)},
          "rank 2 (dp=0, tp=2) differs in tokens (and 1 other tensors) from ranks 0, 1"),
         ({"labels": (2, 2, 8, 2, 2, 2), "rate": (0.5,) * 4 + (0.25,) * 2},
@@ -116,7 +116,7 @@ def test_what_replicas_begin_with_is_alike_in_every_layout(mesh, zero, dtype):
     assert on_mesh(mesh, _checked, zero, dtype, "") == [None] * mesh.world
 
 
-FIRST = "blocks.0.attention.qkv.weight"  # of the unit
+FIRST = "blocks.0.attention.qkv.weight"  # the first of the unit
 KINDS = {"param": "", "master": " (master)", "exp_avg": " (exp_avg)", "exp_avg_sq": " (exp_avg_sq)"}
 
 
@@ -127,7 +127,7 @@ KINDS = {"param": "", "master": " (master)", "exp_avg": " (exp_avg)", "exp_avg_s
      (Mesh(dp=3), 3, tuple(KINDS)), (Mesh(dp=6, dp_shard=2), 3, ())],
 )  # fmt: skip
 def test_each_buffer_that_several_ranks_hold_is_compared(mesh, zero, sharded, what):
-    """In bf16, with masters in fp32. A shard that one rank alone holds shows nowhere."""
+    """In bf16, with masters in fp32. A shard that only one rank holds cannot be compared."""
     found = on_mesh(mesh, _checked, zero, torch.bfloat16, what, 2)
     if what in sharded:
         assert found == [None] * mesh.world
@@ -146,7 +146,7 @@ def test_in_the_second_of_two_shards_the_tensor_that_lies_there_is_named(what):
 
 
 def _muons(mesh: ConnectedMesh, what: str) -> Any:
-    """With rank 3's first element of `what` changed, in a shard that begins within a matrix."""
+    """Change rank 3's first element of `what`, in a shard that begins within a matrix."""
     plan = ParallelPlan(zero=1, microbatches=2)
     engine = Engine(MODEL, mesh, plan, seed=1, dtype=torch.bfloat16, rule=Muon())
     unit = next((u for u in engine.units if u.name == "block 0"), None)
@@ -155,7 +155,7 @@ def _muons(mesh: ConnectedMesh, what: str) -> Any:
     return ReplicaCheck(engine).compare({}, 0.0)[0]
 
 
-def test_the_second_moment_that_muons_matrices_lack_is_that_of_what_lies_behind_them():
+def test_difference_in_a_second_moment_is_attributed_past_muon_matrices():
     mesh, norm = Mesh(dp=6, dp_shard=2), "blocks.0.attention_norm.weight"
     for what, name in (("exp_avg", "blocks.0.mlp.down.weight"), ("exp_avg_sq", norm)):
         words = f"rank 3 (dp=3) differs in {name} ({what}) from ranks 1, 5"
@@ -177,7 +177,7 @@ def test_outer_replicas_have_data_of_their_own():
             assert found == (words and f"{words} in tokens")
 
 
-# ---------------------------------------------------------------- what is not a number
+# ---------------------------------------------------------------- values that are not finite
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_infinity_is_bad_and_the_minus_infinity_of_a_mask_is_not(values, bad):
 
 
 class Pair(nn.Module):
-    """Two outputs, of which the second may be spoilt."""
+    """A module with two outputs, of which the second may be changed."""
 
     def forward(self, x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
         return x * 2, x * factor
@@ -211,14 +211,14 @@ class Model(nn.Module):
         return a, self.last(b)
 
 
-def test_every_output_of_a_module_and_its_gradient_is_looked_at_while_notes_are_made():
+def test_every_output_of_a_module_and_its_gradient_is_checked_for_notes():
     model, x = Model(), torch.ones(3, requires_grad=True)
     nan, inf = float("nan"), float("inf")
     for at, factor, gradient in ((0, 1.0, nan), (1, 1.0, inf), (1, nan, 1.0)):
         notes = _Notes()
         with notes.of(model):
             out = model(x, factor)[at]
-            assert notes.within == "last"  # what a collective would be called now
+            assert notes.within == "last"  # the name that a collective would get now
             out.backward(torch.full((3,), gradient))
             assert notes.within == "the gradient of pair"
         bad = [note.where for note in notes.notes if note.bad]
@@ -234,7 +234,7 @@ def test_every_output_of_a_module_and_its_gradient_is_looked_at_while_notes_are_
 
 
 class GivenNotes:
-    """Stands for `_Notes`: those of a rank stand where its model would."""
+    """A mock of `_Notes`: the notes of a rank replace those of its model."""
 
     def __init__(self) -> None:
         self.notes: list[_Note] = []
@@ -258,7 +258,7 @@ SUM, BAD_SUM = _Note("sum", False, "a sum"), _Note("sum", True, "a sum")
         ([GIVES], [WELL, GETS, WELL, LATE], {0: "its message"}),
         ([GIVES], [GETS, FINE, LATE], {0: "its message"}),  # an earlier message may be the cause
         ([GIVES], [FINE, GETS, LATE], {0: "its message"}),
-        ([GIVES], [GETS, OWN], {0: "its message", 1: "mlp"}),  # posted, and nothing of it used
+        ([GIVES], [GETS, OWN], {0: "its message", 1: "mlp"}),  # posted, and nothing of it was used
         ([GIVES], [LATE, GETS], {0: "its message", 1: "mlp"}),  # before there was one
         ([WELL], [FINE, LATE], {1: "mlp"}),
         ([BAD_SUM, OWN], [SUM, OWN], {0: "a sum"}),

@@ -1,4 +1,4 @@
-"""A run that is started again goes on where it was saved, by `--resume auto` and by time."""
+"""A restarted run continues where it was saved, with `--resume auto` and by time."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _listing(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-# ---- to the bit ----------------------------------------------------------------------------------
+# ---- bitwise equality ----------------------------------------------------------------------------
 
 
-def test_a_run_of_40_steps_that_is_started_again_after_each_is_the_same_to_the_bit(tmp_path):
-    """By induction it may be stopped at any of them."""
+def test_run_restarted_after_each_of_40_steps_is_bitwise_identical(tmp_path):
+    """By induction a run may be stopped at any step."""
     config = _config(tmp_path, steps=40, keep=99, eval_every=0, layers=1, dtype="bf16")
     _trainer(config).run()
     again = _replace(config, out=tmp_path / "again", resume="auto")
@@ -76,7 +76,7 @@ def test_resume_stands_alone_or_before_its_value_and_in_a_file(tmp_path, capsys)
 
 
 def _twice(rank: int, config: TrainConfig) -> list[int]:
-    """The steps at which a run begins that is started three times and stopped after one step."""
+    """Return the first steps of a run that is started three times and stopped after one step."""
     found = []
     for _ in range(3):
         trainer = _one_step(config, rank)
@@ -163,7 +163,7 @@ def _finished(tmp_path: Path) -> Path:
 
 
 def test_a_token_file_of_which_half_was_replaced_is_refused(tmp_path, capsys):
-    """And one that an earlier version compared by its ends is gone on from, and that is said."""
+    """If an earlier version compared only its ends, the run continues, and prints a message."""
     tokens = np.arange(2**19) * 7919 % 251
     config = _config(tmp_path, steps=1, layers=1, eval_every=0, data=tmp_path / "tokens.bin")
     write_token_file(config.data, tokens, vocab_size=256)
@@ -190,7 +190,7 @@ def test_a_token_file_of_which_half_was_replaced_is_refused(tmp_path, capsys):
 
 # ---- by time -------------------------------------------------------------------------------------
 
-ALWAYS = {"save_every": 0, "save_minutes": 1e-9}  # whenever a step ends
+ALWAYS = {"save_every": 0, "save_minutes": 1e-9}  # after every step
 
 
 def _steps(config: TrainConfig) -> list[int]:
@@ -206,7 +206,7 @@ def _run(rank: int, config: TrainConfig) -> int:
 @pytest.mark.usefixtures("saved_at_once")
 @pytest.mark.parametrize("ahead", [False, True], ids=["apart", "ahead"])
 def test_the_first_ranks_clock_saves_on_all_ranks_and_changes_nothing(tmp_path, capsys, ahead):
-    """Where a step is given to the device before the last one is read, that one is done first."""
+    """A step that was launched before the previous one is read is finished first."""
     plain = _config(tmp_path, dp=2, zero=2, steps=6)
     config = _replace(plain, out=tmp_path / ("ahead" if ahead else "apart"), eval_every=0, **ALWAYS)
     assert run_threads(2, _run, plain) == run_threads(2, _run, config) == [6, 6]
@@ -244,14 +244,14 @@ def test_no_save_by_time_without_minutes_or_before_they_have_passed(tmp_path):
 
 
 def test_a_save_by_time_counts_from_the_last_save(tmp_path, monkeypatch):
-    """On a clock of which a step takes a minute; step 6 is saved by its number."""
+    """On this clock a step takes a minute. Step 6 is saved by its number."""
     now = [-60.0]
     monkeypatch.setattr("warpweave.train.trainer.time", _Clock(now))
     trainer = _trainer(_config(tmp_path, steps=12, save_every=6, save_minutes=2.5, eval_every=0))
     wishes, trainer._saved = trainer._wishes, 0.0
 
     def wished() -> float:
-        trainer.saver.wait()  # what is in flight would put off a save by time
+        trainer.saver.wait()  # a save in flight would delay a save by time
         now[0] += 60.0
         return wishes()
 
@@ -261,7 +261,7 @@ def test_a_save_by_time_counts_from_the_last_save(tmp_path, monkeypatch):
 
 
 class _Clock:
-    """The module `time` with another monotonic clock."""
+    """The module `time` with a different monotonic clock."""
 
     def __init__(self, now: list[float]) -> None:
         self._now = now
@@ -270,7 +270,7 @@ class _Clock:
         return (lambda: self._now[0]) if name == "monotonic" else getattr(time, name)
 
 
-# ---- what a forged state may hold ----------------------------------------------------------------
+# ---- forged states -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ class _Clock:
     ids=lambda pair: f"{pair[0]}={pair[1]}",
 )  # fmt: skip
 def test_a_state_of_another_type_is_refused_by_name(tmp_path, path):
-    """Or one in which something is missing (...)."""
+    """So is a state with a missing field (...)."""
     config = _config(tmp_path, steps=1, eval_every=0, layers=1)
     source = tmp_path.parent / "forged"
     if not source.exists():

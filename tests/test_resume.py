@@ -1,5 +1,5 @@
-"""What a checkpoint says of its run and what of that may be another when it goes on: every field by
-its name. `test_train.py` has runs that are resumed, `test_restart.py` those that begin again."""
+"""The contents of a checkpoint about its run, and which options may change on resume: every field
+by its name. `test_train.py` has resumed runs, `test_restart.py` restarted ones."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_another_run_is_refused_with_what_was_saved_and_what_is_now(saved, now, 
 
 
 def test_a_synchronous_run_goes_on_asynchronously_and_that_is_said():
-    """Its weights are all versions; the same words as in the file."""
+    """Its weights become all versions; the message has the same words as the file."""
     reader = _reader(TrainConfig(pp=3, clip=0.0))
     check_run(reader, PIPEDREAM, DATA)
     assert differences(reader, PIPEDREAM, 12, HELD_OUT) == (
@@ -141,8 +141,8 @@ LAYOUT: dict[str, Any] = {
 
 
 def test_a_resumed_run_names_every_changed_option_of_its_layout():
-    """Every option together, each alone, and of a checkpoint that has recorded none but the mesh
-    and the ZeRO stage. Outer replicas may not change."""
+    """Covers every option together, each alone, and a checkpoint that recorded only the mesh and
+    the ZeRO stage. Outer replicas may not change."""
     usual = TrainConfig(dp=2, cp=4)
     names = {*dataclasses.asdict(usual.mesh), *dataclasses.asdict(usual.plan)} - {"outer"}
     assert names <= {*LAYOUT}
@@ -153,7 +153,7 @@ def test_a_resumed_run_names_every_changed_option_of_its_layout():
     assert {*differences(reader, config, 12, HELD_OUT).split("; ")} == {*lines}
     assert differences(reader, config, 12, HELD_OUT, layout=False) == ""
     for (name, value), line in zip(LAYOUT.items(), lines, strict=True):
-        if name != "ulysses":  # with hybrid attention alone
+        if name != "ulysses":  # with hybrid attention only
             changed = with_options(usual, {name: value})
             assert differences(reader, changed, 12, HELD_OUT) == line
     del reader.state["layout"]
@@ -179,7 +179,8 @@ def test_other_validation_data_and_batches_are_said_where_both_are_known(saved, 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("name", ["text", "other"])
 def test_a_token_file_of_an_older_version_is_known_by_its_name(tokenizer, whole, name):
-    """Its fingerprint was of the file's ends; that of a text or of a whole file decides alone."""
+    """Its fingerprint was that of the file's ends. For a text, or with a hash of the whole file,
+    that hash alone decides."""
     held = {"name": "text", "fingerprint": WHOLE * whole + "c" * 9, "tokenizer": tokenizer}
     if tokenizer == "not saved":
         del held["tokenizer"]
@@ -222,7 +223,7 @@ def test_a_run_that_must_go_on_is_refused_where_there_is_no_checkpoint(tmp_path)
 
 
 def test_each_checkpoint_that_is_passed_over_is_said_every_time(tmp_path, monkeypatch, capsys):
-    """Also where the same was said before, and whatever becomes of warnings."""
+    """This holds if the same message was printed before, and for any warning filter."""
     config = TrainConfig(model="toy").model_config(256)
 
     def newest(folder, *, group):
@@ -244,7 +245,7 @@ def test_each_checkpoint_that_is_passed_over_is_said_every_time(tmp_path, monkey
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_one_outer_replica_goes_on_bit_for_bit_with_or_without_momentum(tmp_path, momentum):
-    """The momentum is saved where there is one."""
+    """The momentum is saved if there is one."""
     options = {"outer_every": 2, "outer_lr": 0.5, "outer_momentum": momentum, "dtype": "bf16"}
     config = _config(tmp_path, steps=5, eval_every=0, layers=1, **options)
     _trainer(config).run()

@@ -1,6 +1,6 @@
 """Ring attention: exact on every layout and mask, counted messages, and faults that must show.
 
-Most tests run all ranks of a ring in this process (`run_in_process`); the same schedules then run
+Most tests run all ranks of a ring in this process (`run_in_process`). The same schedules then run
 on gloo ranks, where messages are counted and both executors and both overlap modes must agree.
 """
 
@@ -33,7 +33,7 @@ Tensors = tuple[torch.Tensor, ...]
 def whole_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None = None
 ) -> Tensors:
-    """(o, lse) on one device, written out: no kernel, no layout, no merge."""
+    """Compute (o, lse) on one device, written out: no kernel, no layout, no merge."""
     s = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
     s = s / math.sqrt(q.shape[3])
     back = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
@@ -48,7 +48,7 @@ def whole_attention(
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem with its cotangents, the same on every rank that draws it."""
+    """An attention problem with its cotangents, equal on every rank that draws it."""
 
     layout: SequenceLayout
     causal: bool = True
@@ -60,7 +60,7 @@ class Case:
     window: int | None = None
 
     def draw(self) -> tuple[Tensors, Tensors]:
-        """(q, k, v) and (do, dlse) of the whole sequence."""
+        """Draw (q, k, v) and (do, dlse) of the whole sequence."""
         generator = torch.Generator().manual_seed(self.layout.seq_len)
         lead = (self.batch, self.layout.seq_len)
         shapes = [(*lead, self.heads, self.dim)] + [(*lead, self.kv_heads, self.dim)] * 2
@@ -73,7 +73,7 @@ class Case:
         return (q, k, v), (do, dlse)
 
     def truth(self, do_mask: torch.Tensor | None = None) -> Tensors:
-        """o, lse, dq, dk, dv in float64 from autograd on one device."""
+        """Return o, lse, dq, dk, dv in float64 from autograd on one device."""
         inputs, (do, dlse) = self.draw()
         inputs = [x.double().requires_grad_() for x in inputs]
         if do_mask is not None:
@@ -88,7 +88,7 @@ class Case:
         return tuple(shard(x, rank, 1) for x in inputs), (shard(do, rank, 1), shard(dlse, rank, 2))
 
     def unshard(self, results: list[Tensors]) -> Tensors:
-        """The whole o, lse, dq, dk, dv from those of every rank."""
+        """Return the whole o, lse, dq, dk, dv from those of every rank."""
         dims = (1, 2, 1, 1, 1)
         return tuple(self.layout.unshard(parts, d) for parts, d in zip(zip(*results), dims))
 
@@ -100,7 +100,7 @@ def emulate(
     do_mask: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> Tensors:
-    """The whole o, lse, dq, dk, dv of a ring whose ranks all run in this process."""
+    """Return the whole o, lse, dq, dk, dv of a ring whose ranks all run in this process."""
     ranks = range(case.layout.parts)
     shards = [case.shard(rank) for rank in ranks]
     mask = AttentionOptions(case.causal, case.window, impl=impl)
@@ -148,14 +148,14 @@ def test_ring_of_triton_kernels_equals_whole_attention(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_delivery_at_the_start_or_at_the_wait_gives_equal_bits(kind: str, parts: int) -> None:
-    """So no buffer is read or written while a message is under way in it."""
+    """So no buffer is read or written while a message uses it."""
     case = Case(SequenceLayout(6 * parts, parts, kind), dtype=torch.float32)
     assert all(map(torch.equal, emulate(case), emulate(case, overlap=False)))
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 def test_dk_and_dv_of_a_loss_on_one_rank_reach_every_rank(kind: str) -> None:
-    """Only rank 3's outputs have a gradient, so every other dk and dv is a remote signal alone."""
+    """Only rank 3's outputs have a gradient, so every other dk and dv is a remote signal only."""
     layout = SequenceLayout(24, 4, kind)
     case = Case(layout)
     mask = torch.zeros(24, dtype=torch.float64)
@@ -174,11 +174,11 @@ def test_dk_and_dv_of_a_loss_on_one_rank_reach_every_rank(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_error_does_not_grow_with_ranks(dtype: torch.dtype) -> None:
-    """Up to 32, to the norm, by bounds that no kernel or machine changes.
+    """Up to 32 ranks, in norm, with bounds that do not depend on the kernel or machine.
 
-    In 16 bits three roundings, of p, of ds and of the result, which add like independent numbers:
-    sqrt(3) times what rounding the truth itself does. In float32, as lse always is, a rounding for
-    each of the S keys.
+    In 16 bits there are three roundings, of p, of ds and of the result, which add like independent
+    numbers: sqrt(3) times the rounding of the truth itself. In float32, as lse always is, one
+    rounding for each of the S keys.
     """
 
     def rms(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -198,7 +198,7 @@ def test_error_does_not_grow_with_ranks(dtype: torch.dtype) -> None:
         found, limits = errors(parts)
         assert all(found[n] <= limits[n] for n in NAMES), f"{parts} ranks: {found}, {limits}"
     for faults, wrong in (
-        ({"block_fwd": _carried_in_bf16}, {"o"}),  # what the gate is there for
+        ({"block_fwd": _carried_in_bf16}, {"o"}),  # the error that the test must detect
         ({"block_bwd": _dq_in_bf16}, {"dq"}),
         (
             {"_Message": lambda q, shape, _, of: _Message(q, shape, torch.bfloat16, of)},
@@ -238,7 +238,7 @@ def test_no_result_is_in_the_memory_of_messages_that_the_next_call_takes(kind, w
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_block_goes_as_far_as_some_query_sees_some_key_of_it(kind: str, causal: bool) -> None:
-    """And no step is made for nothing: masks written out, of every window."""
+    """No unneeded step is made: masks are written out, for every window."""
     for parts, chunk in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 1), (4, 2), (5, 1)):
         layout = SequenceLayout(2 * parts * chunk, parts, kind)
         rows = [layout.positions(rank) for rank in range(parts)]
@@ -268,7 +268,7 @@ def _other_way(send: torch.Tensor, recv: torch.Tensor, dest: int, source: int) -
 
 
 def _stale_kv(parts: int) -> Callable:
-    """A `block_bwd` that uses each rank's K and V of its first hop in every hop."""
+    """Return a `block_bwd` that uses each rank's K and V of its first hop in every hop."""
     first: dict[int, Tensors] = {}  # by the address of the rank's q
 
     def bwd(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *a, **options):
@@ -279,7 +279,7 @@ def _stale_kv(parts: int) -> Callable:
 
 
 def _last_gradient_stays(parts: int) -> type:
-    """A route whose receivers never see the backward's last message."""
+    """Return a route whose receivers never see the backward's last message."""
     sent = []
 
     class Route(ring._Route):
@@ -313,7 +313,7 @@ FAULTS = {
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize("parts", [3, 4])
 def test_planted_fault_shows(fault: str, kind: str, parts: int) -> None:
-    """`test_ring_equals_whole_attention` finds such a case right."""
+    """`test_ring_equals_whole_attention` passes such a case without the fault."""
     case = Case(SequenceLayout(6 * parts, parts, kind), kv_heads=1)
     with (
         planted(*(instead(ring, *plant) for plant in FAULTS[fault](parts).items())),
@@ -335,7 +335,7 @@ def test_a_rank_that_leaves_the_ring_early_is_an_error() -> None:
 
 
 class _Wire:
-    """Counts the messages and bytes this rank sends."""
+    """A counter of the messages and bytes that this rank sends."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []
@@ -351,12 +351,12 @@ _batch_isend_irecv = dist.batch_isend_irecv
 
 
 def _ring_attention(q, k, v, **options) -> Tensors:
-    """o and lse by the ring on a process group."""
+    """Compute o and lse by the ring on a process group."""
     return context_attention(q, k, v, **options, strategy="ring", return_lse=True)
 
 
 def _run(case: Case, rank: int, overlap: bool) -> tuple[Tensors, list[int], list[int]]:
-    """This rank's o, lse, dq, dk, dv and the bytes of its forward and backward messages."""
+    """Return this rank's o, lse, dq, dk, dv and the bytes of its forward and backward messages."""
     inputs, cotangents = case.shard(rank)
     inputs = [x.clone().requires_grad_() for x in inputs]
     options = {"layout": case.layout, "group": dist.group.WORLD}
@@ -386,10 +386,10 @@ def _ring_on_ranks(rank: int, cases: list[Case]) -> None:
                 assert torch.equal(got, case.layout.shard(of_all, rank, dim)), (case, name)
         # Forward: P-1 times K‖V. Backward: P messages that hold P-1 times K‖V and P-1 times dK‖dV.
         kv, dkv = _bytes(case)
-        if case.layout.kind == "contiguous" and case.causal:  # but for what would go round the end
+        if case.layout.kind == "contiguous" and case.causal:  # except what would go around the end
             last = rank == parts - 1
             assert forward == [kv] * (0 if last else rank + 1)
-            of_kv = rank - 1 + (not last) if rank else 0  # passed on or home, and the own block
+            of_kv = rank - 1 + (not last) if rank else 0  # passed on or returned, and the own block
             assert sum(backward) == of_kv * kv + (rank == 1) * kv + rank * dkv
             continue
         assert forward == [kv] * (parts - 1)
@@ -399,7 +399,7 @@ def _ring_on_ranks(rank: int, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_ring_on_gloo_ranks(world: int) -> None:
-    """Both executors and both overlap modes agree in every bit, and the messages are as stated."""
+    """Both executors and both overlap modes agree in every bit; messages match the formulas."""
     zigzag = Case(SequenceLayout(6 * world, world))
     cases = [zigzag]
     if world < 8:
@@ -411,7 +411,7 @@ def test_ring_on_gloo_ranks(world: int) -> None:
 
 
 class _AtOnce(ThreadPoolExecutor):
-    """Does what it is given in the caller's thread: events are in the order of calls."""
+    """An executor that runs its work in the caller's thread: events are in the order of calls."""
 
     def submit(self, fn: Callable, *args) -> Future:
         done = Future()
@@ -420,7 +420,7 @@ class _AtOnce(ThreadPoolExecutor):
 
 
 def _order_of_events(rank: int, layout: SequenceLayout, overlap: bool) -> tuple[str, str]:
-    """What this rank did in forward and backward: (p)ost a message, compute a (t)ile, (w)ait."""
+    """Return events in forward and backward: (p)ost a message, compute a (t)ile, (w)ait."""
     events: list[str] = []
 
     def kernel(fn: Callable) -> Callable:
@@ -443,8 +443,8 @@ def _order_of_events(rank: int, layout: SequenceLayout, overlap: bool) -> tuple[
 
 
 def test_messages_are_under_way_while_tiles_are_computed() -> None:
-    """And the blocking twin waits first; blocks that the mask hides from all that follow stay, and
-    one that it hides from this rank alone, as on its way back to rank 2, is passed on."""
+    """The blocking twin waits first. A block that the mask hides from all later ranks stays, and
+    one that it hides only from this rank, such as on its way back to rank 2, is passed on."""
     zigzag, contiguous = SequenceLayout(18, 3), SequenceLayout(18, 3, "contiguous")
     assert run_ranks(3, _order_of_events, zigzag, True) == [("ptwptwt", "ptw" * 3)] * 3
     assert run_ranks(3, _order_of_events, zigzag, False) == [("pwtpwtt", "pwt" * 3)] * 3
@@ -456,7 +456,7 @@ def test_messages_are_under_way_while_tiles_are_computed() -> None:
 
 
 def _starting_threads(rank: int, overlap: bool) -> set[bool]:
-    """Whether hops are started in the thread that computes; under inference mode, too."""
+    """Return True if hops are started in the thread that computes; under inference mode as well."""
     case, main = Case(SequenceLayout(12, 2)), set()
 
     def send(ops: list) -> list[dist.Work]:
@@ -477,7 +477,7 @@ def test_a_hop_on_a_cpu_is_started_beside_the_tile() -> None:
 
 
 def _loss_through_one_output(rank: int, case: Case) -> None:
-    """Losses of o alone, of lse alone, and one that no rank but the last takes part in."""
+    """Use losses of o alone, of lse alone, and one in which only the last rank takes part."""
     (do, dlse), last = case.shard(rank)[1], rank == case.layout.parts - 1
     _, (all_do, all_dlse) = case.draw()
     keep = torch.zeros(case.layout.seq_len, dtype=torch.float64)
@@ -509,7 +509,7 @@ def test_gradients_through_o_or_lse_alone_and_from_one_rank() -> None:
 
 
 def _seen(layout: SequenceLayout, causal: bool, window: int | None) -> list[set[int]]:
-    """For each block the d of which rank b+d sees one of its keys, by looking at every pair."""
+    """For each block, list the d for which rank b+d sees one of its keys, checking every pair."""
     found: list[set[int]] = []
     for block in range(layout.parts):
         found.append({0})
@@ -522,25 +522,25 @@ def _seen(layout: SequenceLayout, causal: bool, window: int | None) -> list[set[
 
 
 def _bytes(case: Case) -> tuple[int, int]:
-    """Of a block's K‖V and of its fp32 (or fp64) gradient."""
+    """Return the bytes of a block's K‖V and of its fp32 (or fp64) gradient."""
     elements = 2 * case.batch * case.layout.local_len * case.kv_heads * case.dim
     return elements * case.dtype.itemsize, elements * max(4, case.dtype.itemsize)
 
 
 def _expected_messages(case: Case) -> tuple[list[list[int]], list[list[int]]]:
-    """The bytes that every rank sends in each round of messages of forward and backward.
+    """Return the bytes that every rank sends in each round of messages of forward and backward.
 
-    A block goes from rank to rank of those at a distance where any block is seen, as far as it is
-    seen itself; in the backward the same way back, K‖V and dK‖dV in one message where they go
-    equally far. Blocks that go less far than others are sent to where they start, and do not come
-    home.
+    A block goes from rank to rank, among those at a distance at which any block is seen, as far as
+    it is seen itself. In the backward it goes back the same way, with K‖V and dK‖dV in one message
+    if they go equally far. Blocks that go less far than others are sent to where they start, and do
+    not return.
     """
     layout, (kv, dkv) = case.layout, _bytes(case)
     P, seen = layout.parts, _seen(layout, case.causal, case.window)
     visits, reach = sorted(set().union(*seen)), [max(s) for s in seen]
 
     def rounds(*parts: tuple[int, int, int, int]) -> list[int]:
-        """Of (bytes, from distance, least and greatest reach of a block): what each rank sends."""
+        """Sum each rank's sends of (bytes, from distance, least and greatest reach of a block)."""
         row = [0] * P
         for size, origin, least, most in parts:
             for block in range(P):
@@ -566,7 +566,7 @@ def _expected_messages(case: Case) -> tuple[list[list[int]], list[list[int]]]:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 def test_a_hop_that_the_window_hides_from_all_is_not_made(kind: str, causal: bool) -> None:
-    """And the numbers are those of one device, for windows from one key to all and P up to 7."""
+    """The values are those of one device, for windows from one key to all and P up to 7."""
     for parts, length in ((2, 4), (3, 6), (7, 2)):
         layout = SequenceLayout(parts * length, parts, kind)
         block = length // 2 if kind == "zigzag" else length
@@ -583,7 +583,7 @@ def test_a_hop_that_the_window_hides_from_all_is_not_made(kind: str, causal: boo
             forward, backward = _expected_messages(case)
             rows = map(list, zip(*sent, strict=True))
             assert [row for row in rows if any(row)] == forward + backward, case
-            reach = -(-(window - 1) // block)  # blocks that a window goes back
+            reach = -(-(window - 1) // block)  # blocks that a window reaches back
             if kind == "striped":
                 count = (window - 1) if causal else 2 * (window - 1)
             else:

@@ -1,4 +1,4 @@
-"""Rotary embedding against plain torch in float64; Triton runs interpreted."""
+"""Rotary embedding against plain torch in float64; Triton kernels are interpreted."""
 
 import itertools
 import math
@@ -120,7 +120,7 @@ def test_strided_and_empty_inputs(impl) -> None:
     empty = torch.empty(0, 11, 2, 8, dtype=torch.float64, requires_grad=True)
     y = apply_rope(empty, cos, sin, impl=impl)
     assert torch.autograd.grad(y.sum(), empty)[0].shape == y.shape == empty.shape
-    for heads in ((0, 2), (3, 0), (0, 0)):  # of one without heads the other turns
+    for heads in ((0, 2), (3, 0), (0, 0)):  # without heads in one, the other is still rotated
         given = [qkv.detach()[:, :, :n, 0] for n in heads]
         for x, y in zip(given, apply_rope_qk(*given, cos, sin, impl=impl), strict=True):
             assert_close_f64(y, reference.apply_rope(x, cos, sin), 1e-14)
@@ -180,7 +180,7 @@ def test_queries_and_keys_together_are_each_alone(impl, interleaved) -> None:
     assert all(torch.equal(a, b) for a, b in zip(pair, alone, strict=True))
     assert torch.equal(torch.autograd.grad(pair, leaf, (dq, dk))[0], expected)
     with torch.no_grad():
-        q, k = q.detach().clone(), leaf.detach()[:, :, 7:8]  # of strides of their own
+        q, k = q.detach().clone(), leaf.detach()[:, :, 7:8]  # with different strides
         q.copy_(leaf[:, :, :7])
         again = apply_rope_qk(q, k, cos, sin, **options)
         assert all(torch.equal(a, b) for a, b in zip(again, alone, strict=True))
@@ -221,7 +221,7 @@ def test_every_element_is_read_and_written_once(interleaved) -> None:
 
 
 def test_rows_further_apart_than_int32_can_count() -> None:
-    """The pages between the two sequences are never touched, so they take no memory."""
+    """The pages between the two sequences are never touched, so they use no memory."""
     cos, sin = rope_table(torch.arange(3), 8)
     x = torch.randn(2, 3, 2, 8).half()
     far = torch.empty(2**31 + 64, dtype=torch.float16).as_strided(x.shape, (2**31, 16, 8, 1))
@@ -251,7 +251,7 @@ SCALINGS = {
 
 
 def _transformers(scaling: RopeScaling, kind: str, more: dict, head_dim, part, theta):
-    """The frequencies and the multiplier by the independent implementation."""
+    """Return the frequencies and the multiplier by the independent implementation."""
     pytest.importorskip("transformers", reason="the independent implementation of the tables")
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -275,8 +275,8 @@ def _transformers(scaling: RopeScaling, kind: str, more: dict, head_dim, part, t
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 
 
-def test_a_ramp_that_would_begin_or_end_beyond_the_dims_is_that_of_transformers() -> None:
-    """As of a base so small that the slowest dim turns often."""
+def test_ramp_clamped_to_the_head_dims_equals_transformers() -> None:
+    """For example with a base so small that the slowest dim turns often."""
     scaling = RopeScaling("yarn", 4.0, 100)
     frequencies, _ = _transformers(scaling, "yarn", {}, 16, 1.0, 2.0)
     plain = 2.0 ** (torch.arange(0, 16, 2, dtype=torch.float64) / -16)
@@ -302,7 +302,7 @@ def test_scaled_tables_are_those_of_transformers(name, head_dim, part, theta) ->
     assert_close_f64(sin, angles.sin() * multiplier, 1e-4)
 
 
-def test_ntk_changes_the_base_as_transformers_dynamic_form_does_at_one_length() -> None:
+def test_ntk_scaling_equals_the_dynamic_form_of_transformers_at_one_length() -> None:
     pytest.importorskip("transformers", reason="the independent implementation of the tables")
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -323,7 +323,7 @@ def test_ntk_changes_the_base_as_transformers_dynamic_form_does_at_one_length() 
 
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
 def test_every_frequency_is_divided_by_something_from_1_to_the_factor(kind) -> None:
-    """The faster it turns the less, whatever the dims, base and factor, one pair and 1 included."""
+    """A faster one is divided by less, for any dims, base and factor, including one pair and 1."""
     for own in (0.0, 0.5, 1.0):
         assert RopeScaling(kind, 3.0, 100, attention_factor=own).multiplier == own
     for R, theta, factor in itertools.product((2, 4, 6, 16), (1.5, 1e4), (1.0, 3.0)):

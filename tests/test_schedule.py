@@ -1,4 +1,4 @@
-"""Schedules as drawings and against torch's, every rule of the validator by its violation."""
+"""Schedules as drawings and against torch's, and every rule of the validator by a violation."""
 
 from itertools import chain, product
 
@@ -43,7 +43,7 @@ def test_interleaved_is_valid_and_idles_as_its_formula_says(p: int, c: int) -> N
             validate(with_update(with_reduce(with_comm(passed))), microbatches=m)
         if m % p == 0:
             timeline = simulate(lists, {"F": 1, "B": 2})
-            assert timeline.span == 3 * (m * c + p - 1)  # of stages c times smaller
+            assert timeline.span == 3 * (m * c + p - 1)  # stages are c times smaller
 
 
 @pytest.mark.parametrize(("p", "m", "c"), [(2, 4, 2), (3, 6, 2), (4, 8, 2), (4, 8, 3)])
@@ -161,7 +161,7 @@ def torch_order(schedule, p: int, m: int):
 
 
 def as_ours(rows) -> list[list[Action]]:
-    """torch's actions through the interchange text; idle slots and REDUCE_GRAD left out."""
+    """Convert torch's actions through the interchange text, without idle slots and REDUCE_GRAD."""
     text = "\n".join(",".join("" if a is None else str(a) for a in rows[r]) for r in sorted(rows))
     return [[a for a in row if a.op != "REDUCE"] for row in from_csv(text)]
 
@@ -249,7 +249,7 @@ def test_with_comm_is_silent_between_neighbours_on_one_rank() -> None:
         "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0",
     )
     validate(full(vee))
-    assert with_tie(gpipe(1, 2)) == gpipe(1, 2)  # one stage shares the parameter with nobody
+    assert with_tie(gpipe(1, 2)) == gpipe(1, 2)  # a single stage shares the parameter with no other
     assert with_tie(vee) == lists_of("0F0 3F0 3B0 0B0 0TIE", "1F0 2F0 2B0 1B0")
     assert links(with_tie(with_comm(vee))) == links(with_comm(vee))  # both ends on one rank
 
@@ -260,7 +260,7 @@ def test_links_are_shared_by_both_ends_and_separate_by_payload() -> None:
     assert [tuple(wire) for wire in links(lists)] == [
         ("B", 1, 0), ("B", 2, 1), ("F", 0, 1), ("F", 1, 2), ("TIE", 0, 2), ("TIE", 2, 0),
     ]  # fmt: skip
-    untied = with_comm(gpipe(3, 1))  # of a model whose ends share no weight
+    untied = with_comm(gpipe(3, 1))  # a model whose ends share no weight
     assert links(untied) == [wire for wire in links(lists) if wire.kind != "TIE"]
 
 
@@ -276,7 +276,7 @@ def test_passes_leave_their_input_alone() -> None:
     before = [list(actions) for actions in lists]
     full(split_backward(lists))
     assert lists == before
-    for p, m in ((1, 2), (3, 4)):  # of a single stage some have nothing to add
+    for p, m in ((1, 2), (3, 4)):  # with a single stage, some have nothing to add
         lists = one_f_one_b(p, m)
         for changed in (
             split_backward(lists), send_first(lists), with_comm(lists), with_reduce(lists),
@@ -367,7 +367,7 @@ def test_deadlocks_name_what_each_rank_waits_for() -> None:
 
 def test_ties_meet() -> None:
     early = with_comm(with_tie(gpipe(3, 1)))
-    early[0] = [early[0][-1], *early[0][:-1]]  # rank 0 wants to tie before it has sent anything
+    early[0] = [early[0][-1], *early[0][:-1]]  # rank 0 ties before it has sent anything
     with pytest.raises(ValueError, match="rank 0 at 0TIE waits for 2TIE"):
         order(early)
 
@@ -398,19 +398,19 @@ def test_few_sends_are_ever_kept() -> None:
         assert peak <= 2 * (p - rank) + 1, (rank, peak)
 
 
-# ------------------------------------------------------------ when receives are posted
+# ------------------------------------------------------------ times at which receives are posted
 
 
 def stuck_if_drained(lists, posts) -> bool:
-    """Whether ranks get stuck that wait, before they compute, for all that they have started.
+    """Return True if ranks deadlock that, before they compute, wait for all that they started.
 
-    The rule of NCCL and a host that waits for its device, written once more: a message is a pair of
-    kernels that end together, ranks are taken in turn, one action each. A TIE is a message each
-    way, and the sum of both, unless both ends are on one rank.
+    This reimplements the rule of NCCL with a host that waits for its device: a message is a pair of
+    kernels that end together, and ranks take turns, one action each. A TIE is a message in each
+    direction, and the sum of both, unless both ends are on one rank.
     """
     both = 1 + (placement(lists)[0] != placement(lists)[-1])
     met: set[tuple[int, int]] = set()  # (rank, number of its TIE)
-    ends: dict[tuple, set[int]] = {}  # (payload, receiving stage, micro-batch) -> who has begun
+    ends: dict[tuple, set[int]] = {}  # (payload, receiving stage, micro-batch) -> ranks begun
     at, begun = [0] * len(lists), [None] * len(lists)
 
     def begin(rank: int, op: str, stage: int, mb: int) -> None:
@@ -453,7 +453,7 @@ def at_their_places(lists):
 
 
 def early(lists, posts) -> dict[str, str]:
-    """Receive -> the action before which it is posted, where that is not itself."""
+    """Return receive -> the action before which it is posted, if that is not itself."""
     return {
         str(receive): str(lists[rank][index])
         for (rank, index), receives in posts.items()
@@ -498,8 +498,8 @@ def test_receives_that_must_be_early_are_those_on_their_way() -> None:
 
 
 def test_a_rank_at_a_tie_has_posted_what_the_other_end_must_send_first() -> None:
-    """An update after each micro-batch: 0F1's message is on its way when rank 1 comes to its first
-    TIE, and rank 0 does not come to its own before that has ended."""
+    """There is an update after each micro-batch. 0F1's message is in flight when rank 1 reaches its
+    first TIE, and rank 0 does not reach its own before that message has ended."""
     end = "{0}REDUCE_GRAD,{0}TIE,{0}UPDATE@{1}"
     rows = ("0F0,0F1,0B0", "0B1"), ("1F0,1B0", "1F1@1,1B1@1")
     text = [",".join((a, end.format(s, 1), b, end.format(s, 2))) for s, (a, b) in enumerate(rows)]

@@ -1,6 +1,6 @@
-"""Each rule of schedules at its edge, with the whole message of its refusal.
+"""Each rule of schedules at its edge, with its whole error message.
 
-Lists are long where a rule counts: numbers of two digits, several stages, several updates.
+Lists are long for rules that count: numbers of two digits, several stages, several updates.
 `test_schedule.py` has the rules with short lists.
 """
 
@@ -36,12 +36,12 @@ from warpweave.parallel.schedule.actions import cells
 
 
 def joined(lists: Schedule, name: str) -> Schedule:
-    """`lists` with the action of this name made the first of a cell."""
+    """Return `lists` with the action of this name made the first of a cell."""
     return [[a._replace(joined=str(a) == name) for a in row] for row in lists]
 
 
 def refusal(lists: Schedule, **options: int) -> str:
-    """The one line with which `validate` refuses them."""
+    """Return the one-line error of `validate` for them."""
     with pytest.raises(ValueError, match=r"^[^\n]*$") as error:
         validate(lists, **options)
     return str(error.value)
@@ -177,7 +177,7 @@ def test_a_broken_rule_is_named_with_its_place(lists: Schedule, message: str) ->
 
 @pytest.mark.parametrize("name", ["0F", "0B", "0SEND_F", "1RECV_F", "1SEND_B", "0RECV_B"])
 def test_a_micro_batch_must_be_within_their_number(name: str) -> None:
-    """The last one is within it, so a second action of it is refused for another reason."""
+    """The last one is valid, so a second action of it is rejected for a different reason."""
     stage, op = int(name[0]), name[1:]
     for mb in (-7, -1, 2, 3):
         lists = [[*row] for row in STEP]
@@ -275,7 +275,7 @@ def test_numbers_of_several_digits_negative_versions_and_blanks_are_read() -> No
         [Action("F", 0, 0), Action("B", 0, 10)],
         [Action("F", 0, 11, joined=True), Action("B", 1, 12)],
     ]
-    alone = [Action("B", 0, 0), Action("F", 0, 1, joined=True)]  # an invalid list, which is shown
+    alone = [Action("B", 0, 0), Action("F", 0, 1, joined=True)]  # an invalid list, to print it
     assert list(cells(alone)) == [(alone[0],), (alone[1],)]
     assert to_csv([alone]) == "0B0,0F1\n"
 
@@ -308,7 +308,7 @@ def test_the_command_prints_two_ranks_and_four_micro_batches_by_default(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("\n0F0,0B0", "rank 0: has no action"),  # a blank line in front is a rank
+        ("\n0F0,0B0", "rank 0: has no action"),  # a leading blank line is a rank
         ("0F0,0B0\n1F0,1B0,1REDUCE_GRAD", "rank 1: 1REDUCE is added by whoever runs it"),
     ],
 )

@@ -1,9 +1,9 @@
-"""Every synchronous schedule, executed: the bits of one device and of 1F1B, and the memory that the
-simulator says.
+"""Every synchronous schedule, executed: bitwise equal to one device and to 1F1B, with the simulated
+memory.
 
 The truth of the first part is plain autograd over the whole model, summed micro-batch by
-micro-batch. Threads stand for ranks in the second, whose truth is 1F1B of the whole engine, which
-`prove` compares with a plain model.
+micro-batch. In the second part ranks are threads, and the truth is 1F1B with the whole engine,
+which `prove` compares with a plain model.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ LIKE = ((TOKENS, WIDTH), torch.float32, torch.device("cpu"))
 
 
 def made(name: str, p: int, m: int):
-    """The lists of a schedule that has several stages per rank where it may."""
+    """Return the lists of a schedule, with several stages per rank if it allows them."""
     return FAMILIES[name].make(p, m, FAMILIES[name].chunks or 2)
 
 
@@ -73,7 +73,7 @@ def one_device(m: int) -> list[Tensor]:
 
 
 def staged(lists, mine=None) -> dict[int, ModuleStage]:
-    """The model as the stages of `lists`, those of ranks `mine`."""
+    """Build the model as the stages of `lists`, those of ranks `mine`."""
     every, rank_of = blocks(), placement(lists)
     ends = [DEPTH * s // len(rank_of) for s in range(len(rank_of) + 1)]
     return {
@@ -103,7 +103,8 @@ def test_gradients_are_one_devices_bit_for_bit(name: str, p: int):
 
 
 def test_sums_in_another_order_are_other_bits():
-    """What the tests above can see: of three micro-batches, the last first."""
+    """This shows that the tests above can detect an order: of three
+    micro-batches, the last first."""
     lists = [row[:3] + row[:2:-1] for row in FAMILIES["gpipe"].make(1, 3)]
     stages = staged(lists)
     execute(lists, stages, InProcess())
@@ -142,8 +143,8 @@ def plan_of(name: str, **options) -> ParallelPlan:
 
 
 def _stepped(rank: int, plans: list[ParallelPlan], sizes: Mesh) -> list[tuple[dict, float, float]]:
-    """For each plan the reduced gradients of a rank's units, and its most saved micro-batches at a
-    time, counted and simulated."""
+    """Return for each plan the reduced gradients of a rank's units, and the most saved
+    micro-batches at a time, counted and simulated."""
     mesh = sizes.connect()
     return [_one_step(plan, mesh) for plan in plans]
 
@@ -173,7 +174,7 @@ def _one_step(plan: ParallelPlan, mesh) -> tuple[dict, float, float]:
 
 
 def stepped(*plans: ParallelPlan, sizes: Mesh = RANKS) -> list[dict]:
-    """The gradients of all ranks; asserts that the memory is that which is simulated."""
+    """Return the gradients of all ranks, and assert that the memory equals the simulated one."""
     found: list[dict] = []
     for ranks in zip(*run_threads(sizes.world, _stepped, list(plans), sizes)):
         assert all(most == simulated for _, most, simulated in ranks)
@@ -208,7 +209,7 @@ def test_so_are_those_of_longer_pipelines(sizes: Mesh, m: int, names):
 
 
 def test_a_weight_gradient_that_is_dropped_is_seen():
-    """The last W of a stage adds nothing; the list is whole."""
+    """The last W of a stage adds nothing; the list is complete."""
     (expected,) = stepped(ParallelPlan(zero=2, microbatches=COUNT))
     whole = ChainStage.backward_weight
 
@@ -224,7 +225,7 @@ def test_a_weight_gradient_that_is_dropped_is_seen():
 
 
 def test_split_backwards_leave_weights_to_w_whatever_zero_is():
-    """W of a micro-batch late by the whole step: nothing of the next one is in its reduction."""
+    """W of a micro-batch is late by the whole step: nothing of the next one is in its reduction."""
     (expected,) = stepped(ParallelPlan(zero=3, microbatches=COUNT))
     late = split_backward(FAMILIES["gpipe"].make(2, COUNT), lag=COUNT)
     with mock.patch.object(ParallelPlan, "make_schedule", return_value=late):
@@ -255,7 +256,7 @@ def _proven(rank: int, layout: Layout) -> float:
     ids=lambda layout: layout.schedule,
 )
 def test_tied_layouts_equal_the_plain_model(layout: Layout):
-    """First and last stage on one rank, and on two, with weight gradients that come late."""
+    """First and last stage are on one rank, and on two, with late weight gradients."""
     small = replace(layout, drawn=SMALL, count=4)
     assert max(run_threads(4, _proven, small)) < LIMITS["fp64"]
 

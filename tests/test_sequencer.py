@@ -1,5 +1,5 @@
-"""Server 0 with a script in place of its workers and a clock that the script sets: what it answers,
-what it tells the other server, whom it drops and when, and what it saves."""
+"""Server 0 with a script in place of its workers and a scripted clock: its answers, its messages to
+the other server, which workers it drops and when, and what it saves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from warpweave.parallel.shard import ParamRecord
 
 RECORDS = [ParamRecord("big", (4,)), ParamRecord("small", (3,))]
 DIGEST = digest(RECORDS, torch.float32)
-LONG = 10.0  # seconds of the timeout
+LONG = 10.0  # timeout in seconds
 ASYNC: dict[str, Any] = {"staleness": None, "joint": False}
 
 
@@ -45,8 +45,8 @@ def _stand_in(
     take: Callable[[str, float], dict[str, Any] | None],
     link: type,
 ) -> None:
-    """Mailboxes that note in `letters` what is put in and give what ``take(name, wait)`` returns;
-    `link` in place of links."""
+    """Make mailboxes that record in `letters` what is put in, and return what ``take(name, wait)``
+    returns; `link` replaces links."""
 
     class Box:
         def __init__(self, store: Any, name: str) -> None:
@@ -63,10 +63,10 @@ def _stand_in(
 
 
 class _Run(Notes):
-    """A run of server 0. A step of the script is a header that comes, or seconds without one;
-    after the script the run is stopped. `letters` are (mailbox, header) of what the server sent.
+    """A run of server 0. A step of the script is a header that arrives, or seconds without one;
+    after the script the run is stopped. `letters` are (mailbox, header) of the server's messages.
 
-    `broken` says what fails: ("join", 3) is the join of visitor 3. All gradients are `value`.
+    `broken` selects the failure: ("join", 3) is the join of visitor 3. All gradients are `value`.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class _Run(Notes):
         self.lines.append(line)
 
     def answers(self, op: str, *fields: str) -> list[tuple[Any, ...]]:
-        """(visitor, fields of the header) of the letters to workers that are an `op`."""
+        """Return (visitor, fields of the header) of the letters to workers with operation `op`."""
         return [
             (int(box.split("/")[1]), *(header[name] for name in fields))
             for box, header in self.letters
@@ -141,13 +141,13 @@ class _Run(Notes):
 
     @property
     def events(self) -> list[tuple[Any, ...]]:
-        """(op, worker or workers) of what server 1 was told."""
+        """Return (op, worker or workers) of the messages to server 1."""
         told = [header for box, header in self.letters if box == "server/1"]
         return [(h["op"], h.get("worker", h.get("workers"))) for h in told]
 
 
 def _lost(run: _Run) -> list[tuple[Any, ...]]:
-    """(worker, clock, why) of the lines about those that were lost."""
+    """Return (worker, clock, reason) from the lines about lost workers."""
     found = []
     for line in run.lines:
         head, _, why = line.partition(": ")
@@ -157,19 +157,19 @@ def _lost(run: _Run) -> list[tuple[Any, ...]]:
     return found
 
 
-# ---------------------------------------------------------------- who comes
+# ---------------------------------------------------------------- joining
 
 
 def test_no_two_workers_ever_have_the_same_number(monkeypatch):
     script = [
         hello(1, 1),  # as expected
-        hello(2, 1),  # which is there already
+        hello(2, 1),  # it has joined already
         hello(3),
-        hello(4, 7),  # which nobody ever had
+        hello(4, 7),  # this number was never given
         hello(5),
         {"op": "lost", "worker": 1},
         hello(6, 1),
-        hello(7, 0),  # expected, and not too late
+        hello(7, 0),  # expected, and in time
     ]
     run = _Run(monkeypatch, ServerPlan(timeout=LONG, **ASYNC), script, workers=[0, 1])
     given = [(1, 1), (2, 2), (3, 3), (4, 7), (5, 8), (6, 9), (7, 0)]
@@ -199,11 +199,12 @@ def test_a_worker_of_another_model_is_refused_with_both_digests(monkeypatch):
     assert not run.answers("welcome")
 
 
-# ---------------------------------------------------------------- who goes
+# ---------------------------------------------------------------- leaving
 
 
 def test_the_timeout_runs_only_while_it_is_a_workers_turn(monkeypatch):
-    """Worker 1 hangs while worker 0 waits for it, then worker 0, too; worker 2 never comes."""
+    """Worker 1 hangs while worker 0 waits for it, then worker 0 hangs as
+    well; worker 2 never arrives."""
     script = [
         hello(1, 0), hello(2, 1), pull(1), pull(2), push(1), pull(1),
         LONG, 0.25, LONG - 0.25, 0.5,
@@ -213,7 +214,7 @@ def test_the_timeout_runs_only_while_it_is_a_workers_turn(monkeypatch):
     assert _lost(run) == [(2, 0, why), (1, 0, why), (0, 1, why)]
     assert run.answers("gone", "why") == [(2, why), (1, why)]
     assert run.updates == [(1, [(0, 0)])]
-    for seconds, lost in ((LONG, 0), (LONG + 0.25, 2)):  # at the edge it is not late yet
+    for seconds, lost in ((LONG, 0), (LONG + 0.25, 2)):  # exactly at the timeout it is not late yet
         run = _Run(monkeypatch, ServerPlan(timeout=LONG), [*script[:6], seconds], [0, 1, 2])
         assert len(_lost(run)) == lost
     for pause in (script[:2], script[:4], [*script[:4], push(1), push(2)]):
@@ -224,7 +225,7 @@ def test_the_timeout_runs_only_while_it_is_a_workers_turn(monkeypatch):
 
 @pytest.mark.parametrize("workers", [[], [0]])
 def test_a_worker_that_joins_has_the_whole_timeout_for_its_first_request(workers, monkeypatch):
-    """Counted from when it joins, whether or not it was expected."""
+    """The timeout counts from the time it joins, expected or not."""
     came = [5.0, hello(1, 0), LONG]
     for more, lost in (([], []), ([0.25], [0])):
         plan = ServerPlan(timeout=LONG, **ASYNC)
@@ -272,7 +273,7 @@ def test_why_workers_are_dropped_and_what_a_dropped_one_is_told(monkeypatch):
 
 
 def test_requests_of_a_worker_wait_until_every_server_has_its_gradient(monkeypatch):
-    """Server 1 among them. The gradient of a worker that is lost before is discarded."""
+    """This includes server 1. The gradient of a worker that is lost earlier is discarded."""
     plan = ServerPlan(2, timeout=LONG, **ASYNC)
     taken = {"op": "taken", "visitor": 1, "server": 1}
     script = [hello(1), hello(2), pull(1), push(1), pull(1), pull(2), taken, push(1), taken]
@@ -290,7 +291,7 @@ def test_requests_of_a_worker_wait_until_every_server_has_its_gradient(monkeypat
             assert left["discard"] == discard
             assert len(run.updates) == len(more)
             assert len(_lost(run)) == 1
-    # Several requests, in their order: it asks for weights, and then goes.
+    # Several requests, in their order: it asks for weights, and then leaves.
     run = _Run(monkeypatch, plan, [*script[:5], done(1), taken, pull(2)])
     assert run.events[3:] == [
         ("take", 0), ("update", [0]), ("leave", 0), ("pull", 1), ("save", None), ("stop", None),
@@ -298,7 +299,7 @@ def test_requests_of_a_worker_wait_until_every_server_has_its_gradient(monkeypat
     assert run.answers("over") == [(1,), (2,)]
 
 
-def test_a_gradient_counts_once_every_server_has_it_and_all_are_told_the_same(monkeypatch):
+def test_gradient_counts_once_every_server_has_it_and_all_get_equal_messages(monkeypatch):
     """Three servers, in any order; one that reports twice counts once."""
     records = [*RECORDS, ParamRecord("tiny", (2,))]
     first, second = ({"op": "taken", "visitor": 1, "server": server} for server in (1, 2))
@@ -317,7 +318,7 @@ def test_a_gradient_counts_once_every_server_has_it_and_all_are_told_the_same(mo
 
 
 def test_weights_are_granted_in_the_order_of_the_requests(monkeypatch):
-    """Also those of the next version, for which all wait."""
+    """This includes weights of the next version, for which all wait."""
     script = [hello(1), hello(2), hello(3), pull(1), pull(2), pull(3)]
     script += [push(3), pull(3), push(1), pull(1), push(2), pull(2)]
     run = _Run(monkeypatch, ServerPlan(timeout=LONG), script)
@@ -326,7 +327,7 @@ def test_weights_are_granted_in_the_order_of_the_requests(monkeypatch):
     assert run.updates == [(1, [(0, 0), (1, 0), (2, 0)])]
 
 
-# ---------------------------------------------------------------- how it ends
+# ---------------------------------------------------------------- the end
 
 
 def test_a_run_ends_when_its_last_worker_leaves_but_not_when_it_is_lost(monkeypatch):
@@ -352,7 +353,7 @@ def test_every_worker_of_a_gradient_that_is_not_finite_is_named(monkeypatch):
 
 
 def _steps(*pauses: float) -> list[Any]:
-    """One worker's updates, each after so many seconds."""
+    """Make one worker's updates, each after this many seconds."""
     return [hello(1), *(step for seconds in pauses for step in (pull(1), seconds, push(1)))]
 
 
@@ -373,7 +374,7 @@ def test_checkpoints_are_saved_every_so_many_updates_or_minutes(monkeypatch):
 
 
 def test_default_notes_read_all_tensors_of_a_checkpoint():
-    """Other servers send them in any case, and would wait for ever."""
+    """Other servers send them in any case, and would otherwise wait forever."""
     tensors = iter([("a", torch.zeros(1)), ("b", torch.zeros(2))])
     notes = Notes()
     notes.save({}, tensors)
@@ -388,7 +389,7 @@ def test_default_notes_read_all_tensors_of_a_checkpoint():
 class _Second:
     """Server 1 of two, to which server 0 sends `events` and then nothing.
 
-    `sent` has (visitor, values) of what went over its links, visitor 0 being server 0. Gradients
+    `sent` has (visitor, values) of the messages over its links; visitor 0 is server 0. Gradients
     that arrive are ones, and squared norms fours.
     """
 
@@ -448,7 +449,7 @@ def test_the_second_server_does_as_it_is_told(monkeypatch):
     taken = [{"op": "taken", "visitor": v, "server": 1} for v in (2, 1)]
     assert run.letters == [("server/0", header) for header in taken]
     size = run.shard.layout.size
-    # The sum of two gradients of ones is of four samples; the squares are of both servers.
+    # The sum of two gradients of ones is over four samples; the squares are of both servers.
     weight = -0.5 * 2 / 4
     assert [(visitor, values[:3]) for visitor, values in run.sent] == [
         (1, [0.0] * 3), (2, [0.0] * 3), (0, [pytest.approx(4.0 * size, rel=1e-6)]),
@@ -457,8 +458,8 @@ def test_the_second_server_does_as_it_is_told(monkeypatch):
 
 
 def test_the_second_server_reports_broken_links_and_goes_on(monkeypatch):
-    """Of a worker that is there, and of one that never was. A gradient of one that leaves is
-    discarded if server 0 says so."""
+    """The link is that of a worker that is present, or of one that never was. A gradient of one
+    that leaves is discarded if server 0 says so."""
     joined = [_event("join", 0), _event("join", 1), _event("take", 0)]
     run = _Second(monkeypatch, [*joined, _event("take", 1), _event("pull", 5), STOP], broken=2)
     assert run.server.serve() is False

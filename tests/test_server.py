@@ -1,5 +1,5 @@
 """Parameter servers: the clocks simulated, servers and workers as threads over real sockets, and
-what replay makes of their logs."""
+the replay of their logs."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ MODES = {"synchronous": (0, True), "ssp 0": (0, False), "ssp 2": (2, False), "as
 
 
 def _simulated(staleness, joint, *, workers=4, updates=1000, seed=0, leave=(), join=()):
-    """Workers whose gradients take random times; (version before it, term) of each applied term,
-    and at which version whose clocks were what."""
+    """Simulate workers whose gradients take random times. Return (version before it, term) of each
+    applied term, and at which version whose clocks were what."""
     clocks, draw, now = Clocks(staleness, joint), random.Random(seed), 0.0
     slow = {w: draw.choice([1.0, 1.0, 5.0]) for w in range(workers + len(join))}
     for _ in range(workers):
@@ -85,9 +85,9 @@ def _simulated(staleness, joint, *, workers=4, updates=1000, seed=0, leave=(), j
 
 
 def _seen_below(applied, staleness) -> bool:
-    """SSP's promise, from the log alone: whoever computed at clock c had pulled a version with
-    every gradient of clocks <= c - staleness - 1 of all workers."""
-    ready = {(t.worker, t.clock): at + 1 for at, t in applied}  # the version that holds it
+    """Check SSP's guarantee from the log alone: a worker that computed at clock c had pulled a
+    version with every gradient of clocks <= c - staleness - 1 of all workers."""
+    ready = {(t.worker, t.clock): at + 1 for at, t in applied}  # the version that contains it
     for _, term in applied:
         for (_, clock), version in ready.items():
             if clock <= term.clock - staleness - 1 and version > term.pulled:
@@ -143,8 +143,8 @@ def test_clocks_go_on_from_their_state():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_who_joins_when_all_have_left_goes_on_at_the_lowest_clock_that_there_was(mode):
-    """So that no data is seen twice, also after a resumption."""
+def test_worker_joining_after_all_left_continues_at_the_lowest_clock(mode):
+    """So no data is used twice, also after a resume."""
     staleness, joint = MODES[mode]
     clocks = Clocks(staleness, joint=joint)
 
@@ -208,7 +208,7 @@ def _compute(number: int):
 
 
 class _Log(Notes):
-    """Keeps everything in memory."""
+    """A log that keeps everything in memory."""
 
     def __init__(self) -> None:
         self.rows, self.lines, self.saved = [], [], []
@@ -227,7 +227,7 @@ class _Log(Notes):
 
 
 class _Place:
-    """A store of its own, and what runs around it as threads."""
+    """A separate store, with threads that use it."""
 
     def __init__(self, plan: ServerPlan, rule, monkeypatch) -> None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -362,7 +362,7 @@ def test_replay_has_the_bits_of_a_run_of_any_timing(
         assert max(t["staleness"] for t in terms) <= staleness
     assert [row["lr"] for row in place.log.rows] == [_lr(t["clock"]) for t in terms]
     _equal(found, place.replayed())
-    # The order matters to the bits: another one has others.
+    # The order affects the bits: a different one gives others.
     place.log.rows[3]["terms"], place.log.rows[4]["terms"] = (
         place.log.rows[4]["terms"],
         place.log.rows[3]["terms"],
@@ -370,7 +370,7 @@ def test_replay_has_the_bits_of_a_run_of_any_timing(
     try:
         other = place.replayed()
     except ValueError:
-        return  # it applies a gradient before its weights are there
+        return  # it applies a gradient before its weights have arrived
     assert any(not torch.equal(found[name], other[name]) for name in found)
 
 
@@ -397,7 +397,7 @@ def test_adamw_on_servers_is_torchs(monkeypatch):
         torch.testing.assert_close(found[name], p.detach(), rtol=1e-12, atol=1e-12)
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- failures
 
 
 def _quick(**changed) -> ServerPlan:
@@ -409,7 +409,7 @@ def _quick(**changed) -> ServerPlan:
 def test_the_run_goes_on_without_a_worker_that_hangs_and_with_one_that_joins(
     servers, mode, monkeypatch
 ):
-    """Worker 1 hangs at clock 2 within its computation, which takes the timeout to notice."""
+    """Worker 1 hangs at clock 2 within its computation, which is noticed after the timeout."""
     staleness, joint = MODES[mode]
     plan = _quick(servers=servers, staleness=staleness, joint=joint, timeout=2.0)
     place = _Place(plan, SGD(), monkeypatch)
@@ -479,7 +479,7 @@ def test_servers_that_are_started_anew_go_on_from_their_checkpoint(servers, mode
             shard.load(prefix, lambda r, prefix=prefix: tensors[prefix + r.name])
         for step in shard.steps:
             step.fill_(state["version"])
-    if servers == 2:  # who starts servers anew ends the others first
+    if servers == 2:  # restarting servers ends the others first
         Mailbox(generation(place.store()), "server/1").put(op="stop")
     start_generation(place.store())
     place.serve(range(2), state, shards)
@@ -583,9 +583,7 @@ def _rows(config: TrainConfig) -> list[dict]:
         return []
 
 
-def test_a_run_goes_on_when_workers_and_servers_are_killed_and_replay_has_its_bits(
-    tmp_path, monkeypatch, capfd
-):
+def test_run_survives_killed_workers_and_servers_and_replays_bitwise(tmp_path, monkeypatch, capfd):
     """Three workers and two servers; then worker 1 is killed, then server 1, and a worker joins."""
     config = _options(tmp_path, "--server", "2", "--dp", "3", "--staleness", "1")
     config.check()
@@ -616,19 +614,20 @@ def test_a_run_goes_on_when_workers_and_servers_are_killed_and_replay_has_its_bi
     assert "a server was killed: all start again from" in printed.err
     terms = [t for row in _rows(config) for t in row["terms"]]
     assert {t["worker"] for t in terms} == {0, 1, 2, 3}
-    assert max(t["clock"] for t in terms if t["worker"] == 1) < 29  # it is lost, the others go on
+    # it is lost, and the others continue
+    assert max(t["clock"] for t in terms if t["worker"] == 1) < 29
     assert max(t["staleness"] for t in terms) <= 1
     assert result["updates"] == len(terms)
     assert sum(result["delay"].values()) == len(terms)
     assert {t["clock"] for t in terms if t["worker"] in (0, 2)} == set(range(30))
     assert (config.out / STALENESS).exists()
     assert _replayed(config, capfd) == (0, True)
-    # Killed after a checkpoint, a run has a log that goes on beyond it.
+    # A run killed after a checkpoint has a log that extends beyond it.
     log = config.out / UPDATES
     head, rows = read_log(log)
     write_log(log, head, [*rows, rows[-1] | {"version": len(rows) + 1}])
     assert _replayed(config, capfd) == (0, True)
-    # One number of the log is another: so are the bits.
+    # If one number of the log changes, so do the bits.
     rows[5]["lr"] *= 1.0000001
     write_log(log, head, rows)
     assert _replayed(config, capfd) == (1, False)

@@ -1,5 +1,5 @@
-"""The parts of servers and workers, each alone: who holds which weights, the norm and its clip, a
-module's gradient, what a log must be, the clocks, and which addresses are this machine's."""
+"""The parts of servers and workers, each alone: distribution of weights, the norm and its clip, a
+module's gradient, valid logs, the clocks, and addresses of this machine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_numbers_of_a_server_plan_are_taken_up_to_their_bounds(call, words) -> N
     check(call, words)
 
 
-# ---------------------------------------------------------------- who holds what
+# ---------------------------------------------------------------- distribution of weights
 
 
 def test_a_plan_on_which_all_agreed_cannot_be_changed() -> None:
@@ -108,7 +108,7 @@ def test_a_digest_is_of_names_shapes_and_dtype_and_of_no_order() -> None:
     ("servers", "held"), [(2, ["0 3 6", "1 2 4 5 7 8 9"]), (3, ["0 1 4 5", "2 3 7", "6 8 9"])]
 )
 def test_parameters_are_spread_longest_first_each_to_the_least_loaded(servers, held) -> None:
-    """Worked out by hand: equal ones by name, an empty one counts as one element."""
+    """Computed by hand: equal ones by name, and an empty one counts as one element."""
     sizes = [30, 1, 30, 7, 12, 0, 30, 9, 9, 4]
     records = [ParamRecord(str(n), (size,)) for n, size in enumerate(sizes)]
     for order in (records, records[::-1]):
@@ -149,7 +149,7 @@ def test_what_a_server_reads_is_what_another_expects_and_loads() -> None:
     assert [*found] == ["w", "b", "exp_avg/w", "exp_avg/b", "exp_avg_sq/w", "exp_avg_sq/b"]
     assert {x.dtype for _, x in shard.read()} == {torch.float32}
     assert shard.weights.dtype == torch.half
-    squares = shard.squares(shard.master)  # which are added to other servers'
+    squares = shard.squares(shard.master)  # they are added to other servers'
     assert (squares.dtype, squares.shape) == (torch.float64, ())
     assert float(squares) == pytest.approx(22 * 1.1**2)
     for number, prefix in enumerate(("", "exp_avg/", "exp_avg_sq/")):
@@ -163,15 +163,15 @@ def test_what_a_server_reads_is_what_another_expects_and_loads() -> None:
 
 
 class _Two(nn.Module):
-    """Losses do not depend on the second of its parameters."""
+    """A module with losses that do not depend on its second parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.w, self.idle = (nn.Parameter(torch.randn(3, dtype=torch.float64)) for _ in range(2))
 
 
-def test_a_gradient_is_of_all_micro_batches_and_of_the_weights_that_are_given() -> None:
-    """At each clock anew; the loss is the mean over their samples."""
+def test_gradient_covers_all_micro_batches_at_the_given_weights() -> None:
+    """It is recomputed at each clock. The loss is the mean over their samples."""
     net, batches = _Two(), {0: [1, 4, 2], 1: [3], 7: [2, 2]}
 
     def rows_of(clock: int, part: int, n: int) -> torch.Tensor:
@@ -199,7 +199,7 @@ def test_a_gradient_is_of_all_micro_batches_and_of_the_weights_that_are_given() 
 
 
 def _replayed(*terms: tuple[int, int, int], versions: tuple[int, ...] = ()) -> float:
-    """One weight after updates of one term each: (worker, clock, version that it pulled)."""
+    """Return one weight after updates of one term each: (worker, clock, version that it pulled)."""
     shard = Shard([ParamRecord("w", (1,))], lambda r: torch.zeros(1), SGD(0.0), torch.float64)
     log = [
         {"version": version, "lr": 0.1, "terms": [
@@ -221,7 +221,7 @@ def _replayed(*terms: tuple[int, int, int], versions: tuple[int, ...] = ()) -> f
 
 def test_a_replay_computes_at_the_version_that_was_pulled() -> None:
     w1 = -0.1 * 1.0  # worker 0 at clock 0, of 0
-    w2 = w1 - 0.1 * 2.0  # worker 1 at clock 0, of 0, too
+    w2 = w1 - 0.1 * 2.0  # worker 1 at clock 0, also of 0
     w3 = w2 - 0.1 * (w1 + 11.0)  # worker 0 at clock 1, of version 1
     w4 = w3 - 0.1 * (w2 + 12.0)  # worker 1 at clock 1, of version 2
     log = (0, 0, 0), (1, 0, 0), (0, 1, 1), (1, 1, 2)
@@ -230,7 +230,7 @@ def test_a_replay_computes_at_the_version_that_was_pulled() -> None:
 
 @pytest.mark.parametrize("workers", list(itertools.permutations(range(3))))
 def test_a_replay_adds_an_updates_terms_in_the_order_of_the_log(workers) -> None:
-    """By gradients of which a sum in another order is another one."""
+    """The gradients are such that a sum in a different order differs."""
     values = 1e16, 1.0, -1e16
     shard = Shard([ParamRecord("w", (1,))], lambda r: torch.zeros(1), SGD(0.0), torch.float64)
     terms = [
@@ -297,7 +297,8 @@ def test_a_worker_that_leaves_neither_waits_to_pull_nor_owes_a_gradient() -> Non
 
 
 def test_a_joint_update_has_the_terms_of_its_clock_in_the_workers_order() -> None:
-    """With the gradient of one that has left, and when the last one leaves the rest at once."""
+    """This includes the gradient of one that has left, and one that leaves
+    the rest at once by leaving."""
     clocks = Clocks()
     for worker in (11, 2, 5):
         clocks.join(worker)
@@ -326,7 +327,7 @@ def test_a_joint_update_has_the_terms_of_its_clock_in_the_workers_order() -> Non
 
 
 def test_a_mailbox_gives_the_first_header_and_each_once() -> None:
-    """Whoever put it; queues of other names or generations are apart."""
+    """Any sender counts. Queues of other names or generations are separate."""
     store = dist.HashStore()
     one, other = Mailbox(store, "server/0"), Mailbox(store, "server/1")
     assert one.take(0.0) is None
@@ -363,7 +364,7 @@ def test_a_mailbox_gives_the_first_header_and_each_once() -> None:
             for host in ("0.0.0.0", "::", "here", "10.1.2.3", "fe80::7")
         ],
         ("here", "lo", "^the store on here is open to the network"),
-        ("10.1.2.4", None, None),  # another machine, where ranks may be
+        ("10.1.2.4", None, None),  # another machine, which may have ranks
         ("10.1.2.4", "eth7", None),
         ("128.0.0.1", "eth7", None),
     ],

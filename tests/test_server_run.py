@@ -1,4 +1,4 @@
-"""What runs of parameter servers write and report, what replay refuses, how they are watched."""
+"""Runs of parameter servers: their files and reports, invalid replays, and supervision."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEAD = {"threads": 1, "torch": "2", "servers": 2}
 
 
 def _row(version: int, *terms: tuple[int, int, int]) -> dict[str, Any]:
-    """An update by terms of (worker, version that it pulled, staleness)."""
+    """Return an update with terms of (worker, version that it pulled, staleness)."""
     of = [{"worker": w, "pulled": p, "staleness": s} for w, p, s in terms]
     return {"version": version, "terms": of}
 
@@ -40,7 +40,7 @@ def test_a_log_comes_back_whole_but_for_a_last_line_that_was_cut(tmp_path):
     write_log(path, HEAD, rows)
     assert read_log(path) == (HEAD, rows)
     with path.open("a") as file:
-        file.write(json.dumps(_row(3, (0, 2, 0))))  # whole, though its line is not
+        file.write(json.dumps(_row(3, (0, 2, 0))))  # complete, except for the newline
     assert read_log(path) == (HEAD, rows)
     write_log(path, HEAD, rows[:1])
     assert read_log(path) == (HEAD, rows[:1])
@@ -91,7 +91,7 @@ def test_staleness_and_delay_are_counted_in_the_order_of_numbers_and_drawn(tmp_p
     ]
 
 
-# ---------------------------------------------------------------- what server 0 notes
+# ---------------------------------------------------------------- notes of server 0
 
 
 def _served(tmp_path: Path, *more: str) -> ServedModel:
@@ -132,7 +132,7 @@ def test_each_update_has_a_row_of_what_its_terms_say(tmp_path):
         ]  # fmt: skip
         terms = [Term(**term) for row in logged for term in row["terms"]]
         assert (len(terms), terms[-1]) == (5, Term(0, 1, 2, 1, 8, 1.0))
-        # It dies, and goes on from version 2.
+        # It dies, and continues from version 2.
         again = RunNotes(served, reader := served.open_run())
         again.update(3, 0.5, 6.0, [Term(1, 1, 2, 0, 4, 1.5)])
     assert reader.state["data"]["sequences_per_step"] == 3 * 2 * 2
@@ -147,7 +147,7 @@ def test_each_update_has_a_row_of_what_its_terms_say(tmp_path):
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_the_last_line_is_of_the_newest_checkpoint_and_as_many_are_kept_as_asked(
+def test_last_line_is_for_the_newest_checkpoint_and_keep_limits_their_number(
     tmp_path, stopped, capsys
 ):
     served = _served(tmp_path)
@@ -180,7 +180,7 @@ def test_the_last_line_is_of_the_newest_checkpoint_and_as_many_are_kept_as_asked
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_losses_of_workers_and_of_an_evaluation_are_those_of_their_samples_alone(tmp_path, packed):
+def test_losses_of_workers_and_evaluation_equal_those_of_samples_alone(tmp_path, packed):
     """Without dropout, document by document; each sample counts by its valid tokens."""
     words = ("--packed", "--separator", "32") if packed else ()
     served = _served(tmp_path, "--dtype", "fp64", "--eval-batches", "2", "--dropout", "0", *words)
@@ -281,7 +281,7 @@ def test_servers_begin_with_the_weights_that_their_seed_draws(tmp_path):
 
 
 class _Replayed:
-    """A run of two servers with a checkpoint of version 3, of which nothing is computed again."""
+    """A run of two servers with a checkpoint of version 3; nothing is recomputed."""
 
     def __init__(self, tmp_path: Path, monkeypatch) -> None:
         self.served = _served(tmp_path, "--seed", "4")
@@ -359,7 +359,7 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(tmp_path, monkeypatch, c
     assert "\n" not in err
 
 
-# ---------------------------------------------------------------- who is watched
+# ---------------------------------------------------------------- supervision
 
 
 @pytest.mark.parametrize(
@@ -408,8 +408,8 @@ def test_a_run_says_who_trains_how_much_and_starts_in_what_is_prepared(
 
 
 class _Watch(servers._Watch):
-    """Of two servers and three workers, whose processes end as `codes` say: role, number -> exit
-    codes of one start after the other, None for one that runs."""
+    """A watch of two servers and three workers whose processes end as `codes` say: role, number ->
+    exit codes of one start after the other, None for a running process."""
 
     def __init__(self, **codes: list[int | None]) -> None:
         self.started: list[tuple] = []
@@ -430,7 +430,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(servers, "latest", lambda _: None)
     monkeypatch.setattr(servers, "end", lambda _: None)
     monkeypatch.setattr(servers, "start_generation", lambda _: None)
-    turns = iter(range(100))  # of a watch that ends
+    turns = iter(range(100))  # until the watch ends
     monkeypatch.setattr(servers, "time", SimpleNamespace(sleep=lambda _: next(turns)))
     told: list[tuple] = []
     monkeypatch.setattr(servers, "tell", lambda _, op, **more: told.append((op, more)))
@@ -439,8 +439,8 @@ def quick(monkeypatch):
 
 @pytest.mark.parametrize("killed", [1, 5, 6])
 def test_servers_that_are_killed_are_all_started_again_at_most_five_times(quick, killed, capsys):
-    """From the beginning where nothing was saved, with the workers that are left: worker 1 is lost
-    as the servers are, and told of to those that start then."""
+    """They start from the beginning if nothing was saved, with the remaining workers: worker 1 is
+    lost together with the servers, and the new ones are informed."""
     watch = _Watch(
         server0=[None] * killed + [0], server1=[-9] * killed + [None], worker1=[-9],
     )  # fmt: skip

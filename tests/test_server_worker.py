@@ -1,5 +1,5 @@
-"""A worker of parameter servers, with a script in place of the servers: what it asks, how long it
-waits, what each answer does, and how it finds servers that were restarted."""
+"""A worker of parameter servers, with a script in place of the servers: its requests and waits, the
+effect of each answer, and how it finds restarted servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from warpweave.parallel.server.worker import Gradient, LostError, Worker
 from warpweave.parallel.shard import ParamRecord
 
 RECORDS = [ParamRecord("big", (4,)), ParamRecord("small", (3,))]
-LONG = 10.0  # seconds of the timeout
+LONG = 10.0  # timeout in seconds
 PLAN = ServerPlan(2, None, joint=False, timeout=LONG)
 GRANTED, OVER = {"op": "granted", "version": 0}, {"op": "over"}
 
@@ -31,8 +31,8 @@ class _Servers:
     """Servers that follow a script. A step is a header that they send, a number of seconds without
     one, "beat" (no header, but a sign of life), or "restart" (they have been restarted).
 
-    `asked` are the worker's headers in their order, `links` its links, `sent` the tensors that went
-    over them; `broken` links fail at the first tensor.
+    `asked` are the worker's headers in order, `links` its links, and `sent` the tensors sent over
+    them; `broken` links fail at the first tensor.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, script: Sequence[Any]) -> None:
@@ -88,7 +88,7 @@ class _Servers:
 
 
 def _compute(clock: int, weights: Any) -> Gradient:
-    """The weights plus 10 for each clock, of clock + 2 samples."""
+    """Return the weights plus 10 for each clock, for clock + 2 samples."""
     return Gradient({n: w + 10.0 * clock for n, w in weights.items()}, clock + 2, clock / 4)
 
 
@@ -126,7 +126,7 @@ def test_16_bit_weights_have_32_bit_gradients(monkeypatch):
 
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_worker_that_is_given_up_raises_the_servers_reason(at, monkeypatch):
-    """Before its first step, within one, and at the end."""
+    """This happens before its first step, within one, and at the end."""
     script = [welcome(4), GRANTED, GRANTED, OVER]
     found = _Servers(monkeypatch, [*script[:at], {"op": "gone", "why": "it hangs"}])
     one = found.worker()
@@ -140,7 +140,7 @@ def test_a_worker_that_is_given_up_raises_the_servers_reason(at, monkeypatch):
         found.worker()
 
 
-def test_a_worker_waits_three_timeouts_from_the_last_sign_of_life_or_for_its_welcome(monkeypatch):
+def test_worker_waits_three_timeouts_after_the_last_sign_of_life(monkeypatch):
     long, over = 3 * LONG, 0.25
     for at in (1, 3):  # before the first grant, and the end
         start: list[Any] = [welcome(4), GRANTED, GRANTED][:at]
@@ -163,10 +163,10 @@ def test_a_worker_waits_three_timeouts_from_the_last_sign_of_life_or_for_its_wel
             assert found.worker(9).number == 4
 
 
-def test_a_worker_goes_on_with_restarted_servers_at_their_clock_and_keeps_its_number(monkeypatch):
+def test_worker_continues_with_restarted_servers_and_keeps_its_number(monkeypatch):
     script = [
-        "restart", welcome(2, 4),  # before it was let in
-        GRANTED, "restart", welcome(2, 4),  # when it waits for the next weights
+        "restart", welcome(2, 4),  # before it was admitted
+        GRANTED, "restart", welcome(2, 4),  # while it waits for the next weights
         GRANTED, GRANTED, "restart", welcome(2, 5),  # at the end
         GRANTED, OVER,
     ]  # fmt: skip
@@ -175,7 +175,7 @@ def test_a_worker_goes_on_with_restarted_servers_at_their_clock_and_keeps_its_nu
     assert clocks == [4, 4, 5, 5]
     hellos = [header for header in found.asked if header["op"] == "hello"]
     assert [h["worker"] for h in hellos] == [2] * 4
-    assert [h["visitor"] for h in hellos] == [1] * 4  # of a new store
+    assert [h["visitor"] for h in hellos] == [1] * 4  # from a new store
 
 
 def test_after_a_broken_link_the_servers_tell_why(monkeypatch):

@@ -1,5 +1,5 @@
-"""Sessions of ranks by themselves: what each says and leaves in the store, where that store is, and
-groups that are made anew."""
+"""Sessions of ranks alone: their messages and entries in the store, the place of that store, and
+renewed groups."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from warpweave.parallel.mesh import Mesh
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_silent_ranks_are_named_in_order_by_a_rank_or_through_the_store_by_its_launcher(
-    monkeypatch, launched
-):
+def test_silent_ranks_are_named_in_order_by_a_rank_or_by_its_launcher(monkeypatch, launched):
     monkeypatch.setattr("warpweave.launch.heartbeat.SILENCE", 0.0)
     sessions = _sessions(12)
     store = sessions[1].store
@@ -48,7 +46,7 @@ def test_a_rank_whose_store_is_gone_names_the_process_that_kept_it(error, launch
     assert session.explain(error) == f"rank 3 (tp=3) stops: {keeper} is gone"
 
 
-def test_one_rank_alone_says_what_failed_and_each_leaves_its_own_words_in_the_store():
+def test_only_one_rank_reports_the_failure_and_each_stores_its_own_error():
     class OddError(Exception):
         pass
 
@@ -94,7 +92,7 @@ def test_groups_are_made_anew_under_a_name_of_their_own_each_time(monkeypatch):
 def test_the_first_rank_keeps_the_store_unless_the_launcher_does(
     monkeypatch, rank, local_world, agent, hosts
 ):
-    """On loopback where all ranks are of this machine."""
+    """It is on loopback if all ranks are on this machine."""
     made = mock.Mock(return_value=dist.HashStore())
     monkeypatch.setattr(dist, "TCPStore", made)
     listener = mock.Mock(detach=lambda: 77)

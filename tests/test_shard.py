@@ -1,4 +1,4 @@
-"""One record per parameter: the cut loses nothing, the draw does not depend on the cut."""
+"""One record per parameter: sharding loses nothing, and the draw does not depend on it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_parameter_sharded_over_two_axes_assembles_to_the_whole(dims):
     record = ParamRecord("w", (7, 5), tuple(map(Cut, parts, dims, parts.values())))
     shards = {(e, t): record.slice(full, {"ep": e, "tp": t}) for e in range(2) for t in range(3)}
 
-    def gather(x, axis):  # what the ranks of the other axis hold once each has gathered over tp
+    def gather(x, axis):  # the ranks of the other axis after each has gathered over tp
         if axis == "tp":
             return [shards[0, t] for t in range(3)]
         joined = (torch.cat([shards[e, t] for t in range(3)], dims[1]) for e in range(2))
@@ -83,7 +83,7 @@ def test_the_draw_depends_on_the_seed_and_the_name_alone():
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of a tensor that an operator has made."""
+    """A mode that tracks the most elements of a tensor that an operator has made."""
 
     elements = 0
 
@@ -96,7 +96,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("piece", [1, 100, 1 << 22])
 def test_a_rank_draws_its_own_shard_of_what_one_draw_of_the_whole_is(monkeypatch, piece):
-    """Some rows at a time, whatever their number, and no tensor much larger than that."""
+    """It draws some rows at a time, for any number of rows, and no tensor much larger than that."""
     monkeypatch.setattr(shard, "_PIECE", piece)
     both = (Cut("ep", 0, 3), Cut("tp", 1, 2))
     for shape in ((1,), (13,), (200,), (31, 7), (64, 1), (49, 5, 3), (2, 9), (130, 16), (33, 0)):
@@ -149,7 +149,7 @@ def test_the_draw_has_the_standard_deviation_it_names():
 
 
 def _place(sizes: Mesh, rank: int) -> ConnectedMesh:
-    """A rank's place without its process groups: enough to build a model."""
+    """Make a rank's place without its process groups: enough to build a model."""
     return sizes.seen_from(rank)
 
 
@@ -168,7 +168,7 @@ def test_every_mesh_starts_from_the_plain_models_parameters(mesh, style):
             shards.setdefault(name, {})[at["pp"], at["tp"]] = param.detach()
     assert sorted(shards) == sorted(expected)
     for name, held in shards.items():
-        for stage in {pp for pp, _ in held}:  # the tied embedding lies on two stages
+        for stage in {pp for pp, _ in held}:  # the tied embedding is on two stages
             parts = [held[stage, tp] for tp in range(mesh.tp)]
             whole = records[name].assemble(parts[0], lambda x, axis, parts=parts: parts)
             assert torch.equal(whole, expected[name]), (name, stage)

@@ -1,9 +1,9 @@
-"""Every operation over tensor ranks is what one device computes: results, gradients, and what is
-frozen, deferred, added up or of low precision.
+"""Every operation over tensor ranks equals one device: results, gradients, and frozen, deferred,
+accumulated and low-precision cases.
 
 Each check makes the whole problem on every rank from the same seeds, runs the function on this
 rank's shards and compares its parts of the results and of all gradients with plain torch. The rows
-are in `sharded_ops.py`; faults that are planted into them must fail the same checks.
+are in `sharded_ops.py`; faults planted into them must fail the same checks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOW = [name for name, op in OPS.items() if op.low]
 
 
 def _on_threads(ranks: int, name: str, check: Callable[[Op], None]) -> None:
-    with OPS[name].within():  # of all threads
+    with OPS[name].within():  # for all threads
         run_threads(ranks, lambda rank: check(OPS[name]))
 
 
@@ -111,7 +111,7 @@ def _within_all_products(rank: int) -> None:
 
 
 def test_so_they_do_where_data_moves_within_the_products() -> None:
-    """Of several counts of ranks, and of a group that is not the world."""
+    """Covers several numbers of ranks, and a group that is not the world."""
     run_ranks(4, _within_all_products)
 
 
@@ -124,11 +124,11 @@ def test_the_group_need_not_be_the_world(name: str) -> None:
         if name in ("column", "row"):
             beside_replicas(rank, lambda rank: _deferred(op, {}))
 
-    with op.within():  # of all threads
+    with op.within():  # for all threads
         run_threads(4, beside)
 
 
-# ---------------------------------------------------------------- frozen, deferred, added up
+# ---------------------------------------------------------------- frozen, deferred, accumulated
 
 
 def _everywhere(op: Op, how: dict[str, object]) -> Iterator[tuple[Given, bool]]:
@@ -138,14 +138,15 @@ def _everywhere(op: Op, how: dict[str, object]) -> Iterator[tuple[Given, bool]]:
 
 
 def _problem(op: Op, given: Given, sequence: bool) -> tuple:
-    """(the function, its tensors, results and gradients by name, gradients of the results)."""
+    """Return (the function, its tensors, results and gradients by name,
+    gradients of the results)."""
     apply = partial(op.on_ranks, given, sequence)
     mine = op.mine(op.whole(given.shape), sequence)
     return apply, mine, *gradients(op, apply, mine)
 
 
 def _frozen(op: Op, how: dict[str, object]) -> None:
-    """Only what is wanted is made, and it is the same."""
+    """Test that only requested gradients are made, and that they are unchanged."""
     for given, sequence in _everywhere(op, how):
         apply, mine, expected, dy = _problem(op, given, sequence)
         subsets = (itertools.compress(mine, x) for x in itertools.product((0, 1), repeat=len(mine)))
@@ -167,7 +168,8 @@ def test_frozen_parameters_cost_and_change_nothing(name: str, ranks: int) -> Non
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor, again: object) -> None:
-    """In every bit; or that of another product, whose ranks add in another order."""
+    """Compare every bit; or, for a different product whose ranks add in
+    another order, approximately."""
     if again:
         assert_close_f64(found, expected, RTOL)
     else:
@@ -175,13 +177,14 @@ def _same(found: torch.Tensor, expected: torch.Tensor, again: object) -> None:
 
 
 def _waits(op: Op, given: Given, leaves: dict[str, torch.Tensor]) -> list[str]:
-    """Whose gradients wait: not that of a head whose backward makes the logits again."""
+    """Return the names with deferred gradients: not those of a head whose
+    backward recomputes the logits."""
     again = "recompute" in given.shape and given.shape["recompute"] is not False
     return [] if again else [name for name in op.weights if name in leaves]
 
 
 def _deferred(op: Op, how: dict[str, object]) -> None:
-    """With a collector, backward makes dx only; the store makes the same weight gradients."""
+    """With a collector, backward makes only dx, and the store makes the same weight gradients."""
     for given, sequence in _everywhere(op, how):
         apply, mine, expected, dy = _problem(op, given, sequence)
         store, (leaves, results, _) = WeightGradients(), results_of(apply, mine, dy)
@@ -209,8 +212,8 @@ def test_weight_gradients_can_be_deferred(name: str, ranks: int) -> None:
 
 
 def _added(op: Op) -> None:
-    """A step's first backward pass overwrites a gradient buffer, whatever it held; the next ones
-    add to it."""
+    """A step's first backward pass overwrites a gradient buffer with any
+    contents; later ones accumulate."""
     for given, sequence in _everywhere(op, {}):
         apply, mine, expected, dy = _problem(op, given, sequence)
         for within in (accumulate, collect):
@@ -242,7 +245,7 @@ def test_gradients_of_micro_batches_add_up_in_their_buffer(name: str, ranks: int
 
 
 def _low(op: Op) -> None:
-    """bfloat16 on several ranks is as good as on one; gradients come in ``grad_dtype``."""
+    """bfloat16 on several ranks is as accurate as on one; gradients have ``grad_dtype``."""
     low = torch.bfloat16
     for given in op.low:
         whole = {name: t.to(low) for name, t in op.whole(given.shape).items()}
@@ -338,19 +341,19 @@ def _terms_for_the_sum(ranks, h, weight, bias, *, residual, **options):
 
 
 def _turned_on(dq, dk, dv, cos, sin, **options):
-    """The gradient turned by the angle of the forward, not back."""
+    """Rotate the gradient by the angle of the forward instead of its inverse."""
     return RIGHT_BWD(dq, dk, dv, cos, -sin, **options)
 
 
 class Fault(NamedTuple):
-    """A function in place of one of an object: of the row itself, where that is its name."""
+    """A function that replaces one of an object, or of the row itself, if that is its name."""
 
     op: str
     where: Any
     name: str
     fault: Callable[..., Any]
     givens: tuple[Given, ...] = (Given(),)
-    everywhere: bool = True  # or on a rank: the first has all columns that are no padding
+    everywhere: bool = True  # or on a rank: the first has all columns without padding
 
 
 SMOOTHED = (Given({"smoothing": 0.3}, sequences=(False,)),)
@@ -384,7 +387,7 @@ FAULTS = (
 
 def _planted(rank: int) -> None:
     for op, where, name, fault, givens, everywhere in FAULTS:
-        row = replace(OPS[op], also=lambda *_: None)  # where ranks would wait for one another
+        row = replace(OPS[op], also=lambda *_: None)  # ranks would wait for one another there
         plants = () if where == op else (instead(where, name, fault),)
         if where == op:
             row = replace(row, **{name: fault})

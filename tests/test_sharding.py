@@ -1,5 +1,5 @@
 """Our operators on DTensors: for every rule of `kernels/sharding.py`, outputs and gradients of two
-ranks are those of the whole tensors, and the outputs lie where the rule says."""
+ranks equal those of whole tensors, and the outputs have the rule's placement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def draw(*shape: int) -> Tensor:
 
 
 def cases() -> dict[str, tuple[Callable, list, list, list]]:
-    """name -> (function, its arguments, the dim that each is cut along or None, the outputs')."""
+    """Return name -> (function, its arguments, the dim of each that is
+    sharded or None, the outputs')."""
     tokens = torch.arange(6) * 7
     rows = torch.arange(24).view(4, 6) * 5
     x, w, b, r = draw(4, 6, 5), draw(5), draw(5), draw(4, 6, 5)
@@ -154,14 +155,14 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
 
 
 def check(rank: int, broken: bool = False) -> list[str]:
-    """Run every case; the names of those that did not hold, with what went wrong."""
+    """Run every case; return the names of those that failed, with the error."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from warpweave.kernels import sharding
 
     chosen = cases()
-    if broken:  # dims that must be whole, cut as if each rank could do its part alone
+    if broken:  # dims that must be whole, sharded as if each rank could compute its part alone
         sharding.rope_op.sharding = "___d, _d, _d -> ___d"
         sharding.attention_op.sharding = "_s__, _s__, _s__, _, _, _ -> _s__, __s"
         (rotate, rope_args, _, _), (attend, qkv, _, _) = (

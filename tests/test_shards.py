@@ -1,5 +1,5 @@
-"""Parameters of somebody else's model on tensor ranks: shares that are the whole, and what a
-forward sees of them. Each rank is one of a pretended group, one after the other."""
+"""Parameters of a third-party model on tensor ranks: shards make up the whole, and a forward sees
+them. Each rank is one of a pretended group, one after the other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _rank(rank: int, ranks: int) -> Iterator[DeviceMesh]:
 
 
 def _shares(p: nn.Parameter, ranks: int, placement: Placement) -> list[torch.Tensor]:
-    """What each rank holds of `p`, once the records of all say that they are of it."""
+    """Return each rank's part of `p`, once the records of all ranks refer to it."""
     found = []
     for rank in range(ranks):
         with _rank(rank, ranks) as mesh:
@@ -53,7 +53,8 @@ def _shares(p: nn.Parameter, ranks: int, placement: Placement) -> list[torch.Ten
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_shares_of_all_ranks_are_the_parameter(ranks, trains):
-    """The blocks of a dim are cut each; a single one may be uneven, down to ranks with nothing."""
+    """Each block of a dim is sharded; a single block may be uneven,
+    down to ranks without a part."""
     for shape, dim, blocks in (
         ((12, 5), 0, 1), ((5, 12), 1, 1), ((12,), 0, 2), ((12, 5), 0, 2), ((5, 12), 1, 2),
         ((7, 3), 0, 1), ((1, 4), 0, 1), ((3, 7), 1, 1),
@@ -92,7 +93,7 @@ def test_tied_parameters_are_replaced_everywhere_and_others_stay():
     assert a.weight is b.weight is new
     assert a.bias is bias
     assert b.bias is None
-    bias.requires_grad_(False)  # one that is frozen is replaced as well, by one that is
+    bias.requires_grad_(False)  # a frozen parameter is replaced by a frozen one
     frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
     shards.replace_parameters(nn.ModuleList([nn.ModuleList([a]), b]), {bias: frozen})
     assert a.bias is frozen
@@ -127,7 +128,7 @@ def _used(group, fails: bool) -> tuple:
     return layer.bias.grad
 
 
-def test_while_a_forward_runs_gradients_are_summed_and_afterwards_all_is_as_before():
+def test_gradients_are_summed_during_a_forward_and_state_is_restored_after():
     assert on_threads(3, _used, True) == [None] * 3
     for gradient in on_threads(3, _used, False):
         assert gradient.tolist() == [4.0 * (1 + 2 + 3)] * 2
@@ -142,7 +143,7 @@ def _summed(mesh, axes: tuple[str, ...]) -> torch.Tensor:
 
 
 def test_a_gradient_is_summed_over_each_of_its_groups():
-    """Also if one of the parameters is not there."""
+    """This also holds if one of the parameters is not there."""
     for axes, of in (
         ((), lambda rank: [rank]), (("tp",), lambda rank: [rank, rank ^ 1]),
         (("cp",), lambda rank: [rank, rank ^ 2]), (("tp", "cp"), lambda rank: range(4)),
@@ -188,7 +189,7 @@ def _alike_on_a_grid(mesh, culprit: int | None, more: float) -> str:
 
 
 def test_a_rank_that_differs_is_reported_on_all_ranks_of_a_grid():
-    """Also to the rank that shares no group with it."""
+    """This includes the rank that shares no group with it."""
     assert on_mesh(GRID, _alike_on_a_grid, None, 0.0) == ["alike"] * 4
     for culprit in range(4):
         for more in (1.0, -1.0):
@@ -205,7 +206,7 @@ INPUTS = {
 }
 OTHERS = {
     "ids": [
-        torch.tensor([[1, 3, 2, 0], [5, 5, 7, 0]]),  # the same in another order
+        torch.tensor([[1, 3, 2, 0], [5, 5, 7, 0]]),  # the same in a different order
         torch.tensor([[5, 5, 7, 0], [3, 1, 2, 0]]),
         torch.tensor([[3, 1, 2, 0], [5, 5, 7, 1]]),
         torch.tensor([[3, 1, 2, 0, 0], [5, 5, 7, 0, 0]]),
@@ -235,7 +236,8 @@ def test_other_integer_inputs_on_any_rank_are_refused_on_all(culprit):
 
 
 def test_one_other_id_of_a_large_vocabulary_is_seen_in_a_long_text():
-    """Where the sine of its place is next to nothing, and the sum of all beyond 2^24."""
+    """The id is where the sine of its position is almost zero, and the
+    sum of all is beyond 2^24."""
     ids = torch.full((1, 710), 200_000)
     for at in (354, 709):
         other = ids.clone()
@@ -269,7 +271,7 @@ def _compares(group, largest: list[int]) -> None:
 
 
 def test_parameters_are_compared_without_a_copy_of_any():
-    """In float64 one would be twice as large as the parameter."""
+    """In float64 a copy would be twice as large as the parameter."""
     largest = [0]
     on_threads(2, _compares, largest)
     assert 0 < largest[0] <= 2 * 2  # a sum of each parameter, from each rank
@@ -278,8 +280,8 @@ def test_parameters_are_compared_without_a_copy_of_any():
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("told", [None, {"tp": 2}])
-def test_the_first_rank_saves_the_whole_and_leaves_the_models_config_as_it_was(rank, fails, told):
-    """Whatever it is asked to save and however that ends; every rank gathers and waits."""
+def test_first_rank_saves_the_whole_model_and_leaves_its_config_unchanged(rank, fails, told):
+    """This holds for any files and any outcome of the save; every rank gathers and waits."""
     config = SimpleNamespace(distributed_config=told) if told else SimpleNamespace()
     before, saved = dict(vars(config)), []
 

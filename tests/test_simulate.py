@@ -50,7 +50,7 @@ def test_peak_activations(p: int, m: int) -> None:
 
 @pytest.mark.parametrize("generate", [gpipe, one_f_one_b])
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 4), (4, 9)])
-def test_sending_gradients_first_saves_a_w_per_hop_and_no_rank_holds_more_than_the_first(
+def test_sending_gradients_first_saves_a_w_per_hop_at_equal_peak_activations(
     generate, p: int, m: int
 ) -> None:
     costs = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -92,7 +92,7 @@ def test_gpipe_pays_for_each_hop_once_down_and_once_up(p: int, m: int) -> None:
 
 
 def test_the_papers_costs_for_1f1b() -> None:
-    """p=4, m=16, F : I : W = 1 : 1.14 : 0.86 gives 18.75 % over the ideal, as the note derives."""
+    """p=4, m=16, F : I : W = 1 : 1.14 : 0.86 gives 18.75 % above the ideal, as the note derives."""
     line = simulate(one_f_one_b(4, 16), {"F": 1, "I": 1.14, "W": 0.86})
     assert line.span / (16 * 3.0) - 1 == pytest.approx(3 / 16)
 
@@ -109,7 +109,8 @@ def test_collectives_take_the_time_they_are_given() -> None:
 
 def test_versions_of_synchronous_and_asynchronous_lists() -> None:
     assert simulate(with_update(one_f_one_b(3, 4)), {"F": 1}).versions == (1, 1, 1)
-    p, n = 4, 9  # PipeDream: an update after each micro-batch, whose B runs on what its F read
+    # PipeDream: an update after each micro-batch, whose B uses the weights that its F read
+    p, n = 4, 9
     rows = []
     for s in range(p):
         row, behind = [], p - 1 - s
@@ -129,8 +130,9 @@ def test_versions_of_synchronous_and_asynchronous_lists() -> None:
     assert simulate([from_csv(owed.replace(" ", ","))[0]], {"F": 1}).versions == (1,)
     later = "0F0 0F1 0B0 0UPDATE@1 0F2@1 0B2@1 0UPDATE@2 0B1 0UPDATE@3 0F3@1 0B3@1 0UPDATE@4"
     held = simulate([from_csv(later.replace(" ", ","))[0]], {"F": 1})
-    assert held.versions == (3,)  # at UPDATE@2: 2 is newest, 0 in flight, 1 still to be read by F3
-    later = "0F2@1 0B2@1 0UPDATE@3 0F3@2 0B3@2 0UPDATE@4"  # of a run whose newest version is 2
+    # at UPDATE@2: 2 is the newest, 0 is in flight, 1 will be read by F3
+    assert held.versions == (3,)
+    later = "0F2@1 0B2@1 0UPDATE@3 0F3@2 0B3@2 0UPDATE@4"  # a run whose newest version is 2
     cut = [from_csv(later.replace(" ", ","))[0]]
     assert simulate(cut, {"F": 1}, before=begun_before(cut)).versions == (2,)
     begun = [from_csv("0F0@-2,0F1@-1,0F2")[0]]  # by versions before the newest, which is 0
@@ -162,7 +164,7 @@ def test_a_deadlock_is_reported() -> None:
 
 @pytest.mark.parametrize("lower", [list, with_comm])
 def test_the_tied_gradients_meet_after_the_later_end_and_one_message(lower) -> None:
-    """Whichever end is the later one, and whichever rank comes first."""
+    """For either end being later, and either rank arriving first."""
     later = set()
     for lag in (0, (0, 0, 4), (4, 0, 0)):
         for step in (1, -1):
@@ -202,7 +204,7 @@ def test_the_actions_of_a_cell_share_its_time_in_proportion_to_their_costs() -> 
     lists = from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1")
     (row,) = simulate(lists, {"F": 1, "B": 3, "OVERLAP_F_B": 2}).cells
     assert [(c.start, c.end) for c in row] == [(0, 1), (1, 1.5), (1.5, 3), (3, 6)]
-    (row,) = simulate(lists, {"F": 1, "I": 3}).cells  # B is I and a W that costs nothing
+    (row,) = simulate(lists, {"F": 1, "I": 3}).cells  # B is I plus a W without cost
     assert [(c.start, c.end) for c in row] == [(0, 1), (1, 2), (2, 5), (5, 8)]
 
 

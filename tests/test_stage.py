@@ -1,4 +1,4 @@
-"""The chain of segments: cut graphs equal one graph bit for bit, and collectives come in time."""
+"""The chain of segments: cut graphs equal one graph bit for bit, and collectives start in time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _unit(k: int, layer: nn.Module, mesh, stage: int = 0) -> Unit:
 def _chain(
     layers, mesh=None, *, stage: int = 0, recompute: bool = False, trace=None, **options
 ) -> ChainStage:
-    """The layers as segments; the first takes the batch itself, the last returns the loss."""
+    """Make the layers segments; the first one gets the batch itself, the last returns the loss."""
     trace = trace if trace is not None else (lambda k: None)
 
     def segment(k: int, layer: nn.Module) -> Segment:
@@ -95,7 +95,7 @@ def _batches(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _go(chain: ChainStage, batches, order: str = "FB", seed=None) -> None:
-    """F, B, I and W of every micro-batch; "FI W" means all F and I first, then all W."""
+    """Run F, B, I and W of every micro-batch; "FI W" means all F and I first, then all W."""
     chain.begin(batches, seed)
     does = {
         "F": lambda mb: chain.forward(mb, None),
@@ -114,13 +114,13 @@ def _losses(chain: ChainStage) -> list[torch.Tensor]:
 
 
 def _run(chain: ChainStage, *args, **options) -> list[torch.Tensor]:
-    """The same, and the gradients."""
+    """Do the same, and return the gradients."""
     _go(chain, *args, **options)
     return [p.grad.clone() for unit in chain.units for _, p in unit.params]
 
 
 def _one_graph(layers, batches) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Losses and gradients of plain autograd, accumulated over the micro-batches."""
+    """Return losses and gradients of plain autograd, accumulated over the micro-batches."""
     losses = []
     for x in batches:
         for layer in layers:
@@ -146,9 +146,7 @@ def test_backward_through_cut_segments_equals_one_autograd_graph_bit_for_bit(
 
 @pytest.mark.parametrize("order", ["FIW", "FI W", "F I W"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_deferred_weight_gradients_equal_immediate_ones_and_every_backward_runs_once(
-    order, recompute
-):
+def test_deferred_weight_gradients_equal_immediate_and_backwards_run_once(order, recompute):
     expected = _run(_chain(_layers(4)), _batches())
     chain = _chain(_layers(4), recompute=recompute)
     _Linear.passes = 0
@@ -170,7 +168,7 @@ def test_weight_gradients_wait_for_backward_weight():
 
 
 class _Reads(_Linear):
-    """Whose deferred gradient reads the weight, as one that computes its activations again."""
+    """A layer whose deferred gradient reads the weight, as if it recomputed its activations."""
 
     @staticmethod
     def backward(ctx, dy):
@@ -179,7 +177,7 @@ class _Reads(_Linear):
 
 
 def test_a_deferred_weight_gradient_reads_the_weights_of_its_forward():
-    """An update comes between I and W: of the newest version and of the one before it."""
+    """An update comes between I and W, with the newest version and with the previous one."""
     found = []
     for updates in (0, 1, 2):
         chain = _chain(_layers(2), versions=3)
@@ -275,12 +273,12 @@ def _on_context_ranks(rank: int) -> None:
         assert attended.call_count == 4 * config.layers
 
 
-def test_full_recomputation_sends_and_attends_nothing_twice_over_context_ranks():
+def test_full_recomputation_over_context_ranks_repeats_no_send_or_attention():
     run_ranks(2, _on_context_ranks)
 
 
 def _two_readers(mesh, stage: int) -> None:
-    """The first layer is the last one, too, as a tied embedding is on a single stage."""
+    """Make the first layer the last one as well, like a tied embedding on a single stage."""
     layers = _layers(2, torch.float64)
     parameters = [p for layer in layers for p in (layer.weight, layer.bias)]
     batches = [x + mesh.index("dp") for x in _batches(torch.float64)]
@@ -312,16 +310,16 @@ def test_a_unit_that_two_segments_read_gets_both_gradients():
     run_ranks(2, _two_readers_on_two_ranks)
 
 
-# -------------------------------------------------------------------------- collectives in time
+# -------------------------------------------------------------------------- times of collectives
 
 
 class _Trace:
-    """What happens, in order: (event, segment). Patches this process's collectives."""
+    """Record (event, segment) in order. Patches this process's collectives."""
 
     def __init__(self, mesh, stage: int, layers: int = 5, **options) -> None:
         self.events: list[tuple[str, int]] = []
         self.present: list[tuple[int, set[int]]] = []
-        self.messages: list[int] = []  # how many units each reduction sums
+        self.messages: list[int] = []  # number of units that each reduction sums
         self.chain = _chain(_layers(layers), mesh, stage=stage, trace=self._compute, **options)
         self.backward: list[tuple[int, int, int]] = []  # segment, in flight, gradients open
         for k, layer in enumerate(self.chain.segments):
@@ -378,7 +376,7 @@ def _prefetch(rank: int) -> None:
     once = [("gather", 0)]
     for k in range(last):
         once += [("gather", k + 1), ("compute", k)]
-    once += [("compute", last)]  # whose parameters stay for the backward pass
+    once += [("compute", last)]  # its parameters stay for the backward pass
     for k in reversed(range(last + 1)):
         once += [("gather", k - 1)] * (k > 0) + [("backward", k), ("reduce", k)]
     assert trace.events == once * 2, trace.events
@@ -405,7 +403,7 @@ def _freed(rank: int) -> None:
 
 
 def _early_reduction(rank: int) -> None:
-    """Stages 0 and 1 reduce once, bucket by bucket while earlier segments still run backward."""
+    """Stages 0 and 1 reduce once, bucket by bucket, while earlier segments run their backward."""
     for stage in (0, 1):
         trace = _Trace(Mesh(dp=2).connect(), stage, layers=3, bucket_bytes=1)
         _go(trace.chain, _batches())
@@ -429,7 +427,7 @@ def _early_reduction(rank: int) -> None:
 
 
 def _same_bits(rank: int) -> None:
-    """Every stage, recomputed or deferred, sums the same gradients to the same bits on 2 ranks."""
+    """Every ZeRO stage, recomputed or deferred, sums gradients to the same bits on 2 ranks."""
     mesh, batches = Mesh(dp=2).connect(), _batches() + rank
     expected = None
     for stage, recompute, order in itertools.product(range(4), (False, True), ("FB", "FI W")):
@@ -455,8 +453,8 @@ def test_gathers_start_ahead_parameters_are_freed_and_reductions_start_early():
 
 
 def _cut_ones(mesh: ConnectedMesh, buckets: float, each: int | None) -> list[int]:
-    """The micro-batches of six in which the second of three segments has a graph of its own, with
-    a bucket as large as the gradients of so many."""
+    """Return the micro-batches of six in which the second of three segments has a separate graph,
+    with a bucket as large as the gradients of this many."""
     layers, cut = _layers(3), []
     units = [_unit(k, layer, mesh) for k, layer in enumerate(layers)]
 
@@ -474,8 +472,8 @@ def _cut_ones(mesh: ConnectedMesh, buckets: float, each: int | None) -> list[int
     return [mb for mb in range(6) if cut[mb]]
 
 
-def test_a_chain_is_cut_only_where_a_bucket_of_gradients_is_reduced_before_its_end() -> None:
-    """All but those of the first segment, which are complete last, on several data ranks."""
+def test_chain_is_cut_only_where_a_bucket_is_reduced_before_its_end() -> None:
+    """These are all segments except the first, which completes last, on several data ranks."""
     assert _cut_ones(single(), 0, None) == []
     for buckets, each, expected in (
         (0, None, [5]), (2, None, [5]), (2.1, None, []), (2, 2, [1, 3, 5]), (2, 3, [2, 5]),
@@ -483,7 +481,7 @@ def test_a_chain_is_cut_only_where_a_bucket_of_gradients_is_reduced_before_its_e
         assert on_mesh(Mesh(dp=2), _cut_ones, buckets, each) == [expected] * 2, (buckets, each)
 
 
-def test_what_stands_in_for_the_last_segment_is_run_once_and_no_other_is_left_out() -> None:
+def test_replacement_of_the_last_segment_runs_once_and_the_others_still_run() -> None:
     p = nn.Parameter(torch.ones(1))
     unit = make_unit("unit", [(ParamRecord("p", (1,)), p)], single())
     chain = [
@@ -499,7 +497,7 @@ def test_what_stands_in_for_the_last_segment_is_run_once_and_no_other_is_left_ou
 
 
 def _two_kinds(mesh: ConnectedMesh) -> None:
-    """Whole gradients of two dtypes, or of two groups of ranks: a buffer for each kind."""
+    """Whole gradients of two dtypes, or of two groups of ranks: one buffer for each kind."""
     at = mesh.index("dp")
     units, terms = [], [3.0 + at, 2.0**-40 * (1 + at)]
     for name, dtype in (("a", torch.float32), ("b", torch.float64), ("c", torch.float32),
@@ -509,7 +507,7 @@ def _two_kinds(mesh: ConnectedMesh) -> None:
         units.append(make_unit(name, [(record, p)], mesh))
     segments = [Segment(u.name, lambda x, _: x, (u,)) for u in units]
     stage = ChainStage(segments)
-    assert units[2].gradients.is_before(units[0].gradients)  # complete in the other order
+    assert units[2].gradients.is_before(units[0].gradients)  # they complete in reverse order
     assert not units[1].gradients.is_before(units[0].gradients)
     for unit, term in zip(units, (terms[0], terms[0] + terms[1], terms[0], terms[0])):
         unit.gradients.views[unit.params[0][1]].fill_(term)
@@ -540,10 +538,10 @@ def test_a_parameter_that_a_step_does_not_reach_has_no_gradient() -> None:
 
 
 def test_a_step_begins_with_nothing_of_the_one_before() -> None:
-    """Nor of one that ended midway."""
+    """This includes a step that ended midway."""
     chain, again = _chain(_layers(2)), _chain(_layers(2))
     chain.begin([*_batches(), *_batches()])
-    for mb in (2, 4):  # one that comes again, and one that does not
+    for mb in (2, 4):  # one that occurs again, and one that does not
         chain.forward(mb, None)
     for _ in range(2):
         _go(chain, _batches())
@@ -555,7 +553,7 @@ def test_a_step_begins_with_nothing_of_the_one_before() -> None:
 
 
 def _left_to_another(mesh: ConnectedMesh, layers: list[_Layer], every: list, cut: bool) -> None:
-    """One list of layers for each rank; a segment that is recomputed is cut from the others."""
+    """Use one list of layers for each rank; a recomputed segment is cut from the others."""
     first, second = mine = layers[2 * mesh.rank : 2 * mesh.rank + 2]
     units = [_unit(k, layer, mesh) for k, layer in enumerate(mine)]
     fns = (lambda x, b: first(b), lambda x, b: (None, {LOSS: second(x).square().sum()}))

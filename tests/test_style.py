@@ -100,14 +100,14 @@ LEAVES = {
 
 @pytest.mark.parametrize("layer", LEAVES)
 def test_what_a_layer_has_no_use_for_is_no_keyword_of_it(layer):
-    """But a place whole, as its neighbours in a block need it, may have it."""
+    """But it accepts a whole place, which its neighbors in a block need."""
     sizes = LEAVES[layer]
     layer(*sizes, place=Place(strategy="ring", overlap="chunked", impl="torch"))
     with pytest.raises(TypeError, match="'strategy'"):
         layer(*sizes, strategy="ring")
     product = layer in (ColumnParallelLinear, RowParallelLinear)
     other = {"impl": "torch"} if product else {"recompute": "up"}
-    if layer is not VocabParallelLinearCrossEntropy:  # whose recompute is one of its own
+    if layer is not VocabParallelLinearCrossEntropy:  # its recompute is a separate one
         with pytest.raises(TypeError, match=f"'{next(iter(other))}'"):
             layer(*sizes, **other)
 
@@ -176,7 +176,7 @@ del WITH_PARAMETERS[VocabParallelLinearCrossEntropy]
 
 
 @pytest.mark.parametrize("layer", WITH_PARAMETERS)
-def test_every_parameter_is_made_on_the_device_and_in_the_dtype_that_are_given(layer):
+def test_every_parameter_has_the_given_device_and_dtype(layer):
     sizes, options = WITH_PARAMETERS[layer]
     for device in ("meta", "cpu"):
         for dtype in (torch.float64, torch.bfloat16, None):
@@ -187,7 +187,7 @@ def test_every_parameter_is_made_on_the_device_and_in_the_dtype_that_are_given(l
             assert {b.device.type for b in made.buffers()} <= {device}
 
 
-OWN = {  # what a layer takes beside its sizes and records
+OWN = {  # arguments of a layer other than its sizes and records
     TransformerBlock: "site=1 out_init=0.02",
     Attention: "out_init=0.02",
     MLP: "out_init=0.02",

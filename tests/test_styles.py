@@ -1,4 +1,4 @@
-"""Our layers as styles of torch's `parallelize_module` and as words of transformers' `tp_plan`: on
+"""Our layers as styles of torch's `parallelize_module` and as words of transformers' `tp_plan`:
 random Hugging Face models over two ranks, against the untouched ones on one."""
 
 import itertools
@@ -29,7 +29,7 @@ CASES = ((False, "chunked"), (True, "none"), (True, "chunked"))
 
 
 def torch_plan(sequence: bool, overlap: str) -> dict:
-    """Of a Llama, as one writes it with torch's own styles."""
+    """Return the plan of a Llama, as written with torch's own styles."""
     tokens = Shard(1) if sequence else Replicate()
     column = ColwiseParallel(input_layouts=tokens, overlap=overlap)
     row = RowwiseParallel(output_layouts=tokens, overlap=overlap)
@@ -60,7 +60,7 @@ def _of_two(rank: int, folder: str) -> dict:
     found = {"torch": {}, "words": {}}
     for sequence, overlap in CASES:
         model = perturbed("llama", **MORE)
-        if rank == 1:  # the numbers are those of the mesh's first rank
+        if rank == 1:  # values come from the mesh's first rank
             nn.init.zeros_(model.lm_head.weight)
             nn.init.zeros_(model.model.layers[1].self_attn.q_proj.weight)
         parallelize_module(model, mesh, torch_plan(sequence, overlap))
@@ -105,7 +105,7 @@ def _of_two(rank: int, folder: str) -> dict:
 
 
 def _outputs_of_dtensors(mesh) -> list[tuple[str, bool]]:
-    """An output that is asked for as a DTensor has its layout, and is the whole one's part."""
+    """Test that an output requested as a DTensor has its layout, and is the whole one's part."""
     found = []
     for kind in (ColwiseParallel, RowwiseParallel, SequenceParallel):
         for out in (Shard(0), Shard(1), Shard(-1), Replicate()):
@@ -129,7 +129,7 @@ def _outputs_of_dtensors(mesh) -> list[tuple[str, bool]]:
 
 
 def _whose_values(rank: int, mesh) -> list[tuple[str, bool]]:
-    """Parameters are those of the rank that is asked for; of none, each rank keeps its own."""
+    """Parameters are those of the requested rank; without one, each rank keeps its own."""
     found = []
     for source, wanted in ((0, 1.0), (1, 2.0), (None, rank + 1.0)):
         for style, module in (
@@ -147,7 +147,7 @@ def _whose_values(rank: int, mesh) -> list[tuple[str, bool]]:
 
 
 def _uneven_and_padded(mesh) -> list[tuple[str, bool]]:
-    """Seven features or words on two ranks; a padding token has no gradient, whatever is cut."""
+    """Shard seven features or words over two ranks; a padding token never has a gradient."""
     found = []
     ids = torch.tensor([[3, 1, 6, 3], [0, 3, 3, 5]])
     for padding in (None, 3, 6):
@@ -194,7 +194,7 @@ def _more_arguments(rank: int, mesh) -> tuple[str, bool]:
 
 
 def _norms_inside(rank: int, mesh) -> tuple[str, bool]:
-    """Norms within the module on a sequence, one of them without parameters: as on one device."""
+    """Test norms within the module on a sequence, one without parameters: equal to one device."""
 
     def made() -> nn.Module:
         torch.manual_seed(5)
@@ -220,8 +220,8 @@ TOLD = (
 
 
 def _told(family: str, sizes: dict, more: dict) -> tuple:
-    """What is reported of a model over two ranks, what transformers is told of it, how many hooks
-    it has before and after each of two calls, what it computes, and what `revert` leaves."""
+    """Return the report of a model over two ranks, what transformers is told of it, the number of
+    hooks before and after each of two calls, its results, and what `revert` leaves."""
     from warpweave.parallel.mesh import Mesh
 
     model, report = perturbed(family, **more), ww.Report()
@@ -239,7 +239,7 @@ def _told(family: str, sizes: dict, more: dict) -> tuple:
 
 
 def _layouts(mesh) -> list[str | None]:
-    """Of some of the cases of `benchmarks/hf_styles.py`: every layout in, every one out."""
+    """Run some cases of `benchmarks/hf_styles.py`: every input layout, every output layout."""
     sys.path.insert(0, str(BENCHMARKS))
     import hf_styles
 
@@ -260,7 +260,7 @@ def _frozen(style) -> nn.Module:
 
 
 def _layers_of_tuples(mesh) -> tuple[torch.Tensor, str]:
-    """What layers that give more than hidden states give where tokens are cut between them."""
+    """Return results of layers with outputs besides hidden states and sharded tokens between."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
     class Layer(nn.Module):
@@ -273,7 +273,7 @@ def _layers_of_tuples(mesh) -> tuple[torch.Tensor, str]:
     return layers[1](*layers[0](hidden_states=x))
 
 
-SEQUENCES = ((2, 0), (2, -2), (3, 1), (3, 0), (4, -2), (4, 1))  # dims of x, and the one that is cut
+SEQUENCES = ((2, 0), (2, -2), (3, 1), (3, 0), (4, -2), (4, 1))  # dims of x, and the sharded one
 
 
 def _sequence(rank: int, mesh, ndim: int, dim: int) -> bool:
@@ -350,7 +350,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(folder) -> list[dict]:
-    """What each of two ranks found: transformers is imported once."""
+    """Return the results of each of two ranks: transformers is imported once."""
     return run_ranks(2, _of_two, str(folder))
 
 
@@ -368,7 +368,7 @@ LAYERS, COLUMNS, ROWS = 2, 5, 2
 
 
 def test_the_overlap_of_a_style_reaches_its_products(two):
-    """Once in a forward that evaluates, once in one that trains."""
+    """In a forward that evaluates, and in one that trains."""
     for rank in two:
         calls = {case: counts for case, (_, counts) in rank["torch"].items()}
         assert not calls[True, "none"]
@@ -380,7 +380,7 @@ def test_the_overlap_of_a_style_reaches_its_products(two):
 
 
 def test_a_layout_means_what_it_means_to_torch_whatever_the_number_of_dims(two):
-    """Against torch's styles and one device, in float64 with all gradients."""
+    """Compare with torch's styles and one device, in float64 with all gradients."""
     for rank in two:
         assert len(rank["layouts"]) == 2 * (3 + 5 + 7) + 2 * (5 + 7 + 9)
         assert not any(rank["layouts"]), next(filter(None, rank["layouts"]))
@@ -401,7 +401,7 @@ def test_what_is_frozen_stays_so_and_what_layers_give_besides_goes_on(two):
     for rank in two:
         assert not any(rank["frozen"])
         x, more = rank["tuples"]
-        assert torch.equal(x, torch.arange(12.0).view(1, 4, 3) + 2 + 2)  # of two tokens each
+        assert torch.equal(x, torch.arange(12.0).view(1, 4, 3) + 2 + 2)  # two tokens each
         assert more == "xx"
 
 
@@ -421,7 +421,7 @@ def test_a_tp_plan_of_our_words_loads_computes_saves_and_generates(two, folder):
             for rank in two:
                 found, calls = rank["words"][family, sequence]
                 assert_all_close(found, wanted)
-                # sequences are cut, by the reserved word, and their messages hidden
+                # sequences are sharded, by the reserved word, and their messages hidden
                 rows = ROWS * model.config.num_hidden_layers
                 hidden = {"product_scatter": 2 * rows, "gather_product": rows}
                 assert calls.items() >= hidden.items() if sequence else not calls
@@ -435,7 +435,7 @@ def test_kernels_go_into_a_model_that_a_tp_plan_cut(two, folder):
         replaced, found = rank["applied"]
         assert replaced == 5 * model.config.num_hidden_layers + 1  # norms, attention
         assert_all_close(found, computed(model))
-        cut, still, found = rank["reverted"]  # it stays as the tp_plan cut it
+        cut, still, found = rank["reverted"]  # it stays as the tp_plan sharded it
         assert still == cut != []
         assert_all_close(found, computed(model))
 
@@ -444,7 +444,7 @@ def test_kernels_go_into_a_model_that_a_tp_plan_cut(two, folder):
 
 
 def _said(family: str, sizes: dict, more: dict) -> dict:
-    """What the report should say of each module that ranks share, or cannot."""
+    """Return the expected report for each module that ranks share, or cannot."""
     kind = {"llama": "Llama", "gpt2": "GPT2", "gemma3": "Gemma3"}[family]
     columns, said = (1, 1) if family == "gpt2" else (3, 2), {}
     names = ("attn", "mlp") if family == "gpt2" else ("self_attn", "mlp")
@@ -456,14 +456,14 @@ def _said(family: str, sizes: dict, more: dict) -> dict:
         if "hidden_act" in more:
             why = "its activation is none of ours"
             said[f"{base}.{layers}.{layer}.mlp"] = f"{kind}MLP", False, why
-    if "tp" in sizes and family != "gemma3":  # whose embedding does more than look up
+    if "tp" in sizes and family != "gemma3":  # its embedding does more than look up
         embedding = f"{base}.wte" if family == "gpt2" else f"{base}.embed_tokens"
         said[embedding] = "Embedding", True, "embedding, rows over tp"
         said["lm_head"] = "Linear", True, "head, rows over tp"
     return said
 
 
-def test_a_model_over_ranks_says_what_each_module_shares_and_compares_inputs_once(two):
+def test_model_over_ranks_reports_its_sharding_and_compares_inputs_once(two):
     for rank in two:
         for (family, sizes, more), found in zip(TOLD, rank["told"], strict=True):
             said, told, hooks, numbers, left = found
@@ -474,7 +474,7 @@ def test_a_model_over_ranks_says_what_each_module_shares_and_compares_inputs_onc
             assert left is None
 
 
-# ---------------------------------------------------------------- 4. what cannot be
+# ---------------------------------------------------------------- 4. errors
 
 
 def test_what_a_style_cannot_do_is_one_line(two):

@@ -1,12 +1,12 @@
-"""Every sum over ranks is rounded once, on eight ranks as on one: in 16 bits they cost nothing.
+"""Every sum over ranks is rounded once, on eight ranks as on one, so in 16 bits ranks add no error.
 
-Operands are whole numbers, so large that terms and sums have no place in 16 bits and so small that
-every order of adding them is exact in fp32. Then what is rounded once, after the last addition, is
-the float64 truth cast, bit for bit; terms or partial sums in 16 bits, or a sum that is rounded
-before its bias, are other numbers. What is not a sum of products has as its bound, element by
-element, one rounding of the truth and fp32's noise.
+Operands are whole numbers, so large that terms and sums do not fit in 16 bits and so small that
+every order of adding them is exact in fp32. A result that is rounded once, after the last addition,
+is then the float64 truth cast, bit for bit. Terms or partial sums in 16 bits, or a sum that is
+rounded before its bias, differ. For results that are not sums of products, the bound per element is
+one rounding of the truth and fp32's noise.
 
-Ranks are threads (`threads.py`), which also see that all of them begin the same collectives.
+Ranks are threads (`threads.py`), which also check that all of them begin the same collectives.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ T = 16
 
 
 def whole(seed: int, *shape: int, most: int = 15) -> Tensor:
-    """Whole numbers up to `most`, alike on every rank, in float64."""
+    """Draw whole numbers up to `most`, equal on every rank, in float64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-most, most + 1, shape, generator=generator).double()
 
 
 def share(t: Tensor, dim: int | None, group: Group | None) -> Tensor:
-    """This rank's share of `t` along `dim`, or (None) all of it."""
+    """Return this rank's share of `t` along `dim`, or (None) all of it."""
     return t if dim is None else t.chunk(group_size(group), dim)[group_rank(group)]
 
 
 def leaves(
     group: Group | None, dtype: torch.dtype, *given: tuple[Tensor, int | None]
 ) -> list[Tensor]:
-    """x and the parameters of `given`, each with the dim that is cut; their gradients are fp32."""
+    """Return x and the parameters of `given`, each with the sharded dim;
+    their gradients are fp32."""
     mine = [share(t, dim, group).to(dtype, copy=True).requires_grad_() for t, dim in given]
     for parameter in mine[1:]:
         parameter.grad_dtype = torch.float32
@@ -56,20 +57,20 @@ def leaves(
 
 
 def assert_once(found: Tensor, truth: Tensor, what: object) -> None:
-    """The bits of the truth, rounded to the dtype that was asked for."""
+    """Assert bitwise equality with the truth, rounded to the requested dtype."""
     wrong = (found != truth.to(found.dtype)).sum()
     assert not wrong, f"{what}: {wrong} of {found.numel()} are rounded elsewhere than at the end"
 
 
 def assert_rounded(found: Tensor, truth: Tensor, what: object, noise: float = 2**-20) -> None:
-    """One rounding of the truth in the dtype that was asked for, and fp32's noise."""
+    """Assert at most one rounding of the truth in the requested dtype, and fp32's noise."""
     unit = torch.finfo(found.dtype).eps / 2
     off = (found.double() - truth).abs() - 1.01 * unit * truth.abs() - noise * truth.abs().max()
     assert off.max() <= 0, f"{what}: off by {off.max():.2e} more than one rounding"
 
 
 def on_all(check, *args) -> None:
-    """``check(group, dtype, most, ...)`` on 1, 2 and 8 ranks, in both dtypes."""
+    """Call ``check(group, dtype, most, ...)`` on 1, 2 and 8 ranks, in both dtypes."""
     for dtype, most in DTYPES.items():
         check(None, dtype, most, *args)
         for ranks in RANKS[1:]:
@@ -106,8 +107,8 @@ def _row(group, dtype, most, way: str, cut: bool) -> None:
 
 
 def _mlp(group, dtype, most, way: str, cut: bool) -> None:
-    """With relu2, a first product whose squares have a place in 16 bits; once with terms of y that
-    have none, once with terms of dx."""
+    """Use relu2 with a first product whose squares fit in 16 bits; once terms of y do not fit, and
+    once terms of dx."""
     E, F_, tokens = 4, 32, 0 if cut else None
     x, up, b1, b2 = (whole(i, *s, most=m) for i, (s, m) in enumerate(
         [((T, E), 1), ((F_, E), 3), ((F_,), 3), ((E,), 256)]
@@ -153,7 +154,7 @@ def test_products_are_summed_in_fp32_and_rounded_after_the_bias(product, way, cu
 
 
 def _embedding(group, dtype, most, cut: bool) -> None:
-    """One row takes the gradients of most tokens."""
+    """Give most tokens' gradients to one row."""
     ids, table, dy = (
         torch.tensor([3] * (T - 2) + [0, 15]),
         whole(1, 16, 5),
@@ -179,8 +180,8 @@ LABELS = torch.tensor([5, 63, 0, -100, 31, 32, 7, 8, 9, 40, 41, 3, 2, 1, 60, 50]
 
 
 def _head(group, dtype, most, way: str, cut: bool, softcap: float | None) -> None:
-    """x = 0 makes all probabilities 1/V, so that dz has a place in 16 bits and dx is a sum of whole
-    numbers over V: the mean row of the weight less the label's."""
+    """x = 0 makes all probabilities 1/V, so that dz fits in 16 bits and dx is a sum of whole
+    numbers over V: the mean row of the weight minus the label's."""
     tokens, weight = 0 if cut else None, whole(1, V, 5, most=250)
     wanted = (torch.ones(T, V).double() / V - F.one_hot(LABELS.clamp(0), V)) @ weight
     wanted[LABELS < 0] = 0
@@ -203,7 +204,7 @@ def test_the_heads_input_gradient_is_summed_in_fp32(way, cut, softcap) -> None:
 
 
 def _losses(group, dtype, most, softcap: float | None) -> None:
-    """Losses of logits that have been rounded once, with or without a cap of them."""
+    """Compare losses of logits that have been rounded once, with and without a cap."""
     x, weight = draw(1, T, 5).to(dtype).double(), draw(2, V, 5).mul(4).to(dtype).double()
     z = (x @ weight.t()).to(dtype).double()
     leaf = z if softcap is None else softcap * (z / softcap).tanh()
@@ -255,7 +256,7 @@ def test_collectives_of_16_bits_are_rounded_once() -> None:
 
 
 def _norm(group, dtype, most) -> None:
-    """Of rows of which each rank's features have another size."""
+    """Use rows in which each rank's features have a different magnitude."""
     x, w, dy = (draw(i, T, 64).to(dtype).double() for i in range(3))
     x, w = (x * torch.linspace(0.1, 4, 64)).to(dtype).double(), w[0]
     truth = x.clone().requires_grad_()
@@ -277,23 +278,23 @@ def test_a_norm_over_cut_features_is_rounded_once() -> None:
 
 # ---------------------------------------------------------------- gradients over data ranks
 
-SPEC = {  # shape, the dim that tp cuts, whether tensor ranks see a part of the tokens each
+SPEC = {  # shape, the dim that tp shards, whether each tensor rank sees only a part of the tokens
     "cut": ((7, 5), 0, False),
     "norm": ((5,), None, True),
     "same": ((11, 3), None, False),
 }
-MESH = Mesh(dp=3, cp=2, tp=2, pp=2)  # no two of pp, dp, data, world have groups alike
+MESH = Mesh(dp=3, cp=2, tp=2, pp=2)  # no two of pp, dp, data, world have equal groups
 
 
 def _gradient(name: str, micro: int, data: int, tp: int, pp: int) -> Tensor:
-    """Of one micro-batch; tensor ranks differ where each sees a part of the tokens."""
+    """Return one micro-batch's gradient; tensor ranks differ if each sees a part of the tokens."""
     shape, _, partial = SPEC[name]
     seed = len(name) + 7 * micro + 31 * data + 211 * pp + (1009 * tp if partial else 0)
     return whole(seed, *shape, most=200)
 
 
 def _zero(mesh: ConnectedMesh, stage: int) -> None:
-    """Three micro-batches and one update, in numbers of which no sum is rounded in fp32."""
+    """Run three micro-batches and one update, with numbers whose sums are not rounded in fp32."""
     params, pp, tp = [], mesh.index("pp"), mesh.size("tp")
     for name, (shape, dim, partial) in SPEC.items():
         cuts = () if dim is None else (Cut("tp", dim, tp),)
@@ -340,7 +341,7 @@ def _zero(mesh: ConnectedMesh, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=8), MESH])
-def test_gradients_in_16_bits_are_summed_in_fp32_over_micro_batches_and_ranks(mesh, stage) -> None:
+def test_16_bit_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(mesh, stage) -> None:
     on_mesh(mesh, _zero, stage)
 
 

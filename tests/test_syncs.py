@@ -1,4 +1,4 @@
-"""How often the host waits for its device, counted without one."""
+"""Counts of how often the host waits for its device, without a device."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def waits() -> dict[str, dict[str, int]]:
-    """Case -> function of ours (or of transformers) -> how often the host waited there."""
+    """Return case -> function of ours (or of transformers) -> how often the host waited there."""
     maker = "_setup_privateuseone_for_python_backend"
     if not hasattr(torch.utils.backend_registration, maker):
         pytest.skip(f"the private {maker}, which pretends a device, is not in {torch.__version__}")
@@ -34,14 +34,14 @@ def test_generation_reads_its_tokens_once_and_looks_for_ends_every_sixteen(waits
     assert waits["generate 20"] == {"warpweave/model/generate.py go_on": 2}
 
 
-def test_a_hugging_face_model_reads_its_mask_once_a_forward_and_never_while_it_decodes(waits):
-    """Once for each of gemma 2's two masks."""
+def test_hf_model_reads_its_mask_once_per_forward_and_never_while_decoding(waits):
+    """It reads each of gemma 2's two masks once."""
     for case in ("forward", "dynamic", "static"):
         assert _ours(waits[case]) == {"warpweave/hf/mask.py _padding": 2}, case
 
 
 def test_flash_attentions_boundaries_are_read_once_for_all_layers(waits):
-    """And again after they were written to: two tensors, and two versions of each."""
+    """They are read again after a write: two tensors, and two versions of each."""
     assert _ours(waits["flash same"]) == {}
     for case in ("flash lopsided", "flash two", "flash cache"):
         assert _ours(waits[case]) == {"warpweave/compat/flash_attn.py _read_numbers": 4}, case

@@ -1,6 +1,7 @@
-"""Tensor-parallel linear layers, embedding and loss: autocast, compilers, refusals, typing rules.
+"""Tensor-parallel linear layers, embedding and loss: autocast, compilers, rejected arguments,
+typing rules.
 
-That they equal plain torch is in `test_sharded_ops.py`.
+`test_sharded_ops.py` tests that they equal plain torch.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def test_autocast_computes_in_its_dtype_and_keeps_fp32_weights() -> None:
     y.float().sum().backward()
     assert x.grad.dtype == w.grad.dtype == b.grad.dtype == torch.float32
     assert_close_f64(w.grad, x.detach().bfloat16().float().sum(0).expand(WIDE, -1), 1e-6)
-    for op in (OPS["column"], OPS["row"], OPS["embedding"]):  # float64 is asked for, not left over
+    for op in (OPS["column"], OPS["row"], OPS["embedding"]):  # float64 is requested explicitly
         whole = op.whole({})
         expected = op.on_ranks(Given(), False, **whole)
         with torch.autocast("cpu", torch.bfloat16):
@@ -139,7 +140,8 @@ def test_errors_name_the_constraint_and_the_values() -> None:
 
 
 def _refused(rank: int) -> None:
-    """None of these may start a collective: the ranks would wait for each other."""
+    """Test that errors come before any collective: otherwise the ranks
+    would wait for each other."""
     group, _, ranks = world()
     labels = torch.zeros(T, dtype=torch.int64)
     for padded in (None, PADDED):  # logits that were gathered already: loss + log(R) if accepted
@@ -172,7 +174,7 @@ def test_gathered_logits_and_uneven_tokens_are_refused() -> None:
 
 
 def _implementations(rank: int) -> None:
-    """One that there is not reaches the check of what would run."""
+    """Test that an unavailable implementation reaches the check of what would run."""
     for name in ("loss", "linear loss", "mlp", "qkv"):
         op = OPS[name]
         for sequence in (False,) if name == "loss" else (False, True):
@@ -246,7 +248,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_typing_rules_hold_numerically(name: str) -> None:
-    """The documented types are accepted and the derived type is true; so is all else accepted."""
+    """The documented types are accepted and the derived type is correct; so is
+    every other accepted one."""
     function, args, documented = CASES[name]
     rulecheck(function, args, {k: {"tp": v} for k, v in documented.items()}, mesh={"tp": 2})
     # Without the bias, because placements that mix S with I are not enumerated.
@@ -297,7 +300,7 @@ def test_a_norm_of_cut_features_is_on_one_rank_the_plain_one() -> None:
     wanted = torch.nn.functional.rms_norm(x, (7,), w, 1e-5)
     assert_close_f64(tensor.cut_rms_norm(x, w, 1e-5, group=None), wanted, 1e-14)
     assert tensor.cut_rms_norm(x.half(), w.half(), group=None).dtype == torch.float16
-    small = x * 1e-3  # whose squares are as large as the eps by default
+    small = x * 1e-3  # its squares are as large as the default eps
     wanted = torch.nn.functional.rms_norm(small, (7,), w, 1e-6)
     assert_close_f64(tensor.cut_rms_norm(small, w, group=None), wanted, 1e-14)
     other = tensor.cut_rms_norm(small, w, group=None, out_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Ranks that are threads: what they compute is what processes would, and what is wrong is said."""
+"""Ranks that are threads: they compute what processes would, and errors are reported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_random_numbers_are_each_ranks_own() -> None:
 
 
 def _in_flight(rank: int) -> None:
-    """Begun in one order and awaited in another; nothing is there before."""
+    """Collectives are begun in one order and awaited in another; no result is available earlier."""
     x, y = torch.full((2,), rank + 1.0), torch.full((3,), 10.0 * rank)
     total, every = start_all_reduce_(x, dist.group.WORLD), start_all_gather(y, dist.group.WORLD)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Every field of a tile table: what it may be, up to its edges, and what it may not."""
+"""Every field of a tile table: valid values up to their edges, and invalid ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from warpweave.kernels.runtime.tile_table import VARIANTS, read_table, write_table
 
-FIELDS = {  # of a row: values that fit and values that do not, at each edge
+FIELDS = {  # of a row: valid values and invalid ones, at each edge
     "element_size": ((2, 4, 8), (0, 1, 3, 6, 16, True, 2.0, "2")),
     "head_dim": ((1, 48, 256), (0, -1, 257, True, 64.0, "64", None)),
     "kind": (("large", "heavy", "small", "wide", "symmetric"), ("huge", "", None, 1)),
@@ -59,7 +59,7 @@ def test_every_field_is_taken_up_to_its_edges_and_refused_beyond(by, kernel, tmp
             return None
         write_table(path, [found])
         assert read_table(path, by=by) == [found]
-        assert json.loads(path.read_text())["rows"] == [row]  # nothing is lost or made up
+        assert json.loads(path.read_text())["rows"] == [row]  # nothing is lost or invented
         return None
 
     own = good.keys() | ({"triton", "variants"} if by == "capability" else {"us", "shipped_us"})

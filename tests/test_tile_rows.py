@@ -1,4 +1,4 @@
-"""benchmarks/tile_rows.py: what a compiler spills gets a row of the tile table."""
+"""benchmarks/tile_rows.py: a kernel that spills gets a row in the tile table."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ def result(done: subprocess.CompletedProcess) -> dict:
 
 
 def own(row: TileRow) -> bool:
-    """A row that the case's kernel may take on Hopper under the pinned Triton."""
+    """Make a row that the case's kernel may use on Hopper with the pinned Triton."""
     where = (row.where, row.kernel, row.size, row.kind)
     return where == (90, "attention_fwd", 2, 64) and row.triton in ("", "3.7+")
 
@@ -55,7 +55,7 @@ def test_a_row_is_written_for_what_spills_until_nothing_does(tmp_path) -> None:
 
 
 def test_nothing_is_written_while_something_is_refused(tmp_path, monkeypatch, capsys) -> None:
-    """Here by a second pass, after a first that had a row for everything."""
+    """In this case by a second pass, after a first that had a row for everything."""
     table = tmp_path / "tiles.json"
     write_table(table, read_table(SHIPPED, by="capability"))
     plain = next(row for row in read_table(table, by="capability") if own(row) and not row.variants)
@@ -104,6 +104,6 @@ def test_a_row_stands_before_the_one_that_was_refused() -> None:
         (other, ("dropout",)), (small, ("into", "softcap")), (big, ()),
     ]  # fmt: skip
     assert found[:2] == table[:2]
-    # What is refused for the very calls of its row is replaced there.
+    # A row that is rejected for the very calls it covers is replaced there.
     assert with_rows(table, [fix(masked, other, "masked")])[1].tile == other
     assert with_rows(table, [fix(plain, other)]) == [*table[:2], fix(plain, other).row]

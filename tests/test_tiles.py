@@ -1,4 +1,4 @@
-"""The tile tables: what is shipped, whose tile is taken, and which files are refused."""
+"""The tile tables: the shipped tables, the choice of a tile, and invalid files."""
 
 import dataclasses
 import json
@@ -38,12 +38,12 @@ ODD = TileRow(
 
 @pytest.fixture
 def table(tmp_path):
-    """Where a user's table will be; what is loaded of it is forgotten afterwards."""
+    """Set the path of a user's table; what is loaded from it is forgotten afterwards."""
     yield tmp_path / "warpweave" / "tiles.json"
     tiles.load(None)
 
 
-# ---------------------------------------------------------------- what is shipped
+# ---------------------------------------------------------------- the shipped table
 
 
 def test_the_shipped_table_answers_every_call_everywhere(monkeypatch) -> None:
@@ -53,7 +53,7 @@ def test_the_shipped_table_answers_every_call_everywhere(monkeypatch) -> None:
         kinds = {r.kind for r in rows if (r.kernel, r.where, r.size) == (kernel, where, size)}
         gemm_kinds = kinds >= {*KINDS} and kinds <= {*KINDS, *OPTIONAL}
         assert gemm_kinds if kernel == "gemm" else MAX_HEAD_DIM in kinds
-        for kind in kinds:  # and each has a row for every version and variant
+        for kind in kinds:  # each has a row for every version and variant
             default = [r for r in rows if (r.kernel, r.where, r.size) == (kernel, where, size)]
             assert any(r.kind == kind and not r.triton and not r.variants for r in default)
     for kernel in KERNELS:
@@ -65,7 +65,7 @@ def test_the_shipped_table_answers_every_call_everywhere(monkeypatch) -> None:
 
 
 def test_every_row_is_reached_by_some_call() -> None:
-    """A row that an earlier one hides would be a tile that nobody takes or compiles."""
+    """A row hidden by an earlier one would be a tile that no call uses or compiles."""
     every = [
         frozenset(words)
         for n in range(len(VARIANTS) + 1)
@@ -82,7 +82,7 @@ def test_every_row_is_reached_by_some_call() -> None:
                 assert row.key in first or not own
 
 
-def test_of_rows_for_versions_of_triton_and_variants_the_first_that_fits_is_taken(
+def test_first_tile_row_that_matches_triton_version_and_variants_is_used(
     tmp_path, monkeypatch
 ) -> None:
     made = {"capability": 0, "kernel": "attention_fwd", "element_size": 2, "head_dim": 256}
@@ -129,7 +129,7 @@ def test_what_no_row_is_for_is_refused() -> None:
 # ---------------------------------------------------------------- the user's table
 
 
-def test_a_product_of_an_optional_kind_takes_the_large_tile_where_it_has_no_row() -> None:
+def test_optional_product_kinds_without_a_row_use_the_large_tile() -> None:
     found = {arch: tiles.find_on("gemm", arch, "", 2, "wide") for arch in (0, 80, 90, 100, 120)}
     large = {arch: tiles.find_on("gemm", arch, "", 2, "large") for arch in found}
     assert [arch for arch in found if found[arch] != large[arch]] == [100]
@@ -158,7 +158,7 @@ def test_a_users_tile_is_for_its_device_kernel_element_size_and_kind(table) -> N
     assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
     assert tiles.find_on("gemm", 90, "Planted GPU", 4, "heavy") == gemm_row.tile
     for kernel, size, kind in (
-        ("attention_fwd", 2, 64),  # smaller rows and larger ones stay
+        ("attention_fwd", 2, 64),  # smaller rows and larger ones remain
         ("attention_fwd", 2, 97),
         ("attention_fwd", 4, 96),
         ("attention_dq", 2, 96),
@@ -174,7 +174,7 @@ def test_the_table_is_read_once(table) -> None:
     write_table(table, [ODD])
     tiles.load(table)
     assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
-    table.write_text("broken")  # nobody looks any more, not for another kernel either
+    table.write_text("broken")  # it is not read again, also not for another kernel
     assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
     assert tiles.find_on("attention_dq", 90, "Planted GPU", 2, 96)
     with pytest.raises(ValueError, match=r"tiles\.json cannot be used: Expecting value"):
@@ -183,7 +183,7 @@ def test_the_table_is_read_once(table) -> None:
 
 
 def test_it_holds_in_every_thread_until_another_is_loaded(table) -> None:
-    """Autograd launches a backward's kernels from threads of its own."""
+    """Autograd launches a backward's kernels from separate threads."""
     shipped = tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96)
     write_table(table, [ODD])
     tiles.load(table)
@@ -220,7 +220,7 @@ def test_rows_of_another_triton_are_announced_and_left_out(table) -> None:
     with pytest.warns(UserWarning, match=message):
         assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
     shipped = tiles.find_on("attention_dq", 90, "", 2, 96)
-    assert tiles.find_on("attention_dq", 90, "Planted GPU", 2, 96) == shipped  # and warns no more
+    assert tiles.find_on("attention_dq", 90, "Planted GPU", 2, 96) == shipped  # does not warn again
     older = dataclasses.replace(ODD, kernel="attention_dkdv", triton="2.9.1")
     write_table(table, [old, older, dataclasses.replace(older, where="Other GPU", triton="2.0.0")])
     tiles.load(table)
@@ -238,7 +238,7 @@ def test_what_is_written_is_read_back_and_a_failure_leaves_the_old_file(table) -
     ]
     write_table(table, rows)
     assert read_table(table, by="device") == rows
-    shipped = table.with_name("shipped.json")  # capability 0 is one as any other
+    shipped = table.with_name("shipped.json")  # capability 0 is valid
     write_table(shipped, tiles.shipped_table())
     assert read_table(shipped, by="capability") == [*tiles.shipped_table()]
     shipped.unlink()
@@ -355,7 +355,7 @@ def test_a_file_that_cannot_be_read_is_refused(table) -> None:
         tiles.load(table)
 
 
-# ---------------------------------------------------------------- any tile is right
+# ---------------------------------------------------------------- any tile is correct
 
 
 @pytest.mark.parametrize(
@@ -367,8 +367,8 @@ def test_a_file_that_cannot_be_read_is_refused(table) -> None:
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_is_right_under_a_users_odd_tiles(table, fwd, dkdv, dq, causal) -> None:
-    """Through the file: what may stand in a table computes what the reference does. Small ones are
-    those of `test_kernels_at_random`."""
+    """Through the file: every valid entry of a table gives the reference's results.
+    `test_kernels_at_random` has small tiles."""
     names = ("attention_fwd", "attention_dkdv", "attention_dq")
     rows = [
         TileRow("X", name, 8, 64, AttentionTile(*tile), "3.7.1")
@@ -416,7 +416,7 @@ def test_pins_hold_inside_their_block_only_and_for_their_key_only() -> None:
     assert tiles.find("attention_fwd", cpu, 4, 64) == shipped != tile
 
 
-# ---------------------------------------------------------------- of the device of a launch
+# ---------------------------------------------------------------- the device of a launch
 
 
 def test_a_launch_takes_the_tile_of_its_device_by_capability_and_name(table, monkeypatch) -> None:

@@ -1,5 +1,5 @@
 """`warpweave.plan.timeline`: pictures and traces show when each action runs, compared with times
-worked out by hand for 1F1B on two ranks with F = 1 and B = 2."""
+computed by hand for 1F1B on two ranks with F = 1 and B = 2."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_picture_has_a_bar_where_each_action_runs(timeline) -> None:
 
 
 def test_time_has_an_axis_with_its_unit_and_every_colour_is_in_the_legend(timeline) -> None:
-    """Also in milliseconds, with receives and updates, and stages of which a rank has several."""
+    """This includes milliseconds, receives and updates, and ranks with several stages."""
     row = (
         Cell(Action("F", 0, 0), 0.0, 0.1), Cell(Action("I", 2, 0), 0.1, 0.2),
         Cell(Action("W", 2, 0), 0.2, 0.3), Cell(Action("RECV_B", 0, 0), 0.3, 0.42),
@@ -131,20 +131,20 @@ def test_files_by_their_suffix(timeline, tmp_path) -> None:
         write_timeline(tmp_path / "a" / "new" / f"t.{suffix}", {"1F1B": timeline})
     picture = ElementTree.parse(tmp_path / "a" / "new" / "t.svg").getroot()
     assert picture.tag == f"{SVG}svg"
-    assert len([*picture.iter(f"{SVG}title")]) == 8  # each bar says what it is
+    assert len([*picture.iter(f"{SVG}title")]) == 8  # each bar has a label
     assert len(json.loads((tmp_path / "a" / "new" / "t.json").read_text())["traceEvents"]) == 3 + 8
     pixels = (imread(tmp_path / "a" / "new" / "t.png")[..., :3] * 255).round().astype(int)
     area = {
         op: (pixels == [int(COLOURS[op][0][i : i + 2], 16) for i in (1, 3, 5)]).all(-1).sum()
         for op in "FB"
-    }  # four forwards of one unit of time and four backwards of two, in two rows of nine
+    }  # four forwards of one time unit and four backwards of two, in two rows of nine
     assert area["B"] == pytest.approx(2 * area["F"], rel=0.05)
     assert area["F"] > 0.05 * pixels.shape[0] * pixels.shape[1]
     with pytest.raises(ValueError, match=r"a timeline is a file in \.svg, \.png, \.json, got 'a.p"):
         write_timeline("a.pdf", {"1F1B": timeline})
 
 
-def test_stages_of_a_rank_are_shaded_and_actions_that_take_no_time_are_not_drawn() -> None:
+def test_stages_of_a_rank_are_shaded_and_instant_actions_are_not_drawn() -> None:
     row = (
         Cell(Action("F", 0, 0), 0, 1), Cell(Action("F", 2, 0), 1, 2), Cell(Action("F", 4, 0), 2, 3),
         Cell(Action("SEND_F", 4, 0), 3, 3), Cell(Action("UPDATE", 0), 3, 4),
@@ -152,11 +152,11 @@ def test_stages_of_a_rank_are_shaded_and_actions_that_take_no_time_are_not_drawn
     picture = svg({"chunks": Timeline((row,), (1,), (1,))})
     light, dark = COLOURS["F"]
     assert [picture.count(colour) for colour in (light, "#5f98d2", dark)] == [1, 1, 1]
-    assert picture.count('class="c') == 4 + 2  # and two squares of the legend
+    assert picture.count('class="c') == 4 + 2  # plus two squares of the legend
 
 
 def test_waiting_in_a_receive_is_idle_as_nothing_is() -> None:
-    """A measured receive lasts; a timeline of a simulation has a gap there."""
+    """A measured receive has a duration; a simulated timeline has a gap there."""
     rows = (
         (Cell(Action("F", 0, 0), 0, 1), Cell(Action("RECV_B", 0, 0), 1, 3),
          Cell(Action("B", 0, 0), 3, 4)),
@@ -170,8 +170,8 @@ def test_waiting_in_a_receive_is_idle_as_nothing_is() -> None:
         assert "idle 50%, " in svg({"measured": Timeline(kept, (1, 1), (1, 1))})
 
 
-def test_each_event_says_its_own_stage_micro_batch_and_version_under_its_title_and_rank() -> None:
-    """Of which no two are the same number, in two timelines of one rank and of three."""
+def test_trace_events_hold_stage_micro_batch_and_version_per_title_and_rank() -> None:
+    """No two of these are equal, in two timelines, of one rank and of three."""
     actions = [Action("F", 3, 5, 7), Action("B", 4, 12, 9), Action("W", 2, 0, 1)]
     lone = Timeline(((Cell(actions[0], 0, 1),),), (1,), (1,))
     rows = tuple((Cell(action, 2, 2 + at),) for at, action in enumerate(actions, 1))
@@ -194,8 +194,8 @@ def test_each_event_says_its_own_stage_micro_batch_and_version_under_its_title_a
     ]
 
 
-def test_bars_have_the_colour_of_what_is_done_and_of_the_stages_of_their_own_rank() -> None:
-    """A receive that lasts is waiting; sums, sends and updates are other work."""
+def test_bar_colors_depend_on_the_operation_and_on_the_stages_of_their_rank() -> None:
+    """A receive with a duration is waiting; sums, sends and updates are other work."""
     others = ["SEND_F", "SEND_B", "REDUCE", "UPDATE"]
     ops = ["RECV_F", "RECV_B", *others, *COLOURS]
     row = tuple(Cell(Action(op, 1, 0), at, at + 1) for at, op in enumerate(ops))
@@ -208,9 +208,9 @@ def test_bars_have_the_colour_of_what_is_done_and_of_the_stages_of_their_own_ran
     assert [bar.rank for bar in found] == [0] * len(row) + [1] * (len(row) + 4) + [2] * 2
 
 
-def test_every_bar_has_its_place_its_own_colour_and_where_it_is_wide_enough_its_number() -> None:
-    """Of measured ranks, of which the first does not begin first and one does nothing, twelve
-    pixels to a unit of time; in two pictures of other actions."""
+def test_bars_have_place_and_color_and_a_number_if_wide_enough() -> None:
+    """Measured ranks, of which the first does not begin first and one does nothing, with twelve
+    pixels per unit of time; in two pictures of different actions."""
     first = (
         (Cell(Action("F", 0, 0), 7, 8), Cell(Action("B", 0, 0), 10, 10.9),
          Cell(Action("UPDATE", 0), 60, 65.5)),
@@ -268,7 +268,7 @@ def test_a_title_has_what_the_rank_that_holds_most_holds() -> None:
 
 @pytest.mark.parametrize(("counts", "edge"), [((199, 1), "0.5"), ((1, 200), "0"), ((200, 1), "0")])
 def test_bars_of_a_row_of_many_are_not_hidden_by_their_edges(counts, edge) -> None:
-    """Of the longest row, in whichever of the pictures under one another."""
+    """Tests the longest row, in any of the stacked pictures."""
 
     def made(*counts: int) -> Timeline:
         rows = [
@@ -299,7 +299,7 @@ def test_a_png_has_the_rows_of_every_rank_with_their_bars_and_names(
         ranks = len(of.cells)
         low, high = sorted(axis.get_ylim())
         assert (low, high) == (-0.5, ranks - 0.5)
-        assert axis.yaxis_inverted()  # rank 0 is above, as in the SVG
+        assert axis.yaxis_inverted()  # rank 0 is on top, as in the SVG
         labels = [label.get_text() for label in axis.get_yticklabels()]
         assert (axis.get_yticks().tolist(), labels) == (
             [*range(ranks)], [f"rank {rank}" for rank in range(ranks)]

@@ -28,7 +28,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj")
 
 
 class Layer(nn.Module):
-    """Attention of three columns, a feed-forward layer of one, a norm, and what is asked for."""
+    """Attention of three columns, a feed-forward layer of one, a norm, and optional parts."""
 
     def __init__(self, **more: nn.Module) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_older_names_of_transformers_styles_mean_the_same():
         assert styles._words(model, sequence, "") == wanted(sequence, "") | said
 
 
-OTHERS = {  # one more word, of a module or a parameter that there is or not, and what is said of it
+OTHERS = {  # one more word, of a module or parameter that may not exist, and the error message
     "a column outside": ("head", "colwise", "head: colwise has no counterpart", True),
     "a row outside": ("base.embed", "rowwise", "base.embed: rowwise has no counterpart", True),
     "experts' own": ("base.layers.*.mlp.experts", "moe_tp_experts", "has no counterpart", False),
@@ -98,7 +98,7 @@ OTHERS = {  # one more word, of a module or a parameter that there is or not, an
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_unknown_styles_inside_layers_stay_transformers_unless_tokens_are_sharded(name):
+def test_unknown_styles_stay_those_of_transformers_unless_tokens_are_sharded(name):
     module, word, words, always = OTHERS[name]
     model = Model()
     model.tp_plan[module] = word
@@ -116,13 +116,13 @@ def test_parameters_inside_a_sharded_module_must_be_in_the_plan():
     with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: in a module that is cut,"):
         styles._words(model, False, "")
     many = Model(12)
-    many.base.layers[11].attn["q_norm"] = nn.LayerNorm(2)  # in a single layer of many
+    many.base.layers[11].attn["q_norm"] = nn.LayerNorm(2)  # in one of many layers
     with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: in a module that is cut,"):
         styles._words(many, False, "")
     assert styles._words(Model(drop=nn.Dropout()), False, "") == wanted(False, "")
     beside = Model()
     for layer in beside.base.layers:
-        layer.attn_norm = nn.LayerNorm(2)  # of a name that begins with the module's
+        layer.attn_norm = nn.LayerNorm(2)  # a name that begins with the module's
     assert styles._words(beside, False, "") == wanted(False, "")
     for empty in ({}, None):
         model.tp_plan = empty
@@ -130,7 +130,7 @@ def test_parameters_inside_a_sharded_module_must_be_in_the_plan():
             styles._words(model, False, "")
 
 
-def test_layers_with_parameters_of_their_own_are_refused_under_sequence_parallelism():
+def test_layers_with_direct_parameters_are_rejected_with_sharded_tokens():
     layers = Model(3).base.layers
     assert len(styles._without_style(layers)) == 3 * (1 + 4 + 2)
     styles._STYLES["inside_colwise"].install_forward(layers[1].attn["q"], None)
@@ -176,19 +176,19 @@ def test_models_with_single_or_gathered_columns_are_planned(overlap):
     assert ww.planned(own, CONFIGS["phi3"], overlap=overlap).tp_plan == wanted | mine
     auto = DistributedConfig(tp_size=2, tp_plan="auto")
     assert ww.planned(auto, CONFIGS["phi3"], overlap=overlap).tp_plan == wanted
-    assert how.tp_plan is None  # what was given is as it was
+    assert how.tp_plan is None  # the given plan is unchanged
     cut = DistributedConfig(tp_size=2, enable_sequence_parallel=True)
     with pytest.raises(ValueError, match="rowwise_split_input has no counterpart"):
         ww.planned(cut, CONFIGS["phi3"], overlap=overlap)
 
 
-# ---------------------------------------------------------------- what a spread model is told
+# ---------------------------------------------------------------- options of a spread model
 
 
 @pytest.mark.parametrize("ending", ["", "_none", "_chunked"])
 @pytest.mark.parametrize("word", ["", "sequence_"])
-def test_a_word_cuts_no_layer_that_its_ranks_cannot_share_and_none_of_another_kind(word, ending):
-    """Two ranks, of features that three would not divide either."""
+def test_plan_word_rejects_layers_of_indivisible_size_or_wrong_kind(word, ending):
+    """Two ranks, with features that three would not divide either."""
     two = SimpleNamespace(size=lambda: 2)
     made = [
         (f"{word}colwise{ending}", nn.Linear(4, 5), "5 output features"),
@@ -203,7 +203,7 @@ def test_a_word_cuts_no_layer_that_its_ranks_cannot_share_and_none_of_another_ki
             style.shard_param(module, "weight", two)
 
 
-def test_modules_that_own_parameters_are_named_without_numbers_also_at_the_end():
+def test_modules_that_own_parameters_are_named_with_stars_for_numbers():
     inner = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Sequential(nn.Linear(1, 1)))
     model = nn.ModuleDict({"layers": nn.ModuleList([inner]), "up2": nn.Linear(1, 1)})
     assert styles._parametrised(model) == {"layers.*.*", "layers.*.*.*", "up2"}
@@ -238,7 +238,7 @@ def test_a_rank_holds_its_rows_of_the_vocabulary_padded_with_zeros(tp):
     on_mesh(Mesh(tp=tp), _rows)
 
 
-def test_a_part_is_as_wide_as_its_narrowest_column_and_several_columns_share_their_input():
+def test_part_is_as_wide_as_its_narrowest_column_and_columns_share_input():
     up, gate, down = nn.Linear(4, 12), nn.Linear(4, 6), nn.Linear(6, 4)
     for kind, columns, width, once in (
         ("mlp", {up: 1}, 12, False), ("mlp", {up: 2}, 6, False), ("mlp", {up: 1, gate: 1}, 6, True),
@@ -262,7 +262,7 @@ def test_sharded_tokens_need_hidden_states_of_three_dims():
             cut.dim(nn.Tanh(), x)
 
 
-def test_the_layers_are_the_module_list_that_holds_all_attention_and_some_in_each_item():
+def test_layers_are_the_list_with_all_attention_and_some_in_every_item():
     def block(n: int) -> nn.Module:
         return nn.ModuleDict({f"attn{i}": nn.Tanh() for i in range(n)} | {"mlp": nn.ReLU()})
 
@@ -298,7 +298,8 @@ def test_only_attention_of_warpweave_and_known_feed_forwards_are_sharded(monkeyp
     parts, kept = structure.find_parts(model, inputs, 2)
     assert [part.kind for part in parts] == ["attention", "mlp"]
     assert not kept
-    for fused, blocks in (("", 1), ("gate, up", 2), ("up, gate", 2)):  # of rows, each cut by itself
+    # of rows, each sharded separately
+    for fused, blocks in (("", 1), ("gate, up", 2), ("up, gate", 2)):
         form = MLPForm("swiglu", "up_proj", "down_proj", fused=fused)
         monkeypatch.setattr(structure.mlp, "find_mlp_form", lambda module, form=form: form)
         (_, part), _ = structure.find_parts(model, inputs, 2)

@@ -1,4 +1,4 @@
-"""What kernels move and multiply, counted in the interpreter; and that the meter counts right."""
+"""Counts of what kernels move and multiply in the interpreter, and tests of the meter itself."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from warpweave.kernels.runtime.dispatch import tl, triton
 
 @triton.jit
 def _copy_kernel(x_ptr, y_ptr, n, TWICE: tl.constexpr, BLOCK: tl.constexpr):
-    """y = x; TWICE reads x once for its maximum and once more for the copy."""
+    """Copy y = x; TWICE reads x once for its maximum and once more for the copy."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     peak = tl.zeros((), tl.float32)
     if TWICE:
@@ -38,7 +38,7 @@ def _odd_kernel(x_ptr, y_ptr, count_ptr, N: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def _peer_kernel(addresses_ptr, data, rank, TIMES: tl.constexpr):
-    """Copy 16 floats of the other one of two ranks, and set a flag of each."""
+    """Copy 16 floats of the other of two ranks, and set a flag of each."""
     i = tl.arange(0, 16)
     there = (tl.load(addresses_ptr + 1 - rank) + data).to(tl.pointer_type(tl.float32)) + i
     own = (tl.load(addresses_ptr + rank) + data).to(tl.pointer_type(tl.float32)) + i
@@ -62,7 +62,8 @@ def _copy(n: int, twice: bool, block: int = 64) -> meter.Traffic:
 def test_an_op_moves_and_multiplies_no_more_than_it_may(op) -> None:
     found = measure(op)
     assert not found.failures()
-    assert found.moved >= 0.99 * found.least  # else the bound counts what nobody moves
+    # otherwise the bound counts bytes that no kernel moves
+    assert found.moved >= 0.99 * found.least
     if op.products:
         assert found.flops == found.products > 0
 
@@ -103,7 +104,7 @@ def test_what_torch_moves_around_a_kernel_counts_and_views_do_not() -> None:
 
 
 def test_a_views_memory_is_found_and_shared_memory_is_one() -> None:
-    qkv = torch.randn(1, 32, 3, 16)  # one tensor, as a fused projection gives it
+    qkv = torch.randn(1, 32, 3, 16)  # one tensor, as a fused projection returns it
     q, k, v = qkv.unbind(2)
     q, k, v = (x.unsqueeze(2) for x in (q, k, v))
     with traffic() as t:
@@ -162,12 +163,12 @@ def test_a_tile_that_nobody_sees_is_found() -> None:
 
 
 def _remote(symmetric, steps) -> list[meter.Flow]:
-    """What each virtual rank did to its peers' data."""
+    """Return each virtual rank's traffic with its peers' data."""
     with traffic(symmetric) as t:
         function.run_local(steps)
     flows = [meter.Flow() for _ in symmetric]
     for launch in t.launches:
-        words = 2 + (symmetric[0].polls > 0)  # read and written, and signed where waits are bounded
+        words = 2 + (symmetric[0].polls > 0)  # read and written, and signed if waits are bounded
         assert launch.flows["peer flags"].moved == words * launch.flows["peer flags"].atomic
         flow, found = launch.flows["peer data"], flows[launch.constants["rank"]]
         assert flow.moved == flow.once  # nothing twice
@@ -199,7 +200,7 @@ def test_between_ranks_moves_what_the_algorithm_says_and_nothing_more(world, S, 
 
 
 def test_a_peer_that_is_read_twice_is_found() -> None:
-    """Own and peers' segments are told apart, and so are flags and data."""
+    """Own and peers' segments are counted separately, and so are flags and data."""
     symmetric = local_memory(2, slots=4, capacity=256)
     with traffic(symmetric) as t:
         for rank, memory in enumerate(symmetric):

@@ -1,4 +1,4 @@
-"""The trainer: a resumed run is the same run, bad input loses nothing, and what a run leaves."""
+"""The trainer: a resumed run is the same run, bad input loses nothing, and files of a run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REFUSALS = (TrainingStopped, CheckpointError)
 
 
 def _config(folder: Path, **changes) -> TrainConfig:
-    """A model of a second or less; its data is `folder`/text."""
+    """Return a model that trains in a second or less; its data is `folder`/text."""
     text = folder / "text"
     if not text.exists():
         text.write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
@@ -67,7 +67,7 @@ def _config(folder: Path, **changes) -> TrainConfig:
 
 
 def _replace(config: TrainConfig, **changes) -> TrainConfig:
-    """`config` with other fields, of its overrides and of its plan too."""
+    """Return `config` with other fields, also of its overrides and plan."""
     for inner in ("overrides", "plan"):
         record = getattr(config, inner)
         own = {f.name: changes.pop(f.name) for f in dataclasses.fields(record) if f.name in changes}
@@ -93,7 +93,7 @@ def _one_step(config: TrainConfig, rank: int = 0) -> Trainer:
 
 
 def _rows(folder: Path) -> list[dict]:
-    """The metrics without what no two runs share."""
+    """Return the metrics without fields that differ in every run."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     own = ("tokens_per_second", "peak_memory_mib")
     return [{k: v for k, v in row.items() if k not in own} for row in rows]
@@ -106,7 +106,7 @@ def _saved(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
 
 
 def _held(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """All state a trainer holds on this stage, as logical tensors; collective."""
+    """Return all state that a trainer holds on this stage, as logical tensors; collective."""
     return {
         prefix + record.name: tensor.clone()
         for kind, prefix in (("param", ""), ("exp_avg", "exp_avg/"), ("exp_avg_sq", "exp_avg_sq/"))
@@ -119,7 +119,7 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def _crashed_after(step: int, whole: Path, folder: Path) -> None:
-    """What a run leaves that dies after `step`: later metrics, half a row, no later checkpoint."""
+    """Write files of a run that dies after `step`: later metrics, half a row, no new checkpoint."""
     shutil.copytree(whole, folder)
     for path in (folder / "checkpoints").glob("step_*"):
         if int(path.name[5:]) > step:
@@ -132,7 +132,7 @@ def _crashed_after(step: int, whole: Path, folder: Path) -> None:
 
 
 def _plain_run(config: TrainConfig) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    """What a run must be: metrics and final state of the plain model in float64, on one device."""
+    """Return the expected metrics and final state: the plain model in float64 on one device."""
     train, held_out = config.open_data("train"), config.open_data("validation")
     model = config.model_config(train.vocab_size)
     plain = PlainConfig(
@@ -160,7 +160,7 @@ def _plain_run(config: TrainConfig) -> tuple[list[dict], dict[str, torch.Tensor]
     for step in range(config.steps):
         batch = train.batch(step, range(samples * config.plan.microbatches))
         leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-        key = config.seed * 2**32 + step  # another mask every step, and for every seed
+        key = config.seed * 2**32 + step  # a different mask for every step and seed
         total, valid = plain_gpt_loss(leaves, *batch, plain, seed=key, document=documents(batch[1]))
         loss = total / valid
         grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
@@ -182,7 +182,7 @@ def _plain_run(config: TrainConfig) -> tuple[list[dict], dict[str, torch.Tensor]
 
 LLAMA = {"model": "toy-llama", "heads": 4, "kv_heads": 2, "hidden": 20}
 RUNS = (
-    {"steps": 4},  # the last one is one of `eval_every`, but evaluated once
+    {"steps": 4},  # the last one is a multiple of `eval_every`, but evaluated once
     LLAMA | {"clip": 0.0},
     {"dp": 3, "zero": 2},
     {"pp": 3, "layers": 4},
@@ -205,9 +205,9 @@ def _run(rank: int, config: TrainConfig) -> None:
 @pytest.mark.usefixtures("saved_at_once")
 @pytest.mark.parametrize("changes", RUNS)
 def test_a_run_is_the_plain_models_step_by_step_on_every_mesh(tmp_path, changes):
-    """Losses, norms, evaluations, weights and moments, with dropout, decay and a clip that bites.
+    """Compares losses, norms, evaluations, weights, moments, with dropout, decay, an active clip.
 
-    Its text is of many short files, so that no two samples have equally many labels.
+    Its text consists of many short files, so that no two samples have the same number of labels.
     """
     folder = tmp_path / "text"
     folder.mkdir()
@@ -269,7 +269,7 @@ CHAIN = (({"dp": 2}, 3), ({"tp": 2}, 1), ({"pp": 2}, 0), ({"cp": 2}, 2), ({"tp":
 
 def _along_the_chain(rank: int, config: TrainConfig) -> None:
     for step, (axes, zero) in enumerate(CHAIN, 1):
-        micro = 1 if axes.get("dp") else 2  # the global batch stays
+        micro = 1 if axes.get("dp") else 2  # the global batch stays the same
         now = _replace(config, **axes, zero=zero, microbatches=micro)
         before = _saved(config.out, step)
         held = _held(_trainer(now, rank))
@@ -281,7 +281,7 @@ def _along_the_chain(rank: int, config: TrainConfig) -> None:
 
 
 @pytest.mark.usefixtures("saved_at_once")
-def test_a_checkpoint_opens_on_any_mesh_and_zero_stage_and_the_run_stays_the_same(tmp_path, capsys):
+def test_run_resumed_on_other_meshes_and_zero_stages_stays_the_same(tmp_path, capsys):
     config = _config(tmp_path, dtype="fp64", steps=7, eval_every=0)
     _trainer(config).run()
     changing = _replace(config, out=tmp_path / "chain")
@@ -309,7 +309,7 @@ def test_resuming_a_finished_run_repeats_the_result_and_writes_nothing_new(tmp_p
     assert _rows(config.out) == rows
     assert os.stat(manifest).st_mtime_ns == stamp
     assert "has all of the 2 steps: there is nothing to train" in capsys.readouterr().err
-    # With more steps it goes on, and says that the schedule is now another one.
+    # With more steps the run continues, and reports that the schedule has changed.
     longer = _trainer(_replace(config, resume=True, steps=3, lr=0.01)).run()
     assert longer["steps"] == 3
     assert "steps: saved 2, now 3; lr: saved 0.02, now 0.01" in capsys.readouterr().err
@@ -371,7 +371,7 @@ def test_a_resume_that_is_another_run_is_refused(tmp_path):
 
 
 def test_a_resume_on_other_validation_data_is_announced(tmp_path, capsys):
-    """The last tenth of a file; losses before and after are not to be compared."""
+    """That data is the last tenth of a file. Losses before and after are not comparable."""
     config = _config(tmp_path)
     _one_step(config)
     config = _replace(config, resume=True)
@@ -448,11 +448,11 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, capsys):
         _trainer(config)
 
 
-# -------------------------------------------------------------------------- ahead of the loss
+# -------------------------------------------------------------------------- steps launched ahead
 
 
 def _begins(trainer: Trainer) -> list:
-    """The steps that the trainer begins, in a list that grows."""
+    """Return a list that grows with the steps that the trainer begins."""
     begun, begin = [], trainer._begin
 
     def spied(step, *before):
@@ -498,7 +498,7 @@ def test_steps_that_begin_before_the_last_loss_is_read_are_the_same_run(tmp_path
 
 
 def test_a_step_reads_one_tensor_of_its_device_when_the_next_one_has_begun(tmp_path, monkeypatch):
-    """What a host with a GPU would wait for; of SGD, as AdamW's step on a CPU reads a flag."""
+    """A host with a GPU would wait for it. Uses SGD, because AdamW's step on a CPU reads a flag."""
     trainer = _trainer(_config(tmp_path, optimizer="sgd", steps=9, eval_every=0, save_every=0))
     trainer.ahead, begun, fetched, seen = True, _begins(trainer), [], []
     cpu, numbers = torch.Tensor.cpu, torch.ops.aten._local_scalar_dense
@@ -530,7 +530,7 @@ def test_batches_go_to_a_gpu_by_pinned_memory_and_the_host_goes_on():
     assert found is x.pin_memory().to()
 
 
-# -------------------------------------------------------------------------- what is not a number
+# -------------------------------------------------------------------------- values not finite
 
 
 def _poisoned(rank: int, config: TrainConfig, where: str) -> tuple[str, bool, int]:
@@ -574,7 +574,7 @@ def test_nan_on_one_rank_stops_all_and_names_step_and_rank(tmp_path, where, axis
     assert step == 2
 
 
-def test_fp16_overflow_shrinks_the_scale_until_there_is_nothing_left_to_shrink(tmp_path):
+def test_fp16_overflow_shrinks_the_loss_scale_to_1_and_then_stops_the_run(tmp_path):
     trainer = _trainer(_config(tmp_path, dtype="fp16", steps=9, save_every=0, dropout=0.0))
     trainer.engine.optimizer.loss_scale.value.fill_(4.0)
 
@@ -586,8 +586,8 @@ def test_fp16_overflow_shrinks_the_scale_until_there_is_nothing_left_to_shrink(t
         mock.patch.object(trainer.metrics, "flush") as flushed,
         pytest.raises(TrainingStopped, match=r"gradient norm is .* at step 2"),
     ):
-        trainer.run()  # 4 -> 2 is the scale's fault, 2 -> 1 leaves no one else to blame
-    flushed.assert_called_once_with()  # no board loses what came before, though nothing was saved
+        trainer.run()  # 4 -> 2 may be the scale's fault; at 1 the scale cannot be to blame
+    flushed.assert_called_once_with()  # no board loses earlier rows, although nothing was saved
     assert float(trainer.engine.optimizer.loss_scale.value) == 1.0
 
 
@@ -633,7 +633,7 @@ def test_a_validation_loss_that_is_no_number_stops_the_run(tmp_path, monkeypatch
         trainer.run()  # fmt: skip
 
 
-# -------------------------------------------------------------------------- what a run leaves
+# -------------------------------------------------------------------------- files of a run
 
 
 def test_a_run_leaves_metrics_a_plot_and_the_last_checkpoints(tmp_path, capsys, monkeypatch):
@@ -695,13 +695,13 @@ LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: 1.0, 12: 0.5}
 
 
 def _with_losses(config: TrainConfig) -> Trainer:
-    """A trainer whose evaluations are those of `LOSSES`."""
+    """Make a trainer whose evaluations are those of `LOSSES`."""
     trainer = _trainer(config)
     trainer.engine.evaluate = lambda *_: torch.tensor(LOSSES[trainer.step])
     return trainer
 
 
-def test_a_run_stops_early_keeps_its_lowest_loss_and_counts_on_when_it_is_resumed(tmp_path, capsys):
+def test_early_stop_keeps_the_best_checkpoint_and_its_count_across_a_resume(tmp_path, capsys):
     config = _config(tmp_path, steps=12, keep=1, save_every=3, early_stop=2, layers=1)
     result = _with_losses(config).run()
     assert (result["steps"], result["val_loss"], result["stopped"]) == (8, 2.0, "early")
@@ -739,9 +739,9 @@ def test_a_new_run_moves_an_earlier_one_aside(tmp_path, capsys):
     for folder in (config.out, config.out / "earlier-1", config.out / "earlier-2"):
         assert len(_rows(folder)) == 2
         assert _saved(folder, 1)
-    shutil.rmtree(config.out / "earlier-1")  # as a user may, whose other folders stay
+    shutil.rmtree(config.out / "earlier-1")  # a user may do this; other folders remain
     parts = {path.name for path in config.out.iterdir() if path.name != "earlier-2"}
-    for name in (more := {"origin", "tensorboard", "wandb"}):  # which not every run has
+    for name in (more := {"origin", "tensorboard", "wandb"}):  # not every run has these
         (config.out / name).mkdir(exist_ok=True)
     set_aside(config.out)
     assert _saved(config.out / "earlier-1", 1)
@@ -758,8 +758,8 @@ def test_tokens_outside_the_data_are_left_out_of_the_sample(tmp_path, monkeypatc
         return torch.tensor([256, 65, 299, 255, 66, 257])
 
     monkeypatch.setattr(trainer.engine, "generate", generate)
-    assert trainer._sample_text() == "A\ufffdB"  # of 256 bytes, one of which begins no character
-    text = trainer.config.data.read_bytes()  # whose last twentieth is for validation
+    assert trainer._sample_text() == "A\ufffdB"  # 256 bytes, one of which begins no character
+    text = trainer.config.data.read_bytes()  # its last twentieth is for validation
     assert asked == [(text[-round(len(text) / 20) :][:8], 3, 4)]
 
 
@@ -819,7 +819,7 @@ def test_token_files_and_their_vocabulary_train(tmp_path):
     assert _trainer(config).run()["steps"] == 1
 
 
-# -------------------------------------------------------------------------- refusals
+# -------------------------------------------------------------------------- errors
 
 
 REFUSED = {
@@ -901,7 +901,7 @@ def test_two_jobs_cannot_share_a_folder(tmp_path, capsys):
         train.main(_arguments(config))
     assert caught.value.code == 2
     assert f"another job is training into {config.out}" in capsys.readouterr().err
-    with contextlib.ExitStack() as stack:  # and the folder is free again
+    with contextlib.ExitStack() as stack:  # the folder is available again
         stack.enter_context(locked(config.out))
 
 

@@ -1,5 +1,5 @@
-"""What ``warpweave train`` does in which order, which ranks it launches on which backend, what a
-trainer passes to its parts. Ranks and launchers are stand-ins."""
+"""``warpweave train``: the order of its actions, the ranks and backends it launches, and the
+arguments that a trainer passes to its parts. Ranks and launchers are mocks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from warpweave.train.trainer import Trainer, check_fits
 
 @pytest.fixture
 def rank(monkeypatch) -> SimpleNamespace:
-    """One rank made of stand-ins; `log` has what they did, in order."""
+    """Make one rank of mocks; `log` records their calls in order."""
     log: list[Any] = []
     session = mock.Mock(rank=0, goes_on=False)
     session.begin = lambda: log.append("begin")
@@ -93,7 +93,7 @@ def test_a_restarted_rank_resumes_and_only_rank_0_prints(rank, number, resume, g
 
 
 def test_what_is_wrong_before_the_first_step_is_refused_and_later_a_failure(rank, monkeypatch):
-    """A value or a checkpoint that does not fit; what all ranks raise alike is told once."""
+    """Covers an invalid value or checkpoint; an error that all ranks raise is reported once."""
     told: list[Any] = []
 
     @contextlib.contextmanager
@@ -127,12 +127,12 @@ def test_a_rank_that_cannot_connect_says_which_it_is(monkeypatch, capsys):
 
 
 class Done(Exception):
-    """Ends a call where the part under test is over."""
+    """Ends a call after the part under test."""
 
 
 @pytest.fixture
 def command(monkeypatch) -> list[Any]:
-    """What the command asks of the stand-ins for backend and launch; no option is checked."""
+    """Record what the command requests from mocks of backend and launch; no option is checked."""
     asked: list[Any] = []
 
     def choose(ranks: int, backend: str | None, *, launched: bool) -> str:
@@ -203,7 +203,7 @@ def test_an_elastic_run_is_started_by_its_own_function_without_torchrun(
     assert capsys.readouterr().err.strip() == f"warpweave: {words}"
 
 
-# ---------------------------------------------------------------- what a trainer hands on
+# ---------------------------------------------------------------- arguments of a trainer's parts
 
 
 def _replica(mesh: Any, config: TrainConfig) -> int:
@@ -265,10 +265,10 @@ def test_the_memory_check_is_given_the_training_step_of_the_options(monkeypatch)
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("ahead", [False, True])
-def test_the_seconds_of_steps_do_not_overlap_and_only_the_last_step_is_recorded(
+def test_step_seconds_do_not_overlap_and_only_the_last_step_is_recorded(
     monkeypatch, tmp_path, ahead
 ):
-    """The clock moves on by a second whenever it is read: as a step begins, and as it ends."""
+    """The clock advances by a second whenever it is read: as a step begins, and as it ends."""
     now, recorded = [0.0], []
 
     def look() -> float:
@@ -305,7 +305,7 @@ def test_torchrun_is_recognised_by_rank_and_world_size_together(monkeypatch, the
     assert processes.under_torchrun() == (len(there) == 2)
 
 
-def test_the_compilers_cache_is_in_the_temporary_folder_unless_the_user_named_one(monkeypatch):
+def test_compiler_cache_is_in_the_temporary_folder_unless_the_user_sets_it(monkeypatch):
     name = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setattr(processes.tempfile, "gettempdir", lambda: "/somewhere")
     monkeypatch.delenv(name, raising=False)
@@ -317,7 +317,7 @@ def test_the_compilers_cache_is_in_the_temporary_folder_unless_the_user_named_on
 
 
 class Early:
-    """Processes that were prepared."""
+    """Processes that were prepared early."""
 
     def __init__(self, log: list) -> None:
         self.log = log
@@ -371,7 +371,7 @@ def test_of_processes_that_end_together_the_killed_ones_are_reported_first(monke
         if len(children) < len(codes):
             return [pipe]
         if children[0].exitcode is not None:
-            raise EOFError  # nobody asks any more
+            raise EOFError  # no other process asks
         for child, code in zip(children, codes, strict=True):
             child.exitcode = code
         return []

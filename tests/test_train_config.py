@@ -1,5 +1,5 @@
-"""What the options of a run mean for what it starts, agrees on and refuses; `test_options.py` has
-where each arrives, `test_limits.py` the edges of their numbers."""
+"""The meaning of a run's options: what it starts, what ranks agree on, and errors.
+`test_options.py` tests where each option arrives, `test_limits.py` the limits of their numbers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_mesh_that_does_not_fit_is_named_with_all_its_axes(axes, ranks, words)
         config.for_ranks(ranks)
 
 
-def test_a_vocabulary_is_the_presets_unless_the_data_need_more_or_an_option_says():
+def test_vocab_is_the_presets_unless_data_needs_more_or_an_option_sets_it():
     of_preset = PRESETS["gpt2"].vocab_size
     for overrides, needed, found in (
         ({}, 300, of_preset), ({}, of_preset, of_preset), ({}, of_preset + 1, of_preset + 1),
@@ -166,7 +166,7 @@ def test_servers_are_told_every_number_of_theirs():
 @pytest.mark.parametrize("dtype", [None, "fp32", "bf16", "fp16", "fp64"])
 @pytest.mark.parametrize("impl", [None, "torch"])
 def test_a_rule_has_the_options_of_its_own_optimizer(dtype, impl):
-    """Muon works in bf16 where the parameters have 16 bits."""
+    """Muon works in bf16 if the parameters have 16 bits."""
     config = TrainConfig(
         betas=(0.5, 0.75), eps=0.125, weight_decay=0.25, momentum=0.375, dtype=dtype, impl=impl
     )
@@ -185,7 +185,8 @@ def test_a_rule_has_the_options_of_its_own_optimizer(dtype, impl):
 
 
 def test_settings_hold_each_option_that_a_resumed_run_must_have():
-    """All that decides the weights, but for data, seed and model, which are compared apart."""
+    """These are all that affect the weights, except data, seed and model,
+    which are compared separately."""
     changed: dict[str, Any] = {
         "steps": 7, "lr": 0.5, "lr_schedule": "wsd", "min_lr": 0.25, "warmup": 3, "decay": 0.75,
         "optimizer": "muon", "momentum": 0.5, "eps": 0.125, "weight_decay": 0.375, "clip": 0.0,
@@ -198,7 +199,7 @@ def test_settings_hold_each_option_that_a_resumed_run_must_have():
         assert {key for key in settings if settings[key] != usual[key]} == {name}
 
 
-# ---------------------------------------------------------------- replicas that meet
+# ---------------------------------------------------------------- replicas that sync
 
 
 @pytest.mark.parametrize(
@@ -234,12 +235,12 @@ def test_each_fragment_needs_a_layer_of_the_model_that_is_trained(layers, fragme
         _ = more.outer_rule
 
 
-# ---------------------------------------------------------------- before any rank is started
+# ---------------------------------------------------------------- checks before any rank starts
 
 
 @pytest.fixture
 def asked(monkeypatch) -> list[Any]:
-    """What a check asks of data, boards and plan."""
+    """Record the checks of data, boards and plan."""
     seen: list[Any] = []
 
     def opened(config: TrainConfig, split: str) -> SimpleNamespace:
@@ -287,7 +288,7 @@ def test_a_timeline_gets_its_folder_once_it_is_of_a_kind_that_can_be_written(tmp
     path = tmp_path / "a" / "b" / f"t.{suffix}".rstrip(".")
     config = TrainConfig(timeline=path)
     if suffix in ("svg", "png", "json"):
-        for _ in range(2):  # it may be there
+        for _ in range(2):  # it may already exist
             config.check()
         assert path.parent.is_dir()
         return
@@ -363,8 +364,8 @@ IDLE_SAMPLE: tuple[tuple[str, Any, dict[str, Any], dict[str, Any]], ...] = (
     ("top_k", 50, {}, {"tp": 2, "timeout": 9.0, "model": Path("other")}),
     ("timeout", 9.0, {}, {"pp": 2}),
 )  # fmt: skip
-# Each of the others does what it says whatever the others are, or is refused with those that keep
-# it from that (the options of outer replicas, servers and elastic runs, ulysses, dp_shard, ...).
+# Each of the others has its effect with any other options, or is rejected with those that prevent
+# it (the options of outer replicas, servers and elastic runs, ulysses, dp_shard, ...).
 ALWAYS = {
     *("config", "init_from", "data", "tokenizer", "out", "resume", "device", "impl", "dtype"),
     *("dp", "dp_shard", "tp", "cp", "ulysses", "pp", "outer", "outer_lr", "outer_momentum"),
@@ -375,7 +376,7 @@ ALWAYS = {
     *("positions", "tied", "dropout", "logit_softcap", "embedding_scale", "activation", "bias"),
     *("norm", "norm_eps", "norm_place", "head_size", "qkv_bias", "qk_norm", "qk_norm_whole"),
     *("attention_scale", "softcap", "sinks", "recompute", "reduce"),
-    *("early_gradients", "sequence_parallel"),  # on where they can be; off is off anywhere
+    *("early_gradients", "sequence_parallel"),  # on if possible; off always has an effect
 }
 ALWAYS_SAMPLE = {
     *("best", "model", "prompt", "tokens", "tokenizer", "tp", "pp", "dtype", "device", "impl"),
@@ -384,7 +385,8 @@ ALWAYS_SAMPLE = {
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> None:
-    """Data of two files, token files with a vocabulary of 50 (t without 49), models of 50, 51."""
+    """Make data of two files, token files with a vocabulary of 50 (t
+    without 49), models of 50, 51."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
     for name in "abc":
@@ -407,7 +409,7 @@ def _idle(rows: Any, config: Any) -> list[str]:
 
 @pytest.mark.usefixtures("files")
 def test_options_without_effect_are_named_and_only_then():
-    """Each row of the table, each of its options, with what makes it idle and without."""
+    """Tests each row of the table and each of its options, with what makes it idle and without."""
     sampled = SampleConfig(Path("run"), ("x",))
     for rows, usual, cases in (
         (idle_options.TRAIN, TrainConfig(), IDLE),
@@ -433,7 +435,8 @@ def test_options_without_effect_are_named_and_only_then():
 
 
 def test_asynchronous_schedules_have_an_effect_without_a_pipeline():
-    """PipeDream updates after each micro-batch, 2BW by gradients of the weights one update ago."""
+    """PipeDream updates after each micro-batch, 2BW by gradients at the
+    weights of one update ago."""
     for rows, usual in ((idle_options.TRAIN, TrainConfig()), (idle_options.PROVE, ProveConfig())):
         idle = {name: _idle(rows, with_options(usual, {"schedule": name})) for name in FAMILIES}
         assert {name for name, found in idle.items() if "schedule" not in found} == {
@@ -450,7 +453,7 @@ def test_asynchronous_schedules_have_an_effect_without_a_pipeline():
     ids=["train", "sample"],
 )
 def test_every_option_always_has_an_effect_or_a_row(config, rows, always):
-    """A new option has its row in the table, or its name here."""
+    """Add a row to the table, or a name here, for each new option."""
     options = {name for row in rows for name in row.options}
     assert options | always == {*options_of(config)}
     assert not options & always
@@ -469,11 +472,11 @@ def test_a_separator_outside_the_vocabulary_is_refused(separator, capsys):
             assert f"whose vocabulary is [0, {size})" in err
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- option values
 
 
 def test_an_option_takes_each_word_that_there_is():
-    """Of presets, dtypes and compilation targets, in every command."""
+    """This covers presets, dtypes and compilation targets, in every command."""
     for config, name, wanted in (
         (TrainConfig, "model", PRESETS),
         (TrainConfig, "dtype", NAMED_DTYPES),

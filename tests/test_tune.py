@@ -1,6 +1,6 @@
-"""Tuning: which tile is kept, that what is written is what launches take, and what is printed.
+"""Tuning: the tile that is kept, launches use the written table, and the output.
 
-There is no GPU here: a bench of the tests' own says how fast a tile is and what it computes.
+No GPU is needed: a fake bench defines how fast a tile is and what it computes.
 """
 
 import dataclasses
@@ -27,21 +27,21 @@ from warpweave.machine.tune.options import parse
 from warpweave.machine.tune.search import add_rows, difference
 
 FWD = Problem("attention_fwd", "bf16", 64)
-SHIPPED = AttentionTile(128, 64, 4, 3)  # of FWD on sm_90
+SHIPPED = AttentionTile(128, 64, 4, 3)  # for FWD on sm_90
 FAST, OTHER = AttentionTile(64, 64, 4, 3), AttentionTile(128, 32, 4, 3)
 GOOD = Compiled("_attention_fwd_kernel", 1, {}, 4, 128, 0, 65536, 2)
 
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch, tmp_path):
-    """Where the table is written, if nobody says where."""
+    """Set the default path of the written table."""
     monkeypatch.chdir(tmp_path)
     yield tmp_path / "tiles.json"
     tiles.load(None)
 
 
 class FakeGpu:
-    """A device on which a tile takes as long, computes and compiles to what the test says."""
+    """A device on which the test decides a tile's time, result and compilation."""
 
     def __init__(self, ms, outputs=None, compiled=None, others=None):
         self.ms, self.outputs, self.compiled = ms, outputs or {}, compiled or {}
@@ -75,7 +75,7 @@ class FakeGpu:
         )
 
     def tune(self, path, problem=FWD):
-        """(the tile of the one row that is written, the report); the table is loaded."""
+        """Return (the tile of the one row that is written, the report); the table is loaded."""
         report = tune([problem], self.bench(), path, minutes=1)
         [(_, row, shipped)] = report.rows
         assert shipped == problem.shipped(90)
@@ -83,7 +83,7 @@ class FakeGpu:
         return row.tile, report
 
 
-# ---------------------------------------------------------------- what is kept
+# ---------------------------------------------------------------- the tile that is kept
 
 
 def test_the_fastest_tile_is_written_and_then_taken_by_launches(table) -> None:
@@ -164,7 +164,7 @@ def test_what_time_does_not_reach_is_named(table) -> None:
 
 
 def test_a_row_is_begun_in_the_minutes_that_are_given_and_none_after(table, monkeypatch) -> None:
-    clock = iter(range(0, 1000, 100))  # seconds, each time that somebody looks
+    clock = iter(range(0, 1000, 100))  # in seconds, at each reading
     monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     todo = problems(("attention_fwd", "attention_dq"), ("bf16",), (32, 64, 128))
     report = tune(todo, FakeGpu({}).bench(), table, minutes=5, steps=1)
@@ -248,7 +248,7 @@ def test_it_prints_old_against_new_and_sums_up(table, capsys) -> None:
     assert tiles.read_table(other, by="device") == tiles.read_table(table, by="device")
 
 
-def test_a_dry_run_says_the_worst_of_each_tiles_kernels_the_shipped_tile_first(
+def test_dry_run_reports_the_worst_kernel_of_each_tile_shipped_tile_first(
     monkeypatch, capsys
 ) -> None:
     second = dataclasses.replace(GOOD, registers=99, shared=70_000, occupancy=1)
@@ -297,7 +297,8 @@ def test_the_default_is_every_kernel_in_bf16() -> None:
 
 
 def test_a_tile_may_spill_in_another_call_as_much_as_the_shipped_one(monkeypatch) -> None:
-    """The call is named; who spills less than the shipped tile, or in float64, has no fault."""
+    """The message names the call. A tile that spills less than the shipped
+    one, or in float64, is valid."""
     module = importlib.import_module("warpweave.machine.tune.candidates")
     stacks = {SHIPPED: 0, FAST: 0, OTHER: 0}
 
@@ -343,7 +344,7 @@ def test_dry_lists_the_tiles_that_compile_and_writes_nothing(tmp_path, table) ->
     full, wide, *words, last = done.stdout.splitlines()
     rows = words[3:]
     assert full.startswith("full: spills ")
-    assert re.search(r"2949\d\d bytes of shared memory", wide)  # and what its copies wait on
+    assert re.search(r"2949\d\d bytes of shared memory", wide)  # with its copies' barriers
     summary = json.loads(last)
     assert (summary["dry"], summary["target"], summary["table"]) == (True, "sm_80", None)
     assert len(rows) == len(summary["rows"]) >= 2

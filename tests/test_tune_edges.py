@@ -1,5 +1,5 @@
-"""Tuning at its edges: who is timed again and what is a gain, the calls' sizes and options, numbers
-that are admitted and refused, and what the command passes on."""
+"""Tuning at its edges: repeated timing and minimum gains, sizes and options of the calls, valid and
+invalid numbers, and the command's arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from warpweave.machine.tune.search import SearchReport, difference
 TILES = [SHIPPED, *candidates(FWD, TARGETS["sm_90"], 2)[1:7]]
 
 
-# ---------------------------------------------------------------- who wins
+# ---------------------------------------------------------------- choosing the best
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_a_gain_is_a_hundredth_at_least(ms: float, wins: bool) -> None:
 
 
 def test_a_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
-    """Rounds in which the clock is ten times as slow say the same as the others."""
+    """Rounds with a clock ten times as slow give the same ratios as the others."""
     times = {SHIPPED: [1.0, 10.0, 1.0, 10.0, 1.0], TILES[1]: [0.9, 9.0, 0.9, 9.0, 9.9],
              TILES[2]: [1.1, 1.1, 1.1, 11.0, 1.1]}  # fmt: skip
     assert search._ratios(times, SHIPPED) == {
@@ -72,8 +72,8 @@ def test_a_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
 
 
 def test_microseconds_are_those_of_the_second_pass_and_of_the_tile_itself() -> None:
-    """In which rounds differ: who is faster in most of them is so by its ratios, and has medians of
-    its own."""
+    """The best differs between rounds: the tile that is faster in most of them wins by its ratios,
+    and reports its own medians."""
     first, passes = 2 * search.ROUNDS, {SHIPPED: (5.0, [1.0, 1.0, 4.0, 4.0, 1.0]),
                                         TILES[1]: (3.0, [0.75, 0.75, 2.0, 2.0, 2.0])}  # fmt: skip
     gpu = FakeGpu({})
@@ -126,7 +126,8 @@ def test_a_difference_of_just_the_tolerance_is_admitted() -> None:
         def run():
             where = problem.kernel, torch.device("cpu"), problem.size, problem.kind
             value = outputs.get(tiles.find(*where), 2.0)
-            return (torch.full((4,), value, dtype=torch.float64),)  # whose norm is no rounded one
+            # its norm is not a rounded number
+            return (torch.full((4,), value, dtype=torch.float64),)
 
         return run
 
@@ -140,7 +141,7 @@ def test_a_difference_is_of_all_elements_and_infinite_for_what_is_no_number() ->
     assert difference(t([0.5, 0.0]), t([0.0, 0.0])) == 0.5
     assert difference(t([float("nan"), 1.0]), t([1.0, 1.0])) == float("inf")
     assert difference(t([1.0]), t([float("nan")])) == float("inf")
-    # Of numbers of 16 bits, whose difference is none, or not finite.
+    # 16-bit numbers, with a difference that is zero or not finite.
     for dtype, a, b in ((torch.bfloat16, 1.0, -256.0), (torch.float16, 60000.0, -60000.0)):
         found = difference(torch.tensor([a, b], dtype=dtype), torch.tensor([b, b], dtype=dtype))
         held = [float(x) for x in torch.tensor([a, b], dtype=dtype)]
@@ -152,7 +153,7 @@ def test_a_difference_is_of_all_elements_and_infinite_for_what_is_no_number() ->
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 def test_attention_is_timed_in_the_sizes_of_an_8b_llama(monkeypatch, dtype: str) -> None:
-    """Two sequences of 4,096 tokens, a quarter as many heads of keys as of queries."""
+    """Two sequences of 4,096 tokens, with a quarter as many heads of keys as of queries."""
     made: list[tuple] = []
     asked: list[tuple] = []
 
@@ -180,7 +181,7 @@ def test_attention_is_timed_in_the_sizes_of_an_8b_llama(monkeypatch, dtype: str)
         assert shapes == ([q, k, k] if forward else [q, q, k, k, rows, rows])
     made.clear()
     timed_call(Problem("attention_fwd", dtype, 128), make, 64, 256)
-    assert made[1][0] == (2, 32, 1, 128)  # one head at least
+    assert made[1][0] == (2, 32, 1, 128)  # at least one head
 
 
 def test_each_other_call_of_attention_passes_the_option_in_its_name(monkeypatch) -> None:
@@ -229,7 +230,7 @@ def test_the_other_calls_of_a_product_are_those_that_take_its_tile() -> None:
 
 
 class _Asked:
-    """What products are asked for, by name: shapes instead of tensors, in the order of asking."""
+    """Record the requested products by name, with shapes instead of tensors, in order."""
 
     def __init__(self, monkeypatch) -> None:
         self.each: list[tuple] = []
@@ -259,7 +260,7 @@ def _make(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 def test_products_are_timed_in_the_sizes_of_an_8b_llama(monkeypatch, dtype: str) -> None:
-    """Up with GELU; a heavy one is what adds to a gradient, then what multiplies by a slope."""
+    """Up with GELU; a heavy product first accumulates a gradient, then multiplies by a slope."""
     made: list[torch.dtype] = []
 
     def make(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -333,7 +334,7 @@ def test_problems_come_dtype_by_dtype_and_kernel_by_kernel() -> None:
     assert sizes == [2, 4, 8]
 
 
-# ---------------------------------------------------------------- options, and what is passed on
+# ---------------------------------------------------------------- options and arguments
 
 
 @pytest.mark.parametrize(
@@ -358,9 +359,7 @@ def test_numbers_are_admitted_up_to_their_limit(given: dict, fits: bool) -> None
             config.problems()
 
 
-def test_a_dry_run_compiles_for_its_target_and_begins_no_problem_after_its_minutes(
-    monkeypatch, capsys
-) -> None:
+def test_dry_run_compiles_for_its_target_and_stops_after_its_minutes(monkeypatch, capsys) -> None:
     asked: list[tuple] = []
     tried = GemmTile(64, 64, 32, 8, 1, 4, 3)
 
@@ -424,7 +423,8 @@ def test_a_tool_that_is_missing_or_fails_is_told(monkeypatch) -> None:
 
 
 def _changed() -> tuple:
-    """All that `compiling` changes: Triton's launch and driver, and who asks what to run."""
+    """Return everything that `compiling` changes: Triton's launch and driver, and the choice of
+    what to run."""
     asked = ("choose", "capability", "processors")
     ours = [m for name, m in sorted(sys.modules.items()) if name.startswith("warpweave.")]
     return (
@@ -435,7 +435,7 @@ def _changed() -> tuple:
 
 
 def test_outside_of_compiling_nothing_remains_changed(monkeypatch) -> None:
-    """Also after an error, within another target's, and a second time."""
+    """This holds after an error, within another target's context, and the second time."""
     monkeypatch.setattr(dispatch, "INTERPRET", False)
     before = _changed()
 

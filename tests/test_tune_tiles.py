@@ -1,4 +1,4 @@
-"""Tuning: which tiles are tried, what is wrong with one, and the calls that compare them."""
+"""Tuning: candidate tiles, errors of a tile, and the calls that compare them."""
 
 import contextlib
 import dataclasses
@@ -25,13 +25,13 @@ from warpweave.machine.tune.search import difference
 from warpweave.machine.tune.timing import interleave
 
 FWD = Problem("attention_fwd", "bf16", 64)
-SHIPPED = AttentionTile(128, 64, 4, 3)  # of FWD on sm_90
+SHIPPED = AttentionTile(128, 64, 4, 3)  # for FWD on sm_90
 FAST, OTHER = AttentionTile(64, 64, 4, 3), AttentionTile(128, 32, 4, 3)
 ALL = problems(tuple(KERNELS), ("bf16", "fp32", "fp64"), (64, 96, 128, 256))
 GOOD = Compiled("_attention_fwd_kernel", 1, {}, 4, 128, 0, 65536, 2)
 
 
-# ---------------------------------------------------------------- what is tried
+# ---------------------------------------------------------------- candidates
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
@@ -54,7 +54,7 @@ def test_candidates_are_at_most_two_steps_away_nearest_first() -> None:
             (b // a).bit_length() - 1 for a, b in zip(near, far)
         )
 
-    assert {tile.warps for tile in around(SHIPPED, 2)} == {4, 8}  # tensor cores take fours
+    assert {tile.warps for tile in around(SHIPPED, 2)} == {4, 8}  # tensor cores use fours
     found = [steps(tile) for tile in around(SHIPPED, 2)]
     assert found == sorted(found)
     assert {*found} == {1, 2}
@@ -77,7 +77,7 @@ def test_what_cannot_fit_is_not_compiled(problem, tile) -> None:
 
 
 def test_what_fits_in_one_buffer_less_than_stages_is_compiled() -> None:
-    """Some versions of Triton keep one of the stages in registers; in float64 a sum takes two."""
+    """Some versions of Triton keep one of the stages in registers; in float64 a sum uses two."""
     byte, part = 128 * 64 * 2 * 2, TARGETS["sm_90"]  # K and V of a step in bfloat16
     stages = part.block_shared // byte + 1
     problem = Problem("attention_fwd", "bf16", 128)
@@ -98,7 +98,7 @@ def test_what_fits_in_one_buffer_less_than_stages_is_compiled() -> None:
 
 
 def test_shared_memory_and_registers_may_be_full() -> None:
-    """Of a product's operands and sums; a head dim takes the power of two above it."""
+    """Covers a product's operands and sums; a head dim uses the next power of two."""
     part = TARGETS["sm_90"]
     tile, heads = KERNELS["gemm"](128, 256, 64, 8, 1, 8, 3), AttentionTile(64, 32, 4, 2)
     for kernel, kind, of, need in (
@@ -157,7 +157,7 @@ def test_faults_are_named_and_float64_may_spill() -> None:
 
 
 def test_what_is_compiled_is_the_kernels_of_the_problem_under_its_tile(monkeypatch) -> None:
-    """Or, in a line of 200 characters at most, the first cause of why it is not."""
+    """Otherwise the first error is reported, in a line of at most 200 characters."""
     other, device = dataclasses.replace(GOOD, kernel="_rope_kernel"), torch.device("cpu")
     made, asked = [GOOD, other], []
 
@@ -220,7 +220,7 @@ def _small(*sizes, dtype):
 
 @pytest.mark.parametrize("problem", problems(tuple(KERNELS), ("fp32",), (16,)), ids=str)
 def test_every_call_of_a_problem_takes_its_tile(problem) -> None:
-    """A tile that no kernel can take makes each of them fail, in the interpreter."""
+    """With a tile that no kernel accepts, each of them fails in the interpreter."""
     shipped = problem.shipped(0)
     broken = shipped._replace(**{shipped._fields[0]: 48})
     calls = other_calls(problem, _small, 64, 64)
@@ -258,7 +258,7 @@ def test_the_shipped_tile_of_a_problem_is_that_of_its_row_on_its_device() -> Non
             kind = problem.kind
             if isinstance(kind, int):
                 kind = min(head_dim for head_dim in rows if head_dim >= kind)
-            row = rows[kind] if kind in rows else rows["large"]  # without a "heavy"
+            row = rows[kind] if kind in rows else rows["large"]  # without a "heavy" one
             found[problem, target.arch] = problem.shipped(target.arch)
             assert found[problem, target.arch] == row.tile
     small, large = (found[Problem("gemm", "bf16", kind), 90] for kind in ("small", "large"))

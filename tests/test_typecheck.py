@@ -1,8 +1,8 @@
-"""The GPT composes on meshes of up to thousands of ranks, and not with one collective less.
+"""The GPT typechecks on meshes of up to thousands of ranks, and not with one collective fewer.
 
 Positive: both styles, sequence parallelism on and off, every stage, up to 5,120 ranks. Planted
 faults: for every place where the GPT relies on a collective or on a record's flag, the program
-without it is refused, and the error names the line that goes wrong.
+without it is rejected, and the error names the faulty line.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ OLMO = dataclasses.replace(LLAMA, norm_place="post", qk_norm=True, qk_norm_whole
 STYLES = {"gpt2": GPT2, "llama": LLAMA}
 ONE_LAYER = {name: dataclasses.replace(config, layers=1) for name, config in STYLES.items()}
 
-# ---------------------------------------------------------------- what holds
+# ---------------------------------------------------------------- valid programs
 
 
 @pytest.mark.parametrize(
-    ("mesh", "sp_style"),  # the other style is checked the other way
+    ("mesh", "sp_style"),  # the other style is checked with the opposite value
     [
         (Mesh(dp=64, cp=2, tp=8), "gpt2"),  # 1,024 ranks; K and V are gathered
         (Mesh(dp=16, cp=4, tp=8, pp=2), "llama"),  # 1,024; the ring, for gpt2
@@ -102,7 +102,7 @@ def test_the_gpt_typechecks_whoever_owns_which_token(style: str, layout: str) ->
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_norms_of_heads_typecheck_if_their_gradients_are_summed_over_tensor_ranks(sp: bool) -> None:
+def test_head_norms_typecheck_if_gradients_are_summed_over_tensor_ranks(sp: bool) -> None:
     config = dataclasses.replace(
         ONE_LAYER["llama"], head_size=6, qkv_bias=True, qk_norm=True, windows=(7,), sinks=True
     )
@@ -139,7 +139,7 @@ def test_no_memory_is_needed() -> None:
 
 
 def plain_row(x, w, b=None, *, group, sequence_parallel=False, **_):
-    """Row-parallel without its sum."""
+    """Plant row-parallel without its sum."""
     y = F.linear(x, w)
     y = collectives.own_slice(y, group) if sequence_parallel else y
     return y if b is None else y + b
@@ -157,7 +157,7 @@ def row_summed_twice(x, w, b=None, *, group, sequence_parallel=False, **_):
 
 
 def plain_column(x, w, b=None, *, group, sequence_parallel=False, **_):
-    """Column-parallel without the sum of dx."""
+    """Plant column-parallel without the sum of dx."""
     if sequence_parallel:
         x = collectives.gather(x, group)
     return F.linear(x, w, b)
@@ -168,14 +168,14 @@ def column_without_gather(x, w, b=None, *, group, sequence_parallel=False, **_):
 
 
 def plain_embedding(ids, w, *, group, vocab_size, sequence_parallel=False):
-    """Vocabulary-parallel lookup without its sum."""
+    """Plant vocabulary-parallel lookup without its sum."""
     local, elsewhere = tensor.embedding._local_ids(ids, w.shape[0], group)
     y = F.embedding(local, w).masked_fill(elsewhere[:, None], 0)
     return collectives.own_slice(y, group) if sequence_parallel else y
 
 
 def composed_mlp(column=tensor.column_parallel_linear, row=tensor.row_parallel_linear):
-    """The MLP of two linear layers, one of which may be at fault."""
+    """Compose the MLP of two linear layers, one of which may be faulty."""
 
     def apply(
         x, up, down, up_bias, down_bias, *, activation, group, sequence_parallel, residual, drop,
@@ -190,7 +190,7 @@ def composed_mlp(column=tensor.column_parallel_linear, row=tensor.row_parallel_l
 
 
 def composed_qkv(column):
-    """The projection to heads by a linear layer at fault."""
+    """Compose the projection to heads with a faulty linear layer."""
 
     def apply(x, weight, bias, cos, sin, *, shape, group, sequence_parallel, impl, **_):
         _, slots, head_dim, _ = weight.shape
@@ -204,7 +204,7 @@ def composed_qkv(column):
 
 
 def composed_head(column):
-    """The head by a linear layer at fault, then the loss of its logits."""
+    """Compose the head with a faulty linear layer, then the loss of its logits."""
 
     def apply(x, weight, labels, *, group, vocab_size, sequence_parallel, **_):
         z = column(x, weight, group=group, sequence_parallel=sequence_parallel)
@@ -216,13 +216,13 @@ def composed_head(column):
 
 
 def local_loss(x, weight, labels, *, group, vocab_size, sequence_parallel, **_):
-    """Cross entropy over this rank's columns alone."""
+    """Compute cross entropy over this rank's columns only."""
     z = tensor.column_parallel_linear(x, weight, group=group)
     return F.cross_entropy(z, labels.clamp(max=len(weight) - 1), reduction="sum")
 
 
 def local_mean(self, x, weight, labels, normaliser):
-    """Each context rank divides by its own number of tokens."""
+    """Divide by each context rank's own number of tokens."""
     total = linear_loss.vocab_parallel_linear_cross_entropy(
         x, weight, labels, group=self.mesh.group("tp"), vocab_size=self.vocab_size
     )
@@ -234,7 +234,7 @@ def local_attention(q, k, v, *, layout, group, causal, strategy, impl, **_):
 
 
 def attention_of_gathered_keys(q, k, v, *, layout, group, causal, strategy, impl, **_):
-    """K and V gathered for work that is taken to be the same on every rank: no sum of dK, dV."""
+    """Gather K and V for work that is assumed equal on every rank: dK and dV are not summed."""
     k, v = (collectives.gather(x, group, dim=1) for x in (k, v))
     return attention(q, k, v, causal=causal)
 
@@ -249,7 +249,7 @@ def local_drop(self, site, context):
 
 
 def flipped(ending: str) -> Callable:
-    """Records in which the `partial` flag of parameters with this ending is wrong."""
+    """Return records in which the `partial` flag of parameters with this ending is wrong."""
     original = GPT.parameter_records
 
     def records(self):
@@ -265,7 +265,7 @@ def flipped(ending: str) -> Callable:
 
 LINEAR, EMBEDDING = warpweave.layers.linear, warpweave.layers.embedding
 LAYER, LOSS, MLP = warpweave.layers.attention, warpweave.layers.loss, warpweave.layers.mlp
-# what is replaced, by what; styles; with sequence parallelism or not; the function that is named
+# target, replacement; styles; with sequence parallelism or not; the function that is named
 FAULTS = {
     "row: no sum": (
         (LINEAR, "row_parallel_linear", plain_row), "llama", False, RMSNorm.forward),
@@ -375,7 +375,7 @@ def test_context_ranks_alone_are_checked_too() -> None:
 
 
 def test_an_error_names_the_axis_of_the_mesh_that_is_checked() -> None:
-    """Whatever was checked before: there these ranks were tensor ranks."""
+    """This holds for any earlier check, in which these ranks were tensor ranks."""
     typecheck(ONE_LAYER["gpt2"], Mesh(dp=2, tp=2))
     with (
         planted(instead(LAYER, "context_attention", local_attention)),
@@ -410,8 +410,8 @@ def test_the_backward_pass_runs_too() -> None:
 
 
 def test_what_a_stage_hands_on_is_held_to_what_the_next_one_takes() -> None:
-    """A later stage's own fault, and an output of another type than the stream's; of the stages
-    that are asked for."""
+    """Covers a later stage's own fault, and an output of a type other than the stream's; of the
+    requested stages."""
     mesh, gathered = Mesh(tp=2, pp=2), []
 
     class Gathered(TransformerBlock):
@@ -482,7 +482,7 @@ def test_every_local_function_has_a_rule() -> None:
         for _, f in inspect.getmembers(module, inspect.isclass)
         if issubclass(f, torch.autograd.Function)
     }
-    assert functions - {dispatch._Final} == set(LOCAL)  # which only hands gradients on
+    assert functions - {dispatch._Final} == set(LOCAL)  # it only passes gradients on
 
 
 class _Halves(activation._Gated):
@@ -495,7 +495,7 @@ class _Halves(activation._Gated):
 
 
 class _NormOfShards(norm._TorchNorm):
-    """As if a shard of E could be normalised alone."""
+    """A rule as if a shard of E could be normalized alone."""
 
     @staticmethod
     def spmd_typecheck(*, s, weight, bias):
@@ -503,7 +503,7 @@ class _NormOfShards(norm._TorchNorm):
 
 
 class _LossOfShards(cross_entropy.CrossEntropy):
-    """As if losses over shards of the vocabulary added up."""
+    """A rule as if losses over shards of the vocabulary could be added."""
 
     @staticmethod
     def spmd_typecheck(*, logits, labels, ranks):
@@ -516,7 +516,7 @@ def test_a_wrong_typing_rule_is_seen(wrong: type) -> None:
         rulecheck(wrong, LOCAL[wrong.__base__]())
 
 
-# ---------------------------------------------------------------- for users
+# ---------------------------------------------------------------- user functions
 
 
 def test_nothing_is_left_behind() -> None:
@@ -540,7 +540,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_what_cannot_be_cut_and_what_is_missing_is_said_in_one_line() -> None:
-    for cp in (2, 4):  # Ulysses over all of the axis, and over a part of it
+    for cp in (2, 4):  # Ulysses over the whole axis, and over a part of it
         with pytest.raises(ValueError, match=r"^ulysses = 2: types know the context axis as one"):
             typecheck(PRESETS["toy"], Mesh(cp=cp, ulysses=2))
     with pytest.raises(ValueError, match="kv_heads = 8 does not divide by tp = 3"):

@@ -1,8 +1,8 @@
 """Ulysses and its hybrid with a ring: exact for every number of ranks and heads, counted messages,
-and faults that must show.
+and planted faults that must show.
 
-All ranks run in one process (`run_in_process`); what process groups do is tested with the other
-strategies in test_context.py, and here for the hybrid's two groups.
+All ranks run in one process (`run_in_process`). test_context.py tests process groups with the other
+strategies; here they are tested for the hybrid's two groups.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def emulate(
     *,
     overlap: bool = True,
 ) -> Tensors:
-    """The whole o, lse, dq, dk, dv of ranks, with a Ulysses degree of `degree`."""
+    """Return the whole o, lse, dq, dk, dv of ranks, with a Ulysses degree of `degree`."""
     ranks = range(case.layout.parts)
     shards = [case.shard(rank) for rank in ranks]
     options = checked(options or AttentionOptions(case.causal), *shards[0][0], sinks)
@@ -72,7 +72,7 @@ RANKS = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8), (2, 2), (2, 3), (3, 2),
     ],
 )
 def test_it_equals_whole_attention(ring: int, degree: int, heads: int, kv_heads: int) -> None:
-    """Heads that divide by the Ulysses degree, and heads that do not; KV heads that are copied."""
+    """Covers heads divisible by the Ulysses degree, and heads that are not; copied KV heads."""
     for kind in ("zigzag", "contiguous", "striped"):
         if kind == "striped" and min(ring, degree) > 1:
             continue
@@ -165,7 +165,8 @@ def test_messages_hold_an_odd_number_of_16_bit_elements_beside_fp32() -> None:
 
 @dataclass
 class _Sent:
-    """Elements that ranks send one another by all-to-all, those to themselves left out."""
+    """A counter of elements that ranks send one another by all-to-all,
+    without those to themselves."""
 
     sizes: list[int]
 
@@ -182,14 +183,14 @@ _ends = messages._ends
 
 @pytest.mark.parametrize(("kv_heads", "ranks"), [(8, 2), (4, 4), (8, 8), (2, 4)])
 def test_bytes_are_those_of_the_formula(kv_heads: int, ranks: int) -> None:
-    """(2 H + 2 Hkv) D S/P (P-1)/P and lse forward, do, dq, dK‖dV and delta backward; a KV head that
-    several ranks read travels once to each, and its gradient in fp32."""
+    """(2 H + 2 Hkv) D S/P (P-1)/P and lse forward, do, dq, dK‖dV and delta backward. A KV head that
+    several ranks read is sent once to each, and its gradient in fp32."""
     case = Case(SequenceLayout(6 * ranks, ranks), heads=8, kv_heads=kv_heads, dtype=torch.bfloat16)
     sent = _Sent([0] * ranks)
     with mock.patch.object(messages, "_ends", sent.ends):
         emulate(case, ranks)
     rows, others = case.batch * 6, ranks - 1
-    copies = max(kv_heads, ranks) // ranks  # KV heads that a rank has
+    copies = max(kv_heads, ranks) // ranks  # KV heads per rank
     wide = 4 if kv_heads < ranks else 2
     for n in sent.sizes:
         q, kv, numbers = (8 // ranks) * case.dim * others, copies * case.dim * others, 8 // ranks

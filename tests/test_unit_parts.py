@@ -1,5 +1,5 @@
 """The parts of a unit and of its optimizers, each alone: update rules, versions of the parameters,
-which rank orthogonalises which matrix, and what is refused."""
+which rank orthogonalizes which matrix, and errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ F64 = torch.float64
 def _unit(
     mesh: ConnectedMesh, *shapes: tuple[int, ...], zero: int = 0, dtype: torch.dtype = F64
 ) -> Unit:
-    """Parameters p0, p1, ... of zeros."""
+    """Make parameters p0, p1, ... of zeros."""
     params = [
         (ParamRecord(f"p{n}", shape), nn.Parameter(torch.zeros(shape, dtype=dtype)))
         for n, shape in enumerate(shapes)
@@ -65,7 +65,7 @@ RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # ours, and torch's with 
 @pytest.mark.parametrize("decay", [True, False])
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_torchs_and_a_skipped_step_changes_nothing(name: str, decay: bool) -> None:
-    """With the gradient scaled, and parameters of 16 bits that follow their masters."""
+    """The gradient is scaled, and parameters of 16 bits follow their masters."""
     rule, kind, options = RULES[name]
     draw = torch.Generator().manual_seed(3)
     w, half = (torch.randn(6, generator=draw, dtype=F64) for _ in range(2))
@@ -87,7 +87,7 @@ def test_a_rule_is_torchs_and_a_skipped_step_changes_nothing(name: str, decay: b
         (group,) = theirs.param_groups
         (truth,), group["lr"] = group["params"], lr
         truth.grad = g * (1.0 if name == "muon" else scale)  # the direction's gradient was scaled
-        # torch counts steps, and multiplies NAdam's momenta, in 32 bits otherwise.
+        # Otherwise torch counts steps, and multiplies NAdam's momenta, in 32 bits.
         with mock.patch("torch.optim.nadam._get_scalar_dtype", return_value=F64):
             theirs.step()
         torch.testing.assert_close(w, truth.detach(), rtol=1e-13, atol=1e-14)
@@ -132,7 +132,7 @@ def test_defaults_are_those_of_the_papers() -> None:
 
 
 def test_as_many_versions_as_are_asked_for_are_kept_the_newest_first() -> None:
-    """Twelve: each is there once an update has made it, or all from the beginning."""
+    """Twelve: each exists once an update has made it, or all from the beginning."""
     unit = _unit(single(), (3,), (40,))
     flat, param = unit.parameters, unit.params[1][1]
     flat.keep_versions(12)
@@ -182,7 +182,7 @@ def test_sharded_parameters_have_one_version() -> None:
 
 
 def _versions_written(mesh: ConnectedMesh, zero: int) -> None:
-    """A version is written whole on every rank, of which each updates its part alone."""
+    """A version is written whole on every rank, each of which updates only its part."""
     unit = _unit(mesh, (3,), (70,), zero=zero)
     unit.state.add_moments(["exp_avg"])
     unit.parameters.keep_versions(3)
@@ -231,7 +231,7 @@ def test_states_are_sharded_where_there_are_several_ranks_to_shard_over(
 
 
 def _work(mesh: ConnectedMesh, matrices: list[tuple[tuple[int, int], tuple[int, ...]]]) -> list:
-    """The matrices that this rank orthogonalises, of these shapes and parts."""
+    """Return the matrices that this rank orthogonalizes, for these shapes and parts."""
     params = [
         (ParamRecord(f"m{n}", shape, matrices=parts), nn.Parameter(torch.zeros(shape)))
         for n, (shape, parts) in enumerate(matrices)
@@ -248,10 +248,10 @@ def _work(mesh: ConnectedMesh, matrices: list[tuple[tuple[int, int], tuple[int, 
             Mesh(dp=2, tp=2), [((n, n), (1,)) for n in (4, 8, 2, 8, 4, 4)],
             [[(2, 2), (4, 4)], [(4, 4), (4, 4)], [(8, 8)], [(8, 8)]],
         ),
-        # A long matrix costs less than a square one, whichever of its sides is the long one.
+        # A long matrix costs less than a square one, whichever side is the long one.
         (Mesh(dp=2), [((40, 2), (1,)), *[((8, 8), (1,))] * 2], [[(8, 8)], [(8, 8), (40, 2)]]),
         (Mesh(dp=2), [((2, 40), (1,)), *[((8, 8), (1,))] * 2], [[(2, 40), (8, 8)], [(8, 8)]]),
-        # Of m x n, m <= n: 3 m^2 n + m^3. So 10 x 10 is between 18 x 8 and 19 x 8,
+        # m x n with m <= n costs 3 m^2 n + m^3. So 10 x 10 is between 18 x 8 and 19 x 8,
         (
             Mesh(dp=2), [((3, 3), (1,)), ((18, 8), (1,)), ((10, 10), (1,))],
             [[(3, 3), (18, 8)], [(10, 10)]],
@@ -272,7 +272,7 @@ def test_matrices_go_by_falling_cost_to_the_rank_with_the_least_work(mesh, matri
 
 
 def test_units_without_matrices_have_nothing_to_orthogonalise() -> None:
-    """A stage may hold none."""
+    """A stage may hold no matrices."""
 
     def none(mesh: ConnectedMesh, zero: int) -> None:
         unit = _unit(mesh, (5, 3), (4,), zero=zero)
@@ -286,7 +286,7 @@ def test_units_without_matrices_have_nothing_to_orthogonalise() -> None:
         on_mesh(Mesh(dp=2), none, zero)
 
 
-# ---------------------------------------------------------------- what does not go together
+# ---------------------------------------------------------------- invalid combinations
 
 
 def _pair(name: str, **changes: Any) -> tuple[ParamRecord, nn.Parameter]:
@@ -357,7 +357,8 @@ def test_moments_that_are_there_stay_and_the_others_are_zeros() -> None:
 
 
 def _joined(mesh: ConnectedMesh) -> None:
-    """Only gradients of one group and one dtype are joined, each kind in the order given."""
+    """Test that only gradients of one group and one dtype are joined,
+    each kind in the given order."""
     data = [_unit(mesh, (3,), (5, n), dtype=dtype) for n in (1, 2) for dtype in (F64, torch.half)]
     own = _pair("own", sum_over="dp")
     units = [*data, make_unit("dp", [own], mesh), make_unit("dp too", [own], mesh)]
@@ -409,7 +410,7 @@ def test_recomputing_ends_where_it_began_nested_and_after_an_error() -> None:
 
 @pytest.mark.parametrize("shape", [(5, 3), (4, 3, 2), (1, 3), (0, 3, 2), (2, 3, 1, 4)])
 def test_moments_are_those_of_the_samples_and_have_no_gradient(shape: tuple[int, ...]) -> None:
-    """In 32 bits at least; of no sample, and of one, there is no deviation."""
+    """They have at least 32 bits; with no sample or one sample, there is no deviation."""
     x = torch.randn(
         shape, generator=torch.Generator().manual_seed(2), dtype=F64, requires_grad=True
     )

@@ -11,7 +11,7 @@ import versions
 
 
 class Machine:
-    """Stands in for pip, make and interpreters: a command with a word of `fails` fails."""
+    """A mock of pip, make and interpreters: a command with a word of `fails` fails."""
 
     def __init__(self, *fails: str) -> None:
         self.fails, self.asked = fails, []
@@ -71,7 +71,7 @@ def test_unknown_row_is_refused_with_the_choices():
 
 
 def test_an_interpreter_of_this_version_is_found():
-    """pyenv's or PATH's; whichever it is, it has this version."""
+    """It is pyenv's or PATH's; either one has this version."""
     name = f"3.{sys.version_info.minor}"
     found = versions.interpreters([name, "3.99"])
     assert [*found] in ([name], [])

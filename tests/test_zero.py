@@ -1,7 +1,7 @@
 """ZeRO stages 0 to 3 against a textbook AdamW on whole float64 tensors, and against torch's own.
 
-Ranks are threads, but where torch's own optimizers run, messages are counted or processes are
-asked for by name.
+Ranks are threads, except in tests that run torch's own optimizers, count messages or name
+processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from warpweave.parallel.shard import Cut, ParamRecord
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 ADAMW = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2}
 LR, CLIP, STEPS, MICRO_BATCHES = 0.03, 2.0, 3, 3
-# name, shape, shard_dim, partial, decay: sizes that nothing divides; 7 and 13 are padded on tp = 2
+# name, shape, shard_dim, partial, decay: indivisible sizes; 7 and 13 are padded on tp = 2
 SPEC = {
     "block": [
         ("up", (7, 5), 0, False, True),
@@ -47,7 +47,7 @@ SPEC = {
         ("table", (3, 41), None, True, True),
     ],
     "tiny": [("one", (1,), None, False, True)],
-    "embedding": [("embedding", (37, 3), 0, False, True)],  # tied where there are two stages
+    "embedding": [("embedding", (37, 3), 0, False, True)],  # tied if there are two stages
 }
 
 
@@ -57,7 +57,7 @@ def _draw(shape, *key: int) -> torch.Tensor:
 
 
 def _start(name: str, shape) -> torch.Tensor:
-    """Exactly representable in bf16 and fp16, so that every dtype starts alike."""
+    """Return values exactly representable in bf16 and fp16, so that every dtype starts equally."""
     return _draw(shape, len(name), 7).to(torch.bfloat16).double().clamp(-100, 100)
 
 
@@ -65,17 +65,17 @@ def _start(name: str, shape) -> torch.Tensor:
 
 
 def _terms(name: str, shape, step: int, data: int, mb: int, end: int) -> torch.Tensor:
-    """What data rank `data` adds to the gradient in micro-batch `mb` at pipeline end `end`.
+    """Return what data rank `data` adds to the gradient in micro-batch `mb` at pipeline end `end`.
 
-    In bf16 steps of a fixed grid, so that float32 sums are exact and every order gives one result.
-    The second step's are so small that no clip touches them.
+    In bf16 the values are multiples of a fixed step, so float32 sums are exact and every order
+    gives one result. The second step's are so small that the clip is inactive.
     """
     grid = 2**16 if step == 2 else 64
     return _draw(shape, len(name), step, data, mb, end).mul(64).round().div(grid)
 
 
 def _textbook(data: int, ends: int) -> tuple[list[float], dict[str, dict[str, torch.Tensor]]]:
-    """Norms and final state of AdamW with a global clip on whole tensors, all in float64."""
+    """Return norms and final state of AdamW with a global clip on whole tensors, all in float64."""
     spec = [row for rows in SPEC.values() for row in rows]
     state = {kind: {row[0]: torch.zeros(row[1], dtype=torch.float64) for row in spec}
              for kind in KINDS}  # fmt: skip
@@ -106,7 +106,7 @@ def _units(mesh, stage: int, dtype=torch.float64) -> list[Unit]:
     units = []
     tp, last = mesh.size("tp"), mesh.index("pp") > 0
     for unit, rows in SPEC.items():
-        if last and unit != "embedding":  # the last stage holds the tied embedding alone
+        if last and unit != "embedding":  # the last stage holds only the tied embedding
             continue
         params = []
         for name, shape, dim, partial, decay in rows:
@@ -122,7 +122,7 @@ def _units(mesh, stage: int, dtype=torch.float64) -> list[Unit]:
 
 
 def _local(record: ParamRecord, mesh, step: int, mb: int) -> torch.Tensor:
-    """This rank's gradient of one micro-batch: its rows, or its share of a partial sum."""
+    """Return this rank's gradient of one micro-batch: its rows, or its share of a partial sum."""
     at = (step, mesh.index("data"), mb, mesh.index("pp"))
     whole = _terms(record.name, record.shape, *at)
     index = mesh.index("tp")
@@ -133,7 +133,7 @@ def _local(record: ParamRecord, mesh, step: int, mb: int) -> torch.Tensor:
 
 
 def _add(unit: Unit, terms) -> None:
-    """What a backward pass does: add `terms`, in the order of the unit's parameters."""
+    """Act as a backward pass: add `terms`, in the order of the unit's parameters."""
     unit.gradients.before_backward()
     for (_, param), term in zip(unit.params, terms, strict=True):
         term = term.to(unit.gradients.flat.dtype)
@@ -193,7 +193,7 @@ def _check(mesh, stages) -> None:
         for unit in units:
             unit.parameters.unshard()
             unit.parameters.wait()
-            for record, param in unit.params:  # what the next forward pass computes with
+            for record, param in unit.params:  # the parameters of the next forward pass
                 whole = record.slice(state["param"][record.name], mesh.coords)
                 assert relative_error(param.detach(), whole) < 1e-12, (mesh.sizes, stage, record)
 
@@ -224,7 +224,7 @@ def test_every_stage_on_every_mesh_equals_textbook_adamw_with_a_global_clip(worl
 
 
 def test_so_it_does_on_processes():
-    """Data over a product of axes; then parameters that are cut, and one that is tied."""
+    """Covers data over a product of axes, then sharded parameters, and a tied one."""
     run_ranks(4, _check_meshes, [Mesh(dp=2, cp=2), Mesh(tp=2, pp=2)])
 
 
@@ -270,7 +270,7 @@ def _overflow(rank: int) -> None:
             [(None, 1024), (1, 512), (2, 256), (None, 256), (None, 256), (None, 512)], 1
         ):
             before = _snapshot(units, optimizer)
-            for unit in units:  # one element overflows, so that it lies in one rank's slice
+            for unit in units:  # one element overflows, so that it is in one rank's slice
                 at = 0 if rank == bad and unit.name == "block" else None
                 _accumulate(unit, mesh, step, scale.value.item(), at)
             norm = optimizer.step(LR)
@@ -297,7 +297,7 @@ def test_an_overflow_on_one_rank_makes_every_rank_skip_and_halves_the_scale():
 
 @pytest.mark.parametrize("interval", [1, 2, 5])
 def test_the_loss_scale_follows_its_rule_and_goes_on_from_any_step(interval):
-    """Halved by an overflow, doubled by `interval` good steps in a row, within 1 and 2^24."""
+    """An overflow halves it, `interval` good steps in a row double it, within 1 and 2^24."""
     unit = _units(single(), 0, torch.float16)[0]
 
     def fresh() -> ZeroOptimizer:
@@ -323,12 +323,12 @@ def test_the_loss_scale_follows_its_rule_and_goes_on_from_any_step(interval):
 
 @pytest.mark.parametrize("interval", [1, 2, 5])
 def test_a_halted_step_changes_nothing_of_the_loss_scale(interval):
-    """Wherever it comes in the row of good steps, and whether or not it overflows."""
+    """This holds anywhere in the row of good steps, with and without an overflow."""
     draws = torch.Generator().manual_seed(interval)
     scale, plain = (LossScale(64.0, interval) for _ in range(2))
     for step in range(200):
         overflow, halted = (torch.rand(2, generator=draws) < 0.3).float()
-        skipped = torch.maximum(overflow, halted)  # as the optimizer has it
+        skipped = torch.maximum(overflow, halted)  # as in the optimizer
         scale.update(skipped, halted)
         if not halted:
             plain.update(overflow)
@@ -340,14 +340,14 @@ def test_a_halted_step_changes_nothing_of_the_loss_scale(interval):
 
 
 def _share_of_ones(record: ParamRecord, unit: Unit, mesh) -> torch.Tensor:
-    """This rank's term of a gradient that is 1 everywhere."""
+    """Return this rank's term of a gradient that is 1 everywhere."""
     shares = mesh.size("data") * (mesh.size("tp") if record.partial else 1)
     shares *= 2 if unit.tied else 1
     return record.slice(torch.ones(record.shape, dtype=torch.float64), mesh.coords) / shares
 
 
 def _norms(rank: int, meshes: list[Mesh]) -> list[float]:
-    """The norm of gradients that are 1 everywhere, on every mesh and stage."""
+    """Test the norm of gradients that are 1 everywhere, on every mesh and stage."""
     found = []
     for mesh in (sizes.connect() for sizes in meshes):
         for stage in range(4) if mesh.size("data") > 1 else (0,):
@@ -402,12 +402,12 @@ def _memory(rank: int) -> None:
             assert unit.parameters.shard is None or _bytes(unit.parameters.shard) == 2 * n // 4
 
 
-def test_sharded_states_are_a_quarter_on_four_ranks_and_the_rest_is_really_freed():
+def test_sharded_states_take_a_quarter_on_four_ranks_and_the_rest_is_freed():
     run_threads(4, _memory)
 
 
 class _Traffic:
-    """Counts what each collective of ZeRO moves: name -> list of bytes of the whole buffer."""
+    """A counter of each collective of ZeRO: name -> list of bytes of the whole buffer."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[int]] = {}
@@ -427,7 +427,7 @@ class _Traffic:
 
 
 def _chain(mesh, stage: int, dtype, layers: int = 3, width: int = 8):
-    """A chain of linear layers as ZeRO units, with its optimizer."""
+    """Make a chain of linear layers as ZeRO units, with its optimizer."""
     segments = []
     for k in range(layers):
         torch.manual_seed(k)
@@ -478,12 +478,12 @@ def _traffic(rank: int) -> None:
             unit.parameters.wait()
 
 
-def test_every_stage_makes_exactly_the_collectives_of_its_formula_and_no_byte_more():
+def test_every_zero_stage_makes_exactly_the_collectives_of_its_formula():
     run_ranks(2, _traffic)
 
 
 def _joined(rank: int) -> None:
-    """Whole gradients laid end to end are summed in one message, to the same bits as one by one."""
+    """Whole gradients laid end to end are summed in one message, bitwise equal to one by one."""
     mesh, sums = Mesh(dp=2).connect(), []
     for joined in (False, True):
         units = _units(mesh, 0)
@@ -497,7 +497,7 @@ def _joined(rank: int) -> None:
                 assert all(p.grad.untyped_storage().data_ptr() == home.data_ptr()
                            for _, p in unit.params)  # fmt: skip
             storages = {unit.gradients.flat.untyped_storage().data_ptr() for unit in units}
-            reduce.end_to_end([unit.gradients for unit in units])  # they stay where they are
+            reduce.end_to_end([unit.gradients for unit in units])  # they stay in place
             assert {unit.gradients.flat.untyped_storage().data_ptr() for unit in units} == storages
         pairs = list(itertools.pairwise(units[::-1]))
         assert [a.gradients.is_before(b.gradients) for a, b in pairs] == [joined] * len(pairs)
@@ -519,7 +519,7 @@ def test_joined_gradients_are_summed_in_one_message():
 
 
 def _two_chains(rank: int) -> None:
-    """A unit that a chain knows stays where it is when another chain takes it, too."""
+    """A unit that a chain has placed stays there when another chain also uses it."""
     mesh = Mesh(dp=2).connect()
     linear = nn.Linear(4, 4, bias=False)
     params = [(collect_records(ColumnParallelLinear(4, 4, bias=False))["weight"], linear.weight)]
@@ -536,7 +536,7 @@ def test_a_unit_of_two_chains_keeps_its_gradients_where_they_are():
     run_threads(2, _two_chains)
 
 
-# -------------------------------------------------------------------------- state in and out
+# -------------------------------------------------------------------------- loading and saving
 
 
 def _save(rank: int, sizes: Mesh, stage: int):
@@ -549,11 +549,11 @@ def _save(rank: int, sizes: Mesh, stage: int):
 
 
 def _resume(rank: int, sizes: Mesh, stage: int, state, counts, steps):
-    """Load into a fresh optimizer, check that it reads back as it was, then do the given steps."""
+    """Load into a fresh optimizer, check that it reads back unchanged, then do the given steps."""
     mesh = sizes.connect()
     units = _units(mesh, stage)
     for unit in units:
-        unit.parameters.unshard()  # a gather in flight must not bring old values back
+        unit.parameters.unshard()  # a gather in flight must not restore old values
         if unit.placement.optim and not unit.placement.param:
             unit.parameters.publish()
     optimizer = ZeroOptimizer(units, mesh, AdamW(**ADAMW), clip=CLIP)
@@ -575,7 +575,7 @@ def _resume(rank: int, sizes: Mesh, stage: int, state, counts, steps):
     return _read(units), optimizer.state(), 0.0
 
 
-def test_state_moves_from_four_ranks_to_two_to_three_and_goes_on_as_if_nothing_had_happened():
+def test_state_moved_from_four_ranks_to_two_to_three_continues_the_same_run():
     state, counts, norm = run_threads(4, _save, Mesh(dp=4), 3)[3]
     assert counts == {"count": 2.0}
     assert norm == pytest.approx(_textbook(4, 1)[0][1], rel=1e-13)
@@ -641,7 +641,7 @@ def _oracles(rank: int) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     mesh = Mesh(dp=2).connect()
-    data = _draw((STEPS, 2, 5, 8), rank)  # two micro-batches of five rows a step
+    data = _draw((STEPS, 2, 5, 8), rank)  # two micro-batches of five rows per step
     rates = {"lr": LR, "betas": ADAMW["betas"], "eps": ADAMW["eps"]}
     fsdp = _modules()
     for layer in (*fsdp[::2], fsdp):
@@ -677,7 +677,7 @@ def test_wrong_stages_dtypes_and_shapes_are_refused_in_one_line():
         make_unit("u", [(ParamRecord("w", (2, 3)), weight)], single())
 
 
-# -------------------------------------------------------------------------- another optimizer
+# -------------------------------------------------------------------------- SGD
 
 
 def _sgd(rank: int) -> None:
@@ -703,7 +703,7 @@ def _sgd(rank: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), stage
 
 
-def test_sgd_with_momentum_over_every_stage_equals_torchs_own_and_skips_overflows():
+def test_sgd_with_momentum_equals_torch_in_every_stage_and_skips_overflows():
     run_threads(2, _sgd)
 
 
@@ -717,9 +717,9 @@ def test_sgd_keeps_bf16_parameters_as_copies_of_its_masters():
     assert not torch.equal(unit.state.master, unit.state.master.bfloat16().float())
 
 
-# -------------------------------------------------------------------------- an axis of one's own
+# -------------------------------------------------------------------------- a user-defined axis
 
-EXPERTS = {  # name, shape, cut over: experts lie on different ranks of the made-up axis "ep"
+EXPERTS = {  # name, shape, cut over: experts are on different ranks of the made-up axis "ep"
     "experts.up": ((3, 5, 7), {"ep": 0, "tp": 2}),
     "experts.down": ((3, 7, 5), {"ep": 0, "tp": 1}),
     "experts.bias": ((3, 5), {"ep": 0}),
@@ -729,7 +729,7 @@ EXPERTS = {  # name, shape, cut over: experts lie on different ranks of the made
 
 @dataclasses.dataclass(frozen=True)
 class _ExpertMesh(Mesh):
-    """A mesh with an axis that the library has never heard of; its rows are below."""
+    """A mesh with an axis that the library does not know; its rows are below."""
 
     ep: int = 1
 
@@ -750,7 +750,7 @@ def ep_rows(monkeypatch):
 
 
 def _expert_term(name: str, step: int, mesh) -> torch.Tensor:
-    """This rank's term of the whole gradient: an expert's tokens come from all ranks of "dp"."""
+    """Return this rank's term of a gradient: an expert's tokens come from all ranks of "dp"."""
     shape, cuts = EXPERTS[name]
     axis = "dp" if cuts else "data"
     return sum(_terms(name, shape, step, mesh.index(axis), mb, 0) for mb in range(2))
@@ -805,12 +805,12 @@ def _experts(rank: int, sizes: dict[str, int], folder) -> None:
 
 
 def _writer(name: str) -> int:
-    """Which rank writes a tensor, the same on all of them."""
+    """Return the rank that writes a tensor, equal on all of them."""
     return sum(map(ord, name))
 
 
 def _unlike_stages(rank: int) -> None:
-    """Stage 0 holds whole parameters, stage 1 experts: their gradients lie over other axes."""
+    """Stage 0 holds whole parameters, stage 1 experts: their gradients are over different axes."""
     mesh = _ExpertMesh(pp=2, ep=2).connect()
     stage = mesh.index("pp")
     whole = {n: _start(n, shape) for n, (shape, _) in EXPERTS.items()}

@@ -1,5 +1,5 @@
-"""The optimizer's step on small units, with every rule: what is skipped, counted and scaled, whose
-gradients are finite, partial sums, and units over different axes."""
+"""The optimizer's step on small units, with every rule: skipping, counting and scaling, finite
+gradients, partial sums, and units over different axes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _unit(
     sum_over: str = "data",
     ordered: bool = False,
 ) -> Unit:
-    """A matrix, a vector without decay, and one that tensor ranks have partial sums of."""
+    """Make a matrix, a vector without decay, and one of which tensor ranks have partial sums."""
     partial = ("tp",) if mesh.size("tp") > 1 else ()
     records = [
         ParamRecord("w", (5, 3), matrices=(1,), sum_over=sum_over),
@@ -56,7 +56,7 @@ def _gradients(unit: Unit, seed: int, scale: float = 1.0, bad: float | None = No
 
 
 def _state(unit: Unit, optimizer: ZeroOptimizer) -> list[torch.Tensor]:
-    """All that a step may change."""
+    """Return everything that a step may change."""
     scale = optimizer.loss_scale
     return [
         x.clone()
@@ -71,7 +71,8 @@ def _state(unit: Unit, optimizer: ZeroOptimizer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("name", RULES)
 def test_a_halted_step_or_one_not_finite_changes_nothing_and_is_not_counted(name, dtype) -> None:
-    """Every combination of both; only a gradient that is not finite halves the loss scale."""
+    """Covers every combination of both; only a gradient that is not
+    finite halves the loss scale."""
     unit, scaled = _unit(single(), dtype=dtype), dtype == torch.float16
     scale = LossScale(64.0, interval=2) if scaled else None
     optimizer = ZeroOptimizer([unit], single(), RULES[name], clip=0.5, loss_scale=scale)
@@ -196,7 +197,7 @@ def test_partial_sums_alone_are_summed_and_in_rank_order_if_gradients_are(ordere
 
 
 class _Own(Muon):
-    """A user's, which is Muon as well."""
+    """A user-defined rule that is also a Muon."""
 
 
 def _two_axes(mesh: ConnectedMesh, zero: int) -> None:
@@ -229,7 +230,7 @@ def _stages_norm(mesh: ConnectedMesh, apart: bool) -> float:
 @pytest.mark.parametrize("sizes", [Mesh(pp=2), Mesh(pp=2, dp=2, cp=2, dp_shard=1)], ids=str)
 @pytest.mark.parametrize("apart", [False, True])
 def test_the_norm_is_over_all_stages_or_over_each_apart(sizes: Mesh, apart: bool) -> None:
-    """With dp_shard = 1 the stage that is summed over dp is not sharded, the other one over cp."""
+    """With dp_shard = 1 the stage that is summed over dp is not sharded, and the one over cp is."""
     shapes = (5, 3), (7,), (4,)
     squares = [sum(float(_draw(s, 10 * k + len(s)).square().sum()) for s in shapes) for k in (1, 2)]
     norms = on_mesh(sizes, _stages_norm, apart)

@@ -1,4 +1,4 @@
-"""Inputs and the comparison with the reference that the tests of attention share."""
+"""Inputs of the attention tests and their comparison with the reference."""
 
 import math
 
@@ -16,20 +16,20 @@ STRIPED = ((2, 37, 4),)
 
 
 def draw(B=1, Sq=37, Sk=37, Hq=2, Hkv=1, D=16, dtype=F64) -> list[Tensor]:
-    """q, k and v that require gradients."""
+    """Draw q, k and v that require gradients."""
     shapes = ((B, Sq, Hq, D), (B, Sk, Hkv, D), (B, Sk, Hkv, D))
     return [torch.randn(s, dtype=F64).to(dtype).requires_grad_() for s in shapes]
 
 
 def tiles_of(monkeypatch, arch: int) -> None:
-    """From here on the tiles are those of a device of capability `arch`."""
+    """Use the tiles of a device of capability `arch` from now on."""
     monkeypatch.setattr(tiles, "INTERPRET", False)
     for module in (tiles, launch):
         monkeypatch.setattr(module, "capability", lambda device: arch)
 
 
 def with_grads(fn, qkv, do, dlse=None, *, sinks=None, **options) -> tuple[Tensor, ...]:
-    """(o, lse, dq, dk, dv[, dsinks]) of sum(o do) + sum(lse dlse over rows that see a key)."""
+    """Return (o, lse, dq, dk, dv[, dsinks]) of sum(o do) + sum(lse dlse over rows with a key)."""
     more = {} if sinks is None else {"sinks": sinks}
     o, lse = fn(*qkv, **options, **more)
     loss = (o * do).sum()
@@ -39,13 +39,14 @@ def with_grads(fn, qkv, do, dlse=None, *, sinks=None, **options) -> tuple[Tensor
 
 
 def rounding_bounds(qkv, do, *, softcap=None, sinks=None, **mask) -> list[Tensor]:
-    """How far causal (o, lse, dq, dk, dv[, dsinks]) may lie from the float64 reference, element by
-    element: from float64 and the dtype alone, whatever kernel computes it on whatever machine.
+    """Bound the error of causal (o, lse, dq, dk, dv[, dsinks]) against the float64 reference, per
+    element.
 
-    To first order, w and u being half an ulp of float32 and of the dtype: a score errs by w times
-    the size of its products and the root of their number (Higham and Mary 2019, SIAM J. Sci.
-    Comput. 41), its weight by as much again as lse does; p, ds and results are rounded to the
-    dtype. What underflows in float32 may be 0.
+    The bounds follow from float64 and the dtype alone, for any kernel on any machine. To first
+    order, with w and u half an ulp of float32 and of the dtype: the error of a score is w times the
+    size of its products and the root of their number (Higham and Mary 2019, SIAM J. Sci. Comput.
+    41). The error of its weight is that plus the error of lse. p, ds and the results are rounded to
+    the dtype. A value that underflows in float32 may be 0.
     """
     q, k, v, do = (x.detach().double().transpose(1, 2) for x in (*qkv, do))
     (*_, S, D), group, scale = q.shape, q.shape[1] // k.shape[1], q.shape[3] ** -0.5
@@ -100,7 +101,7 @@ def assert_within(actual: Tensor, truth: Tensor, bound: Tensor) -> None:
 
 
 def check(impl, sizes, with_dlse=True, **options) -> tuple[Tensor, ...]:
-    """Assert that outputs and gradients are the reference's; return them."""
+    """Assert that outputs and gradients equal the reference, and return them."""
     qkv = draw(**sizes)
     do, dlse = torch.randn_like(qkv[0]), None
     if with_dlse:

@@ -1,4 +1,4 @@
-"""How tests compare numbers: norm-wise in float64, or by an error budget in low precision."""
+"""Comparisons of numbers: norm-wise in float64, or within an error budget in low precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """max|actual - expected| / max|expected| in float64; equal infinities agree, NaN never does."""
+    """Return max|actual - expected| / max|expected| in float64. Equal
+    infinities agree; NaN never does."""
     if actual.shape != expected.shape:
         raise AssertionError(f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}")
     if actual.numel() == 0:
@@ -32,13 +33,13 @@ def assert_close_f64(actual: torch.Tensor, expected: torch.Tensor, rtol: float =
 def assert_all_close(
     actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], rtol: float = 1e-12
 ) -> None:
-    """`assert_close_f64` of each pair, of which there are as many on both sides."""
+    """Apply `assert_close_f64` to each pair. Both sides must have the same length."""
     for a, b in zip(actual, expected, strict=True):
         assert_close_f64(a, b, rtol)
 
 
 def assert_same_bits(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-    """Assert that each of `actual` is equal to its own of `expected`."""
+    """Assert that each tensor of `actual` is bitwise equal to its counterpart in `expected`."""
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
@@ -47,10 +48,10 @@ def assert_error_budget(
 ) -> None:
     """Assert error(actual) <= factor * error(same_dtype) + eps, both against the float64 `truth`.
 
-    `same_dtype` is plain torch in the dtype under test; eps is that dtype's machine epsilon, so an
-    exact torch result does not make the budget zero. In 16 bits the roundings of what is stored
-    decide error(same_dtype), on every CPU alike. In float32 those of sums do, in an order of the
-    CPU kernel: they count as 2 eps where that order made them less.
+    `same_dtype` is plain torch in the dtype under test. eps is that dtype's machine epsilon, so an
+    exact torch result does not make the budget zero. In 16 bits, error(same_dtype) comes from
+    rounding stored values and is equal on every CPU. In float32 it comes from rounding sums, in an
+    order that depends on the CPU kernel. Such sums count as at least 2 eps.
     """
     eps = torch.finfo(same_dtype.dtype).eps
     least = 2 * eps if same_dtype.dtype == torch.float32 else 0.0

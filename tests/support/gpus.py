@@ -1,4 +1,4 @@
-"""Answers of CUDA and NCCL where there are none: how many GPUs, which, and what they refuse."""
+"""Fake answers of CUDA and NCCL on a machine without GPUs: their number, names, and errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def pretend_gpus(
     driver: int = DRIVER,
     problem: str | None = None,
 ) -> list[torch.device]:
-    """Let torch show `count` GPUs, each with its index as uuid, for one test; the devices that were
-    chosen, as they are. With a `problem` they can be seen and not used."""
+    """Make torch report `count` GPUs for one test, each with its index as uuid. Return a list that
+    fills with the chosen devices. With a `problem` the GPUs are visible but cannot be used."""
     chosen: list[torch.device] = []
 
     def memory(device: torch.device) -> tuple[int, int]:
@@ -41,6 +41,6 @@ def pretend_gpus(
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
     for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"):
-        monkeypatch.setenv(variable, "")  # so that what is set in between is undone
+        monkeypatch.setenv(variable, "")  # so that values set in between are undone
         monkeypatch.delenv(variable)
     return chosen

@@ -1,7 +1,8 @@
-"""Memory that shows who reads what nobody wrote, and who writes beside what is his.
+"""Memory that detects reads of unwritten elements and writes out of bounds.
 
-Within `guarded()` every tensor that is made empty is NaN (an integer -7), and it and every one that
-is made of zeros has a margin before and behind it: at the end the margins must be as they were.
+Within `guarded()` every tensor that is made empty is filled with NaN (integers with -7). It and
+every tensor that is made of zeros has a margin before and behind it. At the end the margins must be
+unchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch.overrides import TorchFunctionMode
 
-MARGIN = 64  # elements, as many as a row of a small tile has
+MARGIN = 64  # in elements: one row of a small tile
 EMPTY = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 ZERO = (torch.zeros, torch.zeros_like, torch.Tensor.new_zeros)
 

@@ -1,5 +1,5 @@
-"""Random tiny Hugging Face models, what they compute, and whether two of them agree: for tests over
-ranks."""
+"""Random tiny Hugging Face models, their results, and comparisons of two
+models, for tests over ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-V = 61  # odd: the last rank has a row less
+V = 61  # odd: the last rank has one row fewer
 
 
 def make(family: str, **more) -> nn.Module:
@@ -28,33 +28,34 @@ def make(family: str, **more) -> nn.Module:
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
         "pad_token_id": 0, "eos_token_id": None, **more,
     }  # fmt: skip
-    if family == "gemma2":  # windows by turns, scores and logits that are capped
+    if family == "gemma2":  # alternating windows, capped scores and logits
         caps = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "sliding_window": 5}
         return transformers.Gemma2ForCausalLM(
             transformers.Gemma2Config(**options | caps | {"head_dim": 8, "bos_token_id": None})
         )
-    if family == "gemma3":  # a scaled embedding, which the head shares
+    if family == "gemma3":  # a scaled embedding, which is tied to the head
         own = {"head_dim": 8, "sliding_window": 5, "bos_token_id": None, "query_pre_attn_scalar": 8}
         return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**options | own))
     if family == "starcoder2":
         more = {"residual_dropout": 0.0, "embedding_dropout": 0.0, "bos_token_id": None}
         return transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**options | more))
-    if family == "olmo2":  # queries and keys are normalised all heads at once
+    if family == "olmo2":  # queries and keys are normalized over all heads at once
         return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**options))
-    if family == "gpt_oss":  # sinks, windows by turns, experts
+    if family == "gpt_oss":  # sinks, alternating windows, experts
         options |= {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
         more = {"head_dim": 8, "sliding_window": 5, "bos_token_id": None, "rope_parameters": None}
         return transformers.GptOssForCausalLM(transformers.GptOssConfig(**options | more))
     if family == "phi3":  # queries, keys and values in one layer, gate and up in another
         return transformers.Phi3ForCausalLM(transformers.Phi3Config(**options))
     if family == "qwen3":
-        own = {"head_dim": 12, "num_hidden_layers": 3}  # one is neither the first nor the last
+        # three layers: one is neither the first nor the last
+        own = {"head_dim": 12, "num_hidden_layers": 3}
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**options | own | more))
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
 
 
 def perturbed(family: str, **more) -> nn.Module:
-    """With nothing at its initial value: biases, and norms' weights."""
+    """Change every parameter that has a constant initial value: biases and norm weights."""
     model = make(family, **more)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -64,7 +65,7 @@ def perturbed(family: str, **more) -> nn.Module:
 
 
 def reported(model: nn.Module, **options) -> Any:
-    """What `warpweave.hf.apply` reports of a model, which it changes."""
+    """Apply `warpweave.hf.apply` to a model and return its report."""
     import warpweave.hf as ww
 
     ww.apply(model, report=(report := ww.Report()), **options)
@@ -74,19 +75,19 @@ def reported(model: nn.Module, **options) -> Any:
 def batch(padding: bool = False) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, V, (2, 16), generator=generator)
-    ids[1, 9] = 0  # the padding token, whose embedding does not learn, among the others
+    ids[1, 9] = 0  # the padding token among the others; its embedding has no gradient
     found = {"input_ids": ids, "labels": ids.clone()}
     found["labels"][1, 3:8] = -100
     if padding:
         found["attention_mask"] = torch.ones_like(ids)
         found["attention_mask"][0, :5] = 0
         found["input_ids"][0, :5] = 0
-        found["labels"][0, :6] = -100  # what padding predicts is undefined
+        found["labels"][0, :6] = -100  # predictions of padding are undefined
     return found
 
 
 def computed(model: nn.Module, padding: bool = False, items: int | None = 17) -> dict:
-    """Logits, loss and whole gradients."""
+    """Return logits, loss and whole gradients."""
     from warpweave.layers.sharding.dtensor import whole
 
     inputs = batch(padding)
@@ -110,8 +111,8 @@ def assert_all_close(found: dict, wanted: dict, limit: float = 1e-5) -> None:
 
 
 def counted(run: Callable[[], Any]) -> tuple[Any, Counter]:
-    """What `run()` returns, and how often meanwhile a product hid its messages (by what it does)
-    and attention over context ranks began some."""
+    """Return the result of `run()` and two counts: products that hid their messages (by kind), and
+    attention calls over context ranks that began messages."""
     from warpweave.parallel import messages
     from warpweave.parallel.context import gather
     from warpweave.parallel.tensor import chunked
@@ -140,8 +141,11 @@ def counted(run: Callable[[], Any]) -> tuple[Any, Counter]:
 
 
 class Lora(nn.Module):
-    """What peft's LoRA puts in a linear layer's place, its names and no more: three adapters, of
-    which some are active, each with a rank and a scale of its own, one of them with dropout."""
+    """A stand-in for peft's LoRA in place of a linear layer, with the same names.
+
+    It has three adapters, of which some are active. Each has a separate rank and scale, and one has
+    dropout.
+    """
 
     merged = disable_adapters = False
 

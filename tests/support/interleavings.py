@@ -1,14 +1,14 @@
-"""Is a protocol between programs right in every order in which they can run?
+"""A check that a protocol between programs is correct in every possible order.
 
-`Recorder` notes what the programs of kernels do while Triton's interpreter runs them one after
-another: loads, stores, barriers, flags. From that record of one order,
+`Recorder` notes the loads, stores, barriers and flags of kernel programs while Triton's interpreter
+runs them one after another. From that record of one order,
 
   * `races` finds conflicting accesses that nothing orders, by vector clocks: what a release
     publishes is ordered before what follows the acquire that must have seen it, the launches of one
     stream are ordered, and within a program only a barrier orders the thread that makes an atomic
     and those that load and store;
   * `explore` runs the record in every possible order: it finds reachable states in which two
-    conflicting accesses could happen at once, and those in which nobody can go on.
+    conflicting accesses could happen at once, and states in which no program can continue.
 
 Elements are float64 and int64, eight bytes each. Sources: Lamport 1978; Flanagan and Freund 2009
 (FastTrack) for the clocks; Holzmann 1997 (SPIN) and Godefroid 1996 (persistent sets) for the
@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import interpreter_builder
 
-Stream = tuple[int, int]  # a rank, and which of its streams
+Stream = tuple[int, int]  # a rank, and one of its streams
 
 
 class Event(NamedTuple):
-    """kind: load, store, bulk (an asynchronous store), barrier, publish or await."""
+    """An event of kind load, store, bulk (an asynchronous store), barrier, publish or await."""
 
     kind: str
     cells: frozenset[int] = frozenset()
@@ -41,7 +41,7 @@ class Event(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What one program of a launch did."""
+    """The events of one program of a launch."""
 
     stream: Stream
     launch: int
@@ -49,9 +49,9 @@ class Program(NamedTuple):
 
 
 class Recorder:
-    """Notes the programs of launches made while it is ``recording``.
+    """A recorder of the programs that are launched while it is ``recording``.
 
-    What they do to the tensors that are `apart`, words that only tell of failures, does not count.
+    Accesses to the tensors in `apart`, which hold error reports only, do not count.
     """
 
     def __init__(self, apart: Sequence[torch.Tensor] = ()) -> None:
@@ -62,14 +62,14 @@ class Recorder:
         self._launches: dict[Stream, int] = defaultdict(int)
 
     def launch(self, rank: int, stream: int, epoch: int) -> None:
-        """What follows is the next launch of a rank's stream; its waits are for `epoch`."""
+        """Begin the next launch on a rank's stream. Its waits are for `epoch`."""
         self._stream, self._epoch = (rank, stream), epoch
         self._launches[self._stream] += 1
 
     def _note(self, event: Event) -> None:
         events = self.programs[-1].events
         if event.kind == "await" and events and events[-1][:3] == event[:3]:
-            events.pop()  # it looked again
+            events.pop()  # it polled again
         events.append(event)
 
     @contextmanager
@@ -147,8 +147,8 @@ class _Granted(NamedTuple):
 
 
 def races(programs: Sequence[Program]) -> list[str]:
-    """What conflicts and is not ordered, one line each; empty if the protocol is right."""
-    before: dict[Stream, Clock] = defaultdict(dict)  # all launches of a stream but the last
+    """Return one line per unordered conflict; empty if the protocol is correct."""
+    before: dict[Stream, Clock] = defaultdict(dict)  # all launches of a stream except the last
     during: dict[Stream, tuple[int, Clock]] = {}
     written: dict[int, tuple[int, int, int]] = {}  # cell -> thread, time, program
     read: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
@@ -180,7 +180,7 @@ def races(programs: Sequence[Program]) -> list[str]:
                 flags[event.flag].append(_Granted(event.value, granted, rank, event.wide))
                 clocks[main][main] += 1
             elif event.kind == "await":
-                # nobody promises more than the first that it could have seen
+                # no publisher guarantees more than the first value that the wait could have seen
                 first = next((g for g in flags[event.flag] if g.value >= event.value), None)
                 if first is None or not event.ordered:
                     continue
@@ -209,11 +209,12 @@ def races(programs: Sequence[Program]) -> list[str]:
 
 
 class _Threads(NamedTuple):
-    """A program as threads that only barriers join: who makes atomics, and who loads and stores."""
+    """A program as threads that only barriers join: one makes atomics, others load and store."""
 
     main: tuple[Event, ...]
     data: tuple[Event, ...]
-    bulk: tuple[tuple[int, Event], ...]  # after so many events of `data`
+    # each bulk store, with the number of events of `data` before it
+    bulk: tuple[tuple[int, Event], ...]
 
 
 def _threads(program: Program, shared: frozenset[int], remote: frozenset[int]) -> _Threads:
@@ -228,17 +229,17 @@ def _threads(program: Program, shared: frozenset[int], remote: frozenset[int]) -
             strong = event.ordered and (event.wide or event.flag not in remote)
             if strong:
                 main.append(event)
-            elif event.kind == "publish":  # seen by others before what precedes it
+            elif event.kind == "publish":  # visible to others before what precedes it
                 at = len(main)
                 while at and main[at - 1].kind == "barrier":
                     at -= 1
                 main.insert(at, event)
-            # an await that orders nothing might as well come after all else
+            # an await that orders nothing could equally come after everything else
         elif cells := event.cells & shared:
             if event.kind == "bulk":
                 bulk.append((len(data), event._replace(cells=cells)))
             elif data and data[-1].kind == event.kind and not (bulk and bulk[-1][0] == len(data)):
-                # nothing comes between the two, and whoever meets one could meet the other
+                # nothing comes between the two, so a program that meets one could meet the other
                 data[-1] = event._replace(cells=data[-1].cells | cells)
             else:
                 data.append(event._replace(cells=cells))
@@ -246,7 +247,7 @@ def _threads(program: Program, shared: frozenset[int], remote: frozenset[int]) -
 
 
 def _shared(programs: Sequence[Program]) -> frozenset[int]:
-    """The cells on which programs can conflict."""
+    """Return the cells on which programs can conflict."""
     users: dict[int, set[int]] = defaultdict(set)
     stored: set[int] = set()
     for number, program in enumerate(programs):
@@ -259,7 +260,7 @@ def _shared(programs: Sequence[Program]) -> frozenset[int]:
 
 
 def _between_ranks(programs: Sequence[Program]) -> frozenset[int]:
-    """The flags that programs of more than one rank use."""
+    """Return the flags that programs of more than one rank use."""
     users: dict[int, set[int]] = defaultdict(set)
     for program in programs:
         for event in program.events:
@@ -269,19 +270,20 @@ def _between_ranks(programs: Sequence[Program]) -> frozenset[int]:
 
 
 class Explored(NamedTuple):
-    """How many states there are, and what is wrong in some of them."""
+    """The number of states, and the errors found in some of them."""
 
     states: int
     problems: list[str]
 
 
 def explore(programs: Sequence[Program], *, residents: int, limit: int = 3_000_000) -> Explored:
-    """Run the record in every order, with at most `residents` programs of a launch at a time,
-    which start in the order of their numbers, up to the first problem; at most `limit` states.
+    """Run the record in every order, up to the first problem or `limit` states.
 
-    Barriers, publications and awaits that can go on are taken at once, one order for all: they only
-    ever let others go on, since flags only grow, so whatever can be reached from before one, two
-    accesses that wait to be made included, can be reached from behind it (Godefroid 1996).
+    At most `residents` programs of a launch run at a time, and they start in the order of their
+    numbers. Barriers, publications and awaits that can proceed are executed at once, in one order
+    only. They only enable other events, because flags only grow. So any state that can be reached
+    before one can also be reached after it, including two accesses that are both pending (Godefroid
+    1996).
     """
     shared, remote = _shared(programs), _between_ranks(programs)
     launches: dict[Stream, list[list[_Threads]]] = defaultdict(list)
@@ -293,10 +295,10 @@ def explore(programs: Sequence[Program], *, residents: int, limit: int = 3_000_0
         launches[program.stream][-1].append(_threads(program, shared, remote))
     streams = [tuple(map(tuple, launches[stream])) for stream in sorted(launches)]
 
-    # A state: per stream (launch, next program to start, running (program, main, data, bulks)),
-    # and what the flags hold.
+    # A state holds, per stream, (launch, next program to start, running (program, main, data,
+    # bulks)), and the values of the flags.
     def started(stream: int, launch: int, begun: int, running: tuple) -> tuple:
-        """With as many programs running as may; on to the next launch when one is over."""
+        """Start as many programs as may run, and the next launch once one is over."""
         while launch < len(streams[stream]):
             whole = streams[stream][launch]
             running = tuple(r for r in running if not _over(whole[r[0]], r))
@@ -357,7 +359,7 @@ def _over(threads: _Threads, where: tuple[int, int, int, int]) -> bool:
 def _steps(
     threads: _Threads, where: tuple[int, int, int, int], flags: dict[int, int]
 ) -> Iterator[tuple[Event | None, tuple[int, int, int, int]]]:
-    """What a running program could do next, and where it then is."""
+    """Return the possible next steps of a running program, with its state after each."""
     p, main, data, bulks = where
     at_main = threads.main[main] if main < len(threads.main) else None
     at_data = threads.data[data] if data < len(threads.data) else None

@@ -1,4 +1,5 @@
-"""Collectives of ranks that are threads, as `parallel.observe` sees those of torch's dispatcher."""
+"""Collectives of ranks that are threads, observed as `parallel.observe`
+observes torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ def observe(
     peer: int | None = None,
     sizes: tuple[list[int], list[int]] | None = None,
 ) -> Any:
-    """Tell this rank's observers of an operation of `threads.Group`, a message if it has a peer;
-    returns the peer."""
+    """Report an operation of `threads.Group` to this rank's observers, and return its peer. It is a
+    message if it has a peer."""
     what = f"{name} of {x.dtype if sizes else described((x,))}"
     for observer in observers():
         number, ranks, side = str(id(group.shared)), group.shared.members, ""

@@ -1,10 +1,10 @@
-"""The tests of kernels on a GPU: compiled instead of interpreted, what a test makes lies there.
+"""The kernel tests on a GPU: kernels are compiled, and tensors that a test makes are on the GPU.
 
     WARPWEAVE_TEST_DEVICE=cuda pytest tests/test_norm.py
 
-`Placed` is a mode in which the tensors that a test makes (``torch.randn``, ``torch.tensor``, ...)
-are drawn on the CPU, of the same numbers as ever, and moved. What the library makes lies where the
-library says.
+In the mode `Placed` the tensors that a test makes (``torch.randn``, ``torch.tensor``, ...) are
+drawn on the CPU, so their values are the same as ever, and then moved. Tensors that the library
+makes stay on the device that the library chooses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TESTS = str(Path(__file__).resolve().parents[1])
 
 
 class Placed(TorchFunctionMode):
-    """Tensors that lines of `tests/` make, and no others, are on `device` unless they say where."""
+    """A mode that moves tensors made by lines of `tests/` to `device` unless they name another."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Placed(TorchFunctionMode):
 
 
 def _asked_by_test() -> bool:
-    """Whether the frame that called torch is a test's or a helper's."""
+    """Return True if the frame that called torch is in a test or a helper."""
     return sys._getframe(2).f_code.co_filename.startswith(_TESTS)
 
 

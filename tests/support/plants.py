@@ -1,6 +1,6 @@
-"""Faults planted in what runs: an attribute of a module, class or object is replaced.
+"""Faults planted in running code: an attribute of a module, class or object is replaced.
 
-A fault lasts as long as the context that plants it.
+A fault lasts as long as its context.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from warpweave.parallel.collectives import reduce_from
 
 
 class Plant(NamedTuple):
-    """value(right) in the place of `right`, which is the attribute `name` of `place`."""
+    """A fault: value(right) replaces `right`, the attribute `name` of `place`."""
 
     place: Any
     name: str
@@ -24,13 +24,13 @@ class Plant(NamedTuple):
 
 
 def instead(place: Any, name: str, value: Any) -> Plant:
-    """The plant of a `value` that does not ask for what it replaces."""
+    """Return the plant of a `value` that does not need the value it replaces."""
     return Plant(place, name, lambda right: value)
 
 
 @contextmanager
 def planted(*plants: Plant) -> Iterator[None]:
-    """Within it they are in their places, and afterwards what was there before."""
+    """Plant the faults within the context, and restore the originals afterwards."""
     with ExitStack() as places:
         for place, name, value in plants:
             changed = value(getattr(place, name))
@@ -39,7 +39,7 @@ def planted(*plants: Plant) -> Iterator[None]:
 
 
 def noticed(group: Any, check: Callable[..., object], *args: object, **options: object) -> int:
-    """On how many ranks of `group` check(*args, **options) fails an assertion; collective."""
+    """Count the ranks of `group` where check(*args, **options) fails an assertion; collective."""
     try:
         check(*args, **options)
         failed = torch.zeros(())

@@ -1,12 +1,13 @@
-"""A device that computes on the CPU and can be told from it, of torch's private-use type.
+"""A device that computes on the CPU but is distinct from it, of torch's private-use type.
 
-Its tensors know that they are elsewhere and hold one of the CPU with their numbers. An operation on
-tensors of both raises, as on a GPU, but for scalars and copies. So a whole proof can run on a GPU
-that is not there, numbers included (`pretend_gpu.py` follows devices alone and computes nothing).
+Its tensors know that they are on another device, and each holds a CPU tensor with its values. As on
+a GPU, an operation on tensors of both devices raises, except for scalars and copies. So a complete
+proof, values included, can run on a pretended GPU (`pretend_gpu.py` only tracks devices and
+computes nothing).
 
-Run as a program, because the device is registered for the whole process: it proves a layout of one
-rank and one of two on it, the first with each fault of `FAULTS`, too, and prints one JSON object:
-the worst error of each, or what was raised.
+Run this file as a program, because the device is registered for the whole process. It proves a
+layout of one rank and one of two ranks on the device, the first also with each fault of `FAULTS`.
+It prints one JSON object: the worst error of each, or the exception.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _COPIES = (aten.copy_.default, aten._to_copy.default)
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor on the device, whose numbers are `here`."""
+    """A tensor on the device; `here` holds its values."""
 
     here: torch.Tensor
 
@@ -70,7 +71,7 @@ _DATA = torch.Tensor.data
 
 
 def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
-    """``x.data = value``, where `x` may be a parameter on no device."""
+    """Set ``x.data = value``, where `x` may be a parameter that is not on the device."""
     if not isinstance(value, Elsewhere):
         _DATA.__set__(x, value)
         return
@@ -79,7 +80,7 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _run(func, args: tuple, kwargs: dict) -> Any:
-    """`func` on the CPU; its results are on the device if a tensor, or the option, is."""
+    """Run `func` on the CPU. Its results are on the device if a tensor or the option is."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     there = [x for x in tensors if isinstance(x, Elsewhere)]
     strangers = [x for x in tensors if not isinstance(x, Elsewhere) and x.ndim and there]
@@ -101,7 +102,7 @@ def _run(func, args: tuple, kwargs: dict) -> Any:
 
 
 class Factories(TorchDispatchMode):
-    """Within it what is made on the device, or moved to it, is there."""
+    """A mode in which tensors made on the device or moved to it are placed there."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket is aten.is_pinned:
@@ -117,12 +118,12 @@ def prove(mesh: ConnectedMesh, layout: Layout) -> float:
 
 
 def _moved_home(right):
-    """The engine has forgotten the layout's device."""
+    """Plant a fault: the engine ignores the layout's device."""
     return lambda layout, *rest: right(dataclasses.replace(layout, device="cpu"), *rest)
 
 
 def _stays(right):
-    """The plain model's weights are elsewhere, its tokens are not."""
+    """Plant a fault: the plain model's weights are on the device, but its tokens are not."""
     return lambda device, *tensors: [*tensors]
 
 
@@ -133,7 +134,7 @@ FAULTS = {
 
 
 def _noted(seen: set[str], at: int) -> Callable[[Any], Any]:
-    """Notes the device that argument number `at` is, or is on."""
+    """Note the device of argument number `at`, which is a device or a tensor."""
 
     def plant(right):
         def call(*args):
@@ -146,7 +147,8 @@ def _noted(seen: set[str], at: int) -> Callable[[Any], Any]:
 
 
 def _proven(layout: Layout) -> dict[str, Any]:
-    """The worst error, and where the plain model was trained and the layout's results were."""
+    """Return the worst error, and the devices of the plain model's training
+    and the layout's results."""
     plain, results = set[str](), set[str]()
     expected.train.cache_clear()
     with planted(
@@ -159,7 +161,7 @@ def _proven(layout: Layout) -> dict[str, Any]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    make = torch.tensor  # writes to the device past every mode
+    make = torch.tensor  # bypasses every mode to write to the device
     torch.tensor = lambda data, device=None, **how: make(data, **how).to(device)
     torch.nn.Parameter.data = property(_DATA.__get__, _set_data)
     _setup_privateuseone_for_python_backend(DEVICE)

@@ -1,12 +1,13 @@
-"""Training steps on a GPU that is not there: nothing is computed, every tensor knows its device.
+"""Training steps on a pretended GPU: nothing is computed, and every tensor knows its device.
 
-A device of torch's private-use type stands for the GPU, its tensors are fake (``FakeTensorMode``),
-messages go nowhere (the ``fake`` backend), Triton kernels are not launched. What is left of a step
-is what a GPU's host does, and two faults show that no computation on the CPU can show: a tensor
-made on the wrong device, and a value read back to the host, which would stop the device.
+A device of torch's private-use type replaces the GPU, its tensors are fake (``FakeTensorMode``),
+messages are dropped (the ``fake`` backend), and Triton kernels are not launched. What remains of a
+step is the work of the host. It exposes two faults that a computation on the CPU cannot: a tensor
+made on the wrong device, and a value read back to the host, which would stall the device.
 
-Run as a program, because the device is registered for the whole process: it prints one JSON object
-with what went wrong in each case, of the engine as it is and of the engine with either fault.
+Run this file as a program, because the device is registered for the whole process. It prints one
+JSON object with the error of each case, for the correct engine and for the engine with either
+fault.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from warpweave.parallel.pipeline import transport
 
 DEVICE = "pretended"
 ALL = slice(None)
-MESHES = (  # with which of the three cases
+MESHES = (  # with some of the three cases
     ({}, ALL), ({"dp": 2}, slice(2, 3)), ({"tp": 2}, slice(0, 1)), ({"cp": 2}, slice(1, 2)),
     ({"pp": 2}, slice(2, 3)), ({"dp": 2, "tp": 2, "cp": 2, "pp": 2}, ALL),
 )  # fmt: skip
@@ -52,7 +53,7 @@ MICROBATCHES, BATCH = 2, 2
 
 
 def register() -> collections.Counter[str]:
-    """Make the device, and let Triton's path take it; returns the count of launches."""
+    """Create the device and let Triton's path accept it. Return the count of launches."""
     _setup_privateuseone_for_python_backend(DEVICE)
     getattr(torch, DEVICE).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     choose = dispatch.choose
@@ -74,7 +75,7 @@ def register() -> collections.Counter[str]:
 
     JITFunction.run = run
     torch.utils.swap_tensors = _swap
-    # Once per run the ranks compare notes on the host; here nobody answers.
+    # Once per run the ranks exchange facts on the host; here no other rank answers.
     transport.Distributed._connect = lambda self: dict.fromkeys(
         transport.links(self._lists) if self._group is not None else (), self._group
     )
@@ -83,7 +84,8 @@ def register() -> collections.Counter[str]:
 
 
 def _swap(a: torch.Tensor, b: torch.Tensor) -> None:
-    """``torch.utils.swap_tensors`` without its check for weak references: fake mode holds some."""
+    """Call ``torch.utils.swap_tensors`` without its check for weak
+    references: fake mode holds some."""
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
     torch._C._swap_tensor_impl(a, b)
@@ -92,7 +94,7 @@ def _swap(a: torch.Tensor, b: torch.Tensor) -> None:
 def train(
     sizes: dict[str, int], rank: int, zero: int, style: str, dtype: torch.dtype, impl: str
 ) -> None:
-    """Two steps and an evaluation of a small GPT as `rank` of the mesh."""
+    """Run two steps and an evaluation of a small GPT as `rank` of the mesh."""
     mesh = Mesh(**sizes)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world)
     try:
@@ -122,7 +124,7 @@ def train(
 
 @contextmanager
 def planted(fault: str) -> Iterator[None]:
-    """One of the two faults in every step: "read back" a value, or a tensor "on the host"."""
+    """Plant one of two faults in every step: "read back" a value, or a tensor "on the host"."""
     count, batches = Engine._count_valid, Engine._micro_batches
 
     def read_back(self, labels):
@@ -144,7 +146,7 @@ def planted(fault: str) -> Iterator[None]:
 
 
 def failures(meshes: Iterable[tuple[dict[str, int], slice]]) -> dict[str, str | None]:
-    """Every mesh under its ZeRO stages, as its last rank: case -> what went wrong, or None."""
+    """Run every mesh with its ZeRO stages, as its last rank. Return case -> error, or None."""
     found: dict[str, str | None] = {}
     for sizes, chosen in meshes:
         for case in (
@@ -162,7 +164,7 @@ def failures(meshes: Iterable[tuple[dict[str, int], slice]]) -> dict[str, str | 
 
 
 def main() -> None:
-    """The healthy engine on every mesh, then each fault on one device."""
+    """Run the correct engine on every mesh, then each fault on one device."""
     warnings.simplefilter("ignore")
     launches = register()
     result: dict[str, Any] = {"healthy": failures(MESHES), "launches": dict(launches)}

@@ -1,28 +1,30 @@
-"""Process groups that decide *when* as NCCL does, on ranks that are threads (`threads`).
+"""Process groups that decide *when* operations run, as NCCL does, on ranks that are threads
+(`threads`).
 
-gloo is kind: what is sent is copied at once, a posted receive is memory, and nobody waits for the
-host. On NCCL an operation is a kernel on a stream of its communicator. So here
+gloo is forgiving: a sent tensor is copied at once, a posted receive is memory, and nobody waits for
+the host. On NCCL an operation is a kernel on a stream of its communicator. So here
 
-* what is on one communicator of a rank runs in the order in which it was begun, and an operation
-  only when it is the next on all its ranks: a send needs its receive, and a batch is one operation.
-  Between communicators there is no order;
-* what is given is read as late as it can be, and what is to be filled is NaN until it is waited
-  for. A rank that meanwhile writes to the one, or touches the other, is told both places;
-* memory that is given back under way is an error;
-* groups are communicators split off that of all ranks, for which the host waits until every rank
-  comes, a member or not; or, `lazily`, made at their first use, for which it waits until their
-  ranks come (a message outside a batch then has a communicator of two ranks);
-* the memory of messages is not another's (record_stream) until the host has waited for its device,
-  as it may be ahead of it by any number of operations: `most_held` bytes;
-* a host that waits for its device waits for all that its rank has begun: it does when a number is
-  read (``.item()``), at `torch.cuda.synchronize`, and, as `drains` says, when an operator runs for
-  the first time (its kernel is loaded), at every one, or at some by chance (an allocator that is
-  short). If all ranks wait, that is the deadlock it would be;
-* no wait raises: what comes to no end, as when a peer has failed, ends the rank (`AbortedError`, as
-  NCCL's watchdog would), and no `except` of what runs here sees it.
+* operations on one communicator of a rank run in the order in which they were begun, and an
+operation runs only when it is the next on all its ranks. A send needs its receive, and a batch is
+one operation. There is no order between communicators;
+* inputs are read as late as possible, and outputs are NaN until they are waited for. A rank that
+meanwhile writes to an input or touches an output gets an error with both places;
+* freeing memory of an operation in flight is an error;
+* groups are communicators split off from that of all ranks. The host waits in the split until every
+rank arrives, a member or not. With `lazily`, they are made at their first use, where the host waits
+until their members arrive (a message outside a batch then has a communicator of two ranks);
+* the memory of messages is not reused (record_stream) until the host has waited for its device,
+because the host may be ahead by any number of operations: `most_held` bytes;
+* a host that waits for its device waits for everything that its rank has begun. It does so when a
+number is read (``.item()``), at `torch.cuda.synchronize`, and, depending on `drains`, when an
+operator runs for the first time (its kernel is loaded), at every operator, or at random ones (an
+allocator under pressure). If all ranks wait, that is a deadlock, as it would be on GPUs;
+* no wait raises. If a wait can never end, as when a peer has failed, the rank ends (`AbortedError`,
+as NCCL's watchdog would do), and no `except` of the code under test sees it.
 
-``run_nccl(4, fn, *args, drains="first")`` is `threads.run_threads` with this. What it cannot tell:
-the room that kernels need on a GPU's processors (`processors` can), and how many queues it has.
+``run_nccl(4, fn, *args, drains="first")`` is `threads.run_threads` with these rules. It cannot
+model the room that kernels need on a GPU's processors (`processors` can), nor the number of its
+queues.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ from threads import Group, Shared, deliver, run_threads
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-Drains = Literal["never", "first", "always"] | float  # or the share of operators
+Drains = Literal["never", "first", "always"] | float  # a float is the share of operators
 _ROOT = str(Path(__file__).resolve().parents[2])
-_here = threading.local()  # .device: this rank's
+_here = threading.local()  # .device: that of this rank
 
 
 def run_nccl(
@@ -58,7 +60,8 @@ def run_nccl(
     seed: int = 0,
     lazily: bool = False,
 ) -> list[Any]:
-    """``fn(rank, *args)`` on every rank, with groups like NCCL's; the results in rank order."""
+    """Run ``fn(rank, *args)`` on every rank with groups like NCCL's. Return
+    the results in rank order."""
 
     def run(rank: int) -> Any:
         _here.device = _Device(rank, drains, random.Random(f"{seed} {rank}"))
@@ -76,7 +79,7 @@ def run_nccl(
 
 
 def most_held() -> int:
-    """The most bytes that this rank's messages have held at once so far."""
+    """Return the most bytes that this rank's messages have held at once so far."""
     return _here.device.most_held
 
 
@@ -85,12 +88,12 @@ def _synchronize(device: Any = None) -> None:
 
 
 def loaded_beside_messages() -> set[str]:
-    """The operators that this rank has run for the first time while messages were under way."""
+    """Return the operators that this rank ran for the first time while messages were in flight."""
     return _here.device.loaded
 
 
 def _where() -> str:
-    """The innermost line of ours."""
+    """Return the innermost line of our code."""
     for frame in reversed(traceback.extract_stack()):
         if frame.filename.startswith(_ROOT) and "/tests/support/" not in frame.filename:
             return f"{Path(frame.filename).relative_to(_ROOT)}:{frame.lineno}"
@@ -101,7 +104,7 @@ def _where() -> str:
 
 
 class AbortedError(BaseException):
-    """This rank's process ends."""
+    """The process of this rank ends."""
 
 
 @dataclass
@@ -125,7 +128,7 @@ class _Span:
 
 @dataclass(eq=False)
 class _Operation:
-    """One that a rank has begun: a collective (of a flight), or a batch of messages."""
+    """An operation that a rank has begun: a collective (of a flight), or a batch of messages."""
 
     name: str
     rank: int  # in the group
@@ -164,7 +167,8 @@ def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _but(y: torch.Tensor, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`y` without what is gathered into it in place, which stays as it is and may be read."""
+    """Return `y` without the part that is gathered into it in place, which is
+    unchanged and may be read."""
     for x in given:
         if _meet(x, y) and x.numel() < y.numel():
             flat, first = y.view(-1), x.storage_offset() - y.storage_offset()
@@ -174,7 +178,7 @@ def _but(y: torch.Tensor, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _Options:
-    """torch's `ProcessGroupNCCL.Options`, as far as it is used."""
+    """The part of torch's `ProcessGroupNCCL.Options` that is used."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -189,14 +193,15 @@ class NcclGroup(Group):
 
     def __init__(self, shared: Shared, rank: int) -> None:
         super().__init__(shared, rank)
-        self.queue: deque[_Operation] = deque()  # begun and not run
-        self.unsettled: deque[_Operation] = deque()  # begun and not known to be over
+        self.queue: deque[_Operation] = deque()  # begun but not run
+        self.unsettled: deque[_Operation] = deque()  # begun but not known to be over
         self._splits = itertools.count()
 
-    # ------------------------------------------------------------ what ranks call
+    # ------------------------------------------------------------ calls of ranks
 
     def split(self, members):
-        """Of all ranks, as ncclCommSplit: those that name the same members get a communicator."""
+        """Split all ranks, as ncclCommSplit does: ranks that name the same
+        members get a communicator."""
         number, all_splits = next(self._splits), self.shared.splits
         if number == len(all_splits):
             all_splits.append({})
@@ -211,7 +216,7 @@ class NcclGroup(Group):
         flight = self._join(begun)
         with _disable_current_modes():
             filled = [part for y in out for part in _but(y, given)]
-            # What is read and written both is read at once.
+            # A tensor that is both read and written is read at once.
             own = [x.clone() if any(_meet(x, y) for y in filled) else x for x in given]
             operation = _Operation(begun[0], self.rank, _where(), own, filled, flight)
             flight.given[self.rank] = operation
@@ -259,7 +264,7 @@ class NcclGroup(Group):
             with _disable_current_modes():
                 operation.check_memory()
                 take()
-            while operation in self.unsettled:  # and whatever was before it
+            while operation in self.unsettled:  # and every operation before it
                 self.unsettled.popleft()
 
         return finish
@@ -270,17 +275,17 @@ class NcclGroup(Group):
         except RuntimeError as error:
             raise AbortedError(str(error)) from None
 
-    # ------------------------------------------------------------ what the device does
+    # ------------------------------------------------------------ the device
 
     def runs(self, operation: _Operation) -> bool:
-        """Run what can, until `operation` has."""
+        """Run the operations that can run, until `operation` has run."""
         with _disable_current_modes():
             while not operation.done and self._advance():
                 pass
         return operation.done
 
     def _advance(self) -> bool:
-        """Run what is next on this communicator's ranks; False if nothing can."""
+        """Run the next operation of this communicator's ranks; return False if none can run."""
         heads = {r: g.queue[0] for r, g in self.shared.groups.items() if g.queue}
         moved = False
         for rank, head in heads.items():
@@ -318,7 +323,7 @@ class NcclGroup(Group):
 
 
 class LazyGroup(NcclGroup):
-    """One whose communicator is made at its first use."""
+    """A group whose communicator is made at its first use."""
 
     used = False
 
@@ -349,14 +354,16 @@ class LazyGroup(NcclGroup):
 
 
 class _Device(TorchDispatchMode):
-    """Sees every operator of a rank: what it touches, and whether the host waits there."""
+    """A mode that sees every operator of a rank: the tensors it touches,
+    and whether the host waits."""
 
     def __init__(self, rank: int, drains: Drains, chance: random.Random) -> None:
         super().__init__()
         self.rank, self.drains, self.chance = rank, drains, chance
-        self.groups: dict[NcclGroup, None] = {}  # those it has begun something on, in order
+        # groups on which it has begun an operation, in order
+        self.groups: dict[NcclGroup, None] = {}
         self.seen: Counter[str] = Counter()
-        self.loaded: set[str] = set()  # operators that have run first beside a message
+        self.loaded: set[str] = set()  # operators whose first run was during a message
         self.held: dict[int, torch.UntypedStorage] = {}  # of messages
         self.most_held = 0
 
@@ -382,12 +389,12 @@ class _Device(TorchDispatchMode):
         return self.drains == "first" and self.seen[name] == 1
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Messages read and write these."""
+        """Note that messages read and write these tensors."""
         self.held |= {(s := x.untyped_storage())._cdata: s for x in tensors}
         self.most_held = max(self.most_held, sum(s.nbytes() for s in self.held.values()))
 
     def drain(self, what: str) -> None:
-        """Wait for all that this rank has begun."""
+        """Wait for everything that this rank has begun."""
         for group in list(self.groups):
             while group.queue:
                 last = group.queue[-1]
@@ -407,9 +414,10 @@ class _Device(TorchDispatchMode):
                     self.check(str(func), x, written=written)
 
     def check(self, what: str, x: torch.Tensor, *, written: bool, but: object = None) -> None:
-        """Raise if an operation under way reads or fills what `what` is about to write or read.
+        """Raise if an operation in flight reads or fills memory that `what` is about to write or
+        read.
 
-        That of the same communicator comes before it, and is left out by `but`.
+        Operations on the communicator `but` are ignored: they run before it.
         """
         span, verb = _Span.of(x), "writes to" if written else "reads"
         others = (group for group in self.groups if group is not but)

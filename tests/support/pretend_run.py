@@ -1,10 +1,11 @@
-"""`make pretend`: what the suite has no time for, under the pretended NCCL.
+"""`make pretend`: checks under the pretended NCCL that are too slow for the suite.
 
-First the faults of `test_pretend_nccl`, as a table: in which layout each is planted, how it shows,
-after how many seconds. Then every order in which two stages of two tensor ranks may start fused
-products and messages. Then layouts of `warpweave prove`, drawn by a seed and proven against the
-plain model, with hosts that wait for their device now and then and communicators made in either
-way. The last line says how it went; the exit status is 1 if anything is wrong.
+The first is a table of the faults of `test_pretend_nccl`: the layout in which each is planted, how
+it shows, and after how many seconds. The second explores every order in which two stages of two
+tensor ranks may start fused products and messages. The third draws layouts of `warpweave prove` by
+a seed and proves them against the plain model, with hosts that occasionally wait for their device
+and with communicators made in either way. The last line is a summary. The exit status is 1 if
+anything is wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _DRAINS = ("never", "always", "first", 0.02)
 
 
 def _tell() -> int:
-    """Print the table of faults; how many are not told."""
+    """Print the table of faults, and return how many are not detected."""
     print("| fault | layout | how it shows | seconds |\n|---|---|---|---|")
     silent = 0
     for name, fault in FAULTS.items():
@@ -47,7 +48,7 @@ def _tell() -> int:
 
 
 def _prove(seed: int) -> str:
-    """What is wrong with the layout of `seed`, or nothing."""
+    """Return the error of the layout of `seed`, or an empty string."""
     layout = draw(seed)
 
     def go(rank: int, layout: Layout) -> Errors:

@@ -1,16 +1,15 @@
-"""Do kernels that wait for each other always find room on a GPU's processors?
+"""A check that kernels which wait for each other always find room on a GPU's processors.
 
-A device starts what stands at the heads of its streams in any order, where there is room, and stops
-nothing that has started. So a product within which ranks wait for their peers (fused) and which has
-taken every processor keeps a message from starting, for which a peer may be waiting. `stuck`
-explores every order in which the devices of pipeline x tensor ranks may start the kernels of a
-schedule:
+A device starts the kernels at the heads of its streams in any order, if there is room, and never
+stops a kernel that has started. A fused product waits for its peers while it runs. If it occupies
+every processor, it keeps a message from starting for which a peer may be waiting. `stuck` explores
+every order in which the devices of pipeline x tensor ranks may start the kernels of a schedule:
 
 * an action's product is on the rank's main stream, behind the messages that the action waits for.
-  It holds its `grid` of processors, as many of them as messages leave, and ends when each tensor
-  rank has come to it, if it is `fused`, and by itself if not;
+It holds its `grid` of processors, minus those that messages use. If it is `fused`, it ends when
+each tensor rank has reached it; otherwise it ends by itself;
 * a message is on its link's stream at each end, behind the products begun before it. It holds
-  `ctas` processors, starts when so many are free, and ends when its other end has started.
+`ctas` processors, starts when that many are free, and ends when its other end has started.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from warpweave.parallel.schedule.ordering import posted_at_need
 
 
 class Device(NamedTuple):
-    """processors: all it has; grid: those of a product; ctas: those of a message."""
+    """A GPU: `processors` in total, `grid` for a product, `ctas` for a message."""
 
     processors: int = 132
     grid: int = 132
@@ -48,7 +47,8 @@ class _Kernel(NamedTuple):
 
 
 def _kernels(lists: Schedule, tensor_ranks: int) -> list[_Kernel]:
-    """What every rank launches, of each the streams in order; a tensor rank's like any other's."""
+    """Return the kernels that every rank launches, in the order of each stream. All tensor ranks
+    are equal."""
     rank_of, posts = placement(lists), posted_at_need(lists)
     kernels: list[_Kernel] = []
     for device in ((rank, t) for rank in range(len(lists)) for t in range(tensor_ranks)):
@@ -71,11 +71,12 @@ def _kernels(lists: Schedule, tensor_ranks: int) -> list[_Kernel]:
 
 
 def stuck(lists: Schedule, tensor_ranks: int, device: Device) -> str:
-    """What is left, in words, in the first state found in which nothing can start; "" if none."""
+    """Return the remaining kernels, in words, of the first state found in which nothing can start;
+    "" if there is none."""
     kernels, rank_of = _kernels(lists, tensor_ranks), placement(lists)
     at = {(k.device, k.action): n for n, k in enumerate(kernels)}
     message = [k.action.op in SENDS or k.action.op in RECEIVES for k in kernels]
-    others: list[tuple[int, ...]] = [()] * len(kernels)  # that a kernel waits for while it runs
+    others: list[tuple[int, ...]] = [()] * len(kernels)  # kernels for which it waits while it runs
     for n, ((rank, t), action, _) in enumerate(kernels):
         if action.op in SENDS:
             end = Action(MATCHING[action.op], action.stage + AFTER[action.op], action.mb)
@@ -85,7 +86,7 @@ def stuck(lists: Schedule, tensor_ranks: int, device: Device) -> str:
             others[n] = tuple(at[(rank, u), action] for u in range(tensor_ranks))
 
     def free(n: int, started: frozenset[int], ended: frozenset[int]) -> bool:
-        """Whether there is room for a kernel."""
+        """Return True if there is room for a kernel."""
         running = [m for m in started - ended if kernels[m].device == kernels[n].device]
         held = device.ctas * sum(message[m] for m in running)
         if not message[n]:
@@ -94,7 +95,7 @@ def stuck(lists: Schedule, tensor_ranks: int, device: Device) -> str:
         return held + device.ctas <= device.processors
 
     def settle(started: frozenset[int], ended: frozenset[int]) -> frozenset[int]:
-        """`ended` and all that ends by itself."""
+        """Return `ended` plus everything that ends by itself."""
         while True:
             reached = {n for n, k in enumerate(kernels) if ended.issuperset(k.after)}
             more = {

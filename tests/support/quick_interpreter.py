@@ -1,10 +1,10 @@
-"""Triton's interpreter without the work whose results it throws away or has had before.
+"""Triton's interpreter without work whose results are discarded or already known.
 
-A kernel that the interpreter runs spends nine tenths of its time on what surrounds numpy: the
-language is replaced by the interpreter's at every call of a device function, each sum of integers
-is computed again in 64 bits for an assertion that is off, and each tensor makes a type and a tuple
-of its shape anew. `install` keeps what is always the same. No number changes: what computes stays
-Triton's (`tests/test_quick_interpreter.py` runs programs with it and without).
+The interpreter spends nine tenths of a kernel's time around numpy. It replaces the language at
+every call of a device function, computes each sum of integers again in 64 bits for an assertion
+that is off, and makes a new type and a new shape tuple for each tensor. `install` caches what never
+changes. No value changes: the computations remain Triton's (`tests/test_quick_interpreter.py` runs
+programs with it and without it).
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ Places = list[tuple[object, str, Any]]  # place, attribute, replacement
 
 
 def _language() -> Places:
-    """The language is prepared once a launch for each module, and what is to be replaced is looked
-    up once."""
+    """Prepare the language once per launch for each module, and look up the replacements once."""
     launch, prepare = interpreter.GridExecutor.__call__, interpreter._patch_lang
     prepared: set[str] = set()
     members: dict[int, list[tuple[str, Any, Callable]]] = {}
@@ -35,15 +34,15 @@ def _language() -> Places:
 
     def prepare_once(function):
         if (module := function.__globals__["__name__"]) in prepared:
-            return None  # of a device function, which takes nothing back
+            return None  # of a device function, whose replacements are not undone
         prepared.add(module)
         return prepare(function)
 
-    asks_for_semantic = core.add.__code__  # of what `builtin` makes
+    asks_for_semantic = core.add.__code__  # that of functions made by `builtin`
 
     def interpreted(member):
         if getattr(member, "__code__", None) is asks_for_semantic:
-            member = member.__wrapped__  # it is given
+            member = member.__wrapped__  # it is passed
 
         def call(*args, **options):
             options["_semantic"] = interpreter.interpreter_semantic
@@ -69,7 +68,7 @@ def _language() -> Places:
 
 
 def _types() -> Places:
-    """What a type or a shape determines is computed once for each."""
+    """Compute the properties of a type or a shape once for each."""
     right_unwrap, right_dtype = core._unwrap_if_constexpr, interpreter._get_np_dtype
     right_block = core.block_type.__init__
     numpy_dtypes: dict[str, Any] = {}
@@ -96,7 +95,7 @@ def _types() -> Places:
         if type(shape) not in (list, core.tuple):
             return right_block(self, element_ty, shape)
         key = (element_ty.name, *map(unwrap, shape))
-        if any(type(size) is not int for size in key[1:]):  # 2.0 is equal to 2, but no size
+        if any(type(size) is not int for size in key[1:]):  # 2.0 equals 2 but is not a size
             return right_block(self, element_ty, shape)
         if (found := blocks.get(key)) is None:
             right_block(self, element_ty, shape)
@@ -133,7 +132,7 @@ def _types() -> Places:
 
 
 def _sums() -> Places:
-    """No sum is made again for `device_assert` where that does nothing, as `debug` is not set."""
+    """Skip the second sum for `device_assert`, which does nothing because `debug` is not set."""
     right = semantic.TritonSemantic.binary_op_sanitize_overflow_impl
 
     def assert_no_overflow(self, lhs, rhs, operation):
@@ -145,14 +144,14 @@ def _sums() -> Places:
 
 
 def _operands() -> Places:
-    """Two operands of one dtype and shape are taken as they are, and the constants that numbers of
-    a program become beside a tensor are made once."""
+    """Use two operands of equal dtype and shape as they are, and cache the constants that numbers
+    of a program become next to a tensor."""
     place, right = semantic.TritonSemantic, semantic.TritonSemantic.binary_op_type_checking_impl
     tensor, block_type, handle = core.tensor, core.block_type, interpreter.TensorHandle
     least = {"int32": -(2**31), "int64": -(2**63)}
     constants: dict[tuple[Any, ...], np.ndarray] = {}
     takes_number = {"int32": int, "int64": int, "fp32": float, "fp64": float}
-    widened = {"fp16", "bf16"}  # where they are divided
+    widened = {"fp16", "bf16"}  # these are widened for division
 
     def constant(like, value):
         kind = like.type
@@ -164,7 +163,8 @@ def _operands() -> Places:
         return tensor(handle(data, like.dtype), kind)
 
     def beside(like, value):
-        """`value` as a tensor like `like`, if it is a number that leaves it as it is."""
+        """Return `value` as a tensor like `like`, if it is a number that does not change the type
+        of `like`."""
         name = like.dtype.name
         if type(value) is not takes_number.get(name) or (value == 0.0 and name[0] == "f"):
             return None
@@ -186,7 +186,7 @@ def _operands() -> Places:
                 name = lhs.dtype.name
                 if (
                     name == rhs.dtype.name
-                    and lhs.shape is rhs.shape  # which is kept once for each
+                    and lhs.shape is rhs.shape  # shapes are cached, so identity suffices
                     and type(lhs.dtype) is core.dtype
                     and not (div_or_mod and name in widened)
                 ):
@@ -201,7 +201,7 @@ def _operands() -> Places:
 
 
 def _arrays() -> Places:
-    """That an array's elements are no larger than its dtype's is asked once for each of the two."""
+    """Compare an array's element size with that of its dtype only once per pair."""
     right = interpreter.TensorHandle.__post_init__
     fits: set[tuple[int, str]] = set()
 
@@ -221,7 +221,7 @@ def _all() -> Places:
 
 
 def install() -> None:
-    """Replace them in this process, for good."""
+    """Install the replacements in this process for good."""
     for place, name, value in () if _plain else _all():
         _plain.append((place, name, getattr(place, name)))
         setattr(place, name, value)
@@ -229,7 +229,7 @@ def install() -> None:
 
 @contextmanager
 def uninstalled() -> Iterator[None]:
-    """Triton's own interpreter, to compare with."""
+    """Restore Triton's own interpreter within the context, for comparison."""
     with ExitStack() as stack:
         for place, name, value in _plain:
             stack.enter_context(mock.patch.object(place, name, value))

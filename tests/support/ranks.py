@@ -1,9 +1,9 @@
-"""Run a function on several gloo ranks in tenths of a second: children of a preloaded forkserver.
+"""Functions on several gloo ranks in tenths of a second: children of a preloaded forkserver.
 
 ``run_ranks(4, fn, *args)`` calls ``fn(rank, *args)`` in four processes whose default process group
-is already connected over loopback, and returns the four results. The first rank to fail decides
-the exception, with its own traceback; the others are stopped. None outlives the process that asked
-for it, even if that is killed.
+is already connected over loopback, and returns the four results. The first rank to fail decides the
+exception, with its own traceback; the others are stopped. No process outlives the one that started
+it, even if that is killed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 
 from warpweave.launch.processes import Processes
 
-# What ranks of many files import, which would take each of them longer than most tests: all of the
-# package, what Triton's interpreter, torch.compile and FSDP2 ask for, and pytest, which test files
-# import. None of those files: before Python 3.13 a forkserver has not the path of the process that
-# starts it, and passes over what it does not find.
+# Imports that ranks of many files need and that take longer than most tests: the whole package, the
+# dependencies of Triton's interpreter, torch.compile and FSDP2, and pytest, which test files
+# import. None of them is a test file: before Python 3.13 a forkserver lacks the path of the process
+# that starts it, and skips modules that it does not find.
 _PRELOAD = [
     "torch",
     "torch.distributed",
@@ -37,7 +37,7 @@ _PRELOAD = [
     "warpweave.prove",
     "warpweave.train.command",
 ]
-# And if this process has transformers: two more seconds, which no rank of other files is worth.
+# Preloaded only if this process has imported transformers: it costs two more seconds.
 _TRANSFORMERS = ["transformers.models.llama.modeling_llama", "transformers.trainer"]
 
 
@@ -49,10 +49,10 @@ def _context() -> mp.context.ForkServerContext:
 
 
 class QuickProcesses(Processes):
-    """Children of that forkserver in the place of those that `warpweave` would start.
+    """Children of that forkserver in place of those that `warpweave` would start.
 
-    What they print is added to the files stdout and stderr of `folder`; without one it goes where
-    the forkserver's goes.
+    Their output is appended to the files stdout and stderr of `folder`. Without a folder it goes to
+    the output of the forkserver.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -108,7 +108,7 @@ def _child(
         except RuntimeError as error:
             raise NotMetError(error) from error
         result = fn(rank, *args)
-        # Not pipe.send: that shares tensors by handles, which die with this process.
+        # Not pipe.send: it shares tensors by handles, which die with this process.
         pipe.send_bytes(pickle.dumps((True, result)))
     except BaseException as error:
         told = None if isinstance(error, NotMetError) else False
@@ -121,8 +121,8 @@ def _child(
 
 
 def _look_at_leisure() -> None:
-    """A kernel that waits in Triton's interpreter sleeps between its looks, longer after each, up
-    to 8 milliseconds: the rank that it waits for needs the processor."""
+    """Make a kernel that waits in Triton's interpreter sleep between polls, for up to 8
+    milliseconds, longer each time: the rank that it waits for needs the processor."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     look, last, pause = InterpreterBuilder.create_atomic_rmw, None, 0.0
@@ -141,12 +141,12 @@ def _look_at_leisure() -> None:
 
 
 class NotMetError(Exception):
-    """gloo did not connect the ranks, so that nothing of the test ran on this one."""
+    """gloo did not connect the ranks, so this rank ran nothing of the test."""
 
 
 class NotedWork:
-    """Works of torch.distributed as one, which note in `events` that they were (p)osted and are
-    (w)aited for."""
+    """Several works of torch.distributed as one; `events` notes that they are
+    (p)osted and (w)aited for."""
 
     def __init__(self, works: list, events: list[str]) -> None:
         events.append("p")
@@ -159,11 +159,11 @@ class NotedWork:
 
 
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
-    """Call ``fn(rank, *args)`` on `world` connected gloo ranks; their results in rank order.
+    """Call ``fn(rank, *args)`` on `world` connected gloo ranks; return their results in rank order.
 
     Raises ``AssertionError`` with the traceback of the first rank that failed, and ``TimeoutError``
-    naming the silent ranks when `timeout` seconds pass. Ranks that gloo did not connect are started
-    anew, at most twice: on a busy machine a handshake over loopback was seen to be dropped.
+    naming the silent ranks when `timeout` seconds pass. If gloo does not connect the ranks, they
+    are started again, at most twice: on a busy machine a loopback handshake was once dropped.
     """
     for _ in range(2):
         try:

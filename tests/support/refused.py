@@ -1,8 +1,8 @@
-"""Tables of refusals: what breaks one rule of a check and no other, and what breaks none.
+"""Tables of invalid calls: each row breaks exactly one rule of a check, or none.
 
-A check of two conditions that is tried with both at once passes its tests with `and` for `or`. So a
-row changes as little of a call that fits as it can, and says with which words it is refused or, by
-None, that it fits though it comes near.
+A check of two conditions that is only tested with both broken passes its tests with `and` in place
+of `or`. So a row changes as little as possible of a valid call. It gives the words of the error, or
+None for a call that is valid although it comes close.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Rows = list[tuple[dict[str, Any], str | None]]
 
 
 def check(call: Callable[[], object], words: str | None) -> None:
-    """`call` is refused with these words, or (None) fits."""
+    """Assert that `call` raises an error with these words, or (None) that it is valid."""
     if words is None:
         call()
     else:
@@ -27,27 +27,27 @@ def check(call: Callable[[], object], words: str | None) -> None:
 
 
 def rows(cases: list[tuple[Callable[..., object], str | None]]):
-    """A test of each row, by its line."""
+    """Parametrize a test by rows, each identified by its line."""
     numbers = [f"line{call.__code__.co_firstlineno}" for call, _ in cases]
     return pytest.mark.parametrize(("call", "words"), cases, ids=numbers)
 
 
 def one_line(error: pytest.ExceptionInfo) -> str:
-    """What an error says, which must be one line."""
+    """Return the message of an error, which must be one line."""
     message = str(error.value)
     assert "\n" not in message
     return message
 
 
 class Table(NamedTuple):
-    """A call of these keywords fits; `rows` change some of them."""
+    """A valid call with these keywords; `rows` change some of them."""
 
     call: Callable[..., object]
     base: dict[str, Any]
     rows: Rows
 
     def check(self) -> None:
-        """Assert of every row that it is refused with its words, or fits."""
+        """Assert that every row is rejected with its words, or is valid."""
         wrong = []
         for change, words in self.rows:
             said = None
@@ -60,24 +60,25 @@ class Table(NamedTuple):
         assert not wrong, "\n".join(wrong)
 
     def elsewhere(self, more: dict[str, Any] | None = None) -> None:
-        """Assert that the call with `more` fits, but with none of its tensors on another device."""
+        """Assert that the call with `more` is valid, but not with any one of its
+        tensors on another device."""
         given = self.base | (more or {})
         self.call(**given)
         moved = {}
         for name, value in given.items():
             if isinstance(value, torch.Tensor):
                 moved[name] = value.to("meta")
-            elif hasattr(value, "tokens"):  # of dropout, whose token ids are a tensor
+            elif hasattr(value, "tokens"):  # the record of dropout, whose token ids are a tensor
                 moved[name] = value._replace(tokens=value.tokens.to("meta"))
-        if len(moved) == 1:  # there is no other to differ from
+        if len(moved) == 1:  # there is no other tensor to differ from
             return
         for name, value in moved.items():
             with pytest.raises(ValueError, match="all tensors must be on one device"):
                 self.call(**given | {name: value})
 
     def one_of_many(self, more: dict[str, Any] | None = None) -> set[tuple[str, int]]:
-        """The tensors, by name, and their dims of which one element alone is taken, too: any that
-        must be as long as another tensor's would be broadcast to it."""
+        """List tensors, by name, with dims in which a single element is also passed: a dim that
+        must be as long as that of another tensor would otherwise be broadcast."""
         given, taken = self.base | (more or {}), set()
         for name, value in given.items():
             x = getattr(value, "tokens", value)
@@ -86,7 +87,7 @@ class Table(NamedTuple):
                 changed = one if x is value else value._replace(tokens=one)
                 try:
                     self.call(**given | {name: changed})
-                except (ValueError, RuntimeError):  # torch's own product has words of its own
+                except (ValueError, RuntimeError):  # torch's own product has its own messages
                     continue
                 taken |= {(name, dim)} if x.shape[dim] > 1 else set()
         return taken
@@ -101,5 +102,5 @@ def ints(*values: Any) -> torch.Tensor:
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers at twice the distances."""
+    """Return the same values at twice the distances."""
     return torch.stack((x, x), -1)[..., 0]

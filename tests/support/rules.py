@@ -1,5 +1,5 @@
-"""``rulecheck`` for our Functions: does the typing rule describe, rank by rank, what forward
-computes?
+"""``rulecheck`` for our Functions: compare the typing rule with what forward computes, rank by
+rank.
 
 spmd_types 0.3.1 draws the random terms of a Partial with torch's stateless generator, which torch
 2.13 has for CUDA only; here they come from an ordinary seeded generator.
@@ -28,8 +28,8 @@ def _noise(like: torch.Tensor, *key: object) -> torch.Tensor:
 
 
 def over_group(function: type) -> type:
-    """`function`, whose forward takes `ranks` last, with (group, sequence_parallel) in their place:
-    what names a group must be an argument."""
+    """Wrap `function`, whose forward ends with `ranks`, to accept (group, sequence_parallel)
+    instead: a value that names a group must be an argument."""
     forward, rule = (inspect.signature(f) for f in (function.forward, function.spmd_typecheck))
     *given, ranks = forward.parameters.values()
     last = [ranks.replace(name=name) for name in ("group", "sequence_parallel")]
@@ -64,9 +64,9 @@ def rulecheck(
     """Check ``function.spmd_typecheck`` against ``function.forward`` on simulated ranks, without
     processes.
 
-    `args` are global tensors (float64, so `rtol` can be sharp); a string that names a mesh axis
-    stands for its group. Without `placements` all of them are tried and the report lists what was
-    accepted; without `mesh` the axis has two ranks.
+    `args` are global tensors (float64, so `rtol` can be sharp). A string that names a mesh axis
+    means its group. Without `placements` all placements are tried and the report lists those
+    accepted. Without `mesh` the axis has two ranks.
     """
     with mock.patch.object(spmd_types.rulecheck, "_seeded_noise", _noise):
         return spmd_types.rulecheck.rulecheck(

@@ -1,4 +1,4 @@
-"""What runs on tensor ranks against the same on one device: birth, output, gradients, faults."""
+"""Comparisons of tensor ranks with one device: initialization, output, gradients, faults."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ RTOL = 1e-12
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Normal numbers that every rank draws alike."""
+    """Draw normal numbers that are equal on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-MESHES = [Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2)]  # all ranks, or two times two
+MESHES = [Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2)]  # all ranks, or two groups of two
 
 
 class _Place(threading.local):
-    """Where `beside_replicas` or `on_first` have put this rank, which may be a thread."""
+    """The position in which `beside_replicas` or `on_first` has put this
+    rank, which may be a thread."""
 
     tensor: tuple[dist.ProcessGroup, int, int] | None = None
 
@@ -43,7 +44,7 @@ _place = _Place()
 
 
 def world() -> tuple[dist.ProcessGroup | None, int, int]:
-    """(group, rank, ranks) of the tensor ranks: all ranks, some of them, or there is no group."""
+    """Return (group, rank, ranks) of the tensor ranks: all ranks, some of them, or no group."""
     if not dist.is_initialized():
         return None, 0, 1
     if _place.tensor is not None:
@@ -52,14 +53,14 @@ def world() -> tuple[dist.ProcessGroup | None, int, int]:
 
 
 def fused() -> dict[str, object]:
-    """The options that fuse the tensor ranks' data movement into the products, where there is any:
-    one rank has no memory to share."""
+    """Return the options that fuse the tensor ranks' data movement into the products, if there is
+    any. A single rank has no memory to share."""
     group, *_ = world()
     return {"overlap": "fused", "workspace": None if group is None else Workspace(group)}
 
 
 def beside_replicas(rank: int, check: Callable[[int], object]) -> None:
-    """Run `check` with two tensor ranks beside two others: the group is not the world."""
+    """Run `check` with two tensor ranks next to two others: the group is not the world."""
     mesh = Mesh(dp=2, tp=2).connect()
     _place.tensor = mesh.group("tp"), mesh.index("tp"), mesh.size("tp")
     check(rank)
@@ -67,7 +68,7 @@ def beside_replicas(rank: int, check: Callable[[int], object]) -> None:
 
 
 def on_first(rank: int, counts: Iterable[int], check: Callable[[int], object]) -> None:
-    """Run `check` on so many of the first ranks, while the others wait."""
+    """Run `check` on this many of the first ranks, while the others wait."""
     for ranks in counts:
         group = dist.new_group([*range(ranks)])
         if rank < ranks:
@@ -78,7 +79,7 @@ def on_first(rank: int, counts: Iterable[int], check: Callable[[int], object]) -
 
 
 def part(t: Tensor, dim: int | None) -> Tensor:
-    """This rank's chunk along `dim`, or (None) the whole."""
+    """Return this rank's chunk along `dim`, or (None) the whole."""
     _, rank, ranks = world()
     return t if dim is None else t.chunk(ranks, dim)[rank]
 
@@ -86,12 +87,12 @@ def part(t: Tensor, dim: int | None) -> Tensor:
 # ---------------------------------------------------------------- functions over ranks
 
 Tensors = dict[str, Tensor]
-BOTH, CUT, UNCUT = (False, True), (True,), (False,)  # whether the tokens are
+BOTH, CUT, UNCUT = (False, True), (True,), (False,)  # whether tokens are cut
 
 
 class Given(NamedTuple):
-    """Options: `shape` is of the problem ("without": tensors that are left out), `how` of the
-    function over ranks alone; `sequences` says whether tokens are cut."""
+    """Options of a case: `shape` describes the problem ("without": tensors that are left out),
+    `how` is for the function over ranks only, and `sequences` lists whether tokens are cut."""
 
     shape: Mapping[str, Any] = MappingProxyType({})
     how: Mapping[str, Any] = MappingProxyType({})
@@ -103,21 +104,21 @@ class Op:
     """A function over tensor ranks.
 
     Attributes:
-        sharded: of this rank's tensors by name, `shape`, `how`, group and sequence_parallel.
-        plain: the same of whole tensors by name and `shape`, on one device.
+        sharded: the function, of this rank's tensors, `shape`, `how`, group, sequence_parallel.
+        plain: the same function, of whole tensors by name and `shape`, on one device.
         tensors: the whole problem of a `shape`, in float64; all of them are differentiated.
         cuts: by name, the dim that is cut over the ranks.
-        tokens: names that are cut along dim 0 where tokens are.
-        results: names of what the function gives.
-        partial: gradients that are sums over own tokens where tokens are cut: the caller sums.
-        weights: what may be deferred.
-        agree: what is compared with one device, on threads; `fused`, between processes.
+        tokens: names that are cut along dim 0 if tokens are.
+        results: names of the function's results.
+        partial: gradients that are sums over own tokens if tokens are cut: the caller sums.
+        weights: tensors whose gradients may be deferred.
+        agree: options compared with one device, on threads; `fused`, between processes.
         twins: groups of options whose results have the same bits.
-        ways: options for which gradients are also frozen, deferred and added up.
-        wishes: names whose gradients are wanted together; None is every subset.
+        ways: options for which gradients are also frozen, deferred and accumulated.
+        wishes: names whose gradients are requested together; None is every subset.
         low: options in which it runs in bfloat16.
-        also: what else is asserted of the results, (found, sequence, shape).
-        within: what surrounds every run.
+        also: further assertions on the results, (found, sequence, shape).
+        within: a context around every run.
     """
 
     sharded: Callable[..., Any]
@@ -138,25 +139,25 @@ class Op:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def cut(self, name: str, sequence: bool) -> int | None:
-        """The dim of a tensor that is cut over the ranks, or None."""
+        """Return the dim of a tensor that is cut over the ranks, or None."""
         return 0 if sequence and name in self.tokens else self.cuts.get(name)
 
     def whole(self, shape: Mapping[str, Any]) -> Tensors:
-        """The whole problem."""
+        """Return the whole problem."""
         drawn = self.tensors(**_options(shape))
         return {name: t for name, t in drawn.items() if name not in shape.get("without", ())}
 
     def mine(self, tensors: Tensors, sequence: bool) -> Tensors:
-        """This rank's parts."""
+        """Return this rank's parts."""
         return {name: part(t, self.cut(name, sequence)) for name, t in tensors.items()}
 
     def on_ranks(self, given: Given, sequence: bool, **tensors: Tensor) -> Any:
-        """The function, over this rank's tensor ranks."""
+        """Run the function over this rank's tensor ranks."""
         over = {"group": world()[0], "sequence_parallel": sequence}
         return self.sharded(**tensors, **_options(given.shape), **given.how, **over)
 
     def alone(self, shape: dict[str, Any], **tensors: Tensor) -> Any:
-        """The plain one."""
+        """Run the plain function."""
         return self.plain(**tensors, **_options(shape))
 
 
@@ -165,8 +166,8 @@ def _options(shape: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run(apply: Callable[..., Any], tensors: Tensors, dy: Sequence[Tensor] | None = None) -> tuple:
-    """(leaves by name, results, their gradients: `dy` or drawn ones) of an application, after which
-    the leaves must be what they were."""
+    """Return (leaves by name, results, gradients: `dy` or drawn ones) of an application. Assert
+    that it leaves the leaves unchanged."""
     leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
     found = apply(**leaves)
     results = found if isinstance(found, tuple) else (found,)
@@ -176,7 +177,7 @@ def run(apply: Callable[..., Any], tensors: Tensors, dy: Sequence[Tensor] | None
 
 
 def gradients(op: Op, apply: Callable[..., Any], tensors: Tensors, dy=None) -> tuple:
-    """(results and gradients by name, the gradients `dy` that the results were given)."""
+    """Return (results and gradients by name, the gradients `dy` that the results were given)."""
     leaves, results, dy = run(apply, tensors, dy)
     before = [t.clone() for t in dy]
     wanted = torch.autograd.grad(results, [*leaves.values()], dy)
@@ -187,8 +188,8 @@ def gradients(op: Op, apply: Callable[..., Any], tensors: Tensors, dy=None) -> t
 
 
 def agrees(op: Op, given: Given, sequence: bool) -> Tensors:
-    """Assert that this rank's results and gradients are its parts of those of one device, in
-    float64; they are returned."""
+    """Assert in float64 that this rank's results and gradients are its parts of those of one
+    device, and return them."""
     whole = op.whole(given.shape)
     expected, dy = gradients(op, partial(op.alone, given.shape), whole)
     dy = [part(t, op.cut(name, sequence)) for name, t in zip(op.results, dy)]
@@ -207,7 +208,7 @@ def agrees(op: Op, given: Given, sequence: bool) -> Tensors:
 
 
 def own(x: Tensor, dim: int | None, mesh: ConnectedMesh) -> Tensor:
-    """This tensor rank's share of `x` as a leaf, cut along `dim` or (None) whole."""
+    """Return this tensor rank's share of `x` as a leaf, cut along `dim` or (None) whole."""
     part = x.detach()
     if dim is not None:
         part = part.chunk(mesh.size("tp"), dim)[mesh.index("tp")]
@@ -215,13 +216,14 @@ def own(x: Tensor, dim: int | None, mesh: ConnectedMesh) -> Tensor:
 
 
 def backward(y: Tensor, dy: Tensor, module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter's gradient from the gradient `dy` of `y`."""
+    """Return every parameter's gradient from the gradient `dy` of `y`."""
     y.backward(dy)
     return {name: p.grad for name, p in module.named_parameters()}
 
 
 def same_birth(one: nn.Module, mine: nn.Module, mesh: ConnectedMesh) -> None:
-    """Assert that `mine` was born as this rank's slices of `one`, then give both other values."""
+    """Assert that `mine` was initialized as this rank's slices of `one`,
+    then give both other values."""
     records, here = collect_records(mine), mesh.coords
     whole = dict(one.named_parameters())
     assert set(whole) == {name for name, _ in mine.named_parameters()} == set(records)
@@ -243,11 +245,12 @@ def check_layer(
 ) -> None:
     """Assert that make(mesh) on this rank's share of `x` is its share of make(None) on `x`.
 
-    Birth under one manual_seed is compared bitwise; output and all gradients, of parameters whose
-    record says "partial" after their sum over the tensor ranks, within RTOL in float64. The other
-    axes' ranks have another order of the numbers in `x`, so that mixing them up is seen.
+    Initialization under one manual_seed is compared bitwise. The output and all gradients are
+    compared within RTOL in float64; gradients of parameters whose record is "partial" are summed
+    over the tensor ranks first. The ranks of other axes hold the numbers of `x` in another order,
+    so that mixing them up is detected.
     """
-    others = mesh.rank // mesh.size("tp")  # tensor ranks are neighbours
+    others = mesh.rank // mesh.size("tp")  # tensor ranks are neighbors
     x = x.roll(others) if others else x
     torch.manual_seed(7)
     one = make(None)
@@ -272,12 +275,12 @@ def check_layer(
 
 
 def own_tokens_again(ranks: TensorRanks, x: Tensor) -> Tensor:
-    """For ``TensorRanks.gather``: this rank's tokens stand for those of the others."""
+    """Plant in ``TensorRanks.gather``: this rank's tokens replace those of the others."""
     return x.repeat(group_size(ranks.group), 1) if ranks.sequence_parallel else x
 
 
 def without_the_sum_of_dx() -> Callable[..., tuple]:
-    """For ``TensorRanks.column_gradients``: this rank's share of dx stands for the sum."""
+    """Plant in ``TensorRanks.column_gradients``: this rank's share of dx replaces the sum."""
     right = TensorRanks.column_gradients
 
     def planted(ranks, dz, x, weight, leaves, needs):

@@ -1,7 +1,7 @@
-"""The operations over tensor ranks as one table: each with what it must equal on one device.
+"""The operations over tensor ranks as one table, each with its equivalent on one device.
 
-A row is an `Op`: the function on this rank's shards, the same by plain torch on whole tensors, how
-both are cut, and of which options it is said. What is done with a row is in `test_sharded_ops.py`.
+A row is an `Op`: the function on this rank's shards, the same in plain torch on whole tensors, how
+both are cut, and the options that apply. `test_sharded_ops.py` tests the rows.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from warpweave.kernels.rope import rope_table
 from warpweave.parallel import collectives, tensor
 from warpweave.parallel.tensor.linear_loss import vocab_parallel_linear_cross_entropy
 
-T = 12  # tokens: as all sizes that are cut, they divide by 1, 2, 3 and 4
+T = 12  # tokens: like all sizes that are cut, divisible by 1, 2, 3 and 4
 
 
 def each(shapes: list[dict[str, Any]], hows: list[dict[str, Any]], **more: Any) -> list[Given]:
-    """Every shape with every way."""
+    """Combine every shape with every option of how."""
     return [Given(shape, how, **more) for shape in shapes for how in hows]
 
 
@@ -122,12 +122,12 @@ def _plain_cross_entropy(logits, padded=PADDED, smoothing=0.0):
 
 def _logits(padded=PADDED, smoothing=0.0) -> Tensors:
     z = draw(1, T, _size(VOCAB, padded)) * 30
-    z[:, VOCAB:] = 1e3  # padding that takes part in anything is seen at once
+    z[:, VOCAB:] = 1e3  # padding that takes part in a result is noticed at once
     return {"logits": z}
 
 
 def equal_everywhere(losses: torch.Tensor) -> None:
-    """Losses have the same bits on all ranks."""
+    """Assert that losses are bitwise equal on all ranks."""
     group, _, ranks = world()
     every = collectives.start_all_gather(losses.reshape(1, -1), group).wait()
     assert torch.equal(every, losses.reshape(1, -1).expand(ranks, -1)), "losses differ"
@@ -158,7 +158,7 @@ LOSS = Op(
 
 # ---------------------------------------------------------------- the head and its loss
 
-# 4 ranks of 300: one whole, one of one row, two of padding; 3 x 3 blocks, or 3 of whole rows
+# 4 ranks of 300: one whole, one with one row, two of padding; 3 x 3 blocks, or 3 of whole rows
 HEAD, HEAD_PADDED = 301, 1200
 HEAD_LABELS = torch.tensor([0, 300, 299, -100, 3, 0, 5, 6, 7, 300, -100, 9])
 SMALL = blocks.BlockSizes(elements=512, most_rows=4, fewest_rows=5)
@@ -181,7 +181,7 @@ def head_loss(
     x, weight, labels=None, *, padded=HEAD_PADDED, smoothing=0.0, recompute=True, many_dims=False,
     loss=vocab_parallel_linear_cross_entropy, **options,
 ):  # fmt: skip
-    """The loss under test, of tokens of one dim or of two, the first of which is cut."""
+    """Return the loss under test, for tokens of one dim, or of two dims with the first cut."""
     labels = HEAD_LABELS if labels is None else labels
     if many_dims:
         x, labels = (t.unflatten(0, (-1, 3 if len(x) % 3 == 0 else 2)) for t in (x, labels))
@@ -203,7 +203,7 @@ def _plain_head(x, weight, *, smoothing=0.0, z_loss=0.0, softcap=None, reduction
 
 
 def _composed(x, w, labels, *, group, sequence_parallel, reduction, recompute, **options):
-    """The same from its two parts, which hold the logits."""
+    """Compose the same loss from its two parts, which hold the logits."""
     z = tensor.column_parallel_linear(x, w, group=group, sequence_parallel=sequence_parallel)
     losses = tensor.vocab_parallel_cross_entropy(z, labels, group=group, **options)
     return losses if reduction == "none" else losses.sum()
@@ -243,7 +243,7 @@ UNITS = 24
 
 
 def tokens_of(sequence: bool) -> torch.Tensor:
-    """Global indices of this rank's tokens."""
+    """Return the global indices of this rank's tokens."""
     return part(torch.arange(T) * 3 + 2**33, 0 if sequence else None)
 
 
@@ -317,7 +317,7 @@ def _plain_qkv(x, weight, bias=None, *, G=1, D=4, rotate=True):
     return reference.qkv_rope(x.unflatten(0, (B, LENGTH)), weight, bias, cos, sin)
 
 
-_UNROTATED, _ODD = {"rotate": False}, {"rotate": False, "D": 5}  # which nothing can rotate
+_UNROTATED, _ODD = {"rotate": False}, {"rotate": False, "D": 5}  # dims that cannot be rotated
 _HEADS = [{"G": G} | less for G in (1, 3) for less in ({}, NO_BIAS)]
 QKV = Op(
     sharded=_qkv,

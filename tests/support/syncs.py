@@ -1,19 +1,18 @@
-"""A device that is not there: its tensors are computed on the CPU, and what its host waits for is
-counted.
+"""A pretended device whose tensors are computed on the CPU, with a count of host synchronizations.
 
-A GPU computes behind its host, which waits for it where a number is read (``.item()``, ``bool(x)``,
+A GPU runs behind its host. The host waits for it where a number is read (``.item()``, ``bool(x)``,
 ``.tolist()``, ``.cpu()``), where a shape depends on numbers (`nonzero`), and where one of the two
 copies from ordinary memory of the other: ``.to("cuda")`` and ``torch.tensor(..., device="cuda")``
-wait as well, if they are not ``non_blocking``. On a CPU none of that shows. Here a tensor on
-`DEVICE` holds one on the CPU, on which every operator runs, and `Device.waits` counts by the
-function of ours that asked. Our operators take torch's path, with gradients.
+also wait, unless they are ``non_blocking``. None of that is visible on a CPU. Here a tensor on
+`DEVICE` holds a CPU tensor, on which every operator runs, and `Device.waits` counts the waits by
+the function of ours that caused them. Our operators use torch's path, with gradients.
 
     with Device() as device:
         model(**device.put(inputs))      # after device.put(model)
     device.waits                         # Counter({"warpweave/hf/mask.py _padding": 1})
 
-Run as a program, because the device is registered for the whole process: prints a JSON object,
-case -> waits.
+Run this file as a program, because the device is registered for the whole process. It prints a JSON
+object, case -> waits.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ torch.pretended.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16
 DEVICE = torch.device("pretended", 0)
 _ROOT = Path(__file__).resolve().parents[2]
 _aten = torch.ops.aten
-_READING = {  # a number, or a shape that depends on numbers
+_READING = {  # they return a number, or a shape that depends on numbers
     _aten._local_scalar_dense, _aten.equal, _aten.is_nonzero, _aten.nonzero, _aten._unique2,
     _aten.masked_select, _aten.unique_consecutive, _aten.repeat_interleave, _aten.bincount,
 }  # fmt: skip
 
 
 class _There(torch.Tensor):
-    """A tensor on the device; `held` is its numbers."""
+    """A tensor on the device; `held` holds its values."""
 
     held: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -70,12 +69,12 @@ class _There(torch.Tensor):
         raise RuntimeError(f"{func} on a tensor whose Device has been left")
 
     def tolist(self) -> Any:
-        """As torch's, which refuses subclasses."""
+        """Return the values as a list. torch's tolist rejects subclasses."""
         return self.cpu().tolist()
 
 
 class Device(TorchDispatchMode):
-    """Within it `DEVICE` exists."""
+    """A context in which `DEVICE` exists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,13 +91,13 @@ class Device(TorchDispatchMode):
 
     @contextmanager
     def counted(self, case: str) -> Iterator[None]:
-        """Enter what is waited for meanwhile as `found[case]`."""
+        """Record the waits of the block as `found[case]`."""
         self.waits = self.found[case] = Counter()
         yield
         self.waits = Counter()
 
     def put(self, what: Any) -> Any:
-        """Tensors, or a module with its parameters and buffers, on the device."""
+        """Move tensors, or a module with its parameters and buffers, to the device."""
         if not isinstance(what, torch.nn.Module):
             return tree_map_only(torch.Tensor, _There, what)
         for module in what.modules():
@@ -131,7 +130,8 @@ class Device(TorchDispatchMode):
         if not there:
             return out
 
-        def wrapped(x: torch.Tensor) -> _There:  # one that was written into is the one given
+        # a result that was written in place is the given tensor
+        def wrapped(x: torch.Tensor) -> _There:
             return held[id(x)] if id(x) in held else _There(x)
 
         return tree_map_only(torch.Tensor, wrapped, out)
@@ -152,7 +152,7 @@ class Device(TorchDispatchMode):
 
 
 def _asked() -> str:
-    """The innermost function of ours that is running, or else the innermost of transformers."""
+    """Return the innermost running function of ours, or else the innermost of transformers."""
     theirs = "elsewhere"
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
@@ -167,7 +167,7 @@ def _asked() -> str:
 
 
 def ours(device: Device) -> None:
-    """Decoding of two prompts, whose texts end after three tokens at the latest."""
+    """Decode two prompts, whose texts end after at most three tokens."""
     gpt = GPT(GPTConfig(61, 40, 2, 16, 4, positions="rope"))
     prompts = [[1, 2, 3], [4, 5]]
     stop = tuple(text[2] for text in generate(gpt, prompts, Sampling(3)))
@@ -179,8 +179,8 @@ def ours(device: Device) -> None:
 
 
 def theirs(device: Device) -> None:
-    """A Hugging Face model with windows in every other layer: forwards without padding and with it,
-    and six tokens decoded with either cache."""
+    """Run a Hugging Face model with windows in every other layer: forwards with and without
+    padding, and six tokens decoded with either cache."""
     model = hf.apply(hf_models.make("gemma2").eval(), report=hf.Report())
     ids = torch.randint(3, hf_models.V, (2, 14), generator=torch.Generator().manual_seed(1))
     ones, mask = torch.ones_like(ids), torch.ones_like(ids)
@@ -191,7 +191,7 @@ def theirs(device: Device) -> None:
     logits = model(**padded, use_cache=False).logits
     texts = {name: model.generate(**padded, **length, **cache) for name, cache in caches.items()}
     for name in [name for name in vars(model) if name == "_cache"]:
-        delattr(model, name)  # the static one, of the CPU
+        delattr(model, name)  # the static layer, which is on the CPU
     device.put(model)
     padded = device.put(padded)
     with device.counted("forward"):
@@ -205,12 +205,13 @@ def theirs(device: Device) -> None:
     broken[0, 4] = 0
     past = model(**device.put({"input_ids": ids, "attention_mask": ones})).past_key_values
     step = {"input_ids": ids[:, :1], "attention_mask": torch.cat((broken, broken[:, :1]), 1)}
-    with pytest.raises(RuntimeError, match="zeros between its ones"):  # of the device, on a GPU
+    # the device's error, on a GPU
+    with pytest.raises(RuntimeError, match="zeros between its ones"):
         model(**device.put(step), past_key_values=past)
 
 
 def flash(device: Device, kind: str) -> None:
-    """Three layers of a call of flash-attention, and three after its boundaries were written to."""
+    """Run three layers of a flash-attention call, and three after a write to its boundaries."""
     generator = torch.Generator().manual_seed(2)
     q = torch.randn(10, 2, 8, generator=generator)
     cache = torch.randn(2, 16, 2, 8, generator=generator)
@@ -240,8 +241,8 @@ def flash(device: Device, kind: str) -> None:
 
 
 def main() -> None:
-    """All cases."""
-    make = masks.masked  # of two subclasses a tensor can only be one
+    """Run all cases."""
+    make = masks.masked  # a tensor cannot be of two subclasses
     masks.masked = lambda like, visible: make(
         torch.empty((), dtype=like.dtype).expand(like.shape), visible
     )

@@ -1,4 +1,4 @@
-"""torch's key-value store: of one thread, and for ranks that are threads (`threads`)."""
+"""torch's key-value store for one thread, and for ranks that are threads (`threads`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from threads import _here, _StoppedError
 
 
 class Alone:
-    """Of one thread: a wait for what is not there times out at once."""
+    """A store of one thread: waiting for a missing key times out at once."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -40,7 +40,8 @@ class Alone:
 
 
 class Store(Alone):
-    """One for all ranks, made outside of `run_threads`: one that waits lets the others run."""
+    """A store shared by all ranks, made outside of `run_threads`. A rank that
+    waits lets the others run."""
 
     def clone(self) -> Store:
         return self

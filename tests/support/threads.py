@@ -1,21 +1,21 @@
 """Ranks that are threads of this process: eight of them cost less than two processes.
 
-``run_threads(4, fn, *args)`` stands in for `ranks.run_ranks`: it calls ``fn(rank, *args)`` on four
-threads, each of which finds a default process group, its own random numbers, and meshes that
-connect. ``on_threads(4, fn, *args)`` calls ``fn(group, *args)`` with the group of all ranks,
-`on_mesh` gives each rank of a mesh its `ConnectedMesh`. All return the results in rank order. Only
-what code over groups asks of torch.distributed is there, on the CPU.
+``run_threads(4, fn, *args)`` replaces `ranks.run_ranks`: it calls ``fn(rank, *args)`` on four
+threads, each with a default process group, its own random numbers, and meshes that connect.
+``on_threads(4, fn, *args)`` calls ``fn(group, *args)`` with the group of all ranks, and `on_mesh`
+gives each rank of a mesh its `ConnectedMesh`. All return the results in rank order. Only the parts
+of torch.distributed that code over groups uses are available, on the CPU.
 
-The ranks take turns: one runs until it waits for another. So torch's random numbers are each
-rank's own, as in processes, and what a rank patches and takes back before it waits is seen by no
-other; a patch that is held over a collective is everybody's, and belongs outside.
+The ranks take turns: one runs until it waits for another. So each rank has its own state of torch's
+random numbers, as in processes, and a patch that a rank undoes before it waits is invisible to the
+others. A patch that is held over a collective applies to all ranks; make it outside.
 
-What the network would take without a word is an error here: ranks of one group that begin another
-collective than each other, or the same of another shape or dtype; results that are read before they
-are waited for, as nothing arrives earlier; and ranks that all wait for each other. Sums are made in
-rank order and in the dtype of the terms, as a network makes them.
+Errors that a network would accept silently raise here: ranks of one group that begin different
+collectives, or the same one with different shapes or dtypes; results that are read before they are
+waited for, because nothing arrives earlier; and ranks that all wait for each other. Sums are made
+in rank order and in the dtype of the terms, as a network makes them.
 
-Kernels that wait for other ranks would wait in vain here; `run_ranks` is for them.
+Kernels that wait for other ranks would hang here; use `run_ranks` for them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _StoppedError(BaseException):
 
 
 class Turns:
-    """Lets one rank run at a time, until it waits."""
+    """A lock that lets one rank run at a time, until it waits."""
 
     def __init__(self, ranks: int) -> None:
         self.turn, self.left = threading.Condition(), set(range(ranks))
@@ -68,7 +68,7 @@ class Turns:
             raise _StoppedError
 
     def check(self) -> None:
-        """Raise if nobody is left who could go on."""
+        """Raise if no rank can continue."""
         if self.over or not self.waits or self.waits.keys() != self.left:
             return
         if not any(ready() for _, ready in self.waits.values()):
@@ -83,7 +83,7 @@ class Turns:
 
 @dataclass
 class _Collective:
-    """One of a group's, in flight: what the ranks gave, then what came of it."""
+    """A collective of a group in flight: the inputs of the ranks, then its result."""
 
     begun: tuple[Any, ...]
     given: dict[int, Any] = field(default_factory=dict)
@@ -93,24 +93,24 @@ class _Collective:
 
 @dataclass
 class Shared:
-    """What the ranks of one group have in common."""
+    """State that the ranks of one group share."""
 
     members: tuple[int, ...]  # ranks of the world
     turns: Turns
     flights: dict[int, _Collective] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     sent: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)  # src, dst, number
-    sums: list[torch.dtype] = field(default_factory=list)  # of every sum, as rank 0 began it
+    sums: list[torch.dtype] = field(default_factory=list)  # of all sums, in rank 0's order
     splits: list[dict[int, tuple[int, ...]]] = field(default_factory=list)  # of NCCL's groups
     pairs: dict[tuple[int, int], Shared] = field(default_factory=dict)
 
 
 class Group:
-    """A process group, seen from `rank`, in which messages are as fast as gloo's: what is given is
-    read at once, and what arrives stands in its place when it is waited for."""
+    """A process group, seen from `rank`, in which messages are as fast as in gloo: inputs are read
+    at once, and a received tensor is in place when it is waited for."""
 
     backend = "threads"
-    options: Any = None  # torch's, with which it was made
+    options: Any = None  # the torch options with which it was made
 
     def __init__(self, shared: Shared, rank: int) -> None:
         self.shared, self.rank, self.ranks = shared, rank, len(shared.members)
@@ -119,11 +119,11 @@ class Group:
         self._receives: dict[int, Iterator[int]] = defaultdict(itertools.count)
 
     def split(self, members: Sequence[int]) -> None:
-        """This rank is about to make a group of the `members`, perhaps without it: nobody waits."""
+        """Note that this rank will make a group of `members`, perhaps without it. Nobody waits."""
 
     @property
     def sums(self) -> list[torch.dtype]:
-        """The dtypes of all sums so far."""
+        """Return the dtypes of all sums so far."""
         return self.shared.sums
 
     def begin(
@@ -134,10 +134,10 @@ class Group:
         make: Callable[[list[Any]], Any],
         take: Callable[[Any], object],
     ) -> Callable[[], object]:
-        """Take part in a collective of all ranks, giving and to be given these tensors.
+        """Take part in a collective of all ranks with these inputs and outputs.
 
-        Returns what waits for ``take(make(every rank's given))``; what is made is one object for
-        all.
+        Returns a function that waits for ``take(make(every rank's inputs))``. The result of `make`
+        is one object for all ranks.
         """
         flight = self._join(begun)
         flight.given[self.rank] = [x.detach().clone() for x in given]
@@ -152,7 +152,7 @@ class Group:
         return finish
 
     def _join(self, begun: tuple[Any, ...]) -> _Collective:
-        """The collective that is this rank's next."""
+        """Return this rank's next collective."""
         flight = self.shared.flights.setdefault(self._begun, _Collective(begun))
         self._begun += 1
         assert flight.begun == begun, (
@@ -168,13 +168,13 @@ class Group:
         return len(flight.given) == self.ranks
 
     def send(self, x: torch.Tensor, peer: int) -> Callable[[], object]:
-        """Its copy is on its way."""
+        """Send a copy."""
         self.shared.sent[self.rank, peer, next(self._sends[peer])] = x.detach().clone()
         self.shared.turns.turn.notify_all()
         return lambda: None
 
     def receive(self, x: torch.Tensor, peer: int) -> Callable[[], object]:
-        """What waits for the next message of `peer`."""
+        """Return a function that waits for the next message of `peer`."""
         end, sent = (peer, self.rank, next(self._receives[peer])), self.shared.sent
 
         def finish() -> None:
@@ -184,7 +184,7 @@ class Group:
         return finish
 
     def batch(self, ends: Sequence[tuple[bool, torch.Tensor, int]]) -> list[Callable[[], object]]:
-        """Several messages at once: (whether it is sent, the tensor, the peer) of each."""
+        """Send and receive several messages at once: (True to send, the tensor, the peer) each."""
         return [self.send(x, peer) if sent else self.receive(x, peer) for sent, x, peer in ends]
 
     def _wait(self, what: str, ready: Callable[[], bool]) -> None:
@@ -212,19 +212,19 @@ class _World:
 
 
 class _Here(threading.local):
-    """Where this thread is."""
+    """The position of this thread."""
 
     rank: int | None = None
     world: _World
     group: Group  # of all ranks
-    made: Any  # numbers for the groups that it makes, in the order that is the same on all ranks
+    made: Any  # numbers for the groups that it makes, in an order that is the same on all ranks
 
 
 _here = _Here()
 
 
 class _Axes:
-    """torch's DeviceMesh, as far as it makes groups."""
+    """The part of torch's DeviceMesh that makes groups."""
 
     def __init__(self, number: int, sizes: dict[str, int], along: tuple[str, ...]) -> None:
         self._number, self._sizes, self._along = number, sizes, along
@@ -274,7 +274,7 @@ class _Group(metaclass=_Groups):
 
 
 class _Message(NamedTuple):
-    """torch's P2POp, which looks its group up."""
+    """torch's P2POp, which looks up its group."""
 
     op: Callable[..., _Work]
     tensor: torch.Tensor
@@ -294,7 +294,7 @@ class _Work:
 
 
 def _collective(op, x, out, make, take, group, async_op) -> _Work | bool:
-    """The collective `op` that is given `x` and fills `out`: ``take(make(every x))`` when it is
+    """Run the collective `op` on input `x` and output `out`: ``take(make(every x))`` when it is
     waited for."""
     assert x.is_contiguous(), "gloo and NCCL take contiguous tensors"
 
@@ -450,20 +450,20 @@ _BY_NAME = {"all_gather_into": _all_gather_into, "reduce_scatter_into": _reduce_
 
 
 def on_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """``fn(group, *args)`` on every rank."""
+    """Call ``fn(group, *args)`` on every rank."""
     return run_threads(ranks, lambda rank: fn(_here.group, *args))
 
 
 def on_mesh(mesh: Mesh, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """``fn(connected, *args)`` on every rank of `mesh`, connected."""
+    """Call ``fn(connected, *args)`` on every rank of `mesh`, connected."""
     return run_threads(mesh.world, lambda rank: fn(mesh.connect(), *args))
 
 
 def run_threads(
     ranks: int, fn: Callable[..., Any], *args: Any, kind: type[Group] = Group
 ) -> list[Any]:
-    """``fn(rank, *args)`` on every rank, whose groups are of `kind`; the error of the first rank
-    that fails by itself."""
+    """Call ``fn(rank, *args)`` on every rank, with groups of class `kind`. Raise the error of the
+    first rank that fails by itself."""
     world, results, errors = _World(ranks, kind), [None] * ranks, {}
 
     def run(rank: int) -> None:
@@ -485,7 +485,7 @@ def run_threads(
     numbers = torch.get_rng_state()
     with ExitStack() as patches:
         patches.enter_context(mock.patch.multiple(dist, **_PRETENDED))
-        patches.enter_context(mock.patch.object(dist, "set_timeout", create=True))  # torch 2.14's
+        patches.enter_context(mock.patch.object(dist, "set_timeout", create=True))  # torch >= 2.14
         patches.enter_context(mock.patch.object(device_mesh, "init_device_mesh", _init_device_mesh))
         for module in (collectives, ordered, parameters, reduce, unit, zero):
             for name in _BY_NAME.keys() & vars(module).keys():

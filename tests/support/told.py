@@ -1,4 +1,4 @@
-"""What a call tells the function that computes, heard by a stand-in."""
+"""The arguments that a call passes to the function that computes, recorded by a mock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def told(module: Any, name: str, call: Callable[[], object], result: Any = None) -> dict[str, Any]:
-    """What `call` tells ``module.name``, by the names of its arguments."""
+    """Return the arguments that `call` passes to ``module.name``, by name."""
     own = inspect.signature(getattr(module, name))
     with mock.patch.object(module, name, return_value=result) as asked:
         call()

@@ -1,28 +1,28 @@
-"""Count what kernels move and multiply, by running them in Triton's interpreter.
+"""Counts of what kernels move and multiply, from runs in Triton's interpreter.
 
     with traffic() as t:
         norm.norm_fwd(x, w, layer=False, impl="triton")
     t.moved() / cost.norm(rows, E).bytes          # 1.00: everything once
 
-Every load, store and atomic of every program is seen with its addresses and its mask, every
+The meter sees every load, store and atomic of every program with its addresses and its mask, every
 `tl.dot` with its shape, and every torch operator around the kernels (a `.contiguous()`, a cast, a
-sum of partial results) with its tensors. No GPU is needed, and nothing is estimated:
+sum of partial results) with its tensors. It needs no GPU and estimates nothing:
 
   * lanes that are masked off move nothing;
   * within one load (or store) of one program an address counts once: a warp's lanes share it;
   * between two loads, and between two programs, it counts again. That is DRAM traffic without any
     cache: an upper bound. Where a cache must help, the test names the argument in `resident` with
     the reason why it stays in L2, and then it counts once per launch;
-  * what a torch operator reads and writes counts whole; views are free.
+  * tensors that a torch operator reads and writes count in full; views are free.
 
-Given the views that virtual ranks have of their symmetric memory, it also tells what a launch does
-to the rank's own segment from what it does to its peers', and flags from data.
+Given the views that virtual ranks have of their symmetric memory, the meter also separates accesses
+of a launch to the rank's own segment from those to its peers', and flags from data.
 
-What this cannot see: how lanes are grouped into transactions (128-bit loads are counted in
-`test_compiles.py`), L2 hits that nobody claims, and time.
+It cannot see how lanes are grouped into transactions (128-bit loads are counted in
+`test_compiles.py`), L2 hits that no test claims, and time.
 
-`measures` lists the ops with the bytes they may move: `kernels/cost.py`, or for attention the I/O
-model of FlashAttention (`attention_io`). `test_traffic.py` asserts them, and
+`measures` lists the ops with the bytes they may move: from `kernels/cost.py`, or for attention from
+the I/O model of FlashAttention (`attention_io`). `test_traffic.py` asserts them, and
 ``python -P tests/support/traffic.py`` prints the table.
 """
 
@@ -35,7 +35,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
-if __name__ == "__main__":  # read when a kernel is decorated, so before any import of one
+if __name__ == "__main__":  # read when a kernel is decorated, so set before any import of one
     os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
@@ -49,10 +49,10 @@ from warpweave.kernels.overlap.symmetric import SymmetricMemory
 
 @dataclass
 class Flow:
-    """What one launch did to the memory behind one of its arguments, in bytes.
+    """The traffic of one launch with the memory behind one of its arguments, in bytes.
 
-    `read` and `written` count each load and store, `read_once` and `written_once` each address;
-    `atomic` is read and written at once.
+    `read` and `written` count each load and store, `read_once` and `written_once` each address.
+    `atomic` counts bytes that are read and written at once.
     """
 
     read: int = 0
@@ -72,7 +72,7 @@ class Flow:
 
 @dataclass
 class Launch:
-    """One launch of a kernel: what it was given, what it moved, what it multiplied.
+    """One launch of a kernel: its arguments, and what it moved and multiplied.
 
     `flops` counts two for each multiply-add of its `tl.dot`s, of whole tiles.
     """
@@ -101,14 +101,14 @@ class Traffic:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the kernels' matrix products."""
+        """Return the FLOPs of the kernels' matrix products."""
         return sum(launch.flops for launch in self.launches)
 
     def moved(self, resident: Mapping[str, str] | None = None) -> int:
-        """Bytes read and written, each time; arguments in `resident` once per launch.
+        """Return bytes read and written, each time; arguments in `resident` count once per launch.
 
         `resident` maps an argument's name to the reason why L2 holds it. Raises ValueError for a
-        name that no launch has, so that no excuse outlives what it excused.
+        name that no launch has, so that no entry outlives its reason.
         """
         resident = resident or {}
         names = {name for launch in self.launches for name in launch.flows}
@@ -123,13 +123,13 @@ class Traffic:
 
     @property
     def once(self) -> int:
-        """Bytes of every address that a launch touched, once per launch, and of the operators."""
+        """Return bytes of every address that a launch touched, once each, and of the operators."""
         flows = (flow for launch in self.launches for flow in launch.flows.values())
         return sum(flow.once for flow in flows) + sum(op.moved for op in self.operators)
 
 
 class _Memory:
-    """The bytes of one or more arguments of a launch, and which of them were touched."""
+    """The bytes of one or more arguments of a launch, and the subset that was touched."""
 
     def __init__(self, name: str, start: int, stop: int, flow: Flow | None = None) -> None:
         self.name, self.start, self.stop, self.flow = name, start, stop, flow or Flow()
@@ -146,7 +146,7 @@ class _Memory:
 
 
 def _memories(arguments: Mapping[str, object]) -> list[_Memory]:
-    """The spans of all tensors among the arguments; overlapping ones are one, `a_ptr+b_ptr`."""
+    """Return the spans of all tensor arguments. Overlapping ones are one, `a_ptr+b_ptr`."""
     spans = []
     for name, tensor in arguments.items():
         if isinstance(tensor, torch.Tensor) and tensor.numel():
@@ -166,7 +166,7 @@ SEGMENTS = ("own flags", "own data", "peer flags", "peer data")
 
 
 def _segments(memory: SymmetricMemory) -> list[_Memory]:
-    """The flags and the data of all ranks, as this one sees them; those of its peers are one."""
+    """Return the flags and data of all ranks, as seen by this one. Those of its peers are one."""
     flows, found = {name: Flow() for name in SEGMENTS}, []
     for rank, segment in enumerate(memory.segments):
         whose, start = "own" if rank == memory.rank else "peer", segment.data_ptr()
@@ -177,7 +177,7 @@ def _segments(memory: SymmetricMemory) -> list[_Memory]:
 
 
 class _Meter(TorchDispatchMode):
-    """Sees the torch operators, and holds the launch that is running."""
+    """A mode that sees the torch operators, and holds the launch that is running."""
 
     FREE = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "set_", "lift_fresh")
 
@@ -207,7 +207,7 @@ class _Meter(TorchDispatchMode):
 
     def access(self, kind: str, pointers, mask) -> None:
         addresses, live = pointers.data, True if mask is None else getattr(mask, "data", mask)
-        if isinstance(live, memoryview):  # a descriptor's mask is an array, not a handle
+        if isinstance(live, memoryview):  # the mask of a descriptor is an array, not a handle
             live = mask
         addresses = addresses[np.broadcast_to(live, addresses.shape)].astype(np.int64)
         if len(addresses) == 0 or self.launch is None:
@@ -230,12 +230,11 @@ class _Meter(TorchDispatchMode):
 
 @contextmanager
 def traffic(symmetric: Sequence[SymmetricMemory] = ()) -> Iterator[Traffic]:
-    """Measure every kernel that is interpreted, and every torch operator that runs, inside.
-    With the views of virtual ranks, launches that take a table of their segments have flows
-    `SEGMENTS` as well.
+    """Measure every kernel that is interpreted, and every torch operator that runs, in the block.
 
-    Call the raw halves of an op (`norm_fwd`, ...): torch operators inside a `custom_op` stay
-    unseen, kernels inside it do not.
+    With the views of virtual ranks, launches that take a table of their segments also have the
+    flows `SEGMENTS`. Call the raw halves of an op (`norm_fwd`, ...): the meter does not see torch
+    operators inside a `custom_op`, but it does see the kernels.
     """
     from triton.runtime import interpreter
 
@@ -291,19 +290,19 @@ def traffic(symmetric: Sequence[SymmetricMemory] = ()) -> Iterator[Traffic]:
             setattr(builder, name, function)
 
 
-# ---------------------------------------------------------------- what ops may move
+# ---------------------------------------------------------------- bounds of ops
 
 
 def attention_io(
     B: int, S: int, H: int, D: int, tile: int, *, kv_heads: int, causal: bool = True, size: int = 2
 ) -> int:
-    """Bytes a FlashAttention forward with tiles of `tile` queries moves, if no cache helps it.
+    """Return the bytes of a FlashAttention forward with tiles of `tile` queries, without any cache.
 
-    q, o and lse once; and for every tile of queries of every head, the keys and the values that its
-    last row sees. (Dao et al. 2022, arXiv:2205.14135, Theorem 2, counts the same accesses as
-    Theta(S^2 D^2 / M) with M the on-chip memory, which sets the tile; the loop over queries outside
-    is Dao 2023, arXiv:2307.08691, section 3.1.) kv_heads do not matter here: that the heads of a
-    group find their keys in L2 is luck, not the kernel's doing.
+    q, o and lse move once. For every tile of queries of every head, the keys and values that its
+    last row sees move again. (Dao et al. 2022, arXiv:2205.14135, Theorem 2, counts the same
+    accesses as Theta(S^2 D^2 / M) with M the on-chip memory, which sets the tile; the loop over
+    queries outside is Dao 2023, arXiv:2307.08691, section 3.1.) kv_heads do not matter here: if the
+    heads of a group find their keys in L2, that is luck and not guaranteed by the kernel.
     """
     del kv_heads
     ends = [min(S, start + tile) if causal else S for start in range(0, S, tile)]
@@ -314,7 +313,7 @@ def attention_backward_io(
     B: int, S: int, H: int, D: int, dkdv: int, dq: int, *, kv_heads: int, causal: bool = True,
     size: int = 2,
 ) -> int:  # fmt: skip
-    """Bytes the three backward kernels move: delta; dk and dv by tiles of `dkdv` keys; dq by `dq`.
+    """Return the bytes of the backward kernels: delta; dk, dv by tiles of `dkdv` keys; dq by `dq`.
 
     delta: o, do in, delta out. dk and dv: k, v in, dk, dv out, once; and per tile of keys and head
     of the group the rows of q, do, lse and delta that see its first key. dq: q, do, lse, delta in,
@@ -329,7 +328,7 @@ def attention_backward_io(
 
 
 def visible_tiles(S: int, q: int, k: int, causal: bool = True) -> int:
-    """How many tiles of `q` queries by `k` keys hold at least one visible pair."""
+    """Count the tiles of `q` queries by `k` keys that hold at least one visible pair."""
     return sum(
         not causal or start_k < min(S, start_q + q)
         for start_q in range(0, S, q)
@@ -338,9 +337,9 @@ def visible_tiles(S: int, q: int, k: int, causal: bool = True) -> int:
 
 
 def gemm_io(M: int, N: int, K: int, m: int, n: int, *, size: int = 2) -> int:
-    """Bytes a product moves in tiles of m by n: c once, and per tile its rows of a, columns of b.
+    """Return the bytes of a product in m by n tiles: c once; per tile its rows of a, columns of b.
 
-    What is walked over next to each other shares operands in L2; that is not claimed here.
+    Tiles that run one after another share operands in L2; this is not assumed here.
     """
     operands = sum(min(m, M - i) + min(n, N - j) for i in range(0, M, m) for j in range(0, N, n))
     return (operands * K + M * N) * size
@@ -348,11 +347,11 @@ def gemm_io(M: int, N: int, K: int, m: int, n: int, *, size: int = 2) -> int:
 
 @dataclass(frozen=True)
 class Measure:
-    """An op, and what it may move and multiply.
+    """An op, with bounds on what it may move and multiply.
 
     Attributes:
         call: the call, raw halves, impl="triton".
-        least: bytes, from the recorded launches (tiles are theirs to choose).
+        least: bytes, from the recorded launches (they choose the tiles).
         limit: how many times `least` it may move.
         resident: arguments that L2 holds, with the reason.
         products: FLOPs that its products may take, from the recorded launches.
@@ -383,7 +382,7 @@ class Measured:
         return self.moved / self.least
 
     def failures(self) -> list[str]:
-        """One line for each bound that does not hold."""
+        """Return one line for each bound that does not hold."""
         wrong = []
         if self.ratio > self.limit:
             wrong.append(
@@ -396,7 +395,7 @@ class Measured:
 
 
 def measure(op: Measure) -> Measured:
-    """Run it once and compare."""
+    """Run the op once and compare."""
     with traffic() as t:
         op.call()
     return Measured(
@@ -420,7 +419,7 @@ def _norms() -> list[Measure]:
     few, r = x[:512], ds[:512]
     (w, b), (rstd, mean) = torch.randn(2, E).to(half), torch.rand(2, T)
     # Every program leaves a partial row of dw: at most four rows of E floats per multiprocessor,
-    # which L2 holds until torch adds them. Here one multiprocessor, so that they are as few.
+    # which L2 holds until torch adds them. Here one multiprocessor, so that there are few.
     few_programs = patch.object(backward, "processors", lambda device: 1)
     weight = {"weight_ptr": _VECTOR}
     both = {**weight, "bias_ptr": _VECTOR}
@@ -550,8 +549,8 @@ def _losses() -> list[Measure]:
 
 
 def _mlp() -> list[Measure]:
-    """The fused MLP: of its intermediates, z is written once and read once, h written once, and
-    the gradient of h never leaves the registers. One more trip of any would be 14 % or more."""
+    """The fused MLP: among its intermediates, z is written once and read once, h is written once,
+    and the gradient of h never leaves the registers. One more trip of any would be 14 % or more."""
     from warpweave.kernels import dropout, mlp
     from warpweave.kernels.gemm import fused as gemm
 
@@ -561,7 +560,7 @@ def _mlp() -> list[Measure]:
     x, dy, w2 = (torch.randn(*shape).to(half) for shape in ((T, E), (T, E), (E, F)))
 
     def tiles(t: Traffic) -> tuple[int, int]:
-        """BLOCK_M, BLOCK_N of the only launch; the gradient's are BLOCK_T, BLOCK_F."""
+        """Return BLOCK_M, BLOCK_N of the only launch, or BLOCK_T, BLOCK_F of the gradient's."""
         (launch,) = t.launches
         sizes = launch.constants
         return sizes.get("BLOCK_M", sizes.get("BLOCK_T")), sizes.get(
@@ -619,7 +618,7 @@ def _attention() -> list[Measure]:
         sizes = {"kv_heads": kv, "causal": causal}
 
         def tiles(t: Traffic, kernel: str) -> tuple[int, int]:
-            """BLOCK_M, BLOCK_N of the launch: a dkdv kernel's tile of keys is BLOCK_N."""
+            """Return BLOCK_M, BLOCK_N of the launch: BLOCK_N is the key tile of a dkdv kernel."""
             (launch,) = (x for x in t.launches if kernel in x.kernel)
             return launch.constants["BLOCK_M"], launch.constants["BLOCK_N"]
 
@@ -631,7 +630,7 @@ def _attention() -> list[Measure]:
             return attention_backward_io(1, S, H, 64, dkdv, dq, **sizes)
 
         def products(t, kernel, count, S=S, H=H, causal=causal) -> int:
-            """`count` products of every tile that holds a visible pair, and of no other."""
+            """Count `count` products for every tile that holds a visible pair, and for no other."""
             m, n = tiles(t, kernel)
             return H * visible_tiles(S, m, n, causal) * count * 2 * m * n * 64
 
@@ -659,7 +658,7 @@ def _attention() -> list[Measure]:
 
 
 def measures() -> list[Measure]:
-    """Every op whose traffic is bounded."""
+    """List every op whose traffic is bounded."""
     torch.manual_seed(0)
     return [*_norms(), *_elementwise(), *_losses(), *_mlp(), *_attention()]
 

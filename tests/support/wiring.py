@@ -1,9 +1,9 @@
 """Tables of wiring: what each option of a command changes, and that it changes nothing else.
 
-A command's table has a `Row` for each of its options. `check` runs the command twice, or what
-stands for it: with the row's `given` alone and with its `option`, too. `run(words)` gives what was
-seen of it by name: what the engine was told, which steps were saved. What differs must be what the
-row says, so that an option which is parsed and never passed on, or passed on as another one, shows.
+A command's table has a `Row` for each of its options. `check` runs the command, or a substitute,
+twice: with the row's `given` alone, and also with its `option`. `run(words)` returns observations
+by name: what the engine was told, which steps were saved. The difference must be what the row says,
+so an option that is parsed but never passed on, or passed on as a different one, is detected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One option in words of a command line, what has to be given besides, and what it changes."""
+    """An option as command-line words, the other words it needs, and its effect."""
 
     option: str
     changes: set[str]
@@ -23,7 +23,7 @@ class Row:
 
 
 def names(record: Any) -> set[str]:
-    """The options that a record of them has, those of the records in it among them."""
+    """Return the names of a record's options, including those of the records in it."""
     found: set[str] = set()
     for item in dataclasses.fields(record):
         value = getattr(record, item.name)
@@ -32,11 +32,11 @@ def names(record: Any) -> set[str]:
 
 
 def missing(table: dict[str, Row], record: Any) -> set[str]:
-    """Options without a row, and rows without an option."""
+    """Return options without a row, and rows without an option."""
     return set(table) ^ names(record)
 
 
 def differences(row: Row, run: Callable[[list[str]], dict[str, Any]]) -> set[str]:
-    """What the option of `row` changes."""
+    """Return the differences that the option of `row` makes."""
     before, after = run(row.given.split()), run(f"{row.given} {row.option}".split())
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
