@@ -1,7 +1,7 @@
 """Write a trained model as a folder that Hugging Face transformers loads.
 
-RUN is the folder of a run of ``warpweave train``, which selects its newest checkpoint (with --best
-the one with the lowest validation loss), or a single checkpoint. OUT receives config.json,
+RUN is the folder of a ``warpweave train`` run or a single checkpoint. A run's newest checkpoint is
+exported or, with --best, the one with the lowest validation loss. OUT receives config.json,
 safetensors files, the tokenizer that the run was trained with, generation_config.json, and a
 README.md for you to complete; it must not exist yet. Exit codes: 0 done, 1 failed, 2 refused.
 """

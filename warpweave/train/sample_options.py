@@ -1,8 +1,8 @@
 """Generate text with a trained model, on one device or over tensor ranks and pipeline stages.
 
-PATH is a transformers model folder, the folder of a run of ``warpweave train``, which selects its
-newest checkpoint (with --best the one with the lowest validation loss), or a single checkpoint.
-Several prompts form one batch. Exit codes: 0 done, 1 failed, 2 refused.
+PATH is a transformers model folder, the folder of a ``warpweave train`` run, or a single
+checkpoint. A run's newest checkpoint is used or, with --best, the one with the lowest validation
+loss. Several prompts form one batch. Exit codes: 0 done, 1 failed, 2 refused.
 """
 
 # The options of `warpweave.train.sample`; they are checked before torch is imported.
