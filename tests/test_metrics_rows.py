@@ -173,7 +173,7 @@ def test_any_file_of_an_earlier_run_takes_the_others_aside_and_nothing_else(tmp_
     assert moved == {name, *WITH_THEM}
     hint = " (--resume would have continued it)" if name == "checkpoints" else ""
     aside = tmp_path / "earlier-2"
-    assert said == f"warpweave: the earlier run in {tmp_path} was moved to {aside}{hint}"
+    assert said == f"warpweave: moved the files of an earlier run in {tmp_path} to {aside}{hint}"
 
 
 def test_damaged_rows_are_not_written_through_a_dangling_link(tmp_path, capsys):

@@ -187,7 +187,7 @@ def test_a_token_file_of_an_older_version_is_known_by_its_name(tokenizer, whole,
     now = SimpleNamespace(name=name, fingerprint=WHOLE + "d" * 9, tokenizer_name=tokenizer)
     if tokenizer is None and not whole and name == "text":
         check_run(reader, TrainConfig(), now)
-        said = "fingerprint: saved of a file's ends, now of the whole"
+        said = "fingerprint: saved ends of the file, now whole file"
         assert differences(reader, TrainConfig(), 12) == said
         return
     with pytest.raises(CheckpointError, match="run/step was trained on other data: saved text"):

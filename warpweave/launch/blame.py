@@ -77,9 +77,9 @@ def _after_abort(aborted: list[int], mesh: Mesh, store: dist.Store, dumps: dict[
         path = min(dumps.values())
         said[-1] += f" according to the flight recorder ({path} and others)" if words else ""
     others = [rank for rank in range(mesh.world) if rank not in aborted]
-    said += [f"{mesh.describe(rank)} did not abort{last_seen(store, rank)}" for rank in others]
+    said += [f"not aborted: {mesh.describe(rank)}{last_seen(store, rank)}" for rank in others]
     if len(said) == 1:
-        said.append(f"the rank at fault is unknown{last_seen(store, aborted[0])}")
+        said.append(f"cause unknown; the first to abort ended{last_seen(store, aborted[0])}")
     return "; ".join(said)
 
 
