@@ -357,7 +357,7 @@ def _refused(config: DoctorConfig, capsys) -> str:
 
 
 def test_what_this_machine_does_not_have_is_said_in_one_line(monkeypatch, capsys, tmp_path):
-    assert "is shown no GPU" in _refused(DoctorConfig(device="cuda"), capsys)
+    assert "sees no GPU" in _refused(DoctorConfig(device="cuda"), capsys)
     assert "ranks must be 1..8, got 9" in _refused(DoctorConfig(ranks=9), capsys)
     (tmp_path / "file").touch()
     assert "file" in _refused(DoctorConfig(out=tmp_path / "file"), capsys)

@@ -274,7 +274,7 @@ def test_a_refusal_is_final(capfd):
     with pytest.raises(SystemExit) as ended:
         launch.launch(_fails, (2,), Mesh(dp=2), max_restarts=1)
     assert ended.value.code == 2
-    assert "start again" not in capfd.readouterr().err
+    assert "restarting" not in capfd.readouterr().err
 
 
 def _fails_when_it_is_stopped(launcher: int, port: int) -> None:
@@ -287,7 +287,7 @@ def test_a_failure_after_a_signal_is_final(capfd):
     with pytest.raises(Stopped) as ended:
         launch.launch(_fails_when_it_is_stopped, (os.getpid(),), Mesh(), max_restarts=1)
     assert (ended.value.number, ended.value.code) == (signal.SIGTERM, 3)
-    assert "start again" not in capfd.readouterr().err
+    assert "restarting" not in capfd.readouterr().err
 
 
 # -------------------------------------------------------------------------- one rank of a run

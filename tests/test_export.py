@@ -112,7 +112,7 @@ def test_a_run_is_exported_with_its_own_tokenizer(kind, request, tmp_path, capfd
     assert generate(gpt, tokens, sampling)[0] == out[0, 4:].tolist()
     assert result["eos_token_ids"] == [e for e in ends[1:2] if e is not None]
     assert result["tokenizer"]
-    assert "no tokenizer" not in err
+    assert "without a tokenizer" not in err
     assert (result["folder"], result["checkpoint"]) == (str(tmp_path / "out"), str(saved.path))
     assert result["architecture"] == type(theirs).__name__
     assert result["files"] == sorted(result["files"])

@@ -146,7 +146,7 @@ def test_the_others_go_on_and_dead_replicas_are_restarted_and_join_again(keeper,
 def test_replicas_are_listed_by_number(keeper):
     found = keeper(12)
     assert _ends(found, r1=-9) is None
-    assert found.current.change.endswith("; replicas 0, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 11 go on")
+    assert found.current.change.endswith("; replicas 0, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 11 continue")
 
 
 def test_all_ranks_of_a_replica_end_with_one_and_come_back_together(keeper):

@@ -208,7 +208,7 @@ def no_data(monkeypatch):
         *((lambda x=x: _run(decay=x), "decay must be a fraction") for x in (-1e-9, 1 + 1e-9, NAN)),
         (lambda: _run(decay=0.0), None),
         (lambda: _run(decay=1.0), None),
-        *((lambda x=x: _run(timeout=x), "timeout must be pos") for x in (0.0, -1.0, 86401.0, NAN)),
+        *((lambda x=x: _run(timeout=x), "timeout must be in") for x in (0.0, -1.0, 86401.0, NAN)),
         (lambda: _run(timeout=86400.0), None),
         *((lambda x=x: _run(betas=x), "betas must be in") for x in ((1.0, 0.5), (0.5, 1.0))),
         *((lambda x=x: _run(betas=x), "betas must be in") for x in ((-0.1, 0.5), (0.5, NAN))),

@@ -379,7 +379,7 @@ def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, 
     assert metrics.path.read_text() == "".join(f'{{"step": {i}}}\n' for i in range(1, 5))
     (said,) = capsys.readouterr().err.strip().splitlines()
     assert said.startswith(
-        f"warpweave: {metrics.path} cannot be written, the run goes on and tries"
+        f"warpweave: {metrics.path} cannot be written; the run continues and will"
     )
 
 

@@ -376,7 +376,7 @@ def test_a_resume_on_other_validation_data_is_announced(tmp_path, capsys):
     _one_step(config)
     config = _replace(config, resume=True)
     _trainer(config)
-    assert "other settings" not in capsys.readouterr().err
+    assert "settings that differ" not in capsys.readouterr().err
     before = config.open_data("validation").fingerprint[-12:]
     text = config.data.read_bytes()
     config.data.write_bytes(text[:-1] + b"~")
