@@ -94,9 +94,9 @@ def test_a_run_goes_on_from_its_own_state_and_says_nothing(config):
         (OUTER, dataclasses.replace(OUTER, outer_mix=0.5), r"'mix': 0.25, .* now .*'mix': 0.5"),
         (TrainConfig(seed=4), TrainConfig(seed=5), "was trained with seed 4, now 5"),
         (TrainConfig(seed=3), TrainConfig(), "was trained with seed 3, now 0"),
-        (TrainConfig(optimizer="muon"), TrainConfig(), "optimizer muon, whose state is none"),
-        (TrainConfig(), TrainConfig(optimizer="sgd"), "optimizer adamw, whose state is none"),
-        (TrainConfig(optimizer="nadamw"), TrainConfig(), "optimizer nadamw, whose state is none"),
+        (TrainConfig(optimizer="muon"), TrainConfig(), "optimizer muon, whose state does not fit"),
+        (TrainConfig(), TrainConfig(optimizer="sgd"), "optimizer adamw, whose state does not fit"),
+        (TrainConfig(optimizer="nadamw"), TrainConfig(), "optimizer nadamw, whose state does not fit"),
         (PIPEDREAM, TrainConfig(pp=3), r"'schedule': 'pipedream', .*}, now 1f1b: "),
         (PIPEDREAM, dataclasses.replace(PIPEDREAM, pp=2), r"'pp': 3}, now {.*'pp': 2}: --resume"),
         (

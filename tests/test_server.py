@@ -695,7 +695,7 @@ def test_servers_refuse_more_of_them_than_parameters_and_torchrun(tmp_path, monk
     with pytest.raises(SystemExit) as end:
         run_train(_options(tmp_path, "--server", "2", "--dp", "2"))
     assert end.value.code == 2
-    assert "run without torchrun, which started 5 ranks" in capsys.readouterr().err
+    assert "run it without torchrun, which started 5 ranks" in capsys.readouterr().err
 
 
 def test_servers_do_not_go_on_without_optimizer_state(tmp_path):
@@ -718,7 +718,7 @@ def test_servers_do_not_go_on_without_optimizer_state(tmp_path):
     assert served.open_run().step == 3
     for changes, words in (
         ({"lr": 0.5}, "lr: saved .*, now 0.5"),
-        ({"batch": 3}, "now 3 a worker"),
+        ({"batch": 3}, "now 3 per worker"),
     ):
         other = ServedModel(dataclasses.replace(config, **changes), "cpu")
         with pytest.raises(CheckpointError, match=f"with its own options: .*{words}"):

@@ -4,7 +4,8 @@ On gloo the ranks report it themselves (`launch.Session.explain`). On NCCL nothi
 timeout of a collective, NCCL's watchdog ends every rank that waits in one by SIGABRT, so the rank
 at fault is most likely one that the watchdog has *not* ended. The evidence is:
 
-    first to end          a rank that died in another way is the cause, whichever abort later
+    first to end          a rank that died in a different way is the cause, even if others abort
+                          later
     rank without abort    it hung outside collectives until it was stopped
     flight recorder       the collectives that each rank issued on each communicator; torch writes
                           a file per rank when the watchdog ends a rank; a rank with fewer is behind

@@ -11,9 +11,9 @@ error:
     beats, outside of a collective   stuck or late, while the others timed out: at fault
     beats, waits in a collective     a victim like the rank that asks; so is one with an error
 
-Three things cannot be known. If all ranks wait in collectives: the one that is in the wrong one. If
-a rank does not beat: if it is dead (its launcher knows). On NCCL, where the main thread waits for
-its stream and not in a collective: if a rank is a victim (`blame`).
+Heartbeats do not show which rank is in the wrong collective if all ranks wait in one, or whether a
+silent rank is dead (its launcher knows). On NCCL they do not show whether a rank is a victim,
+because its main thread waits for its stream and not in a collective (`blame`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _TORCH = os.path.dirname(dist.__file__)
 
 
 class Beat(NamedTuple):
-    """A rank's heartbeat: its progress (step and phase) and the Unix time of that, a number that
-    grows while it lives, if its main thread waits for other ranks, and that thread's place."""
+    """A rank's heartbeat: its progress and the Unix time of that, a number that grows while it
+    lives, whether its main thread waits for other ranks, and that thread's place."""
 
     step: int
     phase: str

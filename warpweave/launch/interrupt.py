@@ -14,10 +14,10 @@ class Interrupt:
     """Requests a stop at the first signal; raises KeyboardInterrupt at the second.
 
     The run stops after the current step, with a checkpoint; KeyboardInterrupt is raised once.
-    SIGINT, SIGTERM, and
-    SIGHUP are treated the same. Signals within two seconds of the first count as one stop, since
-    a stop often arrives twice: the terminal sends Ctrl-C to the ranks and to their parent, which
-    passes it on; ``timeout`` signals its child and then the child's group; a key press bounces.
+    SIGINT, SIGTERM, and SIGHUP are treated the same. Signals within two seconds of the first count
+    as one stop, since a stop often arrives twice: the terminal sends Ctrl-C to the ranks and to
+    their parent, which passes it on; ``timeout`` signals its child and then the child's group; a
+    key press bounces.
 
     Attributes:
         number: the first signal; None until there is one.

@@ -51,7 +51,7 @@ from warpweave.parallel.mesh import Mesh
 # recorder's files and abort communicators. Zero after a death or a verdict, which is sufficient.
 _LINGER = {"gloo": SILENCE + 1.0, "nccl": 30.0}
 
-# torchrun's variables: if it keeps the ranks' store, and how often it has restarted the ranks.
+# torchrun's variables: whether it keeps the ranks' store, and how often it has restarted the ranks.
 _AGENTS_STORE, _ATTEMPT = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
 
 

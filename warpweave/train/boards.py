@@ -107,7 +107,7 @@ def check_boards(tensorboard: bool, wandb: str | None) -> None:
         if tensorboard:
             import torch.utils.tensorboard  # noqa: F401
         if wandb is not None:
-            from wandb import init  # noqa: F401  (`import wandb` also accepts a mere folder)
+            from wandb import init  # noqa: F401  (`import wandb` also finds a plain folder)
     except ImportError as error:
         name = "wandb" if "wandb" in str(error) else "tensorboard"
         raise ImportError(

@@ -110,7 +110,9 @@ def run(
     try:
         if config.server and torchrun:
             ranks = f"torchrun, which started {os.environ['WORLD_SIZE']} ranks"
-            raise ValueError(f"--server {config.server} starts its own ranks; run without {ranks}")
+            raise ValueError(
+                f"--server {config.server} starts its own ranks; run it without {ranks}"
+            )
         if config.max_restarts and torchrun:
             raise ValueError(
                 f"max_restarts = {config.max_restarts} is not supported under torchrun; use "

@@ -1,12 +1,12 @@
 """Find the rank and the module where a NaN or infinity first appears.
 
 A step whose gradient norm is not finite has changed nothing, so it is run again. Each rank notes,
-in order, if its modules' outputs, their gradients, and its inputs to collectives and messages are
-finite. NaN spreads through collectives and messages: a rank got it from another rank if that rank
-put NaN into a shared collective before this rank's own first NaN, or sent it in a message. Receives
-are posted long before their values are used, so a message counts only if a module's input is NaN
-or the gradient of something that was sent is NaN. The ranks that did not get it from others are
-the origins:
+in order, whether its modules' outputs, their gradients, and its inputs to collectives and messages
+are finite. NaN spreads through collectives and messages: a rank got it from another rank if that
+one put NaN into a shared collective before this rank's own first NaN, or sent it in a message.
+Receives are posted long before their values are used, so a message counts only if a module's input
+is NaN or the gradient of something that was sent is NaN. The ranks that did not get it from others
+are the origins:
 
     two tensor ranks, NaN in rank 1's part of blocks.0.mlp
     rank 0    attention ok    input of reduce_scatter 7: ok     mlp NaN, after 7: got it from rank 1

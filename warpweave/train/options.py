@@ -106,7 +106,7 @@ class TrainConfig:
     optimizer makes a step. Default: no outer optimizer."""
     outer_lr: float = 0.7
     """Learning rate of the outer SGD; its gradient is the global weights minus the replicas' mean.
-    Local SGD is learning rate 1 without momentum."""
+    For local SGD, use 1 and no momentum."""
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer SGD."""
     fragments: int = 1

@@ -181,8 +181,8 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
     held, wanted = reader.state.get("asynchronous"), config.asynchronous
     if held not in (None, wanted):
         raise CheckpointError(
-            f"{reader.path} holds versions of weights of an asynchronous schedule {held}, "
-            f"now {wanted or config.plan.schedule}: --resume with that one, --init-from its weights"
+            f"{reader.path} holds weight versions of the asynchronous schedule {held}, now "
+            f"{wanted or config.plan.schedule}: resume with that one, or pass --init-from"
         )
     if reader.state["seed"] != config.seed:
         raise CheckpointError(
@@ -190,8 +190,8 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
         )
     if (before := reader.state["settings"].get("optimizer", "adamw")) != config.optimizer:
         raise CheckpointError(
-            f"{reader.path} was trained with optimizer {before}, whose state is none of "
-            f"{config.optimizer}'s"
+            f"{reader.path} was trained with optimizer {before}, whose state does not fit "
+            f"{config.optimizer}"
         )
 
 

@@ -165,7 +165,7 @@ class Member:
         self._store.set("over", "")
 
     def vote(self, step: str, world: int) -> str:
-        """Agree with all `world` ranks if `step` counts: "go", "regroup", or "abort"."""
+        """Agree with all `world` ranks whether `step` counts: "go", "regroup", or "abort"."""
         of = self.current.number
         votes, decision = f"votes/{of}/{step}", f"decision/{of}/{step}"
         with self._news:

@@ -94,7 +94,7 @@ class ServedModel:
         each = self.config.plan.microbatches * self.config.batch
         differing = [differences(reader, self.config, saved, layout=False)]
         if saved % each:
-            differing.append(f"sequences_per_step: saved {saved}, now {each} a worker")
+            differing.append(f"sequences_per_step: saved {saved}, now {each} per worker")
         if words := "; ".join(filter(None, differing)):
             raise CheckpointError(
                 f"{reader.path} can be resumed or replayed only with its own options: {words}"

@@ -118,7 +118,7 @@ class _Watch:
             if any(c is not None and c < 0 for c in codes):
                 again += 1
                 if again > _AGAIN:
-                    say(f"servers were killed {again} times")
+                    say(f"servers were killed {again} times; giving up")
                     return 1
                 self._restart()
             self._miss_workers()
