@@ -150,7 +150,7 @@ def _stopped(
 TP, DP_TP = {"tp": 2}, {"dp": 2, "tp": 2}
 POISONED = [
     (TP, (1,), "weight blocks.1.mlp.down.weight",
-     "rank 1 (tp=1) in what it gives to reduce_scatter in blocks.1.mlp.down"),
+     "rank 1 (tp=1) in the input of reduce_scatter in blocks.1.mlp.down"),
     (TP | {"sequence_parallel": False}, (1,), "weight blocks.0.attention.qkv.weight",
      "rank 1 (tp=1) in blocks.0.attention.qkv"),
     (TP, (1,), "output blocks.1.attention_norm", "rank 1 (tp=1) in blocks.1.attention_norm"),

@@ -61,8 +61,9 @@ def test_after_a_watchdog_abort_the_hung_rank_is_named_and_dumps_are_kept(
     assert WORDS.format(0) in err
     assert WORDS.format(2) in err
     found = re.fullmatch(
-        r"warpweave: ranks 0, 2 were ended by SIGABRT, as by NCCL's watchdog \(its words are "
-        r"above\); not so rank 1 \(tp=1\), last seen at step 7 \(saving\), (\d+\.\d) s ago", said
+        r"warpweave: ranks 0, 2 were ended by SIGABRT, probably by NCCL's watchdog \(see its "
+        r"messages above\); not aborted: rank 1 \(tp=1\), last seen at step 7 \(saving\), "
+        r"(\d+\.\d) s ago", said
     )  # fmt: skip
     assert found, said
     assert float(found[1]) < 20  # it ignores SIGTERM, for which torch's launcher waits 30 s
@@ -77,7 +78,7 @@ def _store(**beats: list) -> dist.Store:
     return store
 
 
-WATCHDOG = "ended by SIGABRT, as by NCCL's watchdog (its words are above)"
+WATCHDOG = "ended by SIGABRT, probably by NCCL's watchdog (see its messages above)"
 
 
 @pytest.mark.parametrize(
@@ -88,12 +89,12 @@ WATCHDOG = "ended by SIGABRT, as by NCCL's watchdog (its words are above)"
         ([(1, 3), (0, ABORTED)], {}, "what the ranks found"),
         # Under gloo an abort comes from the rank itself.
         ([(1, ABORTED), (0, 1)], None, "rank 1 (tp=1) was killed by SIGABRT before its first step"),
-        # The launcher's signals are no evidence against ranks that outlived the watchdog's.
-        ([(1, ABORTED), (0, -15), (2, -9)], {}, f"rank 1 (tp=1) was {WATCHDOG}; not so rank 0 "
-         "(tp=0) before its first step; not so rank 2 (tp=2) before"),
-        ([(1, 134), (2, 134)], {}, f"ranks 1, 2 were {WATCHDOG}; not so rank 0 (tp=0) before"),
+        # The launcher's signals are no evidence against those that outlived the watchdog's.
+        ([(1, ABORTED), (0, -15), (2, -9)], {}, f"rank 1 (tp=1) was {WATCHDOG}; not aborted: "
+         "rank 0 (tp=0) before its first step; not aborted: rank 2 (tp=2) before"),
+        ([(1, 134), (2, 134)], {}, f"ranks 1, 2 were {WATCHDOG}; not aborted: rank 0 (tp=0)"),
         ([(2, ABORTED), (0, ABORTED), (1, ABORTED)], {},
-         f"all ranks were {WATCHDOG}; nothing names the rank at fault before its first step"),
+         f"all ranks were {WATCHDOG}; cause unknown; the first to abort ended before its first"),
     ],
 )  # fmt: skip
 def test_evidence_names_a_rank_and_its_number_does_not(ends, dumps, said):
@@ -105,9 +106,11 @@ def test_ended_ranks_are_listed_in_order_with_where_the_first_was_last_seen():
     """The order in which they ended does not matter."""
     store = _store(r0=[8, "saving"], r1=[9, "evaluation"], r2=[7, "training step"])
     line = rank_at_fault([End(r, ABORTED) for r in (3, 1, 2)], Mesh(tp=4), store, {})
-    assert line.startswith(f"ranks 1, 2, 3 were {WATCHDOG}; not so rank 0 (tp=0), last seen at")
+    assert line.startswith(f"ranks 1, 2, 3 were {WATCHDOG}; not aborted: rank 0 (tp=0), last")
     line = rank_at_fault([End(r, ABORTED) for r in (2, 0, 1)], Mesh(tp=3), store, {})
-    assert "; nothing names the rank at fault, last seen at step 7 (training step), " in line
+    assert (
+        "; cause unknown; the first to abort ended, last seen at step 7 (training step), " in line
+    )
 
 
 def test_the_first_collective_that_a_rank_left_out_is_named(tmp_path):
@@ -143,10 +146,10 @@ def test_the_first_collective_that_a_rank_left_out_is_named(tmp_path):
     assert said[0] == f"rank 0 (tp=0) was {WATCHDOG}"
     assert said[1].startswith("rank 0 (tp=0) did not join 82 (number 2 of group 8)")
     assert said[2] == (
-        "rank 1 (tp=1) did not join 72 (number 2 of group 7), says the flight recorder "
+        "rank 1 (tp=1) did not join 72 (number 2 of group 7) according to the flight recorder "
         f"({tmp_path}/r00 and others)"
     )
-    assert [words.startswith("not so rank ") for words in said] == [False] * 3 + [True] * 2
+    assert ["not aborted: " in words for words in said] == [False] * 3 + [True] * 2
 
 
 def _recorded(rank: int) -> bytes:
@@ -176,7 +179,8 @@ def test_the_flight_recorder_names_the_rank_that_did_not_join(tmp_path):
     line = rank_at_fault(ends, Mesh(tp=3), _store(), files)
     assert re.fullmatch(
         rf"all ranks were {re.escape(WATCHDOG)}; rank 1 \(tp=1\) did not join gloo:all_reduce "
-        rf"\(number \d+ of group \d+\), says the flight recorder \({tmp_path}/r0 and others\)", line
+        r"\(number \d+ of group \d+\) according to the flight recorder "
+        rf"\({tmp_path}/r0 and others\)", line
     )  # fmt: skip
     assert recorded(f"{tmp_path}/r", 4, time.time() + 9) == {}  # ignore those of an earlier run
     for rank, seconds in enumerate((6, 7, 8)):

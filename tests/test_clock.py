@@ -162,8 +162,8 @@ def test_work_in_the_loop_is_seen_by_class_pipe_and_ratchet(found) -> None:
         ("sm_90 without loop", "no loop with a tensor-core product"),
         ("other part", "the cubin is for sm_90, not sm_80"),
         ("unknown part", "rates for sm_80, sm_90, sm_100, not for sm_70"),
-        ("no cubin", "nvdisasm does not read this cubin of 1 bytes"),
-        ("cut off", "nvdisasm does not read this cubin"),
+        ("no cubin", "nvdisasm cannot read this cubin of 1 bytes"),
+        ("cut off", "nvdisasm cannot read this cubin"),
     ],
 )
 def test_what_cannot_be_read_is_said_in_a_line(found, name, message) -> None:

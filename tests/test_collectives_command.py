@@ -83,7 +83,7 @@ def test_the_summary_has_every_rows_prediction_and_the_backends_time() -> None:
 
 def test_a_wrong_sum_is_an_error() -> None:
     command._check("ring", torch.full((3,), 6.0), 3)
-    with pytest.raises(ValueError, match=r"ring: the sum of 1..3 is 6, found \[5.0, 6.0\]"):
+    with pytest.raises(ValueError, match=r"ring: expected the sum of 1..3, 6, got \[5.0, 6.0\]"):
         command._check("ring", torch.tensor([6.0, 5.0, 6.0]), 3)
 
 
@@ -92,8 +92,8 @@ def test_a_wrong_sum_is_an_error() -> None:
     [
         ({"ranks": 1}, "ranks must be 2..64, got 1"),
         ({"ranks": 65}, "ranks must be 2..64, got 65"),
-        ({"node": 0}, "nodes of 0 do not divide 4 ranks"),
-        ({"ranks": 6, "node": 4}, "nodes of 4 do not divide 6 ranks"),
+        ({"node": 0}, "ranks (4) is not divisible by node (0)"),
+        ({"ranks": 6, "node": 4}, "ranks (6) is not divisible by node (4)"),
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
         ({"sizes": ("1K", "7")}, "sizes must be multiples of 4 bytes such as 64K, got '7'"),
         ({"sizes": ("0",)}, "sizes must be multiples of 4 bytes such as 64K, got '0'"),
@@ -114,7 +114,7 @@ def test_a_rank_of_torchrun_starts_no_ranks(monkeypatch, capsys) -> None:
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as caught:
         command.run(CollectivesConfig())
-    says = "warpweave: collectives starts its own ranks, run it without torchrun"
+    says = "warpweave: collectives starts its own ranks; run it without torchrun"
     assert (caught.value.code, capsys.readouterr().err.strip()) == (2, says)
 
 
@@ -157,7 +157,7 @@ def test_the_table_has_each_figure_of_its_row_in_its_column(node) -> None:
     low, high = round(min(ratios), 3), round(max(ratios), 3)
     assert found["predicted_by_measured"] == [low, high]
     assert lines[-1] == (
-        "fitted: a round 30.0 us, a byte over a link 2.000 ns, a byte added 0.500 ns; "
+        "fitted: 30.0 us per round, 2.000 ns per byte over a link, 0.500 ns per byte added; "
         f"predicted / measured from {low:.2f} to {high:.2f}"
     )
     assert found["network"] == {"alpha": 3e-5, "beta": 2e-9, "gamma": 5e-10}

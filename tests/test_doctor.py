@@ -272,9 +272,9 @@ def test_what_is_odd_about_gpus_is_said_in_a_line_each(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: (79e9 if n else 20e9, 80e9))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {0, 2})
     kinds, *others = machine.remarks()
-    assert "several kinds" in kinds
+    assert "different kinds" in kinds
     for remark, begin in zip(others, (
-        "GPU 0 is busy, 60.0 of 80.0 GB", "GPU 0 has no peer access to [2]",
+        "GPU 0 is busy (60.0 of 80.0 GB", "GPU 0 has no peer access to [2]",
         "GPU 1 is a MIG slice", "GPU 2 has no peer access to [0]",
     ), strict=True):  # fmt: skip
         assert remark.startswith(begin)
@@ -357,7 +357,7 @@ def _refused(config: DoctorConfig, capsys) -> str:
 
 
 def test_what_this_machine_does_not_have_is_said_in_one_line(monkeypatch, capsys, tmp_path):
-    assert "is shown no GPU" in _refused(DoctorConfig(device="cuda"), capsys)
+    assert "sees no GPU" in _refused(DoctorConfig(device="cuda"), capsys)
     assert "ranks must be 1..8, got 9" in _refused(DoctorConfig(ranks=9), capsys)
     (tmp_path / "file").touch()
     assert "file" in _refused(DoctorConfig(out=tmp_path / "file"), capsys)

@@ -311,7 +311,7 @@ def test_truncated_line_is_no_result_and_ranks_restart_for_the_rest() -> None:
     rows = ranks._RankRows("abcd", start)
     assert rows[0] == {"name": "a"}
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"before its result \(exit status 3, see above\)"):
+        with pytest.raises(RuntimeError, match=r"before this result \(exit status 3, see above\)"):
             rows[1]
     assert [rows[2], rows[3], rows[0]] == [{"name": "c"}, {"name": "d"}, {"name": "a"}]
     assert starts == ["abcd", "cd"]
@@ -382,7 +382,7 @@ def test_the_page_says_all_that_was_found(monkeypatch, half: str) -> None:
         "times": [{"op": "gemm", "ours": 1.25, "cuBLAS": "no"}, {"op": "adamw", "fused": 2.0}],
     }  # fmt: skip
     lines = command.page(found).splitlines()
-    cpu = ["The CPU's half: kernels interpreted, ranks over gloo, no kernel is timed.", ""]
+    cpu = ["CPU only: kernels were interpreted, ranks used gloo, no kernel was timed.", ""]
     gpu = ["", "```", "GPU0 X", "GPU1 NV18", "```"]
     assert lines == [
         "# warpweave doctor", "",

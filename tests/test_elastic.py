@@ -162,18 +162,21 @@ RUNS = (
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"plan": ParallelPlan(zero=1)}, "ZeRO 1 shards it over all dp = 3: give --zero 0 or --dp"),
-        ({"elastic": 4}, "elastic must be 1 to the replicas, 2 or more: 4 of 3"),
-        ({"dp": 1}, "2 or more: 1 of 1"),
-        ({"dp": 4, "dp_shard": 2, "plan": ParallelPlan(), "elastic": 3}, "2 or more: 3 of 2"),
-        ({"elastic": -1}, "2 or more: -1 of 3"),
-        ({"outer_every": 4}, "outer_every = 4 does not go with --elastic"),
-        ({"plan": ParallelPlan(zero=0, schedule="pipedream")}, "schedule = pipedream does not go"),
-        ({"plan": ParallelPlan(zero=0, reduce="ordered")}, "reduce = ordered does not go"),
-        ({"plan": ParallelPlan(zero=0, overlap="fused")}, "overlap = fused does not go"),
-        ({"optimizer": "muon"}, "optimizer = muon, whose update exchanges matrices, does not go"),
-        ({"max_restarts": 1}, "max_restarts = 1 does not go with --elastic"),
-        ({"timeline": Path("last.svg")}, "timeline = last.svg does not go with --elastic"),
+        ({"plan": ParallelPlan(zero=1)}, "ZeRO 1 shards it over all dp = 3: pass --zero 0 or --dp"),
+        ({"elastic": 4}, "must be at least 2; got elastic = 4 and 3 replicas"),
+        ({"dp": 1}, "got elastic = 1 and 1 replicas"),
+        (
+            {"dp": 4, "dp_shard": 2, "plan": ParallelPlan(), "elastic": 3},
+            "elastic = 3 and 2 replicas",
+        ),
+        ({"elastic": -1}, "got elastic = -1 and 3 replicas"),
+        ({"outer_every": 4}, "--elastic does not support outer_every = 4"),
+        ({"plan": ParallelPlan(zero=0, schedule="pipedream")}, "support schedule = pipedream"),
+        ({"plan": ParallelPlan(zero=0, reduce="ordered")}, "does not support reduce = ordered"),
+        ({"plan": ParallelPlan(zero=0, overlap="fused")}, "does not support overlap = fused"),
+        ({"optimizer": "muon"}, "support optimizer = muon (its update exchanges matrices)"),
+        ({"max_restarts": 1}, "--elastic does not support max_restarts = 1"),
+        ({"timeline": Path("last.svg")}, "--elastic does not support timeline = last.svg"),
     ],
 )
 def test_what_cannot_be_elastic_is_refused(changes, words):
@@ -429,7 +432,7 @@ def test_the_source_is_the_lowest_replica_that_is_whole():
     assert source_of([5, 5, 5, 4, 5, 5, 5, 5], Mesh(dp=4, tp=2), 1) == 0  # rank 1 also holds dp 0
     assert source_of([5, 4, 5, 5, 5, 5, 5, 5], Mesh(dp=4, tp=2), 1) == 1
     for lost in ([None] * 6, [3, None, None, 3, None, None]):
-        with pytest.raises(StateLostError, match="holds the whole state: resume from a checkpoint"):
+        with pytest.raises(StateLostError, match="holds the whole state; resume from a checkpoint"):
             source_of(lost, mesh, 2)
 
 
@@ -509,8 +512,8 @@ def test_a_run_outlives_ranks_that_die_at_any_time_and_is_one_devices(tmp_path, 
     began, first, *later = keeper.changes
     assert (began, later[0]) == ("", "replica 1 joins")
     assert first.startswith("replica 1 left: rank 1 (dp=1) was killed by SIGKILL, last seen at")
-    assert first.endswith("; replicas 0 and 2 go on")
-    assert any(change.endswith("; replica 1 goes on") for change in later)
+    assert first.endswith("; replicas 0 and 2 continue")
+    assert any(change.endswith("; replica 1 continues") for change in later)
     seen = {tuple(row["replicas"]) for row in _rows(config)}
     assert {(0, 1, 2), (0, 2), (1,), (0, 1)} <= seen
     _is_the_plain_run(config)
@@ -527,7 +530,7 @@ def test_fewer_replicas_than_asked_for_save_and_stop(tmp_path):
     config = _config(tmp_path, dp=2, tp=2, steps=5000, elastic=2)
     keeper = _Harmed(config, harm)
     assert keeper.run() == 1
-    words = "; fewer than the 2 of --elastic are left; replica 0 saves and stops"
+    words = "; fewer replicas than --elastic 2 are left; replica 0 saves and stops"
     assert keeper.changes[-1].endswith(words)
     rows = _rows(config)
     assert open_latest(config.out / "checkpoints").step == rows[-1]["step"] < 5000

@@ -112,7 +112,7 @@ def test_a_run_is_exported_with_its_own_tokenizer(kind, request, tmp_path, capfd
     assert generate(gpt, tokens, sampling)[0] == out[0, 4:].tolist()
     assert result["eos_token_ids"] == [e for e in ends[1:2] if e is not None]
     assert result["tokenizer"]
-    assert "no tokenizer" not in err
+    assert "without a tokenizer" not in err
     assert (result["folder"], result["checkpoint"]) == (str(tmp_path / "out"), str(saved.path))
     assert result["architecture"] == type(theirs).__name__
     assert result["files"] == sorted(result["files"])
@@ -383,7 +383,7 @@ def test_export_command_lists_the_files_and_warns_of_a_missing_tokenizer(
     code, result, err = _export(capfd, tmp_path, tmp_path / "out", *words)
     how = {"like": Path("x"), "tokenizer": Path("y"), "dtype": torch.bfloat16}
     assert given == [(tmp_path / "step_7", tmp_path / "out", how)]
-    assert (code, ("no tokenizer is known" in err)) == (0, tokenizer is None)
+    assert (code, ("exported without a tokenizer" in err)) == (0, tokenizer is None)
     assert result == {
         "folder": str(tmp_path / "there"), "checkpoint": str(tmp_path / "step_7"), "step": 7,
         "val_loss": 2.5,
@@ -422,7 +422,7 @@ def test_what_a_user_has_is_not_written_over(bytes_run, tmp_path, capfd):
     code, _, err = _export(capfd, tmp_path, tmp_path / "new")
     assert (code, err) == (
         2,
-        f"warpweave: {tmp_path} is no run and no checkpoint of warpweave train",
+        f"warpweave: {tmp_path} is not a run or a checkpoint of warpweave train",
     )
 
 
@@ -503,9 +503,9 @@ CHOICES = (
     ({}, (2.5, 20), (30, None), "2.5000 at step 20 (--best)", (20, 2.5)),  # the metrics are missing
     (
         {10: 3.0, 15: 2.5}, (2.5, 15), (30, None), "2.5000 at step 15 (not kept)",
-        "was at step 15, whose checkpoint was not kept (kept: [10, 20, 30]): train --early-stop",
+        "at step 15) was not kept (kept: [10, 20, 30]); train with --early-stop",
     ),
-    ({}, (None, 0), (30, None), "", "--best needs a validation loss"),
+    ({}, (None, 0), (30, None), "", "has no validation loss; leave out --best"),
 )  # fmt: skip
 
 
@@ -564,8 +564,8 @@ def test_best_is_refused_for_a_folder_that_is_not_a_run(tmp_path, capfd):
     step, theirs = run / "checkpoints" / "step_00000020", to_hf(models[10], tmp_path / "theirs")
     _, result, err = _export(capfd, step, tmp_path / "out")
     assert (result["step"], result["val_loss"], "--best" in err) == (20, 2.5, False)
-    for folder, what in ((step, "one checkpoint"), (theirs, "no run of warpweave train")):
-        said = f"--best requires the folder of a run, and {folder} is {what}"
+    for folder, what in ((step, "a single checkpoint"), (theirs, "not a run of warpweave train")):
+        said = f"--best requires a run's folder, but {folder} is {what}"
         code, _, err = _export(capfd, folder, tmp_path / "out2", "--best")
         assert (code, err) == (2, f"warpweave: {said}")
         with pytest.raises(SystemExit, match="2"):

@@ -23,11 +23,11 @@ CONNECTIONS, ORDER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"
     [
         (0, 1, {}, "gloo"),
         (0, 8, {}, "gloo"),
-        (0, 1, {"asked": "nccl"}, "this process is shown no GPU by torch"),
+        (0, 1, {"asked": "nccl"}, f"torch {torch.__version__} sees no GPU"),
         (8, 8, {}, "nccl"),
         (8, 8, {"asked": "gloo"}, "gloo"),
         (9, 8, {"launched": False}, "nccl"),
-        (7, 8, {}, f"7 GPU(s) are too few for 8 ranks: start as many ranks, {AGAIN}"),
+        (7, 8, {}, f"7 GPU(s) are too few for 8 ranks: start one rank per GPU, {AGAIN}"),
         (7, 8, {"launched": False}, "7 GPU(s) are too few for 8 ranks"),
         (1, 8, {}, "1 GPU(s) are too few for 8 ranks"),
         (1, 8, {"launched": False}, "nccl"),  # each may see a different one
@@ -51,8 +51,8 @@ def test_torch_that_sees_no_gpu_on_a_gpu_machine_is_an_error(monkeypatch, tmp_pa
     pretend_gpus(monkeypatch, 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpus, "DRIVER", tmp_path)
-    line = f"NVIDIA's driver, but torch {torch.__version__} finds no GPU: install one for its CUDA"
-    with pytest.raises(ValueError, match=re.escape(f"{line}, {AGAIN}")):
+    line = f"NVIDIA's driver, but torch {torch.__version__} sees no GPU: install a torch build for"
+    with pytest.raises(ValueError, match=re.escape(f"{line} its CUDA version, {AGAIN}")):
         choose_backend(1)
     assert choose_backend(1, "gloo") == "gloo"
     for hidden in ("", "-1"):  # by the user
@@ -152,7 +152,7 @@ def _gpus(*names: str) -> list[dict]:
 
 
 SLICE = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
-ALIKE = "ranks must compute alike, on devices of one kind, but"
+ALIKE = "all ranks must compute on the same kind of device, but"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ ALIKE = "ranks must compute alike, on devices of one kind, but"
         (_gpus(SLICE), None),  # alone it is a GPU like any other
         (
             _gpus(SLICE, SLICE),
-            f"rank 0 (dp=0) has {SLICE}, a MIG slice, which NCCL does not connect",
+            f"rank 0 (dp=0) has {SLICE}, a MIG slice, which NCCL does not support",
         ),
         (_gpus("H", "H", "A"), f"{ALIKE} rank 0 (dp=0) has H, rank 2 (dp=2) has A"),
         (
@@ -173,13 +173,11 @@ ALIKE = "ranks must compute alike, on devices of one kind, but"
         ([*_gpus("H"), {"name": "cpu"}], f"{ALIKE} rank 0 (dp=0) has H, rank 1 (dp=1) has cpu"),
         (
             [*_gpus("H", "H"), {"name": "H", "uuid": "u1"}],
-            "ranks 1, 2 are shown one GPU (u1) and need one each: start as many ranks as GPUs, "
-            f"{AGAIN}",
+            f"ranks 1, 2 share one GPU (u1), but need one each: start one rank per GPU, {AGAIN}",
         ),
         (
             [*_gpus("H", "H"), *_gpus("H"), *_gpus("H", "H")],
-            "ranks 0, 2, 3 are shown one GPU (u0) and need one each: start as many ranks as GPUs, "
-            f"{AGAIN}",
+            f"ranks 0, 2, 3 share one GPU (u0), but need one each: start one rank per GPU, {AGAIN}",
         ),
     ],
 )

@@ -113,14 +113,14 @@ def _beat(keeper: Keeper, rank: int, step: int, phase: str) -> None:
     ("dead", "words"),
     [
         ({"r1": -9}, "replica 1 left: rank 1 (dp=1) was killed by SIGKILL, last seen at step 7 "
-         "(saving), 8.0 s ago; replicas 0 and 2 go on"),
+         "(saving), 8.0 s ago; replicas 0 and 2 continue"),
         ({"r1": 3}, "replica 1 left: rank 1 (dp=1) failed with 3, last seen at step 7 (saving), "
-         "8.0 s ago; replicas 0 and 2 go on"),
+         "8.0 s ago; replicas 0 and 2 continue"),
         ({"r2": -11}, "replica 2 left: rank 2 (dp=2) was killed by SIGSEGV before its first step; "
-         "replicas 0 and 1 go on"),
+         "replicas 0 and 1 continue"),
         ({"r0": -9, "r2": 1}, "replica 0 left: rank 0 (dp=0) was killed by SIGKILL before its "
          "first step; replica 2 left: rank 2 (dp=2) failed with 1 before its first step; "
-         "replica 1 goes on"),
+         "replica 1 continues"),
     ],
 )  # fmt: skip
 def test_the_others_go_on_and_dead_replicas_are_restarted_and_join_again(keeper, dead, words):
@@ -150,7 +150,7 @@ def test_the_others_go_on_and_dead_replicas_are_restarted_and_join_again(keeper,
 def test_replicas_are_listed_by_number(keeper):
     found = keeper(12)
     assert _ends(found, r1=-9) is None
-    assert found.current.change.endswith("; replicas 0, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 11 go on")
+    assert found.current.change.endswith("; replicas 0, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 11 continue")
 
 
 def test_all_ranks_of_a_replica_end_with_one_and_come_back_together(keeper):
@@ -182,7 +182,7 @@ def test_heartbeat_is_read_under_the_rank_number_in_its_generation(keeper):
     _ends(found, r2=-9)
     assert found.current.change == (
         "replica 2 left: rank 2 (dp=2) was killed by SIGKILL, last seen at step 8 (saving), 8.0 s "
-        "ago; replica 1 goes on"
+        "ago; replica 1 continues"
     )
 
 
@@ -191,8 +191,8 @@ def test_too_few_replicas_save_and_stop_and_the_run_has_failed(keeper, least, st
     found = keeper(3, least)
     assert _ends(found, r1=-9) is None
     assert found.current.stop == stops
-    more = f"fewer than the {least} of --elastic are left; replicas 0 and 2 save and stop"
-    assert found.current.change.endswith(f"; {more if stops else 'replicas 0 and 2 go on'}")
+    more = f"fewer replicas than --elastic {least} are left; replicas 0 and 2 save and stop"
+    assert found.current.change.endswith(f"; {more if stops else 'replicas 0 and 2 continue'}")
     assert [replica.start for replica in found.replicas] == [0, 0 if stops else 1, 0]
     if not stops:
         return
@@ -232,7 +232,7 @@ def test_a_replica_that_dies_before_it_joins_is_restarted_at_most_five_times(kee
             "warpweave: replica 1 left: rank 1 (dp=1) was killed by SIGKILL before it had joined"
         )
     assert _ends(found, r1=-9) is None
-    assert capsys.readouterr().err.strip().endswith("; replica 1 is not started again")
+    assert capsys.readouterr().err.strip().endswith("; replica 1 is not restarted")
     assert (found.current.number, found.replicas[1].processes) == (2, {})
     _settled(found)
     assert found._watch() is None
@@ -261,8 +261,8 @@ def test_a_run_begins_with_fewer_replicas_if_no_fewer_than_asked_for(keeper, cap
     for _ in range(6):
         code = _ends(found, r0=-9)
     said = capsys.readouterr().err
-    assert "replica 0 is not started again" in said
-    assert ("fewer than the 2 of --elastic are left" in said) == (least == 2)
+    assert "replica 0 is not restarted" in said
+    assert ("fewer replicas than --elastic 2 are left" in said) == (least == 2)
     assert code == (1 if least == 2 else None)
     if least == 1:
         _ready(found, 1)
@@ -323,7 +323,7 @@ def test_ranks_that_do_not_notice_failed_connections_in_time_are_ended(
     found._watch()
     said = capsys.readouterr().err
     for rank in hung:
-        assert f"rank {rank} (dp={rank}) hangs before its first step: it is ended" in said
+        assert f"rank {rank} (dp={rank}) hangs before its first step; killing it" in said
     assert said.count("hangs") == len(hung)
     assert found.current.replicas == [rank for rank in range(3) if rank not in hung]
 

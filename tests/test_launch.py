@@ -284,8 +284,9 @@ def test_silent_ranks_are_named_with_their_last_word(monkeypatch):
         sessions[rank].store.set(f"failed/{rank}", "lost")
     said = sessions[1].explain(RuntimeError(LOST))
     assert re.fullmatch(
-        r"no word from rank 0 \(tp=0\): it died or hangs before its first step; no word from "
-        r"rank 2 \(tp=2\): it died or hangs, last seen at step 7 \(saving\), \d+\.\d s ago", said
+        r"no heartbeat from rank 0 \(tp=0\): it died or hangs before its first step; no heartbeat "
+        r"from rank 2 \(tp=2\): it died or hangs, last seen at step 7 \(saving\), \d+\.\d s ago",
+        said,
     )  # fmt: skip
     assert sessions[3].explain(RuntimeError(LOST)) is None
 
@@ -373,7 +374,7 @@ def test_ranks_that_cannot_compute_together_say_so_before_they_connect(monkeypat
         store.set(f"device/{rank}", json.dumps({"name": "H", "uuid": uuid}))
     monkeypatch.setattr("warpweave.launch.session._store", lambda *args: store)
     monkeypatch.setattr(dist, "init_process_group", None)
-    line = "ranks 1, 3 are shown one GPU (1)"
+    line = "ranks 1, 3 share one GPU (1)"
     with pytest.raises(ValueError if port is None else SystemExit) as end:
         join(Mesh(tp=2, pp=2), port=port)
     if port is None:

@@ -205,22 +205,22 @@ def no_data(monkeypatch):
             for x in (-1e-9, INF, NAN)
         ),
         (lambda: _run(**dict.fromkeys(REALS, 0.0)), None),
-        *((lambda x=x: _run(decay=x), "decay is a part") for x in (-1e-9, 1 + 1e-9, NAN)),
+        *((lambda x=x: _run(decay=x), "decay must be a fraction") for x in (-1e-9, 1 + 1e-9, NAN)),
         (lambda: _run(decay=0.0), None),
         (lambda: _run(decay=1.0), None),
-        *((lambda x=x: _run(timeout=x), "timeout must be pos") for x in (0.0, -1.0, 86401.0, NAN)),
+        *((lambda x=x: _run(timeout=x), "timeout must be in") for x in (0.0, -1.0, 86401.0, NAN)),
         (lambda: _run(timeout=86400.0), None),
         *((lambda x=x: _run(betas=x), "betas must be in") for x in ((1.0, 0.5), (0.5, 1.0))),
         *((lambda x=x: _run(betas=x), "betas must be in") for x in ((-0.1, 0.5), (0.5, NAN))),
         (lambda: _run(betas=(0.0, 0.0)), None),
         (
             lambda: _run(early_stop=1, eval_every=0),
-            "early_stop = 1 has no effect: it counts evaluations and needs --eval-every",
+            "early_stop = 1 has no effect: it counts evaluations, so pass --eval-every",
         ),
         (lambda: _run(early_stop=1, eval_every=1), None),
         (lambda: _run(separator=0), "separator = 0 has no effect: it needs --packed"),
         (lambda: _run(separator=0, packed=True), None),
-        (lambda: _run(tp=2, batch=1, overrides=GPTOverrides(seq_len=17)), "= 17 tokens do not div"),
+        (lambda: _run(tp=2, batch=1, overrides=GPTOverrides(seq_len=17)), r"\(17\) is not div"),
         (
             lambda: _run(
                 tp=2, batch=1, overrides=GPTOverrides(seq_len=17),
@@ -233,7 +233,7 @@ def no_data(monkeypatch):
         # Each of four context ranks has room for 2 x 9 of 65 tokens, or for 16 of 63.
         (
             lambda: _run(tp=4, cp=4, batch=1, overrides=GPTOverrides(seq_len=65)),
-            r"batch x seq_len / cp = 18 tokens do not divide by tp = 4",
+            r"batch x seq_len / cp \(18\) is not divisible by tp \(4\)",
         ),
         (lambda: _run(tp=4, cp=4, batch=2, overrides=GPTOverrides(seq_len=65)), None),
         (
@@ -251,10 +251,10 @@ def no_data(monkeypatch):
         ),
         (lambda: _run(resume=True, out=NOWHERE), "nothing to resume from: no checkpoint in no/"),
         (lambda: _run(resume="auto", out=NOWHERE), None),
-        (lambda: TrainConfig(tp=2, pp=2).for_ranks(6), "does not fit 6 ranks: it has 4"),
-        (lambda: TrainConfig(tp=2, pp=2).for_ranks(2), "does not fit 2 ranks: it has 4"),
+        (lambda: TrainConfig(tp=2, pp=2).for_ranks(6), "has 4 ranks, but 6 were started"),
+        (lambda: TrainConfig(tp=2, pp=2).for_ranks(2), "has 4 ranks, but 2 were started"),
         (lambda: TrainConfig(tp=2, pp=2).for_ranks(12), None),
-        (lambda: TrainConfig(dp=1, tp=2).for_ranks(4), "does not fit 4 ranks: it has 2"),
+        (lambda: TrainConfig(dp=1, tp=2).for_ranks(4), "has 2 ranks, but 4 were started"),
         (lambda: TrainConfig().model_config(257), None),
         (
             lambda: TrainConfig(overrides=GPTOverrides(vocab_size=256)).model_config(257),
@@ -273,7 +273,7 @@ def test_runs(call, words) -> None:
 def test_where_a_run_stops_and_from_what_it_goes_on() -> None:
     assert not Progress(since=9).stops_early(0)
     assert [Progress(since=n).stops_early(2) for n in (1, 2, 3)] == [False, True, True]
-    for step, why in ((5, "has all of the 5 steps"), (4, "has stopped early at step 4")):
+    for step, why in ((5, "has completed all 5 steps"), (4, "stopped early at step 4")):
         assert Progress(best=1.0).why(step, 5).startswith(why)
     assert short_of_peak(TrainConfig(warmup=3, steps=3)) is None
     assert short_of_peak(TrainConfig(warmup=4, steps=3)) is not None

@@ -314,7 +314,7 @@ def test_damaged_rows_are_set_aside_and_the_others_stay(tmp_path, capsys, kind, 
         assert (aside.exists(), said) == (False, "")
         return
     assert aside.read_bytes() == DAMAGE[kind] + b"\n"
-    assert said == f"warpweave: {path}: damaged rows (1) were set aside in {aside}"
+    assert said == f"warpweave: {path}: moved damaged rows (1) to {aside}"
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "dangling", "pipe", "empty", "absent"])
@@ -381,7 +381,7 @@ def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, 
     assert metrics.path.read_text() == "".join(f'{{"step": {i}}}\n' for i in range(1, 5))
     (said,) = capsys.readouterr().err.strip().splitlines()
     assert said.startswith(
-        f"warpweave: {metrics.path} cannot be written, the run goes on and tries"
+        f"warpweave: {metrics.path} cannot be written; the run continues and will"
     )
 
 
@@ -416,7 +416,7 @@ def test_rows_that_a_disk_does_not_give_are_moved_and_not_written_over(
     _metrics(tmp_path, 1).write({"step": 2})
     aside = path.with_name("metrics.jsonl.damaged-1")
     assert (path.read_bytes(), aside.read_bytes()) == (b'{"step": 2}\n', _row(1) + b"\n")
-    assert f"it was moved to {aside}, and rows begin anew" in capsys.readouterr().err
+    assert f"it was moved to {aside}; starting a new file" in capsys.readouterr().err
 
 
 def test_a_run_ends_well_whose_metrics_plot_and_boards_all_fail(tmp_path, capsys, monkeypatch):
@@ -436,9 +436,9 @@ def test_a_run_ends_well_whose_metrics_plot_and_boards_all_fail(tmp_path, capsys
     assert (result["steps"], result["plot"]) == (3, None)
     said = capsys.readouterr().err
     for line in (
-        f"{config.out}/metrics.jsonl cannot be written, the run goes on",
-        f"{config.out}/loss.png cannot be written, the run goes on",
-        f"{config.out} cannot be written by Broken, the run goes on and tries again: the board is",
+        f"{config.out}/metrics.jsonl cannot be written; the run continues",
+        f"{config.out}/loss.png cannot be written; the run continues",
+        f"{config.out} cannot be written by Broken; the run continues and will try again: the",
     ):
         assert said.count(line) == 1, line
 
@@ -457,4 +457,4 @@ def test_options_that_cannot_be_written_are_said(tmp_path, capsys):
     (tmp_path / "run" / "config.toml" / "mine").mkdir(parents=True)
     metrics = _metrics(tmp_path, 0)
     said = capsys.readouterr().err
-    assert f"{metrics.folder}/config.toml cannot be written, the run goes on" in said
+    assert f"{metrics.folder}/config.toml cannot be written; the run continues" in said

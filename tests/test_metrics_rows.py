@@ -93,8 +93,8 @@ def test_a_board_that_fails_takes_nothing_from_others_and_each_is_said_once(
     assert [board.calls for board in boards] == [[*rows, "flush", "close"]] * 5
     said = [line for line in capsys.readouterr().err.splitlines() if line]
     assert said == [
-        f"warpweave: {metrics.folder} cannot be written by {name}, the run goes on and tries "
-        "again: gone"
+        f"warpweave: {metrics.folder} cannot be written by {name}; the run continues and "
+        "will try again: gone"
         for name in ("Broken", "Torn")
     ]
 
@@ -173,7 +173,7 @@ def test_any_file_of_an_earlier_run_takes_the_others_aside_and_nothing_else(tmp_
     assert moved == {name, *WITH_THEM}
     hint = " (--resume would have continued it)" if name == "checkpoints" else ""
     aside = tmp_path / "earlier-2"
-    assert said == f"warpweave: the earlier run in {tmp_path} was moved to {aside}{hint}"
+    assert said == f"warpweave: moved the files of an earlier run in {tmp_path} to {aside}{hint}"
 
 
 def test_damaged_rows_are_not_written_through_a_dangling_link(tmp_path, capsys):
@@ -184,7 +184,7 @@ def test_damaged_rows_are_not_written_through_a_dangling_link(tmp_path, capsys):
     _metrics(tmp_path, 0)
     assert (folder / "metrics.jsonl.damaged-2").read_bytes() == b"rubbish\n"
     assert not (folder / "nowhere").exists()
-    assert f"set aside in {folder}/metrics.jsonl.damaged-2" in capsys.readouterr().err
+    assert f"damaged rows (1) to {folder}/metrics.jsonl.damaged-2" in capsys.readouterr().err
 
 
 def test_plot_shows_losses_and_the_staleness_of_each_stage_by_step(tmp_path, monkeypatch):

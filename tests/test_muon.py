@@ -370,7 +370,9 @@ def test_a_run_is_resumed_with_its_optimizer_and_no_other(tmp_path, optimizer):
     for (record, a, _), (_, b, _) in zip(whole.engine.read("param"), resumed.engine.read("param")):
         assert torch.equal(a, b), record.name
     other = "adamw" if optimizer == "muon" else "muon"
-    with pytest.raises(CheckpointError, match=f"with optimizer {optimizer}, whose state is none"):
+    with pytest.raises(
+        CheckpointError, match=f"with optimizer {optimizer}, whose state does not fit"
+    ):
         _trainer(dataclasses.replace(again, resume=True, optimizer=other))
 
 

@@ -465,7 +465,7 @@ def test_every_option_comes_back_from_the_file_that_a_run_leaves(tmp_path):
             'layout must be one of "zigzag", "contiguous", "striped", '
             '"balanced", got "balancd"; did you mean \'balanced\'?',
         ),
-        ("seq_len = 8\nseq-len = 9", "seq_len is given twice"),
+        ("seq_len = 8\nseq-len = 9", "seq_len is set twice"),
         ("steps = ", "is not TOML: Invalid value"),
         ("steps = 3 # \xe9".encode("latin-1"), "is not TOML: 'utf-8' codec can't decode"),
         (None, "cannot be read: No such file or directory"),

@@ -357,7 +357,7 @@ REFUSED = {
     "outer learning rate must be positive, .* got 0.0, 0.9": {"outer_every": 4, "outer_lr": 0.0},
     "outer warm-up must be at least 0 steps, got -1": {"outer_every": 4, "outer_warmup": -1},
     "fragments = 4 need as many layers, got 2": {"outer_every": 4, "fragments": 4},
-    "outer = 2 needs --outer-every": {"outer": 2},
+    "outer = 2 requires --outer-every": {"outer": 2},
     "mesh axis outer must be a positive integer, got 0": {"outer": 0, "outer_every": 1},
 }  # fmt: skip
 

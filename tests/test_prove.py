@@ -1278,7 +1278,7 @@ def test_the_line_of_a_layout_tells_it_from_every_other():
      (("--tp", "0"), "mesh axis tp must be a positive integer, got 0"),
      (("--packed", "--typecheck"), "--packed: types do not see it, prove it with ranks"),
      (("--tp", "2", "--overlap", "fused"), "it needs --impl triton"),
-     (("--tp", "2", "--device", "cuda"), "this process is shown no GPU by torch ")],
+     (("--tp", "2", "--device", "cuda"), f"torch {torch.__version__} sees no GPU")],
 )  # fmt: skip
 def test_the_command_exits_with_two_and_one_line_for_a_layout_that_cannot_be(argv, message, capsys):
     with pytest.raises(SystemExit) as caught:

@@ -180,7 +180,7 @@ def test_a_token_file_of_which_half_was_replaced_is_refused(tmp_path, capsys):
         lambda manifest: manifest["state"]["data"].update(fingerprint="ab" * 32),
     )
     assert _trainer(config).step == 1
-    words = "fingerprint: saved of a file's ends, now of the whole"
+    words = "fingerprint: saved ends of the file, now whole file"
     assert words in capsys.readouterr().err
     config = _replace(config, data=config.data.rename(tmp_path / "other.bin"))
     (tmp_path / "tokens.bin.json").rename(tmp_path / "other.bin.json")

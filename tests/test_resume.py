@@ -94,11 +94,11 @@ def test_a_run_goes_on_from_its_own_state_and_says_nothing(config):
         (OUTER, dataclasses.replace(OUTER, outer_mix=0.5), r"'mix': 0.25, .* now .*'mix': 0.5"),
         (TrainConfig(seed=4), TrainConfig(seed=5), "was trained with seed 4, now 5"),
         (TrainConfig(seed=3), TrainConfig(), "was trained with seed 3, now 0"),
-        (TrainConfig(optimizer="muon"), TrainConfig(), "optimizer muon, whose state is none"),
-        (TrainConfig(), TrainConfig(optimizer="sgd"), "optimizer adamw, whose state is none"),
-        (TrainConfig(optimizer="nadamw"), TrainConfig(), "optimizer nadamw, whose state is none"),
+        (TrainConfig(optimizer="muon"), TrainConfig(), "optimizer muon, whose state does not fit"),
+        (TrainConfig(), TrainConfig(optimizer="sgd"), "optimizer adamw, whose state does not fit"),
+        (TrainConfig(optimizer="nadamw"), TrainConfig(), "optimizer nadamw, whose state does not"),
         (PIPEDREAM, TrainConfig(pp=3), r"'schedule': 'pipedream', .*}, now 1f1b: "),
-        (PIPEDREAM, dataclasses.replace(PIPEDREAM, pp=2), r"'pp': 3}, now {.*'pp': 2}: --resume"),
+        (PIPEDREAM, dataclasses.replace(PIPEDREAM, pp=2), r"'pp': 3}, now {.*'pp': 2}: resume"),
         (
             PIPEDREAM,
             dataclasses.replace(
@@ -188,7 +188,7 @@ def test_a_token_file_of_an_older_version_is_known_by_its_name(tokenizer, whole,
     now = SimpleNamespace(name=name, fingerprint=WHOLE + "d" * 9, tokenizer_name=tokenizer)
     if tokenizer is None and not whole and name == "text":
         check_run(reader, TrainConfig(), now)
-        said = "fingerprint: saved of a file's ends, now of the whole"
+        said = "fingerprint: saved ends of the file, now whole file"
         assert differences(reader, TrainConfig(), 12) == said
         return
     with pytest.raises(CheckpointError, match="run/step was trained on other data: saved text"):

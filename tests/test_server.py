@@ -611,7 +611,7 @@ def test_run_survives_killed_workers_and_servers_and_replays_bitwise(tmp_path, m
     thread.join()
     printed = capfd.readouterr()
     result = json.loads(printed.out.splitlines()[-1])
-    assert "a server was killed: all start again from" in printed.err
+    assert "a server was killed; restarting all servers from" in printed.err
     terms = [t for row in _rows(config) for t in row["terms"]]
     assert {t["worker"] for t in terms} == {0, 1, 2, 3}
     # it is lost, and the others continue
@@ -674,7 +674,7 @@ def test_workers_of_the_command_are_one_rank_of_the_trainer_that_accumulates(tmp
     ("options", "words"),
     [
         ("--server 1 --staleness -1", "staleness must be at least 0, or None, got -1"),
-        ("--server 1 --tp 2", "tp = 2 does not go with --server, whose workers are one rank each"),
+        ("--server 1 --tp 2", "--server does not support tp = 2: each worker is one rank"),
         ("--server -1", "servers must be at least 1, got -1"),
     ],
 )
@@ -694,7 +694,7 @@ def test_servers_refuse_more_of_them_than_parameters_and_torchrun(tmp_path, monk
     with pytest.raises(SystemExit) as end:
         run_train(_options(tmp_path, "--server", "2", "--dp", "2"))
     assert end.value.code == 2
-    assert "run it without torchrun, whose 5 ranks are no servers" in capsys.readouterr().err
+    assert "run it without torchrun, which started 5 ranks" in capsys.readouterr().err
 
 
 def test_servers_do_not_go_on_without_optimizer_state(tmp_path):
@@ -717,7 +717,7 @@ def test_servers_do_not_go_on_without_optimizer_state(tmp_path):
     assert served.open_run().step == 3
     for changes, words in (
         ({"lr": 0.5}, "lr: saved .*, now 0.5"),
-        ({"batch": 3}, "now 3 a worker"),
+        ({"batch": 3}, "now 3 per worker"),
     ):
         other = ServedModel(dataclasses.replace(config, **changes), "cpu")
         with pytest.raises(CheckpointError, match=f"with its own options: .*{words}"):

@@ -51,13 +51,16 @@ def test_a_log_comes_back_whole_but_for_a_last_line_that_was_cut(tmp_path):
     ("text", "words"),
     [
         (None, "cannot be read: No such file or directory"),
-        ("", "is no log of updates: not enough values"),
-        ("{\n", "is no log of updates: "),
-        ("[1]\n", "is no log of updates: a line is no update"),
-        ('{"servers": 1}\n', "is no log of updates: 'threads'"),
-        ('{"threads": 1}\n', "is no log of updates: 'servers'"),
-        ('{"threads": 1, "servers": 1}\n{"version": 1}\n', "is no log of updates: a line is no"),
-        ('{"threads": 1, "servers": 1}\n3\n', "is no log of updates: "),
+        ("", "is not a log of updates: not enough values"),
+        ("{\n", "is not a log of updates: "),
+        ("[1]\n", "is not a log of updates: a line is not an update"),
+        ('{"servers": 1}\n', "is not a log of updates: 'threads'"),
+        ('{"threads": 1}\n', "is not a log of updates: 'servers'"),
+        (
+            '{"threads": 1, "servers": 1}\n{"version": 1}\n',
+            "is not a log of updates: a line is not",
+        ),
+        ('{"threads": 1, "servers": 1}\n3\n', "is not a log of updates: "),
     ],
 )
 def test_what_is_no_log_is_refused_with_its_name(tmp_path, text, words):
@@ -326,16 +329,16 @@ def test_a_replay_says_what_it_has_repeated_and_how_much_differs(tmp_path, monke
         first = min(names, key=shards.index)
         assert (code, found["equal"]) == (1, False)
         assert err == (
-            f"warpweave: {len(names)} tensors differ from {reader.path}, the first is {first}"
+            f"warpweave: {len(names)} tensors differ from {reader.path}; the first is {first}"
         )
 
 
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("servers", "run is no run of 3 parameter servers"),
-        ("no servers", "run is no run of 2 parameter servers"),
-        ("short", "step_00000003 has 3 updates, the log 2"),
+        ("servers", "run is not a run of 3 parameter servers"),
+        ("no servers", "run is not a run of 2 parameter servers"),
+        ("short", "step_00000003 has 3 updates, but the log 2"),
         ("no log", "updates.jsonl cannot be read"),
         ("no options", "config.toml cannot be read"),
     ],
@@ -370,7 +373,7 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(tmp_path, monkeypatch, c
         (None, 3, 3, "cuda"),
         ("cpu", 8, 3, "cpu"),
         ("cuda", 3, 3, "cuda"),
-        ("cuda", 2, 3, "3 workers need as many GPUs, this process is shown 2"),
+        ("cuda", 2, 3, "3 workers need one GPU each, but this process sees 2"),
     ],
 )
 def test_workers_have_a_gpu_each_or_compute_on_the_cpu(monkeypatch, device, gpus, workers, found):
@@ -403,7 +406,7 @@ def test_a_run_says_who_trains_how_much_and_starts_in_what_is_prepared(
     assert seen["watch"] == (config, device, (servers._rank, backend, early))
     assert (seen["spread"], seen["at"]) == ((["a", "b"], 2), "127.0.0.1")
     assert servers.os.environ["GLOO_SOCKET_IFNAME"] == "mine"
-    said = f"2 servers and 3 workers ({device}), staleness 5; 24 sequences a worker and step"
+    said = f"2 servers and 3 workers ({device}), staleness 5; 24 sequences per worker and step"
     assert capsys.readouterr().err.strip() == f"warpweave: {said}"
 
 
@@ -452,7 +455,7 @@ def test_servers_that_are_killed_are_all_started_again_at_most_five_times(quick,
     left = [[0, 1, 2]] * 2 + [[0, 2]] * 9  # by the number of the start
     wanted = [("server", k, left[at], False) for at in range(1 + again) for k in range(2)]
     assert starts == wanted
-    assert said.count("a server was killed: all start again from the beginning") == again
+    assert said.count("a server was killed; restarting all servers from the beginning") == again
     assert (code, "servers were killed 6 times" in said) == (
         (1, True) if killed > 5 else (0, False)
     )
@@ -474,7 +477,7 @@ def test_servers_begin_as_asked_and_start_again_from_what_is_saved(
     assert begun == [first] * 2 + [again] * 2
     assert {*asked} == {watch.config.out / "checkpoints"}
     said = capsys.readouterr().err
-    assert f"a server was killed: all start again from {there or 'the beginning'}\n" in said
+    assert f"a server was killed; restarting all servers from {there or 'the beginning'}\n" in said
 
 
 @pytest.mark.parametrize(
@@ -484,7 +487,7 @@ def test_servers_begin_as_asked_and_start_again_from_what_is_saved(
         ({"server1": [3]}, 3, [], ""),
         ({"server0": [2], "server1": [1]}, 2, [], ""),
         ({"server1": [1], "worker0": [-9]}, 1, [], ""),
-        ({"worker0": [1], "worker1": [-9], "worker2": [2]}, 1, [0, 1, 2], "no worker is left"),
+        ({"worker0": [1], "worker1": [-9], "worker2": [2]}, 1, [0, 1, 2], "no workers are left"),
     ],
 )
 def test_a_run_ends_as_its_servers_do_or_when_no_worker_is_left(

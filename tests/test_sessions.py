@@ -26,7 +26,7 @@ def test_silent_ranks_are_named_in_order_by_a_rank_or_by_its_launcher(monkeypatc
         store.set(f"failed/{rank}", "lost")
     said = sessions[1].explain(RuntimeError(LOST))
     words = "; ".join(
-        f"no word from rank {r} (tp={r}): it died or hangs before its first step"
+        f"no heartbeat from rank {r} (tp={r}): it died or hangs before its first step"
         for r in (2, 10, 11)
     )
     if launched:
@@ -43,7 +43,7 @@ def test_a_rank_whose_store_is_gone_names_the_process_that_kept_it(error, launch
     session = _sessions(4)[3]
     session.launched = launched
     session.store = mock.Mock(**dict.fromkeys(("add.side_effect", "set.side_effect"), RuntimeError))
-    assert session.explain(error) == f"rank 3 (tp=3) stops: {keeper} is gone"
+    assert session.explain(error) == f"rank 3 (tp=3) is stopping because {keeper} is gone"
 
 
 def test_only_one_rank_reports_the_failure_and_each_stores_its_own_error():

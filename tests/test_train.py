@@ -308,8 +308,8 @@ def test_resuming_a_finished_run_repeats_the_result_and_writes_nothing_new(tmp_p
     assert again == first | {"tokens_per_second": 0.0}
     assert _rows(config.out) == rows
     assert os.stat(manifest).st_mtime_ns == stamp
-    assert "has all of the 2 steps: there is nothing to train" in capsys.readouterr().err
-    # With more steps the run continues, and reports that the schedule has changed.
+    assert "has completed all 2 steps: nothing to train" in capsys.readouterr().err
+    # With more steps it goes on, and says that the schedule is now another one.
     longer = _trainer(_replace(config, resume=True, steps=3, lr=0.01)).run()
     assert longer["steps"] == 3
     assert "steps: saved 2, now 3; lr: saved 0.02, now 0.01" in capsys.readouterr().err
@@ -376,13 +376,15 @@ def test_a_resume_on_other_validation_data_is_announced(tmp_path, capsys):
     _one_step(config)
     config = _replace(config, resume=True)
     _trainer(config)
-    assert "other settings" not in capsys.readouterr().err
+    assert "settings that differ" not in capsys.readouterr().err
     before = config.open_data("validation").fingerprint[-12:]
     text = config.data.read_bytes()
     config.data.write_bytes(text[:-1] + b"~")
     now = config.open_data("validation").fingerprint[-12:]
     _trainer(config)
-    said = f"with other settings than {config.out}/checkpoints/step_00000001: validation data: "
+    said = (
+        f"with settings that differ from {config.out}/checkpoints/step_00000001: validation data: "
+    )
     assert f"{said}saved {before}, now {now}\n" in capsys.readouterr().err
 
 
@@ -707,7 +709,7 @@ def test_early_stop_keeps_the_best_checkpoint_and_its_count_across_a_resume(tmp_
     assert (result["steps"], result["val_loss"], result["stopped"]) == (8, 2.0, "early")
     assert (result["lowest_val_loss"], result["lowest_step"]) == (2.0, 4)
     err = capsys.readouterr().err
-    assert "the run has stopped early at step 8: 2 evaluations had no lower validation loss than " \
+    assert "the run stopped early at step 8: 2 evaluations did not lower the validation loss of " \
         "2.0000 at step 4" in err  # fmt: skip
     shown = [line.split(": ", 1)[1] for line in err.split("\n") if ": validation loss" in line]
     assert shown == [f"step {at}: validation loss {LOSSES[at]:.4f}" for at in (2, 4, 6, 8)]
@@ -716,7 +718,7 @@ def test_early_stop_keeps_the_best_checkpoint_and_its_count_across_a_resume(tmp_
     rows, resumed = _rows(config.out), _replace(config, resume=True)
     assert [row["step"] for row in rows if "val_loss" in row] == [2, 4, 6, 8]
     assert _with_losses(resumed).run() == result | {"tokens_per_second": 0.0}
-    assert "step_00000008 has stopped early at step 8" in capsys.readouterr().err
+    assert "step_00000008 stopped early at step 8" in capsys.readouterr().err
     assert _rows(config.out) == rows
     interrupted = _config(tmp_path, out=tmp_path / "b", steps=12, keep=1, early_stop=2,
                           layers=1)  # fmt: skip
@@ -825,7 +827,7 @@ def test_token_files_and_their_vocabulary_train(tmp_path):
 REFUSED = {
     "hidden = 31 does not divide by tp = 2": {"tp": 2, "hidden": 31},
     "width = 16 does not divide by heads = 3": {"heads": 3},
-    "batch x seq_len / cp = 17 tokens do not divide by tp = 2": {
+    r"batch x seq_len / cp \(17\) is not divisible by tp \(2\)": {
         "tp": 2, "seq_len": 17, "batch": 1
     },
     "mesh axis dp must be a positive integer, got 0": {"dp": 0},
@@ -864,9 +866,9 @@ def test_dp_takes_the_ranks_that_are_left(tmp_path):
     with pytest.raises(ValueError, match="dp_shard = 2 does not divide dp = 3"):
         hybrid.for_ranks(12)
     for ranks in (2, 6):
-        with pytest.raises(ValueError, match=f"dp=any x cp=1 x tp=2 x pp=2 does not fit {ranks} "):
+        with pytest.raises(ValueError, match=f"dp=any x cp=1 x tp=2 x pp=2 has .* {ranks} were"):
             config.for_ranks(ranks)
-    with pytest.raises(ValueError, match=r"dp=1 x .* does not fit 8 ranks: it has 4"):
+    with pytest.raises(ValueError, match=r"dp=1 x .* has 4 ranks, but 8 were started"):
         _replace(config, dp=1).for_ranks(8)
 
 

@@ -199,7 +199,7 @@ def test_an_elastic_run_is_started_by_its_own_function_without_torchrun(
         assert (code, calls) == (3, [(config, "nccl", early)])
         return
     assert (code, calls) == (2, [])
-    words = "--elastic is an option of warpweave train, without torchrun"
+    words = "--elastic needs warpweave train; run it without torchrun"
     assert capsys.readouterr().err.strip() == f"warpweave: {words}"
 
 

@@ -50,9 +50,13 @@ def test_a_command_starts_ranks_if_any_axis_or_server_or_restart_asks_for_it(cha
 @pytest.mark.parametrize(
     ("axes", "ranks", "words"),
     [
-        ({"outer": 2, "tp": 3}, 9, "outer=2 x dp=any x cp=1 x tp=3 x pp=1 does not fit 9 ranks"),
-        ({"dp": 4, "cp": 5}, 7, "mesh dp=4 x cp=5 x tp=1 x pp=1 does not fit 7 ranks: it has 20"),
-        ({"dp": 2, "outer": 3, "pp": 5}, 29, "outer=3 x dp=2 x cp=1 x tp=1 x pp=5 .*: it has 30"),
+        ({"outer": 2, "tp": 3}, 9, "outer=2 x dp=any x cp=1 x tp=3 x pp=1 has 6 ranks, but 9"),
+        ({"dp": 4, "cp": 5}, 7, "mesh dp=4 x cp=5 x tp=1 x pp=1 has 20 ranks, but 7 were"),
+        (
+            {"dp": 2, "outer": 3, "pp": 5},
+            29,
+            "outer=3 x dp=2 x cp=1 x tp=1 x pp=5 has 30 ranks, but 29",
+        ),
         ({"dp": 2, "outer": 3, "pp": 5}, 30, None),
         ({"outer": 2, "tp": 3}, 12, None),
     ],
@@ -94,7 +98,7 @@ PLAN = {
 @pytest.mark.parametrize("name", ONE_RANK)
 def test_workers_of_servers_are_one_rank_each_that_only_trains(name):
     value = ONE_RANK[name]
-    with pytest.raises(ValueError, match=f"^{name} = {value} does not go with --server, whose"):
+    with pytest.raises(ValueError, match=f"^--server does not support {name} = {value}: each"):
         _ = TrainConfig(server=1, **{name: value}).server_plan
     assert TrainConfig(**{name: value}).server_plan is None
 
@@ -102,7 +106,7 @@ def test_workers_of_servers_are_one_rank_each_that_only_trains(name):
 @pytest.mark.parametrize("name", PLAN)
 def test_a_plan_of_several_ranks_is_refused_of_workers_of_servers(name):
     plan = ParallelPlan(microbatches=3, **{name: PLAN[name]})
-    with pytest.raises(ValueError, match=f"^{name} = {PLAN[name]} does nothing in workers"):
+    with pytest.raises(ValueError, match=f"^{name} = {PLAN[name]} has no effect with --server"):
         _ = TrainConfig(server=1, plan=plan).server_plan
 
 
@@ -115,14 +119,14 @@ def test_the_plans_fields_are_refused_of_workers_or_are_their_micro_batches():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tiles": Path("x.json")}, "tiles are not read by workers of --server"),
-        ({"compensation": 0.5}, "compensation = 0.5 is of delayed gradients"),
+        ({"tiles": Path("x.json")}, "--server workers do not read tile tables"),
+        ({"compensation": 0.5}, "compensation = 0.5 corrects delayed gradients"),
         ({"compensation": 0.5, "staleness": 1}, None),
         ({"compensation": 0.5, "staleness": "unbounded"}, None),
         ({"staleness": "unbounded"}, None),
-        ({"dtype": "fp16"}, "dtype = fp16 needs a loss scale"),
+        ({"dtype": "fp16"}, "dtype = fp16 needs loss scaling"),
         *(({"dtype": dtype}, None) for dtype in ("fp32", "bf16", "fp64", None)),
-        ({"optimizer": "muon"}, "optimizer = muon: servers update element by element"),
+        ({"optimizer": "muon"}, "--server needs elementwise updates, not optimizer = muon"),
         *(({"optimizer": rule}, None) for rule in ("adamw", "nadamw", "sgd")),
         ({"dp": 4}, None),
     ],
@@ -139,13 +143,13 @@ def test_what_servers_can_do_is_told_before_they_start(changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"staleness": 2}, "staleness = 2 and compensation = 0 are of"),
-        ({"staleness": "unbounded"}, "staleness = unbounded and compensation = 0 are of"),
-        ({"compensation": 0.25}, "staleness = 0 and compensation = 0.25 are of"),
+        ({"staleness": 2}, "staleness = 2 and compensation = 0 apply"),
+        ({"staleness": "unbounded"}, "staleness = unbounded and compensation = 0 apply"),
+        ({"compensation": 0.25}, "staleness = 0 and compensation = 0.25 apply"),
     ],
 )
 def test_options_of_servers_need_servers(changes, words):
-    with pytest.raises(ValueError, match=f"^{words} parameter servers: they need --server$"):
+    with pytest.raises(ValueError, match=f"^{words} to parameter servers only: pass --server$"):
         _ = TrainConfig(**changes).server_plan
 
 
@@ -221,7 +225,7 @@ def test_an_option_of_an_outer_optimizer_needs_one(changes, what):
     if what is None:
         assert TrainConfig().outer_rule is None
         return
-    with pytest.raises(ValueError, match=f"^{what} needs --outer-every, the steps between meet"):
+    with pytest.raises(ValueError, match=f"^{what} requires --outer-every, the steps between"):
         _ = TrainConfig(**changes).outer_rule
 
 

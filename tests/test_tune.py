@@ -130,7 +130,7 @@ def test_tiles_that_spill_do_not_fit_or_do_not_compile_are_never_run(table, caps
     refused = triton.OutOfResources(300_000, 232_448, "shared memory")
     gpu = FakeGpu({SHIPPED: 1.0, FAST: 0.5, OTHER: 0.6}, {FAST: refused})
     assert gpu.tune(table)[0] == OTHER
-    assert "q=64 k=64 warps=4 stages=3: does not launch: out of res" in capsys.readouterr().err
+    assert "q=64 k=64 warps=4 stages=3 does not launch: out of res" in capsys.readouterr().err
 
 
 def test_a_shipped_tile_that_does_not_compile_is_an_error(table) -> None:
@@ -196,17 +196,17 @@ def test_rows_replace_those_of_their_key_only(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "there is none: run it where one is, or list the tiles that compile with --dry"),
+        ([], "there is none: pass --dry --target sm_90 to only list the tiles that compile"),
         (
             ["--dry", "--output", "x.json"],
-            "--dry measures nothing and writes no table: drop x.json",
+            "--dry does not write a table: leave out --output x.json",
         ),
         (["--head-dims", "64", "257"], "head dims must be 1..256, got [257]"),
         (["--steps", "0"], "steps must be 1 or 2, got 0"),
-        (["--minutes", "0"], "need 0 < minutes <= 1440, got 0.0"),
-        (["--dry"], "TRITON_INTERPRET must not be set"),
-        (["--target", "sm_80"], "this GPU is tuned, not sm_80: that is for --dry"),
-        (["--dry", "--kernels"], "nothing to tune: --kernels, --dtypes or --head-dims are empty"),
+        (["--minutes", "0"], "minutes must be in (0, 1440], got 0.0"),
+        (["--dry"], "without TRITON_INTERPRET; unset it"),
+        (["--target", "sm_80"], "--target sm_80 requires --dry: this GPU would be tuned"),
+        (["--dry", "--kernels"], "nothing to tune: --kernels, --dtypes, or --head-dims is empty"),
     ],
 )
 def test_it_says_in_one_line_what_it_cannot_do(capsys, table, arguments, message) -> None:
@@ -229,7 +229,7 @@ def test_it_prints_old_against_new_and_sums_up(table, capsys) -> None:
         "attention_fwd bf16 64 q=128 k=64 warps=4 stages=3 1000.0 us -> "
         "q=64 k=64 warps=4 stages=3 800.0 us, 1.250 times as fast"
     )
-    assert second.endswith("q=128 k=64 warps=8 stages=2 1500.0 us, which stays")
+    assert second.endswith("q=128 k=64 warps=8 stages=2 1500.0 us, unchanged")
     assert summary.pop("seconds") >= 0
     assert summary == {
         "device": "Planted GPU", "table": table.name, "triton": triton.__version__, "tuned": 2,

@@ -152,7 +152,7 @@ def test_faults_are_named_and_float64_may_spill() -> None:
     assert fault([none], FWD) == fault([none], FWD, 16) == too_much
     assert fault("CompilationError", FWD) == "CompilationError"
     assert target_of(90) == "sm_90"
-    with pytest.raises(ValueError, match=r"compiled for sm_80, .*, and this GPU is sm_75"):
+    with pytest.raises(ValueError, match=r"this GPU \(sm_75\) is not supported: expected sm_80, "):
         target_of(75)
 
 
@@ -205,9 +205,7 @@ def test_what_is_compiled_is_the_kernels_of_the_problem_under_its_tile(monkeypat
     assert compile_tile("sm_80", FWD, FAST) == "MemoryError: full"
     made.pop(0)
     then.clear()
-    with pytest.raises(
-        RuntimeError, match=r"^attention_fwd bf16 64 launched no kernel of its own$"
-    ):
+    with pytest.raises(RuntimeError, match=r"^attention_fwd bf16 64 did not launch its kernel$"):
         compile_tile("sm_80", FWD, FAST)
 
 

@@ -1,7 +1,7 @@
 """warpweave: Triton kernel-fused parallel transformer layers.
 
-The names below are importable from here, ``from warpweave import TransformerBlock``. Each is loaded
-at its first use, so ``import warpweave`` itself imports no torch. Kernels stay in the modules of
+Import the names below from here: ``from warpweave import TransformerBlock``. Each is loaded at its
+first use, so ``import warpweave`` itself does not import torch. Kernels stay in the modules of
 their families (`warpweave.kernels` lists them).
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-# An installation has the rungs inside this folder, a checkout beside it: whole in both, also where
-# a checkout is the working folder and so comes before what is installed.
+# The lower layers (kernels, parallel, layers) are inside this folder in an installation and next to
+# it in a checkout. Both work, even if the working folder is a checkout and shadows an installation.
 if not os.path.isdir(os.path.join(__path__[0], "kernels")):
     __path__.append(os.path.dirname(__path__[0]))
 
@@ -84,7 +84,7 @@ _MODULES = {
     "parallel.mesh": ("Mesh",),
     "wrap": ("Pipeline", "Zero"),
 }
-# Where kernels are, for the message of an AttributeError.
+# The modules of kernels, for the message of an AttributeError.
 _ELSEWHERE = {
     "kernels.activation": ("activate",),
     "kernels.adamw": ("adamw_step", "sum_of_squares"),

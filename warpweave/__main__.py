@@ -15,18 +15,18 @@ _USAGE = """usage: warpweave COMMAND [OPTIONS]
 
 commands:
   train        train a GPT on text, on any mesh (warpweave train --help)
-  prove        show that a mesh computes what one plain device computes (warpweave prove --help)
+  prove        show that a mesh computes the same as one plain device (warpweave prove --help)
   plan         find the fastest layouts of a model on given GPUs (warpweave plan --help)
   doctor       check this machine: kernels, links, axes (warpweave doctor --help)
   collectives  measure all-reduce algorithms (warpweave collectives --help)
-  replay       repeat a run of parameter servers to the bit (warpweave replay --help)
+  replay       repeat a parameter-server run bit for bit (warpweave replay --help)
   sample       generate text with a trained model (warpweave sample --help)
   export       write a trained model for Hugging Face transformers (warpweave export --help)
-  tune         measure tiles on this GPU, write a table of the best (warpweave tune --help)
+  tune         measure tiles on this GPU and write the best to a table (warpweave tune --help)
 
-The last line that a command prints is one JSON object with its result."""
+Every command prints its result as one JSON object on the last line."""
 
-# Each command's options, and the program that takes them: modules with `parse` and `run`.
+# Per command, the modules of its options and its program, with `parse` and `run`.
 _COMMANDS = {
     "train": ("train.options", "train.command"),
     "prove": ("prove.options", "prove.command"),
@@ -41,8 +41,10 @@ _COMMANDS = {
 
 
 def main() -> None:
-    """Entry point of the ``warpweave`` command; Ctrl-C during the imports ends it quietly, and so
-    does a reader that has seen enough (``warpweave train --help | head``)."""
+    """Entry point of the ``warpweave`` command.
+
+    Exits quietly on Ctrl-C during the imports and on a closed pipe
+    (``warpweave train --help | head``)."""
     try:
         try:
             _main()
@@ -59,7 +61,7 @@ def _main() -> None:
     command, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
     if command in _COMMANDS:
         options, program = (f"warpweave.{name}" for name in _COMMANDS[command])
-        config = import_module(options).parse(rest)  # without torch: a wrong option is told at once
+        config = import_module(options).parse(rest)  # without torch, so that errors are immediate
         if command == "train" and config.elastic:
             program = "warpweave.train.elastic.run"
         ranks = hasattr(config, "starts_ranks")

@@ -1,7 +1,7 @@
 """Read the options of a command: one spelling of switches, and suggestions for unknown choices.
 
-``--tied`` turns a switch on and ``--no-tied`` turns it off in every command, also a switch that may
-be left open because it overrides a model preset. ``--tied False`` means ``--no-tied``.
+``--tied`` turns a switch on and ``--no-tied`` turns it off in every command, including switches
+that may be unset because they override a model preset. ``--tied False`` means ``--no-tied``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def read_command_line(
     argv: Sequence[str] | None = None,
     default: _Record | None = None,
 ) -> _Record:
-    """The options of ``warpweave COMMAND`` as a record `kind`; a wrong one ends the process with 2.
+    """Read the options of ``warpweave COMMAND`` as a record `kind`. Exit with 2 on a wrong one.
 
-    An option that is not given has its value in `default`.
+    Options that are not given have their values in `default`.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
     kinds = option_types(kind)
@@ -42,7 +42,7 @@ def read_command_line(
 
 
 def option_types(kind: type) -> dict[str, Any]:
-    """Every option's name and type, including those of the records in `kind`."""
+    """The name and type of every option, including those of nested records in `kind`."""
     hints, found = get_type_hints(kind), {}
     for item in dataclasses.fields(kind):
         factory = item.default_factory
@@ -53,14 +53,14 @@ def option_types(kind: type) -> dict[str, Any]:
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """The types of a union, except None; any other type is the only one."""
+    """The types of a union, except None; for any other type, that type alone."""
     union = get_origin(kind) in (Union, UnionType)
     return tuple(k for k in get_args(kind) if k is not type(None)) if union else (kind,)
 
 
 def spelled(kinds: dict[str, Any], words: Sequence[str]) -> list[str]:
-    """`words` as tyro reads them: a switch that may be left open is followed by True or False, any
-    other is its name with or without "no-"."""
+    """Rewrite `words` for tyro: a switch that may be unset is followed by True or False; any other
+    is its name with or without "no-"."""
     found: list[str] = []
     given = [*words]
     while given:
@@ -73,7 +73,7 @@ def spelled(kinds: dict[str, Any], words: Sequence[str]) -> list[str]:
             continue
         if on and not equals and given[:1] and given[0] in _SAID:
             value = given.pop(0)
-        if equals and (value not in _SAID or not on):  # tyro refuses it
+        if equals and (value not in _SAID or not on):  # tyro rejects it
             found.append(word)
             continue
         on = _SAID.get(value, on)
@@ -107,7 +107,7 @@ def check_choices(kinds: dict[str, Any], words: Sequence[str]) -> None:
 
 
 def choices_of(kind: Any) -> tuple[tuple[str, ...], bool]:
-    """The choices of an option, () if it may be anything else, and True if it may be several."""
+    """The choices of an option, () if it has none, and True if it accepts several values."""
     kinds = alternatives(kind)
     if several := len(kinds) == 1 and get_origin(kinds[0]) is tuple:
         kinds = alternatives(get_args(kinds[0])[0])

@@ -1,6 +1,6 @@
-"""Names of a package, each from its module when it is first asked for (PEP 562).
+"""Lazy imports: load each name of a package from its module at its first use (PEP 562).
 
-What answers a command line, or `import warpweave` itself, imports no torch that way.
+Command-line parsing and ``import warpweave`` itself therefore do not import torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def names_of(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package whose modules, by their names within it, have these names.
+    """Make the ``__getattr__`` of a package from a map of its modules to the names they define.
 
     It raises AttributeError on any other name.
     """

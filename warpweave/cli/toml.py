@@ -1,8 +1,9 @@
 """Options of a command as TOML: `read_options` reads a user's file, `write_options` writes a run's.
 
-A key is an option's name, with underscores or with hyphens as on the command line; nested records
-of options (model overrides, the plan) have no table of their own, as they have no prefix there.
-TOML has no null: a missing key is the default, which `write_options` writes as a comment.
+A key is an option's name, with underscores or with hyphens as on the command line. Nested records
+of options (model overrides, the plan) have no separate tables, just as they have no prefix on the
+command line. TOML has no null: a missing key means the default, and `write_options` writes an
+unset option as a comment.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a
 
 
 def options_of(record: Any) -> dict[str, Any]:
-    """Every option's name and value, those of the records in `record` among them."""
+    """The name and value of every option, including those of nested records in `record`."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(record):
         value = getattr(record, item.name)
@@ -34,7 +35,7 @@ def options_of(record: Any) -> dict[str, Any]:
 
 
 def with_options(record: _Record, given: dict[str, Any]) -> _Record:
-    """`record` with other values of the options `given`, by name."""
+    """`record` with the values in `given`, by option name."""
     own: dict[str, Any] = {}
     for item in dataclasses.fields(record):  # type: ignore[arg-type]
         value = getattr(record, item.name)
@@ -51,12 +52,12 @@ def read_options(
     without: tuple[str, ...] = (),
     formerly: Mapping[tuple[str, str], str] = MappingProxyType({}),
 ) -> _Record:
-    """`defaults` with the values in the TOML file at `path`. `formerly` maps values in files of
-    earlier versions to today's: {(name, then): now}.
+    """`defaults` with the values in the TOML file at `path`. `formerly` maps values from files of
+    earlier versions to current ones: {(name, then): now}.
 
     Raises:
-        ValueError: no such file, invalid TOML, a key that is not an option (or is in `without`), a
-            value of the wrong type; one line that names file and key.
+        ValueError: the file is missing, it is not valid TOML, a key is not an option (or is in
+            `without`), or a value has the wrong type; one line that names file and key.
     """
     try:
         found = tomllib.loads(path.read_bytes().decode())
@@ -72,7 +73,7 @@ def read_options(
         if name not in kinds:
             raise ValueError(f"{path}: unknown option {key!r}{did_you_mean(name, kinds)}")
         if name in given:
-            raise ValueError(f"{path}: {name} is given twice")
+            raise ValueError(f"{path}: {name} is set twice")
         try:
             if isinstance(value, str):
                 value = formerly.get((name, value), value)
@@ -85,12 +86,12 @@ def read_options(
             ) from None
     try:
         return with_options(defaults, given)
-    except ValueError as error:  # what a record checks of its own
+    except ValueError as error:  # raised by a record's own checks
         raise ValueError(f"{path}: {error}") from None
 
 
 def write_options(record: Any, without: tuple[str, ...] = ()) -> str:
-    """TOML of every option of `record`, from which `read_options` restores it."""
+    """Every option of `record` as TOML; `read_options` restores the record from it."""
     lines = []
     for name, value in options_of(record).items():
         if name not in without:
@@ -99,7 +100,7 @@ def write_options(record: Any, without: tuple[str, ...] = ()) -> str:
 
 
 def _typed_value(kind: Any, value: Any) -> Any:
-    """A TOML value converted to the type `kind`; TypeError if it is not one."""
+    """Convert a TOML value to the type `kind`; raise TypeError if it has a different type."""
     for each in alternatives(kind):
         origin, inner = get_origin(each), get_args(each)
         if origin is Literal and any(type(value) is type(x) and value == x for x in inner):
@@ -141,5 +142,5 @@ def _toml(value: Any) -> str:
         return repr(value)
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    # JSON's strings are TOML's, but for one more character that has to be escaped.
+    # JSON strings are valid TOML, except that TOML requires one more character to be escaped.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,15 +1,16 @@
-"""Who is at fault when a launch fails: what can be told from how its ranks ended, once they have.
+"""Find the rank at fault after a launch failed, from how its ranks ended.
 
-On gloo the ranks say it themselves (`launch.Session.explain`). On NCCL nothing raises: after the
-timeout of a collective NCCL's watchdog ends by SIGABRT every rank that has waited in one, so that
-the rank at fault is most likely one that it has *not* ended. What is evidence then:
+On gloo the ranks report it themselves (`launch.Session.explain`). On NCCL nothing raises: after the
+timeout of a collective, NCCL's watchdog ends every rank that waits in one by SIGABRT, so the rank
+at fault is most likely one that the watchdog has *not* ended. The evidence is:
 
-    who ended first       a rank that died otherwise is the cause, whoever aborted after it
-    who did not abort     it hung outside collectives, until it was stopped
-    flight recorder       what each rank has issued on each communicator: torch writes it to a file
-                          per rank when the watchdog ends a rank; a rank with less is behind
+    first to end          a rank that died in a different way is the cause, even if others abort
+                          later
+    rank without abort    it hung outside collectives until it was stopped
+    flight recorder       the collectives that each rank issued on each communicator; torch writes
+                          a file per rank when the watchdog ends a rank; a rank with fewer is behind
 
-The watchdog's own words are on stderr already, as the ranks share it.
+The watchdog's own messages are already on stderr, which the ranks share.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from warpweave.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended: its exit code, negative for a signal, as `multiprocessing` has it."""
+    """The end of a rank: its exit code, negative for a signal, as in `multiprocessing`."""
 
     rank: int
     code: int
 
     @property
     def aborted(self) -> bool:
-        """By SIGABRT, or as a shell reports it."""
+        """True if it ended by SIGABRT, also with a shell's exit code for it."""
         return self.code in (-signal.SIGABRT, 128 + signal.SIGABRT)
 
 
 def rank_at_fault(
     ends: list[End], mesh: Mesh, store: dist.Store, dumps: dict[int, Path] | None = None
 ) -> str | None:
-    """One line about the rank at fault, None where it reported its error itself.
+    """One line about the rank at fault; None if that rank reported its error itself.
 
     Args:
-        ends: ranks that ended badly, in the order in which they did.
+        ends: ranks that failed, in the order in which they ended.
         mesh: for the ranks' names.
-        store: that of the ranks, with their beats and perhaps their verdict.
-        dumps: what torch's flight recorder wrote on each rank; None on gloo, without a watchdog.
+        store: the ranks' store, with their heartbeats and perhaps their verdict.
+        dumps: each rank's file from torch's flight recorder; None on gloo, which has no watchdog.
     """
     first = ends[0]
     if first.aborted and dumps is not None:
@@ -63,23 +64,23 @@ def rank_at_fault(
 
 
 def _after_abort(aborted: list[int], mesh: Mesh, store: dist.Store, dumps: dict[int, Path]) -> str:
-    """What stands against each rank where the first that ended was aborted."""
+    """The evidence about each rank if the first one to end was aborted."""
     if len(aborted) == mesh.world:
         who = "all ranks were"
     elif len(aborted) == 1:
         who = f"{mesh.describe(aborted[0])} was"
     else:
         who = f"ranks {', '.join(map(str, sorted(aborted)))} were"
-    said = [f"{who} ended by SIGABRT, as by NCCL's watchdog (its words are above)"]
+    said = [f"{who} ended by SIGABRT, probably by NCCL's watchdog (see its messages above)"]
     words = behind({rank: path.read_bytes() for rank, path in dumps.items()})
     said += [f"{mesh.describe(rank)} {what}" for rank, what in sorted(words.items())]
     if dumps:
         path = min(dumps.values())
-        said[-1] += f", says the flight recorder ({path} and others)" if words else ""
+        said[-1] += f" according to the flight recorder ({path} and others)" if words else ""
     others = [rank for rank in range(mesh.world) if rank not in aborted]
-    said += [f"not so {mesh.describe(rank)}{last_seen(store, rank)}" for rank in others]
+    said += [f"not aborted: {mesh.describe(rank)}{last_seen(store, rank)}" for rank in others]
     if len(said) == 1:
-        said.append(f"nothing names the rank at fault{last_seen(store, aborted[0])}")
+        said.append(f"cause unknown; the first to abort ended{last_seen(store, aborted[0])}")
     return "; ".join(said)
 
 
@@ -87,7 +88,7 @@ def _after_abort(aborted: list[int], mesh: Mesh, store: dist.Store, dumps: dict[
 
 
 def recorded(prefix: str | None, world: int, since: float) -> dict[int, Path] | None:
-    """The files of the ranks' flight recorders that were written after `since`; None without."""
+    """Flight recorder files of the ranks written after `since`; None without a `prefix`."""
     if prefix is None:
         return None
     files = {rank: Path(f"{prefix}{rank}") for rank in range(world)}
@@ -95,16 +96,16 @@ def recorded(prefix: str | None, world: int, since: float) -> dict[int, Path] | 
 
 
 def behind(dumps: dict[int, bytes]) -> dict[int, str]:
-    """Of the ranks with a dump of torch's flight recorder (version 2) those that have issued fewer
-    collectives on a communicator than another member, and the first one that each did not join."""
-    issued: dict[str, dict[int, int]] = defaultdict(dict)  # communicator -> rank -> how many
+    """Ranks that issued fewer collectives on a communicator than another member did, and the first
+    collective that each did not join; from dumps of torch's flight recorder (version 2)."""
+    issued: dict[str, dict[int, int]] = defaultdict(dict)  # communicator -> rank -> count
     names: dict[tuple[str, int], str] = {}
     read = {rank: values for rank, data in dumps.items() if (values := _constants(data))}
     for rank, values in read.items():
         field: dict[object, Any] = {}
         for key, value in itertools.pairwise(values):
             field[key] = value
-            if key == "ranks":  # of the communicator "name", as JSON
+            if key == "ranks":  # the members of the communicator "name", as JSON
                 for member in read.keys() & json.loads(value):
                     issued[field["name"]].setdefault(member, 0)
             if key == "is_p2p" and value is False:  # the last field of an entry
@@ -121,8 +122,8 @@ def behind(dumps: dict[int, bytes]) -> dict[int, str]:
 
 
 def _constants(data: bytes) -> list[Any]:
-    """Strings, numbers and truth values of a pickle in the order in which they stand: its opcodes
-    are listed, none is executed. Empty where it is cut short, as of a rank killed while writing."""
+    """Strings, numbers, and booleans of a pickle in their order in the file. Opcodes are listed and
+    never executed. Empty if the file is truncated, as when a rank is killed while writing."""
     memo: dict[Any, object] = {}
     last: object = None
     found: list[object] = []

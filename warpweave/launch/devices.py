@@ -1,7 +1,7 @@
-"""The device that a rank computes on, and in one line each what is wrong with the GPUs at hand.
+"""The device of each rank, and one-line errors for GPUs that cannot be used.
 
-A rank on a GPU needs one of its own, and NCCL. There is no step down to the CPU from GPUs that
-cannot be used: ``--device cpu`` asks for it. A machine that shows no GPU is a CPU.
+A rank on a GPU needs a GPU to itself, and NCCL. If GPUs cannot be used, ranks do not fall back to
+the CPU: pass ``--device cpu``. On a machine without visible GPUs, ranks compute on the CPU.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from warpweave.launch.processes import DRIVER
 from warpweave.parallel.group_options import nccl_options
 from warpweave.parallel.mesh import Mesh
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # by the type of the device
-_OVERLAPPING = 12030  # CUDA of the driver from which on ordered launches may overlap
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # by device type
+_OVERLAPPING = 12030  # first CUDA version of the driver in which ordered launches may overlap
 
 
 def gpu_count() -> int:
-    """GPUs that this process is shown; does not start CUDA where torch can ask the driver."""
+    """Number of GPUs visible to this process; does not start CUDA if torch can ask the driver."""
     return torch.cuda.device_count()
 
 
@@ -34,13 +34,13 @@ def choose_backend(local_world: int, asked: str | None = None, *, launched: bool
     """ "nccl" if `local_world` ranks of this machine compute on GPUs, "gloo" if on its CPU.
 
     Args:
-        local_world: ranks on this machine.
-        asked: "nccl", "gloo", or None for GPUs where there are any.
-        launched: by `launch.launch`, so that all ranks are shown the same GPUs; another launcher
-            (SLURM) may show each rank its own only.
+        local_world: number of ranks on this machine.
+        asked: "nccl", "gloo", or None for GPUs if there are any.
+        launched: `launch.launch` starts the ranks, so all of them see the same GPUs; a different
+            launcher (SLURM) may show each rank only its own.
 
     Raises:
-        ValueError: GPUs were asked for or are there, and these ranks cannot use them.
+        ValueError: GPUs were requested or exist, but these ranks cannot use them.
     """
     if asked == "gloo":
         return asked
@@ -48,41 +48,41 @@ def choose_backend(local_world: int, asked: str | None = None, *, launched: bool
     if not gpus:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         if asked == "nccl":
-            raise ValueError(f"this process is shown no GPU by torch {torch.__version__}")
+            raise ValueError(f"torch {torch.__version__} sees no GPU")
         if DRIVER.exists() and not hidden:
             raise ValueError(
-                f"this machine has NVIDIA's driver, but torch {torch.__version__} finds no GPU: "
-                f"install one for its CUDA, {instead}"
+                f"this machine has NVIDIA's driver, but torch {torch.__version__} sees no GPU: "
+                f"install a torch build for its CUDA version, {instead}"
             )
         return "gloo"
     if local_world > 1 and not dist.is_nccl_available():
         raise ValueError(
             f"torch {torch.__version__} has no NCCL, which {local_world} ranks on GPUs need: "
-            f"install one that has, {instead}"
+            f"install a torch build that has it, {instead}"
         )
     if gpus < local_world and (launched or gpus > 1):
         raise ValueError(
-            f"{gpus} GPU(s) are too few for {local_world} ranks: start as many ranks, {instead}"
+            f"{gpus} GPU(s) are too few for {local_world} ranks: start one rank per GPU, {instead}"
         )
     return "nccl"
 
 
 def share_cores(processes: int) -> None:
-    """Give torch this process's share of the cores, of as many as compute on this machine's CPU."""
+    """Limit torch's threads to this process's share of the cores, among `processes` of them."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // processes))
 
 
 def prepare_nccl() -> None:
-    """Set for this process, before CUDA starts, what many communicators on one GPU need.
+    """Set the environment that many communicators on one GPU need; call before CUDA starts.
 
-    A layout may have 14 streams; CUDA gives 8 of them a hardware queue of their own, and an
-    operation behind a receive that waits, in one queue, waits for it (CUDA Programming Guide,
-    CUDA_DEVICE_MAX_CONNECTIONS, at most 32). NCCL from 2.26 on can keep the operations of all
-    communicators of a GPU in the order in which the host issued them (NCCL User Guide,
-    NCCL_LAUNCH_ORDER_IMPLICIT): none starts while an earlier one has no room. Drivers below CUDA
-    12.3 would finish each before the next, so that a receive that is posted early would hold back
-    what it waits for: there it stays unset. What the user has set stays.
+    A layout may use 14 streams. CUDA has 8 hardware queues by default, and an operation queued
+    behind a waiting receive waits for it (CUDA Programming Guide, CUDA_DEVICE_MAX_CONNECTIONS, at
+    most 32). NCCL 2.26 and later can keep the operations of all communicators of a GPU in the order
+    in which the host issued them (NCCL User Guide, NCCL_LAUNCH_ORDER_IMPLICIT): none starts while
+    an earlier one has no room. Drivers below CUDA 12.3 would finish each operation before the next,
+    so a receive that is posted early would block the operation it waits for; there the variable is
+    not set. Values set by the user are kept.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if torch._C._cuda_getDriverVersion() >= _OVERLAPPING:  # type: ignore[attr-defined]
@@ -90,8 +90,10 @@ def prepare_nccl() -> None:
 
 
 def take_device(asked: str | None, *, launched: bool) -> tuple[str, torch.device, dict[str, Any]]:
-    """This process's backend, its device, made the current one, and what other ranks must know of
-    it (`disagreement`). `asked` and `launched` as for `choose_backend`, whose errors it raises."""
+    """Select this process's device. Return its backend, the device, and a description of it for
+    the other ranks (`disagreement`).
+
+    `asked`, `launched`, and errors are those of `choose_backend`."""
     world, local_world, local_rank = (
         int(os.environ.get(name, default))
         for name, default in (("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
@@ -104,7 +106,7 @@ def take_device(asked: str | None, *, launched: bool) -> tuple[str, torch.device
     device = torch.device("cuda", 0 if gpu_count() == 1 else local_rank)
     try:
         torch.cuda.set_device(device)
-        torch.cuda.mem_get_info(device)  # the first to fail on a GPU that others fill or own
+        torch.cuda.mem_get_info(device)  # fails first if other processes fill or own the GPU
         found = torch.cuda.get_device_properties(device)
     except RuntimeError as error:
         return backend, device, {"name": str(device), "problem": str(error).splitlines()[0]}
@@ -114,8 +116,9 @@ def take_device(asked: str | None, *, launched: bool) -> tuple[str, torch.device
 def disagreement(
     store: dist.Store | None, rank: int, mesh: Mesh, own: dict[str, Any]
 ) -> str | None:
-    """Exchange what `take_device` said over the store (None: a single rank); why these ranks cannot
-    compute, the same line on all of them, or None."""
+    """Exchange the descriptions from `take_device` over the store (None for a single rank).
+
+    Returns the reason why these ranks cannot compute together, the same on all, or None."""
     if store is None:
         return refusal([own], mesh)
     store.set(f"device/{rank}", json.dumps(own))
@@ -124,7 +127,7 @@ def disagreement(
 
 
 def refusal(devices: list[dict[str, Any]], mesh: Mesh) -> str | None:
-    """Why ranks with these devices, in their order, cannot compute together, or None."""
+    """The reason why ranks with these devices, in rank order, cannot compute together, or None."""
     ranks: dict[str, list[int]] = defaultdict(list)
     kinds: dict[str, int] = {}
     for rank, device in enumerate(devices):
@@ -132,25 +135,26 @@ def refusal(devices: list[dict[str, Any]], mesh: Mesh) -> str | None:
         if "problem" in device:
             return f"{mesh.describe(rank)} cannot use {name}: {device['problem']}"
         if "MIG" in name.split() and len(devices) > 1:
-            return f"{mesh.describe(rank)} has {name}, a MIG slice, which NCCL does not connect"
+            return f"{mesh.describe(rank)} has {name}, a MIG slice, which NCCL does not support"
         kinds.setdefault(name, rank)
         if "uuid" in device:
             ranks[device["uuid"]].append(rank)
     for uuid, sharing in ranks.items():
         if len(sharing) > 1:
             return (
-                f"ranks {', '.join(map(str, sharing))} are shown one GPU ({uuid}) and need one "
-                "each: start as many ranks as GPUs, or pass --device cpu"
+                f"ranks {', '.join(map(str, sharing))} share one GPU ({uuid}), but need one each: "
+                "start one rank per GPU, or pass --device cpu"
             )
     if len(kinds) > 1:
         found = ", ".join(f"{mesh.describe(rank)} has {name}" for name, rank in kinds.items())
-        return f"ranks must compute alike, on devices of one kind, but {found}"
+        return f"all ranks must compute on the same kind of device, but {found}"
     return None
 
 
 def connect(device: torch.device, store: dist.Store, rank: int, world: int, timeout: float) -> None:
-    """Make the default process group: NCCL on GPUs, with no more thread blocks than kernels leave
-    free for it (`leaving`), else gloo."""
+    """Create the default process group: NCCL on GPUs, otherwise gloo.
+
+    NCCL uses at most the thread blocks that kernels leave free for it (`leaving`)."""
     nccl, limit = device.type == "cuda", timedelta(seconds=timeout)
     dist.init_process_group(
         "nccl" if nccl else "gloo",

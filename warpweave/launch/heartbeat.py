@@ -1,18 +1,19 @@
-"""Heartbeats: what each rank tells of itself through the store, and by them who is at fault.
+"""Heartbeats: each rank reports its progress through the store, which reveals the rank at fault.
 
     beat/R     [step, phase, its time, liveness, waits, place]: twice a second, by a thread
-    failed/R   the error that the rank met in its main thread
+    failed/R   the error raised in the rank's main thread
 
-The thread beats whatever the main thread does, and looks where that one is. So after an error
+The thread beats whatever the main thread does, and records where the main thread is. After an
+error:
 
-    no new beat                      the process is dead, stopped, or stuck in C with the
-                                     interpreter's lock: it is at fault, and no other rank is
+    no new beat                      the process is dead, stopped, or stuck in C holding the
+                                     interpreter lock: it is at fault, and no other rank is
     beats, outside of a collective   stuck or late, while the others timed out: at fault
     beats, waits in a collective     a victim like the rank that asks; so is one with an error
 
-What cannot be known: of ranks that all wait in collectives, which one is in the wrong one; of one
-that does not beat, whether it is dead (its launcher knows); of a rank on NCCL, whose main thread
-waits for its stream and not in a collective, whether it is a victim (`blame`).
+Heartbeats do not show which rank is in the wrong collective if all ranks wait in one, or whether a
+silent rank is dead (its launcher knows). On NCCL they do not show whether a rank is a victim,
+because its main thread waits for its stream and not in a collective (`blame`).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _TORCH = os.path.dirname(dist.__file__)
 
 
 class Beat(NamedTuple):
-    """The last word of a rank: its progress, when that was (Unix time), a number that grows as long
-    as it lives, and whether its main thread waits for other ranks, and where it is."""
+    """A rank's heartbeat: its progress and the Unix time of that, a number that grows while it
+    lives, whether its main thread waits for other ranks, and that thread's place."""
 
     step: int
     phase: str
@@ -49,7 +50,7 @@ class Beat(NamedTuple):
 
 
 class Heartbeat:
-    """This rank's beats into `store`; made in its main thread."""
+    """This rank's heartbeats, written to `store`; create it in the main thread."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._key = store, f"beat/{rank}"
@@ -63,12 +64,12 @@ class Heartbeat:
         self._publish(self._store)
 
     def start(self) -> None:
-        """Beat until `stop` or the interpreter's end, or as long as there is a store."""
+        """Beat until `stop`, the interpreter's exit, or the end of the store."""
         self._thread.start()
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Beat no more, and wait for a beat under way: a thread that returns from the store's C++
+        """Stop, and wait for a beat under way: a thread that returns from the store's C++ code
         while the interpreter shuts down aborts the process."""
         atexit.unregister(self.stop)
         self._ended.set()
@@ -76,8 +77,8 @@ class Heartbeat:
             self._thread.join(SILENCE)
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # dist.DistError is one: the store's process has ended
-            # A connection of its own: a wait for a key in the main thread holds that one's.
+        with suppress(RuntimeError):  # includes dist.DistError: the store's process has ended
+            # A separate connection, because the main thread's is blocked while it waits for a key.
             store = self._store.clone()  # type: ignore[attr-defined]
             self._publish(store)
             while not self._ended.wait(INTERVAL):
@@ -90,8 +91,9 @@ class Heartbeat:
 
 
 def where(frame: FrameType | None) -> tuple[bool, str]:
-    """Whether a thread whose innermost frame is `frame` waits for other ranks, and its place: it
-    does in a function of torch.distributed, and in a call of any ``wait()``."""
+    """(True if a thread waits for other ranks, its place), from its innermost frame.
+
+    A thread waits if it is in a function of torch.distributed or in a call of any ``wait()``."""
     if frame is None:
         return False, "no place"
     code, line = frame.f_code, frame.f_lineno or 0  # None between two lines
@@ -114,13 +116,14 @@ def last_seen(store: dist.Store, rank: int) -> str:
 
 
 def _known(store: dist.Store) -> bool:
-    """Whether a rank has said why it failed, or who is at fault."""
+    """True if a rank has reported why it failed, or the rank at fault."""
     return any(store.add(key, 0) > 0 for key in ("causes", "speakers"))
 
 
 def at_fault(store: dist.Store, rank: int, world: int) -> dict[int, str]:
-    """Of `world` ranks those at fault for the lost connection that `rank` has met, and why; empty
-    where one has said so itself, or nobody can be named. Waits for beats, up to `SILENCE`."""
+    """The ranks at fault for the lost connection of `rank`, with reasons.
+
+    Empty if a rank has reported it, or if none can be named. Waits for beats, up to `SILENCE`."""
 
     def excused(other: int) -> bool:
         return other == rank or store.check([f"failed/{other}"])
@@ -134,7 +137,7 @@ def at_fault(store: dist.Store, rank: int, world: int) -> dict[int, str]:
     if _known(store):
         return {}
     if silent:
-        return {o: f"no word from {{}}: it died or hangs{last_seen(store, o)}" for o in silent}
+        return {o: f"no heartbeat from {{}}: it died or hangs{last_seen(store, o)}" for o in silent}
     texts = [store.get(f"failed/{o}") for o in range(world) if store.check([f"failed/{o}"])]
     if not any(b"imed out" in text or b"imeout" in text for text in texts):
         return {}

@@ -1,4 +1,4 @@
-"""Stopping a run by signals: one decision for the process that starts ranks, for ranks, servers."""
+"""Stopping a run by signals: one rule for ranks, servers, and the process that starts them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import time
 from typing import Any
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ONE = 2.0  # seconds after the first signal in which others are the same stop
+ONE = 2.0  # seconds after the first signal in which further ones count as the same stop
 
 
 class Interrupt:
-    """A first signal asks for a stop after the current step, with a checkpoint; a second one raises
-    KeyboardInterrupt, once.
+    """Requests a stop at the first signal; raises KeyboardInterrupt at the second.
 
-    SIGINT, SIGTERM and SIGHUP are alike. Those within two seconds of the first are one stop, since
-    it often comes twice: Ctrl-C from the terminal to ranks and to what started them, which passes
-    it on; ``timeout`` signals its child and then the child's group; a finger bounces.
+    The run stops after the current step, with a checkpoint; KeyboardInterrupt is raised once.
+    SIGINT, SIGTERM, and SIGHUP are treated the same. Signals within two seconds of the first count
+    as one stop, since a stop often arrives twice: the terminal sends Ctrl-C to the ranks and to
+    their parent, which passes it on; ``timeout`` signals its child and then the child's group; a
+    key press bounces.
 
     Attributes:
         number: the first signal; None until there is one.
-        again: a second one came.
+        again: True after a second signal.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class Interrupt:
         self._before: dict[int, Any] = {}
 
     def listen(self) -> None:
-        """Take over the signals; in the main thread. A SIGHUP that is ignored stays so (nohup)."""
+        """Install the handlers, in the main thread. An ignored SIGHUP stays ignored (nohup)."""
         for number in STOPS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._handle))

@@ -1,15 +1,15 @@
-"""Processes of a run on one machine: each started with signals blocked, none outlives its parent.
+"""Processes of a run on one machine: they start with signals blocked and end with their parent.
 
-A rank needs three seconds of a processor for its imports. Ranks on the CPU are forked, therefore,
-from one process that has done them (Linux):
+A rank's imports need three seconds of CPU time. Ranks on the CPU are therefore forked from one
+process that has finished the imports (Linux):
 
     this process --- spawns ---> fork server --- forks ---> rank 0, rank 1, ...
          | <--- (pid, exit code) ---- |
 
-and start again at once. On GPUs each is a new interpreter, as a process that has looked at CUDA
-cannot be forked, nor one with threads, which modules may start when they are imported.
-multiprocessing has a fork server, too: one for the whole program, with the environment in which it
-was first used, and alive until its last child ends.
+Restarts are then immediate. On GPUs each rank is a new interpreter, because a process that has used
+CUDA cannot be forked. Neither can a process with threads, which modules may start when they are
+imported. multiprocessing's own fork server is not used: there is one for the whole program, with
+the environment of its first use, and it lives until its last child ends.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from typing import Any, NoReturn
 
 from warpweave.launch.interrupt import STOPS
 
-DUMPS = "TORCH_FR_DUMP_TEMP_FILE"  # the prefix of flight recorders' files; torch appends the rank
-DRIVER = Path("/proc/driver/nvidia/version")  # there where CUDA may be
+DUMPS = "TORCH_FR_DUMP_TEMP_FILE"  # prefix of flight recorder files; torch appends the rank
+DRIVER = Path("/proc/driver/nvidia/version")  # exists on machines that may have CUDA
 
 
 def under_torchrun() -> bool:
@@ -45,16 +45,18 @@ def under_torchrun() -> bool:
 
 
 def no_cache() -> dict[str, str]:
-    """The environment in which torch.compile makes no folder for its cache: custom operators import
-    it, but no rank compiles."""
+    """Environment variables that keep torch.compile from creating a cache folder: custom operators
+    import it, but no rank compiles."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     return {name: os.environ.get(name, tempfile.gettempdir())}
 
 
 def told_ranks(backend: str, folder: str) -> dict[str, str]:
-    """The environment in which ranks start. On gloo their log is silent, since one rank says in one
-    line why it failed; on NCCL the watchdog speaks in it, and flight recorders write to `folder`,
-    unless the user has named another place."""
+    """Environment variables for the ranks.
+
+    On gloo torch's log is silent, since one rank reports in one line why it failed. On NCCL the
+    watchdog writes to the log, and flight recorders write to `folder`, unless the user has set a
+    different place."""
     told = no_cache()
     if backend == "gloo":
         return told | {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
@@ -64,7 +66,7 @@ def told_ranks(backend: str, folder: str) -> dict[str, str]:
 
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """For processes that are started meanwhile; afterwards this process has its own."""
+    """Set environment variables for processes started in this block; restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -75,29 +77,30 @@ def environment(**values: str) -> Iterator[None]:
 
 
 class Processes:
-    """What starts the processes of a run, and ends them.
+    """Starts and ends the processes of a run.
 
-    They start with the signals of `STOPS` blocked and unblock them when they listen, so that one
-    that comes earlier is neither lost nor a traceback. To be used in the main thread.
+    Processes start with the signals of `STOPS` blocked and unblock them when they have handlers, so
+    an early signal is neither lost nor causes a traceback. Use this class in the main thread.
 
     Args:
-        module: all are forked from a process that has imported it; None for new interpreters.
+        module: fork all processes from one that has imported this module; None for new
+            interpreters.
 
     Attributes:
-        started: those that `end` would end.
+        started: the processes that `end` would end.
     """
 
     def __init__(self, module: str | None = None) -> None:
         self.started: list[BaseProcess | Forked] = []
-        self._ended: set[BaseProcess | Forked] = set()  # those whose end `wait` has seen
+        self._ended: set[BaseProcess | Forked] = set()  # processes that `wait` has seen ended
         self._module = module if sys.platform == "linux" else None
         self._server = None if self._module is None else _ForkServer(self._module)
 
     @classmethod
     def early(cls, module: str) -> Processes | None:
-        """Those of ranks on the CPU, whose `module` is imported while this process imports it, too.
+        """Prepare processes for ranks on the CPU; they import `module` while this process does.
 
-        None where ranks may be on GPUs, or torchrun has started them.
+        None if ranks may run on GPUs, or if torchrun started them.
         """
         if DRIVER.exists() or under_torchrun():
             return None
@@ -106,21 +109,22 @@ class Processes:
 
     @classmethod
     def of(cls, entry: Callable[..., Any], backend: str, early: Processes | None) -> Processes:
-        """Those of processes that run `entry` on `backend`: `early`, if that is there, on gloo.
+        """Processes that run `entry` on `backend`; on gloo these are `early`, if given.
 
-        Never forked on another one: torch may have looked at a GPU, and is silent in `early`.
+        On other backends they are never forked: torch may have used a GPU, and its log is silent in
+        `early`.
         """
         if backend != "gloo":
             return cls()
-        return early or cls(getattr(entry, "func", entry).__module__)  # it may be a partial
+        return early or cls(getattr(entry, "func", entry).__module__)  # `entry` may be a partial
 
     def start(self, target: Callable[..., Any], *args: Any) -> BaseProcess | Forked:
-        """Run ``target(*args)`` in a process with this one's environment.
+        """Run ``target(*args)`` in a new process with this one's environment.
 
-        `target` is a module-level function, `args` can be pickled.
+        `target` is a module-level function; `args` must be picklable.
 
         Raises:
-            ChildProcessError: the fork server ended meanwhile.
+            ChildProcessError: the fork server has ended.
         """
         if self._server and not self._server.process.is_alive():
             self._server = _ForkServer(self._module)
@@ -131,7 +135,7 @@ class Processes:
         return started
 
     def wait(self, timeout: float) -> None:
-        """Until a process has ended, `timeout` seconds at most."""
+        """Wait until a process has ended, at most `timeout` seconds."""
         running = [p for p in self.started if p not in self._ended]
         if all(p.exitcode is None for p in running):  # none has ended since the last call
             sentinels = [p.sentinel for p in running if isinstance(p, BaseProcess)]
@@ -140,7 +144,7 @@ class Processes:
         self._ended = {p for p in self.started if p.exitcode is not None}
 
     def end(self) -> None:
-        """Kill those that still run, and wait until they are gone."""
+        """Kill the running processes and wait until they are gone."""
         end(self.started)
         self.started.clear()
 
@@ -156,19 +160,19 @@ class Processes:
 
 
 def end(processes: Collection[BaseProcess | Forked]) -> None:
-    """Kill those that still run, and wait until they are gone."""
+    """Kill the running processes and wait until they are gone."""
     for process in processes:
         process.kill()
     for process in processes:
         if isinstance(process, Forked):
             process.join(10.0)
             if process.exitcode is None:
-                process.server.kill()  # it is stuck, and all that it has forked end with it
+                process.server.kill()  # it is stuck; all processes that it forked end with it
         process.join()
 
 
 class Forked:
-    """A process that was forked: what is needed here of multiprocessing's interface."""
+    """A forked process, with the part of multiprocessing's interface that is needed here."""
 
     def __init__(self, server: _ForkServer, pid: int) -> None:
         self._server, self.pid = server, pid
@@ -176,30 +180,30 @@ class Forked:
 
     @property
     def server(self) -> BaseProcess:
-        """The process that has forked it."""
+        """The process that forked this one."""
         return self._server.process
 
     @property
     def exitcode(self) -> int | None:
-        """None while it runs, negative for a signal."""
+        """The exit code: None while the process runs, negative for a signal."""
         self._server.read()
         return self._code
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self._send(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         self._send(signal.SIGTERM)
 
     def _send(self, number: int) -> None:
         if self.exitcode is None:
-            with suppress(ProcessLookupError):  # it ends this moment
+            with suppress(ProcessLookupError):  # it may just have ended
                 os.kill(self.pid, number)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, `timeout` seconds at most."""
+        """Wait until it has ended, at most `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
         while self.exitcode is None:
             left = None if until is None else until - time.monotonic()
@@ -208,11 +212,11 @@ class Forked:
 
 
 class _ForkServer:
-    """This process's side of it.
+    """This process's end of the fork server.
 
     Attributes:
         process: the server.
-        pipe: to it go what to run, from it come pids and exit codes.
+        pipe: sends what to run; receives pids and exit codes.
     """
 
     def __init__(self, module: str) -> None:
@@ -224,7 +228,7 @@ class _ForkServer:
         self._running: dict[int, Forked] = {}
 
     def forks(self) -> bool:
-        """Whether it has no threads; waits until it has imported its module."""
+        """Return True if the server has no threads; wait until it has imported its module."""
         if self._forks is None:
             self._forks = self._received()
         return self._forks
@@ -237,15 +241,15 @@ class _ForkServer:
         return self._running[pid]
 
     def read(self) -> None:
-        """Take note of who has ended."""
+        """Record which processes have ended."""
         while self._running and self.pipe.poll():
             self._next()
 
     def _next(self) -> int | None:
-        """Read a message; the pid of a process that was started."""
+        """Read a message. Return the pid if it reports a started process."""
         try:
             pid, code = self._received()
-        except ChildProcessError:  # they have ended with it
+        except ChildProcessError:  # the server's children have ended with it
             if not self._running:
                 raise
             pid, code = next(iter(self._running)), -signal.SIGKILL
@@ -269,13 +273,13 @@ class _ForkServer:
 
 
 def _serve(pipe: connection.Connection, module: str) -> None:
-    """The fork server. It leaves without waiting for its children, which end with it."""
+    """Run the fork server. It exits without waiting for its children, which end with it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = 1
     try:
         import_module(module)
         gc.collect()
-        gc.freeze()  # a collection would write to all pages that the forked share
+        gc.freeze()  # a collection would write to all pages that forked processes share
         forks = len(os.listdir("/proc/self/task")) == 1
         pipe.send(forks)
         if forks:
@@ -289,7 +293,7 @@ def _serve(pipe: connection.Connection, module: str) -> None:
 
 
 def _fork_as_told(pipe: connection.Connection) -> NoReturn:
-    """Fork what is asked for, tell who has ended; EOFError when nobody asks any more."""
+    """Fork processes on request and report those that end; EOFError when the parent is gone."""
     context = multiprocessing.get_context("fork")
     running: list[Any] = []  # context.Process
     while True:
@@ -300,7 +304,7 @@ def _fork_as_told(pipe: connection.Connection) -> NoReturn:
             running.append(child)
             pipe.send((child.pid, None))
         ended = [child for child in running if child.exitcode is not None]
-        for child in sorted(ended, key=lambda child: child.exitcode):  # first who was killed
+        for child in sorted(ended, key=lambda child: child.exitcode):  # killed processes first
             running.remove(child)
             pipe.send((child.pid, child.exitcode))
 
@@ -310,15 +314,15 @@ def _forked(pipe: connection.Connection, environ: dict[str, str], given: bytes) 
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update(environ)
-    if "numpy.random" in sys.modules:  # each its own, as if it had imported it
+    if "numpy.random" in sys.modules:  # a different state in each, as after a fresh import
         sys.modules["numpy.random"].seed()
     target, args = ForkingPickler.loads(given)
     _run(target, *args)
 
 
 def _spawned(target: Callable[..., Any], *args: Any) -> BaseProcess:
-    """A new interpreter that runs ``target(*args)``."""
-    resource_tracker.ensure_running()  # it would unblock the signals
+    """Start a new interpreter that runs ``target(*args)``."""
+    resource_tracker.ensure_running()  # starting it later would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         process = multiprocessing.get_context("spawn").Process(target=_run, args=(target, *args))
@@ -334,21 +338,21 @@ def _run(target: Callable[..., Any], *args: Any) -> None:
 
 
 def end_with_parent() -> None:
-    """Kill this process as soon as the one that started it is gone, however stuck it is then.
+    """Kill this process as soon as its parent is gone, even if this process is stuck.
 
-    Linux does it, even to a process that is stopped or holds the interpreter's lock; it does so
-    when the *thread* that started this process ends, too. Elsewhere, and for a child of
+    Linux does this even to a process that is stopped or holds the interpreter lock, and also when
+    only the *thread* that started this process ends. On other systems, and for a child of
     multiprocessing's fork server, a thread waits for the end of the parent.
     """
     parent, starter = multiprocessing.parent_process(), os.getppid()
     if sys.platform == "linux" and (parent is None or parent.pid == starter):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != starter:  # it was gone before
+        if os.getppid() != starter:  # the parent was already gone
             os.kill(os.getpid(), signal.SIGKILL)
         return
 
     def watch() -> None:
-        if parent is not None:  # its pipe to this process breaks when it ends, by SIGKILL too
+        if parent is not None:  # its pipe to this process breaks when it ends, even by SIGKILL
             connection.wait([parent.sentinel])
         while parent is None and os.getppid() == starter:
             time.sleep(0.5)
@@ -359,8 +363,10 @@ def end_with_parent() -> None:
 
 @contextmanager
 def starting(early: Processes | None) -> Iterator[Processes | None]:
-    """For a command that starts its ranks in `early`, if that is there: this process, in which
-    nothing else has worked, then ends without torch's shutdown, half a second of a processor."""
+    """Run a command that starts its ranks in `early`, if given.
+
+    This process then exits without torch's shutdown, which takes half a second of CPU time; it has
+    done no other work."""
     try:
         with early or nullcontext():
             yield early
@@ -373,8 +379,8 @@ def starting(early: Processes | None) -> Iterator[Processes | None]:
 def leave(code: int) -> NoReturn:
     """End this process without the interpreter's shutdown.
 
-    Threads of process groups may outlive it: after a run that went well, one rank in some dozens
-    was seen to abort (torch 2.13, "terminate called without an active exception").
+    Threads of process groups may outlive the shutdown: after successful runs, one rank in some
+    dozens aborted (torch 2.13, "terminate called without an active exception").
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,11 +1,11 @@
-"""Ranks: started, watched and started again, connected, with errors that name the rank that failed.
+"""Start, watch, restart, and connect ranks, with errors that name the rank that failed.
 
-On one machine every socket of ours listens on loopback only. Under ``torchrun`` (one machine or
-several) the launcher has opened its store already, on every interface, and we join it.
+On one machine all of our sockets listen on loopback only. Under ``torchrun`` (one machine or
+several) the launcher has already opened its store on every interface, and we join it.
 
-Signals (`interrupt`): `launch` passes the first one on, once, as SIGTERM; ranks finish their step
-and save. A second one kills them. Ranks start with them blocked (`processes`) and `join` unblocks
-them. If `launch`'s own process or torchrun dies, by SIGKILL too, its ranks end at once.
+Signals (`interrupt`): `launch` passes on the first one, once, as SIGTERM; ranks finish their step
+and save. A second one kills them. Ranks start with signals blocked (`processes`), and `join`
+unblocks them. If `launch`'s own process or torchrun dies, even by SIGKILL, its ranks end at once.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from warpweave.launch.processes import (
 )
 from warpweave.parallel.mesh import Mesh
 
-# Seconds after a rank's failure in which the others must have ended; on NCCL their flight recorders
-# write first, and communicators are aborted. None after a death or a verdict, which says enough.
+# Seconds that the others have to end after a rank failed; on NCCL they first write the flight
+# recorder's files and abort communicators. Zero after a death or a verdict, which is sufficient.
 _LINGER = {"gloo": SILENCE + 1.0, "nccl": 30.0}
 
-# Of torchrun's environment: whether it keeps the ranks' store, and how often it has restarted them.
+# torchrun's variables: whether it keeps the ranks' store, and how often it has restarted the ranks.
 _AGENTS_STORE, _ATTEMPT = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
 
 
 class Stopped(SystemExit):
-    """Signal `number` asked this process to end: 128 + that, or what a rank then failed with."""
+    """Exit after signal `number`, with 128 + number or the code that a rank then failed with."""
 
     def __init__(self, number: int, code: int = 0) -> None:
         super().__init__(code or 128 + number)
@@ -72,17 +72,17 @@ def launch(
     max_restarts: int = 0,
     processes: Processes | None = None,
 ) -> Any:
-    """Run ``entry(*args, port)`` on every rank of `mesh` on this machine; rank 0's result.
+    """Run ``entry(*args, port)`` on every rank of `mesh` on this machine. Return rank 0's result.
 
-    `port` is where this process keeps the ranks' store, for `join`; the store outlives any rank, so
-    that the survivors can ask it who is missing. `entry` must be importable (a module-level
-    function) and its result one of JSON. `backend` is that on which the ranks will `join`. After a
-    failure, but no refusal (exit code 2), all ranks are started again up to `max_restarts` times.
-    `processes` are those in which the ranks run if they were prepared earlier, on gloo. Must be
+    `port` is the port of the ranks' store in this process, for `join`. The store outlives any rank,
+    so survivors can find out which rank is missing. `entry` must be importable (a module-level
+    function), and its result must be JSON. `backend` is the one that the ranks will `join` with.
+    After a failure, but not after a refusal (exit code 2), all ranks are restarted up to
+    `max_restarts` times. `processes` runs the ranks if it was prepared earlier, on gloo. Must be
     called from the main thread.
 
-    Exits with a rank's exit code (1 for one that died) if a rank fails, with `Stopped` if a signal
-    came; no rank outlives this call.
+    Exits with a rank's exit code (1 if the rank died) if a rank fails, and with `Stopped` after a
+    signal. No rank outlives this call.
     """
     kept, began, dumps = keep_store(), time.time(), None
     folder = tempfile.mkdtemp(prefix="warpweave-") if backend == "nccl" else ""
@@ -106,14 +106,14 @@ def launch(
                 failure = _failure(ends, mesh, store, interrupt.number, dumps)
                 if attempt == max_restarts or failure.code == 2 or interrupt.number is not None:
                     raise failure
-                say(f"all ranks start again, {attempt + 1} of {max_restarts} times")
+                say(f"restarting all ranks (restart {attempt + 1} of {max_restarts})")
         except KeyboardInterrupt:
             say("stopped at once, without saving")
         except ChildProcessError as error:
             say(one_line(error))
             raise SystemExit(1) from None
         finally:
-            if not dumps or DUMPS in os.environ:  # else the recorders' files are in it
+            if not dumps or DUMPS in os.environ:  # otherwise it has the flight recorders' files
                 shutil.rmtree(folder, ignore_errors=True)
     if interrupt.number is not None:
         raise Stopped(interrupt.number)
@@ -121,7 +121,7 @@ def launch(
 
 
 def keep_store() -> dist.TCPStore:
-    """A store for ranks of this machine, kept by this process, on a free port of loopback."""
+    """Open a store in this process for ranks of this machine, on a free loopback port."""
     listener = _loopback_listener(0)
     port, fd = listener.getsockname()[1], listener.detach()
     keep = {"is_master": True, "wait_for_workers": False, "master_listen_fd": fd}
@@ -131,7 +131,7 @@ def keep_store() -> dist.TCPStore:
 def _rank_process(
     rank: int, world: int, port: int, attempt: int, entry: Callable[..., Any], args: tuple
 ) -> None:
-    """One rank, in a process of its own and in the environment that torchrun gives."""
+    """Run one rank in this process, with the environment variables that torchrun would set."""
     for name, value in (("RANK", rank), ("WORLD_SIZE", world)):
         os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -144,9 +144,9 @@ def _rank_process(
 def _watch(
     processes: Processes, interrupt: Interrupt, store: dist.Store, backend: str
 ) -> list[End]:
-    """Until all ranks have ended: pass a signal on, and stop those that outlive a failure.
+    """Wait until all ranks have ended; pass on a signal, and kill ranks that outlive a failure.
 
-    The ranks that ended badly, in the order in which they did; one without a result has died.
+    Returns the ranks that failed, in the order in which they ended; one without a result has died.
     """
     running = dict(enumerate(processes.started))
     ends: list[End] = []
@@ -154,7 +154,7 @@ def _watch(
     while running:
         processes.wait(0.1)
         codes = {rank: p.exitcode for rank, p in running.items() if p.exitcode is not None}
-        for rank in sorted(codes, key=codes.__getitem__):  # at once: first who was killed
+        for rank in sorted(codes, key=codes.__getitem__):  # if simultaneous, killed ranks first
             del running[rank]
             end = End(rank, codes[rank])
             if end.code or not store.check([f"result/{rank}"]):
@@ -179,8 +179,9 @@ def _failure(
     stopped: int | None,
     dumps: dict[int, Path] | None,
 ) -> SystemExit:
-    """Report what the ranks could not report themselves; what to exit with. `stopped` is the number
-    of a signal that asked for it."""
+    """Report what the ranks could not report themselves. Return the exception to exit with.
+
+    `stopped` is the number of the signal that requested a stop."""
     code = ends[0].code
     if stopped is not None and code <= 0:
         return Stopped(stopped)
@@ -191,7 +192,7 @@ def _failure(
 
 
 def _loopback_listener(port: int) -> socket.socket:
-    """A socket that listens on 127.0.0.1 only; port 0 takes a free one."""
+    """Open a socket that listens on 127.0.0.1 only; port 0 selects a free port."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -209,13 +210,13 @@ class Session:
     """One rank's connection to the others.
 
     Attributes:
-        device: where this rank computes.
-        rank, world: in the default process group.
+        device: the device that this rank computes on.
+        rank, world: this rank and the size of the default process group.
         store: the key-value store that the ranks share; None for a single process.
         timeout: seconds that any collective may take.
-        mesh: sizes, for the names of ranks in messages.
+        mesh: the mesh's sizes, for the names of ranks in messages.
         where: the device and backend in words.
-        launched: `launch` started this rank and speaks for ranks that have fallen silent.
+        launched: `launch` started this rank and reports for ranks that are silent.
     """
 
     device: torch.device
@@ -233,13 +234,13 @@ class Session:
 
     @property
     def goes_on(self) -> bool:
-        """Whether an earlier attempt of this launch had come to `begin`."""
+        """True if an earlier attempt of this launch reached `begin`."""
         kept, attempt = getattr(self.store, "underlying_store", None), os.environ.get(_ATTEMPT, "0")
         earlier = [dist.PrefixStore(f"attempt_{n}", kept) for n in range(int(attempt)) if kept]
         return any(store.check(["begun"]) for store in earlier)
 
     def begin(self) -> None:
-        """Record that the work has begun with which a restarted launch goes on."""
+        """Record that work has begun, so that a restarted launch continues it."""
         if self.store is not None:
             self.store.set("begun", "")
 
@@ -251,9 +252,9 @@ class Session:
     def explain(self, error: BaseException, common: tuple[type, ...] = ()) -> str | None:
         """`error` as one line that names the rank at fault; None if another rank reports it.
 
-        Errors of the types in `common` are raised by all ranks alike, and name the rank themselves.
-        A rank with another error than a lost connection is the cause and reports it. For ranks that
-        lost their peers the first to know says who is at fault, by `heartbeat`.
+        Errors of the types in `common` are raised on all ranks and already name the rank. A rank
+        with any error except a lost connection is the cause and reports it. If ranks lost their
+        peers, the first one to find the rank at fault by `heartbeat` reports it.
         """
         words = one_line(error)
         text = words if isinstance(error, (ValueError, *common)) else type(error).__name__
@@ -279,20 +280,20 @@ class Session:
                 return verdict
             self.store.set("verdict", verdict)
             return None
-        except RuntimeError:  # the store is gone too, there is no one left to ask
+        except RuntimeError:  # the store is also gone
             keeper = "the process that started the ranks" if self.launched else "the launcher"
-            return f"{name} stops: {keeper} is gone"
+            return f"{name} is stopping because {keeper} is gone"
 
     def renew(self, mesh: Mesh) -> None:
-        """Replace the process groups by a fresh default one; collective over `mesh`.
+        """Replace all process groups with a new default one; collective over `mesh`.
 
         Every group keeps threads and sockets, and torch reuses the names of groups that were
-        destroyed one by one; a process that builds many engines starts over instead. The first
-        ranks stay, as many as `mesh` has; the others must have left.
+        destroyed one by one, so a process that builds many engines starts over instead. The first
+        ranks remain, as many as `mesh` has; the others must have left.
         """
         if self.store is None:
             return
-        gc.collect()  # what was built on the old groups holds them, and their threads, in cycles
+        gc.collect()  # objects built on the old groups keep them and their threads alive in cycles
         dist.destroy_process_group()
         self._renewals += 1
         self.mesh, self.world = mesh, mesh.world
@@ -313,10 +314,10 @@ def reported(
 ) -> Iterator[None]:
     """End this process on an error, after one rank has named the rank at fault in one line.
 
-    Exit code 2 for the types in `refused`, 130 for KeyboardInterrupt, else 1. Errors that are bugs
-    rather than refusals are printed with their traceback, once; `common` is as for
-    `Session.explain`. Skips the interpreter's shutdown: a process group cannot be destroyed in
-    order after a peer is gone.
+    The exit code is 2 for the types in `refused`, 130 for KeyboardInterrupt, and otherwise 1.
+    Errors that are bugs are printed with their traceback, once. `common` is as in
+    `Session.explain`. Skips the interpreter's shutdown, because a process group cannot be destroyed
+    cleanly after a peer is gone.
     """
     try:
         yield
@@ -334,7 +335,7 @@ def reported(
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether it is an error that torch.distributed raises for a lost or late peer."""
+    """True for an error that torch.distributed raises for a lost or late peer."""
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError
         and any(
@@ -350,16 +351,16 @@ def join(
     backend: str | None = None,
     port: int | None = None,
 ) -> Session:
-    """Connect this process to the others, as the launcher's environment says.
+    """Connect this process to the other ranks, by the launcher's environment variables.
 
     With one rank and no launcher there is nothing to connect, and torch keeps its threads.
-    `backend` is "gloo" (CPU), "nccl" (GPUs), or None for NCCL where there are GPUs.
-    `port` is what `launch` passes on. On the CPU the local ranks share the cores, whatever
-    OMP_NUM_THREADS says (torchrun sets it to 1).
+    `backend` is "gloo" (CPU), "nccl" (GPUs), or None for NCCL if there are GPUs. `port` comes from
+    `launch`. On the CPU the local ranks share the cores, whatever OMP_NUM_THREADS is (torchrun sets
+    it to 1).
 
     Raises:
         ValueError: the mesh does not have as many ranks as were started, or their GPUs cannot be
-            used (`devices`); the same on all ranks where they are several.
+            used (`devices`); every rank raises the same error.
     """
     env = os.environ
     if port is None and "TORCHELASTIC_RUN_ID" in env:
@@ -390,14 +391,14 @@ def join(
         session.close()
         if port is None:
             raise ValueError(line)
-        store.set("verdict", line)  # for `launch`, as no rank speaks for it
+        store.set("verdict", line)  # `launch` prints it, as no rank does
         sys.exit(2)
     connect(device, store, rank, world, timeout)
     return session
 
 
 def _store(rank: int, world: int, local_world: int, timeout: timedelta) -> dist.Store:
-    """The ranks' store: the launcher's if it keeps one, else rank 0's own.
+    """The ranks' store: the launcher's if it keeps one, otherwise rank 0's own.
 
     Keys are scoped by the launcher's attempt, because restarted gloo workers would otherwise read
     the addresses of the dead attempt and hang.

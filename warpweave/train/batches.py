@@ -1,4 +1,4 @@
-"""The batches of one data replica of a run, on its device."""
+"""Batches of one data replica, on its device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from warpweave.train.options import TrainConfig
 
 
 class Batches:
-    """What a data replica trains and is evaluated on.
+    """Training and validation batches of a data replica.
 
     Args:
-        config: the run.
-        replica: the number of the replica.
-        device: of the tensors.
+        config: the run's options.
+        replica: the replica's number.
+        device: the device of the tensors.
     """
 
     def __init__(self, config: TrainConfig, replica: int, device: torch.device) -> None:
@@ -24,7 +24,7 @@ class Batches:
         self.train, self.validation = config.open_data("train"), config.open_data("validation")
 
     def step(self, step: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """The samples of a step: tokens and labels [m, b, S], documents, and sample ids [m, b]."""
+        """Samples of a step: tokens and labels [m, b, S], documents, and sample ids [m, b]."""
         ids = self.config.plan.deal(self.config.replicas, self.config.batch)[self.replica]
         cut = self._micro_batches(*self.train.batch(step, ids.flatten().tolist()))
         return *cut, upload(ids, self.device)
@@ -37,7 +37,7 @@ class Batches:
         return self._micro_batches(*self.validation.fixed_batch(mine, count=count * c.replicas))
 
     def _micro_batches(self, *samples: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens and labels [n * b, S] as micro-batches [n, b, S] with documents."""
+        """Split tokens and labels [n * b, S] into micro-batches [n, b, S] and add documents."""
         packed = self.config.packed
         every = (*samples, boundaries(samples[1])) if packed else samples
         cut = [upload(x.unflatten(0, (-1, self.config.batch)), self.device) for x in every]

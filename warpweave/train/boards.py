@@ -1,8 +1,8 @@
 """Metrics on TensorBoard and Weights & Biases.
 
-A board gets a run's folder, the step from which it resumes, and then every row of `metrics.Metrics`
-as it is written. Neither library is needed unless its board is requested, and `check_boards` names
-a missing one before any rank is started.
+A board gets a run's folder, the step from which the run resumes, and then every row of
+`metrics.Metrics` as it is written. A library is needed only if its board is requested;
+`check_boards` reports a missing one before any rank is started.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 from warpweave.cli.messages import one_line
 
-EVENTS, WANDB = "tensorboard", "wandb"  # folders of a run, in its own
+EVENTS, WANDB = "tensorboard", "wandb"  # subfolders of a run's folder
 
 
 class Board(Protocol):
-    """What `metrics.Metrics` needs of a board."""
+    """The interface between `metrics.Metrics` and a board."""
 
     def row(self, row: dict[str, Any]) -> None:
-        """Show a row; its ``step`` never decreases, and rows of one step are consecutive."""
+        """Show a row. Its ``step`` never decreases, and rows of one step are consecutive."""
 
     def flush(self) -> None:
         """Flush, so that no row is lost if this process is killed."""
@@ -29,7 +29,7 @@ class Board(Protocol):
 
 
 class TensorBoard:
-    """Events in ``tensorboard/``; those after `step`, of a run that died later, are purged."""
+    """TensorBoard events in ``tensorboard/``; purges events after `step` from a run that died."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -37,17 +37,17 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder / EVENTS), purge_step=step + 1)
 
     def row(self, row: dict[str, Any]) -> None:
-        """A scalar for every float of the row."""
+        """Add a scalar for every float in the row."""
         for name, value in row.items():
             if isinstance(value, float):
                 self._writer.add_scalar(name, value, int(row["step"]))
 
     def flush(self) -> None:
-        """Write pending events, which may otherwise wait for two minutes."""
+        """Write pending events, which could otherwise wait two minutes."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the events' file."""
+        """Close the event file."""
         self._writer.close()
 
 
@@ -57,10 +57,10 @@ class WeightsAndBiases:
     A resumed run continues the W&B run whose id is in ``wandb/run-id``. Rows cannot be removed from
     W&B: steps that it already has, from a run that died after its last checkpoint, are not sent
     again, and an evaluation missing at the last step of an interrupted run is sent with the next
-    one. With ``WANDB_MODE=offline``, ``wandb sync --append`` joins the parts.
+    step. With ``WANDB_MODE=offline``, ``wandb sync --append`` joins the parts.
 
     Raises:
-        ValueError: W&B refuses, such as without a key (``wandb login``); one line.
+        ValueError: W&B fails, for example without a key (``wandb login``); one line.
     """
 
     def __init__(self, folder: Path, step: int, project: str, options: dict[str, Any]) -> None:
@@ -84,16 +84,16 @@ class WeightsAndBiases:
         self._first, self._owed = self._run.starting_step if known else 0, step
 
     def row(self, row: dict[str, Any]) -> None:
-        """Every number of the row, at its step."""
+        """Log every number in the row at its step."""
         numbers = {k: v for k, v in row.items() if k != "step" and isinstance(v, (int, float))}
         if row["step"] >= self._first or row["step"] == self._owed:
             self._run.log(numbers, step=max(row["step"], self._first))
 
     def flush(self) -> None:
-        """Nothing to do: W&B's own process already has the rows."""
+        """Do nothing: W&B's own process already has the rows."""
 
     def close(self) -> None:
-        """Wait until W&B has all of it."""
+        """Wait until W&B has all rows."""
         self._run.finish()
 
 
@@ -102,12 +102,12 @@ def _json_value(value: Any) -> Any:
 
 
 def check_boards(tensorboard: bool, wandb: str | None) -> None:
-    """Raise a one-line ``ImportError`` for a board that is asked for and not installed."""
+    """Raise a one-line ``ImportError`` for a board that is requested but not installed."""
     try:
         if tensorboard:
             import torch.utils.tensorboard  # noqa: F401
         if wandb is not None:
-            from wandb import init  # noqa: F401  (a folder of that name can be imported, too)
+            from wandb import init  # noqa: F401  (`import wandb` also finds a plain folder)
     except ImportError as error:
         name = "wandb" if "wandb" in str(error) else "tensorboard"
         raise ImportError(
@@ -116,7 +116,7 @@ def check_boards(tensorboard: bool, wandb: str | None) -> None:
 
 
 def open_boards(folder: Path, step: int, options: dict[str, Any]) -> list[Board]:
-    """The boards that a run's `options` ask for; the run goes on from `step`."""
+    """Open the boards that a run's `options` request; the run continues from `step`."""
     boards: list[Board] = []
     if options["tensorboard"]:
         boards.append(TensorBoard(folder, step))

@@ -1,12 +1,12 @@
-"""What a run compares between its ranks, so that they do not disagree in silence.
+"""Comparisons between the ranks of a run, so that they cannot diverge silently.
 
-    when                                      what
+    when                                      compared
     the first two steps, the first            every collective, before it is issued
-    evaluation; each with `check_collectives` (`parallel.checked`)
-    every `check_every` steps                 that, and then what replicas hold (`replicas`), and
-                                              how long each rank computed
+    evaluation; always, if `check_collectives` (`parallel.checked`)
+    every `check_every` steps                 also the replicas' state (`replicas`) and each rank's
+                                              compute time
 
-A rank's own time is that of the step without the waits for others: at collectives, where all ranks
+A rank's own time is the step's time without waits for other ranks: at collectives, where all ranks
 meet before they issue one, and for a pipeline's messages. On a GPU the host waits for its stream at
 each collective of such a step, and messages are timed by events.
 """
@@ -27,45 +27,46 @@ from warpweave.train.options import TrainConfig
 from warpweave.train.replicas import ReplicaCheck
 from warpweave.train.timeline import Marked
 
-_FIRST = 2  # steps of a process whose collectives are compared
+_FIRST = 2  # a process compares the collectives of its first steps
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on; raised on every rank."""
+    """Training cannot continue; raised on every rank."""
 
 
 class Agreement:
     """The comparisons of one rank's run.
 
     Args:
-        config: how often.
+        config: sets how often ranks are compared.
         session: this rank's connection; a single rank, without a store, compares nothing.
-        engine: what is trained.
+        engine: the engine that is trained.
     """
 
     def __init__(self, config: TrainConfig, session: Session, engine: Engine) -> None:
         self._always, self._every = config.check_collectives, config.check_every
         self._engine, self._replicas = engine, ReplicaCheck(engine)
         self._checked: CheckedCollectives | None = None
-        self._steps, self._evaluations = _FIRST, 1  # to be compared still
+        self._steps, self._evaluations = _FIRST, 1  # still to be compared
         self._data: Mapping[str, Any] = {}
-        self._own = 0.0  # seconds of the last step that was compared
+        self._own = 0.0  # own seconds of the last compared step
         if (store := session.store) is not None:
-            # A wait holds a connection, which others use.
+            # A wait would block the connection for its other users.
             store = store.clone()  # type: ignore[attr-defined]
             self._checked = CheckedCollectives(
                 store, session.mesh, session.rank, session.timeout, session.device
             )
 
     def due(self, step: int) -> bool:
-        """Whether ranks are compared after `step` steps."""
+        """True if ranks are compared after `step` steps."""
         return self._checked is not None and self._every > 0 and step % self._every == 0
 
     def of_step(
         self, step: int, began: float, data: Mapping[str, Any]
     ) -> AbstractContextManager[object]:
-        """The context of a step that `began`, whose number is `step` afterwards, on `data`
-        (`ReplicaCheck.compare`)."""
+        """A context for a step on `data` (see `ReplicaCheck.compare`).
+
+        The step starts at time `began`; afterwards its number is `step`."""
         self._steps -= 1
         if self.due(step):
             self._data = data
@@ -73,7 +74,7 @@ class Agreement:
         return self._comparing(self._steps >= 0)
 
     def of_evaluation(self) -> AbstractContextManager[object]:
-        """The context of an evaluation."""
+        """A context for an evaluation."""
         self._evaluations -= 1
         return self._comparing(self._evaluations >= 0)
 
@@ -101,8 +102,10 @@ class Agreement:
         self._own = time.perf_counter() - began - waited
 
     def after_step(self, step: int) -> dict[str, Any]:
-        """Metrics of a step: of one after which ranks are compared its slowest rank, with its own
-        seconds and the median of all ranks'. Collective.
+        """Compare the ranks if due. Collective.
+
+        Returns the metrics of a compared step: its slowest rank, that rank's own seconds, and the
+        median over all ranks.
 
         Raises:
             TrainingStopped: replicas differ.
@@ -112,7 +115,7 @@ class Agreement:
         words, seconds = self._replicas.compare(self._data, self._own)
         if words is not None:
             raise TrainingStopped(
-                f"{words} after step {step}: they must be equal bit for bit, and training stops"
+                f"{words} after step {step}: replicas must be bitwise identical; training stops"
             )
         slowest = max(seconds)
         return {"slowest_rank": seconds.index(slowest), "slowest_seconds": round(slowest, 4),

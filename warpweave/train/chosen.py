@@ -1,7 +1,7 @@
 """The checkpoint of a run that ``warpweave sample`` and ``warpweave export`` use.
 
-The newest one of a run's folder, or with ``--best`` the one with the lowest validation loss. The
-losses are those of the run's metrics and of the progress that the newest checkpoint records.
+It is the newest one in the run's folder or, with ``--best``, the one with the lowest validation
+loss. The losses come from the run's metrics and from the progress in the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class ChosenCheckpoint:
     """A checkpoint of a run.
 
     Attributes:
-        path: its folder.
-        step: its step.
+        path: the checkpoint's folder.
+        step: the checkpoint's step.
         val_loss: the validation loss at that step; None if the run was not evaluated there.
-        hint: if the newest checkpoint of a run was chosen, the step at which the loss was lower; ""
-            if there is none.
+        hint: if the newest checkpoint was chosen and the loss was lower at another step, that step
+            in words; otherwise "".
     """
 
     path: Path
@@ -38,12 +38,12 @@ class ChosenCheckpoint:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The checkpoint in a command's result."""
+        """The checkpoint's fields in a command's result."""
         loss = None if self.val_loss is None else round(self.val_loss, 4)
         return {"checkpoint": str(self.path), "step": self.step, "val_loss": loss}
 
     def describe(self) -> str:
-        """The checkpoint in one line, with the hint."""
+        """A one-line description of the checkpoint, with the hint."""
         loss = "not evaluated"
         if self.val_loss is not None:
             loss = f"validation loss {self.val_loss:.4f}"
@@ -51,19 +51,19 @@ class ChosenCheckpoint:
 
 
 def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
-    """The newest or the `best` checkpoint of a run's folder; a checkpoint's folder is itself.
+    """The newest or the `best` checkpoint of a run's folder, or the checkpoint `folder` itself.
 
-    None for a folder that is neither.
+    Returns None for any other folder.
 
     Raises:
-        ValueError: `best` for a folder that is not a run's, for a run that was not evaluated, or
-            for one whose best checkpoint was not kept.
+        ValueError: `best` is set and the folder is not a run's, the run was not evaluated, or its
+            best checkpoint was not kept.
         CheckpointError: the newest checkpoint is damaged.
     """
     step = find_step(folder)
     if best and step in (None, folder):
-        what = "one checkpoint" if step else "no run of warpweave train"
-        raise ValueError(f"--best requires the folder of a run, and {folder} is {what}")
+        what = "a single checkpoint" if step else "not a run of warpweave train"
+        raise ValueError(f"--best requires a run's folder, but {folder} is {what}")
     if step is None:
         return None
     manifest = read_manifest(step)
@@ -72,14 +72,14 @@ def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
     if step == folder or (not best and not losses):
         return chosen
     if not losses:
-        raise ValueError(f"--best needs a validation loss, and {folder} has none: leave it out")
+        raise ValueError(f"{folder} has no validation loss; leave out --best")
     loss, at = min((loss, at) for at, loss in losses.items())
     steps = newest_first(folder / CHECKPOINTS)
     kept = {int(m[1]): path for path in steps if (m := STEP.match(path.name))}
     if best and at not in kept:
         raise ValueError(
-            f"the lowest validation loss of {folder}, {loss:.4f}, was at step {at}, whose "
-            f"checkpoint was not kept (kept: {sorted(kept)}): train --early-stop keeps it"
+            f"the checkpoint with the lowest validation loss of {folder} ({loss:.4f} at step {at}) "
+            f"was not kept (kept: {sorted(kept)}); train with --early-stop to keep it"
         )
     if best:
         return ChosenCheckpoint(kept[at], at, loss)
@@ -89,7 +89,7 @@ def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
 
 
 def _validation_losses(step: Path, state: dict[str, Any]) -> dict[int, float]:
-    """The validation losses, by their step, of the run that holds a checkpoint with this state."""
+    """Validation losses by step, of the run that a checkpoint with this state belongs to."""
     progress = state.get("progress") or {}
     found = {progress.get("best_step"): progress.get("best")}
     checkpoints = step.absolute().parent

@@ -1,4 +1,4 @@
-"""``warpweave train``: one rank of a run, and the launch of all (options: `options`)."""
+"""``warpweave train``: run one rank, or launch all of them (options: `options`)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def train_rank(
 ) -> int:
     """Train as one rank of a launched (or single) job; rank 0 prints the result's JSON line.
 
-    `kind` makes the trainer; None is `Trainer`. Returns the exit code, 0 or 128 + the number of the
-    signal that interrupted the run.
+    `kind` makes the trainer; None means `Trainer`. Returns the exit code: 0, or 128 + the number of
+    the signal that interrupted the run.
     """
     interrupt = Interrupt()
     if port is not None or not under_torchrun():
@@ -47,7 +47,7 @@ def train_rank(
     except dist.DistError as error:
         say(f"rank {os.environ.get('RANK', '0')} could not connect to the other ranks: {error}")
         sys.exit(1)
-    interrupt.listen()  # not earlier under torchrun, which ends ranks that still wait by SIGTERM
+    interrupt.listen()  # not before this under torchrun: it sends SIGTERM to ranks still in `join`
     with reported(session, RAISED_BY_ALL, refused=(ValueError, CheckpointError)):
         if session.goes_on:
             config = dataclasses.replace(config, resume="auto")
@@ -67,7 +67,7 @@ def train_rank(
 
 
 def _say_of_options(config: TrainConfig, device: Literal["cpu", "cuda"]) -> None:
-    """Print which options have no effect in this run, which computes on `device`."""
+    """Print which options have no effect in this run on `device`."""
     if line := short_of_peak(config):
         say(line)
     for line in idle_options.idle_lines(
@@ -77,18 +77,18 @@ def _say_of_options(config: TrainConfig, device: Literal["cpu", "cuda"]) -> None
 
 
 def _say_of_export(config: TrainConfig) -> None:
-    """Say before a training from scratch, not after it, that no family of transformers has such a
-    model. One that started from theirs is judged by their config.json, at the export."""
+    """Warn before training from scratch if no transformers model family can hold this model. A run
+    that starts from a transformers model is checked against its config.json at export."""
     if config.init_from is not None:
         return
     try:
         write_config(config.model_config(1))
     except ConvertError as error:
-        say(f"warpweave export will refuse this run: {error}")
+        say(f"warpweave export will not accept this run: {error}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command ``warpweave train``, its options and all."""
+    """Run ``warpweave train`` with the options in `argv`."""
     run(parse(argv))
 
 
@@ -99,22 +99,29 @@ def run(
     elastic: Callable[..., int] | None = None,
     as_rank: Callable[..., int] | None = None,
 ) -> NoReturn:
-    """The command ``warpweave train``; it ends the process. Ranks are started in `processes`, if
-    they were prepared early; `elastic` starts an elastic run, `as_rank` is called in the place of
-    `train_rank`."""
+    """Run ``warpweave train`` and end the process.
+
+    Ranks start in `processes` if those were prepared early. `elastic` starts an elastic run;
+    `as_rank` replaces `train_rank`.
+    """
     as_rank = as_rank or train_rank
     torchrun = under_torchrun()
     rank, local_rank = (int(os.environ.get(n, "0")) for n in ("RANK", "LOCAL_RANK"))
     try:
         if config.server and torchrun:
-            ranks = f"torchrun, whose {os.environ['WORLD_SIZE']} ranks are no servers"
-            raise ValueError(f"--server {config.server} starts its own: run it without {ranks}")
+            ranks = f"torchrun, which started {os.environ['WORLD_SIZE']} ranks"
+            raise ValueError(
+                f"--server {config.server} starts its own ranks; run it without {ranks}"
+            )
         if config.max_restarts and torchrun:
-            raise ValueError(f"max_restarts = {config.max_restarts}: torchrun has its own option")
+            raise ValueError(
+                f"max_restarts = {config.max_restarts} is not supported under torchrun; use "
+                "torchrun's option"
+            )
         config = config.for_ranks(int(os.environ["WORLD_SIZE"]) if torchrun else config.mesh.world)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun else config.mesh.world
         backend = choose_backend(here, BACKENDS.get(config.device), launched=not torchrun)
-        if local_rank == 0:  # the others wait for it in `join`, and find its tokens in the cache
+        if local_rank == 0:  # the others wait in `join` and then read the tokens from the cache
             config.check()
             if backend == "gloo":
                 cpu = config.on("cpu")
@@ -130,7 +137,7 @@ def run(
                 code = run_servers(config, processes)
             elif config.elastic:
                 if elastic is None or torchrun:
-                    raise ValueError("--elastic is an option of warpweave train, without torchrun")
+                    raise ValueError("--elastic needs warpweave train; run it without torchrun")
                 code = elastic(config, backend, processes)
             elif torchrun or (config.mesh.world == 1 and not config.max_restarts):
                 os.environ.update(no_cache())

@@ -1,4 +1,4 @@
-"""What ``warpweave export`` does."""
+"""Run ``warpweave export``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from warpweave.train.export_options import ExportConfig, parse
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command ``warpweave export``, its options and all."""
+    """Run ``warpweave export`` with the options in `argv`."""
     run(parse(argv))
 
 
 def run(config: ExportConfig) -> None:
-    """The command ``warpweave export``."""
+    """Run ``warpweave export``."""
     with refusing(ValueError, ImportError, OSError, CheckpointError):
         chosen = choose_checkpoint(config.run, best=config.best)
         if chosen is None:
-            raise ConvertError(f"{config.run} is no run and no checkpoint of warpweave train")
+            raise ConvertError(f"{config.run} is not a run or a checkpoint of warpweave train")
         dtype = None if config.dtype is None else NAMED_DTYPES[config.dtype]
         folder = to_hf(
             chosen.path, config.out, like=config.like, tokenizer=config.tokenizer, dtype=dtype
@@ -35,7 +35,7 @@ def run(config: ExportConfig) -> None:
     fields = read_json(folder / "config.json")
     tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     if not tokenizer:
-        say("no tokenizer is known for this model: --tokenizer FILE or --tokenizer bytes adds one")
+        say("exported without a tokenizer; pass --tokenizer FILE or --tokenizer bytes to add one")
     result = {
         "folder": str(folder),
         **chosen.fields,

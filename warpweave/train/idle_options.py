@@ -1,8 +1,8 @@
-"""Options that can have no effect next to the others: one table for each command.
+"""Options that have no effect in combination with others: one table per command.
 
-An option that differs from its default and cannot change the run is never silent: the command
-prints one of the `idle_lines`, or the row is `refused` and `refuse_idle` raises. A value that turns
-something off has no row if that is off anyway (``--zero 0`` on one rank,
+An option that differs from its default but cannot change the run is never ignored silently: the
+command prints one of the `idle_lines`, or the row is `refused` and `refuse_idle` raises. A value
+that turns something off has no row if that is off anyway (``--zero 0`` on one rank,
 ``--no-sequence-parallel`` without tensor ranks).
 """
 
@@ -21,10 +21,10 @@ class Idle:
     """A condition under which options have no effect.
 
     Attributes:
-        options: their names; each counts only if its value is not the default.
+        options: names of the options; each counts only if its value is not the default.
         when: the condition, a function of a command's record.
         because: the reason, in which ``{name}`` is the value of an option.
-        refused: the command refuses them instead of printing a line.
+        refused: the command raises an error instead of printing a line.
     """
 
     options: tuple[str, ...]
@@ -34,14 +34,14 @@ class Idle:
 
 
 def _windows(config: Any) -> list[int | None]:
-    """The sliding windows of all layers that are shorter than the sequence; None for full."""
+    """The sliding window of every layer; None if it is as long as the sequence or there is none."""
     model = config.model_config(1)
     found = [model.window(layer) for layer in range(model.layers)]
     return [None if window is None or window >= model.seq_len else window for window in found]
 
 
 def _one_document(config: Any) -> bool:
-    """True if nothing in the training data ends a document. By default it has many files."""
+    """True if the training data is a single document; the default data is many files."""
     if config.data is None:
         return False
     data = config.open_data("train")
@@ -49,13 +49,13 @@ def _one_document(config: Any) -> bool:
 
 
 def _first_meeting(config: Any) -> int:
-    """The step after which outer replicas have first exchanged weights."""
+    """The step after which outer replicas have exchanged weights for the first time."""
     apart = config.outer_every // config.fragments
     return config.outer_warmup + apart + config.outer_delay
 
 
 TRAIN = (
-    Idle(("model",), lambda c: c.init_from is not None, "--init-from {init_from} brings its own"),
+    Idle(("model",), lambda c: c.init_from is not None, "--init-from {init_from} is used"),
     Idle(("separator",), lambda c: not c.packed, "it needs --packed", True),
     Idle(
         ("separator",), lambda c: not c.open_data("train").has_separator,
@@ -63,7 +63,7 @@ TRAIN = (
     ),
     Idle(
         ("packed",), _one_document,
-        "no document ends in {data}; pass --separator with the id of the token that ends one, or a "
+        "{data} is one document; pass --separator with the id of the token that ends one, or a "
         "folder of several files",
     ),
     # ---- the model
@@ -73,7 +73,7 @@ TRAIN = (
     ),
     Idle(
         ("rope_theta",), lambda c: c.model_config(1).local_rope_theta and None not in _windows(c),
-        "every layer has a window, and local_rope_theta instead",
+        "every layer has a window and uses local_rope_theta",
     ),
     Idle(
         ("local_rope_theta",), lambda c: not any(_windows(c)),
@@ -90,11 +90,11 @@ TRAIN = (
     # ---- the ranks
     Idle(
         ("sample", "eval_every", "check_every"), lambda c: c.server,
-        "workers of --server are evaluated once, at the end, do not sample and are not compared",
+        "a --server run evaluates once, at the end, does not sample, and does not compare workers",
     ),
     Idle(
         ("check_collectives",), lambda c: c.server,
-        "workers of --server have no collectives",
+        "--server workers use no collectives",
     ),
     Idle(
         ("timeout", "check_every", "check_collectives"),
@@ -122,7 +122,7 @@ TRAIN = (
     Idle(("betas", "eps"), lambda c: c.optimizer == "sgd", "optimizer = sgd uses --momentum"),
     Idle(
         ("lr_schedule", "min_lr", "decay"), lambda c: c.warmup >= c.steps,
-        "the warm-up, {warmup} steps, takes all of the {steps} steps",
+        "the warm-up ({warmup} steps) is as long as the run ({steps} steps) or longer",
     ),
     Idle(("decay",), lambda c: c.lr_schedule != "wsd", "only --lr-schedule wsd has a decay phase"),
     Idle(
@@ -135,12 +135,12 @@ TRAIN = (
     ),
     # ---- what is written and when
     Idle(
-        ("early_stop",), lambda c: not c.eval_every, "it counts evaluations and needs --eval-every",
+        ("early_stop",), lambda c: not c.eval_every, "it counts evaluations, so pass --eval-every",
         True,
     ),
     Idle(
         ("early_stop",), lambda c: c.eval_every >= c.steps,
-        "the run ends after {steps} steps, its first evaluation is due after {eval_every}",
+        "the run ends after {steps} steps and the first evaluation is due after {eval_every}",
     ),
     Idle(("save_every",), lambda c: c.save_every > c.steps, "the run ends after {steps} steps"),
     Idle(("eval_every",), lambda c: c.eval_every > c.steps, "the run ends after {steps} steps"),
@@ -152,13 +152,13 @@ TRAIN = (
     ),
     Idle(
         ("tiles",), lambda c: c.impl == "torch" or (c.impl is None and c.device == "cpu"),
-        "torch computes, not the Triton kernels",
+        "torch ops are used, not the Triton kernels",
     ),
 )  # fmt: skip
 
 
 def _proves_no_schedule(config: Any) -> bool:
-    """True for one layout without a pipeline, whose schedule updates the weights once a step."""
+    """True for a single layout without a pipeline, unless its schedule is asynchronous."""
     if config.pp > 1 or config.all or config.random:
         return False
     return not find_family(config.schedule).asynchronous
@@ -176,22 +176,22 @@ def _vocabulary(config: Any) -> int:
 SAMPLE = (
     Idle(
         ("top_k", "top_p", "seed"), lambda c: c.temperature == 0,
-        "temperature = 0 takes the likeliest token (greedy)",
+        "temperature = 0 picks the most likely token (greedy)",
     ),
     Idle(
         ("temperature", "top_p", "seed"), lambda c: c.top_k == 1,
-        "top_k = 1 takes the likeliest token (greedy)",
+        "top_k = 1 picks the most likely token (greedy)",
     ),
     Idle(
         ("top_k",), lambda c: c.top_k >= _vocabulary(c),
-        "the model's vocabulary has no more tokens",
+        "the model's vocabulary is not larger",
     ),
     Idle(("timeout",), lambda c: c.mesh.world == 1, "there is one rank"),
 )  # fmt: skip
 
 
 def idle_lines(rows: tuple[Idle, ...], config: Any) -> list[str]:
-    """One line for each option of `config`, a command's record, that has no effect."""
+    """One line for each option in `config`, a command's record, that has no effect."""
     found: dict[str, str] = {}
     for name, row in _found(rows, config):
         found.setdefault(name, _line(row, name, config))
@@ -199,13 +199,13 @@ def idle_lines(rows: tuple[Idle, ...], config: Any) -> list[str]:
 
 
 def refuse_idle(rows: tuple[Idle, ...], config: Any) -> None:
-    """Raise ``ValueError`` for the first option that has no effect and is `refused` then."""
+    """Raise ``ValueError`` for the first option that has no effect in a row that is `refused`."""
     for name, row in _found(tuple(row for row in rows if row.refused), config):
         raise ValueError(_line(row, name, config))
 
 
 def _found(rows: tuple[Idle, ...], config: Any) -> Iterator[tuple[str, Idle]]:
-    """Pairs (option, row): the options that are not the default, and a row that applies to each."""
+    """Pairs (option, row) for every option that is not the default and every row that applies."""
     now, usual = options_of(config), options_of(_defaults(config))
     for row in rows:
         given = [name for name in row.options if now[name] != usual[name]]
@@ -214,7 +214,7 @@ def _found(rows: tuple[Idle, ...], config: Any) -> Iterator[tuple[str, Idle]]:
 
 
 def _defaults(config: Any) -> Any:
-    """`config` with every option at its default, except those that must be given."""
+    """`config` with every option at its default, except required ones."""
     needed = [f.name for f in fields(config) if f.default is f.default_factory is MISSING]
     return type(config)(**{name: getattr(config, name) for name in needed})
 

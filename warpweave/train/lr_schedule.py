@@ -1,6 +1,6 @@
-"""The learning rate of a step, by the name of its schedule; functions of the step alone.
+"""Learning-rate schedules: the learning rate as a function of the step alone.
 
-A resumed run therefore continues the schedule, if `steps` and the other numbers are the same.
+A resumed run therefore continues the schedule if `steps` and the other values are unchanged.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class LRConfig(Protocol):
 
 
 def learning_rate(config: LRConfig, step: int) -> float:
-    """The learning rate of update `step`, which is counted from 0.
+    """The learning rate of update `step`, counted from 0.
 
-    With lr the peak, m = `min_lr`, W = `warmup`, N = `steps`:
+    With the peak lr, m = `min_lr`, W = `warmup`, and N = `steps`:
 
         warm-up     lr (step + 1) / W                                 step < W, in every schedule
         cosine      lr (m + (1 - m) (1 + cos(pi t)) / 2)              t = (step - W) / (N - W)
@@ -33,11 +33,11 @@ def learning_rate(config: LRConfig, step: int) -> float:
         constant    lr
         wsd         lr, and in the last D steps linear                t = (step - N + D) / D
 
-    with D = round(`decay` N), at most N - W. Cosine is SGDR's (arXiv:1608.03983), wsd the
-    warm-up-stable-decay of MiniCPM (arXiv:2404.06395), whose decay is linear here
-    (arXiv:2405.18392 compares its forms). They are transformers'
-    `get_cosine_with_min_lr_schedule_with_warmup`, `get_wsd_schedule` and so on after the warm-up,
-    which begins at 0 there. Update N would have lr m; later ones keep that.
+    with D = round(`decay` N), at most N - W. Cosine is from SGDR (arXiv:1608.03983). wsd is the
+    warm-up-stable-decay schedule of MiniCPM (arXiv:2404.06395) with linear decay
+    (arXiv:2405.18392 compares forms of decay). After the warm-up, which starts at 0 in
+    transformers, they equal its `get_cosine_with_min_lr_schedule_with_warmup`,
+    `get_wsd_schedule`, and so on. Update N would use lr m, and later updates keep it.
     """
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
@@ -52,10 +52,10 @@ def learning_rate(config: LRConfig, step: int) -> float:
 
 
 def short_of_peak(config: LRConfig) -> str | None:
-    """A line for a run that ends within its warm-up; None if it reaches `lr`."""
+    """A warning if the run ends during its warm-up; None if it reaches `lr`."""
     if config.warmup <= config.steps:
         return None
     return (
-        f"warmup = {config.warmup} steps are more than steps = {config.steps}: the learning rate "
-        f"comes to {learning_rate(config, config.steps - 1):.3g} and not to lr = {config.lr:g}"
+        f"warmup ({config.warmup}) is longer than the run (steps = {config.steps}): the learning "
+        f"rate peaks at {learning_rate(config, config.steps - 1):.3g}, below lr = {config.lr:g}"
     )

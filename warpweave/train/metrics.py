@@ -1,9 +1,9 @@
-"""The metrics of a run: JSON lines, its options, a plot of the loss, and `boards`.
+"""Metrics of a run: JSON lines, its options, a plot of the loss, and `boards`.
 
-A metric of a step is a field of the row of `Metrics.trained`, one of an evaluation of that of
-`Metrics.evaluated`. What the progress bar shows of them is in `train`. One job at a time writes
-into a folder (`locked`). Nothing here stops a run that has begun: what cannot be written is said
-once, with its path, and tried again with the next row.
+Metrics of a step are the fields of the row in `Metrics.trained`; those of an evaluation are in
+`Metrics.evaluated`. `trainer` chooses what the progress bar shows. One job at a time writes into a
+folder (`locked`). No error here stops a running job: a file that cannot be written is reported
+once, with its path, and retried with the next row.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ from warpweave.train.options import (
     TrainConfig,
 )
 
-_DAMAGED = f"{METRICS}.damaged"  # lines of damaged metrics, -1 and so on
-_MODE = 0o666  # of files that a user's colleagues read, too, if their umask lets them
-_HEADING = "# The options of a run, which `warpweave train --config` with this file is again.\n"
+_DAMAGED = f"{METRICS}.damaged"  # damaged lines of metrics; -1, -2, ... is appended
+_MODE = 0o666  # colleagues of the user can read the files if the umask allows it
+_HEADING = "# The options of this run; repeat it with `warpweave train --config` and this file.\n"
 
 
 def utilisation(
     tokens_per_second: float, model: GPTConfig, dtype: str, session: Session
 ) -> dict[str, float]:
-    """{"mfu"}, model FLOP/s utilisation by ``GPTConfig.step_flops``, on GPUs of known peak."""
+    """{"mfu": model FLOP/s utilization by ``GPTConfig.step_flops``} on GPUs of known peak; {}
+    elsewhere."""
     if session.device.type != "cuda":
         return {}
     device = find_device(torch.cuda.get_device_name())
@@ -72,10 +73,10 @@ def peak_memory(device: torch.device, mesh: ConnectedMesh) -> list[float]:
 
 
 class Metrics:
-    """Metrics as JSON lines, on the requested boards, and as a plot; on rank 0.
+    """Rank 0's metrics as JSON lines, on the requested boards, and as a plot.
 
-    A run that resumes from step `step` removes the rows after it, which it will write again, and
-    with `evaluates` the evaluation at it; a new run moves the contents of its folder into a
+    A run that resumes from `step` removes the rows after it, which it will write again, and with
+    `evaluates` also the evaluation at `step`. A new run moves the files of an earlier one into a
     subfolder ``earlier-N``. The run's options are written to ``config.toml``.
     """
 
@@ -94,9 +95,9 @@ class Metrics:
         self.folder = config.out
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / METRICS
-        self._shown = -1  # step of an evaluation that is made again, which boards have already
+        self._shown = -1  # step of an evaluation that is repeated, but already on the boards
         self._said: set[str] = set()
-        self._owed, self._anew = bytearray(), False  # rows to write; whether they are the file
+        self._owed, self._anew = bytearray(), False  # rows to write; True if they replace the file
         if config.resume:
             self._rewind(step, evaluates=evaluates)
         else:
@@ -107,7 +108,7 @@ class Metrics:
         self.boards = open_boards(self.folder, step, options_of(config))
 
     def trained(self, row: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Write the row of a step that took `seconds`, with what follows from them; the row."""
+        """Write the row of a step that took `seconds`, with its throughput. Return the row."""
         rate = self.tokens_per_step / seconds
         row |= {"tokens_per_second": round(rate, 1)}
         row |= utilisation(rate, self.model, self.dtype, self.session)
@@ -121,8 +122,8 @@ class Metrics:
         self.write({"step": step, "val_loss": val_loss, "peak_memory_mib": peak_mib})
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row; the file is complete up to here at any time. Rows that cannot be written
-        are kept in memory until one of the next can."""
+        """Append one row, so that the file is always complete up to here. Rows that cannot be
+        written stay in memory until a later write succeeds."""
         self._owed += json.dumps(row).encode() + b"\n"
         self._write_owed()
         if "val_loss" not in row or row["step"] != self._shown:
@@ -147,16 +148,16 @@ class Metrics:
 
     @contextmanager
     def _tried(self, path: Path, by: str = "") -> Iterator[None]:
-        """Whatever goes wrong in the block is said, once for each `path`, and the run goes on."""
+        """Report any error in the block, once for each `path`, and continue."""
         try:
             yield
         except Exception as error:
             if (what := f"{path} cannot be written{by}") not in self._said:
                 self._said.add(what)
-                say(f"{what}, the run goes on and tries again: {reason(error, path)}")
+                say(f"{what}; the run continues and will try again: {reason(error, path)}")
 
     def _rewind(self, step: int, *, evaluates: bool) -> None:
-        """Keep the rows up to `step`, without the evaluation at it if the run `evaluates` there."""
+        """Keep the rows up to `step`, without its evaluation if the run `evaluates` there again."""
         rows = self._whole_rows()
         again = [row for row in rows if row["step"] == step and "val_loss" in row and evaluates]
         kept = [row for row in rows if row["step"] <= step and row not in again]
@@ -166,8 +167,8 @@ class Metrics:
         self._write_owed()
 
     def _whole_rows(self) -> list[dict[str, Any]]:
-        """The rows of an interrupted run; what is none is set aside, such as half a row after a
-        crash, or a link or folder of the file's name."""
+        """The rows of an interrupted run. Anything else is set aside, such as half a row after a
+        crash, or a link or folder in place of the file."""
         rows: list[dict[str, Any]] = []
         aside = _unused(self.folder, _DAMAGED)
         with self._tried(aside):
@@ -176,16 +177,16 @@ class Metrics:
             except (CheckpointError, OSError) as error:
                 if os.path.lexists(self.path):
                     os.rename(self.path, aside)
-                    say(f"{reason(error, self.path)}; it was moved to {aside}, and rows begin anew")
+                    say(f"{reason(error, self.path)}; it was moved to {aside}; starting a new file")
                 return []
             if damaged:
                 replace(aside, lambda file: file.write(b"\n".join(damaged) + b"\n"), _MODE)
-                say(f"{self.path}: damaged rows ({len(damaged)}) were set aside in {aside}")
+                say(f"{self.path}: moved damaged rows ({len(damaged)}) to {aside}")
         return rows
 
     def plot(self) -> Path | None:
-        """Training and validation loss over steps, as PNG; its path, or None if it could not be
-        written."""
+        """Plot training and validation loss over steps as PNG. Return its path, or None if it
+        could not be written."""
         path = self.folder / PLOT
         with self._tried(path):
             self._plot(path)
@@ -206,7 +207,7 @@ class Metrics:
                 label = "training" if name == "loss" else "validation"
                 axes.plot(*zip(*points), label=label, **style)
         stale = [(row["step"], row["staleness"]) for row in rows if "staleness" in row]
-        if stale:  # of an asynchronous schedule's stages
+        if stale:  # from the stages of an asynchronous schedule
             other = axes.twinx()
             other.plot([step for step, _ in stale], [ages for _, ages in stale], ":", lw=0.8)
             other.set_ylabel("staleness of each stage (updates)")
@@ -226,10 +227,10 @@ class Metrics:
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """The rows of a file of metrics, and the lines that are none.
+    """The rows of a metrics file, and its lines that are not rows.
 
     Raises:
-        CheckpointError, OSError: it is no regular file, or cannot be read.
+        CheckpointError, OSError: it is not a regular file, or cannot be read.
     """
     rows, damaged = [], []
     with os.fdopen(open_regular(path), "rb") as file:
@@ -245,7 +246,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
 
 
 def _append(path: Path, data: bytes | bytearray) -> None:
-    """Append all of `data` to a file, or nothing; never through a link."""
+    """Append all of `data` to a file, or nothing; never follow a link."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     file = os.open(path, flags, _MODE)
     try:
@@ -261,7 +262,7 @@ def _append(path: Path, data: bytes | bytearray) -> None:
 
 
 def _unused(folder: Path, name: str) -> Path:
-    """The first of `folder`/`name`-1, -2, ... that is not there."""
+    """The first of `folder`/`name`-1, -2, ... that does not exist."""
     number = 1
     while os.path.lexists(folder / f"{name}-{number}"):
         number += 1
@@ -269,7 +270,7 @@ def _unused(folder: Path, name: str) -> Path:
 
 
 def set_aside(folder: Path) -> None:
-    """Move an earlier run's files in `folder` out of the way of a new one."""
+    """Move the files of an earlier run in `folder` into a subfolder."""
     ours = (METRICS, PLOT, CHECKPOINTS, EVENTS, WANDB, CONFIG, UPDATES, STALENESS)
     names = [name for name in ours if os.path.lexists(folder / name)]
     if not names:
@@ -280,12 +281,12 @@ def set_aside(folder: Path) -> None:
         if os.path.lexists(folder / name):
             (folder / name).rename(aside / name)
     hint = " (--resume would have continued it)" if CHECKPOINTS in names else ""
-    say(f"the earlier run in {folder} was moved to {aside}{hint}")
+    say(f"moved the files of an earlier run in {folder} to {aside}{hint}")
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder, so that two jobs cannot write into it; the lock ends with the process."""
+    """Lock the folder so that no second job can write into it; the lock ends with the process."""
     import fcntl
 
     try:
@@ -299,8 +300,8 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"another job is training into {folder}; give this one another --out"
+                f"another job is training into {folder}; pass a different --out"
             ) from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         yield

@@ -1,15 +1,16 @@
-"""Which rank and which module a number that is not finite comes from.
+"""Find the rank and the module where a NaN or infinity first appears.
 
-A step whose gradient norm is not finite has changed nothing, so it is run once more, and each rank
-notes in order whether its modules' outputs, their gradients, and what it gives to collectives and
-messages are finite. NaN spreads by these: a rank has it from others if any of them gave it to a
-collective that both took part in before this rank's own first one, or sent it in a message. As
-receives are posted long before their values are used, a message counts where a module is given NaN
-or the gradient of what was sent is NaN. It comes from all other ranks:
+A step whose gradient norm is not finite has changed nothing, so it is run again. Each rank notes,
+in order, whether its modules' outputs, their gradients, and its inputs to collectives and messages
+are finite. NaN spreads through collectives and messages: a rank got it from another rank if that
+one put NaN into a shared collective before this rank's own first NaN, or sent it in a message.
+Receives are posted long before their values are used, so a message counts only if a module's input
+is NaN or the gradient of something that was sent is NaN. The ranks that did not get it from others
+are the origins:
 
     two tensor ranks, NaN in rank 1's part of blocks.0.mlp
-    rank 0    attention ok    gives to reduce_scatter 7: ok     mlp NaN, after 7: has it from rank 1
-    rank 1    attention ok    gives to reduce_scatter 7: NaN    the first one: it comes from here
+    rank 0    attention ok    input of reduce_scatter 7: ok     mlp NaN, after 7: got it from rank 1
+    rank 1    attention ok    input of reduce_scatter 7: NaN    its first NaN: this is the origin
 """
 
 from __future__ import annotations
@@ -31,36 +32,36 @@ from warpweave.train.batches import Batches
 
 
 class _Note(NamedTuple):
-    key: str  # of an operation, "" of a module
+    key: str  # the operation's key; "" for a module
     bad: bool
     where: str
     received: bool = False  # the operation is a receive
-    given: bool = False  # what is bad may have come in a message
+    given: bool = False  # the bad value may have come in a message
 
 
 class _Notes(Observer):
-    """The notes of this rank, in order."""
+    """Notes of this rank, in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[_Note] = []
-        self.within = "the step"  # the module entered last
-        self._left: list[str] = []  # the module left last, and those within with the same output
+        self.within = "the step"  # the last module entered
+        self._left: list[str] = []  # the last module left, and its submodules with the same output
         self._out: object = None
-        self._given: list[bool] = []  # whether the inputs of the modules entered are bad
-        self._sent: set[str] = set()  # modules whose outputs go to another stage
+        self._given: list[bool] = []  # True for each entered module with bad inputs
+        self._sent: set[str] = set()  # modules whose outputs are sent to another stage
 
     def before(self, operation: Operation) -> None:
         received = operation.side == "recv"
         if operation.side == "send":
             self._sent.update(self._left)
         bad = not received and _bad(operation.given)
-        where = f"what it gives to {operation.what.partition(' of ')[0]} in {self.within}"
+        where = f"the input of {operation.what.partition(' of ')[0]} in {self.within}"
         self.notes.append(_Note(operation.key, bad, where, received))
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Notes of every module of the model, too."""
+        """Also take notes on every module of the model."""
         handles = []
         for name, module in model.named_modules():
             if name:
@@ -93,14 +94,16 @@ class _Notes(Observer):
 
 
 def _bad(tensors: Any) -> bool:
-    """NaN or infinity; minus infinity is what an attention mask and an empty maximum hold."""
+    """True for NaN or plus infinity; attention masks and empty maxima hold minus infinity."""
     floats = (x.detach() for x in tensors if x.is_floating_point())
     return not all(bool((x < torch.inf).all()) for x in floats)
 
 
 def origins(engine: Engine, again: Callable[[], object]) -> dict[int, str]:
-    """Rank -> the module in which NaN or infinity comes up on it and not from another rank, in what
-    `again` runs; collective, with the same result on every rank."""
+    """Run `again` and map each rank where NaN or infinity originates to the module it starts in.
+
+    Ranks that got it from another rank are left out. Collective, with the same result on all ranks.
+    """
     notes, world = _Notes(), engine.mesh.group("world")
     with notes.of(engine.gpt):
         again()
@@ -120,11 +123,11 @@ def origins(engine: Engine, again: Callable[[], object]) -> dict[int, str]:
 def first_seen(
     engine: Engine, batches: Batches, step: int, what: str, result: StepResult | None
 ) -> str:
-    """Where the "loss" of `step` or the "validation loss", or a gradient, ceased to be finite, in
-    words; collective.
+    """Describe where the "loss" of `step`, the "validation loss", or a gradient first was not
+    finite. Collective.
 
-    Where the step cannot be run again, or is finite then, the ranks whose losses or gradients were
-    not finite are named: with tensor ranks all of the group, which share their sums.
+    If the step cannot be run again, or is finite when run again, name the ranks whose losses or
+    gradients were not finite. Tensor ranks share their sums, so their whole group is named.
     """
     mesh, tp = engine.mesh.sizes, engine.mesh.size("tp")
     again: Callable[[], object] | None = None

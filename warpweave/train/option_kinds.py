@@ -1,4 +1,4 @@
-"""Kinds of options beyond those that tyro knows: one that may stand alone, and a model's fields."""
+"""Option types that tyro lacks: options with an optional value, and a model's fields as options."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import tyro
 from warpweave.cli.command_line import alternatives
 
 _WORDS: dict[str, Any] = {"True": True, "False": False, "auto": "auto"}
-RESUME = tyro.constructors.PrimitiveConstructorSpec[Any](  # --resume may stand alone
+RESUME = tyro.constructors.PrimitiveConstructorSpec[Any](  # the value of --resume is optional
     (0, 1), "[True|False|auto]", lambda words: _WORDS[words[0]] if words else True,
     lambda value: value in _WORDS.values(), lambda value: [str(value)], (*_WORDS,),
 )  # fmt: skip
 
 
 def _switch(name: str) -> Any:
-    """A switch that may be left open: ``--tied``, or ``--no-tied``, which `cli.command_line` spells
-    ``--tied False``."""
+    """A switch that may be unset: ``--tied``, or ``--no-tied``, which `cli.command_line` rewrites
+    as ``--tied False``."""
     off = f"--no-{name.replace('_', '-')}"
     return tyro.constructors.PrimitiveConstructorSpec[Any](
         (0, 1), f"| {off}", lambda words: _WORDS[words[0]] if words else True,
@@ -28,13 +28,13 @@ def _switch(name: str) -> Any:
 
 
 def overrides_of(config: type, module: str) -> Any:
-    """A frozen record ``GPTOverrides``, held by `module`, of the fields of `config`, their types
-    and their help; None is not given."""
+    """Make a frozen record ``GPTOverrides``, importable from `module`, with the fields of `config`,
+    their types, and their help. None means not given."""
     hints = {"vocab_size": "(default: the larger of the preset's and the data's)"}
     kinds, fields = get_type_hints(config), []
     sizes_first = sorted(dataclasses.fields(config), key=lambda item: bool(item.kw_only))
     for item in sizes_first:
-        if item.name == "rope_scaling":  # a record, which comes with a model
+        if item.name == "rope_scaling":  # a record that only a loaded model sets
             continue
         hint = hints.get(item.name, "(default: the preset's)")
         about: list[Any] = [tyro.conf.arg(help_behavior_hint=hint)]

@@ -1,18 +1,18 @@
 """Train a GPT on text, on any mesh, from one command.
 
-``warpweave train`` starts its own ranks; ``torchrun ... -m warpweave.train`` uses torchrun's (with
-several machines, `out` must be a folder that all of them share).
+``warpweave train`` starts its own ranks; ``torchrun ... -m warpweave.train`` uses torchrun's. With
+several machines, `out` must be a folder that all of them share.
 
-Ctrl-C or SIGTERM finishes the step, saves and stops. Exit codes: 0 done, 1 failed, 2 refused before
-the first step (also for a checkpoint that does not fit the run), with nothing written, 130 (Ctrl-C)
-or 143 (SIGTERM) interrupted and saved. Under torchrun an interrupted run ends with 0, because
-torchrun would take anything else for a failed rank; a failed or refused one ends with torchrun's 1.
+Ctrl-C or SIGTERM finishes the step, saves, and stops. Exit codes: 0 done; 1 failed; 2 refused
+before the first step (also if a checkpoint does not fit the run), with nothing written; 130
+(Ctrl-C) or 143 (SIGTERM) interrupted and saved. Under torchrun an interrupted run exits with 0,
+as torchrun treats other codes as a failed rank; a failed or refused run exits with torchrun's 1.
 """
 
-# One typed record, which is the command line's options too. The options of the model and of the
-# plan are the fields of `GPTConfig` and `ParallelPlan` themselves (`config`): whoever adds a field
-# there has added an option here (but for `rope_scaling`). A wrong option is answered before torch
-# is imported: what needs it is imported where it is used.
+# One typed record that also defines the command-line options. The options of the model and of the
+# plan are the fields of `GPTConfig` and `ParallelPlan` (`config`): a field added there becomes an
+# option here (except `rope_scaling`). Options are checked before torch is imported, so code that
+# needs torch imports it locally.
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from warpweave.parallel.data.outer import OuterRule
     from warpweave.parallel.server.server import ServerPlan
 
-# Files and folders of a run, in `out`.
+# Files and folders that a run writes into `out`.
 METRICS, PLOT, CHECKPOINTS, CONFIG = "metrics.jsonl", "loss.png", "checkpoints", "config.toml"
-UPDATES, STALENESS = "updates.jsonl", "staleness.png"  # of parameter servers
-UNWRITTEN = ("config", "resume", "max_restarts")  # how the command was called, not what the run is
-FORMERLY = {("overlap", "auto"): "bulk"}  # what the config.toml of earlier runs says
+UPDATES, STALENESS = "updates.jsonl", "staleness.png"  # written by parameter servers
+UNWRITTEN = ("config", "resume", "max_restarts")  # they describe the invocation, not the run
+FORMERLY = {("overlap", "auto"): "bulk"}  # values in config.toml files of older versions
 
 GPTOverrides: Any = overrides_of(GPTConfig, __name__)
 
@@ -53,71 +53,70 @@ GPTOverrides: Any = overrides_of(GPTConfig, __name__)
 @tyro.conf.configure(tyro.conf.OmitArgPrefixes)  # --layers, not --overrides.layers
 @dataclass(frozen=True)
 class TrainConfig:
-    """What to train, on what, and over which mesh."""
+    """Options of a training run: model, data, mesh, and optimizer."""
 
     config: Path | None = None
-    """TOML file of options (steps = 500); options on the command line win over it. Every run writes
-    one of its own, config.toml in `out`."""
+    """TOML file of options (steps = 500); options on the command line override it. Every run writes
+    its options to config.toml in `out`."""
     model: Literal[
         "toy", "small", "toy-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl",
         "llama-1b", "llama-8b", "llama-70b", "llama3-405b", "gpt3-175b",
     ] = "small"  # fmt: skip
-    """Model preset; the model's own options change single numbers of it."""
+    """Model preset; the model options below override single values of it."""
     overrides: Annotated[Any, tyro.conf.arg(constructor=GPTOverrides)] = field(
         default_factory=GPTOverrides
     )
     """Model options that differ from the preset."""
     init_from: Path | None = None
-    """Pretrained model to start from instead of a preset: a folder of transformers (``hf download
-    NAME --local-dir FOLDER`` fetches one of the hub), or the folder or checkpoint of a run."""
+    """Pretrained model to start from instead of a preset: a transformers model folder (``hf
+    download NAME --local-dir FOLDER`` gets one from the Hub), or a run's folder or checkpoint."""
 
     data: Path | None = None
-    """Training data: UTF-8 text file, folder of them, or token file; default: the source of
-    Python's standard library."""
+    """Training data: a UTF-8 text file, a folder of them, or a token file; default: the source code
+    of Python's standard library."""
     tokenizer: Path | None = None
-    """Tokenizer: a Hugging Face tokenizers JSON; default: that of `init_from`, or bytes."""
+    """Tokenizer: a Hugging Face tokenizers JSON; default: the one of `init_from`, or bytes."""
     packed: bool = False
-    """Sequence packing: each sample is several documents, tokens attend within their own, and
-    learned positions count from its beginning. Documents end with their file and at the
-    separator."""
+    """Sequence packing: a sample holds several documents, each token attends only within its
+    document, and learned positions restart in each. The end of a file and the separator end one."""
     separator: int | None = None
-    """End-of-document token id, with --packed; in a token file nothing else ends a document."""
+    """End-of-document token id, with --packed; a token file has no other document boundaries."""
 
     dp: int | None = None
-    """Data-parallel degree: replicas. Default: as many as torchrun's ranks allow, 1 without
-    torchrun."""
+    """Data-parallel degree: number of replicas. Default: as many as torchrun's ranks allow, or 1
+    without torchrun."""
     dp_shard: int | None = None
-    """Sharding degree (hybrid sharding): neighbouring data replicas that ZeRO shards over, with
-    replicas of the shards across the dp / dp_shard groups. Default: all of them."""
+    """Sharding degree (hybrid sharding): number of adjacent data replicas that ZeRO shards over;
+    the dp / dp_shard groups hold replicas of the shards. Default: all data replicas."""
     tp: int = 1
     """Tensor-parallel degree."""
     cp: int = 1
     """Context-parallel degree: ranks over which the sequence is sharded."""
     ulysses: int = 1
-    """Ulysses degree: neighbouring context ranks that exchange sequence for heads by all-to-all; a
-    ring runs over the cp / ulysses groups of them. 1 for a ring alone."""
+    """Ulysses degree: number of adjacent context ranks that trade sequence shards for head shards
+    by all-to-all; a ring runs over the cp / ulysses groups. 1 uses only a ring."""
     pp: int = 1
     """Pipeline-parallel degree."""
     outer: int = 1
-    """Outer replicas, each of dp x cp x tp x pp ranks, that train apart and meet every
-    `outer_every` steps: local SGD, DiLoCo."""
+    """Outer replicas, each of dp x cp x tp x pp ranks, that train separately and meet every
+    `outer_every` steps (local SGD, DiLoCo)."""
     outer_every: int | None = None
-    """Steps between two meetings of the outer replicas, whose weights are then averaged and given
-    to the outer optimizer. Default: no outer optimizer."""
+    """Steps between meetings of the outer replicas, where their weights are averaged and the outer
+    optimizer makes a step. Default: no outer optimizer."""
     outer_lr: float = 0.7
-    """Learning rate of the outer SGD, whose gradient is the global weights minus the mean of the
-    replicas'; local SGD is 1, with no momentum."""
+    """Learning rate of the outer SGD; its gradient is the global weights minus the replicas' mean.
+    For local SGD, use 1 and no momentum."""
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer SGD."""
     fragments: int = 1
-    """Streaming: fragments of the layers that meet in turn, outer_every / fragments steps apart."""
+    """Streaming: layer fragments, which meet in turn, outer_every / fragments steps apart."""
     outer_delay: int = 0
-    """Streaming: steps from the start of a fragment's all-reduce, which they hide, to its outer
-    step."""
+    """Streaming: steps between the start of a fragment's all-reduce and its outer step; they hide
+    the all-reduce."""
     outer_mix: float = 0.0
-    """Streaming: the part of the local weights that is kept when the global ones come."""
+    """Streaming: fraction of the local weights that is kept when the global weights arrive."""
     outer_warmup: int = 0
-    """Steps of data parallelism between the outer replicas before the first of `outer_every`
+    """Steps of plain data parallelism over the outer replicas before the first `outer_every` steps
     (post-local SGD)."""
     plan: ParallelPlan = ParallelPlan()
     """Parallel plan: how a step is distributed over the ranks."""
@@ -125,119 +124,119 @@ class TrainConfig:
     """Micro-batch size: sequences per micro-batch."""
 
     server: int = 0
-    """Parameter servers: ranks that hold weights and optimizer, beside the `dp` workers, which each
-    do `steps`; evaluated at the end. 0 for none."""
+    """Parameter servers: ranks that hold the weights and the optimizer, in addition to the `dp`
+    workers. Each worker does `steps` steps; the run is evaluated at the end. 0 for none."""
     staleness: int | Literal["unbounded"] = 0
-    """Staleness bound with --server: steps that a worker may be ahead of the slowest. 0 is
-    synchronous, and one update is the mean of all; otherwise each gradient is an update."""
+    """Staleness bound with --server: steps that a worker may be ahead of the slowest one. 0 is
+    synchronous: one update from the mean of all gradients. Otherwise each gradient is an update."""
     compensation: float = 0.0
     """Delay compensation (DC-ASGD) with --server and a staleness: lambda in g + lambda g^2 (w -
     w_old). 0 for none."""
 
     elastic: int = 0
-    """Elastic data parallelism: replicas that die leave the run, which goes on while this many are
-    left, and join it again. 0 for a run that ends with any of its ranks."""
+    """Elastic data parallelism: the run continues without replicas that die, as long as this many
+    are left; they can rejoin. 0 for a run that ends if any of its ranks dies."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
-    """Precision of parameters and activations; master weights, gradients and sums are fp32 (fp64
-    for fp64). Default: bf16 on a GPU, whose tensor cores fp32 does not use, and fp32 on a CPU."""
+    """Precision of parameters and activations; master weights, gradients, and sums are fp32 (fp64
+    for fp64). Default: bf16 on a GPU (fp32 does not use its tensor cores) and fp32 on a CPU."""
     steps: int = 500
-    """Training steps (optimizer steps) of the whole run."""
+    """Training steps (optimizer steps) in the whole run."""
     lr: float = 1e-3
     """Peak learning rate."""
     lr_schedule: LRSchedule = "cosine"
-    """Learning-rate schedule after the warm-up: half a cosine, linear, constant, or linear in the
-    last steps only (wsd: warm-up, stable, decay)."""
+    """Learning-rate schedule after the warm-up: half a cosine, linear, constant, or linear decay in
+    the last steps only (wsd: warm-up, stable, decay)."""
     min_lr: float = 0.1
-    """Final learning rate as a fraction of `lr`; a constant schedule has none."""
+    """Final learning rate as a fraction of `lr`; not used by the constant schedule."""
     warmup: int = 20
-    """Warm-up steps, linear."""
+    """Linear warm-up steps."""
     decay: float = 0.2
     """Decay phase of lr_schedule wsd, as a fraction of the steps."""
     optimizer: Literal["adamw", "nadamw", "muon", "sgd"] = "adamw"
     """Optimizer: AdamW; NAdamW, whose look-ahead corrects for delays (--betas 0.99 0.999); Muon for
-    the matrices of the blocks, scaled so that AdamW's learning rate fits, with AdamW for the rest;
-    or SGD with momentum."""
+    the blocks' matrices, scaled so that AdamW's learning rates work, and AdamW for the rest; or SGD
+    with momentum."""
     momentum: float = 0.95
     """Momentum of muon and sgd."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's beta1 and beta2, decay rates of the two moments."""
+    """AdamW's beta1 and beta2, the decay rates of the two moments."""
     eps: float = 1e-8
-    """AdamW's epsilon, beside the square root of the second moment."""
+    """AdamW's epsilon, added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Weight decay, of matrices only; sgd adds it to the gradient."""
+    """Weight decay, applied to matrices only; sgd adds it to the gradient."""
     clip: float = 1.0
     """Gradient clipping: largest global norm; 0 for none."""
     seed: int = 0
-    """Random seed of initialisation, data order, dropout and sampled text."""
+    """Random seed of initialization, data order, dropout, and sampled text."""
 
     out: Path = Path("runs/train")
-    """Output folder for metrics, plot and checkpoints; an earlier run in it is moved into a
+    """Output folder for metrics, plot, and checkpoints; files of an earlier run are moved to a
     subfolder."""
     save_every: int = 0
-    """Checkpoint interval in steps; 0 for one at the end only."""
+    """Checkpoint interval in steps; 0 saves only at the end."""
     keep: int = 3
-    """Number of newest checkpoints to keep."""
+    """Number of most recent checkpoints to keep."""
     save_minutes: float = 10.0
     """Checkpoint interval in minutes, by the first rank's clock; 0 for none."""
     resume: Annotated[bool | Literal["auto"], RESUME] = False
-    """Resume from the newest good checkpoint in `out`; auto: if there is one, and else begin."""
+    """Resume from the newest good checkpoint in `out`; auto: if none exists, start from scratch."""
     max_restarts: int = 0
-    """Number of times that all ranks are started again after a failure, to go on from the newest
-    checkpoint. (torchrun has an option of its own.)"""
+    """Number of times to restart all ranks from the newest checkpoint after a failure. (torchrun
+    has a separate option for this.)"""
     eval_every: int = 100
-    """Evaluation interval in steps; 0 for one at the end only."""
+    """Evaluation interval in steps; 0 evaluates only at the end."""
     early_stop: int = 0
-    """Early stopping after this many evaluations without a lower validation loss; the checkpoint of
-    the lowest is kept, too. 0 for never."""
+    """Early stopping after this many evaluations without a lower validation loss; also keeps the
+    checkpoint with the lowest loss. 0 for never."""
     eval_batches: int = 8
     """Evaluation size: micro-batches of validation text per data replica."""
     sample: int = 200
-    """Number of tokens of sampled text at the end; 0 for none."""
+    """Number of tokens of text to sample at the end; 0 for none."""
     tensorboard: bool = False
-    """TensorBoard events are written, too (needs warpweave[tensorboard])."""
+    """Also write TensorBoard events (needs warpweave[tensorboard])."""
     wandb: str | None = None
     """Weights & Biases project to log to (needs warpweave[wandb])."""
     timeline: Path | None = None
     """Timeline of the last step, measured and simulated: .svg, .png, or Chrome's trace (.json)."""
     device: Literal["cpu", "cuda"] | None = None
-    """Device that computes; default: GPUs where there are any, one for each rank."""
+    """Device to compute on; default: GPUs if there are any, one per rank."""
     impl: Literal["triton", "torch"] | None = None
-    """Implementation that computes; default: the Triton kernels on a GPU, torch on the CPU."""
+    """Implementation of the ops; default: the Triton kernels on a GPU, torch on the CPU."""
     tiles: Path | None = None
-    """Tile table for the kernels, as ``warpweave tune`` writes it; default: the shipped tiles."""
+    """Tile table for the kernels, as written by ``warpweave tune``; default: the shipped tiles."""
     timeout: float = 300.0
-    """Timeout in seconds of any message between ranks."""
+    """Timeout in seconds of every message between ranks."""
     check_every: int = 100
-    """Steps between two comparisons of the ranks: of a step's collectives, of what replicas hold
-    after it, of the ranks' own times. 0 for none but of the collectives of the first two steps."""
+    """Steps between comparisons of the ranks: a step's collectives, the replicas' state after it,
+    and each rank's compute time. 0 checks only the collectives of the first two steps."""
     check_collectives: bool = False
-    """Debugging: every collective is compared between ranks before it is issued, which is slow."""
+    """Debugging: compare every collective between ranks before it is issued (slow)."""
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh's sizes; an open `dp` is 1."""
+        """The mesh's sizes, with 1 for `dp` if it is not set."""
         dp = 1 if self.dp is None else self.dp
         return Mesh(dp, self.cp, self.tp, self.pp, self.ulysses, self.dp_shard, self.outer)
 
     @property
     def starts_ranks(self) -> bool:
-        """Whether ``warpweave train`` starts processes; torchrun may have started them already."""
+        """True if ``warpweave train`` starts processes (unless torchrun already has)."""
         axes = (self.dp or 1, self.cp, self.tp, self.pp, self.outer)
         return max(axes) > 1 or bool(self.server or self.max_restarts or self.elastic)
 
     @property
     def replicas(self) -> int:
-        """Data replicas."""
+        """Number of data replicas over all outer replicas."""
         return self.outer * self.mesh.dp
 
     @property
     def outer_rule(self) -> OuterRule | None:
-        """The outer optimizer; None for none.
+        """The outer optimizer, or None.
 
         Raises:
-            ValueError: replicas, or an option of the outer optimizer, without `outer_every`, or an
-                option that does not fit.
+            ValueError: outer replicas or an option of the outer optimizer are set without
+                `outer_every`, or an option is invalid.
         """
         from warpweave.parallel.data.outer import OuterRule
 
@@ -249,7 +248,7 @@ class TrainConfig:
             idle = [f"{n} = {v}" for n, v in given.items() if v != getattr(rule, n)]
             if self.outer > 1 or idle:
                 what = f"outer = {self.outer}" if self.outer > 1 else f"outer {idle[0]}"
-                raise ValueError(f"{what} needs --outer-every, the steps between meetings")
+                raise ValueError(f"{what} requires --outer-every, the steps between meetings")
             return None
         rule = OuterRule(self.outer_every, **given)
         rule.check(self.overrides.layers or self.base.layers)
@@ -257,29 +256,29 @@ class TrainConfig:
 
     @property
     def outer_settings(self) -> dict[str, Any] | None:
-        """The outer replicas and their rule, which a resumed run must have, as JSON has them."""
+        """The outer replicas and their rule as JSON; a resumed run must have the same ones."""
         rule = self.outer_rule
         return None if rule is None else {"replicas": self.outer} | dataclasses.asdict(rule)
 
     @property
     def asynchronous(self) -> dict[str, Any] | None:
-        """What the versions of weights in a checkpoint are of, if the schedule is asynchronous."""
+        """The asynchronous schedule that a checkpoint's weight versions belong to, or None."""
         plan = self.plan
         found = {"schedule": plan.schedule, "microbatches": plan.microbatches, "pp": self.pp}
         return found if plan.asynchronous else None
 
     @property
     def server_plan(self) -> ServerPlan | None:
-        """What servers and workers agree on; None without servers.
+        """The plan shared by servers and workers; None without servers.
 
         Raises:
-            ValueError: what servers cannot do.
+            ValueError: an option is set that servers do not support.
         """
         if not self.server:
             if self.staleness != 0 or self.compensation:
                 raise ValueError(
-                    f"staleness = {self.staleness} and compensation = {self.compensation:g} are of "
-                    "parameter servers: they need --server"
+                    f"staleness = {self.staleness} and compensation = {self.compensation:g} apply "
+                    "to parameter servers only: pass --server"
                 )
             return None
         from warpweave.parallel.server.server import ServerPlan
@@ -289,23 +288,23 @@ class TrainConfig:
         for name, value in one.items():
             if (given := getattr(self, name)) != value:
                 raise ValueError(
-                    f"{name} = {given} does not go with --server, whose workers are one rank each"
+                    f"--server does not support {name} = {given}: each worker is one rank"
                 )
         plan = dataclasses.replace(self.plan, microbatches=1)
         for name, value in dataclasses.asdict(ParallelPlan()).items():
             if (given := getattr(plan, name)) != value:
-                raise ValueError(f"{name} = {given} does nothing in workers of --server")
+                raise ValueError(f"{name} = {given} has no effect with --server; leave it out")
         if self.tiles is not None:
-            raise ValueError("tiles are not read by workers of --server")
+            raise ValueError("--server workers do not read tile tables; leave out --tiles")
         if self.compensation and self.staleness == 0:
             raise ValueError(
-                f"compensation = {self.compensation:g} is of delayed gradients: it needs a "
+                f"compensation = {self.compensation:g} corrects delayed gradients: pass a "
                 "--staleness other than 0"
             )
         if self.dtype == "fp16":
-            raise ValueError("dtype = fp16 needs a loss scale, which servers do not have")
+            raise ValueError("dtype = fp16 needs loss scaling, which --server does not support")
         if self.optimizer == "muon":
-            raise ValueError("optimizer = muon: servers update element by element, adamw or sgd")
+            raise ValueError("--server needs elementwise updates, not optimizer = muon; use adamw")
         return ServerPlan(
             self.server,
             None if self.staleness == "unbounded" else self.staleness,
@@ -319,7 +318,7 @@ class TrainConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must stay as it was for a resumed run to be the same run, as JSON has it."""
+        """The settings that a resumed run must keep to be the same run, as JSON."""
         schedule = ("steps", "lr", "lr_schedule", "min_lr", "warmup", "decay")
         rule = ("optimizer", "momentum", "eps", "weight_decay", "clip")
         names = (*schedule, *rule, "dtype", "packed", "separator")
@@ -327,7 +326,7 @@ class TrainConfig:
 
     @property
     def rule(self) -> Rule:
-        """The optimizer's update rule; Muon's steps are bf16 if the parameters have 16 bits."""
+        """The optimizer's update rule; Muon's steps run in bf16 if the parameters are 16-bit."""
         import torch
 
         from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, NAdamW
@@ -342,17 +341,17 @@ class TrainConfig:
         return Muon(self.momentum, self.weight_decay, rest=adamw, dtype=low, impl=self.impl)
 
     def dropout_key(self, step: int) -> int:
-        """The key of a step: 64 bits, seed above and step below."""
+        """The 64-bit key of a step: the seed in the high half, the step in the low half."""
         return ((self.seed & 0x7FFFFFFF) << 32) | (step & 0xFFFFFFFF)
 
     @property
     def token_cache(self) -> Path:
-        """Where ids of tokenised text and hashes of token files are kept for others and later."""
+        """The folder that caches token ids of text and hashes of token files."""
         return self.out / "tokens"
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The tokenizer; None for bytes, and for a token file unless one is given for it."""
+        """The tokenizer's path; None for bytes, and for a token file without `tokenizer`."""
         from warpweave.convert.source import find_tokenizer
         from warpweave.data import TOKEN_FILES
 
@@ -363,7 +362,7 @@ class TrainConfig:
 
     @property
     def base(self) -> GPTConfig:
-        """The model that the overrides change: that of `init_from`, or the preset."""
+        """The model that the overrides apply to: that of `init_from`, or the preset."""
         if self.init_from is None:
             return PRESETS[self.model]
         from warpweave.convert.source import read_model_config
@@ -379,7 +378,7 @@ class TrainConfig:
         """This configuration with `dp` filled in for `ranks` ranks.
 
         Raises:
-            ValueError: the mesh does not have that many ranks.
+            ValueError: the mesh has a different number of ranks.
         """
         dp = self.dp
         if dp is None:
@@ -390,8 +389,8 @@ class TrainConfig:
             named = (*["outer"] * (self.outer > 1), "dp", "cp", "tp", "pp")
             axes = " x ".join(f"{axis}={getattr(self, axis) or 'any'}" for axis in named)
             raise ValueError(
-                f"mesh {axes} does not fit {ranks} ranks: it has {found}, and their number "
-                "must be the axes' product"
+                f"mesh {axes} has {found} ranks, but {ranks} were started; their number must be "
+                "the product of the axes"
             )
         return filled
 
@@ -420,7 +419,7 @@ class TrainConfig:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Raise a one-line error for what cannot work, before any rank is started."""
+        """Raise a one-line error for options that cannot work, before any rank is started."""
         from warpweave.checkpoint import latest
         from warpweave.plan.timeline import check_suffix
         from warpweave.train.boards import check_boards
@@ -436,9 +435,9 @@ class TrainConfig:
                     finite = " and finite" if isinstance(value, float) else ""
                     raise ValueError(f"{name} must be at least {low}{finite}, got {value}")
         if not 0 <= self.decay <= 1:
-            raise ValueError(f"decay is a part of the steps, 0 to 1, got {self.decay}")
+            raise ValueError(f"decay must be a fraction of the steps in [0, 1], got {self.decay}")
         if not 0 < self.timeout <= 86400:
-            raise ValueError(f"timeout must be positive seconds, at most a day, got {self.timeout}")
+            raise ValueError(f"timeout must be in (0, 86400] seconds, got {self.timeout}")
         idle_options.refuse_idle(idle_options.TRAIN, self)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
@@ -456,8 +455,8 @@ class TrainConfig:
         rows = self.batch * cut(self.seq_len, self.cp, self.plan.layout).local_len
         if self.plan.sequence_parallel and rows % self.tp:
             raise ValueError(
-                f"batch x seq_len / cp = {rows} tokens do not divide by tp = {self.tp} "
-                "(sequence parallelism)"
+                f"batch x seq_len / cp ({rows}) is not divisible by tp ({self.tp}), as sequence "
+                "parallelism requires"
             )
         if self.resume is True and latest(self.out / CHECKPOINTS) is None:
             raise ValueError(f"nothing to resume from: no checkpoint in {self.out / CHECKPOINTS}")
@@ -465,7 +464,7 @@ class TrainConfig:
             read_table(self.tiles, by="device")
         check_boards(self.tensorboard, self.wandb)
         check_suffix(self.timeline)
-        if self.timeline is not None:  # not after the last step, which is not saved yet
+        if self.timeline is not None:  # fail now rather than after the last, still unsaved step
             self.timeline.parent.mkdir(parents=True, exist_ok=True)
         vocabulary = self.open_data("train").vocab_size
         self.open_data("validation")
@@ -473,8 +472,8 @@ class TrainConfig:
 
 
 def parse(argv: list[str] | None = None) -> TrainConfig:
-    """The options of the command line, and below them those of ``--config`` and of a planned
-    ``--layout FILE.json``; a wrong one ends the process with 2."""
+    """Read the options: the command line's override those of ``--config`` and of a planned
+    ``--layout FILE.json``. Exit with 2 on a wrong option."""
     with refusing(ValueError):
         rest, layout = take_layout(argv)
         about = TrainConfig, "train", __doc__, rest

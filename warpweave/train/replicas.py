@@ -1,17 +1,17 @@
-"""What must be equal on several ranks, compared bit for bit by checksums.
+"""Bitwise comparison of replicated state between ranks, by checksums.
 
-A parameter, its master weight and its moments are equal on all ranks that hold the same slice of
-it: over tp where it is not sharded (norms), over the data ranks where ZeRO does not shard it, over
-the replicas of a shard, and at both ends of a pipeline if it is tied. `ReplicaCheck` gathers one
-64-bit sum of the bits of each, in one small collective, and names the rank that has another one:
+A parameter, its master weight, and its moments are equal on all ranks that hold the same slice of
+it: over tp if it is not sharded (norms), over the data ranks if ZeRO does not shard it, over the
+replicas of a shard, and at both ends of a pipeline if it is tied. `ReplicaCheck` gathers a 64-bit
+sum of the bits of each in one small collective, and names the rank whose sum differs:
 
     four ranks, dp = tp = 2, ZeRO 1             rank 0   rank 1   rank 2   rank 3
     blocks.0.norm.weight                        a        a        a        a
     blocks.0.norm.weight (exp_avg), shard 0, 1  b        b        c        c
     blocks.0.mlp.up.weight, tp 0, 1             d        e        d        x       rank 3 differs
 
-A bit that flips in what one rank alone holds, a shard's moments with tp-sharded matrices, shows
-nowhere: its rank still agrees with itself.
+A flipped bit in data that only one rank holds (a shard's moments of tp-sharded matrices) cannot be
+detected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from warpweave.parallel.mesh import Mesh
 
 
 def checksum(x: Tensor) -> Tensor:
-    """The sum of the bits of `x` as 64-bit integers, 0-dim; one flipped bit always changes it."""
+    """Sum the bits of `x` as 64-bit integers, 0-dim; one flipped bit always changes the sum."""
     raw = x.detach().contiguous().view(-1).view(torch.uint8)
     if odd := -raw.numel() % 8:
         raw = F.pad(raw, (0, odd))
@@ -41,7 +41,7 @@ def checksum(x: Tensor) -> Tensor:
 
 
 def _bits_of(unit: Unit) -> Iterator[tuple[str, Tensor, slice, bool]]:
-    """(name, flat buffer, its place in the layout, whether ZeRO shards it) of what a unit holds."""
+    """Yield (name, flat buffer, its place in the layout, True if ZeRO shards it) for a unit."""
     parameters, state, layout = unit.parameters, unit.state, unit.layout
     if parameters.shard is not None:
         yield "", parameters.shard, layout.own, True
@@ -57,7 +57,7 @@ def _bits_of(unit: Unit) -> Iterator[tuple[str, Tensor, slice, bool]]:
 
 
 def _held(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
-    """(tensor, which slice of it this rank holds, the slice) of all parameters and states."""
+    """Yield (tensor's name, position of this rank's slice, the slice) of parameters and states."""
     mesh = engine.mesh
     for unit in engine.units:
         shard = mesh.index(unit.placement.shard_over)
@@ -75,20 +75,23 @@ def _held(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
 
 
 class ReplicaCheck:
-    """Compares what an engine holds, and the data of its step, between the ranks of its mesh."""
+    """Compares an engine's state and the data of its step between the ranks of its mesh."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._keys: list[list[list[str]]] = []  # of each rank, from the first comparison on
-        self._leader: Any = None  # int64 [ranks, n]: where the first value of the same key stands
+        self._keys: list[list[list[str]]] = []  # per rank, set by the first comparison
+        self._leader: Any = None  # int64 [ranks, n]: index of the first value with the same key
 
     def compare(self, data: Mapping[str, Any], own: float) -> tuple[str | None, list[float]]:
-        """Which ranks differ in what, in words and the same on all ranks, or None; and every rank's
-        `own`, gathered along the way. Collective.
+        """Compare the ranks. Collective.
+
+        Returns a description of the ranks that differ (the same on all ranks) or None, and every
+        rank's `own`, which is gathered along the way.
 
         Args:
-            data: name -> what a data replica's ranks, or for a number all ranks, must have alike.
-            own: of this rank, not compared.
+            data: name -> a tensor that must be equal within a data replica, or a number that must
+                be equal on all ranks.
+            own: a value of this rank, not compared.
         """
         mesh = self._engine.mesh
         replica = str({axis: mesh.index(axis) for axis in ("outer", "dp")})
@@ -96,7 +99,7 @@ class ReplicaCheck:
         for name, value in data.items():
             held = value if isinstance(value, Tensor) else torch.tensor(value)
             every.append((name, replica if isinstance(value, Tensor) else "", held))
-        every += _held(self._engine)  # last, as what differs above makes these differ
+        every += _held(self._engine)  # last, because a difference above also makes these differ
         if not self._keys:
             self._find_leaders([[name, at] for name, at, _ in every])
         device = self._engine.device
@@ -110,7 +113,7 @@ class ReplicaCheck:
         return words, [microseconds / 1e6 for microseconds in table[:, 0].tolist()]
 
     def _find_leaders(self, mine: list[list[str]]) -> None:
-        """Exchange the names of what each rank compares, once."""
+        """Exchange the names of the values that each rank compares, once."""
         self._keys = exchange(mine, self._engine.mesh.group("world"))
         most = max(map(len, self._keys))
         first: dict[tuple[str, ...], int] = {}
@@ -120,7 +123,7 @@ class ReplicaCheck:
                 self._leader[rank, i] = first.setdefault(tuple(key), rank * most + i)
 
     def _words(self, mesh: Mesh, values: np.ndarray, differs: np.ndarray) -> str:
-        """ "rank 3 (tp=1) differs in NAME from ranks 0, 1, 2", of the first tensor that differs."""
+        """ "rank 3 (tp=1) differs in NAME from ranks 0, 1, 2", for the first differing tensor."""
         group = self._leader[differs][0]
         holders = [(int(rank), int(i)) for rank, i in np.argwhere(self._leader == group)]
         by_value: dict[int, list[int]] = defaultdict(list)

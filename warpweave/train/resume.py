@@ -1,4 +1,4 @@
-"""Resuming a run: whether a checkpoint fits the run, and the progress that it records."""
+"""Resuming a run: check that a checkpoint fits the run, and restore its progress."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Progress:
     """The progress of a run, as saved in a checkpoint's state.
 
     Attributes:
-        tokens: positions that it was trained on, over all ranks.
-        evaluated: the last step after which the run was evaluated, but for the end of a run.
-        best, best_step: the lowest validation loss of those evaluations, and its step; None and 0
-            before any.
+        tokens: positions trained on, over all ranks.
+        evaluated: the last step that was followed by an evaluation, not counting the final one.
+        best, best_step: the lowest validation loss of those evaluations and its step; None and 0
+            before the first.
         since: evaluations since then.
     """
 
@@ -36,7 +36,7 @@ class Progress:
     since: int = 0
 
     def see(self, step: int, val_loss: float) -> bool:
-        """Record the evaluation after `step`; True if its loss is lower than all before."""
+        """Record the evaluation after `step`. Return True if its loss is the lowest so far."""
         self.evaluated = step
         if self.best is not None and val_loss >= self.best:
             self.since += 1
@@ -45,20 +45,20 @@ class Progress:
         return True
 
     def stops_early(self, patience: int) -> bool:
-        """True after `patience` evaluations without a lower loss; 0 is never."""
+        """True after `patience` evaluations without a lower loss; never if 0."""
         return 0 < patience <= self.since
 
     def why(self, step: int, steps: int) -> str:
-        """A phrase: what a run of `steps` steps had done when it ended at `step`."""
+        """A phrase that says why a run of `steps` steps is over at `step`."""
         if step >= steps:
-            return f"has all of the {steps} steps"
+            return f"has completed all {steps} steps"
         return (
-            f"has stopped early at step {step}: {self.since} evaluations had no lower validation "
-            f"loss than {self.best:.4f} at step {self.best_step}"
+            f"stopped early at step {step}: {self.since} evaluations did not lower the validation "
+            f"loss of {self.best:.4f} at step {self.best_step}"
         )
 
     def lowest(self, step: int, val_loss: float | None) -> dict[str, Any]:
-        """The lowest validation loss and its step, with that after the last `step` among them."""
+        """The lowest validation loss and its step, including the loss after the last `step`."""
         found = [(self.best, self.best_step), (val_loss, step)]
         known = [(loss, at) for loss, at in found if loss is not None]
         loss, at = min(known, default=(None, None))
@@ -66,18 +66,20 @@ class Progress:
 
 
 def saved_line(step: int) -> str:
-    """The line that an interrupted run prints when it has saved `step`."""
+    """The line that an interrupted run prints after saving `step`."""
     return f"saved step {step}; continue with --resume"
 
 
 def open_run(
     folder: Path, config: GPTConfig, group: dist.ProcessGroup | None, resume: bool | str = True
 ) -> CheckpointReader | None:
-    """The newest good checkpoint in `folder`, of a model of `config`; rank 0 says what it passed.
-    None on every rank if `resume` is False, or "auto" where there is no checkpoint.
+    """Open the newest good checkpoint in `folder`; rank 0 reports those it skipped.
+
+    Returns None on every rank if `resume` is False, or if it is "auto" and there is no checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it is of another model, or of no run of the trainer.
+        CheckpointError: there is none, its model differs from `config`, or the trainer did not
+            write it.
     """
     if not resume:
         return None
@@ -106,7 +108,7 @@ def open_run(
     return reader
 
 
-# What `state_of` writes, by type; what an older version did not write may be missing.
+# The types of what `state_of` writes; entries that older versions did not write may be missing.
 _STATE: dict[str, Any] = {
     "step": int, "seed": int, "settings": dict, "outer": dict | None, "asynchronous": dict | None,
     "data": {"name": str, "fingerprint": str, "sequences_per_step": int, "tokenizer": str | None,
@@ -117,8 +119,8 @@ _STATE: dict[str, Any] = {
 
 
 def _require(where: str, value: Any, kind: Any) -> None:
-    """Raise `CheckpointError` unless a JSON value is of type `kind`, one of a union's, or an object
-    whose values are of the types that `kind` has for their names; integers are 0 or more."""
+    """Raise `CheckpointError` unless a JSON value matches `kind`: a type, a union, or a dict of the
+    types of an object's values by name. Integers must not be negative."""
     if isinstance(kind, dict) and isinstance(value, dict):
         for name, part in value.items():
             _require(f"{where}.{name}", part, kind.get(name, object))
@@ -132,9 +134,9 @@ def state_of(
     config: TrainConfig, data: Dataset, progress: Progress, *, step: int, sequences_per_step: int,
     validation: Dataset | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What a checkpoint says of a run after `step`, for `open_run` and `check_run`, as JSON.
+    """The state of a run after `step` as JSON, for `open_run` and `check_run`.
 
-    `validation` is what the run is evaluated on, of one that evaluates on its way."""
+    `validation` is the validation data of a run that evaluates during training."""
     return {
         "step": step,
         "seed": config.seed,
@@ -154,13 +156,13 @@ def state_of(
 
 
 def _layout_options(config: TrainConfig) -> dict[str, Any]:
-    """Options of the layout and of evaluations, which may change in a resumed run, as JSON."""
+    """Options of the layout and of evaluations, as JSON; a resumed run may change them."""
     names = ("batch", "impl", "eval_every", "eval_batches", "early_stop")
     return dataclasses.asdict(config.plan) | {name: getattr(config, name) for name in names}
 
 
 def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> None:
-    """Refuse other data, another seed or optimizer by a `CheckpointError`."""
+    """Raise `CheckpointError` if the data, the seed, or the optimizer differ."""
     saved = reader.state["data"]
     same = saved["fingerprint"] == data.fingerprint
     if not same and not (_of_ends(saved) and saved["name"] == data.name):
@@ -179,8 +181,8 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
     held, wanted = reader.state.get("asynchronous"), config.asynchronous
     if held not in (None, wanted):
         raise CheckpointError(
-            f"{reader.path} holds versions of weights of an asynchronous schedule {held}, "
-            f"now {wanted or config.plan.schedule}: --resume with that one, --init-from its weights"
+            f"{reader.path} holds weight versions of the asynchronous schedule {held}, now "
+            f"{wanted or config.plan.schedule}: resume with that one, or pass --init-from"
         )
     if reader.state["seed"] != config.seed:
         raise CheckpointError(
@@ -188,13 +190,13 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
         )
     if (before := reader.state["settings"].get("optimizer", "adamw")) != config.optimizer:
         raise CheckpointError(
-            f"{reader.path} was trained with optimizer {before}, whose state is none of "
-            f"{config.optimizer}'s"
+            f"{reader.path} was trained with optimizer {before}, whose state does not fit "
+            f"{config.optimizer}"
         )
 
 
 def _of_ends(saved: dict[str, Any]) -> bool:
-    """Whether an older version has saved the fingerprint of a token file, which was of its ends."""
+    """True if an older version saved a token file's fingerprint, which covered only its ends."""
     return saved.get("tokenizer", "") is None and not saved["fingerprint"].startswith(WHOLE)
 
 
@@ -202,29 +204,30 @@ def differences(
     reader: CheckpointReader, config: TrainConfig, sequences_per_step: int,
     validation: Dataset | None = None, *, layout: bool = True,
 ) -> str:  # fmt: skip
-    """The settings, the validation data and (with `layout`) the mesh, plan and evaluations that
-    differ from the checkpoint's, which is allowed, as text; "" if none."""
+    """Differences from the checkpoint that are allowed, as text; "" if there are none.
+
+    Compares settings, validation data, and (with `layout`) the mesh, plan, and evaluations."""
     now: dict[str, Any] = config.settings | {"sequences_per_step": sequences_per_step}
-    # A setting that did not exist yet had what is now its default.
+    # A setting that did not exist yet has its current default.
     before = TrainConfig().settings | reader.state["settings"]
     before["sequences_per_step"] = reader.state["data"]["sequences_per_step"]
-    if layout:  # an older version has saved the mesh and the ZeRO stage only
+    if layout:  # older versions saved only the mesh and the ZeRO stage
         held: dict[str, Any] = reader.mesh | reader.state.get("layout", {})
         current = dataclasses.asdict(config.mesh) | _layout_options(config)
         before |= held
         now |= {name: value for name, value in current.items() if name in held}
     if validation is not None and (other := reader.state["data"].get("validation")) is not None:
-        prints = validation.fingerprint, other  # which may begin with the same word
+        prints = validation.fingerprint, other  # they may start with the same word
         now["validation data"], before["validation data"] = (p[-12:] for p in prints)
-    now["fingerprint"] = "of the whole"
-    before["fingerprint"] = "of a file's ends" if _of_ends(reader.state["data"]) else "of the whole"
+    now["fingerprint"] = "whole file"
+    before["fingerprint"] = "ends of the file" if _of_ends(reader.state["data"]) else "whole file"
     return "; ".join(
         f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items() if before.get(k) != v
     )
 
 
 def progress_of(reader: CheckpointReader, seq_len: int) -> Progress:
-    """The progress of the run; fields that an older version did not save are derived."""
+    """The progress of the run; fields that older versions did not save are derived."""
     step, sequences = reader.step, reader.state["data"]["sequences_per_step"]
     old = {"tokens": step * sequences * seq_len, "evaluated": step}
     return Progress(**old | reader.state.get("progress", {}))

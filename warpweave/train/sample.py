@@ -1,4 +1,4 @@
-"""What ``warpweave sample`` does, on one device or on tensor ranks and pipeline stages."""
+"""Run ``warpweave sample`` on one device, or over tensor ranks and pipeline stages."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def sample_rank(config: SampleConfig, port: int | None = None) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command ``warpweave sample``, its options and all."""
+    """Run ``warpweave sample`` with the options in `argv`."""
     run(parse(argv))
 
 
 def run(config: SampleConfig) -> None:
-    """The command ``warpweave sample``."""
+    """Run ``warpweave sample``."""
     with refusing(ValueError, ImportError, OSError, CheckpointError):
         if under_torchrun():
-            raise ValueError("sample starts its own ranks, run it without torchrun")
+            raise ValueError("sample starts its own ranks; run it without torchrun")
         chosen = choose_checkpoint(config.model, best=config.best)
-        if chosen is not None:  # every rank opens the same one, whatever a run saves meanwhile
+        if chosen is not None:  # every rank opens this one, even if a run saves a newer one
             config = dataclasses.replace(config, model=chosen.path)
         config.check()
         if chosen is not None:

@@ -1,11 +1,11 @@
-"""Generate text with a trained model, on one device or on tensor ranks and pipeline stages.
+"""Generate text with a trained model, on one device or over tensor ranks and pipeline stages.
 
-PATH is a folder of transformers, the folder of a run of ``warpweave train`` (its newest checkpoint,
-or with --best the one with the lowest validation loss), or one checkpoint of it. Several prompts
-are one batch. Exit codes: 0 done, 1 failed, 2 refused.
+PATH is a transformers model folder, the folder of a ``warpweave train`` run, or a single
+checkpoint. A run's newest checkpoint is used or, with --best, the one with the lowest validation
+loss. Several prompts form one batch. Exit codes: 0 done, 1 failed, 2 refused.
 """
 
-# The options of `warpweave.train.sample`: a wrong one is answered before torch is imported.
+# The options of `warpweave.train.sample`; they are checked before torch is imported.
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Which model, which prompts, and how to sample."""
+    """Options of ``warpweave sample``: model, prompts, and sampling."""
 
     model: Annotated[Path, tyro.conf.Positional]
-    """Model: a folder of transformers, a run's folder, or a checkpoint in it."""
+    """Model: a transformers model folder, a run's folder, or a checkpoint in it."""
     prompt: tuple[str, ...]
     """Prompts: the texts to continue."""
     best: bool = False
-    """Use the checkpoint with the lowest validation loss of a run's folder, instead of the
-    newest."""
+    """Use the checkpoint with the lowest validation loss in a run's folder instead of the newest
+    one."""
     tokens: int = 100
-    """Largest number of new tokens of each prompt."""
+    """Maximum number of new tokens per prompt."""
     temperature: float = 0.8
-    """Temperature of the softmax that is sampled from; 0 takes the likeliest token (greedy)."""
+    """Temperature of the softmax to sample from; 0 picks the most likely token (greedy)."""
     top_k: int = 0
-    """Top-k sampling: draw from so many of the likeliest tokens; 0 from all."""
+    """Top-k sampling: draw from this many of the most likely tokens; 0 draws from all."""
     top_p: float = 1.0
-    """Top-p (nucleus) sampling: draw from the fewest of the likeliest tokens that have this
-    probability together."""
+    """Top-p (nucleus) sampling: draw from the smallest set of most likely tokens whose total
+    probability reaches this value."""
     seed: int = 0
-    """Random seed of the sampling."""
+    """Random seed for sampling."""
     tokenizer: Path | None = None
-    """Tokenizer: a Hugging Face tokenizers JSON, or bytes; default: the model's, or bytes if it was
-    trained on bytes or has a vocabulary of 256."""
+    """Tokenizer: a Hugging Face tokenizers JSON, or the word bytes; default: the model's, or bytes
+    if the model was trained on bytes or has a vocabulary of 256."""
     tp: int = 1
     """Tensor-parallel degree."""
     pp: int = 1
@@ -55,11 +55,11 @@ class SampleConfig:
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Precision of parameters and activations."""
     device: Literal["cpu", "cuda"] | None = None
-    """Device that computes; default: GPUs where there are any, one for each rank."""
+    """Device to compute on; default: GPUs if there are any, one per rank."""
     impl: Literal["triton", "torch"] | None = None
-    """Implementation that computes; default: the Triton kernels on a GPU, torch on the CPU."""
+    """Implementation of the ops; default: the Triton kernels on a GPU, torch on the CPU."""
     timeout: float = 300.0
-    """Timeout in seconds of any message between ranks."""
+    """Timeout in seconds of every message between ranks."""
 
     @property
     def mesh(self) -> Mesh:
@@ -68,7 +68,7 @@ class SampleConfig:
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are chosen; a text ends with the model's own end tokens."""
+        """The sampling settings; a text ends at the model's end-of-text tokens."""
         from warpweave.convert.source import read_stop_tokens
         from warpweave.model.generate import Sampling
 
@@ -82,13 +82,13 @@ class SampleConfig:
         )
 
     def open_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the prompts; ``ValueError`` if none is known for the model."""
+        """Open the tokenizer for the prompts; ``ValueError`` if the model has none."""
         from warpweave.convert.source import find_tokenizer, is_of_bytes
         from warpweave.data import ByteTokenizer, JsonTokenizer
 
         path = self.tokenizer if self.tokenizer is not None else find_tokenizer(self.model)
         if path is None and not is_of_bytes(self.model):
-            raise ValueError(f"no tokenizer is known for {self.model}: give --tokenizer")
+            raise ValueError(f"found no tokenizer for {self.model}; pass --tokenizer")
         return ByteTokenizer() if path in (None, Path("bytes")) else JsonTokenizer(path)
 
     def prompts(self) -> list[list[int]]:
@@ -97,7 +97,7 @@ class SampleConfig:
         return [tokenizer.prompt(text) for text in self.prompt]
 
     def check(self) -> None:
-        """Raise a one-line error for what cannot work, before any rank is started."""
+        """Raise a one-line error for options that cannot work, before any rank is started."""
         from warpweave.convert.source import read_model_config
         from warpweave.model.generate import check_prompts
 
@@ -107,5 +107,5 @@ class SampleConfig:
 
 
 def parse(argv: list[str] | None = None) -> SampleConfig:
-    """The options of the command line; a wrong one ends the process with 2."""
+    """Read the options of the command line. Exit with 2 on a wrong one."""
     return read_command_line(SampleConfig, "sample", __doc__, argv)

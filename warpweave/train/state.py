@@ -1,20 +1,20 @@
-"""The tensors of a run in a checkpoint: which an engine writes, and their way back.
+"""The tensors of a run in a checkpoint: save them from an engine, and restore them.
 
     name                    tensor                                       written by
-    NAME                    weights; with an outer optimizer those that  replica 0
-                            its replicas have in common
+    NAME                    weights; with an outer optimizer, the        replica 0
+                            global weights
     exp_avg/NAME            a moment of the inner optimizer              replica 0
     replica1/param/NAME     with an outer optimizer, local weights       replica 1
     replica1/exp_avg/NAME   and local moments                            replica 1
     outer_momentum/NAME     the outer optimizer's momentum               replica 0
     outer_sum/NAME          the sum in flight of a streaming fragment    replica 0
-    version1/NAME           with an asynchronous schedule the weights    replica 0
+    version1/NAME           with an asynchronous schedule, the weights   replica 0
                             of one update ago, version2/NAME of two
 
-What is under way in an asynchronous pipeline is not saved: the forwards that have begun are run
-again from these versions, to the same bits.
+Weights are therefore always stored under their names, whatever the optimizers are.
 
-So whoever reads weights finds them at their names, whatever the optimizers were.
+Work in flight in an asynchronous pipeline is not saved: forwards that have begun are run again from
+these versions, with bitwise identical results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from warpweave.parallel.shard import ParamRecord
 
 
 class _Kind(NamedTuple):
-    """A state, the prefix of its tensors' names, and whether replica 0 speaks for all."""
+    """A state, the prefix of its tensors' names, and True if replica 0 writes it for all."""
 
     state: str
     prefix: str
@@ -40,7 +40,7 @@ class _Kind(NamedTuple):
 
 
 def _states(engine: Engine) -> list[_Kind]:
-    """All that a checkpoint holds of a parameter, in the order in which it is loaded."""
+    """The states that a checkpoint holds for a parameter, in loading order."""
     moments = engine.optimizer.rule.moments
     if engine.outer is None:
         older = [f"{VERSION}{age}" for age in range(1, 1 + max(engine.staleness))]
@@ -53,8 +53,8 @@ def _states(engine: Engine) -> list[_Kind]:
 
 
 def saved_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all that this rank writes; collective, as the others' are gathered along
-    the way."""
+    """Yield (name, tensor) for everything this rank writes. Collective, because tensors are
+    gathered along the way."""
     if engine.outer is not None:
         engine.outer.wait()
     first = engine.mesh.index("outer") == 0
@@ -65,10 +65,12 @@ def saved_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
 
 
 def restore_tensors(engine: Engine, reader: CheckpointReader, *, versions: bool = True) -> None:
-    """The inverse of `tensors`, after as many steps as the checkpoint's; each rank reads its own.
-    Without `versions` in the checkpoint all that are kept are the newest.
+    """Load what `saved_tensors` wrote; each rank reads its own part.
 
-    Raises `CheckpointError` for a tensor that is not there.
+    If the checkpoint has no `versions`, all weight versions are set to the newest.
+
+    Raises:
+        CheckpointError: a tensor is missing.
     """
     if engine.outer is not None:
         engine.outer.resume(reader.step)

@@ -1,14 +1,16 @@
-"""The measured timeline of a training step beside the simulated one: ``train --timeline FILE``.
+"""Measured and simulated timelines of a training step: ``train --timeline FILE``.
 
-A transport is told before each action of its rank's list (``Transport.reach``); `Marked` notes the
-time there, so an action lasts until the next one begins, receives until their message is there:
+A transport is notified before each action of its rank's list (``Transport.reach``), and `Marked`
+records the time. An action lasts until the next one begins, and a receive until its message is
+there:
 
     list      RECV_F0     F0            SEND_F0  RECV_B0 ...
     marks    ^           ^             ^        ^
 
-On a CPU a mark is the host's clock; on a GPU an event in the current stream, read when the step is
-over, so nothing waits on the way. Ranks have no common clock: each rank's times begin with its
-list, which all enter together within what a step's first collectives leave between them.
+On a CPU a mark is a reading of the host's clock. On a GPU it is an event in the current stream,
+read after the step, so nothing waits in between. Ranks have no common clock: each rank's times
+start with its list, which all ranks enter together, up to the skew that the step's first
+collectives leave.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from warpweave.plan.timeline import write_timeline
 
 
 class Marked:
-    """A transport that notes when each action of this process's rank begins, and the list's end."""
+    """A transport that records when each action of this rank begins, and when the list ends."""
 
     def __init__(self, transport: Any, device: torch.device) -> None:
         self.transport, self._device = transport, device
@@ -44,12 +46,12 @@ class Marked:
         return getattr(self.transport, name)
 
     def reach(self, rank: int, index: int) -> None:
-        """Note the time, then what the transport does there."""
+        """Record the time, then call the transport's `reach`."""
         self._mark()
         self.transport.reach(rank, index)
 
     def drive(self, programs: dict[int, Any]) -> None:
-        """Run the coroutines, and note the end."""
+        """Run the coroutines and record the end."""
         self.transport.drive(programs)
         self._mark()
 
@@ -61,7 +63,7 @@ class Marked:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """The marks in seconds from the first one on; on a GPU waits for the last."""
+        """The marks in seconds since the first one; on a GPU, waits for the last."""
         first, last = self._marks[0], self._marks[-1]
         if self._device.type == "cuda":
             last.synchronize()
@@ -71,9 +73,9 @@ class Marked:
 
 @contextmanager
 def recording(engine: Engine, path: Path | None, due: bool = True) -> Iterator[None]:
-    """Record the engine's step within; the world's rank 0 writes it beside the simulated one.
+    """Record the step inside the block; world rank 0 writes it with the simulated timeline.
 
-    Collective over the pipeline ranks. Nothing is recorded without a path, or when it is not `due`.
+    Collective over the pipeline ranks. Records nothing without a path or if not `due`.
     """
     if path is None or not due:
         yield
@@ -94,7 +96,7 @@ def recording(engine: Engine, path: Path | None, due: bool = True) -> Iterator[N
 def _gather(
     marks: list[float], lists: Schedule, device: torch.device, group: dist.ProcessGroup | None
 ) -> list[list[float]]:
-    """The marks of all pipeline ranks, with zeros behind those of the shorter lists."""
+    """Gather the marks of all pipeline ranks, with zeros appended to those of shorter lists."""
     most = max(map(len, lists)) + 1
     padded = torch.zeros(1, most, dtype=torch.float64, device=device)
     padded[0, : len(marks)] = torch.tensor(marks, dtype=torch.float64)
@@ -102,14 +104,15 @@ def _gather(
 
 
 def panels(lists: Schedule, marks: Sequence[Sequence[float]]) -> dict[str, Timeline]:
-    """The simulated and the measured timeline of a step, in seconds.
+    """Simulated and measured timelines of a step, in seconds.
 
     Args:
         lists: the schedule as it ran.
-        marks: per rank, when each of its actions began, and its end; what follows is not read.
+        marks: per rank, the start of each action and the end of the list; later entries are not
+            read.
 
-    The simulation takes for an action the median of the measured ones of its op and stage, and
-    nothing for a message: what it has less than the measured one is waiting and unevenness.
+    The simulation gives each action the median measured time of its op and stage, and zero time to
+    messages. The difference from the measured timeline is waiting and variation.
     """
     taken: dict[tuple[str, int], list[float]] = defaultdict(list)
     cells = []

@@ -47,11 +47,11 @@ from warpweave.train.resume import (
 from warpweave.train.state import restore_tensors, saved_tensors
 from warpweave.train.timeline import recording
 
-RAISED_BY_ALL = (TrainingStopped, CheckpointError, CollectiveMismatch)  # on every rank alike
+RAISED_BY_ALL = (TrainingStopped, CheckpointError, CollectiveMismatch)  # on every rank
 
 
 class Begun(NamedTuple):
-    """A step that the device was given: its pending result, learning rate and time of begin."""
+    """A launched step: its pending result, learning rate, and launch time."""
 
     result: Pending
     lr: float
@@ -62,12 +62,12 @@ class Trainer:
     """The training loop on one rank; collective over the session's ranks.
 
     Args:
-        config: what to train.
-        session: this rank's connection, with `config`'s mesh or the replicas of it that are left.
+        config: the run's options.
+        session: this rank's connection, with `config`'s mesh or its remaining replicas.
         interrupt: tells this rank to stop; None for never.
     """
 
-    updates = True  # a step is begun with its update
+    updates = True  # a launched step includes its update
 
     def __init__(
         self, config: TrainConfig, session: Session, interrupt: Interrupt | None = None
@@ -81,7 +81,7 @@ class Trainer:
         replica = self.mesh.index("outer") * config.mesh.dp + self.mesh.index("dp")
         self.batches = Batches(config, replica, session.device)
         self.model = config.model_config(self.batches.train.vocab_size)
-        if session.device.type == "cuda":  # on CPUs `main` has asked for all ranks of a machine
+        if session.device.type == "cuda":  # on CPUs `run` has checked all ranks of a machine
             free, total = torch.cuda.mem_get_info(session.device)
             check_fits(config, self.model, "cuda", free=free, total=total, ranks=1)
         self.engine = Engine(
@@ -100,22 +100,22 @@ class Trainer:
         )
         self.agreement = Agreement(config, session, self.engine)
         self.step, self.progress, self.stopped = 0, Progress(), False
-        # Whether a step is begun before the last one is read.
+        # True if a step is launched before the previous result is read.
         self.ahead = session.device.type != "cpu" or self.engine.passes.asynchronous
         self._begun: Begun | None = None
-        self._interrupted, self._read = False, 0.0  # when the last step's result came
-        self._evaluation = (-1, math.nan)  # step and loss of the last one in this process
+        self._interrupted, self._read = False, 0.0  # when the last step's result was read
+        self._evaluation = (-1, math.nan)  # step and loss of this process's last evaluation
         self.saver = BackgroundSaver(self.mesh.group("world"), timeout=session.timeout)
         self.sequences_per_step = config.replicas * config.plan.microbatches * config.batch
-        trained = self.sequences_per_step // config.mesh.dp * session.mesh.dp  # by those here
+        trained = self.sequences_per_step // config.mesh.dp * session.mesh.dp  # by present replicas
         self.tokens_per_step = trained * self.model.seq_len
         self.peak_memory: list[float] = []
-        self._timely, self._saved = False, time.monotonic()  # a save is due by time; the last one
+        self._timely, self._saved = False, time.monotonic()  # save_minutes are over; last save
         self.config = config = dataclasses.replace(config, resume=self._resume())
         if not config.resume and config.init_from is not None:
             source = open_model(config.init_from, self.mesh.group("world"))
             self.engine.load("param", source.tensor)
-        self._fed = self.step  # the first step whose data the engine was not given
+        self._fed = self.step  # the first step whose data the engine does not have
         self.metrics: Metrics | None = None
         if session.rank == 0:
             tokens, due = self.tokens_per_step, self.over or self._due
@@ -126,7 +126,7 @@ class Trainer:
             keep_origin(*files, self.batches.train.tokenizer_name, again=config.resume)
 
     def describe(self) -> str:
-        """Where and what this run trains, in one line."""
+        """A one-line description of the run: ranks, mesh, plan, and model size."""
         c, m, plan = self.config, self.config.mesh, self.config.plan
         count = sum(p.numel() for p in GPT(self.model, device="meta").parameters())
         source = c.init_from and (find_step(c.init_from) or c.init_from)
@@ -147,8 +147,8 @@ class Trainer:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step or a stop, save, evaluate, sample; the fields of the result."""
-        tqdm.set_lock(threading.RLock())  # its default lock is one of processes, and leaks
+        """Train until the end or a stop, save, evaluate, and sample. Return the result's fields."""
+        tqdm.set_lock(threading.RLock())  # the default is a multiprocessing lock, which leaks
         try:
             with self.saver:
                 seconds = self._steps()
@@ -157,18 +157,18 @@ class Trainer:
                 self.metrics.flush()
         c = self.config
         if c.timeline and self.session.rank == 0 and not (seconds and self.step == c.steps):
-            say(f"{c.timeline} was not written: step {c.steps}, the last, was not trained here")
-        # A step's first run compiles and connects; it does not count unless it is the only one.
+            say(f"{c.timeline} was not written: this process did not run the last step, {c.steps}")
+        # The first step compiles and connects; it does not count unless it is the only one.
         counted = seconds[1:] or seconds
         rate = len(counted) * self.tokens_per_step / sum(counted) if counted else 0.0
-        if not self.stopped and self._evaluation[0] != self.step:  # an early stop has evaluated
+        if not self.stopped and self._evaluation[0] != self.step:  # early stopping has evaluated
             self.evaluate()
         return self._result(None if self.stopped else self._evaluation[1], rate)
 
     def _steps(self) -> list[float]:
-        """Train until the run is over or stopped; the seconds of each step."""
+        """Train until the run is over or stopped. Return the seconds of each step."""
         seconds: list[float] = []
-        self._evaluate_if_due()  # an interrupted run has not come to that
+        self._evaluate_if_due()  # an interrupted run saves before it evaluates
         silent = self.session.rank != 0
         with tqdm(
             total=self.config.steps, initial=self.step, disable=silent, mininterval=0.5, unit="step"
@@ -185,27 +185,27 @@ class Trainer:
 
     @property
     def over(self) -> bool:
-        """All steps are done, or the validation loss has stopped falling (`early_stop`)."""
+        """True if all steps are done or the validation loss has stopped falling (`early_stop`)."""
         c = self.config
         return self.step >= c.steps or self.progress.stops_early(c.early_stop)
 
     @property
     def _due(self) -> bool:
-        """Whether an evaluation is due at this step."""
+        """True if an evaluation is due at this step."""
         every = self.config.eval_every
         return every > 0 and self.step > self.progress.evaluated and self.step % every == 0
 
     def _after_step(self) -> None:
-        """Evaluate and save, if it is time to; the last step is saved, and evaluated afterwards."""
+        """Evaluate and save if due. The last step is saved here and evaluated afterwards."""
         c = self.config
         lowest = not self.stopped and self._evaluate_if_due() and c.early_stop > 0
-        timely = self._timely and self._begun is None  # a step that has begun comes first
+        timely = self._timely and self._begun is None  # finish a launched step first
         timely |= c.save_every > 0 and self.step % c.save_every == 0
         if self.over or self.stopped or timely or lowest:
             self.save()
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluate, if it is time to; True if the loss is the lowest so far."""
+        """Evaluate if due. Return True if the loss is the lowest so far."""
         if self.over or not self._due:
             return False
         lowest = self.progress.see(self.step, self.evaluate())
@@ -214,15 +214,16 @@ class Trainer:
         return lowest
 
     def _train_step(self) -> tuple[dict[str, Any], float, bool]:
-        """One step: (its row of metrics, its seconds, True if a rank was asked to stop).
+        """Run one step. Return (its row of metrics, its seconds, True if a rank was asked to stop).
 
-        A GPU gets the next step before the loss of this one is read, unless something is to be done
-        in between. If this one stops the run, the next one changes nothing (`StepResult.stops`);
-        that of an asynchronous schedule has changed weights by then, and is the last one.
+        On a GPU the next step is launched before this one's loss is read, unless something must
+        happen in between. If this step stops the run, the next one changes nothing
+        (`StepResult.stops`). With an asynchronous schedule the next step has already changed
+        weights by then, so it becomes the last one.
         """
         now = self._begun or self._begin(self.step)
         outer = self.engine.outer
-        meets = outer is not None and outer.acts_next  # it changes what it cannot take back
+        meets = outer is not None and outer.acts_next  # an outer step cannot be undone
         halts = self._interrupted or self._timely or self._pauses(self.step + 1) or meets
         early = self.ahead and not halts
         self._begun = self._begin(self.step + 1, now) if early else None
@@ -249,11 +250,11 @@ class Trainer:
         return row, self._read - began, self._interrupted and not goes_on
 
     def _made(self, row: dict[str, Any], began: float) -> None:
-        """A step, since `began` by `time.perf_counter`, has changed the weights; other ranks, who
-        may have died, are heard after this."""
+        """Hook for subclasses, called after a step has changed the weights and before any further
+        collective, which may find that a rank has died. `began` is a `time.perf_counter` value."""
 
     def _begin(self, step: int, before: Begun | None = None) -> Begun:
-        """Give a step to the device, behind the step `before` if that was not read yet."""
+        """Launch a step. It may queue behind a step `before` whose result has not been read."""
         self.session.beat(step, "training step")
         began = time.perf_counter()
         c, last = self.config, step + self.engine.passes.ahead
@@ -263,7 +264,7 @@ class Trainer:
         self._fed = last + 1
         tokens, labels, documents, ids = self.batches.step(last)
         lr = learning_rate(c, step)
-        free = self.engine.passes.asynchronous  # its next steps have begun, and are not undone
+        free = self.engine.passes.asynchronous  # steps under way cannot be undone
         data = {"tokens": tokens, "labels": labels, "learning rate": lr, "key": c.dropout_key(last)}
         timed = recording(self.engine, c.timeline, step + 1 == c.steps)
         with self.agreement.of_step(step + 1, began, data), timed:
@@ -275,22 +276,23 @@ class Trainer:
         return Begun(result, lr, began)
 
     def _wishes(self) -> float:
-        """`Engine.begin`'s `interrupted`: 1 to stop, and on rank 0 a half for a save in time."""
+        """The `interrupted` of `Engine.begin`: 1 to stop, plus 0.5 on rank 0 if save_minutes are
+        over."""
         stops = self.interrupt.number is not None or self.saver.failed
         due = 0 < 60 * self.config.save_minutes <= time.monotonic() - self._saved
         return stops + 0.5 * (due and self.session.rank == 0 and not self.saver.busy)
 
     def _commit(self, begun: Begun) -> None:
-        """The update of a step, where it was begun without (`updates`)."""
+        """Hook for subclasses: update the weights if the step was launched without (`updates`)."""
 
     def _pauses(self, step: int) -> bool:
-        """Whether an evaluation, a checkpoint, a comparison or the end follows `step`."""
+        """True if an evaluation, a checkpoint, a comparison, or the end follows `step`."""
         c = self.config
         every = c.save_every, c.eval_every, c.check_every
         return step >= c.steps or any(n and step % n == 0 for n in every)
 
     def _log(self, bar: tqdm, row: dict[str, Any], seconds: float) -> None:
-        """A step's metrics, and the progress bar; on rank 0."""
+        """Write a step's metrics and advance the progress bar, on rank 0."""
         if self.metrics is None:
             return
         row = self.metrics.trained(row, seconds)
@@ -305,11 +307,11 @@ class Trainer:
     def _stop(
         self, loss: float, norm: float, what: str = "loss", step: StepResult | None = None
     ) -> NoReturn:
-        """Raise on every rank, naming where loss or gradients ceased to be numbers."""
+        """Raise on every rank, naming where the loss or a gradient first was not finite."""
         number = self.step + (what == "loss")
         seen = first_seen(self.engine, self.batches, self.step, what, step)
         words = f"{what} is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
-        # The optimizer leaves everything untouched when the norm is not finite.
+        # The optimizer skips the update when the norm is not finite.
         untouched = not math.isfinite(norm) and self.config.outer_rule is None
         untouched &= not self.engine.passes.asynchronous
         kept = "the weights were not updated, " if untouched else ""
@@ -337,8 +339,8 @@ class Trainer:
     # ------------------------------------------------------------------ checkpoints
 
     def save(self) -> None:
-        """Begin to write a checkpoint of logical tensors, once the one before is written; every
-        rank takes part."""
+        """Start writing a checkpoint of logical tensors, after the previous one is written.
+        Collective."""
         self.session.beat(self.step, "saving")
         optimizers = exchange(self.engine.optimizer.state(), self.mesh.group("outer"))
         state = state_of(
@@ -361,7 +363,7 @@ class Trainer:
         )
 
     def _resume(self) -> bool:
-        """Go on from the newest checkpoint, if that is asked for and there is one."""
+        """Restore the newest checkpoint if requested. Return True if there was one."""
         folder, group = self.config.out / CHECKPOINTS, self.mesh.group("world")
         reader = open_run(folder, self.model, group, self.config.resume)
         if reader is None:
@@ -379,16 +381,16 @@ class Trainer:
                 reader, self.config, self.sequences_per_step, self.batches.validation
             )
             if differing:
-                say(f"resumes with other settings than {reader.path}: {differing}")
+                say(f"resuming with settings that differ from {reader.path}: {differing}")
             if self.over:
                 why = self.progress.why(self.step, self.config.steps)
-                say(f"{reader.path} {why}: there is nothing to train, only to evaluate")
+                say(f"{reader.path} {why}: nothing to train; evaluating only")
         return True
 
     # ------------------------------------------------------------------ the end
 
     def _result(self, val_loss: float | None, rate: float) -> dict[str, Any]:
-        """Sample, plot, print; the fields of the last line."""
+        """Sample, plot, and print. Return the fields of the last output line."""
         self.peak_memory = peak_memory(self.session.device, self.mesh)
         text = None
         if not self.stopped and self.config.sample:
@@ -415,14 +417,14 @@ class Trainer:
         } | (self.progress.lowest(self.step, val_loss) if c.early_stop else {})
 
     def _sample_text(self) -> str:
-        """A continuation of the validation text's first few tokens."""
+        """Generate a continuation of the validation text's first tokens."""
         prompt = torch.from_numpy(self.batches.validation.tokens[:8].astype("int64"))
         tokens = self.engine.generate(prompt, self.config.sample, seed=self.config.seed).tolist()
-        # A model's vocabulary may be larger than its data's, and an untrained one draws from all.
+        # The model's vocabulary may be larger than the data's; an untrained model samples from all.
         return self.batches.train.decode([t for t in tokens if t < self.batches.train.vocab_size])
 
 
 def check_fits(config: TrainConfig, model: GPTConfig, device: str, **memory: int) -> None:
-    """`check_memory` of a step on "cpu" or "cuda"."""
+    """Run `check_memory` for a training step on "cpu" or "cuda"."""
     sizes = config.mesh, config.plan, config.batch, str(config.dtype), device
     check_memory(TrainingStep(model, *sizes, config.optimizer, config.outer_rule), **memory)

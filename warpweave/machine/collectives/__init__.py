@@ -1,1 +1,1 @@
-"""``warpweave collectives``: all-reduce algorithms, counted, priced and measured."""
+"""``warpweave collectives``: count, predict, and measure all-reduce algorithms."""

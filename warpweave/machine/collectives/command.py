@@ -1,4 +1,4 @@
-"""What ``warpweave collectives`` does."""
+"""Run ``warpweave collectives``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ Row = dict[str, Any]
 
 
 def collectives_rank(config: CollectivesConfig, port: int | None = None) -> list[Row]:
-    """Measure as one rank: (algorithm, elements, seconds) as rows, the backend's own with them."""
+    """Measure as one rank. Return rows of algorithm, elements, and seconds, including the backend's
+    own algorithm."""
     backend = BACKENDS.get(config.device)
     session = join(Mesh(dp=config.ranks), timeout=config.timeout, backend=backend, port=port)
     torch.set_num_threads(1)
@@ -43,7 +44,7 @@ def collectives_rank(config: CollectivesConfig, port: int | None = None) -> list
         for n in config.elements:
             x = torch.zeros(n, device=session.device)
             found: dict[str, list[float]] = {name: [] for name in runs}
-            for repeat in range(config.repeats + 1):  # interleaved; the first connects, and checks
+            for repeat in range(config.repeats + 1):  # interleaved; the first connects and checks
                 for name, run in runs.items():
                     session.beat(n, name)
                     x.fill_(session.rank + 1)
@@ -61,7 +62,7 @@ def collectives_rank(config: CollectivesConfig, port: int | None = None) -> list
 
 
 def _timed(run: Callable[[Tensor], Any], x: Tensor) -> float:
-    """Seconds from when all ranks are there until the last one is done."""
+    """Seconds from the arrival of all ranks until the last one is done."""
     dist.barrier()
     began = time.perf_counter()
     run(x)
@@ -76,12 +77,12 @@ def _check(name: str, x: Tensor, ranks: int) -> None:
     expected = ranks * (ranks + 1) // 2
     if not bool((x == expected).all()):
         raise ValueError(
-            f"{name}: the sum of 1..{ranks} is {expected}, found {x.unique().tolist()}"
+            f"{name}: expected the sum of 1..{ranks}, {expected}, got {x.unique().tolist()}"
         )
 
 
 def summarised(config: CollectivesConfig, measured: list[Row]) -> Row:
-    """Rows with rounds, bytes and predicted seconds beside the measured ones, and the network."""
+    """Add rounds, bytes, and predicted seconds to the measured rows, and fit the network."""
     algorithms, ranks = all_reduces(config.ranks, config.node), config.ranks
     ours = [row for row in measured if row["algorithm"] in algorithms]
     network = fit(
@@ -106,7 +107,7 @@ def summarised(config: CollectivesConfig, measured: list[Row]) -> Row:
 
 
 def rows_table(found: Row) -> str:
-    """The rows as text, by size."""
+    """The rows as a text table, ordered by size."""
     head = f"{'algorithm':<20}{'bytes':>11}{'rounds':>8}{'busiest rank':>14}{'at once':>13}"
     lines = [head + f"{'predicted ms':>14}{'measured ms':>13}"]
     for row in found["rows"]:
@@ -119,14 +120,14 @@ def rows_table(found: Row) -> str:
     low, high = found["predicted_by_measured"]
     lines += [
         "",
-        f"fitted: a round {1e6 * alpha:.1f} us, a byte over a link {1e9 * beta:.3f} ns, a byte "
-        f"added {1e9 * gamma:.3f} ns; predicted / measured from {low:.2f} to {high:.2f}",
+        f"fitted: {1e6 * alpha:.1f} us per round, {1e9 * beta:.3f} ns per byte over a link, "
+        f"{1e9 * gamma:.3f} ns per byte added; predicted / measured from {low:.2f} to {high:.2f}",
     ]
     return "\n".join(lines)
 
 
 def plot(found: Row, path: Path) -> None:
-    """Measured (points) and predicted (lines) milliseconds over bytes, as PNG."""
+    """Plot measured (points) and predicted (lines) milliseconds over bytes as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -151,10 +152,10 @@ def plot(found: Row, path: Path) -> None:
 
 
 def run(config: CollectivesConfig, processes: Processes | None = None) -> None:
-    """The command ``warpweave collectives``, in `processes` if they were prepared early."""
+    """Run ``warpweave collectives``, in `processes` if they were prepared early."""
     with refusing(ValueError, OSError):
         if under_torchrun():
-            raise ValueError("collectives starts its own ranks, run it without torchrun")
+            raise ValueError("collectives starts its own ranks; run it without torchrun")
         config.check()
         if config.out is not None:
             config.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The constants of the α-β-γ model, fitted to measured times."""
+"""Fit of the α-β-γ model's constants to measured times."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _UNITS = (Network(1.0, 0.0), Network(0.0, 1.0), Network(0.0, 0.0, 1.0))
 
 
 def terms(algorithm: Algorithm, ranks: int, n: int) -> list[float]:
-    """What α, β and γ are multiplied with in the seconds of a collective over fp32 x[n]."""
+    """The factors of α, β, and γ in the seconds of a collective over fp32 x[n]."""
     return [traffic(algorithm, ranks, n, unit).seconds for unit in _UNITS]
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Network:
-    """The network, with no constant below 0, that predicts `seconds` with the least sum of squared
-    relative errors.
+    """The network with nonnegative constants that predicts `seconds` with the smallest sum of
+    squared relative errors.
 
     Args:
-        rows: `terms` of every measured collective.
-        seconds: its time.
+        rows: the `terms` of every measured collective.
+        seconds: the measured times.
     """
-    weighted = np.array(rows) / np.array(seconds)[:, None]  # predicted / measured, of unit networks
+    weighted = np.array(rows) / np.array(seconds)[:, None]  # predicted / measured, unit networks
     best, least = np.zeros(3), np.inf
-    for count in (1, 2, 3):  # the best of the unconstrained fits whose constants are positive
+    for count in (1, 2, 3):  # the best of all unconstrained fits without negative constants
         for chosen in combinations(range(3), count):
             found, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(rows)), rcond=None)
             error = float(((weighted[:, chosen] @ found - 1) ** 2).sum())

@@ -1,11 +1,11 @@
-"""Measure every all-reduce algorithm on ranks of this machine, beside the backend's own.
+"""Measure every all-reduce algorithm on this machine, and compare it with the backend's own.
 
 ``warpweave collectives --ranks 4 --sizes 1K 1M`` runs each algorithm of ``parallel.algorithms`` on
 vectors of these sizes, checks the sums, and prints a row for each: rounds, bytes over the busiest
-rank's link, bytes under way at once, the time that the α-β-γ model predicts and the time measured.
-The model's three constants are fitted to all measured times at once, so that the prediction shows
-where the model holds, and the column beside it where it does not: on one machine ranks share its
-processors and its memory, which the model's links do not know. The last line is one JSON object.
+rank's link, bytes in flight at once, and the predicted and the measured time. The prediction uses
+the α-β-γ model, with its three constants fitted to all measured times at once. Compare the two
+columns to see where the model holds: on one machine, ranks share processors and memory, which the
+model does not include. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class CollectivesConfig:
-    """What to measure, and where to."""
+    """Options of ``warpweave collectives``."""
 
     ranks: int = 4
     """Number of ranks, 2 to 64."""
     sizes: tuple[str, ...] = ("1K", "64K", "1M")
-    """Bytes of the vectors, of fp32 elements: a number, or one with K, M or G (powers of 1,024)."""
+    """Sizes of the fp32 vectors in bytes: numbers, optionally with K, M, or G (powers of 1,024)."""
     node: int | None = None
-    """Ranks of a node, for the hierarchical algorithm. Default: the divisor of the ranks next to
-    their square root."""
+    """Ranks per node, for the hierarchical algorithm. Default: the divisor of the number of ranks
+    that is closest to its square root."""
     repeats: int = 9
-    """Times that each is measured; the median counts."""
+    """Number of measurements of each; the median is reported."""
     out: Path | None = None
-    """Folder for the rows and a plot (collectives.json, collectives.png), made if it is missing."""
+    """Folder for the rows and a plot (collectives.json, collectives.png); created if missing."""
     device: Literal["cpu", "cuda"] | None = None
-    """Device: cuda, a GPU for each rank and NCCL, or cpu, gloo. Default: cuda if there are GPUs."""
+    """Device: cuda (NCCL, one GPU per rank) or cpu (gloo). Default: cuda if there are GPUs."""
     timeout: float = 60.0
-    """Timeout in seconds of any message between ranks."""
+    """Timeout in seconds of every message between ranks."""
     starts_ranks: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be measured."""
+        """Raise ValueError for options that cannot be measured."""
         if not 2 <= self.ranks <= 64:
             raise ValueError(f"ranks must be 2..64, got {self.ranks}")
         if self.repeats < 1:
             raise ValueError(f"repeats must be at least 1, got {self.repeats}")
         if self.node is not None and (self.node < 1 or self.ranks % self.node):
-            raise ValueError(f"nodes of {self.node} do not divide {self.ranks} ranks")
+            raise ValueError(f"ranks ({self.ranks}) is not divisible by node ({self.node})")
         _ = self.elements
 
     @property
     def elements(self) -> list[int]:
-        """Elements of each vector, ascending."""
+        """The number of elements of each vector, ascending."""
         found = []
         for size in self.sizes:
             match = re.fullmatch(r"(\d+)([KMG]?)", size.upper())
@@ -65,5 +65,5 @@ class CollectivesConfig:
 
 
 def parse(argv: list[str] | None = None) -> CollectivesConfig:
-    """The options of the command line; a wrong one ends the process with 2."""
+    """Read the options of the command line. Exit with 2 on a wrong one."""
     return read_command_line(CollectivesConfig, "collectives", __doc__, argv)

@@ -1,4 +1,4 @@
-"""A check: what is compared with what, within which limit, and what came of it."""
+"""Checks: a comparison, its limit, and its verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from warpweave.launch.session import Stopped
 
 
 class Measured(NamedTuple):
-    """An error and its limit; `said` is more, in words."""
+    """An error and its limit; `said` adds details in words."""
 
     error: float
     limit: float
@@ -25,7 +25,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """`measure` compares the subject `name` with the truth `against`."""
+    """A comparison of the subject `name` with the truth `against`, made by `measure`."""
 
     name: str
     against: str
@@ -34,14 +34,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a check.
+    """The result of a check.
 
     Attributes:
-        name, against: of the check.
-        passed: None if there was no time left to begin it.
-        error, limit: None if it raised, or was not begun.
-        seconds: that it took.
-        said: more in words, or what was raised.
+        name, against: those of the check.
+        passed: None if there was no time left to start it.
+        error, limit: None if it raised an exception or was not started.
+        seconds: its run time.
+        said: details in words, or the exception.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Verdict:
 
 
 def run(checks: Iterable[Check], until: float) -> Iterator[Verdict]:
-    """A verdict for each check; one that raises has failed, and the next one follows.
+    """Yield a verdict for each check. A check that raises has failed; the others still run.
 
-    None is begun after `until`, by `time.monotonic`. `Stopped` and KeyboardInterrupt end it.
+    No check starts after `until`, by `time.monotonic`. `Stopped` and KeyboardInterrupt are raised.
     """
     for check in checks:
         began = time.monotonic()
@@ -66,7 +66,7 @@ def run(checks: Iterable[Check], until: float) -> Iterator[Verdict]:
         error = limit = None
         try:
             error, limit, said = check.measure()
-            passed = error <= limit  # NaN is not
+            passed = error <= limit  # False for NaN
             error = error if math.isfinite(error) else None  # for JSON
         except Stopped:
             raise
@@ -77,7 +77,7 @@ def run(checks: Iterable[Check], until: float) -> Iterator[Verdict]:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """max|actual - expected| / max|expected|; infinite for other shapes or for NaN."""
+    """max|actual - expected| / max|expected|; infinite for NaN or if the shapes differ."""
     if actual.shape != expected.shape:
         return float("inf")
     difference = (actual.double() - expected.double()).abs().max().item()
@@ -86,12 +86,12 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def within_budget(actual: Tensor, plain: Tensor, truth: Tensor, terms: int = 1) -> Measured:
-    """The error of `actual` against the float64 `truth`: at most twice that of `plain`, torch in
-    the same dtype, and one rounding.
+    """The error of `actual` against the float64 `truth`, and its limit: twice the error of `plain`
+    (torch in the same dtype) plus one rounding.
 
-    In float32 two roundings count at least, and sqrt(n) / 4 where sums have n `terms`: errors of
-    sums that are made term by term, as a kernel makes them, grow like sqrt(n) (Higham and Mary
-    2019). A library that cuts a sum into parts may be off by less.
+    In float32 the error of `plain` counts as at least two roundings, and at least sqrt(n) / 4
+    roundings for sums of n `terms`. Errors of sums that are computed term by term, as in a kernel,
+    grow like sqrt(n) (Higham and Mary 2019); a library that splits a sum may have smaller ones.
     """
     eps = torch.finfo(actual.dtype).eps
     least = max(2.0, math.sqrt(terms) / 4) * eps if actual.dtype == torch.float32 else 0.0
@@ -100,6 +100,6 @@ def within_budget(actual: Tensor, plain: Tensor, truth: Tensor, terms: int = 1) 
 
 
 def worst(found: dict[str, Measured]) -> Measured:
-    """The one that is nearest to its limit, or furthest beyond, and its name."""
+    """The measurement with the largest error relative to its limit, and its name."""
     name = max(found, key=lambda name: found[name].error / found[name].limit)
     return found[name]._replace(said=f"largest: {name}")

@@ -1,4 +1,4 @@
-"""What ``warpweave doctor`` does: the checks in turn, a page of Markdown, a line of JSON."""
+"""Run ``warpweave doctor``: the checks in turn, a page of Markdown, and a line of JSON."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from warpweave.machine.doctor.check import Check, Verdict
 from warpweave.machine.doctor.check import run as run_checks
 from warpweave.machine.doctor.options import DoctorConfig
 
-MINUTES, QUICK = 10.0, 1.0  # after which no check is begun
+MINUTES, QUICK = 10.0, 1.0  # no check starts after this many minutes
 
 
 def half(config: DoctorConfig) -> tuple[str, int]:
-    """The device and the number of ranks. Raises ValueError for what this machine does not have."""
+    """The device and the number of ranks. Raises ValueError if this machine does not have them."""
     if under_torchrun():
-        raise ValueError("doctor starts its own ranks, run it without torchrun")
+        raise ValueError("doctor starts its own ranks; run it without torchrun")
     device = config.device or ("cuda" if gpu_count() else "cpu")
     most = min(8, gpu_count()) if device == "cuda" else 2
     ranks = config.ranks if config.ranks is not None else min(most, 2) if config.quick else most
@@ -40,8 +40,8 @@ def half(config: DoctorConfig) -> tuple[str, int]:
 
 
 def checks(device: str, ranks: int, quick: bool) -> Iterator[Check]:
-    """All that can be checked on `device`, the short ones first."""
-    if device == "cpu":  # read when Triton is imported, by the next lines and in the ranks
+    """All checks that can run on `device`, the short ones first."""
+    if device == "cpu":  # set before Triton is imported, by the next lines and in the ranks
         os.environ["TRITON_INTERPRET"] = "1"
     from warpweave.machine.doctor import kernels
     from warpweave.machine.doctor.ranks import axes, fused
@@ -56,7 +56,7 @@ def checks(device: str, ranks: int, quick: bool) -> Iterator[Check]:
 
 
 def times(device: str) -> list[dict[str, Any]]:
-    """See `times.time_ops`; none on a CPU, where kernels are interpreted."""
+    """The rows of `times.time_ops`; none on a CPU, where kernels are interpreted."""
     if device == "cpu":
         return []
     from warpweave.machine.doctor.times import LayerSizes, time_ops
@@ -67,7 +67,7 @@ def times(device: str) -> list[dict[str, Any]]:
 
 
 def examine(device: str, ranks: int, quick: bool) -> dict[str, Any]:
-    """The summary: what the machine is, every verdict, and times; progress is on stderr."""
+    """The summary: the machine, every verdict, and times. Progress goes to stderr."""
     began = time.monotonic()
     found = machine.summary() | {"half": device, "ranks": ranks}
     todo = [*checks(device, ranks, quick)]
@@ -93,13 +93,13 @@ def examine(device: str, ranks: int, quick: bool) -> dict[str, Any]:
 
 
 def page(found: dict[str, Any]) -> str:
-    """One page of Markdown of what was found."""
+    """The summary as one page of Markdown."""
     right = sum(bool(row["passed"]) for row in found["checks"])
     lines = ["# warpweave doctor", "", f"`{found['command']}`, {found['seconds']:.0f} s: "]
     lines[-1] += f"**{right} of {len(found['checks'])} checks passed**, {len(found['failed'])} "
     lines[-1] += f"failed, {found['left_out']} left out. {found['half']}, {found['ranks']} ranks."
     if found["half"] == "cpu":
-        lines += ["", "The CPU's half: kernels interpreted, ranks over gloo, no kernel is timed."]
+        lines += ["", "CPU only: kernels were interpreted, ranks used gloo, no kernel was timed."]
     said = [f"{name} {version or '-'}" for name, version in found["versions"].items()]
     lines += ["", ", ".join(said), ""] + [f"* {line}" for line in found["devices"]]
     lines += [f"* **{line}**" for line in found["remarks"]]
@@ -129,8 +129,10 @@ def _number(x: float | None) -> str:
 
 
 def run(config: DoctorConfig) -> NoReturn:
-    """Exits with 0 if all that was begun has passed, 1 if not, 2 for what cannot be, 130 if it was
-    stopped. The last line is one JSON object."""
+    """Run ``warpweave doctor`` and print one JSON object on the last line.
+
+    Exits with 0 if all checks that started have passed, 1 if not, 2 for invalid options, and 130 if
+    it was stopped."""
     with refusing(ValueError, OSError):
         device, ranks = half(config)
         if config.out is not None:

@@ -1,7 +1,7 @@
-"""Each kernel family against what `kernels.reference` says that it computes, at odd shapes.
+"""Checks of each kernel family against `kernels.reference`, at odd shapes.
 
-The truth is the reference in float64; a limit is set by the reference in the same dtype (`check`).
-Where an op has gradients they are compared, too.
+The truth is the reference in float64; the reference in the same dtype sets the limit (`check`).
+Gradients are also compared if an op has any.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from warpweave.kernels.rope import apply_rope, rope_table
 from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
 from warpweave.machine.doctor.check import Check, Measured, within_budget, worst
 
-RANKS = 3  # virtual ones, on one device
+RANKS = 3  # virtual ranks on one device
 
 
 class Case(NamedTuple):
-    """`ours` (which takes an impl, too) and `truth` of tensors of these shapes."""
+    """`ours` (called with an additional impl) and `truth`, on tensors of these shapes."""
 
     name: str
     shapes: list[tuple[int, ...]]
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 def family_checks(
     device: torch.device, dtypes: tuple[str, ...], impl: str = "triton"
 ) -> Iterator[Check]:
-    """Every family in each of `dtypes` on `device`; on a CPU the shapes are tiny."""
+    """Checks of every family in each of `dtypes` on `device`; on a CPU the shapes are tiny."""
     tokens = 515 if device.type == "cuda" else 21
     for dtype in dtypes:
         for case in cases(device, tokens):
@@ -61,7 +61,7 @@ def family_checks(
 
 
 def cases(device: torch.device, T: int) -> list[Case]:
-    """One or more cases of each family, of T rows."""
+    """One or more cases per family, with T rows."""
     return [*_pointwise(device, T), *_products(device, T), *_attention_cases(device, T),
             *_losses(device, T), *_overlap(T // RANKS)]  # fmt: skip
 
@@ -87,7 +87,7 @@ def _pointwise(device: torch.device, T: int) -> Iterator[Case]:
     rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
 
     def state(grad: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
-        """Weights and moments, never in 16 bits."""
+        """Weights and moments, in at least 32 bits."""
         wide = reference.compute_dtype(grad)
         return tuple(x.to(wide, copy=True) for x in (of[0], of[1], of[2].abs()))
 
@@ -152,7 +152,7 @@ def _losses(device: torch.device, T: int) -> Iterator[Case]:
 
 
 def _overlap(M: int) -> Iterator[Case]:
-    """Products that hold their messages, of virtual ranks on one device: a[rank], the same b."""
+    """Products fused with communication, on virtual ranks of one device: a[rank], the same b."""
 
     def on_ranks(steps: Callable[..., Any], a: Tensor, b: Tensor) -> tuple[Any, ...]:
         size = 8 * (a.numel() + RANKS * M * b.shape[1])
@@ -161,7 +161,7 @@ def _overlap(M: int) -> Iterator[Case]:
         return tuple(y[0] if isinstance(y, tuple) else y for y in found)
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        """a[rank] b, as wide as an op accumulates."""
+        """a[rank] b in the dtype that an op accumulates in."""
         wide = reference.compute_dtype(a)
         return a.to(wide) @ b.to(wide)
 
@@ -180,7 +180,7 @@ def _overlap(M: int) -> Iterator[Case]:
 
 
 def _measure(case: Case, dtype: torch.dtype, device: torch.device, impl: str) -> Measured:
-    """The worst of a case's outputs and gradients."""
+    """Measure the worst of a case's outputs and gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(shape: tuple[int, ...] | torch.Size) -> Tensor:

@@ -1,4 +1,4 @@
-"""What this machine is: versions, devices, what is odd about them, and its links between GPUs."""
+"""A description of this machine: versions, devices, remarks on them, and links between GPUs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from warpweave.launch.devices import gpu_count
 from warpweave.machine.doctor.check import Check, Measured
 
 PACKAGES = ("triton", "numpy", "transformers", "liger-kernel")
-BUSY = 0.1  # of a GPU's memory that others may hold
+BUSY = 0.1  # fraction of a GPU's memory that others may hold without a remark
 
 
 def versions() -> dict[str, str | None]:
-    """Of what decides what runs; None for what is not installed."""
+    """Versions of the software that results depend on; None if not installed."""
     found: dict[str, str | None] = {"warpweave": __version__, "commit": _commit()}
     found |= {"python": platform.python_version(), "torch": torch.__version__}
     for name in PACKAGES:
@@ -58,36 +58,36 @@ def devices() -> list[str]:
 
 
 def remarks() -> list[str]:
-    """What is odd about the GPUs, a line each: slices, several kinds, memory that is taken."""
+    """Remarks on the GPUs, a line each: slices, mixed kinds, memory in use, no peer access."""
     gpus = range(gpu_count())
     names = [torch.cuda.get_device_name(number) for number in gpus]
     found = []
     if len(set(names)) > 1:
-        found.append(f"GPUs of several kinds, the slowest sets the pace: {', '.join(names)}")
+        found.append(f"different kinds of GPUs; the slowest sets the pace: {', '.join(names)}")
     for number, name in enumerate(names):
         if "MIG" in name:
-            found.append(f"GPU {number} is a MIG slice ({name}): NCCL joins no two slices")
+            found.append(f"GPU {number} is a MIG slice ({name}): NCCL cannot connect slices")
         free, total = torch.cuda.mem_get_info(number)
         if free < (1 - BUSY) * total:
             found.append(
-                f"GPU {number} is busy, {(total - free) / 1e9:.1f} of {total / 1e9:.1f} GB are "
-                "taken: times and memory are not its own"
+                f"GPU {number} is busy ({(total - free) / 1e9:.1f} of {total / 1e9:.1f} GB in "
+                "use): times and memory figures are not reliable"
             )
         peers = (peer for peer in gpus if peer != number)
         alone = [p for p in peers if not torch.cuda.can_device_access_peer(number, p)]
         if alone:
-            found.append(f"GPU {number} has no peer access to {alone}: no overlap='fused' there")
+            found.append(f"GPU {number} has no peer access to {alone}: overlap='fused' cannot run")
     return found
 
 
 def topology() -> str:
-    """What nvidia-smi says of the links, and of atomics over them; "" without it."""
+    """The output of nvidia-smi about links and atomics over them; "" without nvidia-smi."""
     of = (("topo", "-m"), ("topo", "-p2p", "a"))
     return "\n".join(filter(None, (_said("nvidia-smi", *words) for words in of)))
 
 
 def copies(size: int = 1 << 28) -> Iterator[Check]:
-    """A copy of `size` bytes from the first GPU to each other one, and back."""
+    """Checks that copy `size` bytes from the first GPU to every other one, and back."""
     for peer in range(1, gpu_count()):
         for a, b in ((0, peer), (peer, 0)):
             ends = torch.device("cuda", a), torch.device("cuda", b)
@@ -95,7 +95,7 @@ def copies(size: int = 1 << 28) -> Iterator[Check]:
 
 
 def _copy(a: torch.device, b: torch.device, size: int) -> Measured:
-    """The share of words that arrive wrong, and the speed."""
+    """Measure the fraction of words that arrive wrong, and the speed."""
     source = torch.arange(size // 8, device=a)
     arrived = torch.empty(size // 8, dtype=source.dtype, device=b)
     for _ in range(2):  # the first one opens the link
@@ -109,20 +109,20 @@ def _copy(a: torch.device, b: torch.device, size: int) -> Measured:
 
 
 def drain(*devices: torch.device) -> None:
-    """Wait until the devices have done all they were given."""
+    """Wait until the devices have finished all queued work."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
 def _commit() -> str | None:
-    """Of the checkout that runs; None in an installation."""
+    """The commit of the running checkout; None in an installation."""
     root = Path(__file__).resolve().parents[3]
     return _said("git", "-C", str(root), "rev-parse", "--short=12", "HEAD") or None
 
 
 def _said(*command: str) -> str:
-    """What a command prints, without its colours; "" where there is none or it fails."""
+    """The output of a command without colors; "" if the command is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -130,7 +130,7 @@ def _said(*command: str) -> str:
 
 
 def summary() -> dict[str, Any]:
-    """All of it, for the line of JSON."""
+    """The whole description, for the line of JSON."""
     return {
         "command": " ".join(["warpweave", *sys.argv[1:]]),
         "versions": versions(),

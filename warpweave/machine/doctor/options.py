@@ -1,11 +1,11 @@
-"""Check this machine: versions, devices, links, every kernel family and every mesh axis.
+"""Check this machine: versions, devices, links, every kernel family, and every mesh axis.
 
-``warpweave doctor`` takes at most ten minutes and prints one page of Markdown, and as its last line
-one JSON object. With GPUs the kernels are compared with the reference in bf16, fp16 and fp32, the
-axes are proven over NCCL, a GPU for each rank, and each kernel is timed beside what else is
-installed. Without a GPU the CPU's half runs, and says so: kernels in Triton's interpreter in fp32
-and fp16 (whose bf16 is wrong), axes over gloo, no kernel is timed. The exit status is 0 if every
-check that was begun has passed, else 1, and 2 for what cannot be asked.
+``warpweave doctor`` takes at most ten minutes. It prints one page of Markdown and one JSON object
+on the last line. With GPUs, kernels are compared with the reference in bf16, fp16, and fp32; axes
+are proven over NCCL, one GPU per rank; and each kernel is timed next to the other installed
+libraries. Without a GPU, only the CPU half runs, as the page notes: kernels in Triton's interpreter
+in fp32 and fp16 (its bf16 is wrong) and axes over gloo, with no kernel timed. The exit status is 0
+if every check that started has passed, 1 if not, and 2 for invalid options.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from warpweave.launch.processes import DRIVER
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """What to check, and where to."""
+    """Options of ``warpweave doctor``."""
 
     quick: bool = False
-    """One dtype, two ranks and no times of kernels: about one minute."""
+    """Check one dtype on two ranks, without kernel times: about one minute."""
     out: Path | None = None
-    """Folder for the page and the JSON (doctor.md, doctor.json), made if it is missing."""
+    """Folder for the page and the JSON (doctor.md, doctor.json); created if missing."""
     device: Literal["cpu", "cuda"] | None = None
-    """Which half: cuda or cpu. Default: cuda if there is a GPU."""
+    """Device to check: cuda or cpu. Default: cuda if there is a GPU."""
     ranks: int | None = None
-    """Ranks of each axis. Default: every GPU, 8 at most; 2 on a CPU or with --quick."""
+    """Number of ranks of each axis. Default: all GPUs, at most 8; 2 on a CPU or with --quick."""
 
 
 def parse(argv: list[str] | None = None) -> DoctorConfig:
-    """The options of the command line; a wrong one ends the process with 2.
+    """Read the options of the command line. Exit with 2 on a wrong one.
 
-    Sets TRITON_INTERPRET where kernels will be interpreted, as importing them reads it.
+    Sets TRITON_INTERPRET if kernels will be interpreted, because their import reads it.
     """
     config = read_command_line(DoctorConfig, "doctor", __doc__, argv)
     if config.device == "cpu" or (config.device is None and not DRIVER.exists()):

@@ -1,7 +1,7 @@
-"""Checks over ranks: every mesh axis by `prove`, each fused product, and collectives' speed.
+"""Checks over ranks: every mesh axis by `prove`, each fused product, and the collectives' speed.
 
-One launch of ranks serves many checks. If it ends early, the first check that it did not come to
-has failed, and the ranks are started again for those after it.
+One launch of ranks runs many checks. If it ends early, the first check without a result has failed,
+and the ranks are started again for the checks after it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig
 from warpweave.prove.proof import LIMITS, Errors
 
-TIMEOUT = 120.0  # seconds of any message
+TIMEOUT = 120.0  # seconds that a message may take
 
 
 def axes(device: str, ranks: int, dtypes: tuple[str, ...]) -> Iterator[Check]:
-    """Every axis of `ranks` ranks proven: a model trained there equals the plain one."""
+    """Checks that prove every axis on `ranks` ranks: a model trained there equals the plain one."""
     chosen: dict[str, dict[str, Any]] = {
         "one device": {},
         "dp, ZeRO 3": {"dp": ranks, "zero": 3},
@@ -64,14 +64,14 @@ def axes(device: str, ranks: int, dtypes: tuple[str, ...]) -> Iterator[Check]:
         for dtype in dtypes
         for layout in ProveConfig(**options, dtype=dtype, device=device).layouts()
     ]
-    named.sort(key=lambda of: -of[1].mesh.world)  # as `prove_rank` takes them
+    named.sort(key=lambda of: -of[1].mesh.world)  # the order that `prove_rank` requires
     rows = _RankRows([layout for _, layout in named], _proven)
     for number, (name, layout) in enumerate(named):
         yield Check(name, f"the plain model on one {device}", partial(_axis, rows, number, layout))
 
 
 def fused(device: str, ranks: int, dtypes: tuple[str, ...]) -> Iterator[Check]:
-    """Each product that holds its messages, and each collective, on `ranks` ranks."""
+    """Checks of each product fused with communication, and each collective, on `ranks` ranks."""
     if ranks == 1:
         return
     items = [(name, dtype) for dtype in dtypes for name in PRODUCTS]
@@ -84,27 +84,27 @@ def fused(device: str, ranks: int, dtypes: tuple[str, ...]) -> Iterator[Check]:
 
 
 class _RankRows:
-    """What ranks said of each item; they are started when the first one is asked for."""
+    """The ranks' result for each item; the ranks start when the first result is requested."""
 
     def __init__(self, items: Sequence[Any], start: Callable[[Sequence[Any], str], None]) -> None:
         self._items, self._start, self._found, self._said = items, start, list[dict](), ""
 
     def __getitem__(self, number: int) -> dict:
         if number >= len(self._found):
-            self._found += [{}] * (number - len(self._found))  # of those whose launch raised
+            self._found += [{}] * (number - len(self._found))  # for items whose launch raised
             self._found += self._more(self._items[number:])
         if found := self._found[number]:
             return found
-        raise RuntimeError(f"the ranks ended before its result{self._said}")
+        raise RuntimeError(f"the ranks ended before this result{self._said}")
 
     def _more(self, items: Sequence[Any]) -> list[dict]:
-        """The rows of these items up to the first that the ranks do not come to, which is empty."""
+        """The rows of these items, ending with an empty row for the first one without a result."""
         with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
             try:
                 self._start(items, file.name)
             except Stopped:
                 raise
-            except SystemExit as ended:  # a rank failed, and has said why
+            except SystemExit as ended:  # a rank failed and has reported why
                 self._said = f" (exit status {ended.code}, see above)"
             lines = [line for line in file if line.endswith("\n")]
         found = [json.loads(line) for line in lines]
@@ -123,13 +123,13 @@ def _axis(rows: _RankRows, number: int, layout: Layout) -> Measured:
 
 
 def _proven(layouts: Sequence[Layout], path: str) -> None:
-    """`prove_rank` on the ranks of the first, the largest."""
+    """Run `prove_rank` on as many ranks as the first layout, the largest, needs."""
     backend = BACKENDS[layouts[0].device]
     launch(_prove_quietly, ([*layouts], TIMEOUT, path), layouts[0].mesh, backend=backend)
 
 
 def _prove_quietly(layouts: list[Layout], timeout: float, path: str, port: int) -> None:
-    """`prove_rank`, whose table goes to stderr: stdout is the page's."""
+    """Run `prove_rank` with its table on stderr, as stdout is for the page."""
     os.dup2(2, 1)
     prove_rank(layouts, timeout, path, port)
 
@@ -155,7 +155,7 @@ def measure_rank(
 
 
 def measure_items(session: Session, items: Sequence[tuple[str, str]], path: str) -> None:
-    """`measure_rank` once the ranks are joined."""
+    """Measure `items` on ranks that have joined (`measure_rank`)."""
     mesh = session.mesh.connect(session.device.type)
     group = mesh.group("tp")
     for number, (name, dtype) in enumerate(items):
@@ -178,7 +178,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "send and receive")
 def _fused_product(
     name: str, dtype: torch.dtype, device: torch.device, mesh: ConnectedMesh
 ) -> Measured:
-    """One fused product on this rank, of a[rank] and b[rank] that every rank draws alike."""
+    """Check one fused product of a[rank] and b[rank]; every rank draws the same a and b."""
     rank, ranks, memory = mesh.index("tp"), mesh.size("tp"), mesh.workspace("tp")
     M, K, N = (257, 515, 130) if device.type == "cuda" else (3, 11, 10)
     generator = torch.Generator().manual_seed(0)
@@ -204,8 +204,8 @@ def _fused_product(
 
 
 def _collective(name: str, device: torch.device, group: dist.ProcessGroup) -> Measured:
-    """The share of wrong elements, and the speed of the links: bytes that leave a rank in a
-    second, as rings move them."""
+    """Measure the fraction of wrong elements and the speed of the links: bytes per second that
+    leave a rank in a ring algorithm."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     n = (1 << 24 if device.type == "cuda" else 1 << 18) // ranks * ranks
     whole = torch.arange(n, device=device) % 1000
@@ -233,7 +233,7 @@ def _collective(name: str, device: torch.device, group: dist.ProcessGroup) -> Me
             1.0,
         ),
     }[name]
-    for _ in range(3):  # the first one makes the communicator
+    for _ in range(3):  # the first one creates the communicator
         x = of(rank)
         drain(device)
         began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""What each kernel family takes on this GPU beside cuBLAS, SDPA, torch's own and Liger's kernels.
+"""Times of each kernel family on this GPU, next to cuBLAS, SDPA, torch, and Liger.
 
-Forward in bf16 at the sizes of an 8B Llama's layer; calls take turns, and L2 is flushed before each
-(`tune.timing`). What `kernels` and `ranks` check is not compared again.
+Times the forward in bf16 at the sizes of an 8B Llama's layer. Calls are interleaved, and L2 is
+flushed before each (`tune.timing`). Results are not compared here; `kernels` and `ranks` do that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 class LayerSizes(NamedTuple):
-    """Tokens, width, hidden units, vocabulary, heads."""
+    """Tokens, width, hidden units, vocabulary, and heads."""
 
     T: int = 4096
     E: int = 4096
@@ -42,7 +42,7 @@ class LayerSizes(NamedTuple):
 def time_ops(
     device: torch.device, timer: Timer, sizes: LayerSizes, rounds: int = 15
 ) -> Iterator[dict[str, Any]]:
-    """A row for each op: its name and the milliseconds of every call, or why it cannot run here."""
+    """Yield a row per op: its name and every call's milliseconds, or the error if it cannot run."""
     with torch.no_grad():
         for op, calls in timed_ops(device, sizes):
             row: dict[str, Any] = {"op": op}
@@ -58,7 +58,7 @@ def time_ops(
 
 
 def timed_ops(device: torch.device, sizes: LayerSizes) -> Iterator[tuple[str, Calls]]:
-    """Each op with ours, by Triton, and what else computes it here."""
+    """Yield each op with our Triton call and the other implementations available here."""
     T, E, hidden, V, H = sizes
 
     def draw(*shape: int) -> torch.Tensor:
@@ -107,7 +107,7 @@ def timed_ops(device: torch.device, sizes: LayerSizes) -> Iterator[tuple[str, Ca
 
 
 def _adamw(device: torch.device, n: int) -> Calls:
-    """One step over n flat fp32 weights."""
+    """Calls of one AdamW step over n flat fp32 weights."""
     master, grad, m, v = (torch.rand(n, device=device) for _ in range(4))
     step = torch.zeros((), device=device)
     rates = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

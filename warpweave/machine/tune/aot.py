@@ -1,12 +1,12 @@
-"""Ahead-of-time compilation of kernels for a GPU that is not present, and the compiler's figures.
+"""Ahead-of-time compilation of kernels for a GPU that is not present, with resource usage.
 
     with compiling("sm_90") as found:
         attention_fwd(q, k, v)                # an ordinary launcher, on meta tensors
     found[0].registers, found[0].shared, found[0].occupancy
 
-Inside, every launch goes through Triton's real launch path (argument specialisation, tile table,
-num_warps) down to the cubin, and nothing runs: what is checked is exactly what a GPU would be sent.
-Outside, nothing remains changed. It needs Triton without TRITON_INTERPRET, and no GPU.
+Inside the block, every launch goes through Triton's real launch path (argument specialization, tile
+table, num_warps) down to the cubin, but nothing runs: the cubin is exactly what a GPU would get.
+All changes are undone afterwards. It needs Triton without TRITON_INTERPRET, but no GPU.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Compiled:
 
     Attributes:
         kernel: its name.
-        programs: of the launch's grid.
-        constants: the launch's numbers and flags by argument name, tile sizes among them.
-        num_warps, registers (of a thread), shared (bytes).
-        stack: bytes, spills included.
+        programs: number of programs in the launch's grid.
+        constants: the launch's numbers and flags by argument name, including tile sizes.
+        num_warps, registers (per thread), shared (bytes).
+        stack: bytes, including spills.
         occupancy: programs that one multiprocessor holds at once.
-        asm: what the compiler made on the way: "ptx" as text, "cubin" as bytes.
-        log: what ptxas said.
+        asm: the compiler's stages: "ptx" as text, "cubin" as bytes.
+        log: the output of ptxas.
     """
 
     kernel: str
@@ -59,28 +59,29 @@ class Compiled:
 
 @contextmanager
 def compiling(target: str) -> Iterator[list[Compiled]]:
-    """Compile, and do not run, every kernel launched inside; the list holds one entry per launch.
+    """Compile, but do not run, every kernel launched inside; the list has one entry per launch.
 
-    Launchers see `target` ("sm_90") through `dispatch`: `choose` answers "triton", `capability` and
-    `processors` are the target's. Tensors are meta tensors, so nothing may look at values. Raises
-    ValueError for an unknown target, and without a compiler (no Triton, or TRITON_INTERPRET set).
+    Launchers see `target` ("sm_90") through `dispatch`: `choose` returns "triton", and `capability`
+    and `processors` are the target's. Tensors are meta tensors, so launchers must not read values.
+    Raises ValueError for an unknown target, and without a compiler (no Triton, or TRITON_INTERPRET
+    set).
     """
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
     if not dispatch.HAS_TRITON or dispatch.INTERPRET:
-        raise ValueError("compiling needs Triton, and TRITON_INTERPRET must not be set")
+        raise ValueError("compiling needs Triton, without TRITON_INTERPRET; unset it")
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     part, found = TARGETS[target], list[Compiled]()
-    run, active = JITFunction.run, driver._active  # asking for `active` itself would look for a GPU
+    run, active = JITFunction.run, driver._active  # the property `active` would look for a GPU
 
     def compile_only(self, *args, grid, warmup, **options):
-        with redirect_stdout(io.StringIO()) as log:  # where Triton prints what ptxas says
+        with redirect_stdout(io.StringIO()) as log:  # Triton prints the output of ptxas there
             kernel = run(self, *args, grid=grid, warmup=True, **options)
-        if said := log.getvalue():  # stays with the kernel, which Triton does not compile again
+        if said := log.getvalue():  # keep it with the kernel, which Triton compiles only once
             kernel.ptxas_log = said
         own = {name: value for name, value in options.items() if name in self.arg_names}
         bound = inspect.signature(self.fn).bind(*args, **own)
@@ -99,7 +100,7 @@ def compiling(target: str) -> Iterator[list[Compiled]]:
     try:
         with knobs.nvidia.scope(), knobs.compilation.scope():
             knobs.nvidia.dump_ptxas_log = True
-            knobs.compilation.always_compile = True  # Triton's cache on disk keeps no log
+            knobs.compilation.always_compile = True  # Triton's disk cache keeps no log
             yield found
     finally:
         _replace(fakes, real)
@@ -108,7 +109,7 @@ def compiling(target: str) -> Iterator[list[Compiled]]:
 
 
 def _replace(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """In all of our modules, whatever was imported from `dispatch` under one of these names."""
+    """Replace the functions of these names in all of our modules that imported them."""
     for module in [m for name, m in sys.modules.items() if name.startswith("warpweave.")]:
         for name in old:
             if getattr(module, name, None) is old[name]:
@@ -116,7 +117,8 @@ def _replace(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def _driver(part: Device, target: Any) -> Any:
-    """A driver that only names a target, which is its own device: Triton caches by device."""
+    """Make a driver that only names a target. Each target is a separate device, as Triton caches
+    by device."""
 
     class Driver:
         get_current_target = staticmethod(lambda: target)
@@ -158,13 +160,14 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 
 def run_tool(tool: str, *options: str, cubin: bytes) -> str:
-    """What one of the binary tools that come with Triton prints of a cubin. Raises ValueError if
-    Triton does not have it, or if it cannot read the cubin."""
+    """Run one of Triton's binary tools on a cubin. Return its output.
+
+    Raises ValueError if this Triton does not include the tool, or if it cannot read the cubin."""
     import triton.backends.nvidia
 
     path = Path(triton.backends.nvidia.__file__).parent / "bin" / tool
     if not path.exists():
-        raise ValueError(f"cubins are read with Triton's {tool}, and this Triton has none")
+        raise ValueError(f"reading cubins needs {tool}, which this Triton does not include")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -172,17 +175,18 @@ def run_tool(tool: str, *options: str, cubin: bytes) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["nothing"])[0]
-        raise ValueError(f"{tool} does not read this cubin of {len(cubin)} bytes: {said}")
+        raise ValueError(f"{tool} cannot read this cubin of {len(cubin)} bytes: {said}")
     return done.stdout
 
 
 def occupancy(part: Device, *, warps: int, registers: int, shared: int) -> int:
     """Programs of `warps` warps that one multiprocessor holds at once; 0 if none fits.
 
-    The least of what warps, program slots, registers and shared memory allow. A multiprocessor has
-    65,536 registers, which go to warps in units of 256, and warps to one of four schedulers; each
-    program's shared memory is rounded to 128 bytes after the kilobyte that the system takes (CUDA
-    occupancy calculator; Programming Guide, "Multiprocessor level").
+    The minimum of the limits by warps, program slots, registers, and shared memory. A
+    multiprocessor has 65,536 registers, allocated to warps in units of 256, and assigns each warp
+    to one of four schedulers. Each program's shared memory, including the kilobyte that the system
+    reserves, is rounded to 128 bytes (CUDA occupancy calculator; Programming Guide,
+    "Multiprocessor level").
     """
     per_warp = -(-registers * 32 // 256) * 256
     by_registers = 65_536 // max(per_warp, 256) // 4 * 4 // warps

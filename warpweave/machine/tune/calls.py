@@ -1,8 +1,8 @@
-"""The rows of the tile table, and the calls by which tiles of each are compared.
+"""Rows of the tile table, and the calls that compare tiles for each row.
 
-A `Problem` is one row: a kernel, a dtype, and a head dim or a kind of product. It has a call that
-is timed, in the sizes of an 8B Llama, and others that take the same tile and so have to compile
-too: masks, dropout, epilogues, precisions.
+A `Problem` is one row: a kernel, a dtype, and a head dim or a kind of product. One of its calls is
+timed, in the sizes of an 8B Llama. The others use the same tile and therefore must also compile:
+masks, dropout, epilogues, precisions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from warpweave.kernels.runtime.tiles import Key, find_on
 TOKENS, WIDTH = 8192, 4096
 
 Make = Callable[..., torch.Tensor]
-"""make(*sizes, dtype=...): a tensor of any floats."""
+"""make(*sizes, dtype=...): a tensor of arbitrary floats."""
 Call = Callable[[], tuple[torch.Tensor, ...]]
 
 
@@ -34,8 +34,8 @@ class Problem:
     """One row of the tile table.
 
     Attributes:
-        kernel: of `tile_table.KERNELS`.
-        dtype: "bf16", "fp32" or "fp64"; its tiles are those of its element size.
+        kernel: one of `tile_table.KERNELS`.
+        dtype: "bf16", "fp32", or "fp64"; its element size selects the tiles.
         kind: a head dim, or a kind of product.
     """
 
@@ -48,7 +48,7 @@ class Problem:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """What its tensors hold."""
+        """The dtype of its tensors."""
         return NAMED_DTYPES[self.dtype]
 
     @property
@@ -58,7 +58,7 @@ class Problem:
 
     @property
     def head_dim(self) -> int:
-        """Of attention."""
+        """The head dim of an attention kernel."""
         assert isinstance(self.kind, int)
         return self.kind
 
@@ -67,7 +67,9 @@ class Problem:
         return find_on(self.kernel, arch, "", self.size, self.kind)
 
     def pins(self, tile: Tile) -> dict[Key, Tile]:
-        """What makes the calls of this problem take `tile`: a product's size decides its kind."""
+        """Pins that make this problem's calls use `tile`.
+
+        Products pin all kinds, because a product's size decides its kind."""
         kinds = KINDS if self.kernel == "gemm" else (self.kind,)
         return {(self.kernel, self.size, kind): tile for kind in kinds}
 
@@ -75,7 +77,7 @@ class Problem:
 def problems(
     kernels: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[int, ...]
 ) -> list[Problem]:
-    """The rows of the tile table for these, dtype by dtype."""
+    """The rows of the tile table for these options, dtype by dtype."""
     return [
         Problem(kernel, dtype, kind)
         for dtype in dtypes
@@ -85,13 +87,13 @@ def problems(
 
 
 def timed_call(problem: Problem, make: Make, tokens: int = TOKENS, width: int = WIDTH) -> Call:
-    """The call by which tiles of `problem` are compared, of tensors from `make`."""
+    """The call that compares tiles of `problem`, with tensors from `make`."""
     if problem.kernel == "gemm":
         return _timed_product(problem, make, tokens, width)
     q, k, rows = _attention_inputs(problem, make, tokens, width)
     if problem.kernel == "attention_fwd":
         return lambda: attention.attention_fwd(q, k, k, impl="triton")
-    # Any rows will do, the same for every tile; a large lse keeps p = exp(s - lse) small.
+    # The values of rows do not matter if all tiles use them; a large lse keeps exp(s - lse) small.
     lse, delta, do = rows.abs() + 8, rows, q.flip(1)
     return lambda: attention.attention_bwd(do, q, k, k, lse, delta, impl="triton")
 
@@ -99,7 +101,7 @@ def timed_call(problem: Problem, make: Make, tokens: int = TOKENS, width: int = 
 def other_calls(
     problem: Problem, make: Make, tokens: int = TOKENS, width: int = WIDTH
 ) -> dict[str, Callable[[], object]]:
-    """Calls that take the same tile and differ in what they keep in registers, by name."""
+    """Calls by name that use the same tile but keep different values in registers."""
     others = _other_products if problem.kernel == "gemm" else _other_attention
     return others(problem, make, tokens, width)
 
@@ -110,7 +112,7 @@ def other_calls(
 def _attention_inputs(
     problem: Problem, make: Make, tokens: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q[2, S, H, D], k[2, S, H / 4, D], and rows[2, H, S] as lse and delta are."""
+    """Make q[2, S, H, D], k[2, S, H / 4, D], and rows[2, H, S], shaped as lse and delta."""
     D, S, kv = problem.head_dim, tokens // 2, max(1, width // problem.head_dim // 4)
     q = make(2, S, 4 * kv, D, dtype=problem.torch_dtype)
     k = make(2, S, kv, D, dtype=problem.torch_dtype)
@@ -157,7 +159,7 @@ def _timed_product(problem: Problem, make: Make, tokens: int, width: int) -> Cal
     out = make(E, F, dtype=compute_dtype(x))
 
     def both() -> tuple[torch.Tensor, ...]:
-        """What adds to float32, and what multiplies by a slope."""
+        """Run a product that adds to float32 and one that multiplies by a slope."""
         gemm.gemm_into(x.t(), z, out, True, impl="triton")
         dz, _ = mlp.hidden_bwd(x, down, z, activation="gelu", impl="triton")
         return out, dz
@@ -168,8 +170,10 @@ def _timed_product(problem: Problem, make: Make, tokens: int, width: int) -> Cal
 def _other_products(
     problem: Problem, make: Make, tokens: int, width: int
 ) -> dict[str, Callable[[], object]]:
-    """A heavy product's tile is for what `mainloop.find_tile` says, a large one's for all other
-    epilogues, a small one's for everything and for sizes that are multiples of nothing."""
+    """Calls of the other products by name.
+
+    A heavy product's tile serves the products that `mainloop.find_tile` selects; a large one's, all
+    other epilogues; a small one's, everything, including sizes that are multiples of nothing."""
     found: dict[str, Callable[[], object]] = {}
     if problem.kind != "large":
         found |= _heavy_products(problem.torch_dtype, make, tokens, width)

@@ -1,8 +1,9 @@
-"""Candidate tiles of a kernel, and what is wrong with each once compiled; no GPU is needed.
+"""Candidate tiles of a kernel, and their faults once compiled; no GPU is needed.
 
-Candidates lie a step or two from the shipped tile; a step doubles or halves one side or the warps,
-or is one stage more or less. Those that a lower bound on shared memory or registers rules out are
-not compiled. `fault` says what is wrong with what the compiler made of the others.
+Candidates are one or two steps from the shipped tile. A step doubles or halves one side or the
+warps, or adds or removes one stage. Candidates are not compiled if a lower bound on their shared
+memory or registers exceeds the device. For the others, `fault` describes problems with the compiled
+kernels.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from warpweave.kernels.runtime.tiles import pinned
 from warpweave.machine.tune.aot import Compiled, compiling
 from warpweave.machine.tune.calls import Problem, other_calls, timed_call
 
-# ---------------------------------------------------------------- which
+# ---------------------------------------------------------------- candidates
 
 
 def candidates(problem: Problem, part: Device, steps: int) -> list[Tile]:
-    """The shipped tile, then those up to so many steps from it that could fit, nearest first."""
+    """The shipped tile, then tiles up to `steps` steps from it that could fit, nearest first."""
     found = [problem.shipped(part.arch)]
     for tile in around(found[0], steps):
         if could_fit(problem, tile, part):
@@ -30,7 +31,7 @@ def candidates(problem: Problem, part: Device, steps: int) -> list[Tile]:
 
 
 def around(tile: Tile, steps: int) -> list[Tile]:
-    """Every tile up to so many steps from this one, without it, nearest first."""
+    """Every other tile up to `steps` steps from this one, nearest first."""
     found, edge = {tile: None}, [tile]
     for _ in range(steps):
         edge = [new for old in edge for new in _next(old) if new not in found]
@@ -39,8 +40,8 @@ def around(tile: Tile, steps: int) -> list[Tile]:
 
 
 def _next(tile: Tile) -> list[Tile]:
-    """One step from `tile`. How a walk is grouped only matters to L2, and how many programs reside
-    is the compiler's to say."""
+    """Tiles one step from `tile`. The grouping of a walk is not varied, as it only affects L2;
+    neither is the number of resident programs, as compiling determines it."""
     sides = [name for name in tile._fields if name not in ("group", "residents", "stages")]
     changes = [{name: getattr(tile, name) * 2} for name in sides]
     changes += [{name: getattr(tile, name) // 2} for name in sides]
@@ -49,15 +50,15 @@ def _next(tile: Tile) -> list[Tile]:
         tile._replace(**change)
         for change in changes
         if all(value in SIZES[name] for name, value in change.items())
-        and change.get("warps", 4) in (4, 8)  # tensor cores of Hopper take warps by fours
+        and change.get("warps", 4) in (4, 8)  # Hopper's tensor cores need groups of four warps
     ]
 
 
 def could_fit(problem: Problem, tile: Tile, part: Device) -> bool:
-    """False if a lower bound of a tile's needs exceeds the device.
+    """Return False if a lower bound of a tile's needs exceeds the device.
 
-    That is, in shared memory, the operands of the steps in flight (Triton keeps one of `stages` in
-    registers in some versions), and in registers the sums and one tile of scores.
+    Shared memory holds the operands of the steps in flight (some versions of Triton keep one of
+    `stages` in registers); registers hold the sums and one tile of scores.
     """
     size, wide = problem.size, 2 if problem.size == 8 else 1
     if problem.kernel == "gemm":
@@ -77,13 +78,13 @@ def could_fit(problem: Problem, tile: Tile, part: Device) -> bool:
 
 
 def compile_tile(target: str, problem: Problem, tile: Tile) -> list[Compiled] | str:
-    """What the compiler makes of the timed call under `tile`, or in a line why it does not."""
+    """Compile the timed call with `tile`. Return its kernels, or the error in one line."""
     return _compile(target, problem, tile, timed_call(problem, _meta))
 
 
 def first_fault(target: str, problem: Problem, tile: Tile) -> str:
-    """What is wrong with `tile` in the calls that are not timed; "" if nothing is. Where the
-    shipped tile spills, it may spill as much."""
+    """The first fault of `tile` in the calls that are not timed; "" if there is none. A tile may
+    spill as much as the shipped one."""
     shipped = problem.shipped(TARGETS[target].arch)
     for name, call in other_calls(problem, _meta).items():
         found, spilled = _compile(target, problem, tile, call), 0
@@ -96,8 +97,10 @@ def first_fault(target: str, problem: Problem, tile: Tile) -> str:
 
 
 def fault(found: list[Compiled] | str, problem: Problem, spilled: int = 0) -> str:
-    """What is wrong with a compiled call; "" if nothing is. Up to `spilled` bytes are not; nor are
-    any in float64, which is for proofs: it has to fit, not to be fast."""
+    """The fault of a compiled call; "" if there is none.
+
+    Spilling up to `spilled` bytes is allowed, and any amount in float64, which is for proofs: those
+    kernels only have to fit."""
     if isinstance(found, str):
         return found
     for kernel in found:
@@ -109,7 +112,7 @@ def fault(found: list[Compiled] | str, problem: Problem, spilled: int = 0) -> st
 
 
 def resident(tile: Tile, found: list[Compiled]) -> Tile:
-    """A product's tile with as many programs per multiprocessor as fit; others have no number."""
+    """Set a product's tile to as many programs per multiprocessor as fit; return others as is."""
     if not isinstance(tile, GemmTile):
         return tile
     return tile._replace(residents=min(kernel.occupancy for kernel in found))
@@ -119,14 +122,14 @@ def _compile(target: str, problem: Problem, tile: Tile, call: Callable) -> list[
     with compiling(target) as found, pinned(problem.pins(tile)):
         try:
             call()
-        except Exception as error:  # of any pass of the compiler: the other tiles go on
+        except Exception as error:  # any compiler pass may fail; other tiles continue
             inner: BaseException = error
             while inner.__cause__ is not None:  # Triton wraps it once per device function
                 inner = inner.__cause__
             return " ".join(f"{type(inner).__name__}: {inner}".split())[:200]
     own = [c for c in found if problem.kernel == "gemm" or problem.kernel in c.kernel]
     if not own:
-        raise RuntimeError(f"{problem} launched no kernel of its own")
+        raise RuntimeError(f"{problem} did not launch its kernel")
     return own
 
 
@@ -135,8 +138,8 @@ def _meta(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def target_of(arch: int) -> str:
-    """The target of `compiling` for a capability, or ValueError."""
+    """The target of `compiling` for a capability; ValueError if there is none."""
     target = f"sm_{arch}"
     if target not in TARGETS:
-        raise ValueError(f"tiles are compiled for {', '.join(TARGETS)}, and this GPU is {target}")
+        raise ValueError(f"this GPU ({target}) is not supported: expected {', '.join(TARGETS)}")
     return target

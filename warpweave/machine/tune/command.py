@@ -1,4 +1,4 @@
-"""``warpweave tune`` once its options are understood: tunes here, or compiles for elsewhere."""
+"""Run ``warpweave tune``: tune on this GPU, or compile for a different one."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from warpweave.machine.tune.timing import CudaTimer
 
 
 def cuda_bench() -> Bench:
-    """The current CUDA device. Raises ValueError without one, and for one that tiles cannot be
-    compiled for."""
+    """The bench of the current CUDA device. Raises ValueError if there is none, or if tiles cannot
+    be compiled for it."""
     if not torch.cuda.is_available():
         raise ValueError(
-            "tune times kernels on a CUDA GPU and there is none: run it where one is, or list the "
-            "tiles that compile with --dry --target sm_90"
+            "tune needs a CUDA GPU, but there is none: pass --dry --target sm_90 to only list the "
+            "tiles that compile"
         )
     device = torch.device("cuda", torch.cuda.current_device())
     target = target_of(capability(device))
@@ -51,7 +51,7 @@ def cuda_bench() -> Bench:
 
 
 def tune_here(config: TuneConfig, make_bench: Callable[[], Bench] = cuda_bench) -> dict[str, Any]:
-    """Tune on the current GPU, and print old against new; the summary."""
+    """Tune on the current GPU and print old and new tiles. Return the summary."""
     todo, began = config.problems(), time.perf_counter()
     bench = make_bench()
     report = tune(todo, bench, config.output, minutes=config.minutes, steps=config.steps)
@@ -70,8 +70,10 @@ def tune_here(config: TuneConfig, make_bench: Callable[[], Bench] = cuda_bench) 
 
 
 def dry_run(config: TuneConfig) -> dict[str, Any]:
-    """Compile the candidates for a GPU that is not there, and print those without fault: of each
-    problem the shipped tile, then the others, nearest first. Nothing is timed or written."""
+    """Compile the candidates for a GPU that is not present, and print those without fault.
+
+    Each problem lists its shipped tile, then the others, nearest first. Nothing is timed or
+    written."""
     began, part, rows, left_out = time.perf_counter(), TARGETS[config.target], [], []
     todo = config.problems()
     print(_HEADING.format(part=part), flush=True)
@@ -101,14 +103,14 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
 
 
 _HEADING = f"""\
-Compiled for {{part.name}}, not run: {TOKENS} tokens of an 8B Llama. Registers of a thread, bytes
-of shared memory, programs that one multiprocessor holds at once (occupancy), of the kernel that
-does worst. A tile may still spill in other calls, which only the GPU's own run compiles."""
+Compiled for {{part.name}}, not run: {TOKENS} tokens of an 8B Llama. Columns: registers per thread,
+bytes of shared memory, and programs that one multiprocessor holds at once (occupancy), for the
+worst kernel. A tile may still spill in other calls, which only tuning on a GPU compiles."""
 _WORST = {"registers": max, "shared": max, "occupancy": min}
 
 
 def run(config: TuneConfig) -> None:
-    """Do what the command was asked, print its summary; exits with 2 on what cannot be."""
+    """Run ``warpweave tune`` and print its summary. Exit with 2 if the options cannot work."""
     with refusing(ValueError, OSError, torch.OutOfMemoryError):
         summary = dry_run(config) if config.dry else tune_here(config)
     print(json.dumps(summary))

@@ -1,6 +1,6 @@
 """The search for the fastest tile: compile, compare with the shipped one, time, keep the best.
 
-A `Bench` is the device it runs on; tests have one of their own.
+It runs on a `Bench`; tests substitute a fake one.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from warpweave.machine.tune.calls import Call, Problem
 from warpweave.machine.tune.candidates import candidates, fault, resident
 from warpweave.machine.tune.timing import Timer, interleave
 
-GAIN = 0.01  # less is a tie: medians of interleaved rounds repeat to a few tenths of a percent
+GAIN = 0.01  # less is a tie: medians of interleaved rounds vary by a few tenths of a percent
 ROUNDS, FINAL_ROUNDS, FINALISTS = 10, 40, 3
-# Root mean square of the difference of two tiles' outputs over that of the outputs: two roundings
-# to the dtype, and sums in another order. A tile that leaves out one of 64 steps differs by 1/8.
+# Limits on the root mean square of the difference of two tiles' outputs, relative to that of the
+# outputs: they allow two roundings to the dtype and a different order of sums. A tile that skips
+# one of 64 steps differs by 1/8.
 TOLERANCES = {"bf16": 2**-6, "fp32": 2e-5, "fp64": 1e-12}
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A device as tuning sees it.
+    """A device to tune on.
 
     Attributes:
         device: its exact name.
-        part: what it offers.
+        part: its resources.
         timer: times a call.
-        compile: what the compiler makes of a problem's timed call under a tile, or why it fails.
-        first_fault: what is wrong with a tile in a problem's other calls, or "".
-        call: a problem's timed call, of inputs that are the same each time it is asked for.
+        compile: compiles a problem's timed call with a tile; returns the kernels or the error.
+        first_fault: the first problem with a tile in a problem's other calls, or "".
+        call: makes a problem's timed call, with the same inputs every time.
     """
 
     device: str
@@ -54,7 +55,7 @@ class Bench:
 
 
 class Outcome(NamedTuple):
-    """A problem, the row that was written for it, and the shipped tile; as text, old -> new."""
+    """A problem, the row written for it, and the shipped tile; as text, "old -> new"."""
 
     problem: Problem
     row: TileRow
@@ -64,14 +65,14 @@ class Outcome(NamedTuple):
         _, row, shipped = self
         old = f"{short(shipped)} {row.shipped_us:.1f} us"
         if row.tile == shipped:
-            return f"{old}, which stays"
+            return f"{old}, unchanged"
         ratio = row.shipped_us / row.us
         return f"{old} -> {short(row.tile)} {row.us:.1f} us, {ratio:.3f} times as fast"
 
 
 @dataclass
 class SearchReport:
-    """What has come of it; `wrong` are tiles that computed something else than the shipped one."""
+    """Results of a search; the tiles in `wrong` computed different values from the shipped one."""
 
     rows: list[Outcome] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -92,7 +93,7 @@ def fitting(
     compiler: Callable[[Problem, Tile], list[Compiled] | str],
     steps: int,
 ) -> dict[Tile, list[Compiled]]:
-    """The shipped tile, and the candidates that compile without fault, as compiled."""
+    """The shipped tile and all candidates that compile without fault, with their kernels."""
     found: dict[Tile, list[Compiled]] = {}
     shipped, *others = candidates(problem, part, steps)
     for tile in (shipped, *others):
@@ -111,7 +112,7 @@ def fitting(
 def agreeing(
     problem: Problem, found: Sequence[Tile], bench: Bench, report: SearchReport
 ) -> list[Tile]:
-    """The tiles that compute what the first one, the shipped, does; the others are reported."""
+    """The tiles that compute the same as the first, the shipped one; others are reported."""
     shipped, *others = found
     truth = _under(problem, shipped, bench.call(problem))()
     agreed = [shipped]
@@ -119,7 +120,7 @@ def agreeing(
         try:
             outputs = _under(problem, tile, bench.call(problem))()
         except triton.OutOfResources as error:
-            _say(f"{problem} {short(tile)}: does not launch: {error}")
+            _say(f"{problem} {short(tile)} does not launch: {error}")
             continue
         off = max(map(difference, outputs, truth))
         if off <= TOLERANCES[problem.dtype]:
@@ -127,14 +128,14 @@ def agreeing(
         else:
             report.wrong.append(f"{problem} {short(tile)}")
             _say(
-                f"WRONG, please report: {problem} {short(tile)} differs from the shipped tile's "
-                f"result by {off:.1e}, limit {TOLERANCES[problem.dtype]:.1e}; it is left out"
+                f"WRONG, please report: the result of {problem} {short(tile)} differs from the "
+                f"shipped tile's by {off:.1e}, limit {TOLERANCES[problem.dtype]:.1e}; skipping it"
             )
     return agreed
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Root mean square of actual - expected over that of `expected`; infinite for NaN."""
+    """Root mean square of actual - expected relative to that of `expected`; infinite for NaN."""
     error = (actual.double() - expected.double()).norm().item()
     scale = expected.double().norm().item()
     error = error / scale if scale else error
@@ -142,11 +143,11 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def best(problem: Problem, found: Sequence[Tile], bench: Bench) -> tuple[Tile, float, float]:
-    """(tile, its microseconds, those of the first one, the shipped), by interleaved rounds.
+    """(best tile, its microseconds, those of the first, the shipped tile), by interleaved rounds.
 
     The fastest few of a first pass are timed again, because the fastest of many may have been
-    lucky; a tile that is not faster by `GAIN` in that second pass, or fails in another call, is
-    rejected.
+    lucky. A tile is rejected if it is not faster by `GAIN` in that second pass, or fails in a
+    different call.
     """
     shipped, call = found[0], bench.call(problem)
     calls = {tile: _under(problem, tile, call) for tile in found}
@@ -166,7 +167,7 @@ def best(problem: Problem, found: Sequence[Tile], bench: Bench) -> tuple[Tile, f
 
 
 def _ratios(times: dict[Tile, list[float]], shipped: Tile) -> dict[Tile, float]:
-    """Each tile's median over rounds of its time over the shipped one's."""
+    """Each tile's median over rounds of its time relative to the shipped one's."""
     return {
         tile: median(a / b for a, b in zip(ms, times[shipped], strict=True))
         for tile, ms in times.items()
@@ -187,10 +188,10 @@ def _under(problem: Problem, tile: Tile, call: Call) -> Call:
 def tune(
     todo: Sequence[Problem], bench: Bench, path: Path, *, minutes: float, steps: int = 2
 ) -> SearchReport:
-    """Tune `todo` on the bench's device; each row is in the table at `path` once it is measured.
+    """Tune `todo` on the bench's device; write each row to the table at `path` once measured.
 
-    Rows that the table has already, for other devices too, stay. Raises ValueError if there is a
-    file that is no such table, before anything is measured, and OSError if it cannot be written.
+    Existing rows, including those of other devices, are kept. Raises ValueError before measuring if
+    the file is not a tile table, and OSError if it cannot be written.
     """
     add_rows(path, [])
     report, began = SearchReport(), time.monotonic()
@@ -212,7 +213,7 @@ def tune(
 
 
 def add_rows(path: Path, rows: Sequence[TileRow]) -> None:
-    """Put rows into the table at `path`, in place of those of the same key; the others stay."""
+    """Put rows into the table at `path`, replacing those with the same key and keeping others."""
     kept = read_table(path, by="device") if os.path.lexists(path) else []
     write_table(path, {row.key: row for row in (*kept, *rows)}.values())
 

@@ -1,8 +1,8 @@
-"""Times on a CUDA device: one call between two events, calls compared in turn.
+"""Timing on a CUDA device: one call between two events, with calls interleaved.
 
-A call finds an L2 cache that holds nothing of the one before, as in a model, where other layers ran
-in between. Variants take turns in an order that is drawn anew each round, so that clocks, heat and
-neighbours hit all of them alike; ratios are to be taken within a round.
+L2 holds nothing from the previous call, as in a model, where other layers run in between. Variants
+run in a random order in each round, so that clocks, heat, and neighbors affect all of them equally.
+Compute ratios within a round.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 Timer = Callable[[Callable[[], object]], float]
-"""Runs a call and returns its milliseconds."""
+"""Run a call and return its milliseconds."""
 
 _Name = TypeVar("_Name")
 PASSES = 16  # over the scratch memory
@@ -23,9 +23,9 @@ PASSES = 16  # over the scratch memory
 class CudaTimer:
     """Times one call by events, after L2 has been overwritten.
 
-    Overwriting takes the device milliseconds (at least 8.6 GB are written), in which Python gets
-    ahead of it: what is timed is the kernels of a call, not the wait for their launches, which was
-    0.2 to 1 ms for ours in a virtual machine with an H100.
+    Overwriting keeps the device busy for milliseconds (at least 8.6 GB are written), so Python gets
+    ahead of it. The time is then that of a call's kernels, without the wait for their launches,
+    which was 0.2 to 1 ms for ours in a virtual machine with an H100.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class CudaTimer:
 def interleave(
     calls: Mapping[_Name, Callable[[], object]], timer: Timer, *, rounds: int, warmup: int = 3
 ) -> dict[_Name, list[float]]:
-    """Milliseconds of every call in every round, each round in an order drawn anew."""
+    """Milliseconds of every call in every round; each round has a different random order."""
     for _ in range(warmup):
         for call in calls.values():
             call()

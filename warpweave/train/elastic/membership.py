@@ -1,4 +1,4 @@
-"""Who trains together, and whether a step counts: generations and votes over a store.
+"""Generations of replicas and votes on steps, over a store.
 
     keeper      generation 1: 0 1 2      | 1 dies: generation 2: 0 2  | 1 is there: generation 3
     replica 0   step 5, vote, update | step 6 --x  | step 6, vote, update | step 7, vote, update |
@@ -6,15 +6,15 @@
     replica 2   step 5, vote, update | step 6 --x  | step 6, vote, update | step 7, vote, update |
                         "go"           "abort"               "go"                  "regroup"
 
-The keeper, the process that has started the ranks, announces each generation under a key of its
-store. A rank's thread waits for the next; one that follows a death closes the rank's connections,
-so that whatever it waits for ends. A step is updated from when every rank of the generation has
-voted, which it does with its reduced gradients and their norm at hand, so that an update needs
-nobody else (torchft's ``should_commit``): all ranks make it or none does. The first to write the
-decision wins, by the store's compare-and-set:
+The keeper, the process that started the ranks, announces each generation under a key of its store.
+A thread of each rank waits for the next generation. If it follows a death, the thread closes the
+rank's connections, so that all pending waits end. Weights are updated only after every rank of the
+generation has voted. A rank votes when it holds its reduced gradients and their norm, so that the
+update needs no other rank (torchft's ``should_commit``): all ranks make it or none does. The first
+to write the decision wins, by the store's compare-and-set:
 
     go         by the last to vote
-    regroup    by the last to vote, where replicas wait to join: after the update all leave
+    regroup    by the last to vote, if replicas wait to join: all leave after the update
     abort      by any rank that learns that the generation has lost a replica
 """
 
@@ -36,7 +36,7 @@ _FOREVER = timedelta(days=365)
 
 
 class Regroup(Exception):
-    """This generation has ended: its ranks meet in the next."""
+    """This generation has ended, and its ranks meet in the next."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Generation:
     """The replicas that train together until the next generation.
 
     Attributes:
-        number: from 1 on.
-        port: of the store of its ranks, which `launch.join` connects by.
+        number: counted from 1.
+        port: the port of the store that its ranks connect through.
         members: replica -> how often it was started before.
-        change: who has left or joined and why, in words.
-        lost: a replica has left, so that nothing of the generation before can be waited for.
-        stop: the ranks save and stop at once, as too few replicas are left.
-        begun: an earlier generation has trained, so that a member holds its state.
+        change: the replicas that left or joined and the reason, in words.
+        lost: a replica has left, so nothing in the previous generation can be waited for.
+        stop: the ranks save and stop at once, because too few replicas are left.
+        begun: an earlier generation has trained, so a member holds its state.
     """
 
     number: int
@@ -63,12 +63,12 @@ class Generation:
 
     @property
     def replicas(self) -> list[int]:
-        """Their numbers in the whole run, in the order of their ranks."""
+        """The replicas' numbers in the whole run, in the order of their ranks."""
         return sorted(self.members)
 
 
 def announce(store: dist.Store, generation: Generation) -> None:
-    """Tell all ranks of the next generation."""
+    """Announce the next generation to all ranks."""
     store.set(f"generation/{generation.number}", json.dumps(dataclasses.asdict(generation)))
 
 
@@ -76,11 +76,11 @@ class Member:
     """A rank's part in the generations of a run.
 
     Args:
-        connect: gives a new client of the keeper's store.
+        connect: makes a new client of the keeper's store.
         seat: the rank's place.
         start: how often its replica was started before.
-        close: closes the connections of the generation that this rank is in; called by a thread,
-            though not during `updating`.
+        close: closes the connections of this rank's generation; called from a thread, but not
+            while `updating` is held.
 
     Attributes:
         current: the generation that this rank is in.
@@ -98,23 +98,23 @@ class Member:
         self.current = self.latest = Generation(0, 0, {})
         self.updating, self._news = threading.Lock(), threading.Condition()
         self._lost = 0  # the last generation that followed a loss
-        self._decision = "decision"  # the key of the last one
+        self._decision = "decision"  # the key of the last decision
         self._store = connect()
         threading.Thread(target=self._listen, args=(connect(),), daemon=True).start()
         self._store.set(f"ready/{start}/{seat.rank}", "")
 
     def _listen(self, store: dist.Store) -> None:
-        """Wait for one generation after the other."""
+        """Wait for one generation after another."""
         while True:
             key = f"generation/{self.latest.number + 1}"
             try:
                 store.wait([key], _FOREVER)
                 told = json.loads(store.get(key))
-            except dist.DistError:  # the keeper is gone, and this process soon
+            except dist.DistError:  # the keeper is gone, and this process ends soon
                 return
             members = {int(replica): start for replica, start in told.pop("members").items()}
             new = Generation(members=members, **told)
-            if new.lost and self.current.number:  # before this rank learns of it, and connects anew
+            if new.lost and self.current.number:  # before this rank sees it and connects again
                 with self.updating:
                     self._close()
             with self._news:
@@ -127,11 +127,11 @@ class Member:
 
     @property
     def lost(self) -> bool:
-        """Whether the generation that this rank is in has lost a replica."""
+        """True if this rank's generation has lost a replica."""
         return self._lost > self.current.number
 
     def enter(self) -> Generation:
-        """The newest generation, once it is newer than the last and has this rank in it."""
+        """Wait for a newer generation that includes this rank, and return it."""
         replica, number = self.seat.replica, self.current.number
 
         def there() -> bool:
@@ -144,7 +144,7 @@ class Member:
         return self.current
 
     def wait_for_loss(self, seconds: float) -> bool:
-        """Whether a loss is announced within so many seconds."""
+        """Return True if a loss is announced within this many seconds."""
         with self._news:
             return self._news.wait_for(lambda: self.lost, seconds)
 
@@ -165,14 +165,14 @@ class Member:
         self._store.set("over", "")
 
     def vote(self, step: str, world: int) -> str:
-        """Agree with all `world` ranks whether `step` counts: "go", "regroup" or "abort"."""
+        """Agree with all `world` ranks whether `step` counts: "go", "regroup", or "abort"."""
         of = self.current.number
         votes, decision = f"votes/{of}/{step}", f"decision/{of}/{step}"
         with self._news:
             last, self._decision = self._decision, decision
         if self._store.add(votes, 1) == world:
             self._store.compare_set(decision, "", "regroup" if self.latest.number > of else "go")
-            for key in (votes, last):  # all have read the last decision
+            for key in (votes, last):  # all ranks have read the last decision
                 self._store.delete_key(key)
         if self.lost:
             self._store.compare_set(decision, "", "abort")

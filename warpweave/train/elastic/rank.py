@@ -1,4 +1,4 @@
-"""A rank of an elastic run, from its start through every generation that it is in."""
+"""A rank of an elastic run, from its start through all of its generations."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from warpweave.train.trainer import RAISED_BY_ALL
 
 T = TypeVar("T")
 _BY_ALL = (*RAISED_BY_ALL, StateLostError)
-_GRACE = 15.0  # seconds after a failed connection in which the keeper finds out who hangs
+_GRACE = 15.0  # seconds that the keeper has to find a hung rank after a connection failed
 
 
 def train_member(config: TrainConfig, seat: Seat, start: int, port: int) -> None:
-    """Train as the rank of `seat`, whose replica was started `start` times before, by the keeper's
-    store on `port`; ends the process."""
+    """Train as the rank of `seat`, connected through the keeper's store on `port`; end the process.
+
+    Its replica was started `start` times before."""
     interrupt = Interrupt()
     interrupt.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
@@ -62,7 +63,7 @@ def train_member(config: TrainConfig, seat: Seat, start: int, port: int) -> None
 
 
 class _Rank:
-    """What a rank keeps through all generations but its state."""
+    """The parts of a rank that last through all generations, except its state."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class _Rank:
         own: dict,
         carried: Carried,
     ) -> Carried:
-        """Train in a generation; the state afterwards. Ends the process with the run."""
+        """Train in a generation. Return the state, or end the process if the run is over."""
         mesh, rank = self.member.seat.among(generation.replicas)
         limit = self.config.timeout
         session = Session(device, rank, mesh.world, store, limit, mesh, own["name"], launched=True)
@@ -108,7 +109,7 @@ class _Rank:
         """Train to the end of the run.
 
         Raises:
-            Regroup: the generation has ended before.
+            Regroup: the generation ended first.
         """
         self.connections.complete()
         self.member.settle()
@@ -123,8 +124,8 @@ class _Rank:
         return True
 
     def survive(self, do: Callable[[], T]) -> T | None:
-        """``do()``, or None if the generation has ended meanwhile: a peer is gone, or replicas
-        wait to join. Any other error is the rank's own."""
+        """Return ``do()``, or None if the generation ended meanwhile because a peer is gone or
+        replicas wait to join. Any other error is this rank's own and is raised."""
         try:
             return do()
         except Regroup:
@@ -132,10 +133,10 @@ class _Rank:
         except Exception as error:
             lost = self.member.lost
             if is_connection_error(error) or isinstance(error, CollectiveMismatch):
-                self.connections.close()  # so that whoever waits for this rank does no longer
+                self.connections.close()  # so that no peer keeps waiting for this rank
                 self.member.complain()
                 lost = self.member.wait_for_loss(_GRACE)
-            elif isinstance(error, CheckpointError):  # of a save that a death has cut, perhaps
+            elif isinstance(error, CheckpointError):  # perhaps a death interrupted a save
                 lost = self.member.wait_for_loss(1.0)
             if lost:
                 return None

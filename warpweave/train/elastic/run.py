@@ -1,11 +1,12 @@
-"""``warpweave train --elastic``: the keeper, which starts the ranks of replicas, announces who
-trains together, and starts a replica again that has lost a rank.
+"""``warpweave train --elastic``: the keeper of the replicas.
+
+It starts the ranks, announces generations, and restarts a replica that has lost a rank.
 
     this process       keeps the store, watches the others, announces generations
-    replica 0 .. R-1   each of dp_shard x cp x tp x pp ranks; if one dies all of them are started
-                       again, at most five times, and wait for the others to let them in
+    replica 0 .. R-1   each of dp_shard x cp x tp x pp ranks; if one dies, all of them are
+                       restarted, at most five times, and wait to be admitted by the others
 
-torch's launcher ends every rank when one dies, so that it cannot start these.
+torch's launcher cannot start them, because it ends every rank when one dies.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from warpweave.train.elastic.rank import train_member
 from warpweave.train.elastic.seat import Seat, replica_width
 from warpweave.train.options import CHECKPOINTS, TrainConfig
 
-_AGAIN = 5  # times that a replica is started again before the run goes on without it
-_GRACE = 5.0  # seconds after a rank's connection failed in which the others must notice
-_REFUSED = 2  # exit code of a rank that cannot do what is asked
-_DONE = (0, *(128 + number for number in STOPS))  # exit codes of ranks that came to the end
+_AGAIN = 5  # restarts of a replica before the run continues without it
+_GRACE = 5.0  # seconds in which the others must notice that a rank's connection failed
+_REFUSED = 2  # exit code of a rank that refuses its options
+_DONE = (0, *(128 + number for number in STOPS))  # exit codes of ranks that finished
 
 
 def run(config: TrainConfig, processes: Processes | None = None) -> NoReturn:
-    """The command ``warpweave train`` with ``--elastic``; it ends the process."""
+    """Run ``warpweave train --elastic`` and end the process."""
     run_train(config, processes, elastic=run_elastic)
 
 
 def run_elastic(config: TrainConfig, backend: str, processes: Processes | None = None) -> int:
-    """Start the ranks and wait for the end; the exit code, of an interrupt 128 + its number.
+    """Start the ranks and wait for the end. Return the exit code, 128 + number for an interrupt.
 
     Raises:
-        ValueError: what cannot be elastic.
+        ValueError: the options do not allow an elastic run.
     """
     replica_width(config)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
@@ -58,8 +59,8 @@ class _Replica:
     """The processes of a replica.
 
     Attributes:
-        ranks: of its seats.
-        start: how often it was started before; -1 before the first time.
+        ranks: the replica's ranks in the whole run.
+        start: how often it was started before; -1 before the first start.
     """
 
     def __init__(self, ranks: list[int]) -> None:
@@ -67,7 +68,7 @@ class _Replica:
         self.processes: dict[int, BaseProcess | Forked] = {}
 
     def bad_end(self) -> tuple[int, int] | None:
-        """(rank, exit code) of a rank that has died."""
+        """(rank, exit code) of a rank that has died, or None."""
         for rank, process in self.processes.items():
             if process.exitcode not in (None, *_DONE):
                 return rank, process.exitcode
@@ -75,16 +76,16 @@ class _Replica:
 
     @property
     def ended(self) -> bool:
-        """All of its ranks have ended."""
+        """True if all of its ranks have ended."""
         return all(process.exitcode is not None for process in self.processes.values())
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill its processes."""
         end(self.processes.values())
 
 
 class Keeper:
-    """The process that has started the ranks."""
+    """The process that starts and watches the ranks."""
 
     def __init__(self, config: TrainConfig, processes: Processes) -> None:
         self.config, self.store, self.processes = config, keep_store(), processes
@@ -95,14 +96,14 @@ class Keeper:
             for number in range(config.mesh.dp // self.width)
         ]
         self.current = Generation(0, 0, {})
-        self.stores = [self.store, self.store]  # of the last generation and the one before
+        self.stores = [self.store, self.store]  # of the last two generations
         self.interrupt, self._passed_on = Interrupt(), False
         self._begun = False  # a generation has trained
-        self._ends_by = 0.0  # when a rank has come to the end, the time by which all must have
-        self._complained = 0.0  # when the first connection of the generation failed
+        self._ends_by = 0.0  # deadline for all ranks to finish, set when the first one has
+        self._complained = 0.0  # when the generation's first connection failed
 
     def run(self) -> int:
-        """Until the run has ended; its exit code."""
+        """Run until the end. Return the exit code."""
         with self.interrupt, self.processes:
             try:
                 for number in range(len(self.replicas)):
@@ -125,7 +126,7 @@ class Keeper:
             replica.processes[rank] = self.processes.start(train_member, *given)
 
     def _watch(self) -> int | None:
-        """Look once at what has happened; the exit code if the run has ended."""
+        """Handle what has happened since the last call. Return the exit code if the run is over."""
         alive = [p for r in self.replicas for p in r.processes.values() if p.exitcode is None]
         self.processes.wait(0.02)
         if self.interrupt.number is not None and not self._passed_on:
@@ -134,7 +135,7 @@ class Keeper:
                 process.terminate()
         members = [self.replicas[number] for number in self.current.members]
         if any(p.exitcode in _DONE for r in members for p in r.processes.values()):
-            return self._finish(members)  # ranks end when all of them have come to the end
+            return self._finish(members)  # a rank ends only after all of them have finished
         self._end_hung()
         lost = {n: end for n, r in enumerate(self.replicas) if (end := r.bad_end())}
         count = self.store.add(f"settled/{self.current.number}", 0)
@@ -151,7 +152,7 @@ class Keeper:
         return None
 
     def _ready(self, replica: _Replica) -> bool:
-        """Whether all ranks of the replica wait to be let in, or are."""
+        """True if all ranks of the replica wait to be admitted, or are members already."""
         keys = [f"ready/{replica.start}/{rank}" for rank in replica.processes]
         return bool(keys) and self.store.check(keys)
 
@@ -164,24 +165,24 @@ class Keeper:
         return 1 if self.current.stop else max(code or 0 for code in codes)
 
     def _end_hung(self) -> None:
-        """If connections have failed and nobody has died, end the ranks that have not noticed."""
+        """If connections failed and no rank died, end the ranks that have not noticed."""
         of, members = self.current.number, self.current.replicas
         ranks = {rank: n for n in members for rank in self.replicas[n].ranks}
         silent = [rank for rank in ranks if not self.store.check([f"failed/{of}/{rank}"])]
-        if len(silent) in (0, len(ranks)):  # all have failed: they say why, and end
+        if len(silent) in (0, len(ranks)):  # if all have failed, they report why and end
             return
         self._complained = self._complained or time.monotonic()
         if time.monotonic() < self._complained + _GRACE:
             return
         self._complained = time.monotonic()
         for rank in silent:
-            say(f"{self.config.mesh.describe(rank)} hangs{self._last_seen(rank)}: it is ended")
+            say(f"{self.config.mesh.describe(rank)} hangs{self._last_seen(rank)}; killing it")
             self.replicas[ranks[rank]].processes[rank].kill()
 
     def _lose(self, lost: dict[int, tuple[int, int]]) -> int | None:
-        """Replicas with a rank that has died, and how: the others go on, these are started again.
+        """Restart the replicas in `lost` (number -> dead rank, exit code); the others continue.
 
-        The exit code, if nobody can go on.
+        Returns the exit code if no replica can continue.
         """
         code = max(code for _, code in lost.values())
         if code == _REFUSED or self.store.check(["over"]):
@@ -197,11 +198,11 @@ class Keeper:
             if self.replicas[number].start < _AGAIN:
                 self._start(number)
             else:
-                causes.append(f"replica {number} is not started again")
+                causes.append(f"replica {number} is not restarted")
         if not self.current.members:  # before the run has begun
             few = sum(bool(r.processes) for r in self.replicas) < self.config.elastic
         if few:
-            causes.append(f"fewer than the {self.config.elastic} of --elastic are left")
+            causes.append(f"fewer replicas than --elastic {self.config.elastic} are left")
         if not of_run and not few:
             say("; ".join(causes))
         elif not left:
@@ -210,7 +211,9 @@ class Keeper:
             say("; ".join([*causes, found]))
             return max(code, 1)
         else:
-            one, several = ("saves and stops", "save and stop") if few else ("goes on", "go on")
+            one, several = (
+                ("saves and stops", "save and stop") if few else ("continues", "continue")
+            )
             verb = one if len(left) == 1 else several
             self._announce(left, "; ".join([*causes, f"{_listed(left)} {verb}"]), True, few)
         return None
@@ -228,7 +231,7 @@ class Keeper:
     def _announce(
         self, members: dict[int, int], change: str, lost: bool = False, stop: bool = False
     ) -> None:
-        """Begin the next generation, which has a store of its own."""
+        """Start the next generation with a new store."""
         self.stores, self._complained = [self.stores[-1], keep_store()], 0.0
         number, port = self.current.number + 1, self.stores[-1].port
         self.current = Generation(number, port, members, change, lost, stop, self._begun)

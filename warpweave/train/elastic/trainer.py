@@ -1,15 +1,15 @@
-"""A rank's training in one generation, and what it takes along into the next.
+"""A rank's training in one generation, and the state it carries into the next.
 
-    a step      gradients, their norm and the loss   as of a trainer, without the update
+    a step      gradients, their norm, and the loss  as in `Trainer`, without the update
                 vote                                 `Member.vote`, once they are on the host
                 update                               by every rank of the generation, or by none
     a change    close connections, keep the state    master weights, moments, counters, progress
                 connect, build the engine            `Trainer`, on the mesh of the new replicas
-                recover                              from the lowest replica that is whole
+                recover                              from the lowest replica that is complete
 
-Replica k trains on its own samples whatever the others do: those of a replica that is away are left
-out of the step, as if their labels were ignored, and the loss is the mean over the tokens of all
-others.
+Replica k always trains on the same samples, whatever the others do. The samples of an absent
+replica are left out of the step, as if their labels were ignored, and the loss is the mean over the
+tokens of all other replicas.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from warpweave.train.trainer import Begun, Trainer
 
 
 class StateLostError(RuntimeError):
-    """No replica holds the whole state any more."""
+    """No replica holds the whole state anymore."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Carried:
     """The state of a rank between two generations.
 
     Attributes:
-        step: updates made; None for a rank that has started and holds nothing.
-        about: counters, progress and the last row of metrics, as JSON.
-        state: what `recover` takes.
+        step: number of updates made; None for a new rank, which holds no state.
+        about: counters, progress, and the last row of metrics, as JSON.
+        state: the input of `recover`.
     """
 
     step: int | None = None
@@ -56,7 +56,7 @@ class Carried:
 
 
 def source_of(steps: list[int | None], mesh: Mesh, width: int) -> int:
-    """The lowest replica all of whose ranks hold the newest step.
+    """The lowest replica whose ranks all hold the newest step.
 
     Raises:
         StateLostError: there is no such replica.
@@ -66,18 +66,18 @@ def source_of(steps: list[int | None], mesh: Mesh, width: int) -> int:
     for replica in range(mesh.dp // width):
         if newest is not None and replica not in behind:
             return replica
-    raise StateLostError("no replica is left that holds the whole state: resume from a checkpoint")
+    raise StateLostError("no remaining replica holds the whole state; resume from a checkpoint")
 
 
 class ElasticTrainer(Trainer):
-    """A `Trainer` among the replicas of one generation; collective over them.
+    """A `Trainer` over the replicas of one generation; collective over them.
 
     Args:
-        config: of the whole run, with the mesh of all replicas.
+        config: options of the whole run, with the mesh of all replicas.
         session: this rank's connection in the generation.
         interrupt: tells this rank to stop.
         member: this rank's part in the generations.
-        carried: of this rank, from the generation before.
+        carried: this rank's state from the previous generation.
     """
 
     updates = False
@@ -91,7 +91,7 @@ class ElasticTrainer(Trainer):
         carried: Carried,
     ) -> None:
         self.member, self._carried, self._leaves = member, carried, False
-        self._row: Any = None  # the last step's, and its seconds
+        self._row: Any = None  # the last step's row of metrics, and its seconds
         self._written = -1  # the step of the last checkpoint
         group = dist.group.WORLD if session.world > 1 else None
         told = exchange([carried.step, carried.about], group)
@@ -109,7 +109,7 @@ class ElasticTrainer(Trainer):
             self._write_lost_row(self.metrics)
 
     def _resume(self) -> bool:
-        """Take the state over from a replica; in the first generation from a checkpoint."""
+        """Restore the state from a replica, or in the first generation from a checkpoint."""
         if self._source is None:
             return super()._resume()
         optimizer, newest = self.engine.optimizer, max(s for s in self._held if s is not None)
@@ -123,15 +123,15 @@ class ElasticTrainer(Trainer):
         return True
 
     def _write_lost_row(self, metrics: Metrics) -> None:
-        """The row of the last step, if the rank that died had not come to writing it."""
+        """Write the last step's row if the rank that died had not written it."""
         with suppress(OSError, ValueError):
             rows = [json.loads(line) for line in metrics.path.read_text().splitlines()]
             if not any(row["step"] == self.step and "loss" in row for row in rows):
                 metrics.trained(*self._row)
 
     def carry(self) -> Carried:
-        """What this rank takes into the next generation; its connections are closed."""
-        with suppress(CheckpointError, RuntimeError):  # the save in flight, if it was cut
+        """The state that this rank carries into the next generation; connections are closed."""
+        with suppress(CheckpointError, RuntimeError):  # a save in flight may have been cut off
             self.saver.wait()
         if self.metrics is not None:
             self.metrics.close()
@@ -147,8 +147,8 @@ class ElasticTrainer(Trainer):
     # ------------------------------------------------------------------ the loop
 
     def _steps(self) -> list[float]:
-        """As of a trainer; first a checkpoint that the generation before has not come to, or whose
-        saving a death has cut."""
+        """As in `Trainer`, but first write a checkpoint that the previous generation did not reach,
+        or whose write a death interrupted."""
         c = self.config
         timely = c.save_every and self.step % c.save_every == 0
         due = self.stopped or self.over or timely
@@ -175,7 +175,7 @@ class ElasticTrainer(Trainer):
         self._leaves = decision == "regroup"
 
     def _made(self, row: dict[str, Any], began: float) -> None:
-        """Keep the row with the weights: if a death keeps this rank from writing it, it is written
-        by the next generation."""
+        """Keep the row with the weights, so that the next generation writes it if a death keeps
+        this rank from doing so."""
         row["replicas"] = self.member.current.replicas
         self._row = row, time.perf_counter() - began

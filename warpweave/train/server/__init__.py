@@ -1,1 +1,1 @@
-"""``warpweave train --server`` and ``warpweave replay``: parameter servers, their runs again."""
+"""Parameter servers (``warpweave train --server``) and the replay of their runs."""

@@ -1,4 +1,4 @@
-"""The log of a run's updates, a line of JSON each, and what it says of staleness.
+"""The log of a run's updates, one line of JSON each, and its staleness statistics.
 
 {"threads": 1, "torch": "2.13.0", "servers": 2}
 {"version": 1, "lr": 0.001, "norm": 3.2, "terms": [{"worker": 0, "clock": 0, "pulled": 0, ...}]}
@@ -16,34 +16,36 @@ Row = dict[str, Any]
 
 
 def write_log(path: Path, head: Row, rows: Iterable[Row]) -> None:
-    """Write a log anew: its first line, and the rows that stay."""
+    """Rewrite a log with its first line and the rows to keep."""
     new = path.with_suffix(".tmp")
     new.write_text("".join(json.dumps(row) + "\n" for row in (head, *rows)))
     new.replace(path)
 
 
 def read_log(path: Path) -> tuple[Row, list[Row]]:
-    """The first line and the rows; an incomplete last one, of a killed server, is passed over.
+    """Read the first line and the rows; skip an incomplete last row of a killed server.
 
     Raises:
-        ValueError: there is none, or it is no log.
+        ValueError: the file is missing or is not a log.
     """
     try:
         lines = path.read_text().split("\n")[:-1]
         head, *rows = [json.loads(line) for line in lines]
         if not isinstance(head, dict) or not all("terms" in row for row in rows):
-            raise ValueError("a line is no update")
+            raise ValueError("a line is not an update")
         head["threads"], head["servers"]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no log of updates: {error}") from None
+        raise ValueError(f"{path} is not a log of updates: {error}") from None
     return head, rows
 
 
 def staleness_of(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
-    """How many gradients had which staleness (clocks that their worker was ahead of the slowest
-    when it pulled) and which delay (updates between pull and application)."""
+    """Histograms of the gradients' staleness and delay.
+
+    Staleness is the clocks that the worker was ahead of the slowest when it pulled; delay is the
+    updates between pull and application."""
     ahead: Counter[int] = Counter()
     delays: Counter[int] = Counter()
     for row in rows:
@@ -57,7 +59,7 @@ def staleness_of(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
 
 
 def plot_staleness(rows: Iterable[Row], path: Path) -> None:
-    """Both histograms, as PNG."""
+    """Plot both histograms as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

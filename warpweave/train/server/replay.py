@@ -1,4 +1,4 @@
-"""What ``warpweave replay`` does."""
+"""Run ``warpweave replay``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from warpweave.train.server.roles import ServedModel
 
 
 def run(config: ReplayConfig) -> None:
-    """The command ``warpweave replay``."""
+    """Run ``warpweave replay``."""
     with refusing(ValueError, OSError, CheckpointError):
         found = read_options(config.run / CONFIG, TrainConfig(), ("config",), FORMERLY)
         head, rows = read_log(config.run / UPDATES)
         if found.server_plan is None or found.server != head["servers"]:
-            raise ValueError(f"{config.run} is no run of {head['servers']} parameter servers")
-        torch.set_num_threads(head["threads"])  # which decide the order of sums
+            raise ValueError(f"{config.run} is not a run of {head['servers']} parameter servers")
+        torch.set_num_threads(head["threads"])  # the number decides the order of sums
         device = torch.device(found.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         served = ServedModel(dataclasses.replace(found, out=config.run), device.type)
         reader = served.open_run()
@@ -33,7 +33,7 @@ def run(config: ReplayConfig) -> None:
         shards = [served.shard(k) for k in range(found.server)]
         rows = rows[: reader.step]
         if len(rows) != reader.step:
-            raise ValueError(f"{reader.path} has {reader.step} updates, the log {len(rows)}")
+            raise ValueError(f"{reader.path} has {reader.step} updates, but the log {len(rows)}")
         replay(rows, found.server_plan, shards, lambda number: served.gradient(gpt, number))
     differing = [
         name
@@ -42,7 +42,7 @@ def run(config: ReplayConfig) -> None:
         if not torch.equal(x, reader.mapped(name))
     ]
     if differing:
-        say(f"{len(differing)} tensors differ from {reader.path}, the first is {differing[0]}")
+        say(f"{len(differing)} tensors differ from {reader.path}; the first is {differing[0]}")
     result = {
         "equal": not differing,
         "updates": len(rows),

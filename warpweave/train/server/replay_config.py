@@ -1,9 +1,9 @@
-"""Repeat a run of parameter servers in one process, and compare the weights to the bit.
+"""Repeat a run of parameter servers in one process, and compare the weights bit for bit.
 
-RUN is the folder of ``warpweave train --server``. Its log of updates says which worker's gradient
-of which version was applied when; every gradient is computed again and applied in that order, and
-the result is compared with the newest checkpoint: weights and optimizer state. Exit codes: 0 equal,
-1 different, 2 refused.
+RUN is the folder of a ``warpweave train --server`` run. Its log of updates records the worker, the
+version of the weights, and the order of every gradient. All gradients are computed again and
+applied in that order; then the weights and the optimizer state are compared with the newest
+checkpoint. Exit codes: 0 equal, 1 different, 2 refused.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from warpweave.cli.command_line import read_command_line
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """What to repeat."""
+    """Options of ``warpweave replay``."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Run to repeat: its folder."""
 
 
 def parse(argv: list[str] | None = None) -> ReplayConfig:
-    """The options of the command line; a wrong one ends the process with 2."""
+    """Read the options of the command line. Exit with 2 on a wrong one."""
     return read_command_line(ReplayConfig, "replay", __doc__, argv)

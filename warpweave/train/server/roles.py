@@ -1,4 +1,4 @@
-"""What a server and a worker of ``warpweave train --server`` are made of, in any process."""
+"""The server and worker of ``warpweave train --server``, independent of how they are started."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from warpweave.train.server.log import plot_staleness, read_log, staleness_of, w
 
 
 class ServedModel:
-    """The model, data and rules of a run, from its options.
+    """Model, data, and rules of a run, from its options.
 
     Attributes:
-        config: of the run, with its dtype.
-        data, model: the training data, the GPT's configuration.
-        records: of every parameter.
+        config: the run's options, with the dtype filled in.
+        data, model: the training data and the GPT's configuration.
+        records: the record of every parameter.
         rule: the update rule.
     """
 
@@ -62,7 +62,7 @@ class ServedModel:
         self.dtype = NAMED_DTYPES[str(self.config.dtype)]
 
     def shard(self, index: int) -> Shard:
-        """Server `index`'s part, as the run begins."""
+        """The initial shard of server `index`."""
         value: Callable[[ParamRecord], Tensor] = self._draw
         if self.config.init_from is not None:
             value = open_model(self.config.init_from, None).tensor
@@ -73,10 +73,11 @@ class ServedModel:
         return record.draw(self.config.seed)
 
     def open_run(self) -> CheckpointReader:
-        """The newest checkpoint of this run.
+        """Open the newest checkpoint of this run.
 
         Raises:
-            CheckpointError: there is none, it is of another run, or servers cannot go on from it.
+            CheckpointError: there is none, it belongs to a different run, or servers cannot
+                continue from it.
         """
         reader = open_run(self.config.out / CHECKPOINTS, self.model, None)
         assert reader is not None
@@ -84,7 +85,7 @@ class ServedModel:
         wanted = {f"{name}/{r.name}" for name in self.rule.moments for r in self.records}
         if missing := sorted(wanted - set(reader.names)):
             raise CheckpointError(
-                f"{reader.path} has no optimizer state ({missing[0]}): servers cannot go on from it"
+                f"{reader.path} has no optimizer state ({missing[0]}), which servers need to resume"
             )
         if "server" not in reader.state:
             raise CheckpointError(f"{reader.path} was not written by servers")
@@ -93,15 +94,15 @@ class ServedModel:
         each = self.config.plan.microbatches * self.config.batch
         differing = [differences(reader, self.config, saved, layout=False)]
         if saved % each:
-            differing.append(f"sequences_per_step: saved {saved}, now {each} a worker")
+            differing.append(f"sequences_per_step: saved {saved}, now {each} per worker")
         if words := "; ".join(filter(None, differing)):
             raise CheckpointError(
-                f"{reader.path} is gone on from, and replayed, with its own options: {words}"
+                f"{reader.path} can be resumed or replayed only with its own options: {words}"
             )
         return reader
 
     def restore(self, shard: Shard, reader: CheckpointReader) -> None:
-        """Set a server's part to that of a checkpoint."""
+        """Load a server's shard from a checkpoint."""
         for prefix in ("", *(f"{name}/" for name in self.rule.moments)):
 
             def saved(record: ParamRecord, prefix: str = prefix) -> Tensor:
@@ -112,7 +113,8 @@ class ServedModel:
             step.fill_(reader.step)
 
     def gradient(self, gpt: GPT, number: int) -> Compute:
-        """What worker `number` computes with its `gpt`: one step's micro-batches of its own."""
+        """The gradient function of worker `number` with its `gpt`, over its micro-batches of a
+        step."""
         c, device = self.config, next(gpt.parameters()).device
         size, count = c.batch, c.plan.microbatches * c.batch
 
@@ -133,12 +135,12 @@ class ServedModel:
         return module_gradient(gpt, losses)
 
     def make_gpt(self, device: torch.device) -> GPT:
-        """A worker's model, whose weights come with every pull."""
+        """Make a worker's model; every pull sets its weights."""
         return GPT(self.model, device=device, dtype=self.dtype, impl=self.config.impl)
 
 
 class RunNotes(Notes):
-    """What server 0 writes: metrics, the log of updates, checkpoints."""
+    """Server 0's output: metrics, the log of updates, and checkpoints."""
 
     def __init__(self, served: ServedModel, reader: CheckpointReader | None) -> None:
         c = served.config
@@ -197,7 +199,7 @@ class RunNotes(Notes):
         say(line)
 
     def result(self, stopped: bool) -> dict[str, Any]:
-        """Evaluate the last checkpoint and plot; the fields of the last line."""
+        """Evaluate the last checkpoint and plot. Return the fields of the last output line."""
         c, reader = self.served.config, self.served.open_run()
         if stopped:
             say(saved_line(reader.step))
@@ -222,7 +224,7 @@ class RunNotes(Notes):
 
 @torch.no_grad()
 def evaluate(served: ServedModel, reader: CheckpointReader) -> float:
-    """Mean loss of a checkpoint's weights on fixed validation samples, in nats per token."""
+    """Mean loss with a checkpoint's weights on fixed validation samples, in nats per token."""
     c, data = served.config, served.config.open_data("validation")
     gpt = served.make_gpt(torch.device("cpu")).eval()
     for name, param in gpt.named_parameters():
@@ -240,7 +242,7 @@ def evaluate(served: ServedModel, reader: CheckpointReader) -> float:
 def serve(
     config: TrainConfig, store: dist.Store, index: int, workers: Iterable[int], *, resume: bool
 ) -> dict[str, Any]:
-    """Be server `index` until the run ends; server 0's result, of others nothing."""
+    """Be server `index` until the run ends. Return server 0's result, {} for the others."""
     served = ServedModel(config, "cpu")
     shard, reader, state = served.shard(index), None, None
     if resume:

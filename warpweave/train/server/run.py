@@ -1,10 +1,10 @@
-"""``warpweave train --server``: starts servers and workers, and starts servers again that die.
+"""``warpweave train --server``: start the servers and workers, and restart servers that die.
 
     this process       keeps the store, watches the others
-    server 0 .. K-1    all of them anew, from the newest checkpoint, if a signal kills one
-    worker 0 .. N-1    one that is killed is missed by nobody: the servers are told
+    server 0 .. K-1    if a signal kills one, all restart from the newest checkpoint
+    worker 0 .. N-1    if one is killed, the servers are notified and continue without it
 
-torch's launcher ends every rank when one dies, so that it cannot start these.
+torch's launcher cannot start them, because it ends every rank when one dies.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from warpweave.parallel.server.worker import LostError
 from warpweave.train.options import CHECKPOINTS, TrainConfig
 from warpweave.train.server.roles import ServedModel, serve, work
 
-_AGAIN = 5  # times that servers are started again before the run is given up
+_AGAIN = 5  # restarts of the servers before the run fails
 _REFUSED = (ValueError, CheckpointError, OSError)
 _FAILED = (LostError, TimeoutError, FloatingPointError, dist.DistError)
 
 
 def run_servers(config: TrainConfig, processes: Processes | None = None) -> int:
-    """Run the command, in `processes` if they are prepared; the exit code, of an interrupt
-    128 + its number.
+    """Run the command, in `processes` if they are prepared. Return the exit code, 128 + number for
+    an interrupt.
 
     Raises:
-        ValueError: what cannot work, before anything is started.
+        ValueError: the options cannot work; raised before anything is started.
     """
     device = _device(config)
     served = ServedModel(config, device)
@@ -54,7 +54,7 @@ def run_servers(config: TrainConfig, processes: Processes | None = None) -> int:
     dp, per_step = config.mesh.dp, config.plan.microbatches * config.batch
     say(
         f"{config.server} servers and {dp} workers ({device}), staleness {config.staleness}; "
-        f"{per_step} sequences a worker and step"
+        f"{per_step} sequences per worker and step"
     )
     with environment(**told_ranks("gloo", "")):
         started = Processes.of(_rank, "gloo" if device == "cpu" else "nccl", processes)
@@ -62,10 +62,10 @@ def run_servers(config: TrainConfig, processes: Processes | None = None) -> int:
 
 
 def _device(config: TrainConfig) -> str:
-    """ "cuda" if there is a GPU for each worker and the CPU was not asked for."""
+    """ "cuda" if there is a GPU for each worker and the CPU was not requested, else "cpu"."""
     gpus, workers = gpu_count(), config.mesh.dp
     if config.device == "cuda" and gpus < workers:
-        raise ValueError(f"{workers} workers need as many GPUs, this process is shown {gpus}")
+        raise ValueError(f"{workers} workers need one GPU each, but this process sees {gpus}")
     return "cuda" if config.device != "cpu" and gpus >= workers else "cpu"
 
 
@@ -105,7 +105,7 @@ class _Watch:
         ]
 
     def _watch(self) -> int:
-        """Until server 0 is done: its exit code, or that of what cannot be mended."""
+        """Watch until server 0 is done. Return its exit code, or that of an unrecoverable error."""
         again, told = 0, False
         while (code := self.servers[0].exitcode) != 0:
             time.sleep(0.05)
@@ -118,27 +118,27 @@ class _Watch:
             if any(c is not None and c < 0 for c in codes):
                 again += 1
                 if again > _AGAIN:
-                    say(f"servers were killed {again} times")
+                    say(f"servers were killed {again} times; giving up")
                     return 1
                 self._restart()
             self._miss_workers()
             if not self.workers:
-                say("no worker is left")
+                say("no workers are left")
                 return 1
         for process in (*self.servers, *self.workers.values()):
             process.join(self.config.timeout)
         return code
 
     def _restart(self) -> None:
-        """Start all servers anew from the newest checkpoint; workers turn to them by themselves."""
+        """Restart all servers from the newest checkpoint; workers reconnect by themselves."""
         end(self.servers)
         step = latest(self.config.out / CHECKPOINTS)
-        say(f"a server was killed: all start again from {step or 'the beginning'}")
+        say(f"a server was killed; restarting all servers from {step or 'the beginning'}")
         start_generation(self.store)
         self._start_servers(step is not None)
 
     def _miss_workers(self) -> None:
-        """Tell the servers of workers that ended badly; those that are done may end."""
+        """Tell the servers about workers that failed; workers that are done may end."""
         for number, process in list(self.workers.items()):
             if process.exitcode:
                 del self.workers[number]
@@ -146,9 +146,9 @@ class _Watch:
 
 
 def _rank(role: str, number: int, config: TrainConfig, device: str, port: int, *more: Any) -> None:
-    """One server or worker, in a process of its own."""
+    """Run one server or worker; the entry point of its process."""
     name = f"{role} {number}"
-    for stop in STOPS:  # the process that started it says when to stop
+    for stop in STOPS:  # the parent process decides when to stop
         signal.signal(stop, signal.SIG_IGN)
     share_cores(config.server + config.mesh.dp)
     wait = timedelta(seconds=config.timeout)
