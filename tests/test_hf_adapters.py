@@ -365,7 +365,7 @@ def test_ranks_with_other_adapters_or_tokens_are_told(two):
     for rank in two:
         alike, tokens, checkpoints = rank["refused"]
         assert "q_proj.lora_A.default.weight: the ranks hold different numbers" in alike
-        assert "are given different tokens" in tokens  # though peft calls no hook of the model
+        assert "received different tokens" in tokens  # though peft calls no hook of the model
         assert "reentrant checkpoints hide what entered" in checkpoints
 
 

@@ -387,7 +387,7 @@ REFUSED = (
     "14 tokens do not divide by 4",
     "LlamaAttention: over ranks its attention is warpweave, and was set to sdpa",
     "transformer.h.1.mlp.dropout: dropout 0.1 is not drawn over ranks",
-    "the ranks of tp and cp are given different tokens",
+    "the ranks of tp and cp received different tokens",
     "LlamaAttention: attention dropout is not drawn over ranks",
     "LlamaMLP.up_proj: a layer that is sharded over ranks was replaced",
     "LlamaAttention: an attention of a model over ranks was replaced",

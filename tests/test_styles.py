@@ -177,7 +177,7 @@ def _uneven_and_padded(mesh) -> list[tuple[str, bool]]:
         for style in (ColwiseParallel(), RowwiseParallel()):
             module = nn.Embedding(4, 6, **options)
             said = raised(lambda m=module, s=style: parallelize_module(m, mesh, s))
-            words = "an embedding with max_norm, scale_grad_by_freq or sparse is not cut"
+            words = "an embedding with max_norm, scale_grad_by_freq or sparse cannot be sharded"
             found.append((f"{options}", said == f"{type(style).__name__}: {words}"))
     return found
 
@@ -480,23 +480,23 @@ def test_a_model_over_ranks_says_what_each_module_shares_and_compares_inputs_onc
 def test_what_a_style_cannot_do_is_one_line(two):
     wanted = (
         "overlap must be one of",
-        "ColwiseParallel: 7 output features do not divide by 2 ranks",
-        "RowwiseParallel: 5 input features do not divide by 2 ranks",
-        "ColwiseParallel: 1 output features do not divide by 2 ranks",
-        "RowwiseParallel: 1 input features do not divide by 2 ranks",
-        "ColwiseParallel: 1 output features do not divide by 2 ranks",
-        "ColwiseParallel cuts Linear or Embedding, not LayerNorm",
+        "ColwiseParallel: 7 output features are not divisible by 2 ranks",
+        "RowwiseParallel: 5 input features are not divisible by 2 ranks",
+        "ColwiseParallel: 1 output features are not divisible by 2 ranks",
+        "RowwiseParallel: 1 input features are not divisible by 2 ranks",
+        "ColwiseParallel: 1 output features are not divisible by 2 ranks",
+        "ColwiseParallel shards Linear or Embedding, not LayerNorm",
         "ColwiseParallel: output_layouts cannot be P(sum)",
-        "ColwiseParallel: input_layouts S(2) is no dim of a tensor of 2 dims",
-        "RowwiseParallel: output_layouts S(-3) is no dim of a tensor of 2 dims",
+        "ColwiseParallel: input_layouts S(2) is not a dim of a tensor with 2 dims",
+        "RowwiseParallel: output_layouts S(-3) is not a dim of a tensor with 2 dims",
         "3 tokens (dim 0 of x) are not divisible by the 2 tensor ranks",
-        "ColwiseParallel: input_layouts S(0): 3 do not divide by 2 ranks",
-        "ColwiseParallel: input_layouts S(-1): 5 do not divide by 2 ranks",
-        "ColwiseParallel cuts Linear or Embedding, not Own",
-        "RowwiseParallel cuts Linear or Embedding, not Own",
-        "an embedding with max_norm, scale_grad_by_freq or sparse is not cut",
-        "SequenceParallel: S(1) of a tensor of 2 dims is its features",
-        "SequenceParallel: sequence_dim S(2) is no dim of a tensor of 2 dims",
+        "ColwiseParallel: input_layouts S(0): 3 is not divisible by 2 ranks",
+        "ColwiseParallel: input_layouts S(-1): 5 is not divisible by 2 ranks",
+        "ColwiseParallel shards Linear or Embedding, not Own",
+        "RowwiseParallel shards Linear or Embedding, not Own",
+        "an embedding with max_norm, scale_grad_by_freq or sparse cannot be sharded",
+        "SequenceParallel: S(1) is the feature dim of a tensor with 2 dims",
+        "SequenceParallel: sequence_dim S(2) is not a dim of a tensor with 2 dims",
         "Linear: x[3, 4] has 2 dims, and a sequence is cut along dim 1 of 3",
         "Linear: x[3, 4] has 2 dims, and a sequence is cut along dim 1 of 3",
         "5 tokens do not divide by 2, as sequence parallelism needs it",
