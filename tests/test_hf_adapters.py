@@ -260,14 +260,18 @@ CHANGED = {
 }
 # What becomes of it, before and after `apply`: the numbers of one device, or a refusal.
 EQUAL = ""
-PART, LINEAR = "its gradient would not be that of all", "quantized, wrapped or hooked"
+PART, LINEAR = "its gradient would not include all", "quantized, wrapped or hooked"
 GAIN = f"model.layers.1.gain: {PART}"
 HEADS = "would see one rank's heads or hidden units"
-TOKENS, FORWARD = "would see one rank's tokens", "would compute with one rank's tokens"
-NEW, MIXED, MADE = "a new parameter in a Llama", "got mixed torch.Tensor", "made of a parameter"
+TOKENS, FORWARD = "would see one rank's tokens", "would compute with only one rank's tokens"
+NEW, MIXED, MADE = (
+    "a new parameter in a Llama",
+    "got mixed torch.Tensor",
+    "computed from a parameter",
+)
 DORA, DROPOUT, OTHER = (
     "is a DoraLinearVariant",
-    "dropout 0.1 is not drawn",
+    "dropout 0.1 is not supported",
     "does not compute B A x",
 )
 NEVER = None  # refused by torch or peft, when the change is made

@@ -176,12 +176,12 @@ STAY = {
     "takes more": (Takes(*PLAIN, act=F.gelu), "its forward also takes scale"),
     "by name": (TakesNamed(*PLAIN, act=F.gelu), "its forward also takes scale"),
     "whatever": (TakesAll(*PLAIN, act=F.gelu), "its forward also takes args, kwargs"),
-    "two activations": (Mlp(*PLAIN, act=F.gelu, other=F.silu), "its activation is none of ours"),
-    "one of ours": (Mlp(*PLAIN, act=F.gelu, other=torch.tanh), "its activation is none of ours"),
-    "none of ours": (Mlp(*PLAIN, act=torch.tanh), "its activation is none of ours"),
-    "gated only": (Mlp(*PLAIN, act=F.silu), "its forward computes no MLP of ours"),
-    "residual": (Residual(*PLAIN, act=F.gelu), "its forward computes no MLP of ours"),
-    "training": (Late(*PLAIN, act=F.gelu), "its forward computes no MLP of ours"),
+    "two activations": (Mlp(*PLAIN, act=F.gelu, other=F.silu), "its activation is not one of ours"),
+    "one of ours": (Mlp(*PLAIN, act=F.gelu, other=torch.tanh), "its activation is not one of ours"),
+    "none of ours": (Mlp(*PLAIN, act=torch.tanh), "its activation is not one of ours"),
+    "gated only": (Mlp(*PLAIN, act=F.silu), "its forward is not one of our MLPs"),
+    "residual": (Residual(*PLAIN, act=F.gelu), "its forward is not one of our MLPs"),
+    "training": (Late(*PLAIN, act=F.gelu), "its forward is not one of our MLPs"),
 }
 
 

@@ -454,7 +454,7 @@ def _said(family: str, sizes: dict, more: dict) -> dict:
         for name, suffix, how in zip(names, ("Attention", "MLP"), ways):
             said[f"{base}.{layers}.{layer}.{name}"] = f"{kind}{suffix}", True, how
         if "hidden_act" in more:
-            why = "its activation is none of ours"
+            why = "its activation is not one of ours"
             said[f"{base}.{layers}.{layer}.mlp"] = f"{kind}MLP", False, why
     if "tp" in sizes and family != "gemma3":  # whose embedding does more than look up
         embedding = f"{base}.wte" if family == "gpt2" else f"{base}.embed_tokens"
@@ -497,9 +497,9 @@ def test_what_a_style_cannot_do_is_one_line(two):
         "an embedding with max_norm, scale_grad_by_freq or sparse cannot be sharded",
         "SequenceParallel: S(1) is the feature dim of a tensor with 2 dims",
         "SequenceParallel: sequence_dim S(2) is not a dim of a tensor with 2 dims",
-        "Linear: x[3, 4] has 2 dims, and a sequence is cut along dim 1 of 3",
-        "Linear: x[3, 4] has 2 dims, and a sequence is cut along dim 1 of 3",
-        "5 tokens do not divide by 2, as sequence parallelism needs it",
+        "Linear: x[3, 4] has 2 dims, but a sequence is sharded along dim 1 of 3",
+        "Linear: x[3, 4] has 2 dims, but a sequence is sharded along dim 1 of 3",
+        "5 tokens are not divisible by 2, as sequence parallelism requires",
     )
     for rank in two:
         for said, words in zip(rank["said"], wanted, strict=True):
