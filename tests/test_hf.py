@@ -812,7 +812,7 @@ def test_what_a_short_look_takes_for_ours_is_kept(dtype):
     model = nn.Sequential(_Scaled(nn.GELU()), _Plain(nn.GELU()), _Gated(16), nn.LayerNorm(16))
     report = reported(model.to(dtype))
     assert [e.name for e in report.replaced() if e.kind in ("norm", "mlp")] == ["3", "1"]
-    assert "also takes gate" in str(report)
+    assert "also accepts gate" in str(report)
     x = torch.ones(2, 16, dtype=dtype)
     assert not model[2](x, 0 * x).any()
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-# Functions whose result has the same elements in the same order, in another shape.
+# Functions whose result has the same elements in the same order, in a different shape.
 RESHAPES = frozenset(["view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "unflatten"])
 
 

@@ -6,7 +6,7 @@ is a copy, and DTensor drops anything written to it. Its host reads return local
 
     y = x.clone()              y[B, S/cp, E]
     v = y[:, 1:]               gathers: v[B, S - 1, E] is a copy, which remembers y
-    v += t                     v differs from y: y is gathered, written through v, and cut again
+    v += t                     v differs from y: y is gathered, written through v, resharded
     y.mul_(2)                  y differs from v
     v.sum().item()             v is copied from y first; the sum is reduced over ranks, then read
 

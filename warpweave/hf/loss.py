@@ -441,7 +441,7 @@ def differs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> str | No
         return f"its forward needs the logits: {one_line(error)}"
     if found is None or found.device.type == "meta":  # computed from the missing logits
         return "its loss does not come from its loss_function"
-    # Theirs rounds capped logits to its dtype, ours has them in float32.
+    # The original rounds capped logits to the model's dtype; ours are float32.
     rounded = model.dtype if _softcap_of(model) else None
     same = agree(wanted.float(), found.float(), rounded=rounded)
     return None if same else "its loss was different"

@@ -43,7 +43,7 @@ _GATED = ("silu", "gelu", "gelu_erf")
 
 
 def name_of(function: Callable) -> str | None:
-    """The name of the activation of ours that a function computes, or None.
+    """The name of our activation that a function computes, or None.
 
     The function is evaluated in float32 on a grid, and far outside it, where clipping shows.
     """

@@ -259,7 +259,7 @@ def _replace_whole(
         for kind in sorted(kinds & {"attention", "loss"}):
             report.add("", kind, model, "no transformers model")
         return
-    name, model = whole  # as it is, or what peft wraps
+    name, model = whole  # the model itself, or the one that peft wraps
     inputs = _inputs_of(model, example)
     if "attention" in kinds:
         _replace_attention(model, inputs, report, name)

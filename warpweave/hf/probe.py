@@ -59,7 +59,7 @@ def takes_more(module: nn.Module) -> str | None:
     forward has no other input.
     """
     _, _, *more = inspect.signature(type(module).forward).parameters
-    return f"its forward also takes {', '.join(more)}" if more else None
+    return f"its forward also accepts {', '.join(more)}" if more else None
 
 
 def kind_of(module: nn.Module) -> tuple:
