@@ -1,4 +1,4 @@
-"""Remember: modules that own parameters, their initialisation and their shard maps."""
+"""Remember: modules that own parameters, their initialization and their shard maps."""
 
 if __name__ != "warpweave.layers":
     raise ImportError(

@@ -1,4 +1,4 @@
-"""Self-attention, its heads sharded over the tensor axis and its tokens over the context axis.
+"""Self-attention with heads sharded over the tensor axis and tokens over the context axis.
 
     eight heads on cp = 2, tp = 2; s0 and s1 are the rows of the two cp ranks
 
@@ -8,7 +8,7 @@
     (1, 0)          heads 0-3 of s1         s1 to all keys, heads 0-3      y of s1, summed over tp
     (1, 1)          heads 4-7 of s1         s1 to all keys, heads 4-7      y of s1, summed over tp
 
-With sequence parallelism the tokens of a cp rank are sharded over tp outside of qkv and out.
+With sequence parallelism, the tokens of a cp rank are sharded over tp before qkv and after out.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ from warpweave.parallel.tensor.qkv import parallel_qkv_rope
 
 
 class Attention(nn.Module):
-    """Multi-head or grouped-query self-attention: qkv projection, rotary, attention, projection.
+    """Multi-head or grouped-query self-attention: qkv projection, rotary embedding, attention,
+    output projection.
 
-    ``qkv.weight`` has shape ((heads + 2 * kv_heads) * head_dim, E), grouped by KV head: for each KV
-    head the rows of its query heads, then of its key, then of its value, so that sharding the rows
-    evenly gives every tensor rank whole groups. Projection and rotary embedding are one Function
+    ``qkv.weight`` has shape ((heads + 2 * kv_heads) * head_dim, E), grouped by KV head. Each group
+    has the rows of its query heads, then of its key, then of its value. Sharding the rows evenly
+    therefore gives every tensor rank whole groups. Projection and rotary embedding are one Function
     (``parallel.tensor.qkv``), unless ``qkv`` has been replaced, wrapped or hooked.
 
     Args:
-        embed_dim, num_heads: as ``nn.MultiheadAttention``; there is no dropout of the attention
+        embed_dim, num_heads: as for ``nn.MultiheadAttention``; there is no dropout of the attention
             probabilities.
-        style, place: `AttentionStyle` and `Place`, or fields of theirs by keyword: num_kv_heads,
-            window, rope_theta, mesh and so on. Its norms, over query and key heads, are RMSNorms
-            whatever `norm` says, but their factors are 1 + weight if it is "rms1p".
-        out_init: standard deviation of a keyed initialisation of the output projection.
+        style, place: `AttentionStyle` and `Place`, or their fields as keywords: num_kv_heads,
+            window, rope_theta, mesh and so on. The QK norms are always RMSNorms; of `norm` they use
+            only "rms1p", which makes their factors 1 + weight.
+        out_init: standard deviation of a keyed initialization of the output projection.
 
     Raises:
-        ValueError: heads do not divide embed_dim (and there is no head_size), KV heads do not
-            divide heads, the tensor axis does not divide the KV heads, a rotary embedding needs an
-            even head size, or window, softcap, strategy or impl is invalid.
+        ValueError: embed_dim is not divisible by heads (and head_size is not given), heads by KV
+            heads, or KV heads by tp; a rotary embedding is used with an odd head size; or window,
+            softcap, strategy or impl is invalid.
     """
 
     @fields_as_keywords(
@@ -78,7 +79,7 @@ class Attention(nn.Module):
         if num_heads < 1 or kv_heads < 1:
             raise ValueError(f"need at least one head, got {num_heads} and {kv_heads} KV heads")
         if style.head_size is None and embed_dim % num_heads:
-            raise ValueError(f"embed_dim = {embed_dim} does not divide by num_heads = {num_heads}")
+            raise ValueError(f"embed_dim ({embed_dim}) is not divisible by num_heads ({num_heads})")
         self.num_heads, self.style = num_heads, style
         self.strategy, self.impl = place.strategy, place.impl
         self._cut_tokens = place.sequence_parallel and tp > 1
@@ -88,7 +89,7 @@ class Attention(nn.Module):
         self.group = heads_per_kv_head(num_heads, kv_heads)
         if kv_heads % tp:
             raise ValueError(
-                f"num_kv_heads = {kv_heads} does not divide by the tensor axis tp = {tp}"
+                f"num_kv_heads ({kv_heads}) is not divisible by the tensor axis tp ({tp})"
             )
         if style.rope_theta is not None and self.head_dim % 2:
             raise ValueError(f"rope needs an even head size, got {self.head_dim}")
@@ -116,19 +117,19 @@ class Attention(nn.Module):
             self.sinks = nn.Parameter(zeros)
 
     def _head_norm(self, heads: int, place: Place) -> RMSNorm | ColumnParallelRMSNorm | None:
-        """The QK norm over each query (or key) head or over all of them, if the style has one."""
+        """QK norm per query (or key) head, or over all of them; None if the style has none."""
         style = self.style
         if not style.qk_norm:
             return None
         like: dict[str, Any] = {"offset": style.norm == "rms1p", "place": place}
         if style.qk_norm_whole:
             return ColumnParallelRMSNorm(heads * self.head_dim, style.norm_eps, **like)
-        # Each tensor rank normalises its own heads: the weight's gradient is a partial sum.
+        # Each tensor rank normalizes its own heads, so the weight's gradient is a partial sum.
         return RMSNorm(self.head_dim, style.norm_eps, sequence_parallel=True, **like)
 
     @property
     def _mask(self) -> dict[str, Any]:
-        """The arguments of attention that concern scores and mask, by name."""
+        """Keyword arguments of `attention` that concern the scores and the mask."""
         style = self.style
         return {
             "causal": style.causal,
@@ -139,12 +140,12 @@ class Attention(nn.Module):
         }
 
     def reset_parameters(self) -> None:
-        """Set the sinks to 0; the projections have a `reset_parameters` of their own."""
+        """Set the sinks to 0. The projections have their own `reset_parameters`."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
     def context_costs(self, layout: SequenceLayout, batch: int) -> tuple[StrategyCost, ...]:
-        """The costs of each context-parallel strategy, and which one "auto" is; see
+        """The costs of each context-parallel strategy, and the choice of "auto"; see
         ``parallel.context.explain``."""
         sizes, strategy = self.mesh.sizes, self.strategy
         heads = self.num_heads // sizes.tp
@@ -166,20 +167,20 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x[B, S, E] -> y[B, S, E]; with `context`, x[T, E] or x[T/tp, E] -> the same shape.
 
-        Without `context` the sequence is whole and starts at position 0; without `add_bias` the
-        caller adds ``out.bias``.
+        Without `context`, the sequence is whole and starts at position 0. Without `add_bias`, the
+        caller must add ``out.bias``.
 
         Raises:
-            ValueError: there is no `context`, and x has no batch dim or its tokens are sharded; or
-                the context has no table for the rotary embedding.
+            ValueError: `context` is None, and x has no batch dim or its tokens are sharded; or the
+                context has no table for the rotary embedding.
         """
         if context is None and self._cut_tokens:
             raise ValueError(
-                "with sequence_parallel attention takes x[T/tp, E] and a context (TokenContext) "
-                f"that says what its samples are, got x{[*x.shape]} without one"
+                "with sequence_parallel, attention expects x[T/tp, E] and a context (TokenContext) "
+                f"that gives the number of samples, got x{[*x.shape]} without a context"
             )
         if context is None and x.dim() != 3:
-            raise ValueError(f"without a context attention needs x[B, S, E], got {[*x.shape]}")
+            raise ValueError(f"without a context, attention expects x[B, S, E], got {[*x.shape]}")
         q, k, v = self._heads(x, context)
         masked = self._mask | {
             "documents": None if context is None else context.documents,
@@ -231,12 +232,12 @@ class Attention(nn.Module):
         return q, k, v
 
     def _composed(self, x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_heads`, by calling ``qkv`` and then the rotary embedding."""
+        """Like `_heads`, but call ``qkv`` and then the rotary embedding."""
         qkv = self.qkv(x)
         if context is not None:
             qkv = qkv.unflatten(0, _samples(context, len(qkv)))
         qkv = qkv.unflatten(-1, (-1, self.group + 2, self.head_dim))
-        # One split: its backward writes the gradient once; that of three slices adds three buffers.
+        # The backward of one split writes the gradient once; three slices would add three buffers.
         q, k, v = qkv.split((self.group, 1, 1), dim=3)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         q, k = self._turned(q, k, self._rope(q.shape[1], q, context))
@@ -267,7 +268,7 @@ class Attention(nn.Module):
         if context is not None:
             if context.rope is None:
                 raise ValueError(
-                    "this attention layer has a rotary embedding: context.rope is None"
+                    "this attention layer has a rotary embedding, but context.rope is None"
                 )
             local = self.style.window is not None and context.local_rope is not None
             return context.local_rope if local else context.rope
@@ -289,7 +290,7 @@ class Attention(nn.Module):
 
 
 def _samples(context: TokenContext, tokens: int) -> tuple[int, int]:
-    """How many samples these tokens are, and how long each of them is."""
+    """The number of samples among these tokens, and their length."""
     if context.batch:
         return context.batch, tokens // context.batch
     return 0, context.layout.local_len if context.layout is not None else 0

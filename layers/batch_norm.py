@@ -1,4 +1,4 @@
-"""Synchronized BatchNorm: normalised over the samples of all data ranks."""
+"""Synchronized BatchNorm: normalization over the samples of all data ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from warpweave.parallel.mesh import ConnectedMesh, connected
 
 
 class SyncBatchNorm(_BatchNorm):
-    """``nn.BatchNorm1d`` to ``3d`` over the batch of all data ranks, as ``nn.SyncBatchNorm``; on
-    CPUs, too, and with any number of samples on each rank, none among them.
+    """``nn.BatchNorm1d`` to ``3d`` over the batch of all data ranks, like ``nn.SyncBatchNorm``.
 
-    In training every rank must call it, and its backward. Each micro-batch is normalised by its own
-    moments, over the ranks. Running statistics are updated once for each, also where activation
-    checkpointing runs its forward twice. In evaluation no rank waits for another.
+    It also works on CPUs, and with any number of samples per rank, even none.
+
+    In training, every rank must call its forward and backward. Each micro-batch is normalized by
+    its own moments over all ranks. Each updates the running statistics once, even if activation
+    checkpointing runs its forward twice. In evaluation, no rank waits for others.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats, device, dtype: as
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: as for
             ``nn.BatchNorm2d``.
-        mesh: the connected mesh, of whose data axis the ranks are; None is one device.
+        mesh: the connected mesh, whose data axis is used; None is one device.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x[N, C, ...] -> y of the same shape; ValueError if C is not num_features."""
         if x.ndim < 2 or x.shape[1] != self.num_features:
-            raise ValueError(f"need x[N, {self.num_features}, ...], got {[*x.shape]}")
+            raise ValueError(f"expected x[N, {self.num_features}, ...], got {[*x.shape]}")
         weight, bias = self.weight, self.bias
         if not self.training and self.running_mean is not None:
             return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, eps=self.eps)
@@ -55,8 +56,10 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, moments: Moments) -> None:
-        """Move the running statistics towards the moments, the variance unbiased; without a value
-        on any rank they stay."""
+        """Move the running statistics toward the moments, using the unbiased variance.
+
+        If no rank has a value, they stay unchanged.
+        """
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         some = (moments.n > 0).to(moments.n.dtype)
@@ -70,14 +73,17 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(module: nn.Module, mesh: ConnectedMesh | None) -> nn.Module:
-    """Replace every ``nn.BatchNorm1d`` to ``3d`` in `module` by a `SyncBatchNorm` over the mesh's
-    data axis, with the same parameters, buffers and mode; returns `module`, or its replacement."""
+    """Replace every ``nn.BatchNorm1d`` to ``3d`` in `module` by a `SyncBatchNorm`.
+
+    The replacements run over the mesh's data axis and keep parameters, buffers and mode. Returns
+    `module`, or its replacement if `module` itself is a BatchNorm.
+    """
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         given = (module.num_features, module.eps, module.momentum, module.affine)
         new = SyncBatchNorm(*given, module.track_running_stats, device="meta", mesh=mesh)
         new._parameters, new._buffers = module._parameters, module._buffers
         return new.train(module.training)
-    for name, child in module._modules.items():  # also a child that has two names
+    for name, child in module._modules.items():  # includes a child that has two names
         if child is not None:
             setattr(module, name, convert_sync_batchnorm(child, mesh))
     return module

@@ -22,12 +22,12 @@ class TransformerBlock(nn.Module):
 
     Args:
         embed_dim, num_heads, hidden_dim: E, H and F.
-        style, place: `BlockStyle` and `Place`, or fields of theirs by keyword: norm, activation,
+        style, place: `BlockStyle` and `Place`, or their fields as keywords: norm, activation,
             num_kv_heads, rope_theta, dropout, mesh and so on. norm_place "pre" is
-            ``x + attention(norm(x))``, "post" ``x + norm(attention(x))`` (OLMo 2), "sandwich" both
-            (Gemma 2); the MLP alike.
+            ``x + attention(norm(x))``, "post" is ``x + norm(attention(x))`` (OLMo 2), and
+            "sandwich" is both (Gemma 2); likewise for the MLP.
         site: number of the first of the block's two dropout sites.
-        out_init: standard deviation of a keyed initialisation of both output projections.
+        out_init: standard deviation of a keyed initialization of both output projections.
     """
 
     @fields_as_keywords(style=BlockStyle, place=Place)
@@ -63,7 +63,7 @@ class TransformerBlock(nn.Module):
         """x[B, S, E] -> y[B, S, E]; with `context`, x[T, E] or x[T/tp, E] -> the same shape."""
         if self.mlp_post_norm is not None:
             return self._with_post_norms(x, context)
-        # The next norm's kernel adds attention's bias, if nothing else must add it.
+        # The next norm's kernel adds attention's bias, unless attention must add it itself.
         out = self.attention.out
         fuses = fusable(self.attention, Attention) and fusable(out, RowParallelLinear)
         a = self.attention(self.attention_norm(x), context, add_bias=not fuses)
@@ -90,12 +90,12 @@ class TransformerBlock(nn.Module):
         return x + (y if drop is None else dropout(y, drop, impl=self.impl))
 
     def _drop(self, site: int, context: TokenContext | None) -> Drop | None:
-        """The key of a branch's dropout, or None if there is none."""
+        """The dropout key of a branch; None without dropout."""
         if self.dropout == 0.0 or not self.training:
             return None
         if context is None or context.token_ids is None:
             raise ValueError(
-                f"dropout = {self.dropout} is keyed by global token ids: "
+                f"dropout = {self.dropout} is keyed by global token ids, but "
                 "context.token_ids is missing"
             )
         return Drop(self.dropout, context.seed, site, context.token_ids)

@@ -1,5 +1,4 @@
-"""What layers need to know about the tokens of an activation: positions, documents, dropout keys,
-the KV cache."""
+"""Facts about the tokens of an activation: positions, documents, dropout keys, the KV cache."""
 
 from __future__ import annotations
 
@@ -14,11 +13,12 @@ from warpweave.parallel.layout import SequenceLayout
 
 @dataclass
 class KVCache:
-    """The KV cache of decoding: keys and values of the earlier tokens, of every attention layer.
+    """KV cache for decoding: every attention layer's keys and values of the earlier tokens.
 
     Attributes:
-        capacity: the largest number of tokens of a sequence.
-        start: tokens that all layers have seen; the caller advances it after each forward.
+        capacity: the maximum number of tokens of a sequence.
+        start: number of tokens that all layers have seen; the caller advances it after each
+            forward.
     """
 
     capacity: int
@@ -26,14 +26,14 @@ class KVCache:
     _kept: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def extend(self, layer: Hashable, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v[B, n, Hkv/tp, D] of positions start to start + n; returns K and V of all
-        positions up to there, as views.
+        """Append k and v[B, n, Hkv/tp, D] at positions start to start + n.
 
-        Raises ``ValueError`` if they do not fit.
+        Returns K and V of all positions up to start + n, as views. Raises ``ValueError`` if the new
+        tokens do not fit.
         """
         end = self.start + k.shape[1]
         if end > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} tokens, got {end}")
+            raise ValueError(f"the KV cache holds at most {self.capacity} tokens, got {end}")
         if layer not in self._kept:
             shape = (len(k), self.capacity, *k.shape[2:])
             self._kept[layer] = (k.new_empty(shape), v.new_empty(shape))
@@ -45,23 +45,24 @@ class KVCache:
 
 @dataclass(frozen=True)
 class TokenContext:
-    """The tokens of the rows of an activation x[T, E].
+    """The tokens that the rows of an activation x[T, E] belong to.
 
     Attributes:
         batch: number of samples B; after gathering over the tensor axis, T = B * S/cp.
-        layout: which positions each rank of the context axis holds; None is the whole sequence.
+        layout: the positions that each rank of the context axis holds; None means the whole
+            sequence.
         rope: (cos, sin), each [S/cp, D/2], of this rank's positions; None without rotary embedding.
-        local_rope: the table for layers with a window, if it differs; None is `rope`.
+        local_rope: the table for layers with a window, if it is a different one; None means `rope`.
         seed: dropout key of this step.
         token_ids: int64, one per row of the residual stream (T, or T/tp with sequence
-            parallelism): the token's index in the global batch, by which dropout is keyed.
+            parallelism): the token's index in the global batch, which keys dropout.
         documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents from 0 to S;
-            attention is within a document; None is one document. `Packed` ones have the table that
-            every layer would else make of them.
+            a token attends only within its own document. None means one document. Pass `Packed` to
+            compute the documents' table once instead of once per layer.
         cache: the KV cache of earlier tokens; the positions of these tokens begin at
-            ``cache.start``. On one context rank, without gradients.
+            ``cache.start``. Only with one context rank and without gradients.
 
-    Two packed documents, of 10 and 6 tokens, each with positions from 0::
+    Two packed documents of 10 and 6 tokens, each with positions from 0::
 
         positions = torch.cat((torch.arange(10), torch.arange(6)))
         context = TokenContext(

@@ -19,11 +19,11 @@ class VocabParallelEmbedding(nn.Module):
     weight[ceil(V/tp), E]; rows past V on the last ranks are padding and stay zero.
 
     Args:
-        num_embeddings, embedding_dim, device, dtype: as ``nn.Embedding``.
+        num_embeddings, embedding_dim, device, dtype: as for ``nn.Embedding``.
         mesh: the connected mesh; None is one device.
-        sequence_parallel: return y[T/tp, E], tokens sharded over the tensor axis (ids 1-D).
-        place: a `Place` in place of these, device and dtype.
-        init: standard deviation of the weight in a keyed initialisation (``GPT``).
+        sequence_parallel: return y[T/tp, E], tokens sharded over the tensor axis; ids must be 1-D.
+        place: a `Place`, instead of these options, device and dtype.
+        init: standard deviation of the weight in a keyed initialization (``GPT``).
     """
 
     @fields_as_keywords(unused=("overlap", "strategy", "recompute", "impl"), place=Place)
@@ -43,7 +43,7 @@ class VocabParallelEmbedding(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the whole table as ``nn.Embedding`` does (standard normal) and keep this rank's
+        """Draw the whole table like ``nn.Embedding`` (standard normal) and keep this rank's
         rows."""
         if not self.weight.is_meta:
             full = self.weight.new_empty(self.records["weight"].shape).normal_()
@@ -71,9 +71,9 @@ class PositionEmbedding(nn.Module):
 
     Args:
         seq_len, embedding_dim: shape of the table.
-        partial: tensor ranks look up positions of different tokens (sequence parallelism), so
-            that the table's gradient is {partial tp}.
-        init: standard deviation of a keyed initialisation.
+        partial: tensor ranks look up positions of different tokens (sequence parallelism), so the
+            table's gradient is {partial tp}.
+        init: standard deviation of a keyed initialization.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class PositionEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw with the layer's standard deviation from torch's global generator."""
+        """Draw from torch's global generator with the layer's standard deviation."""
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=float(self.records["weight"].init))
 

@@ -1,4 +1,4 @@
-"""Constructors that take records of options, or the records' fields as keywords."""
+"""Constructors that accept records of options, or the records' fields as keywords."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 def fields_as_keywords(
     *positional: str, unused: tuple[str, ...] = (), **records: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator for a constructor that takes records: accept their fields as keywords, too.
+    """Decorate a constructor that has record parameters: also accept the records' fields.
 
     With ``@fields_as_keywords(style=AttentionStyle, place=Place)`` the call
-    ``Attention(64, 8, window=3, mesh=mesh)`` is
-    ``Attention(64, 8, style=AttentionStyle(window=3), place=Place(mesh=mesh))``. A field that is
-    given beside its record replaces the record's value. ``inspect.signature`` shows the fields; a
-    keyword that is no field raises TypeError.
+    ``Attention(64, 8, window=3, mesh=mesh)`` means
+    ``Attention(64, 8, style=AttentionStyle(window=3), place=Place(mesh=mesh))``. If both a record
+    and one of its fields are given, the field replaces the record's value. ``inspect.signature``
+    shows the fields. An unknown keyword raises TypeError.
 
     Args:
-        positional: fields that may be given without their names, after the constructor's own.
+        positional: fields that may be given by position, after the constructor's own parameters.
         unused: fields that the layer does not use and does not accept.
-        records: parameter of the constructor, by keyword only -> the frozen dataclass it takes.
+        records: keyword-only parameter of the constructor -> the frozen dataclass it expects.
     """
     offered = {
         parameter: [f for f in fields(record) if f.name not in unused]
@@ -53,7 +53,7 @@ def fields_as_keywords(
 
 
 def _with_fields(own: Signature, positional: tuple[str, ...], offered: dict) -> Signature:
-    """The signature `own`, its records optional, with the fields of each as keywords."""
+    """The signature `own` with its records made optional and their fields added as keywords."""
     by_keyword, by_place = Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD
     parameters = own.parameters.values()
     first = [p for p in parameters if p.kind is not by_keyword]

@@ -1,6 +1,6 @@
 """Column- and row-parallel linear layers (Shoeybi et al. 2019, arXiv:1909.08053).
 
-On one device (``mesh=None``) both are ``nn.Linear``.
+On one device (``mesh=None``) both behave like ``nn.Linear``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _UNUSED = ("strategy", "recompute", "impl")  # fields of `Place` that a linear l
 
 def _check_divides(what: str, size: int, parts: int) -> None:
     if size % parts:
-        raise ValueError(f"{what} = {size} does not divide by the tensor axis tp = {parts}")
+        raise ValueError(f"{what} ({size}) is not divisible by the tensor axis tp ({parts})")
 
 
 class _ParallelLinear(nn.Module):
-    """Base of both layers: the parameters, their records and ``nn.Linear``'s initialisation."""
+    """Base class of both layers: parameters, records, and ``nn.Linear``'s initialization."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class _ParallelLinear(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw as ``nn.Linear`` does, from torch's global generator.
+        """Initialize as ``nn.Linear`` does, from torch's global generator.
 
-        Every rank draws the whole weight and keeps its shard: with the same ``torch.manual_seed``
-        on all ranks the layer is the one that a single device would have.
+        Every rank draws the whole weight and keeps its shard. With the same ``torch.manual_seed``
+        on all ranks, the layer equals the one on a single device.
         """
         if self.weight.is_meta:
             return
@@ -90,7 +90,7 @@ class _ParallelLinear(nn.Module):
 
     @property
     def over_ranks(self) -> dict[str, Any]:
-        """The keyword arguments for a function over the tensor ranks."""
+        """Keyword arguments for a function over the tensor ranks."""
         return {
             "group": self.mesh.group("tp"),
             "sequence_parallel": self.sequence_parallel,
@@ -109,22 +109,22 @@ class _ParallelLinear(nn.Module):
 class ColumnParallelLinear(_ParallelLinear):
     """Column-parallel linear layer ``y = x W^T + b``: output features sharded over the tensor axis.
 
-    weight[out/tp, in], bias[out/tp]. Arguments as ``nn.Linear``, then:
+    weight[out/tp, in], bias[out/tp]. The arguments of ``nn.Linear``, then:
 
     Args:
         mesh: the connected mesh; None is one device.
         sequence_parallel: the input is x[T/tp, in], tokens sharded over the tensor axis, and is
             all-gathered; otherwise it is x[..., in], the same on every tensor rank.
-        overlap: how collectives overlap with products: "none", "bulk", "chunked" or "fused", see
-            ``parallel.tensor.ranks``.
-        place: a `Place` in place of these, device and dtype.
+        overlap: overlap of collectives with matrix products: "none", "bulk", "chunked" or "fused",
+            see ``parallel.tensor.ranks``.
+        place: a `Place`, instead of these options, device and dtype.
         gather_output: return y[..., out], all-gathered, instead of y[..., out/tp].
-        init: standard deviation of the weight in a keyed initialisation (``GPT``).
-        matrices: the rows of each of several linear maps that are fused in the weight, in turns
-            (`ParamRecord`).
+        init: standard deviation of the weight in a keyed initialization (``GPT``).
+        matrices: if several linear maps are fused in the weight, the number of rows of each per
+            turn (`ParamRecord`).
 
     Raises:
-        ValueError: out_features does not divide by tp.
+        ValueError: out_features is not divisible by tp.
     """
 
     @fields_as_keywords("device", "dtype", unused=_UNUSED, place=Place)
@@ -152,20 +152,20 @@ class RowParallelLinear(_ParallelLinear):
     """Row-parallel linear layer ``y = sum over r of x_r W_r^T + b``: input features sharded over
     the tensor axis.
 
-    weight[out, in/tp], bias[out], added once. Arguments as ``nn.Linear``, then:
+    weight[out, in/tp], bias[out], added once. The arguments of ``nn.Linear``, then:
 
     Args:
         mesh: the connected mesh; None is one device.
         sequence_parallel: the output is y[T/tp, out], reduce-scattered over the tensor axis;
             otherwise y[..., out], all-reduced.
         overlap: as for ``ColumnParallelLinear``.
-        place: a `Place` in place of these, device and dtype.
+        place: a `Place`, instead of these options, device and dtype.
         input_is_parallel: the input is x[..., in/tp], already sharded; otherwise it is x[..., in],
-            of which each rank takes its slice.
-        init: standard deviation of the weight in a keyed initialisation (``GPT``).
+            and each rank uses its own slice.
+        init: standard deviation of the weight in a keyed initialization (``GPT``).
 
     Raises:
-        ValueError: in_features does not divide by tp.
+        ValueError: in_features is not divisible by tp.
     """
 
     @fields_as_keywords("device", "dtype", unused=_UNUSED, place=Place)
@@ -185,7 +185,7 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor, *, add_bias: bool = True) -> Tensor:
         """x[..., in/tp] -> y[..., out] (or y[T/tp, out] with sequence parallelism).
 
-        Without `add_bias` the caller adds the bias, such as a norm that takes it as ``x_bias``.
+        Without `add_bias`, the caller must add the bias, for example in a norm as its ``x_bias``.
         """
         if not self.input_is_parallel:
             x = scatter(x, self.mesh.group("tp"), dim=-1)
@@ -194,11 +194,11 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def fusable(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a layer may use the parameters of `module` in a fused Function instead of calling it:
-    it is a plain `kind`, not wrapped, replaced, sharded or hooked.
+    """Return True if a fused Function may use the parameters of `module` without calling it.
 
-    Adapters, quantisers and parametrizations replace a module or its class, FSDP2 changes its class
-    and frees its parameters outside of its forward; they all count on its being called.
+    It may if the module is a plain `kind`: not wrapped, replaced, sharded or hooked. Adapters,
+    quantizers and parametrizations replace a module or its class. FSDP2 changes its class and frees
+    its parameters outside its forward. All of them rely on the module being called.
     """
     hooks = (
         module._forward_hooks,

@@ -1,5 +1,4 @@
-"""The language model's loss, from logits or from the head's input, the vocabulary sharded over
-tp."""
+"""The language modeling loss, from logits or from the head's input; tp shards the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ from warpweave.parallel.tensor.loss import vocab_parallel_cross_entropy
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """Sum of token losses divided by a normaliser that is known before the forward.
+    """Sum of token losses divided by a normalizer that is known before the forward.
 
-    The normaliser is the number of valid tokens of the global batch, over all micro-batches, data
-    and context ranks; losses and gradients of all of them are then summed, never averaged.
+    The normalizer is the number of valid tokens in the global batch, over all micro-batches, data
+    ranks and context ranks. Their losses and gradients are therefore summed, never averaged.
 
     Args:
-        vocab_size: logical vocabulary; padding columns of the logits take no part.
+        vocab_size: logical vocabulary size; padding columns of the logits are ignored.
         label_smoothing: uniform over the whole vocabulary.
-        z_loss: c of the term c lse^2.
+        z_loss: coefficient c of the term c lse^2.
         mesh: the connected mesh; None is one device.
         impl: "triton", "torch" or None, as for the kernels.
     """
@@ -57,12 +56,12 @@ class VocabParallelCrossEntropy(nn.Module):
 
 
 class VocabParallelLinearCrossEntropy(nn.Module):
-    """Head and loss in one function, which never holds all logits.
+    """Head and loss in one function, which never holds all logits at once.
 
     It has no parameters: the head's weight, which may be tied to the embedding, is an argument.
 
     Args:
-        vocab_size: logical vocabulary; padding rows of the weight take no part.
+        vocab_size: logical vocabulary size; padding rows of the weight are ignored.
         label_smoothing, z_loss: as for ``kernels.cross_entropy``.
         recompute: recompute the logits in the backward; None chooses by device, see
             ``kernels.linear_cross_entropy``.
@@ -71,7 +70,7 @@ class VocabParallelLinearCrossEntropy(nn.Module):
         sequence_parallel: the input is x[T/tp, E], tokens sharded over the tensor axis.
         overlap: as for ``ColumnParallelLinear``.
         impl: "triton", "torch" or None, as for the kernels.
-        place: a `Place` in place of these four.
+        place: a `Place`, instead of these four options.
     """
 
     @fields_as_keywords(unused=("device", "dtype", "strategy", "recompute"), place=Place)
@@ -96,9 +95,9 @@ class VocabParallelLinearCrossEntropy(nn.Module):
     ) -> Tensor:
         """x[..., E], weight[ceil(V/tp), E], labels int64[...] (-100: no loss) -> loss.
 
-        With sequence parallelism x[T/tp, ..., E] for labels int64[T, ...]. 0-dim, fp32 or fp64. The
-        sum of the losses is divided by the normaliser, as in `VocabParallelCrossEntropy`; a pending
-        one is waited for after the loss has been computed.
+        With sequence parallelism, x[T/tp, ..., E] for labels int64[T, ...]. The loss is 0-dim, fp32
+        or fp64: the sum of the token losses divided by `normaliser`, as in
+        `VocabParallelCrossEntropy`. A pending normaliser is waited for after the sum is computed.
         """
         total = vocab_parallel_linear_cross_entropy(
             x,

@@ -1,4 +1,4 @@
-"""The MLP of a transformer block, its hidden units sharded over the tensor axis."""
+"""The MLP of a transformer block; hidden units are sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from warpweave.parallel.tensor.mlp import parallel_mlp
 class MLP(nn.Module):
     """``down(act(up(x)))``, gated or not (Shazeer 2020, arXiv:2002.05202).
 
-    ``up.weight`` is (F, E), or for a gated activation (F, 2, E) flattened to (2F, E): rows gate,
-    up, gate, up, ... so that sharding the rows evenly gives every tensor rank matching pairs. Both
-    layers are one Function (``tensor.mlp``), or are called one after the other if one of them has
-    been replaced, wrapped or hooked.
+    ``up.weight`` is (F, E), or for a gated activation (F, 2, E) flattened to (2F, E). Its rows are
+    then gate, up, gate, up, ..., so sharding them evenly gives every tensor rank matching pairs.
+    Both layers run as one Function (``tensor.mlp``). If one of them has been replaced, wrapped or
+    hooked, they are called one after the other.
 
     Args:
         embed_dim, hidden_dim: E and F.
-        style, place: `MLPStyle` and `Place`, or fields of theirs by keyword: activation, "gelu"
-            (tanh approximation), "gelu_erf", "relu2", "swiglu" or "geglu", and bias, of both
-            layers; device, dtype, mesh, recompute and so on.
-        out_init: standard deviation of a keyed initialisation of the down projection.
+        style, place: `MLPStyle` and `Place`, or their fields as keywords: activation ("gelu", the
+            tanh approximation, "gelu_erf", "relu2", "swiglu" or "geglu"), bias (of both layers),
+            device, dtype, mesh, recompute and so on.
+        out_init: standard deviation of a keyed initialization of the down projection.
 
     Raises:
-        ValueError: unknown activation, recompute or impl, or the tensor axis does not divide
-            hidden_dim.
+        ValueError: activation, recompute or impl is unknown, or hidden_dim is not divisible by the
+            tensor axis.
     """
 
     @fields_as_keywords(
@@ -53,7 +53,7 @@ class MLP(nn.Module):
         tp = connected(place.mesh).size("tp")
         if hidden_dim % tp:
             raise ValueError(
-                f"hidden_dim = {hidden_dim} does not divide by the tensor axis tp = {tp}"
+                f"hidden_dim ({hidden_dim}) is not divisible by the tensor axis tp ({tp})"
             )
         self.activation, self.recompute, self.impl = style.activation, place.recompute, place.impl
         each = (1, 1) if gated else (1,)
@@ -67,8 +67,8 @@ class MLP(nn.Module):
     ) -> Tensor:
         """x[..., E] -> y[..., E] (x[T/tp, E] -> y[T/tp, E] with sequence parallelism).
 
-        With `residual` and `drop` (the key of a dropout, see ``kernels.dropout``), both like y, it
-        is residual + dropout(y).
+        With `residual`, shaped like y, and `drop` (the dropout's key, see ``kernels.dropout``), the
+        result is residual + dropout(y).
         """
         if not (fusable(self.up, ColumnParallelLinear) and fusable(self.down, RowParallelLinear)):
             return self._composed(x, residual, drop)
@@ -91,7 +91,7 @@ class MLP(nn.Module):
         )
 
     def _composed(self, x: Tensor, residual: Tensor | None, drop: Drop | None) -> Tensor:
-        """The same by calling ``up``, the activation and ``down``."""
+        """Like `forward`, but call ``up``, the activation and ``down``."""
 
         def hidden(x: Tensor) -> Tensor:
             return activate(self.up(x), self.activation, impl=self.impl)

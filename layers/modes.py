@@ -1,4 +1,4 @@
-"""Training or evaluation mode of a model within a context."""
+"""Context manager that switches a model to training or evaluation mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, fused with the residual add; and RMSNorm over sharded features."""
+"""RMSNorm and LayerNorm, fused with the residual add, and RMSNorm over sharded features."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNUSED = ("overlap", "strategy", "recompute")  # fields of `Place` that a norm 
 
 
 class _Norm(nn.Module):
-    """The parameters of all norms: replicated over the tensor axis, unless sharded by `cuts`."""
+    """Base class of the norms. Parameters are replicated over tp unless `cuts` shards them."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class _Norm(nn.Module):
         if len(shape) != 1:
             raise ValueError(f"normalized_shape must be one dim, got {shape}")
         self.normalized_shape, self.eps, self.impl = shape, eps, place.impl
-        # With sequence parallelism each tensor rank normalises its own tokens, so that the
-        # gradients of weight and bias are partial sums.
+        # With sequence parallelism each tensor rank normalizes its own tokens, so the gradients of
+        # weight and bias are partial sums.
         others = place.sequence_parallel and not cuts and mesh.size("tp") > 1
         self._partial = ("tp",) if others else ()
         self.offset, self._cuts = offset, cuts
@@ -66,7 +66,7 @@ class _Norm(nn.Module):
         return f"{self.normalized_shape}, eps={self.eps}, bias={self.bias is not None}{shown}"
 
     def _factors(self) -> Tensor:
-        """The factors of the normalised features."""
+        """The factors that multiply the normalized features."""
         if not self.offset:
             return self.weight
         return 1.0 + self.weight.to(compute_dtype(self.weight))  # 1 + w would round to 1 in bf16
@@ -76,12 +76,13 @@ class RMSNorm(_Norm):
     """``nn.RMSNorm`` over the last dim (Zhang & Sennrich 2019, arXiv:1910.07467).
 
     Args:
-        normalized_shape, eps, device, dtype: as ``nn.RMSNorm`` over one dim; eps is 1e-6.
-        offset: the factors are 1 + weight, which begins at 0 (Gemma).
-        mesh, sequence_parallel: set when tensor ranks hold different tokens, or other heads of a
-            norm over each head: the gradients are then partial sums.
+        normalized_shape, eps, device, dtype: as for ``nn.RMSNorm`` over one dim; eps defaults to
+            1e-6.
+        offset: the factors are 1 + weight, and weight starts at 0 (Gemma).
+        mesh, sequence_parallel: pass them if tensor ranks hold different tokens, or different heads
+            for a per-head norm. The gradients are then partial sums.
         impl: "triton", "torch" or None, as for the kernels.
-        place: a `Place` that has these, device and dtype, instead of them one by one.
+        place: a `Place`, instead of these options, device and dtype.
     """
 
     @fields_as_keywords(unused=_UNUSED, place=Place)
@@ -103,22 +104,21 @@ class RMSNorm(_Norm):
         x_bias: Tensor | None = None,
         drop: Drop | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x[..., E] -> norm(x)[..., E]; with any of the others, (norm(s), s) where
+        """x[..., E] -> norm(x)[..., E]; with any other argument, (norm(s), s) where
         s = residual + dropout(x + x_bias), in one kernel."""
         terms = {"residual": residual, "x_bias": x_bias, "drop": drop}
         return rms_norm(x, self._factors(), self.eps, **terms, impl=self.impl)
 
 
 class ColumnParallelRMSNorm(_Norm):
-    """RMSNorm over features that are sharded over the tensor axis, the output of a column-parallel
-    layer: weight[E/tp], mean square over all E features.
+    """RMSNorm over features sharded over the tensor axis, as a column-parallel layer returns them.
 
-    With more than one rank it is composed of torch operations, with an all-reduce of one number per
-    token in forward and backward.
+    weight[E/tp]; the mean square is over all E features. With more than one rank it is composed of
+    torch operations, with an all-reduce of one number per token in both forward and backward.
 
     Args:
-        num_features: E, over all ranks; the tensor axis divides it.
-        eps, device, dtype, offset, mesh, impl, place: as ``RMSNorm``.
+        num_features: E, over all ranks; must be divisible by the tensor axis.
+        eps, device, dtype, offset, mesh, impl, place: as for ``RMSNorm``.
     """
 
     @fields_as_keywords(unused=("sequence_parallel", *_UNUSED), place=Place)
@@ -145,12 +145,12 @@ class LayerNorm(_Norm):
     """``nn.LayerNorm`` over the last dim (Ba et al. 2016, arXiv:1607.06450).
 
     Args:
-        normalized_shape, eps, device, dtype: as ``nn.LayerNorm`` over one dim.
+        normalized_shape, eps, device, dtype: as for ``nn.LayerNorm`` over one dim.
         bias: add a bias.
-        mesh, sequence_parallel: set when tensor ranks hold different tokens, or other heads of a
-            norm over each head: the gradients are then partial sums.
+        mesh, sequence_parallel: pass them if tensor ranks hold different tokens, or different heads
+            for a per-head norm. The gradients are then partial sums.
         impl: "triton", "torch" or None, as for the kernels.
-        place: a `Place` that has these, device and dtype, instead of them one by one.
+        place: a `Place`, instead of these options, device and dtype.
     """
 
     @fields_as_keywords(unused=_UNUSED, place=Place)
@@ -174,14 +174,14 @@ class LayerNorm(_Norm):
         x_bias: Tensor | None = None,
         drop: Drop | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x[..., E] -> norm(x)[..., E]; with any of the others, (norm(s), s) where
+        """x[..., E] -> norm(x)[..., E]; with any other argument, (norm(s), s) where
         s = residual + dropout(x + x_bias), in one kernel."""
         terms = {"residual": residual, "x_bias": x_bias, "drop": drop}
         return layer_norm(x, self.weight, self.bias, self.eps, **terms, impl=self.impl)
 
 
 def make_norm(style: NormStyle, embed_dim: int, place: Place) -> RMSNorm | LayerNorm:
-    """The norm over embed_dim features that a style names; ValueError for a name of none."""
+    """The norm over embed_dim features that a style names; ValueError for an unknown name."""
     if style.norm == "layer":
         bias = style.bias if style.norm_bias is None else style.norm_bias
         return LayerNorm(embed_dim, style.norm_eps, bias=bias, place=place)

@@ -17,25 +17,27 @@ from warpweave.parallel.words import Overlap
 
 @dataclass(frozen=True)
 class Place:
-    """Where the parameters of a layer are and how it is computed. Except for the rounding of
-    `dtype` it does not change the results. A layer passes it on to the layers inside it.
+    """Location of a layer's parameters and the way it is computed.
+
+    It does not change the results, except for the rounding of `dtype`. A layer passes its `Place`
+    to the layers inside it.
 
     Attributes:
         device, dtype: of the parameters.
         mesh: the connected mesh; None is one device.
         sequence_parallel: the residual stream is x[T/tp, E], tokens sharded over the tensor axis.
-        overlap: how collectives of tensor ranks overlap with products: "none", "bulk", "chunked" or
-            "fused", see ``parallel.tensor.ranks``.
+        overlap: overlap of the tensor ranks' collectives with matrix products: "none", "bulk",
+            "chunked" or "fused", see ``parallel.tensor.ranks``.
         strategy: context-parallel attention: "ring", "gather", "stream", "ulysses", "hybrid",
             "auto" or `Links`, see ``parallel.context``.
         recompute: what the backward of an MLP recomputes: "nothing", "activation" (the hidden
-            activations) or "up" (the up projection, too); None is "activation" on a GPU and
+            activations) or "up" (also the up projection); None means "activation" on a GPU and
             "nothing" on a CPU.
         impl: "triton", "torch" or None, as for the kernels.
 
     Raises:
-        ValueError: the mesh is not connected, a word is unknown, or "fused" is combined with
-            impl="torch".
+        ValueError: the mesh is not connected, an option has an unknown value, or "fused" is
+            combined with impl="torch".
     """
 
     device: torch.device | str | None = None

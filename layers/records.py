@@ -8,11 +8,12 @@ from warpweave.parallel.shard import ParamRecord
 
 
 def collect_records(module: nn.Module, prefix: str = "") -> dict[str, ParamRecord]:
-    """Full name -> record of every parameter of `module`.
+    """Map the full name of every parameter of `module` to its record.
 
-    A layer of this package keeps ``self.records``, from its own parameters' short names to records.
-    Names follow ``named_parameters`` with `prefix` in front. A parameter without a record (of a
-    foreign module) gets one: replicated over the tensor axis, with weight decay if it is a matrix.
+    A layer of this package keeps ``self.records``, which maps the short names of its own parameters
+    to their records. Full names are those of ``named_parameters``, with `prefix` in front. A
+    parameter of a foreign module has no record and gets one: replicated over the tensor axis, with
+    weight decay if it is a matrix.
     """
     records: dict[str, ParamRecord] = {}
     for path, child in module.named_modules(prefix=prefix):

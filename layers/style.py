@@ -1,9 +1,9 @@
-"""Architecture options of transformer families (GPT-2, Llama, Gemma, ...) as records, without
-torch.
+"""Architecture options of transformer families (GPT-2, Llama, Gemma, ...), as records.
 
-A layer takes its record whole (``style``), and so does each layer inside it: `BlockStyle` is an
-`AttentionStyle`, which is a `NormStyle`, and an `MLPStyle`. ``GPTConfig`` has the same fields. For
-the use of single layers they are keywords, too (``layers.keywords``).
+A layer receives a whole record (``style``) and passes it to the layers inside it: a `BlockStyle` is
+an `AttentionStyle`, which is a `NormStyle`, and an `MLPStyle`. ``GPTConfig`` has the same fields.
+Layers that are used by themselves also accept the fields as keywords (``layers.keywords``). This
+file does not import torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from warpweave.kernels.rope_scaling import RopeScaling
 
 @dataclass(frozen=True, kw_only=True)
 class NormStyle:
-    """The norms of a model.
+    """Options of a model's norms.
 
     Attributes:
-        norm: Normalization: LayerNorm, RMSNorm, or RMSNorm whose factors are 1 + weight.
+        norm: Normalization: LayerNorm, RMSNorm, or RMSNorm with factors 1 + weight.
         norm_eps: Epsilon of the norms.
         norm_place: Placement of the norms: before attention and MLP (pre), after both (post), or in
             both places (sandwich).
-        norm_bias: Bias of LayerNorm; without, it has one as the linear layers do.
+        norm_bias: Bias of LayerNorm; if not given, the same as bias.
         bias: Biases of linear layers and of LayerNorm.
     """
 
@@ -39,16 +39,17 @@ class HeadStyle(NormStyle):
     """The attention options that all blocks of a model share.
 
     Attributes:
-        head_size: Head dim; without, model width / heads.
-        qkv_bias: Bias of the qkv projection; without, it has one as the others do.
+        head_size: Head dim; if not given, model width / heads.
+        qkv_bias: Bias of the qkv projection; if not given, the same as bias.
         qk_norm: QK norm: RMSNorm of each query and key head, before the rotation.
-        qk_norm_whole: QK norm over all query heads together, and over all key heads; needs qk_norm.
-        attention_scale: Scale of the attention scores; without, 1 / sqrt(head dim).
+        qk_norm_whole: QK norm over all query heads together, and over all key heads; requires
+            qk_norm.
+        attention_scale: Scale of the attention scores; if not given, 1 / sqrt(head dim).
         softcap: Softcap of the attention scores, softcap * tanh(score / softcap).
-        sinks: Attention sinks: each query head has one more logit, learned, in its softmax, with no
-            value.
-        rope_scaling: How the rotary embedding was changed for longer sequences; not an option of
-            the command line.
+        sinks: Attention sinks: one additional learned logit per query head in the softmax, without
+            a value.
+        rope_scaling: Scaling of the rotary embedding for longer sequences; not available on the
+            command line.
     """
 
     head_size: int | None = None
@@ -63,13 +64,13 @@ class HeadStyle(NormStyle):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionStyle(HeadStyle):
-    """The attention of one block.
+    """Options of one block's attention.
 
     Attributes:
-        num_kv_heads: key and value heads; None is as many as query heads.
-        causal: a query sees keys at its own and earlier positions.
-        window: and less than `window` away from its own (sliding window).
-        rope_theta: base of the rotary embedding; None is none.
+        num_kv_heads: number of key and value heads; None means as many as query heads.
+        causal: a query sees only keys at its own and earlier positions.
+        window: sliding window: a query sees only keys less than `window` positions away.
+        rope_theta: base of the rotary embedding; None means no rotary embedding.
     """
 
     num_kv_heads: int | None = None
@@ -80,11 +81,11 @@ class AttentionStyle(HeadStyle):
 
 @dataclass(frozen=True, kw_only=True)
 class MLPStyle:
-    """The feed-forward half of a block.
+    """Options of a block's MLP.
 
     Attributes:
-        activation: Activation of the MLP: GELU by its tanh approximation or exact (by erf), SwiGLU,
-            GELU (by tanh) as a gate, or squared ReLU.
+        activation: Activation of the MLP: GELU (tanh approximation), exact GELU (erf), SwiGLU,
+            GeGLU (tanh approximation), or squared ReLU.
         bias: Biases of linear layers and of LayerNorm.
     """
 
@@ -94,10 +95,11 @@ class MLPStyle:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStyle(AttentionStyle, MLPStyle):
-    """One block.
+    """Options of one block.
 
     Attributes:
-        dropout: probability on both branches, keyed by global token ids (needs a context).
+        dropout: dropout probability of both branches, keyed by global token ids (requires a
+            context).
     """
 
     dropout: float = 0.0

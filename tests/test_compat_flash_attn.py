@@ -408,14 +408,14 @@ REFUSED = {
     "descends": (lambda: _varlen([0, 4], [0, 3, 2]), "cu_seqlens_k must ascend from 0"),
     "not as many": (lambda: _varlen([0, 4], [0, 2, 4]), "has 1 sequences, cu_seqlens_k 2"),
     "leftpad": (lambda: _cached(cache_leftpad=torch.tensor([0, 7])), "cache_leftpad must be 2 num"),
-    "k alone": (lambda: _cached(k=NEW["k"], cache_seqlens=1), "given together or not at all"),
+    "k alone": (lambda: _cached(k=NEW["k"], cache_seqlens=1), "together or not at all"),
     "cos alone": (
-        lambda: _cached(**NEW, cache_seqlens=1, rotary_cos=torch.ones(3, 2)), "given together or"
+        lambda: _cached(**NEW, cache_seqlens=1, rotary_cos=torch.ones(3, 2)), "together or not"
     ),
     "sin alone": (
-        lambda: _cached(**NEW, cache_seqlens=1, rotary_sin=torch.ones(3, 2)), "given together or"
+        lambda: _cached(**NEW, cache_seqlens=1, rotary_sin=torch.ones(3, 2)), "together or not"
     ),
-    "v alone": (lambda: _cached(v=NEW["v"], cache_seqlens=1), "given together or not at all"),
+    "v alone": (lambda: _cached(v=NEW["v"], cache_seqlens=1), "together or not at all"),
     "no length": (lambda: _cached(**NEW), "k needs cache_seqlens"),
     "full": (lambda: _cached(**NEW, cache_seqlens=5), r"cache_seqlens must be 2 numbers in 0..4"),
     "one length": (
@@ -452,7 +452,7 @@ REFUSED = {
     "rotates nothing": (lambda: _cached(**TABLE), "rotary_cos needs k and v"),
     "short table": (
         lambda: _cached(**NEW, **TABLE, cache_seqlens=2, causal=True),
-        "rotary_cos has 3 positions, the last one needed is 3",
+        "rotary_cos has 3 positions, but needs position 3",
     ),
 }  # fmt: skip
 

@@ -106,8 +106,8 @@ def test_the_help_says_what_each_option_is_and_its_default(capsys):
         "--zero {0,1,2,3} ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp). "
         "(default: 1)",
         f"--schedule {{{','.join(FAMILIES)}}}|STR Pipeline schedule: the order of the "
-        "micro-batches; a path ending in .csv is a file of one, in torch's notation, a "
-        "row per pipeline rank. "
+        "micro-batches. A path ending in .csv is a file with a schedule in torch's notation, "
+        "one row per pipeline rank. "
         "(default: 1f1b)",
         "--batch INT Micro-batch size: sequences per micro-batch. (default: 8)",
         "--resume [True|False|auto] ",
@@ -203,7 +203,7 @@ def test_ordered_reduction_is_refused_with_replicas_of_shards():
     for sizes in ({"dp": 4, "dp_shard": 2}, {"outer": 2}, {"outer": 2, "dp": 2}):
         mesh = Mesh(**sizes)
         given = f"dp_shard = {mesh.dp_shard}, outer = {mesh.outer}"
-        with pytest.raises(ValueError, match=f"^reduce = 'ordered' does not go .*: {given}$"):
+        with pytest.raises(ValueError, match=f"^reduce = 'ordered' does not support .*: {given}$"):
             PRESETS["toy"].check(mesh, plan)
 
 
@@ -218,7 +218,7 @@ def test_an_asynchronous_schedule_needs_untied_ends_over_several_stages(pp):
     if pp == 1:
         PRESETS["small"].check(Mesh(), plan)
         return
-    words = f"pipedream trains no tied embedding, .* {pp - 1} micro-batches apart"
+    words = f"pipedream does not support tied embeddings: .* {pp - 1} micro-batches apart"
     with pytest.raises(ValueError, match=words):
         PRESETS["small"].check(Mesh(pp=pp), plan)
 

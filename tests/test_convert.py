@@ -445,7 +445,7 @@ def _edit(folder: Path, change: dict, drop: tuple[str, ...] = ()) -> None:
         ("llama2", {"rope_parameters": {"rope_type": "dynamic"}}, "RoPE scaling of type 'dynamic'"),
         ("llama2", {"rope_parameters": {"rope_type": "linear"}}, "config.json .* has no 'factor'"),
         ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
-        ("llama2", {"num_key_value_heads": 3}, "heads = 4 does not divide by kv_heads = 3"),
+        ("llama2", {"num_key_value_heads": 3}, r"heads \(4\) is not divisible by kv_heads \(3\)"),
         ("llama2", {"hidden_size": "wide"}, "config.json of a llama model: "),
         ("qwen3", {"attention_bias": True}, "attention_bias = True is not supported"),
         ("qwen2", {"layer_types": ["linear"] * 3}, "layer_types = 'linear' is not supported"),

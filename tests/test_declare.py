@@ -482,30 +482,30 @@ AXES = {"a": "dp", "b": "tp", "both": ("dp", "cp"), "turned": ("cp", "dp"), "non
         ("...", (), [None] * 3),
         ("none c", (1, 1), [None] * 3),
         ("both b", (8, 3), [0, 1, 0]),
-        ("both b", (4, 3), "x: dim 0: 8 ranks do not divide 4"),
-        ("both b", (8, 4), "x: dim 1: 3 ranks do not divide 4"),
-        ("turned b", (8, 3), "x: dim 0 is sharded over ('cp', 'dp'), the mesh has ('dp', 'tp'"),
-        ((("cp", "dp"), None), (8, 3), "x: dim 0 is sharded over ('cp', 'dp')"),
+        ("both b", (4, 3), "x: dim 0: 4 is not divisible by 8 ranks"),
+        ("both b", (8, 4), "x: dim 1: 4 is not divisible by 3 ranks"),
+        ("turned b", (8, 3), "x: dim 0 lists axes ('cp', 'dp'): use the mesh's order ('dp', 'tp'"),
+        ((("cp", "dp"), None), (8, 3), "x: dim 0 lists axes ('cp', 'dp')"),
         ((("dp", "cp"), None, "tp"), (16, 5, 6), [0, 2, 0]),
         ("a a", (2, 2), "x: axis 'dp' would shard two dims of (2, 2)"),
         ("(a c=5)", (20,), [0, None, None]),
-        ("(a c=5)", (15,), "x: dim 0: 2 ranks do not divide 3"),
-        ("(a c=5)", (12,), "x: dim 0 has 12 elements, which are no (None, 5)"),
+        ("(a c=5)", (15,), "x: dim 0: 3 is not divisible by 2 ranks"),
+        ("(a c=5)", (12,), "x: dim 0 has 12 elements, which do not match the sizes (None, 5)"),
         ("(a=4 c)", (20,), [0, None, None]),
-        ("(a=3 c)", (6,), "x: dim 0: 2 ranks do not divide 3"),
+        ("(a=3 c)", (6,), "x: dim 0: 3 is not divisible by 2 ranks"),
         ("(a c)", (6,), [0, None, None]),
         ("(a c d=3)", (6,), [0, None, None]),  # nothing more is known
         ("(a=2 c=3)", (6,), [0, None, None]),
-        ("(a=2 c=3)", (12,), "x: dim 0 has 12 elements, which are no (2, 3)"),
-        ("a=2 b", (4, 3), "x: dim 0 has 4 elements, which are no (2,)"),
+        ("(a=2 c=3)", (12,), "x: dim 0 has 12 elements, which do not match the sizes (2, 3)"),
+        ("a=2 b", (4, 3), "x: dim 0 has 4 elements, which do not match the sizes (2,)"),
         ("a=4 b=3", (4, 3), [0, 1, None]),
         ("(c a)", (6,), "plan['e']: only the first name of (c a) can be sharded"),
         ("(c d a)", (6,), "plan['e']: only the first name of (c d a) can be sharded"),
         ("(a b c)", (6,), "plan['e']: only the first name of (a b c) can be sharded"),
-        ("a ... b ...", (6,), "plan['e']: 'a ... b ...' may have names, name=size and ... once"),
-        ("a b)", (6,), "plan['e']: 'a b)' has parentheses without a partner"),
-        ("a b", (2, 3, 1), "x has the shape (2, 3, 1), the plan names 2 dims"),
-        ("a ... b", (2,), "x has the shape (2,), the plan names 2 dims"),
+        ("a ... b ...", (6,), "plan['e']: 'a ... b ...' can contain names, name=size and one ..."),
+        ("a b)", (6,), "plan['e']: 'a b)' has unbalanced parentheses"),
+        ("a b", (2, 3, 1), "x has shape (2, 3, 1), but the plan names 2 dims"),
+        ("a ... b", (2,), "x has shape (2,), but the plan names 2 dims"),
     ],
 )  # fmt: skip
 def test_dims_lie_where_an_entry_has_them_or_do_not_fit(dims, shape, found) -> None:
@@ -524,7 +524,7 @@ def test_result_is_placed_if_it_is_a_tensor_or_a_tuple_starting_with_one(result)
     one = torch.ones(1)
     assert hook(nn.Tanh(), (), one) == 2
     assert hook(nn.Tanh(), (), (one, one, result)) == (2, one, result)
-    words = f"up() is a {type(result).__name__}, a plan places tensors"
+    words = f"up() is a {type(result).__name__}, but a plan can place only a tensor"
     with pytest.raises(ValueError, match=re.escape(words)):
         hook(nn.Tanh(), (), result)
 
@@ -545,19 +545,23 @@ REFUSED: list[tuple[dict, dict | None, str]] = [
     ({"up.weight": ("tp", "tp")}, None, "up.weight: axis 'tp' would shard two dims of (8, 6)"),
     ({"up.weight": "a b"}, {"a": "tp", "b": "tp"}, "up.weight: axis 'tp' would shard two dims"),
     ({"up.weight": ("ep", None)}, None, "up.weight: the mesh has axes ('tp',), not 'ep'"),
-    ({"up.weight": "a b c"}, {"a": "tp"}, "up.weight has the shape (8, 6), the plan names 3"),
-    ({"up.weight": "(a b"}, {"a": "tp"}, "plan['up.weight']: '(a b' has parentheses without"),
+    ({"up.weight": "a b c"}, {"a": "tp"}, "up.weight has shape (8, 6), but the plan names 3"),
+    ({"up.weight": "(a b"}, {"a": "tp"}, "plan['up.weight']: '(a b' has unbalanced parentheses"),
     ({"up.weight": "(a b) c"}, {"b": "tp"}, "only the first name of (a b) can be sharded"),
     (
         {"up.weight": "(a b=8) c"},
         {"a": "tp"},
-        "up.weight: dim 0: 2 ranks do not divide 1: 8 elements are 1 of 8",
+        "up.weight: dim 0: 1 is not divisible by 2 ranks (8 elements = 1 x 8)",
     ),
-    ({"up.weight": "a=7 b"}, {}, "up.weight: dim 0 has 8 elements, which are no (7,)"),
+    (
+        {"up.weight": "a=7 b"},
+        {},
+        "up.weight: dim 0 has 8 elements, which do not match the sizes (7,)",
+    ),
     ({"up.weight": "a b"}, {"z": "tp"}, "axes: no entry of the plan names ['z']"),
-    ({"up.weight": "... ..."}, {}, "may have names, name=size and ... once, got '...'"),
-    ({"up.weight": "a=0 b"}, {}, "may have names, name=size and ... once, got 'a=0'"),
-    ({"up(y)": "a b"}, {"a": "tp"}, "up(y): its forward takes ['input']"),
+    ({"up.weight": "... ..."}, {}, "can contain names, name=size and one ..., got '...'"),
+    ({"up.weight": "a=0 b"}, {}, "can contain names, name=size and one ..., got 'a=0'"),
+    ({"up(y)": "a b"}, {"a": "tp"}, "up(y): the forward's arguments are ['input']"),
     ({"up.weight": ("tp", None), "head.weight": (None, None)}, None, "head.weight is tied to up."),
 ]
 
@@ -582,12 +586,12 @@ def _refusals(rank: int) -> None:
     changed.forward = lambda x: 2 * x  # set on the object, not on its class
     shard(changed, {"(x)": "rows width"}, mesh, {"rows": "tp"})
     assert changed(torch.ones(4, 6)).full_tensor().eq(2).all()
-    with pytest.raises(ValueError, match=r"the model\(x\): dim 0: 2 ranks do not divide 3"):
+    with pytest.raises(ValueError, match=r"the model\(x\): dim 0: 3 is not divisible by 2 ranks"):
         model(torch.zeros(3, 6))
     model.up.register_forward_hook(lambda *_: [1], prepend=True)
-    with pytest.raises(ValueError, match=r"up\(\) is a list, a plan places tensors"):
+    with pytest.raises(ValueError, match=r"up\(\) is a list, but a plan can place only a tensor"):
         model(torch.zeros(4, 6))
-    with pytest.raises(ValueError, match=r"up\(\) has the shape \(2, 4, 8\), the plan names 2"):
+    with pytest.raises(ValueError, match=r"up\(\) has shape \(2, 4, 8\), but the plan names 2"):
         shard(_Small(), {"up()": "rows w"}, mesh, {"rows": "tp"})(torch.zeros(2, 4, 6))
 
 

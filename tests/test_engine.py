@@ -306,11 +306,13 @@ REFUSED = {
     "recompute must be one of none, selective, full": (CONFIG, _place(), {"recompute": "all"}),
     "layout must be one of": (CONFIG, _place(), {"layout": "spiral"}),
     "impl must be None, .triton. or .torch., got 'cuda'": (CONFIG, _place(), {"impl": "cuda"}),
-    "kv_heads = 4 does not divide by tp = 3": (CONFIG, _place(tp=3), {}),
-    "kv_heads = 2 does not divide by tp = 4": (LLAMA, _place(tp=4), {}),
-    "hidden = 21 does not divide by tp = 2": (GPTConfig(**SIZES, hidden=21), _place(tp=2), {}),
-    "pp = 4 stages need as many layers, got 3": (CONFIG, _place(pp=4), {}),
-    "17 tokens of a micro-batch over tp = 2": (
+    r"kv_heads \(4\) is not divisible by tp \(3\)": (CONFIG, _place(tp=3), {}),
+    r"kv_heads \(2\) is not divisible by tp \(4\)": (LLAMA, _place(tp=4), {}),
+    r"hidden \(21\) is not divisible by tp \(2\)": (
+        GPTConfig(**SIZES, hidden=21), _place(tp=2), {}
+    ),
+    "pp = 4 stages need at least as many layers, got 3": (CONFIG, _place(pp=4), {}),
+    r"17 tokens of a micro-batch are not divisible by tp \(2\)": (
         GPTConfig(37, 17, 3, 16, 4), _place(tp=2), {"micro_batch_size": 1}
     ),
 }  # fmt: skip
@@ -434,7 +436,9 @@ def _state_dicts(rank: int) -> None:
         for record, tensor, _ in engine.read("param"):
             assert torch.equal(held[record.name], tensor), (zero, record.name)
     engine = _engine(CONFIG, Mesh(dp=2).connect(), zero=3)
-    with pytest.raises(RuntimeError, match=r"ZeRO 3 keeps only a shard of .* Engine.read gives"):
+    with pytest.raises(
+        RuntimeError, match=r"ZeRO 3 keeps only a shard of .* use Engine.read, which gives"
+    ):
         engine.gpt.state_dict()
 
 

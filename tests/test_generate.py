@@ -264,9 +264,13 @@ def test_every_module_is_left_in_the_mode_that_it_was_in(fails):
     [
         ([[]], GREEDY, "a prompt must have at least one token"),
         ([[1], [53]], GREEDY, r"tokens must lie in \[0, 53\), got \[53\]"),
-        ([[1.5]], GREEDY, r"a prompt is a row of whole numbers, got \[1.5\]"),
-        ({"input_ids": 1}, GREEDY, "a prompt is a row of whole numbers, got 'input_ids'"),
-        ([[1] * 55], GREEDY, "prompt and new tokens are 65, the model's sequence is 64"),
+        ([[1.5]], GREEDY, r"a prompt must be a sequence of integers, got \[1.5\]"),
+        ({"input_ids": 1}, GREEDY, "a prompt must be a sequence of integers, got 'input_ids'"),
+        (
+            [[1] * 55],
+            GREEDY,
+            r"prompt and new tokens \(65\) exceed the model\'s sequence length \(64\)",
+        ),
     ],
 )
 def test_prompts_that_the_model_cannot_go_on_with_are_refused(prompts, sampling, message, folders):
@@ -372,10 +376,13 @@ def test_tokens_that_are_no_text_are_left_out_of_the_commands(folders, capfd, mo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--prompt", "a", "--tp", "3"], "kv_heads = 2 does not divide by tp = 3"),
+        (["--prompt", "a", "--tp", "3"], r"kv_heads \(2\) is not divisible by tp \(3\)"),
         (["--prompt", ""], "a prompt must have at least one token"),
         (["--prompt", "a", "--tokens", "5"], r"tokens must lie in \[0, 53\), got \[97\]"),
-        (["--prompt", "\x05", "--tokens", "64"], "prompt and new tokens are 65, the model's sequ"),
+        (
+            ["--prompt", "\x05", "--tokens", "64"],
+            r"prompt and new tokens \(65\) exceed the model\'s",
+        ),
         (["--prompt", "\x05", "--top-p", "2"], r"top_p must be in \(0, 1\], got 2.0"),
         (["--prompt", "\x05", "--tokenizer", "nowhere"], "cannot read nowhere: No such file"),
     ],
@@ -453,7 +460,9 @@ def test_given_tokenizer_overrides_the_model_and_every_prompt_is_checked(folders
     config.check()
     for prompt in (("5 " * 61, "5"), ("5", "5 " * 61), ("5", "5 " * 61, "7")):
         config = dataclasses.replace(config, prompt=prompt)
-        with pytest.raises(ValueError, match=r"new tokens are 65, the model's sequence is 64$"):
+        with pytest.raises(
+            ValueError, match=r"new tokens \(65\) exceed the model's sequence length \(64\)$"
+        ):
             config.check()
     dataclasses.replace(config, prompt=("5", "5 " * 60)).check()
 

@@ -371,7 +371,7 @@ def test_training_drops_what_the_plain_model_drops_and_eval_nothing(config):
 def test_dropout_needs_a_seed_and_follows_it_and_the_samples():
     gpt, _ = _scattered(DROPPED["gpt2"])
     batch = _tokens()
-    with pytest.raises(ValueError, match=r"^dropout = 0.2 is keyed: give a seed, another"):
+    with pytest.raises(ValueError, match=r"^dropout = 0.2 needs a key: pass a different seed"):
         gpt(*batch)
     ids = torch.arange(len(batch[0])) + 100
     losses = [gpt(*batch, seed=0), gpt(*batch, seed=1), gpt(*batch, seed=0, sample_ids=ids)]
@@ -486,7 +486,7 @@ def test_a_batch_without_labels_has_loss_zero():
 
 def test_inputs_that_do_not_fit_are_refused():
     gpt = GPT(CONFIGS["gpt2"])
-    with pytest.raises(ValueError, match=r"^sequence of 13 tokens, the model's is 12$"):
+    with pytest.raises(ValueError, match=r"^a sequence has 13 tokens, the model's limit is 12$"):
         gpt(torch.zeros(1, 13, dtype=torch.int64))
     with pytest.raises(RuntimeError, match=r"an id lies outside \[0, 37\)"):
         gpt(torch.full((1, 3), 37))
@@ -496,8 +496,8 @@ def test_inputs_that_do_not_fit_are_refused():
         ({"tokens": [[1, 2]]}, "tokens must be a tensor of integers, got list"),
         ({"tokens": ids[0]}, r"expected tokens of shape \[batch, sequence\], got \[3\]"),
         ({"labels": ids.double()}, "labels must be .* integers, got torch.float64"),
-        ({"labels": ids.new_zeros(2, 4)}, r"labels of the tokens' shape \[2, 3\], got \[2, 4\]"),
-        ({"labels": ids.view(6)}, r"labels of the tokens' shape \[2, 3\], got \[6\]"),
+        ({"labels": ids.new_zeros(2, 4)}, r"labels with the tokens' shape \[2, 3\], got \[2, 4\]"),
+        ({"labels": ids.view(6)}, r"labels with the tokens' shape \[2, 3\], got \[6\]"),
         ({"sample_ids": ids[:, 0].half()}, "sample_ids must be .* integers, got torch.float16"),
         ({"sample_ids": ids[:1, 0]}, r"one sample id per sequence, \[2\], got \[1\]"),
         ({"documents": torch.tensor([0.0, 3.0])}, "documents must be int32 or int64"),
@@ -510,7 +510,9 @@ def test_inputs_that_do_not_fit_are_refused():
     cut = GPT(CONFIGS["gpt2"], mesh=_place(Mesh(tp=2), 1), plan=ParallelPlan())
     assert GPT(CONFIGS["gpt2"], mesh=_place(Mesh(tp=2), 1)).own_rows(8) == slice(0, 8)
     assert cut.own_rows(8) == slice(4, 8)
-    with pytest.raises(ValueError, match=r"cuts the 7 tokens of a micro-batch over tp = 2"):
+    with pytest.raises(
+        ValueError, match=r"7 tokens of a micro-batch are not divisible by tp \(2\)"
+    ):
         cut.own_rows(7)
 
 

@@ -260,14 +260,18 @@ CHANGED = {
 }
 # The outcome, if changed before or after `apply`: the numbers of one device, or an error.
 EQUAL = ""
-PART, LINEAR = "its gradient would not be that of all", "quantized, wrapped or hooked"
+PART, LINEAR = "its gradient would not include all", "quantized, wrapped or hooked"
 GAIN = f"model.layers.1.gain: {PART}"
 HEADS = "would see one rank's heads or hidden units"
-TOKENS, FORWARD = "would see one rank's tokens", "would compute with one rank's tokens"
-NEW, MIXED, MADE = "a new parameter in a Llama", "got mixed torch.Tensor", "made of a parameter"
+TOKENS, FORWARD = "would see one rank's tokens", "would compute with only one rank's tokens"
+NEW, MIXED, MADE = (
+    "a new parameter in a Llama",
+    "got mixed torch.Tensor",
+    "computed from a parameter",
+)
 DORA, DROPOUT, OTHER = (
     "is a DoraLinearVariant",
-    "dropout 0.1 is not drawn",
+    "dropout 0.1 is not supported",
     "does not compute B A x",
 )
 NEVER = None  # rejected by torch or peft, when the change is made
@@ -365,7 +369,7 @@ def test_ranks_with_other_adapters_or_tokens_are_told(two):
     for rank in two:
         alike, tokens, checkpoints = rank["refused"]
         assert "q_proj.lora_A.default.weight: the ranks hold different numbers" in alike
-        assert "are given different tokens" in tokens  # although peft calls no hook of the model
+        assert "received different tokens" in tokens  # although peft calls no hook of the model
         assert "reentrant checkpoints hide what entered" in checkpoints
 
 

@@ -112,7 +112,7 @@ def test_every_reason_is_given_once_where_nothing_is_replaced():
     scaled = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     with pytest.raises(ValueError, match=r"^nothing to replace in ModuleList: ") as no:
         ww.apply(nn.ModuleList([*foreign, scaled]))
-    wanted = ["its activation is none of ours", "its forward was replaced by somebody else",
+    wanted = ["its activation is not one of ours", "its forward was replaced by other code",
               "no transformers model"]  # fmt: skip
     assert str(no.value).partition(": ")[2] == "; ".join(wanted)
 
@@ -151,7 +151,7 @@ def test_attention_that_changes_the_output_is_reverted_and_the_rest_stays(monkey
     wanted = made(torch.arange(8)[None]).logits
     monkeypatch.setattr(model, "agree", lambda *_, **__: False)
     report = reported(made, only=["norm", "attention"])
-    assert [e.why for e in report.kept("attention")] == ["the model's output was another one"]
+    assert [e.why for e in report.kept("attention")] == ["the model's output was different"]
     assert len(report.replaced("norm")) == 3
     assert made.config._attn_implementation == made.model.config._attn_implementation == "eager"
     found = made(torch.arange(8)[None]).logits
@@ -329,7 +329,7 @@ def test_a_norm_has_a_single_width_and_weights_that_are_floats():
     for shape in ((2, 8), ()):
         flat = Numbered()
         flat.weight, flat.normalized_shape = None, shape
-        assert norm.find_norm_form(flat) == "has no weight to tell its width"
+        assert norm.find_norm_form(flat) == "it has no weight that shows its width"
     flat.forward = lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + flat.epsilon)
     for flat.normalized_shape in ((8,), [8], torch.Size([8])):
         assert norm.find_norm_form(flat).eps == "epsilon"

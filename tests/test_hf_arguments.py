@@ -106,8 +106,8 @@ def test_logits_with_a_cache_over_context_ranks_are_those_of_one_rank():
     part, unknown, learning, dropout = said
     assert "this cache was filled under gradients" in part
     assert "GPT2Block: prefix is a object, which may be a cache" in unknown
-    assert "got 8 queries and 24 keys, but a mask of 8 and 16" in learning
-    assert "GPT2Attention: attention dropout is not drawn over ranks" in dropout
+    assert "got 8 queries and 24 keys, but a mask for 8 and 16" in learning
+    assert "GPT2Attention: attention dropout is not supported over ranks" in dropout
 
 
 TENSOR, CACHE = torch.zeros(2), transformers.DynamicCache()
@@ -159,7 +159,7 @@ def test_an_adapter_of_a_peft_without_variants_is_refused():
     wrapper = next(filter(is_wrapper, model.modules()))
     enter(wrapper, "q", None, ())
     del wrapper.lora_variant
-    with pytest.raises(ValueError, match="q: Linear has no lora_variant, which tells LoRA"):
+    with pytest.raises(ValueError, match="q: Linear has no lora_variant, which distinguishes LoRA"):
         enter(wrapper, "q", None, ())
 
 
@@ -170,7 +170,7 @@ def test_dropout_of_an_unknown_kind_is_refused():
         (nn.Dropout(0.1), "dropout 0.1 is"),
         (nn.Tanh(), "of an unknown kind is"),
     ):
-        with pytest.raises(ValueError, match=f"x: .*{words} not drawn over ranks"):
+        with pytest.raises(ValueError, match=f"x: .*{words} not supported over ranks"):
             check_dropout(module, "x")
 
 

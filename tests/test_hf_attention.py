@@ -40,7 +40,9 @@ def test_an_argument_that_the_kernel_does_not_know_is_refused_by_name(name):
     wanted = attend(*inputs())
     assert torch.equal(attend(*inputs(), **{name: None}), wanted)
     for value in (torch.zeros(1), 0, False):  # any value
-        with pytest.raises(ValueError, match=f"^Tanh: warpweave attention has no {name}$"):
+        with pytest.raises(
+            ValueError, match=f"^Tanh: warpweave attention does not support {name}$"
+        ):
             attend(*inputs(), **{name: value})
 
 
@@ -48,14 +50,16 @@ def test_every_unknown_argument_is_named_and_neutral_ones_are_ignored():
     more = {"output_attentions": False, "position_ids": torch.arange(8), "use_cache": True}
     assert torch.equal(attend(*inputs(), **more, sliding_window=2), attend(*inputs()))
     asked = dict.fromkeys(UNKNOWN, 1) | {"output_attentions": True}
-    with pytest.raises(ValueError, match=rf"has no {', '.join(UNKNOWN)}, output_attentions \("):
+    with pytest.raises(
+        ValueError, match=rf"does not support {', '.join(UNKNOWN)}, output_attentions \("
+    ):
         attend(*inputs(), **asked)
 
 
 def test_an_argument_of_a_mask_that_is_not_known_is_refused_by_name():
     sizes = {"batch_size": 1, "q_length": 4, "kv_length": 4}
     assert mask.make_mask(**sizes, use_vmap=False, of_a_new_version=None) is None
-    with pytest.raises(ValueError, match="mask has no query_start, which transformers"):
+    with pytest.raises(ValueError, match="mask does not support query_start, which transformers"):
         mask.make_mask(**sizes, query_start=0)
 
 
@@ -67,7 +71,7 @@ def test_attention_weights_that_transformers_collects_are_refused(name):
         if name == "hidden_states":
             attend(*inputs())
             return
-        with pytest.raises(ValueError, match="has no output_attentions"):
+        with pytest.raises(ValueError, match="does not support output_attentions"):
             attend(*inputs())
     finally:
         collector.reset(token)
@@ -80,12 +84,12 @@ def test_a_mask_of_other_sizes_than_the_call_is_refused_with_both(queries, keys,
     padded[0, :2] = False
     made = mask.make_mask(B, 8, 8, attention_mask=padded)
     words = (
-        f"Tanh: warpweave attention got {queries} queries and {keys} keys, but a mask of 8 and 8"
+        f"Tanh: warpweave attention got {queries} queries and {keys} keys, but a mask for 8 and 8"
     )
     with pytest.raises(ValueError, match=f"^{words}$"), torch.set_grad_enabled(always):
         attend(*inputs(queries, keys), mask=made)
     made = mask.make_mask(B, 3, 8, 5, attention_mask=padded)
-    with pytest.raises(ValueError, match="got 8 queries and 8 keys, but a mask of 3 and 8"):
+    with pytest.raises(ValueError, match="got 8 queries and 8 keys, but a mask for 3 and 8"):
         attend(*inputs(), mask=made)
     assert attend(*inputs(3, 8), mask=made).shape == (B, 3, HEADS, DV)
 
@@ -173,7 +177,7 @@ def test_padding_in_the_middle_of_what_one_query_sees_is_an_assertion():
     hidden = torch.ones(B, 9, dtype=torch.bool)
     hidden[1, 4] = False
     like = torch.empty(()).expand(B, 1, 1, 9)
-    with pytest.raises(RuntimeError, match="takes padding at the ends of a sample"):
+    with pytest.raises(RuntimeError, match="needs padding at the ends of a sample"):
         mask._mask_of_one(ONE["causal"], hidden, 8, 0, like)
     mask._mask_of_one(ONE["causal"], hidden, 3, 0, like)  # the masked key is behind the query
     mask._mask_of_one(ONE["window"], hidden, 7, 0, like)  # before its window

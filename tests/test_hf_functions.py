@@ -306,8 +306,8 @@ def test_replicas_on_gpus_are_one_data_rank_and_others_are_refused():
     assert Replicas(4, 1, "cuda").dp_size == 1
     assert Replicas(4, 1, "cuda")[3:] == (1, 1, 1)
     for others, words in (
-        (Replicas(2, 3, "cuda"), "no model over Mesh.dp=3"),
-        (Replicas(2, 1, "cpu"), "lets 2 ranks share a model on GPUs only"),
+        (Replicas(2, 3, "cuda"), "does not support Mesh.dp=3"),
+        (Replicas(2, 1, "cpu"), "lets 2 ranks share a model only on GPUs"),
     ):
         with pytest.raises(ValueError, match=words):
             _ = others.dp_size
@@ -325,7 +325,9 @@ def _through_layers(mesh, sequence_parallel: bool) -> None:
         kwargs = {name: transformers.DynamicCache() if cached else None, "more": 5}
         with torch.set_grad_enabled(learns):
             if learns and length % n:
-                with pytest.raises(ValueError, match=rf"{length} tokens do not divide by {n}, "):
+                with pytest.raises(
+                    ValueError, match=rf"{length} tokens are not divisible by {n}, "
+                ):
                     tokens.cut(layer, (x,), kwargs)
                 continue
             cut = tokens.cut(layer, (), {"hidden_states": x, **kwargs})
@@ -362,7 +364,7 @@ def test_hidden_states_are_found_by_place_or_name_and_the_rest_goes_on():
         assert (new_args[0] if args else new_kwargs.pop("hidden_states")) is y
         assert (new_args[1:], new_kwargs) == (args[1:], {"more": 2})
     for args, kwargs in (((), {}), ((1,), {}), ((), {"hidden_states": None})):
-        with pytest.raises(ValueError, match="Tanh: takes no hidden_states"):
+        with pytest.raises(ValueError, match="Tanh: its forward got no hidden_states"):
             hidden_states(nn.Tanh(), args, kwargs)
 
 
@@ -379,7 +381,9 @@ def test_a_module_whose_wide_norm_or_cut_layer_changed_is_not_entered():
     module.norm.eps = 2e-5  # read in every call
     assert enter(module, (x,), {}) == ((x,), {})
     module.norm.weight = None
-    with pytest.raises(ValueError, match="a norm whose features are cut over ranks was changed"):
+    with pytest.raises(
+        ValueError, match="a norm whose features are sharded over ranks was changed"
+    ):
         enter(module, (x,), {})
     module.up = nn.Linear(3, 3)
     with pytest.raises(ValueError, match=r"Module\.up: a layer that is sharded over ranks"):

@@ -111,7 +111,7 @@ def everywhere(model: nn.Module) -> list:
 STATES = {"output_hidden_states": True}
 EQUAL = ""
 TOKENS, HEADS = "would see one rank's tokens", "would see one rank's heads or hidden units"
-FORWARD, LAYERS = "its forward was replaced", "and tokens are sharded between the 2"
+FORWARD, LAYERS = "its forward was replaced", "but tokens are sharded between the 2"
 # The change, the request, and the outcome in each layout.
 CASES = {
     "hidden states": (lambda m: [], STATES, (EQUAL,) * 3),

@@ -150,7 +150,9 @@ def test_a_loss_function_takes_its_options_by_place_and_by_name(placed):
         wanted = ForCausalLMLoss(head(x), labels, V, *values)  # in 32 bits
         for each in found:
             torch.testing.assert_close(each.float(), wanted.float(), rtol=1e-6, atol=0)
-    with pytest.raises(ValueError, match=f"head has {V} rows and the loss a vocabulary of {V + 1}"):
+    with pytest.raises(
+        ValueError, match=f"head has {V} rows, but the loss has vocab_size = {V + 1}"
+    ):
         loss._loss_function(
             model, loss.LossForm(), [x, head.weight], torch.empty(2, 5, V, device="meta"), labels,
             V + 1,
@@ -244,16 +246,18 @@ def with_head(head: nn.Module | None) -> nn.Module:
 
 
 KEPT = {
-    "two forwards": (lambda: make(Twice), "its forward does not make logits of its head once"),
+    "two forwards": (
+        lambda: make(Twice), "its forward does not compute logits from its head exactly once"
+    ),
     "other logits": (lambda: make(Shifted), "its logits are not its head's output"),
-    "no labels": (lambda: make(Unlabelled), "its forward takes no labels"),
+    "no labels": (lambda: make(Unlabelled), "its forward has no labels"),
     "no forward": (lambda: make(Failing), "does not run on its dummy inputs: no labels of mine"),
-    "a loss of its own": (lambda: make(Own), "its loss is not made by its loss_function"),
+    "a loss of its own": (lambda: make(Own), "its loss does not come from its loss_function"),
     "reads logits": (lambda: make(Reading), "its forward needs the logits: "),
     "masked": (masked, "its loss is not that of a causal language model"),
-    "a head": (lambda: with_head(Doubled(16, 31)), "its head is no plain linear layer"),
+    "a head": (lambda: with_head(Doubled(16, 31)), "its head is not a plain linear layer"),
     "a wrapped one": (
-        lambda: with_head(nn.Sequential(nn.Linear(16, 31))), "its head is no plain linear layer",
+        lambda: with_head(nn.Sequential(nn.Linear(16, 31))), "its head is not a plain linear layer",
     ),
 }  # fmt: skip
 

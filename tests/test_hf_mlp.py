@@ -173,15 +173,15 @@ class Late(Mlp):
 
 
 STAY = {
-    "takes more": (Takes(*PLAIN, act=F.gelu), "its forward also takes scale"),
-    "by name": (TakesNamed(*PLAIN, act=F.gelu), "its forward also takes scale"),
-    "whatever": (TakesAll(*PLAIN, act=F.gelu), "its forward also takes args, kwargs"),
-    "two activations": (Mlp(*PLAIN, act=F.gelu, other=F.silu), "its activation is none of ours"),
-    "one of ours": (Mlp(*PLAIN, act=F.gelu, other=torch.tanh), "its activation is none of ours"),
-    "none of ours": (Mlp(*PLAIN, act=torch.tanh), "its activation is none of ours"),
-    "gated only": (Mlp(*PLAIN, act=F.silu), "its forward computes no MLP of ours"),
-    "residual": (Residual(*PLAIN, act=F.gelu), "its forward computes no MLP of ours"),
-    "training": (Late(*PLAIN, act=F.gelu), "its forward computes no MLP of ours"),
+    "takes more": (Takes(*PLAIN, act=F.gelu), "its forward also accepts scale"),
+    "by name": (TakesNamed(*PLAIN, act=F.gelu), "its forward also accepts scale"),
+    "whatever": (TakesAll(*PLAIN, act=F.gelu), "its forward also accepts args, kwargs"),
+    "two activations": (Mlp(*PLAIN, act=F.gelu, other=F.silu), "its activation is not one of ours"),
+    "one of ours": (Mlp(*PLAIN, act=F.gelu, other=torch.tanh), "its activation is not one of ours"),
+    "none of ours": (Mlp(*PLAIN, act=torch.tanh), "its activation is not one of ours"),
+    "gated only": (Mlp(*PLAIN, act=F.silu), "its forward is not one of our MLPs"),
+    "residual": (Residual(*PLAIN, act=F.gelu), "its forward is not one of our MLPs"),
+    "training": (Late(*PLAIN, act=F.gelu), "its forward is not one of our MLPs"),
 }
 
 
@@ -373,6 +373,6 @@ def test_a_configuration_is_read_and_written_through_what_takes_note_of_it():
 
 def test_what_a_forward_takes_besides_hidden_states_is_said():
     assert probe.takes_more(nn.LayerNorm(2)) is None
-    assert probe.takes_more(Takes(*PLAIN)) == "its forward also takes scale"
+    assert probe.takes_more(Takes(*PLAIN)) == "its forward also accepts scale"
     assert "query, key" not in str(probe.takes_more(nn.MultiheadAttention(2, 1)))  # the first is x
     assert "key, value" in probe.takes_more(nn.MultiheadAttention(2, 1))

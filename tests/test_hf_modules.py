@@ -72,7 +72,7 @@ def test_a_norm_is_known_by_what_it_computes_and_computes_it_in_every_dtype(name
     theirs = Norm(**options).to(weights)
     found = norm.find_norm_form(theirs)
     if wanted is None:
-        assert found == "its forward computes no RMSNorm or LayerNorm of ours"
+        assert found == "its forward is not one of our RMSNorms or LayerNorms"
         return
     if wanted.out == "weight" and weights == torch.float32:
         wanted = form(out="wider")  # the same form
@@ -182,7 +182,7 @@ def test_every_shape_of_a_feed_forward_layer_computes_the_same_in_every_mode(sha
     if shape == "plain":
         known = act != "silu" and drop != "inside"
     if not known:
-        assert found == "its forward computes no MLP of ours"
+        assert found == "its forward is not one of our MLPs"
         return
     assert found.activation == act
     assert (found.fused, found.plain) == (options.get("fused", ""), shape == "plain")
@@ -255,7 +255,7 @@ class Exchanged(nn.LayerNorm):
 def test_a_norm_that_exchanges_weight_and_bias_is_none_of_ours():
     for dtype in (torch.float32, torch.bfloat16):
         found = norm.find_norm_form(Exchanged(E).to(dtype))
-        assert found == "its forward computes no RMSNorm or LayerNorm of ours"
+        assert found == "its forward is not one of our RMSNorms or LayerNorms"
 
 
 @pytest.mark.parametrize("part", ["up", "down"])
@@ -369,17 +369,21 @@ def test_what_makes_the_heads_is_a_column_and_what_reads_them_the_row(name):
 
 SHARED_BY_NONE = {
     "its own linear layer": (("apart",), {"kind": Other}, "quantized, wrapped or hooked"),
-    "two attentions": (("twice",), {}, "do not lie around one attention"),
-    "a layer that is not called": (("one more layer",), {}, "do not lie around one attention"),
+    "two attentions": (("twice",), {}, "do not surround exactly one attention"),
+    "a layer that is not called": (
+        ("one more layer",),
+        {},
+        "do not surround exactly one attention",
+    ),
     "a norm in front": (("a norm of x",), {}, "as wide as a linear layer does not follow one"),
-    "a number": (("a number",), {}, "parameters of its own, whose heads are not known"),
-    "and sinks": (("a number", "sinks"), {}, "parameters of its own, whose heads are not known"),
-    "one key head": ((), {"kv": 1}, "1 key heads do not divide by tp = 2"),
-    "three ranks": ((), {"ranks": 3}, "4 query heads do not divide by tp = 3"),
-    "turned": (("turned",), {}, "reads are not the heads, one after the other"),
+    "a number": (("a number",), {}, "its own parameters cannot be assigned to heads"),
+    "and sinks": (("a number", "sinks"), {}, "its own parameters cannot be assigned to heads"),
+    "one key head": ((), {"kv": 1}, r"1 key heads are not divisible by tp \(2\)"),
+    "three ranks": ((), {"ranks": 3}, r"4 query heads are not divisible by tp \(3\)"),
+    "turned": (("turned",), {}, "does not read the concatenated heads"),
     "rolled": (("rolled",), {}, "are not one, two or three blocks of equal width"),
-    "a norm of all": (("qkv", "norm of all"), {"kv": 4}, "a norm of queries, keys and values at"),
-    "half": (("norm of half a head",), {}, "other parameters than a norm of each head"),
+    "a norm of all": (("qkv", "norm of all"), {"kv": 4}, "norm spans queries, keys and values"),
+    "half": (("norm of half a head",), {}, "parameters other than per-head norms"),
 }
 
 
@@ -421,9 +425,9 @@ def test_every_module_is_reported_once_with_what_became_of_it():
     layer = ("LayerNorm", True, "layer_norm")
     assert found == {
         ("norm", "norm"): layer, ("again", "norm"): layer, ("other", "norm"): layer,
-        ("foreign", "norm"): ("LayerNorm", False, "its forward was replaced by somebody else"),
+        ("foreign", "norm"): ("LayerNorm", False, "its forward was replaced by other code"),
         ("ffn", "mlp"): ("Mlp", True, "mlp, gelu_erf"),
-        ("tanh", "mlp"): ("Mlp", False, "its activation is none of ours"),
+        ("tanh", "mlp"): ("Mlp", False, "its activation is not one of ours"),
         ("act", "mlp"): ("GELUActivation", True, "activation, gelu_erf"),
         ("experts", "mlp"): ("Experts", False, "products of grouped experts"),
         ("deep", "mlp"): ("Mlp", True, "mlp, gelu_erf"),  # together with its activation
@@ -454,7 +458,7 @@ def _checked(mesh, model) -> str | None:
         ({"pp": 2}, None),
         ({"tp": 2}, "(True, 'none', 'ring')"),
         ({"cp": 2}, "(False, 'none', 'ring')"),
-        ({"pp": 2, "tp": 2}, "LlamaForCausalLM: its layers are not cut into pp stages here"),
+        ({"pp": 2, "tp": 2}, "LlamaForCausalLM: apply has no pipeline stages: use pp = 1"),
     ],
 )
 def test_a_mesh_spreads_a_model_over_tensor_and_context_ranks_only(sizes, said):

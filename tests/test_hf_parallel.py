@@ -374,24 +374,24 @@ def make_unseeded(seed: int) -> nn.Module:
 
 
 REFUSED = (
-    "model.layers.0.self_attn: 1 key heads do not divide by tp = 2",
-    "model.layers.0.mlp: 57 hidden units do not divide by tp = 2",
-    "model.layers.0.mlp: 57 hidden units do not divide by tp = 2",
-    "model.layers.0.self_attn: attention dropout is not drawn over ranks",
-    "transformer.h.0.attn.resid_dropout: dropout 0.1 is not drawn over ranks",
-    "which may need all heads, ends in: shape '[3, -1, 4, 8]' is invalid for input of size 240",
-    "over ranks its forward, which may need all heads, ends in: OPTAttention: warpweave attention",
+    "model.layers.0.self_attn: 1 key heads are not divisible by tp (2)",
+    "model.layers.0.mlp: 57 hidden units are not divisible by tp (2)",
+    "model.layers.0.mlp: 57 hidden units are not divisible by tp (2)",
+    "model.layers.0.self_attn: attention dropout is not supported over ranks",
+    "transformer.h.0.attn.resid_dropout: dropout 0.1 is not supported over ranks",
+    "(which may need all heads) fails: shape '[3, -1, 4, 8]' is invalid for input of size 240",
+    "over ranks its forward (which may need all heads) fails: OPTAttention: warpweave attention",
     "model.embed_tokens.weight: the ranks hold different numbers",
-    "a mesh needs the attention replaced, and only = norm",
+    "a mesh needs the attention replaced, but only = norm",
     "overlap must be one of",
-    "14 tokens do not divide by 4",
-    "LlamaAttention: over ranks its attention is warpweave, and was set to sdpa",
-    "transformer.h.1.mlp.dropout: dropout 0.1 is not drawn over ranks",
-    "the ranks of tp and cp are given different tokens",
-    "LlamaAttention: attention dropout is not drawn over ranks",
+    "14 tokens are not divisible by 4",
+    "LlamaAttention: over ranks its attention must be warpweave, but was set to sdpa",
+    "transformer.h.1.mlp.dropout: dropout 0.1 is not supported over ranks",
+    "the ranks of tp and cp received different tokens",
+    "LlamaAttention: attention dropout is not supported over ranks",
     "LlamaMLP.up_proj: a layer that is sharded over ranks was replaced",
     "LlamaAttention: an attention of a model over ranks was replaced",
-    "LlamaModel.layers: layers were replaced or moved, and tokens are sharded between the 2 that",
+    "LlamaModel.layers: layers were replaced or moved, but tokens are sharded between the 2 that",
 )
 
 

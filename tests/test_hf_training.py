@@ -167,7 +167,9 @@ def _trainer_of_two(rank: int, folder: str) -> dict:
     found = {"data": curve(model, folder, per_device_train_batch_size=2, ddp_backend="gloo")}
     model = make("llama")
     ww.apply(model, mesh=Mesh(tp=2).connect(), sequence_parallel=True)
-    with pytest.raises(ValueError, match="on GPUs only: on CPUs train it in a loop") as refused:
+    with pytest.raises(
+        ValueError, match="only on GPUs: on CPUs write your own training loop"
+    ) as refused:
         curve(model, folder, 1, ddp_backend="gloo")
     assert "\n" not in str(refused.value)
     # As on GPUs, for which accelerate requires only the number of processes.
@@ -199,7 +201,7 @@ def test_a_trainer_of_two_ranks_goes_the_way_of_one_without_us(folder):
 
 
 def test_a_trainer_refuses_data_ranks_beside_tensor_ranks():
-    with pytest.raises(ValueError, match="fully_shard it over") as refused:
+    with pytest.raises(ValueError, match="fully_shard the model over") as refused:
         options.Replicas(2, 2, "cuda").dp_size  # noqa: B018
     assert "\n" not in str(refused.value)
 

@@ -93,7 +93,7 @@ def test_an_unknown_activation_is_refused():
 def test_hidden_units_that_the_tensor_axis_does_not_divide_are_refused(activation):
     # 2 * 9 rows of swiglu are divisible by 6, but a rank would hold half a pair.
     mesh = ConnectedMesh(Mesh(tp=6), 0, {"tp": None}, None)
-    with pytest.raises(ValueError, match=r"^hidden_dim = 9 does not divide by .* tp = 6$"):
+    with pytest.raises(ValueError, match=r"^hidden_dim \(9\) is not divisible by .* tp \(6\)$"):
         MLP(4, 9, activation, mesh=mesh)
 
 

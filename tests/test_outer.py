@@ -385,14 +385,14 @@ def test_replicas_that_begin_with_other_weights_are_named_on_every_rank() -> Non
 
 
 def test_the_engine_refuses_what_it_could_not_take_back() -> None:
-    with pytest.raises(ValueError, match="outer = 2 replicas need a rule"):
+    with pytest.raises(ValueError, match="outer = 2 replicas need an OuterRule"):
         _engine(Mesh(outer=2).seen_from(0), None)
     engine = _engine(single(), OuterRule(2))
     halted = torch.zeros(())
     tokens = torch.zeros(1, SAMPLES, 8, dtype=torch.int64)
     given = (tokens, tokens, torch.arange(SAMPLES)[None])
     engine.step(*given, lr=0.1, halted=halted)
-    with pytest.raises(ValueError, match="a step after which replicas meet cannot be begun"):
+    with pytest.raises(ValueError, match="halted must be None in a step after which replicas meet"):
         engine.step(*given, lr=0.1, halted=halted)
 
 

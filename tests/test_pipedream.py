@@ -430,7 +430,7 @@ def test_steps_need_the_data_of_those_that_have_begun() -> None:
         with pytest.raises(ValueError, match=r"needs 4 micro-batches that were fed .*, got 2"):
             engine.step(*given, lr=0.1)
         for more in ({"lr": None}, {"lr": 0.1, "halted": torch.ones(())}):
-            with pytest.raises(ValueError, match="a step needs lr, and cannot be halted"):
+            with pytest.raises(ValueError, match="pass lr, and do not pass halted"):
                 engine.step(*given, **more)
 
     run_threads(2, wrong)
@@ -439,12 +439,12 @@ def test_steps_need_the_data_of_those_that_have_begun() -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ({"clip": 1.0}, "clip = 1.0, by the norm of all stages, cannot be with schedule pipedream"),
+        ({"clip": 1.0}, "clip = 1.0, by the norm of all stages, is not supported by"),
         ({"dtype": torch.float16}, "dtype = fp16, whose overflow skips the update of all stages"),
         ({"outer": OuterRule(2)}, "an outer optimizer, which replaces the weights of all stages"),
-        ({"zero": 3}, "which zero = 3 shards: zero must be 0 to 2"),
-        ({"reduce": "ordered"}, "reduce = 'ordered' needs steps that are the same on any number"),
-        ({"tied": True, "pp": 3}, "whose ends get its gradients 2 micro-batches apart: tied"),
+        ({"zero": 3}, "but zero = 3 shards weights: zero must be 0 to 2"),
+        ({"reduce": "ordered"}, "reduce = 'ordered' needs the same updates on any number"),
+        ({"tied": True, "pp": 3}, "arrive 2 micro-batches apart, so tied must be False"),
         ({"name": "pipedream-2bw", "pp": 3}, "at least 3 with schedule pipedream-2bw on 3 ranks"),
     ],
 )

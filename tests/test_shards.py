@@ -232,7 +232,7 @@ def test_other_integer_inputs_on_any_rank_are_refused_on_all(culprit):
         for other in others:
             said = on_mesh(GRID, _given, culprit, name, other)
             assert len({*said}) == 1
-            assert said[0].startswith("the ranks of tp and cp are given different tokens"), other
+            assert said[0].startswith("the ranks of tp and cp received different tokens"), other
 
 
 def test_one_other_id_of_a_large_vocabulary_is_seen_in_a_long_text():
@@ -245,7 +245,7 @@ def test_one_other_id_of_a_large_vocabulary_is_seen_in_a_long_text():
         for culprit in (0, 3):
             said = on_mesh(GRID, _given, culprit, "ids", other, {"ids": ids})
             assert len({*said}) == 1
-            assert said[0].startswith("the ranks of tp and cp are given different tokens")
+            assert said[0].startswith("the ranks of tp and cp received different tokens")
     assert on_mesh(GRID, _given, None, "ids", ids, {"ids": ids}) == ["same"] * 4
 
 

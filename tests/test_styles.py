@@ -177,7 +177,7 @@ def _uneven_and_padded(mesh) -> list[tuple[str, bool]]:
         for style in (ColwiseParallel(), RowwiseParallel()):
             module = nn.Embedding(4, 6, **options)
             said = raised(lambda m=module, s=style: parallelize_module(m, mesh, s))
-            words = "an embedding with max_norm, scale_grad_by_freq or sparse is not cut"
+            words = "an embedding with max_norm, scale_grad_by_freq or sparse cannot be sharded"
             found.append((f"{options}", said == f"{type(style).__name__}: {words}"))
     return found
 
@@ -454,7 +454,7 @@ def _said(family: str, sizes: dict, more: dict) -> dict:
         for name, suffix, how in zip(names, ("Attention", "MLP"), ways):
             said[f"{base}.{layers}.{layer}.{name}"] = f"{kind}{suffix}", True, how
         if "hidden_act" in more:
-            why = "its activation is none of ours"
+            why = "its activation is not one of ours"
             said[f"{base}.{layers}.{layer}.mlp"] = f"{kind}MLP", False, why
     if "tp" in sizes and family != "gemma3":  # its embedding does more than look up
         embedding = f"{base}.wte" if family == "gpt2" else f"{base}.embed_tokens"
@@ -480,26 +480,26 @@ def test_model_over_ranks_reports_its_sharding_and_compares_inputs_once(two):
 def test_what_a_style_cannot_do_is_one_line(two):
     wanted = (
         "overlap must be one of",
-        "ColwiseParallel: 7 output features do not divide by 2 ranks",
-        "RowwiseParallel: 5 input features do not divide by 2 ranks",
-        "ColwiseParallel: 1 output features do not divide by 2 ranks",
-        "RowwiseParallel: 1 input features do not divide by 2 ranks",
-        "ColwiseParallel: 1 output features do not divide by 2 ranks",
-        "ColwiseParallel cuts Linear or Embedding, not LayerNorm",
+        "ColwiseParallel: 7 output features are not divisible by 2 ranks",
+        "RowwiseParallel: 5 input features are not divisible by 2 ranks",
+        "ColwiseParallel: 1 output features are not divisible by 2 ranks",
+        "RowwiseParallel: 1 input features are not divisible by 2 ranks",
+        "ColwiseParallel: 1 output features are not divisible by 2 ranks",
+        "ColwiseParallel shards Linear or Embedding, not LayerNorm",
         "ColwiseParallel: output_layouts cannot be P(sum)",
-        "ColwiseParallel: input_layouts S(2) is no dim of a tensor of 2 dims",
-        "RowwiseParallel: output_layouts S(-3) is no dim of a tensor of 2 dims",
+        "ColwiseParallel: input_layouts S(2) is not a dim of a tensor with 2 dims",
+        "RowwiseParallel: output_layouts S(-3) is not a dim of a tensor with 2 dims",
         "3 tokens (dim 0 of x) are not divisible by the 2 tensor ranks",
-        "ColwiseParallel: input_layouts S(0): 3 do not divide by 2 ranks",
-        "ColwiseParallel: input_layouts S(-1): 5 do not divide by 2 ranks",
-        "ColwiseParallel cuts Linear or Embedding, not Own",
-        "RowwiseParallel cuts Linear or Embedding, not Own",
-        "an embedding with max_norm, scale_grad_by_freq or sparse is not cut",
-        "SequenceParallel: S(1) of a tensor of 2 dims is its features",
-        "SequenceParallel: sequence_dim S(2) is no dim of a tensor of 2 dims",
-        "Linear: x[3, 4] has 2 dims, and a sequence is cut along dim 1 of 3",
-        "Linear: x[3, 4] has 2 dims, and a sequence is cut along dim 1 of 3",
-        "5 tokens do not divide by 2, as sequence parallelism needs it",
+        "ColwiseParallel: input_layouts S(0): 3 is not divisible by 2 ranks",
+        "ColwiseParallel: input_layouts S(-1): 5 is not divisible by 2 ranks",
+        "ColwiseParallel shards Linear or Embedding, not Own",
+        "RowwiseParallel shards Linear or Embedding, not Own",
+        "an embedding with max_norm, scale_grad_by_freq or sparse cannot be sharded",
+        "SequenceParallel: S(1) is the feature dim of a tensor with 2 dims",
+        "SequenceParallel: sequence_dim S(2) is not a dim of a tensor with 2 dims",
+        "Linear: x[3, 4] has 2 dims, but a sequence is sharded along dim 1 of 3",
+        "Linear: x[3, 4] has 2 dims, but a sequence is sharded along dim 1 of 3",
+        "5 tokens are not divisible by 2, as sequence parallelism requires",
     )
     for rank in two:
         for said, words in zip(rank["said"], wanted, strict=True):

@@ -113,11 +113,11 @@ def test_unknown_styles_stay_those_of_transformers_unless_tokens_are_sharded(nam
 
 def test_parameters_inside_a_sharded_module_must_be_in_the_plan():
     model = Model(q_norm=nn.LayerNorm(2))
-    with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: in a module that is cut,"):
+    with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: the tp_plan has no entry"):
         styles._words(model, False, "")
     many = Model(12)
-    many.base.layers[11].attn["q_norm"] = nn.LayerNorm(2)  # in one of many layers
-    with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: in a module that is cut,"):
+    many.base.layers[11].attn["q_norm"] = nn.LayerNorm(2)  # in a single layer of many
+    with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: the tp_plan has no entry"):
         styles._words(many, False, "")
     assert styles._words(Model(drop=nn.Dropout()), False, "") == wanted(False, "")
     beside = Model()
@@ -139,7 +139,7 @@ def test_layers_with_direct_parameters_are_rejected_with_sharded_tokens():
     assert len(found) == 3 * 7 - 2
     assert layers[1].attn["q"] not in found
     layers[2].scale = nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match=r"^Layer: a layer with parameters of its own$"):
+    with pytest.raises(ValueError, match=r"^Layer: a layer must not have its own parameters$"):
         styles._without_style(layers)
     styles._STYLES["input"].install_forward(layers[2], None)
     assert len(styles._without_style(layers)) == 3 * 7 - 2
@@ -258,7 +258,7 @@ def test_sharded_tokens_need_hidden_states_of_three_dims():
         if ndim == 3:
             assert cut.dim(nn.Tanh(), x) == 1
             continue
-        with pytest.raises(ValueError, match=rf"^Tanh: x\[2(, 2)+\] has {ndim} dims, and a sequ"):
+        with pytest.raises(ValueError, match=rf"^Tanh: x\[2(, 2)+\] has {ndim} dims, but a sequ"):
             cut.dim(nn.Tanh(), x)
 
 
@@ -285,14 +285,14 @@ def test_layers_are_the_list_with_all_attention_and_some_in_every_item():
         {"layers": nn.ModuleList([block(1)]), "attn": nn.Tanh()},
         {"attn": nn.Tanh()},
     ):
-        with pytest.raises(ValueError, match="ModuleDict: no list of layers holds all of its att"):
+        with pytest.raises(ValueError, match="ModuleDict: no list of layers contains all of its"):
             found(nn.ModuleDict(apart))
 
 
 def test_only_attention_of_warpweave_and_known_feed_forwards_are_sharded(monkeypatch):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_hidden_layers=1))
     inputs = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
-    with pytest.raises(ValueError, match=r"^LlamaForCausalLM: no attention of warpweave to cut"):
+    with pytest.raises(ValueError, match=r"^LlamaForCausalLM: no warpweave attention to shard"):
         structure.find_parts(model, inputs, 2)
     ww.apply(model, report=ww.Report())
     parts, kept = structure.find_parts(model, inputs, 2)
@@ -309,9 +309,9 @@ def test_only_attention_of_warpweave_and_known_feed_forwards_are_sharded(monkeyp
     model.model.layers[0].mlp.act_fn = nn.Tanh()
     parts, kept = structure.find_parts(model, inputs, 2)
     assert [part.kind for part in parts] == ["attention"]
-    assert kept == {"model.layers.0.mlp": "its activation is none of ours"}
+    assert kept == {"model.layers.0.mlp": "its activation is not one of ours"}
     assert [part.kind for part in structure.find_parts(model, inputs, 1)[0]] == ["attention"]
     with pytest.raises(
-        ValueError, match=r"layers.0.self_attn: 2 query heads do not divide by tp ="
+        ValueError, match=r"layers.0.self_attn: 2 query heads are not divisible by tp"
     ):
         structure.find_parts(model, inputs, 3)

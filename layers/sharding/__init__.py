@@ -1,9 +1,9 @@
 """Sharding of modules that were written for one device.
 
 `declare` shards a model by a plan of dim names or mesh axes · `explain` lists the layouts and
-collectives of a forward · `styles` tensor-parallel styles for `parallelize_module` · `dtensor`
-parameters of other libraries' modules as DTensors · `rules`, `memory` and `layouts` functions that
-DTensor alone would compute wrongly.
+collectives of a forward · `styles` has tensor-parallel styles for `parallelize_module` · `dtensor`
+turns parameters of other libraries' modules into DTensors · `rules`, `memory` and `layouts` correct
+functions that DTensor alone would compute wrongly.
 """
 
 from warpweave.layers.sharding.declare import shard

@@ -1,4 +1,4 @@
-"""Declared sharding: a plan names mesh axes for dims, DTensor propagates them through plain code.
+"""Declared sharding: a plan names mesh axes for dims, and DTensor propagates them through a model.
 
     axes = {"batch": "dp", "heads": "tp", "hidden": "tp", "vocab": "tp"}
     plan = {
@@ -7,19 +7,19 @@
         "layers.*.out.weight": "width (heads dim)",
         "layers.*.up.weight": "hidden width",
         "layers.*.down.weight": "width hidden",
-        "layers.*()":      "batch seq width",           # what a module returns
+        "layers.*()":      "batch seq width",           # the output of a module
     }
     shard(model, plan, mesh, axes)
 
-An entry lists the dims of a tensor: names, which `axes` maps to axes of the mesh as in
-Mesh-TensorFlow (Shazeer et al. 2018, arXiv:1811.02084), or, as in GSPMD (Xu et al. 2021,
-arXiv:2105.04663), a tuple with an axis, a tuple of axes or None per dim: ``("tp", None)``. What no
-entry names is replicated if it is a parameter or a buffer, and up to DTensor if it is an
-activation: it takes the layout that costs the least communication for the next operator.
+An entry lists the dims of a tensor. It is either a string of names, which `axes` maps to mesh axes
+as in Mesh-TensorFlow (Shazeer et al. 2018, arXiv:1811.02084), or, as in GSPMD (Xu et al. 2021,
+arXiv:2105.04663), a tuple with an axis, a tuple of axes or None per dim: ``("tp", None)``.
+Parameters and buffers without an entry are replicated. DTensor chooses the layout of an activation
+without an entry: the one that costs the least communication in the next operator.
 
-The code of the model does not change: it sees logical shapes, so that ``x.view(B, S, H, D)`` is
-right on every mesh. Operators of ``warpweave.kernels`` carry rules too (`kernels.sharding`), and
-`warpweave.layers.sharding.explain` shows what became of it.
+The code of the model does not change: it sees logical shapes, so ``x.view(B, S, H, D)`` is right on
+every mesh. Operators of ``warpweave.kernels`` also have sharding rules (`kernels.sharding`).
+`warpweave.layers.sharding.explain` shows the resulting layouts and collectives.
 
     4 ranks, dp = 2 x tp = 2      dp 0, tp 0          dp 0, tp 1       dp 1: the same weights,
     x        batch seq width      first half of the batch, both        the other half of the batch
@@ -57,13 +57,13 @@ _PART = re.compile(r"(?P<name>[^\W\d]\w*)(=(?P<size>[1-9]\d*))?")
 
 
 class _Dim(NamedTuple):
-    """One dim of a tensor: the mesh axes it is sharded over, and the sizes of its named parts."""
+    """One dim of a tensor: the mesh axes that shard it, and the sizes of its named parts."""
 
     over: tuple[str, ...]
     sizes: tuple[int | None, ...] = (None,)
 
 
-# ---------------------------------------------------------------- a plan, read
+# ---------------------------------------------------------------- parsing a plan
 
 
 def _tuple(over: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -71,11 +71,11 @@ def _tuple(over: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _read(entry: str, dims: Dims, axes: Axes) -> list[_Dim | None]:
-    """The dims of an entry of a plan; None stands for "...", any number of replicated ones."""
+    """The dims of a plan's entry; None represents "...", any number of replicated dims."""
     if not isinstance(dims, str):
         return [_Dim(_tuple(over)) for over in dims]
     if re.sub(_TERM, "", dims).strip():
-        raise ValueError(f"plan[{entry!r}]: {dims!r} has parentheses without a partner")
+        raise ValueError(f"plan[{entry!r}]: {dims!r} has unbalanced parentheses")
     found: list[_Dim | None] = []
     for group, name in re.findall(_TERM, dims):
         if name == "..." and None not in found:
@@ -84,14 +84,14 @@ def _read(entry: str, dims: Dims, axes: Axes) -> list[_Dim | None]:
         parts = [re.fullmatch(_PART, part) for part in (group or name).split()]
         if not all(parts):
             raise ValueError(
-                f"plan[{entry!r}]: {dims!r} may have names, name=size and ... once, got "
+                f"plan[{entry!r}]: {dims!r} can contain names, name=size and one ..., got "
                 f"{group or name!r}"
             )
         first, *others = [_tuple(axes.get(part["name"])) for part in parts if part]
         if any(others):
             raise ValueError(
-                f"plan[{entry!r}]: only the first name of ({group}) can be sharded, as the shards "
-                "of the others do not lie in one piece"
+                f"plan[{entry!r}]: only the first name of ({group}) can be sharded: the shards of "
+                "the others are not contiguous"
             )
         sizes = (part["size"] for part in parts if part)
         found.append(_Dim(first, tuple(int(size) if size else None for size in sizes)))
@@ -101,16 +101,16 @@ def _read(entry: str, dims: Dims, axes: Axes) -> list[_Dim | None]:
 def _placements(what: str, dims: list[_Dim | None], shape: torch.Size, mesh: DeviceMesh) -> list:
     """Shard or Replicate per axis of the mesh, for a tensor of this logical shape.
 
-    Raises ValueError naming `what`: another number of dims, an axis that the mesh does not have or
-    that shards two dims, axes of one dim in another order than the mesh's, a size that differs, or
-    ranks that do not divide what they shard.
+    Raises ValueError naming `what` if the number of dims differs, the mesh does not have an axis,
+    an axis shards two dims, the axes of a dim are not in the mesh's order, a size differs, or a
+    sharded size is not divisible by the ranks.
     """
     names = mesh.mesh_dim_names or ()
     if None in dims:
         at = dims.index(None)
         dims = [*dims[:at], *[_Dim(())] * (len(shape) - len(dims) + 1), *dims[at + 1 :]]
     if len(dims) != len(shape):
-        raise ValueError(f"{what} has the shape {tuple(shape)}, the plan names {len(dims)} dims")
+        raise ValueError(f"{what} has shape {tuple(shape)}, but the plan names {len(dims)} dims")
     placements: list[Any] = [Replicate()] * mesh.ndim
     for d, (dim, size) in enumerate(zip(dims, shape, strict=True)):
         assert dim is not None
@@ -121,23 +121,23 @@ def _placements(what: str, dims: list[_Dim | None], shape: torch.Size, mesh: Dev
                 raise ValueError(f"{what}: axis {axis!r} would shard two dims of {tuple(shape)}")
             placements[names.index(axis)] = Shard(d)
         if [*dim.over] != [axis for axis in names if axis in dim.over]:
-            raise ValueError(f"{what}: dim {d} is sharded over {dim.over}, the mesh has {names}")
+            raise ValueError(f"{what}: dim {d} lists axes {dim.over}: use the mesh's order {names}")
         ranks = prod(mesh.size(names.index(axis)) for axis in dim.over)
         _check_dim(f"{what}: dim {d}", dim.sizes, size, ranks)
     return placements
 
 
 def _check_dim(what: str, sizes: tuple[int | None, ...], size: int, ranks: int) -> None:
-    """A dim of `size` elements that consists of parts of these sizes, the first one sharded."""
+    """Raise ValueError unless parts of these `sizes` fill a dim and `ranks` can shard the first."""
     known = prod(part for part in sizes if part is not None)
     if size % known or (None not in sizes and known != size):
-        raise ValueError(f"{what} has {size} elements, which are no {sizes}")
+        raise ValueError(f"{what} has {size} elements, which do not match the sizes {sizes}")
     first = sizes[0]
     if first is None:
         first = size // known if sizes.count(None) == 1 else size
     if first % ranks:
-        of = "" if first == size else f": {size} elements are {first} of {size // first}"
-        raise ValueError(f"{what}: {ranks} ranks do not divide {first}{of}")
+        of = "" if first == size else f" ({size} elements = {first} x {size // first})"
+        raise ValueError(f"{what}: {first} is not divisible by {ranks} ranks{of}")
 
 
 # ---------------------------------------------------------------- the model
@@ -148,31 +148,33 @@ def shard(
 ) -> nn.Module:
     """Shard a model in place as `plan` declares, and return it.
 
-    Parameters and buffers become DTensors with the values of the mesh's first ranks; make the
-    optimizer afterwards. A gradient has the placement of its parameter: its sums over mesh axes are
-    made in the backward. Plain tensors that the forward meets beside DTensors (masks, positions,
-    inputs without an entry) count as the same on all ranks. Views, writes and host reads mean what
-    they mean on one device, or are refused by name (`warpweave.layers.sharding.memory`).
+    Parameters and buffers become DTensors with the values of the mesh's first ranks. Create the
+    optimizer afterwards. A gradient has the placement of its parameter; the backward sums it over
+    mesh axes. Plain tensors that the forward combines with DTensors (masks, positions, inputs
+    without an entry) are assumed to be the same on all ranks. Views, writes and host reads have the
+    same meaning as on one device, or raise an error that names the operation
+    (`warpweave.layers.sharding.memory`).
 
     Args:
-        plan: entries; the first one that matches decides. A key is a pattern, as of `fnmatch`, of
-            names of parameters or buffers; of modules with "()" for what they return (a tensor, or
-            a tuple's first), or with the name of an argument of their forward in the parentheses. A
-            value lists dims: names in a string, "(heads dim)" for a dim of several, "heads=8" with
-            a size to check, "..." for any others; or a tuple of mesh axes.
-        mesh: with names of its axes.
-        axes: name of a dim -> the axis, or axes in the mesh's order, over which it is sharded.
+        plan: entries; the first one that matches applies. A key is an `fnmatch` pattern for names
+            of parameters or buffers, or for names of modules followed by "()" for their output (a
+            tensor, or the first item of a tuple) or by the name of a forward argument in
+            parentheses. A value lists dims, either as names in a string ("(heads dim)" for a merged
+            dim, "heads=8" to check a size, "..." for any other dims) or as a tuple of mesh axes.
+        mesh: must have named axes.
+        axes: name of a dim -> the axis that shards it, or several axes in the mesh's order.
 
-    Hooks on the tensors do this: a deep copy, a module that is made anew, or a parameter that is
-    unfrozen afterwards has none. Dropout on sharded activations draws by each rank's own generator:
-    seed data ranks apart, and tensor ranks alike.
+    The layouts are kept by hooks on tensors and modules. A deep copy, a module created later, or a
+    parameter unfrozen later does not have them. Dropout on sharded activations draws from each
+    rank's own generator: give data ranks different seeds, and tensor ranks the same seed.
 
-    A plain tensor given to an argument that has an entry is the logical one, the same on all ranks,
-    of which each takes its part; a loader that reads its own part gives ``DTensor.from_local``.
+    For an argument with an entry, a plain tensor is the logical tensor, the same on all ranks, and
+    each rank uses its own part. If each rank loads only its part, pass ``DTensor.from_local``.
 
     Raises:
         ValueError: an entry matches nothing, a name in `axes` occurs in no entry, or dims, axes and
-            ranks do not fit (the parameter or module is named); for activations when called.
+            ranks do not fit (the message names the parameter or module). Activations are checked
+            when the model is called.
     """
     if mesh.mesh_dim_names is None:
         raise ValueError("shard needs a mesh whose axes have names (mesh_dim_names)")
@@ -195,7 +197,7 @@ def shard(
 
 
 def _match(name: str, entries: Mapping[str, Any], unused: dict[str, None]) -> Any:
-    """The first entry for `name`; None without one."""
+    """The first entry that matches `name`, or None."""
     key = next((key for key in entries if fnmatchcase(name, key)), None)
     unused.pop(key, None)
     return None if key is None else entries[key]
@@ -204,7 +206,7 @@ def _match(name: str, entries: Mapping[str, Any], unused: dict[str, None]) -> An
 def _shard_tensors(
     model: nn.Module, entries: dict[str, Any], mesh: DeviceMesh, unused: dict[str, None]
 ) -> None:
-    """Make every parameter and buffer a DTensor, a tied one once."""
+    """Make every parameter and buffer a DTensor, and tied ones the same DTensor."""
     entries = {key: dims for key, dims in entries.items() if not _PLACE.fullmatch(key)}
     done: dict[int, tuple[str, Any]] = {}
     for prefix, module in model.named_modules():
@@ -223,7 +225,7 @@ def _shard_tensors(
                         new = _sharded(tensor, mesh, where)
                         done[id(tensor)] = full, new
                     elif list(new.placements) != where:
-                        raise ValueError(f"{full} is tied to {first}, the plan shards them apart")
+                        raise ValueError(f"{full} is tied to {first}: shard them the same way")
                 held[name] = new
 
 
@@ -239,7 +241,7 @@ def _sharded(tensor: Tensor, mesh: DeviceMesh, where: list) -> Tensor:
 
 
 def _sum_gradient(x: Any) -> None:
-    """Give x's gradient the placements of x; DTensor would leave partial sums in it."""
+    """Give x's gradient the placements of x. DTensor would leave partial sums in it."""
     where = x.placements
     x.register_hook(lambda grad: grad.redistribute(placements=where))
 
@@ -247,7 +249,7 @@ def _sum_gradient(x: Any) -> None:
 def _shard_activations(
     model: nn.Module, entries: dict[str, Any], mesh: DeviceMesh, unused: dict[str, None]
 ) -> None:
-    """Hooks that give arguments and results of modules the layouts of their entries."""
+    """Add hooks that give arguments and results of modules the layouts of their entries."""
     for name, module in model.named_modules():
         named = {
             key: place["argument"]
@@ -264,7 +266,7 @@ def _shard_activations(
                 continue
             signature = inspect.signature(module.forward)
             if argument not in signature.parameters:
-                raise ValueError(f"{what}: its forward takes {[*signature.parameters]}")
+                raise ValueError(f"{what}: the forward's arguments are {[*signature.parameters]}")
             module.register_forward_pre_hook(
                 _on_argument(put, argument, signature), with_kwargs=True
             )
@@ -277,7 +279,7 @@ def _placer(what: str, dims: list[_Dim | None], mesh: DeviceMesh) -> Callable[[A
         where = _placements(what, dims, x.shape, mesh)
         given, x = x, as_dtensor(x, mesh)
         y = remember(x.redistribute(placements=where), given, keep=False)
-        if x.requires_grad:  # summed where x has no partial sums: once, and by reduce-scatter
+        if x.requires_grad:  # sum once, and by reduce-scatter: on the side without partial sums
             partial = any(p.is_partial() for p in x.placements)
             _sum_gradient(y if partial else x)
         return y
@@ -292,7 +294,8 @@ def _on_result(what: str, place: Callable[[Any], Any]) -> Callable[..., Any]:
         if type(result) is tuple and result and isinstance(result[0], Tensor):
             return (place(result[0]), *result[1:])
         raise ValueError(
-            f"{what} is a {type(result).__name__}, a plan places tensors and a tuple's first one"
+            f"{what} is a {type(result).__name__}, but a plan can place only a tensor, or a tensor "
+            "that is a tuple's first item"
         )
 
     return hook
@@ -326,17 +329,17 @@ def _attention_rule(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> DTensor:
-    """torch's attention of query[B, H, S, D], each rank's part by itself.
+    """torch's attention of query[B, H, S, D], computed separately on each rank's part.
 
-    It stays sharded over batch and heads, and over the sequence, where each rank has its queries
+    Shards of the batch and the heads stay. If the sequence is sharded, each rank keeps its queries
     and gathers keys and values (context parallelism by all-gather; their gradients are
-    reduce-scattered). What else is sharded or partial is replicated first.
+    reduce-scattered). Anything else that is sharded or partial is replicated first.
 
-    Raises ValueError for tensors of other than four dims.
+    Raises ValueError unless the tensors have four dims.
     """
     mesh, dims = query.device_mesh, (query.ndim, key.ndim, value.ndim)
     if dims != (4, 4, 4):
-        raise ValueError(f"attention of a declared model takes [B, H, S, D], got {dims} dims")
+        raise ValueError(f"attention of a declared model expects [B, H, S, D], got {dims} dims")
     if enable_gqa:
         group = query.size(1) // key.size(1)
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
@@ -358,8 +361,10 @@ def _attention_rule(
 
 
 def _keys_beside(x: DTensor, query: DTensor, where: list) -> list:
-    """The placements of keys or values whose queries are sharded so: whole sequences, and whole
-    where one head, or one sample, serves all."""
+    """The placements of keys or values for queries that are sharded as `where` says.
+
+    Sequences are whole. So are heads or samples if a single one is broadcast to all queries.
+    """
     return [
         p if p.is_shard() and p.dim < 2 and x.size(p.dim) == query.size(p.dim) else Replicate()
         for p in where
@@ -367,8 +372,10 @@ def _keys_beside(x: DTensor, query: DTensor, where: list) -> list:
 
 
 def _own_input(x: DTensor, cuts: list, where: list) -> Tensor:
-    """This rank's part of x as `cuts` place it, in an operator whose ranks work as `where` says:
-    where x is not cut and they are, each has a part of its gradient."""
+    """This rank's part of x by the placements `cuts`, for an operator that is sharded as `where`.
+
+    On mesh axes that shard the operator but not x, the gradient of x is a partial sum.
+    """
     grads = [
         Partial() if p.is_shard() and not cut.is_shard() else cut
         for p, cut in zip(where, cuts, strict=True)
@@ -377,7 +384,7 @@ def _own_input(x: DTensor, cuts: list, where: list) -> Tensor:
 
 
 def _own_mask(mask: DTensor, where: list) -> Tensor:
-    """The part of a mask, which may broadcast, for queries that are sharded so."""
+    """This rank's part of a mask, which may broadcast, for queries sharded as `where` says."""
     ahead = 4 - mask.ndim
     cuts = [
         Shard(p.dim - ahead) if p.is_shard() and p.dim >= ahead and mask.size(p.dim - ahead) > 1
@@ -390,18 +397,20 @@ def _own_mask(mask: DTensor, where: list) -> Tensor:
 def _cat_rule(
     func: Callable[..., Tensor], tensors: Sequence[Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Tensors of shape (0,) join any others and give their dtype alone, as in torch. DTensor has no
-    rule for them; the caches of transformers begin with one."""
+    """Concatenate tensors; those of shape (0,) contribute only their dtype, as in torch.
+
+    DTensor has no rule for them, and the caches of transformers start with one.
+    """
     dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
     joined = join_tensors(func, [x for x in tensors if x.shape != (0,)] or tensors, *args, **kwargs)
     return joined.to(dtype)
 
 
 class _PlainAsReplicated(OneMemory):
-    """Plain tensors that meet DTensors in an operator are replicated ones, in the backward too."""
+    """Treat plain tensors that meet DTensors in an operator as replicated, also in the backward."""
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Call a function with a DTensor among its arguments, whose tensors are DTensors."""
+        """Call a function whose tensor arguments are all DTensors."""
         if func is F.scaled_dot_product_attention:
             return _attention_rule(func, *args, **kwargs)
         if func in (torch.cat, torch.concat, torch.concatenate):
@@ -410,11 +419,11 @@ class _PlainAsReplicated(OneMemory):
 
 
 def _replicating(forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
-    """A model's forward in which plain tensors may meet DTensors."""
+    """Wrap a model's forward so that plain tensors may meet DTensors in it."""
 
     @wraps(forward)  # Hugging Face reads the signature
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Writes show in version counters, which do not exist in inference mode.
+        # Writes are detected by version counters, which do not exist in inference mode.
         grads = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grads):
             with _PlainAsReplicated(mesh):

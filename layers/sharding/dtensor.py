@@ -1,9 +1,8 @@
 """Sharding of another library's model (Hugging Face) over tensor ranks, with DTensor parameters.
 
-Every parameter is a DTensor, sharded or replicated, so that clipping by the global norm, optimizers
-and saving see logical tensors. During a module's forward its parameters are this rank's plain
-tensors; the gradient of a replicated one that sees only some of the tokens or heads is summed over
-the ranks.
+Every parameter is a DTensor, sharded or replicated, so clipping by the global norm, optimizers and
+saving see logical tensors. During a module's forward, its parameters are this rank's plain tensors.
+If a replicated parameter sees only some of the tokens or heads, its gradient is summed over ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 
 def placed(p: nn.Parameter, mesh: DeviceMesh | None, placement: Placement) -> nn.Parameter:
-    """A parameter, the same on every rank, as a DTensor of which this rank keeps its shard.
+    """Turn a parameter that is equal on all ranks into a DTensor; each rank keeps its shard.
 
     Args:
-        mesh: the tensor ranks; None for one, and the parameter itself.
+        mesh: the tensor ranks; with None (one rank), return the parameter itself.
         placement: Replicate(); Shard(dim), possibly uneven: ceil(n/R) rows per rank, the rest on
             the last; or _StridedShard: equal blocks, each of which is sharded.
     """
@@ -42,7 +41,7 @@ def placed(p: nn.Parameter, mesh: DeviceMesh | None, placement: Placement) -> nn
         shares = [block.split(size, dim) for block in whole.chunk(blocks, dim)]
         empty = whole.narrow(dim, 0, 0)
         own = [share[rank] if rank < len(share) else empty for share in shares]
-        shard = torch.cat(own, dim)  # a copy: the whole is not kept alive
+        shard = torch.cat(own, dim)  # a copy, so the whole tensor can be freed
     return nn.Parameter(_distributed(shard, mesh, placement, whole), p.requires_grad)
 
 
@@ -60,18 +59,18 @@ def local(p: torch.Tensor) -> torch.Tensor:
 
 
 def whole(p: torch.Tensor) -> torch.Tensor:
-    """The logical parameter, all-gathered; every rank of its mesh calls it."""
+    """The logical parameter, all-gathered; every rank of its mesh must call this."""
     return p.full_tensor() if isinstance(p, DTensor) else p
 
 
 def padded_rows(weight: torch.Tensor, rows: int, ranks: int) -> torch.Tensor:
-    """This rank's rows of a vocabulary, padded with zeros on the last ranks."""
+    """Pad this rank's rows of a vocabulary with zeros to ceil(rows / ranks)."""
     missing = -(-rows // ranks) - len(weight)
     return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
 def replace_parameters(model: nn.Module, found: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Replace parameters of a model, tied ones in all places."""
+    """Replace parameters of a model; tied ones are replaced in every module that has them."""
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and p in found:
@@ -83,16 +82,17 @@ def use_local(
     sums: dict[str, Groups],
     parts: dict[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
 ) -> list[Any]:
-    """During the module's forward, make its own parameters this rank's plain tensors.
+    """Replace the module's own parameters by this rank's plain tensors during its forward.
 
     Args:
-        sums: by a parameter's name, the groups over which its gradient is summed. May grow later.
-        parts: by name, a function that takes this rank's part of a replicated parameter.
+        sums: by a parameter's name, the groups over which its gradient is summed. Entries may be
+            added later.
+        parts: by name, a function that returns this rank's part of a replicated parameter.
 
     Returns the hooks.
     """
 
-    whole: dict[nn.Module, dict[str, Any]] = {}  # of the module or a copy, while it runs
+    whole: dict[nn.Module, dict[str, Any]] = {}  # of the module, or a copy of it, while it runs
     parts = parts or {}
 
     def enter(module: nn.Module, args: tuple) -> None:
@@ -118,14 +118,14 @@ def use_local(
 
 
 def sums_of(module: nn.Module) -> dict[str, Groups]:
-    """The `sums` of the call of `use_local` for a module, or for the one of which it is a copy."""
+    """The `sums` passed to `use_local` for a module, or for the module it was copied from."""
     hooks = module._forward_pre_hooks.values()
     return next((vars(h)["sums"] for h in hooks if "sums" in getattr(h, "__dict__", {})), {})
 
 
 def check_alike(parameters: Iterable[tuple[str, nn.Parameter]], groups: Groups) -> None:
-    """Raise ValueError, on every rank, unless parameters, given with their names, are equal on the
-    ranks of all groups."""
+    """Raise ValueError, on every rank, unless the named parameters are equal on the ranks of all
+    groups."""
     named = list(parameters)
     sums = torch.stack([local(p.detach()).sum(dtype=torch.float64) for _, p in named])
     for (name, _), alike in zip(named, _alike(sums, groups), strict=True):
@@ -147,34 +147,34 @@ def check_same_inputs(inputs: Iterable[Any], groups: Groups) -> None:
         digest = torch.stack((places.new_tensor(len(x)), x.sum(), (x * places.sin()).sum()))
         if not all(_alike(digest, groups)):
             raise ValueError(
-                "the ranks of tp and cp are given different tokens: give all of them the same "
-                "batch (a DistributedSampler is for data ranks alone)"
+                "the ranks of tp and cp received different tokens: pass the same batch to all of "
+                "them (use a DistributedSampler only over data ranks)"
             )
 
 
 def _alike(numbers: torch.Tensor, groups: Groups) -> list[bool]:
-    """Which of `numbers` are the same on the ranks of all groups."""
+    """For each of `numbers`, True if it is the same on the ranks of all groups."""
     low = high = numbers
-    for group in groups:  # one after the other, so that each rank knows of all
+    for group in groups:  # one after the other, so that each rank sees all ranks' extremes
         low = all_gather(low[None], group).amin(0)
         high = all_gather(high[None], group).amax(0)
     return (low == high).tolist()
 
 
 def saver(model: Any) -> Any:
-    """`save_pretrained` of a model with sharded parameters: rank 0 writes the logical tensors."""
+    """`save_pretrained` for a model with sharded parameters: rank 0 writes the logical tensors."""
     before = model.save_pretrained
 
     def save_pretrained(*args: Any, state_dict: dict | None = None, **kwargs: Any) -> None:
-        """Transformers' own; every rank must call it."""
+        """Save like transformers; every rank must call it."""
         given = model.state_dict(keep_vars=True) if state_dict is None else state_dict
         first = dist.get_rank() == 0
-        gathered: dict[int, Any] = {}  # a tied one once, so that transformers sees that it is
+        gathered: dict[int, Any] = {}  # tied parameters once, so that transformers sees the tie
         for value in given.values():
             if id(value) not in gathered:
                 found = whole(value.detach())
                 gathered[id(value)] = found.cpu() if first else None
-        if first:  # which is after the last gather, and waits for no other rank
+        if first:  # all gathers are done: this rank waits for no other
             told = model.config.__dict__.pop("distributed_config", None)
             tensors = {name: gathered[id(value)] for name, value in given.items()}
             try:

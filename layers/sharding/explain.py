@@ -1,12 +1,12 @@
-"""What DTensor made of a model and its plan: layouts, and its collectives with their bytes.
+"""Report of the layouts and collectives, with bytes, that DTensor derived from a model's plan.
 
     with explain_sharding(model) as seen:
         model(tokens, labels).backward()
     print(seen)
 
-An activation that the plan leaves open may drift to a layout that costs collectives later. The
-table shows where, and an entry for the module stops it (`declare`). Only DTensor's collectives are
-listed, not those that a model calls by itself (``dist.all_reduce``).
+An activation that the plan does not mention may drift to a layout that costs collectives later. The
+table shows where this happens. An entry for the module prevents it (`declare`). Only DTensor's
+collectives are listed, not those that a model calls directly (``dist.all_reduce``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class _Sent(NamedTuple):
-    """One collective: bytes that leave a rank."""
+    """One collective, with the bytes that leave a rank."""
 
     phase: str
     module: str
@@ -47,11 +47,11 @@ _FACTORS: dict[str, Callable[[int], float]] = {
 
 
 class Explanation:
-    """Layouts and collectives of what ran within `explain_sharding`; as a string, a table of each.
+    """Layouts and collectives recorded by `explain_sharding`; ``str()`` gives a table of each.
 
     Attributes:
-        layouts: name of a parameter, "name()" of what a module returned -> its dims and sharding,
-            as "[4/dp, 16, 32] {partial tp}".
+        layouts: name of a parameter, or "name()" for the output of a module -> its dims and
+            sharding, such as "[4/dp, 16, 32] {partial tp}".
         sent: the collectives in order.
     """
 
@@ -60,7 +60,7 @@ class Explanation:
         self.sent: list[_Sent] = []
 
     def counts(self, axis: str, phase: str) -> Counter[str]:
-        """How many collectives of each kind ran over an axis in "forward" or "backward"."""
+        """The number of collectives of each kind over an axis in "forward" or "backward"."""
         return Counter(s.name for s in self.sent if (s.axis, s.phase) == (axis, phase))
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ def _layout(x: DTensor) -> str:
 
 
 class _Listener(TorchDispatchMode):
-    """Notes the collectives beneath DTensor's operators."""
+    """Record the collectives that DTensor's operators call."""
 
     def __init__(self, seen: Explanation, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _Listener(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # first what it consists of
+            return NotImplemented  # DTensor runs it; its collectives come back here
         name = func._schema.name.removeprefix("_c10d_functional::")
         if name in _FACTORS:
             own, axis = args[0], self.axes.get(args[-1], "?")
@@ -113,9 +113,9 @@ class _Listener(TorchDispatchMode):
 
 @contextmanager
 def explain_sharding(model: nn.Module) -> Iterator[Explanation]:
-    """Within it, note the layouts and collectives of a model that `declare.shard` sharded.
+    """Record the layouts and collectives of a model that `declare.shard` sharded.
 
-    Raises ValueError for a model without a DTensor.
+    Raises ValueError for a model without DTensor parameters or buffers.
     """
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sharded = {name: x for name, x in held.items() if isinstance(x, DTensor)}

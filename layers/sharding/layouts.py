@@ -1,12 +1,12 @@
 """Layouts of DTensors in a declared model: whole, partial, sharded, and reshaped.
 
-If a reshape merges dims and the first of them is not sharded, each rank has several pieces:
+If a reshape merges dims and the first of them is not sharded, each rank holds several pieces:
 
     x[B, S, E], S sharded        x.flatten(0, 1)[B S, E]: rank 0 has the first half of every sample
 
-DTensor calls this placement a strided shard. Elementwise operators, products, and the reshape back
-to B and S keep it correctly. After any other reshape DTensor's layout is silently wrong, so
-`reshapable` gathers strided shards first.
+DTensor calls this placement a strided shard. Elementwise operators, matrix products, and the
+reshape back to B and S handle it correctly. After any other reshape, DTensor's layout is silently
+wrong, so `reshapable` gathers strided shards first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-# Functions whose result has the same elements in the same order, in another shape.
+# Functions whose result has the same elements in the same order, in a different shape.
 RESHAPES = frozenset(["view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "unflatten"])
 
 
@@ -26,9 +26,9 @@ RESHAPES = frozenset(["view", "view_as", "reshape", "reshape_as", "flatten", "ra
 
 
 def whole_tensor(x: Any) -> Any:
-    """The plain logical tensor of a DTensor, on every rank; anything else unchanged.
+    """The plain logical tensor of a DTensor, on every rank; return anything else unchanged.
 
-    The gradient that it receives must be the same on all ranks.
+    The gradient that the result receives must be the same on all ranks.
     """
     if not isinstance(x, DTensor):
         return x
@@ -37,24 +37,24 @@ def whole_tensor(x: Any) -> Any:
 
 
 def is_partial(x: DTensor) -> bool:
-    """Return True if x has a partial sum, or another partial result, over some mesh axis."""
+    """Return True if x is a partial sum, or another partial result, over some mesh axis."""
     return any(p.is_partial() for p in x.placements)
 
 
 def without_sums(x: DTensor) -> list:
-    """The placements of x, replicated where it is partial."""
+    """The placements of x with partial ones changed to replicated."""
     return [Replicate() if p.is_partial() else p for p in x.placements]
 
 
 def sum_partial(x: Any) -> Any:
-    """x with its partial sums added up; anything else unchanged."""
+    """Reduce the partial sums of x; return anything else unchanged."""
     if not isinstance(x, DTensor) or not is_partial(x):
         return x
     return x.redistribute(placements=without_sums(x))
 
 
 def reduced_truth(x: Any) -> Any:
-    """The truth values over all ranks if x is a partial tensor of bools, as `any` returns.
+    """Reduce a partial tensor of bools, as `any` returns it; return anything else unchanged.
 
     DTensor would cast each rank's truth value and then add them.
     """
@@ -81,12 +81,12 @@ def has_strides(x: DTensor) -> bool:
 
 
 def is_cut(p: Any, dim: int | None = None) -> bool:
-    """Return True for a placement that shards this dim, or any, in one piece or several."""
+    """Return True for a placement that shards this dim (None: any dim), in one or more pieces."""
     return p.is_shard(dim) or (is_strided(p) and dim in (None, p.dim))
 
 
 def gather_where(x: DTensor, cut: list[bool]) -> DTensor:
-    """x whole over the mesh axes where `cut` is True; x itself if none is."""
+    """Gather x over the mesh axes whose `cut` is True; return x itself if none is."""
     if not any(cut):
         return x
     where = [Replicate() if c else p for c, p in zip(cut, x.placements, strict=True)]
@@ -94,12 +94,12 @@ def gather_where(x: DTensor, cut: list[bool]) -> DTensor:
 
 
 def gather_strided(x: DTensor) -> DTensor:
-    """x without strided shards."""
+    """Gather x over the mesh axes that shard it in strides."""
     return gather_where(x, [*map(is_strided, x.placements)])
 
 
 def reshapable(reshape: Callable, args: tuple, kwargs: dict) -> DTensor:
-    """The tensor that is reshaped, without strided shards if its layout would be wrong."""
+    """The tensor to reshape; strided shards are gathered if the result's layout would be wrong."""
     x, rest = args[0], args[1:]
     if reshape.__name__ in ("view_as", "reshape_as"):
         shape = rest[0].shape

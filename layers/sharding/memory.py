@@ -1,23 +1,23 @@
-"""The memory of declared models: views, writes and host reads mean what they mean on one device.
+"""Memory of declared models: views, writes and host reads behave as they do on one device.
 
-DTensor's tensors share memory only with views of their local parts. A view that needs other ranks'
-elements is a copy, and DTensor drops what is written to it. Its host reads return local values.
-Under `OneMemory` a declared model behaves like the plain one:
+A DTensor shares memory only with views of its local part. A view that needs other ranks' elements
+is a copy, and DTensor drops anything written to it. Its host reads return local values. Under
+`OneMemory`, a declared model behaves like the plain one:
 
     y = x.clone()              y[B, S/cp, E]
     v = y[:, 1:]               gathers: v[B, S - 1, E] is a copy, which remembers y
-    v += t                     v differs from y: y is gathered, written through v, and cut again
+    v += t                     v differs from y: y is gathered, written through v, resharded
     y.mul_(2)                  y differs from v
     v.sum().item()             v is copied from y first; the sum is reduced over ranks, then read
 
-Version counters, which every write in torch advances, show which tensor is out of date: after each
-operator a copy that was written updates its base, and before each operator a copy whose base was
-written is updated. Both are ordinary differentiable operators. A plain tensor among DTensors is
-treated in the same way, as the base of the DTensor that replaces it.
+Version counters, which every write in torch advances, show which tensor is out of date. After each
+operator, a copy that was written updates its base. Before each operator, a copy whose base was
+written is updated. Both updates are ordinary differentiable operators. A plain tensor among
+DTensors is treated the same way, as the base of the DTensor that replaces it.
 
-Writes to a DTensor itself run on its parts where DTensor has a rule, and otherwise on the whole
-tensor on every rank (`_runs_on_parts`). Only copies and such writes communicate, and only what the
-code reads is synchronized with the host.
+Writes to a DTensor itself run on its parts if DTensor has a rule, and otherwise on the whole tensor
+on every rank (`_runs_on_parts`). Only copies and such writes communicate, and only reads in the
+model's code synchronize with the host.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ from warpweave.layers.sharding.layouts import (
     without_sums,
 )
 
-# Functions that read values, or whose result's shape depends on values: they run on whole tensors.
+# Functions that read values, or whose result's shape depends on values. They run on whole tensors.
 _READS = frozenset(
     ["tolist", "numpy", "__array__", "tensor", "as_tensor", "equal", "allclose", "isin"]
     + ["masked_select", "unique", "unique_consecutive", "bincount", "nonzero", "argwhere"]
 )
-# In-place functions that DTensor has no rule, or a wrong one, for.
+# In-place functions for which DTensor has no rule or a wrong one.
 _ON_WHOLE = frozenset(
     ["index_put_", "index_reduce_", "masked_scatter_", "put_", "tril_", "triu_", "fill_diagonal_"]
     + ["cumsum_", "cumprod_", "renorm_"]
 )
-# In-place functions that work along a dim: right on parts unless that dim is sharded.
+# In-place functions that work along a dim. They are right on parts unless that dim is sharded.
 _ALONG_DIM = frozenset(
     ["index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_", "scatter_reduce_"]
 )
-# In-place functions of partial sums that act on each rank's summand.
+# In-place functions that, on a partial sum, can act on each rank's summand.
 _OF_SUMS = frozenset(
     ["add_", "sub_", "mul_", "div_", "iadd_", "isub_", "imul_", "itruediv_", "neg_", "copy_"]
     + ["zero_", "requires_grad_", "detach_"]
 )
-# Ranks draw their own numbers, so no rank can compute the whole. DTensor refuses partial sums.
+# Ranks draw their own numbers, so no rank can compute the whole. DTensor rejects partial sums.
 _RANDOM = frozenset(
     ["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_"]
     + ["uniform_", "rrelu_", "dropout_", "alpha_dropout_", "dropout1d_", "dropout2d_", "dropout3d_"]
@@ -79,7 +79,7 @@ _RESHAPES = frozenset(
     ["squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_"]
     + ["resize_as_", "set_", "as_strided_"]
 )
-# Functions that cut a tensor along a dim.
+# Functions that split a tensor along a dim.
 _PIECES = frozenset(["unbind", "split", "split_with_sizes", "chunk", "tensor_split"])
 _INPLACE_OPERATORS = frozenset(
     f"__i{name}__"
@@ -106,9 +106,9 @@ def finished(result: Any) -> Any:
 
 @cache
 def register_item() -> None:
-    """Make `item`, and so float, int, bool and indices, of a DTensor read its logical value.
+    """Make `item` of a DTensor (and so float, int, bool and indices) read its logical value.
 
-    All ranks must read a tensor that is not replicated. One call per process is enough.
+    If a tensor is not replicated, all ranks must read it. One call per process is enough.
     """
 
     def item(operator: Any, args: tuple, kwargs: dict) -> Any:
@@ -120,13 +120,13 @@ def register_item() -> None:
         handlers[read] = item  # type: ignore[assignment]
 
 
-# ---------------------------------------------------------------- copies that stand for views
+# ---------------------------------------------------------------- copies that represent views
 
 
 class _Copy:
-    """Link from a copy to its base: on one device the copy is `view` of the base.
+    """Link from a copy to its base: on one device, the copy would be the `view` of the base.
 
-    Without a view both are the same tensor there. `keep` keeps the base alive, as a view does.
+    Without a view, both would be the same tensor. `keep` keeps the base alive, as a view does.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class _Copy:
         self.differentiable = torch.is_grad_enabled()
 
     def __reduce__(self) -> tuple[type[dict], tuple]:
-        return dict, ()  # a tensor that is saved or deeply copied stands for itself
+        return dict, ()  # a tensor that is saved or deeply copied drops the link
 
     def update(self, copy: DTensor) -> None:
-        """Copy from the base if that was written."""
+        """Copy from the base if the base was written."""
         base = self.base()
         if base is None:
             return
@@ -156,7 +156,7 @@ class _Copy:
             copy.copy_(new)
 
     def write_back(self, copy: DTensor) -> None:
-        """Write to the base what was written to the copy."""
+        """Apply to the base what was written to the copy."""
         base = self.base()
         if base is None:
             return
@@ -184,11 +184,11 @@ def _copied(x: DTensor, copy: DTensor) -> DTensor:
 
 
 def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version  # nobody can write to it
+    return 0 if x.is_inference() else x._version  # an inference tensor cannot be written
 
 
 def _root_of(x: Tensor) -> Tensor:
-    """The tensor of which x is a view, in the sense of autograd; x itself if it is no view."""
+    """The tensor of which x is a view, as autograd defines it; x itself if it is not a view."""
     return x._base if x._is_view() else x  # type: ignore[return-value]
 
 
@@ -200,12 +200,12 @@ def refresh(x: Tensor) -> None:
 
 
 def wrote(x: Tensor) -> None:
-    """Propagate a write of x to its base, and fix the layout of the gradient it comes with."""
+    """Propagate a write of x to its base, and correct the layout of the gradient."""
     memory: Any = _root_of(x)
     differentiable = memory.grad_fn is not None and torch.is_grad_enabled()
     if memory is not x and differentiable and isinstance(memory, DTensor):
-        # Autograd writes x's gradient through the same view of the memory's gradient, which must be
-        # sharded like the memory for that.
+        # Autograd writes x's gradient through the same view of the memory's gradient, so that must
+        # be sharded like the memory.
         where = without_sums(memory)
         memory.register_hook(lambda grad: grad.redistribute(placements=where))
     if remembered := getattr(memory, "_copy_of", None):
@@ -218,7 +218,7 @@ def _shares_memory(x: Any, y: Any) -> bool:
 
 
 def _apart(view: DTensor) -> DTensor:
-    """The same tensor, which autograd does not treat as a view."""
+    """Return the same tensor, but one that autograd does not treat as a view."""
     return DTensor.from_local(
         view.to_local(), view.device_mesh, view.placements, run_check=False,
         shape=view.shape, stride=view.stride(),
@@ -226,12 +226,12 @@ def _apart(view: DTensor) -> DTensor:
 
 
 def _remember(func: Callable, args: tuple, kwargs: dict, at: int, view: DTensor) -> DTensor:
-    """Make the view, number `at` of func's results, a copy that remembers its base."""
+    """Turn the view that is result number `at` of func into a copy that remembers its base."""
     memory = view._base
     given = _tensors_among(args) + _tensors_among(kwargs.values())
     base = next((x for x in given if _root_of(x) is memory), None)
     copy = _apart(view)
-    if base is None:  # a view of what func made and nobody else has
+    if base is None:  # a view of a tensor that func created and nothing else holds
         return copy
 
     def again(new: Tensor, plain: bool) -> Tensor:
@@ -249,11 +249,11 @@ def _remember(func: Callable, args: tuple, kwargs: dict, at: int, view: DTensor)
 
 
 class OneMemory(TorchFunctionMode):
-    """Plain tensors that meet DTensors are replicated ones; views, writes and reads are whole.
+    """Treat plain tensors as replicated, and make views, writes and reads of DTensors logical.
 
-    A subclass's `run` calls the operator. Raises ValueError for a write that shards cannot follow:
-    one that changes the shape in place, `x.data = ...`, or one operator that writes two copies of
-    the same memory.
+    A subclass's `run` calls the operator. Raises ValueError for writes that shards cannot follow: a
+    change of shape in place, `x.data = ...`, or one operator that writes two copies of the same
+    memory.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -310,11 +310,11 @@ class OneMemory(TorchFunctionMode):
         return self._on_parts(func, args, kwargs, tensors)
 
     def _on_parts(self, func: Any, args: tuple, kwargs: dict, tensors: list[DTensor]) -> Any:
-        """Call it on DTensors, update the bases of copies that it wrote, and link new copies."""
+        """Call func on DTensors, update the bases of copies that it wrote, and link new copies."""
         before = [_version(x) for x in tensors]
         result = self.run(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        if name.startswith("_foreach_") and name.endswith("_"):  # which does not count its writes
+        if name.startswith("_foreach_") and name.endswith("_"):  # does not advance versions itself
             torch.autograd.graph.increment_version(args[0])
         written = {
             id(_root_of(x)): x
@@ -339,17 +339,17 @@ class OneMemory(TorchFunctionMode):
         return tree_unflatten([noted(at, x) for at, x in enumerate(leaves)], spec)
 
     def _on_whole(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Write to a whole copy of the first argument, then copy that to the argument."""
+        """Write to a whole copy of the first argument, then copy it to the argument."""
         new = whole_tensor(args[0]).clone()
         func(new, *map_whole(args[1:]), **map_whole(kwargs))
         self._call(Tensor.copy_, (args[0], as_dtensor(new, self.mesh)), {})
         return args[0]
 
     def _pieces(self, func: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        """Cut a tensor along a dim like func, with a separate view for each piece.
+        """Split a tensor along a dim like func, with a separate view for each piece.
 
-        If func itself cut it, autograd would fill in plain gradients for unused pieces, next to the
-        DTensor gradients of the others. A sharded dim is gathered once.
+        If func itself split it, autograd would fill in plain gradients for unused pieces, next to
+        the DTensor gradients of the others. A sharded dim is gathered once.
         """
         if not args:
             kwargs = dict(kwargs)
@@ -387,14 +387,14 @@ class OneMemory(TorchFunctionMode):
         for x, new in zip(tree_leaves(out), tree_leaves(results), strict=True):
             if x.shape != new.shape:
                 raise ValueError(
-                    f"out= of a DTensor has the shape {tuple(x.shape)}, expected {tuple(new.shape)}"
+                    f"out= of a DTensor has shape {tuple(x.shape)}, expected {tuple(new.shape)}"
                 )
             self._call(Tensor.copy_, (x, new), {})
         return out
 
 
 def _tensors_among(given: Iterable[Any]) -> list[Tensor]:
-    """The tensors among arguments, also in lists, tuples, dicts, and slices."""
+    """The tensors among arguments, including those in lists, tuples, dicts and slices."""
     found = []
     for x in given:
         if isinstance(x, Tensor):
@@ -417,9 +417,9 @@ def _is_in_place(name: str) -> bool:
 
 
 def _is_basic(index: Any, masks: bool = True) -> bool:
-    """Return True for an index that gives a view: numbers, slices, None and "..." only.
+    """Return True for an index that gives a view: only numbers, slices, None and "...".
 
-    With masks=False, also for tensors of positions, by which DTensor can index.
+    With masks=False, also return True for tensors of positions, which DTensor can index by.
     """
     for x in index if isinstance(index, tuple) else (index,):
         if isinstance(x, Tensor) and not masks:
@@ -471,6 +471,7 @@ def _check_apart(func: Any, written: list[DTensor]) -> None:
             memory = _root_of(base)
         if id(memory) in seen:
             raise ValueError(
-                f"{func.__name__} writes two views of one sharded tensor at once: write one by one"
+                f"{func.__name__} writes two views of one sharded tensor at once: write them one "
+                "by one"
             )
         seen.add(id(memory))

@@ -1,22 +1,22 @@
 """Rules for functions that DTensor computes wrongly, or not at all, in a declared model.
 
-A sweep of torch's losses, reductions, norms and in-place operators against one device
-(`tests/test_declare_rules.py`) found these kinds of silent errors in DTensor, in addition to those
-that `memory` removes. Each rule here removes one:
+`tests/test_declare_rules.py` compares torch's losses, reductions, norms and in-place operators with
+one device. It found the following kinds of silent errors in DTensor, in addition to those that
+`memory` corrects. Each rule here corrects one:
 
 * **The mean of a loss.** If DTensor has no rule for a function, it derives the layout from the
   function's decomposition, but runs the function itself on each rank's part. If the result depends
-  on the number of elements, as in the backward of a mean, each rank divides by its local number.
-  `_elementwise_loss` computes the losses of single elements and takes their mean afterwards.
+  on the number of elements, for example in the backward of a mean, each rank divides by its local
+  number. `_elementwise_loss` computes the losses of single elements and then their mean.
 * **All dims, as an empty list.** The backward of ``x.amax()`` and of a norm of order inf sums over
   ``dim=()``, which DTensor treats as no dims. The rules name all dims.
 * **Negative dims.** A cumulative sum over ``dim=-1`` stays within each rank, and the gradient of
-  ``x.select(-1, 0)`` has another layout. The rules pass the dim from the front.
+  ``x.select(-1, 0)`` has the wrong layout. The rules count dims from the front.
 * **Norms, products and quantiles of partial sums or sharded dims** fail in the backward, far from
-  the line that caused it. They take whole tensors.
+  the line that caused the failure. The rules pass them whole tensors.
 
-`_whole` computes rare functions: every rank gathers the arguments and computes all of the result,
-as one device would. It costs an all-gather and the memory of the whole tensors.
+`_whole` computes rare functions: every rank gathers the arguments and computes the whole result, as
+one device would. It costs an all-gather and the memory of the whole tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Function = Callable[..., Any]
 
 
 def _even(x: Any) -> Any:
-    """x with every dim whole that its ranks do not divide evenly, as a rank may have none of it."""
+    """Gather the dims of x that their ranks do not share evenly: a rank might have no elements."""
     if not isinstance(x, DTensor):
         return x
     ranks: dict[int, int] = {}
@@ -61,15 +61,15 @@ def _evenly(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _unshard(x: Any, dims: tuple[int, ...]) -> Any:
-    """x without partial sums and with these dims whole on every rank."""
+    """Reduce partial sums of x and gather these dims on every rank."""
     x = sum_partial(x)
     dims = tuple(d % x.ndim for d in dims)
     return gather_where(x, [is_cut(p) and p.dim in dims for p in x.placements])
 
 
 def own_part(x: DTensor, cuts: list, grads: list) -> Tensor:
-    """This rank's part of x as `cuts` place it, whose gradient has the placements `grads`."""
-    # DTensor takes a gradient's strides for those of x, so both are contiguous.
+    """This rank's part of x in the placements `cuts`; its gradient has the placements `grads`."""
+    # DTensor assumes that a gradient has the strides of x, so make both contiguous.
     cut: Any = x.redistribute(placements=cuts).contiguous()
     own = cut.to_local(grad_placements=grads)
     if own.requires_grad:
@@ -94,9 +94,9 @@ def _whole(func: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 def _of_whole_sums(func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Compute func without partial sums, neither in its tensors nor in its results' gradients.
+    """Compute func with partial sums reduced, in its tensors and in its results' gradients.
 
-    Its backward has no rule for them.
+    The backward of func has no rule for partial sums.
     """
     args, kwargs = tree_map(lambda x: _even(sum_partial(x)), (args, kwargs))
 
@@ -109,12 +109,12 @@ def _of_whole_sums(func: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 def _then_sum(func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Compute func and add up its partial sums at once: DTensor fails if it adds them up later."""
+    """Compute func and reduce its partial sums immediately; DTensor fails if it does so later."""
     return sum_partial(func(*args, **kwargs))
 
 
 def join_tensors(func: Function, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Call func on a list of tensors, in which DTensor does not mix partial sums and maxima."""
+    """Call func on a list of tensors; if partial sums and maxima are mixed, reduce them first."""
     partial = {p for x in tensors if isinstance(x, DTensor) for p in x.placements if p.is_partial()}
     if len(partial) > 1:
         tensors = [sum_partial(x) for x in tensors]
@@ -125,11 +125,10 @@ def join_tensors(func: Function, tensors: Sequence[Any], *args: Any, **kwargs: A
 
 
 def _class_loss(loss: Function, *args: Any, **kwargs: Any) -> Tensor:
-    """`F.cross_entropy` or `F.nll_loss`; a mean is the sum over all ranks, divided by the number
-    (or weight) of all targets.
+    """Compute `F.cross_entropy` or `F.nll_loss` with the mean over all ranks' targets.
 
-    DTensor takes the mean of the ranks' means, which is different if ranks ignore different numbers
-    of targets.
+    The mean is the sum over all ranks, divided by the number (or weight) of all targets. DTensor
+    takes the mean of the ranks' means, which differs if ranks ignore different numbers of targets.
     """
     bound = inspect.signature(loss).bind(*args, **kwargs)
     given, reduction = bound.arguments, _take_reduction(bound.arguments)
@@ -147,7 +146,7 @@ def _class_loss(loss: Function, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _take_reduction(given: dict[str, Any]) -> str:
-    """The reduction among a loss's arguments, from which its older names are removed."""
+    """The reduction that a loss's arguments request; removes the deprecated arguments for it."""
     legacy = given.pop("size_average", None), given.pop("reduce", None)
     if legacy != (None, None):
         return _reduction.legacy_get_string(*legacy)
@@ -162,12 +161,12 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# A weighted mean of these is a product and two sums, which are right.
+# The weighted mean of these is a product and two sums, which DTensor computes correctly.
 _WEIGHTED = (F.mse_loss, F.l1_loss, F.huber_loss)
 
 
 def _elementwise_loss(loss: Function, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute the losses of single elements, then their reduction, which has a rule in DTensor."""
+    """Compute the losses of single elements, then reduce them; DTensor has a rule for that."""
     args, kwargs = tree_map(sum_partial, (args, kwargs))
     bound = inspect.signature(loss).bind(*args, **kwargs)
     given = bound.arguments
@@ -185,9 +184,9 @@ def _elementwise_loss(loss: Function, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _dropped_weight(x: DTensor) -> Any:
-    """The weight of the call of `F.l1_loss` that is being computed.
+    """The weight argument of the current call of `F.l1_loss`.
 
-    torch 2.13 does not hand it to a mode such as ours, so it is read from the caller.
+    torch 2.13 does not pass it to a mode such as ours, so read it from the caller's frame.
     """
     frame = sys._getframe()
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
@@ -204,7 +203,7 @@ def _every(x: Tensor) -> tuple[int, ...]:
 
 
 def _named_dims(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A reduction with ``dim`` as its second argument, in which all dims are named."""
+    """Call a reduction whose second argument is ``dim``, with all dims listed explicitly."""
     dim = kwargs.pop("dim") if "dim" in kwargs else args[0] if args else None
     if (isinstance(dim, (tuple, list)) and not dim) or (dim is None and func in _ALL_BY_DEFAULT):
         dim = _every(x)
@@ -213,7 +212,8 @@ def _named_dims(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _logsumexp(func: Function, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """Keep reduced dims afterwards: DTensor moves the sharded dims as if none were kept."""
+    """Restore reduced dims after the reduction: DTensor shifts sharded dims as if none were
+    kept."""
     y = _named_dims(func, x, dim)
     if not keepdim:
         return y
@@ -233,12 +233,12 @@ def _from_front(func: Function, x: Tensor, dim: int, *args: Any, **kwargs: Any) 
 
 
 def _norm(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A vector norm: of named dims, and of no partial sums."""
+    """Compute a vector norm with explicit dims, after reducing partial sums."""
     names = ("p" if func in _P_NORMS else "ord", "dim")
     given = dict(zip(names, args, strict=False)) | kwargs
     default = None if func is torch.linalg.norm else 2
     order, dim = given.pop(names[0], default), given.pop("dim", None)
-    if order == 0:  # a count: a gradient of zeros would come without a layout
+    if order == 0:  # a count, whose gradient of zeros would have no layout
         return _whole(func, x.detach(), order, dim, *args[2:], **given)
     vector = isinstance(order, (int, float)) and (func is not torch.linalg.norm or x.ndim == 1)
     if vector and dim in (None, (), []):
@@ -268,7 +268,7 @@ def _group_norm(
     bias: Any = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Normalize each rank's samples locally; channels and positions are gathered."""
+    """Normalize each rank's samples locally, with gathered channels and positions."""
     ranks = prod(
         size for size, p in zip(x.device_mesh.shape, x.placements, strict=True) if p == Shard(0)
     )
@@ -283,7 +283,7 @@ def _group_norm(
 
 
 def _named(*names: str) -> list[Function]:
-    """Functions of torch and methods of tensors by these names."""
+    """Functions of torch and methods of tensors with these names."""
     return [getattr(of, n) for n in names for of in (torch, Tensor) if hasattr(of, n)]
 
 
@@ -337,7 +337,7 @@ _NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
 
 def computed(func: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Compute func of DTensors, by its rule if it has one."""
+    """Compute func of DTensors, with its rule if it has one."""
     rule = _RULES.get(func)
     if rule is None:
         return func(*args, **kwargs)
@@ -346,16 +346,16 @@ def computed(func: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
     return rule(func, *first, *args, **kwargs)
 
 
-# ---------------------------------------------------------------- outside of a declared forward
+# ---------------------------------------------------------------- outside a declared forward
 
 
 @cache
 def register_reductions() -> None:
     """Correct DTensor's layouts of losses, so that they are also right outside a declared forward.
 
-    Operators with an argument `reduction` and without a rule of torch's own get one: they take
-    whole tensors if they reduce, and any shards of equal shapes if they do not. A constant is never
-    written to a partial sum. Once per process is enough.
+    Operators that have a `reduction` argument but no rule in torch get one: they require whole
+    tensors if they reduce, and accept any shards of equal shapes if they do not. A constant is
+    never written to a partial sum. One call per process is enough.
     """
     aten = torch.ops.aten
     losses = "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy"
@@ -371,16 +371,16 @@ def register_reductions() -> None:
 
 
 def _whole_shardings(results: int, *args: Any) -> list[tuple[list, list]]:
-    """The only choice of (placements of outputs, of arguments) for tensors that must be whole."""
+    """The only valid (placements of outputs, of arguments) for tensors that must be whole."""
     return [
         ([Replicate()] * results, [Replicate() if hasattr(x, "placements") else None for x in args])
     ]
 
 
 def _elementwise_shardings(*args: Any) -> list[tuple[list, list]]:
-    """Choices for a loss, or its backward, whose first integer is the reduction; 0 is none."""
+    """Choices for a loss or its backward, whose first int is the reduction (0: no reduction)."""
     tensors = [x for x in args if hasattr(x, "placements")]
-    reduces = next((x for x in args if type(x) is int), 1) != 0  # a mean is left out
+    reduces = next((x for x in args if type(x) is int), 1) != 0  # the default, a mean, is omitted
     choices = _whole_shardings(1, *args)
     if reduces or len({tuple(x.shape) for x in tensors}) > 1:
         return choices

@@ -4,18 +4,18 @@
     parallelize_module(model, mesh["tp"], plan)
 
 Names, arguments and layouts are those of `torch.distributed.tensor.parallel`, and a plan may mix
-both libraries' styles. They run the functions of `parallel.tensor`, whose collectives overlap with
-products as `overlap` says. Parameters become DTensors, sharded as by torch, with the values of the
-mesh's first rank, so that optimizers, clipping and saving see logical tensors.
+both libraries' styles. They run the functions of `parallel.tensor`, which overlap collectives with
+matrix products according to `overlap`. Parameters become DTensors, sharded as torch shards them,
+with the values of the mesh's first rank. Optimizers, clipping and saving see logical tensors.
 
-A layout is Replicate(), or Shard(d): dim d is sharded evenly. The last dim, Shard(-1), is features,
-any other is tokens. With sequence parallelism:
+A layout is Replicate(), or Shard(d): dim d is sharded evenly. The last dim, Shard(-1), holds the
+features; any other holds tokens. With sequence parallelism:
 
     ColwiseParallel(input_layouts=Shard(1))    all-gather of x[B, S/R, E], then the product
     RowwiseParallel(output_layouts=Shard(1))   the product, then reduce-scatter to y[B, S/R, E]
     SequenceParallel()                         norms between them, on S/R tokens, no collective
 
-`warpweave.hf.styles` are the same as words of a `tp_plan` of transformers.
+`warpweave.hf.styles` has the same styles as values of a `tp_plan` of transformers.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ class Style(ParallelStyle):
 
     Args:
         input_layouts, output_layouts: layouts of input and output, Replicate() or Shard(d); the
-            number of ranks must divide what is sharded.
+            sharded dim must be divisible by the number of ranks.
         use_local_output: return a plain tensor, not a DTensor.
-        overlap, workspace: as for `column_parallel_linear`; "fused" needs the latter.
+        overlap, workspace: as for `column_parallel_linear`; "fused" requires a workspace.
 
-    Raises ValueError for an unknown layout or overlap; when applied to a module, if it is of
-    another class or the ranks do not divide its features; when called, if the tensor does not have
-    a layout's dim or the ranks do not divide it.
+    Raises ValueError for an unknown layout or overlap. When applied to a module, raises ValueError
+    if the module has a different class or its features are not divisible by the ranks. When called,
+    raises ValueError if the tensor does not have a layout's dim, or that is not divisible by the
+    ranks.
     """
 
     inputs: Placement = Replicate()  # the default
@@ -85,7 +86,7 @@ class Style(ParallelStyle):
         for what in ("input_layouts", "output_layouts"):
             if type(getattr(self, what)) not in (Replicate, Shard):
                 raise ValueError(
-                    f"{type(self).__name__}: {what} cannot be {getattr(self, what)}, but "
+                    f"{type(self).__name__}: {what} cannot be {getattr(self, what)}: pass "
                     "Replicate() or Shard(d)"
                 )
         self.use_local_output = use_local_output
@@ -99,7 +100,10 @@ class Style(ParallelStyle):
         return module
 
     def cut(self, module: Any, name: str, mesh: DeviceMesh, source: int | None) -> None:
-        """Make a parameter of the module a DTensor, from this rank's values if `source` is None."""
+        """Make a parameter of the module a DTensor with the values of rank `source` of the mesh.
+
+        If `source` is None, each rank uses its own values.
+        """
         p = module._parameters[name]
         if p is not None:
             placements = [self.placement(module, name)]
@@ -110,11 +114,11 @@ class Style(ParallelStyle):
         """Raise ValueError, naming the module, if this style cannot be applied to it."""
         if type(module) not in (nn.Linear, nn.Embedding):
             kind = type(module).__name__
-            raise ValueError(f"{type(self).__name__} cuts Linear or Embedding, not {kind}")
+            raise ValueError(f"{type(self).__name__} shards Linear or Embedding, not {kind}")
         if type(module) is nn.Embedding and not is_plain_embedding(module):
             raise ValueError(
                 f"{type(self).__name__}: an embedding with max_norm, scale_grad_by_freq or sparse "
-                "is not cut"
+                "cannot be sharded"
             )
 
     def placement(self, module: Any, name: str) -> Placement:
@@ -148,7 +152,7 @@ class Style(ParallelStyle):
         return forward
 
     def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        """The module's output on this rank, by `output_layouts`, of x by `input_layouts`."""
+        """The module's output on this rank in `output_layouts`, for x in `input_layouts`."""
         dim = dim_of(self.input_layouts, x.ndim)
         if type(module) is nn.Embedding:
             ids = x if dim is None else all_gather(x, group, dim)
@@ -162,26 +166,30 @@ class Style(ParallelStyle):
     def _multiply(
         self, module: Any, x: torch.Tensor, group: Group, dim: int | None, out: int | None
     ) -> torch.Tensor:
-        """A linear layer with x sharded along `dim` and y along `out`: -1 is features, None
-        none."""
+        """Run a linear layer with x sharded along `dim` and y along `out`.
+
+        -1 means features, None means not sharded.
+        """
         raise NotImplementedError
 
     def _look_up(self, module: Any, ids: torch.Tensor, group: Group, out: int | None) -> Any:
-        """An embedding of replicated ids, with y sharded along `out`."""
+        """Look up replicated ids in an embedding, with y sharded along `out`."""
         raise NotImplementedError
 
     def _check_features(self, what: str, features: int, ranks: int) -> None:
         if features % ranks:
             raise ValueError(
-                f"{type(self).__name__}: {features} {what} features do not divide by {ranks} ranks"
+                f"{type(self).__name__}: {features} {what} features are not divisible by {ranks} "
+                "ranks"
             )
 
 
 class ColwiseParallel(Style):
     """A linear layer or an embedding with sharded output features.
 
-    By default `input_layouts` is Replicate() and `output_layouts` Shard(-1). A linear layer with
-    output Replicate() may have features that the ranks do not divide. Others as for `Style`.
+    By default, `input_layouts` is Replicate() and `output_layouts` is Shard(-1). The output
+    features of a linear layer must be divisible by the ranks, unless the output is Replicate().
+    Other arguments as for `Style`.
     """
 
     outputs = Shard(-1)
@@ -224,8 +232,8 @@ class ColwiseParallel(Style):
 class RowwiseParallel(Style):
     """A linear layer with sharded input features, or an embedding with a sharded vocabulary.
 
-    By default `input_layouts` is Shard(-1), even for an embedding's ids (which are mostly
-    Replicate()), and `output_layouts` Replicate(). Others as for `Style`.
+    By default, `input_layouts` is Shard(-1), even for an embedding, whose ids are usually
+    Replicate(), and `output_layouts` is Replicate(). Other arguments as for `Style`.
     """
 
     inputs = Shard(-1)
@@ -250,7 +258,7 @@ class RowwiseParallel(Style):
         if out in (None, -1):
             y = row_parallel_linear(x, w, b, **over)
             return y if out is None else scatter(y, group, -1)
-        b = None if b is None else copy_to(b, group)  # each rank adds it to tokens of its own
+        b = None if b is None else copy_to(b, group)  # each rank adds it to its own tokens
         y = row_parallel_linear(x.movedim(out, 0), w, b, sequence_parallel=True, **over)
         return y.movedim(0, out)
 
@@ -263,15 +271,15 @@ class RowwiseParallel(Style):
 
 
 class SequenceParallel(ParallelStyle):
-    """A tokenwise module, such as a norm, on a sequence that is sharded over the ranks.
+    """A token-wise module, such as a norm, on a sequence that is sharded over the ranks.
 
-    No collective in the forward; in the backward its parameters' gradients are all-reduced.
+    The forward has no collective. The backward all-reduces the gradients of the parameters.
 
     Args:
         sequence_dim: the dim of x that is sharded.
         use_local_output: return a plain tensor, not a DTensor.
 
-    Raises ValueError when called, if x does not have that dim or it is the last, the features.
+    Raises ValueError when called if x does not have that dim, or if it is the last (the features).
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -293,7 +301,8 @@ class SequenceParallel(ParallelStyle):
             x = args[0]
             if dim_of(self.layout, x.ndim, "SequenceParallel: sequence_dim") == -1:
                 raise ValueError(
-                    f"SequenceParallel: {self.layout} of a tensor of {x.ndim} dims is its features"
+                    f"SequenceParallel: {self.layout} is the feature dim of a tensor with {x.ndim} "
+                    "dims: shard a token dim"
                 )
             return (_local(x, mesh, self.layout, "SequenceParallel: sequence_dim"), *args[1:])
 
@@ -306,22 +315,26 @@ class SequenceParallel(ParallelStyle):
         return module
 
 
-# ---------------------------------------------------------------- over a cut vocabulary
+# ---------------------------------------------------------------- over a sharded vocabulary
 
 
 def look_up(
     module: Any, ids: torch.Tensor, group: Group, *, sequence_parallel: bool = False
 ) -> torch.Tensor:
-    """y[..., E] of an embedding whose rows are sharded, ceil(V/R) per rank, fewer on the last.
+    """Look up ids in an embedding with sharded rows: ceil(V/R) per rank, fewer on the last.
+
+    Returns y[..., E].
 
     Args:
         module: an `nn.Embedding`; its `padding_idx` gets no gradient.
         ids: int64[...], replicated.
         group: the tensor ranks.
-        sequence_parallel: shard dim 0 of the output over them, which they must divide.
+        sequence_parallel: shard dim 0 of the output over the ranks; it must be divisible by them.
     """
     if _does_more(module):
-        raise ValueError("an embedding with max_norm, scale_grad_by_freq or sparse is not cut")
+        raise ValueError(
+            "an embedding with max_norm, scale_grad_by_freq or sparse cannot be sharded"
+        )
     w = padded_rows(local(module.weight), module.num_embeddings, group_size(group))
     own = own_slice(ids, group) if sequence_parallel else ids
     y = vocab_parallel_embedding(
@@ -334,7 +347,7 @@ def look_up(
 
 
 def is_plain_embedding(module: Any) -> bool:
-    """Whether an embedding is a plain lookup, as `look_up` computes it."""
+    """Return True if an embedding is a plain lookup, which `look_up` can compute."""
     return type(module) is nn.Embedding and not _does_more(module)
 
 
@@ -345,13 +358,15 @@ def _does_more(embedding: Any) -> bool:
 def project(
     module: Any, x: torch.Tensor, *, group: Group, whole: Group = None, **over: Any
 ) -> torch.Tensor:
-    """y[..., V], all-gathered, of a linear layer whose rows are sharded, ceil(V/R) per rank, fewer
-    on the last, and whose bias is replicated.
+    """Multiply by a linear layer with sharded rows and gather the output y[..., V].
+
+    Each rank has ceil(V/R) rows, fewer on the last. The bias is replicated.
 
     Args:
-        group: the ranks over which x is gathered or its gradient summed; None if that is done.
+        group: the ranks over which x is gathered or its gradient is summed; None if the caller does
+            that.
         whole: the ranks over which the rows are sharded, by default `group`.
-        over: more arguments of `column_parallel_linear`.
+        over: additional arguments of `column_parallel_linear`.
     """
     whole = group if whole is None else whole
     w = padded_rows(local(module.weight), module.out_features, group_size(whole))
@@ -365,20 +380,20 @@ def _bias(module: Any) -> torch.Tensor | None:
 
 
 def dim_of(layout: Placement, ndim: int, what: str = "layout") -> int | None:
-    """The sharded dim of a tensor with `ndim` dims: -1 for the last, None if it is replicated."""
+    """The dim that `layout` shards in a tensor with `ndim` dims: -1 for the last, None for none."""
     if not isinstance(layout, Shard):
         return None
     if not -ndim <= layout.dim < ndim:
-        raise ValueError(f"{what} {layout} is no dim of a tensor of {ndim} dims")
+        raise ValueError(f"{what} {layout} is not a dim of a tensor with {ndim} dims")
     dim = layout.dim % ndim
     return -1 if dim == ndim - 1 else dim
 
 
 def _local(x: torch.Tensor, mesh: DeviceMesh, layout: Placement, what: str) -> torch.Tensor:
-    """This rank's part of x, which has `layout` if it is a plain tensor."""
+    """This rank's part of x in `layout`; a plain tensor is already that part."""
     dim = dim_of(layout, x.ndim, what)
     if not isinstance(x, DTensor):
         return x
     if dim is not None and x.shape[dim] % mesh.size():
-        raise ValueError(f"{what} {layout}: {x.shape[dim]} do not divide by {mesh.size()} ranks")
+        raise ValueError(f"{what} {layout}: {x.shape[dim]} is not divisible by {mesh.size()} ranks")
     return x.redistribute(mesh, [layout]).to_local()

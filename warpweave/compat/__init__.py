@@ -1,6 +1,7 @@
-"""The calls of other libraries, answered by the kernels of this one: a user changes one import.
+"""Drop-in replacements for other libraries, with the kernels of this one: change one import.
 
-`flash_attn` the functions of flash-attention 2 · `liger` the modules of Liger-Kernel. Both take the
-arguments of their namesakes, in their order and with their meaning. What the kernels cannot do is
-an error that names the argument; what is only a hint about speed there is taken and said so.
+`flash_attn` has the functions of flash-attention 2 · `liger` has the modules of Liger-Kernel. Both
+accept the arguments of their namesakes, in the same order and with the same meaning. Anything that
+the kernels do not support raises an error that names the argument. Arguments that are only hints
+about speed are accepted, and documented as having no effect.
 """

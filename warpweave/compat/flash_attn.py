@@ -2,22 +2,22 @@
 
     from warpweave.compat.flash_attn import flash_attn_func      # was: from flash_attn import ...
 
-Unlike `warpweave.kernels.attention.attention`, `causal` is False unless it is set, and queries
-stand at the END of the keys: query i of Sq has position i + Sk - Sq among Sk keys. With p that
-position it sees the keys p - left .. p + right of ``window_size=(left, right)``; a negative side
-has no bound, `causal` sets right to 0. Rows that see no key are 0, with lse = -inf.
+There are two differences from `warpweave.kernels.attention.attention`. `causal` defaults to False,
+and queries are at the END of the keys: query i of Sq has position p = i + Sk - Sq among Sk keys. It
+sees the keys p - left .. p + right of ``window_size=(left, right)``. A negative side has no bound,
+and `causal` sets right to 0. Rows that see no key are 0, with lse = -inf.
 
-How that is said in our kernel, whose window has the same width on both sides: a causal query that
-stands `right` positions further sees just as far ahead, so a lopsided window is a causal one of
-left + right + 1 keys. Packed sequences (`varlen`) are one call with documents, without waiting for
-the device, if they have no mask or one tensor of boundaries; others, and those with a lopsided
-window, are one call for each sequence after their boundaries were read, if these differ: once for
-all layers that are given the same tensor.
+Our kernel's window has the same width on both sides. An asymmetric window is therefore a causal one
+of left + right + 1 keys, with queries shifted forward by `right` positions. Packed sequences
+(`varlen`) are one call with documents, without waiting for the device, if they have no mask, or
+the same tensor of boundaries for queries and keys and no asymmetric window. Otherwise, the
+boundaries are read, once for all layers that get the same tensor. If those of queries and keys
+differ, or the window is asymmetric, each sequence is one call.
 
-Any floating dtype of at least 16 bits and any head size up to 256. Results do not depend on
-`deterministic`: the backward has no atomics, so both values mean the same. Dropout zeroes weights
-by a key that is drawn from torch's CPU generator: `torch.manual_seed` repeats it, other masks than
-flash-attention's. Never available: `alibi_slopes` and `block_table`; ValueError says so.
+Any floating dtype of at least 16 bits and any head size up to 256 is supported. `deterministic` has
+no effect: the backward has no atomics. Dropout zeroes weights by a key drawn from torch's CPU
+generator. `torch.manual_seed` makes it reproducible, but the masks differ from flash-attention's.
+`alibi_slopes` and `block_table` are not supported and raise ValueError.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ def flash_attn_func(
 ) -> Result:
     """softmax(scale q k^T + mask) v; differentiable.
 
-    q[B, Sq, Hq, D], k and v[B, Sk, Hkv, D], each KV head serving Hq / Hkv neighbouring query heads.
-    `softmax_scale` None is D**-0.5; a `softcap` of 0 is none.
+    q[B, Sq, Hq, D], k and v[B, Sk, Hkv, D]; each KV head serves Hq / Hkv adjacent query heads.
+    `softmax_scale` None means D**-0.5, and a `softcap` of 0 means no softcap.
 
-    Returns o[B, Sq, Hq, D]; with `return_attn_probs` (o, lse[B, Hq, Sq], None): the probabilities
-    themselves exist nowhere. Raises ValueError on `alibi_slopes`, and as `attention` does.
+    Returns o[B, Sq, Hq, D], or (o, lse[B, Hq, Sq], None) with `return_attn_probs`; the
+    probabilities themselves are never computed. Raises ValueError for `alibi_slopes`, and in the
+    same cases as `attention`.
     """
     _refuse_given(alibi_slopes=alibi_slopes)
     options = _options(dropout_p, softmax_scale, softcap)
@@ -75,7 +76,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_func` of k and v in one tensor, kv[B, Sk, 2, Hkv, D]."""
+    """`flash_attn_func` with k and v in one tensor, kv[B, Sk, 2, Hkv, D]."""
     k, v = _unpacked("kv", kv, 2, 5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -94,7 +95,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_func` of all three in one tensor, qkv[B, S, 3, H, D]."""
+    """`flash_attn_func` with q, k and v in one tensor, qkv[B, S, 3, H, D]."""
     q, k, v = _unpacked("qkv", qkv, 3, 5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -120,15 +121,16 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """`flash_attn_func` of n sequences, one after the other: sequence j has the queries
-    cu_seqlens_q[j] .. cu_seqlens_q[j + 1] - 1 and the keys likewise.
+    """`flash_attn_func` for n packed sequences.
 
-    q[Tq, Hq, D], k and v[Tk, Hkv, D]; both boundaries int32 (or int64)[n + 1], ascending from 0,
-    the last one the number of rows: rows beyond it have no meaning. The longest lengths are what
-    flash-attention sizes its launches by; nothing here needs them.
+    Sequence j has the queries cu_seqlens_q[j] .. cu_seqlens_q[j + 1] - 1, and its keys likewise.
 
-    Returns o[Tq, Hq, D]; with `return_attn_probs` (o, lse[Hq, Tq], None). Raises ValueError on
-    boundaries that do not fit, on `alibi_slopes` and on `block_table` (a paged cache).
+    q[Tq, Hq, D], k and v[Tk, Hkv, D]. Both boundaries are int32 (or int64)[n + 1], ascending from
+    0. The last one is the number of rows; rows beyond it have no meaning. `max_seqlen_q` and
+    `max_seqlen_k`, by which flash-attention sizes its launches, are not used here.
+
+    Returns o[Tq, Hq, D], or (o, lse[Hq, Tq], None) with `return_attn_probs`. Raises ValueError for
+    boundaries that do not fit, for `alibi_slopes` and for `block_table` (a paged cache).
     """
     _refuse_given(alibi_slopes=alibi_slopes, block_table=block_table)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -148,8 +150,8 @@ def flash_attn_varlen_func(
     if unmasked or (same and "q_runs" not in one_call):
         one_call |= {"q_runs": ((0, len(q)),), "k_runs": ((0, len(k)),)}
         documents = torch.stack((cu_seqlens_q, cu_seqlens_k.to(cu_seqlens_q)))[None]
-        # Rows beyond the last sequence are one more: as many boundaries as rows, with an end behind
-        # them all, are not taken for the document of each row.
+        # Rows beyond the last sequence form one more document. Because of its end beyond all rows,
+        # n boundaries for n rows are not mistaken for the document of each row.
         documents = F.pad(documents, (0, 1), value=torch.iinfo(torch.int32).max)
         o, lse = attention(
             q[None], k[None], v[None], documents=documents, return_lse=True, **one_call, **options
@@ -195,7 +197,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_varlen_func` of k and v in one tensor, kv[Tk, 2, Hkv, D]."""
+    """`flash_attn_varlen_func` with k and v in one tensor, kv[Tk, 2, Hkv, D]."""
     k, v = _unpacked("kv", kv, 2, 4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
@@ -216,7 +218,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_varlen_func` of all three in one tensor, qkv[T, 3, H, D]."""
+    """`flash_attn_varlen_func` with q, k and v in one tensor, qkv[T, 3, H, D]."""
     q, k, v = _unpacked("qkv", qkv, 3, 4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
@@ -246,35 +248,36 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of new queries over a cache, which `k` and `v` are first written into, in place.
+    """Attention of new queries over a cache; `k` and `v` are first written into it, in place.
 
     Args:
-        q: [B, Sq, Hq, D]; it stands at the end of what the cache then holds.
-        k_cache, v_cache: [B, Smax, Hkv, D], or of more samples, of which `cache_batch_idx` int[B]
-            names each of q's.
-        k, v: [B, Snew, Hkv, D], written to the rows from cache_seqlens on; both or neither.
-        rotary_cos, rotary_sin: [at least all positions, R/2]: k is rotated by the rows of its
-            positions before it is written, q likewise if it is causal or has a window, and
-            otherwise all of it by the row cache_seqlens.
-        cache_seqlens: how many rows of the cache are filled before this call, for all samples or
-            int[B], which is read: this waits for the device. None (without k): all of them. Samples
-            of different lengths are one call each.
+        q: [B, Sq, Hq, D], the last positions of the updated cache.
+        k_cache, v_cache: [B, Smax, Hkv, D], or with more samples, if `cache_batch_idx` int[B] gives
+            the sample of each row of q.
+        k, v: [B, Snew, Hkv, D], written to the rows starting at cache_seqlens. Pass both or
+            neither.
+        rotary_cos, rotary_sin: [at least all positions, R/2]. k is rotated by the rows of its
+            positions before it is written. So is q if there is a causal mask or a window;
+            otherwise, all of q is rotated by the row cache_seqlens.
+        cache_seqlens: number of filled rows of the cache before this call, one for all samples or
+            int[B]. A tensor is read, which waits for the device. None (without k) means all rows.
+            Samples of different lengths are one call each.
         rotary_interleaved: pairs are (2i, 2i + 1), not (i, i + R/2).
-        cache_leftpad: the first row of the cache that holds a token, for all samples or int[B],
-            which is read; those before it are hidden.
-        num_splits: how flash-attention divides its work; it has no meaning here.
+        cache_leftpad: the first row of the cache that holds a token, one for all samples or int[B],
+            which is read. Rows before it are hidden.
+        num_splits: the split of flash-attention's work; it has no effect here.
 
-    Returns o[B, Sq, Hq, D], with `return_softmax_lse` (o, lse[B, Hq, Sq]); no gradients. Raises
-    ValueError on a cache that is full, on tensors that belong together and are not given so, and on
-    `block_table` (a paged cache) and `alibi_slopes`.
+    Returns o[B, Sq, Hq, D], or (o, lse[B, Hq, Sq]) with `return_softmax_lse`; there are no
+    gradients. Raises ValueError if the cache is full, if only one of two tensors that belong
+    together is given, and for `block_table` (a paged cache) and `alibi_slopes`.
     """
     _refuse_given(alibi_slopes=alibi_slopes, block_table=block_table)
     if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
-        raise ValueError("k and v, and rotary_cos and rotary_sin, are given together or not at all")
+        raise ValueError("pass k and v, and rotary_cos and rotary_sin, together or not at all")
     if k is None and rotary_cos is not None:
-        raise ValueError("rotary_cos needs k and v: what the cache holds is rotated already")
+        raise ValueError("rotary_cos needs k and v: the keys in the cache are already rotated")
     if k is not None and cache_seqlens is None:
-        raise ValueError("k needs cache_seqlens, the rows of the cache that it is written after")
+        raise ValueError("k needs cache_seqlens, the number of filled rows of the cache")
     if rotary_cos is not None and rotary_cos.shape != rotary_sin.shape:
         shapes = [*rotary_cos.shape], [*rotary_sin.shape]
         raise ValueError(
@@ -318,7 +321,7 @@ def flash_attn_with_kvcache(
     return (o, lse) if return_softmax_lse else o
 
 
-# ---------------------------------------------------------------- what they share
+# ---------------------------------------------------------------- shared helpers
 
 
 def _attend_at_the_end(
@@ -330,11 +333,11 @@ def _attend_at_the_end(
     options: dict,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse) of queries at the end of the keys, of which those before row first[B] are hidden."""
+    """(o, lse) of queries at the end of the keys; keys before row first[B] are hidden."""
     mask = _mask(causal, window_size, q.shape[1], k.shape[1])
     if first is not None:
         start = max(q.shape[1] - k.shape[1], 0)  # where the keys' rows begin
-        # beyond every position, also of a lopsided window's
+        # beyond every position, including those of an asymmetric window
         end = 2 * (q.shape[1] + k.shape[1]) if "q_runs" in mask else q.shape[1]
         ends = (torch.arange(2, device=q.device) * end).expand(len(q), -1)
         mask["documents"] = torch.stack((ends, ends.clamp(min=start + first[:, None])), 1)
@@ -343,15 +346,14 @@ def _attend_at_the_end(
 
 
 def _mask(causal: bool, window_size: Window, queries: int, keys: int) -> dict:
-    """The keywords of `attention` that say flash-attention's mask; without runs where rows already
-    are the positions."""
+    """The keywords of `attention` for flash-attention's mask; no runs if rows are positions."""
     if len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), got {window_size}")
     ends = queries + keys  # no key is that far away
     left, right = (ends if side < 0 else min(int(side), ends) for side in window_size)
     right = 0 if causal else right
     window, ahead = None if left == ends else left + 1, 0
-    if right not in (0, left):  # lopsided
+    if right not in (0, left):  # asymmetric
         ahead, window = right, None if window is None else left + right + 1
     mask: dict = {"causal": right == 0 or ahead > 0, "window": window}
     q_start, k_start = ahead + max(keys - queries, 0), max(queries - keys, 0)
@@ -361,7 +363,7 @@ def _mask(causal: bool, window_size: Window, queries: int, keys: int) -> dict:
 
 
 def _options(dropout: float, scale: float | None, softcap: float) -> dict:
-    """The keywords that are the same for every sequence of a call."""
+    """The keywords that every sequence of a call shares."""
     seed = int(torch.randint(2**63 - 1, ())) if dropout else 0
     return {
         "scale": scale, "softcap": softcap or None, "dropout": dropout, "dropout_seed": seed,
@@ -390,7 +392,7 @@ def _unpacked(name: str, packed: Tensor, parts: int, ndim: int) -> tuple[Tensor,
 
 
 def _boundaries(name: str, boundaries: Tensor, x: Tensor) -> list[int]:
-    """The boundaries as numbers; ValueError unless they ascend from 0 to at most x's rows."""
+    """The boundaries as a list; ValueError unless they ascend from 0 to at most x's rows."""
     ends = _read_numbers(boundaries)
     if ends[0] != 0 or ends != sorted(ends) or ends[-1] > len(x):
         raise ValueError(f"{name} must ascend from 0 to at most {len(x)} rows, got {ends}")
@@ -398,9 +400,12 @@ def _boundaries(name: str, boundaries: Tensor, x: Tensor) -> list[int]:
 
 
 def _read_numbers(x: Tensor) -> Any:
-    """``x.tolist()``, which waits for a GPU once for all layers: read again only if torch has
-    written to `x` since (what writes to it by its address is not seen)."""
-    if x.is_cpu or x.is_inference():  # the latter counts no writes
+    """``x.tolist()``, cached so that all layers wait for a GPU only once.
+
+    `x` is read again only if torch has written to it since. Writes through its address are not
+    detected.
+    """
+    if x.is_cpu or x.is_inference():  # inference tensors do not count writes
         return x.tolist()
     version, found = vars(x).get("_read_numbers", (-1, []))
     if version != x._version:
@@ -412,7 +417,7 @@ def _read_numbers(x: Tensor) -> Any:
 def _integers(
     name: str, value: int | Tensor | Sequence[int], batch: int, highest: int
 ) -> list[int]:
-    """One number per sample; ValueError unless all lie in 0 .. highest."""
+    """One number per sample; ValueError unless all are in 0 .. highest."""
     found = _read_numbers(value) if isinstance(value, Tensor) else value
     found = list(found) if isinstance(found, (list, tuple, range)) else [found] * batch
     fit = all(isinstance(n, int) and 0 <= n <= highest for n in found)
@@ -424,9 +429,9 @@ def _integers(
 def _rotated(
     x: Tensor, start: int, cos: Tensor, sin: Tensor, interleaved: bool, moves: bool = True
 ) -> Tensor:
-    """x[b, S, H, D] rotated by the table's rows from `start` on, or all of it by that row."""
+    """Rotate x[b, S, H, D] by the table's rows from `start`, or all of it by the row `start`."""
     end = start + (x.shape[1] if moves else 1)
     if end > len(cos):
-        raise ValueError(f"rotary_cos has {len(cos)} positions, the last one needed is {end - 1}")
+        raise ValueError(f"rotary_cos has {len(cos)} positions, but needs position {end - 1}")
     rows = [table[start:end].expand(x.shape[1], -1) for table in (cos, sin)]
     return apply_rope(x, *rows, interleaved=interleaved)

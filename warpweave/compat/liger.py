@@ -1,13 +1,17 @@
-"""The modules of Liger-Kernel, with its arguments, parameter names and meaning.
+"""The modules of Liger-Kernel, with the same arguments, parameter names and meaning.
 
     from warpweave.compat.liger import LigerRMSNorm      # was: from liger_kernel.transformers
 
-State dicts go both ways. What differs: every kernel here computes in float32 and rounds once, at
-the store, whatever `casting_mode` says (which tells Liger when to round, so that float32 and
-float64 are the same either way); losses are float32 for half-precision logits; no input is ever
-overwritten, so that `in_place` saves nothing; a mean over no label at all is 0; a `bias` of
-`LigerLayerNorm` that is asked for begins as 0, not at random. What a kernel cannot do raises
-ValueError naming the argument.
+State dicts can be loaded in both directions. The differences are:
+
+* Every kernel here computes in float32 and rounds once, at the store. `casting_mode`, which tells
+  Liger when to round, has no effect (nor would it matter for float32 and float64).
+* Losses are float32 for half-precision logits.
+* No input is ever overwritten, so `in_place` saves no memory.
+* A mean over zero labels is 0.
+* A requested `bias` of `LigerLayerNorm` starts at 0, not at random values.
+
+Anything that a kernel does not support raises ValueError naming the argument.
 """
 
 from __future__ import annotations
@@ -39,11 +43,12 @@ class LigerRMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dim.
 
     Args:
-        hidden_size, eps, offset: E; Gemma's offset is 1, with ``init_fn="zeros"``.
+        hidden_size, eps, offset: E, epsilon, and the offset, which is 1 for Gemma, with
+            ``init_fn="zeros"``.
         casting_mode: "llama", "gemma" or "none", see above.
-        init_fn: the weight begins as "ones" or "zeros".
-        in_place, row_mode: how Liger uses its memory and its blocks; no meaning here.
-        elementwise_affine: False has no weight, which counts as 1 - offset.
+        init_fn: initialization of the weight, "ones" or "zeros".
+        in_place, row_mode: Liger's use of memory and blocks; no effect here.
+        elementwise_affine: if False, there is no weight; it counts as 1 - offset.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class LigerRMSNorm(nn.Module):
         """x[..., E] -> y[..., E]."""
         if self.weight is None:
             scale = hidden_states.new_ones(self.hidden_size)
-        elif self.offset:  # 1.003 is no bfloat16
+        elif self.offset:  # 1.003 is not a bfloat16 number
             scale = self.weight.to(compute_dtype(self.weight)) + self.offset
         else:
             scale = self.weight
@@ -86,8 +91,8 @@ class LigerRMSNorm(nn.Module):
 class LigerLayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dim.
 
-    Like Liger's it has a `bias`, which is trained, whether one was asked for or not; it begins as
-    0, as that of `nn.LayerNorm` does.
+    Like Liger's, it always has a trained `bias`, whether or not one is requested. The bias starts
+    at 0, like that of `nn.LayerNorm`.
     """
 
     def __init__(
@@ -108,8 +113,11 @@ class LigerLayerNorm(nn.Module):
 
 
 class _GatedMLP(nn.Module):
-    """down_proj(act(gate_proj(x)) * up_proj(x)), no biases, of a config's hidden_size and
-    intermediate_size. One that is replaced, wrapped or hooked is called, not fused."""
+    """down_proj(act(gate_proj(x)) * up_proj(x)), without biases.
+
+    Sizes are the config's hidden_size and intermediate_size. A layer that is replaced, wrapped or
+    hooked is called instead of fused.
+    """
 
     _activation: str
     _names: tuple[str, ...]
@@ -129,8 +137,11 @@ class _GatedMLP(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x[..., E] -> y[..., E]. The kernel takes gate and up in one tensor, which is made anew
-        in every call: 2 F E elements copied beside 6 F E FLOPs for each token."""
+        """x[..., E] -> y[..., E].
+
+        The kernel expects gate and up in one tensor, which is created in every call. That copies
+        2 F E elements, compared with 6 F E FLOPs for each token.
+        """
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         if not all(fusable(module, nn.Linear) for module in (gate, up, down)):
             return down(self._act(gate(x)) * up(x))
@@ -153,8 +164,11 @@ class LigerSwiGLUMLP(_GatedMLP):
 
 
 class LigerGEGLUMLP(_GatedMLP):
-    """The gated MLP with GELU by its tanh approximation; ``hidden_act="gelu"``, which transformers
-    computes by erf, is refused, as Liger would take the approximation for it."""
+    """The gated MLP with the tanh approximation of GELU.
+
+    ``hidden_act="gelu"``, which transformers computes with erf, is refused, because Liger would use
+    the approximation for it.
+    """
 
     _activation, _names = "geglu", ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_tanh")
 
@@ -165,13 +179,13 @@ class LigerGEGLUMLP(_GatedMLP):
 
 @dataclass
 class CrossEntropyOutput:
-    """What a loss returns that was asked for more than itself; what was not asked for is None.
+    """A loss together with additional outputs; outputs that were not requested are None.
 
     Attributes:
         loss: 0-dim, or losses[N].
-        z_loss: never asked for here.
-        token_accuracy: the share of labels that have the largest logit, float32, 0-dim, whatever
-            the reduction; for "none" 1 or 0 of each token, 0 of ignored ones.
+        z_loss: always None here.
+        token_accuracy: the share of labels that have the largest logit, float32, 0-dim. For the
+            reduction "none", 1 or 0 for each token, and 0 for ignored ones.
         predicted_tokens: int64[N], the class of the largest logit, -1 for ignored tokens.
     """
 
@@ -182,7 +196,7 @@ class CrossEntropyOutput:
 
 
 class _Loss(nn.Module):
-    """The options of both losses."""
+    """Base class with the options of both losses."""
 
     return_token_accuracy: bool
     return_predicted_tokens: bool
@@ -205,7 +219,7 @@ class _Loss(nn.Module):
             raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
         if weight is not None and (label_smoothing or lse_square_scale):
             other = "label_smoothing" if label_smoothing else "lse_square_scale"
-            raise ValueError(f"class weights cannot be combined with {other}: the kernel has not")
+            raise ValueError(f"class weights cannot be combined with {other} in this kernel")
         if softcap is not None and not softcap > 0:
             raise ValueError(f"softcap must be positive or None, got {softcap}")
         self.ignore_index, self.lse_square_scale = ignore_index, lse_square_scale
@@ -215,8 +229,10 @@ class _Loss(nn.Module):
     def _returned(
         self, loss: Tensor, target: Tensor, predict: Callable[[], Tensor]
     ) -> Tensor | CrossEntropyOutput:
-        """The loss, with what else was asked for: `predict` finds the class of the largest logit of
-        every token."""
+        """Return the loss, with any requested outputs.
+
+        `predict` finds the class of the largest logit of every token.
+        """
         if not self.return_token_accuracy and not self.return_predicted_tokens:
             return loss
         with torch.no_grad():
@@ -241,11 +257,12 @@ class _Loss(nn.Module):
         }
 
     def _weighted(self, losses: Tensor, target: Tensor, weight: Tensor, classes: int) -> Tensor:
-        """losses[N] times the weight[V] of their class; the mean divides by the weights' sum."""
+        """Multiply losses[N] by the weight[V] of their class and reduce them.
+
+        The mean divides by the sum of the weights.
+        """
         if weight.shape != (classes,):
-            raise ValueError(
-                f"weight must be [{classes}], one of each class, got {[*weight.shape]}"
-            )
+            raise ValueError(f"weight must be [{classes}], one per class, got {[*weight.shape]}")
         valid = target != self.ignore_index
         scale = weight.to(losses.device, losses.dtype)[target.masked_fill(~valid, 0)] * valid
         losses = losses * scale
@@ -273,13 +290,13 @@ class LigerCrossEntropyLoss(_Loss):
     """Cross entropy of logits, with z-loss, label smoothing, softcap or class weights.
 
     Args:
-        weight: of the classes, [V]; not with `label_smoothing` or `lse_square_scale`.
-        ignore_index, label_smoothing, reduction: as `F.cross_entropy`.
-        lse_square_scale: every token also loses this times the square of its log-sum-exp.
-        softcap: logits become softcap * tanh(logits / softcap), in a copy of them, in float32.
-        return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput`, for which the
-            logits are read once more.
-        return_z_loss: refused, the kernel returns one sum.
+        weight: class weights [V]; not with `label_smoothing` or `lse_square_scale`.
+        ignore_index, label_smoothing, reduction: as for `F.cross_entropy`.
+        lse_square_scale: adds this factor times the square of the log-sum-exp to each token's loss.
+        softcap: logits become softcap * tanh(logits / softcap), in a float32 copy.
+        return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput`, which
+            requires reading the logits once more.
+        return_z_loss: not supported, because the kernel returns a single sum.
     """
 
     def __init__(
@@ -303,7 +320,7 @@ class LigerCrossEntropyLoss(_Loss):
         self.weight = weight
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        """logits[N, V] and labels int64[N] -> the loss, 0-dim, or losses[N]."""
+        """logits[N, V] and labels int64[N] -> the loss (0-dim) or losses[N]."""
         _check_labels(_input, target)
         if self.softcap is not None:
             _input = _input.to(compute_dtype(_input))
@@ -317,18 +334,18 @@ class LigerCrossEntropyLoss(_Loss):
 
 
 class LigerFusedLinearCrossEntropyLoss(_Loss):
-    """Cross entropy of the logits `_input lin_weight^T`, which are never held whole.
+    """Cross entropy of the logits `_input lin_weight^T`, which are never held all at once.
 
     Args:
-        ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction: as
+        ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction: as for
             `LigerCrossEntropyLoss` (`ce_weight` is its `weight`).
-        accum_dtype: of the weight's gradient while it is summed: always float32 here (float64 for
+        accum_dtype: dtype for summing the weight's gradient: always float32 here (float64 for
             float64); anything else is refused.
-        softcap: as for ``LigerCrossEntropyLoss``; some rows at a time, whose logits the backward
-            recomputes.
-        return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput`, for which the
-            logits are made once more, some rows at a time.
-        return_z_loss, use_token_scaling: refused.
+        softcap: as for ``LigerCrossEntropyLoss``, computed for some rows at a time; the backward
+            recomputes their logits.
+        return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput`, which
+            requires computing the logits once more, for some rows at a time.
+        return_z_loss, use_token_scaling: not supported.
     """
 
     def __init__(
@@ -362,8 +379,11 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
-        """lin_weight[V, E], hidden states[N, E], labels int64[N] and maybe a bias[V] -> the loss,
-        0-dim, or losses[N]. With a bias the weight is copied, to be one column wider."""
+        """lin_weight[V, E], hidden states[N, E], labels int64[N] and optionally a bias[V] -> the
+        loss (0-dim) or losses[N].
+
+        With a bias, the weight is copied to add a column.
+        """
         _check_labels(_input, target)
         if bias is not None:
             if bias.shape != lin_weight.shape[:1]:
@@ -390,8 +410,10 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
 
 
 def _largest(x: Tensor, weight: Tensor) -> Tensor:
-    """int64[N], the row of weight[V, E] that has the largest product with each of x[N, E]; 2^26
-    products at most are held at a time."""
+    """int64[N], the row of weight[V, E] that has the largest product with each row of x[N, E].
+
+    At most 2^26 products are held at a time.
+    """
     rows = x.split(max(1, 2**26 // len(weight)))
     return torch.cat([F.linear(part, weight.to(x.dtype)).argmax(1) for part in rows])
 
@@ -404,15 +426,15 @@ def liger_rotary_pos_emb(
     position_ids: Tensor | None = None,
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """q[B, H, S, D] and k[B, Hkv, S, D] rotated in pairs (i, i + D/2).
+    """Rotate q[B, H, S, D] and k[B, Hkv, S, D] in pairs (i, i + D/2).
 
     Args:
-        cos, sin: [S, D] or [1 or B, S, D], whose second half repeats the first, as transformers
-            makes them.
-        position_ids: unused here as there: cos and sin are those of the positions already.
-        unsqueeze_dim: where the heads stand: 1, or 2 for q[B, S, H, D] (as transformers means it).
+        cos, sin: [S, D] or [1 or B, S, D]; the second half of D repeats the first, as in
+            transformers.
+        position_ids: unused, as in Liger: cos and sin are already those of the positions.
+        unsqueeze_dim: the dim of the heads: 1, or 2 for q[B, S, H, D] (with transformers' meaning).
 
-    Returns both in q's layout. Raises ValueError on shapes that do not fit.
+    Returns both in q's layout. Raises ValueError for shapes that do not fit.
     """
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}")
@@ -430,7 +452,7 @@ def liger_rotary_pos_emb(
     tables = [table[..., : D // 2].flatten(0, 1) for table in (cos, sin)]
     if len(cos) == 1:
         q, k = apply_rope_qk(q, k, *tables)
-    else:  # samples with positions of their own: one after the other, as one sequence
+    else:  # each sample has its own positions: concatenate the samples to one sequence
         one = apply_rope_qk(*(x.flatten(0, 1)[None] for x in (q, k)), *tables)
         q, k = (y.view(B, S, *y.shape[2:]) for y in one)
     return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)

@@ -1,9 +1,8 @@
 """LoRA adapters on a model that is spread over ranks: y = W x + s B A x, before or after `apply`.
 
-peft puts a wrapper with the layers A[r, E] and B[F, r] around a linear layer W. Both stay whole,
-plain tensors on every rank. A rank computes with the part that fits its part of W, and gradients
-are summed, so that every rank has the whole ones (tp: tensor ranks, t: ranks that share the
-tokens)::
+peft puts a wrapper with the layers A[r, E] and B[F, r] around a linear layer W. Both remain whole,
+plain tensors on every rank. A rank computes with the part that matches its part of W. Gradients are
+summed, so every rank has the whole gradients (tp: tensor ranks, t: ranks that share the tokens)::
 
     W               A x                                 B                       sums of A    of B
     column, x R     h = A x, of all tokens              its rows                tp, t        tp, t
@@ -12,8 +11,8 @@ tokens)::
     vocabulary      as on one device                    as on one device        none         none
     not sharded     of its tokens                       of its tokens           t            t
 
-"x R" are columns whose module has copied or gathered x for all of them, "x I" the others.
-Adapters of other kinds, and LoRA's variants that need all of W (DoRA), are refused by name.
+"x R" marks columns whose module has copied or gathered x for all of them, "x I" the other columns.
+Other kinds of adapters, and variants of LoRA that need all of W (DoRA), are refused by name.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ _BASES = (nn.Linear, Conv1D, nn.Embedding)
 
 
 class ShardedLayer(NamedTuple):
-    """The sharding of a layer over tensor ranks; a fact of the layer.
+    """The sharding of a layer over tensor ranks; a fact of the layer (`changes`).
 
     Attributes:
         kind: "column", "row" or "vocabulary" (the embedding and the head).
-        tokens: of x[B, S, E].
-        inside: the enclosing module has gathered x already.
-        blocks: equal blocks of output features, each of which is sharded.
+        tokens: the tokens of x[B, S, E].
+        inside: the enclosing module has already gathered x.
+        blocks: number of equal blocks of output features, each of which is sharded.
     """
 
     kind: str
@@ -65,7 +64,7 @@ class _Entered(NamedTuple):
     parts: list[Any]
 
 
-# ---------------------------------------------------------------- 1. finding them
+# ---------------------------------------------------------------- 1. finding adapters
 
 
 def is_wrapper(module: Any) -> bool:
@@ -75,12 +74,12 @@ def is_wrapper(module: Any) -> bool:
 
 
 def wrapped(module: Any) -> Any:
-    """The layer that an adapter wraps; any other module itself."""
+    """The layer that an adapter wraps; for any other module, the module itself."""
     return module.base_layer if is_wrapper(module) else module
 
 
 def plain_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and those below it, without adapters; for a wrapper, the layer that it wraps."""
+    """Yield a module and its submodules without adapters; a wrapper yields the wrapped layer."""
     module = wrapped(module)
     yield module
     for child in module.children():
@@ -101,7 +100,7 @@ def takes_gathered(column: nn.Module) -> bool:
 
 @contextmanager
 def taken_out(model: nn.Module) -> Iterator[None]:
-    """Put every wrapped layer in its wrapper's place, until the context ends."""
+    """Replace every wrapper by the layer it wraps, within the context."""
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -123,7 +122,7 @@ def adapted(model: nn.Module) -> set[nn.Module]:
 
 
 def _adapters_in(wrapper: Any) -> list[Any]:
-    """The identity of a wrapper's adapters: layers A, or an embedding's names of parameters."""
+    """The identity of a wrapper's adapters: their layers A, or an embedding's parameter names."""
     modules = wrapper._modules
     found = [*getattr(modules.get("lora_A"), "_modules", {}).values()]
     return found + [*getattr(modules.get("lora_embedding_A"), "_parameters", {})]
@@ -136,12 +135,12 @@ def enter(wrapper: Any, name: str, tp: Any, shared: Groups) -> list[tuple[str, n
     """Let a wrapper's adapters compute over ranks.
 
     Args:
-        name: of the wrapper, for errors.
+        name: the name of the wrapper, for errors.
         tp: the tensor ranks, or None.
-        shared: the groups whose ranks have different tokens where the wrapper is.
+        shared: the groups whose ranks have different tokens at the wrapper.
 
     Returns the adapters' parameters with their names. Raises ValueError, naming the wrapper and the
-    reason, for adapters that are not computed by A and B alone.
+    reason, for adapters that do not compute only B A x.
     """
     base = wrapped(wrapper)
     _check_lora(wrapper, name)
@@ -167,13 +166,13 @@ def _check_lora(wrapper: Any, name: str) -> None:
     plain = all(isinstance(part, nn.ModuleDict) for part in parts)  # AdaLoRA's hold parameters
     if not plain or any(type(layer) is not nn.Linear for part in parts for layer in part.values()):
         raise ValueError(
-            f"{name}: {kind} of {type(wrapper).__module__} does not compute B A x, and only LoRA "
+            f"{name}: {kind} of {type(wrapper).__module__} does not compute B A x, but only LoRA "
             "works over ranks: remove this adapter, or merge it before apply(mesh=...)"
         )
     if not hasattr(wrapper, "lora_variant"):
         raise ValueError(
-            f"{name}: {kind} has no lora_variant, which tells LoRA from its variants: install the "
-            "peft of constraints.txt"
+            f"{name}: {kind} has no lora_variant, which distinguishes LoRA from its variants: "
+            "install the version of peft in constraints.txt"
         )
     for adapter, variant in wrapper.lora_variant.items():
         raise ValueError(
@@ -188,7 +187,7 @@ def check_dropout(module: Any, name: str) -> None:
     """Raise ValueError if a module draws dropout, which ranks would draw differently."""
     p = 0.0 if isinstance(module, nn.Identity) else getattr(module, "p", "of an unknown kind")
     if p != 0:
-        raise ValueError(f"{name}: dropout {p} is not drawn over ranks: set it to 0")
+        raise ValueError(f"{name}: dropout {p} is not supported over ranks: set it to 0")
 
 
 def _hook_first(a: nn.Module, cut: ShardedLayer | None, tp: Any, shared: Groups) -> list[Any]:
@@ -240,11 +239,12 @@ def _gather_taken(tokens: Tokens, tp: Any, b: nn.Module, args: tuple) -> tuple:
     return (copy_to(h, tp) if tokens.dim(b, h) is None else all_gather(h, tp, dim=1),)
 
 
-# ---------------------------------------------------------------- 3. whole numbers
+# ---------------------------------------------------------------- 3. whole tensors
 
 
 def _put_together(base: Any, a: Any, b: Any, name: str) -> None:
-    """Join the ranks' parts of an adapter that peft made as wide as a rank's part of the weight."""
+    """Join the ranks' parts of an adapter if peft made it only as wide as a rank's part of the
+    weight."""
     out = out_features(base)
     width = base.weight.numel() // out
     for p, dim, size in ((a.weight, 1, width), (b.weight, 0, out), (b.bias, 0, out)):
@@ -266,7 +266,7 @@ def _put_together(base: Any, a: Any, b: Any, name: str) -> None:
 
 
 def _replicated_delta(wrapper: Any, adapter: str) -> torch.Tensor:
-    """s B A, replicated on the ranks of the sharded weight to which `merge` adds it."""
+    """s B A, replicated on the ranks of the sharded weight, to which `merge` adds it."""
     delta = type(wrapper).get_delta_weight(wrapper, adapter)
     mesh = wrapped(wrapper).weight.device_mesh
     return DTensor.from_local(delta, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -1,8 +1,8 @@
-"""Arguments that transformers passes between modules: found, or refused.
+"""Recognition of the arguments that transformers passes between modules.
 
 transformers renames arguments (`past_key_values` became `cache` in 5.24) and passes some of them by
-position (GPT-2's cache), so a missing name proves nothing. Arguments are found by their type, and
-unknown ones are refused.
+position (GPT-2's cache), so a missing name proves nothing. We recognize arguments by their type,
+and refuse unknown ones.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import transformers
 from torch import nn
 from transformers import Cache, PretrainedConfig
 
-_CACHES = ("cache", "past")  # words in the names of arguments that hold keys and values
+_CACHES = ("cache", "past")  # parts of the names of arguments that hold keys and values
 _PLAIN = (bool, int, float, str, torch.Tensor, torch.dtype, torch.device, PretrainedConfig)
-_PART = "_warpweave_part"  # on a cache that holds the keys of some of the tokens
+_PART = "_warpweave_part"  # set on a cache that holds the keys of only some tokens
 
 
 def cache_of(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Cache | None:
@@ -47,12 +47,12 @@ def _may_be_cache(name: str, value: Any) -> bool:
 
 
 def note_part(cache: Cache) -> None:
-    """Record that a cache receives the keys of this rank's tokens only."""
+    """Record that a cache receives only the keys of this rank's tokens."""
     setattr(cache, _PART, True)
 
 
 def check_whole(module: nn.Module, cache: Cache | None) -> None:
-    """Raise ValueError if a cache holds the keys of some of the tokens."""
+    """Raise ValueError if a cache holds the keys of only some tokens."""
     if cache is not None and hasattr(cache, _PART):
         raise ValueError(
             f"{type(module).__name__}: this cache was filled under gradients, and holds only this "
@@ -66,9 +66,9 @@ def unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
 
 
 def own(owner: Any, name: str) -> Any:
-    """An attribute that an object or a class of transformers must have.
+    """Return an attribute that an object or a class of transformers must have.
 
-    Raises ValueError if it is absent: after a renaming, a default would be silently wrong.
+    Raises ValueError if it is missing. After a renaming, a default would be silently wrong.
     """
     try:
         return getattr(owner, name)
@@ -76,5 +76,5 @@ def own(owner: Any, name: str) -> Any:
         kind = owner if isinstance(owner, type) else type(owner)
         raise ValueError(
             f"{kind.__name__} of transformers {transformers.__version__} has no {name}, "
-            "which warpweave.hf reads: install a version that docs/install.md names"
+            "which warpweave.hf reads: install a version that docs/install.md lists"
         ) from None

@@ -1,7 +1,7 @@
-"""Attention as transformers' models call it, by `kernels.attention`.
+"""The attention function that transformers' models call, computed by `kernels.attention`.
 
-`attention_forward` and `mask.make_mask` are registered under one name, because a model whose
-attention is registered without its mask is given none, and silently ignores padding.
+`attention_forward` and `mask.make_mask` are registered under the same name. If only the attention
+were registered, a model would get no mask and silently ignore padding.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from warpweave.parallel.context.attention import (
 from warpweave.parallel.layout import SequenceLayout
 
 NAME = "warpweave"
-# What transformers' eager attention ignores. Any other argument (a bias of the scores, a choice
-# among keys, a paged cache, or one that a new version of transformers adds) is refused.
+# Arguments that transformers' eager attention ignores. Any other argument (a bias of the scores, a
+# selection of keys, a paged cache, or one that a new version of transformers adds) is refused.
 _IGNORED = (
     "position_ids", "cache_position", "use_cache", "return_dict", "deterministic", "logits_to_keep",
     "output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
 )  # fmt: skip
-_WEIGHTS = {"attentions", "cross_attentions"}  # among what transformers collects of a forward
+_WEIGHTS = {"attentions", "cross_attentions"}  # outputs that transformers may collect in a forward
 
 
 class Across(NamedTuple):
-    """How the sequence of a module's call lies on ranks, each of which attends its own rows: as
-    `context_attention` takes it. A fact of the module."""
+    """The distribution of a call's sequence over ranks, as arguments of `context_attention`.
+
+    Each rank attends with its own rows. A fact of the module (`changes`).
+    """
 
     layout: SequenceLayout
     group: ContextGroup
@@ -51,8 +53,10 @@ class Across(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A fact of a module whose heads or tokens are on several ranks, which draw dropout separately
-    and so may not have any."""
+    """A fact of a module whose heads or tokens are on several ranks.
+
+    The ranks would draw dropout separately, so the module must not have any.
+    """
 
 
 class Named(NamedTuple):
@@ -63,7 +67,7 @@ class Named(NamedTuple):
 
 
 class _Watched(NamedTuple):
-    """Who is told of a module's calls, see `watched`."""
+    """The function that observes a module's calls, see `watched`."""
 
     watch: Callable
 
@@ -84,21 +88,21 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """o[B, Sq, Hq, D] of query[B, Hq, Sq, D], key[B, Hkv, Sk, D] and value[B, Hkv, Sk, Dv].
 
-    The mask says what is visible, also the window: as for transformers' eager attention,
-    `sliding_window` says nothing more. Dropout draws from torch's CPU generator one seed per call.
+    The mask determines what is visible, including the window; `sliding_window` is ignored, as in
+    transformers' eager attention. Dropout draws one seed per call from torch's CPU generator.
 
-    Raises ValueError, naming the module, on what the kernel cannot do: an argument that it does not
-    know (a bias of the scores, a paged cache), a mask that `make_mask` did not make, attention
-    weights as an output, dropout in a module that is `Shared`.
+    Raises ValueError, naming the module, for anything that the kernel does not support: an unknown
+    argument (a bias of the scores, a paged cache), a mask that `make_mask` did not make, attention
+    weights as an output, or dropout in a `Shared` module.
     """
     name = type(module).__name__
     asked = unknown(rest, _IGNORED)
     if rest.get("output_attentions") or _WEIGHTS & requested():
-        asked.append("output_attentions (set_attn_implementation('eager') has)")
+        asked.append("output_attentions (use set_attn_implementation('eager'))")
     if asked:
-        raise ValueError(f"{name}: warpweave attention has no {', '.join(asked)}")
+        raise ValueError(f"{name}: warpweave attention does not support {', '.join(asked)}")
     if dropout and known(module, Shared) is not None:
-        raise ValueError(f"{name}: attention dropout is not drawn over ranks: set it to 0")
+        raise ValueError(f"{name}: attention dropout is not supported over ranks: set it to 0")
     across = known(module, Across)
     visible = _visible(module, query, key, attention_mask, is_causal, across)
     simple = across is None and softcap is None and s_aux is None and not dropout
@@ -129,7 +133,7 @@ def attention_forward(
 
 
 def _is_torchs(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether our attention without a mask would call torch's own operator, and nothing else."""
+    """Return True if our attention, without a mask, would only call torch's own operator."""
     if torch.compiler.is_compiling() or always_ours():
         return False
     return query.is_cpu and query.dtype in WIDE and query.shape[-1] == value.shape[-1]
@@ -143,7 +147,8 @@ def _attend_plainly(
     visible: Visible,
     scaling: float | None,
 ) -> torch.Tensor:
-    """By torch's own operator, with the mask, of a `few` numbers, written out for all layers."""
+    """Attention by torch's own operator. The mask, of a `few` elements, is written out once for all
+    layers."""
     seen = None
     if mask is not None:
         if mask.seen is None:
@@ -165,30 +170,30 @@ def _visible(
     is_causal: bool | None,
     across: Across | None,
 ) -> Visible:
-    """What the queries of this call see."""
+    """The keys that the queries of this call see."""
     Sq, Sk, name = query.shape[2], key.shape[2], type(module).__name__
     if across is not None:
         Sq, Sk = Sq * across.layout.parts, Sk * across.layout.parts
     if mask is None:
-        # transformers' own default; after a renaming, `apply` would find that encoders differ.
+        # transformers' own default. After a renaming, `apply` would detect that encoders differ.
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(causal) and Sq > 1
         if causal and Sq != Sk:
             raise ValueError(
-                f"{name}: warpweave attention got {Sq} queries, {Sk} keys and no mask that says "
-                "where they stand"
+                f"{name}: warpweave attention got {Sq} queries and {Sk} keys, but no mask that "
+                "gives their positions"
             )
         return Visible(causal, None, None, (0, Sq), (0, Sk))
     if not isinstance(mask, Mask):
         raise ValueError(
-            f"{name}: warpweave attention takes masks that transformers makes from attention_mask "
-            f"or position_ids, not a mask {[*mask.shape]} of one's own or with a bias in it: "
+            f"{name}: warpweave attention needs a mask that transformers makes from attention_mask "
+            f"or position_ids, but got a mask {[*mask.shape]} of your own or with a bias in it: "
             "use model.set_attn_implementation('sdpa')"
         )
     visible = mask.visible
     if (visible.q_run[1], visible.k_run[1]) != (Sq, Sk):
         raise ValueError(
-            f"{name}: warpweave attention got {Sq} queries and {Sk} keys, but a mask of "
+            f"{name}: warpweave attention got {Sq} queries and {Sk} keys, but a mask for "
             f"{visible.q_run[1]} and {visible.k_run[1]}"
         )
     return visible
@@ -196,9 +201,10 @@ def _visible(
 
 @contextmanager
 def watched(model: nn.Module, watch: Callable) -> Iterator[None]:
-    """Meanwhile `watch(module, q, k, v, o, sinks)` is told of every call of `attention_forward` by
-    a module of the model: heads as the kernel takes them, [B, S, H, D], and [H] or None. One
-    watches at a time.
+    """Call `watch(module, q, k, v, o, sinks)` for every call of `attention_forward` in the context.
+
+    Only calls by modules of the model count. Heads have the kernel's layout, [B, S, H, D]; sinks
+    are [H] or None. There can be only one watcher at a time.
     """
     modules = list(model.modules())
     for module in modules:
@@ -212,7 +218,7 @@ def watched(model: nn.Module, watch: Callable) -> Iterator[None]:
 
 @contextmanager
 def callers(model: nn.Module) -> Iterator[dict[nn.Module, None]]:
-    """The modules of a model that call `attention_forward` meanwhile, in their order."""
+    """Collect the modules of a model that call `attention_forward` in the context, in order."""
     found: dict[nn.Module, None] = {}
     with watched(model, lambda module, *_: found.setdefault(module)):
         yield found

@@ -1,8 +1,8 @@
-"""The record of changes on a module of another library: its previous attributes, to undo them.
+"""Record of changes to a module of another library, used to undo them.
 
-The record is the attribute `_warpweave` of the module. It holds data and no closure, so that a deep
-copy of a module has its own record. Its facts are what replaced forwards need to know about their
-module, at most one per class: `note`, `known` and `forget` write, read and remove one.
+The record is the attribute `_warpweave` of the module. It holds data and no closures, so a deep
+copy of a module has its own record. It also holds facts that replaced forwards need to know about
+their module, at most one per class. `note`, `known` and `forget` write, read and remove a fact.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ _Fact = TypeVar("_Fact")
 
 @dataclass
 class Changes:
-    """What was changed on one module.
+    """The changes to one module.
 
     Attributes:
-        before: (owner, name, value) of attributes that were set, of the module or of what belongs
-            to it, as its configuration; the value in a tuple, which is empty where there was none.
+        before: (owner, name, value) for attributes that were set, on the module or an object that
+            belongs to it, such as its configuration. The previous value is in a tuple, which is
+            empty if there was none.
         hooks: the handles of hooks.
-        facts: by their class.
+        facts: the facts, by their class.
     """
 
     before: list[tuple[Any, str, tuple]] = field(default_factory=list)
@@ -32,7 +33,7 @@ class Changes:
     facts: dict[type, Any] = field(default_factory=dict)
 
     def remember(self, owner: Any, name: str) -> None:
-        """Remember an attribute's value for `undo`, unless one is remembered already."""
+        """Remember an attribute's value for `undo`, unless a value is already remembered."""
         if not any(known is owner and other == name for known, other, _ in self.before):
             value = (owner.__dict__[name],) if name in owner.__dict__ else ()
             self.before.append((owner, name, value))
@@ -43,7 +44,7 @@ class Changes:
         owner.__dict__[name] = value
 
     def restore(self, owner: Any, name: str) -> None:
-        """Put one attribute back."""
+        """Restore one attribute."""
         for entry in self.before:
             if entry[0] is owner and entry[1] == name:
                 self.before.remove(entry)
@@ -53,7 +54,7 @@ class Changes:
                 return
 
     def undo(self) -> None:
-        """Remove the hooks and put every attribute back."""
+        """Remove the hooks and restore every attribute."""
         for hook in self.hooks:
             hook.remove()
         for owner, name, _ in list(self.before):
@@ -61,30 +62,30 @@ class Changes:
 
 
 def changes_of(module: nn.Module) -> Changes:
-    """The record of a module, an empty one if it has none yet."""
+    """The record of a module; create an empty one if it has none."""
     return module.__dict__.setdefault(NAME, Changes())
 
 
 def undo(module: nn.Module) -> None:
-    """Undo all changes of a module, if there are any, and remove the record."""
+    """Undo all changes to a module, if there are any, and remove its record."""
     changes: Changes | None = module.__dict__.pop(NAME, None)
     if changes is not None:
         changes.undo()
 
 
 def note(module: nn.Module, fact: Any) -> None:
-    """Record a fact about a module, replacing one of the same class."""
+    """Record a fact about a module, replacing any of the same class."""
     changes_of(module).facts[type(fact)] = fact
 
 
 def known(module: nn.Module, kind: type[_Fact]) -> _Fact | None:
-    """The fact of a class about a module, or None."""
+    """The fact of a given class about a module, or None."""
     changes: Changes | None = module.__dict__.get(NAME)
     return None if changes is None else changes.facts.get(kind)
 
 
 def forget(module: nn.Module, kind: type) -> None:
-    """Remove the fact of a class, and with the last one a record without changes."""
+    """Remove the fact of a given class, and the record if that leaves it empty."""
     changes: Changes | None = module.__dict__.get(NAME)
     if changes is not None:
         changes.facts.pop(kind, None)

@@ -1,19 +1,19 @@
 """Modules and parameters that enter a spread model after `apply`: summed over ranks, or refused.
 
-Layers see some of the tokens or some of the heads, so the gradient of each parameter in them must
-be summed over the ranks that see the others. `apply` installs these sums in modules that are there.
-A `Watch` compares modules, names of parameters, hooks and forwards of the layers before each
-forward. If they are different,
+A layer sees only some of the tokens or heads, so the gradient of each parameter in it must be
+summed over the ranks that see the others. `apply` installs these sums in existing modules. A
+`Watch` compares modules, parameter names, hooks and forwards of the layers before each forward. If
+they have changed,
 
     hooks, forwards     that would see a part are refused, see `untouched`
     adapters            compute over ranks, see `adapters`
     other modules       get the sums of their place, except inside a module that is sharded over tp
-    everything else     as a parameter that is used outside of its module: a walk through the
-                        autograd graph of the next training forward finds those whose gradient
-                        would not be that of one device, and they are refused by name
+    everything else     such as a parameter that is used outside its module: a walk through the
+                        autograd graph of the next training forward finds parameters whose gradient
+                        would differ from that on one device, and refuses them by name
 
 The comparison reads a dozen attributes per module, and nothing waits for a device. It runs outside
-of compiled graphs.
+compiled graphs.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from warpweave.hf.untouched import Untouched
 from warpweave.layers.sharding.dtensor import Groups, check_alike, sums_of, use_local
 from warpweave.parallel.collectives import copy_to, gather, moved_by, scatter
 
-_Reentrant = CheckpointFunction._backward_cls  # whose graph is made in the backward pass
+_Reentrant = CheckpointFunction._backward_cls  # it builds its graph in the backward pass
 
 
 class Watch:
-    """Watches the layers of a spread model; a fact of the model.
+    """Watch the layers of a spread model; a fact of the model (`changes`).
 
     Args:
-        model: the model, spread.
+        model: the spread model.
         layers: its layers, in order.
         parts: the modules that are sharded over tensor ranks, or over tokens.
     """
@@ -66,8 +66,8 @@ class Watch:
         self.dropouts: dict[Any, str] = {}
         self.names: dict[int, str] = {}  # of parameters, by their id
         self.seen: list[Any] = []
-        self.entered = False  # whether the layers have changed since `look`
-        self.unchecked = False  # whether the forward that runs is walked through
+        self.entered = False  # True if the layers have changed since `look`
+        self.unchecked = False  # True if the graph of the current forward must be walked through
         self.columns: list[Any] = []  # nodes at which a walk from a row ends
         self.last: Any = None  # the handle of `_last`
         for part in parts if self.tp is not None else ():
@@ -80,16 +80,16 @@ class Watch:
                 changes_of(column).hooks += hooks
 
     def begin(self, untouched: Untouched) -> None:
-        """Compare before each forward from now on, when `apply` has changed all modules."""
+        """Start to compare before each forward. Call this after `apply` has changed all modules."""
         self.untouched, stack = untouched, untouched.stack
-        # A wrapper, as peft's, calls the model's forward, and passes over hooks of the model.
+        # A wrapper such as peft's calls the model's forward directly and skips the model's hooks.
         first = stack if stack is not self.model else self.layers[0]
         changes_of(first).hooks.append(first.register_forward_pre_hook(self._first))
 
-    # ------------------------------------------------------------ 1. what is there
+    # ------------------------------------------------------------ 1. the current modules
 
     def look(self) -> None:
-        """Let what has entered compute over ranks, or raise ValueError with its name."""
+        """Let new modules compute over ranks, or raise ValueError with their name."""
         entered: list[tuple[str, nn.Parameter]] = []
         inside = {m for layer in self.layers for m in layer.modules()}
         names = {m: n for n, m in self.model.named_modules()}
@@ -127,12 +127,12 @@ class Watch:
                     )
 
     def _sum(self, module: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
-        """Sum the gradients of a module's parameters that are new; their names and themselves."""
+        """Sum the gradients of a module's new parameters; return (name, parameter) for each."""
         for buffer, value in module._buffers.items():
             if isinstance(value, DTensor):
                 raise ValueError(
-                    f"{name}.{buffer}: made of a parameter that ranks share, as by pruning: make "
-                    "it permanent (prune.remove) before apply(mesh=...)"
+                    f"{name}.{buffer}: computed from a parameter that ranks share (by pruning, for "
+                    "example): make it permanent (prune.remove) before apply(mesh=...)"
                 )
         sums = sums_of(module)
         new = [n for n, p in module._parameters.items() if p is not None and n not in sums]
@@ -145,8 +145,8 @@ class Watch:
         return found
 
     def _signature(self) -> list[Any]:
-        """Everything whose change shows that something entered: modules of the layers, names of
-        parameters and their requires_grad, hooks and forwards."""
+        """Everything that changes if something enters: modules of the layers, parameter names and
+        their requires_grad, hooks and forwards."""
         found: list[Any] = []
         rest = [*self.layers]
         while rest:
@@ -160,7 +160,7 @@ class Watch:
             rest += (child for child in own["_modules"].values() if child is not None)
         return found
 
-    # ------------------------------------------------------------ 2. in every call
+    # ------------------------------------------------------------ 2. during every call
 
     @torch.compiler.disable
     def adapt(self, wrapper: Any) -> bool:
@@ -172,7 +172,7 @@ class Watch:
 
     @torch.compiler.disable
     def _first(self, module: nn.Module, args: tuple) -> None:
-        """Compare before a forward: a pre-hook of the layers' caller, or of the first layer."""
+        """Compare before a forward (pre-hook of the layers' caller, or of the first layer)."""
         self.untouched.check_outside()
         self.layers = self.untouched.layers_now()
         self.columns = []
@@ -193,7 +193,7 @@ class Watch:
                 check_dropout(module, name)
 
     def _hook_last(self) -> None:
-        """Let `_last` be the last hook of the last layer, behind those that have entered."""
+        """Make `_last` the last hook of the last layer, after those that have entered."""
         if self.last is not None:
             self.last.remove()
         layer = self.layers[-1]
@@ -202,7 +202,7 @@ class Watch:
 
     @torch.compiler.disable
     def _last(self, layer: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
-        """A hook of the last layer, whose forward has gathered the tokens."""
+        """Hook of the last layer, whose forward has gathered the tokens."""
         if not self._walks():
             return
         inside = any(x.is_leaf and x.requires_grad for x in _tensors_in((args, kwargs)))
@@ -217,31 +217,31 @@ class Watch:
 
     @torch.compiler.disable
     def _enter_column(self, column: nn.Module, args: tuple) -> None:
-        """A pre-hook of a column-parallel layer."""
+        """Pre-hook of a column-parallel layer."""
         if self._walks() and adapters.takes_gathered(column):
             self._refuse(_nodes_inside(args, self.tp, ()))
 
     @torch.compiler.disable
     def _leave_column(self, column: nn.Module, args: tuple, y: torch.Tensor) -> None:
-        """A hook of a column-parallel layer."""
+        """Hook of a column-parallel layer."""
         if self._walks():
             self.columns.append(y.grad_fn)
 
     @torch.compiler.disable
     def _enter_row(self, row: nn.Module, args: tuple) -> None:
-        """A pre-hook of a row-parallel layer."""
+        """Pre-hook of a row-parallel layer."""
         if self._walks():
             self._refuse(_nodes_inside(args, self.tp, self.columns))
             self.columns = []
 
     def _walks(self) -> bool:
-        """True while the running forward's graph is walked through."""
+        """Return True if the graph of the current forward must be walked through."""
         return self.unchecked and torch.is_grad_enabled()
 
-    # ------------------------------------------------------------ 3. what no sum reaches
+    # ------------------------------------------------------------ 3. gradients without a sum
 
     def _refuse(self, nodes: Iterator[tuple[Any, frozenset]]) -> None:
-        """Raise ValueError if a parameter of these nodes does not get the gradient of one
+        """Raise ValueError if a parameter of these nodes would not get the same gradient as on one
         device."""
         for node, wrong in nodes:
             leaf = getattr(node, "variable", None)
@@ -249,8 +249,8 @@ class Watch:
                 continue
             name = self.names.get(id(leaf), f"a parameter {[*leaf.shape]} that is not the model's")
             raise ValueError(
-                f"{name}: its gradient would not be that of all tokens and heads, because it is "
-                "used outside its own module's forward (by a hook, pruning, a weight norm): remove "
+                f"{name}: its gradient would not include all tokens and heads, because it is used "
+                "outside its own module's forward (by a hook, pruning, a weight norm): remove "
                 "that, or call warpweave.hf.revert first"
             )
 
@@ -258,8 +258,8 @@ class Watch:
 def _nodes_between(out: Any, groups: Groups) -> Iterator[tuple[Any, frozenset]]:
     """The autograd nodes behind a layer's `out`, which holds all tokens.
 
-    Each comes with the groups over whose ranks its gradient would be wrong: it receives a part of
-    it, or receives all of it and sums it.
+    Each comes with the groups over which its gradient would be wrong, because it either receives
+    only a part of the gradient, or receives all of it and sums it.
     """
     done: set[tuple[Any, frozenset]] = set()
     rest: list[tuple[Any, frozenset]] = [(x.grad_fn, frozenset()) for x in _tensors_in(out)]
@@ -297,7 +297,7 @@ def _nodes_inside(x: Any, tp: Any, stops: Collection[Any]) -> Iterator[tuple[Any
 
 
 def _is_of_leaf(node: Any) -> bool:
-    """Return True if a node's input is computed from one leaf alone, not from activations."""
+    """Return True if a node's input is computed from a single leaf, not from activations."""
     while len(node.next_functions) == 1:
         node = node.next_functions[0][0]
     return hasattr(node, "variable")

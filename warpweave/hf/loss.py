@@ -1,21 +1,21 @@
-"""Head and loss of a causal language model, fused: its logits are never held in training.
+"""Fused head and loss of a causal language model; logits are never held in training.
 
-The model's own forward runs unchanged. When it calls its head, the hidden states are saved and a
-tensor on the meta device, without memory, is returned in place of the logits; when it calls its
-loss function with that, `vocab_parallel_linear_cross_entropy` computes the loss from the hidden
-states and the head's weight, on one rank or several. Anything else that a forward does with logits
-raises an error on the meta device.
+The model's own forward runs unchanged. When it calls its head, the hidden states are saved, and a
+meta tensor, which has no memory, is returned instead of the logits. When it calls its loss function
+with that tensor, `vocab_parallel_linear_cross_entropy` computes the loss from the hidden states and
+the head's weight, on one rank or several. Anything else that a forward does with the logits raises
+an error on the meta device.
 
-What a model does to its logits, a factor or a softcap, was determined when `apply` compared both
-(`find_loss_form`), with the fields and numbers that it read; the factor is applied to the hidden
-states, and with a softcap blocks of rows are recomputed in the backward pass. A bias and LoRA's
-two matrices become more columns of the hidden states and of the weight: [x, 1, A x] [W, b, B]^T.
+A model may multiply its logits by a factor or apply a softcap. `apply` determines this when it
+compares both forwards (`find_loss_form`), with the fields and numbers that the model read. The
+factor is applied to the hidden states. With a softcap, blocks of rows are recomputed in the
+backward pass. A bias and LoRA's two matrices become additional columns of the hidden states and of
+the weight: [x, 1, A x] [W, b, B]^T.
 
-Fused: in training mode, with `labels`, under gradients, as long as the model's loss function is
-that of transformers and what it does to its logits is what it did. There `logits` is None in what
-the model returns; pass `return_logits=True`, or evaluate (`model.eval()`), and Hugging Face's
-forward runs.
-The mean over no label at all is 0 here, NaN there.
+The loss is fused in training mode, with `labels`, under gradients, as long as the model still has
+transformers' loss function and treats its logits as before. In this case, `logits` is None in the
+model's output. To run Hugging Face's forward, pass `return_logits=True` or evaluate
+(`model.eval()`). The mean over zero labels is 0 here, but NaN in Hugging Face's forward.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class LossForm(NamedTuple):
 
     Attributes:
         model: the model's class.
-        live: what its forward may read of the model and change nothing, the children with it.
-        fields: what its forward read of its configuration.
+        live: attributes of the model that its forward may read without effect on the loss, and its
+            children.
+        fields: the fields of the configuration that its forward read.
     """
 
     factor: float = 1.0
@@ -68,20 +69,21 @@ class LossForm(NamedTuple):
         return "linear_cross_entropy" + more
 
 
-# Numbers of a model that its forward hands on, or that only say what else it returns: beginnings.
+# Prefixes of a model's numbers that its forward only passes on, or that select other outputs.
 _LIVE = ("vocab_size", "output_", "use_cache", "return_dict", "use_return_dict")
 
 
-# ---------------------------------------------------------------- 1. what a head is
+# ---------------------------------------------------------------- 1. the head
 
-_Columns = list[tuple[torch.Tensor, torch.Tensor]]  # more of x and more of W
+_Columns = list[tuple[torch.Tensor, torch.Tensor]]  # additional columns of x and of W
 
 
 def head_terms(head: Any) -> Callable | None:
-    """x -> (x', W') with head(x) = x' W'^T, of a linear layer, or one under peft's LoRA; else None.
+    """x -> (x', W') with head(x) = x' W'^T, for a linear layer, with or without peft's LoRA.
 
-    Call it before the head is caught: a caught one is no plain linear layer. Returns None also for
-    a head that somebody hooked, whose hooks must see logits.
+    Returns None for any other head, and for a head with hooks of other code, which must see logits.
+    Call this before the head's forward is replaced, because the head then is not a plain linear
+    layer.
     """
     if not torch.compiler.is_compiling() and seen.hooked_everywhere():
         return None
@@ -94,7 +96,7 @@ def head_terms(head: Any) -> Callable | None:
         return None
     names = [n for n in head.active_adapters if n in lora]
     layers = [layer for n in names for layer in (lora[n], head.lora_B[n])]
-    variants = getattr(head, "lora_variant", names)  # DoRA and the like; not known is one, too
+    variants = getattr(head, "lora_variant", names)  # such as DoRA; if missing, assume a variant
     if head.merged or head.disable_adapters or any(n in variants for n in names):
         return None
     plain = all(is_plain_linear(x) or (_is_cut(base) and _is_untouched(x)) for x in layers)
@@ -112,7 +114,7 @@ def head_terms(head: Any) -> Callable | None:
 
 
 def _is_linear(head: Any) -> bool:
-    """Whether a head is a plain linear layer, or one whose rows are sharded."""
+    """Return True if a head is a plain linear layer, or one whose rows are sharded."""
     return isinstance(head, nn.Linear) and (is_plain_linear(head) or _is_cut(head))
 
 
@@ -122,14 +124,14 @@ def _is_cut(head: Any) -> bool:
 
 
 def _is_untouched(linear: Any) -> bool:
-    """Return True if nobody else put a hook or a forward on a linear layer over ranks."""
+    """Return True if no other code put a hook or a forward on a linear layer over ranks."""
     own = linear.__dict__.get("forward")
     touched = seen.hooked(linear) is not None or (own is not None and seen.is_from_outside(own))
     return type(linear).forward is nn.Linear.forward and not touched
 
 
 def vocabulary_of(head: Any) -> HeadVocabulary | None:
-    """How a head, or what LoRA wraps, lies on ranks; None for one device."""
+    """The sharding of a head, or of the layer that LoRA wraps; None on one device."""
     return known(getattr(head, "base_layer", head), HeadVocabulary)
 
 
@@ -140,8 +142,7 @@ def _bias_columns(head: nn.Linear, x: torch.Tensor) -> _Columns:
 def _with_columns(
     x: torch.Tensor, head: nn.Linear, columns: _Columns
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The terms of a head with more columns; of one whose rows are sharded, this rank's rows of
-    all."""
+    """x' and W' of a head with additional columns; if rows are sharded, this rank's rows."""
     weight, vocabulary = local(head.weight), vocabulary_of(head)
     if vocabulary is not None and vocabulary.cut:
         weight = vocabulary.padded(weight)
@@ -166,8 +167,10 @@ def fused_loss(
     shift_labels: torch.Tensor | None = None,
     vocabulary: HeadVocabulary | None = None,
 ) -> torch.Tensor:
-    """`ForCausalLMLoss` of the logits that x[B, S, E] and weight[V, E] would make by `form`; of
-    weight[V/R, E] if a `vocabulary` is sharded."""
+    """`ForCausalLMLoss` of the logits that x[B, S, E] and weight[V, E] would give with `form`.
+
+    The weight is [V/R, E] if a `vocabulary` is sharded.
+    """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(x.device).reshape(x.shape[:-1])
@@ -188,7 +191,7 @@ def _sum(
     ignore_index: int,
     vocabulary: HeadVocabulary | None,
 ) -> torch.Tensor:
-    """The sum over tokens; of those that every rank has all of, context ranks take a share each."""
+    """The sum of the token losses. Context ranks, which all have the whole x, share the tokens."""
     group, cp, size = None, None, len(weight)
     if vocabulary is not None:
         group, cp, size = vocabulary.group, vocabulary.spread.mesh.group("cp"), vocabulary.size
@@ -207,15 +210,17 @@ def _loss_function(
     model: Any, form: LossForm, caught: list[torch.Tensor],
     logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *args: Any, **kwargs: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """The loss function of a model while its forward runs without logits; its head has left x' and
-    W' in `caught`."""
+    """The loss function of a model while its forward runs without logits.
+
+    The head has saved x' and W' in `caught`.
+    """
     if not caught or logits.device.type != "meta":
         return ForCausalLMLoss(logits, labels, vocab_size, *args, **kwargs)
     x, weight = caught
     vocabulary = vocabulary_of(model.get_output_embeddings())
     rows = len(weight) if vocabulary is None else vocabulary.size
     if rows != vocab_size:
-        raise ValueError(f"the head has {rows} rows and the loss a vocabulary of {vocab_size}")
+        raise ValueError(f"the head has {rows} rows, but the loss has vocab_size = {vocab_size}")
     names = ("num_items_in_batch", "ignore_index", "shift_labels")
     options = dict(zip(names, args)) | {n: kwargs[n] for n in names if n in kwargs}
     return fused_loss(x, weight, labels, form, **options, vocabulary=vocabulary)
@@ -225,14 +230,14 @@ def _loss_function(
 
 
 class _Fused(NamedTuple):
-    """Of a model whose loss is fused: how, and what takes the place of its head in compilers."""
+    """The form of a fused loss, and the module that replaces the head under compilers."""
 
     form: LossForm
     stand_in: _StandIn
 
 
 def _forward_of(form: LossForm) -> Callable:
-    """The forward of a model whose loss is fused; its signature is the model's own."""
+    """The forward of a model with a fused loss; its signature is the model's own."""
     theirs = form.model.forward
     signature = inspect.signature(theirs)
 
@@ -276,7 +281,7 @@ def _caught_forward(model: Any, form: LossForm, terms: Callable, args: tuple, kw
 
 
 def _patched(model: nn.Module, head: Any, catch: Callable, run: Callable) -> Any:
-    """`run` while `catch` is the head's forward, around which its hooks go on (FSDP's gather)."""
+    """Call `run` while `catch` is the head's forward. Its hooks still run (FSDP's gather)."""
     before = head.__dict__.get("forward")
     head.__dict__["forward"] = catch
     try:
@@ -288,7 +293,7 @@ def _patched(model: nn.Module, head: Any, catch: Callable, run: Callable) -> Any
 
 
 class _StandIn(nn.Module):
-    """Takes the place of a head."""
+    """Module that replaces a head."""
 
     catch: Callable | None = None
 
@@ -297,8 +302,10 @@ class _StandIn(nn.Module):
 
 
 def _compiled_loss(model: Any, head: Any, catch: Callable, run: Callable) -> Any:
-    """The same as compilers can follow it, who know no forward that comes and goes. A head that is
-    no child of the model makes its logits there."""
+    """Like `_patched`, for compilers, which cannot follow a forward that is replaced temporarily.
+
+    A head that is not a child of the model computes its logits as usual.
+    """
     fused: Any = known(model, _Fused)
     stand_in = fused.stand_in
     names = [name for name, child in model._modules.items() if child is head]
@@ -313,22 +320,24 @@ def _compiled_loss(model: Any, head: Any, catch: Callable, run: Callable) -> Any
         stand_in.catch = None
 
 
-# ---------------------------------------------------------------- 4. whether it fits a model
+# ---------------------------------------------------------------- 4. finding the form
 
 
 def find_loss_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> LossForm | str:
-    """What a model makes of its head's output, seen on `inputs` with labels, or why its loss is
-    not fused."""
+    """The form that a model applies to its head's output, or the reason not to fuse its loss.
+
+    The model runs on `inputs` with labels.
+    """
     parameters = inspect.signature(type(model).forward).parameters
     if "labels" not in parameters or "input_ids" not in inputs:
-        return "its forward takes no labels"
+        return "its forward has no labels"
     head = model.get_output_embeddings()
     if head is None or not _is_causal(model):
         return "its loss is not that of a causal language model"
     if head_terms(head) is None:
-        return "its head is no plain linear layer"
+        return "its head is not a plain linear layer"
     if seen.owns_numbers(model):
-        return "its logits may meet numbers of its own"
+        return "it may combine its logits with its own tensors"
     made: list[torch.Tensor] = []
 
     def widen(_: nn.Module, args: tuple, z: torch.Tensor) -> torch.Tensor:
@@ -339,12 +348,12 @@ def find_loss_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> L
     try:
         with quietly(model), seen.noted(model) as fields:
             out = model(**inputs, labels=inputs["input_ids"])
-    except Exception as error:  # whatever a model says to inputs that it does not know
+    except Exception as error:  # a model may raise anything on inputs that it does not expect
         return f"does not run on its dummy inputs: {one_line(error)}"
     finally:
         hook.remove()
     if len(made) != 1 or getattr(out, "logits", None) is None or out.loss is None:
-        return "its forward does not make logits of its head once"
+        return "its forward does not compute logits from its head exactly once"
     form = _form_of(model, made[0], out.logits)
     if isinstance(form, str):
         return form
@@ -357,14 +366,17 @@ def find_loss_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> L
 
 
 def _of_all_sizes(z: torch.Tensor) -> torch.Tensor:
-    """A head's output with columns of about 1 to 1000, on which a cap shows also in 16 bits."""
+    """Scale a head's output to columns of about 1 to 1000, so a cap shows even in 16 bits."""
     size = torch.logspace(0, 3, z.shape[-1], device=z.device) / z.float().std().clamp(min=1e-6)
     return (z.float() * size).to(z.dtype)
 
 
 def _is_causal(model: Any) -> bool:
-    """Whether a model's loss function is transformers' own of causal language models; asking the
-    model would warn where it falls back to that, and cut a compiler's graph."""
+    """Return True if a model has transformers' own loss function for causal language models.
+
+    Reading the model's attribute would print a warning in case of a fallback, and break a
+    compiler's graph.
+    """
     own = model.__dict__.get("_loss_function")
     if own is None:
         own = LOSS_MAPPING.get(arguments.own(model, "loss_type"), ForCausalLMLoss)
@@ -379,7 +391,7 @@ def _form_of(model: PreTrainedModel, z: torch.Tensor, logits: torch.Tensor) -> L
     if z.shape != logits.shape:
         return "its logits are not its head's output"
     softcap = _softcap_of(model)
-    capped = softcap * torch.tanh(z / softcap) if softcap else z  # in its dtype, as it does it
+    capped = softcap * torch.tanh(z / softcap) if softcap else z  # in its dtype, like the model
     z, capped, logits = z.float(), capped.float(), logits.float()
     factor = ((z * logits).sum() / (z * z).sum()).item()
     if agree(logits, z):
@@ -390,13 +402,13 @@ def _form_of(model: PreTrainedModel, z: torch.Tensor, logits: torch.Tensor) -> L
 
 
 def install(model: PreTrainedModel, form: LossForm) -> None:
-    """Let the model's forward make its loss by `form`."""
+    """Make the model's forward compute its loss with `form`."""
     note(model, _Fused(form, _StandIn()))
     patch(model, form, _around_head(model))
 
 
 def _around_head(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that hold the head, within the model: logits go through them."""
+    """The modules within the model that contain the head; logits pass through them."""
     head = model.get_output_embeddings()
     name = next((n for n, m in model.named_modules() if m is head), "")
     names = name.split(".")[:-1]
@@ -408,13 +420,13 @@ def is_installed(model: nn.Module) -> bool:
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Put the forward back."""
+    """Restore the forward."""
     unpatch(model)
     forget(model, _Fused)
 
 
 def differs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> str | None:
-    """Why an installed model's loss is not what its original forward makes; None if it is."""
+    """The reason why an installed model's loss differs from its original forward's, or None."""
     fused: Any = known(model, _Fused)
     terms = head_terms(model.get_output_embeddings())
     if terms is None:  # the original forward runs
@@ -425,11 +437,11 @@ def differs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> str | No
     try:
         with quietly(model):
             found = _caught_forward(model, fused.form, terms, (), given).loss
-    except Exception as error:  # whatever a forward does to logits that are not there
+    except Exception as error:  # a forward may raise anything if logits are missing
         return f"its forward needs the logits: {one_line(error)}"
-    if found is None or found.device.type == "meta":  # made of the logits that are not there
-        return "its loss is not made by its loss_function"
-    # Theirs rounds capped logits to its dtype, ours has them in float32.
+    if found is None or found.device.type == "meta":  # computed from the missing logits
+        return "its loss does not come from its loss_function"
+    # The original rounds capped logits to the model's dtype; ours are float32.
     rounded = model.dtype if _softcap_of(model) else None
     same = agree(wanted.float(), found.float(), rounded=rounded)
-    return None if same else "its loss is another one"
+    return None if same else "its loss was different"

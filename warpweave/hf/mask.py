@@ -1,18 +1,18 @@
 """Hugging Face masks as options of our attention: causal or not, a window, documents, positions.
 
 transformers describes a mask as a function of (sample, head, query, key), composed of closures, and
-calls the attention's own mask function with it. Ours does not allocate an S x S tensor: it reads
+calls the attention's own mask function with it. Ours does not allocate an S x S tensor. It reads
 the closures and returns a `Visible`, once per forward (with a host sync if tokens are padded or
-packed; none where one token is decoded). Packed sequences and chunks are documents. Padding at
-either end is hidden from all queries, also from padding itself; padding before all tokens sees
-nothing, so its output is 0, as with transformers' "sdpa". A mask that is not an interval of keys
+packed, but none when one token is decoded). Packed sequences and chunks are documents. Padding at
+either end is hidden from all queries, including padding itself. Padding before all tokens sees
+nothing, so its output is 0, as with transformers' "sdpa". A mask that is not one interval of keys
 per query raises ValueError.
 
-A `Visible` is an attribute of a `Mask`, a tensor of the mask's shape with a single NaN element: a
+A `Visible` is an attribute of a `Mask`, a tensor of the mask's shape with a single NaN element. A
 model that computes with its mask gets NaN, never a wrong number, and the attention refuses anything
-but a `Mask`. It must be a tensor because transformers accepts only tensors, and its own BlockMask,
-as masks that exist already (generation with a static cache creates them once and passes them to
-every forward), and because models move and slice masks.
+except a `Mask`. It must be a tensor for two reasons. transformers accepts only tensors, and its own
+BlockMask, as existing masks (generation with a static cache creates them once and passes them to
+every forward). And models move and slice masks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from warpweave.hf.arguments import unknown
 
 _Run = tuple[int, int]
 _BROKEN = (
-    "warpweave attention takes padding at the ends of a sample, and attention_mask has zeros "
+    "warpweave attention needs padding at the ends of a sample, but attention_mask has zeros "
     "between its ones: pad on the left, or use set_attn_implementation('sdpa')"
 )
-# Arguments of transformers' other mask functions: whether to leave a mask out, how to write it.
+# Arguments of transformers' other mask functions, about skipping a mask or its representation.
 _IGNORED = (
     "allow_is_causal_skip", "allow_is_bidirectional_skip", "config", "local_size", "use_vmap",
 )  # fmt: skip
 
 
 class Visible(NamedTuple):
-    """The keys that each query sees, as `kernels.attention.attention` takes them."""
+    """The keys that each query sees, as arguments of `kernels.attention.attention`."""
 
     causal: bool
     window: int | None
@@ -67,15 +67,17 @@ class Visible(NamedTuple):
 
 
 class Mask(torch.Tensor):
-    """A tensor [B, 1, Sq, Sk] of NaN, without memory, that carries a `Visible` in `visible`, and in
-    `seen` what is written out of it, once asked for."""
+    """A tensor [B, 1, Sq, Sk] of NaN, without memory, with a `Visible` in `visible`.
+
+    `seen` caches the mask that is written out of it.
+    """
 
     visible: Visible
     seen: torch.Tensor | None = None
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in (torch.Tensor.contiguous, torch.Tensor.detach):  # generate() asks for one
+        if func in (torch.Tensor.contiguous, torch.Tensor.detach):  # generate() calls contiguous
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
@@ -85,7 +87,7 @@ class Mask(torch.Tensor):
 
 
 def masked(like: torch.Tensor, visible: Visible) -> Mask:
-    """A `Mask` of a tensor's shape, dtype and device."""
+    """A `Mask` with the shape, dtype and device of a tensor."""
     nan = torch.full((), float("nan"), dtype=like.dtype, device=like.device)
     mask = nan.expand(like.shape).as_subclass(Mask)
     mask.visible = visible
@@ -95,7 +97,7 @@ def masked(like: torch.Tensor, visible: Visible) -> Mask:
 class _Pattern(NamedTuple):
     causal: bool = False
     window: int | None = None
-    starts: tuple[torch.Tensor, ...] = ()  # each [B, n]: where something of its own begins
+    starts: tuple[torch.Tensor, ...] = ()  # each [B, n]: the rows where a document begins
 
 
 def make_mask(
@@ -110,15 +112,15 @@ def make_mask(
     dtype: torch.dtype = torch.float32,
     **rest: object,
 ) -> Mask | None:
-    """The mask function registered beside our attention: a `Mask`, or None where a query sees all
-    keys, or all up to its own, and rows are positions.
+    """The mask function that is registered together with our attention.
 
-    Raises ValueError for a mask function that is not one of transformers' own, an unknown argument,
-    and padding in the middle of a sample.
+    Returns a `Mask`. Returns None if rows are positions and a query sees all keys, or all keys up
+    to its own. Raises ValueError for a mask function that is not one of transformers' own, for an
+    unknown argument, and for padding in the middle of a sample.
     """
     if names := unknown(rest, _IGNORED):
         raise ValueError(
-            f"warpweave attention's mask has no {', '.join(names)}, which transformers "
+            f"warpweave attention's mask does not support {', '.join(names)}, which transformers "
             f"{transformers.__version__} passes: use model.set_attn_implementation('sdpa')"
         )
     plain = mask_function is masking_utils.causal_mask_function and attention_mask is None
@@ -140,7 +142,7 @@ def _mask_of(
     k_run: _Run,
     like: torch.Tensor,
 ) -> Mask | None:
-    """`make_mask` of a mask function, as a `Mask` of the shape and dtype of `like`."""
+    """`make_mask` for a mask function; the `Mask` has the shape and dtype of `like`."""
     batch_size, kv_length = len(like), like.shape[-1]
     end = max(sum(q_run), sum(k_run))
     pattern = _pattern_of(function, end)
@@ -150,7 +152,7 @@ def _mask_of(
     if attention_mask is not None:
         seen = min(kv_length, sum(q_run) - k_run[0]) if causal else kv_length
         hidden = _padding(attention_mask[:, k_run[0] :][:, :seen].bool(), seen)
-    later = causal and sum(k_run) - 1 > q_run[0]  # a key behind a query; none where one is decoded
+    later = causal and sum(k_run) - 1 > q_run[0]  # some key follows a query; not when decoding one
     if not starts and hidden is None and window is None and (q_run == k_run or not later):
         return None
     documents = None
@@ -170,8 +172,10 @@ def _mask_of_one(
     kv_offset: int,
     like: torch.Tensor,
 ) -> Mask:
-    """`make_mask` of one query, whose keys are found on the device: no number is read. Padding in
-    the middle is an assertion there, as an index out of range is."""
+    """`make_mask` for one query. Its keys are computed on the device, without a host sync.
+
+    Padding in the middle of a sample fails a device assertion, like an index out of range.
+    """
     keys = like.shape[-1]
     pattern = _pattern_of(function, kv_offset + keys)
     at, own = torch.arange(keys, device=like.device), q_offset - kv_offset
@@ -196,8 +200,11 @@ def _mask_of_one(
 
 
 def _pattern_of(function: Callable, end: int, positions: torch.Tensor | None = None) -> _Pattern:
-    """The pattern of a mask function over the keys before `end`, of rows that stand at `positions`
-    [B, S] of their packed sequences, if not at their own."""
+    """The pattern of a mask function over the keys before `end`.
+
+    `positions`[B, S] are the rows' positions in their packed sequences, if these differ from the
+    rows' own.
+    """
     name = function.__qualname__.removesuffix(".<locals>.inner_mask")
     cells = function.__closure__ or ()
     held = _Held(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
@@ -220,20 +227,20 @@ def _pattern_of(function: Callable, end: int, positions: torch.Tensor | None = N
         if name == "packed_sequence_mask_function":
             return _Pattern(starts=(_packed(held["packed_sequence_mask"]),))
         if name == "remap_positions_for_packed_sequence":
-            # Within a sequence positions differ as rows do: all but chunks are what they are.
+            # Within a sequence, positions differ as rows do, so everything but chunks is the same.
             return _pattern_of(held["mask_function"], end, held["position_ids"])
     raise ValueError(
-        f"warpweave attention knows no mask of {function.__qualname__}: what a query sees must be "
-        "one run of keys; use another attention: model.set_attn_implementation('sdpa')"
+        f"warpweave attention does not support the mask {function.__qualname__}: each query must "
+        "see one run of keys; use model.set_attn_implementation('sdpa')"
     )
 
 
 class _Held(dict):
-    """The variables of a closure, by name."""
+    """The variables of a closure by name."""
 
     def __missing__(self, name: str) -> object:
         raise ValueError(
-            f"warpweave attention finds no {name} in a mask of transformers "
+            f"warpweave attention expected {name} in a mask of transformers "
             f"{transformers.__version__}: use model.set_attn_implementation('sdpa')"
         )
 
@@ -251,13 +258,13 @@ def _both(patterns: list[_Pattern]) -> _Pattern:
 
 
 def _packed(number: torch.Tensor) -> torch.Tensor:
-    """The first row of every sequence, of the number[B, S] of each row's."""
+    """The first row of every sequence, given the number[B, S] of each row's sequence."""
     each = torch.arange(int(number[:, -1].max()) + 2, device=number.device)
     return torch.searchsorted(number.contiguous(), each.expand(len(number), -1).contiguous())
 
 
 def _runs(number: torch.Tensor) -> torch.Tensor:
-    """Which run of equal numbers[B, S] each row is in, counted from 0."""
+    """Number the runs of equal number[B, S] from 0, and return each row's run."""
     changes = number[:, 1:] != number[:, :-1]
     return torch.nn.functional.pad(changes, (1, 0)).cumsum(1)
 
@@ -268,9 +275,11 @@ def _chunks(size: int, left_padding: torch.Tensor, end: int) -> torch.Tensor:
 
 
 def _padding(mask: torch.Tensor, seen: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Where the tokens of each sample begin and end, [B, 1] each, of a mask[B, up to seen] of the
-    keys that are seen at all; None if it hides none."""
-    if mask.is_cpu and mask.shape[1] == seen and bool(mask.all()):  # a GPU is waited for once
+    """The start and the end of each sample's tokens, [B, 1] each; None if no key is hidden.
+
+    The mask[B, up to seen] covers the keys that are seen by some query.
+    """
+    if mask.is_cpu and mask.shape[1] == seen and bool(mask.all()):  # on a GPU, sync only once below
         return None
     mask = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]))
     first, run = _run_of(mask)
@@ -281,8 +290,10 @@ def _padding(mask: torch.Tensor, seen: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _run_of(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first True of each row of bool[B, S], [B, 1], and the run of as many as it has from
-    there."""
+    """The first True of each row of bool[B, S], as [B, 1], and a run from there.
+
+    The run is as long as the row's number of True elements.
+    """
     first = mask.int().argmax(1, keepdim=True)
     at = torch.arange(mask.shape[1], device=mask.device)
     return first, (at >= first) & (at < first + mask.sum(1, keepdim=True))
@@ -291,8 +302,10 @@ def _run_of(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _document_boundaries(
     starts: list[torch.Tensor], batch_size: int, end: int, device: torch.device
 ) -> torch.Tensor:
-    """Boundaries [B, n], of everything that begins somewhere, up to the end, by which the attention
-    tells them from the number of each token's document."""
+    """Boundaries [B, n] from all `starts`, up to and including `end`.
+
+    Because of the end, the attention does not mistake them for the number of each token's document.
+    """
     zero = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
     inner = (s.expand(batch_size, -1) for s in starts)
     return torch.cat([zero, *inner, zero + end], 1).sort(1).values

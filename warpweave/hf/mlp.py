@@ -1,14 +1,14 @@
-"""Feed-forward modules, found by their parts: two or three linear layers around an activation.
+"""Feed-forward modules, recognized by two or three linear layers around an activation.
 
     plain    y = down(act(up(x)))                 one Function, `kernels.mlp.mlp`
     gated    y = down(act(gate(x)) * up(x))       the middle is one Function, `gated_product`
 
-The gated kernel takes gate and up side by side, [F, 2, E]. A Hugging Face model has two weights,
-and laying them side by side in every step would copy both, so gated modules keep their three
-products and only what stands between them is fused: it keeps gate and up for the backward pass,
-where torch keeps act(gate) too. As the linear layers are still called, LoRA, hooks and parallel
-plans that were or will be put on them go on working. The plain kernel reads the weights where they
-are; a linear layer that is none any more (LoRA, hooks, quantized) makes it step back.
+The gated kernel expects gate and up interleaved, [F, 2, E]. A Hugging Face model has two weights,
+and interleaving them would copy both in every step. Gated modules therefore keep their three
+products, and only the part between them is fused. It keeps gate and up for the backward pass; torch
+also keeps act(gate). Since the linear layers are still called, LoRA, hooks and parallel plans on
+them continue to work, whether added before or after. The plain kernel reads the weights in place.
+If a linear layer is no longer plain (LoRA, hooks, quantized), the original forward runs.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ _FUNCTIONS: dict[str, Callable] = {
     "gelu_erf": F.gelu,
     "relu2": lambda x: F.relu(x).square(),
 }
-_PLAIN = ("gelu", "gelu_erf", "relu2")  # of `mlp`, whose names these are
+_PLAIN = ("gelu", "gelu_erf", "relu2")  # those of `mlp`, by the same names
 _GATED = ("silu", "gelu", "gelu_erf")
 
 
 def name_of(function: Callable) -> str | None:
-    """Which of our activations a function computes, seen on a grid in float32, and far outside it,
-    where one that clips does."""
+    """The name of our activation that a function computes, or None.
+
+    The function is evaluated in float32 on a grid, and far outside it, where clipping shows.
+    """
     far = torch.logspace(1, 3, 41)
     x = torch.cat([torch.linspace(-8, 8, 1001), far, -far])
     with torch.no_grad():
@@ -59,7 +61,7 @@ def name_of(function: Callable) -> str | None:
 
 
 class ActivationForm(NamedTuple):
-    """A module that is one of our activations, which it computes in several operators of torch."""
+    """A module that computes one of our activations in several torch operators."""
 
     name: str
     live: tuple[str, ...] = ()
@@ -75,17 +77,17 @@ class ActivationForm(NamedTuple):
 
 
 def is_activation(module: nn.Module) -> bool:
-    """Whether a module is named as an activation is, and has no parts."""
+    """Return True if a module is named like an activation and has no parts."""
     name = type(module).__name__.lower()
     named = any(word in name for word in ("activation", "gelu", "relu"))
     return named and next(module.children(), None) is None and not seen.owns_numbers(module)
 
 
 def activation_of(module: nn.Module) -> ActivationForm | str:
-    """The activation that a module computes, or why it stays."""
+    """The activation that a module computes, or the reason to keep the module."""
     name = name_of(module)
     if name not in _PLAIN:
-        return "none of ours"
+        return "not one of our activations"
     with torch.enable_grad():
         node = module(torch.ones(2, requires_grad=True)).grad_fn
     one = all(hasattr(following, "variable") for following, _ in node.next_functions)
@@ -96,7 +98,7 @@ def activation_of(module: nn.Module) -> ActivationForm | str:
 
 
 class _GatedProduct(torch.autograd.Function):
-    """h = act(gate) * up; keeps gate and up only."""
+    """h = act(gate) * up; keeps only gate and up for the backward."""
 
     @staticmethod
     def forward(ctx, gate, up, name):
@@ -119,7 +121,10 @@ class _GatedProduct(torch.autograd.Function):
 
 
 def gated_product(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
-    """act(gate) * up of one shape and dtype, differentiable once; "silu", "gelu", "gelu_erf"."""
+    """act(gate) * up, differentiable once; the name is "silu", "gelu" or "gelu_erf".
+
+    Both have the same shape and dtype.
+    """
     return _GatedProduct.apply(gate, up, name)
 
 
@@ -127,16 +132,16 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tens
 
 
 class MLPForm(NamedTuple):
-    """How a module is a feed-forward layer: names of its parts, and its activation."""
+    """The form of a feed-forward module: names of its parts, and its activation."""
 
     activation: str
     up: str
     down: str
     gate: str | None = None
-    fused: str = ""  # "gate, up" or "up, gate" where `up` makes both
-    inside: tuple[str, ...] = ()  # dropouts of the hidden units, of a gated one
+    fused: str = ""  # "gate, up" or "up, gate" if `up` computes both
+    inside: tuple[str, ...] = ()  # dropouts of the hidden units (gated only)
     after: tuple[str, ...] = ()  # dropouts at the end
-    fields: seen.Fields = ()  # what it read of its configuration
+    fields: seen.Fields = ()  # the fields of the configuration that it read
 
     def __str__(self) -> str:
         return f"mlp, {self.activation}" if self.plain else f"gated {self.activation}"
@@ -161,7 +166,7 @@ def linears(module: nn.Module) -> dict[str, Any]:
 
 
 def is_mlp_candidate(module: nn.Module) -> bool:
-    """Whether a module has two or three linear layers, around an activation, and nothing else."""
+    """Return True if a module has two or three linear layers, an activation, and nothing else."""
     inner = linears(module)
     rest = [c for n, c in module.named_children() if n not in inner]
     return (
@@ -174,7 +179,7 @@ def is_mlp_candidate(module: nn.Module) -> bool:
 
 
 def find_mlp_form(module: nn.Module) -> MLPForm | str:
-    """The form that agrees with the module's forward, or why there is none."""
+    """The form that agrees with the module's forward, or the reason why there is none."""
     inner, more = linears(module), takes_more(module)
     if more is not None:
         return more
@@ -182,12 +187,12 @@ def find_mlp_form(module: nn.Module) -> MLPForm | str:
         return "quantized or wrapped linear layers"
     names = {name_of(function) for function in _activations(module)}
     if len(names) != 1 or None in names:
-        return "its activation is none of ours"
+        return "its activation is not one of ours"
     (activation,) = names
     drops = tuple(n for n, c in module.named_children() if isinstance(c, nn.Dropout))
-    exact = copy.deepcopy(module).float()  # in 16 bits a forward with a factor of 0.99 would agree
+    exact = copy.deepcopy(module).float()  # in 16 bits, a forward with a factor of 0.99 would agree
     for part in exact.modules():
-        if isinstance(part, nn.Dropout):  # where it stands shows, also of one that is off
+        if isinstance(part, nn.Dropout):  # reveals its position, even if it is disabled
             part.p = 0.5
     for form in _forms(inner, activation, drops):
         if form.plain and activation not in _PLAIN:
@@ -195,7 +200,7 @@ def find_mlp_form(module: nn.Module) -> MLPForm | str:
         with seen.noted(exact) as fields:
             if _agrees(module, form) and _agrees(exact, form):
                 return form._replace(fields=tuple(fields.items()))
-    return "its forward computes no MLP of ours"
+    return "its forward is not one of our MLPs"
 
 
 def _gated_forward(form: MLPForm, module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -236,7 +241,7 @@ def _call(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _product(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """linear(x), of `few` numbers, of which the call of a module takes a tenth of the time."""
+    """linear(x) for a `few` elements, without the module call, which takes a tenth of the time."""
     if not is_plain_linear(linear):
         return linear(x)
     parameters = linear._parameters
@@ -245,7 +250,7 @@ def _product(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain_linear(module: Any) -> bool:
-    """Whether a module is its weight and bias and nothing more: no hook, wrapper, quantization."""
+    """Return True if a module is only its weight and bias: no hook, wrapper or quantization."""
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
         return False
     if seen.has_hooks(module):
@@ -255,7 +260,7 @@ def is_plain_linear(module: Any) -> bool:
 
 
 def weight_of(linear: Any) -> torch.Tensor:
-    """(out, in), a view."""
+    """The weight (out, in), as a view."""
     return linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
 
 
@@ -264,12 +269,12 @@ def out_features(linear: Any) -> int:
 
 
 def _widths(module: nn.Module) -> frozenset[int]:
-    """Its two widths, where fused gates and ups count once."""
+    """The two widths of a linear layer, as a set."""
     return frozenset(getattr(module, "weight", torch.empty(0, 0)).shape)
 
 
 def _activations(module: nn.Module) -> list[Callable]:
-    """Parts of a module that may be its activation."""
+    """The parts of a module that may be its activation."""
     inner = linears(module)
     own = {k: v for k, v in vars(module).items() if callable(v) and not isinstance(v, type)}
     own.pop("forward", None)
@@ -281,7 +286,7 @@ def _activations(module: nn.Module) -> list[Callable]:
 
 
 def _forms(inner: dict[str, Any], activation: str, drops: tuple[str, ...]) -> list[MLPForm]:
-    """Every way in which linear layers of these shapes, and dropouts, may follow each other."""
+    """Every possible order of linear layers with these shapes, and of dropouts."""
     out = {n: out_features(c) for n, c in inner.items()}
     into = {n: c.weight.numel() // out[n] for n, c in inner.items()}
     found = []
@@ -304,13 +309,13 @@ def _forms(inner: dict[str, Any], activation: str, drops: tuple[str, ...]) -> li
 
 
 def _agrees(module: nn.Module, form: MLPForm) -> bool:
-    """Whether a form's forward makes what the module's makes, evaluating and training."""
+    """Return True if a form's forward agrees with the module's, in evaluation and training."""
     up, forward = getattr(module, form.up), form.forward
     x = noise(2, 5, weight_of(up).shape[1], like=up.weight)
     for training in (False, True):
         with quietly(module, training=training):
             scale = F.linear(x, weight_of(up)).float().std().item()
-        for units in (2, 30):  # where activations bend, and where a forward may clip
+        for units in (2, 30):  # magnitudes where activations bend, and where a forward may clip
             probe = x * (units / scale if scale > 0 else 1.0)
             with quietly(module, training=training):
                 wanted = tried(module.forward, probe)

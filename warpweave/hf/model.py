@@ -1,5 +1,4 @@
-"""`apply` replaces forwards of a Hugging Face model, module by module; `revert` undoes all of
-it."""
+"""`apply` and `revert`: replace the forwards of a Hugging Face model, and undo it."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.tensor.ranks import check_overlap
 
 KINDS = ("norm", "mlp", "attention", "loss")
-_IMPLEMENTATION = "_attn_implementation_internal"  # where a configuration has it
+_IMPLEMENTATION = "_attn_implementation_internal"  # the attribute of a configuration
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -41,36 +40,36 @@ def apply(
     strategy: Strategy | Links = "auto",
     report: Report | None = None,
 ) -> _Model:
-    """Replace the forwards of a model's modules by warpweave's where both agree on a probe, and
-    shard the model over the tensor and context ranks of a mesh.
+    """Replace the forwards of a model's modules by warpweave's if both agree on a probe.
 
-    Norms and feed-forward modules are compared one of each kind, attention and loss by the whole
-    model on a few tokens (twice, once with padding). The comparison changes neither gradients nor
-    random state. Names of parameters, `state_dict` and the signature of `forward` stay. Call it
+    With `mesh`, also shard the model over its tensor and context ranks. One norm or feed-forward
+    module of each kind is compared; attention and loss are compared with the whole model on a few
+    tokens (twice, once with padding). The comparison does not change gradients or random state.
+    Names of parameters, `state_dict` and the signature of `forward` do not change. Call `apply`
     before the model is wrapped (DDP, FSDP, compile), before or after peft.
 
     Args:
-        model: a transformers model, or one in peft's; of any other `nn.Module`, norms and
-            feed-forward modules.
-        only: of the kinds "norm", "mlp", "attention" and "loss", those to replace. Default: all.
-        dry: report what would be replaced and leave the model as it is.
-        example: the inputs to compare on, as `model(**example)` takes them, for a model that does
-            not run on its own `dummy_inputs`.
+        model: a transformers model, also inside peft's. For any other `nn.Module`, only norms and
+            feed-forward modules are replaced.
+        only: the kinds to replace, out of "norm", "mlp", "attention" and "loss". Default: all.
+        dry: report what would be replaced, but do not change the model.
+        example: inputs for the comparison, passed as `model(**example)`, for a model that does not
+            run on its own `dummy_inputs`.
         mesh: a connected mesh. Its ranks along tp and cp have the same model and the same tokens,
-            and share the work; see `warpweave.hf.parallel`. Every rank calls `apply`, and later the
-            model's forward, `save_pretrained` and `revert`.
-        sequence_parallel: shard tokens over the tensor ranks, too, between the layers.
-        overlap: how collectives overlap with products, see `parallel.tensor.ranks`.
-        strategy: of context-parallel attention, or `Links`, see `parallel.context`.
-        report: a `Report` to which each module is added, replaced or kept, with the reason. Without
-            one the first rank prints it as a short table.
+            and share the work; see `warpweave.hf.parallel`. Every rank must call `apply`, and later
+            the model's forward, `save_pretrained` and `revert`.
+        sequence_parallel: between the layers, shard tokens over the tensor ranks as well.
+        overlap: overlap of collectives with matrix products, see `parallel.tensor.ranks`.
+        strategy: strategy of context-parallel attention, or `Links`, see `parallel.context`.
+        report: a `Report` to which each module is added as replaced or kept, with the reason.
+            Without one, the first rank prints a short table.
 
     Returns the model itself.
 
-    Raises ValueError if `only` names another kind, if it was applied already, if there is nothing
-    to replace, or (naming the module) if it cannot be sharded. TypeError if `model` is no module.
-    `warpweave.hf.attention` lists what a replaced attention refuses later, `warpweave.hf.loss` says
-    what becomes of `logits` in training.
+    Raises ValueError if `only` names an unknown kind, if `apply` was called before, if there is
+    nothing to replace, or (naming the module) if the model cannot be sharded. Raises TypeError if
+    `model` is not a module. `warpweave.hf.attention` lists what a replaced attention rejects later,
+    and `warpweave.hf.loss` describes `logits` in training.
     """
     kinds = _check_model(model, only)
     spread = _check_mesh(model, kinds, mesh, sequence_parallel, overlap, strategy)
@@ -85,7 +84,7 @@ def apply(
         if "attention" in kinds or "loss" in kinds:
             _replace_whole(model, kinds, example, found)
         if not found.replaced():
-            reasons = "; ".join(sorted({e.why for e in found.entries})) or "no module is known"
+            reasons = "; ".join(sorted({e.why for e in found.entries})) or "no known module"
             raise ValueError(f"nothing to replace in {type(model).__name__}: {reasons}")
         if spread is not None:
             _spread(_transformers_model(model), spread, example, found)
@@ -107,7 +106,7 @@ def revert(model: nn.Module) -> None:
     Raises ValueError if `apply` was not called.
     """
     if not _is_applied(model):
-        raise ValueError(f"{type(model).__name__} has nothing of warpweave.hf in it")
+        raise ValueError(f"{type(model).__name__} is not changed by warpweave.hf: call apply first")
     _undo(model)
 
 
@@ -118,7 +117,7 @@ def _check_model(model: nn.Module, only: Collection[str] | None) -> set[str]:
     if not kinds or kinds - set(KINDS):
         raise ValueError(f"only must be some of {', '.join(KINDS)}, got {only!r}")
     if _is_applied(model):
-        raise ValueError(f"{type(model).__name__} has warpweave.hf in it already: revert it first")
+        raise ValueError(f"{type(model).__name__} already uses warpweave.hf: call revert first")
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f"{type(model).__name__} has parameters on the meta device: load it first")
     return kinds
@@ -138,19 +137,19 @@ def _check_mesh(
     if mesh.size("tp") == mesh.size("cp") == 1:
         return None
     if mesh.size("pp") > 1:
-        raise ValueError(f"{type(model).__name__}: its layers are not cut into pp stages here")
+        raise ValueError(f"{type(model).__name__}: apply has no pipeline stages: use pp = 1")
     if _transformers_model(model) is None:
         raise ValueError(f"{type(model).__name__}: a mesh needs a transformers model")
     if "attention" not in kinds:
         raise ValueError(
-            f"{type(model).__name__}: a mesh needs the attention replaced, and only = "
+            f"{type(model).__name__}: a mesh needs the attention replaced, but only = "
             f"{', '.join(sorted(kinds))}"
         )
     return Spread(mesh, sequence_parallel and mesh.size("tp") > 1, overlap, strategy)
 
 
 def _transformers_model(model: nn.Module) -> Any:
-    """The transformers model: itself, or what peft wraps; None if there is none."""
+    """The transformers model: `model` itself, or the one that peft wraps; None if there is none."""
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
 
 
@@ -173,7 +172,7 @@ def _spread(
 ) -> None:
     """Shard an applied model over ranks and check that it computes the same as before."""
     inputs = _inputs_of(model, example)
-    if example is None:  # as many tokens as ranks can share
+    if example is None:  # a number of tokens that ranks can share
         ids = inputs["input_ids"]
         n = parallel.tokens_of(spread).divisor
         length = -(-ids.shape[1] // n) * n
@@ -185,13 +184,13 @@ def _spread(
     found = _outputs(model, inputs)
     why = wanted if isinstance(wanted, str) else None
     if why is None and isinstance(found, str):
-        why = f"over ranks its forward, which may need all heads, ends in: {found}"
+        why = f"over ranks its forward (which may need all heads) fails: {found}"
     if why is None and not all(map(agree, wanted, found)):
-        why = "over ranks the model's output was another one"
+        why = "over ranks the model's output was different"
     why = why or (loss.differs(model, inputs) if loss.is_installed(model) else None)
     if why is not None:
         raise ValueError(f"{type(model).__name__} cannot be spread over {spread.mesh.sizes}: {why}")
-    if example is None:  # whose tokens ranks can share; else the first forward is checked
+    if example is None:  # ranks can share its tokens; otherwise, the first forward is checked
         parallel.check_gradients(model, inputs)
     parallel.check_next_inputs(model, spread)
 
@@ -205,7 +204,7 @@ def _replace_norms(model: nn.Module, report: Report) -> None:
         if not norm.is_norm_candidate(module):
             continue
         if is_foreign(module):
-            report.add(name, "norm", module, "its forward was replaced by somebody else")
+            report.add(name, "norm", module, "its forward was replaced by other code")
         else:
             report.add(name, "norm", module, _patch_module(module, norm.find_norm_form, forms))
 
@@ -236,7 +235,7 @@ def _replace_mlps(model: nn.Module, report: Report, adapted: Collection[nn.Modul
 def _patch_module(
     module: nn.Module, find: Callable[[Any], Form | str], forms: dict[tuple, Form | str]
 ) -> Form | str:
-    """Patch a module by its form, if there is one; `forms` are those of the kinds seen so far."""
+    """Patch a module with its form, if there is one; `forms` caches the forms of known kinds."""
     kind = kind_of(module)
     if kind not in forms:
         forms[kind] = find(module)
@@ -260,7 +259,7 @@ def _replace_whole(
         for kind in sorted(kinds & {"attention", "loss"}):
             report.add("", kind, model, "no transformers model")
         return
-    name, model = whole  # as it is, or what peft wraps
+    name, model = whole  # the model itself, or the one that peft wraps
     inputs = _inputs_of(model, example)
     if "attention" in kinds:
         _replace_attention(model, inputs, report, name)
@@ -278,7 +277,7 @@ def _replace_whole(
 def _inputs_of(
     model: PreTrainedModel, example: dict[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
-    """The inputs on which a model is compared."""
+    """The inputs for comparing a model."""
     inputs = dict(model.dummy_inputs if example is None else example)
     if example is None:
         inputs.pop("attention_mask", None)  # `_paddings` makes its own
@@ -288,14 +287,14 @@ def _inputs_of(
 def _replace_attention(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], report: Report, own_name: str
 ) -> None:
-    """Replace the attention, and keep it if the whole model's output agrees with the original's."""
+    """Replace the attention, but undo it unless the whole model's output agrees with before."""
     names = {m: f"{own_name}.{n}".strip(".") for n, m in model.named_modules()}
     for module, name in names.items():
         if "inv_freq" in dict(module.named_buffers(recurse=False)):
-            why = "rotation is a function inside the attention, no module"
+            why = "the rotation is a function inside attention, not a module"
             report.add(name, "rotary", module, why)
     if not model._can_set_attn_implementation():
-        why = "its attention does not go through transformers' AttentionInterface"
+        why = "its attention does not use transformers' AttentionInterface"
         report.add(own_name, "attention", model, why)
         return
     wanted = _outputs(model, inputs)
@@ -314,7 +313,7 @@ def _replace_attention(
     if why is None and not callers:
         why = "no module called it"
     if why is None and not all(map(agree, wanted, found)):
-        why = "the model's output was another one"
+        why = "the model's output was different"
     if why is not None:
         for config in configs:
             changes.restore(config, _IMPLEMENTATION)
@@ -328,16 +327,19 @@ def _replace_attention(
 
 
 def _outputs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor] | str:
-    """The model's first output at tokens, unpadded and padded on the left, or why there is none."""
+    """The model's first output at real tokens, without padding and with padding on the left.
+
+    If the model fails, return the error's text instead.
+    """
     found = []
     try:
         for more, real in _paddings(model, inputs):
             with quietly(model):
                 out = model(**inputs, **more)
             first = next(v for v in out.values() if isinstance(v, torch.Tensor))
-            whole = real is None or first.shape[:2] != real.shape  # as of a class per sample
+            whole = real is None or first.shape[:2] != real.shape  # e.g. one class per sample
             found.append(first if whole else first[real])
-    except Exception as error:  # whatever a model says to inputs that it does not know
+    except Exception as error:  # a model may raise anything on inputs that it does not expect
         return one_line(error)
     return found
 
@@ -345,10 +347,10 @@ def _outputs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[to
 def _paddings(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor]
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
-    """More inputs, and which tokens are real: None for all."""
+    """Yield additional inputs, with a mask of the real tokens (None: all)."""
     parameters = inspect.signature(type(model).forward).parameters
     more: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
-    decoder = model.config.is_encoder_decoder  # whose output is of no padded token
+    decoder = model.config.is_encoder_decoder  # its output has no padded tokens
     ids, given = inputs.get("input_ids"), inputs.get("attention_mask")
     yield more, None if decoder or given is None else given.bool()
     padded = ids is not None and ids.ndim == 2 and ids.shape[1] > 2

@@ -1,9 +1,9 @@
-"""RMSNorm and LayerNorm, found by what their forward computes.
+"""RMSNorm and LayerNorm modules, recognized by the results of their forward.
 
-A candidate is a module without children that has one vector of weights (or none), perhaps a bias,
-and a small number, which may be its eps. On probes with rows of very different sizes (so that a
-wrong eps shows) and with drawn weights (so that 1 + w shows) its forward must agree with one of the
-forms below, dtype included, also in bfloat16 and under autocast.
+A candidate is a module without children that has at most one weight vector, perhaps a bias, and a
+small number that may be its eps. Its forward must agree with one of the forms below, including the
+dtype, also in bfloat16 and under autocast. The probes have rows of very different magnitude, which
+reveals a wrong eps, and random weights, which reveal 1 + w.
 
     norm(x) * w        norm(x) * (1 + w)        norm(x)            (norm(x) * w + b for LayerNorm)
 """
@@ -28,15 +28,15 @@ from warpweave.kernels.runtime.dtypes import is_autocast
 
 
 class NormForm(NamedTuple):
-    """One way to be a norm.
+    """One form of a norm.
 
     Attributes:
-        layer: LayerNorm, not RMSNorm.
-        offset: what is added to the weight.
-        eps: the attribute that holds it, or the number itself.
-        out: the dtype that comes out: "x" the input's, "weight" the weight's, "wider" of both.
-        autocast: whether float32 comes out under autocast, as of torch's own norms.
-        fields: what it read of its configuration.
+        layer: True for LayerNorm, False for RMSNorm.
+        offset: the number added to the weight.
+        eps: the name of the attribute that holds eps, or eps itself.
+        out: the output dtype: "x" the input's, "weight" the weight's, "wider" the wider of both.
+        autocast: True if the output is float32 under autocast, as for torch's own norms.
+        fields: the fields of the configuration that it read.
         across: the replacement of `rms_norm` for features that are sharded over ranks.
     """
 
@@ -61,7 +61,7 @@ class NormForm(NamedTuple):
 
 
 def is_norm_candidate(module: nn.Module) -> bool:
-    """Whether a module has the parts of a norm."""
+    """Return True if a module has the parts of a norm."""
     parameters = dict(module.named_parameters(recurse=False))
     if next(module.children(), None) is not None or parameters.keys() - {"weight", "bias"}:
         return False
@@ -72,12 +72,12 @@ def is_norm_candidate(module: nn.Module) -> bool:
 
 
 def find_norm_form(module: nn.Module) -> NormForm | str:
-    """The form that agrees with the module's forward, or why there is none."""
+    """The form that agrees with the module's forward, or the reason why there is none."""
     more, width = takes_more(module), _width(module)
     if more is not None:
         return more
     if width is None:
-        return "has no weight to tell its width"
+        return "it has no weight that shows its width"
     if any(not p.is_floating_point() for p in module.parameters()):
         return "quantized weights"
     own = copy.deepcopy(module)
@@ -94,11 +94,11 @@ def find_norm_form(module: nn.Module) -> NormForm | str:
         found = _answers(own, width, partial(form.forward, own), wanted)
         if wanted and len(wanted) == len(found):
             return form
-    return "its forward computes no RMSNorm or LayerNorm of ours"
+    return "its forward is not one of our RMSNorms or LayerNorms"
 
 
 def _norm_forward(form: NormForm, module: Any, hidden_states: torch.Tensor) -> Any:
-    """The forward of a module that is a norm of this form."""
+    """The new forward of a module whose norm has this form."""
     if form.across is None and few(hidden_states):
         return _of_few(form, module, hidden_states)
     x, weight = hidden_states, getattr(module, "weight", None)
@@ -119,9 +119,9 @@ def _norm_forward(form: NormForm, module: Any, hidden_states: torch.Tensor) -> A
 
 
 def _of_few(form: NormForm, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A norm of a `few` numbers in few operators, or, where dtypes round, by the original.
+    """Compute a norm of a `few` elements in few operators; use the original if dtypes round.
 
-    RMSNorm is LayerNorm of [x, -x], whose mean is 0: of one row that takes two thirds of the time
+    RMSNorm is LayerNorm of [x, -x], whose mean is 0. For one row, that takes two thirds of the time
     of `torch.rms_norm`, which calls seven operators.
     """
     weight: torch.Tensor | None = module._parameters.get("weight")
@@ -143,7 +143,7 @@ def _eps_names(module: nn.Module) -> list[str | float]:
         name for name, value in vars(module).items()
         if isinstance(value, float) and 0 <= value < 0.1
     ]  # fmt: skip
-    # One that is written in the forward, as of OLMo's norm.
+    # An eps that is hard-coded in the forward, as in OLMo's norm.
     return names if names or not hasattr(module, "normalized_shape") else [1e-5]
 
 
@@ -158,8 +158,10 @@ def _width(module: nn.Module) -> int | None:
 def _answers(
     module: nn.Module, width: int, forward: Callable, wanted: dict | None = None
 ) -> dict[tuple, torch.Tensor]:
-    """What a forward makes of the probes, by their conditions; where `wanted` is given, only what
-    agrees with it, and nothing once something does not."""
+    """The results of a forward on the probes, by (dtype, autocast).
+
+    If `wanted` is given, return an empty dict unless all results agree with it.
+    """
     weight = getattr(module, "weight", None)
     like = torch.empty(0) if weight is None else weight
     x = noise(6, width, like=torch.empty(0, device=like.device)) + 0.5
@@ -183,7 +185,7 @@ def _answers(
 
 
 def _rows_agree(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether all rows agree, each by its own size, but for the first, which is made of zeros."""
+    """Return True if all rows agree, relative to their own magnitude; ignore the zero first row."""
     if a.shape != b.shape:
         return False
     return all(agree(*rows, rounded=dtype) for rows in zip(a[0, 1:], b[0, 1:]))

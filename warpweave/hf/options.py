@@ -1,4 +1,4 @@
-"""How a Hugging Face model is spread over ranks: what all of its parts are told."""
+"""Options for spreading a Hugging Face model over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warpweave.parallel.mesh import ConnectedMesh
 
 
 class Spread(NamedTuple):
-    """How a model is spread: what `apply` was told."""
+    """The options of `apply` that spread a model over ranks."""
 
     mesh: ConnectedMesh
     sequence_parallel: bool = False
@@ -23,19 +23,20 @@ class Spread(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What styles of linear layers are told."""
+        """The arguments for the styles of linear layers."""
         workspace = self.mesh.workspace("tp") if self.overlap == "fused" else None
         return {"overlap": self.overlap, "workspace": workspace}
 
 
 class Replicas(NamedTuple):
-    """What transformers' Trainer asks of the configuration of a model that its ranks share: it then
-    gives them the same tokens, wraps nothing and lets all of them save.
+    """Configuration that tells transformers' Trainer that ranks share a model.
+
+    The Trainer then gives these ranks the same tokens, wraps nothing and lets all of them save.
 
     Attributes:
-        tp_size: ranks that share one replica, over tensor and context ranks.
-        replicas: data ranks.
-        device: where the parameters are.
+        tp_size: number of ranks that share one replica, over tensor and context ranks.
+        replicas: number of data ranks.
+        device: device of the parameters.
     """
 
     tp_size: int
@@ -47,27 +48,31 @@ class Replicas(NamedTuple):
 
     @property
     def dp_size(self) -> int:
-        """Data ranks as a Trainer takes them: one; ValueError where it, or accelerate, does not."""
-        recipe = "train it in a loop of your own (docs/from_hugging_face.md)"
+        """The number of data ranks that a Trainer supports: one.
+
+        Raises ValueError if there are more, or if accelerate does not support the device.
+        """
+        recipe = "write your own training loop (docs/from_hugging_face.md)"
         if self.replicas > 1:
             raise ValueError(
-                f"Trainer takes no model over Mesh(dp={self.replicas}, ...): fully_shard it over "
-                f'mesh.device_mesh["dp"] and {recipe}, or use Mesh(dp=1, ...)'
+                f"Trainer does not support Mesh(dp={self.replicas}, ...): fully_shard the model "
+                f'over mesh.device_mesh["dp"] and {recipe}, or use Mesh(dp=1, ...)'
             )
         if self.device == "cpu":
             raise ValueError(
-                f"accelerate lets {self.tp_size} ranks share a model on GPUs only: on CPUs {recipe}"
+                f"accelerate lets {self.tp_size} ranks share a model only on GPUs: on CPUs {recipe}"
             )
         return 1
 
 
 class HeadVocabulary(NamedTuple):
-    """A head whose rows are sharded over tensor ranks, and its loss's tokens over context ranks; a
-    fact of the head.
+    """A head with rows sharded over tensor ranks and the loss's tokens over context ranks.
+
+    A fact of the head (`changes`).
 
     Attributes:
-        size: of the whole vocabulary.
-        cut: whether rows are sharded, or replicated.
+        size: size of the whole vocabulary.
+        cut: True if the rows are sharded, False if they are replicated.
     """
 
     size: int
@@ -76,19 +81,21 @@ class HeadVocabulary(NamedTuple):
 
     @property
     def group(self) -> Any:
-        """The ranks that have other rows."""
+        """The ranks that share the rows; None if the rows are replicated."""
         return self.spread.mesh.group("tp") if self.cut else None
 
     def padded(self, weight: torch.Tensor) -> torch.Tensor:
-        """This rank's rows, with zeros where the last ranks' are missing."""
+        """This rank's rows, padded with zeros on the last ranks."""
         return padded_rows(weight, self.size, self.spread.mesh.size("tp"))
 
     def own_rows(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows, padded, of something that every rank has all of: its gradient is summed
-        over the ranks."""
+        """This rank's rows, padded, of a tensor that is whole on every rank.
+
+        The gradient of the tensor is summed over the ranks.
+        """
         if len(whole) != self.size:
             raise ValueError(
-                f"expected {self.size} rows, as of the head that is sharded over ranks, got "
+                f"expected {self.size} rows, as in the head that is sharded over ranks, got "
                 f"{len(whole)}"
             )
         ranks = self.spread.mesh.size("tp")

@@ -1,12 +1,12 @@
-"""An applied model over tensor and context ranks: see `apply(model, mesh=...)`.
+"""Tensor and context parallelism for an applied model: see `apply(model, mesh=...)`.
 
-Every rank has the same tokens and returns the same loss; its parameters get their gradients summed
-over all ranks, sharded as the parameters are.
+Every rank has the same tokens and returns the same loss. Gradients are summed over all ranks and
+sharded like their parameters.
 
-    tensor parallel     heads and hidden units are sharded (`structure`), embedding and head along
-                        the vocabulary, with a vocabulary-parallel loss
+    tensor parallel     heads and hidden units are sharded (`structure`), and embedding and head
+                        along the vocabulary, with a vocabulary-parallel loss
     sequence parallel   tokens of the residual stream, between the first and the last layer, are
-                        sharded over the tensor ranks, too
+                        also sharded over the tensor ranks
     context parallel    tokens are sharded over the context ranks, also within layers, with
                         context-parallel attention (`parallel.context`); each rank computes the loss
                         of some tokens
@@ -17,8 +17,8 @@ sharded and gathered inside the layers' forwards (`plan.Tokens.forwards`). Hooks
 would see one rank's part are refused (`untouched`).
 
 A module with several column-parallel layers (queries, keys and values, or gate and up) gathers its
-input once for all of them; the collectives of a single column-parallel layer, and of every
-row-parallel layer, overlap with its product as `overlap` says.
+input once for all of them. The collectives of a single column-parallel layer, and of every
+row-parallel layer, overlap with its product according to `overlap`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from warpweave.layers.sharding.styles import (
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.tensor import cut_rms_norm
 
-# What transformers notes on a model whose ranks share it.
+# Attributes that transformers sets on a model that is shared by ranks.
 _TOLD = ("_tp_size", "_is_distributed_loading_by_transformers", "_tp_plan")
 _Plan = dict[nn.Module, Style]
 _Sums = dict[nn.Module, dict[str, Groups]]
@@ -84,7 +84,7 @@ def spread_model(
         if isinstance(module, nn.Dropout):
             check_dropout(module, name)
         if getattr(module, "attention_dropout", 0.0):  # early; see `attention.Shared` for any name
-            raise ValueError(f"{name}: attention dropout is not drawn over ranks: set it to 0")
+            raise ValueError(f"{name}: attention dropout is not supported over ranks: set it to 0")
     parts, kept = structure.find_parts(model, inputs, tp)
     layers = _layers(model, parts)
     for name, why in kept.items():
@@ -114,7 +114,7 @@ def spread_model(
         for layer, forward in zip(layers, tokens.forwards(layers), strict=True):
             changes_of(layer).set(layer, "forward", forward)
     ranks = tp * mesh.size("cp")
-    tp_plan = own(model, "_tp_plan") if tp > 1 else {}  # by which caches count heads
+    tp_plan = own(model, "_tp_plan") if tp > 1 else {}  # caches derive the number of heads from it
     for name, told in zip(_TOLD, (ranks, True, tp_plan)):
         own(model, name)
         changes.set(model, name, told)
@@ -147,8 +147,8 @@ def _plan(
             rows = blocks > 1 and not isinstance(linear, structure.mlp.Conv1D)
             if rows and spread.mesh.size("dp") > 1:
                 raise ValueError(
-                    f"{names[linear]}: {blocks} blocks of rows are cut over tp, which fully_shard "
-                    "over dp would put together in another order"
+                    f"{names[linear]}: {blocks} blocks of rows are sharded over tp, but "
+                    "fully_shard over dp would join them in a different order: use dp = 1"
                 )
             inside = part.takes_once
             plan[linear] = Column(tokens, inside=inside, blocks=blocks, **spread.options)
@@ -173,7 +173,7 @@ def _plan(
 
 
 def _cut(model: Any, parts: list[structure.CutPart], plan: _Plan, spread: Spread) -> None:
-    """Apply the styles of a plan to their modules, and shard parameters with one number per
+    """Apply a plan's styles to their modules, and shard parameters that have one number per
     head."""
     tp = spread.mesh.size("tp")
     if tp == 1:
@@ -196,7 +196,7 @@ def _cut(model: Any, parts: list[structure.CutPart], plan: _Plan, spread: Spread
             patch(module, form._replace(across=across))
         if part.kind == "attention" and max(part.columns.values()) > 1:
             width = part.width
-            for name, number in list(vars(part.module).items()):  # by which it splits
+            for name, number in list(vars(part.module).items()):  # the width it splits by
                 if type(number) is int and number == width:
                     changes_of(part.module).set(part.module, name, number // tp)
     for module, style in plan.items():
@@ -215,7 +215,7 @@ def _sums(parts: list[structure.CutPart], layers: list[nn.Module], spread: Sprea
     for part in parts:
         if part.kind == "attention":
             over |= dict.fromkeys(part.module.modules(), (tp, cp))  # norms of a rank's heads
-            over |= dict.fromkeys((part.module, *part.norms), (cp,))  # what is cut with the heads
+            over |= dict.fromkeys((part.module, *part.norms), (cp,))  # sharded with the heads
         over |= dict.fromkeys((*part.columns, part.row), (cp,))
     found = {m: dict.fromkeys(m._parameters, _some(*groups)) for m, groups in over.items()}
     for part in parts:
@@ -226,15 +226,15 @@ def _sums(parts: list[structure.CutPart], layers: list[nn.Module], spread: Sprea
 
 
 def _some(*groups: Group) -> Groups:
-    """The groups of more than one rank."""
+    """The groups that have more than one rank."""
     return tuple(group for group in groups if group is not None)
 
 
-# ---------------------------------------------------------------- 2. in every call
+# ---------------------------------------------------------------- 2. during every call
 
 
 class _Entrance:
-    """A pre-hook that prepares the input of a module with sharded linear layers or tokens."""
+    """Pre-hook that prepares the input of a module with sharded linear layers or tokens."""
 
     def __init__(
         self, part: structure.CutPart, tokens: Tokens, spread: Spread, config: Any, watch: Watch
@@ -263,7 +263,7 @@ class _Entrance:
         return args, kwargs
 
     def check(self, module: Any, tp: Group) -> None:
-        """Raise ValueError if what the module computes now would not be that of one rank."""
+        """Raise ValueError if the module would no longer compute the same as on one rank."""
         kind = type(module).__name__
         for name, linear in self.cut.items():
             found = linear if tp is None else module.get_submodule(name)
@@ -274,25 +274,25 @@ class _Entrance:
                 )
         if any(map(seen.changed, self.part.norms)):
             raise ValueError(
-                f"{kind}: a norm whose features are cut over ranks was "
-                "changed: warpweave.hf.revert first"
+                f"{kind}: a norm whose features are sharded over ranks was "
+                "changed: call warpweave.hf.revert first"
             )
         if self.part.kind == "mlp":
             return
         config = getattr(module, "config", self.config)
         if config._attn_implementation != attention.NAME:
             raise ValueError(
-                f"{kind}: over ranks its attention is {attention.NAME}, and was set to "
-                f"{config._attn_implementation}: warpweave.hf.revert first"
+                f"{kind}: over ranks its attention must be {attention.NAME}, but was set to "
+                f"{config._attn_implementation}: call warpweave.hf.revert first"
             )
         if module.training and getattr(module, "attention_dropout", 0.0):
-            raise ValueError(f"{kind}: attention dropout is not drawn over ranks: set it to 0")
+            raise ValueError(f"{kind}: attention dropout is not supported over ranks: set it to 0")
 
 
 def own_positions(name: str, value: Any, layout: SequenceLayout, rank: int) -> Any:
     """A context rank's part of an argument with one entry per position.
 
-    Under another name the argument stays whole, and does not fit the rank's part of the sequence.
+    An argument with an unknown name stays whole, and does not fit the rank's part of the sequence.
     """
     if name == "position_embeddings" and isinstance(value, (tuple, list)):
         return tuple(layout.shard(x, rank, dim=1) for x in value)
@@ -302,8 +302,10 @@ def own_positions(name: str, value: Any, layout: SequenceLayout, rank: int) -> A
 
 
 def check_next_inputs(model: Any, spread: Spread) -> None:
-    """At the next call, compare the ranks' batches once: with different ones the loss would be
-    wrong without an error."""
+    """Compare the ranks' batches once, in the next call.
+
+    With different batches, the loss would be wrong without an error.
+    """
 
     groups = _some(spread.mesh.group("tp"), spread.mesh.group("cp"))
 
@@ -312,14 +314,14 @@ def check_next_inputs(model: Any, spread: Spread) -> None:
         for hook in hooks:
             hook.remove()
 
-    # peft calls a model's forward without its hooks; then the embedding's ids are compared.
+    # peft calls a model's forward without its hooks. Then the embedding's ids are compared.
     modules = (model, wrapped(model.get_input_embeddings()))
     hooks = [m.register_forward_pre_hook(check, with_kwargs=True) for m in modules]
     changes_of(model).hooks += hooks
 
 
 def check_gradients(model: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError with the name of a parameter that would get a part of its gradient, see
+    """Raise ValueError with the name of a parameter that would get only a part of its gradient, see
     `entered`."""
     with quietly(model), torch.enable_grad():
         model(**inputs, use_cache=False)
@@ -340,7 +342,7 @@ def check_entered(model: nn.Module) -> None:
 
 
 def join_parameters(model: nn.Module) -> None:
-    """All-gather the parameters of a model that `spread_model` has sharded, if it has."""
+    """All-gather the parameters of a model if `spread_model` has sharded it."""
     if known(model, Spread) is None:
         return
     found = {
@@ -352,12 +354,12 @@ def join_parameters(model: nn.Module) -> None:
 
 
 def _head_of(model: Any) -> Any:
-    """The head's linear layer, also under LoRA."""
+    """The head's linear layer, also when LoRA wraps it."""
     return wrapped(model.get_output_embeddings())
 
 
 def _layers(model: nn.Module, parts: list[structure.CutPart]) -> list[nn.Module]:
-    """The layers: of the list each of whose modules holds attention."""
+    """The layers: the module list in which every module contains attention."""
     callers = [part.module for part in parts if part.kind == "attention"]
     for module in model.modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
@@ -365,4 +367,4 @@ def _layers(model: nn.Module, parts: list[structure.CutPart]) -> list[nn.Module]
         held = [[m for m in layer.modules() if m in callers] for layer in module]
         if all(held) and sum(map(len, held)) == len(callers):
             return list(module)
-    raise ValueError(f"{type(model).__name__}: no list of layers holds all of its attention")
+    raise ValueError(f"{type(model).__name__}: no list of layers contains all of its attention")

@@ -1,18 +1,17 @@
-"""A module's forward replaced, its original within reach, and put back.
+"""Replacement of a module's forward, with access to the original, and its restoration.
 
-The new forward is an attribute in the module's own dictionary, so that its class, its parameters
-and its place in the model stay as they are. It holds the module and a form, and reaches the
-original through `original`, never through a closure, so that a copy of the model, deep or pickled,
-has forwards of its own.
-What a new forward does not read of its module is compared before each call, see `seen`: where it is
-another than it was, the original runs.
+The new forward is an attribute in the module's own dictionary, so the module's class, parameters
+and place in the model do not change. It holds the module and a form. It gets the original from
+`original`, never from a closure, so a deep or pickled copy of the model has its own forwards.
+Anything in the module that the new forward does not read is compared before each call (`seen`). If
+it has changed, the original runs.
 
-Under accelerate's hooks (a model on several devices) `forward` is the hook's, and what it calls is
-`_old_forward`: there it is that one which is replaced.
+Under accelerate's hooks (a model on several devices), `forward` belongs to the hook, which calls
+`_old_forward`. In that case, `_old_forward` is replaced.
 
-On a CPU and without gradients a new forward hands a `few` numbers to torch's own operators, or to
-the original: where one token is generated, checking and dispatching a call of ours costs more than
-computing it.
+On a CPU and without gradients, a new forward passes inputs of a `few` elements to torch's own
+operators, or to the original. When a single token is generated, checking and dispatching one of our
+calls costs more than the computation.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from torch import nn
 from warpweave.hf import seen
 from warpweave.hf.changes import changes_of, forget, known
 
-FEW = 2**15  # numbers
+FEW = 2**15  # elements
 _ours_always: ContextVar[bool] = ContextVar("warpweave_hf_ours_always", default=False)
 
 
 class Form(Protocol):
-    """What a module was seen to compute: a norm, a feed-forward layer, an activation, a loss.
+    """The function that a module computes: a norm, a feed-forward layer, an activation, a loss.
 
-    As a string, what a report says of it.
+    ``str()`` gives its description in a report.
     """
 
     @property
@@ -47,21 +46,21 @@ class Form(Protocol):
 
     @property
     def fields(self) -> seen.Fields:
-        """What the module's own forward read of its configuration."""
+        """The fields of the configuration that the module's own forward read."""
 
     @property
     def forward(self) -> Callable:
-        """A forward that computes it: a plain function of the module and the arguments."""
+        """A forward that computes the form: a plain function of the module and the arguments."""
 
 
 class _Original(NamedTuple):
-    """A forward that was replaced; None is that of the module's class."""
+    """A forward that was replaced; None means the forward of the module's class."""
 
     forward: Callable | None
 
 
 class Guarded:
-    """A form's forward, bound to a module, as long as what `seen.look` sees of the module is there.
+    """A form's forward bound to a module; the original runs if the module has changed (`seen`).
 
     It behaves like a bound method, and can be pickled.
     """
@@ -89,9 +88,9 @@ class Guarded:
 
 
 def patch(module: nn.Module, form: Form, blind: Collection[nn.Module] = ()) -> None:
-    """Let a form's forward be the module's, as long as what `seen.look` sees of it now is there.
+    """Replace a module's forward by a form's, as long as the module does not change (`seen.look`).
 
-    `blind` are modules that the new forward calls with other numbers than the original would.
+    `blind` are modules that the new forward calls with different values than the original would.
     """
     seen.look(module, form.live, form.fields, blind)
     changes, slot = changes_of(module), _slot(module)
@@ -102,19 +101,19 @@ def patch(module: nn.Module, form: Form, blind: Collection[nn.Module] = ()) -> N
 
 
 def unpatch(module: nn.Module) -> None:
-    """Put the forward back that `patch` replaced."""
+    """Restore the forward that `patch` replaced."""
     changes_of(module).restore(module, _slot(module))
     forget(module, _Original)
     forget(module, seen.Seen)
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether `patch` replaced this module's forward."""
+    """Return True if `patch` replaced this module's forward."""
     return known(module, _Original) is not None
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Whether somebody else replaced this module's forward."""
+    """Return True if other code replaced this module's forward."""
     return _slot(module) in module.__dict__ and _slot(module) != "_old_forward"
 
 
@@ -129,7 +128,7 @@ def _slot(module: nn.Module) -> str:
 
 
 def few(x: torch.Tensor) -> bool:
-    """Whether calling torch's own operators directly takes less time than ours, measured."""
+    """Return True if torch's own operators are measurably faster than ours because x is small."""
     if torch.compiler.is_compiling():
         return False
     cheap = x.is_cpu and x.numel() <= FEW
@@ -137,13 +136,13 @@ def few(x: torch.Tensor) -> bool:
 
 
 def always_ours() -> bool:
-    """Whether `ours_always` holds."""
+    """Return True inside `ours_always`."""
     return _ours_always.get()
 
 
 @contextmanager
 def ours_always() -> Iterator[None]:
-    """Meanwhile nothing is `few`: to compare and to test."""
+    """Disable `few` within the context, for comparisons and tests."""
     token = _ours_always.set(True)
     try:
         yield

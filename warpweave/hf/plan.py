@@ -1,9 +1,9 @@
 """The sharding plan of a Hugging Face model: a parallel style for each module.
 
-`warpweave.hf.parallel` makes such a plan, {module: style}, from what it sees of a model;
-`warpweave.hf.styles` registers the same styles with transformers as words of a `tp_plan`. Linear
-layers have the styles of `warpweave.layers.sharding`, with sharded tokens of x[B, S, E] if
-requested. The other styles are for whole modules.
+`warpweave.hf.parallel` derives such a plan, {module: style}, from a model. `warpweave.hf.styles`
+registers the same styles with transformers as values of a `tp_plan`. Linear layers have the styles
+of `warpweave.layers.sharding`, with sharded tokens of x[B, S, E] if requested. The other styles are
+for whole modules.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from warpweave.parallel.tensor import column_parallel_linear
 class Tokens:
     """The tokens of the residual stream between the first layer and the last, x[B, S, E].
 
-    They are sharded over the context ranks, in a zigzag layout, and with sequence parallelism over
-    the tensor ranks, too. Without gradients they may be replicated: see `cut`.
+    They are sharded over the context ranks, in a zigzag layout, and with sequence parallelism also
+    over the tensor ranks. Without gradients they may be replicated: see `cut`.
 
     Args:
-        tp, cp: the tensor and context ranks, None for one.
-        sequence_parallel: shard tokens over `tp`, too.
-        need: in an error, what requires a length that the ranks divide.
-        always: shard tokens in every call, ValueError if that is not possible.
+        tp, cp: the tensor and context ranks, None for one rank.
+        sequence_parallel: also shard tokens over `tp`.
+        need: the name, in an error, of what requires a length divisible by the ranks.
+        always: shard tokens in every call, or raise ValueError if that is not possible.
     """
 
     def __init__(
@@ -52,54 +52,59 @@ class Tokens:
     ) -> None:  # fmt: skip
         self.tp, self.cp, self.sequence_parallel = tp, cp, sequence_parallel
         self.need, self.always = need, always
-        self.active = False  # in the forward that runs
-        self.layers: list[Any] = []  # between which tokens are sharded
-        self.whole: set[int] = set()  # numbers of layers, besides 0, that whole tokens enter
-        self.asked: set[str] = set()  # outputs that the model's caller requests of the layers
-        self.inside = False  # whether tokens were sharded, and not yet gathered behind the last
+        self.active = False  # True if the current forward shards tokens
+        self.layers: list[Any] = []  # tokens are sharded between these layers
+        self.whole: set[int] = set()  # numbers of layers, other than 0, that whole tokens enter
+        self.asked: set[str] = set()  # outputs of layers that the model's caller requests
+        self.inside = False  # True if tokens were sharded, but not yet gathered after the last
 
     @property
     def divisor(self) -> int:
-        """The number that must divide the number of tokens."""
+        """The number by which the number of tokens must be divisible."""
         shards = group_size(self.tp) if self.sequence_parallel else 1
         cp = group_size(self.cp)
         return shards * cp * (2 if cp > 1 else 1)
 
     def are_cut(self) -> bool:
-        """Recomputed layers, which nothing enters by the first, run under gradients."""
+        """Return True if tokens are sharded now.
+
+        Recomputed layers run under gradients, but without passing through the first layer.
+        """
         return self.always or (self.divisor > 1 and (self.active or torch.is_grad_enabled()))
 
     def dim(self, module: nn.Module, x: torch.Tensor) -> int | None:
         """The dim of a module's x[B, S, ...] that is sharded over the tensor ranks, or None.
 
-        Raises ValueError where x has another number of dims: dim 1 is not the sequence.
+        Raises ValueError unless x has three dims, since dim 1 would not be the sequence.
         """
         if not (self.sequence_parallel and self.are_cut()):
             return None
         if x.ndim != 3:
             raise ValueError(
-                f"{type(module).__name__}: x{[*x.shape]} has {x.ndim} dims, and a sequence is cut "
-                "along dim 1 of 3: leave this module out of the tp_plan, or cut no sequences"
+                f"{type(module).__name__}: x{[*x.shape]} has {x.ndim} dims, but a sequence is "
+                "sharded along dim 1 of 3: remove this module from the tp_plan, or do not shard "
+                "sequences"
             )
         return 1
 
     def layout(self, length: int) -> SequenceLayout:
-        """The layout of so many tokens on the context ranks."""
+        """The layout of `length` tokens on the context ranks."""
         return SequenceLayout(length, group_size(self.cp))
 
     def cut(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Shard the tokens that enter the first layer. Return None to leave them whole: without
-        gradients, if their number does not divide, or if a cache keeps what every rank computes.
+        """Shard the tokens that enter the first layer, or return None to leave them whole.
 
-        Raises ValueError for a cache that is not whole or not known, see `cache_of`.
+        Without gradients, they stay whole if their number is not divisible by the ranks, or if
+        there is a cache, which must receive the keys and values of all tokens. Raises ValueError
+        for a cache that is not whole or not known, see `cache_of`.
         """
         x, put = hidden_states(layer, args, kwargs)
         n, learns = self.divisor, torch.is_grad_enabled()
         fits = x.shape[1] % n == 0
         if not fits and (learns or self.always):
             raise ValueError(
-                f"{x.shape[1]} tokens do not divide by {n}, as {self.need} needs it: pad the batch "
-                f"(pad_to_multiple_of={n})"
+                f"{x.shape[1]} tokens are not divisible by {n}, as {self.need} requires: pad the "
+                f"batch (pad_to_multiple_of={n})"
             )
         cache = None if self.always else cache_of(layer, args, kwargs)
         if not learns:
@@ -135,12 +140,12 @@ class Tokens:
     # ------------------------------------------------------------ between layers
 
     def forwards(self, layers: list[Any]) -> list[MethodType]:
-        """New forwards of the layers, which take and return sharded tokens between them.
+        """New forwards of the layers, which pass sharded tokens to each other.
 
         Whole tokens enter the first layer and leave the last. They also enter and leave a layer
-        that somebody hooked, and every layer if hidden states are requested, so that hooks and
-        requests see what they see on one device. The tokens are sharded inside the forward, where
-        no hook is.
+        with hooks of other code, and every layer if hidden states are requested, so hooks and
+        requests see the same as on one device. Tokens are sharded inside the forward, out of reach
+        of hooks.
         """
         self.layers = layers
         return [MethodType(self._forward_of(n, layer), layer) for n, layer in enumerate(layers)]
@@ -158,7 +163,7 @@ class Tokens:
                 x, put = hidden_states(layer, args, kwargs)
                 given = put(self.shard(x))
             args, kwargs = (args, kwargs) if given is None else given
-            # A class that comes later, as of `fully_shard`, has a forward of its own.
+            # A class that is set later, for example by `fully_shard`, has its own forward.
             run = own or MethodType(type(layer).forward, layer)
             out = run(*args, **kwargs)
             last = n + 1 == len(self.layers)
@@ -169,7 +174,7 @@ class Tokens:
         return forward
 
     def _decide(self, kwargs: dict) -> None:
-        """Decide, once per forward, in front of which layers tokens are whole."""
+        """Decide, once per forward, which layers whole tokens enter."""
         self.whole = set()
         self.inside = self.are_cut()
         if not self.inside:
@@ -187,18 +192,18 @@ class Tokens:
                 self.whole |= {n, n + 1}
 
 
-# Outputs of layers, one number or row per token, by transformers' names.
+# Outputs of layers with one number or row per token, by transformers' names.
 _STATES = "hidden_states"
 _PER_TOKEN = {_STATES, "router_logits", "router_probs"}
 
 
 def hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.Tensor, Callable]:
-    """The hidden states among a call's arguments, and the arguments with others in their place."""
+    """The hidden states among a call's arguments, and a function that replaces them there."""
     if args and isinstance(args[0], torch.Tensor):
         return args[0], lambda x: ((x, *args[1:]), kwargs)
     x = kwargs.get("hidden_states")
     if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{type(module).__name__}: takes no hidden_states")
+        raise ValueError(f"{type(module).__name__}: its forward got no hidden_states")
     return x, lambda x: (args, {**kwargs, "hidden_states": x})
 
 
@@ -206,11 +211,11 @@ class Column(ColwiseParallel):
     """A column-parallel linear layer of x[B, S, E], whose tokens may be sharded.
 
     Args:
-        tokens: of x.
-        inside: the enclosing module has gathered x already, see `take_input`.
-        blocks: equal blocks of output features, each of which is sharded; with several the bias is
-            replicated.
-        options: as of `ColwiseParallel`.
+        tokens: the tokens of x.
+        inside: the enclosing module has already gathered x, see `take_input`.
+        blocks: number of equal blocks of output features, each of which is sharded. With several
+            blocks, the bias is replicated.
+        options: as for `ColwiseParallel`.
     """
 
     def __init__(
@@ -261,16 +266,18 @@ class Row(RowwiseParallel):
 
 
 def rows_of_blocks(x: torch.Tensor, group: Group, blocks: int) -> torch.Tensor:
-    """This rank's rows of a replicated tensor of equal blocks, each of which is sharded."""
+    """This rank's rows of a replicated tensor: its share of each of several equal blocks."""
     return torch.cat([own_slice(block, group) for block in x.chunk(blocks)])
 
 
 def _out_in(module: Any, weight: torch.Tensor) -> torch.Tensor:
-    """A linear layer's weight as (out, in), also GPT-2's."""
+    """A linear layer's weight as (out, in), including GPT-2's."""
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
 def take_input(tokens: Tokens, module: nn.Module, x: torch.Tensor, group: Group) -> torch.Tensor:
-    """x[B, S, E] for all column-parallel layers of a module, all-gathered once if its tokens are
-    sharded; the gradient is summed over the ranks once."""
+    """Prepare x[B, S, E] once for all column-parallel layers of a module.
+
+    Sharded tokens are all-gathered once, and the gradient is summed over the ranks once.
+    """
     return copy_to(x, group) if tokens.dim(module, x) is None else all_gather(x, group, dim=1)

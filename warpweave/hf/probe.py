@@ -1,4 +1,4 @@
-"""Whether two forwards compute the same: what is not seen to agree is never replaced."""
+"""Comparison of two forwards on a probe; a forward is replaced only if they agree."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from warpweave.hf.patch import ours_always
 from warpweave.layers.modes import in_mode
 
 WIDE = (torch.float64, torch.float32)
-EXACT = 1e-5  # of the largest: norms of transformers round to float32 inside, whatever the dtype
-HALF = 2e-2  # of 16-bit dtypes: each side rounds in places of its own
+EXACT = 1e-5  # relative to the largest: norms of transformers round to float32 for any dtype
+HALF = 2e-2  # for 16-bit dtypes: the two sides round in different places
 
 
 def agree(a: torch.Tensor, b: torch.Tensor, *, rounded: torch.dtype | None = None) -> bool:
-    """Whether two results have one dtype and shape and differ by rounding only; `rounded` is the
-    narrowest dtype on the way, by default theirs."""
+    """Return True if two results have the same dtype and shape and differ only by rounding.
+
+    `rounded` is the narrowest intermediate dtype, by default that of the results.
+    """
     if a.shape != b.shape or a.dtype != b.dtype or not torch.isfinite(a).all():
         return False
     scale, limit = a.abs().max().item(), HALF
@@ -30,19 +32,19 @@ def agree(a: torch.Tensor, b: torch.Tensor, *, rounded: torch.dtype | None = Non
 
 
 def noise(*shape: int, like: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Standard normal, of the dtype and on the device of `like`; no global generator is asked."""
+    """Standard normal noise with the dtype and device of `like`, without a global generator."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(like.device, like.dtype)
 
 
 @contextmanager
 def quietly(model: nn.Module, *, training: bool = False) -> Iterator[None]:
-    """Without gradients, in one mode, and with the random state and all modes as before after."""
+    """Disable gradients and set one mode; restore the random state and all modes afterwards."""
     parameters = list(model.parameters())
     devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
     with torch.no_grad(), ours_always(), torch.random.fork_rng(devices):
-        # torch.manual_seed would record and keep a stack trace for every kind of device that is not
-        # in use, in each of the hundreds of probes of a model.
+        # torch.manual_seed would record and keep a stack trace for every kind of device not in use,
+        # in each of a model's hundreds of probes.
         torch.default_generator.manual_seed(0)
         for device in devices:
             torch.cuda.default_generators[device].manual_seed(0)
@@ -51,15 +53,20 @@ def quietly(model: nn.Module, *, training: bool = False) -> Iterator[None]:
 
 
 def takes_more(module: nn.Module) -> str | None:
-    """What a module's forward takes besides hidden states, as a gate that a probe without it would
-    not see; None if nothing."""
+    """The reason not to replace a module whose forward has more inputs than hidden states.
+
+    A probe without such an input (a gate, for example) would not see its effect. None if the
+    forward has no other input.
+    """
     _, _, *more = inspect.signature(type(module).forward).parameters
-    return f"its forward also takes {', '.join(more)}" if more else None
+    return f"its forward also accepts {', '.join(more)}" if more else None
 
 
 def kind_of(module: nn.Module) -> tuple:
-    """What decides whether a module's form is another's: class, parts, shapes, plain numbers and
-    functions."""
+    """A key that is equal for modules of the same form.
+
+    It consists of class, parts, shapes, plain numbers and functions.
+    """
     parts = [(n, type(c)) for n, c in module.named_modules()]
     parameters = [(n, p.shape, p.dtype, p.device) for n, p in module.named_parameters()]
     numbers = [
@@ -78,9 +85,9 @@ def kind_of(module: nn.Module) -> tuple:
 
 
 def tried(run: Callable[[torch.Tensor], Any], x: torch.Tensor) -> torch.Tensor | None:
-    """What `run` makes of x, or None where it raises or makes no tensor."""
+    """The result of `run` on x, or None if it raises or does not return a tensor."""
     try:
         found = run(x)
-    except Exception:  # another module's forward: whatever it says, it is not what we replace
+    except Exception:  # an unknown forward may raise anything; we do not replace it
         return None
     return found if isinstance(found, torch.Tensor) else None

@@ -1,4 +1,4 @@
-"""The report of `apply`: for each module whether it was replaced, and why."""
+"""The report of `apply`: each module, replaced or kept, and the reason."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Entry:
         name: its name in the model, "" for the model itself.
         kind: "norm", "mlp", "attention", "rotary", "loss" or, over ranks, "parallel".
         module: its class.
-        replaced: whether its forward is warpweave's now.
-        why: by what it was replaced, or why it was kept.
+        replaced: True if its forward is now warpweave's.
+        why: what replaced it, or the reason why it was kept.
     """
 
     name: str
@@ -27,23 +27,23 @@ class Entry:
 
 @dataclass
 class Report:
-    """Every module that `apply` looked at; as a string, a table of one line per kind of module."""
+    """Every module that `apply` inspected; ``str()`` gives a table, one line per kind of module."""
 
     entries: list[Entry] = field(default_factory=list)
 
     def add(
         self, name: str, kind: str, module: object, why: object, *, replaced: bool | None = None
     ) -> None:
-        """Add a module; by default it was replaced unless `why` is a string, and no form."""
+        """Add a module. By default, it counts as replaced unless `why` is a string."""
         replaced = not isinstance(why, str) if replaced is None else replaced
         self.entries.append(Entry(name, kind, type(module).__name__, replaced, str(why)))
 
     def replaced(self, kind: str | None = None) -> list[Entry]:
-        """The entries whose forward is warpweave's now, of one kind or of all."""
+        """The entries whose forward is now warpweave's, of one kind or of all."""
         return [e for e in self.entries if e.replaced and kind in (None, e.kind)]
 
     def kept(self, kind: str | None = None) -> list[Entry]:
-        """The entries that stay as they were, of one kind or of all."""
+        """The entries that were not replaced, of one kind or of all."""
         return [e for e in self.entries if not e.replaced and kind in (None, e.kind)]
 
     def __str__(self) -> str:

@@ -1,12 +1,13 @@
-"""Whether a module is still what its replaced forward was seen to compute.
+"""Detect changes made to a module after its forward was replaced.
 
-A replaced forward reads weights, linear layers and eps of its module at each call. What else the
-module's own forward reads, an activation, numbers, fields of the configuration, it does not read:
-that was looked at when both were compared, and `look` writes it down. `changed` compares it with
-what is there now, and tells of hooks that would not fire. Then the original forward runs, so that
-whatever is changed, replaced or hooked after `apply` has the effect that it would have without.
+A replaced forward reads weights, linear layers and eps of its module at each call. The module's own
+forward also reads other things: an activation, numbers, fields of the configuration. `look` records
+these when both forwards are compared. `changed` compares the record with the current state and
+detects hooks that would not fire. In these cases, the original forward runs, so a change,
+replacement or hook made after `apply` has the same effect as without `apply`.
 
-Comparing is a dozen identities: nothing waits for a device, and compilers guard on the same.
+The comparison is a dozen identity checks. Nothing waits for a device, and compilers guard on the
+same objects.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from transformers.utils.output_capturing import _active_collector as _collector
 from warpweave.hf import changes
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", changes.NAME}
-# Beginnings of what transformers and accelerate note on modules, of which no forward makes numbers.
+# Prefixes of attributes that transformers and accelerate set on modules; no forward computes with
+# them.
 _NOTES = ("_is_h", "_hf_", "_old_forward")
 _MUTABLE = (list, dict, set)
 Fields = tuple[tuple[tuple[str, ...], Any], ...]  # path and value, in a configuration
 
 
 class Seen(NamedTuple):
-    """What was there: of the module itself and of those below it that are called no more.
+    """Record of a module, and of its submodules that are no longer called.
 
     Attributes:
         attributes: (module, name, value).
         children: (module, name, child).
         forwards: (module, the forward of its class).
-        weights: (name, whether the module has it).
-        bypassed: the modules that are called no more, or without numbers.
+        weights: (name, True if the module has it).
+        bypassed: the modules that are no longer called, or called without values.
         fields: (path, value) in the module's configuration.
     """
 
@@ -59,12 +61,12 @@ def look(
     fields: Fields = (),
     blind: Collection[nn.Module] = (),
 ) -> None:
-    """Write down on a module what its replacement does not read.
+    """Record on a module everything that its replacement does not read.
 
     Args:
-        live: names of the attributes and children that it reads or calls.
-        fields: what the original reads of the configuration, from `noted`.
-        blind: modules that are called, but not with the numbers that they would be called with.
+        live: names of the attributes and children that the replacement reads or calls.
+        fields: the fields of the configuration that the original reads, from `noted`.
+        blind: modules that are called, but with different values than the original would use.
     """
     children = [(module, n, c) for n, c in module.named_children() if n not in live]
     bypassed = tuple(dict.fromkeys(part for _, _, child in children for part in child.modules()))
@@ -86,8 +88,10 @@ def look(
 
 
 def changed(module: nn.Module) -> bool:
-    """Whether something that the replaced forward does not read is another than `look` saw, or a
-    hook would not fire."""
+    """Return True if a module has changed since `look`, or has a hook that would not fire.
+
+    Only things that the replaced forward does not read are compared.
+    """
     seen = changes.known(module, Seen)
     if seen is None:
         return False
@@ -117,7 +121,7 @@ def changed(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling a module does more than its forward."""
+    """Return True if calling a module does more than run its forward."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -126,14 +130,14 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-# Modules whose hooks change no activation: ours, transformers' own, which only collect, peft's,
-# which pass names of adapters, those of FSDP, and those that make a weight of other parameters.
+# Packages whose hooks do not change activations: ours; transformers', which only collect; peft's,
+# which pass names of adapters; FSDP's; and those that compute a weight from other parameters.
 _HARMLESS = ("warpweave.", "transformers.", "peft.", "torch.distributed.", "torch.nn.utils.")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def hooked(module: nn.Module, kinds: Collection[str] = HOOKS) -> str | None:
-    """The kind of hook that somebody else put on a module, or None."""
+    """The kind of hook that other code put on a module, or None."""
     for kind in kinds:
         if any(map(is_from_outside, module.__dict__.get(kind, {}).values())):
             return kind.strip("_").removesuffix("s").replace("_", " ")
@@ -141,7 +145,7 @@ def hooked(module: nn.Module, kinds: Collection[str] = HOOKS) -> str | None:
 
 
 def hooked_everywhere() -> str | None:
-    """The kind of hook that somebody else put on all modules, or None."""
+    """The kind of global module hook that other code registered, or None."""
     for kind in HOOKS if _has_any_global_hook() else ():
         if any(map(is_from_outside, getattr(torch.nn.modules.module, f"_global{kind}").values())):
             return "global " + kind.strip("_").removesuffix("s").replace("_", " ")
@@ -149,7 +153,7 @@ def hooked_everywhere() -> str | None:
 
 
 def is_from_outside(hook: Any) -> bool:
-    """Return True for somebody else's hook or forward, which may change a module's results."""
+    """Return True for other code's hook or forward, which may change a module's results."""
     while isinstance(hook, partial):
         hook = hook.func
     where = getattr(hook, "__module__", None) or type(hook).__module__
@@ -157,19 +161,19 @@ def is_from_outside(hook: Any) -> bool:
 
 
 def requested() -> set[str]:
-    """The outputs of layers that transformers collects in the forward that runs."""
+    """The outputs of layers that transformers collects in the current forward."""
     return {name for name in _collector.get() or () if not name.startswith("_")}
 
 
 def in_backward() -> bool:
-    """Return True in a backward pass, which recomputes checkpointed layers."""
+    """Return True during a backward pass, which recomputes checkpointed layers."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._current_graph_task_id() != -1
 
 
 def owns_numbers(module: nn.Module, known: Collection[str] = ()) -> bool:
-    """Whether a module has tensors besides the `known` ones, whose numbers a look does not tell."""
+    """Return True if a module has tensors besides the `known` ones; `look` cannot track them."""
     tensors = [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]
     return any(isinstance(v, torch.Tensor) and n not in known for n, v in tensors)
 
@@ -182,7 +186,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Of numbers, words and what is made of them; other things are equal to themselves only."""
+    """Compare numbers, strings and containers by value; other objects equal only themselves."""
     return type(a) is type(b) and isinstance(a, (int, float, str, tuple, *_MUTABLE)) and a == b
 
 
@@ -191,7 +195,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 @contextmanager
 def noted(module: nn.Module) -> Iterator[dict[tuple[str, ...], Any]]:
-    """The fields of its configuration that the module's own forward reads meanwhile."""
+    """Record the fields of its configuration that a module's own forward reads in the context."""
     fields: dict[tuple[str, ...], Any] = {}
     config = module.__dict__.get("config")
     if not isinstance(config, PretrainedConfig):
@@ -205,7 +209,7 @@ def noted(module: nn.Module) -> Iterator[dict[tuple[str, ...], Any]]:
 
 
 class _Noting:
-    """Takes the place of a configuration and notes what is read of it."""
+    """Stand-in for a configuration that records which fields are read."""
 
     def __init__(self, config: PretrainedConfig, fields: dict, path: tuple[str, ...]) -> None:
         self.__dict__.update(_config=config, _fields=fields, _path=path)

@@ -1,8 +1,8 @@
-"""Where a model can be sharded over tensor ranks, determined by what it computes: see `find_parts`.
+"""The parts of a model that tensor ranks can share, derived from what it computes (`find_parts`).
 
-attention     linear layers before the call of the attention function are columns, the one after
-              it is the row; which features make which head is read from gradients. A norm of all
-              heads at once is sharded with the column before it, a sink of each head with the heads
+attention     linear layers before the call of the attention function are columns, and the one after
+              it is the row. Gradients show which features belong to which head. A norm of all heads
+              at once is sharded with the column before it, and per-head sinks with the heads
 feed-forward  the forms of `warpweave.hf.mlp`: gate and up are columns, down is the row
 """
 
@@ -21,12 +21,12 @@ class CutPart(NamedTuple):
     """A module to be sharded, and its linear layers.
 
     Attributes:
-        columns: each with the number of equal blocks that its features fall into (3 where queries,
-            keys and values lie side by side), each of which is sharded.
-        row: the row-parallel one.
-        norms: those that are as wide as a column.
-        sinks: a number of each head, the module's own.
-        width: features of a block, before the cut.
+        columns: the column-parallel layers, each with the number of equal blocks of its features (3
+            if queries, keys and values are concatenated). Each block is sharded.
+        row: the row-parallel layer.
+        norms: the norms that are as wide as a column.
+        sinks: the module's own parameter with one number per head.
+        width: features of a block before sharding.
     """
 
     kind: str  # "attention" or "mlp"
@@ -38,7 +38,7 @@ class CutPart(NamedTuple):
 
     @property
     def takes_once(self) -> bool:
-        """Whether x is taken from the ranks for all columns at once, and not by a single one."""
+        """True if x is gathered or copied once for all columns, not by a single column."""
         return self.kind == "attention" or len(self.columns) > 1
 
     @property
@@ -49,15 +49,15 @@ class CutPart(NamedTuple):
 def find_parts(
     model: nn.Module, inputs: dict[str, torch.Tensor], ranks: int
 ) -> tuple[list[CutPart], dict[str, str]]:
-    """The modules of an applied model that `ranks` can share, in order, and the feed-forward
-    modules that cannot be cut, by name with the reason.
+    """The modules of an applied model that `ranks` can share, in order.
 
-    Raises ValueError, naming module and reason, where an attention cannot be cut.
+    Also returns the feed-forward modules that cannot be sharded, by name with the reason. Raises
+    ValueError, naming module and reason, if an attention cannot be sharded.
     """
     names = {module: name for name, module in model.named_modules()}
     calls = _attention_calls(model, inputs)
     if not calls:
-        raise ValueError(f"{type(model).__name__}: no attention of warpweave to cut over ranks")
+        raise ValueError(f"{type(model).__name__}: no warpweave attention to shard over ranks")
     found = {}
     for module, call in calls.items():
         try:
@@ -77,7 +77,7 @@ def find_parts(
         columns = {getattr(module, n): blocks for n in (form.gate, form.up) if n is not None}
         part = CutPart("mlp", module, columns, getattr(module, form.down))
         if part.width % ranks:
-            raise ValueError(f"{name}: {part.width} hidden units do not divide by tp = {ranks}")
+            raise ValueError(f"{name}: {part.width} hidden units are not divisible by tp ({ranks})")
         found[module] = part
     return [found[m] for m in names if m in found], kept
 
@@ -91,7 +91,7 @@ class _Call(NamedTuple):
 
 
 def _attention_calls(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[nn.Module, _Call]:
-    """The modules that call the attention, and with what they were called themselves."""
+    """The modules that call the attention, with the arguments that they received."""
     seen: dict[nn.Module, _Call] = {}
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -108,10 +108,10 @@ def _attention_calls(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[
 
 
 def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
-    """Of a module that calls the attention once; one more call of it is watched."""
+    """The part for a module that calls the attention once; observes one more call of it."""
     linears = [m for m in module.modules() if isinstance(m, (nn.Linear, mlp.Conv1D))]
     if not all(map(mlp.is_plain_linear, linears)):
-        raise ValueError("linear layers that are quantized, wrapped or hooked")
+        raise ValueError("its linear layers are quantized, wrapped or hooked")
     wide = _wide_norms(module, linears)
     before: dict[nn.Module, torch.Tensor] = {}
     after: dict[nn.Module, torch.Tensor] = {}
@@ -137,25 +137,25 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
             hook.remove()
     made = {c: before[normed.get(c, c)] for c in before if c not in wide}
     if len(seen) != 1 or len(after) != 1 or len(made) + 1 != len(linears):
-        raise ValueError("its linear layers do not lie around one attention")
+        raise ValueError("its linear layers do not surround exactly one attention call")
     if len(normed) != len(wide):
         raise ValueError("a norm as wide as a linear layer does not follow one")
     q, k, v, o, sinks = seen[0]
     own = list(module.parameters(recurse=False))
     if own and (len(own) > 1 or own[0] is not sinks):
-        raise ValueError("it has parameters of its own, whose heads are not known")
+        raise ValueError("its own parameters cannot be assigned to heads")
     for what, x in (("query", q), ("key", k), ("value", v)):
         if x.shape[2] % ranks:
-            raise ValueError(f"{x.shape[2]} {what} heads do not divide by tp = {ranks}")
+            raise ValueError(f"{x.shape[2]} {what} heads are not divisible by tp ({ranks})")
     ((row, x),) = after.items()
     if x.shape[-1] != o.shape[2:].numel() or not torch.equal(x.flatten(), o.flatten()):
-        raise ValueError("what its last linear layer reads are not the heads, one after the other")
+        raise ValueError("its last linear layer does not read the concatenated heads")
     columns = {c: _blocks_of_heads(y, (q, k, v), ranks) for c, y in made.items()}
     if any(columns[c] > 1 for c in normed):
-        raise ValueError("a norm of queries, keys and values at once")
+        raise ValueError("a single norm spans queries, keys and values")
     others = _others(module, [*linears, *wide])
     if any(p.numel() not in (q.shape[-1], v.shape[-1]) for p in others if p is not sinks):
-        raise ValueError("it has other parameters than a norm of each head")
+        raise ValueError("it has parameters other than per-head norms")
     return CutPart("attention", module, columns, row, tuple(normed.values()), sinks)
 
 
@@ -171,13 +171,13 @@ def _wide_norms(module: nn.Module, linears: list[Any]) -> list[nn.Module]:
 
 
 def _others(module: nn.Module, known: list[nn.Module]) -> list[nn.Parameter]:
-    """Parameters that are of none of the modules `known`."""
+    """Parameters that belong to none of the modules `known`."""
     found = {id(p) for part in known for p in part.parameters()}
     return [p for p in module.parameters() if id(p) not in found]
 
 
 def _blocks_of_heads(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: int) -> int:
-    """The blocks of y[..., N] of which each rank's heads come from one equal share."""
+    """The number of blocks in y[..., N] such that a rank's heads use an equal share of each."""
     owner = torch.full((y.shape[-1],), -1)
     for rank in range(ranks):
         for x in heads:
@@ -201,5 +201,5 @@ def _blocks_of_heads(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: in
                 return blocks
     raise ValueError(
         f"the {len(owner)} features of a projection are not one, two or three blocks of equal "
-        f"width that divide by tp = {ranks} (queries, keys and values of unequal width are not)"
+        f"width, divisible by tp ({ranks}), as with queries, keys and values of unequal width"
     )

@@ -1,27 +1,29 @@
-"""Our tensor-parallel layers as words of a transformers `tp_plan`, so that `from_pretrained` cuts a
-model with them while it loads, and no rank ever holds the whole.
+"""Our tensor-parallel layers as values of a transformers `tp_plan`.
+
+`from_pretrained` then shards a model with them while loading it, and no rank ever holds the whole.
 
     how = DistributedConfig(tp_size=2, enable_sequence_parallel=True)
     model = AutoModelForCausalLM.from_pretrained(ID, distributed_config=planned(how, config))
 
-`planned` writes a model's own plan in these words, which importing `warpweave.hf` registers:
+`planned` translates a model's own plan into these styles, which importing `warpweave.hf` registers:
 
     warpweave_colwise, warpweave_rowwise    a linear layer with sharded output or input features
     warpweave_gather_colwise                a head: its output is gathered
-    warpweave_embedding_rowwise             an embedding, cut along the vocabulary
-    warpweave_input                         a module whose hidden states come from the ranks once
+    warpweave_embedding_rowwise             an embedding, sharded along the vocabulary
+    warpweave_input                         a module that gathers or copies its hidden states once
     warpweave_inside_colwise                for all of its columns, and these columns
-    warpweave_replicated                    a module that sees a rank's heads only, as their norm
+    warpweave_replicated                    a module that sees only a rank's heads, such as a norm
 
-and, between the first layer and the last with tokens that are sharded over the ranks, too,
+If tokens are also sharded over the ranks, between the first layer and the last:
 
     warpweave_sequence                      on the list of layers
     warpweave_sequence_input, warpweave_sequence_colwise, warpweave_sequence_rowwise
 
-Those whose messages can hide also exist as `..._none` and `..._chunked`, see
-`parallel.tensor.ranks`; without an ending it is "bulk". A sequence must divide by the ranks, so
-that with the latter no token is generated after another: `warpweave.hf.apply(mesh=...)` can.
-Experts keep transformers' own styles, and are refused if tokens are sharded.
+Styles whose messages can be hidden also exist as `..._none` and `..._chunked`, see
+`parallel.tensor.ranks`; the one without a suffix is "bulk". With the sequence styles, a sequence
+must be divisible by the ranks, so they cannot generate token by token
+(`warpweave.hf.apply(mesh=...)` can). Experts keep transformers' own styles, and are refused if
+tokens are sharded.
 """
 
 from __future__ import annotations
@@ -43,21 +45,21 @@ from warpweave.hf.plan import Column, Row, Tokens, hidden_states, take_input
 from warpweave.layers.sharding.dtensor import use_local
 from warpweave.layers.sharding.styles import ColwiseParallel, RowwiseParallel, Style
 
-# ---------------------------------------------------------------- 1. words
+# ---------------------------------------------------------------- 1. styles
 
 
-_STYLED = "_warpweave_styled"  # on a module that has one of these styles
+_STYLED = "_warpweave_styled"  # set on a module that has one of these styles
 
 
 class _Linear(TensorParallelLayer):
-    """A style of torch's kind, as transformers asks for it."""
+    """Adapter from our torch-like styles to transformers' interface."""
 
     def __init__(self, style: Style) -> None:
         self.style = style
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         self.style.check(module, mesh.size())
-        self.style.cut(module, param, mesh, None)  # on the meta device: numbers come later
+        self.style.cut(module, param, mesh, None)  # on the meta device: values are loaded later
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         self.style.install(module, mesh)
@@ -66,7 +68,7 @@ class _Linear(TensorParallelLayer):
 
 
 class _Input(TensorParallelLayer):
-    """Hidden states come once for all columns of a module, whose gradients are summed once."""
+    """Gather or copy hidden states once for all columns of a module, and sum gradients once."""
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
@@ -83,7 +85,7 @@ class _Input(TensorParallelLayer):
 
 
 class _Replicated(TensorParallelLayer):
-    """A module with whole parameters that sees some of the heads: gradients are summed."""
+    """A module with whole parameters that sees only some of the heads: gradients are summed."""
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         use_local(module, dict.fromkeys(module._parameters, (mesh.get_group(),)))
@@ -92,7 +94,7 @@ class _Replicated(TensorParallelLayer):
 
 
 class _Sequence(TensorParallelLayer):
-    """A list of layers, between whose first and last tokens are sharded over the ranks."""
+    """A list of layers; tokens are sharded over the ranks between the first and the last."""
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         group = mesh.get_group()
@@ -101,7 +103,7 @@ class _Sequence(TensorParallelLayer):
         def sum_gradients(layer: nn.Module, args: tuple) -> None:
             if summed:
                 return
-            summed.extend(_without_style(module))  # now all styles are on their modules
+            summed.extend(_without_style(module))  # by now, all styles are on their modules
             for part in summed:
                 use_local(part, dict.fromkeys(part._parameters, (group,)))
 
@@ -114,7 +116,7 @@ class _Sequence(TensorParallelLayer):
 
 
 def _without_style(layers: Any) -> list[nn.Module]:
-    """Modules within layers that own parameters and that no style is on."""
+    """Modules within layers that own parameters and have no style."""
     found = [
         part
         for layer in layers
@@ -123,16 +125,16 @@ def _without_style(layers: Any) -> list[nn.Module]:
     ]
     for layer in layers:
         if layer in found:
-            raise ValueError(f"{type(layer).__name__}: a layer with parameters of its own")
+            raise ValueError(f"{type(layer).__name__}: a layer must not have its own parameters")
     return found
 
 
 for _name in ("shard_param", "install_forward", "transform_inputs_pre_forward"):
-    own(TensorParallelLayer, _name)  # what transformers calls, and a style replaces
+    own(TensorParallelLayer, _name)  # methods that transformers calls and a style replaces
 WORD = "warpweave_"
 _ENDINGS = {"bulk": "", "none": "_none", "chunked": "_chunked"}
 _WHOLE = Tokens(None, None, sequence_parallel=False)
-_CUT = Tokens(None, None, sequence_parallel=True, always=True)  # each module's ranks are its mesh's
+_CUT = Tokens(None, None, sequence_parallel=True, always=True)  # a module's ranks are its mesh's
 _STYLES: dict[str, TensorParallelLayer] = {
     "embedding_rowwise": _Linear(RowwiseParallel(input_layouts=Replicate())),
     "inside_colwise": _Linear(Column(_WHOLE, inside=True)),
@@ -156,7 +158,7 @@ for _word, _layer in _STYLES.items():
 
 # ---------------------------------------------------------------- 2. plans
 
-# Words of transformers that have one of ours for them.
+# Styles of transformers that have a counterpart of ours.
 _HEADS = ("colwise_gather_output", "colwise_rep")
 _KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 _LAYERS = "layers.*."
@@ -165,16 +167,17 @@ _LAYERS = "layers.*."
 def planned(
     how: DistributedConfig, config: PretrainedConfig, *, overlap: str = "bulk"
 ) -> DistributedConfig:
-    """A distributed configuration whose `tp_plan` is the model's own in our words.
+    """A distributed configuration with the model's own `tp_plan` translated into our styles.
 
     Args:
-        how: what `from_pretrained` would be given. `enable_sequence_parallel`, which transformers
-            reserves, cuts the tokens between the layers too. What its own `tp_plan` says stays.
-        config: the model's.
+        how: the configuration that `from_pretrained` would get. `enable_sequence_parallel`, which
+            transformers reserves, also shards the tokens between the layers. Entries of its own
+            `tp_plan` stay.
+        config: the configuration of the model.
         overlap: "none", "bulk" or "chunked".
 
-    Raises ValueError on another overlap, and, naming the module, where the model has no plan or one
-    that these words cannot say.
+    Raises ValueError for any other overlap. Raises ValueError, naming the module, if the model has
+    no plan, or one that these styles cannot express.
     """
     if overlap not in _ENDINGS:
         raise ValueError(f"overlap must be one of {', '.join(_ENDINGS)}, got {overlap!r}")
@@ -186,7 +189,7 @@ def planned(
 
 
 def _words(model: Any, sequence_parallel: bool, ending: str) -> dict[str, str]:
-    """A model's plan in our words."""
+    """A model's plan in our styles."""
     theirs: dict[str, str] = dict(model.tp_plan or {})
     if not theirs:
         raise ValueError(f"{type(model).__name__} has no tp_plan: use warpweave.hf.apply(mesh=...)")
@@ -196,7 +199,7 @@ def _words(model: Any, sequence_parallel: bool, ending: str) -> dict[str, str]:
     for name, word in theirs.items():
         inside = _LAYERS in name
         if inside and word in _KNOWN and name not in parametrised and not sequence_parallel:
-            continue  # a parameter of experts, which stays theirs
+            continue  # a parameter of experts, which keeps transformers' style
         if word in _HEADS:
             ours[name] = f"{WORD}gather_colwise{ending}"
         elif word == "embedding_rowwise":
@@ -214,7 +217,7 @@ def _words(model: Any, sequence_parallel: bool, ending: str) -> dict[str, str]:
     for name in parametrised:
         parent = next((p for p in columns if name.startswith(f"{p}.")), None)
         if parent is not None and name not in theirs:
-            raise ValueError(f"{name}: in a module that is cut, and the tp_plan does not say how")
+            raise ValueError(f"{name}: the tp_plan has no entry for this part of a sharded module")
     for parent, names in columns.items():
         if len(names) == 1:
             ours[names[0]] = f"{WORD}{sequence}colwise{ending}"
@@ -228,7 +231,7 @@ def _words(model: Any, sequence_parallel: bool, ending: str) -> dict[str, str]:
 
 
 def _parametrised(model: nn.Module) -> set[str]:
-    """Names, without numbers, of the modules that own parameters."""
+    """Names of the modules that own parameters, with "*" for numbers."""
     return {
         re.sub(r"\.\d+(?=\.|$)", ".*", name)
         for name, module in model.named_modules()

@@ -1,20 +1,20 @@
-"""Hooks and forwards that users put on a model that is spread over ranks: right, or refused.
+"""Checks of hooks and forwards that users put on a spread model: correct, or refused.
 
-A module may compute a part on one rank: some of the tokens, heads or hidden units. A hook on it, or
-a forward that replaces its own, would see that part. `Untouched` compares both with those that
-`apply` left, whenever `entered.Watch` detects a change of the layers:
+On one rank, a module may compute only a part: some of the tokens, heads or hidden units. A hook on
+it, or a forward that replaces its own, would see only that part. `Untouched` compares both with
+those that `apply` left, whenever `entered.Watch` detects a change of the layers:
 
     a layer                 its hooks see whole tokens, see `Tokens.forwards`
-    inside a layer          refused where tokens are sharded
+    inside a layer          refused if tokens are sharded
     inside a sharded part   (attention, feed-forward) refused over tensor ranks
     a sharded part          its backward hooks are refused: gradients are summed before them
     embedding and head      their hooks see whole outputs
 
-Modules that entered later count as well. New forwards are refused wherever a module of `apply`
-computes a part. Hooks that only move parameters, as of `fully_shard`, are let through.
+This includes modules that entered later. New forwards are refused on every module that computes a
+part. Hooks that only move parameters, such as those of `fully_shard`, are allowed.
 
-Tokens that are sharded between layers need the list of layers that `apply` found. Over tensor ranks
-alone every layer takes and returns whole tokens, and the list may change.
+If tokens are sharded between layers, the list of layers must be the one that `apply` found. Over
+tensor ranks alone, every layer receives and returns whole tokens, and the list may change.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _Own(NamedTuple):
 
     Attributes:
         hooks: the kinds of hooks that would see the part.
-        part: what it computes, in an error.
-        kind, of_class: its class and the forward of that.
+        part: the name of the part, for errors.
+        kind, of_class: its class and the forward of its class.
         forward: its own forward, or None.
     """
 
@@ -56,10 +56,10 @@ class _Own(NamedTuple):
 
 
 class Untouched:
-    """Watches hooks and forwards of a spread model.
+    """Watch the hooks and forwards of a spread model.
 
     Args:
-        model: the model, spread.
+        model: the spread model.
         layers: its layers, in order.
         parts: its attention and feed-forward modules that are sharded.
         styled: its modules with sharded parameters.
@@ -86,7 +86,7 @@ class Untouched:
         for module, (hooks, what) in found.items():
             kind, forward = type(module), module.__dict__.get("forward")
             self.own[module] = _Own(names[module], hooks, what, kind, kind.forward, forward)
-        self.roots = layers if tokens.divisor > 1 else sharded  # which may hold what enters later
+        self.roots = layers if tokens.divisor > 1 else sharded  # modules may enter here later
         held = {m for layer in layers for m in layer.modules()}
         self.ends = [m for m in self.own if m not in held]  # embedding and head
         self.stack, self.list = _stack_of(model, layers)
@@ -97,21 +97,21 @@ class Untouched:
             ]
 
     def layers_now(self) -> list[nn.Module]:
-        """The layers that the model has now. Raises ValueError if they may not have changed."""
+        """The model's current layers. Raises ValueError if they changed but must not."""
         found = [*getattr(self.stack, self.list)]
         if self.tokens.divisor > 1 and found != self.layers:
             more = len(found) - len(self.layers)
             what = "added" if more > 0 else "removed" if more < 0 else "replaced or moved"
             raise ValueError(
-                f"{type(self.stack).__name__}.{self.list}: layers were {what}, and tokens are "
+                f"{type(self.stack).__name__}.{self.list}: layers were {what}, but tokens are "
                 f"sharded between the {len(self.layers)} that apply(mesh=...) found: call "
                 "warpweave.hf.revert, change the layers, and apply again"
             )
         return found
 
     def check_outside(self) -> None:
-        """Raise ValueError if somebody hooked all modules, or gave the embedding or the head
-        another forward."""
+        """Raise ValueError if other code added a global hook, or replaced the forward of the
+        embedding or the head."""
         everywhere = seen.hooked_everywhere()
         if everywhere is not None and self.own:
             raise ValueError(
@@ -139,12 +139,12 @@ class Untouched:
             )
         if own is not None and _has_new_forward(module, own):
             raise ValueError(
-                f"{own.name}: its forward was replaced, and would compute with one rank's {part}: "
-                f"{_REVERT}"
+                f"{own.name}: its forward was replaced, but would compute with only one rank's "
+                f"{part}: {_REVERT}"
             )
 
     def _enter(self, stack: Any, args: tuple, kwargs: dict) -> None:
-        """A pre-hook of the module that calls the layers."""
+        """Pre-hook of the module that calls the layers."""
         self.tokens.inside = False
         config = getattr(stack, "config", None)
         asked = kwargs.get("output_hidden_states")
@@ -153,7 +153,7 @@ class Untouched:
         self.tokens.asked = {"hidden_states"} if asked else set()
 
     def _leave(self, stack: nn.Module, args: tuple, out: Any) -> None:
-        """A hook of the module that calls the layers."""
+        """Hook of the module that calls the layers."""
         if self.tokens.inside:
             self.tokens.inside = False
             raise ValueError(
@@ -178,12 +178,14 @@ def _stack_of(model: nn.Module, layers: list[nn.Module]) -> tuple[nn.Module, str
     raise AssertionError("the layers are those of a list")
 
 
-# ---------------------------------------------------------------- what cannot follow
+# ---------------------------------------------------------------- unsupported operations
 
 
 def refuse_copies(model: Any, modules: Collection[nn.Module], spread: Spread) -> None:
-    """Refuse to resize a model's embeddings, and to copy or pickle these of its modules, which hold
-    connections to other ranks."""
+    """Refuse to resize a model's embeddings, and to copy or pickle the given modules.
+
+    These modules hold connections to other ranks.
+    """
     for module in modules:
         refuse = partial(_refuse_copy, type(module).__name__, str(spread.mesh.sizes))
         changes_of(module).set(module, "__reduce_ex__", refuse)
@@ -195,7 +197,7 @@ def refuse_copies(model: Any, modules: Collection[nn.Module], spread: Spread) ->
         if new_num_tokens in (None, rows) and not (args or kwargs.get("pad_to_multiple_of")):
             return model.get_input_embeddings()
         raise ValueError(
-            f"{type(model).__name__} is spread over {spread.mesh.sizes}: its {rows} embeddings "
+            f"{type(model).__name__} is spread over {spread.mesh.sizes}, so its {rows} embeddings "
             f"cannot be resized to {new_num_tokens}: call warpweave.hf.revert, resize, and apply "
             "again"
         )
@@ -205,6 +207,6 @@ def refuse_copies(model: Any, modules: Collection[nn.Module], spread: Spread) ->
 
 def _refuse_copy(kind: str, mesh: str, protocol: int) -> Any:
     raise ValueError(
-        f"{kind} is spread over {mesh} and holds connections to other ranks, which are neither "
-        "copied nor pickled: use save_pretrained or state_dict, or call warpweave.hf.revert first"
+        f"{kind} is spread over {mesh} and holds connections to other ranks, which cannot be "
+        "copied or pickled: use save_pretrained or state_dict, or call warpweave.hf.revert first"
     )

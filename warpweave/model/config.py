@@ -1,8 +1,8 @@
 """The model and its parallelism as two records.
 
-`GPTConfig` is the model, `PRESETS` are named ones. `ParallelPlan` is how a step is sharded over a
-mesh, which changes no result beyond the order of sums. Every field of both is an option of
-``warpweave train`` (`train.options`), whose help is the field's line here.
+`GPTConfig` describes the model, and `PRESETS` has named ones. `ParallelPlan` describes how a step
+is sharded over a mesh; it changes results only by the order of sums. Every field of both is an
+option of ``warpweave train`` (`train.options`), and the field's text here is the option's help.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     ScheduleName = str
-else:  # the names that there are, for the help of options
+else:  # the available names, for the help of options
     ScheduleName = Literal[(*schedules.FAMILIES,)] | str
 Reduce = Literal["library", "ordered"]
 Recompute = Literal["none", "selective", "full"]
 
 
-_hints = lru_cache(maxsize=None)(get_type_hints)  # a planner makes plans by the thousand
+_hints = lru_cache(maxsize=None)(get_type_hints)  # a planner creates thousands of plans
 
 
 def _check_words(record: GPTConfig | ParallelPlan) -> None:
-    """Raise ``ValueError`` if a field has a word that is not one of its choices, or a number of the
-    wrong type, as may happen with JSON from elsewhere."""
+    """Raise ``ValueError`` if a field's value is not one of its choices or has the wrong type.
+
+    Values may come from JSON that we did not write.
+    """
     for name, kind in _hints(type(record)).items():
         value = getattr(record, name)
         if get_origin(kind) is Literal and value not in get_args(kind):
@@ -52,36 +54,38 @@ def _check_words(record: GPTConfig | ParallelPlan) -> None:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How the model, the batch and the work of a step are distributed over the ranks of a mesh.
+    """Distribution of the model, the batch and the work of a step over the ranks of a mesh.
 
     Attributes:
         zero: ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp).
-        schedule: Pipeline schedule: the order of the micro-batches; a path ending in .csv is a file
-            of one, in torch's notation, a row per pipeline rank.
-        chunks: Model chunks (virtual stages) of each pipeline rank, with a schedule that has them.
+        schedule: Pipeline schedule: the order of the micro-batches. A path ending in .csv is a file
+            with a schedule in torch's notation, one row per pipeline rank.
+        chunks: Model chunks (virtual stages) of each pipeline rank, if the schedule supports them.
         microbatches: Micro-batches per step and data replica: gradient accumulation.
         early_gradients: Early input gradients: a pipeline stage sends its input's gradient before
-            it computes those of its weights, the same bits, sooner. Not with ZeRO 2 and 3 over data
-            ranks, nor with ordered reductions, which free gradients block by block.
+            it computes its weights' gradients. The result is bitwise identical and arrives sooner.
+            Not used with ZeRO 2 and 3 over data ranks or with ordered reductions, which free
+            gradients block by block.
         sequence_parallel: Sequence parallelism: with tp > 1, shard the residual stream's tokens
             over the tensor ranks.
-        overlap: Overlap of tensor ranks' collectives with products: not at all (none),
+        overlap: Overlap of tensor ranks' collectives with matrix products: not at all (none),
             whole collectives in the backward only (bulk), chunk by chunk of the tokens (chunked),
             or within Triton's kernels (fused; ranks of one machine).
-        recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
-            but each block's input and the results of attention over context ranks (full).
+        recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of
+            everything except each block's input and the results of attention over context ranks
+            (full).
         layout: Sequence sharding over the context ranks; balanced assigns chunks of each
-            micro-batch by the work of its documents. And a path ending in .json is a whole layout,
-            of ``warpweave plan --out``.
-        cp_strategy: Context-parallel attention: keys and values rotate round a ring (ring) or are
+            micro-batch by the work of its documents. A path ending in .json is instead a complete
+            layout, written by ``warpweave plan --out``.
+        cp_strategy: Context-parallel attention: keys and values rotate around a ring (ring) or are
             all-gathered (gather; stream: head by head), all-to-alls exchange sequence for heads
-            (ulysses), or both (hybrid, with ulysses > 1). auto is the one that sends least,
-            measured the one with the least exposed time at the link speeds that the run measures
-            when it starts.
-        reduce: Reduction of gradients over the data ranks: once a step where the ZeRO stage allows
-            it, by the library's collectives (library), or in the order of the global micro-batches
-            (ordered), the same bits for any number of data ranks with as many micro-batches in all,
-            for the bytes of a reduction in every micro-batch.
+            (ulysses), or both (hybrid, with ulysses > 1). auto chooses the one that sends the
+            fewest bytes; measured chooses the one with the least exposed time at the link speeds
+            that the run measures when it starts.
+        reduce: Reduction of gradients over the data ranks: once per step if the ZeRO stage allows
+            it, with the library's collectives (library), or in the order of the global
+            micro-batches (ordered). ordered is bitwise identical for any number of data ranks with
+            the same total number of micro-batches, at the cost of one reduction per micro-batch.
     """
 
     zero: Literal[0, 1, 2, 3] = 1
@@ -103,15 +107,15 @@ class ParallelPlan:
     def make_schedule(self, ranks: int) -> schedules.Schedule:
         """The schedule of `ranks` pipeline ranks: forwards and backwards, without communication.
 
-        Raises ValueError if the schedule has no such micro-batches or chunks.
+        Raises ValueError if the schedule does not support this number of micro-batches or chunks.
         """
         family = schedules.find_family(self.schedule)
         return family.make(ranks, self.microbatches, self.chunks)
 
     def deal(self, replicas: int, size: int) -> Tensor:
-        """The samples of a step, int64[replicas, microbatches, size], that each micro-batch of a
-        data replica holds: with ordered sums micro-batches are dealt to the replicas in turn."""
-        import torch  # options do without
+        """The samples of a step by micro-batch of a data replica, int64[replicas, microbatches,
+        size]. With ordered sums, micro-batches are dealt to the replicas in turn."""
+        import torch  # not at the top: options do not need it
 
         every, m = torch.arange(replicas * self.microbatches * size), self.microbatches
         if self.reduce == "ordered":
@@ -120,12 +124,12 @@ class ParallelPlan:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the schedule is asynchronous: gradients of weights older than the newest."""
+        """True if the schedule is asynchronous: gradients are those of older weights."""
         return schedules.find_family(self.schedule).asynchronous
 
     def check_update(self, clip: float | None, fp16: bool, outer: bool) -> None:
-        """Raise a one-line ``ValueError`` for what is done to all stages at once, if the schedule
-        is asynchronous."""
+        """Raise a one-line ``ValueError`` if the schedule is asynchronous and an option needs all
+        stages to update together."""
         words = (
             (f"clip = {clip}, by the norm of all stages,", bool(clip)),
             ("dtype = fp16, whose overflow skips the update of all stages,", fp16),
@@ -134,7 +138,8 @@ class ParallelPlan:
         for what, given in words:
             if self.asynchronous and given:
                 raise ValueError(
-                    f"{what} cannot be with schedule {self.schedule}: its stages update one by one"
+                    f"{what} is not supported by schedule {self.schedule}: its stages update one "
+                    "by one"
                 )
 
     def placement(self, ranks: int) -> list[int]:
@@ -147,8 +152,8 @@ class GPTConfig(HeadStyle, MLPStyle):
     """Sizes and style of a GPT. The defaults are GPT-2's style.
 
     Defaults: `kv_heads` = `heads`, `hidden` = 4 * width, `head_size` = width / heads. The options
-    of blocks are the fields of ``layers.style``. ``GPTConfig(**...)`` of the JSON of
-    ``dataclasses.asdict`` is the same record.
+    of blocks are the fields of ``layers.style``. A config survives a round trip through JSON:
+    ``GPTConfig(**...)`` restores what ``dataclasses.asdict`` wrote.
 
     Attributes:
         vocab_size: Size of the vocabulary.
@@ -156,17 +161,17 @@ class GPTConfig(HeadStyle, MLPStyle):
         layers: Number of transformer blocks.
         width: Model width (hidden size).
         heads: Number of query heads.
-        kv_heads: Number of key and value heads (GQA), which divide the query heads.
+        kv_heads: Number of key and value heads (GQA). heads must be divisible by it.
         hidden: Hidden units of the MLP.
         positions: Position encoding: learned, or rotary embedding of queries and keys.
         tied: Weight tying: the head's weight is the embedding's.
         rope_theta: Base of the rotary embedding.
         dropout: Dropout of the embedding and of both branches of a block.
-        windows: Sliding windows in tokens, one for each layer in turn; 0 is full attention.
+        windows: Sliding windows in tokens, assigned to the layers in turn; 0 is full attention.
         logit_softcap: Softcap of the logits, softcap * tanh(logit / softcap).
-        embedding_scale: Scale by which the token embedding is multiplied.
+        embedding_scale: Factor that the token embedding is multiplied by.
         local_rope_theta: Base of the rotary embedding in layers with a window, if it differs;
-            rope_scaling then applies to layers without one only.
+            rope_scaling then applies only to layers without a window.
     """
 
     vocab_size: int
@@ -200,10 +205,10 @@ class GPTConfig(HeadStyle, MLPStyle):
         if self.head_size is not None and self.head_size < 1:
             raise ValueError(f"head_size must be at least 1, got {self.head_size}")
         if self.head_size is None and self.width % self.heads:
-            raise ValueError(f"width = {self.width} does not divide by heads = {self.heads}")
+            raise ValueError(f"width ({self.width}) is not divisible by heads ({self.heads})")
         if self.heads % self.num_kv_heads:
             raise ValueError(
-                f"heads = {self.heads} does not divide by kv_heads = {self.num_kv_heads}"
+                f"heads ({self.heads}) is not divisible by kv_heads ({self.num_kv_heads})"
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"rope needs an even head size, got {self.head_dim}")
@@ -219,11 +224,11 @@ class GPTConfig(HeadStyle, MLPStyle):
             if getattr(self, name) is not None and self.positions != "rope":
                 raise ValueError(f"{name} needs positions = 'rope', got {self.positions!r}")
         if self.qk_norm_whole and not self.qk_norm:
-            raise ValueError("qk_norm_whole says how qk_norm is: it needs qk_norm")
+            raise ValueError("qk_norm_whole is a variant of qk_norm: set qk_norm to True as well")
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads."""
+        """Number of KV heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
@@ -237,7 +242,7 @@ class GPTConfig(HeadStyle, MLPStyle):
         return self.width // self.heads if self.head_size is None else self.head_size
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of a block; None is none."""
+        """The sliding window of a block; None means full attention."""
         return self.windows[layer % len(self.windows)] or None if self.windows else None
 
     def rope(self, *, local: bool) -> tuple[float, RopeScaling | None]:
@@ -256,11 +261,11 @@ class GPTConfig(HeadStyle, MLPStyle):
         return BlockStyle(**alike | own, dropout=self.dropout)
 
     def blocks_of(self, stage: int, stages: int) -> range:
-        """The blocks that lie on one of `stages` pipeline stages, as even as can be."""
+        """The blocks of one of `stages` pipeline stages, distributed as evenly as possible."""
         return range(self.layers * stage // stages, self.layers * (stage + 1) // stages)
 
     def step_flops(self, tokens: int) -> int:
-        """Model FLOPs of a training step on `tokens` of whole sequences, by ``cost.gpt_step``."""
+        """Model FLOPs of a training step on `tokens` tokens, computed by ``cost.gpt_step``."""
         heads = {"layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}
         weights = gpt_weights(
             **heads,
@@ -276,15 +281,15 @@ class GPTConfig(HeadStyle, MLPStyle):
         )
 
     def check_tensor(self, tp: int) -> None:
-        """Raise a one-line ``ValueError`` if `tp` tensor ranks do not divide a block's matrices."""
+        """Raise a one-line ``ValueError`` unless `tp` tensor ranks can shard a block's matrices."""
         if self.num_kv_heads % tp:
-            raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {tp}")
+            raise ValueError(f"kv_heads ({self.num_kv_heads}) is not divisible by tp ({tp})")
         if self.num_hidden % tp:
-            raise ValueError(f"hidden = {self.num_hidden} does not divide by tp = {tp}")
+            raise ValueError(f"hidden ({self.num_hidden}) is not divisible by tp ({tp})")
 
     def check(self, mesh: Mesh, plan: ParallelPlan = ParallelPlan()) -> None:
         """Raise a one-line ``ValueError`` if this model cannot be sharded over `mesh` by `plan`."""
-        from warpweave.parallel.context import resolve_strategy  # and torch: options do without
+        from warpweave.parallel.context import resolve_strategy  # imports torch: not for options
         from warpweave.parallel.data.ordered import check_order
         from warpweave.parallel.layout import cut
 
@@ -292,29 +297,29 @@ class GPTConfig(HeadStyle, MLPStyle):
             raise ValueError(f"dp_shard = {mesh.dp_shard} needs ZeRO 1 to 3, got zero = 0")
         if plan.reduce == "ordered" and (mesh.dp_shard is not None or mesh.outer > 1):
             given = f"dp_shard = {mesh.dp_shard}, outer = {mesh.outer}"
-            raise ValueError(f"reduce = 'ordered' does not go with replicas of shards: {given}")
+            raise ValueError(f"reduce = 'ordered' does not support replicas of shards: {given}")
         self.check_tensor(mesh.tp)
         if plan.asynchronous and plan.zero == 3:
             raise ValueError(
-                f"schedule {plan.schedule} keeps old versions of whole weights, which zero = 3 "
-                "shards: zero must be 0 to 2"
+                f"schedule {plan.schedule} keeps old versions of whole weights, but zero = 3 "
+                "shards weights: zero must be 0 to 2"
             )
         if plan.asynchronous and plan.reduce == "ordered":
             raise ValueError(
-                "reduce = 'ordered' needs steps that are the same on any number of data ranks, "
-                f"schedule {plan.schedule} updates by those of a replica's micro-batches"
+                "reduce = 'ordered' needs the same updates on any number of data ranks, but those "
+                f"of schedule {plan.schedule} depend on a replica's micro-batches"
             )
         if plan.asynchronous and self.tied and mesh.pp > 1:
             raise ValueError(
-                f"schedule {plan.schedule} trains no tied embedding, whose ends get its gradients "
-                f"{mesh.pp - 1} micro-batches apart: tied must be False"
+                f"schedule {plan.schedule} does not support tied embeddings: the two gradients "
+                f"arrive {mesh.pp - 1} micro-batches apart, so tied must be False"
             )
         if plan.reduce == "ordered":
             check_order(plan.make_schedule(mesh.pp), tied=self.tied)
         stages = len(plan.placement(mesh.pp))
         if stages > self.layers:
             found = f"pp = {mesh.pp}" if stages == mesh.pp else f"{stages} pipeline"
-            raise ValueError(f"{found} stages need as many layers, got {self.layers}")
+            raise ValueError(f"{found} stages need at least as many layers, got {self.layers}")
         layout = cut(self.seq_len, mesh.cp, plan.layout)
         if mesh.cp > 1:
             heads = self.heads // mesh.tp, self.num_kv_heads // mesh.tp
@@ -322,7 +327,7 @@ class GPTConfig(HeadStyle, MLPStyle):
             measured = plan.cp_strategy == "measured"
             if measured and ulysses is not None:
                 raise ValueError(
-                    f"cp_strategy = 'measured' has no choice with ulysses = {ulysses}: 'hybrid'"
+                    f"cp_strategy = 'measured' has no choice with ulysses = {ulysses}: use 'hybrid'"
                 )
             resolve_strategy("auto" if measured else plan.cp_strategy, layout, heads, ulysses)
 

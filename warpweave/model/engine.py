@@ -1,8 +1,8 @@
 """The engine: one training step of a GPT on any mesh, from the schedule's list of actions.
 
-It combines, and adds no algorithm: the model's segments over ZeRO units (`gpt`), the pipeline stage
+It adds no algorithm. It combines the model's segments over ZeRO units (`gpt`), the pipeline stage
 that runs them (`pipeline.stage`), the schedule and its executor (`parallel.schedule`,
-`parallel.pipeline`), the sharded optimizer (`data.zero`). The trainer and `prove` call it.
+`parallel.pipeline`), and the sharded optimizer (`data.zero`). The trainer and `prove` call it.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ _STEP = 128  # tokens by which the window of `generate` grows
 class Engine:
     """A GPT being trained on this rank's part of a mesh.
 
-    Between steps the all-gather of `gpt`'s parameters may be pending (ZeRO 1 and 2; ``state_dict``
-    waits for it), or they are freed (ZeRO 3; ``state_dict`` refuses): `read` returns logical
-    weights at any time.
+    Between steps, the all-gather of `gpt`'s parameters may be pending (ZeRO 1 and 2; ``state_dict``
+    waits for it), or parameters are freed (ZeRO 3; ``state_dict`` raises an error). `read` returns
+    logical weights at any time.
 
     Args:
         config: the model.
         mesh: the connected mesh.
-        plan: how model, batch and work are distributed over it.
+        plan: distribution of model, batch and work over the mesh.
         micro_batch_size: sequences in a micro-batch.
         dtype: of the parameters; float32, float64, bfloat16 or float16 (with dynamic loss scale).
         device: of all tensors.
-        seed: of the initialisation.
+        seed: of the initialization.
         rule: the update rule; None is ``AdamW()``.
-        clip: largest gradient norm; None for none.
-        outer: when the replicas of the mesh's outer axis meet, and how; None for one replica.
+        clip: maximum gradient norm; None disables clipping.
+        outer: the rule by which replicas of the mesh's outer axis meet; None for one replica.
         impl: "triton", "torch" or None, as for the kernels.
         timeout: seconds that a pipeline message may take.
 
     Raises:
-        ValueError: one line naming what does not fit, before anything is sent.
+        ValueError: one line that names the conflicting options, before anything is sent.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Engine:
                 "for tensor ranks and hold the processors that messages between stages need"
             )
         if (replicas := mesh.size("outer")) > 1 and outer is None:
-            raise ValueError(f"outer = {replicas} replicas need a rule by which they meet")
+            raise ValueError(f"outer = {replicas} replicas need an OuterRule: pass outer=")
         self.config, self.mesh, self.plan, self.dtype = config, mesh, plan, dtype
         self.micro_batch_size, self.device = micro_batch_size, torch.device(device)
-        choose(impl, torch.empty(0, device=self.device))  # or a line that says what is missing
+        choose(impl, torch.empty(0, device=self.device))  # raises ValueError if it cannot run
         self.gpt = GPT(config, mesh=mesh, plan=plan, device="meta", dtype=dtype, impl=impl)
         plan.check_update(clip, dtype == torch.float16, outer is not None)
         run = make_lists(config, plan, mesh)
@@ -132,12 +132,12 @@ class Engine:
         self.passes: StepPasses | OpenPasses = passes(
             run, self.stages, mesh.group("pp"), device=self.device, timeout=timeout
         )
-        self._counted: list[Pending] = []  # sums of valid tokens that nobody has waited for
+        self._counted: list[Pending] = []  # sums of valid tokens that were not waited for
         self._cold = self.device.type == "cuda" and mesh.size("pp") > 1  # see `warm_up`
 
     def _make_outer(self, rule: OuterRule) -> OuterOptimizer:
-        """The outer optimizer; fragments are of every so many layers, with the embedding in the
-        first layer's and the head in the last one's."""
+        """The outer optimizer; fragments interleave layers. The embedding is in the fragment of the
+        first layer, and the head in that of the last."""
         rule.check(self.config.layers)
         ends = {"embedding": 0, "positions": 0, "head": self.config.layers - 1}
         names = [unit.name for unit in self.units]
@@ -156,13 +156,13 @@ class Engine:
         key: int = 0,
         documents: Tensor | None = None,
     ) -> None:
-        """The data of one step of an asynchronous schedule, as for `step`, without an update.
+        """Feed the data of one step of an asynchronous schedule, as for `step`, without an update.
 
         Needed for the first `passes.ahead` steps, before the first call of `step` and after `load`.
         """
         expected = (self.plan.microbatches, self.micro_batch_size, self.config.seq_len)
         check_batch(tokens, labels, sample_ids, expected, documents)
-        if not self.gpt.training:  # it walks over all modules
+        if not self.gpt.training:  # train() walks over all modules
             self.gpt.train()
         scaler = self.optimizer.loss_scale
         scale = scaler.value if scaler is not None else None
@@ -192,30 +192,30 @@ class Engine:
         documents: Tensor | None = None,
         halted: Tensor | None = None,
     ) -> StepResult:
-        """One optimizer step on this data replica's part of the global batch.
+        """Run one optimizer step on this data replica's part of the global batch.
 
         Args:
             tokens, labels: int64 [microbatches, micro_batch_size, S], whole sequences; the same on
                 all ranks of a data replica.
             sample_ids: int64 [microbatches, micro_batch_size], indices in the global batch.
-            lr: learning rate; None for no update, with gradients kept as reduced.
+            lr: learning rate; None for no update, keeping the reduced gradients.
             key: dropout key of this step.
-            interrupted: 1 if this rank was interrupted, and a half if it asks for something else
-                between steps, as one rank may; all ranks get the sum.
+            interrupted: 1 if this rank was interrupted, or a half if it requests some other action
+                between steps (only one rank may); all ranks get the sum.
             documents: int64 [microbatches, micro_batch_size, n + 1], boundaries of the documents
-                that are packed into each sequence (`GPT.micro_batch`), which may repeat the last.
-            halted: 0-dim, equal on all ranks; non-zero changes no weight or state. `stops` of the
-                step before, for a step that begins before that was read.
+                packed into each sequence (`GPT.micro_batch`). The last boundary may be repeated.
+            halted: 0-dim, equal on all ranks; if non-zero, no weight or state changes. Pass `stops`
+                of the previous step to begin a step before that was read.
 
-        With an outer optimizer (`data.outer`) losses and norm are means over its replicas. With an
-        asynchronous schedule the data and `key` are those of the step `passes.ahead` later (`feed`
-        takes the first ones); losses and norm are of this step: its losses means, and its norm the
-        root of the mean square, over its updates.
+        With an outer optimizer (`data.outer`), losses and norm are means over its replicas. With an
+        asynchronous schedule, the data and `key` belong to the step `passes.ahead` later (`feed`
+        accepts the first ones). Losses and norm are those of this step: means, and the root mean
+        square, over its updates.
 
         Raises:
-            ValueError: shapes or dtypes do not fit, a parameter is frozen, there is `halted` at
-                a step after which replicas meet, or with an asynchronous schedule `halted`, no
-                `lr`, or no data of the steps between; nothing was sent.
+            ValueError: shapes or dtypes do not fit, a parameter is frozen, `halted` is given at a
+                step after which replicas meet, or with an asynchronous schedule, `halted` is given,
+                or `lr` or the data of the steps in between is missing. Nothing was sent.
         """
         return self.begin(
             tokens, labels, sample_ids, lr=lr, key=key, interrupted=interrupted,
@@ -234,20 +234,20 @@ class Engine:
         documents: Tensor | None = None,
         halted: Tensor | None = None,
     ) -> Pending:
-        """`step` whose result, a `StepResult`, is waited for later: no rank of an asynchronous
-        schedule then waits for another one's losses before it begins its next step."""
+        """Launch `step`; wait for its `StepResult` later. With an asynchronous schedule, ranks then
+        begin their next step without waiting for other ranks' losses."""
         if halted is not None and self.outer is not None and self.outer.acts_next:
-            raise ValueError("a step after which replicas meet cannot be begun before the last one")
+            raise ValueError("halted must be None in a step after which replicas meet")
         if self.passes.asynchronous and (lr is None or halted is not None):
             raise ValueError(
-                f"schedule {self.plan.schedule} has begun the next steps: a step needs lr, and "
-                "cannot be halted"
+                f"schedule {self.plan.schedule} has already begun the next steps: pass lr, and do "
+                "not pass halted"
             )
         frozen = (r.name for unit in self.units for r, p in unit.params if not p.requires_grad)
         if (name := next(frozen, None)) is not None:
             raise ValueError(f"the engine trains every parameter, but {name} does not require grad")
         for unit in self.units:
-            unit.gradients.clear()  # what a step without an update, or one that failed, left there
+            unit.gradients.clear()  # left by a step without an update, or by one that failed
         self.feed(tokens, labels, sample_ids, key=key, documents=documents)
         self._update.begin(
             lr,
@@ -256,7 +256,7 @@ class Engine:
         )
         with leaving(CTAS if self.mesh.size("world") > 1 else 0):
             self.passes.run()
-        while self._counted:  # where no loss did
+        while self._counted:  # on ranks where no loss waited
             self._counted.pop().wait()
         ended = self._update.losses, self._update.norm, self._own_finite()
         result = functools.cache(lambda: self._result(*ended))
@@ -265,24 +265,24 @@ class Engine:
         return Pending(None, result)
 
     def _result(self, sums: Pending, norm: Tensor, finite: Tensor) -> StepResult:
-        """The result of a step, whose losses are waited for."""
+        """Wait for the losses of a step and return its result."""
         *losses, interrupts = sums.wait()
         if self.passes.asynchronous:
             *losses, square = losses
             losses, norm = [loss / self.passes.updates for loss in losses], square.sqrt()
         named = dict(zip(self.gpt.loss_names, losses, strict=True))
         scaler = self.optimizer.loss_scale
-        # The scale after the update: at 1 it is not to blame.
+        # The scale after the update: if it is 1, it is not the cause.
         overflow = ~norm.isfinite() & (scaler is not None and scaler.value > 1.0)
         if self.mesh.size("outer") > 1:
             norm, overflow = self._of_replicas(norm, overflow)
         return StepResult(named, norm, interrupts, overflow, finite)
 
     def _of_replicas(self, norm: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean norm of the outer replicas, and whether a loss scale is to blame for each norm
-        that is not finite. Summed over the world, whose messages pass those of the outer axis."""
+        """The mean norm of the outer replicas, and True if loss scales explain all norms that are
+        not finite. Summed over the world, whose messages pass those of the outer axis."""
         sums = torch.stack([norm, (~norm.isfinite() & ~overflow).to(norm)])
-        if self.mesh.index("inner"):  # the first rank of a replica speaks for it
+        if self.mesh.index("inner"):  # only the first rank of a replica contributes
             sums.zero_()
         total, blamed = start_all_reduce_(sums, self.mesh.group("world")).wait()
         return total / self.mesh.size("outer"), ~total.isfinite() & (blamed == 0)
@@ -319,12 +319,12 @@ class Engine:
     def _start_global_losses(
         self, own: list[Losses], interrupted: float = 0.0, square: Tensor | None = None
     ) -> Pending:
-        """Start summing [each loss, a stage's `square`, `interrupted`] over the mesh, in one
-        message; with ordered sums each loss apart, to the same bits on any number of data ranks."""
+        """Start summing [each loss, a stage's `square`, `interrupted`] over the mesh, in a single
+        message. Ordered sums add each loss separately, bitwise identical for any data ranks."""
         names = self.gpt.loss_names
         if unknown := sorted({name for losses in own for name in losses} - {*names}):
             raise ValueError(
-                f"rank {self.mesh.rank}: a stage returned losses {unknown}, the model's are "
+                f"rank {self.mesh.rank}: a stage returned losses {unknown}, but the model has only "
                 f"{[*names]}"
             )
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -342,7 +342,7 @@ class Engine:
         sums[-1] = float(interrupted)
         self.finite = sums.isfinite().all()
         if square is not None and self.mesh.index("data") == self.mesh.index("tp") == 0:
-            sums[-2] = square  # the first rank speaks for the stage
+            sums[-2] = square  # only the first rank of a stage contributes
         pending = start_all_reduce_(sums, world)
         if exact:
             rest = slice(len(exact), None)
@@ -352,12 +352,12 @@ class Engine:
         return pending
 
     def _own_finite(self) -> Tensor:
-        """bool[2]: this rank's losses and gradients of what ran last are finite."""
+        """bool[2]: True if this rank's latest losses, or gradients, are finite."""
         return torch.stack([self.finite, self.optimizer.finite.bool()])
 
     def not_finite_ranks(self, step: StepResult | None = None) -> list[int]:
-        """The ranks with a loss that was not finite in a step (None: in what ran last), or if there
-        are none with such gradients; collective."""
+        """The ranks with a loss that was not finite in a step (None: the latest run). If there are
+        none, those with gradients that were not finite. Collective."""
         flags = (~(self._own_finite() if step is None else step.finite)).to(torch.int32)
         table = gather(flags[None], self.mesh.group("world")).tolist()
         by_loss = [rank for rank, (loss, _) in enumerate(table) if loss]
@@ -366,10 +366,10 @@ class Engine:
     # ------------------------------------------------------------------ without training
 
     def evaluate(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Loss of [n, micro_batch_size, S] sequences per data replica, no dropout, 0-dim.
+        """Loss of [n, micro_batch_size, S] sequences per data replica, without dropout, 0-dim.
 
         Data replicas may have different sequences; the mean is over the valid tokens of all. As in
-        a step, auxiliary losses are added. `documents` are as for `step`, of n micro-batches.
+        a step, auxiliary losses are added. `documents` are as for `step`, for n micro-batches.
         """
         check_int64(tokens=tokens, labels=labels)
         size, length = self.micro_batch_size, self.config.seq_len
@@ -389,14 +389,14 @@ class Engine:
         return self._start_global_losses(every).wait()[:-1].sum()
 
     def _global_weights(self) -> AbstractContextManager[None]:
-        """What is not training is done with the weights that replicas have in common."""
+        """Context in which outer replicas use common weights, for work other than training."""
         return nullcontext() if self.outer is None else self.outer.global_weights()
 
     def _forward(
         self, batch: MicroBatch, final: Callable[[Tensor | None, MicroBatch], Tensor] | None = None
     ) -> tuple[Tensor | None, list[Losses]]:
-        """Forward of one micro-batch through all stages: on the last the result of `final`, and
-        this rank's losses."""
+        """Run one micro-batch through all stages; return the result of `final` (on the last stage,
+        else None) and this rank's losses."""
         rank_of, x, every = self.gpt.placement, None, []
         at_end = len(rank_of) - 1
         _, dtype, device = self.message
@@ -414,11 +414,11 @@ class Engine:
     def generate(
         self, prompt: Tensor, length: int, *, temperature: float = 0.8, seed: int = 0
     ) -> Tensor:
-        """Continue `prompt` (int64 [n]) by `length` sampled tokens; the same on every rank.
+        """Continue `prompt` (int64 [n]) with `length` sampled tokens; the same on every rank.
 
-        Without a KV cache: every token recomputes the whole window, as one sequence, through all
-        stages, on any mesh. A window longer than the model's sequence drops its oldest tokens.
-        Temperature 0 is greedy.
+        This works on any mesh, without a KV cache: every token recomputes the whole window, as one
+        sequence, through all stages. A window longer than the model's sequence drops its oldest
+        tokens. Temperature 0 is greedy.
         """
         if temperature < 0:
             raise ValueError(f"temperature must not be negative, got {temperature}")
@@ -439,12 +439,12 @@ class Engine:
         """The logits [1, V] after tokens[n], on the ranks that hold the last token, and the index
         of one of these ranks.
 
-        One sequence goes through the stages (with sequence parallelism as many copies as tensor
-        ranks can share), and one token of it through the head.
+        One sequence passes through the stages (with sequence parallelism, as many copies as tensor
+        ranks can share evenly), and one of its tokens through the head.
         """
         size, layout, tp = self.config.seq_len, self.gpt.layout, self.mesh.size("tp")
         window = tokens[-size:]
-        if layout.parts == 1:  # it may be shorter: in steps, for the sake of kernels' shapes
+        if layout.parts == 1:  # it may be shorter; grow in steps to limit the kernels' shapes
             size = min(size, -(-len(window) // _STEP) * _STEP)
         local = size if layout.parts == 1 else layout.local_len
         copies = tp // math.gcd(tp, local) if self.gpt.sequence_parallel else 1
@@ -459,7 +459,7 @@ class Engine:
         def final(x: Tensor | None, batch: MicroBatch) -> Tensor:
             if self.gpt.sequence_parallel:
                 x = gather(x, self.mesh.group("tp"))
-            # With sequence parallelism the head takes a token of every tensor rank: this, tp times.
+            # With sequence parallelism, the head expects a token per tensor rank: pass this to all.
             logits = self.gpt.logits(x[row : row + 1], batch)[:1]
             return gather(logits, self.mesh.group("tp"), dim=-1)[:, : self.config.vocab_size]
 
@@ -470,8 +470,8 @@ class Engine:
     # ------------------------------------------------------------------ state in and out
 
     def load(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
-        """Set "param" (in all versions), one older version of it ("version1", of one update ago) or
-        one of the optimizer's moments from logical tensors, on any mesh."""
+        """Set a state from logical tensors, on any mesh: "param" (in all versions), one of its
+        older versions ("version1" is one update old) or one of the optimizer's moments."""
         if kind == "param" or version_age(kind):
             self.passes.restart()
         for unit in self._holding(kind):
@@ -486,10 +486,10 @@ class Engine:
         return [unit for unit in self.units if version_age(kind) < unit.parameters.kept]
 
     def read(self, kind: str) -> Iterator[tuple[ParamRecord, Tensor, bool]]:
-        """Yield (record, logical tensor, mine) of the state of this rank's stages, "grad" included.
+        """Yield (record, logical tensor, mine) for a state of this rank's stages, including "grad".
 
-        Collective over the data and tensor ranks of the stages. `mine` is True on exactly one rank
-        of each outer replica for each tensor: the one that writes it into a checkpoint.
+        Collective over the data and tensor ranks of the stages. For each tensor, `mine` is True on
+        exactly one rank of each outer replica: the one that writes it into a checkpoint.
         """
         tp, ranks = self.mesh.size("tp"), self.mesh.size("data") * self.mesh.size("tp")
         me = self.mesh.index("data") * tp + self.mesh.index("tp")

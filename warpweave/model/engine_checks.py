@@ -1,5 +1,4 @@
-"""What an engine checks of its data before anything is sent, and when a
-``state_dict`` is taken."""
+"""Checks of an engine's data before anything is sent, and of parameters at ``state_dict``."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ def check_int64(**given: Tensor) -> None:
 
 
 def check_packing(documents: Tensor | None, tokens: Tensor) -> None:
-    """ValueError unless `documents` are boundaries of documents in every sequence of `tokens`."""
+    """Raise ValueError unless `documents` has boundaries for every sequence of `tokens`."""
     if documents is None:
         return
     if (documents.ndim, documents.shape[:2]) != (3, tokens.shape[:2]):
@@ -38,8 +37,10 @@ def check_batch(
     expected: tuple[int, int, int],
     documents: Tensor | None,
 ) -> None:
-    """ValueError unless they are the data of a step of `expected` micro-batches, sequences in each,
-    tokens (`Engine.step`)."""
+    """Raise ValueError unless these tensors are the data of a step (`Engine.step`).
+
+    `expected` is (micro-batches, sequences per micro-batch, tokens per sequence).
+    """
     check_int64(tokens=tokens, labels=labels, sample_ids=sample_ids)
     if tuple(tokens.shape) != expected or labels.shape != tokens.shape:
         raise ValueError(
@@ -54,15 +55,15 @@ def check_batch(
 
 
 def guard_state_dict(gpt: GPT, units: list[Unit]) -> None:
-    """Makes ``state_dict`` wait for a pending all-gather, and refuse freed parameters (ZeRO 3)."""
+    """Make ``state_dict`` wait for a pending all-gather, and reject freed parameters (ZeRO 3)."""
 
     def check(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         for unit in units:
             unit.parameters.wait()
             if not unit.parameters.materialised:
                 raise RuntimeError(
-                    f"ZeRO 3 keeps only a shard of {unit.name} on this rank: Engine.read gives "
-                    "whole tensors, state_dict cannot"
+                    f"ZeRO 3 keeps only a shard of {unit.name} on this rank: use Engine.read, "
+                    "which gives whole tensors, instead of state_dict"
                 )
 
     gpt.register_state_dict_pre_hook(check)

@@ -1,18 +1,20 @@
-"""How an engine runs its schedule: the lists of a step again and again, or, of an asynchronous
-schedule, the passes of a run that is left open.
+"""Execution of an engine's schedule: complete steps, or passes of an asynchronous schedule.
+
+A synchronous schedule runs the same lists in every step. An asynchronous schedule is one long run,
+and a step is a pass over a part of it.
 
     1F1B, two micro-batches; a step is a pass from beginning to end (UPDATE as U)
     rank 0    0F0 0F1 0B0 0B1 0U1          |  0F0 0F1 0B0 0B1 0U1          |
     rank 1    1F0 1B0 1F1 1B1 1U1          |  1F0 1B0 1F1 1B1 1U1          |
 
-    PipeDream; a step ends the backwards of its micro-batches, and begins one of the next step's
+    PipeDream; a step ends the backwards of its micro-batches, and begins a forward of the next step
     rank 0    0F0  |  0F1 0B0 0U1 0F2@1 0B1 0U2  |  0F3@2 0B2@1 0U3 0F4@3 0B3@2 0U4  |
     rank 1         |  1F0 1B0 1U1 1F1@1 1B1@1 1U2  |  1F2@2 1B2@2 1U3 1F3@3 1B3@3 1U4  |
              fill    step 0                          step 1
 
-So between two steps of an asynchronous schedule all stages have made equally many updates: what is
-evaluated and saved is one version of the model. And the data of a step is needed `ahead` steps
-earlier, as its first forwards are begun there.
+Between two steps of an asynchronous schedule, all stages have made the same number of updates, so
+evaluation and checkpoints see one version of the model. The data of a step is needed `ahead` steps
+earlier, because its first forwards begin there.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ from warpweave.parallel.pipeline import Distributed, InFlight, execute
 def make_lists(
     config: GPTConfig, plan: ParallelPlan, mesh: ConnectedMesh
 ) -> schedules.Schedule | schedules.OpenRun:
-    """The plan's schedule with reductions, tie, updates and all messages: the lists of a step, or
-    an asynchronous run."""
+    """Build the plan's schedule with reductions, tie, updates and all messages.
+
+    Returns the lists of a step, or an asynchronous run.
+    """
     lists = plan.make_schedule(mesh.size("pp"))
     freed = plan.reduce == "ordered" or (plan.zero >= 2 and mesh.size("shard") > 1)
     if plan.early_gradients and not freed:
@@ -54,10 +58,10 @@ class StepPasses:
     """A synchronous schedule: every step runs the same lists from beginning to end.
 
     Args:
-        lists: of a step.
-        stages: of this rank.
+        lists: the schedule of a step.
+        stages: the stages of this rank.
         group: the pipeline group.
-        device, timeout: as of the engine.
+        device, timeout: as for the engine.
     """
 
     asynchronous, ahead, updates = False, 0, 1
@@ -75,30 +79,30 @@ class StepPasses:
         self.transport = Distributed(lists, group, device=device, timeout=timeout)
 
     def restart(self) -> None:
-        """Nothing: no step leaves anything under way."""
+        """Do nothing: a step leaves no work unfinished."""
 
     def feed(self, batches: Sequence[Any], scale: Tensor | None) -> None:
-        """The micro-batches of the step, and the loss scale."""
+        """Give the stages the micro-batches of the step, and the loss scale."""
         for stage in self.stages.values():
             stage.begin(batches, scale)
 
     def run(self) -> None:
-        """The step."""
+        """Run the step."""
         execute(self.lists, self.stages, self.transport)
 
 
 class OpenPasses:
-    """An asynchronous schedule: every step is a pass of a run that is left open.
+    """An asynchronous schedule: every step is a pass of one long run.
 
-    Weights before the first update are those of version 0, or what a checkpoint says they were.
+    Weights before the first update are those of version 0, or those in a checkpoint.
 
     Args:
-        run: its passes.
-        stages, group, device, timeout: as of `StepPasses`.
+        run: the passes of the run.
+        stages, group, device, timeout: as for `StepPasses`.
 
     Attributes:
-        ahead: steps by which data comes earlier than its losses.
-        updates: of a step.
+        ahead: number of steps by which data is needed before its losses.
+        updates: number of updates in a step.
     """
 
     asynchronous = True
@@ -124,25 +128,25 @@ class OpenPasses:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what is under way; the next pass begins with the versions that are there now."""
+        """Discard the work in flight; the next pass begins with the current weight versions."""
         self._in_flight, self._fed = InFlight(), 0
         each = self._run.microbatches // self.updates
         for stage in self.stages.values():
             stage.begin([], each=each)
 
     def feed(self, batches: Sequence[Any], scale: Tensor | None) -> None:
-        """The micro-batches that follow; there is no loss scale."""
+        """Give the stages the next micro-batches; there is no loss scale."""
         self._fed += len(batches)
         for stage in self.stages.values():
             stage.feed(batches)
 
     def run(self) -> None:
-        """A step; ValueError unless the data of it and of `ahead` more was given."""
+        """Run a step; ValueError unless its data and that of `ahead` more steps was fed."""
         wanted = (self.ahead + 1) * self._run.microbatches
         if self._fed != wanted:
             raise ValueError(
                 f"the schedule is {self.ahead} steps ahead: a step needs {wanted} micro-batches "
-                f"that were fed and not trained on yet, got {self._fed}"
+                f"that were fed but not trained on yet, got {self._fed}"
             )
         if not self._in_flight.ranks and self.ahead:
             execute(self._run.fill, self.stages, self._filling, self._in_flight)
@@ -154,8 +158,8 @@ class OpenPasses:
 def warm_up(stages: Mapping[int, EngineStage], batch: Any, scale: Tensor | None) -> None:
     """Launch the kernels of each stage once, on zeros, before the first message between stages.
 
-    At its first launch a kernel is compiled and loaded, which takes seconds and may wait for the
-    device, where a message may be waiting for a peer. The gradients are thrown away.
+    The first launch of a kernel compiles and loads it. That takes seconds and may wait for the
+    device, on which a message may be waiting for a peer. The gradients are discarded.
     """
     for number, stage in stages.items():
         shape, dtype, device = stage.message

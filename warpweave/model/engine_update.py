@@ -1,4 +1,4 @@
-"""A pipeline stage of the engine: the tie and the update that a step ends with, and its result."""
+"""A pipeline stage of the engine: the tie, the update at the end of a step, and its result."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ class StepResult:
     """The results of a step: 0-dim tensors on the device, the same on every rank.
 
     Attributes:
-        losses: name -> loss over the whole global batch, before the update: "loss" is the mean
-            over its valid tokens, others are auxiliary ones (`pipeline.losses`).
+        losses: name -> loss over the whole global batch, before the update. "loss" is the mean over
+            its valid tokens; the others are auxiliary losses (`pipeline.losses`).
         norm: global gradient norm before clipping.
-        interrupts: number of ranks that were interrupted, and a half if one asked for something
-            else between steps.
-        overflow: the norm is not finite, but for fp16's loss scale, which can still shrink.
-        finite: bool[2], whether this rank's own losses and gradients are finite.
+        interrupts: number of ranks that were interrupted, plus a half if a rank requested some
+            other action between steps.
+        overflow: True if the norm is not finite because of fp16's loss scale, which can still
+            shrink.
+        finite: bool[2], True if this rank's own losses, or gradients, are finite.
     """
 
     losses: Mapping[str, Tensor]
@@ -38,32 +39,32 @@ class StepResult:
 
     @property
     def loss(self) -> Tensor:
-        """The sum of all losses, whose gradient the step uses."""
+        """The sum of all losses; the step uses its gradient."""
         first, *others = self.losses.values()
         return sum(others, start=first)
 
     @property
     def stops(self) -> Tensor:
-        """Whether training stops with this step: a number is not finite, or a rank interrupted."""
+        """True if training stops here: a loss or norm is not finite, or a rank was interrupted."""
         good = self.loss.isfinite() & (self.norm.isfinite() | self.overflow)
         return ~good | (self.interrupts >= 1)
 
     def all(self) -> Tensor:
-        """[loss, norm, interrupts, overflow] as one tensor, for one transfer to the host."""
+        """Return [loss, norm, interrupts, overflow] as one tensor, for one transfer to the host."""
         every = self.loss, self.norm, self.interrupts, self.overflow
         return torch.stack([x.to(self.loss) for x in every])
 
 
 class RankUpdate:
-    """The optimizer step of all stages of a rank, and what the outer optimizer does before and
-    after it, run at the UPDATE of the last of them.
+    """The optimizer step of all stages of a rank, run at the UPDATE of the last stage.
 
-    The global norm needs every stage's gradients; the losses are summed over ranks meanwhile.
+    It includes the work of the outer optimizer before and after. The global norm needs every
+    stage's gradients. Meanwhile, the losses are summed over ranks.
 
     Args:
-        optimizer: of all units of the rank.
-        updates: UPDATEs of the rank in a step, one for each of its stages.
-        outer: the outer optimizer, if there is one.
+        optimizer: the optimizer of all units of the rank.
+        updates: number of UPDATEs of the rank in a step, one for each of its stages.
+        outer: the outer optimizer, or None.
     """
 
     def __init__(
@@ -75,13 +76,12 @@ class RankUpdate:
     def begin(
         self, lr: float | None, halted: Tensor | None, start_losses: Callable[[], Pending]
     ) -> None:
-        """Before a step; with `lr` None only the norm is computed, and gradients are kept."""
+        """Prepare a step. If `lr` is None, the step computes only the norm and keeps gradients."""
         self._lr, self._halted = lr, halted
         self._start_losses, self._missing = start_losses, self.updates
 
     def arrive(self) -> None:
-        """Called by each stage when its gradients are reduced and tied; the last starts the
-        update."""
+        """Note that a stage's gradients are reduced and tied; the last stage starts the update."""
         self._missing -= 1
         if self._missing:
             return
@@ -98,14 +98,15 @@ class RankUpdate:
 
 
 class StageUpdate(RankUpdate):
-    """The optimizer steps of an asynchronous schedule's stage: one at each of its UPDATEs, by its
-    own gradients alone; after the last of a pass the losses are summed over ranks.
+    """The optimizer steps of a stage of an asynchronous schedule.
 
-    The optimizer is of the stage's units, and its norm the stage's.
+    Each UPDATE of the stage runs one step, with the stage's own gradients only. After the last
+    UPDATE of a pass, the losses are summed over ranks. The optimizer has the stage's units, and the
+    norm is that of the stage.
     """
 
     def arrive(self) -> None:
-        """A step; `square` becomes the mean over the pass's of the squares of their norms."""
+        """Run a step; `square` becomes the mean square of the norms of the pass's steps."""
         self.optimizer.sum_partials()
         self.norm = self.optimizer.step(self._lr)
         square = self.norm.square() / self.updates
@@ -136,13 +137,13 @@ class EngineStage(ChainStage):
         return self.message
 
     def tie(self) -> Tensor | None:
-        """The reduced gradient of the tied embedding, to which the other end's is added.
+        """The reduced gradient of the tied embedding; the executor adds that of the other end.
 
-        Both ends shard the embedding's unit equally, so that this rank's slice matches its peer's.
+        Both ends shard the embedding's unit equally, so this rank's slice matches its peer's.
         """
         return next((u.gradients.reduced for u in self.units if u.tied), None)
 
     def update(self) -> None:
-        """This stage is ready for the optimizer step."""
+        """Report that this stage is ready for the optimizer step."""
         self._update.arrive()
         self.updated()

@@ -1,12 +1,11 @@
-"""Autoregressive generation, token by token: `go_on` samples from the logits of a step of the
-model.
+"""Autoregressive generation, token by token.
 
-The step of `generate` has a KV cache; that of `Engine.generate` recomputes the whole window for
-every token, on any mesh.
+`go_on` samples from the logits of a step of the model. The step of `generate` has a KV cache. The
+step of `Engine.generate` recomputes the whole window for every token, on any mesh.
 
-Prompts of different lengths are padded on the left, so that all end at the same position: the
-padding is a document of its own, which other tokens do not attend to, and learned positions count
-from a prompt's first token (a rotary embedding depends on distances only).
+Prompts of different lengths are padded on the left, so they all end at the same position. The
+padding is a separate document, which other tokens do not attend to. Learned positions count from a
+prompt's first token (a rotary embedding depends only on distances).
 """
 
 from __future__ import annotations
@@ -30,22 +29,23 @@ from warpweave.parallel.collectives import gather
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.pipeline.losses import split_losses
 
-# Tokens between two looks at whether all texts have ended: a look waits for a GPU, and what is
-# sampled after a text's end is cut off.
+# Number of tokens between checks for the end of all texts. A check waits for the GPU; tokens that
+# are sampled after the end of a text are cut off.
 _STOP_EVERY = 16
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are sampled.
+    """Options for sampling the next tokens.
 
     Attributes:
-        tokens: the largest number of new tokens.
-        temperature: of the softmax that is sampled from; 0 is greedy.
-        top_k: sample from the k most likely tokens; 0 from all.
-        top_p: nucleus sampling: from the fewest most likely tokens with this total probability.
+        tokens: maximum number of new tokens.
+        temperature: temperature of the softmax to sample from; 0 is greedy.
+        top_k: sample from the k most likely tokens; 0 means all tokens.
+        top_p: nucleus sampling: sample from the smallest set of most likely tokens with this total
+            probability.
         stop: tokens that end a text.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
     """
 
     tokens: int = 100
@@ -69,14 +69,15 @@ class Sampling:
 def generate(
     gpt: GPT, prompts: Iterable[Iterable[int]], sampling: Sampling = Sampling()
 ) -> list[list[int]]:
-    """The tokens generated after each prompt (token ids), up to and with a stop token.
+    """Generate tokens after each prompt (token ids), up to and including a stop token.
 
-    Prompts may have different lengths and have no padding. On a mesh of tensor ranks and pipeline
-    stages every rank calls it and gets the same result. Modules keep their training modes.
+    Prompts may have different lengths and must not be padded. On a mesh of tensor ranks and
+    pipeline stages, every rank must call this and gets the same result. Modules keep their training
+    modes.
 
-    Raises ``ValueError``: a prompt is empty or not of integers, its text would be longer than the
-    model's sequence, a token is not in the vocabulary, or the mesh has data or context ranks,
-    several stages on a rank, or sequence parallelism.
+    Raises ``ValueError`` if a prompt is empty or does not consist of integers, its text would be
+    longer than the model's sequence, a token is not in the vocabulary, or the mesh has data or
+    context ranks, several stages on a rank, or sequence parallelism.
     """
     _check_ranks(gpt)
     prompts = check_prompts(gpt.config, prompts, sampling)
@@ -116,14 +117,15 @@ def go_on(
     sampling: Sampling,
     step: Callable[[Tensor | None], tuple[Tensor | None, int]],
 ) -> list[list[int]]:
-    """The tokens generated after each of `count` texts; every rank of the mesh calls it, with the
-    same result.
+    """Generate tokens after each of `count` texts.
+
+    Every rank of the mesh must call this, and all get the same result.
 
     Args:
-        gpt: runs in evaluation mode; its modules' modes are restored.
-        step: one step of the model: from the tokens int64[count] sampled last (None at first) to
-            the logits float[count, V] of the next (None on a rank that does not have them), and the
-            index of a rank that has them.
+        gpt: the model. It runs in evaluation mode; its modules' modes are restored.
+        step: one step of the model. Its argument is the tokens int64[count] sampled last (None at
+            first). It returns the logits float[count, V] of the next tokens (None on a rank that
+            does not have them), and the index of a rank that has them.
     """
     device = next(gpt.parameters()).device
     generator = torch.Generator().manual_seed(sampling.seed % 2**63)
@@ -134,7 +136,7 @@ def go_on(
     with in_mode(gpt, training=False):
         for _ in range(sampling.tokens):
             logits, source = step(found[-1] if found else None)
-            # Drawn on every rank, so that it is the same wherever the logits are.
+            # Draw on every rank: the result then does not depend on which rank has the logits.
             noise = torch.empty(count, gpt.config.vocab_size, dtype=torch.float64)
             noise = -noise.exponential_(generator=generator).log()
             chosen = torch.zeros(count, dtype=torch.int64, device=device)
@@ -154,7 +156,7 @@ def go_on(
 def choose_tokens(logits: Tensor, noise: Tensor, sampling: Sampling) -> Tensor:
     """The next tokens int64[B] from logits[B, V] and standard Gumbel noise[B, V].
 
-    Gumbel-max: the argmax of logits plus Gumbel noise is a sample of their softmax.
+    Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample from their softmax.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
@@ -169,7 +171,7 @@ def kept(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         ordered, order = logits.sort(descending=True)
         share = ordered.softmax(-1)
-        beyond = share.cumsum(-1) - share >= sampling.top_p  # the likelier ones have it already
+        beyond = share.cumsum(-1) - share >= sampling.top_p  # more likely tokens already reach it
         out = torch.zeros_like(beyond).scatter(-1, order, beyond)
         logits = logits.masked_fill(out, -math.inf)
     return logits
@@ -178,7 +180,8 @@ def kept(logits: Tensor, sampling: Sampling) -> Tensor:
 def _logits(
     gpt: GPT, tokens: Tensor, pads: Tensor, cache: KVCache, context: TokenContext
 ) -> Tensor | None:
-    """Run tokens[B, n] after those in the cache; logits[B, V] of the last, on the last stage."""
+    """Run tokens[B, n] after those in the cache; the last stage returns logits[B, V] of the last
+    token, other stages None."""
     B, n = tokens.shape
     mesh, device = gpt.mesh, tokens.device
     positions = torch.arange(cache.start, cache.start + n, device=device)
@@ -205,14 +208,15 @@ def _logits(
 def check_prompts(
     config: GPTConfig, prompts: Iterable[Iterable[int]], sampling: Sampling
 ) -> list[list[int]]:
-    """The prompts as lists; ``ValueError`` if the model cannot continue one of them."""
+    """Return the prompts as lists; raise ``ValueError`` if the model cannot continue one."""
     rows = [_whole_numbers(prompt) for prompt in prompts]
     if not all(rows):
         raise ValueError("a prompt must have at least one token")
     length = max(map(len, rows), default=0) + sampling.tokens
     if length > config.seq_len:
         raise ValueError(
-            f"prompt and new tokens are {length}, the model's sequence is {config.seq_len}"
+            f"prompt and new tokens ({length}) exceed the model's sequence length "
+            f"({config.seq_len})"
         )
     for row in rows:
         if not 0 <= min(row) <= max(row) < config.vocab_size:
@@ -224,19 +228,19 @@ def _whole_numbers(prompt: Iterable[int]) -> list[int]:
     try:
         return [operator.index(token) for token in prompt]
     except TypeError:
-        raise ValueError(f"a prompt is a row of whole numbers, got {prompt!r}") from None
+        raise ValueError(f"a prompt must be a sequence of integers, got {prompt!r}") from None
 
 
 def _check_ranks(gpt: GPT) -> None:
     sizes, stages = gpt.mesh.sizes, len(gpt.placement)
     if sizes.dp * sizes.cp > 1 or stages > sizes.pp or gpt.sequence_parallel:
         raise ValueError(
-            "generate runs on tensor ranks and pipeline stages, one on each rank, without sequence "
+            "generate supports tensor ranks and one pipeline stage per rank, without sequence "
             f"parallelism; got {sizes} with {stages} stages"
         )
 
 
 def _until(row: list[int], stop: tuple[int, ...]) -> list[int]:
-    """A row up to and with its first stop token."""
+    """The row up to and including its first stop token."""
     ends = [i for i, token in enumerate(row) if token in stop]
     return row[: ends[0] + 1] if ends else row

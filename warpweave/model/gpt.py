@@ -1,7 +1,8 @@
 """GPT: GPT-2, Llama, Gemma and the models between them, on any mesh.
 
-``GPT(config)`` on one device is an ordinary module. ``GPT(config, mesh=...)`` is this rank's part:
-its pipeline stages' blocks, with heads, hidden units and vocabulary sharded over the tensor axis.
+``GPT(config)`` is an ordinary module on one device. ``GPT(config, mesh=...)`` is this rank's part:
+the blocks of its pipeline stages, with heads, hidden units and vocabulary sharded over the tensor
+axis.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class MicroBatch:
     """One micro-batch on one rank.
 
     Attributes:
-        tokens, labels: int64 [T], this context rank's tokens, samples one after the other.
-        positions: int64, the position in its document of each row of the residual stream ([T], or
-            [T/tp] with sequence parallelism).
-        context: what the blocks need.
-        normaliser: global number of valid tokens of the whole step, 0-dim, or its pending
+        tokens, labels: int64 [T], this context rank's tokens, one sample after the other.
+        positions: int64, each row's position in its document, for the rows of the residual stream
+            ([T], or [T/tp] with sequence parallelism).
+        context: the context of the blocks.
+        normaliser: global number of valid tokens in the whole step, 0-dim, or its pending
             all-reduce, which only the loss waits for.
     """
 
@@ -61,18 +62,18 @@ class MicroBatch:
     normaliser: Tensor | Pending
 
 
-_TIMED = 2048  # tokens whose attention is timed: much longer than a launch, no second on a CPU
+_TIMED = 2048  # tokens whose attention is timed: much more than a launch, under 1 s on a CPU
 
 
 def _rounded(x: float, dtype: torch.dtype) -> float:
-    """x as a tensor of `dtype` would hold it: transformers' factor of a bf16 embedding is bf16."""
+    """Round x to `dtype`, because transformers' factor of a bf16 embedding is also bf16."""
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
     mantissa, exponent = math.frexp(x)
     return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
 
 
 def _check_forward(tokens: Tensor, labels: Tensor | None, sample_ids: Tensor | None) -> None:
-    """Raise ValueError unless they are integers: tokens and labels [B, S], sample ids [B]."""
+    """Raise ValueError unless the inputs are integers: tokens and labels [B, S], ids [B]."""
     for name, given in {"tokens": tokens, "labels": labels, "sample_ids": sample_ids}.items():
         if name == "tokens" or given is not None:
             check_integers(name, given)
@@ -80,7 +81,7 @@ def _check_forward(tokens: Tensor, labels: Tensor | None, sample_ids: Tensor | N
         raise ValueError(f"expected tokens of shape [batch, sequence], got {[*tokens.shape]}")
     if labels is not None and labels.shape != tokens.shape:
         raise ValueError(
-            f"expected labels of the tokens' shape {[*tokens.shape]}, got {[*labels.shape]}"
+            f"expected labels with the tokens' shape {[*tokens.shape]}, got {[*labels.shape]}"
         )
     if sample_ids is not None and sample_ids.shape != tokens.shape[:1]:
         raise ValueError(
@@ -91,22 +92,23 @@ def _check_forward(tokens: Tensor, labels: Tensor | None, sample_ids: Tensor | N
 class GPT(nn.Module):
     """A GPT, or one rank's part of it.
 
-    Parameters have the same full names on every mesh (``blocks.7.mlp.up.weight`` is block 7 on
-    whichever stage it lies), and their initial values depend on `seed` and the name alone.
+    Parameters have the same full names on every mesh: ``blocks.7.mlp.up.weight`` is in block 7, on
+    whichever stage that is. Their initial values depend only on `seed` and the name.
 
     Args:
         config: sizes and style.
         mesh: the connected mesh; None is one device.
-        plan: how the model is distributed over it; recompute "full" is applied by `segments`. With
-            ``cp_strategy="measured"`` the constructor times messages and attention. Without a plan
-            there is no sequence parallelism; a plan has it by default.
-        seed: of the initialisation.
-        device, dtype: of the parameters; on "meta" nothing is drawn.
+        plan: distribution of the model over the mesh; `segments` applies recompute "full". With
+            ``cp_strategy="measured"``, the constructor times messages and attention. A plan enables
+            sequence parallelism by default, but without a plan it is off.
+        seed: of the initialization.
+        device, dtype: of the parameters; on "meta", nothing is drawn.
         impl: "triton", "torch" or None, as for the kernels.
 
     Attributes:
-        loss_names: names of the losses that its stages return, the same on every rank, as their
-            values are summed over the mesh in one message; the loss of a step is their sum.
+        loss_names: names of the losses that the stages return. They are the same on every rank,
+            because their values are summed over the mesh in one message. The loss of a step is
+            their sum.
 
     Raises:
         ValueError: the model cannot be sharded over the mesh.
@@ -175,7 +177,7 @@ class GPT(nn.Module):
         )
 
     def _strategy(self, dtype: torch.dtype | None) -> Strategy | Links:
-        """The plan's strategy, or for "measured" the measured `Links`."""
+        """The plan's strategy, or the measured `Links` if it is "measured"."""
         choice, ranks = self.plan.cp_strategy, self.mesh.device_mesh
         if choice != "measured":
             return choice
@@ -187,8 +189,8 @@ class GPT(nn.Module):
         return measure_links(group, torch.zeros(shape, dtype=dtype, device=ranks.device_type))
 
     def explain_context(self, batch: int) -> str:
-        """The measured speeds of context ranks, if any, and the costs of attention for `batch`
-        samples."""
+        """A table of attention's costs for `batch` samples, and the measured speeds of context
+        ranks, if any."""
         taken = {}
         for layer in self.modules():
             if isinstance(layer, Attention):
@@ -201,12 +203,12 @@ class GPT(nn.Module):
         return self.config.blocks_of(stage, len(self.placement))
 
     def parameter_records(self) -> dict[str, ParamRecord]:
-        """Full name -> record of every parameter of this rank's stages."""
+        """Map the full name of every parameter of this rank's stages to its record."""
         return collect_records(self)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draw every parameter from (seed, name); nothing happens to those without data."""
+        """Draw every parameter from (seed, name), except those without data."""
         records = self.parameter_records()
         for name, param in self.named_parameters():
             if not (param.is_meta or isinstance(param, torch._subclasses.FakeTensor)):
@@ -229,25 +231,28 @@ class GPT(nn.Module):
 
         Args:
             tokens, labels: int64 [B, S]; labels are already the next tokens, -100 has no loss.
-            normaliser: global number of valid tokens of the step, 0-dim, or its pending sum.
+            normaliser: global number of valid tokens in the step, 0-dim, or its pending sum.
             sample_ids: int64 [B], each sample's index in the global batch; keys the dropout.
             seed: dropout key of this step.
             documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents from 0
-                to S, the same on all ranks: attention stays within them, and learned positions
-                count from a document's begin (rotary embedding sees differences only). None is one
-                document.
-            like: another micro-batch on this device, whose rotary tables are taken if they fit.
+                to S, the same on all ranks. Attention stays within documents, and learned positions
+                count from the start of a document (rotary embedding depends only on differences).
+                None means one document.
+            like: another micro-batch on this device; its rotary tables are reused if they fit.
 
         Raises:
-            ValueError: S is not the model's sequence length while it is sharded over the context
-                axis, is longer than it, the tensor axis does not divide the micro-batch's tokens,
-                or documents are no boundaries from 0 to S (on a GPU their values are not read).
+            ValueError: S differs from the model's sequence length while the context axis shards the
+                sequence, or is longer than it; the micro-batch's tokens are not divisible by the
+                tensor axis; or documents are not boundaries from 0 to S (on a GPU, their values are
+                not read).
         """
         batch, length = tokens.shape
         layout = self.layout
         if layout.parts == 1:
             if length > self.config.seq_len:
-                raise ValueError(f"sequence of {length} tokens, the model's is {layout.seq_len}")
+                raise ValueError(
+                    f"a sequence has {length} tokens, the model's limit is {layout.seq_len}"
+                )
             layout = SequenceLayout(length, 1)
         check_packed(documents, tokens)
         layout = layout.for_documents(documents)
@@ -259,7 +264,7 @@ class GPT(nn.Module):
             within = packed(documents, layout.padded_len)
             table = rows_of(within.table, layout.runs(index))
             positions = positions - table[:, 0]
-        positions = positions.clamp(max=self.config.seq_len - 1)  # of the layout's padding
+        positions = positions.clamp(max=self.config.seq_len - 1)  # for the layout's padding
         tables: dict[str, Any]
         if like is not None and like.context.layout == layout:
             tables = {"rope": like.context.rope, "local_rope": like.context.local_rope}
@@ -289,7 +294,7 @@ class GPT(nn.Module):
         )
 
     def rope_tables(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """The rotary tables of int64 positions[S] under the names of a `TokenContext`."""
+        """The rotary tables of int64 positions[S], under the names of `TokenContext`'s fields."""
         c, dtype = self.config, self._dtype()
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         kinds = {"rope": False} if c.positions == "rope" else {}
@@ -312,13 +317,13 @@ class GPT(nn.Module):
         tp, index = self.mesh.size("tp"), self.mesh.index("tp")
         if tokens % tp:
             raise ValueError(
-                f"sequence parallelism cuts the {tokens} tokens of a micro-batch over tp = {tp}, "
-                "which does not divide them"
+                f"{tokens} tokens of a micro-batch are not divisible by tp ({tp}), which sequence "
+                "parallelism requires"
             )
         return slice(index * tokens // tp, (index + 1) * tokens // tp)
 
     def embed(self, _: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Token (and position) embedding -> x[T, E], or x[T/tp, E]."""
+        """Token (and position) embedding: x[T, E], or x[T/tp, E]."""
         x = self.embedding(batch.tokens)
         if self.config.embedding_scale is not None:
             x = x * _rounded(self.config.embedding_scale, x.dtype)
@@ -331,7 +336,7 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """weight[ceil(V/tp), E] of the head: the embedding's if they are tied."""
+        """weight[ceil(V/tp), E] of the head, or of the embedding if they are tied."""
         return self.embedding.weight if self.config.tied else self.head.weight
 
     def logits(self, x: Tensor | None, _: MicroBatch) -> Tensor:
@@ -348,7 +353,7 @@ class GPT(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def head_loss(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Final norm, head and loss -> 0-dim, this context rank's term of the global mean.
+        """Final norm, head and loss: this context rank's term of the global mean, 0-dim.
 
         The logits are computed and discarded block by block.
         """
@@ -363,19 +368,19 @@ class GPT(nn.Module):
         sample_ids: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Whole model without pipeline: tokens int64 [B, S] -> logits or mean loss.
+        """Run the whole model without a pipeline: tokens int64 [B, S] -> logits or mean loss.
 
         Args:
             tokens: int64 [B, S].
             labels: int64 [B, S], already the next tokens; -100 has no loss.
-            seed: key of the dropout: the number of the step, for example. Needed while a model with
-                dropout is training: equal keys drop the same elements.
-            sample_ids: int64 [B], each sample's index in the global batch, by default 0, 1, ...;
-                replicas with different samples must pass different ids, or their dropout is equal.
+            seed: dropout key, for example the number of the step. Required to train a model with
+                dropout. Equal keys drop the same elements.
+            sample_ids: int64 [B], each sample's index in the global batch, by default 0, 1, ...
+                Replicas with different samples must pass different ids, or their dropout is equal.
             documents: boundaries of packed documents; see `micro_batch`.
 
-        Returns logits[B, S/cp, ceil(V/tp)], or with `labels` this rank's share of the loss averaged
-        over the valid tokens of the given batch (0-dim), and of auxiliary ones of the blocks.
+        Returns logits[B, S/cp, ceil(V/tp)]. With `labels`, returns this rank's share of the loss
+        averaged over the valid tokens of the given batch (0-dim), plus auxiliary losses of blocks.
 
         Raises:
             ValueError: the model has several stages, the tokens or labels are not integers [B, S]
@@ -386,7 +391,7 @@ class GPT(nn.Module):
             raise ValueError("forward needs the whole model: the mesh has several pipeline stages")
         if seed is None and self.config.dropout and self.training:
             raise ValueError(
-                f"dropout = {self.config.dropout} is keyed: give a seed, another one every step "
+                f"dropout = {self.config.dropout} needs a key: pass a different seed in every step "
                 "(gpt(tokens, labels, seed=step)), or call eval()"
             )
         targets = labels if labels is not None else torch.full_like(tokens, -100)
@@ -403,16 +408,16 @@ class GPT(nn.Module):
         rows, local = tokens.shape[0], batch.context.layout.local_len
         return self.logits(x, batch).unflatten(0, (rows, local))
 
-    # ------------------------------------------------------------------ the cut into segments
+    # ------------------------------------------------------------------ division into segments
 
     def segments(
         self, *, zero: int = 0, device: torch.device | str = "cpu"
     ) -> dict[int, list[Segment]]:
-        """Stage -> its chain of segments over ZeRO units, one block each, for this rank's stages.
+        """Map each of this rank's stages to its chain of segments over ZeRO units, one per block.
 
-        A tied embedding is a unit of its own, so that both stages that hold it shard it equally; on
-        one rank they share it. The parameters become views of the units' flat buffers, with the
-        same values.
+        A tied embedding is a separate unit, so both stages that hold it shard it equally. If they
+        are on one rank, they share it. The parameters become views of the units' flat buffers, with
+        the same values.
         """
         records = self.parameter_records()
         params = dict(self.named_parameters())

@@ -1,10 +1,10 @@
-"""A GPT in torch alone, written as plainly as can be: the truth every layout is compared with.
+"""A GPT in torch alone, as plain as possible: the reference that every layout is compared with.
 
-This file imports nothing of warpweave and shares no code with it, not even the random numbers of
-dropout. It computes in the dtype of its parameters (float64 for sharp proofs), autograd does the
-gradients, and every step is one visible line of algebra.
+This file imports nothing from warpweave and shares no code with it, not even the random numbers of
+dropout. It computes in the dtype of its parameters (float64 for sharp proofs). Autograd computes
+the gradients, and every step is one visible line of algebra.
 
-A model is a dict from parameter name to tensor; the names and shapes are those of `plain_shapes`:
+A model is a dict from parameter name to tensor, with the names and shapes of `plain_shapes`:
 
     embedding.weight (V, E)            positions.weight (max S, E)     only learned positions
     blocks.{i}.attention_norm.weight (E)
@@ -19,7 +19,7 @@ A model is a dict from parameter name to tensor; the names and shapes are those 
     blocks.{i}.mlp_post_norm.weight (E)                    only with norms after a branch
     final_norm.weight (E)              head.weight (V, E)              only untied
 
-and, with biases, `.bias` of the rows' size beside each of them but embedding, positions and head
+With biases, each except embedding, positions and head also has a `.bias` with the size of its rows
 (an RMS norm has none). The architectures are GPT-2 (Radford et al. 2019), Llama (Touvron et al.
 2023, arXiv:2302.13971), Mistral's windows (arXiv:2310.06825), Qwen's biases and norms
 (arXiv:2407.10671, arXiv:2505.09388), Gemma 2 and 3 (arXiv:2408.00118, arXiv:2503.19786), OLMo 2
@@ -41,10 +41,10 @@ IGNORED = -100  # the label of a token that has no loss
 
 @dataclass(frozen=True)
 class PlainConfig:
-    """Sizes and style of a GPT; the defaults are the style of GPT-2."""
+    """Sizes and style of a GPT. The defaults are GPT-2's style."""
 
     vocab_size: int
-    seq_len: int  # longest sequence; also what numbers the tokens for dropout
+    seq_len: int  # maximum sequence length; also numbers the tokens for dropout
     layers: int
     width: int
     heads: int
@@ -52,22 +52,22 @@ class PlainConfig:
     hidden: int
     positions: str = "learned"  # or "rope"
     norm: str = "layer"  # or "rms", or "rms1p": RMSNorm multiplied by 1 + weight
-    activation: str = "gelu"  # by tanh, "gelu_erf", "relu2", the gates "swiglu", "geglu" (by tanh)
+    activation: str = "gelu"  # tanh; or "gelu_erf", "relu2", gated "swiglu", "geglu" (tanh)
     bias: bool = True
     tied: bool = True
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     dropout: float = 0.0
-    head_size: int | None = None  # None is width / heads
-    qkv_bias: bool | None = None  # None is as bias
-    norm_bias: bool | None = None  # of a LayerNorm; None is as bias
+    head_size: int | None = None  # None means width / heads
+    qkv_bias: bool | None = None  # None means the same as bias
+    norm_bias: bool | None = None  # of a LayerNorm; None means the same as bias
     qk_norm: bool = False
-    windows: tuple[int, ...] = ()  # of layers by turns, 0 is none
-    norm_place: str = "pre"  # of a branch, or "post", or "sandwich": both
+    windows: tuple[int, ...] = ()  # assigned to the layers in turn; 0 means none
+    norm_place: str = "pre"  # before a branch; or "post", or "sandwich" (both)
     qk_norm_whole: bool = False  # over all heads together
-    attention_scale: float | None = None  # None is 1 / sqrt(head_dim)
+    attention_scale: float | None = None  # None means 1 / sqrt(head_dim)
     softcap: float | None = None  # scores are softcap * tanh(scores / softcap)
-    sinks: bool = False  # one more logit in each query head's softmax, with no value
+    sinks: bool = False  # one more logit in each query head's softmax, without a value
     logit_softcap: float | None = None
     embedding_scale: float | None = None
     local_rope_theta: float | None = None  # of layers with a window, without rope_scaling
@@ -85,7 +85,7 @@ class PlainConfig:
         divides = self.head_size is not None or self.width % self.heads == 0
         if not divides or self.heads % self.kv_heads:
             raise ValueError(
-                f"heads must divide width and kv_heads must divide heads, got width={self.width}, "
+                f"width must be divisible by heads and heads by kv_heads, got width={self.width}, "
                 f"heads={self.heads}, kv_heads={self.kv_heads}"
             )
         if self.positions == "rope" and self.head_dim % 2:
@@ -99,7 +99,7 @@ class PlainConfig:
 
 
 def plain_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's name and logical shape, in the order in which the model uses them."""
+    """Every parameter's name and logical shape, in the order that the model uses them."""
     E, F, D = config.width, config.hidden, config.head_dim
     group = config.heads // config.kv_heads
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, E)}
@@ -147,11 +147,11 @@ def plain_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
 def plain_init(
     config: PlainConfig, seed: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Fresh parameters: each drawn from (seed, its name) alone in float32, then cast to `dtype`.
+    """Initial parameters, each drawn only from (seed, its name) in float32, then cast to `dtype`.
 
-    Matrices have standard deviation 0.02, the two projections back into the residual stream
-    0.02 / sqrt(2 * layers) as in GPT-2; norm weights are 1 (those that 1 is added to 0), biases and
-    sinks 0.
+    Matrices have standard deviation 0.02, except that the two projections back into the residual
+    stream have 0.02 / sqrt(2 * layers), as in GPT-2. Norm weights are 1 (0 if the norm adds 1 to
+    them); biases and sinks are 0.
     """
     params = {}
     for name, shape in plain_shapes(config).items():
@@ -173,8 +173,8 @@ def plain_init(
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-    counter[..., 4] are 32-bit words held in uint64, key is two 32-bit words; returns four random
-    32-bit words per counter, in the same form.
+    counter[..., 4] are 32-bit words held in uint64, and key is two 32-bit words. Returns four
+    random 32-bit words per counter, in the same form.
     """
     low = np.uint64(0xFFFFFFFF)
     half = np.uint64(32)
@@ -195,7 +195,7 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 
 def _dropout(x: Tensor, p: float, seed: int, site: int, tokens: Tensor) -> Tensor:
-    """Zero x[B, S, E] with probability p, drawn from (seed, site, tokens[B, S], e) alone."""
+    """Zero x[B, S, E] with probability p, drawn only from (seed, site, tokens[B, S], e)."""
     if p == 0.0:
         return x
     index = tokens.cpu().numpy().astype(np.uint64)
@@ -230,8 +230,9 @@ def _linear(x: Tensor, params: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _frequencies(half: int, theta: float, scaling: dict | None) -> tuple[list[float], float]:
-    """By which angle each of the `half` pairs turns from one position to the next, and by what
-    queries and keys are multiplied; the kinds of scaling are those of transformers."""
+    """The angles by which the `half` pairs rotate per position, and the factor of queries and keys.
+
+    The kinds of scaling are those of transformers."""
     plain = [theta ** (-i / half) for i in range(half)]
     if scaling is None:
         return plain, 1.0
@@ -248,7 +249,7 @@ def _frequencies(half: int, theta: float, scaling: dict | None) -> tuple[list[fl
         multiplier = 1.0
     else:  # yarn
         low, high = scaling["low"], scaling["high"] or 32.0
-        # The pair that turns n times in `length` positions: theta ** (-i / half) = 2 pi n / length.
+        # The pair that makes n turns in `length` positions: theta ** (-i / half) = 2 pi n / length.
         first, last = (half * math.log(length / (2 * math.pi * n), theta) for n in (high, low))
         if scaling["truncate"]:
             first, last = math.floor(first), math.ceil(last)
@@ -262,7 +263,7 @@ def _frequencies(half: int, theta: float, scaling: dict | None) -> tuple[list[fl
 
 
 def _rotate(x: Tensor, theta: float, scaling: dict | None) -> Tensor:
-    """Rotary embedding of x[B, S, H, D]: element j turns with element j + D/2 (Llama's pairing)."""
+    """Rotary embedding of x[B, S, H, D]; element j pairs with element j + D/2, as in Llama."""
     half = x.shape[-1] // 2
     turn, multiplier = _frequencies(half, theta, scaling)
     position = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
@@ -351,15 +352,15 @@ def plain_gpt_logits(
     sample_ids: Tensor | None = None,
     document: Tensor | None = None,
 ) -> Tensor:
-    """The logits[B, S, V] of tokens[B, S] (int64) under next-token prediction.
+    """The logits[B, S, V] of tokens[B, S] (int64) for next-token prediction.
 
-    `dropout` is config.dropout unless given. Its draws are keyed by `seed` (a run passes another
-    one each step), by the site (0 after the embedding, 1 + 2i and 2 + 2i after block i's attention
-    and MLP) and by the token's number sample_id * config.seq_len + position; sample_ids[B] is
-    0, 1, ... unless given.
+    `dropout` defaults to config.dropout. Its draws are keyed by `seed` (different in each step), by
+    the site (0 after the embedding, 1 + 2i and 2 + 2i after block i's attention and MLP) and by the
+    token's number sample_id * config.seq_len + position. sample_ids[B] defaults to 0, 1, ...
 
-    document[B, S] says which of several packed documents each token belongs to, by numbers that do
-    not fall: a token attends to its own document, and learned positions count from its begin.
+    document[B, S] gives the number of the packed document that each token belongs to, in
+    non-decreasing order. A token attends to its own document, and learned positions count from its
+    start.
     """
     B, S = tokens.shape
     limit = config.seq_len
@@ -376,7 +377,7 @@ def plain_gpt_logits(
     before, after = config.norm_place != "post", config.norm_place != "pre"
     if config.positions == "learned":
         position = torch.arange(S, device=tokens.device).expand(B, S)
-        if document is not None:  # less the tokens of earlier documents
+        if document is not None:  # subtract the tokens of earlier documents
             position = position - (document[:, None, :] < document[:, :, None]).sum(-1)
         x = x + params["positions.weight"][position]
     x = _dropout(x, p, seed, 0, number)
@@ -407,7 +408,7 @@ def plain_gpt_loss(
 ) -> tuple[Tensor, int]:
     """The sum of the token losses (0-dim, the parameters' dtype) and the number of valid tokens.
 
-    labels[B, S] are int64; -100 marks a token that has no loss. All else as in `plain_gpt_logits`.
+    labels[B, S] are int64; -100 marks a token without a loss. Otherwise as in `plain_gpt_logits`.
     """
     logits = plain_gpt_logits(
         params,
@@ -424,12 +425,12 @@ def plain_gpt_loss(
 
 
 def is_muons(name: str) -> bool:
-    """Whether Muon steps this parameter: a weight of a linear layer in a block."""
+    """Return True if Muon updates this parameter: the weight of a linear layer in a block."""
     return name.endswith(("qkv.weight", "out.weight", "up.weight", "down.weight"))
 
 
 def _matrices(name: str, weight: Tensor, config: PlainConfig) -> list[Tensor]:
-    """Views of the matrices of a weight: queries, keys, values, of all heads; gate, up."""
+    """Views of the matrices in a weight: queries, keys and values of all heads, or gate and up."""
     if name.endswith("qkv.weight"):
         groups = weight.unflatten(0, (config.kv_heads, -1, config.head_dim))
         return list(groups.split((groups.shape[1] - 2, 1, 1), 1))
@@ -439,7 +440,7 @@ def _matrices(name: str, weight: Tensor, config: PlainConfig) -> list[Tensor]:
 
 
 def _newton_schulz(g: Tensor) -> Tensor:
-    """Muon's orthogonalisation of a matrix (Jordan et al. 2024)."""
+    """Muon's orthogonalization of a matrix (Jordan et al. 2024)."""
     x = g / (g.norm() + 1e-7)
     for _ in range(5):
         flat = x @ x.T if len(x) <= x.shape[1] else x.T @ x
@@ -464,14 +465,14 @@ def plain_adamw_step(
     muon: PlainConfig | None = None,
     momentum: float = 0.95,
 ) -> Tensor:
-    """One AdamW step (Loshchilov and Hutter 2019, arXiv:1711.05101), in place; returns the norm.
+    """Do one AdamW step (Loshchilov and Hutter 2019, arXiv:1711.05101) in place; return the norm.
 
     `state` maps each name to its moments {"m", "v"}; start with {}. `step` counts from 1. The norm
-    is that of all gradients together before clipping; clipping multiplies every gradient with
-    min(1, clip / (norm + 1e-6)), as torch does. Decay is lr * weight_decay on matrices only:
-    names that end in .weight with two dimensions or more, so embeddings yes, norms and biases no.
-    With `muon`, the model's configuration, the matrices of its blocks are stepped by Muon with the
-    scale of Moonlight (arXiv:2502.16982); their "v" stays zero.
+    is that of all gradients together before clipping. Clipping multiplies every gradient by
+    min(1, clip / (norm + 1e-6)), like torch. Decay is lr * weight_decay on matrices only: names
+    that end in .weight with at least two dimensions, so on embeddings but not on norms and biases.
+    If `muon` (the model's configuration) is given, Muon updates the matrices of the blocks, with
+    the scale of Moonlight (arXiv:2502.16982); their "v" stays zero.
     """
     norm = torch.sqrt(sum((g * g).sum() for g in grads.values()))
     scale = 1.0 if clip is None else min(1.0, clip / (norm.item() + 1e-6))
