@@ -470,8 +470,8 @@ def _types(**mesh: int) -> None:
 @rows(
     [
         (lambda: Layout(Mesh(), count=12), None),
-        (lambda: Layout(Mesh(), count=5), "12 samples over dp = 1 do not divide by 5 micro-"),
-        (lambda: Layout(Mesh(dp=2), count=12), "12 samples over dp = 2 do not divide by 12"),
+        (lambda: Layout(Mesh(), count=5), "12 samples over dp = 1 are not divisible by 5 micro-"),
+        (lambda: Layout(Mesh(dp=2), count=12), "12 samples over dp = 2 are not divisible by 12"),
         (lambda: _proof(model="toy"), "model = 'toy' needs --typecheck"),
         (lambda: _proof(tp=2, overlap="fused"), "it needs --impl triton"),
         (lambda: _proof(all=True, dp=2), "choose layouts themselves"),
@@ -479,12 +479,12 @@ def _types(**mesh: int) -> None:
         (lambda: _proof(all=True, random=1), "choose layouts themselves"),
         (lambda: _proof(all=True, world=1), None),
         (lambda: _proof(random=1, seed=3), None),
-        (lambda: _proof(all=True, world=0), "must be at least 1, got 0 and 0"),
-        (lambda: _proof(random=-1), "must be at least 1, got 4 and -1"),
+        (lambda: _proof(all=True, world=0), "expected world >= 1 and random >= 0, got 0 and 0"),
+        (lambda: _proof(random=-1), "expected world >= 1 and random >= 0, got 4 and -1"),
         (lambda: _proof(world=3), "--world needs --all"),
         (lambda: _proof(seed=1), "--seed needs --random"),
         (lambda: _proof(tp=2, schedule="interleaved", microbatches=3), None),
-        (lambda: _types(cp=4, ulysses=2), "ulysses = 2: types know the context axis as one"),
+        (lambda: _types(cp=4, ulysses=2), "ulysses = 2: the typechecker has a single context axis"),
         (lambda: _types(tp=4), "kv_heads = 6 does not divide by tp = 4"),
         (lambda: _types(dp=2, tp=2), None),
     ]
