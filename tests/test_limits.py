@@ -303,7 +303,7 @@ def _memory(free: float, device_type: str = "cpu", ranks: int = 1, **mesh: int) 
         (lambda: _memory(1.0), None),
         (lambda: _memory(0.999), "training needs about"),
         (lambda: _memory(1.0, "cuda", pp=2), None),
-        (lambda: _memory(0.999, "cuda", pp=2), r"GiB \(a rank: .* this GPU has"),
+        (lambda: _memory(0.999, "cuda", pp=2), r"GiB \(per rank: .* this GPU has"),
         (lambda: _memory(1.0, ranks=4, pp=2, dp=2), None),
         (lambda: _memory(0.999, ranks=4, pp=2, dp=2), "GiB for 4 ranks .* this machine has"),
     ]

@@ -349,7 +349,7 @@ def test_what_fits_is_not_refused_and_what_does_not_is_with_the_figure():
     (told,) = estimate(TrainingStep(PRESETS["gpt2"], Mesh(), ParallelPlan(), 8, "fp32"))
     size = told.total / GIB
     _check(1.001 * size)
-    with pytest.raises(ValueError, match=rf"needs about {size:.1f} GiB \(a rank: weights 0.5"):
+    with pytest.raises(ValueError, match=rf"needs about {size:.1f} GiB \(per rank: weights 0.5"):
         _check(0.99 * size)
     # Both ranks lie in the memory of one machine.
     _check(2.0 * size, Mesh(dp=2))
