@@ -64,7 +64,7 @@ def test_what_would_be_read_wrong_or_never_is_refused(odd):
 def test_sizes_that_no_tensor_has_are_one_line(tmp_path):
     save_file({"lm_head.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"vocab_size": 2**62}))
-    with pytest.raises(ConvertError, match="no model has these sizes") as caught:
+    with pytest.raises(ConvertError, match="these model sizes are invalid") as caught:
         from_hf(tmp_path)
     assert "\n" not in str(caught.value)
     (tmp_path / "config.json").write_text("[" * 100_000)
@@ -132,7 +132,9 @@ def test_more_than_10000_layers_are_refused(name):
     one = GPT2 if name == "n_layer" else QWEN2
     assert read_config(one | {name: 10_000})[1].layers == 10_000
     for many in (10_001, 10**30):
-        with pytest.raises(ConvertError, match=f"^{name} = {many} is no number of layers$"):
+        with pytest.raises(
+            ConvertError, match=f"^{name} = {many} is not a plausible number of layers$"
+        ):
             read_config(one | {name: many})
 
 
@@ -155,7 +157,7 @@ REFUSED = {
     "too few kinds": ("qwen3", {"layer_types": ["full_attention"]}, "names 1 of 2 layers"),
     "no window": (
         "gemma2", {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]},
-        "None is not supported beside sliding_attention",
+        "None is not supported with sliding_attention",
     ),
     "both ways": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional"),
     "scores by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inv"),
@@ -198,7 +200,7 @@ def test_a_missing_folder_that_may_be_a_name_on_the_hub_is_told_how_to_fetch_it(
             read_json(Path(name) / "config.json")
         assert (f"hf download {name} --local-dir" in str(caught.value)) is may
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ConvertError, match=r"cannot read .*config.json: it holds no object$"):
+    with pytest.raises(ConvertError, match=r"cannot read .*config.json: expected a JSON object$"):
         read_json(tmp_path / "config.json")
 
 
@@ -264,10 +266,10 @@ def test_an_index_that_names_no_files_is_refused(odd, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({} if odd is None else {"weight_map": odd}))
-    with pytest.raises(ConvertError, match=r"has no weight_map of names|which is no file of"):
+    with pytest.raises(ConvertError, match=r"has no valid weight_map|which is not a file in"):
         from_hf(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "b", "c": "d/e"}}))
-    with pytest.raises(ConvertError, match="names 'd/e', which is no file of the folder"):
+    with pytest.raises(ConvertError, match="names 'd/e', which is not a file in the folder"):
         from_hf(tmp_path)
 
 
@@ -286,7 +288,7 @@ def test_buffers_that_older_versions_saved_are_no_parameters(family, tmp_path):
     save_file(load_file(file) | {name: torch.ones(3) for name in BUFFERS[family]}, file)
     assert from_hf(folder).config == read_model_config(folder)
     save_file(load_file(file) | {BUFFERS[family][0] + "s": torch.ones(3)}, file)
-    with pytest.raises(ConvertError, match="is left over"):
+    with pytest.raises(ConvertError, match="unexpected tensor"):
         from_hf(folder)
 
 
@@ -313,5 +315,7 @@ def test_a_checkpoint_is_read_with_its_own_config_and_an_unknown_field_is_refuse
     for step, more in enumerate(({"flux": 1}, {"heads": 0}, {"heads": None})):
         newer = save_checkpoint(tmp_path / "new", step, tensors, config=fields | more, state={})
         for read in (read_model_config, open_model):
-            with pytest.raises(ConvertError, match=f"^{newer} holds no model that this version kn"):
+            with pytest.raises(
+                ConvertError, match=f"^{newer} has a model that this version does not kn"
+            ):
                 read(newer)

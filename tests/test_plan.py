@@ -638,7 +638,7 @@ def test_a_layout_with_a_wrong_value_is_one_line(wrong: dict, says: str, tmp_pat
     ("words", "says"),
     [
         (["--model", "gpt5"], "model must be one of toy, .*, or a config.json, got 'gpt5'"),
-        (["--model", "no.json"], "no.json: . holds no model of transformers: no no.json"),
+        (["--model", "no.json"], "no.json: . is not a transformers model: it has no no.json"),
         (["--hw", "tpu"], "hw must be one of a100-40g"),
         (["--model", "llama3-405b"], "no layout of 8 GPUs fits: the smallest needs"),
         (["--best", "0"], "best must be at least 1, got 0"),
