@@ -375,13 +375,13 @@ def _written(tokens, vocab_size: int = 9, name: str = "b.bin"):
 @rows(
     [
         (lambda at: _tokens(at, seq_len=19), None),
-        (lambda at: _tokens(at, seq_len=20), r"20 tokens, one sample needs seq_len \+ 1 = 21"),
+        (lambda at: _tokens(at, seq_len=20), r"20 tokens, but one sample needs seq_len \+ 1 = 21"),
         (lambda at: _tokens(at, seq_len=1), None),
         (lambda at: _tokens(at, seq_len=0), "seq_len must be at least 1"),
         (lambda at: _tokens(at, seq_len=1, split="valid"), "split must be"),
         (
             lambda at: _tokens(at, seq_len=1, tokenizer=at / "t"),
-            "the tokenizer .* cannot apply: --tokenizer None",
+            "the tokenizer .* does not apply: pass --tokenizer None",
         ),
         (lambda at: _tokens(at, seq_len=1).fixed_batch([0, 3], count=4), None),
         (lambda at: _tokens(at, seq_len=1).fixed_batch([4], count=4), r"must lie in \[0, 4\)"),
@@ -395,21 +395,21 @@ def _written(tokens, vocab_size: int = 9, name: str = "b.bin"):
         (_written([0.0]), r"must be integers\[N > 0\], got float64"),
         (_written([True]), r"must be integers\[N > 0\], got bool"),
         (_written(np.zeros(0, int)), r"must be integers\[N > 0\], got int64\[0\]"),
-        (_written([0], name="b.npy"), "a token file is named .bin"),
+        (_written([0], name="b.npy"), "a token file's name must end in .bin"),
         (_header, None),
         (lambda at: _header(at, vocab_size=2**32), None),
         (lambda at: _header(at, vocab_size=2**32 + 1), "0 < vocab_size <= 2"),
         (lambda at: _header(at, vocab_size=0), "0 < vocab_size <= 2"),
         (lambda at: _header(at, vocab_size=9.0), "0 < vocab_size <= 2"),
         (lambda at: _header(at, tokens=0), "tokens > 0"),
-        (lambda at: _header(at, dtype="int8"), "must give dtype"),
-        (lambda at: _header(at, version=2), 'must say "format"'),
-        (lambda at: _header(at, format="tokens"), 'must say "format"'),
+        (lambda at: _header(at, dtype="int8"), "must have dtype"),
+        (lambda at: _header(at, version=2), 'must have "format"'),
+        (lambda at: _header(at, format="tokens"), 'must have "format"'),
         (lambda at: _header(at, tokens=5), "has 4 bytes, but .* says 5 tokens"),
         (lambda at: _header(at, tokens=3), "has 4 bytes, but .* says 3 tokens"),
         (lambda at: _header(at, tokens=2, dtype="uint16"), None),
         (lambda at: open_dataset(at / "none", seq_len=1), "does not exist"),
-        (lambda at: open_text(at, Split("all", 0.1), None, "*.md", None), "holds no file that"),
+        (lambda at: open_text(at, Split("all", 0.1), None, "*.md", None), "has no file that"),
     ]
 )
 def test_data(call, words, tmp_path) -> None:
@@ -428,7 +428,7 @@ def _saved(at, *names: object, step: int = 1, **options) -> None:
 @rows(
     [
         (lambda at: _saved(at, "a", step=0, keep=1, shard_bytes=1), None),
-        (lambda at: _saved(at, step=-1), "need step >= 0"),
+        (lambda at: _saved(at, step=-1), "expected step >= 0"),
         (lambda at: _saved(at, keep=0), "keep >= 1"),
         (lambda at: _saved(at, shard_bytes=0), "shard_bytes >= 1"),
         (lambda at: _saved(at, ""), "'' cannot be a tensor's name"),

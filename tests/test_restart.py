@@ -123,7 +123,7 @@ def test_auto_does_not_begin_anew_where_all_checkpoints_are_damaged(tmp_path):
     _trainer(config).run()
     (config.out / CHECKPOINTS / "step_00000001" / "manifest.json").write_bytes(b"")
     before = _listing(config.out)
-    with pytest.raises(CheckpointError, match="1 steps, none is good"):
+    with pytest.raises(CheckpointError, match="1 steps, none of them valid"):
         _trainer(_replace(config, resume="auto"))
     assert _listing(config.out) == before
 

@@ -442,9 +442,11 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, capsys):
     said = capsys.readouterr().err
     assert trainer.step == 1
     for path in shards[1:]:
-        assert f"warpweave: passed over: {path} " in said
+        assert f"warpweave: skipped: {path} " in said
     shards[0].unlink()
-    with pytest.raises(CheckpointError, match=f"3 steps, none is good; the last: {shards[0]} is"):
+    with pytest.raises(
+        CheckpointError, match=f"3 steps, none of them valid; the last error: {shards[0]} is"
+    ):
         _trainer(config)
 
 
@@ -833,8 +835,8 @@ REFUSED = {
     "vocab_size = 100 is smaller than the data's 256": {"vocab_size": 100},
     "vocab_size = 0 is smaller than the data's": {"vocab_size": 0},
     "missing.txt does not exist": {"data": Path("missing.txt")},
-    "its train split has 0 tokens, one sample needs seq_len . 1 = 17": {"data": "empty"},
-    "holds no file": {"data": "folder"},
+    "its train split has 0 tokens, but one sample needs seq_len . 1 = 17": {"data": "empty"},
+    "has no file": {"data": "folder"},
     "the tile table missing.json cannot be used": {"tiles": Path("missing.json")},
     "nothing to resume from: no checkpoint in .*run/checkpoints": {"resume": True},
 }  # fmt: skip
