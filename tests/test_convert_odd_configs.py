@@ -147,14 +147,14 @@ def test_windows_of_qwen_begin_with_layer_28_unless_it_is_said(family):
 
 
 REFUSED = {
-    "heads of other widths": ("llama", {"hidden_size": 34, "head_dim": 8}, "34 does not divide"),
-    "gemma 2's": ("gemma2", {"hidden_size": 34, "head_dim": 8}, "34 does not divide"),
-    "gemma 3's": ("gemma3_text", {"hidden_size": 34, "head_dim": 8}, "34 does not divide"),
+    "heads of other widths": ("llama", {"hidden_size": 34, "head_dim": 8}, "34 is not divisible"),
+    "gemma 2's": ("gemma2", {"hidden_size": 34, "head_dim": 8}, "34 is not divisible"),
+    "gemma 3's": ("gemma3_text", {"hidden_size": 34, "head_dim": 8}, "34 is not divisible"),
     "a scaled phi": (
         "phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "scaling of phi3 models",
     ),
     "a part of a head": ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-    "too few kinds": ("qwen3", {"layer_types": ["full_attention"]}, "names 1 of 2 layers"),
+    "too few kinds": ("qwen3", {"layer_types": ["full_attention"]}, "has 1 entries for 2 layers"),
     "no window": (
         "gemma2", {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]},
         "None is not supported with sliding_attention",

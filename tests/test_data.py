@@ -415,7 +415,7 @@ def test_what_no_token_file_can_hold_is_not_written(tmp_path: Path) -> None:
     for tokens in (np.array([5]), np.array([-1]), np.array([0.5]), np.array([], dtype=int)):
         with pytest.raises(DataError, match="must"):
             write_token_file(tmp_path / "a.bin", tokens, vocab_size=5)
-    with pytest.raises(DataError, match=r"named .bin"):
+    with pytest.raises(DataError, match=r"must end in .bin"):
         write_token_file(tmp_path / "a.txt", np.array([1]), vocab_size=5)
     for tokens in ([1, 2], torch.tensor([1, 2])):
         words = f"must be a NumPy array of integers, got {type(tokens).__name__}; convert them with"
@@ -491,10 +491,10 @@ def test_a_bad_source_is_one_line_with_the_path_and_the_sizes(
 
 def test_an_npy_of_another_kind_or_that_its_sidecar_denies_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((3, 4), dtype=np.uint16))
-    with pytest.raises(DataError, match=r"holds uint16\[3, 4\]"):
+    with pytest.raises(DataError, match=r"has uint16\[3, 4\]"):
         open_dataset(tmp_path / "a.npy", seq_len=1)
     np.save(tmp_path / "a.npy", np.zeros(5, dtype=np.float32))
-    with pytest.raises(DataError, match=r"holds float32\[5\]"):
+    with pytest.raises(DataError, match=r"has float32\[5\]"):
         open_dataset(tmp_path / "a.npy", seq_len=1)
     with (tmp_path / "a.npy").open("wb") as file:
         np.savez(file, np.zeros(5, dtype=np.uint16))

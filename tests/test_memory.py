@@ -376,7 +376,7 @@ def test_the_flag_that_is_named_makes_the_memory_that_is_named_enough(options, f
     with pytest.raises(ValueError, match=flag) as refusal:
         _check(0.2, **options)
     text = str(refusal.value)
-    named = float(text.split(f"{flag} ")[1].split(" GiB")[0])
+    named = float(text.split(f"{flag} (")[1].split(" GiB")[0])
     _check(named + 0.06, **options | way)
     with pytest.raises(ValueError, match="GiB free"):
         _check(named - 0.06, **options | way)

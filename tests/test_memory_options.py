@@ -347,7 +347,7 @@ def test_a_refusal_lists_the_parts_of_the_fullest_rank() -> None:
         fullest = max(ranks, key=lambda rank: rank.total)
         seen.add((name, ranks.index(fullest)))
         assert fullest.total > 1.1 * min(rank.total for rank in ranks)
-        with pytest.raises(ValueError, match="a rank") as refusal:
+        with pytest.raises(ValueError, match="per rank") as refusal:
             check_memory(step, free=GIB // 5, ranks=1, total=7 * GIB)
         text = str(refusal.value)
         named = dict(re.findall(r"(\w+) (\d+\.\d)[,)]", text.split("(per rank: ")[1]))

@@ -594,7 +594,7 @@ def test_a_plan_is_one_flag_of_train_and_prove(tmp_path, capsys) -> None:
     many.write_text(json.dumps({"layouts": [{"options": options | {"dp": 4096}}]}))
     for parse_of, words, says in (
         (train_config.parse, ["--layout", path, "--tp", "16"], "tp = 16 conflicts with the layout"),
-        (train_config.parse, ["--layout", path, "--config", str(toml)], "batch = 3 is given, but"),
+        (train_config.parse, ["--layout", path, "--config", str(toml)], "batch = 3 conflicts with"),
         (
             prove_options.parse,
             ["--layout", path, "--pp", "32"],

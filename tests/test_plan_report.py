@@ -331,7 +331,7 @@ def test_the_files_are_of_the_first_layout(tmp_path: Path, monkeypatch, capsys) 
     [
         (["--timeline", "line.pdf"], r"line\.pdf"),
         (["--timeline", "no/line.svg"], "no/line.svg cannot be written"),
-        (["--out", "folder"], "folder cannot be written: it is no file"),
+        (["--out", "folder"], "folder cannot be written: name a file"),
     ],
 )
 def test_an_unwritable_file_is_refused_before_the_search(

@@ -212,7 +212,7 @@ def test_a_figure_of_a_hardware_file_is_positive_and_a_part_at_most_one(
         if fits:
             find_hardware(str(path))
         else:
-            with pytest.raises(ValueError, match=rf"ours\.json: {name} (must be|is a part)"):
+            with pytest.raises(ValueError, match=rf"ours\.json: {name} (must be|is a fraction)"):
                 find_hardware(str(path))
 
 
@@ -308,6 +308,6 @@ def test_what_is_given_beside_a_layout_agrees_with_it_in_every_option() -> None:
         for value in (0, None, False, "other"):
             if value == layout[name]:
                 continue
-            with pytest.raises(ValueError, match=f"{name} = {value} is given, but .* has") as told:
+            with pytest.raises(ValueError, match=f"{name} = {value} conflicts with .* has") as told:
                 check_agree(layout, layout | {name: value})
             assert str(told.value).endswith(f" has {layout[name]}")

@@ -1277,7 +1277,7 @@ def test_the_line_of_a_layout_tells_it_from_every_other():
     [(("--microbatches", "5"), "12 samples over dp = 1 are not divisible by 5 micro-batches\n"),
      (("--tp", "0"), "mesh axis tp must be a positive integer, got 0"),
      (("--packed", "--typecheck"), "--packed has no effect on types: prove it with ranks"),
-     (("--tp", "2", "--overlap", "fused"), "it needs --impl triton"),
+     (("--tp", "2", "--overlap", "fused"), "pass --impl triton"),
      (("--tp", "2", "--device", "cuda"), "this process is shown no GPU by torch ")],
 )  # fmt: skip
 def test_the_command_exits_with_two_and_one_line_for_a_layout_that_cannot_be(argv, message, capsys):

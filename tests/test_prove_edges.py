@@ -182,8 +182,8 @@ def test_a_rank_proves_what_it_is_needed_for_and_rank_0_writes(tmp_path, monkeyp
     ("given", "says"),
     [
         ({"seed": 1, "dp": 2}, "--world needs --all, --seed needs --random"),
-        ({"all": True, "outer": 2}, "--all and --random choose layouts themselves"),
-        ({"random": 1, "optimizer": "sgd"}, "--all and --random choose layouts themselves"),
+        ({"all": True, "outer": 2}, "--all and --random choose the layouts"),
+        ({"random": 1, "optimizer": "sgd"}, "--all and --random choose the layouts"),
         (
             {"zero": 3, "dp": 2, "pp": 2, "schedule": "pipedream"},
             "zero must be 0 to 2",

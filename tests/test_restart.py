@@ -114,7 +114,7 @@ def test_auto_refuses_another_run_and_moves_nothing(tmp_path, other):
     before = _listing(config.out)
     with pytest.raises(CheckpointError) as caught:
         _trainer(_replace(config, resume="auto", **other))
-    assert "was trained " in one_line(caught) or "another config" in one_line(caught)
+    assert "was trained " in one_line(caught) or "a different config" in one_line(caught)
     assert _listing(config.out) == before
 
 

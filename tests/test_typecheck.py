@@ -531,7 +531,7 @@ def test_nothing_is_left_behind() -> None:
         x = torch.ones(2)
         dist.all_reduce(x)
         assert x.tolist() == [1, 1]
-        with pytest.raises(RuntimeError, match="process group of its own"):
+        with pytest.raises(RuntimeError, match="its own process group"):
             typecheck(GPT2, Mesh(tp=2))
     finally:
         dist.destroy_process_group()

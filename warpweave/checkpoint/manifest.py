@@ -104,8 +104,8 @@ def _count_values(data: bytes, path: Path) -> None:
     values, most = sum(map(data.count, b",[{")), _VALUES + len(data) // _BYTES_PER_VALUE
     if len(data) > _MAX_BYTES or values > most:
         raise CheckpointError(
-            f"{path} is too large: it has {len(data)} bytes and {values} values; expected at most "
-            f"{_MAX_BYTES} bytes and, at this size, {most} values"
+            f"{path} has {len(data)} bytes and {values} values; expected at most {_MAX_BYTES} "
+            f"bytes and, at this size, {most} values"
         )
 
 

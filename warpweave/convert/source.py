@@ -74,7 +74,7 @@ def check_same_model(config: GPTConfig, folder: Path) -> None:
         wanted, found = (r[name].shape if name in r else None for r in (ours, theirs))
         if wanted != found:
             raise ValueError(
-                f"{name} is {found} in {folder}, but {wanted} in the model with the given options"
+                f"{name} is {found} in {folder}, but the given options make it {wanted}"
             )
 
 
