@@ -136,7 +136,7 @@ def test_a_manifest_is_read_up_to_its_limits_of_bytes_and_values(
         CheckpointError, match="has 701 bytes and 0 values; expected at most 700 bytes"
     ):
         manifests._count_values(b"x" * 701, tmp_path)
-    with pytest.raises(CheckpointError, match=r"manifest\.json has \d{3} bytes and \d\d values, "):
+    with pytest.raises(CheckpointError, match=r"manifest\.json has \d{3} bytes and \d\d values; "):
         _save(tmp_path, state={"a": "x" * 400})  # what nobody could read is not published
     assert not _steps(tmp_path)
 

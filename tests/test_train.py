@@ -360,7 +360,10 @@ def test_a_resume_that_is_another_run_is_refused(tmp_path):
     other.write_bytes(config.data.read_bytes()[::-1])
     before = sorted(config.out.rglob("*"))
     for changes, words in (
-        ({"width": 32, "heads": 4}, "another config; heads: saved 2, now 4; width: saved 16, now"),
+        (
+            {"width": 32, "heads": 4},
+            "a different config; heads: saved 2, now 4; width: saved 16, now",
+        ),
         ({"data": other}, "was trained on other data: saved .*text .* now .*other"),
         ({"seed": 3}, "was trained with seed 0, now 3"),
     ):
@@ -416,7 +419,9 @@ def test_a_checkpoint_from_before_a_field_was_there_is_gone_on_from(tmp_path):
     (step / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
     trainer = _trainer(_replace(config, resume=True, batch=1, steps=1))
     assert (trainer.step, trainer.progress.tokens, trainer.progress.evaluated) == (1, 64, 1)
-    with pytest.raises(CheckpointError, match=r"another config; qk_norm: saved False, now True$"):
+    with pytest.raises(
+        CheckpointError, match=r"a different config; qk_norm: saved False, now True$"
+    ):
         _trainer(_replace(config, resume=True, qk_norm=True))
 
 
