@@ -32,10 +32,10 @@ _ZERO = 2.0**-46  # times the largest value of its family: a float64 sum that is
 class Truth:
     """Every compared value, in float64, by name.
 
-    `largest` has the largest element of each. A value that is zero up to rounding, compared with
-    the largest of its family, gets that one's: where every token sees only itself, queries and keys
-    have no gradient, and 3e-19 counts as none. `rounding` is the most that rounding moves any
-    element.
+    `largest` has the largest element of each value. A value that is zero up to rounding, relative
+    to the largest of its family, gets the family's largest instead: where every token sees only
+    itself, queries and keys have no gradient, and 3e-19 counts as none. `rounding` is the most that
+    rounding moves any element.
     """
 
     model: GPTConfig
