@@ -1,11 +1,11 @@
-"""All-reduce algorithms as the number of ranks grows: simulated to 1,024, measured here to 8.
+"""All-reduce algorithms by number of ranks: simulated up to 1,024, measured here up to 8.
 
-The rounds that would run are counted (`parallel.algorithms.network.traffic`): "rounds" are moments
-of latency, "busiest" what the busiest rank sends or receives, "at once" what is under way in the
-fullest round, both in multiples of the vector. Each number is compared with its closed form. A
-parameter server that takes every rank's gradient and gives back the sum stands beside them. What is
-measured are gloo processes on this machine's cores, which they share, so that links are not what
-limits them; the simulation knows nothing of that.
+The simulation counts the rounds that would run (`parallel.algorithms.network.traffic`): "rounds"
+are units of latency, "busiest" is what the busiest rank sends or receives, and "at once" is what is
+in flight in the fullest round, both in multiples of the vector. Each number is compared with its
+closed form. The table also has a parameter server that collects every rank's gradient and returns
+the sum. The measured ranks are gloo processes that share this machine's cores, so links are not
+their bottleneck; the simulation does not model that.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from warpweave.parallel.algorithms.rounds import Algorithm, Recv, Round, Rounds,
 from warpweave.parallel.mesh import Mesh
 
 CLAIM = (
-    "Rounds of an all-reduce grow with R in a ring, with log R in a butterfly, not at all where "
-    "all send to all, whose bytes at once grow with R^2."
+    "The rounds of an all-reduce grow with R in a ring, with log R in a butterfly, and not at all "
+    "if all send to all, where the bytes at once grow with R^2."
 )
 SCRIPT = "all_reduce"
 SIZES = 1 << 12, 1 << 16, 1 << 20, 1 << 22  # bytes
 
 
 def server(rank: int, ranks: int, n: int) -> Rounds:
-    """A synchronous parameter server on rank 0: one round of pushes, one of pulls."""
+    """A synchronous parameter server on rank 0: one round of pushes, one round of pulls."""
     others = range(1, ranks)
     if rank == 0:
         yield Round((), tuple(Recv(peer, 0, n, True) for peer in others))
@@ -64,8 +64,8 @@ GROWTH = {
 
 
 def simulate(ranks: int, n: int) -> list[dict[str, Any]]:
-    """Each algorithm on this many ranks, n elements on each; raises for a number that is not its
-    closed form."""
+    """Simulate each algorithm on this many ranks with n elements each; raise an error if a number
+    differs from its closed form."""
     algorithms: dict[str, Algorithm] = {**all_reduces(ranks), "server": server}
     rows = []
     for name, closed in CLOSED.items():
@@ -78,8 +78,8 @@ def simulate(ranks: int, n: int) -> list[dict[str, Any]]:
 
 
 def measure(ranks: int, sizes: tuple[int, ...], repeats: int) -> dict[str, Any]:
-    """Milliseconds of each algorithm and of gloo by bytes, on this machine, and the network that
-    was fitted to ours: seconds of a round, of a byte over a link and of a byte added."""
+    """Return the milliseconds of each algorithm and of gloo, by bytes, on this machine, and the
+    network fitted to ours: seconds per round, per byte over a link and per byte added."""
     config = CollectivesConfig(
         ranks=ranks, sizes=tuple(map(str, sizes)), repeats=repeats, device="cpu", timeout=120.0
     )
@@ -92,7 +92,7 @@ def measure(ranks: int, sizes: tuple[int, ...], repeats: int) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], sizes: tuple[int, ...], measured: dict[int, Any]) -> str:
-    """The largest simulated number of ranks, and what was measured."""
+    """Format the largest simulated number of ranks, and the measurements."""
     last = max(row["ranks"] for row in rows)
     lines = [f"{last} ranks{'':12} {'rounds':>7} {'busiest':>9} {'at once':>9}   growth"]
     for row in rows:
@@ -107,14 +107,14 @@ def table(rows: list[dict[str, Any]], sizes: tuple[int, ...], measured: dict[int
         alpha, beta, gamma = found["network"].values()
         low, high = found["predicted_by_measured"]
         lines.append(
-            f"fitted: a round {1e6 * alpha:.0f} us, a byte over a link {1e9 * beta:.2f} ns, a byte "
-            f"added {1e9 * gamma:.2f} ns; predicted / measured from {low:.2f} to {high:.2f}"
+            f"fitted: {1e6 * alpha:.0f} us per round, {1e9 * beta:.2f} ns per byte over a link, "
+            f"{1e9 * gamma:.2f} ns per byte added; predicted / measured {low:.2f} to {high:.2f}"
         )
     return "\n".join(lines)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Rounds, the busiest rank's vectors and vectors at once, over ranks."""
+    """Plot rounds, the busiest rank's vectors and vectors at once, over ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -130,7 +130,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             one.grid(alpha=0.3)
         axes[0].set_title("rounds")
         axes[1].set_title("vectors through the busiest rank")
-        axes[2].set_title("vectors under way at once")
+        axes[2].set_title("vectors in flight at once")
         axes[0].legend(fontsize=7)
         figure.tight_layout()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The benchmark."""
+    """Run the benchmark."""
     options = parser(CLAIM).parse_args(argv)
     most, some, sizes, repeats = (
         (16, (2,), SIZES[:2], 1) if options.quick else (1024, (2, 4, 8), SIZES, 9)

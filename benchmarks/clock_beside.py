@@ -1,10 +1,10 @@
-"""The clock's predicted times beside what `run_all.py` has measured of the same launches.
+"""Compare the clock's predicted times with what `run_all.py` measured for the same launches.
 
     python benchmarks/clock_beside.py                    # on a GPU: after run_all's attention, gemm
-    python benchmarks/clock_beside.py --target sm_90     # without: the predictions alone, a minute
+    python benchmarks/clock_beside.py --target sm_90     # without: only the predictions, a minute
 
-Each launch is compiled as `run_all.py` runs it and read; nothing is timed here. The last line
-counts how many measured times lie in their predictions' intervals.
+Each launch is compiled as `run_all.py` runs it, and read; nothing is timed here. The last line
+counts the measured times that are within their predictions' intervals.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from warpweave.kernels.gemm import fused_gemm
 from warpweave.kernels.runtime.dispatch import capability
 from warpweave.machine.tune.aot import compiling
 
-CLAIM = "Nine of ten measured times lie in the intervals that the clock predicts."
+CLAIM = "Nine of ten measured times are within the intervals that the clock predicts."
 
 
 class Launch(NamedTuple):
-    """A problem of a family: its rows' name and shape, and its launches with what each costs."""
+    """A problem of a family: its rows' name and shape, and its launches with the cost of each."""
 
     name: str
     shape: str
@@ -44,7 +44,7 @@ class Launch(NamedTuple):
 
 
 def launches(only: str = "") -> list[Launch]:
-    """What has tensor-core kernels and nothing else that takes time."""
+    """Return the problems with tensor-core kernels and nothing else that takes time."""
     found = []
     for B, S, H, kv, D, causal in kernels_attention._shapes("full"):
         q, k, row = _meta(B, S, H, D), _meta(B, S, kv, D), _meta(B, H, S, dtype=torch.float32)
@@ -68,14 +68,14 @@ def _meta(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def outlook(launch: Launch, target: str) -> list[float] | None:
-    """PREDICTED microseconds [time, low, high] of all its kernels, or None where the clock cannot
-    say of one."""
+    """Return the PREDICTED microseconds [time, low, high] of all kernels, or None if the clock
+    cannot predict one of them."""
     total = [0.0, 0.0, 0.0]
     for call, least in launch.calls:
         with compiling(target) as found:
             call()
         for kernel in (read_kernel(compiled, target) for compiled in found):
-            if kernel.product:  # the others take little beside them
+            if kernel.product:  # the others take little time in comparison
                 if (one := predicted(kernel, least, TARGETS[target])) is None:
                     return None
                 total = [a + b for a, b in zip(total, vars(one).values(), strict=True)]
@@ -83,7 +83,7 @@ def outlook(launch: Launch, target: str) -> list[float] | None:
 
 
 def measured(folder: Path) -> dict[tuple[str, str], float]:
-    """Microseconds of our rows by name and shape, from the reports in a device's folder."""
+    """Return the microseconds of our rows by name and shape, from a device folder's reports."""
     paths = [folder / f"kernels_{family}.json" for family in ("attention", "gemm")]
     return {
         (row["name"], row["shape"]): row["ms"] * 1e3
@@ -94,25 +94,25 @@ def measured(folder: Path) -> dict[tuple[str, str], float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print and return 0: predictions that fail are what it is for."""
+    """Compare and print; return 0 in any case, as finding wrong predictions is the purpose."""
     options = argparse.ArgumentParser(description=CLAIM)
-    options.add_argument("--target", help=f"of {', '.join(TARGETS)}; by default this GPU's")
-    options.add_argument("--only", default="", help="launches whose name contains this")
+    options.add_argument("--target", help=f"one of {', '.join(TARGETS)}; default: this GPU's")
+    options.add_argument("--only", default="", help="only launches whose name contains this")
     options.add_argument("--results", type=Path, default=harness.ROOT / "benchmarks" / "results")
     given = options.parse_args(arguments)
     here = f"sm_{capability(torch.device('cuda'))}" if torch.cuda.is_available() else None
     if (target := given.target or here) is None:
         options.exit(2, "clock_beside: there is no GPU to compare with; `--target sm_90` prints "
-                     "the predictions alone\n")  # fmt: skip
+                     "only the predictions\n")  # fmt: skip
     if target not in TARGETS:
-        options.error(f"unknown target {target}, known are {', '.join(TARGETS)}")
+        options.error(f"unknown target {target}; expected one of {', '.join(TARGETS)}")
     if not (todo := launches(given.only)):
         options.error(f"no launch has {given.only!r} in its name")
     times = {}
     if target == here:
         times = measured(given.results / torch.cuda.get_device_name().lower().replace(" ", "-"))
     inside, rows = 0, []
-    print(f"PREDICTED us on {TARGETS[target].name}, in brackets where nine of ten should lie")
+    print(f"PREDICTED us on {TARGETS[target].name}; the interval in brackets has nine of ten")
     for launch in todo:
         us, took = outlook(launch, target), times.get((launch.name, launch.shape))
         inside += bool(us and took and us[1] <= took <= us[2])

@@ -1,13 +1,13 @@
-"""The clock against published figures: its constants, its errors, and what does not fit.
+"""Fit the clock to published figures: its constants, its errors, and the figures that do not fit.
 
     python benchmarks/clock_fit.py  # no GPU, seconds: writes results/clock/calibration.json
 
-`results/clock/points.json` holds the figures that others have published, with the page or file on
-which each was read, and what the clock reads of their kernels as the pinned Triton compiles them.
-Where a page's autotuner chose among configurations and does not say which, all that fit are listed
-and the one that is predicted to be fastest stands for it. Every other point fits the constants of
-its part (`clock/predict.py`), the rest test them. Points of one table resemble one
-another, so a second test keeps out whole sources. Nothing here was measured by this project.
+`results/clock/points.json` has the figures that others have published, with the page or file of
+each, and what the clock reads from their kernels as compiled by the pinned Triton. If a page's
+autotuner chose among configurations and the page does not say which, all that fit are listed, and
+the one with the fastest prediction is used. Every other point is used to fit the constants of its
+part (`clock/predict.py`); the rest test them. Points of one table resemble each other, so a second
+test keeps out whole sources. Nothing here was measured by this project.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from warpweave.kernels.devices import TARGETS, Device
 
 CLAIM = (
     "On published figures that its constants have not seen, the clock errs by less than 10 % on "
-    "average on A100 and H100, and by 13 % on B200."
+    "average on A100 and H100, and by less than 13 % on B200."
 )
 LIMITS = {80: 0.10, 90: 0.10, 100: 0.13}
 RESULTS = harness.ROOT / "benchmarks" / "results" / "clock"
 RATES = (8, 12, 16, 24, 32, 48, 64, 96)  # bytes per cycle that a multiprocessor loads
-_ROUNDING = 1e-10  # a sum of squared relative errors as small as this is rounding
+_ROUNDING = 1e-10  # a sum of squared relative errors this small is rounding
 
 
 class Point(NamedTuple):
-    """A published figure: what was run, on what, how fast."""
+    """A published figure: the launch, the part and the speed."""
 
     part: Device
     source: str
-    launches: dict[str, tuple[Kernel, Work]]  # that it may be of, by the kernel's name
-    credited: float  # FLOPs that its TFLOP/s count
+    launches: dict[str, tuple[Kernel, Work]]  # the candidates, by the kernel's name
+    credited: float  # FLOPs that the published TFLOP/s count
     tflops: float
 
     @property
     def cycles(self) -> float:
-        """As many as the launch took at the boost clock."""
+        """The cycles that the launch took, at the boost clock."""
         return self.credited / self.tflops / 1e12 * CLOCK[self.part.arch]
 
     def terms(self, c: Constants) -> tuple[float, ...]:
-        """Those of the kernel that is predicted to be fastest."""
+        """The terms of the kernel with the fastest prediction."""
         every = (terms(*launch, self.part, c.rate) for launch in self.launches.values())
         return min(every, key=lambda found: cycles(found, c))
 
 
 def read(path: Path) -> tuple[list[Point], dict[str, dict[str, str]]]:
-    """(points, where each source was read and what of them was left out)."""
+    """Return (points, where each source was read and what was left out of it)."""
     table = json.loads(path.read_text())
     points = []
     for p in table["points"]:
@@ -69,7 +69,7 @@ def read(path: Path) -> tuple[list[Point], dict[str, dict[str, str]]]:
 
 
 def fit(points: list[Point]) -> Constants:
-    """The constants that come nearest, by squares of relative errors of the time.
+    """Return the constants with the least squared relative errors of the time.
 
     Where only exposed / rate matters, several rates give the same error up to rounding, which
     differs between CPUs and versions of LAPACK. The rate of `CONSTANTS` wins if it is one of them.
@@ -83,9 +83,9 @@ def fit(points: list[Point]) -> Constants:
 
 
 def _fit_at(rate: float, points: list[Point]) -> tuple[float, Constants]:
-    """(sum of squares, constants) at one rate of loads."""
+    """Return (sum of squares, constants) at one load rate."""
     found, error = Constants(1.0, 0.7, 0.0, 0.0, 0.0, rate, 0.0), 0.0
-    for _ in range(5):  # the fastest of a point's kernels may become another
+    for _ in range(5):  # the fastest of a point's kernels may change
         rows = [np.array(p.terms(found)) / (p.cycles - START) for p in points]
         factors, error = _nonnegative(np.array(rows))
         found = Constants(*factors, rate, 0.0)
@@ -93,7 +93,7 @@ def _fit_at(rate: float, points: list[Point]) -> tuple[float, Constants]:
 
 
 def _nonnegative(rows: np.ndarray) -> tuple[list[float], float]:
-    """The factors >= 0 by which the columns come nearest to 1, and their sum of squares."""
+    """Return the factors >= 0 that bring the columns closest to 1, and their sum of squares."""
     best, least = np.zeros(rows.shape[1]), float("inf")
     columns = range(rows.shape[1])
     for some in itertools.chain(*(itertools.combinations(columns, n + 1) for n in columns)):
@@ -106,12 +106,12 @@ def _nonnegative(rows: np.ndarray) -> tuple[list[float], float]:
 
 
 def errors(points: list[Point], c: Constants) -> np.ndarray:
-    """Predicted over published TFLOP/s, less 1."""
+    """Return predicted over published TFLOP/s, minus 1."""
     return np.array([p.cycles / cycles(p.terms(c), c) - 1 for p in points])
 
 
 def calibrate(points: list[Point]) -> tuple[Constants, dict[str, Any]]:
-    """One part's constants, and what they are worth on points that they have not seen."""
+    """Return one part's constants, and their errors on points that they have not seen."""
     found = fit(points[::2])
     seen, kept = (errors(half, found) for half in (points[::2], points[1::2]))
     without = list[float]()
@@ -128,7 +128,7 @@ def calibrate(points: list[Point]) -> tuple[Constants, dict[str, Any]]:
 
 
 def by_source(points: list[Point]) -> dict[str, list[Point]]:
-    """The points of each source."""
+    """Return the points of each source."""
     found: dict[str, list[Point]] = {}
     for p in points:
         found.setdefault(p.source, []).append(p)
@@ -142,7 +142,7 @@ def _summary(found: np.ndarray) -> dict[str, float]:
 
 
 def rankings(points: list[Point], c: Constants) -> dict[str, Any]:
-    """Spearman's correlation of tiles, predicted and published, where a table has four or more."""
+    """Return Spearman's correlation of predicted and published tiles, for tables with >= 4."""
     found = {}
     for source, own in by_source(points).items():
         table = [p for p in own if len(p.launches) == 1]
@@ -154,7 +154,7 @@ def rankings(points: list[Point], c: Constants) -> dict[str, Any]:
 
 
 def report(points: list[Point]) -> tuple[Constants, dict[str, Any]]:
-    """Fit one part, print what the errors are, and return its constants and all figures."""
+    """Fit one part, print its errors, and return its constants and all figures."""
     part, (found, summary) = points[0].part, calibrate(points)
     off, ranks = errors(points, found), rankings(points, found)
     tables = {source: _summary(errors(own, found)) for source, own in by_source(points).items()}
@@ -185,7 +185,7 @@ def _percent(figures: dict[str, float]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Fit, test, print, write; 1 if the package's constants are not these or err by more."""
+    """Fit, test, print, write; return 1 if the package's constants differ or err by more."""
     options = argparse.ArgumentParser(description=CLAIM)
     options.add_argument("--results", type=Path, default=RESULTS)
     given = options.parse_args(arguments)
@@ -198,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\n{title.replace('_', ' ')}:")
         print(*(f"  {name}: {said}" for name, said in lines.items()), sep="\n")
     if fitted != CONSTANTS:
-        print(f"\nbenchmarks/clock/predict.py has other constants than these: {fitted}")
+        print(f"\nbenchmarks/clock/predict.py has different constants; fitted: {fitted}")
     header = harness.header(kind="predictions", device="published figures of A100, H100, B200")
     text = {"script": "clock_fit", "claim": CLAIM, "header": header, **words, **parts}
     given.results.mkdir(parents=True, exist_ok=True)
@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _lines(report: dict[str, Any]) -> str:
-    """JSON, a line for each published figure."""
+    """Return JSON with one line per published figure."""
     text = json.dumps(report, indent=1)
     return re.sub(r'\{\s+"source":[^}]*', lambda found: " ".join(found[0].split()), text) + "\n"
 

@@ -1,29 +1,29 @@
-"""What the compiler makes of every kernel at every tile that is shipped. It needs no GPU.
+"""Report what the compiler makes of every kernel at every shipped tile, without a GPU.
 
     python benchmarks/compiled.py                                  # all three parts: 14 minutes
     python benchmarks/compiled.py --targets sm_90 --only attention
     pip install --no-deps --target build/triton-3.9.0 triton==3.9.0
-    PYTHONPATH=build/triton-3.9.0 python benchmarks/compiled.py    # with another Triton
-    python benchmarks/compiled.py --accept                         # what it reads is the new table
+    PYTHONPATH=build/triton-3.9.0 python benchmarks/compiled.py    # with a different Triton
+    python benchmarks/compiled.py --accept                         # make this the new table
 
-Facts, from the cubin: registers of a thread, bytes of stack (spills) and of shared memory, programs
-that one multiprocessor holds at once (`held`), its warps that these are (`occ`), the tensor-core
-instruction used. PREDICTIONS, `us` in microseconds:
+Facts, from the cubin: registers per thread, bytes of stack (spills) and of shared memory, programs
+that one multiprocessor holds at once (`held`), the fraction of its warps that these use (`occ`),
+and the tensor-core instruction. PREDICTIONS, `us` in microseconds:
 
-    busy         of the slots for programs, how many the launch's whole waves fill
-    ideal        of a hot loop's time, the tensor cores' share if everything overlapped ...
-    serial       ... and if nothing did (`benchmarks/clock`); of the loop without masks
-    roofline us  the least FLOPs and bytes of all the case (`kernels/cost.py`) at the data sheet's
-                 peaks: nothing is faster, nothing real as fast
-    clock us     the launch by the clock, whose constants `clock_fit.py` fits to published
-                 figures, and the interval in which nine of ten kept-out ones lay
+    busy         the fraction of program slots that the launch's waves fill
+    ideal        the tensor cores' share of a hot loop's time if everything overlapped ...
+    serial       ... and if nothing did (`benchmarks/clock`); for the loop without masks
+    roofline us  the least FLOPs and bytes of the whole case (`kernels/cost.py`) at the data sheet's
+                 peaks: nothing is faster, and nothing real reaches it
+    clock us     the launch by the clock, whose constants `clock_fit.py` fits to published figures,
+                 and the interval that contained nine of ten kept-out ones
 
-Exit status 1 if a kernel spills (float64, for proofs, may), does not fit the part, lacks the
-tensor-core instruction that it claims, or has its wgmma run one by one (ptxas' C75xx). So it is if
+The exit status is 1 if a kernel spills (float64, for proofs, may), does not fit the part, lacks the
+tensor-core instruction that it claims, or has its wgmma serialized (ptxas' C75xx). It is also 1 if
 a hot loop has 3 % more instructions or stalls per 1,000 FLOPs of the tensor cores than
-benchmarks/results/clock/<target>.json has under the Triton of that table, or is not in it:
-`--accept` makes the new figures the table (with `--only`, these lines of it), which a commit then
-shows. Results go to benchmarks/results/compiled/<target>.json.
+benchmarks/results/clock/<target>.json has for this Triton, or is not in it. `--accept` makes the
+new figures the table (with `--only`, just these lines), so that the commit shows the change.
+Results go to benchmarks/results/compiled/<target>.json.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from warpweave.kernels.runtime.dispatch import triton
 CLOCK = harness.ROOT / "benchmarks" / "results" / "clock"
 CLAIM = (
     "No shipped tile of 16 or 32 bits spills, exceeds shared memory, misses the tensor cores that "
-    "it claims or keeps them waiting for one another, and no hot loop costs more than is committed."
+    "it claims or serializes them, and no hot loop costs more than the committed table says."
 )
 
 
-PREDICTIONS = ("busy", "roofline_us", "ideal", "serial", "bound", "clock_us")  # of a row
+PREDICTIONS = ("busy", "roofline_us", "ideal", "serial", "bound", "clock_us")  # fields of a row
 LINE = (
     "{case:38} {kernel:27} {tiles:>14} {num_warps:>5} {registers:>4} {stack:>5} {shared:>6} "
     "{occupancy:>4} {warps_active:>4} {busy:>5} {ideal:>5} {serial:>6} {roofline_us:>11} "
@@ -71,10 +71,10 @@ HEADINGS = {
 
 
 def row(report: Report) -> dict[str, Any]:
-    """The figures of one compiled kernel: see the module. None is what there is none of.
+    """Return the figures of one compiled kernel (see the module); None if there is no such figure.
 
-    Besides: `tiles`, the launch's constants in capitals that are sizes; `programs` of the launch,
-    and `waves` of all that the part holds at once; `flops` and `bytes`, the least of the case;
+    Further fields: `tiles`, the launch's size constants (in capitals); `programs` of the launch,
+    and `waves` relative to what the part holds at once; `flops` and `bytes`, the least of the case;
     `bound`, the busiest pipe; `clock_us`: [time, low, high].
     """
     part = TARGETS[report.target]
@@ -131,22 +131,22 @@ def table(target: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile, print, write; returns the exit status."""
+    """Compile, print and write; return the exit status."""
     options = argparse.ArgumentParser(description=CLAIM)
-    options.add_argument("--targets", default=",".join(GATED), help=f"of {', '.join(TARGETS)}")
-    options.add_argument("--only", default="", help="cases whose name has this, or one of a|b")
+    options.add_argument("--targets", default=",".join(GATED), help=f"some of {', '.join(TARGETS)}")
+    options.add_argument("--only", default="", help="cases whose name contains this (a|b: either)")
     options.add_argument("--jobs", type=int, default=2, help="compilers at a time")
-    options.add_argument("--results", type=Path, help="folder; by default none with --only")
-    options.add_argument("--accept", action="store_true", help="the clock's figures are as wanted")
+    options.add_argument("--results", type=Path, help="folder; default with --only: none")
+    options.add_argument("--accept", action="store_true", help="save the clock's figures as table")
     given = options.parse_args(arguments)
     targets = tuple(given.targets.split(","))
     if unknown := [target for target in targets if target not in TARGETS]:
-        options.error(f"unknown targets {unknown}, known are {', '.join(TARGETS)}")
+        options.error(f"unknown targets {unknown}; expected some of {', '.join(TARGETS)}")
     if given.accept and given.only and (other := [t for t in targets if _of_another_triton(t)]):
         options.error(f"the tables of {other} are of another Triton: --accept them without --only")
     folder = given.results or (None if given.only else harness.ROOT / "benchmarks" / "results")
 
-    print("compiling; tables at the end, all of it takes 14 minutes on 2 cores", flush=True)
+    print("compiling all cases takes 14 minutes on 2 cores; tables follow at the end", flush=True)
     found: dict[str, list[Report]] = {target: [] for target in targets}
     for tiles in (False, True):
         part = compile_targets(
@@ -154,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
             clock=True,
         )  # fmt: skip
         for target, reports in part.items():
-            known = {report.case for report in found[target]}  # some are in both lists
+            known = {report.case for report in found[target]}  # some cases are in both lists
             found[target] += [report for report in reports if report.case not in known]
     if not any(found.values()):
         options.error(f"no case has {given.only!r} in its name")
@@ -183,8 +183,11 @@ def ratchet(
     only: bool = False,
     folder: Path | None = None,
 ) -> list[str]:
-    """One line for each kernel whose hot loops cost more than the table has; with `accept` these
-    are the table instead, or with `only`, where not all cases were compiled, some of its lines."""
+    """Return one line per kernel whose hot loops cost more than in the table.
+
+    With `accept`, make these the table instead; with `only` (not all cases were compiled), update
+    just their lines.
+    """
     path = (folder or CLOCK) / f"{target}.json"
     now, names = dict[str, list[tuple[float, ...]]](), Counter[str]()
     for r in reports:
@@ -205,20 +208,20 @@ def ratchet(
 
 
 def _of_another_triton(target: str, folder: Path | None = None) -> bool:
-    """Whether what is committed for `target` could not be kept beside new figures of some cases."""
+    """Return True if `target`'s committed table cannot be kept together with new figures."""
     path = (folder or CLOCK) / f"{target}.json"
     return path.exists() and read_table(path, triton.__version__) is None
 
 
 def _lines(report: dict) -> str:
-    """JSON with a line for each field, and of the rows, which come last, a line for each kernel."""
+    """Return JSON with one line per field, and, at the end, one line per kernel for the rows."""
     head = [f"{json.dumps(key)}: {json.dumps(x)}" for key, x in report.items() if key != "rows"]
     rows = ",\n".join(map(json.dumps, report["rows"]))
     return "{\n" + ",\n".join([*head, f'"rows": [\n{rows}\n]']) + "\n}\n"
 
 
 def write(path: Path, target: str, rows: list[dict[str, Any]], wrong: list[str]) -> None:
-    """One part's rows, with the header that all results have."""
+    """Write one part's rows, with the header that all results have."""
     part: dict[str, Any] = dataclasses.asdict(TARGETS[target])
     header = harness.header(kind="compiled", device=f"{part['name']}, compiled for, not run on")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,13 @@
-"""Causal attention over 2 and 4 gloo ranks: our strategies against what others do, in one run.
+"""Causal attention over 2 and 4 gloo ranks: our strategies and others', compared in one run.
 
-Forward and backward in float32, every variant once in each round. Nothing is timed before o, dq, dk
-and dv of all ranks, in float32 and in bfloat16, have been compared with float64 attention on one
-device of the same inputs; their relative RMS is in the report. `context_baselines` says what the
-baselines are.
+Forward and backward in float32, each variant once per round. Timing starts only after o, dq, dk and
+dv of all ranks, in float32 and in bfloat16, have been compared with float64 attention on one device
+for the same inputs; the report has their relative RMS error. See `context_baselines` for the
+baselines.
 
-Rows of "CPU time" are that of a rank's process with all its threads, in the same calls: where
-ranks share cores with each other or with strangers, it says more about a variant than the clock
-on the wall, in which they wait for a core.
+Rows of "CPU time" have the time of a rank's process with all its threads, in the same calls. If
+ranks share cores with each other or with other programs, this says more about a variant than the
+wall clock, which includes waiting for a core.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from warpweave.parallel.layout import SequenceLayout
 
 CLAIM = (
     "On 2 and 4 gloo ranks our ring takes no longer than the usual one (blocking hops, SDPA "
-    "blocks, sigmoid merge), our Ulysses no longer than one of plain all-to-alls; the error of "
-    "neither is larger."
+    "blocks, sigmoid merge), and our Ulysses no longer than one with plain all-to-alls; the error "
+    "of neither is larger."
 )
 WORLDS, HEADS, DIM = (2, 4), 4, 64
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 NAMES = ("o", "dq", "dk", "dv")
 RSA = "RSA (2105.13120)"
 BASELINES = {"usual ring": usual_ring, "plain Ulysses": plain_ulysses, RSA: rsa}
-EXACT = "exact ring"  # of whose errors the report tells, and no times
+EXACT = "exact ring"  # the report has its errors, but no times
 Times = dict[str, list[float]]
 OURS = [f"warpweave {strategy}" for strategy in ("ring", "gather", "stream", "ulysses")]
 
@@ -57,27 +57,27 @@ class ContextReport(Report):
 
 
 class Variant:
-    """A way to attend, with this rank's rows of the same inputs in the order that it wants."""
+    """A way to attend, with this rank's rows of the same inputs in the order that it requires."""
 
     def __init__(self, name: str, whole: list[Tensor]) -> None:
         kind = "contiguous" if name in ("warpweave ulysses", "plain Ulysses", RSA) else "zigzag"
         self.layout = SequenceLayout(whole[0].shape[1], dist.get_world_size(), kind)
         theirs = BASELINES | {EXACT: exact_ring}
-        self.swap = name in theirs  # which have heads before rows
+        self.swap = name in theirs  # these have heads before rows
         self.call = theirs.get(name) or partial(
             context_attention, layout=self.layout, group=dist.group.WORLD,
             strategy=name.removeprefix("warpweave "),
         )  # fmt: skip
         *inputs, self.do = (self._mine(x) for x in whole)
         self.inputs = [x.requires_grad_() for x in inputs]
-        self.cpu_ms: list[float] = []  # of every call of `run`
+        self.cpu_ms: list[float] = []  # for every call of `run`
 
     def _mine(self, x: Tensor) -> Tensor:
         mine = self.layout.shard(x, dist.get_rank(), 1)
         return (mine.transpose(1, 2) if self.swap else mine).contiguous()
 
     def run(self) -> tuple[Tensor, ...]:
-        """This rank's o, dq, dk and dv."""
+        """Return this rank's o, dq, dk and dv."""
         began = time.process_time()
         o = self.call(*self.inputs)
         results = o, *torch.autograd.grad(o, self.inputs, self.do)
@@ -85,7 +85,7 @@ class Variant:
         return results
 
     def errors(self, truth: list[Tensor]) -> list[float]:
-        """The relative RMS over all ranks."""
+        """Return the relative RMS errors over all ranks."""
         found = []
         for mine, whole in zip(self.run(), truth):
             mine = (mine.transpose(1, 2) if self.swap else mine).detach()
@@ -97,7 +97,7 @@ class Variant:
 
 
 def measure(tokens: int, rounds: int) -> tuple[dict[str, dict[str, float]], Times, Times]:
-    """On every rank: the errors of all variants, then their times on the wall and of the CPU."""
+    """Measure all variants' errors, then wall times and CPU times; every rank calls this."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, tokens, HEADS, DIM)
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4)]
@@ -122,7 +122,7 @@ def measure(tokens: int, rounds: int) -> tuple[dict[str, dict[str, float]], Time
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The benchmark."""
+    """Run the benchmark."""
     options = parser(CLAIM).parse_args(argv)
     report = ContextReport("context", CLAIM, header(ranks=[*WORLDS], threads_per_rank=1))
     tokens = 64 if options.quick else 4096

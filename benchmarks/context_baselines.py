@@ -1,20 +1,20 @@
-"""What others do over a sequence that is cut over ranks: the baselines of `context.py`, by hand.
+"""Hand-written baselines of `context.py`: what others do with a sequence sharded over ranks.
 
-Each is a function of this rank's q, k, v[B, H, S/P, D] (as many KV heads as query heads) on the
-default group that returns its rows of causal attention, differentiable:
+Each is a differentiable function of this rank's q, k, v[B, H, S/P, D] (as many KV heads as query
+heads) on the default group that returns its rows of causal attention:
 
     usual_ring     zig-zag shards, SDPA's flash kernel on every block, partial results merged by
                    ``o - sigmoid(lse_b - lse) (o - o_b)``, every hop waited for before its block;
-                   gradients of K and V travel P hops (zhuzilin/ring-flash-attention and torch's
-                   context_parallel do so, but for the waiting)
-    exact_ring     the same, its outputs and gradients merged and summed in float64: no more of an
-                   error than the kernel's own on every block. Nobody's; it is not timed
+                   gradients of K and V travel P hops (as in zhuzilin/ring-flash-attention and
+                   torch's context_parallel, except for the waiting)
+    exact_ring     the same, with outputs and gradients merged and summed in float64: its only error
+                   is the kernel's own on every block. Nobody uses it, and it is not timed
     plain_ulysses  contiguous shards, one all-to-all for each of q, k, v and o and each of their
                    gradients, SDPA between (arXiv:2309.14509)
-    rsa            ring self-attention, arXiv:2105.13120: contiguous shards, K goes round and fills
+    rsa            ring self-attention, arXiv:2105.13120: contiguous shards, K goes around and fills
                    the scores of this rank's queries to all keys, one softmax over whole rows, then
-                   V goes round. Backward: V and K go round again; gradients of all keys and values
-                   are summed by all-reduce, of which a rank keeps its rows, as in Colossal-AI
+                   V goes around. Backward: V and K go around again; gradients of all keys and
+                   values are summed by all-reduce, and a rank keeps its rows, as in Colossal-AI
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def _next(*tensors: Tensor) -> list[Tensor]:
-    """Each goes to the next rank; what the one before sent, waited for."""
+    """Send each tensor to the next rank; wait for and return what the previous rank sent."""
     rank, size = dist.get_rank(), dist.get_world_size()
     arrived = [torch.empty_like(x) for x in tensors]
     ops = [dist.P2POp(dist.isend, x, (rank + 1) % size) for x in tensors]
@@ -46,11 +46,11 @@ def _next(*tensors: Tensor) -> list[Tensor]:
 
 
 def _tile(step: int, rows: int) -> tuple[slice, slice, bool]:
-    """Rows and keys that take part with the block of `step` ranks before, and whether masked."""
+    """Return the rows and keys used with the block from `step` ranks back, and if it is masked."""
     half, whole = rows // 2, slice(0, rows)
     if step == 0:
         return whole, whole, True
-    if step <= dist.get_rank():  # all rows see its first half
+    if step <= dist.get_rank():  # all rows attend to its first half
         return whole, slice(0, half), False
     return slice(half, rows), whole, False
 
@@ -94,12 +94,12 @@ class _UsualRing(torch.autograd.Function):
 
 
 def usual_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """See the module."""
+    """See the module's docstring."""
     return _UsualRing.apply(q, k, v, torch.float32)
 
 
 def exact_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """See the module."""
+    """See the module's docstring."""
     return _UsualRing.apply(q, k, v, torch.float64)
 
 
@@ -107,7 +107,7 @@ def exact_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """x cut along `cut` is joined along `join`, one all-to-all; backward the other way round."""
+    """Split x along `cut`, join it along `join`, in one all-to-all; backward is the reverse."""
 
     @staticmethod
     def forward(ctx, x, cut, join):
@@ -124,7 +124,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def plain_ulysses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """See the module."""
+    """See the module's docstring."""
     q, k, v = (_AllToAll.apply(x, 1, 2) for x in (q, k, v))
     return _AllToAll.apply(F.scaled_dot_product_attention(q, k, v, is_causal=True), 2, 1)
 
@@ -133,7 +133,7 @@ def plain_ulysses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _round(x: Tensor, use: Callable[[Tensor, int], None]) -> None:
-    """`use` every rank's block of x and the rank that it is of."""
+    """Call `use` with every rank's block of x and the rank that owns it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(size):
         if step:

@@ -1,11 +1,11 @@
-"""What cutting attention into a ring's tiles costs the kernels: all ranks' tiles, one after another
-on one GPU, against one call for the whole sequence.
+"""Measure what a ring's tiles cost the attention kernels: all ranks' tiles in sequence on one GPU,
+compared with one call for the whole sequence.
 
-Causal attention over 8 emulated ranks in zig-zag order, forward and backward: a rank's tiles merge
-in the forward's epilogue and add up to dq there, and to the dK‖dV that would travel, as in
-`parallel/context/ring.py`; nothing is sent. Either way the same pairs of queries and keys are
-computed, so the ratio is what smaller launches, partial results in fp32 and their sums cost. The
-outputs are compared first, on a CPU (``--device cpu``: in miniature, not timed) with float64.
+Causal attention over 8 emulated ranks in zig-zag order, forward and backward. A rank's tiles merge
+in the forward's epilogue, and add up to dq in the backward's and to the dK‖dV that would travel, as
+in `parallel/context/ring.py`; nothing is sent. Both variants compute the same pairs of queries and
+keys, so the ratio is the cost of smaller launches, fp32 partial results and their sums. Outputs are
+compared first; on a CPU (``--device cpu``, small and untimed) with float64.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from warpweave.machine.tune.timing import CudaTimer, interleave
 from warpweave.parallel.layout import SequenceLayout
 
 CLAIM = (
-    "The kernels of 8 emulated ranks (zig-zag, causal), one after another, take at most 1.12 times "
+    "The kernels of 8 emulated ranks (zig-zag, causal), run in sequence, take at most 1.12 times "
     "as long as one kernel over the whole sequence."
 )
 PARTS, LIMITS = 8, {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -31,17 +31,17 @@ NAMES = ("o", "dq", "dk", "dv")
 
 
 def full_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(o, lse) in one call."""
+    """Return (o, lse) from one call."""
     return attention_fwd(q, k, v, causal=True)
 
 
 def full_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, lse: Tensor) -> Sequence:
-    """(dq, dk, dv) in one call."""
+    """Return (dq, dk, dv) from one call."""
     return attention_bwd(do, q, k, v, lse, attention_delta(o, do), causal=True)
 
 
 def ring_forward(layout: SequenceLayout, *shards: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each rank's (o, lse), of q, k and v of all."""
+    """Return each rank's (o, lse), from q, k and v of all ranks."""
     found, (q, k, v) = [], shards
     for rank in range(layout.parts):
         into = None
@@ -60,7 +60,7 @@ def ring_forward(layout: SequenceLayout, *shards: Sequence[Tensor]) -> list[tupl
 def ring_backward(
     layout: SequenceLayout, *shards: Sequence[Tensor], results: Sequence[tuple[Tensor, Tensor]]
 ) -> list[tuple[Tensor, ...]]:
-    """Each rank's (dq, dk, dv), of q, k, v and do of all and of what the forward returned."""
+    """Return each rank's (dq, dk, dv), from all ranks' q, k, v, do and forward results."""
     dqs, (q, k, v, do) = [], shards
     dkv: list = [(None, None)] * layout.parts
     for rank, (o, lse) in enumerate(results):
@@ -79,7 +79,7 @@ def ring_backward(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The benchmark."""
+    """Run the benchmark."""
     options = parser(CLAIM)
     options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     given = options.parse_args(argv)

@@ -1,12 +1,12 @@
-"""What the ring of context parallelism hides: hops and tiles on 2 and 4 gloo ranks, in time.
+"""Timelines of what a context-parallel ring hides: hops and tiles on 2 and 4 gloo ranks.
 
-Causal attention, zig-zag, forward and backward, once with every hop under way while a tile is
-computed ("overlap") and once with every hop waited for before it ("blocking"); recorded and drawn
-as `overlap_timeline` does, whose products are here the calls of the attention kernel.
+Causal attention, zig-zag, forward and backward: once with every hop in flight while a tile is
+computed ("overlap"), and once waiting for every hop first ("blocking"). Recorded and drawn as in
+`overlap_timeline`; the products here are the calls of the attention kernel.
 
-What can be hidden is said by `explain`, with the bytes per second and the FLOP/s of the blocking
-twin: all but the seconds that it predicts as exposed. On one machine a peer that waits for a
-processor delays its message, which counts as under way meanwhile.
+`explain` predicts what can be hidden, from the bytes per second and the FLOP/s of the blocking
+twin: everything but the predicted exposed seconds. On one machine, a peer that waits for a
+processor delays its message, which counts as in flight meanwhile.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from warpweave.parallel.context.explain import explain
 from warpweave.parallel.layout import SequenceLayout
 
 CLAIM = (
-    "On 2 and 4 gloo ranks at least 0.8 of the time with a hop under way is hidden under "
-    "computation where the link and the kernel are fast enough for all of it."
+    "On 2 and 4 gloo ranks at least 0.8 of the time with a hop in flight is hidden under "
+    "computation if the link and the kernel are fast enough for all of it."
 )
 WORLDS, VARIANTS = (2, 4), ("overlap", "blocking")
 HEADS, KV_HEADS, DIM = 8, 8, 64
 
 
 class Ring(Problem):
-    """This rank's rows of one sequence of `tokens` on each rank."""
+    """This rank's rows of one sequence, with `tokens` on each rank."""
 
     def __init__(self, tokens: int) -> None:
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -52,7 +52,7 @@ class Ring(Problem):
 
 
 def predicted(layout: SequenceLayout, computation: float, messages: float) -> float:
-    """The part of the hops' time that can be hidden, if they and the tiles take these seconds."""
+    """Return the fraction of the hops' time that can be hidden, given the seconds of both."""
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "itemsize": 4}
     (ring,) = (c for c in explain(layout, **sizes) if c.strategy == "ring")
     flops = 3.5 * 4 * DIM * HEADS * layout.local_len * layout.seq_len / 2
@@ -62,7 +62,7 @@ def predicted(layout: SequenceLayout, computation: float, messages: float) -> fl
 
 
 def measure(tokens: int, rounds: int) -> dict[str, Any]:
-    """On every rank: check, record, and predict from the blocking twin."""
+    """Check, record, and predict from the blocking twin; every rank calls this."""
     problem = Ring(tokens)
     checks = check(problem, VARIANTS, ("o", "dq", "dk", "dv"))
     times, timelines = record(problem, VARIANTS, rounds)
@@ -78,7 +78,7 @@ def measure(tokens: int, rounds: int) -> dict[str, Any]:
 
 @dataclass
 class RingReport(TimelineReport):
-    """And what the formula says can be hidden, by number of ranks."""
+    """A timeline report that also has the predicted hidden fraction, by number of ranks."""
 
     predicted: dict[str, float] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class RingReport(TimelineReport):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The benchmark."""
+    """Run the benchmark."""
     options = parser(CLAIM).parse_args(argv)
     report = RingReport("context_timeline", CLAIM, header(ranks=[*WORLDS], threads_per_rank=1))
     tokens = 16 if options.quick else 2048

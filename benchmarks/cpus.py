@@ -1,13 +1,12 @@
-"""Numeric tests as other kinds of CPU would run them, by the variables of torch's libraries.
+"""Run numeric tests as other kinds of CPU would, with environment variables of torch's libraries.
 
     make cpus                                     # every setting; ARGS="--settings native AVX2"
     python benchmarks/cpus.py --settings OMP_NUM_THREADS=2 --tests tests/test_prove.py
 
-A setting is a name of `SETTINGS`, or variables of your own: ``NAME=value,NAME=value``. Each one
-runs the tests in a new pytest process and prints a line: the result, the counts, and whether the
-setting changes any bit of products, sums and exponentials on this CPU (on AMD's,
-MKL_ENABLE_INSTRUCTIONS does nothing). The exit status is 1 if a test failed; the last line is one
-JSON object.
+A setting is a name in `SETTINGS`, or your own variables: ``NAME=value,NAME=value``. Each setting
+runs the tests in a new pytest process and prints a line: the result, the counts, and whether it
+changes any bit of products, sums and exponentials on this CPU (MKL_ENABLE_INSTRUCTIONS has no
+effect on AMD CPUs). The exit status is 1 if a test failed; the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ TESTS = (
 
 
 def setting(words: str) -> tuple[str, dict[str, str]]:
-    """The name and the variables of a setting as it is given on the command line."""
+    """Parse a setting from the command line; return its name and variables."""
     if words in SETTINGS:
         return words, SETTINGS[words]
     pairs = [pair.partition("=") for pair in words.split(",")]
@@ -72,7 +71,7 @@ def setting(words: str) -> tuple[str, dict[str, str]]:
 
 
 def bits() -> str:
-    """A digest of results whose last bits depend on instructions, libraries and threads."""
+    """Return a digest of results whose last bits depend on instructions, libraries and threads."""
     generator, found = torch.Generator().manual_seed(0), hashlib.sha256()
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x = (torch.rand(257, 193, generator=generator, dtype=torch.float64) - 0.5).to(dtype)
@@ -88,7 +87,7 @@ def bits() -> str:
             torch.nn.functional.scaled_dot_product_attention(q, q, q),
         ):
             found.update(y.double().numpy().tobytes())
-    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # oneDNN, as kernels/gemm/cpu.py calls it
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # oneDNN, as in kernels/gemm/cpu.py
         x = torch.rand(257, 193, generator=generator)
         y = torch.ops.mkldnn._linear_pointwise(x, x, None, "none", [], "")
         found.update(y.numpy().tobytes())
@@ -96,16 +95,16 @@ def bits() -> str:
 
 
 def environment(variables: dict[str, str]) -> dict[str, str]:
-    """This process's variables with those of one setting only.
+    """Return this process's environment with the variables of one setting only.
 
-    Threads sleep where they wait, because a test machine may have fewer cores than threads.
+    Waiting threads sleep, because a test machine may have fewer cores than threads.
     """
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | kept | variables
 
 
 def bits_under(variables: dict[str, str]) -> str:
-    """`bits` in a new process."""
+    """Compute `bits` in a new process."""
     return subprocess.run(
         [sys.executable, __file__, "--bits"],
         env=environment(variables), capture_output=True, text=True, check=True,
@@ -113,7 +112,7 @@ def bits_under(variables: dict[str, str]) -> str:
 
 
 def run(variables: dict[str, str], tests: list[str], workers: int) -> dict[str, Any]:
-    """The counts and the failed tests of pytest under a setting."""
+    """Run pytest under a setting; return the counts and the failed tests."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -145,7 +144,7 @@ def run(variables: dict[str, str], tests: list[str], workers: int) -> dict[str, 
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command; see the module's docstring."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -166,7 +165,7 @@ def main() -> None:
         print(
             f"{'ok    ' if row['passed'] else 'FAILED'} {name}: {row['tests']} tests, "
             f"{row['skipped']} skipped, {len(row['failed'])} failed, {row['seconds']} s, "
-            f"{'other bits than' if row['changes_bits'] else 'the bits of'} native",
+            f"{'different bits from' if row['changes_bits'] else 'the same bits as'} native",
             *row["failed"], sep="\n       ", flush=True,
         )  # fmt: skip
     passed = all(row["passed"] for row in rows.values())

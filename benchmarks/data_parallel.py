@@ -1,11 +1,11 @@
-"""Data parallelism on two gloo ranks against torch's DDP and FSDP2, all training the same GPT.
+"""Data parallelism on two gloo ranks, compared with torch's DDP and FSDP2, training the same GPT.
 
-Ours is `Engine` with zero=0 (gradients all-reduced) and zero=1 (as many bytes, but each rank
-updates half of the weights) against `DistributedDataParallel`, and with zero=3 (all three states
-sharded) against FSDP2's `fully_shard` of every block and of the root. The model inside torch's
-wrappers is our own `GPT` as an ordinary module, so that what differs is the data parallelism alone:
-who gathers, reduces, clips and updates, when, and with how many copies. Torch's own options that
-help on a CPU are on: gradients are views of DDP's buckets, AdamW is fused.
+`Engine` with zero=0 (gradients all-reduced) and zero=1 (as many bytes, but each rank updates half
+of the weights) is compared with `DistributedDataParallel`. With zero=3 (all three states sharded)
+it is compared with FSDP2's `fully_shard` of every block and of the root. The model inside torch's
+wrappers is our own `GPT` as an ordinary module, so the only difference is the data parallelism: who
+gathers, reduces, clips and updates, when, and with how many copies. Torch's own options that help
+on a CPU are on: gradients are views of DDP's buckets, and AdamW is fused.
 
 Two rows for reference repeat the comparison within torch: transformers' GPT-2 in DDP and FSDP2.
 """
@@ -49,8 +49,8 @@ LOSS_LIMIT, GRAD_LIMIT = 1e-5, 1e-4
 class Torch:
     """A model in a torch wrapper, with torch's clipping and fused AdamW.
 
-    `loss(module, tokens, labels)` is the mean over this rank's tokens. Ranks have equally many, so
-    that the mean over ranks, which the wrappers take, is the mean over all tokens.
+    `loss(module, tokens, labels)` is the mean over this rank's tokens. All ranks have the same
+    number of tokens, so the wrappers' mean over ranks is the mean over all tokens.
     """
 
     def __init__(self, module: nn.Module, loss: Callable[[nn.Module, Tensor, Tensor], Tensor]):
@@ -83,13 +83,13 @@ class Torch:
 
 
 def ours_in(wrapper: str, config: GPTConfig) -> Torch:
-    """Our GPT as an ordinary module in DDP or FSDP2."""
+    """Wrap our GPT, as an ordinary module, in DDP or FSDP2."""
     model = GPT(config, seed=0)
     return Torch(_wrapped(model, list(model.blocks.values()), wrapper), lambda m, t, y: m(t, y))
 
 
 def theirs_in(wrapper: str, config: GPTConfig) -> Torch:
-    """transformers' GPT-2 in DDP or FSDP2."""
+    """Wrap transformers' GPT-2 in DDP or FSDP2."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ class Ours:
 
 
 def check(ours: Ours, theirs: Torch, draw: Callable[[], tuple[Tensor, Tensor]], name: str) -> Any:
-    """Gradients of the first step and the mean losses of four steps, on every rank."""
+    """Compare the first step's gradients and four steps' mean losses, on every rank."""
 
     def mean(loss: Tensor) -> Tensor:
         loss = loss / WORLD
@@ -151,7 +151,7 @@ def check(ours: Ours, theirs: Torch, draw: Callable[[], tuple[Tensor, Tensor]], 
 
 
 def measure(config: GPTConfig, batch: int, rounds: int, reference: bool) -> tuple[list, list]:
-    """On every rank: check, then time; returns checks and [(times, baselines)]."""
+    """Check, then time, on every rank; return checks and [(times, baselines)]."""
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
 
     def draw() -> tuple[Tensor, Tensor]:
@@ -177,7 +177,7 @@ def measure(config: GPTConfig, batch: int, rounds: int, reference: bool) -> tupl
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The benchmark."""
+    """Run the benchmark."""
     options = parser(CLAIM).parse_args(argv)
     report = Report("data_parallel", CLAIM, header(ranks=WORLD, threads_per_rank=1))
     config, batch = GPTConfig(8192, 256, 4, 256, 4), 2

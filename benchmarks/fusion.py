@@ -1,15 +1,15 @@
-"""What each fused product saves, and whether it pays: PREDICTED by the clock, nothing measured.
+"""Predict what each fused product saves, and whether it pays, by the clock; nothing is measured.
 
     python benchmarks/fusion.py              # no GPU, minutes
     python benchmarks/fusion.py --accept     # writes results/clock/fusion.md
 
 Every fused product is compiled for A100, H100 and B200 in the sizes of Llama 8B at 16,384 tokens,
-and read by the clock. Apart from it stand cuBLAS by its published figures
-(`results/clock/points.json`) and passes over its result, each of which takes a launch, and its
-bytes through 0.9 of the stated bandwidth: kernels that only move reach about that (QuACK's
-published 3 TB/s of an H100's 3.35). An epilogue saves those passes less its own time, and so much
-slower than cuBLAS may the kernel's loop be: results/clock/fusion.md has it for each op. The table
-of `kernels/runtime/fusion.py` is from there: exit status 1 if it says otherwise.
+and read by the clock. It is compared with cuBLAS, by its published figures
+(`results/clock/points.json`), followed by passes over the result. Each pass takes a launch, and its
+bytes at 0.9 of the stated bandwidth: kernels that only move data reach about that (QuACK's
+published 3 TB/s of an H100's 3.35). An epilogue saves those passes minus its own time. The kernel's
+loop may be slower than cuBLAS by that much; results/clock/fusion.md lists it for each op. The table
+of `kernels/runtime/fusion.py` comes from there: the exit status is 1 if the two disagree.
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ from warpweave.kernels.qkv import qkv_fwd
 from warpweave.kernels.runtime.fusion import FUSED
 from warpweave.machine.tune.aot import compiling
 
-CLAIM = "Products are fused where the clock predicts that it saves time."
+CLAIM = "Products are fused if the clock predicts that it saves time."
 RESULTS = harness.ROOT / "benchmarks" / "results" / "clock"
 T, E, F = 16384, 4096, 14336  # tokens, width and hidden units
-REACHED = 0.9  # of the stated bandwidth, by a kernel that only moves
+REACHED = 0.9  # of the stated bandwidth, for a kernel that only moves data
 
 
 class Rates(NamedTuple):
-    """What one way costs: femtoseconds a FLOP, picoseconds an element of [M, N], microseconds."""
+    """The cost of one way: femtoseconds per FLOP, picoseconds per element of [M, N], microseconds
+    to start."""
 
     flop: float
     element: float
     start: float
 
     def us(self, M: int, N: int, K: int) -> float:
-        """PREDICTED microseconds for [M, K] [K, N]."""
+        """Return the PREDICTED microseconds for [M, K] [K, N]."""
         return 2e-9 * M * N * K * self.flop + 1e-6 * M * N * self.element + self.start
 
 
 class Case(NamedTuple):
-    """A fused product of [M, K] [K, N], and the bytes for each element of [M, N] in 16 bits of the
-    passes that do the same after torch's product."""
+    """A fused product of [M, K] [K, N], and, for each pass that does the same after torch's
+    product, its bytes per element of [M, N] in 16 bits."""
 
     call: Callable[..., object]
     sizes: tuple[int, int, int]
@@ -65,12 +66,12 @@ class Case(NamedTuple):
 
 
 def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor that has a shape and a dtype but no values."""
+    """Return a tensor with a shape and a dtype but no values."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def cases() -> dict[str, Case]:
-    """By their names in the table; those of z or h kept or not are for the words alone."""
+    """Return the cases by their names in the table; "kept" ones (z or h) are only for the text."""
     x, h, down = m(T, E), m(T, F), m(E, F)
     found = {"bias": _up(None, False)}
     for name, (_, gated) in ACTIVATIONS.items():
@@ -88,8 +89,8 @@ def cases() -> dict[str, Case]:
     for name, (options, passes) in after.items():
         found[name] = Case(partial(fused_gemm, h, down.t(), **options), (T, E, F), passes)
     table = m(T // 2, 64, dtype=torch.float32)
-    # 8 heads of 4 queries, a key, a value: queries are copied, turned with the keys; values are
-    # copied.
+    # 8 heads with 4 queries, a key and a value: queries are copied, then rotated with the keys;
+    # values are copied.
     qkv = partial(qkv_fwd, x.view(2, T // 2, E), m(8, 6, 128, E), None, table, table)
     found["qkv"] = Case(qkv, (T, 48 * 128, E), (4 * 4 / 6, 4 * 5 / 6, 4 * 1 / 6))
     return found
@@ -103,15 +104,16 @@ def _up(name: str | None, save_z: bool) -> Case:
 
 
 def fused_rates(kernel: Kernel, tile: tuple[int, int], plain: int, part: Device) -> Rates:
-    """What a compiled product costs whose tiles have (rows, columns), by whole waves of them.
+    """Return the rates of a compiled product whose tiles have (rows, columns), by whole waves.
 
-    Published figures tell nothing of A100's stalls outside of loops, whose price is in that of a
-    wave: there those beyond the `plain` ones of a kernel without epilogue cost what the loop's do.
+    Published figures say nothing about A100's stalls outside of loops, whose price is part of the
+    price of a wave. There, those beyond the `plain` ones of a kernel without an epilogue cost as
+    much as the loop's.
     """
     c, cycle = CONSTANTS[part.arch], 1 / CLOCK[part.arch]
     items = kernel.occupancy * part.processors
     elements = items * tile[0] * tile[1]
-    flops = 2.0 * 4096 * elements  # of a wave, at any depth
+    flops = 2.0 * 4096 * elements  # per wave, at any depth
     busy, stalls, exposed, outside, wave = terms(kernel, Work(items, flops), part, c.rate)
     loop = busy * c.busy + stalls * c.stalls + exposed * c.exposed
     beyond = 0.0 if c.outside else outside * (1 - plain / kernel.outside) * c.stalls
@@ -120,22 +122,22 @@ def fused_rates(kernel: Kernel, tile: tuple[int, int], plain: int, part: Device)
 
 
 def unfused_rates(product: Rates, passes: Sequence[float], part: Device) -> Rates:
-    """What cuBLAS's `product` costs with passes that move so many bytes for each element of it."""
+    """Return the rates of cuBLAS's `product` followed by passes of so many bytes per element."""
     element = sum(passes) / (REACHED * part.memory) * 1e12
     starts = (1 + len(passes)) * product.start
     return Rates(product.flop, product.element + element, starts)
 
 
 def cublas(target: str) -> Rates:
-    """What cuBLAS costs on `target`, by published figures."""
+    """Return the rates of cuBLAS on `target`, from published figures."""
     published = json.loads((RESULTS / "points.json").read_text())["cublas"]
     own = [(p["M"], p["N"], p["K"], p["tflops"]) for p in published if p["part"] == target]
     return fit_product(own, TARGETS[target])
 
 
 def fit_product(published: Sequence[tuple[int, int, int, float]], part: Device) -> Rates:
-    """What cuBLAS costs, by published (M, N, K, TFLOP/s): least squares of relative errors, nothing
-    less than 0."""
+    """Return the rates of cuBLAS from published (M, N, K, TFLOP/s): least squares of relative
+    errors, with nothing below 0."""
     sizes = np.array([point[:3] for point in published], dtype=float)
     M, N, K = sizes.T
     start = START / CLOCK[part.arch] * 1e6
@@ -148,7 +150,7 @@ def fit_product(published: Sequence[tuple[int, int, int, float]], part: Device) 
 
 
 def read(target: str, product: Rates) -> dict[str, tuple[Rates, Rates]]:
-    """(fused, unfused) of each case on `target`, whose cuBLAS has the rates of `product`."""
+    """Return (fused, unfused) of each case on `target`; `product` has the rates of its cuBLAS."""
     part, found, plain = TARGETS[target], {}, 0
     for name, case in cases().items():
         with compiling(target) as launches:
@@ -165,7 +167,7 @@ def read(target: str, product: Rates) -> dict[str, tuple[Rates, Rates]]:
 
 
 def words(target: str, rows: dict[str, tuple[Rates, Rates]], product: Rates) -> str:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     lines = [
         f"\n## {TARGETS[target].name}\n",
         "| op | M, N, K | epilogue | passes | saves | may | is | fused | unfused | faster |",
@@ -176,7 +178,7 @@ def words(target: str, rows: dict[str, tuple[Rates, Rates]], product: Rates) -> 
         sizes = cases()[name].sizes
         cublas, fused, unfused = (rates.us(*sizes) / 1e3 for rates in (product, *ways))
         epilogue = (ways[0].element - plain.element) * sizes[0] * sizes[1] / 1e9
-        passes = max(0.0, unfused - cublas)  # what is less is rounding
+        passes = max(0.0, unfused - cublas)  # negative values are rounding
         saves = passes - epilogue
         faster = "fused" if fused <= unfused else "unfused"
         lines.append(
@@ -207,9 +209,9 @@ B200; of ten, nine lay within 12, 14 and 23 % (`calibration.json`). Closer calls
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile, predict, print; compare with the table that dispatch takes."""
+    """Compile, predict, print; compare with the table that dispatch uses."""
     options = argparse.ArgumentParser(description=CLAIM)
-    options.add_argument("--accept", action="store_true", help="write the words")
+    options.add_argument("--accept", action="store_true", help="write fusion.md")
     given = options.parse_args(arguments)
     text, other = INTRODUCTION, []
     for target in GATED:

@@ -1,13 +1,13 @@
-"""What every benchmark shares: equal outputs first, then interleaved timing, a table and JSON.
+"""Shared parts of all benchmarks: equal outputs first, then interleaved timing, a table and JSON.
 
 A benchmark compares *variants* (ours and named baselines) that do the same work. `interleave` runs
-them in turn, A B A B ..., so that whatever else the machine does hits all of them alike; every
-ratio is the median over rounds of the ratio within a round. Nothing is timed before
-`assert_equal` has compared what the variants compute.
+them in turn, A B A B ..., so that anything else the machine does affects all of them equally. Every
+ratio is the median over rounds of the ratio within a round. Timing starts only after `assert_equal`
+has compared the variants' outputs.
 
 A report is a table, then one line of JSON; `Report.finish` also writes it to
-``benchmarks/results/<device>/<script>.json``. It describes the device in general words, and names
-no host.
+``benchmarks/results/<device>/<script>.json``. It describes the device in general words and names no
+host.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast a row is as a baseline: quantiles over rounds of their time ratio."""
+    """A row's speed relative to a baseline: quantiles over rounds of their time ratio."""
 
     median: float
     p20: float
@@ -54,10 +54,10 @@ class Row:
     Attributes:
         name: the variant.
         shape: sizes, in words.
-        dtype: what it computes in.
-        ms, p20, p80: milliseconds per step: median and quantiles over rounds, the slowest rank's.
+        dtype: the dtype of the computation.
+        ms, p20, p80: milliseconds per step on the slowest rank: median and quantiles over rounds.
         tokens_per_s: tokens of all ranks, at the median.
-        ratios: baseline -> how many times as fast as it this row is.
+        ratios: baseline -> this row's speed relative to it.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Check:
-    """An equality that held before anything was timed: the largest relative error and its limit."""
+    """An equality that held before timing started: the largest relative error and its limit."""
 
     name: str
     error: float
@@ -81,10 +81,10 @@ class Check:
 
 @dataclass
 class Report:
-    """All rows of a script, and what they were measured on.
+    """All rows of a script, and the device they were measured on.
 
     Attributes:
-        script: file name of the benchmark without its ending.
+        script: file name of the benchmark without its suffix.
         claim: the one sentence that the benchmark supports or refutes.
         header: device, versions, commit and command.
     """
@@ -99,7 +99,7 @@ class Report:
         self, times: Mapping[str, Sequence[float]], baselines: Sequence[str], *, shape: str,
         dtype: str, tokens: int,
     ) -> None:  # fmt: skip
-        """Rows for every variant in `times` (ms per round), compared with each of `baselines`."""
+        """Add rows for every variant in `times` (ms per round), compared with each baseline."""
         for name, ms in times.items():
             median, low, high = _quantiles(ms)
             ratios = {
@@ -111,7 +111,7 @@ class Report:
             self.rows.append(Row(name, shape, dtype, median, low, high, rate, ratios))
 
     def finish(self, folder: Path | None) -> None:
-        """Print the table and the JSON line; write it under `folder`, unless that is None."""
+        """Print the table and the line of JSON; write it under `folder`, unless that is None."""
         print(self.claim)
         print(", ".join(f"{key} {value}" for key, value in self.header.items()))
         for check in self.checks:
@@ -130,7 +130,7 @@ class Report:
 
 
 def write_report(report: Mapping[str, Any], folder: Path | None) -> Path | None:
-    """Print a report as a line of JSON, and write it under `folder` unless that is None; where."""
+    """Print a report as a line of JSON; write it under `folder`, if given, and return its path."""
     path = None
     if folder is not None:
         path = folder / report["header"]["kind"] / f"{report['script']}.json"
@@ -141,32 +141,32 @@ def write_report(report: Mapping[str, Any], folder: Path | None) -> Path | None:
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 20 % and 80 % quantile."""
+    """Return the median and the 20 % and 80 % quantiles."""
     t = torch.tensor(values, dtype=torch.float64)
     return t.median().item(), t.quantile(0.2).item(), t.quantile(0.8).item()
 
 
 def parser(claim: str) -> argparse.ArgumentParser:
-    """The options that all benchmarks have."""
+    """Return a parser with the options that all benchmarks have."""
     options = argparse.ArgumentParser(description=claim)
     options.add_argument("--quick", action="store_true", help="tiny shapes: outputs only")
     options.add_argument("--rounds", type=int, help="timed rounds per variant")
     options.add_argument(
-        "--results", type=Path, help="folder for the JSON; by default benchmarks/results, and with "
+        "--results", type=Path, help="folder for the JSON; default: benchmarks/results, or with "
         "--quick none",
     )  # fmt: skip
     return options
 
 
 def results_folder(options: argparse.Namespace) -> Path | None:
-    """Where the report goes: a quick run leaves no result behind unless it was told where."""
+    """Return the folder for the report; None for a quick run, unless a folder was given."""
     if options.results is not None or options.quick:
         return options.results
     return ROOT / "benchmarks" / "results"
 
 
 def header(**extra: Any) -> dict[str, Any]:
-    """Device in general words, versions, commit and command; `extra` is added."""
+    """Describe device (in general words), versions, commit and command; `extra` is added."""
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(ROOT), *args]
@@ -180,7 +180,7 @@ def header(**extra: Any) -> dict[str, Any]:
     except ImportError:
         pass
     cores = os.cpu_count()
-    name = getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", "")  # of newer torch
+    name = getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", "")  # newer torch only
     named = f" ({name})" if name else ""
     return {
         "kind": "cpu",
@@ -197,7 +197,7 @@ def header(**extra: Any) -> dict[str, Any]:
 
 
 def assert_equal(name: str, pairs: Mapping[str, tuple[Tensor, Tensor]], limit: float) -> Check:
-    """Every (actual, expected) of `pairs` agrees to `limit`, or ``AssertionError`` names one."""
+    """Check that all (actual, expected) pairs agree to `limit`; ``AssertionError`` names one."""
     errors = {key: relative_error(*pair) for key, pair in pairs.items()}
     worst = max(errors, key=lambda key: errors[key])
     if not errors[worst] <= limit:
@@ -212,11 +212,11 @@ def interleave(
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Milliseconds by the clock per call of every variant, one list entry per round.
+    """Return milliseconds per call of every variant, one list entry per round.
 
-    Each round calls every variant once, in an order that is drawn anew (the same on all ranks): a
-    variant's time depends on what ran before it, by caches and freed memory. With several ranks (a
-    process group exists) a barrier stands before each call and the slowest rank's time counts.
+    Each round calls every variant once, in a new random order (the same on all ranks): a variant's
+    time depends on what ran before it, through caches and freed memory. With several ranks (if a
+    process group exists), a barrier precedes each call and the slowest rank's time counts.
     """
     names = list(variants)
     ranks = dist.is_initialized() and dist.get_world_size() > 1
@@ -247,7 +247,7 @@ def interleave(
 def torch_adamw(
     params: Iterable[Tensor], lr: float, betas: tuple[float, float], eps: float, decay: float
 ) -> torch.optim.AdamW:
-    """torch's fused AdamW with weight decay of matrices alone, as ours."""
+    """Return torch's fused AdamW with weight decay on matrices only, like ours."""
     every = list(params)
     groups = [
         {"params": [p for p in every if (p.ndim > 1) == matrix], "weight_decay": decay * matrix}
@@ -257,10 +257,11 @@ def torch_adamw(
 
 
 def run_ranks(world: int, entry: Callable[..., Any], *args: Any) -> Any:
-    """``entry(*args)`` on `world` connected gloo ranks of one thread each; returns rank 0's result.
+    """Run ``entry(*args)`` on `world` gloo ranks with one thread each; return rank 0's result.
 
-    Ranks are processes on this machine that meet in a file and listen on loopback only. `entry` is
-    importable, its result picklable. Raises torch's ``ProcessRaisedException`` if a rank fails.
+    Ranks are processes on this machine that connect through a file and listen on loopback only.
+    `entry` must be importable and its result picklable. Raises torch's ``ProcessRaisedException``
+    if a rank fails.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "warpweave.model.engine"])

@@ -1,11 +1,11 @@
-"""What a user changes after `warpweave.hf.apply`: followed, or refused in one line.
+"""Check that changes made after `warpweave.hf.apply` are respected, or refused in one line.
 
-Of every family of `hf_families.py`, of the first module of every class: each attribute, child,
-activation and dropout is changed, hooks are put on it, and each field of the configuration is
-changed, one after the other, in the applied model and in the untouched one. Logits (of few numbers,
-too), the loss and all gradients must be those of the untouched one (by its eager attention, or by
-its "sdpa", which reads `is_causal` where there is no mask), or a ValueError of one line; what
-transformers itself refuses is not asked.
+For every family of `hf_families.py`, for the first module of every class: each attribute, child,
+activation and dropout is changed, hooks are added, and each field of the configuration is changed,
+one at a time, in the applied model and in the untouched one. Logits (also for few tokens), the loss
+and all gradients must equal those of the untouched model (with its eager attention, or its "sdpa",
+which reads `is_causal` if there is no mask). Otherwise the change must raise a one-line ValueError.
+Changes that transformers itself refuses are skipped.
 
     python benchmarks/hf_changes.py [--only llama gpt2 ...]
 """
@@ -32,22 +32,22 @@ import warpweave.hf
 from warpweave.hf.patch import ours_always
 
 LIMITS = {"logits": 2e-5, "loss": 2e-5, "gradients": 1e-3}
-NOISE = "dropout", "attn_pdrop", "attention_probs"  # in names: of attention, drawn otherwise
+NOISE = "dropout", "attn_pdrop", "attention_probs"  # in names: attention draws this differently
 
 
 class Change(NamedTuple):
-    """Something that is done to a model: `make(model)` does it and returns what undoes it."""
+    """A change to a model: `make(model)` applies it and returns a function that undoes it."""
 
     name: str
     make: Callable[[nn.Module], Callable[[], None]]
-    counts: bool = False  # a hook: how often it was called is compared
+    counts: bool = False  # a hook: compare how often it was called
 
 
-# ---------------------------------------------------------------- 1. what may change
+# ---------------------------------------------------------------- 1. the changes
 
 
 def changes(model: nn.Module) -> Iterator[Change]:
-    """Of the first module of each class, and of the configuration."""
+    """Yield changes to the first module of each class, and to the configuration."""
     known = set(vars(nn.Module()))
     kinds: dict[type, str] = {}
     for name, module in model.named_modules():
@@ -127,7 +127,7 @@ def _placing(name: str, key: str, other: nn.Module) -> Callable:
 
 
 def _hooking(name: str, kind: str) -> Callable:
-    """A hook that counts; a forward's also changes what goes on."""
+    """Return a change that adds a counting hook; forward hooks also change the values."""
 
     def make(model):
         def hook(module, args, *more):
@@ -156,11 +156,11 @@ def _configuring(key: str, other: Any) -> Callable:
     return make
 
 
-# ---------------------------------------------------------------- 2. what comes of it
+# ---------------------------------------------------------------- 2. their effects
 
 
 class Unlike(NamedTuple):
-    """What was wrong."""
+    """A change that was handled wrongly."""
 
     family: str
     change: str
@@ -169,7 +169,7 @@ class Unlike(NamedTuple):
 
 
 def computed(model: nn.Module, inputs: dict, *, ours: bool) -> dict[str, Any]:
-    """Logits, loss, gradients and how often hooks were called, or why there are none."""
+    """Return logits, loss, gradients and the number of hook calls, or the error instead."""
     found: dict[str, Any] = {}
     for where, always in (("logits", True), ("logits of few", False)):
         model.eval()
@@ -228,7 +228,7 @@ def by_sdpa(theirs: nn.Module, change: Change, inputs: dict) -> dict[str, Any]:
 
 
 def compare(family: str, only: Callable[[Change], bool] = lambda _: True) -> tuple[list, int, int]:
-    """What was wrong in one family, how many changes changed something and how many were
+    """Return what was wrong in one family, how many changes had an effect, and how many were
     refused."""
     theirs = hf_families.make(family).eval()
     ours = copy.deepcopy(theirs)
@@ -242,7 +242,7 @@ def compare(family: str, only: Callable[[Change], bool] = lambda _: True) -> tup
             with changed(change, theirs, ours):
                 wanted = computed(theirs, inputs, ours=False)
                 found = computed(ours, inputs, ours=True)
-        except Exception:  # transformers has a word against it
+        except Exception:  # transformers refuses it
             continue
         for where in ("logits", "logits of few", "loss"):
             x, y, was = found[where], wanted[where], before[where]
@@ -254,14 +254,14 @@ def compare(family: str, only: Callable[[Change], bool] = lambda _: True) -> tup
                 refused += 1
                 what = None if isinstance(x, ValueError) and "\n" not in str(x) else repr(x)[:200]
             elif any(word in change.name for word in NOISE) and where == "loss" and acts:
-                what = None if _differs(where, x, was) else "nothing happened"
+                what = None if _differs(where, x, was) else "no effect"
             else:
                 what = _differs(where, x, y)
             if what is not None and not isinstance(x, Exception):
                 what = _differs(where, x, by_sdpa(theirs, change, inputs)[where])
             calls = f"{where}: calls"
             if what is None and not isinstance(x, Exception) and found[calls] != wanted[calls]:
-                what = f"{found[calls]} calls of a hook, not {wanted[calls]}"
+                what = f"{found[calls]} hook calls, expected {wanted[calls]}"
             if what is not None:
                 wrong.append(Unlike(family, change.name, where, what))
     return wrong, acted, refused
@@ -269,7 +269,7 @@ def compare(family: str, only: Callable[[Change], bool] = lambda _: True) -> tup
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", choices=hf_families.FAMILIES, help="these families")
+    parser.add_argument("--only", nargs="*", choices=hf_families.FAMILIES, help="only these")
     only = parser.parse_args().only
     transformers.logging.set_verbosity_error()
     logging.disable(logging.ERROR)

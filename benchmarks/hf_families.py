@@ -1,10 +1,10 @@
-"""Random tiny models of many Hugging Face families, before and after `warpweave.hf.apply`.
+"""Compare random tiny models of many Hugging Face families before and after `warpweave.hf.apply`.
 
-The untouched model with eager attention is the truth. Of each family: logits, the loss and all
-gradients in float32, also padded on either side and packed; logits and gradients in float64 where
+The reference is the untouched model with eager attention. For each family: logits, the loss and all
+gradients in float32, also padded on either side and packed; logits and gradients in float64 if
 Hugging Face's own forward stays in float64; generated tokens, greedy from a left-padded batch with
-a dynamic and a static cache, and by beams. Writes ``benchmarks/results/hf/families.json`` and
-``families.md``.
+a dynamic and a static cache, and with beam search. Writes
+``benchmarks/results/hf/families.json`` and ``families.md``.
 
     python benchmarks/hf_families.py [--only llama gpt2 ...]
 """
@@ -34,7 +34,7 @@ from warpweave.hf.patch import ours_always
 RESULTS = Path(__file__).resolve().parent / "results" / "hf"
 V, E, F, L, H = 101, 64, 112, 2, 4
 BATCH, LENGTH = 3, 19
-PADDED = (0, 3, 7)  # tokens of padding of each sample
+PADDED = (0, 3, 7)  # padding tokens of each sample
 LIMITS = {"failed": 0.0, "logits": 1e-5, "loss": 1e-5, "gradients": 1e-4, "float64": 1e-11}
 
 # ---------------------------------------------------------------- 1. families
@@ -206,7 +206,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def make(family: str) -> transformers.PreTrainedModel:
-    """A model of that family whose weights are large enough for mistakes to show."""
+    """Return a model of that family, with weights large enough for mistakes to show."""
     config, arguments, model = FAMILIES[family]
     torch.manual_seed(0)
     config = getattr(transformers, config)(**arguments)
@@ -219,19 +219,19 @@ def make(family: str) -> transformers.PreTrainedModel:
     return made
 
 
-# ---------------------------------------------------------------- 2. what is compared
+# ---------------------------------------------------------------- 2. comparisons
 
 
 @dataclass
 class Row:
-    """What came of one family: errors relative to the largest value, tokens equal or not."""
+    """The results of one family: errors relative to the largest value, and if tokens are equal."""
 
     family: str
     errors: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, bool] = field(default_factory=dict)
     replaced: dict[str, int] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)  # neither model ran, or ours said why
+    refused: dict[str, str] = field(default_factory=dict)  # with the reason of either model
 
     @property
     def good(self) -> bool:
@@ -240,7 +240,7 @@ class Row:
 
 
 class StaysWide(TorchFunctionMode):
-    """Notices when something that leads to a gradient leaves float64."""
+    """Detect an operation on the way to a gradient that leaves float64."""
 
     narrowed = False
 
@@ -279,7 +279,8 @@ def gradients_of(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def largest_error(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Of gradients, each relative to its own largest, or a thousandth of the model's largest."""
+    """Return the largest gradient error, each relative to its largest element, or to a thousandth
+    of the model's largest."""
     if ours.keys() != theirs.keys():
         return float("inf")
     floor = 1e-3 * max(g.abs().max().item() for g in theirs.values())
@@ -290,7 +291,7 @@ def largest_error(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
 
 
 def compare(family: str) -> Row:
-    """Everything that can be asked of one family."""
+    """Run all comparisons of one family."""
     row, theirs = Row(family), make(family).eval()
     ours = copy.deepcopy(theirs)
     warpweave.hf.apply(ours, report=(report := warpweave.hf.Report()))
@@ -328,7 +329,7 @@ def _compare_logits(row: Row, ours, theirs, inputs) -> None:
         try:
             wanted = logits_of(theirs, {**inputs, "position_ids": position_ids})
         except TypeError:
-            row.refused["packed"] = "takes no position_ids"
+            row.refused["packed"] = "does not accept position_ids"
             return
         found = logits_of(ours, {**inputs, "position_ids": position_ids})
         row.errors["logits:packed"] = error(found, wanted)
@@ -351,7 +352,7 @@ def _compare_training(row: Row, ours, theirs, inputs) -> None:
 
 def _compare_float64(row: Row, ours, theirs, inputs) -> None:
     ours, theirs = copy.deepcopy(ours).double(), copy.deepcopy(theirs).double()
-    for implementation in ("eager", "sdpa"):  # eager ones take their softmax in float32
+    for implementation in ("eager", "sdpa"):  # some eager ones compute softmax in float32
         try:
             theirs.set_attn_implementation(implementation)
         except ValueError:
@@ -359,7 +360,7 @@ def _compare_float64(row: Row, ours, theirs, inputs) -> None:
         try:
             with StaysWide() as mode:
                 wanted = logits_of(theirs, inputs)
-        except RuntimeError as refusal:  # experts of a grouped product
+        except RuntimeError as refusal:  # grouped products of experts
             row.refused["float64"] = f"Hugging Face: {refusal}"
             return
         if not mode.narrowed:
@@ -389,11 +390,11 @@ def _compare_tokens(row: Row, ours, theirs, inputs) -> None:
     for name, way in ways.items():
         try:
             wanted = theirs.generate(ids, attention_mask=mask, **way)
-        except Exception as refusal:  # what a family's own generate() says
+        except Exception as refusal:  # the family's own generate() refuses
             row.refused[name] = " ".join(str(refusal).split())[:100]
             continue
         found = ours.generate(ids, attention_mask=mask, **way)
-        with ours_always():  # not torch's operators where tokens are few
+        with ours_always():  # even for few tokens, where torch's operators would be used
             again = ours.generate(ids, attention_mask=mask, **way)
         row.tokens[name] = torch.equal(found, wanted) and torch.equal(again, wanted)
 
@@ -425,7 +426,7 @@ def table(rows: list[Row]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", choices=FAMILIES, help="these families, no files")
+    parser.add_argument("--only", nargs="*", choices=FAMILIES, help="only these; write no files")
     only = parser.parse_args().only
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)

@@ -1,8 +1,8 @@
 """Peak memory of a causal model's loss, and of its gradients, before and after `apply`.
 
-Each side is a process of its own: a model of one narrow layer before a head of 128,256 rows takes
-one small step, so that everything is loaded, and then the measured one, during which the operating
-system watches what the process has resident at most (Linux). Writes
+Each side runs in a separate process: a model with one narrow layer and a head of 128,256 rows takes
+a small step, so that everything is loaded, and then the measured step, during which the operating
+system records the process's peak resident memory (Linux). Writes
 ``benchmarks/results/hf/memory.json``.
 
     python benchmarks/hf_memory.py [--vocabulary 128256] [--tokens 256 512 1024 2048]
@@ -24,7 +24,8 @@ MiB = 2**20
 
 
 def measured(side: str, vocabulary: int, tokens: int) -> dict[str, float]:
-    """The step's loss, and in MiB: what it added at most, and of that the gradients, which stay."""
+    """Return the step's loss, the peak MiB that it added, and the MiB of the gradients, which
+    stay allocated."""
     import torch
     import transformers
 
@@ -44,7 +45,7 @@ def measured(side: str, vocabulary: int, tokens: int) -> dict[str, float]:
     model(ids[:, :8], labels=ids[:, :8]).loss.backward()
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters())
     model.zero_grad()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _resident("VmRSS")
     loss = model(ids, labels=ids).loss
     loss.backward()
@@ -56,7 +57,7 @@ def measured(side: str, vocabulary: int, tokens: int) -> dict[str, float]:
 
 
 def _resident(what: str) -> int:
-    """Bytes of this process, now ("VmRSS") or at most so far ("VmHWM")."""
+    """Return this process's resident bytes, now ("VmRSS") or at the peak ("VmHWM")."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == what:
@@ -65,7 +66,7 @@ def _resident(what: str) -> int:
 
 
 def measured_apart(side: str, vocabulary: int, tokens: int) -> dict[str, float]:
-    """`measured` in a process of its own."""
+    """Run `measured` in a separate process."""
     command = [sys.executable, "-P", __file__, "--side", side]
     command += ["--vocabulary", str(vocabulary), "--tokens", str(tokens)]
     out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
@@ -73,7 +74,7 @@ def measured_apart(side: str, vocabulary: int, tokens: int) -> dict[str, float]:
 
 
 def compared(vocabulary: int, tokens: int, measure: Callable[..., dict] = measured_apart) -> dict:
-    """Both sides, and the ratio of what they added at most."""
+    """Measure both sides, and the ratio of the memory that they added."""
     found = {side: measure(side, vocabulary, tokens) for side in SIDES}
     theirs, ours = (found[side] for side in SIDES)
     if abs(ours["loss"] - theirs["loss"]) > 1e-5 * theirs["loss"]:
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--side", choices=SIDES, help="measure this one, in this process")
+    parser.add_argument("--side", choices=SIDES, help="measure only this side, in this process")
     options = parser.parse_args(arguments)
     if options.side:
         print(json.dumps(measured(options.side, options.vocabulary, *options.tokens)))

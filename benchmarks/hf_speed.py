@@ -1,7 +1,7 @@
 """A training step and greedy generation of Hugging Face models, before and after `apply`.
 
-On one thread, in CPU time, which other processes disturb least; both models hold the same weights
-at the same place.
+Runs on one thread and measures CPU time, which other processes disturb least. Both models hold the
+same weights at the same memory addresses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES = {
 
 
 def make(family: str, size: str) -> transformers.PreTrainedModel:
-    """A random model without dropout, with the attention that transformers chooses (sdpa)."""
+    """Return a random model without dropout, with transformers' default attention (sdpa)."""
     layers, E, F, V, *_ = SIZES[size]
     torch.manual_seed(0)
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}

@@ -1,9 +1,9 @@
-"""`warpweave.layers.sharding.styles` against torch's parallel styles of the same names.
+"""Compare `warpweave.layers.sharding.styles` with torch's parallel styles of the same names.
 
-Columns and rows of linear layers and embeddings, of inputs of 1 to 4 dims, for every layout in and
-out (`Shard` of every dim from either end, `Replicate`), with and without a bias, of plain tensors
+Column- and row-parallel linear layers and embeddings, inputs of 1 to 4 dims, every input and output
+layout (`Shard` of every dim from either end, `Replicate`), with and without a bias, plain tensors
 and DTensors in and out: outputs, their layouts and all gradients in float64, on two gloo ranks.
-What torch refuses (rows of one token) is compared with one device.
+Cases that torch refuses (row-parallel with one token) are compared with one device.
 
     python benchmarks/hf_styles.py
 """
@@ -31,7 +31,7 @@ RANKS, SHAPE, V, E, LIMIT = 2, (4, 2, 6, 8), 13, 8, 1e-12
 
 
 class Case(NamedTuple):
-    """One call of one module; `ndim` is of its input."""
+    """One call of one module; `ndim` is the number of the input's dims."""
 
     style: str
     kind: str
@@ -39,12 +39,12 @@ class Case(NamedTuple):
     inputs: Placement
     outputs: Placement
     bias: bool = True
-    local: bool = True  # gives a plain tensor
-    plain: bool = True  # takes one
+    local: bool = True  # returns a plain tensor
+    plain: bool = True  # is given a plain tensor
 
 
 def cases(most: int = 4) -> list[Case]:
-    """All of them, of inputs of up to `most` dims."""
+    """Return all cases with inputs of up to `most` dims."""
     found = []
     for style, kind, ndim in itertools.product(
         ("ColwiseParallel", "RowwiseParallel"), ("linear", "embedding"), range(1, most + 1)
@@ -62,7 +62,7 @@ def _layouts(ndim: int) -> list[Placement]:
 
 
 def computed(case: Case, styles: Any, mesh: DeviceMesh) -> tuple:
-    """Of a case on this rank: the output's layout, and the output and all gradients."""
+    """Compute a case on this rank: the output's layout, then the output and all gradients."""
     x, module, rank = *_made(case), mesh.get_local_rank()
     style = getattr(styles, case.style)
     how = {"input_layouts": case.inputs, "output_layouts": case.outputs}
@@ -80,7 +80,7 @@ def computed(case: Case, styles: Any, mesh: DeviceMesh) -> tuple:
 
 
 def on_one_device(case: Case, rank: int) -> list[torch.Tensor]:
-    """The same by one device, and this rank's part of it."""
+    """Compute a case on one device, and return this rank's part of it."""
     x, module = _made(case)
     if x.is_floating_point():
         x.requires_grad_()
@@ -115,14 +115,14 @@ def _weighted(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def difference(case: Case, mesh: DeviceMesh) -> str | None:
-    """How ours differs from torch's on this rank; None if it does not."""
+    """Describe how ours differs from torch's on this rank; None if it does not."""
     layout, found = computed(case, ours, mesh)
     wanted = on_one_device(case, mesh.get_local_rank())
     truths = {"one device": wanted}
     if (case.style, case.kind, case.ndim) != ("RowwiseParallel", "linear", 1):  # torch raises
         theirs_layout, truths["torch"] = computed(case, theirs, mesh)
         if theirs_layout != layout:
-            return f"{case}: {layout} is not torch's {theirs_layout}"
+            return f"{case}: expected torch's layout {theirs_layout}, got {layout}"
     for name, truth in truths.items():
         for x, y in zip(found, truth, strict=True):
             if x.shape != y.shape or (x - y).abs().max() > LIMIT:
@@ -137,7 +137,7 @@ def _of_two(rank: int) -> list[str]:
 
 def main() -> int:
     tests = Path(__file__).resolve().parent.parent / "tests"
-    sys.path[:0] = [str(tests), str(tests / "support")]  # whose ranks import conftest
+    sys.path[:0] = [str(tests), str(tests / "support")]  # the ranks import conftest from there
     from ranks import run_ranks
 
     found = run_ranks(RANKS, _of_two)

@@ -1,16 +1,16 @@
-"""What the kernel benchmarks share: a problem, its outputs checked, then timed or predicted.
+"""Shared parts of the kernel benchmarks: check a problem's outputs, then time or predict it.
 
 Each family (`kernels_attention.py`, `kernels_norm.py`, ...) has ``problems(scale)`` and calls
-`main` here. On a CUDA device every variant's outputs are compared first, with the float64 reference
-at scale "check" and with each other at "full"; then the variants are timed by events, in turn and
-in an order drawn anew each round, with L2 flushed before every call. What is reported is the median
-with p20 and p80, TFLOP/s and GB/s by `kernels/cost.py`, the share of the device's peak *measured in
-the same run* (a large matrix product, a large copy), and the ratio to every baseline, slower or
-faster.
+`main` here. On a CUDA device every variant's outputs are checked first, against the float64
+reference at scale "check" and against each other at "full". Then the variants are timed by events,
+in turn and in a new random order each round, with L2 flushed before every call. The report has the
+median with p20 and p80, TFLOP/s and GB/s by `kernels/cost.py`, the fraction of the device's peak
+*measured in the same run* (a large matrix product, a large copy), and the ratio to every baseline,
+slower or faster.
 
-With ``--dry``, and no GPU, our variants at scale "tiny" go through Triton's interpreter and are
+With ``--dry``, and no GPU, our variants at scale "tiny" run in Triton's interpreter and are
 compared with the reference; nothing is timed. The times in its table are PREDICTIONS for the full
-shapes: the roofline of the data sheet's peaks, a bound that no kernel undercuts, and no claim about
+shapes: the roofline of the data sheet's peaks. No kernel can be faster; they are no claim about
 ours.
 """
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-if "--dry" in sys.argv:  # read when a kernel is decorated, so before any import of one
+if "--dry" in sys.argv:  # Triton reads this when a kernel is decorated, so set it before imports
     os.environ["TRITON_INTERPRET"] = "1"
 
 import harness
@@ -41,7 +41,7 @@ from warpweave.kernels.runtime import tiles
 from warpweave.machine.tune.timing import CudaTimer, Timer, interleave
 
 OURS = "warpweave"
-REFUSALS = (RuntimeError, TypeError, ImportError, AttributeError)  # of a baseline that cannot run
+REFUSALS = (RuntimeError, TypeError, ImportError, AttributeError)  # a baseline cannot run
 Outputs = Sequence[Tensor]
 
 
@@ -51,9 +51,9 @@ class Problem:
 
     Attributes:
         name, shape: in words.
-        dtype: of the inputs.
+        dtype: the dtype of the inputs.
         cost: the least FLOPs and bytes.
-        inputs: makes fresh inputs on a device.
+        inputs: creates new inputs on a device.
         variants: "warpweave" and the baselines, by name: inputs -> outputs.
         truth: the reference: inputs of any dtype -> outputs.
         absent: baselines that cannot run here, with the reason.
@@ -71,9 +71,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Row:
-    """One variant of one problem; `ratios` says how many times as fast as each baseline it is.
+    """One variant of one problem; `ratios` has its speed relative to each baseline.
 
-    On a CPU the times are None and `predicted_us` holds the rooflines by target.
+    On a CPU the times are None and `predicted_us` has the rooflines by target.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Row:
     predicted_us: dict[str, float] = field(default_factory=dict)
 
     def words(self) -> str:
-        """The row's line of the table."""
+        """Return the row's line of the table."""
         start = f"{self.name:28} {self.variant:22} {self.dtype:8} "
         start += f"error {self.error:.1e}/{self.limit:.1e}"
         if self.ms is None:
@@ -107,19 +107,19 @@ class Row:
         )
 
     def more(self) -> str:
-        """What else was measured."""
+        """Return text about further measurements."""
         return ""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What problems are measured with.
+    """The device and the limits of the measurements.
 
     Attributes:
-        device, clock: where, and by what.
+        device, clock: the device, and the timer.
         peak: measured FLOP/s and bytes/s of the device.
         rounds: timed calls of each variant.
-        left: seconds until no more should be started.
+        left: seconds until no more problems should be started.
     """
 
     device: torch.device
@@ -134,24 +134,24 @@ Measured = tuple[list[Row], Mapping[str, str]]
 
 
 def wide(value: Any) -> Any:
-    """A floating tensor in float64; everything else as it is."""
+    """Return a floating-point tensor in float64; return everything else unchanged."""
     floating = isinstance(value, Tensor) and value.is_floating_point()
     return value.double() if floating else value
 
 
 def copied(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Inputs of their own for a variant that changes them in place."""
+    """Return separate copies of the inputs, for a variant that changes them in place."""
     return tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
 
 
 def check(
     problem: Problem, inputs: tuple[Any, ...], only: Sequence[str] = ()
 ) -> dict[str, tuple[float, float]]:
-    """Every variant's (or every one of `only`'s) error and its limit, or AssertionError.
+    """Return the error and limit of every variant (or of `only` these), or raise AssertionError.
 
     The error is the largest of an output over the output's largest element, against the float64
-    reference. The limit is twice the error that the reference itself has in this dtype, and one
-    rounding: the baselines have to keep it too.
+    reference. The limit is twice the error of the reference itself in this dtype, plus one
+    rounding; the baselines must also keep it.
     """
     expected = problem.truth(*copied(tuple(map(wide, inputs))))
     plain = problem.truth(*copied(inputs))
@@ -161,7 +161,7 @@ def check(
     for name in only or problem.variants:
         outputs = problem.variants[name](*copied(inputs))
         if len(outputs) != len(expected):
-            raise AssertionError(f"{problem.name}: {name} gives {len(outputs)} outputs")
+            raise AssertionError(f"{problem.name}: {name} returns {len(outputs)} outputs")
         error = max(map(harness.relative_error, outputs, expected))
         if not error <= limit:
             raise AssertionError(
@@ -172,8 +172,9 @@ def check(
 
 
 def agree(problem: Problem, inputs: tuple[Any, ...]) -> None:
-    """Every baseline's outputs are ours up to eight roundings (1e-4 at least: long sums), or
-    AssertionError: at the full shape, where the reference has no room."""
+    """Raise AssertionError unless every baseline's outputs equal ours up to eight roundings (at
+    least 1e-4, for long sums). This runs at the full shape, which is too large for the
+    reference."""
     limit = max(8 * torch.finfo(problem.dtype).eps, 1e-4)
     ours = problem.variants[OURS](*copied(inputs))
     for name, call in problem.variants.items():
@@ -187,7 +188,7 @@ def agree(problem: Problem, inputs: tuple[Any, ...]) -> None:
 
 
 def able(problem: Problem, inputs: tuple[Any, ...]) -> Problem:
-    """The problem without the baselines that torch refuses to run here; they become absent."""
+    """Return the problem without the baselines that torch refuses to run; they become absent."""
     variants, absent = dict(problem.variants), dict(problem.absent)
     for name, call in problem.variants.items():
         if name == OURS:
@@ -201,12 +202,12 @@ def able(problem: Problem, inputs: tuple[Any, ...]) -> Problem:
 
 
 def reason(error: Exception) -> str:
-    """Its first line."""
+    """Return the first line of an error."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def forward_backward(forward: Callable[..., Any], wanted: int) -> Callable[..., Outputs]:
-    """(*inputs, dy) -> (y, gradients of the first `wanted` inputs) of forward(*inputs) -> y."""
+    """Return (*inputs, dy) -> (y, gradients of the first `wanted` inputs), for forward -> y."""
 
     def run(*inputs: Any) -> Outputs:
         *values, dy = inputs
@@ -218,7 +219,7 @@ def forward_backward(forward: Callable[..., Any], wanted: int) -> Callable[..., 
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile of `function`, when it is first called: that imports a whole compiler."""
+    """Return `function` under torch.compile, compiled at its first call (a slow import)."""
     made: list[Callable[..., Any]] = []
 
     def run(*inputs: Any) -> Any:
@@ -230,7 +231,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def only_forward(forward: Callable[..., Any]) -> Callable[..., Outputs]:
-    """(*inputs) -> (forward(*inputs),)."""
+    """Return (*inputs) -> (forward(*inputs),)."""
     return lambda *inputs: (forward(*inputs),)
 
 
@@ -240,10 +241,10 @@ def both(
     variants: Mapping[str, Callable[..., Any]], truth: Callable[..., Any],
     absent: Mapping[str, str] | None = None,
 ) -> list[Problem]:  # fmt: skip
-    """A problem for the forward, and one for forward and backward together.
+    """Return a problem for the forward, and one for forward and backward together.
 
-    `inputs` ends with the output's gradient; `costs` are the forward's and the backward's; the
-    first `wanted` inputs get gradients.
+    `inputs` ends with the output's gradient. `costs` are those of the forward and of the backward.
+    The first `wanted` inputs get gradients.
     """
     return [
         Problem(
@@ -262,7 +263,7 @@ def both(
 
 
 def peaks(device: torch.device, clock: CudaTimer) -> tuple[float, float]:
-    """FLOP/s of a bfloat16 product of 8192 x 8192 and bytes/s of copying 1 GiB, measured."""
+    """Measure FLOP/s of a bfloat16 product of 8192 x 8192 and bytes/s of copying 1 GiB."""
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
     big = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     copy = torch.empty_like(big)
@@ -274,7 +275,7 @@ def rows(
     problem: Problem, errors: Mapping[str, tuple[float, float]],
     times: Mapping[str, Sequence[float]], peak: tuple[float, float],
 ) -> list[Row]:  # fmt: skip
-    """The measured rows of a problem: ours first, with its ratio to each baseline."""
+    """Return the measured rows of a problem: ours first, with its ratio to each baseline."""
     found = []
     for name, ms in times.items():
         median, low, high = harness._quantiles(ms)
@@ -299,7 +300,7 @@ def rows(
 
 
 def measure(small: Problem, problem: Problem, bench: Bench) -> Measured:
-    """Check every variant at both shapes, then time them at the second."""
+    """Check every variant at both shapes, then time it at the second."""
     torch.manual_seed(0)
     inputs = problem.inputs(bench.device)
     problem = able(problem, inputs)
@@ -310,11 +311,11 @@ def measure(small: Problem, problem: Problem, bench: Bench) -> Measured:
     return rows(problem, errors, times, bench.peak), problem.absent
 
 
-# ---------------------------------------------------------------- without one
+# ---------------------------------------------------------------- without a GPU
 
 
 def predictions(problem: Problem) -> dict[str, float]:
-    """Microseconds that no kernel undercuts, by target: the roofline of stated peaks."""
+    """Return the lower bound in microseconds by target: the roofline of the stated peaks."""
     found = {}
     for target in GATED:
         part = TARGETS[target]
@@ -340,12 +341,12 @@ def _dry(tiny: Problem, full: Problem) -> list[Row]:
 
 
 class Table:
-    """A family's report, shown and written as it grows: what ends the family leaves the rest.
+    """A family's report, printed and written as it grows, so that a crash keeps earlier rows.
 
     Args:
-        script, claim: of the family.
-        folder: where results go, if anywhere.
-        problems: all that should be measured.
+        script, claim: those of the family.
+        folder: the results folder, or None.
+        problems: all problems to measure.
     """
 
     def __init__(
@@ -357,14 +358,14 @@ class Table:
         self.rows: list[Row] = []
 
     def open(self, **header: Any) -> None:
-        """Say what is claimed; `header` describes the device."""
+        """Print the claim; `header` describes the device."""
         command = f"python benchmarks/{self.script}.py"
         self.header = harness.header(command=command, **header)
         dry = self.header["kind"] == "dry"
         print(f"to be tested on a GPU, not here: {self.claim}" if dry else self.claim, flush=True)
 
     def add(self, problem: Problem, rows: Sequence[Row], absent: Mapping[str, str]) -> None:
-        """A problem's rows, and who is absent from them."""
+        """Add a problem's rows, and the baselines that are absent from them."""
         self.left_out.remove(f"{problem.name} {problem.shape}")
         self.absent |= absent
         self.rows += rows
@@ -373,7 +374,7 @@ class Table:
         self._write()
 
     def finish(self) -> None:
-        """What is missing, and the line of JSON."""
+        """Print what is missing, and the line of JSON."""
         for name, why in self.absent.items():
             print(f"baseline left out: {name}: {why}")
         for name in self.left_out:
@@ -404,19 +405,19 @@ def main(
     arguments: list[str] | None = None,
     measure: Callable[[Problem, Problem, Bench], Measured] = measure,
 ) -> None:  # fmt: skip
-    """Run a family: check and time on the CUDA device, or with --dry check in the interpreter.
+    """Run a family: check and time it on the CUDA device, or with --dry check in the interpreter.
 
-    `measure` does the former, given a problem at scale "check" and at "full". Exits with one line
-    where there is no CUDA device and --dry was not given.
+    `measure` does the former, for a problem at scale "check" and at "full". Exits with one line if
+    there is no CUDA device and --dry was not given.
     """
     options = argparse.ArgumentParser(description=claim)
-    options.add_argument("--dry", action="store_true", help="no GPU: outputs only, in miniature")
-    options.add_argument("--only", default="", help="problems whose name contains this")
+    options.add_argument("--dry", action="store_true", help="no GPU: check tiny outputs only")
+    options.add_argument("--only", default="", help="only problems whose name contains this")
     options.add_argument("--rounds", type=int, default=30, help="timed calls of each variant")
-    options.add_argument("--seconds", type=float, default=1e9, help="start no problem after that")
-    options.add_argument("--results", type=Path, help="folder; by default benchmarks/results, and "
+    options.add_argument("--seconds", type=float, default=1e9, help="start no problem after this")
+    options.add_argument("--results", type=Path, help="folder; default: benchmarks/results, or "
                          "with --dry none")  # fmt: skip
-    options.add_argument("--tiles", type=Path, help="a table of `warpweave tune`")
+    options.add_argument("--tiles", type=Path, help="a table written by `warpweave tune`")
     given = options.parse_args(arguments)
     tiles.load(given.tiles)
     if not given.dry and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Attention, forward and backward, against torch's SDPA with its flash and its cuDNN backend."""
+"""Attention forward and backward, compared with torch's SDPA (flash and cuDNN backends)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BACKENDS = {
 
 
 def _shapes(scale: str) -> list[tuple[int, int, int, int, int, bool]]:
-    """B, S, H, Hkv, D, causal: 16k tokens each, as in the field's own figures."""
+    """Return B, S, H, Hkv, D, causal: 16k tokens each, as in published figures of the field."""
     if scale == "tiny":
         short = [(1, 37, 2, 2, 64, True), (1, 37, 2, 1, 128, True), (1, 37, 2, 2, 128, False)]
         return [*short, (1, 37, 2, 1, 128, True), (1, 29, 1, 1, 256, True)]
@@ -49,7 +49,7 @@ def _sdpa(backend: SDPBackend, causal: bool) -> Any:
 
 
 def problems(scale: str) -> list[Problem]:
-    """Forward, and forward and backward, of every shape."""
+    """Return forward, and forward with backward, for every shape."""
     found = []
     for B, S, H, kv, D, causal in _shapes(scale):
 
@@ -76,7 +76,7 @@ def problems(scale: str) -> list[Problem]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """See `kernel_harness.main`."""
+    """Run `kernel_harness.main`."""
     kernel_harness.main("kernels_attention", CLAIM, problems, arguments)
 
 

@@ -1,4 +1,4 @@
-"""Matrix products with an epilogue, and the fused MLP, against cuBLAS and torch.compile."""
+"""Matrix products with an epilogue, and the fused MLP, compared with cuBLAS and torch.compile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warpweave.kernels.cost import Cost
 from warpweave.kernels.gemm import fused_gemm
 from warpweave.kernels.mlp import gelu_mlp, swiglu_mlp
 
-CLAIM = "Epilogues cost nothing beside cuBLAS's product, and save the memory of intermediates."
+CLAIM = "Epilogues add nothing to the time of cuBLAS's product, and save the intermediates' memory."
 SIZES = {"tiny": (8, 16, 24), "check": (512, 512, 1024), "full": (8192, 4096, 14336)}
 
 
@@ -28,14 +28,14 @@ def _swiglu(x, up, down):
 
 
 def _mlp_cost(T: int, E: int, hidden: int, gated: bool) -> tuple[Cost, Cost]:
-    """Products, and each intermediate that is kept written once, read once."""
+    """Return the cost of the products; each saved intermediate is written once and read once."""
     up = cost.gemm(T, hidden * (2 if gated else 1), E)
     down = cost.gemm(T, E, hidden)
     return up + down, 2 * (up + down)
 
 
 def problems(scale: str) -> list[Problem]:
-    """A product with nothing to fuse, one with bias and GELU, and two MLPs."""
+    """Return a product with nothing to fuse, one with bias and GELU, and two MLPs."""
     T, E, hidden = SIZES[scale]
     half = torch.bfloat16
 
@@ -92,7 +92,7 @@ def problems(scale: str) -> list[Problem]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """See `kernel_harness.main`."""
+    """Run `kernel_harness.main`."""
     kernel_harness.main("kernels_gemm", CLAIM, problems, arguments)
 
 

@@ -1,4 +1,4 @@
-"""Cross entropy of logits, and of a linear head whose logits are never held."""
+"""Cross entropy of logits, and of a linear head without ever storing its logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warpweave.kernels import cost, reference
 from warpweave.kernels.cross_entropy import cross_entropy
 from warpweave.kernels.linear_cross_entropy import linear_cross_entropy
 
-CLAIM = "Cross entropy reads its logits once each way; with the head fused they are never held."
+CLAIM = "Cross entropy reads its logits once each way; with the head fused they are never stored."
 SIZES = {"tiny": (5, 97, 16), "check": (256, 4099, 512), "full": (8192, 128256, 4096)}
 ABSENT = {
     "F.linear_cross_entropy": "this torch does not have it",
@@ -34,7 +34,7 @@ def _head(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.
 
 
 def _head_baselines() -> dict[str, Any]:
-    """torch's chunked op where there is one, Liger's where it is installed."""
+    """Return torch's chunked op if it exists, and Liger's if it is installed."""
     found: dict[str, Any] = {
         "torch": _head,
         "torch.compile": kernel_harness.compiled(_head),
@@ -52,7 +52,7 @@ def _head_baselines() -> dict[str, Any]:
 
 
 def problems(scale: str) -> list[Problem]:
-    """The two ops, forward, and forward and backward."""
+    """Return both ops, forward, and forward with backward."""
     T, V, E = SIZES[scale]
     half = torch.bfloat16
 
@@ -91,7 +91,7 @@ def problems(scale: str) -> list[Problem]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """See `kernel_harness.main`."""
+    """Run `kernel_harness.main`."""
     kernel_harness.main("kernels_loss", CLAIM, problems, arguments)
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm with a fused residual add, and rotary embedding: bound by memory."""
+"""RMSNorm and LayerNorm with a fused residual add, and rotary embedding: memory-bound."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def _rope(scale: str) -> list[Problem]:
 
 
 def problems(scale: str) -> list[Problem]:
-    """Both norms, with and without a residual, and RoPE."""
+    """Return both norms, with and without a residual, and RoPE."""
     norms = [_norm(scale, layer, residual) for layer in (False, True) for residual in (False, True)]
     return [problem for found in (*norms, _rope(scale)) for problem in found]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """See `kernel_harness.main`."""
+    """Run `kernel_harness.main`."""
     kernel_harness.main("kernels_norm", CLAIM, problems, arguments)
 
 

@@ -1,4 +1,4 @@
-"""AdamW over one flat shard, with the low-precision copy, against torch's fused one."""
+"""AdamW over one flat shard, with the low-precision copy, compared with torch's fused AdamW."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernel_harness import OURS, Problem
 from warpweave.kernels import cost, reference
 from warpweave.kernels.adamw import adamw_step, sum_of_squares
 
-CLAIM = "One pass over master, gradient and moments writes the weights' copy too."
+CLAIM = "One pass over master, gradient and moments also writes the weights' copy."
 SIZES = {"tiny": 1003, "check": 1_000_003, "full": 2**28}
 RATES = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -33,11 +33,11 @@ def _torch(master, grad, m, v, param) -> tuple[torch.Tensor, ...]:
 
 def _truth(master, grad, m, v, param) -> tuple[torch.Tensor, ...]:
     master, m, v = reference.adamw_step(master, grad, m, v, step=1, **RATES)
-    return master, m, v, torch.ones_like(master)  # the copy is the master, rounded
+    return master, m, v, torch.ones_like(master)  # the copy is the rounded master
 
 
 def problems(scale: str) -> list[Problem]:
-    """A step, and the sum of squares that clipping needs."""
+    """Return a step, and the sum of squares that clipping needs."""
     n = SIZES[scale]
 
     def state(device: torch.device) -> tuple[Any, ...]:
@@ -68,7 +68,7 @@ def problems(scale: str) -> list[Problem]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """See `kernel_harness.main`."""
+    """Run `kernel_harness.main`."""
     kernel_harness.main("kernels_optimizer", CLAIM, problems, arguments)
 
 

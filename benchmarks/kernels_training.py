@@ -1,14 +1,13 @@
 """A whole training step, forward to update, of GPT-2 124M and Llama-1B on one device.
 
-Ours is `Engine.step`, what the trainer runs: bfloat16 parameters with float32 masters. The
+Ours is `Engine.step`, which the trainer runs: bfloat16 parameters with float32 masters. The
 baselines compute the same with the same precisions (`step_baselines`): plain torch, compiled as a
 whole as in nanoGPT, and transformers with Liger's kernels (pip install transformers liger-kernel),
-or alone where Liger is not installed.
+or without them if Liger is not installed.
 
-Before anything is timed, a shallow model's loss and every gradient are compared with plain torch in
-float64, and at the full size the loss and the gradient norm of the first step and the losses of
-those that follow. Compilers take a minute for each model the first time; they find their caches
-when the command runs again.
+Before timing, a shallow model's loss and every gradient are compared with plain torch in float64.
+At the full size, the loss and the gradient norm of the first step and the losses of the following
+steps are compared. Compilation takes a minute per model the first time; later runs use the caches.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from warpweave.parallel.mesh import single
 CLAIM = (
     "A bfloat16 training step is at least 1.15 times as fast as torch.compile's and transformers' "
     "with Liger. MFU = 3 tokens (2 weights + 2 layers S heads head_dim) / (seconds x peak FLOP/s): "
-    "weights are those that multiply, attention is causal."
+    "only weights of matrix products count, and attention is causal."
 )
 COMPILED = "torch.compile model"
 MODELS = {"GPT-2 124M": (PRESETS["gpt2"], 16), "Llama-1B": (PRESETS["llama-1b"], 1)}
 STEPS = 4  # compared, all on the same tokens
-# On a CPU, at width 128, ours and both baselines differ by 5e-6, 4e-4 and 2e-5. Attention that is
-# not causal changes the loss by 3e-4 at least, twice the learning rate the next one by 5e-3.
+# On a CPU, at width 128, ours and both baselines differ by 5e-6, 4e-4 and 2e-5. Non-causal
+# attention changes the loss by at least 3e-4; doubling the learning rate changes the next by 5e-3.
 LOSS_LIMIT, NORM_LIMIT, LATER_LIMIT = 2e-4, 1e-2, 2e-3
 
 
@@ -51,7 +50,7 @@ class Model(Protocol):
     """A model under training."""
 
     def step(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """One training step on tokens[B, S]: the loss before it, and the gradients' norm."""
+        """Train one step on tokens[B, S]; return the loss before it and the gradients' norm."""
 
 
 class Ours:
@@ -76,12 +75,12 @@ class Ours:
         return ours
 
     def step(self, tokens: Tensor, lr: float | None = LR) -> tuple[Tensor, Tensor]:
-        """One training step; without `lr` the gradients stay and nothing else changes."""
+        """Run one training step; without `lr` keep the gradients and change nothing else."""
         result = self.engine.step(tokens[None], shifted(tokens)[None], self.ids, lr=lr)
         return result.loss, result.norm
 
     def gradients(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its gradients, as the plain model has them."""
+        """Return the loss and its gradients, in the plain model's format."""
         loss, _ = self.step(tokens, lr=None)
         found = {record.name: tensor for record, tensor, _ in self.engine.read("grad")}
         return loss, {name: g[order(name, self.config)] for name, g in found.items()}
@@ -89,11 +88,11 @@ class Ours:
 
 @dataclass(frozen=True, kw_only=True)
 class StepProblem(Problem):
-    """A training step; inputs are tokens and weights, outputs the loss and its gradients.
+    """A training step; inputs are tokens and weights, outputs are the loss and its gradients.
 
     Attributes:
-        config, batch: the model and the sequences of a step.
-        makers: every variant's model, made of weights.
+        config, batch: the model and the number of sequences per step.
+        makers: a function per variant that makes its model from weights.
     """
 
     config: GPTConfig
@@ -106,9 +105,9 @@ class StepRow(Row):
     """A measured step.
 
     Attributes:
-        tokens_per_s: at the median.
-        peak_gib: memory, its own state included.
-        mfu: by which peak -> model FLOP/s over it; the data sheet's where the device is known.
+        tokens_per_s: at the median time.
+        peak_gib: peak memory, including the model's own state.
+        mfu: peak's name -> model FLOP/s over it; also for the data sheet's if the device is known.
     """
 
     tokens_per_s: float
@@ -125,7 +124,7 @@ class StepRow(Row):
 
 
 def scaled(config: GPTConfig, batch: int, scale: str) -> tuple[GPTConfig, int]:
-    """A model and its micro-batch: as they are, shallow and short, or small in every way."""
+    """Return a model and its micro-batch: unchanged, shallow and short, or small in every way."""
     if scale == "full":
         return config, batch
     if scale == "check":
@@ -137,21 +136,21 @@ def scaled(config: GPTConfig, batch: int, scale: str) -> tuple[GPTConfig, int]:
 
 
 def shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape."""
+    """Return every parameter's shape."""
     return {n: tuple(p.shape) for n, p in GPT(config, device="meta").named_parameters()}
 
 
 def drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A weight with nothing at its initial value, so that a bias in the wrong place shows."""
+    """Draw a weight with no element at its initial value, so that a misplaced bias shows."""
     noise = torch.randn(shape, device=device, dtype=dtype) * 0.02
     return noise + 1 if len(shape) == 1 and name.endswith(".weight") else noise
 
 
 def least(config: GPTConfig, batch: int) -> cost.Cost:
-    """Model FLOPs, and the bytes that pass however well a step is fused.
+    """Return the model FLOPs, and the bytes that even a perfectly fused step must move.
 
-    Those of the parameters: both directions read them, gradients are written once, AdamW reads and
-    writes its state.
+    These are the parameters' bytes: both directions read them, gradients are written once, and
+    AdamW reads and writes its state.
     """
     count = sum(torch.Size(shape).numel() for shape in shapes(config).values())
     moved = 2 * 2 * count + 4 * count + cost.adamw(count, param_size=2).bytes
@@ -159,7 +158,7 @@ def least(config: GPTConfig, batch: int) -> cost.Cost:
 
 
 def makers(config: GPTConfig, batch: int, impl: str | None) -> dict[str, Callable[..., Model]]:
-    """Our model and every baseline that is installed, of weights."""
+    """Return functions that make our model and every installed baseline from weights."""
     found: dict[str, Callable[..., Model]] = {
         OURS: lambda weights: Ours(weights, config, batch, impl),
         COMPILED: lambda weights: Plain(weights, config),
@@ -172,7 +171,7 @@ def makers(config: GPTConfig, batch: int, impl: str | None) -> dict[str, Callabl
 
 
 def problem(title: str, scale: str) -> StepProblem:
-    """One model's step at one scale."""
+    """Return one model's step at one scale."""
     config, batch = scaled(*MODELS[title], scale)
     dtype = torch.float32 if scale == "tiny" else torch.bfloat16
     names = shapes(config)
@@ -207,7 +206,7 @@ def problem(title: str, scale: str) -> StepProblem:
 
 
 def problems(scale: str) -> list[Problem]:
-    """GPT-2's step and Llama's."""
+    """Return GPT-2's step and Llama's."""
     return [problem(title, scale) for title in MODELS]
 
 
@@ -219,9 +218,9 @@ class Trial:
     """A model after STEPS steps on the same tokens.
 
     Attributes:
-        model: it.
-        losses, norm: of every step; the first's gradients.
-        peak_gib: memory that it took, its own state included; None on a CPU.
+        model: the model.
+        losses, norm: the losses of every step; the norm of the first step's gradients.
+        peak_gib: peak memory, including the model's own state; None on a CPU.
     """
 
     model: Model
@@ -231,7 +230,7 @@ class Trial:
 
 
 def attempt(make: Callable[[Weights], Model], weights: Weights, tokens: Tensor) -> Trial:
-    """Make a model and train it a little."""
+    """Make a model and train it for STEPS steps."""
     on_gpu = tokens.is_cuda
     before = torch.cuda.memory_allocated() if on_gpu else 0
     model = make(weights)
@@ -244,7 +243,7 @@ def attempt(make: Callable[[Weights], Model], weights: Weights, tokens: Tensor) 
 
 
 def compare(name: str, theirs: Trial, ours: Trial) -> tuple[float, float]:
-    """The relative error that is nearest to its limit, and that limit; or AssertionError."""
+    """Return the relative error closest to its limit, and that limit, or raise AssertionError."""
     pairs = {"gradient norm": (theirs.norm, ours.norm, NORM_LIMIT)}
     for i, (a, b) in enumerate(zip(theirs.losses, ours.losses, strict=True)):
         pairs[f"loss of step {i}"] = (a, b, LATER_LIMIT if i else LOSS_LIMIT)
@@ -256,7 +255,7 @@ def compare(name: str, theirs: Trial, ours: Trial) -> tuple[float, float]:
 
 
 def attempts(problem: StepProblem, bench: Bench) -> tuple[Tensor, dict[str, Trial], dict[str, str]]:
-    """The tokens, every variant that could be trained on them, and why others could not."""
+    """Return the tokens, every variant that could train on them, and why others could not."""
     tokens, *weights = problem.inputs(bench.device)
     named = dict(zip(shapes(problem.config), weights, strict=True))
     trials: dict[str, Trial] = {}
@@ -276,7 +275,7 @@ def attempts(problem: StepProblem, bench: Bench) -> tuple[Tensor, dict[str, Tria
 
 
 def free() -> None:
-    """Give the memory of what is gone back."""
+    """Release unused memory."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -284,9 +283,10 @@ def free() -> None:
 def timed(
     problem: StepProblem, tokens: Tensor, trials: dict[str, Trial], bench: Bench
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Milliseconds of every model's step in every round, and who found no memory beside the others.
+    """Return each model's milliseconds per step and round, and the models that ran out of memory
+    next to the others.
 
-    As many of the bench's rounds as there is time for, and five at least.
+    Runs as many of the bench's rounds as there is time for, but at least five.
     """
     calls = {name: lambda t=trial: t.model.step(tokens) for name, trial in trials.items()}
     once: dict[str, float] = {}
@@ -304,7 +304,7 @@ def timed(
 
 
 def step_row(row: Row, problem: StepProblem, trial: Trial, bench: Bench) -> StepRow:
-    """With what a step is judged by: tokens/s, memory, MFU."""
+    """Add the step's figures: tokens/s, memory and MFU."""
     rate = 1000 / row.ms
     device = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else ""
     by, stated = {"measured peak": bench.peak[0]}, find_device(device)
@@ -319,7 +319,7 @@ def step_row(row: Row, problem: StepProblem, trial: Trial, bench: Bench) -> Step
 
 
 def measure(small: Problem, problem: Problem, bench: Bench) -> Measured:
-    """Gradients of the shallow model, losses of the full one, then whole steps in turn."""
+    """Check the shallow model's gradients and the full one's losses, then time whole steps."""
     free()
     torch.manual_seed(0)
     inputs = small.inputs(bench.device)
@@ -345,7 +345,7 @@ def measure(small: Problem, problem: Problem, bench: Bench) -> Measured:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """See `kernel_harness.main`."""
+    """Run `kernel_harness.main`."""
     kernel_harness.main("kernels_training", CLAIM, problems, arguments, measure)
 
 

@@ -1,14 +1,14 @@
-"""Loss against bytes sent: data parallelism, local SGD, DiLoCo and streaming DiLoCo.
+"""Loss versus bytes sent: data parallelism, local SGD, DiLoCo and streaming DiLoCo.
 
-Four gloo ranks, each a replica on samples of its own, train a small GPT on the source text of
-Python's standard library from the same weights with the same inner AdamW. Data parallelism
-all-reduces the gradients in every step; the others all-reduce the weights every n. Bytes are those
-of the tensors that a rank gives to all-reduces over the axis of the replicas, as they are counted
-at the call; the few numbers of every step that go over all ranks are not among them. A point is the
-validation loss of the weights that replicas have in common. Nothing is timed: on one machine a byte
+Four gloo ranks, each a replica with its own samples, train a small GPT on the source text of
+Python's standard library, from the same weights with the same inner AdamW. Data parallelism
+all-reduces the gradients in every step; the other methods all-reduce the weights every n steps.
+Bytes are those of the tensors that a rank passes to all-reduces over the replicas' axis, counted at
+the call. The few numbers per step that are reduced over all ranks are not counted. A point is the
+validation loss of the weights that the replicas share. Nothing is timed: on one machine a byte
 costs next to nothing.
 
-The inner optimizer's settings are data parallelism's, the outer ones the papers' and not tuned.
+The inner optimizer has data parallelism's settings, the outer ones those of the papers, untuned.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.mesh import Mesh
 
 CLAIM = (
-    "Replicas that meet every n steps come near data parallelism's loss with 1 / n of its bytes."
+    "Replicas that average every n steps come close to data parallelism's loss at 1 / n its bytes."
 )
 SCRIPT = "local_steps"
 LR, SEED = 2e-3, 0
-FEW = 64  # numbers of losses, norm and valid tokens, at the most
+FEW = 64  # upper limit on the numbers of losses, norm and valid tokens in a message
 
 
 class Sizes(NamedTuple):
-    """Of a run."""
+    """The sizes of a run."""
 
     config: GPTConfig
     ranks: int
@@ -51,7 +51,7 @@ FULL = Sizes(GPTConfig(256, 64, 2, 64, 4), 4, 4, 400, 20)
 
 
 def rules(every: int, steps: int) -> dict[str, OuterRule | None]:
-    """The ways to meet; None in every step, by gradients."""
+    """Return the ways to combine replicas; None sums gradients in every step."""
     return {
         "data parallel": None,
         "local SGD": OuterRule(every, lr=1.0, momentum=0.0),
@@ -62,7 +62,7 @@ def rules(every: int, steps: int) -> dict[str, OuterRule | None]:
 
 
 def _train(name: str, sizes: Sizes) -> list[dict[str, float]]:
-    """Train one way; bytes of a rank, the most in a step, and validation loss along the run."""
+    """Train one way; return bytes per rank, the most in a step, and validation loss over time."""
     config, ranks, batch, steps, every = sizes
     rule = rules(every, steps)[name]
     mesh = (Mesh(dp=ranks) if rule is None else Mesh(outer=ranks)).connect()
@@ -104,14 +104,14 @@ def _train(name: str, sizes: Sizes) -> list[dict[str, float]]:
 
 
 def measure(sizes: Sizes) -> dict[str, list[dict[str, float]]]:
-    """Every way on these ranks."""
+    """Train every way on these ranks."""
     return {name: _train(name, sizes) for name in rules(sizes.every, sizes.steps)}
 
 
 def table(curves: dict[str, list[dict[str, float]]]) -> str:
-    """The last point of each way: bytes, as a part of data parallelism's too, and loss."""
+    """Format the last point of each way: bytes, also relative to data parallelism's, and loss."""
     whole = curves["data parallel"][-1]["bytes"]
-    lines = [f"{'':18} {'MB per rank':>12} {'of all':>8} {'most a step':>12} {'val loss':>9}"]
+    lines = [f"{'':18} {'MB per rank':>12} {'of DP':>8} {'most a step':>12} {'val loss':>9}"]
     for name, points in curves.items():
         last = points[-1]
         part, most, loss = last["bytes"] / whole, last["most"] / 1e6, last["val_loss"]
@@ -120,7 +120,7 @@ def table(curves: dict[str, list[dict[str, float]]]) -> str:
 
 
 def draw(curves: dict[str, list[dict[str, float]]], path: Path) -> None:
-    """Loss against bytes, and against steps."""
+    """Plot loss over bytes, and over steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -146,7 +146,7 @@ def draw(curves: dict[str, list[dict[str, float]]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The benchmark."""
+    """Run the benchmark."""
     options = parser(CLAIM).parse_args(argv)
     sizes = QUICK if options.quick else FULL
     report = {"script": SCRIPT, "claim": CLAIM, "header": header(ranks=sizes.ranks)}

@@ -1,13 +1,13 @@
-"""Steps to the same validation loss: Muon against AdamW on a toy GPT, each at its best rate.
+"""Steps to the same validation loss: Muon versus AdamW on a toy GPT, each at its best rate.
 
     python benchmarks/muon.py            # minutes; the table, a plot, benchmarks/results/<kind>
-    python benchmarks/muon.py --quick    # seconds: that it runs
+    python benchmarks/muon.py --quick    # seconds: only checks that it runs
 
-A GPT of two blocks reads the source of Python's standard library by bytes, the same samples in the
-same order for every run, with a constant rate after ten steps of warm-up. Both rules have the same
+A GPT of two blocks reads the source of Python's standard library as bytes. Every run has the same
+samples in the same order, with a constant rate after ten steps of warm-up. Both rules have the same
 grid of rates, weight decay and clip; Muon has Moonlight's scale, and the same AdamW for embeddings,
-norms and biases. The loss to reach is the lowest that AdamW has at any rate. A step's time is not
-compared: on a CPU of a toy it says nothing about Newton-Schulz on a GPU.
+norms and biases. The target is AdamW's lowest loss at any rate. Step times are not compared: those
+of a toy on a CPU say nothing about Newton-Schulz on a GPU.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from warpweave.model.engine import Engine
 from warpweave.parallel.data.optimizer import AdamW, Muon, Rule
 from warpweave.parallel.mesh import single
 
-CLAIM = "Muon reaches the lowest validation loss of AdamW in fewer steps, on a toy."
+CLAIM = "Muon reaches AdamW's lowest validation loss in fewer steps, on a toy model."
 WARMUP, BATCH, EVERY, DECAY = 10, 8, 10, 0.1
 RULES: dict[str, Rule] = {"adamw": AdamW(weight_decay=DECAY), "muon": Muon(weight_decay=DECAY)}
 
 
 def curve(rule: Rule, lr: float, steps: int, data: tuple[Dataset, Dataset]) -> list[float]:
-    """The validation loss after every EVERY steps."""
+    """Return the validation loss after every EVERY steps."""
     train, validation = data
     config = GPTConfig(256, train.seq_len, layers=2, width=64, heads=4)
     engine = Engine(config, single(), ParallelPlan(), micro_batch_size=BATCH, rule=rule)
@@ -47,12 +47,12 @@ def curve(rule: Rule, lr: float, steps: int, data: tuple[Dataset, Dataset]) -> l
 
 
 def steps_to(losses: list[float], target: float) -> int | None:
-    """The first step after which the loss is `target` at most; None if there is none."""
+    """Return the first step after which the loss is at most `target`; None if there is none."""
     return next((EVERY * (i + 1) for i, loss in enumerate(losses) if loss <= target), None)
 
 
 def plot(curves: dict[str, dict[float, list[float]]], target: float, path: Path) -> None:
-    """Every curve, each rule's best one bold, as SVG."""
+    """Plot every curve as SVG, with each rule's best one in bold."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -73,7 +73,7 @@ def plot(curves: dict[str, dict[float, list[float]]], target: float, path: Path)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The benchmark."""
+    """Run the benchmark."""
     options = parser(CLAIM).parse_args(argv)
     torch.set_num_threads(1)
     steps, length = (20, 16) if options.quick else (120, 32)
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
          "steps": steps_to(losses, target), "losses": [round(x, 4) for x in losses]}
         for name, found in curves.items() for lr, losses in found.items()
     ]  # fmt: skip
-    print(f"steps to the lowest validation loss of AdamW, {target:.4f}, in {steps} steps")
+    print(f"steps to AdamW's lowest validation loss, {target:.4f}, in {steps} steps")
     print(f"{'optimizer':9} {'lr':>6} {'lowest':>7} {'steps':>5}")
     for row in rows:
         print("{optimizer:9} {lr:6g} {lowest:7.4f} {steps!s:>5}".format(**row))

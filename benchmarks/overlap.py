@@ -1,14 +1,15 @@
-"""Overlapped products against cuBLAS and NCCL, and which `overlap` of a layer is fastest here.
+"""Overlapped products compared with cuBLAS and NCCL, and the fastest `overlap` of a layer here.
 
     python benchmarks/overlap.py                                  # one GPU, or none
     torchrun --nproc-per-node 8 benchmarks/overlap.py             # several, over NVLink
 
-On one GPU virtual ranks share it: the product within the overlapped kernels, with all copies and
-sums at the speed of its memory, against as many products of cuBLAS. On several the whole operation,
-against cuBLAS and then NCCL (or NCCL first), and torch's own fused operators where they run; then a
-linear layer's forward and backward for each word of `overlap`, and a line that says which was
-fastest. Without a GPU such layers on two gloo ranks, but for "fused": its kernels run in an
-interpreter there, whose time says nothing. Every output is compared before anything is timed.
+On one GPU virtual ranks share it: the product in the overlapped kernels, with all copies and sums
+at the speed of its memory, is compared with as many products of cuBLAS. On several GPUs the whole
+operation is compared with cuBLAS and then NCCL (or NCCL first), and with torch's own fused
+operators if they run. Then a linear layer runs forward and backward for each value of `overlap`,
+and a line names the fastest. Without a GPU such layers run on two gloo ranks, except for "fused":
+its kernels would run in an interpreter, whose time says nothing. Every output is compared before
+timing starts.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linear
 from warpweave.parallel.words import Overlap
 
-CLAIM = "Products that hide messages keep 0.95 of cuBLAS, and take less than cuBLAS and NCCL."
+CLAIM = "Products that hide messages keep 0.95 of cuBLAS, and take less time than cuBLAS and NCCL."
 WANTED = 0.95
 HALF = torch.bfloat16
 MODELS = {"8B": (4096, 14336), "70B": (8192, 28672)}  # width and hidden units, of Llama 3
@@ -60,8 +61,8 @@ Calls = Mapping[str, Callable[[], Any]]
 
 
 class Product(NamedTuple):
-    """What one rank multiplies, a[M, K] b[K, N], and what its group of `ranks` moves for it: all
-    ranks' rows of a before ("gather"), terms of the result after ("scatter" or "reduce")."""
+    """A rank's product, a[M, K] b[K, N], and what its group of `ranks` moves for it: all ranks'
+    rows of a before ("gather"), or terms of the result after ("scatter" or "reduce")."""
 
     M: int
     N: int
@@ -75,12 +76,12 @@ class Product(NamedTuple):
 
 @dataclass
 class OverlapReport(Report):
-    """Also what is missing, what is slow, and which words of `overlap` were fastest.
+    """A report that also has what is missing, what is slow, and the fastest values of `overlap`.
 
     Attributes:
-        absent: baselines that cannot run here, and why.
-        slow: rows below what is wanted.
-        fastest: per product of a layer the word of least time, and its gain over "none".
+        absent: baselines that cannot run here, with the reason.
+        slow: rows below the wanted ratio.
+        fastest: per product of a layer, the fastest value and its gain over "none".
     """
 
     absent: dict[str, str] = field(default_factory=dict)
@@ -88,7 +89,7 @@ class OverlapReport(Report):
     fastest: list[str] = field(default_factory=list)
 
     def compare(self, times: Mapping[str, list[float]], product: Product, wanted: float) -> None:
-        """Rows of ours and every baseline."""
+        """Add rows for ours and every baseline."""
         baselines = [name for name in times if name != "warpweave"]
         self.add(times, baselines, shape=str(product), dtype="bfloat16", tokens=product.M)
         self.slow += [
@@ -100,14 +101,14 @@ class OverlapReport(Report):
         ]
 
     def choose(self, times: Mapping[str, list[float]], product: Product, dtype: str) -> None:
-        """A row for every word of `overlap`, and the word of the fastest."""
+        """Add a row for every value of `overlap`, and record the fastest."""
         self.add(times, ["none"], shape=f"layer {product}", dtype=dtype, tokens=product.M)
         best = min(self.rows[-len(times) :], key=lambda row: row.ms)
         gain = f", {best.ratios['none'].median:.2f} x none" if best.ratios else ""
         self.fastest.append(f"{product}: overlap={best.name!r} is fastest{gain}")
 
     def finish(self, folder: Path | None) -> None:
-        """What is slow and what is fastest, the table, the line of JSON."""
+        """Print what is slow and what is fastest, the table, and the line of JSON."""
         for line in (*self.slow, *self.fastest):
             print(line)
         super().finish(folder)
@@ -116,8 +117,8 @@ class OverlapReport(Report):
 def products(
     ranks: int, models: Mapping[str, tuple[int, int]] = MODELS, rows: tuple[int, ...] = ROWS
 ) -> Iterator[Product]:
-    """The two products of a feed-forward layer: up from gathered rows, down to scattered or reduced
-    ones."""
+    """Yield the two products of a feed-forward layer: up from gathered rows, down to scattered or
+    reduced ones."""
     for width, hidden in models.values():
         for M in rows:
             for moves in get_args(Moves):
@@ -128,7 +129,7 @@ def products(
 
 
 def draw(product: Product, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """a and b of a rank: a is its shard where rows are gathered."""
+    """Draw a and b of a rank; a is its shard if rows are gathered."""
     generator = torch.Generator(device).manual_seed(rank)
     rows = product.M // product.ranks if product.moves == "gather" else product.M
 
@@ -139,7 +140,7 @@ def draw(product: Product, rank: int, device: torch.device) -> tuple[Tensor, Ten
 
 
 def rows_of(product: Product, rank: int) -> slice:
-    """Which rows of the result a rank has."""
+    """Return the rows of the result that a rank has."""
     S = product.M // product.ranks
     return slice(rank * S, (rank + 1) * S) if product.moves == "scatter" else slice(None)
 
@@ -148,7 +149,7 @@ def rows_of(product: Product, rank: int) -> slice:
 
 
 def virtual_ranks(product: Product, device: torch.device, report: OverlapReport) -> Calls:
-    """Ours on as many virtual ranks, and as many products of cuBLAS, after a comparison."""
+    """Check, then return ours on as many virtual ranks, and as many products of cuBLAS."""
     drawn = [draw(product, rank, device) for rank in range(product.ranks)]
     memories = local_memory(
         product.ranks, slots=-(-product.M // 16) * -(-product.N // 32), device=device,
@@ -177,13 +178,13 @@ def virtual_ranks(product: Product, device: torch.device, report: OverlapReport)
     return {"warpweave": ours, "cuBLAS": cublas}
 
 
-# ---------------------------------------------------------------- several
+# ---------------------------------------------------------------- several devices
 
 
 def real_ranks(
     product: Product, device: torch.device, workspace: Workspace, report: OverlapReport
 ) -> Calls:
-    """Ours, NCCL and cuBLAS, and torch's fused operator if it runs, after a comparison."""
+    """Check, then return ours, cuBLAS with NCCL, and torch's fused operator if it runs."""
     group = dist.group.WORLD
     rank, S = dist.get_rank(), product.M // product.ranks
     a, b = draw(product, rank, device)
@@ -216,7 +217,7 @@ def real_ranks(
         return ops.fused_matmul_reduce_scatter(a, b, "sum", 0, group.group_name)
 
     calls = {"warpweave": ours, "cuBLAS + NCCL": theirs}
-    if product.moves != "reduce":  # torch has none
+    if product.moves != "reduce":  # torch has no such operator
         try:
             fused()
             calls["torch fused"] = fused
@@ -228,7 +229,7 @@ def real_ranks(
 
 
 def waited_for(call: Callable[[], Any]) -> Callable[[], None]:
-    """The call, until the device has done it."""
+    """Return the call, followed by waiting for the device."""
 
     def run() -> None:
         call()
@@ -238,13 +239,13 @@ def waited_for(call: Callable[[], Any]) -> Callable[[], None]:
     return run
 
 
-# ---------------------------------------------------------------- the words of a layer
+# ---------------------------------------------------------------- the `overlap` of a layer
 
 
 def layer_calls(
     product: Product, words: tuple[str, ...], device: torch.device, workspace: Workspace | None
 ) -> tuple[dict[str, Callable[[], list[Tensor]]], torch.dtype]:
-    """A linear layer of this product, forward and backward, for each word: y, dx and dW."""
+    """Return a linear layer of this product, forward and backward, per value: y, dx and dW."""
     group = dist.group.WORLD
     x, b = draw(product, dist.get_rank(), device)
     x, weight = (t if device.type == "cuda" else t.float() for t in (x, b.t().contiguous()))
@@ -263,7 +264,7 @@ def layer_calls(
 def compare_words(
     report: OverlapReport, quick: bool, rounds: int, device: torch.device
 ) -> OverlapReport:
-    """On every rank: rows of the layers of all products, after a comparison with "none"."""
+    """Check all products' layers against "none", then add their rows; every rank calls this."""
     gpu = device.type == "cuda"
     words = tuple(word for word in get_args(Overlap) if gpu or word != "fused")
     models, rows = (MODELS, ROWS) if gpu else (CPU_MODELS, CPU_ROWS)
@@ -288,7 +289,7 @@ def compare_words(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure what can be measured on the GPUs, or the CPU, that there are."""
+    """Measure what the available GPUs (or CPU) can run."""
     options = parser(CLAIM).parse_args(arguments)
     sizes = (TINY, TINY_ROWS) if options.quick else (MODELS, ROWS)
     rounds = options.rounds or (2 if options.quick else 30)

@@ -1,21 +1,21 @@
-"""What overlap="chunked" hides: messages and matrix products of an MLP on two gloo ranks, in time.
+"""Timelines of what overlap="chunked" hides: messages and products of an MLP on two gloo ranks.
 
-Forward and backward of `parallel_mlp` with sequence parallelism run once with every collective
-waited for at once ("none") and once with messages under pieces of the products. Each rank records
+`parallel_mlp` with sequence parallelism runs forward and backward, once waiting for every
+collective at once ("none") and once with messages behind pieces of the products. Each rank records
 
     computation  when torch's operators run, by a dispatch mode around them; products among these
-    messages     when something is under way, from the post to its completion
+    messages     when something is in flight, from the post to its completion
 
-gloo's messages between two ranks have no future, no callback and no test for completion: waiting is
-the only way to learn of it. So a thread per message does nothing but wait for it, outside Python's
-lock, and notes the time; whoever needs the message waits for that thread. What is hidden is the
-part of the time with a message under way in which the same rank computes; how much of it products
-alone hide is said beside it.
+gloo's messages between two ranks have no future, no callback and no test for completion: only
+waiting tells when they complete. So each message has a thread that waits for it, without Python's
+lock, and records the time; code that needs the message waits for that thread. The hidden part is
+the part of the time with a message in flight in which the same rank computes. The report also
+has how much of it the products alone hide.
 
-The hidden width is chosen when it runs: where the blocking twin computes as long as it has messages
-under way. There everything could be hidden, and nothing has room to spare. The messages of ranks on
-one machine cost the CPU time that products need as well, so hiding them saves less time here than
-on a network, which moves bytes by itself.
+The hidden width is chosen at run time, so that the blocking twin computes for as long as it has
+messages in flight. Then everything could be hidden, with no room to spare. On one machine, ranks'
+messages take CPU time that the products also need, so hiding them saves less time here than on a
+network, which moves bytes by itself.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PRODUCTS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
 }  # fmt: skip
-STEP, MOST = 16, 64  # hidden units of a rank: multiples of STEP, MOST of them at most
+STEP, MOST = 16, 64  # hidden units per rank: at most MOST multiples of STEP
 
 Interval = tuple[float, float]
 
@@ -71,7 +71,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points of time as disjoint intervals, in order."""
+    """Return the same points of time as disjoint intervals, in order."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -82,13 +82,13 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def both(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """The time that is in `a` and in `b`."""
+    """Return the time that is both in `a` and in `b`."""
     pairs = [(max(s, t), min(e, f)) for s, e in union(a) for t, f in union(b)]
     return [(start, end) for start, end in pairs if start < end]
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """How much time is in any of them."""
+    """Return the time that any of the intervals covers."""
     return sum(end - start for start, end in union(intervals))
 
 
@@ -102,16 +102,16 @@ class Timeline:
     computation: list[Interval] = field(default_factory=list)
     products: list[Interval] = field(default_factory=list)
     messages: list[Interval] = field(default_factory=list)
-    span: list[Interval] = field(default_factory=list)  # of the forward and of the backward
+    span: list[Interval] = field(default_factory=list)  # the forward, and the backward
 
 
 def hidden(messages: list[Interval], work: list[Interval]) -> float:
-    """Of the time with a message under way, the part in which there is `work`."""
+    """Return the fraction of the time with a message in flight in which there is `work`."""
     return length(both(messages, work)) / length(messages)
 
 
 class Watched:
-    """A message whose completion a thread notes."""
+    """A message whose completion time a thread records."""
 
     def __init__(self, done: Future) -> None:
         self._done = done
@@ -121,7 +121,7 @@ class Watched:
 
 
 class Recorder(TorchDispatchMode):
-    """Records into `timeline` what this rank computes and sends while it is entered."""
+    """Record into `timeline` what this rank computes and sends while the mode is active."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Problem:
-    """One MLP over the ranks, and its inputs."""
+    """One MLP over the ranks, with its inputs."""
 
     def __init__(self, tokens: int, width: int, units: int) -> None:
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -191,12 +191,12 @@ class Problem:
         )  # fmt: skip
 
     def run(self, overlap: str) -> list[Tensor]:
-        """y and the gradients of x and both weights."""
+        """Return y and the gradients of x and both weights."""
         y = self.forward(overlap)
         return [y, *torch.autograd.grad(y, self.leaves, self.dy)]
 
     def record(self, overlap: str, threads: ThreadPoolExecutor, into: list[Timeline]) -> None:
-        """A run, which leaves its timeline in `into`."""
+        """Run once, and append the timeline to `into`."""
         recorder = Recorder(threads)
         with recorder:
             times = [perf_counter()]
@@ -212,7 +212,7 @@ def check(
     problem: Problem, variants: tuple[str, str] = VARIANTS,
     names: tuple[str, ...] = ("y", "dx", "dW1", "dW2"),
 ) -> list[Check]:  # fmt: skip
-    """Both variants compute the same, on every rank; the first of `names` is the output."""
+    """Check on every rank that both variants compute the same; `names[0]` is the output."""
     found, expected = (problem.run(overlap) for overlap in variants)
     pairs = dict(zip(names, zip(found, expected, strict=True), strict=True))
     return [
@@ -224,7 +224,7 @@ def check(
 def record(
     problem: Problem, names: Iterable[str], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[Timeline]]]:
-    """(ms, this rank's timelines) of variants, a list entry per round."""
+    """Return (ms, this rank's timelines) of the variants, with one list entry per round."""
     found: dict[str, list[Timeline]] = {name: [] for name in names}
     with ThreadPoolExecutor(16) as threads:
         runs = {name: partial(problem.record, name, threads, into) for name, into in found.items()}
@@ -233,8 +233,8 @@ def record(
 
 
 def parts(timelines: list[Timeline]) -> list[list[float]]:
-    """Per round, the mean over ranks: hidden, hidden by products, seconds that computation and that
-    messages take in all."""
+    """Return, per round, the mean over ranks of: hidden, hidden by products, total seconds of
+    computation, total seconds of messages."""
     rows = [
         (
             hidden(t.messages, t.computation), hidden(t.messages, t.products),
@@ -248,8 +248,8 @@ def parts(timelines: list[Timeline]) -> list[list[float]]:
 
 
 def balanced(tokens: int, width: int) -> int:
-    """Hidden units of a rank with which the blocking twin computes as long as it has messages under
-    way; all ranks find the same."""
+    """Return hidden units per rank for which the blocking twin computes as long as it has messages
+    in flight; the same on all ranks."""
     units = 4 * STEP
     for _ in range(4):
         _, timelines = record(Problem(tokens, width, units), ["none"], rounds=5)
@@ -259,7 +259,7 @@ def balanced(tokens: int, width: int) -> int:
 
 
 def everywhere(timeline: Timeline) -> list[Timeline]:
-    """The timelines of all ranks, in seconds from the first start on."""
+    """Return the timelines of all ranks, in seconds since the first start."""
     kinds = list(vars(timeline).values())
     table = torch.tensor(
         [(k, *interval) for k, kind in enumerate(kinds) for interval in kind], dtype=torch.float64
@@ -281,13 +281,13 @@ def everywhere(timeline: Timeline) -> list[Timeline]:
 
 
 def measure(tokens: int, width: int, units: int | None, rounds: int) -> dict[str, Any]:
-    """On every rank: choose the size, check, record."""
+    """Choose the size, check, and record; every rank calls this."""
     units = units or balanced(tokens, width)
     problem = Problem(tokens, width, units)
     checks = check(problem)
     times, timelines = record(problem, VARIANTS, rounds)
     shown = {}
-    for name, ms in times.items():  # the round of the median time, the same on all ranks
+    for name, ms in times.items():  # the round with the median time, the same on all ranks
         shown[name] = everywhere(
             timelines[name][sorted(range(rounds), key=ms.__getitem__)[rounds // 2]]
         )
@@ -300,11 +300,11 @@ def measure(tokens: int, width: int, units: int | None, rounds: int) -> dict[str
 
 @dataclass
 class TimelineReport(Report):
-    """A report that says what was hidden, too: quantiles over rounds of the mean over ranks."""
+    """A report with the hidden fractions: quantiles over rounds of the mean over ranks."""
 
     hidden: dict[str, Ratio] = field(default_factory=dict)
     hidden_by_products: dict[str, Ratio] = field(default_factory=dict)
-    computation_ms: dict[str, float] = field(default_factory=dict)  # in all: medians
+    computation_ms: dict[str, float] = field(default_factory=dict)  # totals: medians
     messages_ms: dict[str, float] = field(default_factory=dict)
 
     def finish(self, folder: Path | None) -> None:
@@ -321,7 +321,7 @@ def draw(
     shown: dict[str, list[Timeline]], report: TimelineReport, path: Path, *, title: str,
     label: str = "{}",
 ) -> None:  # fmt: skip
-    """All variants' timelines on one axis of time, as SVG."""
+    """Draw all variants' timelines on one time axis, as SVG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -347,7 +347,7 @@ def draw(
             ):
                 bars = [(1e3 * start, 1e3 * (end - start)) for start, end in intervals]
                 axis.broken_barh(bars, (bottom, 0.45), facecolors=color)
-        for _, end in ranks[0].span:  # of the forward and of the backward
+        for _, end in ranks[0].span:  # end of the forward, and of the backward
             axis.axvline(1e3 * end, color="#888888", lw=0.8, ls=":")
         axis.set_yticks([1.2 * (len(ranks) - 1 - r) + 0.47 for r in range(len(ranks))])
         axis.set_yticklabels([f"rank {rank}" for rank in range(len(ranks))])
@@ -373,7 +373,7 @@ def draw(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The benchmark."""
+    """Run the benchmark."""
     options = parser(CLAIM).parse_args(argv)
     report = TimelineReport("overlap_timeline", CLAIM, header(ranks=WORLD, threads_per_rank=1))
     tokens, width, units = (16, 8, 16) if options.quick else (2048, 1024, None)

@@ -1,10 +1,10 @@
-"""Idle time of schedules, measured against simulated, on four gloo ranks whose stages sleep.
+"""Idle time of schedules, measured and simulated, on four gloo ranks whose stages sleep.
 
-A stage that sleeps needs no core, so four ranks do not hide each other's bubbles on a machine with
-two. Each F, I and W of a rank's share of a micro-batch sleeps one unit (a B two; with c stages on a
-rank each 1/c of it), and messages are of one number. The executor and the lists are those of a
-training step; beside them stands what `simulate` says of the same lists. A unit is a second: real
-messages take milliseconds, simulated ones no time.
+A sleeping stage needs no core, so four ranks do not hide each other's bubbles on a machine with two
+cores. Each F, I and W of a rank's share of a micro-batch sleeps one unit (a B two; with c stages
+per rank, each sleeps 1/c of that), and messages have one number. The executor and the lists are
+those of a training step. The table also has what `simulate` predicts for the same lists. A unit is
+one second: real messages take milliseconds, simulated ones no time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.pipeline import Distributed, Like, execute
 from warpweave.parallel.simulate import simulate
 
-CLAIM = "Measured idle time of a pipeline is within 5 % of that of its simulated timeline."
+CLAIM = "A pipeline's measured idle time is within 5 % of that of its simulated timeline."
 WORLD, MICROBATCHES = 4, 16
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "pipedream": 1}
 COST = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 
 
 class Sleeping:
-    """A stage that sleeps where another computes (`pipeline.interface.Stage`)."""
+    """A stage that sleeps instead of computing (`pipeline.interface.Stage`)."""
 
     def __init__(self, unit: float) -> None:
         self.unit, self.spans = unit, list[tuple[float, float]]()
@@ -60,17 +60,17 @@ class Sleeping:
         self._work("W")
 
     def update(self) -> None:
-        """Nothing is trained."""
+        """Do nothing: nothing is trained."""
 
 
 def lists_of(name: str, chunks: int) -> schedules.Schedule:
-    """The lists of a schedule with messages between ranks."""
+    """Return the lists of a schedule, with messages between ranks."""
     plan = ParallelPlan(schedule=name, chunks=chunks, microbatches=MICROBATCHES)
     return schedules.with_comm(plan.make_schedule(WORLD))
 
 
 def measure(lists: schedules.Schedule, unit: float, rounds: int, staleness: int) -> list[float]:
-    """On every rank: the fraction of the span in which ranks are idle, for each round."""
+    """Return the idle fraction of the span, per round; every rank calls this."""
     mesh = Mesh(pp=WORLD).connect()
     rank, of = mesh.index("pp"), schedules.placement(lists)
     group = mesh.group("pp")
@@ -85,7 +85,7 @@ def measure(lists: schedules.Schedule, unit: float, rounds: int, staleness: int)
         execute(lists, stages, transport)
         spans = [span for stage in stages.values() for span in stage.spans]
         busy = sum(end - begin for begin, end in spans)
-        # perf_counter is one clock for all processes of a machine
+        # perf_counter is a single clock for all processes of a machine
         own = [min(b for b, _ in spans), max(e for _, e in spans), busy]
         table = torch.zeros(WORLD, 3, dtype=torch.float64)
         table[rank] = torch.tensor(own, dtype=torch.float64)
@@ -96,7 +96,7 @@ def measure(lists: schedules.Schedule, unit: float, rounds: int, staleness: int)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The benchmark."""
+    """Run the benchmark."""
     arguments = parser(CLAIM)
     arguments.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES])
     options: argparse.Namespace = arguments.parse_args(argv)

@@ -1,12 +1,12 @@
-"""Every schedule that `torch.distributed.pipelining` also has, on two gloo ranks, against torch's.
+"""Every schedule that `torch.distributed.pipelining` also has, on two gloo ranks, versus torch's.
 
-Both run the same stages of our GPT (untied) with eight micro-batches, and end the step alike: one
-global gradient norm over the stages, clipping, AdamW (torch's fused one on torch's side). torch's
-schedules may keep their outputs to themselves, and are told not to rescale gradients: the loss is
-divided by the number of tokens of the whole batch, as ours is.
+Both run the same stages of our GPT (untied) with eight micro-batches, and end the step in the same
+way: one global gradient norm over the stages, clipping, AdamW (torch's fused one on torch's side).
+torch's schedules may discard their outputs, and are configured not to rescale gradients: as in
+ours, the loss is divided by the number of tokens of the whole batch.
 
-Where a schedule splits the backward into input's and weights' gradients, torch runs the backward of
-a custom autograd Function twice (pytorch#174017): `backward_calls` counts those of the linear
+If a schedule splits the backward into gradients of inputs and of weights, torch runs the backward
+of a custom autograd Function twice (pytorch#174017). `backward_calls` counts those of the linear
 layers per micro-batch, on both sides.
 """
 
@@ -39,12 +39,12 @@ from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 
 CLAIM = (
-    "On 2 gloo ranks, each schedule of ours takes no longer than torch.distributed.pipelining's."
+    "On 2 gloo ranks, each of our schedules takes no longer than torch.distributed.pipelining's."
 )
 WORLD, MICROBATCHES = 2, 8
 LR, BETAS, EPS, DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 LOSS_LIMIT, GRAD_LIMIT = 1e-5, 1e-4
-# Ours -> (stages per rank, torch's class)
+# Our name -> (stages per rank, torch's class)
 SCHEDULES = {
     "gpipe": (1, schedules.ScheduleGPipe),
     "1f1b": (1, schedules.Schedule1F1B),
@@ -58,7 +58,7 @@ QUICK = ("1f1b", "zb-h1")
 
 
 class Chunk(nn.Module):
-    """One stage of the model, as torch's pipeline wants it: one tensor in, one out."""
+    """One stage of the model in the form that torch's pipeline requires: one tensor in, one out."""
 
     def __init__(self, gpt: GPT, stage: int, batch: int, *, split: bool) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Chunk(nn.Module):
         stages = len(gpt.placement)
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         self.blocks = nn.ModuleList(gpt.blocks[str(i)] for i in gpt.layers_of(stage))
-        self.gpt = (gpt,)  # not a submodule: another stage may own its parameters
+        self.gpt = (gpt,)  # not a submodule: a different stage may own its parameters
         self.context = TokenContext(batch, gpt.layout)
         self.register_buffer("at", torch.arange(gpt.config.seq_len).repeat(batch))
         if self.is_first:
@@ -80,7 +80,7 @@ class Chunk(nn.Module):
         for block in self.blocks:
             x = block(x, self.context)
         x = self.final_norm(x) if self.is_last else x
-        # Under a split backward torch detaches the output in place, which a view does not allow.
+        # With a split backward, torch detaches the output in place, which fails for a view.
         return x.clone() if x._is_view() and self.split else x
 
 
@@ -115,7 +115,7 @@ class Torch:
         self.optimizer = torch_adamw(self.params, LR, BETAS, EPS, DECAY)
 
     def backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """tokens and labels [m, B, S] -> the loss, on every rank."""
+        """Return the loss of tokens and labels [m, B, S], on every rank."""
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.clear()
         first = (tokens.flatten(0, 1),) if self.gpt.first else ()
@@ -154,7 +154,7 @@ class Ours:
 
 
 def check(ours: Ours, theirs: Torch, draw: Callable[[], tuple[Tensor, Tensor]]) -> list[Any]:
-    """Gradients of the first step and losses of four, on every rank."""
+    """Compare the first step's gradients and four steps' losses, on every rank."""
     batch = draw()
     losses = {"step 0": (ours.step(*batch, lr=None), theirs.backward(*batch))}
     expected = {name: p.grad for name, p in theirs.gpt.named_parameters()}
@@ -170,7 +170,7 @@ def check(ours: Ours, theirs: Torch, draw: Callable[[], tuple[Tensor, Tensor]]) 
 
 
 def backward_calls(step: Callable[[], object]) -> int:
-    """How often autograd runs the backward of a custom Function in a step on this rank."""
+    """Count how often autograd runs a custom Function's backward in a step on this rank."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
     prefix, suffix = "autograd::engine::evaluate_function: _", "Backward"
@@ -181,7 +181,7 @@ def backward_calls(step: Callable[[], object]) -> int:
 def measure(
     config: GPTConfig, batch: int, rounds: int, schedule: str
 ) -> tuple[list, dict[str, list[float]], tuple[int, int]]:
-    """On every rank: check, count, then time."""
+    """Check, count, then time; every rank calls this."""
     generator = torch.Generator().manual_seed(0)  # every rank draws the whole batch
 
     def draw() -> tuple[Tensor, Tensor]:
@@ -204,7 +204,7 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The benchmark."""
+    """Run the benchmark."""
     arguments = parser(CLAIM)
     arguments.add_argument("--schedules", nargs="+", choices=SCHEDULES)
     options = arguments.parse_args(argv)

@@ -1,11 +1,11 @@
-"""The planner against print: published training speeds, and what `warpweave.plan` predicts.
+"""Compare published training speeds with what `warpweave.plan` predicts.
 
 python benchmarks/plan_rows.py                # fits, tests, writes benchmarks/results/plan/
 
 One set of efficiencies per GPU is fitted on half of the rows (`published`) and tested on the other
-half; rows of one layout that differ in their release only are drawn together, half of each source's
-to either side. A row whose degrees do not multiply up to its GPUs, or for whose precision the
-planner has no figure, is kept and named, not predicted.
+half. Rows with the same layout that differ only in their release stay together, and half of each
+source's rows go to either side. A row is kept and named, but not predicted, if its degrees do not
+multiply to its number of GPUs, or if the planner has no figure for its precision.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SEED, ROUNDS = 29, 3
 
 
 def halves(rows: Iterable[Row], seed: int = SEED) -> tuple[list[Row], list[Row]]:
-    """Fit and test: of every library and GPU half of the layouts to either side."""
+    """Return (fit, test): for every library and GPU, half of the layouts on either side."""
     layouts: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
         layouts[row.same()].append(row)
@@ -63,14 +63,14 @@ def halves(rows: Iterable[Row], seed: int = SEED) -> tuple[list[Row], list[Row]]
 class Fit:
     """One GPU's efficiencies for some rows, by damped Gauss-Newton on the logarithms of both.
 
-    The residuals are log(predicted / printed), with Cauchy's weights, so that a row which the model
-    has wrong does not pull the others along; each efficiency has a prior (normal in its logarithm,
-    `PRIOR`) around `START`, which a few rows do not overrule. Within a round a step is `least_time`
-    times what the simulator found over it at the round's begin: simulating thousands of pipelines
-    takes hours.
+    The residuals are log(predicted / printed), with Cauchy weights, so that a row that the model
+    gets wrong does not pull the others along. Each efficiency has a prior (normal in its logarithm,
+    `PRIOR`) around `START`, which a few rows do not overrule. Within a round, a step takes
+    `least_time`, times the ratio of the simulated time to it at the beginning of the round:
+    simulating thousands of pipelines takes hours.
     """
 
-    LOWER, UPPER = 0.05, 1.0  # of a fraction
+    LOWER, UPPER = 0.05, 1.0  # bounds of a fraction
     KNEE, PRIOR = 0.05, 0.25
 
     def __init__(self, rows: list[Row], start: Constants = START) -> None:
@@ -85,12 +85,12 @@ class Fit:
         return name != "product8" or any(row.precision in EIGHT_BITS for row in self.rows)
 
     def constants(self, values: np.ndarray | None = None) -> Constants:
-        """The efficiencies, of these logarithms."""
+        """Return the efficiencies for these logarithms."""
         logs = self.values if values is None else values
         return replace(self.start, **dict(zip(self.names, map(float, np.exp(logs)))))
 
     def run(self, rounds: int = ROUNDS) -> Constants:
-        """The efficiencies after some rounds."""
+        """Return the efficiencies after some rounds."""
         for _ in range(rounds):
             at = self.constants()
             ratios = [
@@ -135,8 +135,8 @@ class Fit:
 
 
 def fit(rows: list[Row], rounds: int = ROUNDS) -> dict[str, Constants]:
-    """GPU -> its efficiencies; where fewer than four rows tell of it those of the same chip with
-    other memory (`LIKE`), else `START`."""
+    """Return GPU -> its efficiencies. With fewer than four rows it has those of the same chip with
+    different memory (`LIKE`), or `START`."""
     found = {}
     for gpu in GPUS:
         own = [row for row in rows if row.gpu == gpu]
@@ -152,7 +152,7 @@ def fit(rows: list[Row], rounds: int = ROUNDS) -> dict[str, Constants]:
 
 
 def summary(errors: list[float]) -> dict[str, float]:
-    """Of relative errors: how many, median and 90th percentile of the size, bias."""
+    """Summarize relative errors: number, median and 90th percentile of their size, and bias."""
     sizes = sorted(map(abs, errors))
     return {
         "rows": len(sizes),
@@ -164,7 +164,7 @@ def summary(errors: list[float]) -> dict[str, float]:
 
 
 def predicted(rows: list[Row], found: dict[str, Constants], fitted: set[int]) -> list[dict]:
-    """Every row with its half, its seconds and its relative error."""
+    """Return every row with its half, its seconds and its relative error."""
     table = []
     for at, row in enumerate(rows):
         entry: dict[str, Any] = {"row": at + 1, "source": row.source, "table": row.table}
@@ -186,7 +186,7 @@ def predicted(rows: list[Row], found: dict[str, Constants], fitted: set[int]) ->
 
 
 def markdown(table: list[dict], summaries: dict[str, dict], found: dict[str, Constants]) -> str:
-    """The tables as a page."""
+    """Return the tables as a page."""
     lines = [
         "# Published training speeds and what the planner predicts",
         "",
@@ -220,7 +220,7 @@ def markdown(table: list[dict], summaries: dict[str, dict], found: dict[str, Con
 
 
 def scatter(table: list[dict], path: Path) -> None:
-    """Predicted over printed seconds, a point per row, by half and GPU."""
+    """Plot predicted over printed seconds, one point per row, by half and GPU."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -253,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser(CLAIM).parse_args(argv)
     rows = read()
     good = [row for row in rows if row.problem is None]
-    if options.quick:  # a few of one GPU, whose pipelines are short
+    if options.quick:  # a few rows of one GPU, with short pipelines
         good = [row for row in good if row.gpu == "B200"]
     fitted = halves(good)[0]
     found = fit(fitted, 1 if options.quick else options.rounds or ROUNDS)

@@ -1,18 +1,18 @@
-"""Published training speeds (`plan_rows.csv`) as jobs of the planner.
+"""Published training speeds (`plan_rows.csv`) as jobs for the planner.
 
-The CSV has the rows as their sources print them, with the whole layout; what is not printed
-(micro-batch, chunks) is what the planner finds best. `kind` is how a source counts: seconds of a
-step, tokens per second and GPU, or model FLOPs per second and GPU without the causal half (with the
-recomputed forward in `tflops_recompute`) or their part of the peak in percent (`mfu`).
+The CSV has the rows as their sources print them, with the whole layout. For values that are not
+printed (micro-batch, chunks) we use the planner's best. `kind` is how a source measures: seconds
+per step, tokens per second and GPU, or model FLOPs per second and GPU without the causal half (with
+the recomputed forward in `tflops_recompute`) or their fraction of the peak in percent (`mfu`).
 
-What the planner does not have and these rows need is added here, and no more than this:
+This file adds only what these rows need and the planner lacks:
 
-* FP8 (and MXFP8): a product of matrices at twice the FLOP/s of 16 bits and an efficiency of its
-  own, with casts of what it reads, everything else in 16 bits;
-* messages between stages that Megatron-LM cuts over tensor ranks, and weights that InternEvo's
+* FP8 (and MXFP8): a matrix product at twice the FLOP/s of 16 bits, with a separate efficiency and
+  with casts of its inputs; everything else is in 16 bits;
+* messages between stages that Megatron-LM splits over tensor ranks, and weights that InternEvo's
   owners broadcast;
 * attention of the first FlashAttention, half as fast as today's (arXiv:2307.08691 says twice);
-* embedding and head as layers of their own, where that makes a pipeline's stages even;
+* embedding and head as separate layers, if that makes a pipeline's stages even;
 * GB200 and GB300, H100 with HBM2e at 500 W, and a network of 4 x 100 Gbit/s per node.
 """
 
@@ -35,13 +35,13 @@ ROWS = Path(__file__).with_name("plan_rows.csv")
 WORDS = ("source", "table", "model", "gpu", "recompute", "precision", "overlap", "kernels",
          "schedule", "kind", "note")  # fmt: skip
 LIKE = {"H200": "H100"}
-FLASH_1 = 0.5  # the first FlashAttention's speed, of today's
+FLASH_1 = 0.5  # the first FlashAttention's speed, relative to today's
 EARLY = ("llm-foundry", "torchtitan")  # recompute by torch.utils.checkpoint
 BF16_SUMS = ("Megatron-Bridge", "NeMo docs", "InternEvo")  # libraries that sum gradients in bf16
-OWNERS = ("InternEvo",)  # whose ZeRO 1 gives whole tensors to ranks; nine to a block (InternLM)
+OWNERS = ("InternEvo",)  # their ZeRO 1 assigns whole tensors to ranks; nine per block (InternLM)
 EIGHT_BITS = ("fp8", "mxfp8")
 Time = Callable[[Job], float]
-_PREDICTED: dict[tuple[Any, ...], float] = {}  # releases of a library share layouts
+_PREDICTED: dict[tuple[Any, ...], float] = {}  # cached, as a library's releases share layouts
 
 
 def _like(name: str, base: str, node: int = 8, **figures: float) -> Hardware:
@@ -49,7 +49,7 @@ def _like(name: str, base: str, node: int = 8, **figures: float) -> Hardware:
     return replace(hardware, name=name, node=node, device=replace(hardware.device, **figures))
 
 
-# NVIDIA's data sheets of GB200 and GB300 NVL72: dense FLOP/s, NVLink over the whole rack.
+# From NVIDIA's data sheets of GB200 and GB300 NVL72: dense FLOP/s, NVLink over the whole rack.
 _BLACKWELL = {"half": 2.5e15, "memory": 8e12, "nvlink": 900e9}
 GPUS = {
     "A100-40G": HARDWARE["a100-40g"],
@@ -65,17 +65,17 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Constants(Efficiency):
-    """A GPU's efficiencies; `product8` is that of products in 8 bits."""
+    """A GPU's efficiencies; `product8` is the one of 8-bit products."""
 
     product8: float = 0.5
 
 
-START = Constants(0.65, 0.4, 0.6, 0.7, 0.7, 4e-6)  # where every fit begins: the prior
+START = Constants(0.65, 0.4, 0.6, 0.7, 0.7, 4e-6)  # the start of every fit, and its prior
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A published row: `words` and `numbers` by column, a number None where none is printed."""
+    """A published row: `words` and `numbers` by column; a number that is not printed is None."""
 
     words: dict[str, str]
     numbers: dict[str, float | None]
@@ -88,7 +88,7 @@ class Row:
 
     @property
     def problem(self) -> str | None:
-        """Why the row cannot be predicted, or None."""
+        """The reason why the row cannot be predicted, or None."""
         product = self.tp * self.pp * self.cp * self.dp
         if product != self.n_gpus:
             return f"tp x pp x cp x dp = {product}, not {self.n_gpus}"
@@ -102,9 +102,9 @@ class Row:
         return None
 
     def shapes(self) -> list[tuple[int, int]]:
-        """The (micro-batch, chunks) that the row may have been run with.
+        """Return the (micro-batch, chunks) with which the row may have been run.
 
-        Sources that count embedding and head as layers may have two stages more than blocks.
+        If a source counts embedding and head as layers, there may be two more stages than blocks.
         """
         batches = [1, 2, 4] if self.micro_batch is None else [self.micro_batch]
         chunks = [1, 2, 4, 8] if self.chunks is None else [self.chunks]
@@ -118,7 +118,7 @@ class Row:
         ]
 
     def same(self) -> tuple[Any, ...]:
-        """What rows of one layout share, whichever release they are of."""
+        """Return the values that rows with the same layout share, in any release."""
         return (
             *(self.words[w] for w in WORDS if w not in ("source", "table", "note", "kind")),
             *(value for name, value in self.numbers.items() if name != "value"),
@@ -131,7 +131,7 @@ class Row:
 
 
 def read(path: Path = ROWS) -> list[Row]:
-    """The published rows."""
+    """Return the published rows."""
     with path.open() as file:
         return [
             Row(
@@ -146,7 +146,7 @@ def read(path: Path = ROWS) -> list[Row]:
 
 
 def hardware_of(row: Row, constants: Constants) -> Hardware:
-    """The row's GPUs with these efficiencies."""
+    """Return the row's GPUs with these efficiencies."""
     hardware = GPUS[row.gpu]
     given = asdict(constants)
     product8 = given.pop("product8")
@@ -162,11 +162,11 @@ def hardware_of(row: Row, constants: Constants) -> Hardware:
 
 
 class Balanced(GPTConfig):
-    """A model of whose stages embedding and head are a layer each, as Megatron-LM can have it, if
+    """A model whose stages count embedding and head as a layer each, an option of Megatron-LM, if
     that makes them even."""
 
     def blocks_of(self, stage: int, stages: int) -> range:
-        """The blocks that lie on one of `stages` pipeline stages."""
+        """Return the blocks on one of `stages` pipeline stages."""
         each, left = divmod(self.layers + 2, stages)
         if left or stages == 1:
             return super().blocks_of(stage, stages)
@@ -187,9 +187,9 @@ def _config(
 
 @cache
 def _jobs(row: Row) -> tuple[Job, ...]:
-    """The jobs that the row may be, on hardware with any efficiencies."""
+    """Return the jobs that the row may be, on hardware with any efficiencies."""
     sizes = (row.layers, row.width, row.heads, row.kv_heads, row.hidden, row.gated)
-    scores = row.kernels == "unfused"  # Megatron-LM of 2021, which has dropout, too
+    scores = row.kernels == "unfused"  # Megatron-LM of 2021, which also has dropout
     in_bf16 = row.library in BF16_SUMS or row.note == "pure bf16 weights"
     found = []
     for batch, chunks in row.shapes():
@@ -213,13 +213,13 @@ def _jobs(row: Row) -> tuple[Job, ...]:
 
 
 def jobs(row: Row, constants: Constants) -> Iterator[Job]:
-    """The jobs that the row may be, with these efficiencies."""
+    """Yield the jobs that the row may be, with these efficiencies."""
     hardware = hardware_of(row, constants)
     return (replace(job, hardware=hardware) for job in _jobs(row))
 
 
 def flops(row: Row) -> float:
-    """FLOPs of a step as the row's source counts them."""
+    """Return the FLOPs of a step as the row's source counts them."""
     sizes = {"heads": row.heads, "head_dim": row.width // row.heads, "layers": row.layers}
     weights = gpt_weights(
         **sizes, width=row.width, kv_heads=row.kv_heads, hidden=row.hidden, vocab=row.vocab,
@@ -227,13 +227,13 @@ def flops(row: Row) -> float:
     )  # fmt: skip
     tokens = row.global_batch * row.seq_len
     found = gpt_step(tokens=tokens, seq_len=row.seq_len, weights=weights, **sizes, causal=False)
-    if row.kind == "tflops_recompute":  # the blocks' forward once more
+    if row.kind == "tflops_recompute":  # plus the blocks' forward again
         found += (found - 6 * tokens * row.width * row.vocab) / 3
     return found
 
 
 def seconds_printed(row: Row) -> float:
-    """The printed value as seconds of a step."""
+    """Return the printed value as seconds per step."""
     if row.kind == "step_s":
         return row.value
     if row.kind == "tokens_s":
@@ -244,7 +244,7 @@ def seconds_printed(row: Row) -> float:
 
 
 def seconds_predicted(row: Row, constants: Constants, time: Time = step_time) -> float:
-    """The predicted seconds of a step; of all jobs that it may be, the quickest."""
+    """Return the predicted seconds per step: the fastest of all jobs that it may be."""
     key = row.same(), constants, time
     if key not in _PREDICTED:
         _PREDICTED[key] = min(map(time, jobs(row, constants)))

@@ -1,17 +1,17 @@
 """Convergence under staleness: synchronous, stale synchronous and asynchronous parameter servers.
 
-Eight workers, one of them four times slower, whose gradients take exponentially distributed times;
-the times are drawn from a seed, so that the run is the same on every machine. `Clocks` decides who
-pulls and what is applied, as in a real run, and the log that comes of it is replayed
-(`parallel.server.replay`) on the toy GPT: real gradients of the versions that were pulled, applied
-in its order. Every mode consumes as many gradients, at the same learning rate.
+There are eight workers, one of them four times slower. Their gradients take exponentially
+distributed times, drawn from a seed, so that the run is the same on every machine. As in a real
+run, `Clocks` decides who pulls and what is applied. The resulting log is replayed
+(`parallel.server.replay`) on the toy GPT: real gradients of the pulled versions, applied in its
+order. Every mode consumes the same number of gradients, at the same learning rate.
 
     python benchmarks/server.py             # 6 modes, minutes on 2 cores; a table, JSON and a plot
     python benchmarks/server.py --quick     # seconds, outputs only
 
-What is simulated is time alone: no message is sent, none costs anything. With one learning rate
-for all, modes with more updates move the weights further; no mode was tuned. The compensation's
-lambda is large because an element of the toy's gradient is small, and squared in it.
+Only time is simulated: no messages are sent, and none costs anything. With one learning rate for
+all, modes with more updates move the weights further; no mode was tuned. The compensation's lambda
+is large because the toy's gradient elements are small, and squared in it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from warpweave.train.options import parse
 from warpweave.train.server.log import staleness_of
 from warpweave.train.server.roles import ServedModel
 
-CLAIM = "A bound on staleness trades waiting for delay: loss by gradients and by time, six modes."
+CLAIM = "A staleness bound trades waiting for delay: loss by gradients and by time, six modes."
 WORKERS, SLOW, SEED = 8, 4.0, 1
 COMPENSATION = 1e4
 MODES = {
@@ -49,8 +49,8 @@ Row = dict[str, Any]
 
 
 def simulated(plan: ServerPlan, gradients: int, lr: float) -> list[Row]:
-    """The log of a run until so many gradients are applied; "time" is in mean times of a gradient
-    on a fast worker."""
+    """Return the log of a run until so many gradients are applied; "time" is in units of a fast
+    worker's mean time per gradient."""
     clocks, draw = Clocks(plan.staleness, plan.joint), random.Random(SEED)
     for _ in range(WORKERS):
         clocks.ask(clocks.join())
@@ -71,7 +71,7 @@ def simulated(plan: ServerPlan, gradients: int, lr: float) -> list[Row]:
 
 
 def trained(served: ServedModel, plan: ServerPlan, rows: list[Row]) -> tuple[list[float], float]:
-    """(loss of each applied gradient, validation loss at the end) of a replayed log."""
+    """Return (loss of each applied gradient, final validation loss) of a replayed log."""
     gpt, shards, losses = served.make_gpt(torch.device("cpu")), [served.shard(0)], {}
 
     def compute(number: int) -> Compute:
@@ -80,7 +80,7 @@ def trained(served: ServedModel, plan: ServerPlan, rows: list[Row]) -> tuple[lis
         def gradient(clock: int, weights: Any) -> Gradient:
             found = inner(clock, weights)
             losses[number, clock] = found.loss
-            # A mean, as the log's counts are 1.
+            # Use the mean, as the log's counts are 1.
             tensors = {name: g / found.count for name, g in found.tensors.items()}
             return Gradient(tensors, 1, found.loss)
 
@@ -99,7 +99,7 @@ def trained(served: ServedModel, plan: ServerPlan, rows: list[Row]) -> tuple[lis
 
 
 def compared(served: ServedModel, gradients: int, lr: float) -> list[Row]:
-    """A row for each mode."""
+    """Return a row for each mode."""
     found = []
     for name, plan in MODES.items():
         rows = simulated(plan, gradients, lr)
@@ -117,7 +117,7 @@ def compared(served: ServedModel, gradients: int, lr: float) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as Markdown."""
+    """Format the rows as Markdown."""
     lines = [
         "| mode | updates | gradients | time | largest staleness | mean delay | largest delay | "
         "validation loss |",
@@ -132,7 +132,7 @@ def table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Running means of the loss, over gradients and over simulated time, as SVG."""
+    """Plot running means of the loss, over gradients and over simulated time, as SVG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -155,7 +155,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The benchmark."""
+    """Run the benchmark."""
     options = parser(CLAIM).parse_args(argv)
     torch.set_num_threads(1)
     words = "--model toy --server 1 --batch 4 --seq-len 32 --seed 0 --device cpu"

@@ -1,9 +1,9 @@
 """A long run on four ranks: memory, descriptors, threads and shared memory over 3,000 steps.
 
-Every 50 steps it saves, every 100 it evaluates and compares its replicas: what a run keeps opening,
-starting or holding would show. `/proc` is read for each rank twice a second (Linux). The bounds
-are on what the last thousand steps need more than those before: in the first thousand the heap
-grows to its size, by some 0.5 %.
+The run saves every 50 steps, and evaluates and compares its replicas every 100. Anything that it
+keeps opening, starting or holding would show. `/proc` is read for each rank twice a second (Linux).
+The bounds are for how much more the last thousand steps need than the second thousand. In the first
+thousand the heap grows to its size, by some 0.5 %.
 
     python benchmarks/soak.py               # 3,000 steps on two layouts: minutes on 2 cores
     python benchmarks/soak.py --quick       # 60 steps
@@ -28,12 +28,12 @@ from jobs import TrainingJob
 
 CLAIM = "Memory, descriptors, threads and shared memory of four ranks over 3,000 steps."
 SOAKED = ("tp2 pp2", "tp2 dp2, ZeRO 3")
-# What the median of the last third of a run may be above that of the second third, on any rank.
+# Limits on the median of the last third of a run above that of the second third, on any rank.
 BOUNDS = {"resident KiB": 1024, "descriptors": 0, "threads": 0, "shared KiB": 64}
 
 
 def looked_at(pid: int) -> dict[str, int]:
-    """The figures of `BOUNDS` of one process; OSError if it has ended."""
+    """Return the figures of `BOUNDS` for one process; OSError if it has ended."""
     at = Path(f"/proc/{pid}")
     lines = (line.split() for line in (at / "status").read_text().splitlines())
     status = {fields[0]: fields[1] for fields in lines if len(fields) > 1}
@@ -46,8 +46,8 @@ def looked_at(pid: int) -> dict[str, int]:
 
 
 def soaked(layout: str, steps: int) -> dict[str, Any]:
-    """Run it; the medians of each third of the steps, by figure, of the rank that grew most."""
-    seen: list[tuple[int, int, dict[str, int]]] = []  # step, rank, what
+    """Run a layout; for each figure, return the medians by thirds for the rank that grew most."""
+    seen: list[tuple[int, int, dict[str, int]]] = []  # step, rank, figures
     with tempfile.TemporaryDirectory() as folder:
         every = ("--save-every", "50", "--keep", "2", "--eval-every", "100", "--check-every", "100")
         job = TrainingJob(
@@ -75,7 +75,7 @@ def soaked(layout: str, steps: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The benchmark; raises AssertionError for what is not flat."""
+    """Run the benchmark; raise AssertionError for a figure that is not flat."""
     options = parser(CLAIM).parse_args(argv)
     steps = 60 if options.quick else 3000
     head = header(bounds=BOUNDS)

@@ -1,13 +1,13 @@
 """The baselines of a training step: a GPT in plain torch for torch.compile, and transformers'.
 
-Both compute with weights of one dtype (bfloat16 when timed) and keep float32 masters, which torch's
-fused AdamW updates after clipping by the global norm, as our engine does: the same arithmetic. The
-plain model is nanoGPT's recipe (one compiled model, F.scaled_dot_product_attention, a vocabulary
-padded to a multiple of 64) for GPT-2 and for Llama; nanoGPT itself keeps float32 weights and a
-float32 residual stream under autocast, which moves more bytes.
+Both compute with weights of one dtype (bfloat16 when timed) and keep float32 masters. torch's fused
+AdamW updates the masters after clipping by the global norm, with the same arithmetic as our engine.
+The plain model is nanoGPT's recipe (one compiled model, F.scaled_dot_product_attention, a
+vocabulary padded to a multiple of 64) for GPT-2 and for Llama. nanoGPT itself keeps float32 weights
+and a float32 residual stream under autocast, which moves more bytes.
 
-Weights are a dict under our names, rows in the order that torch's models like: qkv is q, k, v (each
-by heads), up is gate, up. `order` leads there from ours.
+Weights are a dict under our names, with rows in the order of torch's models: qkv is q, k, v (each
+by heads), up is gate, up. `order` converts from our order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Weights = Mapping[str, Tensor]
 
 
 def order(name: str, config: GPTConfig) -> Tensor | slice:
-    """Which rows of our weight or bias the plain one has, one after the other."""
+    """Return the rows of our weight or bias in the order in which the plain model has them."""
     if ".qkv." in name:
         group = config.heads // config.num_kv_heads
         rows = torch.arange((config.heads + 2 * config.num_kv_heads) * config.head_dim)
@@ -40,7 +40,7 @@ def order(name: str, config: GPTConfig) -> Tensor | slice:
 
 
 def shifted(tokens: Tensor) -> Tensor:
-    """The next tokens; the last has none."""
+    """Return the next tokens; the last one has none."""
     return F.pad(tokens[:, 1:], (0, 1), value=-100)
 
 
@@ -48,9 +48,10 @@ def shifted(tokens: Tensor) -> Tensor:
 
 
 def plain_loss(weights: Weights, tokens: Tensor, config: GPTConfig) -> Tensor:
-    """Mean loss of tokens[B, S] predicting their next, in the weights' dtype.
+    """Return the mean loss of tokens[B, S] predicting the next, in the weights' dtype.
 
-    A head (or tied embedding) of more rows than the vocabulary is padded: its columns are left out.
+    A head (or tied embedding) with more rows than the vocabulary is padded: its columns are
+    dropped.
     """
     S = tokens.shape[1]
     x = F.embedding(tokens, weights["embedding.weight"])
@@ -82,7 +83,7 @@ def _linear(x: Tensor, weights: Weights, name: str) -> Tensor:
 
 
 def _angles(S: int, config: GPTConfig, x: Tensor) -> Tensor:
-    """[S, D/2] rotary angles, in float32 at least."""
+    """Return the rotary angles [S, D/2], at least in float32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     half = config.head_dim // 2
     exponent = torch.arange(half, device=x.device, dtype=wide) / half
@@ -90,7 +91,7 @@ def _angles(S: int, config: GPTConfig, x: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """x[B, H, S, D]: element j turns with element j + D/2."""
+    """Rotate x[B, H, S, D]: element j rotates with element j + D/2."""
     a, b = x.to(angles.dtype).chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
@@ -116,15 +117,15 @@ def _mlp(x: Tensor, weights: Weights, name: str, config: GPTConfig) -> Tensor:
     return _linear(F.gelu(z, approximate="tanh"), weights, f"{name}.down")
 
 
-# ---------------------------------------------------------------- training by torch
+# ---------------------------------------------------------------- training with torch
 
 
 class Trained:
-    """Parameters under training by torch: masters, clipping, fused AdamW.
+    """Parameters trained by torch: masters, clipping, fused AdamW.
 
     Args:
-        params: what is computed with.
-        loss: the loss of tokens[B, S]; every parameter takes part.
+        params: the parameters used in the computation.
+        loss: the loss of tokens[B, S]; it uses every parameter.
     """
 
     def __init__(self, params: list[nn.Parameter], loss: Callable[[Tensor], Tensor]) -> None:
@@ -134,7 +135,7 @@ class Trained:
         self.optimizer = torch_adamw(self.masters, LR, BETAS, EPS, DECAY)
 
     def backward(self, tokens: Tensor) -> Tensor:
-        """The loss; gradients are in the parameters' `grad`."""
+        """Return the loss; gradients are in the parameters' `grad`."""
         for p in self.params:
             p.grad = None
         loss = self.loss(tokens)
@@ -143,7 +144,7 @@ class Trained:
 
     @torch.no_grad()
     def update(self) -> Tensor:
-        """Clip, step, and round the masters into the parameters; returns the norm."""
+        """Clip, step, and round the masters into the parameters; return the norm."""
         for master in self.masters:
             master.grad = torch.empty_like(master)
         torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.params])
@@ -156,13 +157,13 @@ class Trained:
         return norm
 
     def step(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """One training step: the loss before it and the gradients' norm, on the device."""
+        """Train one step; return the loss before it and the gradients' norm, on the device."""
         loss = self.backward(tokens)
         return loss, self.update()
 
 
 class Plain(Trained):
-    """`plain_loss` under torch.compile, the vocabulary padded to a multiple of 64."""
+    """`plain_loss` under torch.compile, with the vocabulary padded to a multiple of 64."""
 
     def __init__(self, weights: Weights, config: GPTConfig) -> None:
         padding = (0, 0, 0, -config.vocab_size % 64)
@@ -176,7 +177,7 @@ class Plain(Trained):
 
 
 class Transformers(Trained):
-    """transformers' GPT-2 or Llama with SDPA attention, and with Liger's kernels where asked."""
+    """transformers' GPT-2 or Llama with SDPA attention, and with Liger's kernels if requested."""
 
     def __init__(self, weights: Weights, config: GPTConfig, liger: bool) -> None:
         self.config, self.shapes = config, {name: w.shape for name, w in weights.items()}
@@ -202,7 +203,7 @@ class Transformers(Trained):
         return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss  # it shifts
 
     def gradients(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its gradients, as the plain model has them."""
+        """Return the loss and its gradients, in the plain model's format."""
         loss = self.backward(tokens)
         found = {name: loss.new_empty(shape) for name, shape in self.shapes.items()}
         for name, gradient in found.items():
@@ -212,13 +213,13 @@ class Transformers(Trained):
 
 
 def missing(*packages: str) -> str:
-    """Why a baseline that needs `packages` is absent; "" if they are there."""
+    """Return why a baseline that needs `packages` is absent, or "" if they are installed."""
     lacking = [p for p in packages if importlib.util.find_spec(p.replace("-", "_")) is None]
     return f"{', '.join(lacking)} not installed" if lacking else ""
 
 
 def _transformers_model(config: GPTConfig, dtype: torch.dtype) -> nn.Module:
-    """With AutoModel's `dtype`, which leaves Llama's rotary frequencies in float32."""
+    """Make a model with AutoModel's `dtype`, which keeps Llama's rotary frequencies in float32."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
     if config.norm == "layer":
@@ -242,7 +243,7 @@ def _transformers_model(config: GPTConfig, dtype: torch.dtype) -> nn.Module:
 
 
 def _liger_gpt2(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Liger has no patch for GPT-2: its LayerNorm in every place, its fused head and loss."""
+    """Use Liger's LayerNorm everywhere, and its fused head and loss (it has no GPT-2 patch)."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerLayerNorm
 
     for module in list(model.modules()):
@@ -277,7 +278,7 @@ _OUTSIDE = {
 
 
 def transformers_parts(name: str, plain: Tensor, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-    """The name and the view of every part of a plain tensor that transformers keeps apart."""
+    """Yield the name and view of each part of a plain tensor that transformers keeps separate."""
     module, kind = name.rsplit(".", 1)
     if not module.startswith("blocks."):
         yield f"{_OUTSIDE[config.norm][module]}.{kind}", plain

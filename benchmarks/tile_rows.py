@@ -1,17 +1,17 @@
-"""Write the rows of the tile table that a compiler needs: what spills gets another tile.
+"""Write the rows of the tile table that a compiler needs: a tile that spills is replaced.
 
-    python benchmarks/tile_rows.py                              # under the Triton that is installed
-    python benchmarks/tile_rows.py --targets sm_90 --triton 3.9+  # rows for 3.9 and from there on
+    python benchmarks/tile_rows.py                              # for the installed Triton
+    python benchmarks/tile_rows.py --targets sm_90 --triton 3.9+  # rows for 3.9 and later
 
-Compiles every attention case of the compile gate. For each kernel that the gate refuses, the
-nearest tile that it does not (`warpweave.machine.tune.candidates`) becomes a row for the case's
-variant, before the row that was taken, so that calls which keep still more take it, too. Then all
-is compiled again, and the table is written once nothing is refused. If no tile up to --steps away
-is clean, the exit status is 1 and nothing is written. Kernels that take no tile from the table are
-left to `compiled.py`.
+The script compiles every attention case of the compile gate. For each kernel that the gate refuses,
+the nearest tile that it accepts (`warpweave.machine.tune.candidates`) becomes a row for the case's
+variant. It goes before the row that was used, so that calls that keep more in registers also use
+it. Then everything is compiled again, and the table is written once nothing is refused. If no tile
+up to --steps away is clean, the exit status is 1 and nothing is written. Kernels without a tile in
+the table are left to `compiled.py`.
 
-A row is for the capability of the one that it replaces, which parts above without rows of their own
-share: name them in --targets, too.
+A row has the capability of the one that it replaces. Higher parts without their own rows share it:
+name them in --targets as well.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ DTYPES = {2: "bf16", 4: "fp32", 8: "fp64"}
 PASSES = 5
 
 Lookup = tuple[Problem, frozenset[str]]
-"""What a launch asked the table for: kernel, dtype and head dim, and the variant."""
+"""A launch's lookup in the table: kernel, dtype and head dim, and the variant."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fix:
-    """The row whose tile was refused, the row to stand before it (None: no tile is clean), why."""
+    """The row whose tile was refused, the new row (None: no tile is clean), and the reason."""
 
     refused: TileRow
     row: TileRow | None
@@ -58,8 +58,8 @@ class Fix:
 def compile_with(
     case: Case, target: str, pins: Mapping[tiles.Key, Tile]
 ) -> tuple[dict[str, Lookup], dict[str, str]]:
-    """What each kernel of a case asks the table for, and why the gate refuses those that it does,
-    both by the table's names of kernels."""
+    """Return what each kernel of a case looks up in the table, and why the gate refuses some of
+    them, both by the table's kernel names."""
     asked: dict[str, Lookup] = {}
 
     def find(kernel, device, size, kind, variant):
@@ -70,14 +70,14 @@ def compile_with(
         reports = compile_case(case, target, clock=False)
     refused: dict[str, str] = {}
     for report in reports:
-        # A compiler that gives up names no kernel: it was at the last that had asked.
+        # A compiler that gives up names no kernel: it was compiling the last one that looked up.
         own = [*asked][-1:] if report.error else [k for k in KERNELS if k in report.kernel]
         refused |= {kernel: line for line in failures([report]) for kernel in own}
     return asked, refused
 
 
 def fixes_of(case: Case, target: str, steps: int) -> list[Fix]:
-    """A fix for each kernel of a case that the gate refuses."""
+    """Return a fix for each kernel of a case that the gate refuses."""
     found: list[Fix] = []
     asked, refused = compile_with(case, target, {})
     for kernel, why in refused.items():
@@ -100,8 +100,8 @@ def fixes_of(case: Case, target: str, steps: int) -> list[Fix]:
 
 
 def with_rows(table: Iterable[TileRow], fixes: Iterable[Fix]) -> list[TileRow]:
-    """The table with each new row before the one that was refused, or in its place if both are for
-    the same calls. Neighbours of one tile become one row."""
+    """Return the table with each new row before the refused one, or in its place if both are for
+    the same calls. Adjacent rows with the same tile become one row."""
     rows = list(table)
     for fix in {fix.row.key: fix for fix in fixes if fix.row}.values():
         at = next(i for i, row in enumerate(rows) if row.key == fix.refused.key)
@@ -118,7 +118,7 @@ def with_rows(table: Iterable[TileRow], fixes: Iterable[Fix]) -> list[TileRow]:
 
 @contextmanager
 def shipping(table: Iterable[TileRow]) -> Iterator[None]:
-    """Within this context `table` is the shipped one."""
+    """Use `table` as the shipped one in this context."""
     tiles.row_on.cache_clear()
     with patch.object(tiles, "shipped_table", lambda: tuple(table)):
         try:
@@ -128,31 +128,31 @@ def shipping(table: Iterable[TileRow]) -> Iterator[None]:
 
 
 def triton_range(text: str) -> str:
-    """Versions of Triton as the table writes them, the installed one among them."""
+    """Return the Triton versions in the table's notation; they must include the installed one."""
     if not re.fullmatch(r"\d+\.\d+\+?", text):
-        raise argparse.ArgumentTypeError(f"must be like 3.6 or 3.9+, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a version like 3.6 or 3.9+, got {text!r}")
     row = dataclasses.replace(tiles.shipped_table()[0], triton=text, variants=())
     if not row.fits(tiles.triton_version(), tiles.PLAIN):
         installed = ".".join(map(str, tiles.triton_version()))
-        raise argparse.ArgumentTypeError(f"rows for {text} are not taken under Triton {installed}")
+        raise argparse.ArgumentTypeError(f"rows for {text} are not used by Triton {installed}")
     return text
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile, search, write; returns the exit status."""
+    """Compile, search and write; return the exit status."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--targets", default=",".join(GATED), help=f"of {', '.join(GATED)}")
-    options.add_argument("--only", default="", help="attention cases whose name has this")
-    options.add_argument("--table", type=Path, default=SHIPPED, help="read and written")
+    options.add_argument("--targets", default=",".join(GATED), help=f"some of {', '.join(GATED)}")
+    options.add_argument("--only", default="", help="attention cases whose name contains this")
+    options.add_argument("--table", type=Path, default=SHIPPED, help="table to read and write")
     options.add_argument(
-        "--triton", type=triton_range, help="versions that new rows are for; the replaced row's"
+        "--triton", type=triton_range, help="versions for new rows; default: the replaced row's"
     )
-    options.add_argument("--steps", type=int, default=3, help="how far from a tile to look")
+    options.add_argument("--steps", type=int, default=3, help="how far from a tile to search")
     options.add_argument("--jobs", type=int, default=2, help="compilers at a time")
     given = options.parse_args(arguments)
     targets = given.targets.split(",")
     if unknown := {*targets} - {*GATED}:
-        options.error(f"unknown targets {sorted(unknown)}, rows are for {', '.join(GATED)}")
+        options.error(f"unknown targets {sorted(unknown)}; expected some of {', '.join(GATED)}")
     table = read_table(given.table, by="capability")
     with shipping(table):
         named = {case.name: case for case in [*cases(), *tile_cases()]}

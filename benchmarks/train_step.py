@@ -1,15 +1,15 @@
-"""A training step on one rank against Hugging Face transformers' GPT-2, same weights, same work.
+"""A training step on one rank, compared with Hugging Face transformers' GPT-2 (same weights, work).
 
 Both do forward, backward, clipping by the global norm and AdamW (decay on matrices only) in fp32,
-dropout off. Ours is `Engine.step`, what the trainer runs. The baseline is the best we know of
-transformers on a CPU: `attn_implementation="sdpa"`, torch's fused AdamW, gradients set to None, and
-torch's own tanh GELU; "as published" has GPT-2's `gelu_new`, which transformers spells out in
-elementwise operations. Most of the difference on a CPU with AVX-512 that is not Intel's comes from
+without dropout. Ours is `Engine.step`, which the trainer runs. The baseline is the best that we
+know for transformers on a CPU: `attn_implementation="sdpa"`, torch's fused AdamW, gradients set to
+None, and torch's own tanh GELU. "as published" has GPT-2's `gelu_new`, which transformers spells
+out in elementwise operations. On a non-Intel CPU with AVX-512, most of the difference comes from
 `kernels.gemm`, which multiplies with oneDNN where torch uses MKL. On an Intel CPU both use MKL.
 
-The shape is GPT-2 small's, shrunk: heads of 64, hidden 4 x width, tied embedding. The first
-vocabulary is small, so that the blocks take most of the time, as they do in the real model (12
-layers of width 768); with the second, GPT-2's 50257 tokens, the head and the loss do.
+The shape is a reduced GPT-2 small: heads of 64, hidden 4 x width, tied embedding. The first
+vocabulary is small, so that the blocks take most of the time, as in the real model (12 layers of
+width 768). With the second, GPT-2's 50257 tokens, the head and the loss do.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LOSS_LIMIT, GRAD_LIMIT = 1e-5, 1e-4
 
 
 def their_name(name: str) -> str:
-    """transformers' name of our parameter."""
+    """Return transformers' name of our parameter."""
     special = {
         "embedding.weight": "transformer.wte.weight",
         "positions.weight": "transformer.wpe.weight",
@@ -60,7 +60,7 @@ def their_name(name: str) -> str:
 
 
 def to_theirs(name: str, ours: Tensor, heads: int) -> Tensor:
-    """Our tensor as transformers keeps it: Conv1D weights are (in, out); q, k, v are blocks."""
+    """Return our tensor in transformers' format: Conv1D weights (in, out); q, k, v as blocks."""
     if ".qkv." in name:  # rows are (head, q|k|v, head_dim), theirs (q|k|v, head, head_dim)
         ours = ours.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
     is_linear = any(part in name for part in (".qkv.", ".out.", ".up.", ".down."))
@@ -120,9 +120,9 @@ class Ours:
 
 
 def check(ours: Ours, theirs: Theirs, config: GPTConfig, draw: Callable[[], Tensor]) -> list[Check]:
-    """Losses of four steps and gradients of the first.
+    """Compare the losses of four steps and the gradients of the first.
 
-    Not weights: AdamW turns the rounding noise in the smallest gradients into whole steps.
+    Weights are not compared: AdamW turns rounding noise in tiny gradients into whole steps.
     """
     tokens = draw()
     losses = [(ours.step(tokens, lr=None), theirs.backward(tokens))]
@@ -176,7 +176,7 @@ def compare(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The benchmark."""
+    """Run the benchmark."""
     options = parser(CLAIM).parse_args(argv)
     import transformers
 

@@ -1,16 +1,16 @@
-"""Run the tests under other Pythons and under the oldest and the newest libraries.
+"""Run the tests with other Pythons and with the oldest and the newest libraries.
 
     make versions    # the whole suite: oldest and newest libraries, on the oldest and newest Python
     make pythons     # the pins on every other supported Python: a short training and a few files
 
-The supported Pythons are those of pyproject.toml's classifiers; they are looked for on PATH and
-among pyenv's versions. `ARGS="3.12:newest 3.13:pins"` chooses rows; the sets of libraries are:
+The supported Pythons are those of pyproject.toml's classifiers. They are searched for on PATH and
+among pyenv's versions. Choose rows with `ARGS="3.12:newest 3.13:pins"`. The library sets are:
 
     pins      constraints.txt
-    oldest    every floor that pyproject.toml declares
+    oldest    the minimum versions that pyproject.toml declares
     newest    what pip installs without any pin
 
-Each row gets a new venv, which is removed afterwards; if torch brings CUDA, it takes several
+Each row gets a new venv, which is removed afterwards; if torch includes CUDA, it takes several
 gigabytes. The output ends with a Markdown table and one JSON object. The exit status is 1 if an
 installation, the training or a test failed, or if a requested Python was not found.
 """
@@ -44,18 +44,18 @@ QUICK = (
 
 
 def project() -> dict[str, Any]:
-    """The table ``[project]`` of pyproject.toml."""
+    """Return the table ``[project]`` of pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def supported() -> list[str]:
-    """The supported Pythons, "3.11" and so on, oldest first."""
+    """Return the supported Pythons, "3.11" and so on, oldest first."""
     found = (re.fullmatch(r".*:: (3\.\d+)", line) for line in project()["classifiers"])
     return sorted((m[1] for m in found if m), key=lambda name: int(name[2:]))
 
 
 def interpreters(names: Iterable[str]) -> dict[str, str]:
-    """The path of each Python in `names` that this machine has."""
+    """Return the path of each Python in `names` that this machine has."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = {}
     for name in names:
@@ -72,7 +72,7 @@ def _patch(version: str) -> int:
 
 
 def requirements(libraries: str) -> list[str]:
-    """The arguments of ``pip install`` for a set of libraries, tools of the tests included."""
+    """Return the ``pip install`` arguments for a set of libraries, including test tools."""
     if libraries == "pins":
         return ["-c", "constraints.txt", "setuptools", "--no-build-isolation", "-e", ".[dev]"]
     extras = project()["optional-dependencies"]
@@ -99,7 +99,7 @@ def install(python: Path, libraries: str) -> str:
 
 
 def installed(python: Path) -> dict[str, str]:
-    """The versions of the libraries that the table shows."""
+    """Return the versions of the libraries that the table shows."""
     program = (
         "import importlib.metadata as m, json, sys; print(json.dumps("
         "{n: m.version(n) for n in sys.argv[1:] if any(True for _ in m.distributions(name=n))}))"
@@ -111,7 +111,7 @@ def installed(python: Path) -> dict[str, str]:
 
 
 def run_row(name: str, interpreter: str, libraries: str, tests: list[str]) -> dict[str, Any]:
-    """Make a venv, train for a few steps, run `tests` (all without any), and remove the venv."""
+    """Make a venv, train for a few steps, run `tests` (all if empty), and remove the venv."""
     folder = Path(tempfile.mkdtemp(prefix=f"warpweave-{name}-{libraries}-"))
     row: dict[str, Any] = {"python": name, "set": libraries, "installed": {}, "passed": False}
     try:
@@ -135,7 +135,7 @@ def run_row(name: str, interpreter: str, libraries: str, tests: list[str]) -> di
 
 
 def table(rows: list[dict[str, Any]], what: str) -> str:
-    """The rows as a Markdown table, for docs/install.md."""
+    """Format the rows as a Markdown table for docs/install.md."""
     date = datetime.date.today().isoformat()
     lines = ["| Python | torch | Triton | numpy | transformers | tests | date |", "|---" * 7 + "|"]
     for row in rows:
@@ -146,7 +146,7 @@ def table(rows: list[dict[str, Any]], what: str) -> str:
 
 
 def chosen_rows(names: list[str], others: bool, given: list[str]) -> list[tuple[str, str]]:
-    """The Python and the set of each row, as the command line chose them."""
+    """Return the Python and the library set of each row that the command line chose."""
     own = ".".join(platform.python_version_tuple()[:2])
     if others:
         return [(name, "pins") for name in names if name != own]
@@ -158,7 +158,7 @@ def chosen_rows(names: list[str], others: bool, given: list[str]) -> list[tuple[
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command; see the module's docstring."""
     names = supported()
     default = [f"{names[0]}:oldest", f"{names[-1]}:newest"]
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])

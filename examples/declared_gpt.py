@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/declared_gpt.py
 
-prints every layout that DTensor propagates, every collective with its bytes, and the loss beside
-that of one rank. The parameters have the names and shapes of `warpweave.model.plain`, in the styles
-of GPT-2 (learned positions, LayerNorm, GELU) and of Llama (rotary embedding, RMSNorm, SwiGLU).
+This prints every layout that DTensor propagates, every collective with its bytes, and the loss next
+to that of one rank. The parameters have the names and shapes of `warpweave.model.plain`, in the
+styles of GPT-2 (learned positions, LayerNorm, GELU) and Llama (rotary embedding, RMSNorm, SwiGLU).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from warpweave import explain_sharding, shard
 from warpweave.model.plain import PlainConfig, plain_init
 
-# What the mesh's axes do, whatever the model: data parallelism is the first line alone.
+# The roles of the mesh's axes, for any model; the first entry alone is data parallelism.
 AXES = {"batch": "dp", "groups": "tp", "hidden": "tp", "vocab": "tp"}
 
-# Megatron's layout of a block: columns, then rows, and the residual stream the same on all ranks.
+# Megatron's block layout: columns, then rows, with the residual stream replicated on all ranks.
 PLAN = {
     "(tokens)": "batch seq",
     "(labels)": "batch seq",
@@ -38,7 +38,7 @@ PLAN = {
     "*.mlp()": "batch seq width",
 }
 
-# The same with sequence parallelism: the stream is cut over the tensor ranks between the parts.
+# The same with sequence parallelism: between the parts, the stream is sharded over tensor ranks.
 SEQUENCE_AXES = AXES | {"seq": "tp"}
 SEQUENCE_PLAN = PLAN | {
     "(tokens)": "batch whole",
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:
-    """Rotary embedding of x[B, S, H, D]: element j turns with element j + D/2."""
+    """Apply the rotary embedding to x[B, S, H, D]: element j rotates with element j + D/2."""
     half = x.size(-1) // 2
     position = torch.arange(x.size(1), dtype=torch.float64, device=x.device)
     turn = theta ** (torch.arange(half, dtype=torch.float64, device=x.device) / -half)
@@ -82,7 +82,7 @@ def rotate(x: Tensor, theta: float) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Two products around GELU or SwiGLU, whose rows are gate, up, gate, up, ..."""
+    """Two matrix products around GELU or SwiGLU, whose rows are gate, up, gate, up, ..."""
 
     def __init__(self, config: PlainConfig) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def norm(config: PlainConfig) -> nn.Module:
 
 
 class GPT(nn.Module):
-    """Parameters as `warpweave.model.plain.plain_shapes` lists them."""
+    """A GPT with the parameters that `warpweave.model.plain.plain_shapes` lists."""
 
     def __init__(self, config: PlainConfig) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class GPT(nn.Module):
         self.config = config
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """int64 [B, S] and [B, S] -> mean loss."""
+        """Return the mean loss for tokens and labels, int64 [B, S] each."""
         x = self.embedding(tokens)
         if self.config.positions == "learned":
             x = x + self.positions(torch.arange(tokens.size(1), device=tokens.device))
@@ -142,7 +142,7 @@ class GPT(nn.Module):
 
 
 def make(config: PlainConfig, dtype: torch.dtype = torch.float64) -> GPT:
-    """A model with the parameters of ``plain_init(config, seed=0)``."""
+    """Return a model with the parameters of ``plain_init(config, seed=0)``."""
     model = GPT(config).to(dtype)
     weights = plain_init(config, 0, dtype)
     if config.tied:
@@ -152,7 +152,7 @@ def make(config: PlainConfig, dtype: torch.dtype = torch.float64) -> GPT:
 
 
 def compare(device: str = "cpu") -> float:
-    """Print what is sent and both losses; returns their difference."""
+    """Print what is sent and both losses; return their difference."""
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
     config = PlainConfig(96, 16, 2, 32, 4, 2, 48)
     torch.manual_seed(0)
@@ -166,7 +166,7 @@ def compare(device: str = "cpu") -> float:
     difference = (loss.full_tensor() - plain).abs().item()
     if dist.get_rank() == 0:
         print(seen)
-        print(f"loss {plain.item():.6f} on one rank, {difference:.1e} from it on four")
+        print(f"loss {plain.item():.6f} on one rank; on four it differs by {difference:.1e}")
     return difference
 
 

@@ -2,8 +2,8 @@
 
 python examples/finetune_hf.py --steps 30
 
-The model is a random tiny Llama, so that nothing is downloaded: `from_pretrained` stands for it. A
-copy that keeps transformers' layers is trained beside it, to show that the losses are the same.
+The model is a random tiny Llama in place of one from `from_pretrained`, so nothing is downloaded.
+A copy that keeps transformers' layers is trained as well, to show that the losses are the same.
 """
 
 import copy
@@ -20,20 +20,20 @@ import warpweave.hf
 
 @dataclass(frozen=True)
 class Config:
-    """How long to train."""
+    """The length of the training and its learning rate."""
 
     steps: int = 30
     lr: float = 3e-3
 
 
 def batch(step: int) -> torch.Tensor:
-    """Eight sentences of a language in which every word is three more than the one before."""
+    """Return eight sentences of a language in which each word is three more than the previous."""
     first = torch.randint(97, (8, 1), generator=torch.Generator().manual_seed(step))
     return (first + 3 * torch.arange(24)) % 97
 
 
 def train(model: torch.nn.Module, config: Config) -> list[float]:
-    """The losses of AdamW's steps; a Trainer of transformers does the same."""
+    """Train with AdamW and return the losses; a transformers Trainer does the same."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), config.lr), []
     for step in range(config.steps):
         tokens = batch(step)
@@ -47,7 +47,7 @@ def train(model: torch.nn.Module, config: Config) -> list[float]:
 
 
 def main(config: Config) -> dict[str, float]:
-    """Train both, save ours, load it again without warpweave; the figures."""
+    """Train both, save ours, load it again without warpweave; return the figures."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=2, **sizes))

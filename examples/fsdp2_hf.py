@@ -1,10 +1,10 @@
-"""FSDP2 around a Hugging Face model that has the layers of warpweave in it, on two CPU ranks.
+"""Train a Hugging Face model that has the layers of warpweave under FSDP2, on two CPU ranks.
 
 torchrun --nproc-per-node 2 examples/fsdp2_hf.py
 
-`apply` comes first, then `fully_shard` of each decoder layer and of the whole model; the head stays
-in the whole's unit, because the fused loss reads its weight. Every rank holds its share of each
-parameter and sees its share of the batch; the losses are those of one process with all of it.
+Call `apply` first, then `fully_shard` on each decoder layer and on the whole model. The head stays
+in the whole model's unit, because the fused loss reads its weight. Every rank holds its share of
+each parameter and sees its share of the batch. The losses are those of one process with all of it.
 """
 
 import copy
@@ -22,7 +22,7 @@ STEPS = 20
 
 
 def train(model: torch.nn.Module, rows: slice) -> list[float]:
-    """The losses of these rows of every batch; FSDP2 averages the gradients over the ranks."""
+    """Return the losses for these rows of every batch; FSDP2 averages gradients over the ranks."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
     for step in range(STEPS):
         first = torch.randint(97, (8, 1), generator=torch.Generator().manual_seed(step))[rows]
@@ -36,7 +36,7 @@ def train(model: torch.nn.Module, rows: slice) -> list[float]:
 
 
 def compare() -> dict[str, float]:
-    """Train cut over the ranks of the default group, and whole on this one; the figures."""
+    """Train sharded over the default group's ranks, and whole on this one; return the figures."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same weights on every rank
     sizes = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}

@@ -1,14 +1,14 @@
-"""A long sequence in a small place: its tokens and all that is made of them are cut over the ranks.
+"""Train on a long sequence in little memory: tokens and activations are sharded over the ranks.
 
-torchrun --nproc-per-node 4 examples/long_context.py     # 65,536 tokens, on a CPU 3 s a step
+torchrun --nproc-per-node 4 examples/long_context.py     # 65,536 tokens, 3 s per step on a CPU
 torchrun --nproc-per-node 4 examples/long_context.py --tokens 1048576 --vocab 8192 --steps 1
 
-A tiny GPT with a sliding window is trained on text that repeats every 64 tokens. It measures the
-links and prints what each context strategy would send, hold and leave exposed and which one it
-takes, the losses, the seconds of each step, and by how much the resident memory of every rank grew
-from before the first step to its peak. On two busy cores: 575 MiB on one rank, 273 on each of 2,
-134 to 149 on each of 4; of the million tokens 1.6 to 1.7 GiB on each of 4 in 90 s, and the logits,
-which the loss makes chunk by chunk, would be 32 GiB.
+A tiny GPT with a sliding window is trained on text that repeats every 64 tokens. The script
+measures the links and prints what each context strategy would send, hold and leave exposed, and
+which one it uses. Then it prints the losses, the seconds of each step, and how much each rank's
+resident memory grew from before the first step to its peak. On two busy cores: 575 MiB on one rank,
+273 on each of 2, 134 to 149 on each of 4. For a million tokens: 1.6 to 1.7 GiB on each of 4, in
+90 s. The logits, which the loss computes chunk by chunk, would take 32 GiB.
 """
 
 import os
@@ -26,22 +26,22 @@ from warpweave.train.metrics import peak_memory
 
 @dataclass(frozen=True)
 class Config:
-    """The sequence, its window, and how it is cut."""
+    """The sequence, its window, and its sharding."""
 
     tokens: int = 65536
     window: int = 128
     width: int = 32
     layers: int = 2
     vocab: int = 64
-    """Ids of the model; the text has 64."""
+    """Vocabulary of the model; the text uses 64 ids."""
     cp: int | None = None
-    """Context ranks; default: all."""
+    """Context ranks. Default: all ranks."""
     strategy: Choice = "measured"
     steps: int = 3
 
 
 def main(config: Config) -> dict[str, list[float]]:
-    """Train and print; the losses and every rank's growth in MiB."""
+    """Train and print; return the losses and every rank's growth in MiB."""
     sizes = Mesh(cp=config.cp or int(os.environ.get("WORLD_SIZE", "1")))
     session = join(sizes)
     mesh = sizes.connect(session.device.type)
@@ -56,7 +56,7 @@ def main(config: Config) -> dict[str, list[float]]:
         attention = engine.gpt.blocks["0"].attention
         print(table(attention.context_costs(engine.gpt.layout, 1)))
         logits = 4 * config.tokens * config.vocab / 2**20
-        print(f"logits of all tokens, which nobody holds: {logits:.0f} MiB")
+        print(f"logits of all tokens, which no rank holds: {logits:.0f} MiB")
     before, losses = peak_memory(session.device, mesh), []
     generator = torch.Generator().manual_seed(0)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=session.device)

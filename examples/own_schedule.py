@@ -1,13 +1,13 @@
-"""A pipeline schedule of your own: written as data, validated, drawn, and run through the engine.
+"""Write your own pipeline schedule as data; validate it, draw it, and run it through the engine.
 
 python examples/own_schedule.py                                  # validates and draws it
 torchrun --nproc-per-node 2 examples/own_schedule.py             # and trains with it
 
-It folds the pipeline into a V: of 2 p stages on p ranks, rank r holds r and 2 p - 1 - r, so the
-first and the last stage, with the embedding and the head, are on one rank and their tied weight
-needs no message. In the fold a micro-batch goes on to the next stage at once. A schedule is a list
-of actions per rank; sends, receives, reductions and updates are added by the engine. Losses are
-those of 1F1B, and of one device.
+It folds the pipeline into a V: of 2 p stages on p ranks, rank r holds r and 2 p - 1 - r. The first
+and the last stage, with the embedding and the head, are on the same rank, so their tied weight
+needs no message. In the fold a micro-batch moves to the next stage at once. A schedule is a list of
+actions per rank; the engine adds sends, receives, reductions and updates. The losses equal those of
+1F1B, and of one device.
 """
 
 import os
@@ -22,7 +22,7 @@ from warpweave.parallel.simulate import simulate
 
 
 def folded(ranks: int, microbatches: int) -> Schedule:
-    """All forwards down the V and up again, then all backwards the same way back."""
+    """Return the schedule: all forwards down the V and up again, then all backwards in reverse."""
     every, lists = range(microbatches), []
     for down in range(ranks):
         up = 2 * ranks - 1 - down
@@ -37,12 +37,12 @@ class FoldedPlan(ParallelPlan):
     """A plan whose schedule is `folded`."""
 
     def make_schedule(self, ranks: int) -> Schedule:
-        """The lists of actions, which the engine completes and validates once more."""
+        """Return the lists of actions, which the engine completes and validates again."""
         return folded(ranks, self.microbatches)
 
 
 def losses(ranks: int, plan: ParallelPlan, steps: int = 5) -> list[float]:
-    """Train a model that counts modulo ten on `ranks` pipeline ranks."""
+    """Train a model to count modulo ten on `ranks` pipeline ranks; return the losses."""
     sizes = Mesh(pp=ranks)
     mesh = sizes.connect()
     model = GPTConfig(vocab_size=10, seq_len=16, layers=4, width=32, heads=4)
@@ -56,11 +56,11 @@ def losses(ranks: int, plan: ParallelPlan, steps: int = 5) -> list[float]:
 
 
 def main(microbatches: int = 4) -> dict[str, list[float]]:
-    """Validate, draw and train; the losses of both schedules."""
+    """Validate, draw and train; return the losses of both schedules."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     session = join(Mesh(pp=ranks))
     drawn = folded(max(ranks, 2), microbatches)
-    schedules.validate(drawn, microbatches=microbatches)  # one line of ValueError if it is wrong
+    schedules.validate(drawn, microbatches=microbatches)  # raises a one-line ValueError if wrong
     if session.rank == 0:
         timeline = simulate(drawn, {"F": 1, "B": 2})  # a backward takes twice as long
         print(timeline.draw())

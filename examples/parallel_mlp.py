@@ -1,4 +1,4 @@
-"""Your own module, its weights cut over two ranks: the same numbers as on one device.
+"""Shard your own module's weights over two ranks, with the same numbers as on one device.
 
 torchrun --nproc-per-node 2 examples/parallel_mlp.py
 """
@@ -19,7 +19,7 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(hidden, width, mesh=mesh)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x[..., width] -> y[..., width], whole on every rank."""
+        """x[..., width] -> y[..., width], replicated on every rank."""
         return self.down(nn.functional.gelu(self.up(x)))
 
 

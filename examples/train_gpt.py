@@ -1,4 +1,4 @@
-"""A training loop of your own around the engine, on any mesh; learns to count modulo ten.
+"""Write your own training loop around the engine, on any mesh; the model learns to count modulo 10.
 
 torchrun --nproc-per-node 4 examples/train_gpt.py --tp 2 --pp 2
 torchrun --nproc-per-node 4 examples/train_gpt.py --dp 4 --zero 3
@@ -14,7 +14,7 @@ from warpweave import Engine, GPTConfig, Mesh, ParallelPlan, join
 
 @dataclass(frozen=True)
 class Config:
-    """Mesh and ZeRO stage."""
+    """The mesh, the ZeRO stage and the number of steps."""
 
     dp: int = 1
     tp: int = 1
@@ -25,7 +25,7 @@ class Config:
 
 
 def main(config: Config) -> float:
-    """Train, print the loss now and then, return the last one."""
+    """Train and print the loss every ten steps; return the last loss."""
     sizes = Mesh(dp=config.dp, tp=config.tp, cp=config.cp, pp=config.pp)
     session = join(sizes)
     mesh = sizes.connect(session.device.type)

@@ -335,7 +335,7 @@ def test_a_wrong_variant_is_not_timed(load):
     with pytest.raises(AssertionError, match="torch and warpweave differ"):
         harness.agree(wrong, inputs)
     short = _problem(harness, variants={"warpweave": lambda x: ()})
-    with pytest.raises(AssertionError, match="warpweave gives 0 outputs"):
+    with pytest.raises(AssertionError, match="warpweave returns 0 outputs"):
         harness.check(short, inputs)
 
 

@@ -373,32 +373,33 @@ _LLAMA = PRESETS["toy-llama"]
     ("config", "kind", "nearest"),
     [
         (GPTConfig(53, 8, 1, 8, 2, positions="rope"), None,
-         "gpt2 with positions = 'learned' for 'rope'"),
+         "gpt2 with positions = 'learned' (not 'rope')"),
         (dataclasses.replace(_LLAMA, rope_scaling=RopeScaling("ntk", 2.0)), None,
          "llama, refused (config.json of a llama model: RoPE scaling of type 'ntk' is not "
-         "supported, only linear, llama3, yarn)"),
+         "supported; expected linear, llama3 or yarn)"),
         (dataclasses.replace(_LLAMA, qk_norm=True, qkv_bias=True), None,
-         "qwen2 with qk_norm = False for True"),
+         "qwen2 with qk_norm = False (not True)"),
         (dataclasses.replace(_LLAMA, activation="geglu", qk_norm=True), None,
-         "qwen3 with activation = 'swiglu' for 'geglu'"),
-        (dataclasses.replace(_LLAMA, sinks=True), "llama", "llama with sinks = False for True"),
+         "qwen3 with activation = 'swiglu' (not 'geglu')"),
+        (dataclasses.replace(_LLAMA, sinks=True), "llama", "llama with sinks = False (not True)"),
         (dataclasses.replace(_LLAMA, bias=True), "gpt2",
-         "gpt2 with activation = 'gelu' for 'swiglu', norm = 'layer' for 'rms', "
-         "norm_bias = True for None, kv_heads = 4 for 2, positions = 'learned' for 'rope'"),
+         "gpt2 with activation = 'gelu' (not 'swiglu'), norm = 'layer' (not 'rms'), "
+         "norm_bias = True (not None), kv_heads = 4 (not 2), positions = 'learned' (not 'rope')"),
         (dataclasses.replace(PRESETS["toy"], activation="relu2"), None,
-         "gpt2 with activation = 'gelu' for 'relu2'"),
+         "gpt2 with activation = 'gelu' (not 'relu2')"),
         (dataclasses.replace(PRESETS["toy"], norm_bias=False), None,
-         "gpt2 with norm_bias = True for False"),
+         "gpt2 with norm_bias = True (not False)"),
         (dataclasses.replace(_LLAMA, windows=(3, 0)), "mistral",
-         "mistral with windows = (3, 3) for (3, 0)"),
-        (dataclasses.replace(_LLAMA, windows=(3,)), "llama", "llama with windows = () for (3, 3)"),
+         "mistral with windows = (3, 3) (not (3, 0))"),
+        (dataclasses.replace(_LLAMA, windows=(3,)), "llama",
+         "llama with windows = () (not (3, 3))"),
     ],
 )  # fmt: skip
 def test_a_model_that_no_family_can_be_is_refused_beside_the_nearest(config, kind, nearest):
     with pytest.raises(ConvertError) as caught:
         write_config(config, kind)
     tried = kind or "gpt2, llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3_text, olmo2"
-    assert one_line(caught) == f"no {tried} model is this one: the nearest is {nearest}"
+    assert one_line(caught) == f"no {tried} model matches this one: the closest is {nearest}"
 
 
 def test_the_docs_name_the_options_of_each_family():
@@ -435,12 +436,12 @@ def _edit(folder: Path, change: dict, drop: tuple[str, ...] = ()) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("llama2", {"model_type": "bert"}, "model_type 'bert' is not one of those that are read: "),
+        ("llama2", {"model_type": "bert"}, "model_type 'bert' is not supported; expected one of "),
         ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config = .* not supported"),
-        ("llama2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only silu"),
-        ("llama2", {"attention_bias": True}, "mlp_bias = False is not supported, only True"),
+        ("llama2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; expected silu"),
+        ("llama2", {"attention_bias": True}, "mlp_bias = False is not supported; expected True"),
         ("llama2", {"vocab_size": 54}, r"tensor model.embed_tokens.weight has shape \[53, 32\], "),
-        ("llama2", {"num_hidden_layers": 2}, "tensor model.layers.2.input_layernorm.weight is lef"),
+        ("llama2", {"num_hidden_layers": 2}, "tensor model.layers.2.input_layernorm.weight: our"),
         ("llama2", {"num_hidden_layers": 4}, "tensor model.layers.3.* is missing"),
         ("llama2", {"rope_parameters": {"rope_type": "dynamic"}}, "RoPE scaling of type 'dynamic'"),
         ("llama2", {"rope_parameters": {"rope_type": "linear"}}, "config.json .* has no 'factor'"),
@@ -467,7 +468,7 @@ def _edit(folder: Path, change: dict, drop: tuple[str, ...] = ()) -> None:
             {"rope_parameters": {"rope_type": "default"}},
             "rope_parameters of rope_type are",
         ),
-        ("gemma2", {"sliding_window": None}, "sliding_window = None is not supported beside"),
+        ("gemma2", {"sliding_window": None}, "sliding_window = None is not supported with"),
         ("olmo2", {"attention_bias": True}, "attention_bias = True is not supported"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
@@ -500,10 +501,10 @@ def _rewrite(folder: Path, change) -> None:
     ("change", "message"),
     [
         (lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight is missing$"),
-        (lambda t: t.update(extra=torch.ones(1)), "tensor extra is left over: no Qwen2ForCaus"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"has shape \[31\], its conf"),
+        (lambda t: t.update(extra=torch.ones(1)), "unexpected tensor extra: our Qwen2ForCaus"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"has shape \[31\], but conf"),
         (lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}),
-         "tensor model.norm.weight is I8, only F64, F32, F16, BF16 are read"),
+         "tensor model.norm.weight is I8; expected one of F64, F32, F16, BF16"),
     ],
 )  # fmt: skip
 def test_tensors_that_are_not_the_models_are_named(change, message, folders, tmp_path):
@@ -518,7 +519,9 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(folders, tmp_path):
     _rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert from_hf(folder).config.tied
     _rewrite(folder, lambda t: t["lm_head.weight"].add_(1))
-    with pytest.raises(ConvertError, match=r"lm_head.weight is not model.embed_tokens.weight, tho"):
+    with pytest.raises(
+        ConvertError, match=r"lm_head.weight differs from model.embed_tokens.weight, but"
+    ):
         from_hf(folder)
 
 
@@ -540,7 +543,9 @@ def test_names_without_the_base_models_prefix_and_buffers_are_understood(name, f
 def test_folders_that_hold_no_model_are_refused(folders, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ConvertError, match=f"^{empty} holds no model of transformers: no config"):
+    with pytest.raises(
+        ConvertError, match=f"^{empty} is not a transformers model: it has no config"
+    ):
         from_hf(empty)
     with pytest.raises(ConvertError, match=f"^{tmp_path}/nowhere does not exist$"):
         from_hf(tmp_path / "nowhere")
@@ -554,11 +559,11 @@ def test_folders_that_hold_no_model_are_refused(folders, tmp_path):
         assert read_json(empty / "config.json") == {"\u00e9": "\u20ac"}
     for no_object in ("[]", "null", "1"):
         (empty / "config.json").write_text(no_object)
-        with pytest.raises(ConvertError, match=r"config\.json: it holds no object$"):
+        with pytest.raises(ConvertError, match=r"config\.json: expected a JSON object$"):
             from_hf(empty)
     shutil.copy(folders["llama2"] / "config.json", empty)
     (empty / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ConvertError, match=r": no model.safetensors or .* \(other formats than"):
+    with pytest.raises(ConvertError, match=r": no model.safetensors or .* \(only safetensors"):
         from_hf(empty)
     (empty / "model.safetensors").write_bytes(b"no such thing")
     with pytest.raises(ConvertError, match=f"^cannot read {empty}/model.safetensors: "):
@@ -566,7 +571,7 @@ def test_folders_that_hold_no_model_are_refused(folders, tmp_path):
     (empty / "model.safetensors").unlink()  # this file takes precedence over an index
     index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
     (empty / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConvertError, match=r"names '../secret.safetensors', which is no file of"):
+    with pytest.raises(ConvertError, match=r"names '../secret.safetensors', which is not a file"):
         from_hf(empty)
 
 
@@ -581,7 +586,7 @@ def test_a_model_of_other_sizes_is_not_filled(folders):
 def test_nothing_is_written_over_and_a_failure_leaves_nothing(folders, tmp_path):
     found = from_hf(folders["llama2"])
     gpt = GPT(found.config)
-    with pytest.raises(CheckpointError, match=f"{folders['llama2']} exists already"):
+    with pytest.raises(CheckpointError, match=f"{folders['llama2']} already exists"):
         to_hf(gpt, folders["llama2"])
     with (
         mock.patch("warpweave.convert.write.save_file", side_effect=OSError(28, "No space left")),

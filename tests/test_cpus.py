@@ -52,9 +52,9 @@ def test_it_ends_with_json_and_fails_if_a_test_did(monkeypatch, capsys, failed):
     with pytest.raises(SystemExit) as end:
         cpus.main()
     *lines, last = capsys.readouterr().out.splitlines()
-    assert lines[0] == "ok     native: 3 tests, 0 skipped, 0 failed, 1 s, the bits of native"
+    assert lines[0] == "ok     native: 3 tests, 0 skipped, 0 failed, 1 s, the same bits as native"
     assert lines[1].startswith(("FAILED" if failed else "ok    ") + " MKL_CBWR=AVX2: 3 tests, ")
-    assert lines[1].endswith("other bits than native")
+    assert lines[1].endswith("different bits from native")
     assert [line.strip() for line in lines[2:]] == failed
     assert json.loads(last)["passed"] == (not failed)
     assert end.value.code == len(failed)

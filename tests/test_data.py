@@ -313,7 +313,7 @@ def test_the_cache_gives_the_same_data_until_the_text_changes(tmp_path: Path) ->
     changed = open_dataset(source, cache=cache, **options)
     assert "changed" in changed.decode(changed.tokens.tolist())
     (tmp_path / "empty").touch()
-    with pytest.raises(DataError, match="its train split has 0 tokens, one sample needs"):
+    with pytest.raises(DataError, match="its train split has 0 tokens, but one sample needs"):
         open_dataset(tmp_path / "empty", cache=cache, **options)
 
 
@@ -415,7 +415,7 @@ def test_what_no_token_file_can_hold_is_not_written(tmp_path: Path) -> None:
     for tokens in (np.array([5]), np.array([-1]), np.array([0.5]), np.array([], dtype=int)):
         with pytest.raises(DataError, match="must"):
             write_token_file(tmp_path / "a.bin", tokens, vocab_size=5)
-    with pytest.raises(DataError, match=r"named .bin"):
+    with pytest.raises(DataError, match=r"must end in .bin"):
         write_token_file(tmp_path / "a.txt", np.array([1]), vocab_size=5)
     for tokens in ([1, 2], torch.tensor([1, 2])):
         words = f"must be a NumPy array of integers, got {type(tokens).__name__}; convert them with"
@@ -430,7 +430,7 @@ def test_token_outside_the_vocabulary_is_rejected_when_data_is_read(
     write_token_file(tmp_path / "a.bin", np.arange(100), vocab_size=100)
     sidecar = tmp_path / "a.bin.json"
     sidecar.write_text(sidecar.read_text().replace('"vocab_size": 100', '"vocab_size": 50'))
-    with pytest.raises(DataError, match=r"token 99 is not below self.vocab_size=50"):
+    with pytest.raises(DataError, match=r"expected tokens < 50, got 99"):
         open_dataset(tmp_path / "a.bin", seq_len=98, split="all").batch(0, range(9))
 
 
@@ -443,7 +443,7 @@ class _Canary:
 
 def test_an_npy_file_is_never_unpickled(tmp_path: Path) -> None:
     np.save(tmp_path / "evil.npy", np.array([_Canary()], dtype=object), allow_pickle=True)
-    with pytest.raises(DataError, match=r"evil.npy .* is no array of numbers") as error:
+    with pytest.raises(DataError, match=r"evil.npy .* is not an array of numbers") as error:
         open_dataset(tmp_path / "evil.npy", seq_len=4)
     one_line(error)
     assert not _Canary.touched
@@ -460,21 +460,21 @@ def sidecar(**changes) -> str:
     ("files", "source", "says"),
     [
         ({}, "absent", "absent does not exist"),
-        ({"d/x": b""}, "d", "its train split has 0 tokens, one sample needs seq_len \\+ 1 = 9"),
-        ({"d/.x": b"hidden"}, "d", "holds no file that matches"),
+        ({"d/x": b""}, "d", "its train split has 0 tokens, but one sample needs seq_len \\+ 1 = 9"),
+        ({"d/.x": b"hidden"}, "d", "has no file that matches"),
         ({"a.txt": b"12345678"}, "a.txt", "a.txt: its train split has 7 tokens"),
         ({"a.bin": b"12345678"}, "a.bin", "a.bin.json is missing"),
         ({"a.bin": b"1234567", "a.bin.json": sidecar()}, "a.bin", "7 bytes.* 4 tokens.* 8 bytes"),
         ({"a.bin": b"", "a.bin.json": "{"}, "a.bin", "is not JSON"),
-        ({"a.bin": b"", "a.bin.json": "[]"}, "a.bin", "must hold a JSON object"),
+        ({"a.bin": b"", "a.bin.json": "[]"}, "a.bin", "must be a JSON object"),
         ({"a.bin": b"", "a.bin.json": sidecar(version=2)}, "a.bin", '"version": 1'),
-        ({"a.bin": b"", "a.bin.json": sidecar(dtype="O")}, "a.bin", "must give dtype"),
-        ({"a.bin": b"", "a.bin.json": sidecar(tokens=True)}, "a.bin", "must give dtype"),
-        ({"a.npy": b"junk"}, "a.npy", "a.npy .4 bytes. is no array"),
+        ({"a.bin": b"", "a.bin.json": sidecar(dtype="O")}, "a.bin", "must have dtype"),
+        ({"a.bin": b"", "a.bin.json": sidecar(tokens=True)}, "a.bin", "must have dtype"),
+        ({"a.npy": b"junk"}, "a.npy", "a.npy .4 bytes. is not an array"),
         ({"a.bin": b"12345678", "a.bin.json": sidecar(vocab_size=2**40)}, "a.bin", "<= 2..32"),
-        ({"a.npy": b""}, "a.npy", "a.npy .0 bytes. is no array"),
+        ({"a.npy": b""}, "a.npy", "a.npy .0 bytes. is not an array"),
         ({"a.npy": b"PK\3\4cut short"}, "a.npy", "a.npy is an archive of arrays"),
-        ({"a.npy/x": b""}, "a.npy", "a.npy .* is no array of numbers: .*[Dd]irectory"),
+        ({"a.npy/x": b""}, "a.npy", "a.npy .* is not an array of numbers: .*[Dd]irectory"),
     ],
 )
 def test_a_bad_source_is_one_line_with_the_path_and_the_sizes(
@@ -491,10 +491,10 @@ def test_a_bad_source_is_one_line_with_the_path_and_the_sizes(
 
 def test_an_npy_of_another_kind_or_that_its_sidecar_denies_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((3, 4), dtype=np.uint16))
-    with pytest.raises(DataError, match=r"holds uint16\[3, 4\]"):
+    with pytest.raises(DataError, match=r"has uint16\[3, 4\]"):
         open_dataset(tmp_path / "a.npy", seq_len=1)
     np.save(tmp_path / "a.npy", np.zeros(5, dtype=np.float32))
-    with pytest.raises(DataError, match=r"holds float32\[5\]"):
+    with pytest.raises(DataError, match=r"has float32\[5\]"):
         open_dataset(tmp_path / "a.npy", seq_len=1)
     with (tmp_path / "a.npy").open("wb") as file:
         np.savez(file, np.zeros(5, dtype=np.uint16))

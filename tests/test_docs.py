@@ -137,7 +137,7 @@ def test_the_page_of_performance_says_how_well_the_planner_predicts() -> None:
     assert len(said) == 6
     for cells in said:
         assert cells == rows[cells[0]][:4]
-    readme = (ROOT / "README.md").read_text()
+    readme = (DOCS / "features.md").read_text()
     assert (
         f"median error {rows['test'][2]} on published rows that no constant was fitted to" in readme
     )
@@ -147,7 +147,7 @@ def test_the_number_of_layouts_that_are_proven_is_that_of_prove_all() -> None:
     from warpweave.prove.layouts import all_layouts
 
     count = f"{sum(len(all_layouts(world)) for world in range(1, 5)):,}"
-    assert f"`prove`: {count} layouts of 1 to 4 ranks" in (ROOT / "README.md").read_text()
+    assert f"`prove`: {count} layouts of 1 to 4 ranks" in (DOCS / "features.md").read_text()
     assert f"# are all {count} of 1 to 4 ranks?" in (DOCS / "commands.md").read_text()
 
 

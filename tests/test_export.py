@@ -323,9 +323,9 @@ def test_a_tokenizer_is_the_one_given_or_on_record_or_the_first_there_is(source,
 def test_tokens_that_were_added_need_room_in_the_model_too(tmp_path):
     files = {"tokenizer.json": _words(tmp_path / "tokenizer.json", "</s>").read_bytes()}  # 98 + 2
     assert special_tokens(files, GPTConfig(100, 8, 1, 8, 2), None)["eos_token_id"] == 99
-    with pytest.raises(ConvertError, match="the tokenizer has 100 tokens, the model 99"):
+    with pytest.raises(ConvertError, match="the tokenizer has 100 tokens, but the model 99"):
         special_tokens(files, GPTConfig(99, 8, 1, 8, 2), None)
-    with pytest.raises(ConvertError, match=r"tokenizer.json is no tokenizer"):
+    with pytest.raises(ConvertError, match=r"tokenizer.json is not a valid tokenizer"):
         special_tokens({"tokenizer.json": b"{}"}, GPTConfig(99, 8, 1, 8, 2), None)
 
 
@@ -351,7 +351,7 @@ def test_generation_config_alone_decides_the_stop_tokens_if_it_exists(source, tm
         (tmp_path / "generation_config.json").unlink()
     for odd in ("7", [7, None], True):
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": odd}))
-        with pytest.raises(ConvertError, match="is no token"):
+        with pytest.raises(ConvertError, match="is not a token id"):
             read_stop_tokens(tmp_path)
     for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json"):
         (tmp_path / name).touch()
@@ -411,12 +411,12 @@ def test_what_a_user_has_is_not_written_over(bytes_run, tmp_path, capfd):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis").touch()
     assert _export(capfd, bytes_run, tmp_path / "out") == (
-        2, {}, f"warpweave: {tmp_path / 'out'} exists already",
+        2, {}, f"warpweave: {tmp_path / 'out'} already exists",
     )  # fmt: skip
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis"]
     (tmp_path / "link").symlink_to("nowhere")
     assert _export(capfd, bytes_run, tmp_path / "link") == (
-        2, {}, f"warpweave: {tmp_path / 'link'} exists already",
+        2, {}, f"warpweave: {tmp_path / 'link'} already exists",
     )  # fmt: skip
     assert {path.name for path in tmp_path.iterdir()} == {"link", "out"}
     code, _, err = _export(capfd, tmp_path, tmp_path / "new")
@@ -458,15 +458,13 @@ def test_another_tokenizer_than_the_trainings_is_never_exported(words_run, bytes
     mine = kept.read_bytes()
     try:
         _words(kept, "</s>")
-        with pytest.raises(
-            ConvertError, match=r"^the tokenizer of the training .* is not in .*origin"
-        ):
+        with pytest.raises(ConvertError, match=r"^the training tokenizer .* is not in .*origin"):
             to_hf(words_run, tmp_path / "out")
     finally:
         kept.write_bytes(mine)
     large = Tokenizer(models.WordLevel({str(i): i for i in range(300)}, unk_token="0"))
     large.save(str(tmp_path / "large.json"))
-    with pytest.raises(ConvertError, match=r"^the tokenizer has 300 tokens, the model 256$"):
+    with pytest.raises(ConvertError, match=r"^the tokenizer has 300 tokens, but the model 256$"):
         to_hf(bytes_run, tmp_path / "out", tokenizer=tmp_path / "large.json")
     assert not (tmp_path / "out").exists()
 
@@ -476,13 +474,13 @@ def test_both_commands_say_that_a_tokenizer_is_not_the_trainings(
 ):
     mine, other = words_run / "origin" / "tokenizer.json", _words(tmp_path / "b.json", "</s>")
     sha256 = hashlib.sha256(mine.read_bytes()).hexdigest()[:12]
-    step, words = open_latest(words_run / "checkpoints").path, f"that of SHA-256 {sha256}"
+    step, words = open_latest(words_run / "checkpoints").path, f"SHA-256 {sha256}"
     for number, (run, given, trained) in enumerate((
         (words_run, "bytes", words), (step, other, words), (words_run, mine, None),
         (bytes_run, other, "bytes"), (bytes_run, "bytes", None), (words_run, None, None),
     )):  # fmt: skip
-        said = f"warpweave: --tokenizer {given} is not the tokenizer of the training, {trained}: "
-        said = [] if trained is None else [f"{said}its ids mean others"]
+        said = f"warpweave: --tokenizer {given} is not the training tokenizer ({trained}): "
+        said = [] if trained is None else [f"{said}its ids have other meanings"]
         option = [] if given is None else ["--tokenizer", given]
         err = _export(capfd, run, tmp_path / str(number), *option)[2]
         sample.main([*map(str, (run, "--prompt", "3", "--tokens", 1, *option))])

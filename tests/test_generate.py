@@ -533,7 +533,7 @@ def test_the_ends_of_texts_are_those_of_transformers(tmp_path):
 def test_the_command_refuses_a_folder_without_a_model(tmp_path, capfd):
     code, _, err = _sample(capfd, str(tmp_path), "--prompt", "a")
     assert (code, err) == (
-        2, f"warpweave: {tmp_path} holds no model of transformers: no config.json",
+        2, f"warpweave: {tmp_path} is not a transformers model: it has no config.json",
     )  # fmt: skip
 
 

@@ -231,7 +231,7 @@ def test_data_with_more_words_than_the_model_is_refused(llama, tmp_path):
 
 
 def test_a_folder_that_is_no_model_ends_the_command_in_one_line(tmp_path, capsys):
-    with pytest.raises(ConvertError, match="holds no model of transformers"):
+    with pytest.raises(ConvertError, match="is not a transformers model"):
         _config(tmp_path, tmp_path).check()
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(SystemExit) as caught:

@@ -304,7 +304,7 @@ def _memory(free: float, device_type: str = "cpu", ranks: int = 1, **mesh: int) 
         (lambda: _memory(1.0), None),
         (lambda: _memory(0.999), "training needs about"),
         (lambda: _memory(1.0, "cuda", pp=2), None),
-        (lambda: _memory(0.999, "cuda", pp=2), r"GiB \(a rank: .* this GPU has"),
+        (lambda: _memory(0.999, "cuda", pp=2), r"GiB \(per rank: .* this GPU has"),
         (lambda: _memory(1.0, ranks=4, pp=2, dp=2), None),
         (lambda: _memory(0.999, ranks=4, pp=2, dp=2), "GiB for 4 ranks .* this machine has"),
     ]
@@ -376,13 +376,13 @@ def _written(tokens, vocab_size: int = 9, name: str = "b.bin"):
 @rows(
     [
         (lambda at: _tokens(at, seq_len=19), None),
-        (lambda at: _tokens(at, seq_len=20), r"20 tokens, one sample needs seq_len \+ 1 = 21"),
+        (lambda at: _tokens(at, seq_len=20), r"20 tokens, but one sample needs seq_len \+ 1 = 21"),
         (lambda at: _tokens(at, seq_len=1), None),
         (lambda at: _tokens(at, seq_len=0), "seq_len must be at least 1"),
         (lambda at: _tokens(at, seq_len=1, split="valid"), "split must be"),
         (
             lambda at: _tokens(at, seq_len=1, tokenizer=at / "t"),
-            "the tokenizer .* cannot apply: --tokenizer None",
+            "the tokenizer .* does not apply: pass --tokenizer None",
         ),
         (lambda at: _tokens(at, seq_len=1).fixed_batch([0, 3], count=4), None),
         (lambda at: _tokens(at, seq_len=1).fixed_batch([4], count=4), r"must lie in \[0, 4\)"),
@@ -396,21 +396,21 @@ def _written(tokens, vocab_size: int = 9, name: str = "b.bin"):
         (_written([0.0]), r"must be integers\[N > 0\], got float64"),
         (_written([True]), r"must be integers\[N > 0\], got bool"),
         (_written(np.zeros(0, int)), r"must be integers\[N > 0\], got int64\[0\]"),
-        (_written([0], name="b.npy"), "a token file is named .bin"),
+        (_written([0], name="b.npy"), "a token file's name must end in .bin"),
         (_header, None),
         (lambda at: _header(at, vocab_size=2**32), None),
         (lambda at: _header(at, vocab_size=2**32 + 1), "0 < vocab_size <= 2"),
         (lambda at: _header(at, vocab_size=0), "0 < vocab_size <= 2"),
         (lambda at: _header(at, vocab_size=9.0), "0 < vocab_size <= 2"),
         (lambda at: _header(at, tokens=0), "tokens > 0"),
-        (lambda at: _header(at, dtype="int8"), "must give dtype"),
-        (lambda at: _header(at, version=2), 'must say "format"'),
-        (lambda at: _header(at, format="tokens"), 'must say "format"'),
+        (lambda at: _header(at, dtype="int8"), "must have dtype"),
+        (lambda at: _header(at, version=2), 'must have "format"'),
+        (lambda at: _header(at, format="tokens"), 'must have "format"'),
         (lambda at: _header(at, tokens=5), "has 4 bytes, but .* says 5 tokens"),
         (lambda at: _header(at, tokens=3), "has 4 bytes, but .* says 3 tokens"),
         (lambda at: _header(at, tokens=2, dtype="uint16"), None),
         (lambda at: open_dataset(at / "none", seq_len=1), "does not exist"),
-        (lambda at: open_text(at, Split("all", 0.1), None, "*.md", None), "holds no file that"),
+        (lambda at: open_text(at, Split("all", 0.1), None, "*.md", None), "has no file that"),
     ]
 )
 def test_data(call, words, tmp_path) -> None:
@@ -429,7 +429,7 @@ def _saved(at, *names: object, step: int = 1, **options) -> None:
 @rows(
     [
         (lambda at: _saved(at, "a", step=0, keep=1, shard_bytes=1), None),
-        (lambda at: _saved(at, step=-1), "need step >= 0"),
+        (lambda at: _saved(at, step=-1), "expected step >= 0"),
         (lambda at: _saved(at, keep=0), "keep >= 1"),
         (lambda at: _saved(at, shard_bytes=0), "shard_bytes >= 1"),
         (lambda at: _saved(at, ""), "'' cannot be a tensor's name"),
@@ -441,7 +441,10 @@ def _saved(at, *names: object, step: int = 1, **options) -> None:
         ),
         (lambda at: _saved(at, state={"a": [None, 1e308, -0.0, 2**70, "é", True, (1,)]}), None),
         *(
-            (lambda at, part=part: _saved(at, **{part: {"x": {1: 2}}}), rf"{part}\.x: key 1 must")
+            (
+                lambda at, part=part: _saved(at, **{part: {"x": {1: 2}}}),
+                rf"{part}\.x: JSON keys must be strings, got 1",
+            )
             for part in ("state", "config", "mesh")
         ),
         (lambda at: parse_manifest(b'{"a": {"b": 1, "b": 1}}'), "names appear twice"),
@@ -471,21 +474,21 @@ def _types(**mesh: int) -> None:
 @rows(
     [
         (lambda: Layout(Mesh(), count=12), None),
-        (lambda: Layout(Mesh(), count=5), "12 samples over dp = 1 do not divide by 5 micro-"),
-        (lambda: Layout(Mesh(dp=2), count=12), "12 samples over dp = 2 do not divide by 12"),
+        (lambda: Layout(Mesh(), count=5), "12 samples over dp = 1 are not divisible by 5 micro-"),
+        (lambda: Layout(Mesh(dp=2), count=12), "12 samples over dp = 2 are not divisible by 12"),
         (lambda: _proof(model="toy"), "model = 'toy' needs --typecheck"),
-        (lambda: _proof(tp=2, overlap="fused"), "it needs --impl triton"),
-        (lambda: _proof(all=True, dp=2), "choose layouts themselves"),
-        (lambda: _proof(random=1, zero=2), "choose layouts themselves"),
-        (lambda: _proof(all=True, random=1), "choose layouts themselves"),
+        (lambda: _proof(tp=2, overlap="fused"), "pass --impl triton"),
+        (lambda: _proof(all=True, dp=2), "choose the layouts"),
+        (lambda: _proof(random=1, zero=2), "choose the layouts"),
+        (lambda: _proof(all=True, random=1), "choose the layouts"),
         (lambda: _proof(all=True, world=1), None),
         (lambda: _proof(random=1, seed=3), None),
-        (lambda: _proof(all=True, world=0), "must be at least 1, got 0 and 0"),
-        (lambda: _proof(random=-1), "must be at least 1, got 4 and -1"),
+        (lambda: _proof(all=True, world=0), "expected world >= 1 and random >= 0, got 0 and 0"),
+        (lambda: _proof(random=-1), "expected world >= 1 and random >= 0, got 4 and -1"),
         (lambda: _proof(world=3), "--world needs --all"),
         (lambda: _proof(seed=1), "--seed needs --random"),
         (lambda: _proof(tp=2, schedule="interleaved", microbatches=3), None),
-        (lambda: _types(cp=4, ulysses=2), "ulysses = 2: types know the context axis as one"),
+        (lambda: _types(cp=4, ulysses=2), "ulysses = 2: the typechecker has a single context axis"),
         (lambda: _types(tp=4), r"kv_heads \(6\) is not divisible by tp \(4\)"),
         (lambda: _types(dp=2, tp=2), None),
     ]

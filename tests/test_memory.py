@@ -351,7 +351,7 @@ def test_what_fits_is_not_refused_and_what_does_not_is_with_the_figure():
     (told,) = estimate(TrainingStep(PRESETS["gpt2"], Mesh(), ParallelPlan(), 8, "fp32"))
     size = told.total / GIB
     _check(1.001 * size)
-    with pytest.raises(ValueError, match=rf"needs about {size:.1f} GiB \(a rank: weights 0.5"):
+    with pytest.raises(ValueError, match=rf"needs about {size:.1f} GiB \(per rank: weights 0.5"):
         _check(0.99 * size)
     # Both ranks share the memory of one machine.
     _check(2.0 * size, Mesh(dp=2))
@@ -378,7 +378,7 @@ def test_the_flag_that_is_named_makes_the_memory_that_is_named_enough(options, f
     with pytest.raises(ValueError, match=flag) as refusal:
         _check(0.2, **options)
     text = str(refusal.value)
-    named = float(text.split(f"{flag} ")[1].split(" GiB")[0])
+    named = float(text.split(f"{flag} (")[1].split(" GiB")[0])
     _check(named + 0.06, **options | way)
     with pytest.raises(ValueError, match="GiB free"):
         _check(named - 0.06, **options | way)

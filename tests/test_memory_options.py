@@ -268,8 +268,8 @@ def _refusal(free_gib: float, mesh: Mesh, plan: ParallelPlan = ParallelPlan(), *
 
 
 def _ways(text: str) -> dict[str, float]:
-    named = text.split("it would need, with ")[1].split("; with ")[0]
-    found = re.findall(r"(--[a-z-]+ \w+) (\d+\.\d) GiB", named)
+    named = text.split("options that reduce it: ")[1].split("; combined: ")[0]
+    found = re.findall(r"(--[a-z-]+ \w+) \((\d+\.\d) GiB\)", named)
     return {flag: float(size) for flag, size in found}
 
 
@@ -294,7 +294,7 @@ def test_a_refusal_names_the_flags_that_help_and_what_each_would_need() -> None:
     assert "--batch" not in _refusal(0.2, Mesh(), batch=1)
     assert "--dtype" not in _refusal(0.2, Mesh(), dtype="bf16")
     least = _refusal(0.05, Mesh(), ParallelPlan(recompute="full"), batch=1, dtype="bf16")
-    assert least.endswith("take a smaller --model")
+    assert least.endswith("choose a smaller --model")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -304,7 +304,7 @@ def test_a_refusal_names_all_flags_together_where_none_is_enough_alone(device: s
     text = _refusal(0.2, mesh, plan, **options)
     more = " --dp-shard 4" if device == "cuda" else ""
     (named,) = re.findall(
-        rf"; with --batch 1 --recompute full --dtype bf16{more} (\d+\.\d) GiB$", text
+        rf"; combined: --batch 1 --recompute full --dtype bf16{more} \((\d+\.\d) GiB\)$", text
     )
     apart = Mesh(dp=4) if device == "cuda" else mesh  # only there --dp-shard 4 is suggested
     best = ParallelPlan(zero=1, recompute="full")  # alone, --zero 3 saves too little
@@ -312,8 +312,8 @@ def test_a_refusal_names_all_flags_together_where_none_is_enough_alone(device: s
     total = estimate(step)[0].total * options["ranks"]
     assert float(named) == pytest.approx(total / GIB, abs=0.051)  # rounded to a tenth
     least = min(_ways(text).values())
-    assert "; with" not in _refusal(least + 0.1, mesh, plan, **options)
-    assert "; with" in _refusal(least - 0.1, mesh, plan, **options)
+    assert "; combined" not in _refusal(least + 0.1, mesh, plan, **options)
+    assert "; combined" in _refusal(least - 0.1, mesh, plan, **options)
 
 
 def test_what_does_not_help_beside_the_others_is_not_added_to_them() -> None:
@@ -331,14 +331,14 @@ def test_what_does_not_help_beside_the_others_is_not_added_to_them() -> None:
             check_memory(step, free=GIB, ranks=2)
         text = str(refusal.value)
         assert {*_ways(text)} == named
-        assert (words is None) == ("; with" not in text)
+        assert (words is None) == ("; combined" not in text)
         if words is not None:
             best = dataclasses.replace(
                 step, batch=1 if "--batch" in words else batch,
                 plan=ParallelPlan(zero=3, recompute="full"),
             )  # fmt: skip
             total = 2 * estimate(best)[0].total
-            assert text.endswith(f"; with {words} {total / GIB:.1f} GiB")
+            assert text.endswith(f"; combined: {words} ({total / GIB:.1f} GiB)")
 
 
 def test_a_refusal_lists_the_parts_of_the_fullest_rank() -> None:
@@ -352,13 +352,13 @@ def test_a_refusal_lists_the_parts_of_the_fullest_rank() -> None:
         fullest = max(ranks, key=lambda rank: rank.total)
         seen.add((name, ranks.index(fullest)))
         assert fullest.total > 1.1 * min(rank.total for rank in ranks)
-        with pytest.raises(ValueError, match="a rank") as refusal:
+        with pytest.raises(ValueError, match="per rank") as refusal:
             check_memory(step, free=GIB // 5, ranks=1, total=7 * GIB)
         text = str(refusal.value)
-        named = dict(re.findall(r"(\w+) (\d+\.\d)[,)]", text.split("(a rank: ")[1]))
+        named = dict(re.findall(r"(\w+) (\d+\.\d)[,)]", text.split("(per rank: ")[1]))
         kinds = ["weights", "gradients", "optimizer", "activations"]
         kinds += ["gpu"] * (device == "cuda") + ["update"] * (optimizer == "muon")
         assert named == {kind: f"{getattr(fullest, kind) / GIB:.1f}" for kind in kinds}
         where = "this GPU" if device == "cuda" else "this machine"
-        assert f"), {where} has 0.2 of 7.0 GiB free; " in text
+        assert f"), but {where} has 0.2 of 7.0 GiB free; " in text
     assert seen == {("1f1b", 0), ("gpipe", 3)}

@@ -352,12 +352,16 @@ def test_faster_hardware_is_never_slower(given: dict) -> None:
         ("tpu", None, "hw must be one of a100-40g, .* got 'tpu'"),
         ("no.toml", None, "cannot be read: No such file"),
         ("x.toml", "half = ", "x.toml is not TOML"),
-        ("x.json", '{"half": 1e15, "memory": 3e12}', "no base and lacks nvlink, network, capacity"),
-        ("x.json", '{"base": "h100", "halves": 1}', "halves is no field; fields are base, half"),
+        (
+            "x.json",
+            '{"half": 1e15, "memory": 3e12}',
+            "no base: add one, or add nvlink, network, capacity",
+        ),
+        ("x.json", '{"base": "h100", "halves": 1}', "unknown field halves; expected base, half"),
         ("x.json", '{"base": "mi300"}', "base must be one of a100-40g, .* got 'mi300'"),
         ("x.json", '{"base": ["h100"]}', r"base must be one of a100-40g, .* got \['h100'\]"),
         ("x.json", '{"base": "h100", "node": 2.5}', "node must be a whole number of GPUs, got 2.5"),
-        ("x.json", "[1]", "must hold names and values"),
+        ("x.json", "[1]", "expected a table of names and values"),
     ],
 )
 def test_hardware_that_cannot_be(tmp_path, name: str, text: str | None, says: str) -> None:
@@ -464,7 +468,7 @@ def test_a_large_search_simulates_few() -> None:
     found = choose_layouts(Search(PRESETS["llama-8b"], 64, H100, 256), keep=1)
     assert found.bounded > 1000
     assert found.simulated < found.bounded / 100
-    assert found.refused["does not fit the memory"] > 100
+    assert found.refused["does not fit into memory"] > 100
     assert found.miss is not None
     assert found.miss[1] > H100.capacity
 
@@ -487,8 +491,8 @@ def test_a_refusal_names_what_the_smallest_of_all_layouts_needs() -> None:
     ("given", "says"),
     [
         ({"config": PRESETS["llama3-405b"], "gpus": 8},
-         r"of 8 GPUs fits: the smallest needs more than \d+\.\d GiB on a GPU, h100 has 74.5"),
-        ({"gpus": 7}, "no layout of 7 GPUs is possible: dp does not divide the 4 sequences"),
+         r"of 8 GPUs fits: the smallest needs more than \d+\.\d GiB per GPU, but h100 has 74.5"),
+        ({"gpus": 7}, "no layout of 7 GPUs is possible: 4 sequences are not divisible by dp"),
         ({"gpus": 0}, "gpus and sequences must be at least 1, got 0 and 4"),
         ({"sequences": 0}, "gpus and sequences must be at least 1, got 8 and 0"),
     ],
@@ -589,9 +593,13 @@ def test_a_plan_is_one_flag_of_train_and_prove(tmp_path, capsys) -> None:
     many = tmp_path / "many.json"
     many.write_text(json.dumps({"layouts": [{"options": options | {"dp": 4096}}]}))
     for parse_of, words, says in (
-        (train_config.parse, ["--layout", path, "--tp", "16"], "tp = 16 is given, but the layout"),
-        (train_config.parse, ["--layout", path, "--config", str(toml)], "batch = 3 is given, but"),
-        (prove_options.parse, ["--layout", path, "--pp", "32"], "pp = 32 is given, but the layout"),
+        (train_config.parse, ["--layout", path, "--tp", "16"], "tp = 16 conflicts with the layout"),
+        (train_config.parse, ["--layout", path, "--config", str(toml)], "batch = 3 conflicts with"),
+        (
+            prove_options.parse,
+            ["--layout", path, "--pp", "32"],
+            "pp = 32 conflicts with the layout",
+        ),
         (prove_options.parse, ["--layout", str(many)], "ranks of --layout are more than 64"),
         (train_config.parse, ["--layout", "missing.json"], "missing.json cannot be read"),
     ):
@@ -630,12 +638,12 @@ def test_a_layout_with_a_wrong_value_is_one_line(wrong: dict, says: str, tmp_pat
     ("words", "says"),
     [
         (["--model", "gpt5"], "model must be one of toy, .*, or a config.json, got 'gpt5'"),
-        (["--model", "no.json"], "no.json: . holds no model of transformers: no no.json"),
+        (["--model", "no.json"], "no.json: . is not a transformers model: it has no no.json"),
         (["--hw", "tpu"], "hw must be one of a100-40g"),
         (["--model", "llama3-405b"], "no layout of 8 GPUs fits: the smallest needs"),
         (["--best", "0"], "best must be at least 1, got 0"),
-        (["--out", "no/p.json"], "no/p.json cannot be written: it is no file in a folder"),
-        (["--html", "."], r"\. cannot be written: it is no file in a folder that exists"),
+        (["--out", "no/p.json"], "no/p.json cannot be written: name a file in an existing"),
+        (["--html", "."], r"\. cannot be written: name a file in an existing folder"),
     ],
 )
 def test_what_the_command_refuses(words: list[str], says: str, capsys) -> None:

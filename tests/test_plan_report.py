@@ -86,8 +86,8 @@ def test_explain_prints_the_figures_of_the_formulas_it_names(name: str) -> None:
     rows = T // mesh.tp if plan.sequence_parallel else T
     assert empty == ""
     assert head == (
-        f"a block and micro-batch: T = {T} tokens of {job.batch} sequences, a rank has {rows} rows "
-        "of width 4096"
+        f"one block and micro-batch: T = {T} tokens of {job.batch} sequences; a rank has {rows} "
+        "rows of width 4096"
     )
     shapes = {"qkv": (T, 6144 // mesh.tp, E), "output": (T, E, 4096 // mesh.tp),
               "up": (T, 2 * hidden // mesh.tp, E), "down": (T, E, hidden // mesh.tp)}  # fmt: skip
@@ -112,9 +112,9 @@ def test_explain_prints_the_figures_of_the_formulas_it_names(name: str) -> None:
         speed = A100.bandwidth(mesh.tp, mesh.cp)
         assert next(lines) == (
             f"  context: {kv * b / 1e6:.2f} MB forward and {kv * (b + max(b, 4)) / 1e6:.2f} MB "
-            f"backward at {speed / 1e9:.0f} GB/s, beside attention"
+            f"backward at {speed / 1e9:.0f} GB/s, concurrent with attention"
         )
-    assert next(lines).split() == ["exposed", "ms", "forward", "backward", "of", "it", "weights"]
+    assert next(lines).split() == ["exposed", "ms", "forward", "backward", "(weight", "grad)"]
     parts = block_parts(job)
     assert ("recompute" in parts) == (plan.recompute != "none")
     for (word, work), line in zip(parts.items(), lines):
@@ -128,7 +128,7 @@ def test_explain_prints_the_figures_of_the_formulas_it_names(name: str) -> None:
     assert four == pytest.approx(ends, abs=0.0051)
     assert megabytes == pytest.approx(sent / 1e6, abs=0.0051)
     assert (
-        f"pipeline: {m} micro-batches by {plan.schedule} simulated: 4.8765 s, "
+        f"pipeline: {m} micro-batches, {plan.schedule}, simulated: 4.8765 s, "
         f"{chosen.time.timeline.bubble:.1%} idle\n"
     ) in shown
     assert (
@@ -153,8 +153,8 @@ def _memory_is_said(job: Job, chosen: Chosen, shown: str) -> None:
     block = (4096 * (4096 * 2 + 2 * 1024) + 3 * 4096 * 14336) / mesh.tp + 2 * 4096
     assert (
         f"memory of pipeline rank {fullest}: {sum(units.values()) / 1e6:.1f} M parameters "
-        f"({block / 1e6:.1f} M a block) of {b} bytes, {max(4, b)} of gradient and "
-        f"{held} of optimizer; ZeRO {plan.zero} over {shards} ranks\n"
+        f"({block / 1e6:.1f} M per block), each of {b} bytes, {max(4, b)} for its gradient and "
+        f"{held} for the optimizer; ZeRO {plan.zero} over {shards} ranks\n"
     ) in shown
     T, tp = job.batch * 8192 // mesh.cp, mesh.tp
     rows = T // tp if plan.sequence_parallel else T
@@ -164,7 +164,7 @@ def _memory_is_said(job: Job, chosen: Chosen, shown: str) -> None:
     flight = live_blocks(plan, mesh.pp, MODEL)[fullest]
     assert (
         f"  activations: {flight} blocks in flight, {kept / 1e6:.1f} MB each without recomputation "
-        f"(arXiv:2205.05198's, with masks and scores: {whole / 1e6:.1f} MB)\n"
+        f"(arXiv:2205.05198, with masks and scores: {whole / 1e6:.1f} MB)\n"
     ) in shown
     *named, peak = shown.splitlines()[-8:]
     sizes = dataclasses.asdict(chosen.memory[fullest])
@@ -203,8 +203,8 @@ def test_the_text_page_has_a_row_for_each_layout() -> None:
     P = 18 * (4096 * (4096 * 2 + 2 * 1024) + 3 * 4096 * 14336 + 2 * 4096)
     P += 2 * 50304 * 4096 + 4096
     assert head == (
-        f"my-model, {P / 1e9:.3g} B parameters, on 48 a100-80g (4 to a node); a step has 40 "
-        "sequences of 8192 tokens, 327,680 in all. Predicted, not measured."
+        f"my-model, {P / 1e9:.3g} B parameters, on 48 a100-80g (4 per node); a step has 40 "
+        "sequences of 8192 tokens, 327,680 in total. Predicted, not measured."
     )
     for at, (chosen, row) in enumerate(zip(found.best, rows), 1):
         mesh, plan, job = chosen.job.mesh, chosen.job.plan, chosen.job
@@ -232,8 +232,12 @@ def test_the_text_page_has_a_row_for_each_layout() -> None:
         (a, pytest.approx(of["bytes"] / 1e9, abs=0.0051), of["link"]) for a, of in traffic.items()
     ]
     assert [*traffic] == ["tp", "cp", "pp", "dp"]
-    assert "17 layouts were simulated, 2345 compared by a bound; why others fall out:" in rows
-    at = rows.index("17 layouts were simulated, 2345 compared by a bound; why others fall out:")
+    assert (
+        "17 layouts were simulated, 2345 were compared by a bound; why others were refused:" in rows
+    )
+    at = rows.index(
+        "17 layouts were simulated, 2345 were compared by a bound; why others were refused:"
+    )
     assert [row.split(maxsplit=1) for row in rows[at + 1 : -1]] == [
         ["70", "another"], ["11", "a third"], ["3", "one reason"],
     ]  # fmt: skip
@@ -285,7 +289,9 @@ def test_the_html_shows_the_first_layouts_memory_and_timeline(monkeypatch) -> No
     record, (title, about, searched), rows, memory, capacity, timeline = told
     assert title == "my-model on 48 a100-80g"
     assert about == next(command.lines(config, search, found))
-    assert searched.startswith("17 layouts were simulated, 2345 compared by a bound; nearest miss:")
+    assert searched.startswith(
+        "17 layouts were simulated, 2345 were compared by a bound; nearest miss:"
+    )
     assert (capacity, timeline) == (80e9, found.best[0].time.timeline)
     assert record == command.as_record(config, search, found)
     for row, layout in zip(rows, record["layouts"], strict=True):
@@ -325,7 +331,7 @@ def test_the_files_are_of_the_first_layout(tmp_path: Path, monkeypatch, capsys) 
     [
         (["--timeline", "line.pdf"], r"line\.pdf"),
         (["--timeline", "no/line.svg"], "no/line.svg cannot be written"),
-        (["--out", "folder"], "folder cannot be written: it is no file"),
+        (["--out", "folder"], "folder cannot be written: name a file"),
     ],
 )
 def test_an_unwritable_file_is_refused_before_the_search(

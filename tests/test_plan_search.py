@@ -50,7 +50,7 @@ def test_every_branch_is_looked_at_and_every_reason_is_counted(
                 reasons[f"seq_len = 4096 is not divisible by {chunks}"] += 1
                 continue
             if sequences % dp:
-                reasons[f"dp does not divide the {sequences} sequences"] += 1
+                reasons[f"{sequences} sequences are not divisible by dp"] += 1
                 continue
             for batch in (1, 2, 4, 8, 16):
                 m, rest = divmod(sequences // dp, batch)
@@ -58,7 +58,7 @@ def test_every_branch_is_looked_at_and_every_reason_is_counted(
                 if rest:
                     continue
                 if batch * rows % tp:
-                    reasons[f"{batch * rows} tokens do not divide by tp = {tp}"] += 1
+                    reasons[f"{batch * rows} tokens are not divisible by tp = {tp}"] += 1
                     continue
                 wanted |= {(Mesh(dp, cp, tp, pp), batch, m, word) for word in RECOMPUTE}
     refused = Counter[str]()
@@ -92,7 +92,7 @@ def test_every_layout_of_a_branch_is_looked_at(pp: int, dp: int, m: int, layers:
             try:
                 find_family(name).make(pp, m, chunks)
             except ValueError:
-                refusals[f"{name} needs other micro-batches or chunks"] += 1
+                refusals[f"{name} does not support the micro-batches or chunks"] += 1
                 continue
             wanted |= {(name, chunks, zero) for zero in (range(4) if dp > 1 else (1,))}
     refused = Counter[str]()
@@ -127,9 +127,9 @@ def test_what_was_looked_at_is_counted_and_the_nearest_miss_is_nearest(gib: floa
     assert (found.bounded, found.simulated, len(found.best)) == (len(bounded), len(fit), len(fit))
     assert {chosen.job.plan for chosen in found.best} == {job.plan for job in fit}
     if far:
-        reasons["does not fit the memory, whatever its schedule and ZeRO stage"] = far
+        reasons["does not fit into memory with any schedule or ZeRO stage"] = far
     if len(fit) < len(every):
-        reasons["does not fit the memory"] = len(every) - len(fit)
+        reasons["does not fit into memory"] = len(every) - len(fit)
     assert (far > 0) == (gib < 80)
     assert len(fit) > 2
     assert found.refused == reasons
@@ -149,7 +149,7 @@ def test_why_nothing_is_possible_is_told_by_the_three_commonest_reasons() -> Non
     with pytest.raises(ValueError, match="no layout of 30 GPUs is possible") as told:
         choose_layouts(Search(model, 30, hardware, 7))
     text = str(told.value)
-    assert ": dp does not divide the 7 sequences (4), " in text  # tp of 1, 2, 3 and 6
+    assert ": 7 sequences are not divisible by dp (4), " in text  # tp of 1, 2, 3 and 6
     assert text.count(" (1)") == 2
 
 
@@ -159,7 +159,7 @@ def test_what_the_smallest_needs_at_least_is_the_least_of_all_bounds() -> None:
         least_memory(dataclasses.replace(job, plan=dataclasses.replace(job.plan, zero=3)))
         for job in branches(search, Counter())
     )
-    says = rf"needs more than {least / 2**30:.1f} GiB on a GPU, a-name has 0\.0"
+    says = rf"needs more than {least / 2**30:.1f} GiB per GPU, but a-name has 0\.0"
     with pytest.raises(ValueError, match=says):
         choose_layouts(search)
 
@@ -212,7 +212,7 @@ def test_a_figure_of_a_hardware_file_is_positive_and_a_part_at_most_one(
         if fits:
             find_hardware(str(path))
         else:
-            with pytest.raises(ValueError, match=rf"ours\.json: {name} (must be|is a part)"):
+            with pytest.raises(ValueError, match=rf"ours\.json: {name} (must be|is a fraction)"):
                 find_hardware(str(path))
 
 
@@ -270,11 +270,11 @@ def test_the_first_layout_of_a_file_is_taken_and_all_of_its_options(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"layouts": []}', "holds no layout: warpweave plan --out writes one"),
-        ('{"layouts": [{}]}', "holds no layout"),
-        ('{"layouts": {"0": 1}}', "holds no layout"),
-        ("[]", "holds no layout"),
-        ("3", "holds no layout"),
+        ('{"layouts": []}', "has no layout: write one with warpweave plan --out"),
+        ('{"layouts": [{}]}', "has no layout"),
+        ('{"layouts": {"0": 1}}', "has no layout"),
+        ("[]", "has no layout"),
+        ("3", "has no layout"),
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
     ],
@@ -288,12 +288,12 @@ def test_a_file_that_is_no_plan_is_told_in_a_line(tmp_path: Path, text: str, say
 
 def test_an_option_that_a_layout_has_not_or_lacks_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    with pytest.raises(ValueError, match=r"plan\.json: seed is no option of a layout"):
+    with pytest.raises(ValueError, match=r"plan\.json: unknown layout option seed"):
         read_layout(_write(path, _options(seed=1, steps=2)))
     for name in OPTIONS:
         options = _options()
         del options[name]
-        with pytest.raises(ValueError, match="holds no layout"):
+        with pytest.raises(ValueError, match="has no layout"):
             read_layout(_write(path, options))
     of_stages = {"schedule": "dualpipe-v", "chunks": 2}  # twice as many micro-batches as stages
     assert read_layout(_write(path, _options(**of_stages, dp=3)))["dp"] == 3
@@ -308,6 +308,6 @@ def test_what_is_given_beside_a_layout_agrees_with_it_in_every_option() -> None:
         for value in (0, None, False, "other"):
             if value == layout[name]:
                 continue
-            with pytest.raises(ValueError, match=f"{name} = {value} is given, but .* has") as told:
+            with pytest.raises(ValueError, match=f"{name} = {value} conflicts with .* has") as told:
                 check_agree(layout, layout | {name: value})
             assert str(told.value).endswith(f" has {layout[name]}")

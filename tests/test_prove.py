@@ -1038,7 +1038,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_both_calls(monkeypatch, tm
     words = r"rank 0 \(tp=0\) calls all_reduce of .*, rank 1 \(tp=1\) calls all_gather of "
     assert re.search(words, said), said
     assert "Timed out" not in said
-    again = "the ranks failed in this layout; again: warpweave prove --tp 2 "
+    again = "the ranks failed in this layout; rerun: warpweave prove --tp 2 "
     assert again in capsys.readouterr().err
 
 
@@ -1078,7 +1078,7 @@ def test_each_column_of_the_table_stands_under_a_name_of_whole_words():
             assert row[head.index(f"{name} ") :].startswith(f"1.0e-15 x{times} ")
         assert row[head.rindex("layout") :] == str(DP)
         wrong = command.table_row(1, count, DP, dataclasses.replace(errors, loss=float("nan")))
-        assert wrong[head.rindex("layout") :].startswith(f"{DP}; largest: x; again: warpweave")
+        assert wrong[head.rindex("layout") :].startswith(f"{DP}; largest: x; rerun: warpweave")
         assert wrong.split("] ")[1].startswith("WRONG ")
         assert row.split("] ")[1].startswith("ok ")
     assert tuple(command._COLUMNS) == proof.KINDS
@@ -1107,7 +1107,7 @@ def test_the_command_exits_with_one_when_a_layout_is_wrong():
     assert code == 1
     (row,) = _rows(lines)
     assert row.split("] ")[1].startswith("WRONG ")
-    assert "again: warpweave prove" in row
+    assert "rerun: warpweave prove" in row
     assert json.loads(lines[-1])["passed"] is False
 
 
@@ -1250,7 +1250,7 @@ def test_every_option_is_passed_on_or_refused():
         elif name not in ("typecheck", "model"):
             assert name.replace("_", "-") in _told({name: value} | types).partition(": ")[2], name
     for option in ({"style": "olmo"}, {"tied": False}):  # of the tiny model
-        assert "types do not see it" in _told(types | {"model": "small"} | option)
+        assert "has no effect on types" in _told(types | {"model": "small"} | option)
 
 
 def test_an_engine_is_told_all_that_a_layout_says():
@@ -1274,10 +1274,10 @@ def test_the_line_of_a_layout_tells_it_from_every_other():
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(("--microbatches", "5"), "12 samples over dp = 1 do not divide by 5 micro-batches\n"),
+    [(("--microbatches", "5"), "12 samples over dp = 1 are not divisible by 5 micro-batches\n"),
      (("--tp", "0"), "mesh axis tp must be a positive integer, got 0"),
-     (("--packed", "--typecheck"), "--packed: types do not see it, prove it with ranks"),
-     (("--tp", "2", "--overlap", "fused"), "it needs --impl triton"),
+     (("--packed", "--typecheck"), "--packed has no effect on types: prove it with ranks"),
+     (("--tp", "2", "--overlap", "fused"), "pass --impl triton"),
      (("--tp", "2", "--device", "cuda"), f"torch {torch.__version__} sees no GPU")],
 )  # fmt: skip
 def test_the_command_exits_with_two_and_one_line_for_a_layout_that_cannot_be(argv, message, capsys):

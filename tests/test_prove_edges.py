@@ -82,7 +82,7 @@ def test_a_row_is_ok_up_to_its_limit_and_wrong_beyond(dtype: str) -> None:
             errors = _errors(**{kind: error})
             row = command.table_row(3, 120, layout, errors)
             assert row.startswith("[  3/120] WRONG " if wrong else "[  3/120] ok ")
-            again = f"{layout}; largest: w; again: {layout.command}"
+            again = f"{layout}; largest: w; rerun: {layout.command}"
             assert row.endswith(again if wrong else str(layout))
             row = command.table_row(3, 120, layout, dataclasses.replace(errors, first="f"))
             again = again.replace("; largest", "; first wrong: f; largest")
@@ -182,8 +182,8 @@ def test_a_rank_proves_what_it_is_needed_for_and_rank_0_writes(tmp_path, monkeyp
     ("given", "says"),
     [
         ({"seed": 1, "dp": 2}, "--world needs --all, --seed needs --random"),
-        ({"all": True, "outer": 2}, "--all and --random choose layouts themselves"),
-        ({"random": 1, "optimizer": "sgd"}, "--all and --random choose layouts themselves"),
+        ({"all": True, "outer": 2}, "--all and --random choose the layouts"),
+        ({"random": 1, "optimizer": "sgd"}, "--all and --random choose the layouts"),
         (
             {"zero": 3, "dp": 2, "pp": 2, "schedule": "pipedream"},
             "zero must be 0 to 2",
@@ -259,11 +259,14 @@ def test_a_planned_layout_of_up_to_64_ranks_is_proven_by_processes(tmp_path, cap
         assert {axis: getattr(found, axis) for axis in mesh} == mesh
         told = (found.recompute, found.overlap, found.sequence_parallel, found.microbatches)
         assert told == ("full", "none", False, None)
-        said = "a proof does not take of --layout: chunks = 1, microbatches = 7, batch = 3\n"
+        said = "prove ignores these --layout options: chunks = 1, microbatches = 7, batch = 3\n"
         assert capsys.readouterr().err == f"\nwarpweave: {said}"
     assert parse("--typecheck", dp=65).dp == 65
     said = "zero = 1, schedule = 1f1b, chunks = 1, microbatches = 7, overlap = none, batch = 3\n"
-    assert capsys.readouterr().err == f"\nwarpweave: types do not take of --layout: {said}"
+    assert (
+        capsys.readouterr().err
+        == f"\nwarpweave: --typecheck ignores these --layout options: {said}"
+    )
     assert parse("--outer", "2", dp=32).outer == 2
     for words, mesh, world in (((), {"dp": 65}, 65), (("--outer", "2"), {"dp": 33}, 66)):
         with pytest.raises(SystemExit):
@@ -274,13 +277,13 @@ def test_a_planned_layout_of_up_to_64_ranks_is_proven_by_processes(tmp_path, cap
 
 def test_meshes_whose_types_cannot_be_checked_are_refused(monkeypatch) -> None:
     model = Layout(Mesh(dp=2)).model
-    with pytest.raises(ValueError, match="ulysses = 2: types know the context axis as one"):
+    with pytest.raises(ValueError, match="ulysses = 2: the typechecker has a single context axis"):
         typecheck(model, Mesh(cp=4, ulysses=2))
     with pytest.raises(ValueError, match="3 stages need at least as many layers, got 2"):
         typecheck(model, Mesh(pp=3))
     with monkeypatch.context() as patch:
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
-        with pytest.raises(RuntimeError, match="makes a process group of its own"):
+        with pytest.raises(RuntimeError, match="creates its own process group"):
             typecheck(model, Mesh(dp=2))
     typecheck(model, Mesh())
     assert not torch.distributed.is_initialized()

@@ -360,7 +360,10 @@ def test_a_resume_that_is_another_run_is_refused(tmp_path):
     other.write_bytes(config.data.read_bytes()[::-1])
     before = sorted(config.out.rglob("*"))
     for changes, words in (
-        ({"width": 32, "heads": 4}, "another config; heads: saved 2, now 4; width: saved 16, now"),
+        (
+            {"width": 32, "heads": 4},
+            "a different config; heads: saved 2, now 4; width: saved 16, now",
+        ),
         ({"data": other}, "was trained on other data: saved .*text .* now .*other"),
         ({"seed": 3}, "was trained with seed 0, now 3"),
     ):
@@ -418,7 +421,9 @@ def test_a_checkpoint_from_before_a_field_was_there_is_gone_on_from(tmp_path):
     (step / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
     trainer = _trainer(_replace(config, resume=True, batch=1, steps=1))
     assert (trainer.step, trainer.progress.tokens, trainer.progress.evaluated) == (1, 64, 1)
-    with pytest.raises(CheckpointError, match=r"another config; qk_norm: saved False, now True$"):
+    with pytest.raises(
+        CheckpointError, match=r"a different config; qk_norm: saved False, now True$"
+    ):
         _trainer(_replace(config, resume=True, qk_norm=True))
 
 
@@ -444,9 +449,11 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, capsys):
     said = capsys.readouterr().err
     assert trainer.step == 1
     for path in shards[1:]:
-        assert f"warpweave: passed over: {path} " in said
+        assert f"warpweave: skipped: {path} " in said
     shards[0].unlink()
-    with pytest.raises(CheckpointError, match=f"3 steps, none is good; the last: {shards[0]} is"):
+    with pytest.raises(
+        CheckpointError, match=f"3 steps, none of them valid; the last error: {shards[0]} is"
+    ):
         _trainer(config)
 
 
@@ -835,8 +842,8 @@ REFUSED = {
     "vocab_size = 100 is smaller than the data's 256": {"vocab_size": 100},
     "vocab_size = 0 is smaller than the data's": {"vocab_size": 0},
     "missing.txt does not exist": {"data": Path("missing.txt")},
-    "its train split has 0 tokens, one sample needs seq_len . 1 = 17": {"data": "empty"},
-    "holds no file": {"data": "folder"},
+    "its train split has 0 tokens, but one sample needs seq_len . 1 = 17": {"data": "empty"},
+    "has no file": {"data": "folder"},
     "the tile table missing.json cannot be used": {"tiles": Path("missing.json")},
     "nothing to resume from: no checkpoint in .*run/checkpoints": {"resume": True},
 }  # fmt: skip

@@ -421,7 +421,7 @@ def test_what_a_stage_hands_on_is_held_to_what_the_next_one_takes() -> None:
 
     with (
         planted(instead(warpweave.model.gpt, "TransformerBlock", Gathered)),
-        pytest.raises(TypeError, match="between the stage and its neighbours"),
+        pytest.raises(TypeError, match="between the stage and its neighbors"),
     ):
         typecheck(GPT2, mesh, sequence_parallel=True)
     assert gathered
@@ -531,7 +531,7 @@ def test_nothing_is_left_behind() -> None:
         x = torch.ones(2)
         dist.all_reduce(x)
         assert x.tolist() == [1, 1]
-        with pytest.raises(RuntimeError, match="process group of its own"):
+        with pytest.raises(RuntimeError, match="its own process group"):
             typecheck(GPT2, Mesh(tp=2))
     finally:
         dist.destroy_process_group()
@@ -540,14 +540,16 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_what_cannot_be_cut_and_what_is_missing_is_said_in_one_line() -> None:
-    for cp in (2, 4):  # Ulysses over the whole axis, and over a part of it
-        with pytest.raises(ValueError, match=r"^ulysses = 2: types know the context axis as one"):
+    for cp in (2, 4):  # Ulysses over all of the axis, and over a part of it
+        with pytest.raises(
+            ValueError, match=r"^ulysses = 2: the typechecker has a single context axis"
+        ):
             typecheck(PRESETS["toy"], Mesh(cp=cp, ulysses=2))
     with pytest.raises(ValueError, match=r"kv_heads \(8\) is not divisible by tp \(3\)"):
         typecheck(GPT2, Mesh(tp=3))
     with (
         mock.patch.dict(sys.modules, {"spmd_types.types": None}),
-        pytest.raises(ImportError, match="needs spmd_types: the extra `typecheck`"),
+        pytest.raises(ImportError, match="needs spmd_types: install the extra `typecheck`"),
     ):
         typecheck(GPT2, Mesh(tp=2))
 

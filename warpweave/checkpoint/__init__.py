@@ -1,8 +1,8 @@
 """Checkpoints that survive crashes, full disks, flipped bits and hostile files: the file layer.
 
-It knows names, tensors and JSON; models, meshes and optimizers are its callers' business. It stores
-whole logical tensors, neither sharded nor padded, so that a checkpoint is independent of the mesh
-that wrote it, and any other can load it.
+This layer knows names, tensors and JSON; its callers deal with models, meshes and optimizers. It
+stores whole logical tensors, neither sharded nor padded. A checkpoint is therefore independent of
+the mesh that wrote it, and any other mesh can load it.
 
 On disk::
 
@@ -11,29 +11,29 @@ On disk::
       step_00000123/
         manifest.json                  format, schema, step, config, state, mesh, files, tensors
         manifest.sha256                SHA-256 of manifest.json
-        rank00000-00000.safetensors    file 0 of rank 0: the tensors that rank 0 has written
+        rank00000-00000.safetensors    file 0 of rank 0: the tensors that rank 0 wrote
         rank00001-00000.safetensors    file 0 of rank 1, ...
 
     saving on four ranks
-    rank 0      creates step_00000123.tmp-<id>/, broadcasts the name
-    each rank   writes its tensors to files of its own, flushes them, hashes what it wrote
+    rank 0      creates step_00000123.tmp-<id>/ and broadcasts the name
+    each rank   writes its tensors to its own files, flushes them, hashes what it wrote
     all         gather the reports, or the error of any rank
     rank 0      writes manifest and digest, flushes the folder, renames it to step_00000123,
                 replaces `latest`
-    all         read the step back, each some of the files, as they would to open it
+    all         read the step back, each rank some of the files, as when opening it
     rank 0      removes old steps
 
-The rename makes a step visible whole or not at all. Opening verifies everything first (folder
-listing, manifest digest and schema, sizes, safetensors headers, SHA-256 of every file) and only
-then returns a tensor. Nothing is ever unpickled, links are refused, and no name in a manifest can
-lead out of the folder. A digest detects damage, not forgery: whoever can write a whole consistent
-checkpoint can choose its numbers, but cannot run code.
+The rename makes a step visible completely or not at all. Opening first verifies everything (folder
+listing, manifest digest and schema, sizes, safetensors headers, SHA-256 of every file), and only
+then returns tensors. Nothing is ever unpickled, links are refused, and no name in a manifest can
+point outside the folder. A digest detects damage, not forgery: anyone who can write a complete,
+consistent checkpoint can choose its numbers, but cannot run code.
 
-One job at a time writes into a folder, which all its ranks share.
+Only one job at a time may write into a folder. All ranks of the job share the folder.
 
-`save` and `read` one step · `background` saving while training goes on · `steps` the folder of
-steps: atomic publication, which are kept, which is the newest · `manifest` the description of a
-step, in strict JSON · `files` durable writes, and errors that all ranks share.
+`save` and `read` one step · `background` saving during training · `steps` the folder of steps:
+atomic publication, retention, and finding the newest · `manifest` the description of a step, in
+strict JSON · `files` durable writes, and errors that all ranks share.
 """
 
 from warpweave.checkpoint.background import BackgroundSaver

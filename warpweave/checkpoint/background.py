@@ -1,4 +1,4 @@
-"""Saving while training goes on: snapshot and persist, as CheckFreq (Mohan et al. 2021, FAST '21)
+"""Save while training continues: snapshot and persist, as CheckFreq (Mohan et al. 2021, FAST '21)
 calls the two halves.
 
     rank 0  steps    | step 7 | snapshot | step 8 | step 9 | step 10 | step 11 |
@@ -6,9 +6,9 @@ calls the two halves.
     rank 1  steps    | step 7 | snapshot | step 8 | step 9 | step 10 | step 11 |
             thread                       | write, hash, flush ... | reports |
 
-The snapshot is a copy, to host memory, of what this rank writes; a thread does the rest, which is
-`save_checkpoint`. Ranks meet in it on a group that no step uses, so that a step's collectives and a
-save's have no order between them to keep.
+The snapshot copies to host memory what this rank writes. A thread then runs `save_checkpoint`. Its
+ranks communicate on a group that no step uses, so the order of a step's and a save's collectives
+does not matter.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from warpweave.checkpoint.save import save_checkpoint
 
 
 class BackgroundSaver:
-    """`save_checkpoint` in a thread, of one step at a time.
+    """`save_checkpoint` in a thread, one step at a time.
 
-    The snapshot's memory is used again by the next save. A GPU's tensors are copied into pinned
-    memory, in the order of the current stream: neither the host nor what it queues before waits,
-    and what is queued afterwards may overwrite them.
+    Each save reuses the snapshot memory of the previous one. Tensors on a GPU are copied into
+    pinned memory, in the order of the current stream: neither the host nor previously queued work
+    waits, and work that is queued afterwards may overwrite the tensors.
 
-    As a context it waits at the end for what is in flight, also if the block failed; a Ctrl-C does
-    not wait.
+    Used as a context manager, it waits at the end for a save in flight, even if the block failed,
+    but not after Ctrl-C.
 
     Args:
-        group: the ranks that save; None for one. Collective over the default group: they get a gloo
-            group of their own for it.
-        timeout: seconds that a rank waits for the others, when it has written its files.
+        group: the ranks that save; None for a single one. Collective over the default group: a
+            separate gloo group is created for the saves.
+        timeout: seconds that a rank waits for the others after writing its files.
 
     Attributes:
-        path: the newest step that is saved whole, as far as `wait` has seen; None without one.
+        path: the newest completely saved step that `wait` has returned; None without one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, timeout: float = 300.0) -> None:
@@ -57,12 +57,12 @@ class BackgroundSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight on this rank."""
+        """True if a save is in flight on this rank."""
         return self._thread is not None and self._result is None
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed on this rank: `wait` raises its error."""
+        """True if the save in flight has failed on this rank: `wait` will raise its error."""
         return isinstance(self._result, BaseException)
 
     def save(
@@ -72,10 +72,10 @@ class BackgroundSaver:
         tensors: Iterable[tuple[str, torch.Tensor]],
         **options: Any,
     ) -> None:
-        """Begin to save a step, after the one before; arguments as of `save_checkpoint`, but that
-        `tensors` may be of any device and are free again on return.
+        """Start to save a step, after the previous save is complete.
 
-        Every rank calls it. Raises what `wait` does.
+        Arguments are those of `save_checkpoint`, but `tensors` may be on any device, and you may
+        overwrite them when this returns. Every rank calls it. Raises what `wait` raises.
         """
         self.wait()
         snapshot = [(name, self._copy(name, tensor)) for name, tensor in tensors]
@@ -96,10 +96,10 @@ class BackgroundSaver:
         self._thread.start()
 
     def wait(self) -> Path | None:
-        """Wait for the save in flight, if there is one; `path`.
+        """Wait for the save in flight, if there is one; return `path`.
 
         Raises:
-            CheckpointError: it failed; the same on every rank.
+            CheckpointError: the save failed; the same on every rank.
         """
         if self._thread is not None:
             self._thread.join()
@@ -117,7 +117,7 @@ class BackgroundSaver:
         if error is None:
             self.wait()
         elif isinstance(error, Exception):
-            with suppress(Exception):  # that of the block is the one to raise
+            with suppress(Exception):  # raise the block's error instead
                 self.wait()
 
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Durable files, and errors that all ranks share.
 
-Files are written once, flushed to the disk and never reached through a link. If one rank fails,
-every rank raises its error.
+Files are written once, flushed to disk and never reached through a link. If one rank fails, every
+rank raises its error.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class CheckpointWarning(UserWarning):
 
 
 def reason(error: Exception, path: Path) -> str:
-    """An error as one line, with `path` if it names none itself."""
+    """Return an error as one line, with `path` if it does not name a file itself."""
     if isinstance(error, OSError):
         return f"{error.filename or path}: {error.strerror or one_line(error)}"
     return one_line(error)
 
 
 def attempt(path: Path, work: Callable[..., dict[str, Any] | None], *args: Any) -> dict[str, Any]:
-    """The result of ``work(*args)`` ({} for None), or {"error": the reason} if it raised."""
+    """Return the result of ``work(*args)`` ({} for None), or {"error": the reason} if it raised."""
     try:
         return work(*args) or {}
     except (CheckpointError, OSError) as error:
@@ -48,8 +48,8 @@ def attempt(path: Path, work: Callable[..., dict[str, Any] | None], *args: Any) 
 
 
 def agree_on_all(own: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-    """The results of `attempt` on all ranks; raises the first rank's error, the same on all
-    ranks."""
+    """Return the results of `attempt` on all ranks; if any failed, raise the first rank's error, on
+    every rank."""
     every = exchange(own, group)
     for result in every:
         if "error" in result:
@@ -61,10 +61,9 @@ def agree_on_all(own: dict[str, Any], group: dist.ProcessGroup | None) -> list[d
 
 
 def write(path: Path, *parts: bytes | memoryview) -> str:
-    """Create a file (mode 0600, never through a link) of these bytes, flush it to the disk; their
-    SHA-256.
+    """Create a file (mode 0600, never through a link), flush it to disk, and return its SHA-256.
 
-    The digest is of the data in memory, so that what the disk changed is detected when it is read.
+    The digest is of the data in memory, so that reading detects what the disk has changed.
     """
     done, size, digest = 0, sum(map(len, parts)), hashlib.sha256()
     try:
@@ -77,7 +76,7 @@ def write(path: Path, *parts: bytes | memoryview) -> str:
                     digest.update(view[:written])
                     view, done = view[written:], done + written
             os.fsync(file)
-            if hasattr(os, "posix_fadvise"):  # what reads it back has it from the disk
+            if hasattr(os, "posix_fadvise"):  # so that reading it back reads the disk
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(file)
@@ -91,7 +90,7 @@ def write(path: Path, *parts: bytes | memoryview) -> str:
 
 
 def flush_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk."""
+    """Flush a folder's entries to disk."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)
@@ -100,7 +99,7 @@ def flush_folder(path: Path) -> None:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading; links, devices and pipes are refused without waiting."""
+    """Open a regular file for reading; refuse links, devices and pipes without waiting."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -115,7 +114,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_at_most(path: Path, most: int) -> bytes:
-    """The bytes of a regular file that has at most `most` of them."""
+    """Return the bytes of a regular file; raise `CheckpointError` if it has more than `most`."""
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -124,5 +123,5 @@ def read_at_most(path: Path, most: int) -> bytes:
 
 
 def stamp(status: os.stat_result) -> tuple[int, ...]:
-    """A value that changes when the file is replaced or written to."""
+    """Return a value that changes when the file is replaced or written to."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_mode)

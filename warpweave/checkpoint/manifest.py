@@ -1,4 +1,4 @@
-"""The manifest, which describes a step, and the strict JSON in which it is written."""
+"""The manifest that describes a step, and its strict JSON."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ DTYPE_CODES = {
 _KEYS = frozenset(
     ("format", "schema", "step", "config", "config_sha256", "state", "mesh", "files", "tensors")
 )
-# They bound what a hostile manifest costs. One of 130,000 tensors has 16 MiB; names are most of it,
-# so that it has a comma or bracket for every 11 bytes or more.
+# Limits on the cost of a hostile manifest. One with 130,000 tensors has 16 MiB, mostly names, with
+# at most one comma or bracket per 11 bytes.
 _MAX_BYTES, _VALUES, _BYTES_PER_VALUE = 16 << 20, 10_000, 10
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """SHA-256 of a configuration's canonical JSON, as manifests hold it."""
+    """Return the SHA-256 of a configuration's canonical JSON, as stored in manifests."""
     return hashlib.sha256(dump(config, "config")).hexdigest()
 
 
 def new_manifest(
     step: int, config: Mapping[str, Any], state: Mapping[str, Any], mesh: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """A manifest without files and tensors; `CheckpointError` if an argument is not JSON."""
+    """Return a manifest without files and tensors; raise `CheckpointError` unless it is JSON."""
     parts = {"config": config, "state": state, "mesh": {} if mesh is None else mesh}
     return {
         "format": FORMAT,
@@ -66,7 +66,7 @@ def new_manifest(
 def write_manifest(
     folder: Path, manifest: dict[str, Any], reports: Sequence[dict[str, Any]]
 ) -> str:
-    """Write the manifest, with the files and tensors that all ranks reported; its digest."""
+    """Write the manifest, with the files and tensors that all ranks reported; return its digest."""
     for part in ("files", "tensors"):
         manifest[part] = {name: entry for report in reports for name, entry in report[part].items()}
     data = dump(manifest, "manifest")
@@ -77,7 +77,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, every field checked, with its own digest under "sha256"."""
+    """Return the manifest, with every field checked and its own digest as "sha256"."""
     if not os.path.lexists(folder):
         raise CheckpointError(f"{folder} does not exist")
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
@@ -100,17 +100,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _count_values(data: bytes, path: Path) -> None:
-    """Raise `CheckpointError` for a manifest that is too much for this version to parse."""
+    """Raise `CheckpointError` if a manifest is too large for this version to parse."""
     values, most = sum(map(data.count, b",[{")), _VALUES + len(data) // _BYTES_PER_VALUE
     if len(data) > _MAX_BYTES or values > most:
         raise CheckpointError(
-            f"{path} has {len(data)} bytes and {values} values, at most {_MAX_BYTES} bytes and, in "
-            f"so many, {most} values are read"
+            f"{path} has {len(data)} bytes and {values} values; expected at most {_MAX_BYTES} "
+            f"bytes and, at this size, {most} values"
         )
 
 
 def _check_manifest(manifest: Any, path: Path) -> None:
-    """Raise `CheckpointError` for a manifest at `path` that saving did not write."""
+    """Raise `CheckpointError` if the manifest at `path` was not written by saving."""
 
     def wrong(what: str) -> NoReturn:
         raise CheckpointError(f"{path}: {what:.400}")
@@ -118,7 +118,7 @@ def _check_manifest(manifest: Any, path: Path) -> None:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         wrong(f'not a checkpoint: "format" must be "{FORMAT}"')
     if type(manifest.get("schema")) is not int or manifest["schema"] != SCHEMA:
-        wrong(f"schema {manifest.get('schema')!r}, this version reads schema {SCHEMA}")
+        wrong(f"expected schema {SCHEMA}, got {manifest.get('schema')!r}")
     if set(manifest) != _KEYS:
         wrong(f"keys {sorted(set(manifest) ^ _KEYS)} are missing or unknown")
     if type(manifest["step"]) is not int or manifest["step"] < 0:
@@ -128,7 +128,7 @@ def _check_manifest(manifest: Any, path: Path) -> None:
             wrong(f"{key} must be an object")
     match = STEP.match(path.parent.name)
     if match and int(match[1]) != manifest["step"]:
-        wrong(f"says step {manifest['step']}, but the folder is named {path.parent.name}")
+        wrong(f"has step {manifest['step']}, but the folder is named {path.parent.name}")
     if config_digest(manifest["config"]) != manifest["config_sha256"]:
         wrong("config_sha256 is not the digest of config")
     for name, entry in manifest["files"].items():
@@ -145,7 +145,7 @@ def _check_manifest(manifest: Any, path: Path) -> None:
             wrong(f"tensor {name!r} must have file, shape and dtype")
         shape, dtype, file = entry["shape"], entry["dtype"], entry["file"]
         sizes_fit = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-        # Bounded one by one and then together: Python refuses to print a larger number.
+        # Check each size, then their product: Python refuses to print larger numbers.
         sizes_fit = sizes_fit and len(shape) <= 64 and max(shape, default=0) < 1 << 62
         sizes_fit = sizes_fit and math.prod(shape) < 1 << 62
         names_fit = isinstance(dtype, str) and isinstance(file, str) and dtype in DTYPE_CODES
@@ -154,13 +154,13 @@ def _check_manifest(manifest: Any, path: Path) -> None:
 
 
 def dump(value: Any, what: str) -> bytes:
-    """Canonical JSON: sorted keys, no spaces, no NaN, only string keys."""
+    """Return canonical JSON: sorted keys, no spaces, no NaN, only string keys."""
 
     def check(part: Any, where: str) -> None:
         if isinstance(part, dict):
             for key, item in part.items():
                 if not isinstance(key, str):
-                    raise CheckpointError(f"{where}: key {key!r} must be a string to be JSON")
+                    raise CheckpointError(f"{where}: JSON keys must be strings, got {key!r}")
                 check(item, f"{where}.{key}")
         elif isinstance(part, (list, tuple)):
             for number, item in enumerate(part):
@@ -168,7 +168,7 @@ def dump(value: Any, what: str) -> bytes:
         elif not isinstance(part, (str, int, float, bool, type(None))):
             raise CheckpointError(f"{where} is a {type(part).__name__}, which is not JSON")
         elif isinstance(part, float) and part - part != 0:
-            raise CheckpointError(f"{where} is {part}; JSON holds finite numbers only")
+            raise CheckpointError(f"{where} is {part}; JSON has only finite numbers")
 
     value = dict(value) if isinstance(value, Mapping) else value
     check(value, what)
@@ -176,8 +176,8 @@ def dump(value: Any, what: str) -> bytes:
 
 
 def parse_manifest(data: bytes) -> Any:
-    """Parse strict JSON: `ValueError` for duplicate names, and for NaN and infinite numbers, which
-    Python accepts."""
+    """Parse strict JSON; raise `ValueError` for duplicate names, NaN and infinity, which Python
+    would accept."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

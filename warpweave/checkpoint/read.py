@@ -1,4 +1,4 @@
-"""Opening a step: every byte is verified before a tensor is returned."""
+"""Open a step: verify every byte before returning a tensor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from warpweave.checkpoint.steps import newest_first
 from warpweave.cli.messages import one_line
 from warpweave.parallel.exchange import exchange
 
-_STEPS = "checkpoints"  # the folder of steps inside that of a run of `warpweave train`
+_STEPS = "checkpoints"  # the folder of steps in a run's folder (`warpweave train`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,24 +60,26 @@ class CheckpointReader:
         return sorted(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The logical shape of a tensor."""
+        """Return the logical shape of a tensor."""
         return tuple(self._entry(name)["shape"])
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
+        """Return the dtype of a tensor."""
         return getattr(torch, self._entry(name)["dtype"])
 
     def tensor(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """The logical tensor, or with `index` (one slice per leading dim) only that part of it.
+        """Return the logical tensor, or with `index` (one slice per leading dim) a part of it.
 
-        The result owns its memory. Raises `CheckpointError` for an unknown name, and if the file
-        has changed since it was verified.
+        The result owns its memory. Raises `CheckpointError` for an unknown name, or if the file has
+        changed since it was verified.
         """
         return self.mapped(name, index).clone()
 
     def mapped(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """As `tensor`, but in the file's memory map, not to be kept or written to: what is copied
-        out of it is all that is read from the disk."""
+        """Return the tensor as a view of the file's memory map; don't keep it or write to it.
+
+        Otherwise like `tensor`. Only what you copy out of it is read from disk.
+        """
         entry = self._entry(name)
         path = self.path / entry["file"]
         try:
@@ -95,7 +97,7 @@ class CheckpointReader:
     ) -> None:
         """Raise `CheckpointError` with the fields in which `config` differs from the saved one.
 
-        A field that did not exist when the checkpoint was written has its value in `defaults`.
+        A field that did not exist when the checkpoint was written has its value from `defaults`.
         """
         current = json.loads(dump(config, "config"))
         saved = json.loads(dump(defaults or {}, "defaults")) | self.config
@@ -106,13 +108,13 @@ class CheckpointReader:
         ]
         if differing:
             raise CheckpointError(
-                f"{self.path} was written by another config; {'; '.join(differing)}"
+                f"{self.path} was written with a different config; {'; '.join(differing)}"
             )
 
     def _entry(self, name: str) -> Any:
         if name not in self._tensors:
             raise CheckpointError(
-                f"{self.path} holds no tensor {name!r} among {len(self._tensors)}"
+                f"{self.path} has no tensor {name!r} among its {len(self._tensors)}"
             )
         return self._tensors[name]
 
@@ -123,7 +125,8 @@ def open_checkpoint(
     """Verify a step folder completely and return its reader; every rank of `group` calls it.
 
     Each rank hashes some of the files. Raises `CheckpointError`, on every rank, for anything that
-    is not exactly what `save_checkpoint` wrote; for the folder of a run it names the newest step.
+    differs from what `save_checkpoint` wrote. Given a run's folder, the error names its newest
+    step.
     """
     path = Path(path)
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -159,9 +162,9 @@ def open_latest(
 ) -> CheckpointReader | None:
     """Open and verify the newest step; None if there is none. Every rank of `group` calls it.
 
-    With `fallback` a damaged step is skipped with a `CheckpointWarning` that names the file, and
-    the next older one is opened. Raises `CheckpointError` if all are damaged, or if `folder` is
-    that of a run, whose steps are in a folder inside it.
+    With `fallback`, a damaged step is skipped with a `CheckpointWarning` that names the file, and
+    the next older one is opened. Raises `CheckpointError` if all are damaged, or if `folder` is a
+    run's folder (its steps are in a folder inside it).
     """
     folder = Path(folder)
     rank = 0 if group is None else dist.get_rank(group)
@@ -179,30 +182,32 @@ def open_latest(
                 raise
             problem = error
             if rank == 0:
-                warnings.warn(f"passed over: {error}", CheckpointWarning, stacklevel=2)
+                warnings.warn(f"skipped: {error}", CheckpointWarning, stacklevel=2)
     if problem is not None:
-        raise CheckpointError(f"{folder} has {len(names)} steps, none is good; the last: {problem}")
+        raise CheckpointError(
+            f"{folder} has {len(names)} steps, none of them valid; the last error: {problem}"
+        )
     return None
 
 
 def _refuse_run_folder(path: Path) -> None:
-    """Raise `CheckpointError` if `path` is not a step, but contains steps or a folder of steps."""
+    """Raise `CheckpointError` if `path` contains steps or a folder of steps instead of a step."""
     for folder in () if os.path.lexists(path / MANIFEST) else (path, path / _STEPS):
         if steps := newest_first(folder):
             raise CheckpointError(
-                f"{path} is the folder of a run, not of one step: open {steps[0]}, or the newest "
-                f"good step by open_latest({str(folder)!r})"
+                f"{path} is a run's folder, not a step: open {steps[0]}, or call "
+                f"open_latest({str(folder)!r}) for the newest good step"
             )
 
 
 def _same(saved: Any, current: Any) -> bool:
-    """Equal as JSON: 1 is 1.0, but not true."""
+    """Compare as JSON: 1 equals 1.0, but not true."""
     return saved == current and isinstance(saved, bool) == isinstance(current, bool)
 
 
 def _check_listing(folder: Path, files: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Check that the folder has exactly the manifest's files, regular, of their sizes; their
-    stamps."""
+    """Check that the folder has exactly the manifest's files, regular and of the right sizes;
+    return their stamps."""
     found = {path.name: os.lstat(path) for path in list(folder.iterdir())}
     for name in sorted(set(found) - set(files) - {MANIFEST, DIGEST}):
         raise CheckpointError(f"{folder / name} does not belong to this checkpoint")
@@ -214,22 +219,22 @@ def _check_listing(folder: Path, files: dict[str, Any]) -> dict[str, tuple[int, 
             raise CheckpointError(f"{path} is not a regular file (links are refused)")
         if found[name].st_size != entry["bytes"]:
             raise CheckpointError(
-                f"{path} has {found[name].st_size} bytes, the manifest says {entry['bytes']}"
+                f"{path} has {found[name].st_size} bytes, but the manifest says {entry['bytes']}"
             )
     return {name: stamp(found[name]) for name in files}
 
 
 def _check_shard(path: Path, entry: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Check that the safetensors header agrees with the manifest's `entry` and the tensors that it
-    says are in the file, and the SHA-256 of the file."""
+    """Check a file's SHA-256, and its safetensors header against the manifest: its `entry` and its
+    tensors."""
     size = entry["bytes"]
     with os.fdopen(open_regular(path), "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        # Bounded by the manifest before it is read, so that a hostile one costs no memory or time.
+        # The manifest bounds the header's size, so that a hostile one costs no memory or time.
         room = 4096 + sum(200 + 6 * len(key) + 24 * len(e["shape"]) for key, e in expected.items())
         if size < 8 or length > min(size - 8, room):
             raise CheckpointError(
-                f"{path}: a header of {length} bytes for {len(expected)} tensors in {size} bytes"
+                f"{path}: bad header of {length} bytes for {len(expected)} tensors in {size} bytes"
             )
         try:
             header = parse_manifest(file.read(length))
@@ -242,16 +247,16 @@ def _check_shard(path: Path, entry: dict[str, Any], expected: dict[str, Any]) ->
             raise CheckpointError(f"{path}: bad safetensors header: {one_line(error)}") from None
         if set(entries) != set(expected):
             names = sorted(set(entries) ^ set(expected))
-            raise CheckpointError(f"{path} and the manifest do not both hold {names[:4]}")
+            raise CheckpointError(f"{path} and the manifest disagree about tensors {names[:4]}")
         position = 0
         for key in order:
             shape = expected[key]["shape"]
             code, width = DTYPE_CODES[expected[key]["dtype"]]
             should = (code, shape, position, position + width * math.prod(shape))
-            if repr(entries[key]) != repr(should):  # true and 1.0 are equal to 1
+            if repr(entries[key]) != repr(should):  # repr, as true and 1.0 compare equal to 1
                 raise CheckpointError(
                     f"{path}: tensor {key!r} is (dtype, shape, begin, end) = "
-                    f"{entries[key]!r:.200}, it must be {should}"
+                    f"{entries[key]!r:.200}, expected {should}"
                 )
             position = should[3]
         if 8 + length + position != size:
@@ -263,5 +268,5 @@ def _check_shard(path: Path, entry: dict[str, Any], expected: dict[str, Any]) ->
     if digest.hexdigest() != entry["sha256"]:
         raise CheckpointError(
             f"{path} is damaged: its SHA-256 is {digest.hexdigest()}, "
-            f"the manifest says {entry['sha256']}"
+            f"but the manifest says {entry['sha256']}"
         )

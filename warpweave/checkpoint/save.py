@@ -1,5 +1,4 @@
-"""Saving a step: every rank writes its tensors, then rank 0 writes the manifest and publishes
-it."""
+"""Save a step: every rank writes its tensors, then rank 0 writes the manifest and publishes it."""
 
 from __future__ import annotations
 
@@ -33,21 +32,21 @@ def save_checkpoint(
 ) -> Path:
     """Write ``folder/step_<step>`` and return its path; every rank of `group` calls it.
 
-    `tensors` yields (name, whole logical CPU tensor) for the names that this rank writes; a name
-    has exactly one writer. Tensors must not share a buffer that is filled again: each is read when
-    its file is full. The iterable may run collectives, so it is always exhausted, even if this
-    rank's disk is full. Files hold up to `shard_bytes`, or one tensor. `config`, `state` and `mesh`
-    are JSON (those of rank 0 are written); floats must be finite and are restored bit for bit.
+    `tensors` yields (name, whole logical CPU tensor) for the names that this rank writes; each name
+    has exactly one writer. Don't reuse a tensor's buffer: each tensor is read only when its file is
+    full. The iterable may run collectives, so it is always exhausted, even if this rank's disk is
+    full. Files have up to `shard_bytes`, or a single tensor. `config`, `state` and `mesh` are JSON
+    (those of rank 0 are written); floats must be finite and are restored bit for bit.
 
-    Afterwards the folder keeps this step, the `keep` - 1 highest others and step `spare`, once the
-    step was read back and is what was written. A step that already exists is replaced. Raises
-    `CheckpointError` on every rank if any rank failed; what was in the folder before is then
-    untouched and no partial step is visible (but if it was read back otherwise than written, it
-    stays beside what was there before, and is passed over by `open_latest`).
+    The saved step is read back and compared. Then older steps are removed, except the `keep` - 1
+    highest others and step `spare`. A step that already exists is replaced. If any rank fails,
+    every rank raises `CheckpointError`, the folder's previous contents are unchanged and no partial
+    step is visible. (If reading back fails, the damaged step stays next to the previous ones, and
+    `open_latest` skips it.)
     """
     if step < 0 or keep < 1 or shard_bytes < 1:
         raise CheckpointError(
-            f"need step >= 0, keep >= 1, shard_bytes >= 1, got {step=} {keep=} {shard_bytes=}"
+            f"expected step >= 0, keep >= 1, shard_bytes >= 1, got {step=} {keep=} {shard_bytes=}"
         )
     folder = Path(folder)
     rank = 0 if group is None else dist.get_rank(group)
@@ -73,18 +72,18 @@ def save_checkpoint(
         if rank == 0:  # also for KeyboardInterrupt and errors of `tensors` itself
             discard(temporary)
         raise
-    # 4. All read it back, from the disk, before an older step goes.
+    # 4. All ranks read it back, from disk, before an older step is removed.
     try:
         open_checkpoint(target, group=group)
     except CheckpointError as error:
-        raise CheckpointError(f"read back after saving, {error}; older steps are kept") from None
+        raise CheckpointError(f"cannot read the step back: {error}; older steps are kept") from None
     if rank == 0:
         prune(folder, target, keep, spare)
     return target
 
 
 def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
-    """Raise if any rank failed, or two ranks wrote the same tensor."""
+    """Raise an error if any rank failed, or if two ranks wrote the same tensor."""
     for rank, report in enumerate(reports):
         if "error" in report:
             raise CheckpointError(f"rank {rank}: {report['error']}")
@@ -101,7 +100,7 @@ def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
 def _write_shards(
     folder: Path, rank: int, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int
 ) -> dict[str, Any]:
-    """This rank's report: {"files": ..., "tensors": ...}, or {"error": the reason}."""
+    """Write this rank's tensors; return {"files": ..., "tensors": ...} or {"error": the reason}."""
     shards, problem = _Shards(folder, rank, shard_bytes), {}
     for name, tensor in tensors:
         if problem:
@@ -113,7 +112,7 @@ def _write_shards(
 
 
 class _Shards:
-    """The files of one rank, each written when the next tensor does not fit into it."""
+    """The files of one rank; each is written when the next tensor does not fit into it."""
 
     def __init__(self, folder: Path, rank: int, most: int) -> None:
         self.folder, self.rank, self.most = folder, rank, most
@@ -122,12 +121,12 @@ class _Shards:
         self.clear()
 
     def clear(self) -> None:
-        """Begin a new file."""
+        """Start a new file."""
         self.waiting: dict[str, torch.Tensor] = {}
         self.bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor, which is read when its file is full."""
+        """Add a tensor; it is read only when its file is full."""
         _check_tensor(name, tensor)
         if name in self.waiting or name in self.written:
             raise CheckpointError(f"tensor {name!r} was given twice to rank {self.rank}")
@@ -137,11 +136,11 @@ class _Shards:
         self.bytes += tensor.nbytes
 
     def flush(self) -> None:
-        """Write the pending tensors to a file, out of the memory in which they are."""
+        """Write the pending tensors to a file, directly from their memory."""
         if not self.waiting:
             return
         name = f"rank{self.rank:05d}-{len(self.files):05d}.safetensors"
-        # Widest first: each begins at a multiple of its width.
+        # Widest dtype first: each tensor starts at a multiple of its width.
         order = sorted(self.waiting, key=lambda key: (-self.waiting[key].element_size(), key))
         parts: list[bytes | memoryview] = [_header({key: self.waiting[key] for key in order})]
         parts += [_memory(self.waiting[key]) for key in order]
@@ -156,15 +155,15 @@ class _Shards:
         self.clear()
 
     def close(self) -> dict[str, Any]:
-        """Write the last file; the manifest's entries of all files and tensors."""
+        """Write the last file; return the manifest's entries of all files and tensors."""
         self.flush()
         return {"files": self.files, "tensors": self.written}
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """The head of a safetensors file whose data are these tensors, one after the other.
+    """Return the header of a safetensors file with these tensors, in this order.
 
-    `safetensors.serialize` copies all of them twice and lets no other thread run meanwhile.
+    `safetensors.serialize` would copy all of them twice and block all other threads meanwhile.
     """
     entries, end = {}, 0
     for name, tensor in tensors.items():
@@ -178,7 +177,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -1,7 +1,7 @@
-"""The folder of steps: atomic publication, which steps are kept, which is the newest.
+"""The folder of steps: atomic publication, retention, and finding the newest.
 
 A step is written under a temporary name and renamed. Replacing a step takes two renames: the old
-one is first renamed to ``.old-<id>``; after a crash between the two, the next save restores it.
+step is first renamed to ``.old-<id>``. After a crash between the two, the next save restores it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _LATEST = "latest"
 _POINTER = re.compile(r"latest\.tmp-[0-9a-f]{16}")
 _UNFINISHED = re.compile(r"step_(\d{8,18})\.(tmp|old)-[0-9a-f]{16}")
 
-# ---- which are there -----------------------------------------------------------------------------
+# ---- finding steps -------------------------------------------------------------------------------
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The step to resume from: the one that `latest` names if it is complete, else the highest.
+    """Return the step to resume from: the one `latest` names if it is complete, else the highest.
 
-    None if there is no step. Nothing is verified yet: see `open_latest`.
+    None if there is no step. Nothing is verified here; use `open_latest` for that.
     """
     return next(iter(newest_first(Path(folder))), None)
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The steps to resume from, in the order in which to try them."""
+    """Return the steps to resume from, in the order in which to try them."""
     steps = _steps(folder)
     names = {path.name for path in steps}
     try:
-        # Steps that a crash between the two renames left under their temporary name.
+        # Include steps that a crash between the two renames left under their temporary name.
         for path in sorted(folder.iterdir()):
             match = _UNFINISHED.fullmatch(path.name)
             if match and match[2] == "old" and f"step_{match[1]}" not in names:
@@ -59,7 +59,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def _steps(folder: Path) -> list[Path]:
-    """The complete steps, highest first."""
+    """Return the complete steps, highest first."""
     try:
         found = [(int(m[1]), p) for p in folder.iterdir() if (m := STEP.fullmatch(p.name))]
     except OSError:
@@ -67,11 +67,11 @@ def _steps(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-# ---- how one comes -------------------------------------------------------------------------------
+# ---- publishing ----------------------------------------------------------------------------------
 
 
 def begin(folder: Path, name: str) -> Path:
-    """Create the folder and a new temporary one in it, and clean up after earlier crashes."""
+    """Create the folder, and a new temporary folder in it; clean up after earlier crashes."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in sorted(folder.iterdir()):
         match = _UNFINISHED.fullmatch(path.name)
@@ -85,18 +85,18 @@ def begin(folder: Path, name: str) -> Path:
         else:
             discard(path)
     if os.path.lexists(folder / name) and not _is_ours(folder / name):
-        raise CheckpointError(f"{folder / name} holds what is no checkpoint; move it away")
+        raise CheckpointError(f"{folder / name} is not a checkpoint; move it away")
     temporary = folder / f"{name}.tmp-{secrets.token_hex(8)}"
     temporary.mkdir(mode=0o700)
     return temporary
 
 
 def publish_step(temporary: Path, step: Path, digest: str) -> None:
-    """Rename a completely written step to its name, and point `latest` to it."""
+    """Rename a completely written step to its final name, and point `latest` to it."""
     flush_folder(temporary)
     aside = None
     if os.path.lexists(step):
-        # Two renames; after a crash between them `begin` restores the step, and `latest` finds it.
+        # After a crash between the two renames, `begin` restores the step, and `latest` finds it.
         aside = step.with_name(f"{step.name}.old-{secrets.token_hex(8)}")
         os.rename(step, aside)
     try:
@@ -117,7 +117,7 @@ def publish_step(temporary: Path, step: Path, digest: str) -> None:
         discard(aside)
 
 
-# ---- how they go ---------------------------------------------------------------------------------
+# ---- removing ------------------------------------------------------------------------------------
 
 
 def prune(folder: Path, newest: Path, keep: int, spare: int | None) -> None:
@@ -127,13 +127,13 @@ def prune(folder: Path, newest: Path, keep: int, spare: int | None) -> None:
     for path in others[keep - 1 :]:
         try:
             if not _is_ours(path):
-                raise CheckpointError(f"{path} holds what saving did not write")
-            # Renamed first, so that a crash during removal leaves no partial step.
+                raise CheckpointError(f"{path} has files that saving did not write")
+            # Rename it first, so that a crash during removal leaves no partial step.
             doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
             os.rename(path, doomed)
             discard(doomed)
         except (CheckpointError, OSError) as error:
-            # The new step is safe: a failure to remove an old one does not end the run.
+            # The new step is safe, so failing to remove an old one does not end the run.
             warnings.warn(f"{reason(error, path)}; not removed", CheckpointWarning, stacklevel=3)
 
 
@@ -149,7 +149,7 @@ def discard(folder: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether it is a real folder with only files that saving writes."""
+    """Return True if this is a real folder that contains only files that saving writes."""
     return stat.S_ISDIR(os.lstat(folder).st_mode) and all(
         (path.name in (MANIFEST, DIGEST) or SHARD.fullmatch(path.name))
         and stat.S_ISREG(os.lstat(path).st_mode)

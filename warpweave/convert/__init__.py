@@ -1,18 +1,18 @@
-"""Checkpoints of Hugging Face transformers into our GPT, and back, bit for bit.
+"""Convert checkpoints of Hugging Face transformers into our GPT, and back, bit for bit.
 
 ``from_hf(folder)`` reads GPT-2, Llama 2 and 3, Mistral, Qwen 2 and 3, Phi 3, Gemma 2 and 3 (text)
-and OLMo 2: the sizes at once, each tensor when somebody asks for it, so that no rank ever holds
-more than its own part and one whole tensor. ``to_hf(model, folder)`` writes what
-``AutoModelForCausalLM.from_pretrained`` loads, every rank its own tensors, with the tokenizer that
-the model was trained with. transformers itself is not needed.
+and OLMo 2. It reads the sizes at once and each tensor on request, so that no rank ever holds more
+than its own part and one whole tensor. ``to_hf(model, folder)`` writes what
+``AutoModelForCausalLM.from_pretrained`` loads. Every rank writes its own tensors, and the tokenizer
+of the training is included. transformers itself is not needed.
 
-What a folder says and our GPT cannot do is refused by name: another kind of RoPE scaling, a bias
-where none can be, a tensor that is missing, too many, of another shape or quantized. Dropout is no
-property of the weights: what is read has none.
+If a folder asks for something our GPT does not support, an error names it: an unknown kind of RoPE
+scaling, an unexpected bias, or a tensor that is missing, unexpected, quantized or of a wrong shape.
+Dropout is not a property of the weights: a model that was read has none.
 
-`fields` that families share · `families` one family's config.json as a `GPTConfig` and back ·
-`tensors` which of their tensors make one of ours · `folder` reading · `beside` tokenizer, ends of
-texts, card · `source` reading, or a checkpoint of ours · `write` writing.
+`fields` shared config.json fields · `families` each family's config.json to `GPTConfig` and back ·
+`tensors` rules that combine their tensors into ours · `folder` reading · `beside` tokenizer, end
+tokens, card · `source` reading, or a checkpoint of ours · `write` writing.
 """
 
 from typing import TYPE_CHECKING

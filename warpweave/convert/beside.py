@@ -1,9 +1,8 @@
-"""What stands beside a model's weights: its tokenizer, where its texts end, and a card.
+"""The files next to a model's weights: its tokenizer, its end tokens, and a model card.
 
-A run keeps in its folder ``origin`` what an export will want: the tokenizer that its text went
-through and, of a model of transformers that it started from, config.json and
-generation_config.json. A checkpoint's state says which tokenizer it was, so that no other is
-exported with it.
+A run's folder ``origin`` keeps what an export will need: the tokenizer of its text and, if the run
+started from a transformers model, config.json and generation_config.json. A checkpoint's state
+records which tokenizer it was, so that no other tokenizer is exported with it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _TOKENIZER = (
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 _KINDS = ("bos", "eos", "pad")
-# What special tokens are called, where nothing but a tokenizers JSON says what they are for.
+# Usual names of special tokens, for a tokenizers JSON without a file that states their roles.
 _CALLED = {
     "bos": ("<s>", "<bos>", "<|begin_of_text|>", "[BOS]", "<|startoftext|>"),
     "eos": ("</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>"),
@@ -37,8 +36,9 @@ _CALLED = {
 def keep_origin(
     run: Path, source: Path | None, tokenizer: Path | None, record: str | None, *, again: bool
 ) -> None:
-    """Copy into a run's folder what its export will want, of the model that it started from and of
-    its tokenizer (`record` as for `tokenizer_of`); what is there stays if it goes on (`again`)."""
+    """Copy into a run's folder what its export will need, from the model it started from and its
+    tokenizer (`record` as for `tokenizer_of`). If the run is resumed (`again`), keep existing
+    files."""
     folder = run / ORIGIN
     if again and folder.exists():
         return
@@ -49,19 +49,19 @@ def keep_origin(
         files = _copies(source, ("config.json", GENERATION, *_TOKENIZER))
     else:
         files = {} if tokenizer is None else _tokenizer_files(tokenizer)
-        if source is not None and (source / "config.json").is_file():  # its tokens are no more
+        if source is not None and (source / "config.json").is_file():  # its token ids are invalid
             fields = read_json(source / "config.json")
             kept = {k: v for k, v in fields.items() if not k.endswith("_token_id")}
             files["config.json"] = json.dumps(kept).encode()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", GENERATION, *_TOKENIZER):  # of an earlier run
+    for name in ("config.json", GENERATION, *_TOKENIZER):  # files of an earlier run
         (folder / name).unlink(missing_ok=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
 
 
 def find_origin(folder: Path) -> Path | None:
-    """The ``origin`` of a run's folder, or of the run that a checkpoint lies in; None without."""
+    """Return the ``origin`` of a run's folder, or of a checkpoint's run; None without one."""
     for run in (folder, folder.absolute().parent.parent):
         if (run / ORIGIN).is_dir() and (run / "checkpoints").is_dir():
             return run / ORIGIN
@@ -71,15 +71,15 @@ def find_origin(folder: Path) -> Path | None:
 def tokenizer_of(
     given: str | Path | None, record: str | None, places: list[Path]
 ) -> tuple[dict[str, bytes], Path | None]:
-    """A tokenizer's files, name -> content ({} if there is none), and which of `places` has them.
+    """Return a tokenizer's files, name -> content ({} if there is none), and its place.
 
     Args:
         given: a tokenizers JSON, or "bytes".
-        record: what the text of a training went through, by the checkpoint's state: "bytes", or the
-            SHA-256 of a tokenizers JSON.
-        places: folders that may hold it.
+        record: the tokenizer of the training, from the checkpoint's state: "bytes", or the SHA-256
+            of a tokenizers JSON.
+        places: folders that may contain it; the one that does is returned.
 
-    Raises `ConvertError` if none of the folders holds the one on record.
+    Raises `ConvertError` if no folder has the recorded tokenizer.
     """
     if given is not None:
         return (_bytes_files() if str(given) == "bytes" else _tokenizer_files(Path(given))), None
@@ -93,7 +93,7 @@ def tokenizer_of(
     if record is not None:
         where = " or ".join(map(str, places)) or "no folder"
         raise ConvertError(
-            f"the tokenizer of the training (SHA-256 {record[:12]}) is not in {where}: give it"
+            f"the training tokenizer (SHA-256 {record[:12]}) is not in {where}: pass its path"
         )
     return {}, None
 
@@ -101,10 +101,11 @@ def tokenizer_of(
 def special_tokens(
     files: Mapping[str, bytes], config: GPTConfig, separator: int | None
 ) -> dict[str, int | None]:
-    """{"bos_token_id", "eos_token_id", "pad_token_id"} of a tokenizer's files; None is not known.
+    """Return a tokenizer's {"bos_token_id", "eos_token_id", "pad_token_id"}; None if unknown.
 
-    By tokenizer_config.json, then by the separator of the training, which ends a text, then by the
-    names of special tokens. Raises `ConvertError` if the model has no room for its vocabulary.
+    The ids come from tokenizer_config.json, else from the training's separator, which ends a text,
+    else from the names of special tokens. Raises `ConvertError` if the model's vocabulary is too
+    small.
     """
     ids: dict[str, int | None] = dict.fromkeys(f"{kind}_token_id" for kind in _KINDS)
     if separator is not None:
@@ -117,9 +118,9 @@ def special_tokens(
         tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
         said = json.loads(files.get("tokenizer_config.json", b"{}"))
     except Exception as error:  # the Rust side raises bare Exception
-        raise ConvertError(f"tokenizer.json is no tokenizer: {one_line(error)}") from None
+        raise ConvertError(f"tokenizer.json is not a valid tokenizer: {one_line(error)}") from None
     if (size := tokenizer.get_vocab_size(with_added_tokens=True)) > config.vocab_size:
-        raise ConvertError(f"the tokenizer has {size} tokens, the model {config.vocab_size}")
+        raise ConvertError(f"the tokenizer has {size} tokens, but the model {config.vocab_size}")
     special = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
     for kind in _KINDS:
         name = said.get(f"{kind}_token")
@@ -135,7 +136,7 @@ def special_tokens(
 def tokenizer_config(
     files: Mapping[str, bytes], config: GPTConfig, ids: Mapping[str, int | None]
 ) -> dict[str, Any]:
-    """The tokenizer_config.json by which transformers loads a tokenizers JSON."""
+    """Return the tokenizer_config.json with which transformers loads a tokenizers JSON."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
@@ -151,7 +152,7 @@ def tokenizer_config(
 def card(
     name: str, config: GPTConfig, architecture: str, trained: Mapping[str, Any], tokenizer: bool
 ) -> str:
-    """A README.md to be filled in: what the model is, what it was trained on, how to load it, with
+    """Return a README.md template: the model, its training data, and how to load it, together with
     the `tokenizer` if there is one."""
     also, load = (
         (", AutoTokenizer", f'\ntokenizer = AutoTokenizer.from_pretrained("{name}")')
@@ -174,7 +175,7 @@ pipeline_tag: text-generation
 A language model, exported by warpweave.
 
 {about}
-* License: not chosen yet. Fill in `license:` above, and what the data's licenses ask for.
+* License: not chosen yet. Fill in `license:` above, and anything that the data's licenses require.
 * Intended use, limits, evaluation: to be filled in.
 
 ```python
@@ -190,7 +191,7 @@ def _copies(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def _tokenizer_files(path: Path) -> dict[str, bytes]:
-    """A tokenizers JSON; with what stands beside it if it is called as in transformers' folders."""
+    """Read a tokenizers JSON, and, if it is named tokenizer.json, the files next to it."""
     try:
         files = {"tokenizer.json": path.read_bytes()}
     except OSError as error:
@@ -200,7 +201,7 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def _bytes_files() -> dict[str, bytes]:
-    """Bytes as a tokenizers JSON: the byte-level alphabet in the order of the bytes, no merges."""
+    """Return bytes as a tokenizers JSON: the byte-level alphabet in order of bytes, no merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,7 +1,7 @@
-"""What a config.json of each model family means as a `GPTConfig`, and the way back.
+"""Read and write the config.json of each model family as a `GPTConfig`.
 
-A family is a class name, a function each way and the names of its modules (`tensors`). The way
-back is only taken where reading what it gives is the same model again (`write_config`).
+A family has a class name, a function for each direction, and the names of its modules (`tensors`).
+A model is written as a family only if reading the result gives the same model (`write_config`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from warpweave.model.config import GPTConfig
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model of transformers.
+    """A model family of transformers.
 
     Attributes:
-        architecture: its class for causal language modelling.
-        read: the `GPTConfig` of a config.json's fields.
-        write: the fields of a `GPTConfig` that this family can express.
-        modules: our module's name -> theirs, joined in this order; in a block both are without the
-            block's prefix.
-        blocks: that prefix, with the block's number left open.
-        base: the prefix of all but the head, which files of a bare base model leave out.
-        transposed: the modules of ours whose weights they keep as (in, out).
-        unused: endings of tensors that hold no parameters.
+        architecture: its class for causal language modeling.
+        read: config.json's fields -> `GPTConfig`.
+        write: `GPTConfig` -> the fields that this family can express.
+        modules: our module's name -> theirs, concatenated in this order; names inside a block omit
+            the block's prefix.
+        blocks: that prefix, with a placeholder for the block's number.
+        base: the prefix of everything but the head; files of a bare base model omit it.
+        transposed: our modules whose weights they store as (in, out).
+        unused: suffixes of tensors that are not parameters.
     """
 
     architecture: str
@@ -42,20 +42,20 @@ class Family:
 
 
 def read_config(fields: Mapping[str, Any]) -> tuple[str, GPTConfig]:
-    """(model_type, our config) of a config.json's fields.
+    """Return (model_type, our config) for the fields of a config.json.
 
-    Raises `ConvertError` for a family that is not known, a field that is missing or a model that a
-    GPT of ours cannot be.
+    Raises `ConvertError` for an unknown family, a missing field, or a model that our GPT does not
+    support.
     """
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ConvertError(f"model_type {kind!r} is not one of those that are read: {known}")
+        raise ConvertError(f"model_type {kind!r} is not supported; expected one of {known}")
     expect(fields, "quantization_config", None)
     expect(fields, "is_causal", True)
     for name in ("num_hidden_layers", "n_layer"):
         if isinstance(fields.get(name), int) and fields[name] > 10_000:
-            raise ConvertError(f"{name} = {fields[name]} is no number of layers")
+            raise ConvertError(f"{name} = {fields[name]} is not a plausible number of layers")
     try:
         config = canonical(FAMILIES[kind].read(fields))
         _check_complete(fields, FAMILIES[kind], config)
@@ -69,8 +69,8 @@ def read_config(fields: Mapping[str, Any]) -> tuple[str, GPTConfig]:
 def _check_complete(fields: Mapping[str, Any], family: Family, config: GPTConfig) -> None:
     """Raise `ConvertError` if a file of transformers 5 or later lacks a field of its family.
 
-    Those versions write every field, so a missing one was renamed. Older versions leave out a field
-    that has its family's default.
+    These versions write every field, so a missing one was renamed. Older versions omit fields that
+    have their family's default.
     """
     version = str(fields.get("transformers_version"))
     major = version.partition(".")[0]
@@ -81,15 +81,15 @@ def _check_complete(fields: Mapping[str, Any], family: Family, config: GPTConfig
         missing -= {"rope_parameters"}
     if missing:
         raise ConvertError(
-            f"transformers {version} wrote no {', '.join(sorted(missing))}, and may have renamed "
-            "it: add the field, or remove transformers_version to use the default"
+            f"transformers {version} wrote no {', '.join(sorted(missing))}, which it may have "
+            "renamed: add the field, or remove transformers_version to use the default"
         )
 
 
 def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[str, Any]]:
-    """(model_type, fields) of a model of ours; `kind` None is the first family that can be it.
+    """Return (model_type, fields) for our model; `kind` None tries all families in order.
 
-    Raises `ConvertError` if no family, or not this one, can; it says what the nearest one would be.
+    Raises `ConvertError`, which names the closest model, if no family (or not `kind`) can be it.
     """
     wanted = replace(canonical(config), dropout=0.0)
     misses = []
@@ -98,24 +98,24 @@ def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[
         try:
             found = read_config(written)[1]
         except ConvertError as error:
-            misses.append((1.5, f"{name}, refused ({error})"))  # behind what lacks one option only
+            misses.append((1.5, f"{name}, refused ({error})"))  # worse than one wrong option
             continue
         if found == wanted:
             return name, {"architectures": [FAMILIES[name].architecture], **written}
         theirs, ours = (asdict(which) for which in (found, wanted))
         others = [
-            f"{field} = {reprlib.repr(theirs[field])} for {reprlib.repr(ours[field])}"
+            f"{field} = {reprlib.repr(theirs[field])} (not {reprlib.repr(ours[field])})"
             for field in ours
             if theirs[field] != ours[field]
         ]
         misses.append((len(others), f"{name} with {', '.join(others)}"))
     tried = ", ".join(FAMILIES) if kind is None else kind
     nearest = min(misses, key=lambda miss: miss[0])[1]
-    raise ConvertError(f"no {tried} model is this one: the nearest is {nearest}")
+    raise ConvertError(f"no {tried} model matches this one: the closest is {nearest}")
 
 
 def canonical(config: GPTConfig) -> GPTConfig:
-    """The same model with nothing left to a default, so that equal models are equal records."""
+    """Return the same model with defaults filled in, so that equal models are equal records."""
     windows = tuple(config.window(i) or 0 for i in range(config.layers))
     norm_bias = config.bias if config.norm_bias is None else config.norm_bias
     scale, theta, scaling = config.attention_scale, config.local_rope_theta, config.rope_scaling
@@ -137,21 +137,23 @@ def canonical(config: GPTConfig) -> GPTConfig:
     )
 
 
-# ---------------------------------------------------------------- Llama and what grew from it
+# ---------------------------------------------------------------- Llama and its descendants
 
 
 def _expect_whole_heads(c: Mapping[str, Any]) -> None:
-    """What the records of some families insist on, though their heads may be of any width."""
+    """Require heads of equal width, as some families' config classes do."""
     if c["hidden_size"] % c["num_attention_heads"]:
         raise ConvertError(
-            f"hidden_size = {c['hidden_size']} does not divide by num_attention_heads = "
+            f"hidden_size = {c['hidden_size']} is not divisible by num_attention_heads = "
             f"{c['num_attention_heads']}"
         )
 
 
 def _read_rotary(c: Mapping[str, Any], *, kv_heads: int | None = None, **more: Any) -> GPTConfig:
-    """A decoder with rotary positions, RMSNorm and a gate; `kv_heads` is the family's default where
-    the field is missing, null is as many as `heads`."""
+    """Read a decoder with rotary positions, RMSNorm and a gate.
+
+    `kv_heads` is the family's default if the field is missing; null means as many as `heads`.
+    """
     if "activation" not in more:
         expect(c, "hidden_act", "silu")
     theta, scaling = read_rope(c)
@@ -239,15 +241,15 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def _windows_of(c: Mapping[str, Any], window: int | None, default: Callable[[int], bool]) -> tuple:
-    """Each layer's window, by ``layer_types``, or where `default` of the layer's number is true."""
+    """Return each layer's window, from ``layer_types`` or where `default` of its number is true."""
     layers = c["num_hidden_layers"]
     kinds = c.get("layer_types") or [_KINDS[default(i)] for i in range(layers)]
     if len(kinds) < layers:
-        raise ConvertError(f"layer_types names {len(kinds)} of {layers} layers")
+        raise ConvertError(f"layer_types has {len(kinds)} entries for {layers} layers")
     for kind in kinds:
         expect({"layer_types": kind}, "layer_types", *_KINDS)
     if window is None and "sliding_attention" in kinds[:layers]:
-        raise ConvertError("sliding_window = None is not supported beside sliding_attention")
+        raise ConvertError("sliding_window = None is not supported with sliding_attention layers")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
 
 
@@ -282,7 +284,7 @@ def _read_qwen3(c: Mapping[str, Any]) -> GPTConfig:
 
 
 def _read_gemma(c: Mapping[str, Any], **more: Any) -> GPTConfig:
-    """What Gemma 2 and 3 share."""
+    """Read the options that Gemma 2 and 3 share."""
     _expect_whole_heads(c)
     expect(c, "hidden_activation", "gelu_pytorch_tanh", None)
     expect(c, "attention_bias", False)
@@ -322,12 +324,12 @@ def _read_gemma2(c: Mapping[str, Any]) -> GPTConfig:
 
 
 def _read_gemma3(c: Mapping[str, Any]) -> GPTConfig:
-    """Windows turn by a base of their own, ``rope_local_base_freq`` before transformers 5. Scores
-    have no softcap: transformers keeps ``attn_logit_softcapping`` and computes without it."""
+    """Read Gemma 3. Layers with windows have a separate RoPE base, ``rope_local_base_freq`` before
+    transformers 5. Scores have no softcap: transformers ignores ``attn_logit_softcapping``."""
     every, both = given(c, "sliding_window_pattern", 6), c.get("rope_parameters") or {}
     if not set(both) <= {"full_attention", "sliding_attention"}:
         raise ConvertError(
-            f"rope_parameters of {', '.join(both)} are not supported, only by layers"
+            f"rope_parameters of {', '.join(both)} are not supported; expected them by layer type"
         )
     full, local = (both.get(kind) or {"rope_type": "default"} for kind in _KINDS)
     full = {"rope_theta": given(c, "rope_theta", 1e6)} | full | (c.get("rope_scaling") or {})
@@ -343,7 +345,7 @@ def _read_gemma3(c: Mapping[str, Any]) -> GPTConfig:
         and (theta, scaling) != read_rope(c | {"rope_parameters": full})
     ):
         raise ConvertError(
-            "RoPE scaling of sliding_attention is not supported, unless it is that of all"
+            "RoPE scaling of sliding_attention is not supported, unless full_attention has the same"
         )
     return _read_gemma(
         c | {"rope_parameters": full},
@@ -404,7 +406,7 @@ _PHI3_MODULES = {"attention.qkv": ("self_attn.qkv_proj",), "mlp.up": ("mlp.gate_
 _GPT2_GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 
 
-_GPT2_ALIASES = {  # which go before its own names
+_GPT2_ALIASES = {  # these take precedence over GPT-2's own names
     "max_position_embeddings": "n_positions", "num_hidden_layers": "n_layer",
     "hidden_size": "n_embd", "num_attention_heads": "n_head",
 }  # fmt: skip
@@ -456,7 +458,7 @@ _GPT2 = {
     "mlp.down": ("mlp.c_proj",),
 }
 
-# ---------------------------------------------------------------- all of them
+# ---------------------------------------------------------------- all families
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(

@@ -1,4 +1,4 @@
-"""Fields of a config.json that families share: values expected, defaults, rotary embedding."""
+"""Shared fields of config.json files: expected values, defaults, rotary embedding."""
 
 from __future__ import annotations
 
@@ -15,52 +15,55 @@ from warpweave.model.config import GPTConfig
 
 
 class ConvertError(ValueError):
-    """A folder or model that cannot be converted; one line that names what stands in the way."""
+    """A folder or model that cannot be converted; the message is one line with the reason."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model's folder."""
+    """Return the object in a JSON file of a model's folder."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         name = path.parent
-        text = f"{name} holds no model of transformers: no {path.name}"
+        text = f"{name} is not a transformers model: it has no {path.name}"
         if not name.exists():
             text = f"{name} does not exist"
             if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
-                text += "; a model of the hub is fetched before: "
+                text += "; download a Hub model first: "
                 text += f"hf download {name} --local-dir FOLDER"
         raise ConvertError(text) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConvertError(f"cannot read {path}: {one_line(error)}") from None
     if not isinstance(found, dict):
-        raise ConvertError(f"cannot read {path}: it holds no object")
+        raise ConvertError(f"cannot read {path}: expected a JSON object")
     return found
 
 
 def expect(fields: Mapping[str, Any], name: str, *values: Any) -> Any:
-    """The value of a field, the first of `values` if it is missing; it must be one of them."""
+    """Return a field's value (the first of `values` if it is missing); require one of `values`."""
     value = fields.get(name, values[0])
     if value not in values:
         raise ConvertError(
-            f"{name} = {value!r} is not supported, only {' or '.join(map(str, values))}"
+            f"{name} = {value!r} is not supported; expected {' or '.join(map(str, values))}"
         )
     return value
 
 
 def given(fields: Mapping[str, Any], name: str, default: Any) -> Any:
-    """A field that is missing or null is its family's default."""
+    """Return a field, or its family's default if it is missing or null."""
     value = fields.get(name)
     return default if value is None else value
 
 
 def read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling), of ``rope_parameters`` or ``rope_scaling``, which was its name before
-    transformers 5 and goes before it there too, as an original length outside of both does."""
+    """Return (theta, scaling) from ``rope_parameters`` or ``rope_scaling``.
+
+    The latter is the name before transformers 5. Even there it takes precedence, and so does an
+    original length outside of both.
+    """
     p = c.get("rope_scaling") or c.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in p.values()):
         raise ConvertError(
-            f"rope_parameters of {', '.join(p)} are not supported, only of all layers"
+            f"rope_parameters by layer type ({', '.join(p)}) are not supported; expected one set"
         )
     theta = float(p.get("rope_theta", c.get("rope_theta", 10000.0)))
     expect({**c, **p}, "partial_rotary_factor", 1.0)
@@ -69,7 +72,7 @@ def read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         return theta, None
     if kind not in ("linear", "llama3", "yarn"):
         raise ConvertError(
-            f"RoPE scaling of type {kind!r} is not supported, only linear, llama3, yarn"
+            f"RoPE scaling of type {kind!r} is not supported; expected linear, llama3 or yarn"
         )
     factor = float(p["factor"])
     if kind == "linear":
@@ -90,7 +93,7 @@ def read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def write_rope(c: GPTConfig) -> dict[str, Any]:
-    """The ``rope_parameters`` of a model's rotary embedding: `read_rope` makes it of them again."""
+    """Return the ``rope_parameters`` from which `read_rope` restores the rotary embedding."""
     s, theta = c.rope_scaling, {"rope_theta": c.rope_theta}
     if s is None:
         return {"rope_type": "default", **theta}

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face folder: config.json and safetensors files, one tensor at a time."""
+"""Read a Hugging Face folder: config.json and safetensors files, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _DTYPES = {
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies: its file, its name there, its shape and safetensors' word for its
-    dtype."""
+    """The location of a tensor: its file and name there, its shape, and its safetensors dtype
+    code."""
 
     file: str
     name: str
@@ -41,13 +41,13 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class HFFolder:
-    """A model of transformers on disk; only its sizes and names are in memory.
+    """A transformers model on disk; only its sizes and names are in memory.
 
     Attributes:
         path: the folder.
-        config: the model as ours.
+        config: the model as our configuration.
         fields: its config.json.
-        dtype: of its embedding.
+        dtype: the dtype of its embedding.
     """
 
     path: Path
@@ -59,9 +59,9 @@ class HFFolder:
     _open: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def tensor(self, record: ParamRecord) -> Tensor:
-        """One logical parameter, in the file's dtype: what ``Engine.load("param", ...)`` asks for.
+        """Return one logical parameter in the file's dtype; pass to ``Engine.load("param", ...)``.
 
-        Raises `ConvertError` if the model that asks has another shape, or there is none like it.
+        Raises `ConvertError` if the requested parameter is missing or has a different shape.
         """
         rule = self._rules.get(record.name)
         if rule is None or rule.shape != record.shape:
@@ -72,7 +72,7 @@ class HFFolder:
         return rule.pack(self._read)
 
     def load(self, gpt: GPT) -> GPT:
-        """Fill a GPT, or one rank's part of it on any mesh, in its own dtype; the same GPT."""
+        """Fill a GPT, or one rank's part of it on any mesh, in its own dtype; return the GPT."""
         return fill(gpt, self.tensor)
 
     def _read(self, name: str) -> Tensor:
@@ -89,7 +89,7 @@ class HFFolder:
 
 @torch.no_grad()
 def fill(gpt: GPT, tensor: Callable[[ParamRecord], Tensor]) -> GPT:
-    """Set every parameter of this rank's part from the logical tensor of its record; the same
+    """Set every parameter of this rank's part from the logical tensor of its record; return the
     GPT."""
     records = gpt.parameter_records()
     for name, param in gpt.named_parameters():
@@ -98,19 +98,18 @@ def fill(gpt: GPT, tensor: Callable[[ParamRecord], Tensor]) -> GPT:
 
 
 def from_hf(folder: str | Path) -> HFFolder:
-    """Open a folder that ``save_pretrained`` wrote, or a download of one; reads no weights yet.
+    """Open a folder written by ``save_pretrained``, or a download of one, without reading weights.
 
-    ``GPT(found.config)`` filled by ``found.load(gpt)`` computes what the transformers model does,
-    on any mesh; an `Engine` takes ``engine.load("param", found.tensor)``.
+    ``GPT(found.config)`` filled by ``found.load(gpt)`` computes the same as the transformers model,
+    on any mesh. For an `Engine`, call ``engine.load("param", found.tensor)``.
 
-    Its ``config.seq_len`` is the longest sequence that the folder names, 131072 of Llama 3.1. With
-    rotary positions a shorter one is the same model: ``replace(found.config, seq_len=2048)`` is
-    what to train, shard over ranks or estimate the memory of
-    (``train --init-from --seq-len 2048``).
+    ``config.seq_len`` is the longest sequence that the folder allows, such as 131072 for Llama 3.1.
+    With rotary positions a shorter length is the same model. To train, shard or estimate memory,
+    use ``replace(found.config, seq_len=2048)`` (``train --init-from --seq-len 2048``).
 
-    Raises `ConvertError` in one line: no such folder, no config.json or safetensors in it, an
-    unknown model_type, what a GPT of ours cannot be, tensors missing, left over, quantized or of a
-    wrong shape.
+    Raises `ConvertError` in one line: there is no such folder, it has no config.json or safetensors
+    file, the model_type is unknown, our GPT does not support the model, or a tensor is missing,
+    unexpected, quantized or of a wrong shape.
     """
     path = Path(folder)
     with about(path):
@@ -120,20 +119,20 @@ def from_hf(folder: str | Path) -> HFFolder:
         try:
             rules = rules_of(config, family)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            raise ConvertError(f"no model has these sizes: {one_line(error)}") from None
+            raise ConvertError(f"these model sizes are invalid: {one_line(error)}") from None
         places = _check_names(_find_tensors(path), rules, family)
         dtypes = {name: _dtype(name, place.dtype) for name, place in places.items()}
         embedding = next(iter(rules["embedding.weight"].shapes))
         found = HFFolder(path, config, fields, dtypes[embedding], rules, places)
         head = f"{family.modules['head'][0]}.weight"
         if config.tied and head in places and not torch.equal(*map(found._read, (head, embedding))):
-            raise ConvertError(f"{head} is not {embedding}, though tie_word_embeddings is true")
+            raise ConvertError(f"{head} differs from {embedding}, but tie_word_embeddings is true")
     return found
 
 
 @contextmanager
 def about(path: Path) -> Iterator[None]:
-    """A `ConvertError` of what is done here names the folder."""
+    """Name the folder in every `ConvertError` raised in this context."""
     try:
         yield
     except ConvertError as error:
@@ -141,24 +140,24 @@ def about(path: Path) -> Iterator[None]:
 
 
 def _find_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder's safetensors files under its own name."""
-    if (path / SINGLE).exists():  # the order in which transformers looks for them
+    """Return every tensor in the folder's safetensors files, by its name there."""
+    if (path / SINGLE).exists():  # the order in which transformers looks
         files = [SINGLE]
     elif (path / INDEX).exists():
         names = read_json(path / INDEX).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(f, str) for f in names.values()):
-            raise ConvertError(f"{INDEX} has no weight_map of names")
+            raise ConvertError(f"{INDEX} has no valid weight_map")
         for file in names.values():
             if Path(file).name != file:
-                raise ConvertError(f"{INDEX} names {file!r}, which is no file of the folder")
+                raise ConvertError(f"{INDEX} names {file!r}, which is not a file in the folder")
         files = sorted(set(names.values()))
     else:
-        raise ConvertError(f"no {SINGLE} or {INDEX} (other formats than safetensors are not read)")
+        raise ConvertError(f"no {SINGLE} or {INDEX} (only safetensors files are supported)")
     places: dict[str, StoredTensor] = {}
     for file in files:
         try:
             with safe_open(path / file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  it is no mapping
+                for name in opened.keys():  # noqa: SIM118  it is not a mapping
                     if name in places:
                         raise ConvertError(f"tensor {name} is in {places[name].file} and in {file}")
                     piece = opened.get_slice(name)
@@ -173,8 +172,8 @@ def _find_tensors(path: Path) -> dict[str, StoredTensor]:
 def _check_names(
     places: Mapping[str, StoredTensor], rules: Mapping[str, TensorRule], family: Family
 ) -> dict[str, StoredTensor]:
-    """The places under the names of the whole model; raises if they do not fit the rules."""
-    if not any(name.startswith(family.base) for name in places):  # of a bare base model
+    """Return the places under the whole model's names; raise an error unless they fit the rules."""
+    if not any(name.startswith(family.base) for name in places):  # a bare base model
         heads = f"{family.modules['head'][0]}."
         places = {
             name if name.startswith(heads) else family.base + name: place
@@ -186,18 +185,18 @@ def _check_names(
             raise ConvertError(f"tensor {name} is missing")
         if places[name].shape != shape:
             raise ConvertError(
-                f"tensor {name} has shape {[*places[name].shape]}, its config.json says {[*shape]}"
+                f"tensor {name} has shape {[*places[name].shape]}, but config.json gives {[*shape]}"
             )
     tied = () if "head.weight" in rules else (f"{family.modules['head'][0]}.weight",)
     for name in places:
         if name not in shapes and name not in tied and not name.endswith(family.unused):
             raise ConvertError(
-                f"tensor {name} is left over: no {family.architecture} of ours has it"
+                f"unexpected tensor {name}: our {family.architecture} has none of that name"
             )
     return {name: places[name] for name in (*shapes, *tied) if name in places}
 
 
 def _dtype(name: str, code: str) -> torch.dtype:
     if code not in _DTYPES:
-        raise ConvertError(f"tensor {name} is {code}, only {', '.join(_DTYPES)} are read")
+        raise ConvertError(f"tensor {name} is {code}; expected one of {', '.join(_DTYPES)}")
     return _DTYPES[code]

@@ -1,4 +1,4 @@
-"""What a model starts from: a folder of transformers, a checkpoint of ours, or a run's folder."""
+"""Open the model to start from: a transformers folder, a checkpoint of ours, or a run's folder."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from warpweave.parallel.shard import ParamRecord
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The weights of a checkpoint of ours, under the words of an `HFFolder`."""
+    """The weights of a checkpoint of ours, with the interface of an `HFFolder`."""
 
     config: GPTConfig
     reader: CheckpointReader
 
     def tensor(self, record: ParamRecord) -> Tensor:
-        """One logical parameter; `CheckpointError` if there is none of this name."""
+        """Return one logical parameter; raise `CheckpointError` if there is none of this name."""
         return self.reader.tensor(record.name)
 
     def load(self, gpt: GPT) -> GPT:
-        """As ``HFFolder.load``."""
+        """Fill a GPT, as ``HFFolder.load`` does."""
         return fill(gpt, self.tensor)
 
 
 def read_model_config(folder: Path) -> GPTConfig:
-    """The model in a folder; its weights are neither read nor looked at.
+    """Return the configuration of the model in a folder; its weights are not read or checked.
 
     Raises `ConvertError`, or `CheckpointError` for a damaged checkpoint.
     """
@@ -51,10 +51,11 @@ def read_model_config(folder: Path) -> GPTConfig:
 
 
 def open_model(folder: Path, group: dist.ProcessGroup | None = None) -> HFFolder | SavedModel:
-    """The model in a folder with its weights, checked; every rank of `group` calls it.
+    """Open the model in a folder and check its weights; every rank of `group` calls this.
 
-    Both kinds give ``config``, ``tensor(record)``, one at a time, and ``load(gpt)``. Raises
-    `ConvertError` or `CheckpointError` for what is damaged or no model.
+    Both return types have ``config``, ``tensor(record)``, for one tensor at a time, and
+    ``load(gpt)``. Raises `ConvertError` or `CheckpointError` if the folder is damaged or is not a
+    model.
     """
     step = find_step(folder)
     if step is None:
@@ -64,7 +65,7 @@ def open_model(folder: Path, group: dist.ProcessGroup | None = None) -> HFFolder
 
 
 def check_same_model(config: GPTConfig, folder: Path) -> None:
-    """Raise a one-line ``ValueError`` if the weights in a folder are of other shapes than the
+    """Raise a one-line ``ValueError`` if the shapes of a folder's weights differ from the
     model's."""
     ours, theirs = (
         GPT(m, device="meta").parameter_records() for m in (config, open_model(folder).config)
@@ -73,14 +74,15 @@ def check_same_model(config: GPTConfig, folder: Path) -> None:
         wanted, found = (r[name].shape if name in r else None for r in (ours, theirs))
         if wanted != found:
             raise ValueError(
-                f"{name} is {found} in {folder}, but with the given options the model's is {wanted}"
+                f"{name} is {found} in {folder}, but the given options make it {wanted}"
             )
 
 
 def find_tokenizer(folder: Path) -> Path | None:
-    """The tokenizer.json of a folder, or of a run's ``origin``; None if it has no tokenizer at all.
+    """Return the tokenizer.json of a folder or of a run's ``origin``; None if it has no tokenizer.
 
-    Raises `ConvertError` for a tokenizer in another format: text must not be read as bytes instead.
+    Raises `ConvertError` for a tokenizer in a different format: without this, text would be read as
+    bytes.
     """
     folder = find_origin(folder) or folder
     if (folder / "tokenizer.json").is_file():
@@ -88,23 +90,23 @@ def find_tokenizer(folder: Path) -> Path | None:
     for other in ("tokenizer.model", "vocab.json", "tokenizer_config.json"):
         if (folder / other).is_file():
             raise ConvertError(
-                f"{folder} has {other} but no tokenizer.json, the only kind that is read: give "
+                f"{folder} has {other} but no tokenizer.json, the only supported format: pass "
                 "--tokenizer"
             )
     return None
 
 
 def is_of_bytes(folder: Path) -> bool:
-    """Whether the tokens of a model without a tokenizer.json are bytes: those of its training were,
-    or none are known and it has 256."""
+    """Return True if the tokens of a model without a tokenizer.json are bytes: it was trained on
+    bytes, or its tokenizer is unknown and it has 256 tokens."""
     if (record := _tokenizer_of_training(folder)) is not None:
         return record == ByteTokenizer.fingerprint
     return read_model_config(folder).vocab_size == 256
 
 
 def other_tokenizer(folder: Path, given: Path | None) -> str | None:
-    """A line if a tokenizer is `given` (a tokenizers JSON, or bytes) to a run that was trained with
-    another; None if it was not, or that is not known."""
+    """Return a warning if `given` (a tokenizers JSON, or bytes) is not the run's training
+    tokenizer; None if it is, or if that is unknown."""
     trained = _tokenizer_of_training(folder)
     if given is None or trained is None:
         return None
@@ -112,15 +114,15 @@ def other_tokenizer(folder: Path, given: Path | None) -> str | None:
     other = bytes_ if given == Path("bytes") else hashlib.sha256(given.read_bytes()).hexdigest()
     if other == trained:
         return None
-    own = bytes_ if trained == bytes_ else f"that of SHA-256 {trained[:12]}"
-    return f"--tokenizer {given} is not the tokenizer of the training, {own}: its ids mean others"
+    own = bytes_ if trained == bytes_ else f"SHA-256 {trained[:12]}"
+    return f"--tokenizer {given} is not the training tokenizer ({own}): its ids have other meanings"
 
 
 def read_stop_tokens(folder: Path) -> tuple[int, ...]:
-    """The tokens that end a text for a model of transformers, or of a run that started from one; ()
-    if it names none.
+    """Return the end tokens of a transformers model, or of a run that started from one; () if it
+    names none.
 
-    As in transformers, generation_config.json decides alone if there is one.
+    As in transformers, generation_config.json alone decides if it exists.
     """
     folder = find_origin(folder) or folder
     for file in (GENERATION, "config.json"):
@@ -128,21 +130,21 @@ def read_stop_tokens(folder: Path) -> tuple[int, ...]:
             found = read_json(folder / file).get("eos_token_id")
             ends = found if isinstance(found, list) else [] if found is None else [found]
             if not all(type(token) is int for token in ends):
-                raise ConvertError(f"{folder / file}: eos_token_id = {found!r} is no token")
+                raise ConvertError(f"{folder / file}: eos_token_id = {found!r} is not a token id")
             return tuple(ends)
     return ()
 
 
 def find_step(folder: Path) -> Path | None:
-    """The checkpoint that a folder is, or that a run left in it; None if it is none of ours."""
+    """Return the folder if it is a checkpoint, or the newest one of a run's folder, else None."""
     if os.path.lexists(folder / MANIFEST):
         return folder
     return latest(folder / "checkpoints")
 
 
 def _tokenizer_of_training(folder: Path) -> str | None:
-    """What a run's text went through: "bytes", or a tokenizers JSON of this SHA-256; None is not
-    known."""
+    """Return the tokenizer of a run's text: "bytes", or the SHA-256 of a tokenizers JSON; None if
+    unknown."""
     step = find_step(folder)
     return None if step is None else read_manifest(step)["state"].get("data", {}).get("tokenizer")
 
@@ -151,4 +153,4 @@ def _ours(step: Path, fields: dict) -> GPTConfig:
     try:
         return GPTConfig(**fields)
     except (TypeError, ValueError) as error:
-        raise ConvertError(f"{step} holds no model that this version knows: {error}") from None
+        raise ConvertError(f"{step} has a model that this version does not know: {error}") from None

@@ -1,8 +1,8 @@
-"""Which tensors of theirs make one of ours.
+"""Rules that combine transformers' tensors into ours, and split ours into theirs.
 
-Ours is theirs one after the other, the rows in another order: queries, keys and values by KV head
-(for each its query heads' rows, its key's, its value's), gate and up by hidden unit. GPT-2's Conv1D
-keeps its weights transposed. So every tensor goes there and back without a bit of it changing.
+Our tensor concatenates theirs and reorders the rows: queries, keys and values by KV head (for each
+head, the rows of its queries, its key and its value), gate and up by hidden unit. GPT-2's Conv1D
+stores its weights transposed. Both directions preserve every bit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from warpweave.parallel.shard import ParamRecord
 
 @dataclass(frozen=True)
 class TensorRule:
-    """How one parameter of ours lies in their file.
+    """The mapping between one of our parameters and the tensors in their file.
 
     Attributes:
-        shape: of ours.
-        shapes: their tensors, in the order in which their rows follow one another -> shape.
-        rows: how many of our rows each is.
-        order: which of those rows ours are, one after the other; None is all in their order.
-        transposed: they keep (in, out).
+        shape: the shape of our parameter.
+        shapes: their tensors, in the order in which rows are concatenated -> shape.
+        rows: the number of our rows that each tensor has.
+        order: the concatenated row that each of our rows is; None keeps their order.
+        transposed: they store (in, out).
     """
 
     shape: tuple[int, ...]
@@ -39,13 +39,13 @@ class TensorRule:
     transposed: bool
 
     def pack(self, theirs: Callable[[str], Tensor]) -> Tensor:
-        """Our tensor, of theirs by name."""
+        """Return our tensor, made from theirs by name."""
         parts = [t.T if self.transposed else t for t in map(theirs, self.shapes)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return (whole if self.order is None else whole[self.order()]).contiguous()
 
     def unpack(self, ours: Tensor) -> dict[str, Tensor]:
-        """Their tensors by name, of ours."""
+        """Return their tensors by name, made from ours."""
         if self.order is not None:
             ours = ours[self.order().argsort()]
         parts = ours.split(self.rows)
@@ -56,7 +56,7 @@ class TensorRule:
 
 
 def rules_of(config: GPTConfig, family: Family) -> dict[str, TensorRule]:
-    """Our parameter's name -> its rule, for every parameter of the whole model."""
+    """Return our parameter's name -> its rule, for every parameter of the whole model."""
     records = GPT(config, device="meta").parameter_records()
     return {name: _rule(record, config, family) for name, record in records.items()}
 
@@ -85,6 +85,6 @@ def _rule(record: ParamRecord, config: GPTConfig, family: Family) -> TensorRule:
 
 
 def _by_kv_head(H: int, Hkv: int, D: int) -> Tensor:
-    """The rows of [all queries, all keys, all values] in the order of our qkv projection."""
+    """Return the rows of [all queries, all keys, all values] in the order of our qkv projection."""
     parts = torch.arange((H + 2 * Hkv) * D).split((H * D, Hkv * D, Hkv * D))
     return torch.cat([part.view(Hkv, -1) for part in parts], 1).flatten()

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder: every rank its own tensors, one file's worth of them at a time."""
+"""Write a Hugging Face folder: each rank writes its own tensors, one file at a time."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ def to_hf(
     dtype: torch.dtype | None = None,
     shard_bytes: int = 5 << 30,
 ) -> Path:
-    """Write a model as a folder that ``AutoModelForCausalLM.from_pretrained`` loads; its path.
+    """Write a model as a folder that ``AutoModelForCausalLM.from_pretrained`` loads; return it.
 
-    With a tokenizer that ``AutoTokenizer`` loads, if one is known, generation_config.json and a
-    README.md to be filled in.
+    The folder also has a tokenizer that ``AutoTokenizer`` loads (if one is known),
+    generation_config.json and a README.md template.
 
     Args:
-        model: a GPT or an engine (on any mesh: every rank calls it), or the path of a run's folder
-            (its newest checkpoint) or a checkpoint of ours (``.../checkpoints/step_00000500``).
-        folder: where to; it must not exist yet.
-        like: a folder of transformers that the model came from: its family, its tokenizer and what
-            else its config.json says are carried along. Without it that is what a run started from;
-            without that the family is the first that can be this model.
-        tokenizer: a tokenizers JSON, or "bytes"; None is what a run was trained with, or `like`'s.
-        dtype: of the weights; None is the model's own.
-        shard_bytes: size of a file, unless a single tensor is larger.
+        model: a GPT or an engine (on any mesh, every rank calls this), or the path of a run's
+            folder (its newest checkpoint) or of a checkpoint (``.../checkpoints/step_00000500``).
+        folder: the destination; it must not exist yet.
+        like: a transformers folder that the model came from. Its family, its tokenizer and the
+            other fields of its config.json are kept. By default it is the model that a run started
+            from; without one, the family is the first that can express this model.
+        tokenizer: a tokenizers JSON, or "bytes"; None is the one of the training, or `like`'s.
+        dtype: the dtype of the weights; None is the model's own.
+        shard_bytes: the largest size of a file, unless a single tensor is larger.
 
-    Raises `ConvertError` if no family, or not that of `like`, can be this model, or the tokenizer
-    is not to be found or larger than the model, and
-    `CheckpointError`, on every rank, if the folder exists or cannot be written.
+    Raises `ConvertError` if no family (or not that of `like`) can express this model, or if the
+    tokenizer is not found or larger than the model's vocabulary. Raises `CheckpointError`, on every
+    rank, if the folder exists or cannot be written.
     """
     folder = Path(folder)
     state: Mapping[str, Any] = {}
@@ -80,7 +80,7 @@ def to_hf(
     source = next((place for place in places if (place / "config.json").is_file()), like)
     kind, fields = _config_json(config, source)
     files, place = tokenizer_of(tokenizer, state.get("data", {}).get("tokenizer"), places)
-    source = source if not files or place == source else None  # what it says of tokens
+    source = source if not files or place == source else None  # its token ids hold only then
     beside = _beside(folder.name, config, kind, fields, files, source, state)
     rules = rules_of(config, FAMILIES[kind])
     theirs = (item for name, ours in tensors for item in rules[name].unpack(ours).items())
@@ -88,7 +88,7 @@ def to_hf(
 
     def begin() -> dict[str, Any]:
         if os.path.lexists(folder):
-            raise CheckpointError(f"{folder} exists already")
+            raise CheckpointError(f"{folder} already exists")
         temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(8)}")
         temporary.mkdir(parents=True)
         return {"name": temporary.name}
@@ -101,7 +101,7 @@ def to_hf(
             (temporary / name).write_bytes(data)
         os.rename(temporary, folder)
 
-    # Rank 0 opens a temporary folder, everyone writes into it, rank 0 names it.
+    # Rank 0 creates a temporary folder, every rank writes into it, and rank 0 renames it.
     opened = agree_on_all(attempt(folder, begin) if rank == 0 else {}, group)[0]
     temporary = folder.with_name(opened["name"])
     try:
@@ -115,13 +115,14 @@ def to_hf(
 
 
 def _config_json(config: GPTConfig, like: str | Path | None) -> tuple[str, dict[str, Any]]:
-    """(model_type, config.json) of a model; of `like` as it is where it says the same model."""
+    """Return a model's (model_type, config.json), unchanged from `like` if that is the same
+    model."""
     if like is None:
         return write_config(config)
     old = read_json(Path(like) / "config.json")
     kind, before = read_config(old)
     now = replace(canonical(config), dropout=0.0)
-    if now.positions == "rope":  # what it was trained on last is no limit
+    if now.positions == "rope":  # the last training length is not a limit
         now = replace(now, seq_len=before.seq_len)
     if now == before:
         return kind, dict(old)
@@ -138,9 +139,12 @@ def _beside(
     source: str | Path | None,
     state: Mapping[str, Any],
 ) -> dict[str, bytes]:
-    """The tokenizer's `files` and what else is written besides config.json and the weights, file ->
-    content. The tokens that begin and end a text go into `fields`, unless these and `source`, where
-    they are from, are of this tokenizer and say so."""
+    """Return the files besides config.json and the weights, file -> content, with the tokenizer's
+    `files`.
+
+    Add the begin and end tokens to `fields`, unless `source`, where the fields come from, has this
+    tokenizer and names them.
+    """
     data, settings, tokenizer = state.get("data", {}), state.get("settings", {}), bool(files)
     if source is None or "eos_token_id" not in fields:
         ids = special_tokens(files, config, settings.get("separator"))
@@ -153,7 +157,7 @@ def _beside(
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         files[GENERATION] = _json({n: fields.get(n) for n in names})
     trained = {}
-    if "name" in data:  # no folder of the machine that it was trained on
+    if "name" in data:  # without the path on the training machine
         tokens = state["step"] * data["sequences_per_step"] * config.seq_len
         trained = {"Data": Path(data["name"]).name, "Steps": f"{state['step']} ({tokens:,} tokens)"}
     written = card(name, config, FAMILIES[kind].architecture, trained, tokenizer)
@@ -162,7 +166,7 @@ def _beside(
 
 def _of_checkpoint(saved: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
     for name in saved.names:
-        if "/" not in name:  # those are the optimizer's
+        if "/" not in name:  # names with "/" are optimizer states
             yield name, saved.tensor(name)
 
 
@@ -174,7 +178,7 @@ def _of_engine(engine: Engine) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _of_gpt(gpt: GPT) -> Iterator[tuple[str, Tensor]]:
-    """The logical parameters that this rank writes; collective over the tensor ranks."""
+    """Yield the logical parameters that this rank writes; collective over the tensor ranks."""
     mesh, records = gpt.mesh, gpt.parameter_records()
 
     def gather(x: Tensor, axis: str) -> list[Tensor]:
@@ -185,7 +189,7 @@ def _of_gpt(gpt: GPT) -> Iterator[tuple[str, Tensor]]:
     first = not any(mesh.index(axis) for axis in ("dp", "cp", "tp"))
     for name, param in gpt.named_parameters():
         tensor = records[name].assemble(param.detach(), gather)
-        copy = name.startswith("embedding.") and not gpt.first  # of a tied embedding
+        copy = name.startswith("embedding.") and not gpt.first  # the copy of a tied embedding
         if first and not copy:
             yield name, tensor
 
@@ -197,7 +201,7 @@ def _write_files(
     dtype: torch.dtype | None,
     shard_bytes: int,
 ) -> dict[str, Any]:
-    """What this rank wrote, file -> {tensor: bytes}, or {"error": what went wrong}."""
+    """Write this rank's files; return them with their tensors' sizes, or {"error": the reason}."""
     files: dict[str, dict[str, int]] = {}
     waiting: dict[str, Tensor] = {}
     problem: dict[str, Any] = {}
@@ -215,7 +219,7 @@ def _write_files(
 
     for name, tensor in tensors:
         if problem:
-            continue  # `tensors` may run collectives, so peers need us to draw it to its end
+            continue  # `tensors` may run collectives, so peers need this rank to exhaust it
         tensor = tensor.detach().to("cpu", dtype, copy=True)
         found = str(tensor.dtype).removeprefix("torch.")
         if sum(map(size, waiting.values())) + size(tensor) > shard_bytes:
@@ -225,7 +229,7 @@ def _write_files(
 
 
 def _write_names(folder: Path, reports: list[dict[str, Any]]) -> None:
-    """Give all ranks' files the names that transformers looks for, and the index of several."""
+    """Rename all ranks' files as transformers expects, and write the index if there are several."""
     written = [(old, sizes) for report in reports for old, sizes in report["files"].items()]
     names, total = {}, 0
     for number, (old, sizes) in enumerate(written, 1):

@@ -12,20 +12,20 @@ from warpweave.data.files import DataError
 from warpweave.data.tokenizer import Tokenizer
 
 IGNORE = -100
-"""Label of a position that has no target; `cross_entropy` leaves it out."""
+"""Label of a position without a target; `cross_entropy` ignores it."""
 
 _M64 = (1 << 64) - 1
-_AT_ONCE = 1 << 22  # tokens that are searched for a separator at once
+_AT_ONCE = 1 << 22  # tokens searched for a separator at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The tokens of all files of a split, concatenated.
+    """The concatenated tokens of all files of a split.
 
     tokens[N] unsigned; starts[files] int64 ascending, the first token of each file; `name` says
-    where the text came from; `fingerprint` is equal exactly when the tokens and the tokenizer are
-    (for token files: the whole file and its vocabulary), so that a resumed run can insist on its
-    own data.
+    where the text came from. Two `fingerprint`s are equal exactly if the tokens and the tokenizer
+    are (for token files: the whole file and its vocabulary), so that a resumed run can require the
+    same data.
     """
 
     tokens: np.ndarray
@@ -41,16 +41,16 @@ class Corpus:
 
     @property
     def tokenizer_name(self) -> str | None:
-        """What the text went through: "bytes", or the SHA-256 of a tokenizers JSON; None of a token
+        """The tokenizer of the text: "bytes", or the SHA-256 of a tokenizers JSON; None for a token
         file."""
         return None if self.tokenizer is None else self.tokenizer.fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset(Corpus):
-    """A corpus, and the rule that selects samples of `seq_len` tokens from it.
+    """A corpus, with the rule that selects samples of `seq_len` tokens from it.
 
-    A token `separator` (None: there is none) ends a document, as the end of a file does.
+    A `separator` token (None: there is none) ends a document, and so does the end of a file.
     """
 
     seq_len: int
@@ -58,10 +58,10 @@ class Dataset(Corpus):
     separator: int | None = None
 
     def batch(self, step: int, sample_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples `sample_ids` of step `step`: (tokens[B, S], labels[B, S]), int64 on the CPU.
+        """Return samples `sample_ids` of `step`: (tokens[B, S], labels[B, S]), int64 on the CPU.
 
-        A pure function of (seed, step, number): it does not depend on which other samples are asked
-        for.
+        A pure function of (seed, step, number): it does not depend on which other samples are
+        requested.
         """
         choices = len(self.tokens) - self.seq_len  # windows of S+1 tokens
         return self._windows([_offset(self.seed, step, i, choices) for i in sample_ids])
@@ -69,9 +69,10 @@ class Dataset(Corpus):
     def fixed_batch(
         self, sample_ids: Sequence[int], *, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples `sample_ids` of `count` fixed ones spread evenly over the text (evaluation).
+        """Return samples `sample_ids` of `count` fixed ones spread evenly over the text, for
+        evaluation.
 
-        Neither seed nor step takes part. They do not overlap while count (S+1) <= N.
+        They depend on neither seed nor step. They do not overlap while count (S+1) <= N.
         """
         if count < 1 or not all(0 <= i < count for i in sample_ids):
             raise DataError(f"evaluation samples {list(sample_ids)} must lie in [0, {count})")
@@ -80,14 +81,14 @@ class Dataset(Corpus):
 
     @property
     def has_separator(self) -> bool:
-        """True if the separator occurs; a memory-mapped file is read up to the first one."""
+        """True if the separator occurs; a memory-mapped file is read up to its first occurrence."""
         parts = range(0, len(self.tokens), _AT_ONCE)
         return self.separator is not None and any(
             (self.tokens[at : at + _AT_ONCE] == self.separator).any() for at in parts
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; token files know no text, so they print the numbers."""
+        """Return the text of token ids; for token files, which have no text, the numbers."""
         if self.tokenizer is None:
             return " ".join(str(int(i)) for i in ids)
         return self.tokenizer.decode(ids)
@@ -101,8 +102,8 @@ class Dataset(Corpus):
             first, last = np.searchsorted(self.starts, (offset + 1, offset + size))
             ignored[row, self.starts[first:last] - offset - 1] = True
         if rows.size and int(rows.max()) >= self.vocab_size:
-            # Only a token file can lie about this; on a GPU it would be a device-side assertion.
-            raise DataError(f"{self.name}: token {rows.max()} is not below {self.vocab_size=}")
+            # Only a token file can contain this; on a GPU it would be a device-side assertion.
+            raise DataError(f"{self.name}: expected tokens < {self.vocab_size}, got {rows.max()}")
         if self.separator is not None:
             ignored |= rows[:, :-1] == self.separator
         labels = np.where(ignored, IGNORE, rows[:, 1:])
@@ -110,15 +111,15 @@ class Dataset(Corpus):
 
 
 def boundaries(labels: torch.Tensor) -> torch.Tensor:
-    """The boundaries int64[B, n + 1] of the documents in samples of these labels[B, S].
+    """Return the boundaries int64[B, n + 1] of the documents in samples with these labels[B, S].
 
-    A document ends at a token that has no label: the last of a file, or a separator. Samples of
+    A document ends at a token without a label: the last of a file, or a separator. Samples with
     fewer documents than others repeat their last boundary, S.
     """
     rows, length = labels.shape
     ends = [(row == IGNORE).nonzero()[:, 0] + 1 for row in labels]
     count = 2 + max(map(len, ends), default=0)
-    count += count == length  # as many as tokens are taken for the document of each
+    count += count == length  # a size of S would be read as a document number per token
     found = torch.full((rows, count), length)
     found[:, 0] = 0
     for row, end in zip(found, ends):
@@ -127,7 +128,7 @@ def boundaries(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(x: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words."""
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words."""
     x = (x + 0x9E3779B97F4A7C15) & _M64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _M64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _M64
@@ -135,5 +136,5 @@ def _mix(x: int) -> int:
 
 
 def _offset(seed: int, step: int, number: int, choices: int) -> int:
-    """A number in [0, choices), uniform up to choices / 2**64, from three counters."""
+    """Return a number in [0, choices), uniform up to choices / 2**64, from three counters."""
     return (_mix(_mix(_mix(seed & _M64) ^ step) ^ number) * choices) >> 64

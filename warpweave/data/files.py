@@ -1,4 +1,4 @@
-"""Files as data needs them: read whole, or written under a new name and renamed into place."""
+"""File access for data: read whole files, or write under a new name and rename into place."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _CHUNK = 16 << 20  # bytes read at a time
 
 
 class DataError(ValueError):
-    """A source that cannot serve the samples asked for; one line with the path and the sizes."""
+    """A source cannot serve the requested samples; one line with the path and the sizes."""
 
 
 def read_whole(path: Path) -> bytes:
-    """All of a file, or `DataError`."""
+    """Return a file's content, or raise `DataError`."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -28,11 +28,11 @@ def read_whole(path: Path) -> bytes:
 
 
 def sha256(path: Path, kept: Path | None = None) -> str:
-    """SHA-256 of a file, or `DataError`; about a second a GB, if the processor has it.
+    """Return the SHA-256 of a file, or raise `DataError`; about 1 s per GB with hardware support.
 
-    A folder `kept` keeps it in ``digests.json``, so that it is computed anew only if the file's
-    size, inode, or time of its last write or change is another. A file of the last second is not
-    kept: a further write might leave its times as they are.
+    If the folder `kept` is given, the digest is cached in its ``digests.json``. It is recomputed
+    only if the file's size, inode, or time of last write or change differs. A file written within
+    the last second is not cached: a further write might not change its times.
     """
     memory = None if kept is None else kept / "digests.json"
     digests: Any = {}
@@ -54,7 +54,7 @@ def sha256(path: Path, kept: Path | None = None) -> str:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
     if memory is not None and old and whole:
         found = json.dumps(digests | {name: [*stamp, digest.hexdigest()]}).encode()
-        with suppress(OSError, DataError):  # it is computed again, then
+        with suppress(OSError, DataError):  # then it is computed again next time
             memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace(memory, lambda file: file.write(found))
     return digest.hexdigest()

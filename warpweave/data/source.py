@@ -1,4 +1,4 @@
-"""Opening a source, of whatever kind it is."""
+"""Open a source of any kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from warpweave.data.split import Split
 from warpweave.data.text import open_text
 from warpweave.data.token_file import open_token_file
 
-TOKEN_FILES = (".bin", ".npy")  # suffixes of what holds tokens instead of text
+TOKEN_FILES = (".bin", ".npy")  # suffixes of files with tokens instead of text
 
 
 def open_dataset(
@@ -28,12 +28,12 @@ def open_dataset(
 ) -> Dataset:
     """Open one split ("train", "validation" or "all") of a source (see the package's docstring).
 
-    `tokenizer` is the path of a tokenizer JSON (default: bytes); `pattern` filters the file names
-    of a folder; `cache` is a folder that keeps the ids of tokenised text under a hash of the text,
-    so that the next opening skips the tokenizer, and the hashes of files, until these change; a
-    token `separator` ends a document. Raises `DataError`, one line, for a source that is missing,
-    empty, or shorter than the seq_len + 1 tokens that one sample needs, and for a separator that is
-    not in its vocabulary.
+    `tokenizer` is the path of a tokenizer JSON (default: bytes). `pattern` filters the file names
+    of a folder. `cache` is a folder that keeps the ids of tokenized text under a hash of the text,
+    so that the next opening skips the tokenizer, and the hashes of files until these change. A
+    `separator` token ends a document. Raises `DataError`, in one line, for a source that is
+    missing, empty, or shorter than the seq_len + 1 tokens that one sample needs, and for a
+    separator that is not in its vocabulary.
     """
     if seq_len < 1:
         raise DataError(f"seq_len must be at least 1, got {seq_len}")
@@ -44,7 +44,8 @@ def open_dataset(
     if path is not None and path.suffix in TOKEN_FILES:
         if tokenizer is not None:
             raise DataError(
-                f"{path} holds tokens, so the tokenizer {tokenizer} cannot apply: --tokenizer None"
+                f"{path} has token ids, so the tokenizer {tokenizer} does not apply: pass "
+                "--tokenizer None"
             )
         corpus = open_token_file(path, None if cache is None else Path(cache))
         low, high = part.cut(len(corpus))
@@ -54,7 +55,7 @@ def open_dataset(
     if len(corpus) < seq_len + 1:
         raise DataError(
             f"{corpus.name}: its {split} split has {len(corpus)} tokens, "
-            f"one sample needs seq_len + 1 = {seq_len + 1}"
+            f"but one sample needs seq_len + 1 = {seq_len + 1}"
         )
     if separator is not None and not 0 <= separator < corpus.vocab_size:
         raise DataError(

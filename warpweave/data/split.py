@@ -1,4 +1,4 @@
-"""Which part of a source is for training and which for validation: they never share a file."""
+"""Split a source into training and validation, which never share a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from warpweave.data.files import DataError
 
 @dataclass(frozen=True)
 class Split:
-    """One of "train", "validation" and "all", with the part of the text that is validation."""
+    """One of "train", "validation" and "all", and the fraction of the text for validation."""
 
     name: str
     validation_fraction: float
@@ -24,7 +24,7 @@ class Split:
             )
 
     def choose(self, files: list[str]) -> list[str]:
-        """The files of this split, in their order; at least one each for train and validation."""
+        """Return this split's files, in order; train and validation each get at least one."""
         if self.name == "all":
             return files
         count = min(max(1, round(self.validation_fraction * len(files))), len(files) - 1)
@@ -33,6 +33,6 @@ class Split:
         return [file for file in files if (file in validation) == (self.name == "validation")]
 
     def cut(self, size: int) -> tuple[int, int]:
-        """The part of `size` things that it gets when there is nothing to divide but one row."""
+        """Return this split's part (begin, end) of a single file or token file of this size."""
         cut = size - max(1, round(self.validation_fraction * size)) if size else 0
         return {"all": (0, size), "train": (0, cut), "validation": (cut, size)}[self.name]

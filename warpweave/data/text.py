@@ -1,4 +1,4 @@
-"""Text files: found, read as UTF-8, tokenised; the ids are kept for the next opening."""
+"""Text files: find them, read UTF-8, tokenize; the ids are cached for the next opening."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def open_text(
     pattern: str,
     cache: str | Path | None,
 ) -> Corpus:
-    """A file, the files of a folder that match `pattern`, or (None) the standard library's."""
+    """Open a file, a folder's files that match `pattern`, or (None) the standard library."""
     tokenizer = ByteTokenizer() if tokenizer_path is None else JsonTokenizer(tokenizer_path)
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -42,7 +42,7 @@ def open_text(
     else:
         root, name, files = path.parent, str(path), [path.name]
     if not files:
-        raise DataError(f"{root} holds no file that matches {pattern!r}")
+        raise DataError(f"{root} has no file that matches {pattern!r}")
 
     if len(files) > 1:
         files = split.choose(files)
@@ -50,7 +50,7 @@ def open_text(
     else:
         text = _read_text(root / files[0])
         low, high = split.cut(len(text))
-        if tokenizer_path is not None:  # not inside a UTF-8 character
+        if tokenizer_path is not None:  # don't cut inside a UTF-8 character
             low, high = (_character_start(text, i) for i in (low, high))
         texts = [text[low:high]]
 
@@ -80,10 +80,10 @@ def open_text(
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Relative paths of the regular files below `root`, sorted, with "/" on every system.
+    """Return the relative paths of regular files below `root`, sorted, with "/" on every system.
 
-    Left out: hidden files and folders, folders named in `skip`, and links to folders (they may
-    loop).
+    Skips hidden files and folders, folders named in `skip`, and links to folders (which may form
+    loops).
     """
     found = []
     for folder, subfolders, names in os.walk(root):
@@ -109,7 +109,7 @@ def _character_start(text: bytes, index: int) -> int:
 
 
 def _read_text(path: Path) -> bytes:
-    """A file that is UTF-8 text; `DataError` says of any other what it is and what to do."""
+    """Return a file of UTF-8 text; otherwise raise `DataError` with what it is and what to do."""
     data = read_whole(path)
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(
@@ -130,11 +130,11 @@ def _read_text(path: Path) -> bytes:
     return data
 
 
-# ---- cache of ids --------------------------------------------------------------------------------
+# ---- cache of token ids --------------------------------------------------------------------------
 
 
 def _write_cache(path: Path, tokens: np.ndarray, starts: np.ndarray, vocab_size: int) -> None:
-    """`path`.bin, .bin.json, .starts and last .json with the digests; private to the user."""
+    """Write `path`.bin, .bin.json, .starts, and last .json with the digests; only for the user."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_token_file(path.with_suffix(".bin"), tokens, vocab_size=vocab_size)
     replace(path.with_suffix(".starts"), lambda file: starts.astype("<i8").tofile(file))
@@ -143,7 +143,7 @@ def _write_cache(path: Path, tokens: np.ndarray, starts: np.ndarray, vocab_size:
 
 
 def _read_cache(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """A cache that was damaged or tampered with is an error, never quietly other data."""
+    """Read a cache; a damaged or manipulated one raises an error, and is never used silently."""
     try:
         digests = json.loads(read_whole(path.with_suffix(".json")))
     except (ValueError, RecursionError):

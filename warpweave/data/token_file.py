@@ -1,4 +1,4 @@
-"""Token files: numbers in a file of their own, memory-mapped and never copied."""
+"""Token files: memory-mapped arrays of token ids that are never copied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warpweave.data.dataset import Corpus
 from warpweave.data.files import DataError, read_whole, replace, sha256
 from warpweave.data.tokenizer import smallest_dtype
 
-WHOLE = "whole:"  # begins the fingerprint of all of a file; earlier ones were of its ends
+WHOLE = "whole:"  # prefix of fingerprints of whole files; earlier versions hashed only the ends
 _FORMAT, _VERSION = "warpweave-tokens", 1
 _DTYPES = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4"}
 
@@ -22,12 +22,12 @@ _DTYPES = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4"}
 def write_token_file(path: str | Path, tokens: np.ndarray, *, vocab_size: int) -> None:
     """Write tokens[N] (integers in [0, vocab_size)) as ``path`` (.bin) and its sidecar.
 
-    Both are renamed into place whole, the sidecar last: a crash leaves no file that opens. Raises
-    `DataError` unless path ends in .bin and tokens are such an array.
+    Both are renamed into place when complete, the sidecar last, so that a crash leaves no file that
+    opens. Raises `DataError` unless the path ends in .bin and tokens are such an array.
     """
     path = Path(path)
     if path.suffix != ".bin":
-        raise DataError(f"a token file is named .bin, got {path}")
+        raise DataError(f"a token file's name must end in .bin, got {path}")
     if not isinstance(tokens, np.ndarray):
         raise DataError(
             f"tokens must be a NumPy array of integers, got {type(tokens).__name__}; convert them "
@@ -51,7 +51,7 @@ def write_token_file(path: str | Path, tokens: np.ndarray, *, vocab_size: int) -
 
 
 def open_token_file(path: Path, cache: Path | None = None) -> Corpus:
-    """A token file, memory-mapped; its SHA-256 is kept in the folder `cache`."""
+    """Open a token file, memory-mapped; its SHA-256 is cached in the folder `cache`."""
     tokens, vocab_size = map_tokens(path)
     head = f"{tokens.dtype.name} {len(tokens)} {vocab_size} {sha256(path, cache)}"
     return Corpus(
@@ -65,7 +65,7 @@ def open_token_file(path: Path, cache: Path | None = None) -> Corpus:
 
 
 def map_tokens(path: Path) -> tuple[np.ndarray, int]:
-    """The tokens of a file, memory-mapped, and the size of their vocabulary."""
+    """Return a file's tokens, memory-mapped, and the size of their vocabulary."""
     sidecar = _sidecar(path)
     size = path.stat().st_size
     header = _read_header(sidecar) if sidecar.exists() or path.suffix == ".bin" else None
@@ -76,18 +76,18 @@ def map_tokens(path: Path) -> tuple[np.ndarray, int]:
             tokens = None if archive else np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError, OSError) as error:
             raise DataError(
-                f"{path} ({size} bytes) is no array of numbers: {one_line(error)}"
+                f"{path} ({size} bytes) is not an array of numbers: {one_line(error)}"
             ) from None
         if tokens is None:
             raise DataError(f"{path} is an archive of arrays (.npz), not one array")
         if tokens.ndim != 1 or tokens.dtype.name not in _DTYPES or not len(tokens):
             raise DataError(
-                f"{path} holds {tokens.dtype}{list(tokens.shape)}; "
-                "a token file is uint8, uint16 or uint32 of one dimension, not empty"
+                f"{path} has {tokens.dtype}{list(tokens.shape)}; expected a non-empty array of "
+                "uint8, uint16 or uint32 with one dimension"
             )
         actual = {"dtype": tokens.dtype.name, "tokens": len(tokens)}
         if header is not None and any(header[key] != value for key, value in actual.items()):
-            raise DataError(f"{path} holds {actual}, but {sidecar} says {header}")
+            raise DataError(f"{path} has {actual}, but {sidecar} says {header}")
     else:
         assert header is not None
         dtype = np.dtype(_DTYPES[header["dtype"]])
@@ -107,16 +107,16 @@ def _sidecar(path: Path) -> Path:
 
 def _read_header(path: Path) -> dict[str, Any]:
     if not path.exists():
-        raise DataError(f"{path} is missing: a .bin token file needs it beside it")
+        raise DataError(f"{path} is missing: every .bin token file needs this sidecar")
     try:
         header = json.loads(read_whole(path))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {one_line(error)}") from None
     if not isinstance(header, dict):
-        raise DataError(f"{path} must hold a JSON object, got {type(header).__name__}")
+        raise DataError(f"{path} must be a JSON object, got {type(header).__name__}")
     if header.get("format") != _FORMAT or header.get("version") != _VERSION:
         raise DataError(
-            f'{path} must say "format": "{_FORMAT}", "version": {_VERSION}; '
+            f'{path} must have "format": "{_FORMAT}", "version": {_VERSION}; '
             f"got {header.get('format')!r}, {header.get('version')!r}"
         )
     counts_fit = all(
@@ -125,7 +125,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     )
     if header.get("dtype") not in _DTYPES or not counts_fit:
         raise DataError(
-            f"{path} must give dtype (one of {', '.join(_DTYPES)}), tokens > 0 and "
+            f"{path} must have dtype (one of {', '.join(_DTYPES)}), tokens > 0 and "
             "0 < vocab_size <= 2**32"
         )
     return header

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes as they are, or a Hugging Face file."""
+"""Tokenizers: bytes, or a Hugging Face file."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from warpweave.data.files import DataError, read_whole
 
 
 class Tokenizer(Protocol):
-    """What a text source needs of a tokenizer."""
+    """The interface that text sources require of a tokenizer."""
 
     vocab_size: int
     fingerprint: str
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Token ids of UTF-8 text, one dimension, unsigned."""
+        """Return the token ids of UTF-8 text, one dimension, unsigned."""
 
     def prompt(self, text: str) -> list[int]:
-        """Ids of a text that a model is to go on with."""
+        """Return the ids of a text that a model will continue."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; what is no valid UTF-8 shows as U+FFFD."""
+        """Return the text of ids; invalid UTF-8 becomes U+FFFD."""
 
 
 class ByteTokenizer:
-    """A token is a byte: 256 ids, exact for any text, nothing to download or train."""
+    """Each byte is a token: 256 ids, exact for any text, nothing to download or train."""
 
     vocab_size = 256
     fingerprint = "bytes"
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The bytes themselves, uint8."""
+        """Return the bytes themselves, uint8."""
         return np.frombuffer(text, dtype=np.uint8)
 
     def prompt(self, text: str) -> list[int]:
-        """The bytes of its UTF-8."""
+        """Return the UTF-8 bytes of the text."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of byte ids; a window may begin or end inside a character, which shows as U+FFFD."""
+        """Return the text of byte ids; a character cut off at either end becomes U+FFFD."""
         return bytes(ids).decode("utf-8", errors="replace")
 
 
 class JsonTokenizer:
-    """Any Hugging Face `tokenizers` JSON file; special tokens are added to a prompt only."""
+    """Any Hugging Face `tokenizers` JSON file; special tokens are added only to prompts."""
 
     def __init__(self, path: str | Path) -> None:
         from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -63,19 +63,19 @@ class JsonTokenizer:
         self.fingerprint = hashlib.sha256(data).hexdigest()
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Ids of UTF-8 text as uint8, uint16 or uint32."""
+        """Return the ids of UTF-8 text as uint8, uint16 or uint32."""
         ids = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False).ids
         return np.asarray(ids, dtype=smallest_dtype(self.vocab_size))
 
     def prompt(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens with which the tokenizer begins or ends one."""
+        """Return the ids of a text, with the tokenizer's special tokens at its beginning or end."""
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def smallest_dtype(vocab_size: int) -> str:
-    """The name of the smallest dtype that holds every id below `vocab_size`."""
+    """Return the name of the smallest dtype that can hold every id below `vocab_size`."""
     return "uint8" if vocab_size <= 1 << 8 else "uint16" if vocab_size <= 1 << 16 else "uint32"

@@ -1,2 +1,2 @@
-"""What a training step costs before it runs, and the layout for which it costs least: memory, time,
-and ``warpweave plan``. Standard library only, but for the command's options."""
+"""Predict the memory and time of a training step, and find the cheapest layout: ``warpweave plan``.
+Everything but the command's options needs only the standard library."""

@@ -1,17 +1,18 @@
-"""The fastest layouts of a model that fit given hardware, by best-first branch and bound, exact.
+"""Find the fastest layouts that fit given hardware, by exact best-first branch and bound.
 
-A layout is a mesh (tp within a node, pp, cp, dp), a micro-batch, ZeRO's stage, recomputation, a
-schedule and its chunks. There are tens of thousands; few are simulated. A heap holds, by a time
-that none of them goes below, first the branches (mesh, micro-batch, recomputation), then the
-layouts of a branch that was taken from it, then layouts that were simulated. What comes out as
-simulated is the next best, because everything left has a bound above it:
+A layout is a mesh (tp within a node, pp, cp, dp), a micro-batch, a ZeRO stage, recomputation, a
+schedule and its chunks. There are tens of thousands of layouts, and few are simulated. A heap holds
+three kinds of item, each ordered by a lower bound of its time: first the branches (mesh,
+micro-batch, recomputation), then the layouts of a branch taken from the heap, then simulated
+layouts. A simulated layout that leaves the heap is the next best, because the bounds of all
+remaining items are larger:
 
     branch   bound: its blocks' work, no bubble         memory: all of ZeRO 3, one micro-batch
     layout   bound: `time.least_time`                   memory: `memory.estimate`
     answer   the simulated time
 
-The fastest layouts mostly differ in one number, so the answer has only the fastest of each
-`family`, the layouts that shard over the same axes. If layouts are equally fast, the one with the
+Most of the fastest layouts differ in a single number, so the answer has only the fastest of each
+`family` (layouts that shard over the same axes). Among equally fast layouts, the one with the
 fewest axes, the fewest ranks on them and the simplest options comes first (`_simplicity`).
 """
 
@@ -32,25 +33,25 @@ from warpweave.plan.device import Hardware
 from warpweave.plan.memory import MemoryEstimate, estimate, least_memory, pipeline_shape
 from warpweave.plan.time import Job, StepTime, block_work, least_time, predict
 
-_ROWS = 1024  # of a sequence on a context rank, at least
-_BATCHES = (1, 2, 4, 8, 16)  # sequences of a micro-batch
-_CHUNKS = 16  # stages of a rank, at most
+_ROWS = 1024  # minimum tokens of a sequence on a context rank
+_BATCHES = (1, 2, 4, 8, 16)  # sequences in a micro-batch
+_CHUNKS = 16  # maximum stages per rank
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Search:
-    """What a layout is looked for.
+    """The problem to find layouts for.
 
     Attributes:
         config: the model.
-        gpus: their number.
+        gpus: the number of GPUs.
         hardware: their figures.
-        sequences: of a step, over all data replicas.
-        dtype: of parameters and activations.
+        sequences: sequences per step, over all data replicas.
+        dtype: dtype of parameters and activations.
 
     Raises:
-        ValueError: no GPU or no sequence.
+        ValueError: there are no GPUs or no sequences.
     """
 
     config: GPTConfig
@@ -68,7 +69,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A layout that fits, and its prediction."""
+    """A layout that fits, with its prediction."""
 
     job: Job
     time: StepTime
@@ -77,14 +78,14 @@ class Chosen:
 
 @dataclass
 class Found:
-    """The answer to a search.
+    """The result of a search.
 
     Attributes:
         best: the fastest layouts, each the best of its family, in order.
-        refused: why others cannot be -> how many.
-        miss: the layout that lacks least memory of those that would be faster than the last of
-            `best`, and the bytes that it needs.
-        simulated, bounded: layouts whose pipeline was simulated, and those with a bound.
+        refused: the reason that rules layouts out -> how many.
+        miss: the layout that exceeds memory by the least, among those that would be faster than the
+            last of `best`, and the bytes that it needs.
+        simulated, bounded: the number of layouts simulated, and of layouts with a bound.
     """
 
     best: list[Chosen] = field(default_factory=list)
@@ -95,12 +96,12 @@ class Found:
 
 
 def family(job: Job) -> frozenset[str]:
-    """The axes over which a layout shards the model; every other rank is a data rank."""
+    """Return the axes over which a layout shards the model; all other ranks are data ranks."""
     return frozenset(axis for axis in ("tp", "pp", "cp") if getattr(job.mesh, axis) > 1)
 
 
 def _simplicity(job: Job) -> tuple[int, ...]:
-    """The key by which equally fast layouts are sorted, the simplest first."""
+    """Return the sort key for equally fast layouts, the simplest first."""
     mesh, plan = job.mesh, job.plan
     ranks = mesh.tp * mesh.pp * mesh.cp
     words = get_args(Recompute).index(plan.recompute), [*FAMILIES].index(plan.schedule)
@@ -108,20 +109,20 @@ def _simplicity(job: Job) -> tuple[int, ...]:
 
 
 def choose_layouts(search: Search, keep: int = 5, *, families: bool = True) -> Found:
-    """The fastest layouts of a search, at most `keep`: the fastest of each family.
+    """Return at most `keep` of the fastest layouts: the fastest of each family.
 
-    A family is left out if another one shards over fewer of its axes and is as fast. With
-    `families` False the layouts are the fastest of all.
+    A family is left out if a different one shards over fewer of its axes and is as fast. With
+    `families` False the layouts are the fastest overall.
 
     Raises:
-        ValueError: there is none; the message has the commonest reasons, with numbers.
+        ValueError: there is none; the message has the most common reasons, with counts.
     """
     found, heap, number = Found(), [], count()
     seen: dict[frozenset[str], float] = {}  # family -> the time of its fastest
 
     def push(least: float, item: Any) -> None:
-        """Add an item with its rounded time: of equally fast ones, those to be simulated come
-        first, then simulated ones in the order of `_simplicity`."""
+        """Add an item with its rounded time. Among equally fast items, those still to be simulated
+        come first, then simulated ones in the order of `_simplicity`."""
         simulated = isinstance(item, Chosen)
         simple = _simplicity(item.job) if simulated else ()
         heapq.heappush(heap, (float(f"{least:.9g}"), simulated, simple, next(number), item))
@@ -130,7 +131,7 @@ def choose_layouts(search: Search, keep: int = 5, *, families: bool = True) -> F
     for branch in branches(search, found.refused):
         least = least_memory(replace(branch, plan=replace(branch.plan, zero=3)))
         if least > search.hardware.capacity:
-            found.refused["does not fit the memory, whatever its schedule and ZeRO stage"] += 1
+            found.refused["does not fit into memory with any schedule or ZeRO stage"] += 1
             bound = min(bound, least)
             continue
         work, layers = block_work(branch), branch.config.layers / branch.mesh.pp
@@ -147,7 +148,7 @@ def choose_layouts(search: Search, keep: int = 5, *, families: bool = True) -> F
         elif isinstance(item, tuple):
             for job in layouts_of(item[0], found.refused):
                 if least_memory(job) > search.hardware.capacity:
-                    found.refused["does not fit the memory"] += 1
+                    found.refused["does not fit into memory"] += 1
                     continue
                 found.bounded += 1
                 push(least_time(job), job)
@@ -155,7 +156,7 @@ def choose_layouts(search: Search, keep: int = 5, *, families: bool = True) -> F
             memory = estimate(item)
             needed = max(rank.total for rank in memory)
             if needed > search.hardware.capacity:
-                found.refused["does not fit the memory"] += 1
+                found.refused["does not fit into memory"] += 1
                 if found.miss is None or needed < found.miss[1]:
                     found.miss = item, needed
                 continue
@@ -168,7 +169,7 @@ def choose_layouts(search: Search, keep: int = 5, *, families: bool = True) -> F
 
 
 def branches(search: Search, refused: Counter[str]) -> Iterator[Job]:
-    """Every mesh, micro-batch and recomputation, with one schedule; why others cannot be."""
+    """Yield every mesh, micro-batch and recomputation, with one schedule; count what is refused."""
     config, layers = search.config, search.config.layers
     if search.gpus < search.hardware.node:
         search = replace(search, hardware=replace(search.hardware, node=search.gpus))
@@ -183,12 +184,12 @@ def branches(search: Search, refused: Counter[str]) -> Iterator[Job]:
                 dp = search.gpus // tp // pp // cp
                 if cp > 1 and config.seq_len // cp < _ROWS:
                     continue
-                if cp & (cp - 1) and config.seq_len % (2 * cp):  # 7 ranks, where 8 were meant
+                if cp & (cp - 1) and config.seq_len % (2 * cp):  # such as 7 instead of 8 ranks
                     chunks = f"the {2 * cp} chunks of cp = {cp}"
                     refused[f"seq_len = {config.seq_len} is not divisible by {chunks}"] += 1
                     continue
                 if search.sequences % dp:
-                    refused[f"dp does not divide the {search.sequences} sequences"] += 1
+                    refused[f"{search.sequences} sequences are not divisible by dp"] += 1
                     continue
                 yield from _of_mesh(search, Mesh(dp, cp, tp, pp), refused)
 
@@ -200,14 +201,14 @@ def _of_mesh(search: Search, mesh: Mesh, refused: Counter[str]) -> Iterator[Job]
         like: dict[str, Any] = {"device_type": "cuda", "hardware": search.hardware}
         job = Job(search.config, mesh, plan, batch, search.dtype, **like)
         if job.tokens % mesh.tp:
-            refused[f"{job.tokens} tokens do not divide by tp = {mesh.tp}"] += 1
+            refused[f"{job.tokens} tokens are not divisible by tp = {mesh.tp}"] += 1
             continue
         for recompute in get_args(Recompute):
             yield replace(job, plan=replace(plan, recompute=recompute))
 
 
 def layouts_of(branch: Job, refused: Counter[str]) -> Iterator[Job]:
-    """Every schedule, number of chunks and ZeRO stage of a branch."""
+    """Yield every schedule, number of chunks and ZeRO stage of a branch."""
     mesh, plan = branch.mesh, branch.plan
     for name, schedule in FAMILIES.items():
         if schedule.asynchronous or (mesh.pp == 1 and name != "1f1b"):
@@ -217,14 +218,14 @@ def layouts_of(branch: Job, refused: Counter[str]) -> Iterator[Job]:
             try:
                 pipeline_shape(own, mesh.pp)
             except ValueError:
-                refused[f"{name} needs other micro-batches or chunks"] += 1
+                refused[f"{name} does not support the micro-batches or chunks"] += 1
                 continue
             for zero in (0, 1, 2, 3) if mesh.data > 1 else (1,):
                 yield replace(branch, plan=replace(own, zero=zero))
 
 
 def _chunk_counts(fixed: int | None, layers: int, pp: int) -> list[int]:
-    """Stages per rank to try: powers of two and what divides a rank's layers."""
+    """Return the stages per rank to try: powers of two, and divisors of a rank's layers."""
     most = min(layers // pp, _CHUNKS)
     if fixed is not None:
         return [fixed] if fixed <= most else []
@@ -232,15 +233,15 @@ def _chunk_counts(fixed: int | None, layers: int, pp: int) -> list[int]:
 
 
 def _none(search: Search, found: Found, bound: float) -> str:
-    """Why no layout is left, in one line; all that were not looked at need more than `bound`."""
+    """Explain in one line why no layout is left; those that were pruned need more than `bound`."""
     room = search.hardware.capacity / _GIB
     what = f"no layout of {search.gpus} GPUs"
     miss = math.inf if found.miss is None else found.miss[1]
     if (least := min(bound, miss)) < math.inf:
         needs = f"{'more than ' if bound < miss else ''}{least / _GIB:.1f} GiB"
         return (
-            f"{what} fits: the smallest needs {needs} on a GPU, "
+            f"{what} fits: the smallest needs {needs} per GPU, but "
             f"{search.hardware.name} has {room:.1f}"
         )
     reasons = ", ".join(f"{why} ({n})" for why, n in found.refused.most_common(3))
-    return f"{what} is possible: {reasons or 'their number has no divisors that fit'}"
+    return f"{what} is possible: {reasons or 'their number has no suitable divisors'}"

@@ -1,4 +1,4 @@
-"""What ``warpweave plan`` does: the search, and one page of text about what it found."""
+"""The command ``warpweave plan``: search, and print one page of text about the result."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _GIB = 2**30
 
 
 def run(config: PlanConfig) -> None:
-    """Search, print the page and as the last line one JSON object; exit code 2 for what cannot be
-    planned."""
+    """Search, print the page and, as the last line, one JSON object; exit with 2 if the options
+    cannot be planned."""
     with refusing(ValueError):
         search = Search(config.config, config.gpus, find_hardware(config.hw), config.step_sequences)
         if config.best < 1:
@@ -30,7 +30,7 @@ def run(config: PlanConfig) -> None:
         check_suffix(config.timeline)
         for path in filter(None, (config.out, config.html, config.timeline)):
             if path.is_dir() or not path.absolute().parent.is_dir():
-                raise ValueError(f"{path} cannot be written: it is no file in a folder that exists")
+                raise ValueError(f"{path} cannot be written: name a file in an existing folder")
         found = choose_layouts(search, config.best)
     result = as_record(config, search, found)
     print("\n".join(lines(config, search, found)))
@@ -46,7 +46,7 @@ def run(config: PlanConfig) -> None:
 
 
 def as_record(config: PlanConfig, search: Search, found: Found) -> dict[str, Any]:
-    """What was found, as JSON; `layouts` in order, each with the options that train by it."""
+    """Return the result as JSON; `layouts` is in order, each with its training options."""
     miss = None
     if found.miss is not None:
         miss = {"options": options_of_job(found.miss[0]), "memory": found.miss[1]}
@@ -65,7 +65,7 @@ def as_record(config: PlanConfig, search: Search, found: Found) -> dict[str, Any
 
 
 def _chosen_row(chosen: Chosen) -> dict[str, Any]:
-    """A layout's options and predictions; bytes, seconds."""
+    """Return a layout's options and predictions, in bytes and seconds."""
     job, time = chosen.job, chosen.time
     tokens = job.sequences * job.config.seq_len
     return {
@@ -82,7 +82,7 @@ def _chosen_row(chosen: Chosen) -> dict[str, Any]:
 
 
 def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
-    """The page of text."""
+    """Yield the lines of the page of text."""
     model, first = search.config, found.best[0].job
     yield _about(config, search, found)
     yield ""
@@ -102,11 +102,11 @@ def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
             f"{plan.zero:5}  {plan.recompute:9}  {plan.schedule}{chunks}"
         )
     yield ""
-    yield "sent by a rank in a step of the first layout:"
+    yield "each rank sends, in a step of the first layout:"
     for axis, link, moved in step_traffic(first):
         yield f"  {axis:3} {moved / 1e9:10.2f} GB  {link}"
     yield ""
-    yield f"{_searched(found)}; why others fall out:"
+    yield f"{_searched(found)}; why others were refused:"
     for why, count in found.refused.most_common():
         yield f"  {count:6}  {why}"
     fits = search.sequences // search.gpus * search.gpus
@@ -119,7 +119,7 @@ def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
 
 
 def _about(config: PlanConfig, search: Search, found: Found) -> str:
-    """The model, the GPUs and the data of a step, in a line."""
+    """Return a line about the model, the GPUs and the data of a step."""
     first, model, hardware = found.best[0].job, search.config, search.hardware
     alone = dataclasses.replace(
         first,
@@ -129,13 +129,13 @@ def _about(config: PlanConfig, search: Search, found: Found) -> str:
     billions, tokens = parameters_of(alone)[0] / 1e9, search.sequences * model.seq_len
     return (
         f"{config.model}, {billions:.3g} B parameters, on {search.gpus} {hardware.name} "
-        f"({hardware.node} to a node); a step has {search.sequences} sequences of "
-        f"{model.seq_len} tokens, {tokens:,} in all. Predicted, not measured."
+        f"({hardware.node} per node); a step has {search.sequences} sequences of "
+        f"{model.seq_len} tokens, {tokens:,} in total. Predicted, not measured."
     )
 
 
 def _searched(found: Found) -> str:
-    return f"{found.simulated} layouts were simulated, {found.bounded} compared by a bound"
+    return f"{found.simulated} layouts were simulated, {found.bounded} were compared by a bound"
 
 
 def _nearest_miss(search: Search, found: Found) -> Iterator[str]:
@@ -147,7 +147,7 @@ def _nearest_miss(search: Search, found: Found) -> Iterator[str]:
 
 
 def _html(config: PlanConfig, search: Search, found: Found) -> str:
-    """The page of `plan.page`."""
+    """Return the page of `plan.page`."""
     from warpweave.plan.page import plan_page
 
     record, rows = as_record(config, search, found), []
@@ -163,7 +163,7 @@ def _html(config: PlanConfig, search: Search, found: Found) -> str:
 
 
 def _stacked(rank: Any) -> dict[str, float]:
-    """A rank's memory by kind, of what is there at one time only the most."""
+    """Return a rank's memory by kind; of the kinds that never coexist, only the largest."""
     held = dataclasses.asdict(rank)
     rest = ("activations", "loading", "update")
     most = max(rest, key=held.__getitem__)

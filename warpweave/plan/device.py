@@ -1,14 +1,13 @@
-"""Hardware by name: a GPU's figures, its memory, the GPUs of a node, and what training reaches of
-each figure.
+"""Hardware by name: GPU figures, memory, GPUs per node, and the efficiency that training reaches.
 
-The data sheets' figures are those of ``kernels.devices``, the one table of GPUs. A file of one's
-own (TOML or JSON) has fields of `Hardware`, `Device` and `Efficiency` by name, over those of its
-``base``, a row of `HARDWARE`, if it names one:
+The data sheets' figures are those of ``kernels.devices``, the only table of GPUs. A user's file
+(TOML or JSON) has fields of `Hardware`, `Device` and `Efficiency` by name. They override those of
+its ``base``, a row of `HARDWARE`, if it names one:
 
     base = "h100"
-    network = 12.5e9      # bytes per second in one direction, of each GPU
+    network = 12.5e9      # bytes per second in one direction, per GPU
     node = 4              # GPUs that NVLink connects
-    far = 0.9             # the part of the network that collectives reach
+    far = 0.9             # the fraction of the network's speed that collectives reach
 """
 
 from __future__ import annotations
@@ -26,14 +25,15 @@ from warpweave.parallel.words import did_you_mean
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What of a data sheet's figures a training step reaches: one set per GPU, for every model.
+    """The fractions of a data sheet's figures that training reaches: one set per GPU, for all
+    models.
 
     Attributes:
-        product: of the FLOP/s, in large products of matrices.
-        attention: of the FLOP/s, in fused attention.
-        elementwise: of the memory's bytes per second, in elementwise kernels.
-        near, far: of NVLink's and of the network's bytes per second, in collectives.
-        latency: seconds of a kernel or message with nothing to do.
+        product: fraction of the FLOP/s, in large matrix products.
+        attention: fraction of the FLOP/s, in fused attention.
+        elementwise: fraction of the memory's bytes per second, in elementwise kernels.
+        near, far: fraction of NVLink's and of the network's bytes per second, in collectives.
+        latency: seconds of a kernel or message that has no work.
     """
 
     product: float
@@ -46,13 +46,13 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A cluster of equal GPUs.
+    """A cluster of identical GPUs.
 
     Attributes:
-        name: as the option gives it.
+        name: as given in the option.
         device: the GPU's figures.
         capacity: bytes of its memory.
-        efficiency: what training reaches of them.
+        efficiency: what training reaches of the figures.
         node: GPUs that NVLink connects.
     """
 
@@ -64,7 +64,7 @@ class Hardware:
 
     @property
     def products(self) -> float:
-        """FLOP/s of a large product."""
+        """FLOP/s of a large matrix product."""
         return self.device.half * self.efficiency.product
 
     @property
@@ -73,15 +73,18 @@ class Hardware:
         return self.device.memory * self.efficiency.elementwise
 
     def joins(self, inner: int, size: int) -> bool:
-        """Whether every group of `size` ranks, neighbours `inner` apart, is within a node: three
-        ranks in nodes of eight are not, as those of the third group are 6 7 | 8."""
+        """Return True if every group of `size` ranks, neighbors `inner` apart, is within a node.
+
+        Three ranks in nodes of eight are not: those of the third group are 6 7 | 8.
+        """
         return self.node % (inner * size) == 0
 
     def bandwidth(self, inner: int, size: int) -> float:
-        """Bytes per second and rank of a collective of `size` ranks, neighbours `inner` apart.
+        """Return a collective's bytes per second and rank: `size` ranks, neighbors `inner` apart.
 
-        Within a node NVLink's. Over nodes that of the network adapters of the group's ranks in a
-        node, which its rings share: two nodes of 4 GPUs, tp = 2, dp = 4, one of the two dp groups
+        Within a node this is NVLink's speed. Across nodes it is that of the network adapters of the
+        group's ranks in a node, which its rings share. For example, for one of the two dp groups of
+        two nodes of 4 GPUs, tp = 2, dp = 4:
 
             node 0   [0] 1 [2] 3      rings 0 2 | 4 6 and 2 0 | 6 4 leave a node by two adapters
             node 1   [4] 5 [6] 7
@@ -92,10 +95,10 @@ class Hardware:
         return min(near, max(1, self.node // inner) * self.device.network * self.efficiency.far)
 
 
-# Fitted to half of the published rows that benchmarks/plan_rows.py has; how far they carry on the
-# other half: benchmarks/results/plan/rows.md. `far` of A100 80GB is that of 40GB: its own rows are
-# mostly of one cluster with a quarter of a DGX's network. Of A40, L40S and H800 there are no rows,
-# of H200 too few: they have those of the chip that is most alike.
+# Fitted to half of the published rows in benchmarks/plan_rows.py; benchmarks/results/plan/rows.md
+# shows how well they predict the other half. `far` of A100 80GB is that of 40GB: most of its own
+# rows are of one cluster with a quarter of a DGX's network. There are no rows of A40, L40S and
+# H800, and too few of H200: these use the values of the most similar chip.
 _A100_40 = Efficiency(0.70, 0.61, 0.58, 0.70, 0.68, 4e-6)
 _A100 = Efficiency(0.68, 0.63, 0.57, 0.79, 0.68, 4e-6)
 _H100 = Efficiency(0.62, 0.36, 0.45, 0.75, 0.40, 4e-6)
@@ -124,10 +127,10 @@ _FIELDS = {
 
 
 def find_hardware(name: str) -> Hardware:
-    """The row of `HARDWARE` of that name, or what the file of that name says.
+    """Return the row of `HARDWARE` of that name, or the hardware of the file of that name.
 
     Raises:
-        ValueError: no such row or file, a field that is none, or a figure that is missing.
+        ValueError: there is no such row or file, or a field is unknown or missing.
     """
     if name in HARDWARE:
         found = HARDWARE[name]
@@ -141,14 +144,14 @@ def find_hardware(name: str) -> Hardware:
     for figure, what in _FIGURES.items():
         if not getattr(found.device, figure) > 0:
             raise ValueError(
-                f"{name} has no figure {figure} ({what}): give it in a file with "
+                f"{name} has no figure {figure} ({what}): add it in a file with "
                 f'base = "{name if name in HARDWARE else "h100"}"'
             )
     return found
 
 
 def _read_hardware(path: Path) -> Hardware:
-    """The hardware in a file; ValueError names the file and what is wrong with it."""
+    """Read hardware from a file; a ValueError names the file and the problem."""
     try:
         text = path.read_text()
         given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -157,23 +160,23 @@ def _read_hardware(path: Path) -> Hardware:
     except ValueError as error:
         raise ValueError(f"{path} is not {path.suffix[1:].upper()}: {error}") from None
     if not isinstance(given, dict):
-        raise ValueError(f"{path} must hold names and values")
+        raise ValueError(f"{path}: expected a table of names and values")
     base = given.pop("base", None)
     if base is not None and base not in [*HARDWARE]:
         known, near = ", ".join(HARDWARE), did_you_mean(str(base), HARDWARE)
         raise ValueError(f"{path}: base must be one of {known}, got {base!r}{near}")
     for key, value in given.items():
         if key not in _FIELDS:
-            raise ValueError(f"{path}: {key} is no field; fields are base, {', '.join(_FIELDS)}")
+            raise ValueError(f"{path}: unknown field {key}; expected base, {', '.join(_FIELDS)}")
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise ValueError(f"{path}: {key} must be a positive number, got {value!r}")
         if key == "node" and value != int(value):
             raise ValueError(f"{path}: node must be a whole number of GPUs, got {value}")
         if _FIELDS[key] == "efficiency" and key != "latency" and value > 1:
-            raise ValueError(f"{path}: {key} is a part of a figure, at most 1, got {value}")
+            raise ValueError(f"{path}: {key} is a fraction: expected at most 1, got {value}")
     missing = [key for key in (*_FIGURES, "capacity") if base is None and key not in given]
     if missing:
-        raise ValueError(f"{path} has no base and lacks {', '.join(missing)}")
+        raise ValueError(f"{path} has no base: add one, or add {', '.join(missing)}")
     like = HARDWARE[base or "h100"]
     own: dict[str, dict[str, Any]] = {"device": {}, "efficiency": {}, "hardware": {}}
     for key, value in given.items():

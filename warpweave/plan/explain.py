@@ -1,4 +1,4 @@
-"""Formula and numbers behind each figure of a layout: ``warpweave plan --explain``."""
+"""The formula and numbers behind each figure of a layout: ``warpweave plan --explain``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GIB, _MS = 2**30, 1e3
 
 
 def explained(chosen: Chosen) -> Iterator[str]:
-    """Lines of text about a layout's time and memory."""
+    """Yield lines of text about a layout's time and memory."""
     yield ""
     yield from _block(chosen.job)
     yield from _step(chosen)
@@ -37,11 +37,11 @@ def explained(chosen: Chosen) -> Iterator[str]:
 
 
 def _block(job: Job) -> Iterator[str]:
-    """A block's work by part."""
+    """Yield a block's work, part by part."""
     mesh, speed = job.mesh, job.hardware
     yield (
-        f"a block and micro-batch: T = {job.tokens} tokens of {job.batch} sequences, a rank has "
-        f"{job.rows} rows of width {job.config.width}"
+        f"one block and micro-batch: T = {job.tokens} tokens of {job.batch} sequences; a rank "
+        f"has {job.rows} rows of width {job.config.width}"
     )
     names = ("qkv", "output", "up", "down")
     for name, (M, N, K) in zip(names, product_shapes(job)):
@@ -63,16 +63,16 @@ def _block(job: Job) -> Iterator[str]:
         ahead, back = context_bytes(job)
         yield (
             f"  context: {ahead / 1e6:.2f} MB forward and {back / 1e6:.2f} MB backward at "
-            f"{speed.bandwidth(mesh.tp, mesh.cp) / 1e9:.0f} GB/s, beside attention"
+            f"{speed.bandwidth(mesh.tp, mesh.cp) / 1e9:.0f} GB/s, concurrent with attention"
         )
-    yield "  exposed ms      forward  backward  of it weights"
+    yield "  exposed ms      forward  backward  (weight grad)"
     for name, work in block_parts(job).items():
         ahead, back, weights = (seconds * _MS for seconds in work)
         yield f"  {name:12} {ahead:10.3f} {back:9.3f} {weights:14.3f}"
 
 
 def _step(chosen: Chosen) -> Iterator[str]:
-    """The step: its stages, its bubble, what follows the pipeline."""
+    """Yield the step: its stages, its bubble, and what follows the pipeline."""
     job, time = chosen.job, chosen.time
     work, m = stage_work(job), job.plan.microbatches
     first, last = work[0], work[-1]
@@ -82,7 +82,7 @@ def _step(chosen: Chosen) -> Iterator[str]:
         f"{message(job)[0] / 1e6:.2f} MB in {message(job)[1] * _MS:.3f} ms"
     )
     yield (
-        f"pipeline: {m} micro-batches by {job.plan.schedule} simulated: {time.pipeline:.4f} s, "
+        f"pipeline: {m} micro-batches, {job.plan.schedule}, simulated: {time.pipeline:.4f} s, "
         f"{time.timeline.bubble:.1%} idle"
     )
     yield (
@@ -98,7 +98,7 @@ def _step(chosen: Chosen) -> Iterator[str]:
 
 
 def _memory_of(chosen: Chosen) -> Iterator[str]:
-    """The fullest rank's memory."""
+    """Yield the fullest rank's memory."""
     job = chosen.job
     rank = max(range(job.mesh.pp), key=lambda r: chosen.memory[r].total)
     held = chosen.memory[rank]
@@ -106,13 +106,13 @@ def _memory_of(chosen: Chosen) -> Iterator[str]:
     unfused = block_activations(job, fused=False)[0]
     yield (
         f"memory of pipeline rank {rank}: {parameters_of(job)[rank] / 1e6:.1f} M parameters "
-        f"({block_parameters(job.config, job.mesh.tp) / 1e6:.1f} M a block) of {size} bytes, "
-        f"{max(4, size)} of gradient and {12 if size < 4 else 2 * size} of optimizer; ZeRO "
-        f"{job.plan.zero} over {job.mesh.size('shard')} ranks"
+        f"({block_parameters(job.config, job.mesh.tp) / 1e6:.1f} M per block), each of {size} "
+        f"bytes, {max(4, size)} for its gradient and {12 if size < 4 else 2 * size} for the "
+        f"optimizer; ZeRO {job.plan.zero} over {job.mesh.size('shard')} ranks"
     )
     yield (
         f"  activations: {live_blocks(job.plan, job.mesh.pp, job.config)[rank]} blocks in "
-        f"flight, {kept / 1e6:.1f} MB each without recomputation (arXiv:2205.05198's, with masks "
+        f"flight, {kept / 1e6:.1f} MB each without recomputation (arXiv:2205.05198, with masks "
         f"and scores: {unfused / 1e6:.1f} MB)"
     )
     for name, value in dataclasses.asdict(held).items():

@@ -1,4 +1,4 @@
-"""Whether a training step fits into the memory that there is."""
+"""Check that a training step fits into the available memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _GIB = 2**30
 
 
 def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Free bytes of this machine within the limits of this process's control groups.
+    """Return this machine's free bytes, within the limits of this process's control groups.
 
-    File cache counts as free. Where neither is known (not on Linux), all of the machine's memory.
+    File cache counts as free. If neither is known (outside Linux), return all of the machine's
+    memory.
     """
     try:
         lines = (proc / "meminfo").read_text().splitlines()
@@ -27,7 +28,8 @@ def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 
 
 def _limits(proc: Path, cgroups: Path) -> list[int]:
-    """Bytes left in each control group, of version 1 or 2, from this process's own to the root."""
+    """Return the bytes left in each control group (version 1 or 2), from this process's to the
+    root."""
     names = {
         "": ("memory.max", "memory.current", "inactive_file"),
         "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -58,7 +60,7 @@ def _limits(proc: Path, cgroups: Path) -> list[int]:
 
 
 class _Way(NamedTuple):
-    """A way to need less: another value of a field of the step, or of its plan or mesh."""
+    """A way to need less memory: a different value for a field of the step, its plan or mesh."""
 
     record: str
     field: str
@@ -72,8 +74,11 @@ class _Way(NamedTuple):
 
 
 def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None = None) -> None:
-    """Raise a one-line ``ValueError`` if a training step does not fit into `free` bytes of memory,
-    shared by `ranks` ranks: 1 on a GPU, all of this machine's on a CPU. `total` is a GPU's."""
+    """Raise a one-line ``ValueError`` if a training step does not fit into `free` bytes of memory.
+
+    The memory is shared by `ranks` ranks: 1 on a GPU, all of this machine's on a CPU. `total` is a
+    GPU's total memory.
+    """
 
     def needed(step: TrainingStep) -> float:
         totals = [rank.total for rank in estimate(step)]
@@ -88,7 +93,7 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None
     if mesh.size("replica") > 1:
         ways[f"--dp-shard {mesh.dp}"] = _Way("mesh", "dp_shard", None)
     ways |= {"--dtype bf16": _Way("", "dtype", "bf16"), "--batch 1": _Way("", "batch", 1)}
-    for tp in (2, 4, 8) if on_gpu else ():  # on CPUs they share the memory
+    for tp in (2, 4, 8) if on_gpu else ():  # on CPUs tensor ranks share the memory
         wider = _Way("mesh", "tp", mesh.tp * tp)
         try:
             step.config.check(wider.taken(step).mesh, plan)
@@ -97,15 +102,15 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None
         ways[f"--tp {mesh.tp * tp}"] = wider
     less = {name: needed(way.taken(step)) for name, way in ways.items()}
     helps = sorted((size, name) for name, size in less.items() if size < 0.95 * now)
-    words = ", ".join(f"{name} {size / _GIB:.1f} GiB" for size, name in helps)
-    if helps and helps[0][0] > free:  # several at once, as far as each helps beside the others
+    words = ", ".join(f"{name} ({size / _GIB:.1f} GiB)" for size, name in helps)
+    if helps and helps[0][0] > free:  # combine several, leaving out any that no longer helps
         best, least, several = step, now, []
         for name in (name for _, name in helps if not name.startswith("--tp ")):
             if (size := needed(way := ways[name].taken(best))) < least:
                 best, least = way, size
                 several.append(name)
         if len(several) > 1:
-            words += f"; with {' '.join(several)} {least / _GIB:.1f} GiB"
+            words += f"; combined: {' '.join(several)} ({least / _GIB:.1f} GiB)"
     most = max(estimate(step), key=lambda rank: rank.total)
     parts = ", ".join(
         f"{name} {value / _GIB:.1f}"
@@ -116,7 +121,7 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None
     where = "this GPU" if on_gpu else "this machine"
     of = "" if ranks == 1 else f" for {ranks} ranks"
     raise ValueError(
-        f"training needs about {now / _GIB:.1f} GiB{of} (a rank: {parts}), {where} has "
+        f"training needs about {now / _GIB:.1f} GiB{of} (per rank: {parts}), but {where} has "
         f"{free / _GIB:.1f}{of_all} GiB free; "
-        + (f"it would need, with {words}" if words else "take a smaller --model")
+        + (f"options that reduce it: {words}" if words else "choose a smaller --model")
     )

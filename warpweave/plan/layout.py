@@ -1,7 +1,7 @@
-"""The layout that a plan found, as options of ``warpweave train`` and ``warpweave prove``.
+"""A planned layout as options of ``warpweave train`` and ``warpweave prove``.
 
-``--layout plan.json`` takes the first layout of the file that ``warpweave plan --out`` wrote. An
-option that is given beside it must agree with it.
+``--layout plan.json`` uses the first layout of the file that ``warpweave plan --out`` wrote. Other
+options on the command line must agree with it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ OPTIONS = (*_MESH, *_PLAN, "batch")
 
 
 def options_of_job(job: Job) -> dict[str, Any]:
-    """The options that train by a job's layout."""
+    """Return the options that train with a job's layout."""
     found = {name: getattr(job.mesh, name) for name in _MESH}
     found |= {name: getattr(job.plan, name) for name in _PLAN}
     return found | {"batch": job.batch}
 
 
 def take_layout(argv: Sequence[str] | None) -> tuple[list[str], dict[str, Any]]:
-    """The arguments without ``--layout FILE.json``, and the options in that file, {} without one.
+    """Return the arguments without ``--layout FILE.json``, and that file's options ({} if none).
 
-    ``--layout`` with another word is an option of its own (of context ranks) and stays.
+    ``--layout`` with any other word is a different option (for context ranks) and stays.
 
     Raises:
-        ValueError: the file is no plan; one line that names it.
+        ValueError: the file is not a plan; one line that names it.
     """
     rest, found = [], {}
     words = iter(sys.argv[1:] if argv is None else argv)
@@ -51,7 +51,7 @@ def take_layout(argv: Sequence[str] | None) -> tuple[list[str], dict[str, Any]]:
 
 
 def read_layout(path: Path) -> dict[str, Any]:
-    """The options of the first layout in a plan's file; ValueError if it holds none."""
+    """Return the options of the first layout in a plan's file; raise ValueError if it has none."""
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
@@ -62,9 +62,9 @@ def read_layout(path: Path) -> dict[str, Any]:
         options = found["layouts"][0]["options"]
         known = {name: options[name] for name in OPTIONS}
     except (KeyError, IndexError, TypeError):
-        raise ValueError(f"{path} holds no layout: warpweave plan --out writes one") from None
+        raise ValueError(f"{path} has no layout: write one with warpweave plan --out") from None
     if extra := set(options) - set(OPTIONS):
-        raise ValueError(f"{path}: {sorted(extra)[0]} is no option of a layout")
+        raise ValueError(f"{path}: unknown layout option {sorted(extra)[0]}")
     try:
         _check_options(known)
     except ValueError as error:
@@ -73,7 +73,7 @@ def read_layout(path: Path) -> dict[str, Any]:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for a value that is none of its option, or no schedule of the ranks."""
+    """Raise ``ValueError`` for an invalid value, or a schedule that these ranks cannot run."""
     for name, kind in {"schedule": str, "batch": int}.items():
         if type(options[name]) is not kind:
             raise ValueError(f"{name} must be {kind.__name__}, got {options[name]!r}")
@@ -84,9 +84,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_agree(layout: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for an option that was given and differs from the layout's."""
+    """Raise ``ValueError`` if a given option differs from the layout's."""
     for name, value in layout.items():
         if given[name] != value:
             raise ValueError(
-                f"{name} = {given[name]} is given, but the layout of --layout has {value}"
+                f"{name} = {given[name]} conflicts with the layout of --layout, which has {value}"
             )

@@ -1,20 +1,19 @@
-"""The memory of a training step per rank, estimated before anything is allocated, and the free
-memory.
+"""Estimate a training step's memory per rank, before anything is allocated.
 
-Per rank, in bytes, with P the rank's parameters (its stage, its tensor shard), D = dp x cp the
-ranks over which ZeRO shards (dp_shard x cp if the mesh says so), b bytes of a parameter and m of
-its master (8 for float64, otherwise 4), U the largest unit (a block, the embedding or the head):
+In bytes per rank, with P the rank's parameters (its stage, its tensor shard), D = dp x cp the ranks
+over which ZeRO shards (dp_shard x cp with hybrid sharding), b the bytes of a parameter and m those
+of its master (8 for float64, otherwise 4), U the largest unit (a block, the embedding or the head):
 
     weights       P b                                        ZeRO 3: P b / D + 2 U b
-                  an asynchronous schedule: once more for every older version
+                  an asynchronous schedule: one more copy for every older version
                   (PipeDream: pp - 1 - stage, 2BW: 1)
     gradients     P m, ZeRO 1: + P m / D                     ZeRO 2, 3: P m / D + 2 U m
-                  in order, any ZeRO: P m / D + 4 U m, ZeRO 0: + P m
+                  reduce "ordered", any ZeRO: P m / D + 4 U m, ZeRO 0: + P m
     optimizer     2 P m (AdamW), P m (SGD) or (2 P - W) m    ZeRO 1 to 3: those / D
-                  (Muon, W of them in the matrices of blocks),
-                  + P m where b is not m
+                  (Muon, with W elements in the matrices of blocks),
+                  + P m if b differs from m
                   an outer optimizer: + P m, with momentum 2 P m, + P m / fragments for a sum
-    activations   of every micro-batch in flight, by the schedule, and every block:
+    activations   of every micro-batch in flight (set by the schedule) and every block:
 
                       b (n t E + T (A + H D + Z) / tp) + 4 T H / tp   (lse)
 
@@ -23,26 +22,27 @@ its master (8 for float64, otherwise 4), U the largest unit (a block, the embedd
                   keys and values (q and k twice with a rotary embedding); Z the MLP's hidden
                   activations: before the activation function (twice as many if it is gated) and, on
                   a CPU only, after it; none with recompute "selective". With "full" b t E per
-                  block, and over context ranks T (b (2 H + 2 Hkv) D + 8 H) / tp of attention
-                  results (those of Ulysses; a ring keeps less). In addition three whole blocks for
-                  the block in its backward (its activations, their gradients and temporaries:
-                  measured on CPUs, not derived), and on the rank with the loss its block of logits
-                  (with a softcap also two fp32 copies) and (on a CPU) dW, V E m / tp.
-    update        with Muon, when the activations are gone: directions and messages of them, 4 W m
-                  (ZeRO 1 to 3: / D), and four times the largest matrix, whole; from the code, not
-                  measured
-    loading       the largest unit, unsharded, in float32, twice: drawn and scaled, before any step
-    gpu           on GPUs only, what is no tensor of the step; each a constant below, with its
-                  source, none of them measured here: modules, cuBLAS's workspaces, NCCL's buffers
-                  (C communicators: the world, one per axis or product of axes with ranks of its
-                  own, four between pipeline stages), with tensor parallelism two of the terms
+                  block, and with context ranks T (b (2 H + 2 Hkv) D + 8 H) / tp of attention
+                  results (those of Ulysses; a ring keeps less). Add three whole blocks for the
+                  block in its backward (its activations, their gradients and temporaries: measured
+                  on CPUs, not derived). On the rank with the loss add its block of logits (with a
+                  softcap also two fp32 copies) and (on a CPU) dW, V E m / tp.
+    update        with Muon, after the activations are freed: directions and messages of them, 4 W m
+                  (ZeRO 1 to 3: / D), and four times the largest matrix, unsharded; from the code,
+                  not measured
+    loading       the largest unit, unsharded, in float32, twice: drawn and scaled before any step
+    gpu           on GPUs only, everything that is not a tensor of the step. Each is a constant
+                  below, with its source; none was measured here: modules, cuBLAS workspaces, NCCL's
+                  buffers
+                  (C communicators: the world, one per axis or product of axes that has its own
+                  ranks, four between pipeline stages), with tensor parallelism two of the terms
                   [T, E] of its sums, T E m each, and with overlap "fused" two symmetric buffers of
                   such a term, rounded up to a power of two
 
-The estimate is their sum, with the largest of activations, update and loading. Sampling needs less
-than a step: it is one sequence, without gradients, and one row of logits. Message buffers,
-fragmentation of the allocator and the memory of a process without a model (0.3 GiB on a CPU; on a
-GPU its context, which is there when the free memory is read) are not included.
+The estimate is the sum of these, with only the largest of activations, update and loading. Sampling
+needs less than a step: one sequence, without gradients, and one row of logits. The estimate does
+not include message buffers, fragmentation of the allocator, or the memory of a process without a
+model (0.3 GiB on a CPU; on a GPU its context, which already exists when the free memory is read).
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ from warpweave.parallel.words import CAPPED, chunks_of, local_rows
 if TYPE_CHECKING:
     from warpweave.parallel.data.outer import OuterRule
 
-SIZES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of an element
+SIZES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes per element
 
 
 _MIB = 2**20
-# Kernels of torch, cuBLAS and Triton, loaded at their first launch: read off public reports of 0.6
-# to 1 GiB for context and modules, of which the context alone is about half.
+# Kernels of torch, cuBLAS and Triton, loaded at their first launch: taken from public reports of
+# 0.6 to 1 GiB for context and modules, of which the context alone is about half.
 _MODULES = 400 * _MIB
 # torch's default on Hopper (CUBLAS_WORKSPACE_CONFIG=:4096:8), on the main and the side stream.
 _CUBLAS = 2 * 32 * _MIB
-# 100 to 300 MiB at eight ranks by public reports: some 24 channels with buffers of 4 MiB
-# (NCCL_BUFFSIZE) for each of a channel's neighbours.
+# 100 to 300 MiB at eight ranks, by public reports: some 24 channels, each with a buffer of 4 MiB
+# (NCCL_BUFFSIZE) for each of its neighbors.
 _COMMUNICATOR = 200 * _MIB
-_BETWEEN_STAGES = 4  # communicators of a pipeline's links (`transport`)
+_BETWEEN_STAGES = 4  # communicators for a pipeline's links (`transport`)
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank; the module's docstring has the formulas."""
+    """Bytes on one rank; see the module's docstring for the formulas."""
 
     weights: int
     gradients: int
@@ -93,22 +93,22 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """The peak, in bytes."""
         states = self.weights + self.gradients + self.optimizer
         return states + max(self.activations, self.loading, self.update) + self.gpu
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """The training step whose memory is estimated.
+    """A training step, to estimate its memory.
 
     Attributes:
-        config, mesh, plan: as the engine takes them, checked.
+        config, mesh, plan: as passed to the engine, already checked.
         batch: sequences in a micro-batch.
-        dtype: a key of `SIZES`, of parameters and activations.
+        dtype: a key of `SIZES`, for parameters and activations.
         device_type: "cpu" or "cuda".
         optimizer: "adamw", "nadamw", "muon" or "sgd".
-        outer: the outer optimizer, None for none.
+        outer: the outer optimizer, or None.
     """
 
     config: GPTConfig
@@ -122,19 +122,19 @@ class TrainingStep:
 
     @property
     def tokens(self) -> int:
-        """T: tokens of a micro-batch on a context rank."""
+        """T: tokens of a micro-batch on one context rank."""
         length, cp = self.config.seq_len, self.mesh.cp
         return self.batch * local_rows(length, cp, chunks_of(length, cp, self.plan.layout))
 
     @property
     def rows(self) -> int:
-        """Rows of the residual stream on a tensor rank."""
+        """Rows of the residual stream on one tensor rank."""
         return self.tokens // self.mesh.tp if self.plan.sequence_parallel else self.tokens
 
 
 class States(NamedTuple):
-    """Bytes of a rank's model states, or of those of one parameter: the weights, their gradients,
-    and the optimizer's (masters and moments)."""
+    """Bytes of model states, of a rank or of one parameter: the weights, their gradients, and the
+    optimizer's states (masters and moments)."""
 
     weights: int
     gradients: int
@@ -142,9 +142,9 @@ class States(NamedTuple):
 
 
 def sharded(states: States, zero: int, ranks: int) -> States:
-    """What ZeRO leaves of model states on each of `ranks` data ranks (arXiv:1910.02054, figure 1).
+    """Shard model states with ZeRO over `ranks` data ranks (arXiv:1910.02054, figure 1).
 
-    With psi parameters of 2 + 2 + 12 bytes on N ranks:
+    For psi parameters of 2 + 2 + 12 bytes on N ranks:
 
         stage 0  16 psi          1  4 psi + 12 psi / N    2  2 psi + 14 psi / N    3  16 psi / N
     """
@@ -153,12 +153,12 @@ def sharded(states: States, zero: int, ranks: int) -> States:
 
 
 def estimate(step: TrainingStep) -> list[MemoryEstimate]:
-    """The estimate for each pipeline rank; all ranks at the same pipeline index need the same."""
+    """Estimate each pipeline rank; all ranks at the same pipeline index need the same."""
     return [_estimate_rank(step, rank) for rank in range(step.mesh.pp)]
 
 
 def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
-    """The estimate for one pipeline rank."""
+    """Estimate one pipeline rank."""
     size, data = SIZES[step.dtype], step.mesh.size("shard")
     master, zero = max(size, 4), step.plan.zero if data > 1 else 0
     units = units_of(step.config, step.mesh, step.plan, rank)
@@ -170,7 +170,7 @@ def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
         elements += len(step.outer.states) * P + _largest_fragment(step, units)
     held = sharded(States(P * size, P * master, elements * master), zero, data)
     weights = held.weights + (2 * U * size if zero == 3 else 0)
-    if step.plan.asynchronous:  # a whole copy for each older version
+    if step.plan.asynchronous:  # one full copy per older version
         weights += P * size * staleness(step.plan.make_schedule(step.mesh.pp))[rank]
     gradients = held.gradients + (P * master // data if zero == 1 else 0)
     gradients += 2 * U * master if zero >= 2 else 0
@@ -184,8 +184,10 @@ def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
 
 
 def least_memory(step: TrainingStep) -> float:
-    """A lower bound of the fullest rank's bytes by any schedule: those of a mean rank, which holds
-    one micro-batch in all of its blocks and no embedding."""
+    """Return a lower bound for the fullest rank's bytes under any schedule.
+
+    It is what a mean rank needs with one micro-batch in all of its blocks and no embedding.
+    """
     mesh, size, blocks = step.mesh, SIZES[step.dtype], step.config.layers / step.mesh.pp
     P, master = int(blocks * block_parameters(step.config, mesh.tp)), max(size, 4)
     elements = (2 if step.optimizer == "adamw" else 1) + (master != size)
@@ -196,7 +198,7 @@ def least_memory(step: TrainingStep) -> float:
 
 
 def _kept(step: TrainingStep) -> tuple[int, int]:
-    """Bytes of a block's activations per micro-batch: all, and what recomputation leaves."""
+    """Return a block's activation bytes per micro-batch: all, and those kept with recomputation."""
     config, mesh, size = step.config, step.mesh, SIZES[step.dtype]
     whole, spared = block_activations(step)
     heads = config.heads + config.num_kv_heads
@@ -207,7 +209,7 @@ def _kept(step: TrainingStep) -> tuple[int, int]:
 
 
 def _activation_bytes(step: TrainingStep, rank: int) -> int:
-    """Bytes of activations on a pipeline rank at the peak of its backward."""
+    """Return the activation bytes of a pipeline rank at the peak of its backward."""
     config, mesh, size = step.config, step.mesh, SIZES[step.dtype]
     whole, kept = _kept(step)
     found = live_blocks(step.plan, mesh.pp, config)[rank] * kept + 3 * whole
@@ -216,19 +218,19 @@ def _activation_bytes(step: TrainingStep, rank: int) -> int:
 
 
 def stage_ranks(plan: ParallelPlan, ranks: int) -> tuple[int, ...]:
-    """The pipeline rank of each stage."""
+    """Return the pipeline rank of each stage."""
     return pipeline_shape(plan, ranks)[0]
 
 
 def pipeline_shape(plan: ParallelPlan, ranks: int) -> tuple[tuple[int, ...], bool]:
-    """The pipeline rank of each stage, and whether backwards are in two parts.
+    """Return the pipeline rank of each stage, and True if the schedule splits backwards in two.
 
-    Raises ValueError if the schedule has no such micro-batches or chunks.
+    Raises ValueError if the schedule does not support these micro-batches or chunks.
     """
     m = plan.microbatches
-    if plan.schedule not in FAMILIES:  # a file, which may be another one next time
+    if plan.schedule not in FAMILIES:  # a file, which may change between calls
         return _pipeline_shape.__wrapped__(plan.schedule, m, plan.chunks, ranks)
-    if m > 4 * ranks:  # more of them change neither
+    if m > 4 * ranks:  # more micro-batches change neither result
         m = 2 * ranks + m % (2 * ranks)
     return _pipeline_shape(plan.schedule, m, plan.chunks, ranks)
 
@@ -240,7 +242,7 @@ def _pipeline_shape(name: str, m: int, chunks: int, ranks: int) -> tuple[tuple[i
 
 
 def live_blocks(plan: ParallelPlan, ranks: int, config: GPTConfig) -> tuple[int, ...]:
-    """For each pipeline rank the most blocks, counted once per micro-batch, whose activations its
+    """Return the most blocks, counted once per micro-batch, whose activations each pipeline rank's
     list of actions keeps at once."""
     count = _live_blocks if plan.schedule in FAMILIES else _live_blocks.__wrapped__
     return count(plan.schedule, plan.microbatches, plan.chunks, ranks, config)
@@ -255,7 +257,7 @@ def _live_blocks(name: str, m: int, chunks: int, ranks: int, config: GPTConfig) 
 
 
 def _gpu(step: TrainingStep, master: int) -> int:
-    """Bytes that a rank has on a GPU beside the tensors of its step; 0 on a CPU."""
+    """Return the bytes that a rank has on a GPU apart from the step's tensors; 0 on a CPU."""
     if step.device_type == "cpu":
         return 0
     mesh, held = step.mesh, _MODULES + _CUBLAS
@@ -271,20 +273,20 @@ def _gpu(step: TrainingStep, master: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _groups(mesh: Mesh) -> int:
-    """Groups of ranks that a rank is in, besides the world: each set of axes with several ranks."""
+    """Count the groups a rank is in, besides the world: each set of axes with several ranks."""
     whole = ("world",) if mesh.outer > 1 else ("world", "inner")
     axes = [axis for axis in mesh.seen_from(0).groups if axis not in whole and mesh.size(axis) > 1]
     return len({tuple(f for f in factors(axis) if mesh.size(f) > 1) for axis in axes})
 
 
 def units_of(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> dict[str, int]:
-    """Parameters in each ZeRO unit on a pipeline rank: a block by its number, the embedding, the
-    positions, the final norm, the head."""
+    """Return the parameters in each ZeRO unit on a pipeline rank: a block (by its number), the
+    embedding, the positions, the final norm, the head."""
     return _units(config, mesh.tp, stage_ranks(plan, mesh.pp), rank)
 
 
 def parameters_of(step: TrainingStep) -> tuple[int, ...]:
-    """Parameters on each pipeline rank."""
+    """Return the number of parameters on each pipeline rank."""
     return _parameters(step.config, step.mesh.tp, stage_ranks(step.plan, step.mesh.pp))
 
 
@@ -310,7 +312,7 @@ def _units(config: GPTConfig, tp: int, stages: tuple[int, ...], rank: int) -> di
 
 
 def block_parameters(config: GPTConfig, tp: int = 1) -> int:
-    """Parameters of one block on a tensor rank."""
+    """Return the number of parameters of one block on a tensor rank."""
     queries, keys = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, gates = config.num_hidden, 2 if find_activation(config.activation).gated else 1
     qkv, up, width = queries + 2 * keys, gates * hidden, config.width
@@ -325,13 +327,13 @@ def block_parameters(config: GPTConfig, tp: int = 1) -> int:
 
 
 def _norm_parameters(config: GPTConfig) -> int:
-    """Parameters of a norm over the width."""
+    """Return the number of parameters of a norm over the width."""
     bias = config.bias if config.norm_bias is None else config.norm_bias
     return config.width * (2 if config.norm == "layer" and bias else 1)
 
 
 def _block_matrices(config: GPTConfig) -> list[int]:
-    """Elements of each matrix of a block: queries, keys, values, output, up (and gate), down."""
+    """Return the elements of a block's matrices: queries, keys, values, output, up (gate), down."""
     queries, keys = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
     gates = 2 if find_activation(config.activation).gated else 1
     rows = [queries, keys, keys, queries, *[config.num_hidden] * (gates + 1)]
@@ -339,7 +341,8 @@ def _block_matrices(config: GPTConfig) -> list[int]:
 
 
 def _largest_fragment(step: TrainingStep, units: dict[str, int]) -> int:
-    """Elements of these units that meet at once, by the outer optimizer's fragments."""
+    """Return the most elements of these units that the outer optimizer averages at once, given
+    its fragments."""
     assert step.outer is not None
     layers, sums = step.config.layers, Counter[int]()
     ends = {"embedding": 0, "positions": 0, "head": layers - 1, "final_norm": layers - 1}
@@ -349,13 +352,13 @@ def _largest_fragment(step: TrainingStep, units: dict[str, int]) -> int:
 
 
 def _unpiped(plan: ParallelPlan) -> ParallelPlan:
-    """The plan for one pipeline rank."""
+    """Return the plan for one pipeline rank."""
     return dataclasses.replace(plan, schedule="1f1b", chunks=1)
 
 
 def _muon_matrices(step: TrainingStep, rank: int) -> tuple[int, int]:
-    """With Muon the elements of the matrices that it updates on a pipeline rank, and of the
-    largest one, whole; else 0."""
+    """Return the elements of all matrices that Muon updates on a pipeline rank, and of the largest
+    one, unsharded; 0, 0 for other optimizers."""
     if step.optimizer != "muon":
         return 0, 0
     blocks = sum(name.isdigit() for name in units_of(step.config, step.mesh, step.plan, rank))
@@ -364,13 +367,13 @@ def _muon_matrices(step: TrainingStep, rank: int) -> tuple[int, int]:
 
 
 def block_activations(step: TrainingStep, *, fused: bool = True) -> tuple[int, int]:
-    """Bytes of activations that one block keeps per micro-batch, and how many of them recompute
-    "selective" spares.
+    """Return the activation bytes that one block keeps per micro-batch, and how many of them
+    recompute "selective" drops.
 
-    With `fused` those of our kernels (the module's docstring), which spare the MLP's hidden
-    activations. Without, those that arXiv:2205.05198 counts for Megatron-LM, which also keep the
-    masks of dropout and the MLP's hidden activations after the activation function, and the scores
-    of attention, before and after softmax and dropout, which are spared:
+    With `fused` they are those of our kernels (see the module's docstring), and "selective" drops
+    the MLP's hidden activations. Without, they are what arXiv:2205.05198 counts for Megatron-LM,
+    which also keeps dropout masks, the MLP's hidden activations after the activation function, and
+    attention scores before and after softmax and dropout; "selective" drops the scores:
 
         s b h (10 + 24 / t + 5 a s / (h t)), with sequence parallelism s b h (34 + 5 a s / h) / t
     """
@@ -391,11 +394,12 @@ def block_activations(step: TrainingStep, *, fused: bool = True) -> tuple[int, i
 
 
 def _loss(step: TrainingStep, size: int, master: int) -> int:
-    """Bytes of the head's blocks of logits, and of what head and loss keep for the backward."""
+    """Return the bytes of the head's blocks of logits, and of what head and loss keep for the
+    backward."""
     config, tokens, on_cpu = step.config, step.tokens, step.device_type == "cpu"
     vocabulary = math.ceil(config.vocab_size / step.mesh.tp)
     most, rows = (2**20, 2**10) if on_cpu else (2**26, 2**12)
     logits = min(max(most, rows * vocabulary), tokens * vocabulary) * size
-    if config.logit_softcap is not None:  # and of it in float32 what the backward makes
+    if config.logit_softcap is not None:  # plus the float32 copies that the backward makes
         logits = min(max(CAPPED[1], vocabulary), tokens * vocabulary) * (size + 2 * master)
     return logits + tokens * config.width * size + on_cpu * vocabulary * config.width * master

@@ -1,13 +1,13 @@
-"""The planner's answer as one HTML page without any network: `warpweave plan --html plan.html`.
+"""The planner's result as one offline HTML page: `warpweave plan --html plan.html`.
 
 It shows the record that the command prints as JSON and the chosen layout's simulated timeline. The
-same JSON is in the page (``<script id="plan">``):
+page also contains that JSON (``<script id="plan">``):
 
-    the table of layouts    a click on a column's head sorts by it
+    the table of layouts    click on a column's head to sort by it
     memory per rank         stacked by kind, next to the GPU's capacity
     the timeline            SVG; the wheel zooms in time, dragging moves, a double click shows all
     traffic                 bytes that a rank sends in a step, by axis and link
-    refused layouts         how many, and why
+    refused layouts         their number, by reason
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from warpweave.parallel.simulate import Timeline
 from warpweave.plan.timeline import svg, ticks
 
 COLOURS = ("#4c78a8", "#f2cf5b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
-WIDTH, ROW, LEFT, TOP = 640, 20, 64, 24  # pixels of the bars of memory
+WIDTH, ROW, LEFT, TOP = 640, 20, 64, 24  # pixels of the memory bars
 _GIB = 2**30
 
 _STYLE = """
@@ -34,14 +34,14 @@ td.words,th.words{text-align:left}
 #memory text.halo{paint-order:stroke;stroke:#fff;stroke-width:3px}
 """
 
-# Names of columns, and the format of their values. Other columns have an option's name.
+# Column heads and value formats. Other columns use their option's name.
 _HEADS = {"seconds": "seconds per step", "mfu": "MFU", "tokens_per_second": "tokens/s of all GPUs",
           "bubble": "pipeline idle", "GiB": "GiB of the fullest rank", "zero": "ZeRO"}  # fmt: skip
 _PERCENT, _COUNTS = ("mfu", "bubble"), ("tokens_per_second",)
 _KINDS = {"gpu": "GPU's own"}  # of memory
 
-# Sorts the table; zooms the timeline's time. Bars and the axis are laid out again: nothing that is
-# written is stretched.
+# Sort the table, and zoom the timeline in time. Zooming lays out bars and the axis again, so that
+# text is not stretched.
 _SCRIPT = """
 for (const head of document.querySelectorAll("#layouts th")) head.onclick = () => {
   const body = document.querySelector("#layouts tbody"), at = head.cellIndex
@@ -111,13 +111,13 @@ def plan_page(
     capacity: float,
     timeline: Timeline,
 ) -> str:
-    """The page as one HTML document.
+    """Return the page as one HTML document.
 
     Args:
-        record: what the command prints as JSON.
-        words: the title, what is planned, and what the search looked at.
-        layouts: the layouts found, the chosen one first; records of the same columns.
-        memory: of the chosen layout, a rank each: kind -> bytes.
+        record: the JSON that the command prints.
+        words: the title, a line about the plan, and a line about the search.
+        layouts: the layouts found, the chosen one first; records with the same columns.
+        memory: of the chosen layout, for each rank: kind -> bytes.
         capacity: bytes of a GPU's memory.
         timeline: of the chosen layout, in seconds.
     """
@@ -132,8 +132,8 @@ def plan_page(
             f"<h1>{escape(title)}</h1>",
             f"<p>{escape(about)}</p>",
             "<h2>Layouts</h2>",
-            "<p>The fastest of each family, whose layouts shard over the same axes. Click on a "
-            "column's head to sort by it.</p>",
+            "<p>The fastest layout of each family. A family's layouts shard over the same axes. "
+            "Click on a column's head to sort by it.</p>",
             _layout_table(layouts),
             "<h2>Memory per rank of the first layout</h2>",
             _memory_bars(memory, capacity),
@@ -156,7 +156,7 @@ def plan_page(
 
 
 def _layout_table(layouts: Sequence[Mapping[str, Any]]) -> str:
-    """The layouts as a table; `data-value` of a cell is what it is sorted by."""
+    """Return the layouts as a table; the cells' `data-value` is the sort key."""
     names = list(layouts[0])
     rows = []
     for at, layout in enumerate(layouts):
@@ -180,15 +180,15 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _traffic_table(traffic: Mapping[str, Mapping[str, Any]]) -> str:
-    """A table of the bytes that a rank sends in a step; a sentence if it sends none."""
+    """Return a table of the bytes that a rank sends in a step, or a sentence if it sends none."""
     if not traffic:
         return "<p>A single rank sends nothing.</p>"
     rows = [(axis, of["link"], f"{of['bytes'] / 1e9:.2f}") for axis, of in traffic.items()]
-    return _plain_table("traffic", ("axis", "link", "GB sent by a rank in a step"), rows)
+    return _plain_table("traffic", ("axis", "link", "GB sent per rank and step"), rows)
 
 
 def _plain_table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table; columns whose first cell is not a number are aligned as words."""
+    """Return a table; columns whose first cell is not a number are left-aligned."""
 
     def cell(tag: str, at: int, value: Any) -> str:
         words = rows and not str(rows[0][at]).replace(".", "").isdigit()
@@ -200,7 +200,7 @@ def _plain_table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Any]])
 
 
 def _memory_bars(memory: Sequence[Mapping[str, float]], capacity: float) -> str:
-    """Bars of each rank's memory, stacked by kind, and a line at the capacity, as SVG."""
+    """Draw each rank's memory as SVG bars, stacked by kind, and a line at the capacity."""
     kinds = list(dict.fromkeys(kind for rank in memory for kind in rank))
     scale = WIDTH / max(capacity, *(sum(rank.values()) for rank in memory))
     bottom = TOP + len(memory) * ROW

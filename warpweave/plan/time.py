@@ -1,26 +1,26 @@
-"""The time of a training step, predicted: FLOPs and bytes over the speeds that hardware reaches.
+"""Predict the time of a training step from FLOPs, bytes and the speeds that hardware reaches.
 
-The formulas of FLOPs and bytes are those of ``kernels.cost``; `Hardware.efficiency` has the six
-numbers by which they become seconds (`products`, elementwise and attention; links near and far; a
-latency). Of one block and micro-batch, with T = tokens of a context rank and E the width:
+The formulas for FLOPs and bytes are in ``kernels.cost``. `Hardware.efficiency` has the six numbers
+that turn them into seconds (matrix products, elementwise and attention; near and far links; a
+latency). For one block and micro-batch, with T = tokens of a context rank and E the width:
 
     products     qkv, output, up (and gate) and down over tp ranks: the roofline, by
                  FLOPs / (peak x efficiency) and bytes / bandwidth; twice that in the backward,
-                 of which the weights' half may come later (W)
+                 where the half for the weights may come later (W)
     attention    the causal half, forward and 2.5 times that backward, over tp and cp ranks
     elementwise  the norms with their residual sums, by bytes
     tensor       4 passes of [T, E] over tp ranks forward (2 all-gathers and reduce-scatters, or 2
-                 all-reduces), as many backward and with sequence parallelism 2 more; what `overlap`
-                 hides runs beside products. A pass is T E b (tp - 1) / tp bytes on NVLink
+                 all-reduces), as many backward, and 2 more with sequence parallelism; `overlap`
+                 may hide them behind products. A pass is T E b (tp - 1) / tp bytes on NVLink
     context      a ring's keys and values, (cp - 1) blocks, and in the backward their gradients;
                  (cp - 1) / cp of attention hides them
-    recompute    "full" adds a block's forward to its backward, "selective" its product up
+    recompute    "full" adds a block's forward to its backward, "selective" adds its product up
 
-The pipeline is the one simulator's (``parallel.simulate``) with these times for each stage, the
-embedding's and the head's with the first and the last, and its messages. After it come the
-gradients' sum over data ranks (what the last backwards do not hide), the optimizer's bytes and the
-all-gather of the weights (what the next step's first forward does not hide). ZeRO 2 and 3 sum
-gradients, ZeRO 3 gathers weights, in every micro-batch, beside its computation.
+The pipeline is simulated (``parallel.simulate``) with these times for each stage and its messages.
+The first stage adds the embedding's time, the last the head's. After the pipeline come the sum of
+gradients over data ranks (unless the last backwards hide it), the optimizer's bytes and the
+all-gather of weights (unless the next step's first forward hides it). In every micro-batch,
+concurrent with its computation, ZeRO 2 and 3 sum gradients and ZeRO 3 gathers weights.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from warpweave.plan.memory import (
     stage_ranks,
 )
 
-# What computation loses to a message beside it, of the message's time: processors that NCCL takes
-# and bytes of memory. Set by hand: no efficiency that benchmarks/plan_rows.py fits.
+# Slowdown of computation by a concurrent message, as a fraction of the message's time: NCCL takes
+# processors and memory bandwidth. Set by hand, not fitted by benchmarks/plan_rows.py.
 _BESIDE = 0.25
-_NEAR_HOP, _FAR_HOP = 3.4e-6, 14e-6  # of a ring, NVLink or network: NCCL's ("simple" protocol)
-_CHUNKS = 4  # of "chunked" and "fused" overlap, one of them always exposed; assumed, no row tells
+_NEAR_HOP, _FAR_HOP = 3.4e-6, 14e-6  # ring over NVLink or network: NCCL's "simple" protocol
+_CHUNKS = 4  # of "chunked" and "fused" overlap, one always exposed; assumed, no row shows it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +57,20 @@ class Job(TrainingStep):
     """A training step on given hardware.
 
     Attributes:
-        hardware: which GPUs.
-        fused: by our kernels; False: sums of the residual stream, dropout, activation and rotation
-            in kernels of their own, copies into attention's layout and back, and the loss from fp32
-            copies of the logits.
+        hardware: the GPUs.
+        fused: use our kernels; False: separate kernels for residual sums, dropout, activation and
+            rotation, copies to attention's layout and back, and the loss from fp32 copies of the
+            logits.
         scores: attention's scores go through memory, as before FlashAttention. Recompute
-            "selective" is then of the scores (arXiv:2205.05198).
-        stops_early: recompute "full" leaves out the last product, as torch.utils.checkpoint does.
-        scattered: messages between stages are cut over tensor ranks, as with sequence parallelism,
-            and gathered where they arrive (arXiv:2104.04473, 4.1).
-        owned: parameter tensors, if ZeRO 1 shards by whole ones, which their owners broadcast one
-            after another, before the next step; 0: flat shards, all-gathered beside its forward.
-        summed: bytes of a gradient's element in sums over data ranks.
-        casts: every input of a block's products is cast to 8 bits, twice, once transposed, and
-            every gradient of their outputs; the hardware's `products` are then those in 8 bits.
+            "selective" then recomputes the scores (arXiv:2205.05198).
+        stops_early: recompute "full" skips the last product, as torch.utils.checkpoint does.
+        scattered: messages between stages are split over tensor ranks, as with sequence
+            parallelism, and gathered on arrival (arXiv:2104.04473, 4.1).
+        owned: number of parameter tensors, if ZeRO 1 shards by whole tensors, which their owners
+            broadcast one by one before the next step; 0: flat shards, gathered during its forward.
+        summed: bytes per gradient element in sums over data ranks.
+        casts: every input of a block's products is cast to 8 bits, twice (once transposed), and so
+            is every gradient of their outputs; the hardware's `products` then has 8-bit figures.
     """
 
     hardware: Hardware
@@ -84,29 +84,29 @@ class Job(TrainingStep):
 
     @property
     def sequences(self) -> int:
-        """Sequences of a step, over all replicas."""
+        """Sequences per step, over all replicas."""
         return self.batch * self.plan.microbatches * self.mesh.dp * self.mesh.outer
 
 
 class Work(NamedTuple):
-    """Seconds of one micro-batch on one rank, of the backward's the part `weights` for weights'
-    gradients."""
+    """Seconds of one micro-batch on one rank; `weights` is the part of the backward that computes
+    weight gradients."""
 
     forward: float = 0.0
     backward: float = 0.0
     weights: float = 0.0
 
     def plus(self, other: Work, count: int = 1) -> Work:
-        """The sum with `count` times another."""
+        """Return the sum with `count` times `other`."""
         return Work(*(mine + count * theirs for mine, theirs in zip(self, other)))
 
 
 class StepTime(NamedTuple):
-    """The prediction of a step.
+    """The predicted time of a step.
 
     Attributes:
-        seconds: of the step.
-        pipeline: of them, from the first forward to the last backward.
+        seconds: the whole step.
+        pipeline: the part from the first forward to the last backward.
         reduction: the exposed sum of gradients.
         update: the optimizer and the exposed all-gather of weights.
         mfu: model FLOPs (``cost.gpt_step``) over the GPUs' peak.
@@ -122,12 +122,12 @@ class StepTime(NamedTuple):
 
 
 def step_time(job: Job) -> float:
-    """Seconds of a training step, predicted."""
+    """Return the predicted seconds of a training step."""
     return predict(job).seconds
 
 
 def predict(job: Job) -> StepTime:
-    """The prediction of a step, its pipeline simulated action by action."""
+    """Predict a step, simulating its pipeline action by action."""
     work = stage_work(job)
 
     def price(action: Action) -> float:
@@ -147,8 +147,8 @@ def predict(job: Job) -> StepTime:
 
 
 def _gradients_summed(job: Job, rank: int, row: Sequence[Cell]) -> float:
-    """When a pipeline rank's gradients are summed: stage by stage, each beside its last backward
-    and those of the rank's other stages after it."""
+    """Return the time at which a pipeline rank's gradients are summed: each stage's sum overlaps
+    its last backward and, after it, those of the rank's other stages."""
     last = {cell.action.stage: cell.start for cell in row if cell.action.op in FINISHES}
     each, done = gradient_sum(job, rank) / len(last), 0.0
     for start in sorted(last.values()):
@@ -157,17 +157,17 @@ def _gradients_summed(job: Job, rank: int, row: Sequence[Cell]) -> float:
 
 
 def least_time(job: Job) -> float:
-    """A lower bound of the time of a step by any schedule of this job's stages.
+    """Return a lower bound for the time of a step under any schedule of this job's stages.
 
-    A rank begins when its first stage's input has come and then works through all micro-batches;
-    after its last backward the stages before still have theirs, unless the schedule splits
-    backwards, so that weights' gradients may come last:
+    A rank starts when its first stage's input has arrived, then works through all micro-batches.
+    After its last backward the stages before it still have theirs, unless the schedule splits
+    backwards, so that weight gradients may come last:
 
         rank r   | F of the stages before | m (F + B) of its own stages | B of the stages before |
     """
     (ranks, splits), work = pipeline_shape(job.plan, job.mesh.pp), stage_work(job)
     hop = message(job)[1]
-    starts: dict[int, tuple[float, float]] = {}  # of each rank: what comes before and after it
+    starts: dict[int, tuple[float, float]] = {}  # per rank: time before it starts, and after it
     busy, ahead, after = [0.0] * job.mesh.pp, 0.0, 0.0
     for stage, rank in enumerate(ranks):
         ahead += hop if stage and ranks[stage - 1] != rank else 0.0
@@ -183,7 +183,7 @@ def least_time(job: Job) -> float:
 
 
 def stage_work(job: Job) -> list[Work]:
-    """The work of each stage on one micro-batch."""
+    """Return the work of each stage on one micro-batch."""
     ranks = stage_ranks(job.plan, job.mesh.pp)
     alike = replace(job.plan, zero=0, schedule="1f1b", chunks=1, microbatches=1)
     (block, embedding, head), found = _pieces(replace(job, plan=alike)), []
@@ -200,13 +200,13 @@ def stage_work(job: Job) -> list[Work]:
 
 @lru_cache(maxsize=4096)
 def _pieces(job: Job) -> tuple[Work, Work, Work]:
-    """The work of a block, of the embedding and of the head, for jobs that differ in what these do
-    not see."""
+    """Return the work of a block, the embedding and the head; cached for jobs that differ only in
+    options without effect on these."""
     return block_work(job), _embedding_work(job), _head_work(job)
 
 
 def block_work(job: Job) -> Work:
-    """The work of a block, all its parts."""
+    """Return the work of a block, over all parts."""
     total = Work()
     for part in block_parts(job).values():
         total = total.plus(part)
@@ -214,7 +214,7 @@ def block_work(job: Job) -> Work:
 
 
 def block_parts(job: Job) -> dict[str, Work]:
-    """The seconds of a block by part, as the module's docstring lists them."""
+    """Return the work of each part of a block, as listed in the module's docstring."""
     products, attention = _product_work(job), _attention_work(job)
     parts = {
         "products": products,
@@ -234,7 +234,7 @@ def block_parts(job: Job) -> dict[str, Work]:
 
 
 def product_shapes(job: Job) -> list[tuple[int, int, int]]:
-    """M, N, K of a block's forward products on a rank: qkv, output, up (and gate), down."""
+    """Return M, N, K of a block's forward products on a rank: qkv, output, up (and gate), down."""
     config, tp, T, E = job.config, job.mesh.tp, job.tokens, job.config.width
     q, kv = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
     gates, hidden = 2 if find_activation(config.activation).gated else 1, config.num_hidden
@@ -243,14 +243,14 @@ def product_shapes(job: Job) -> list[tuple[int, int, int]]:
 
 
 def _product_time(job: Job, M: int, N: int, K: int) -> float:
-    """Seconds of a product of matrices."""
+    """Return the seconds of a matrix product."""
     hardware = job.hardware
     found = cost.gemm(M, N, K, size=SIZES[job.dtype])
     return found.seconds(hardware.products, hardware.stream) + hardware.efficiency.latency
 
 
 def _stream(job: Job, *costs: Cost) -> float:
-    """Seconds of elementwise kernels, by their bytes."""
+    """Return the seconds of elementwise kernels, from their bytes."""
     each = (found.bytes / job.hardware.stream for found in costs)
     return sum(each) + len(costs) * job.hardware.efficiency.latency
 
@@ -271,13 +271,13 @@ def _attention_work(job: Job) -> Work:
     for backward in (False, True):
         like = {"kv_heads": kv_heads, "backward": backward, "size": size}
         shape = job.batch, S, S, heads, config.head_dim
-        if not job.scores:  # windows by the mean of the layers
+        if not job.scores:  # windows: the mean over layers
             windows = config.windows or (0,)
             each = [cost.attention(*shape, window=w or None, **like) for w in windows]
             speed = job.hardware.device.half * efficiency.attention
             sums = [one.seconds(speed, job.hardware.stream) for one in each]
             found.append(sum(sums) / len(sums) / mesh.cp + latency)
-        else:  # all pairs, and the scores through memory: products, softmax, dropout
+        else:  # all pairs; products, softmax and dropout move the scores through memory
             flops = cost.attention(*shape, causal=False).flops * (2 if backward else 1)
             scores = job.batch * heads * S * S
             moved = scores * (5 * size + 1) * (2 if backward else 1)
@@ -298,7 +298,7 @@ def _elementwise_work(job: Job) -> Work:
         each = [norm] * norms
         if not job.fused:
             each += [cost.activation(n // job.mesh.tp, gated=gated, backward=back, size=size)]
-            each += [Cost(rows * E, 3 * rows * E * size)] * 2  # sums of the residual stream
+            each += [Cost(rows * E, 3 * rows * E * size)] * 2  # residual sums
             each += [cost.dropout(rows, E, size=size)] * (2 if config.dropout else 0)
             heads = 2 * (config.heads + config.num_kv_heads) // job.mesh.tp
             each += [Cost(0, 2 * job.tokens * heads * config.head_dim * size)]  # attention's layout
@@ -313,7 +313,7 @@ def _elementwise_work(job: Job) -> Work:
 
 
 def _embedding_work(job: Job) -> Work:
-    """Rows of the embedding looked up, and summed over tensor ranks; fp32 gradients of them."""
+    """Return the work of looking up embedding rows, summed over tensor ranks; fp32 gradients."""
     moved = job.tokens * job.config.width * SIZES[job.dtype]
     passes = 1 if job.plan.sequence_parallel else 2
     near = passes * tensor_pass(job)[1]
@@ -321,7 +321,7 @@ def _embedding_work(job: Job) -> Work:
 
 
 def _head_work(job: Job) -> Work:
-    """The final norm, the product with the head and the loss."""
+    """Return the work of the final norm, the product with the head, and the loss."""
     config, T, E, size = job.config, job.tokens, job.config.width, SIZES[job.dtype]
     V = -(-config.vocab_size // job.mesh.tp)
     near = tensor_pass(job)[1]
@@ -330,7 +330,7 @@ def _head_work(job: Job) -> Work:
     if job.fused:
         norm += [cost.cross_entropy(T, V, size=size)]
         back += [cost.cross_entropy(T, V, backward=True, size=size)]
-    else:  # an fp32 copy, its log-softmax; the gradient of both
+    else:  # an fp32 copy and its log-softmax; the gradients of both
         norm += [Cost(4 * T * V, (size + 4 + 4 + 4) * T * V)]
         back += [Cost(4 * T * V, (4 + 4 + 4 + size) * T * V)]
     forward = _product_time(job, T, V, E) + _stream(job, *norm)
@@ -343,7 +343,7 @@ def _head_work(job: Job) -> Work:
 
 
 def _sent(job: Job, inner: int, size: int, moved: float) -> tuple[float, float]:
-    """A collective of `size` ranks, neighbours `inner` apart, each of which sends `moved` bytes."""
+    """Return (bytes, seconds) of a collective of `size` ranks that each send `moved` bytes."""
     if size == 1:
         return 0.0, 0.0
     latency = job.hardware.efficiency.latency * math.ceil(math.log2(size))
@@ -351,22 +351,22 @@ def _sent(job: Job, inner: int, size: int, moved: float) -> tuple[float, float]:
 
 
 def tensor_pass(job: Job) -> tuple[float, float]:
-    """(bytes, seconds) of one all-gather or reduce-scatter of [T, E] over the tensor ranks."""
+    """Return (bytes, seconds) of one all-gather or reduce-scatter of [T, E] over tensor ranks."""
     tp, whole = job.mesh.tp, job.tokens * job.config.width * SIZES[job.dtype]
     return _sent(job, 1, tp, whole * (tp - 1) / tp)
 
 
 def tensor_passes(job: Job) -> tuple[int, int]:
-    """Passes over the tensor ranks of a block's forward and backward."""
+    """Return the passes over the tensor ranks in a block's forward and backward."""
     return (4, 6 if job.plan.sequence_parallel else 4) if job.mesh.tp > 1 else (0, 0)
 
 
 def _tensor_work(job: Job, products: Work) -> Work:
-    """What of the tensor ranks' collectives products do not hide.
+    """Return the part of the tensor ranks' collectives that products do not hide.
 
-    "bulk" hides those of the backward that come beside a product: the second gather of a column-
-    parallel layer's input beside the product for its gradient, and the sum of that beside the
-    product for the weights'. "chunked" and "fused" hide all but their first part.
+    "bulk" hides those in the backward that run concurrently with a product: a column-parallel
+    layer's second input gather with the product for its gradient, and the sum of that gradient with
+    the product for the weights'. "chunked" and "fused" hide all but their first part.
     """
     (ahead, back), each = tensor_passes(job), tensor_pass(job)[1]
     if job.plan.overlap in ("chunked", "fused"):
@@ -382,8 +382,8 @@ def _tensor_work(job: Job, products: Work) -> Work:
 
 
 def context_bytes(job: Job) -> tuple[float, float]:
-    """Bytes that a context rank sends in a block's forward and backward, in a ring over all of
-    them: keys and values, and in the backward their fp32 gradients, too."""
+    """Return the bytes that a context rank sends in a block's forward and backward, in a ring over
+    all ranks: keys and values, and in the backward also their fp32 gradients."""
     config, cp, size = job.config, job.mesh.cp, SIZES[job.dtype]
     kv = 2 * job.tokens * config.num_kv_heads // job.mesh.tp * config.head_dim
     return (cp - 1) * kv * size, (cp - 1) * kv * (size + max(4, size))
@@ -399,7 +399,7 @@ def _context_work(job: Job, attention: Work) -> Work:
 
 
 def message(job: Job) -> tuple[float, float]:
-    """(bytes, seconds) of a message from stage to stage: [T, E], of each tensor rank its rows."""
+    """Return (bytes, seconds) of a message between stages: each tensor rank's rows of [T, E]."""
     mesh, hardware = job.mesh, job.hardware
     if mesh.pp == 1:
         return 0.0, 0.0
@@ -413,15 +413,15 @@ def message(job: Job) -> tuple[float, float]:
 
 
 def _over_shards(job: Job, rank: int, each: float) -> float:
-    """Seconds of an all-gather or reduce-scatter over the shards of a pipeline rank's parameters,
-    of `each` bytes."""
+    """Return the seconds of an all-gather or reduce-scatter over the shards of a pipeline rank's
+    parameters, of `each` bytes."""
     shard = job.mesh.size("shard")
     moved = parameters_of(job)[rank] * each * (shard - 1) / shard
     return _sent(job, job.mesh.tp, shard, moved)[1]
 
 
 def gradient_sum(job: Job, rank: int) -> float:
-    """Seconds of the sum of a pipeline rank's gradients over the data ranks, at a step's end."""
+    """Return the seconds to sum a pipeline rank's gradients over data ranks at a step's end."""
     mesh, wide, P = job.mesh, max(job.summed, SIZES[job.dtype]), parameters_of(job)[rank]
     if job.plan.zero == 0:
         return 2 * _sent(job, mesh.tp, mesh.data, P * wide * (mesh.data - 1) / mesh.data)[1]
@@ -432,7 +432,7 @@ def gradient_sum(job: Job, rank: int) -> float:
 
 
 def _beside_zero(job: Job, rank: int, work: Work) -> Work:
-    """The work of a stage beside what ZeRO 2 and 3 send in each micro-batch."""
+    """Return a stage's work, slowed by what ZeRO 2 and 3 send in each micro-batch."""
     stages, size = stage_ranks(job.plan, job.mesh.pp).count(rank), SIZES[job.dtype]
     gather = _over_shards(job, rank, size / stages) if job.plan.zero == 3 else 0.0
     summed = gather + _over_shards(job, rank, max(job.summed, size) / stages)
@@ -440,13 +440,13 @@ def _beside_zero(job: Job, rank: int, work: Work) -> Work:
 
 
 def _slowed(work: float, message: float) -> float:
-    """Seconds of computation and of a message beside it, which slow each other."""
+    """Return the seconds of computation and a concurrent message, which slow each other."""
     return max(work, message) + _BESIDE * min(work, message)
 
 
 def _update(job: Job, work: list[Work]) -> float:
-    """Seconds of the optimizer's step, and of what it gathers of the weights (ZeRO 1 and 2) that
-    the next step's first forward does not hide; of the slowest rank."""
+    """Return the seconds of the slowest rank's optimizer step and of the part of its all-gather of
+    weights (ZeRO 1 and 2) that the next step's first forward does not hide."""
     size, shard = SIZES[job.dtype], job.mesh.size("shard") if job.plan.zero else 1
     first = [0.0] * job.mesh.pp
     for stage, rank in enumerate(stage_ranks(job.plan, job.mesh.pp)):
@@ -456,22 +456,22 @@ def _update(job: Job, work: list[Work]) -> float:
         own = _stream(job, cost.adamw(P // shard, param_size=size if size < 4 else 0))
         gather = _over_shards(job, rank, size) if job.plan.zero in (1, 2) else 0.0
         shown = max(0.0, gather - first[rank])
-        if job.owned:  # what no forward hides
+        if job.owned:  # not hidden by any forward
             shown = gather + min(shard, job.owned) * _ring_latency(job, shard)
         found.append(own + shown)
     return max(found)
 
 
 def _ring_latency(job: Job, size: int) -> float:
-    """Seconds in which a ring's first bytes come to the last of `size` data ranks."""
+    """Return the seconds until a ring's first bytes reach the last of `size` data ranks."""
     far = math.ceil(size / max(1, job.hardware.node // job.mesh.tp)) - 1
     return far * _FAR_HOP + (size - 1 - far) * _NEAR_HOP
 
 
 def step_traffic(job: Job) -> Iterator[tuple[str, str, float]]:
-    """Per axis: its name, the link that it uses, and the bytes that a rank sends in a step.
+    """Yield for each axis its name, its link, and the bytes that a rank sends in a step.
 
-    Of the rank with most, a first or last stage's own pieces left out.
+    The rank is the one that sends most; the first and last stages' own parts are not counted.
     """
     mesh, plan = job.mesh, job.plan
     stages = stage_ranks(plan, mesh.pp)

@@ -1,13 +1,13 @@
 """Timelines of pipeline schedules as pictures (SVG, PNG) and as traces for Chrome's viewer and
-Perfetto, of simulated steps (`parallel.simulate`) and of measured ones beside them.
+Perfetto, both of simulated steps (`parallel.simulate`) and of measured ones.
 
-A row is a rank, a bar is an action over its time, and white is idle (the bubble). An axis has the
-unit of time, a legend the kinds of action:
+A row is a rank, a bar is an action over its time, and white is idle (the bubble). The axis shows
+the unit of time, a legend the kinds of action:
 
     rank 0  | F0 | F1 |....|  B0    |  B1    |
     rank 1  |....| F0 |  B0    | F1 |  B1    |
 
-The standard library draws SVG and writes traces; PNG takes matplotlib.
+SVG and traces need only the standard library; PNG requires matplotlib.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from xml.sax.saxutils import escape
 from warpweave.parallel.schedule.actions import RECEIVES, Action
 from warpweave.parallel.simulate import Cell, Timeline
 
-WIDTH, ROW, LEFT, TOP, GAP, LABEL = 726.0, 20, 56, 26, 22, 12.0  # pixels; bars from LABEL on named
+WIDTH, ROW, LEFT, TOP, GAP, LABEL = 726.0, 20, 56, 26, 22, 12.0  # pixels; wider bars get labels
 SUFFIXES = (".svg", ".png", ".json")
-# By op, from the first of a rank's stages to its last; receives are waiting, the rest is `OTHER`.
+# Colors by op, from a rank's first stage to its last; receives are waiting, the rest is `OTHER`.
 COLOURS = {
     "F": ("#7fb2e5", "#3f7fbf"),
     "B": ("#8fd19e", "#3f9d5b"),
@@ -35,11 +35,11 @@ COLOURS = {
 WAITING, OTHER = "#eeeeee", "#b8a0d0"
 NAMES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 _DARKER = "; darker: a rank's later stages"
-_LETTER = 6.2  # pixels of a letter, on average
+_LETTER = 6.2  # average width of a letter in pixels
 
 
 class Bar(NamedTuple):
-    """One action of a rank in time, coloured."""
+    """One action of a rank in time, with its color."""
 
     rank: int
     cell: Cell
@@ -47,7 +47,7 @@ class Bar(NamedTuple):
 
 
 def bars(timeline: Timeline) -> Iterator[Bar]:
-    """What is drawn: every action that takes time."""
+    """Yield the bars to draw: every action that takes time."""
     for rank, row in enumerate(timeline.cells):
         stages = sorted({cell.action.stage for cell in row})
         for cell in row:
@@ -61,19 +61,19 @@ def _colour(op: str, at: float) -> str:
         return WAITING if op in RECEIVES else OTHER
     light, dark = (
         [int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in COLOURS[op]
-    )  # a shade between the two for each of many stages
+    )  # with many stages, each gets a shade between the two
     return "#" + "".join(f"{round(a + (b - a) * at):02x}" for a, b in zip(light, dark))
 
 
 def _title(name: str, timeline: Timeline) -> str:
     held, rows = max(timeline.activations), timeline.cells
     work = sum(c.end - c.start for row in rows for c in row if c.action.op not in RECEIVES)
-    idle = 1 - work / (timeline.span * len(rows))  # a receive that lasts is waiting
+    idle = 1 - work / (timeline.span * len(rows))  # a receive that takes time is waiting
     return f"{name}: idle {idle:.0%}, activations of at most {held:g} micro-batches"
 
 
 def kinds(panels: Mapping[str, Timeline]) -> dict[str, str]:
-    """The legend: the kinds of action that are drawn, and their colour."""
+    """Return the legend: the kinds of action that are drawn -> their color."""
     ops = {cell.action.op for timeline in panels.values() for _, cell, _ in bars(timeline)}
     found = {NAMES[op]: shades[0] for op, shades in COLOURS.items() if op in ops}
     rest = ops - set(COLOURS)
@@ -82,14 +82,14 @@ def kinds(panels: Mapping[str, Timeline]) -> dict[str, str]:
 
 
 def _note(panels: Mapping[str, Timeline]) -> str:
-    """The line below the legend."""
+    """Return the line below the legend."""
     rows = [row for timeline in panels.values() for row in timeline.cells]
     several = any(len({cell.action.stage for cell in row}) > 1 for row in rows)
     return "white: idle" + _DARKER * several
 
 
 def in_units(span: float, unit: str) -> tuple[float, str]:
-    """The unit that suits `span`: how many of it make one `unit`, and its name.
+    """Return the display unit that suits `span`: how many of it make one `unit`, and its name.
 
     Less than a second is shown in ms or µs.
     """
@@ -99,7 +99,7 @@ def in_units(span: float, unit: str) -> tuple[float, str]:
 
 
 def ticks(span: float) -> list[float]:
-    """Round numbers from 0 to `span`, 5 to 12 of them."""
+    """Return 5 to 12 round numbers from 0 to `span`."""
     rough = span / 10
     step = 10.0 ** math.floor(math.log10(rough))
     step *= next(n for n in (1, 2, 5, 10) if n * step >= rough)
@@ -107,7 +107,7 @@ def ticks(span: float) -> list[float]:
 
 
 def _edge(timeline: Timeline) -> float:
-    """Width of the white line round a bar: none where it would hide a row of many."""
+    """Return the width of the white line around a bar: 0 if a row has many bars."""
     return 0.5 if max(map(len, timeline.cells)) < 200 else 0
 
 
@@ -116,13 +116,13 @@ def _name(action: Action) -> str:
 
 
 def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False, unit: str = "s") -> str:
-    """All timelines under one another as one SVG document, on one scale of time, with its axis and
-    a legend.
+    """Draw all timelines below each other as one SVG document, with a shared time axis and a
+    legend.
 
     Args:
-        panels: title -> timeline, all in one unit of time.
-        tooltips: every bar says its action and its times when pointed at; larger.
-        unit: of time.
+        panels: title -> timeline, all in the same unit of time.
+        tooltips: show each bar's action and times on hover; makes the file larger.
+        unit: the unit of time.
     """
     span = max(timeline.span for timeline in panels.values())
     scale, (many, shown) = WIDTH / span, in_units(span, unit)
@@ -142,7 +142,7 @@ def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False, unit: str = "
             tip = f"<title>{action}: {start * many:g} to {end * many:g} {shown}</title>"
             tip = tip if tooltips else ""
             number = f' data-n="{_name(action)}"' if tooltips else ""
-            places = 3 if tooltips else 1  # a page zooms in
+            places = 3 if tooltips else 1  # pages can be zoomed
             rect = f'<rect x="{x:.{places}f}" y="{y}" width="{width:.{places}f}"'
             rect += f' height="{ROW - 2}"{number}'
             elements.append(f'{rect} class="{shade}"' + (f">{tip}</rect>" if tip else "/>"))
@@ -174,7 +174,7 @@ def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False, unit: str = "
 
 
 def _time_axis(top: float, span: float, scale: float, unit: str) -> list[str]:
-    """The axis of time below the last row, `span` units of `scale` pixels."""
+    """Draw the time axis below the last row: `span` units of `scale` pixels."""
     marks = [(LEFT + at * scale, f"{at:g}") for at in ticks(span)]
     return [
         f'<g class="axis" data-y="{top:g}"><path d="M{LEFT} {top:g}H{LEFT + WIDTH:g}"/>',
@@ -186,7 +186,7 @@ def _time_axis(top: float, span: float, scale: float, unit: str) -> list[str]:
 
 
 def _legend(panels: Mapping[str, Timeline], top: float, colours: dict[str, str]) -> list[str]:
-    """A square and a name for each colour, and a line for the rest."""
+    """Draw a square and a name for each color, and a line for the rest."""
     found, x = [], float(LEFT)
     for name, colour in kinds(panels).items():
         shade = colours.setdefault(colour, f"c{len(colours)}")
@@ -198,7 +198,7 @@ def _legend(panels: Mapping[str, Timeline], top: float, colours: dict[str, str])
 
 
 def png(panels: Mapping[str, Timeline], path: Path) -> None:
-    """The same picture of timelines in seconds as a PNG."""
+    """Draw the same picture as a PNG, of timelines in seconds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -237,10 +237,10 @@ def png(panels: Mapping[str, Timeline], path: Path) -> None:
 
 
 def trace(panels: Mapping[str, Timeline], second: float = 1.0) -> dict[str, Any]:
-    """The timelines as Chrome's trace events, which Perfetto reads as well: a process per title, a
-    thread per rank, a complete event ("X") per action, times in microseconds.
+    """Return the timelines as Chrome trace events, which Perfetto also reads.
 
-    `second` is one second in the timelines' unit of time.
+    Each title is a process, each rank a thread, and each action a complete event ("X"), with times
+    in microseconds. `second` is one second in the timelines' unit of time.
     """
     events: list[dict[str, Any]] = []
     for pid, (name, timeline) in enumerate(panels.items()):
@@ -257,9 +257,9 @@ def trace(panels: Mapping[str, Timeline], second: float = 1.0) -> dict[str, Any]
 
 
 def check_suffix(path: str | Path | None) -> None:
-    """ValueError unless `write_timeline` can write such a file; None is no file."""
+    """Raise ValueError unless `write_timeline` can write such a file; None is always valid."""
     if path is not None and Path(path).suffix not in SUFFIXES:
-        raise ValueError(f"a timeline is a file in {', '.join(SUFFIXES)}, got {str(path)!r}")
+        raise ValueError(f"a timeline must be one of {', '.join(SUFFIXES)}, got {str(path)!r}")
 
 
 def write_timeline(path: str | Path, panels: Mapping[str, Timeline]) -> None:

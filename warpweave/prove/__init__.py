@@ -1,9 +1,9 @@
 """``warpweave prove``: show that a layout computes what one plain device computes.
 
-`options` the command line, without torch · `command` the ranks that it starts and their verdict ·
-`layouts` the layouts, listed or drawn · `proof` of one layout, and its limits · `expected` the
-batches, and the plain model's training on them · `truth` the reference values and the effect of
-rounding · `typecheck` the types of a program, without any ranks.
+`options` defines the command line, without torch · `command` starts the ranks and judges them ·
+`layouts` lists or draws the layouts · `proof` proves one layout and holds the limits · `expected`
+has the batches and the plain model's training on them · `truth` has the reference values and the
+effect of rounding · `typecheck` checks a program's types without any ranks.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ __getattr__ = names_of(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command ``warpweave prove``; torch is imported once its options are understood."""
+    """Run the command ``warpweave prove``; torch is imported only after the options are parsed."""
     config = parse(argv)
     from warpweave.prove.command import run
 

@@ -1,4 +1,4 @@
-"""What ``warpweave prove`` does: the ranks it starts, and their verdict."""
+"""The command ``warpweave prove``: start the ranks and report their verdict."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from warpweave.train.idle_options import PROVE, idle_lines
 
 
 def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | None = None) -> None:
-    """Prove `layouts`, largest worlds first, as one rank of the first; rank 0 writes to `path`.
+    """Prove `layouts` as one rank of the first, largest worlds first; rank 0 writes to `path`.
 
-    One line of JSON for each layout as soon as it is proven. A rank that no remaining layout needs
-    leaves. In the first step of a layout ranks compare their collectives.
+    Rank 0 writes one line of JSON per layout as soon as it is proven. A rank exits when no
+    remaining layout needs it. Ranks compare their collectives in the first step of each layout.
     """
     backend = BACKENDS[layouts[0].device]
     session = join(layouts[0].mesh, timeout=timeout, backend=backend, port=port)
     torch.set_num_threads(1)
     store = None
-    if session.store is not None:  # a process of its own
-        gc.freeze()  # what is imported stays: collecting a layout's groups need not go through it
-        store = session.store.clone()  # type: ignore[attr-defined]  # a wait holds a connection
+    if session.store is not None:  # a separate process
+        gc.freeze()  # imports live forever: freeing a layout's groups need not scan them
+        store = session.store.clone()  # type: ignore[attr-defined]  # a wait blocks a connection
     with reported(session, (CollectiveMismatch,)) if store is not None else nullcontext():
         for number, layout in enumerate(layouts):
             if session.rank >= layout.mesh.world:
@@ -54,7 +54,7 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
                 if number > 0:
                     session.renew(layout.mesh)
                 mesh = layout.mesh.connect(layout.device)
-                if store is not None:  # a rank that skips a collective is named, and nobody hangs
+                if store is not None:  # name a rank that skips a collective, so that nobody hangs
                     ranks = layout.mesh, session.rank, timeout, session.device
                     checked = CheckedCollectives(store, *ranks)
             errors = prove_layout(layout, mesh, timeout, checked)
@@ -69,11 +69,11 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
 
 
 def _in_another_dtype(layout: Layout, before: Layout) -> bool:
-    """True for the layout `before` it in another dtype, which keeps that one's groups."""
+    """Return True if `layout` is `before` in a different dtype, so that it can keep the groups."""
     return dataclasses.replace(layout, dtype=before.dtype) == before
 
 
-_COLUMNS = {  # of `Errors`, and what stands above them
+_COLUMNS = {  # fields of `Errors` -> column headings
     "loss": "loss",
     "grad": "gradient",
     "norm": "gradient norm",
@@ -82,24 +82,24 @@ _COLUMNS = {  # of `Errors`, and what stands above them
     "evaluation": "evaluation",
     "token": "token",
 }
-_WIDTH = 14  # of a column: "2.5e-16 x0.67"
+_WIDTH = 14  # of a column such as "2.5e-16 x0.67"
 _LEGEND = """\
-Largest error of each kind of number: as a part of the number's size, then (x) in multiples of what
-rounding alone does to it in the plain model. ok: at most {limits}.
-evaluation: the losses without training; token: the logit of each generated token; layout: options
-of `warpweave prove`, batch = data ranks x micro-batches x sequences x tokens.
+Largest error of each kind of number: first relative to the number's size, then (x) as a multiple of
+the effect that rounding alone has on it in the plain model. ok: at most {limits}.
+evaluation: losses without training; token: the logit of each generated token; layout: options of
+`warpweave prove`, where batch = data ranks x micro-batches x sequences x tokens.
 """
 
 
 def table_head(count: int) -> str:
-    """The header of the table of `count` layouts: what the columns mean, and their names."""
+    """Return the table's header for `count` layouts: a legend and the column names."""
     limits = ", ".join(f"x{LIMITS[dtype]:.0f} in {dtype}" for dtype in LIMITS)
     names = "".join(f"{name:<{_WIDTH}}" for name in _COLUMNS.values())
     return f"{_LEGEND.format(limits=limits)}{_row_start(count, count, '')}{names}layout"
 
 
 def table_row(number: int, count: int, layout: Layout, errors: Errors) -> str:
-    """The row of a layout: its verdict, its errors, and if it is wrong the command to repeat it."""
+    """Return a layout's row: verdict, errors and, if it is wrong, the command that repeats it."""
     wrong = not errors.worst <= LIMITS[layout.dtype]
     row = _row_start(number, count, "WRONG" if wrong else "ok")
     for kind in _COLUMNS:
@@ -107,20 +107,20 @@ def table_row(number: int, count: int, layout: Layout, errors: Errors) -> str:
     if not wrong:
         return f"{row}{layout}"
     first = f"; first wrong: {errors.first}" * bool(errors.first)
-    return f"{row}{layout}{first}; largest: {errors.where}; again: {layout.command}"
+    return f"{row}{layout}{first}; largest: {errors.where}; rerun: {layout.command}"
 
 
 def _row_start(number: int, count: int, verdict: str) -> str:
-    """The first two columns: the row's number and the verdict."""
+    """Return the first two columns: the row's number and the verdict."""
     places = len(str(count))
     text = f"[{number:>{places}}/{count}] {verdict}" if verdict else "row"
     return text.ljust(2 * places + 10)
 
 
 def judge(layouts: Sequence[Layout], lines: Sequence[str]) -> dict:
-    """The summary of what rank 0 wrote: passed if every layout has its line, within its limit.
+    """Summarize what rank 0 wrote: passed if every layout has a line within its limit.
 
-    A line that is missing, cut short, of another layout or one too many is wrong.
+    A missing, truncated or surplus line is wrong, and so is a line of a different layout.
     """
     worst: dict[str, float] = {}
     right = 0
@@ -147,13 +147,13 @@ class _RefusedError(Exception):
 
 
 def _prove(config: ProveConfig, summary: dict, processes: Processes | None = None) -> None:
-    """Prove layouts on ranks of this machine; `summary` is filled in however they end."""
+    """Prove layouts on ranks of this machine; `summary` is filled in even if they fail."""
     try:
         layouts = config.layouts()
     except (ValueError, ImportError) as error:
         raise _RefusedError(error) from error
     if under_torchrun():
-        raise _RefusedError("prove starts its own ranks, run it without torchrun")
+        raise _RefusedError("prove starts its own ranks: run it without torchrun")
     world = layouts[0].mesh.world
     for line in idle_lines(PROVE, config):
         say(line)
@@ -169,15 +169,15 @@ def _prove(config: ProveConfig, summary: dict, processes: Processes | None = Non
         except SystemExit as error:
             failed = not isinstance(error, Stopped)
             raise
-        finally:  # a rank that died has its own exit code, and what is missing is not proven
+        finally:  # a dead rank has set the exit code; a layout without a row is not proven
             rows = file.readlines()
             summary |= judge(layouts, rows)
             if failed and len(rows) < len(layouts):
-                say(f"the ranks failed in this layout; again: {layouts[len(rows)].command}")
+                say(f"the ranks failed in this layout; rerun: {layouts[len(rows)].command}")
 
 
 def _typecheck(config: ProveConfig, summary: dict) -> None:
-    """Check the types of a layout's program, one stage after the other."""
+    """Check the types of a layout's program, stage by stage."""
     from warpweave.prove.typecheck import typecheck
 
     if config.model is not None and config.model not in PRESETS:
@@ -209,11 +209,10 @@ def _typecheck(config: ProveConfig, summary: dict) -> None:
 
 @contextmanager
 def _stoppable() -> Iterator[list[int]]:
-    """A context in which terminating signals raise `Stopped`, here or in `launch`; yields the list
-    of signals received.
+    """Raise `Stopped` on terminating signals, here or in `launch`; yield the signals received.
 
-    SIGHUP, of a closed terminal, is forwarded as SIGTERM, which `launch` handles. Ignored signals
-    stay ignored (nohup).
+    SIGHUP (the terminal was closed) is forwarded as SIGTERM, which `launch` handles. Ignored
+    signals stay ignored (nohup).
     """
     received: list[int] = []
 
@@ -236,11 +235,11 @@ def _stoppable() -> Iterator[list[int]]:
 
 
 def run(config: ProveConfig, processes: Processes | None = None) -> NoReturn:
-    """The command ``warpweave prove``: exits with 0 if everything was proven, else with 1.
+    """Run the command ``warpweave prove``: exit with 0 if everything was proven, else with 1.
 
-    2 for invalid layouts, 128 plus its number for a signal. However the ranks end, the last line
-    reports what was proven; after a signal ``passed`` is null. Ranks are started in `processes`, if
-    they were prepared early.
+    The exit code is 2 for invalid layouts and 128 plus its number for a signal. The last line
+    always reports what was proven; after a signal its ``passed`` is null. Ranks are started in
+    `processes`, if those were prepared early.
     """
     began, code = time.perf_counter(), 1
     summary: dict = {"passed": None}

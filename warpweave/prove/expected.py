@@ -23,18 +23,19 @@ from warpweave.model.plain import (
 from warpweave.prove.layouts import Sizes
 
 STEPS = 3
-# eps of the gradients' size: an update is not the mere sign of a gradient that rounding may turn.
+# eps is as large as the gradients. Otherwise an update would be the mere sign of a gradient, which
+# rounding may flip.
 ADAMW = {"eps": 1e-2, "weight_decay": 0.1}
 MUON = {"momentum": 0.8, "weight_decay": 0.1}
 PLAIN_SGD = {"momentum": 0.8, "weight_decay": 0.1}
 CLIP = 1.2
 RATES = (0.01, 0.004, 0.02)  # the learning rate of each step
-KEY = 3 << 32  # of the first step's dropout: both words of the key count
+KEY = 3 << 32  # dropout key of the first step: both of its 32-bit words are used
 
 
 @lru_cache(maxsize=8)
 def batch(sizes: Sizes, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels [samples, seq_len] and sample ids of a step, with ranks that have no label.
+    """Return tokens, labels [samples, seq_len] and sample ids of a step; some ranks have no labels.
 
     Steps from STEPS on are evaluations.
     """
@@ -47,41 +48,42 @@ def batch(sizes: Sizes, step: int) -> tuple[Tensor, Tensor, Tensor]:
     quarter = -(-length // 4)
     if step % 3 == 0:  # the second of four data ranks has no loss
         labels[n // 4 : n // 2] = -100
-    elif step % 3 == 1:  # what the first of two (or four) zigzag context ranks holds has no loss
+    elif step % 3 == 1:  # the first of two (or four) zigzag context ranks has no loss
         labels[:, :quarter] = -100
         labels[:, length - quarter :] = -100
-    else:  # likewise contiguous halves, and one whole half of the samples
+    else:  # likewise one of two contiguous context ranks, and half of the samples
         labels[:, length // 2 :] = -100
         labels[-(-n // 2) :] = -100
-    first = 2**32 // length - n  # so that the second step's tokens have numbers beyond 32 bits
+    first = 2**32 // length - n  # the second step's token indices exceed 32 bits
     return tokens, labels, first + step * n + torch.arange(n)
 
 
 @lru_cache(maxsize=8)
 def documents(sizes: Sizes, step: int) -> Tensor | None:
-    """Boundaries [samples, n + 1] of the documents of a step's samples; None for one in each.
+    """Return the document boundaries [samples, n + 1] of a step; None for one document per sample.
 
-    Boundaries differ between samples, and some documents are empty; the last is the rest.
+    Boundaries differ between samples, and some documents are empty. The last document takes the
+    rest.
     """
     if sizes.documents == 1:
         return None
     generator = torch.Generator().manual_seed(sizes.seed + step)
     shape = (sizes.samples, sizes.documents)
     ends = torch.randint(0, sizes.seq_len + 1, shape, generator=generator).sort(1).values
-    if sizes.documents + 2 == sizes.seq_len:  # one more than tokens: no number for each of them
+    if sizes.documents + 2 == sizes.seq_len:  # would be read as a document number per token
         ends = torch.cat((ends, ends[:, -1:]), 1)
     ends = torch.nn.functional.pad(ends, (0, 1), value=sizes.seq_len)
     return torch.nn.functional.pad(ends, (1, 0))
 
 
 def _numbers(sizes: Sizes, step: int) -> Tensor | None:
-    """The document of every token [samples, seq_len], as the plain model wants it."""
+    """Return each token's document number [samples, seq_len], the plain model's format."""
     bounds, position = documents(sizes, step), torch.arange(sizes.seq_len)
     return None if bounds is None else (bounds[:, :, None] <= position).sum(1)
 
 
 def prompt(sizes: Sizes, step: int) -> Tensor:
-    """The beginning of the text that is generated after a step: one token, half a window, more."""
+    """Return the prompt of a step: one token, half a window, or more than a window."""
     generator = torch.Generator().manual_seed(sizes.seed + step)
     length = (1, sizes.seq_len // 2, sizes.seq_len + 1)[step]
     return torch.randint(0, sizes.vocab, (length,), generator=generator)
@@ -89,15 +91,17 @@ def prompt(sizes: Sizes, step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Delayed:
-    """The delayed rule of an asynchronous pipeline schedule, as its papers say it, without lists.
+    """The delayed update rule of an asynchronous pipeline schedule, as in its paper, without lists
+    of actions.
 
-    Update t of a stage is by the gradient at w(t - delay), of a micro-batch of every data replica
-    (PipeDream, arXiv:1806.03377), or of all of a step (2BW, arXiv:2006.09503). Delays are, of stage
-    s of p, p - 1 - s (pipedream), p - 1 (vertical sync), 1 (2BW); weights before w(0) are w(0).
+    Update t of a stage uses the gradient at w(t - delay). The gradient is that of one micro-batch
+    of every data replica (PipeDream, arXiv:1806.03377), or of a whole step (2BW, arXiv:2006.09503).
+    The delay of stage s of p is p - 1 - s (pipedream), p - 1 (vertical sync) or 1 (2BW). Weights
+    before w(0) are w(0).
 
     Attributes:
         schedule: "pipedream", "pipedream-vs" or "pipedream-2bw".
-        stages, replicas, microbatches: of the layout.
+        stages, replicas, microbatches: as in the layout.
     """
 
     schedule: str
@@ -106,14 +110,14 @@ class Delayed:
     microbatches: int
 
     def updates(self, samples: int) -> list[Tensor]:
-        """The samples, as indices in a step's batch, of each of its updates."""
+        """Return the samples of each update in a step, as indices in the step's batch."""
         every = torch.arange(samples).view(self.replicas, self.microbatches, -1)
         if self.schedule == "pipedream-2bw":
             return [every.flatten()]
         return [every[:, mb].flatten() for mb in range(self.microbatches)]
 
     def delay(self, name: str, layers: int) -> int:
-        """Of a parameter, by its stage; blocks are spread evenly."""
+        """Return the delay of a parameter, given by its stage; blocks are spread evenly."""
         kind, number, *_ = [*name.split("."), ""]
         ends = [layers * (s + 1) // self.stages for s in range(self.stages)]
         stage = 0 if kind in ("embedding", "positions") else self.stages - 1
@@ -124,20 +128,20 @@ class Delayed:
 
 
 def plain_config(config: GPTConfig) -> PlainConfig:
-    """The plain model's configuration of the same GPT."""
+    """Return the plain model's configuration of the same GPT."""
     sizes = {"kv_heads": config.num_kv_heads, "hidden": config.num_hidden}
     return PlainConfig(**dataclasses.asdict(config) | sizes)
 
 
 def moments_of(optimizer: str) -> dict[str, str]:
-    """The optimizer's states, by their names in the plain one."""
+    """Return the optimizer's states: the plain optimizer's names -> ours."""
     return {"m": "momentum"} if optimizer == "sgd" else {"m": "exp_avg", "v": "exp_avg_sq"}
 
 
 def compared(
     config: PlainConfig, optimizer: str = "adamw"
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Words of what is compared -> parameter -> shape; of what no parameter has, "" -> shape."""
+    """Return each compared value's name -> parameter ("" if it belongs to none) -> shape."""
     params = plain_shapes(config)
     one: dict[str, tuple[int, ...]] = {"": ()}
     found: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -150,10 +154,10 @@ def compared(
 
 
 def execution_order(model: GPTConfig, optimizer: str = "adamw") -> dict[str, int]:
-    """The name of each compared tensor -> its place in the order of execution.
+    """Return the name of each compared tensor -> its place in the order of execution.
 
-    A step's loss, the gradients from the last parameter to the first, their norm, after the last
-    step the weights and moments, then the evaluation and the text.
+    The order in a step: its loss, the gradients from the last parameter to the first, and their
+    norm; the new weights (after the last step also the moments); then the evaluation and the text.
     """
     names, words = [*plain_shapes(plain_config(model))], []
     for step in range(STEPS):
@@ -173,7 +177,7 @@ def _sgd_step(
     lr: float,
     clip: float = math.inf,
 ) -> Tensor:
-    """`plain_adamw_step` with the arithmetic of ``torch.optim.SGD``; returns the norm."""
+    """Take a `plain_adamw_step` with the arithmetic of ``torch.optim.SGD``; return the norm."""
     norm = torch.sqrt(sum((g * g).sum() for g in grads.values()))
     scale = min(1.0, clip / (norm.item() + 1e-6))
     for name, param in params.items():
@@ -186,7 +190,7 @@ def _sgd_step(
 
 
 def _moved(params: dict[str, Tensor], number: int) -> dict[str, Tensor]:
-    """Every weight changed by about one unit in the last place, up or down at random (`number`)."""
+    """Return the weights, each changed by about one unit in the last place, with random signs."""
     generator = torch.Generator().manual_seed(number)
 
     def signs(p: Tensor) -> Tensor:
@@ -200,7 +204,7 @@ def _on(device: torch.device | str, *tensors: Tensor | None) -> list[Tensor | No
 
 
 def last_logits(params: dict[str, Tensor], tokens: Tensor, config: PlainConfig) -> Tensor:
-    """The logits [V] of the token after `tokens`."""
+    """Return the logits [V] of the token after `tokens`."""
     window = tokens[None, -config.seq_len :]
     return plain_gpt_logits(params, window, config, dropout=0.0)[0, -1]
 
@@ -215,12 +219,13 @@ def train(
     optimizer: str = "adamw",
     delayed: Delayed | None = None,
 ) -> dict[str, Tensor]:
-    """Train the plain model on one `device` for STEPS steps; all that `compared` names, on the CPU.
+    """Train the plain model on `device` for STEPS steps; return all that `compared` names, on CPU.
 
-    With `delayed` by that rule, unclipped: a step's loss is then the mean of its updates', its norm
-    the root of the mean square of theirs, its gradient the last one's. In float64 it is the truth.
-    With `moved` > 0 the initial weights are first moved by one unit in the last place of `dtype`,
-    in a pattern of that number. Low dtypes have masters in float32.
+    With `delayed`, train by that rule without clipping. A step's loss is then the mean over its
+    updates, its norm their root mean square, and its gradient that of its last update. In float64
+    the result is the truth. With `moved` > 0 the initial weights are first changed by one unit in
+    the last place of `dtype`, in a pattern seeded by `moved`. Low-precision dtypes have float32
+    masters.
     """
     config = plain_config(model)
     wide = torch.promote_types(dtype, torch.float32)

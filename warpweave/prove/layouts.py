@@ -1,7 +1,7 @@
 """The layouts that `prove` trains a tiny GPT on, listed or drawn at random.
 
-A `Layout` is a mesh and every option that must not change the results, and a model style.
-`Sizes` are those of the model and the batch, as small as the mesh allows, or drawn with it.
+A `Layout` is a mesh, every option that must not change the results, and a model style. `Sizes`
+holds the sizes of the model and the batch: as small as the mesh allows, or drawn with it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ STYLES: dict[str, dict] = {
         "positions": "rope", "norm": "rms", "activation": "gelu_erf", "bias": False,
         "qkv_bias": True, "qk_norm": True, "windows": (3, 0), "sinks": True,
         "rope_scaling": RopeScaling("llama3", 4.0, original_length=8),
-    },  # what a model may have besides: no real one has all of it
+    },  # further options that models have; no real one has all of them
     "gemma": {
         "positions": "rope", "norm": "rms1p", "activation": "geglu", "bias": False,
         "norm_place": "sandwich", "qk_norm": True, "attention_scale": 0.4, "softcap": 2.0,
         "logit_softcap": 0.25, "embedding_scale": 2.5, "windows": (3, 0),
         "local_rope_theta": 100.0, "rope_scaling": RopeScaling("linear", 4.0),
-    },  # what Gemma 2 and 3 have, in one
+    },  # the options of Gemma 2 and 3 together
     "olmo": {
         "positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False,
         "norm_place": "post", "qk_norm": True, "qk_norm_whole": True,
@@ -47,7 +47,7 @@ STYLES: dict[str, dict] = {
 }  # fmt: skip
 SYNCHRONOUS = tuple(name for name, family in FAMILIES.items() if not family.asynchronous)
 ASYNCHRONOUS = tuple(name for name in FAMILIES if name not in SYNCHRONOUS)
-PRIMES = (5, 11, 23, 37, 53)  # vocabularies; five words leave some of six tensor ranks without any
+PRIMES = (5, 11, 23, 37, 53)  # vocabularies; with 5, some of six tensor ranks hold no word
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,18 @@ class Sizes:
     hidden: int
     dropout: float = 0.1
     seed: int = 5
-    documents: int = 1  # that are packed into each sample
+    documents: int = 1  # packed into each sample
 
 
 def smallest(mesh: Mesh, style: str, chunks: int = 1) -> Sizes:
-    """Sizes that every mesh fits: a prime vocabulary, layers that do not divide by the stages, of
-    which each pipeline rank has `chunks`.
+    """Return sizes that fit the mesh: a prime vocabulary, layers that do not split evenly over the
+    stages, of which each pipeline rank has `chunks`.
 
-    One, two and four ranks on an axis have the same, so that they share their truth.
+    Axes of one, two and four ranks get the same sizes, so that their layouts share one truth.
     """
     tp, stages = mesh.tp, mesh.pp * chunks
     heads = tp * max(1, 8 // tp)
-    tokens = mesh.cp * math.lcm(2, tp)  # both cuts of the sequence, for any micro-batch
+    tokens = mesh.cp * math.lcm(2, tp)  # splits over cp and tp, for any micro-batch
     return Sizes(
         samples=mesh.dp * max(1, 12 // mesh.dp),
         seq_len=tokens * max(1, 16 // tokens),
@@ -92,8 +92,9 @@ def smallest(mesh: Mesh, style: str, chunks: int = 1) -> Sizes:
 class Layout:
     """A mesh and every option that must not change the results.
 
-    `count` is the number of micro-batches (None: the first that divides the samples and is more
-    than the stages); `drawn` are the sizes of a random layout (None: the smallest that fit).
+    `count` is the number of micro-batches (None: the first divisor of the samples that is larger
+    than the number of stages). `drawn` holds the sizes of a random layout (None: the smallest that
+    fit).
     """
 
     mesh: Mesh
@@ -118,7 +119,7 @@ class Layout:
     def __post_init__(self) -> None:
         if self.sizes.samples % (self.mesh.dp * self.microbatches):
             raise ValueError(
-                f"{self.sizes.samples} samples over dp = {self.mesh.dp} do not divide by "
+                f"{self.sizes.samples} samples over dp = {self.mesh.dp} are not divisible by "
                 f"{self.microbatches} micro-batches"
             )
 
@@ -126,7 +127,7 @@ class Layout:
     def sizes(self) -> Sizes:
         """Sizes of the model and the batch."""
         sizes = self.drawn or smallest(self.mesh, self.style, self.chunks)
-        if self.schedule.endswith(".csv"):  # which has its own number of micro-batches
+        if self.schedule.endswith(".csv"):  # the file sets the number of micro-batches
             sizes = replace(sizes, samples=self.mesh.dp * self._least)
         return replace(sizes, documents=4) if self.packed else sizes
 
@@ -145,7 +146,7 @@ class Layout:
 
     @property
     def _least(self) -> int:
-        """The fewest micro-batches that the schedule has."""
+        """The fewest micro-batches that the schedule supports."""
         return find_family(self.schedule).least(self.mesh.pp)
 
     @property
@@ -189,7 +190,7 @@ class Layout:
 
     @property
     def command(self) -> str:
-        """The command that proves this layout again, alone."""
+        """The command that proves only this layout, again."""
         words = [f"--random 1 --seed {self.drawn.seed}"] if self.drawn is not None else []
         if not words:
             given = ((a, getattr(self.mesh, a)) for a in (*AXES, "ulysses", "dp_shard"))
@@ -211,8 +212,8 @@ class Layout:
         return " ".join(["warpweave prove", *words, f"--dtype {self.dtype} --impl {self.impl}"])
 
     def __str__(self) -> str:
-        """One line, in the words of the options; batch is data ranks x micro-batches x sequences x
-        tokens."""
+        """Return the layout as one line in the words of the options; batch is data ranks x
+        micro-batches x sequences x tokens."""
         m, s = self.mesh, self.sizes
         words = [] if self.drawn is None else [f"seed {s.seed}:"]
         words += [f"outer={m.outer}"] if m.outer > 1 else []
@@ -247,13 +248,14 @@ def _axes(mesh: Mesh) -> int:
 
 
 def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
-    """Every legal layout of `world` ranks; of more than four, those with the most axes.
+    """Return every legal layout of `world` ranks; above four ranks, those with the most axes.
 
-    Mesh x SP x ZeRO x schedule x context strategy x style x tie, where a choice makes a difference:
-    SP needs tensor ranks, ZeRO data ranks, a strategy context ranks. Recomputation, the ways to cut
-    the sequence, the numbers of micro-batches, fewer and more than stages, and for tensor ranks the
-    ways to overlap that `impl` can run, samples of one or several documents, shards over all data
-    ranks or with replicas, and "llama" without or "qwen" with windows and sinks take turns.
+    Takes the product mesh x SP x ZeRO x schedule x context strategy x style x tie, wherever a
+    choice has an effect: SP needs tensor ranks, ZeRO data ranks, a strategy context ranks. Other
+    choices alternate from layout to layout: recomputation, the sequence layout, the number of
+    micro-batches (fewer or more than stages), the overlap (with tensor ranks, and if `impl` can run
+    it), one or several documents per sample, shards over all data ranks or with replicas, and
+    "llama" (without windows and sinks) or "qwen" (with both).
     """
     every = sorted(meshes(world), key=lambda mesh: -mesh.pp)
     if world > 4:
@@ -299,7 +301,7 @@ def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
 
 
 def _asynchronous(mesh: Mesh, turn: int) -> list[Layout]:
-    """Every asynchronous schedule and ZeRO stage that goes with it, where there are stages."""
+    """Return every asynchronous schedule with every ZeRO stage it supports, if pp > 1."""
     return [
         Layout(
             mesh,
@@ -317,13 +319,13 @@ def _asynchronous(mesh: Mesh, turn: int) -> list[Layout]:
 
 
 def _shardings(mesh: Mesh, zero: int) -> tuple[int | None, ...]:
-    """What `dp_shard` may be: all data replicas, and what leaves several shards and replicas."""
+    """Return the values to try for `dp_shard`: None (all data replicas) or fewer shards."""
     fewer = [n for n in divisors(mesh.dp)[:-1] if n * mesh.cp > 1]
     return (None, *fewer) if zero else (None,)
 
 
 def _strategies(mesh: Mesh, heads: int) -> tuple[Strategy, ...]:
-    """The strategies that fit this mesh; Ulysses needs enough `heads` on a rank."""
+    """Return the strategies that fit this mesh; Ulysses needs enough `heads` on a rank."""
     if mesh.cp == 1:
         return ("auto",)
     if mesh.ulysses > 1:
@@ -333,7 +335,7 @@ def _strategies(mesh: Mesh, heads: int) -> tuple[Strategy, ...]:
 
 
 def _kinds(mesh: Mesh, strategy: Strategy) -> tuple[Kind, ...]:
-    """The sequence layouts that the strategy supports."""
+    """Return the sequence layouts that the strategy supports."""
     if mesh.cp == 1:
         return ("zigzag",)
     unknown = {"ring": ("balanced",), "hybrid": ("striped", "balanced")}.get(strategy, ())
@@ -348,13 +350,13 @@ def _overlaps(mesh: Mesh, impl: str) -> tuple[Overlap, ...]:
 
 
 def _ragged(rows: int, parts: int, chunks: int, seed: int) -> int:
-    """A length that needs `rows` rows on each of `parts` ranks, in `chunks` chunks, and most likely
-    does not fill all of them."""
+    """Return a length that needs `rows` rows on each of `parts` ranks, in `chunks` chunks, and most
+    likely does not fill all of them."""
     return max(rows * parts - seed % (parts * chunks), 3)
 
 
 def _without_effect(layout: Layout, rng: random.Random) -> Layout:
-    """`layout` with random options for axes of one rank, where they must change nothing."""
+    """Return `layout` with random options for axes of one rank, where they must have no effect."""
     mesh = layout.mesh
     if mesh.cp == 1:
         kind, strategy = rng.choice(get_args(Kind)), rng.choice(get_args(Strategy))
@@ -366,12 +368,12 @@ def _without_effect(layout: Layout, rng: random.Random) -> Layout:
 
 
 def draw(seed: int, impl: str = "torch") -> Layout:
-    """The random layout of `seed`: 2 to 8 ranks, and a model and a batch that fit them barely."""
+    """Draw the layout of `seed`: 2 to 8 ranks, with a model and a batch that barely fit them."""
     rng = random.Random(seed)
     mesh = rng.choice(list(meshes(rng.choice((2, 3, 4, 5, 6, 6, 8, 8)))))
     sp = mesh.tp > 1 and rng.random() < 0.7
     cut = rng.choice(_kinds(mesh, "hybrid" if mesh.ulysses > 1 else "auto"))
-    each = rng.choice((1, 1, 2))  # stages of a rank
+    each = rng.choice((1, 1, 2))  # stages per rank
     count, size = rng.randint(1, mesh.pp + 3), rng.randint(1, 3)
     chunks = 2 if mesh.cp > 1 and cut in ("zigzag", "balanced") else 1
     local = [
@@ -410,7 +412,7 @@ def draw(seed: int, impl: str = "torch") -> Layout:
         count=count,
         drawn=sizes,
     )
-    # Last: an earlier seed keeps all the rest.
+    # Draw these last, so that earlier seeds keep all other choices.
     shards = rng.choice(_shardings(mesh, layout.zero))
     schedule = rng.choice(
         [

@@ -1,4 +1,4 @@
-"""The proof of one layout: train under it, and compare with the plain model after every step."""
+"""Prove one layout: train under it, and compare with the plain model after every step."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from warpweave.prove.expected import (
 from warpweave.prove.layouts import Layout
 from warpweave.prove.truth import Truth, truth
 
-# How many times what rounding does to a number in the plain model its error may be. Of 2,000 random
-# layouts on one CPU the largest were 5.8 in fp64 and 13.2 in fp32 (norms over two elements); other
-# CPUs round otherwise, so no test asks for these figures.
+# Limits on a number's error, in multiples of what rounding does to that number in the plain model.
+# Over 2,000 random layouts on one CPU the largest were 5.8 in fp64 and 13.2 in fp32 (norms over two
+# elements). Other CPUs round differently, so no test asserts these figures.
 LIMITS = {"fp64": 32.0, "fp32": 32.0, "bf16": 8.0, "fp16": 8.0}
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest errors of a layout, in multiples of the effect of rounding alone (`truth`).
+    """The largest errors of a layout, in multiples of the effect of rounding alone (`truth`).
 
-    `evaluation` is the error of losses without training. `token` is the distance of the plain
-    model's logit of a generated token from the largest logit, in multiples of twice the effect of
-    rounding: 0 for the token that the plain model generates. `relative` has the same errors
-    relative to the size of the numbers. `where` names the tensor and rank of the largest error,
-    `first` those of the first one beyond the limit in execution order (`execution_order`).
+    `evaluation` is the error of losses without training. `token` measures generated tokens: how far
+    the plain model's logit of the token is below its largest logit, in multiples of twice the
+    effect of rounding. It is 0 for the token that the plain model generates. `relative` has the
+    same errors relative to the size of the numbers. `where` names the tensor and rank of the
+    largest error, `first` those of the first one beyond the limit in `execution_order`.
     """
 
     loss: float
@@ -72,7 +72,7 @@ class Errors:
 
     @property
     def worst(self) -> float:
-        """The largest of all; NaN is as wrong as can be, and `max` would pass over it."""
+        """The largest error of all; NaN counts as infinite (`max` would skip it)."""
         return max(e if e == e else float("inf") for e in self.each.values())
 
 
@@ -80,8 +80,8 @@ KINDS = tuple(f.name for f in dataclasses.fields(Errors) if f.type == "float")
 
 
 class _Comparison:
-    """This rank's largest error of each kind, the tensor of the largest, and the first tensor by
-    `order` that is beyond `limit`."""
+    """This rank's largest error of each kind, the tensor of the largest error, and the first tensor
+    by `order` that is beyond `limit`."""
 
     def __init__(self, truth: Truth, limit: float, order: dict[str, int]) -> None:
         self.truth, self._limit, self._order = truth, limit, order
@@ -90,7 +90,7 @@ class _Comparison:
         self.where = self.first = ""
 
     def add(self, kind: str, what: str, times: float, relative: float = math.inf) -> None:
-        """Count an error in; one that is not a number is infinite."""
+        """Record an error; NaN counts as infinite."""
         times, relative = (e if e == e else math.inf for e in (times, relative))
         if times > max(self.errors.values(), default=0.0):
             self.where = what
@@ -100,11 +100,11 @@ class _Comparison:
             self.errors[kind], self.relative[kind] = times, relative
 
     def _place(self, what: str) -> int:
-        """The place of a tensor in the order of execution; last if it is not listed."""
+        """Return a tensor's place in the order of execution; the last if it is not listed."""
         return self._order.get(what, len(self._order))
 
     def difference(self, kind: str, what: str, of: str, by: float) -> None:
-        """Count in that a number named `what` is off by `by`, where rounding does as to `of`."""
+        """Record that the number `what` is off by `by`, with the rounding and size of `of`."""
         self.add(
             kind, what, *(_ratio(by, x[of]) for x in (self.truth.rounding, self.truth.largest))
         )
@@ -116,7 +116,7 @@ class _Comparison:
         actual: Tensor,
         cut: Callable[[Tensor], Tensor] = lambda t: t,
     ) -> None:
-        """Compare `actual` with the (cut of the) value whose words are `what`."""
+        """Compare `actual` with the value named `what`, of which `cut` takes this rank's part."""
         expected = cut(self.truth.values[what])
         if actual.shape != expected.shape:
             self.add(kind, what, math.inf)
@@ -125,9 +125,9 @@ class _Comparison:
         self.difference(kind, what, what, by)
 
     def text(self, text: Tensor, start: Tensor, step: int, new: int) -> None:
-        """By how much the plain logits of the `new` tokens after `start` are below the largest.
+        """Record how far the plain logits of the `new` tokens after `start` are below the largest.
 
-        Rounding may turn the order of two logits that are closer than twice what it does to one.
+        Rounding may swap two logits that are closer than twice its effect on one.
         """
         what, of = f"text after step {step}", f"logits after step {step}"
         if len(text) != len(start) + new or not torch.equal(text[: len(start)], start):
@@ -141,12 +141,12 @@ class _Comparison:
 
 
 def _ratio(error: float, unit: float) -> float:
-    """An error in units: 0 for no error, infinite for an error if the unit is 0."""
+    """Return error / unit: 0 if there is no error, infinite for an error with a unit of 0."""
     return error / unit if error and unit else math.inf if error else 0.0
 
 
 def _engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
-    """The engine that trains as `layout` says."""
+    """Build the engine that trains under `layout`."""
     rule: Rule = AdamW(**ADAMW, impl=layout.impl)
     if layout.optimizer == "muon":
         rule = Muon(**MUON, rest=rule, impl=layout.impl)
@@ -158,7 +158,7 @@ def _engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
         layout.plan,
         micro_batch_size=layout.micro_batch_size,
         dtype=NAMED_DTYPES[layout.dtype],
-        device=torch.empty(0, device=layout.device).device,  # with this rank's number
+        device=torch.empty(0, device=layout.device).device,  # includes this rank's index
         seed=layout.sizes.seed,
         rule=rule,
         clip=None if layout.plan.asynchronous else CLIP,
@@ -174,10 +174,10 @@ def prove_layout(
     timeout: float = 60.0,
     checked: AbstractContextManager[object] | None = None,
 ) -> Errors:
-    """Train under `layout` and measure its errors; collective, the same result on every rank.
+    """Train under `layout` and measure its errors; collective, with the same result on every rank.
 
-    The result is the worst of all ranks'; `where` and `first` name the rank. The first step, its
-    evaluation and its text run within `checked` (`parallel.checked`).
+    The result has the worst error of any rank; `where` and `first` name that rank. The first step,
+    its evaluation and its text run within `checked` (`parallel.checked`).
     """
     sizes = layout.sizes
     engine = _engine(layout, mesh, timeout)
@@ -188,10 +188,10 @@ def prove_layout(
     order = execution_order(layout.model, layout.optimizer)
     compare = _Comparison(truth(*told, delayed), LIMITS[layout.dtype], order)
     own = layout.plan.deal(layout.mesh.dp, layout.micro_batch_size)[mesh.index("dp")]
-    owners = dict.fromkeys(compare.truth.names, 0)  # ranks that say a tensor is theirs to write
+    owners = dict.fromkeys(compare.truth.names, 0)  # ranks that would save each tensor
 
     def mine(step: int) -> list[Tensor | None]:
-        """This replica's part of a batch and of its documents, by micro-batches."""
+        """Return this replica's part of a batch and of its documents, by micro-batches."""
         every = (*batch(sizes, step), documents(sizes, step))
         return [None if x is None else x[own].to(device) for x in every]
 
@@ -202,12 +202,12 @@ def prove_layout(
 
     scaler = engine.optimizer.loss_scale
     if scaler is not None:
-        scaler.value.fill_(256.0)  # a step that overflowed would be skipped
-    ahead = engine.passes.ahead  # steps whose first forwards have begun
+        scaler.value.fill_(256.0)  # small enough not to overflow, which would skip the step
+    ahead = engine.passes.ahead  # steps whose first forward passes have begun
 
     def train(step: int) -> None:
         tokens, labels, ids, packed = mine(step + ahead)
-        scale = 1.0 if scaler is None else float(scaler.value)  # its gradients keep it
+        scale = 1.0 if scaler is None else float(scaler.value)  # its gradients stay scaled
         key = KEY + step + ahead
         result = engine.step(tokens, labels, ids, lr=RATES[step], key=key, documents=packed)
         compare.tensor("loss", f"loss of step {step}", result.loss)
@@ -216,7 +216,7 @@ def prove_layout(
         tokens, labels, _, packed = mine(STEPS + step)
         loss = engine.evaluate(tokens, labels, packed)
         compare.tensor("evaluation", f"evaluation after step {step}", loss)
-        new = 1 + step // 2  # the last text goes on from its own token
+        new = 1 + step // 2  # the last text continues from a token that it generated
         start = prompt(sizes, step)
         compare.text(engine.generate(start, new, temperature=0.0), start, step, new)
 
@@ -238,7 +238,7 @@ def prove_layout(
     times = (STEPS + 1 + len(engine.optimizer.rule.moments)) * mesh.size("outer")
     for name, count in zip(owners, counts.tolist(), strict=True):
         reads = times - (layout.optimizer == "muon" and is_muons(name)) * mesh.size("outer")
-        if count != reads:  # lost in a checkpoint, or written twice
+        if count != reads:  # would be lost in a checkpoint, or written twice
             compare.add("weight", f"{name} read {count} times, not {reads},", float("inf"))
     errors = {kind: compare.errors.get(kind, math.inf) for kind in KINDS}  # inf: never compared
     relative = {kind: compare.relative.get(kind, math.inf) for kind in KINDS}
@@ -263,8 +263,8 @@ def _compare_parameters(
 
 
 def _worst_rank(own: Errors, mesh: ConnectedMesh, order: dict[str, int]) -> Errors:
-    """Every error at its largest over all ranks, the words of the rank with the largest, and the
-    first tensor by `order` that is beyond the limit on any rank."""
+    """Return every error at its largest over all ranks, the place of the largest, and the first
+    tensor by `order` that is beyond the limit on any rank."""
     ranks = [Errors(**e) for e in exchange(dataclasses.asdict(own), mesh.group("world"))]
     rank = max(range(len(ranks)), key=lambda r: ranks[r].worst)
     largest = {kind: max(ranks, key=lambda errors: errors.each[kind]) for kind in KINDS}

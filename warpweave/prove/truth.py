@@ -1,13 +1,13 @@
 """The numbers that a layout must reproduce, and how far rounding alone moves each of them.
 
-A layout adds the same terms in another order, so every number differs by some units in the last
-place, amplified by the model: a norm of small values amplifies them, and a gradient whose terms
-cancel consists of little else. The amplification is measured on the plain model. It is trained
-again, a few times, with its initial weights changed by one unit in the last place of the proven
-dtype, with random signs: every later product then has other rounding errors, as in another order.
-(With 16-bit dtypes the float32 masters are changed.) The unit in which a proof measures the error
-of a number is its largest change, or one unit in the last place of its size if that is more.
-Nothing that is proven takes part in it.
+A layout adds the same terms in a different order, so every number differs by some units in the last
+place. The model amplifies this: a norm of small values does, and a gradient whose terms cancel
+consists of little else. We measure the amplification on the plain model. It is trained again, a few
+times, with its initial weights changed by one unit in the last place of the proven dtype, with
+random signs. Every later product then has different rounding errors, as it would in a different
+order. (With 16-bit dtypes the float32 masters are changed.) A proof measures the error of a number
+in units of its largest change, or of one unit in the last place of its size if that is larger.
+Nothing that is being proven is used for this.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from warpweave.model.plain import plain_shapes
 from warpweave.prove.expected import Delayed, compared, last_logits, plain_config, train
 from warpweave.prove.layouts import Sizes
 
-MOVED = 3  # trainings with moved weights: one alone may hardly move some number, by chance
-_ZERO = 2.0**-46  # of the largest value of its family: what float64 makes of a sum that is zero
+MOVED = 3  # trainings with changed weights: in a single one, some number may hardly move by chance
+_ZERO = 2.0**-46  # times the largest value of its family: a float64 sum that is zero up to rounding
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Every value that is compared, in float64, under the words that name it.
+    """Every compared value, in float64, by name.
 
-    `largest` are their largest elements; what is zero but for rounding beside the largest of its
-    family has that one's: where every token sees itself alone, queries and keys have no gradient,
-    and 3e-19 is not one either. `rounding` is how far rounding moves any element.
+    `largest` has the largest element of each value. A value that is zero up to rounding, relative
+    to the largest of its family, gets the family's largest instead: where every token sees only
+    itself, queries and keys have no gradient, and 3e-19 counts as none. `rounding` is the most that
+    rounding moves any element.
     """
 
     model: GPTConfig
@@ -43,7 +44,7 @@ class Truth:
     rounding: dict[str, float]
 
     def logits(self, tokens: Tensor, step: int) -> Tensor:
-        """The logits [V] of the token after `tokens`, with the weights after `step`."""
+        """Return the logits [V] of the token after `tokens`, with the weights after `step`."""
         params = {name: self.values[f"{name} after step {step}"] for name in self.names}
         return last_logits(params, tokens, plain_config(self.model))
 
@@ -62,11 +63,10 @@ def truth(
     optimizer: str = "adamw",
     delayed: Delayed | None = None,
 ) -> Truth:
-    """What every layout of `model` in `dtype` is compared with, or with `delayed` those of that
-    rule; collective over `group`.
+    """Return the values that layouts of `model` in `dtype` must reproduce; collective over `group`.
 
-    Each training of the plain model is one rank's, on its `device`, who tells the others. The
-    values are on the CPU.
+    With `delayed` they are those of that update rule. Each training of the plain model runs on one
+    rank, on its `device`, and its result is shared. The returned values are on the CPU.
     """
     shapes = compared(plain_config(model), optimizer)
     words = [what.format(name) for what, family in shapes.items() for name in family]
@@ -100,7 +100,7 @@ def truth(
             if large[what.format(name)] <= _ZERO * most:
                 large[what.format(name)] = most
     eps = torch.finfo(dtype).eps
-    rounding = {  # what overflows in the plain model allows nothing
+    rounding = {  # a number that overflows in the plain model gets no tolerance
         what: max(m, eps * large[what]) if math.isfinite(m) else 0.0
         for what, m in zip(words, moved.tolist())
     }

@@ -1,13 +1,13 @@
-"""Type-checks the collectives of a GPT on any mesh, without its ranks.
+"""Type-check the collectives of a GPT on any mesh, without its ranks.
 
 ``typecheck(config, Mesh(dp=128, cp=4, tp=8, pp=4))`` runs forward and backward of one rank of each
-pipeline stage on tensors without data and a process group without peers, while spmd_types infers
+pipeline stage, on tensors without data and a process group without peers, while spmd_types infers
 the type of each tensor on every axis: Replicate, Invariant, Shard or Partial. A missing, doubled or
-wrong collective is a type error at the line where its result is used.
+wrong collective is a type error at the line that uses its result.
 
-Assumed: tokens are sharded over dp and cp, parameters are as their `ParamRecord` says (and the
-trainer sums their gradients accordingly), stages send the residual stream, and a distributed
-Function does what its typing rule says (which is tested numerically). Values are not checked.
+Assumptions: tokens are sharded over dp and cp; parameters are as their `ParamRecord` says, and the
+trainer sums their gradients accordingly; stages send the residual stream; a distributed Function
+does what its typing rule says (tests check this numerically). Values are not checked.
 """
 
 from __future__ import annotations
@@ -36,33 +36,36 @@ def typecheck(
     recompute: str = "none",
     layout: str = "zigzag",
 ) -> None:
-    """Check the GPT on every axis of `mesh`, stage by stage (all, or `stages`); None if it holds.
+    """Check the GPT on every axis of `mesh`, stage by stage (all, or `stages`).
 
     Raises:
-        TypeError: it does not; the message names the stage, the file and the line.
+        TypeError: a type is wrong; the message names the stage, the file and the line.
         ValueError: the model cannot be sharded over the mesh at all.
-        ImportError: spmd_types, of the extra `typecheck`, is not installed.
-        RuntimeError: a process group exists (a pretended one is made here).
+        ImportError: spmd_types is not installed (it is in the extra `typecheck`).
+        RuntimeError: a process group exists (this function creates a fake one).
     """
     plan = ParallelPlan(sequence_parallel=sequence_parallel, recompute=recompute, layout=layout)
     if mesh.ulysses > 1:
         raise ValueError(
-            f"ulysses = {mesh.ulysses}: types know the context axis as one; check it as a ring"
+            f"ulysses = {mesh.ulysses}: the typechecker has a single context axis; check it as a "
+            "ring, with ulysses = 1"
         )
     config.check(mesh, plan)
     try:
         from spmd_types.types import SpmdTypeError
     except ImportError:
-        raise ImportError("typecheck needs spmd_types: the extra `typecheck` brings it") from None
+        raise ImportError("typecheck needs spmd_types: install the extra `typecheck`") from None
     if dist.is_initialized():
-        raise RuntimeError("typecheck makes a process group of its own: destroy the existing one")
+        raise RuntimeError(
+            "typecheck creates its own process group: destroy the existing one first"
+        )
     for stage in stages if stages is not None else range(mesh.pp):
         if mesh.data * mesh.tp == 1:
-            continue  # a stage on one device has nothing to go wrong between ranks
+            continue  # a stage on one device has no collectives to check
         try:
             with _pretend(mesh, stage) as connected, torch._subclasses.FakeTensorMode():
                 model = GPT(config, mesh=connected, plan=plan)
-                # Flattened (B, S) with S cut is a plain shard of the rows for one sample only.
+                # Flattening (B, S) with S sharded is a plain shard of the rows only for one sample.
                 tokens = torch.zeros(2 if mesh.cp == 1 else 1, config.seq_len, dtype=torch.int64)
                 _run_model(model, model.micro_batch(tokens, tokens.clone(), torch.tensor(1.0)))
         except SpmdTypeError as error:
@@ -70,7 +73,7 @@ def typecheck(
 
 
 def _run_model(model: GPT, batch: MicroBatch) -> None:
-    """Forward and, on the last stage, backward under the checker."""
+    """Run forward and, on the last stage, backward under the checker."""
     import spmd_types as spmd
     from spmd_types.checker import typecheck as checking
 
@@ -86,24 +89,24 @@ def _run_model(model: GPT, batch: MicroBatch) -> None:
             x = model.embed(None, batch)
         for block in model.blocks.values():
             x, _ = split_losses(block(x, batch.context))
-        _typed(mesh, x, **stream)  # what the next stage takes on trust
+        _typed(mesh, x, **stream)  # the next stage assumes this type
         if model.last:
             loss = model.head_loss(x, batch)
             _typed(mesh, loss, dp=spmd.V, cp=spmd.P, tp=spmd.I)
-            if mesh.size("dp") > 1:  # each data rank's share of one sum
+            if mesh.size("dp") > 1:  # each data rank has its share of one sum
                 loss = spmd.reinterpret(loss, mesh.group("dp"), src=spmd.V, dst=spmd.P)
             loss.backward()
 
 
 def _annotate(model: GPT, batch: MicroBatch) -> None:
-    """Say what parameters and data are on each axis before anything runs."""
+    """Declare the types of parameters and data on each axis before anything runs."""
     from spmd_types import I, R, S, V
 
     mesh, rows = model.mesh, S(0) if model.sequence_parallel else R
     records = model.parameter_records()
     for name, param in model.named_parameters():
         record = records[name]
-        # R: the gradient is a partial sum that the trainer adds up; I: it is equal on every rank.
+        # R: the gradient is a partial sum that the trainer reduces; I: it is equal on every rank.
         dims = [cut.dim for cut in record.cuts if cut.axis == "tp" and cut.parts > 1]
         tp = S(dims[0]) if dims else R if "tp" in record.partial else I
         _typed(mesh, param, dp=R, cp=R, tp=tp)
@@ -118,7 +121,7 @@ def _annotate(model: GPT, batch: MicroBatch) -> None:
 
 
 def _typed(mesh: ConnectedMesh, tensor: Tensor, **types: object) -> Tensor:
-    """Declare or, if it has a type already, assert `tensor`'s type; axes outermost first."""
+    """Declare `tensor`'s type, or assert it if it already has one; axes outermost first."""
     import spmd_types as spmd
 
     types = {axis: t for axis, t in types.items() if mesh.size(axis) > 1}
@@ -130,7 +133,7 @@ def _typed(mesh: ConnectedMesh, tensor: Tensor, **types: object) -> Tensor:
 
 @contextmanager
 def _pretend(sizes: Mesh, stage: int) -> Iterator[ConnectedMesh]:
-    """The mesh as the first rank of `stage` sees it, on a process group without peers."""
+    """Connect the mesh as the first rank of `stage` sees it, with a process group without peers."""
     import spmd_types as spmd
     from spmd_types._mesh_axis import _reset
     from spmd_types.checker import typecheck as checking
@@ -143,23 +146,24 @@ def _pretend(sizes: Mesh, stage: int) -> Iterator[ConnectedMesh]:
     dist.init_process_group("fake", rank=rank, world_size=sizes.world, store=FakeStore())
     try:
         connected = sizes.connect()
-        # A stage is a program of its own. dp ranks share nothing but sums, so that "differs" will
-        # do; what cp and tp ranks hold is parts of whole tensors, and which part is followed.
+        # Each stage is a separate program. dp ranks share nothing but sums, so the type "differs"
+        # suffices. cp and tp ranks hold parts of whole tensors, so there it matters which part.
         axes = connected.device_mesh["dp", "cp", "tp"]
         with spmd.set_current_mesh(axes, local_axes=("dp",) if sizes.dp > 1 else ()):
-            # One operation while tensors still have data: when it first meets an axis, the checker
-            # makes (and keeps) a mesh of that size from a tensor whose values it reads.
+            # Run one operation while tensors still have data: when the checker first meets an axis,
+            # it creates (and keeps) a mesh of that size from a tensor whose values it reads.
             probe = _typed(connected, torch.zeros(1, 1), dp=spmd.V, cp=spmd.S(0), tp=spmd.S(1))
             with checking(local=False):
                 probe.clone()
             yield connected
     finally:
         dist.destroy_process_group()
-        _reset()  # axes are remembered by their ranks: the next mesh is another one
+        _reset()  # axes are cached by their ranks, and the next mesh is a different one
 
 
 def _places(error: Exception) -> str:
-    """ "file:line in function, from file:line ...: message", innermost first, without libraries."""
+    """Return "file:line in function, from file:line ...: message", innermost first, without
+    frames of libraries."""
     import spmd_types
 
     libraries = (*(os.path.dirname(m.__file__) for m in (torch, spmd_types)), __file__)
@@ -168,4 +172,4 @@ def _places(error: Exception) -> str:
         for frame in reversed(traceback.extract_tb(error.__traceback__))
         if not frame.filename.startswith(libraries) and frame.name != "spmd_typecheck"
     )
-    return f"{where or 'between the stage and its neighbours'}: {str(error).splitlines()[0]}"
+    return f"{where or 'between the stage and its neighbors'}: {str(error).splitlines()[0]}"
