@@ -240,7 +240,4 @@ def parse(argv: list[str] | None = None) -> ProveConfig:
             f"{'--typecheck' if found.typecheck else 'prove'} ignores these --layout options: "
             f"{left}"
         )
-    except ValueError as error:
-        say(one_line(error))
-        sys.exit(2)
     return found
