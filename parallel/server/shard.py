@@ -35,10 +35,10 @@ def records_of(module: nn.Module) -> list[ParamRecord]:
     """
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
     if frozen:
-            raise ValueError(
-                f"parameter {frozen[0]} does not require grad, but servers train every parameter; "
-                "call requires_grad_()"
-            )
+        raise ValueError(
+            f"parameter {frozen[0]} does not require grad, but servers train every parameter; "
+            "call requires_grad_()"
+        )
     return [
         ParamRecord(name, tuple(p.shape), decay=p.ndim > 1) for name, p in module.named_parameters()
     ]
