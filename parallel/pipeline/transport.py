@@ -299,7 +299,7 @@ class Distributed:
         return (self.rank,)
 
     def open(self, lists: Schedule, stages: Mapping[int, Stage]) -> None:
-        """Check the stages. The first run is collective: ranks exchange inputs' shapes and dtypes."""
+        """Check the stages. In the first run, all ranks exchange the inputs' shapes and dtypes."""
         if lists != self._lists:
             raise ValueError(f"rank {self.rank}: this transport was built for a different schedule")
         _check_stages(lists, stages, self.ranks(lists))
