@@ -210,8 +210,8 @@ def _check_linear(
     """Return the dtype to compute in. Raise ValueError if shapes or dtypes do not match."""
     if (x.dim() < 2 and group is not None) or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{name} on rank {group_rank(group)}: the last dim of x (of at least two) must equal dim 1 "
-            f"of the weight, got x{tuple(x.shape)} and weight{tuple(weight.shape)}"
+            f"{name} on rank {group_rank(group)}: the last dim of x (of at least two) must "
+            f"equal dim 1 of the weight, got x{tuple(x.shape)} and weight{tuple(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
