@@ -122,7 +122,7 @@ class WholeMatrices:
         self._matrices = self._assign()
 
     def _assign(self) -> list[_Matrix]:
-        """Assign an owner to every matrix: in order of cost, the rank with the least work so far."""
+        """Assign every matrix, in order of cost, to the rank with the least work so far."""
         every = [
             (at, record, unit.layout.offsets[record.name])
             for at, unit in enumerate(self.units)
@@ -218,8 +218,8 @@ def _check_matrices(record: ParamRecord) -> None:
     rows = sum(record.matrices)
     if len(record.shape) != 2 or record.shape[0] % rows:
         raise ValueError(
-            f"Muon orthogonalizes matrices of shape [n x {rows}, columns], but {record.name} has "
-            f"shape {record.shape}"
+            f"Muon orthogonalizes matrices [n x {rows}, columns], but {record.name} has shape "
+            f"{record.shape}"
         )
     if others := {*record.cut_axes} - {"tp"}:
         raise ValueError(

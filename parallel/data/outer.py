@@ -72,7 +72,8 @@ class OuterRule:
             raise ValueError(f"replicas must meet every n >= 1 steps, got {self.every}")
         if self.fragments < 1 or self.every % self.fragments:
             raise ValueError(
-                f"outer interval ({self.every} steps) is not divisible by fragments ({self.fragments})"
+                f"the outer interval of {self.every} steps is not divisible by fragments = "
+                f"{self.fragments}"
             )
         if not 0 <= self.delay < self.apart:
             raise ValueError(

@@ -151,8 +151,8 @@ class Server:
         own, held = spread(records, plan.servers)[index], shard.layout.records
         if {r.name for r in own} != {r.name for r in held}:
             raise ValueError(
-                f"server {index} of {plan.servers}: its shard must hold the {len(own)} parameters "
-                f"of spread(records, {plan.servers})[{index}], got {len(held)} different ones"
+                f"server {index} of {plan.servers} needs the {len(own)} parameters that `spread` "
+                f"assigns to it, got {len(held)} different ones"
             )
         self.index, self.plan, self.shard, self.lr = index, plan, shard, lr
         self.notes = notes if notes is not None else Notes()
