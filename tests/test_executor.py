@@ -256,7 +256,7 @@ def test_each_loss_must_be_a_0_dim_tensor_of_32_bits_and_losses_add_by_name() ->
             (None, "None"),
         ):
             losses = {"a": right, "b": right, "c": right} | {name: wrong}
-            with pytest.raises(ValueError, match=f"^the loss '{name}' must be .*, got {found}$"):
+            with pytest.raises(ValueError, match=f"^the loss '{name}' must be .*; got {found}$"):
                 split_losses((right, losses))
     y, losses = split_losses((right, {"a": right, "b": torch.ones(())}))
     total: dict[str, Tensor] = {}

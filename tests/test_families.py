@@ -217,8 +217,8 @@ def test_a_cell_begins_when_both_can_and_gives_when_both_have_ended():
     ("text", "message"),
     [
         ("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1", "deadlock: rank 0 at 0F1& waits for 1I0"),
-        ("(0F0;0B0)OVERLAP_F_B", "rank 0 position 0: 0F0& and 0B0 are no cell"),
-        ("0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1", "rank 0 position 1: 0F1& and 0I0 are no cell"),
+        ("(0F0;0B0)OVERLAP_F_B", "rank 0 position 0: 0F0& and 0B0 must be an F and a B"),
+        ("0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1", "rank 0 position 1: 0F1& and 0I0 must be"),
     ],
 )
 def test_what_is_no_cell_is_refused(text: str, message: str):

@@ -118,12 +118,12 @@ def test_errors_name_the_numbers() -> None:
             with pytest.raises(ValueError, match=f"full sequence length 16 in dim 1, got {n}$"):
                 layout.shard(torch.zeros(2, n), 0, 1)
         for n in (0, 3, 5):
-            with pytest.raises(ValueError, match=f"one shard per rank, 4, got {n}$"):
+            with pytest.raises(ValueError, match=rf"one shard per rank \(4\), got {n}$"):
                 layout.unshard([torch.zeros(4)] * n, 0)
         for rank, n in ((0, 3), (2, 5), (3, 3)):
             shards = [torch.zeros(1, n if r == rank else 4) for r in range(4)]
             with pytest.raises(
-                ValueError, match=f"^dim -1 of shard {rank} must have 4 rows, got {n}$"
+                ValueError, match=f"^expected 4 rows in dim -1 of shard {rank}, got {n}$"
             ):
                 layout.unshard(shards, -1)
     with pytest.raises(dataclasses.FrozenInstanceError):

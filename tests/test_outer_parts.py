@@ -119,7 +119,7 @@ def _begun(mesh: ConnectedMesh) -> None:
     outer, second = OuterOptimizer(OuterRule(2), [unit], [0], mesh), mesh.index("outer") == 1
 
     def begins(equal: bool) -> None:
-        words = r"^replicas must begin with the same weights, .* on rank 1 \(outer=1\)$"
+        words = r"^replicas must begin with the same weights, .* rank 1 \(outer=1\)$"
         check(outer.before_update, None if equal else words)
 
     begins(True)

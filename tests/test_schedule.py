@@ -215,7 +215,7 @@ def test_text_keeps_versions_and_refuses_nonsense() -> None:
     lists = [[Action("F", 0, 3, 2), Action("UPDATE", 0, ver=3), Action("TIE", 0)]]
     assert to_csv(lists) == "0F3@2,0UPDATE@3,0TIE\n"
     assert from_csv(to_csv(lists)) == lists
-    with pytest.raises(ValueError, match="row 0 field 1: '0X1' is not"):
+    with pytest.raises(ValueError, match=r"row 0 field 1: expected .* got '0X1'"):
         from_csv("0F0,0X1")
 
 
@@ -302,7 +302,7 @@ def test_asynchronous_lists_fit_the_versions() -> None:
         "0F0 0F1 0B0 0UPDATE@1 0F2 0B1 0UPDATE@2 0F3@1 0B2 0UPDATE@3 0B3@1 0UPDATE@4",
         "1F0 1B0 1UPDATE@1 1F1@1 1B1@1 1UPDATE@2 1F2@2 1B2@2 1UPDATE@3 1F3@3 1B3@3 1UPDATE@4",
     )
-    with pytest.raises(ValueError, match="0UPDATE@2 applies the gradient of 0B1, 1 versions old"):
+    with pytest.raises(ValueError, match="0UPDATE@2 the gradient of 0B1, which is 1 versions old"):
         validate(two)
     with pytest.raises(ValueError, match="0UPDATE@3 applies the gradient of 0B2, 2 versions old"):
         validate(two, staleness=1)
@@ -312,7 +312,7 @@ def test_asynchronous_lists_fit_the_versions() -> None:
 def test_an_update_is_as_old_as_the_oldest_of_its_gradients() -> None:
     for pair in ("0B1 0B2@1", "0B2@1 0B1"):
         mixed = lists_of(f"0F0 0F1 0B0 0UPDATE@1 0F2@1 {pair} 0UPDATE@2")
-        with pytest.raises(ValueError, match="applies the gradient of 0B1, 1 versions old"):
+        with pytest.raises(ValueError, match="the gradient of 0B1, which is 1 versions old"):
             validate(mixed)
         validate(mixed, staleness=1)
 

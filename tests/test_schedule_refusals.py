@@ -67,19 +67,19 @@ ONE_OF = "expected one F and either one B or one I and one W"
         # ---- each micro-batch once
         (
             edit(gpipe(2, 12), "1B11"),
-            f"rank 1: stage 1 micro-batch 11 has 1 F, 0 B, 0 I and 0 W: {ONE_OF}",
+            f"rank 1: stage 1 micro-batch 11 has 1 F, 0 B, 0 I and 0 W; {ONE_OF}",
         ),
         (
             edit(gpipe(2, 12), "0F10", "0F10", "0F10"),
-            f"rank 0: stage 0 micro-batch 10 has 2 F, 1 B, 0 I and 0 W: {ONE_OF}",
+            f"rank 0: stage 0 micro-batch 10 has 2 F, 1 B, 0 I and 0 W; {ONE_OF}",
         ),
         (
             edit(gpipe(1, 2), "0B1", "0I1", "0B1"),
-            f"rank 0: stage 0 micro-batch 1 has 1 F, 1 B, 1 I and 0 W: {ONE_OF}",
+            f"rank 0: stage 0 micro-batch 1 has 1 F, 1 B, 1 I and 0 W; {ONE_OF}",
         ),
         (
             edit(gpipe(1, 2), "0B1", "0I1", "0W1", "0W1"),
-            f"rank 0: stage 0 micro-batch 1 has 1 F, 0 B, 1 I and 2 W: {ONE_OF}",
+            f"rank 0: stage 0 micro-batch 1 has 1 F, 0 B, 1 I and 2 W; {ONE_OF}",
         ),
         # ---- versions
         *[
@@ -148,7 +148,7 @@ ONE_OF = "expected one F and either one B or one I and one W"
         ),
         (
             swap(swap(LONG, "0RECV_B3", "0RECV_B4"), "0B3", "0B4"),
-            "link B from rank 1 to 0: message 3 is sent as 1SEND_B3 and received as 1SEND_B4",
+            "link B from rank 1 to 0: message 3 is sent as 1SEND_B3 but received as 1SEND_B4",
         ),
         # ---- sums over data ranks
         (REDUCED, "stage 0: gradients of 0B0 0B1 are not reduced before the end"),

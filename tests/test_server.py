@@ -126,7 +126,7 @@ def test_workers_leave_and_join_and_the_others_go_on(mode):
 def test_a_gradient_of_weights_that_were_not_pulled_is_refused():
     clocks = Clocks()
     clocks.join()
-    with pytest.raises(ValueError, match="worker 0 gives a gradient of weights that it did not"):
+    with pytest.raises(ValueError, match="worker 0 pushes a gradient without pulling"):
         clocks.give(0, 1, 0.0)
 
 
