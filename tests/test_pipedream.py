@@ -123,7 +123,7 @@ def test_wrong_versions_are_refused() -> None:
 
     lists = pipedream(2, 6)
     validate(with_comm(lists), staleness=1)
-    with pytest.raises(ValueError, match="gradient of 0B1, which is 1 versions old, allowed 0"):
+    with pytest.raises(ValueError, match="applies the gradient of 0B1, 1 versions old, allowed 0"):
         validate(lists)
     with pytest.raises(ValueError, match="0F3@4 reads version 4, but the newest version is 2"):
         validate(changed(4, "0F3@2", "0B3@2"), staleness=1)

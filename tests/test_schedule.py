@@ -302,7 +302,7 @@ def test_asynchronous_lists_fit_the_versions() -> None:
         "0F0 0F1 0B0 0UPDATE@1 0F2 0B1 0UPDATE@2 0F3@1 0B2 0UPDATE@3 0B3@1 0UPDATE@4",
         "1F0 1B0 1UPDATE@1 1F1@1 1B1@1 1UPDATE@2 1F2@2 1B2@2 1UPDATE@3 1F3@3 1B3@3 1UPDATE@4",
     )
-    with pytest.raises(ValueError, match="0UPDATE@2 the gradient of 0B1, which is 1 versions old"):
+    with pytest.raises(ValueError, match="0UPDATE@2 applies the gradient of 0B1, 1 versions old"):
         validate(two)
     with pytest.raises(ValueError, match="0UPDATE@3 applies the gradient of 0B2, 2 versions old"):
         validate(two, staleness=1)
@@ -312,7 +312,7 @@ def test_asynchronous_lists_fit_the_versions() -> None:
 def test_an_update_is_as_old_as_the_oldest_of_its_gradients() -> None:
     for pair in ("0B1 0B2@1", "0B2@1 0B1"):
         mixed = lists_of(f"0F0 0F1 0B0 0UPDATE@1 0F2@1 {pair} 0UPDATE@2")
-        with pytest.raises(ValueError, match="the gradient of 0B1, which is 1 versions old"):
+        with pytest.raises(ValueError, match="applies the gradient of 0B1, 1 versions old"):
             validate(mixed)
         validate(mixed, staleness=1)
 
@@ -353,7 +353,7 @@ def test_each_rule_by_its_violation(lists, message: str) -> None:
 def test_a_given_number_of_micro_batches_is_checked() -> None:
     with pytest.raises(ValueError, match="stage 0 micro-batch 2 has 0 F"):
         validate(gpipe(2, 2), microbatches=3)
-    with pytest.raises(ValueError, match="0F1: micro-batch 1 is not one of 1"):
+    with pytest.raises(ValueError, match="0F1: expected a micro-batch from 0 to 0, got 1"):
         validate(gpipe(2, 2), microbatches=1)
 
 

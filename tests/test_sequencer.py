@@ -346,7 +346,7 @@ def test_a_run_ends_when_its_last_worker_leaves_but_not_when_it_is_lost(monkeypa
 
 def test_every_worker_of_a_gradient_that_is_not_finite_is_named(monkeypatch):
     script = [hello(1), hello(2), pull(1), pull(2), push(2), push(1)]
-    words = "^worker 0 at clock 0, worker 1 at clock 0: the norm of a gradient is inf$"
+    words = "^worker 0 at clock 0, worker 1 at clock 0: the gradient norm is inf$"
     with pytest.raises(FloatingPointError, match=words):
         _Run(monkeypatch, ServerPlan(timeout=LONG), script, value=float("inf"))
 

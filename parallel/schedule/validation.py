@@ -180,8 +180,8 @@ def _check_versions(s: int, actions: list[Action], staleness: int) -> None:
             if newest - oldest.ver > staleness:
                 raise _WrongError(
                     a,
-                    f" applies the gradient of {oldest}, which is {newest - oldest.ver} versions "
-                    f"old, allowed {staleness}",
+                    f" applies the gradient of {oldest}, {newest - oldest.ver} versions old, "
+                    f"allowed {staleness}",
                 )
             newest, gradients = a.ver, []
     if newest and gradients:
