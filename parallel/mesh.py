@@ -363,5 +363,5 @@ def connected(mesh: ConnectedMesh | None) -> ConnectedMesh:
         ValueError: the mesh is not connected (`Mesh.connect`).
     """
     if isinstance(mesh, Mesh):
-        raise ValueError(f"{mesh} has sizes but no process groups; pass mesh.connect() instead")
+        raise ValueError(f"mesh must be connected, but {mesh} has only sizes; pass mesh.connect()")
     return single() if mesh is None else mesh

@@ -65,7 +65,7 @@ class Observer(dispatch.TorchDispatchMode):
         self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
     def before(self, operation: Operation) -> None:
-        """Called just before an operation is issued. If this raises, it is not issued."""
+        """Handle an operation that is about to be issued; raise to prevent it."""
         raise NotImplementedError
 
     def numbered(self, group: str) -> str:

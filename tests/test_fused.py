@@ -324,7 +324,7 @@ def _bounded(rank: int) -> None:
         ([0, 1, 2], {0, 2}, {0, 2}, ""),
         ([0, 1, 2], {0}, {0, 2}, "cuda:1 has no peer access to cuda:2 of rank 2"),
         ([2, 1, 0], {0, 2}, {0}, "cuda:1 has no native atomics in cuda:2 of rank 0 (PCIe)"),
-        ([1, 1], {0, 2}, {0, 2}, "ranks have GPUs [1, 1]; which are not all different"),
+        ([1, 1], {0, 2}, {0, 2}, "ranks have GPUs [1, 1], which are not all different"),
     ],
 )
 def test_gpus_that_cannot_signal_are_refused_in_one_line(

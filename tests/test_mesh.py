@@ -260,7 +260,7 @@ def test_meshes_are_values():
 
 def test_sizes_alone_are_refused_where_a_connected_mesh_is_needed():
     for sizes in (Mesh(), Mesh(tp=2)):
-        with pytest.raises(ValueError, match=r"no process groups; pass mesh.connect"):
+        with pytest.raises(ValueError, match=r"mesh must be connected, .* pass mesh.connect"):
             ColumnParallelLinear(4, 4, mesh=sizes)
 
 

@@ -164,7 +164,7 @@ class Server:
         self._others = [
             Mailbox(self.store, f"server/{k}") for k in range(plan.servers if index == 0 else 0)
         ][1:]
-        self._between: list[Pair] = []  # server 0: links to the others; another: link to server 0
+        self._between: list[Pair] = []  # links to the other servers; if not server 0, to it only
         self._links: dict[int, Pair] = {}  # by worker, as are the next two
         self._sent: dict[int, tuple[Tensor, dist.Work]] = {}  # the weights that it pulled last
         self._staged: dict[int, Tensor] = {}  # gradients that arrived but are not applied yet
