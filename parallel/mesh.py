@@ -260,7 +260,7 @@ class Mesh:
         for axis in _names():
             along = tuple(f for f in factors(axis) if lengths[f] > 1)
             if axis == "world" or (axis == "inner" and self.outer == 1):
-                groups[axis] = dist.group.WORLD  # never shared with another axis
+                groups[axis] = dist.group.WORLD  # even if another axis has the same ranks
                 continue
             if along not in made and axis in AXES:
                 made[along] = device_mesh.get_group(axis)

@@ -27,7 +27,7 @@ def _one_after_another(rank: int, ranks: int, n: int) -> Rounds:
 
 
 def naive(rank: int, ranks: int, n: int) -> Rounds:
-    """All-reduce through rank 0: each rank in turn sends to it, then receives from it."""
+    """All-reduce through rank 0: ranks send to it one by one, then receive from it one by one."""
     there = reverse(_one_after_another(rank, ranks, n), adds=True)
     return chain(there, _one_after_another(rank, ranks, n))
 
