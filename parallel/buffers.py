@@ -1,9 +1,9 @@
 """Reusable message buffers.
 
-A point-to-point operation of NCCL marks its tensors as used by another stream (record_stream).
-Their memory, once freed, is nobody's until the device has come that far, and the host may be many
-micro-batches ahead of it: each message would hold memory of its own. So messages lie in buffers
-that their owner gives back instead, when it has waited for them, to take them again.
+NCCL's point-to-point operations mark their tensors as used by another stream (record_stream). Once
+freed, that memory cannot be reused until the device has reached the same point, and the host may be
+many micro-batches ahead of it. Each message would then need new memory. Instead, the owner of a
+buffer gives it back after it has waited for the message, and takes it again for a later one.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # `mesh` imports this file, and does without torch where it only counts ranks
+if TYPE_CHECKING:  # `mesh` imports this file, and needs no torch if it only counts ranks
     import torch
     from torch import Tensor
 
 
 class Buffers:
-    """The buffers of one rank that no message is in, by shape, dtype, device and stream."""
+    """The free buffers of one rank, by shape, dtype, device and stream."""
 
     def __init__(self) -> None:
         self._free: dict[Any, list[Tensor]] = defaultdict(list)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer, whose contents are what was in it last."""
+        """Return a free buffer. It still holds its previous contents."""
         import torch
 
         free = self._free[_key(torch.Size(shape), dtype, device)]
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
 
     def give_back(self, *buffers: Tensor) -> None:
-        """Let the next `take` on the current stream have them: their messages have been waited
-        for on it, and nothing that is queued later reads them."""
+        """Return buffers for reuse by the next `take` on the current stream. Call this after that
+        stream has waited for their messages; nothing queued later may read them."""
         for buffer in buffers:
             self._free[_key(buffer.shape, buffer.dtype, buffer.device)].append(buffer)
 

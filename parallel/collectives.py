@@ -3,8 +3,8 @@ without gradients.
 
 Along one mesh axis a tensor is Replicated (R: one value, its gradient a partial sum), Invariant (I:
 one value, one gradient), Sharded (S(d): slices along dim d) or Partial (P: a partial sum, its
-gradient replicated). A differentiable collective changes that type; its gradient is the dual
-collective between the gradients' types::
+gradient replicated). A differentiable collective changes that type. Its gradient is the dual
+collective, between the types of the gradients::
 
     function          type       forward             gradient            dual
     copy_to           I -> R     x                   all-reduce          reduce_from
@@ -21,19 +21,20 @@ collective between the gradients' types::
       2    [c]  ->  [a b c d]                     [a2 b2 c2 d2]  ->  [c0+c1+c2+c3]
       3    [d]  ->  [a b c d]                     [a3 b3 c3 d3]  ->  [d0+d1+d2+d3]
 
-``gather`` and ``all_gather`` have the same forward; they differ in what uses the result. If every
-rank uses it identically it is I (``gather``: each rank has the complete gradient already); if ranks
-compute different things with it, it is R (``all_gather``: their gradients are terms of a sum).
+``gather`` and ``all_gather`` have the same forward; they differ in how the result is used. If every
+rank uses it identically, it is I (``gather``: each rank already has the complete gradient). If
+ranks compute different things with it, it is R (``all_gather``: their gradients are terms of a
+sum).
 
 Results of type R or I are bitwise equal on all ranks of the group. Gathers and slices are exact;
-sums over ranks are re-associated. A sum of bf16 or fp16 terms is fp32, rounded once at the end. Dim
-0 is gathered and scattered without a local copy; another dim costs one. There are no second
-derivatives.
+sums over ranks are re-associated. bf16 and fp16 terms are summed in fp32 and rounded once at the
+end. Dim 0 is gathered and scattered without a local copy; any other dim costs one copy. Second
+derivatives are not supported.
 
-``group=None`` is an axis of size 1: no process group is needed and the functions return `x` itself.
+``group=None`` is an axis of size 1: the functions return `x` itself and need no process group.
 
 The pairs are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism,
-Korthikanti et al. 2022, arXiv:2205.05198); the types are those of spmd_types, whose checker reads
+Korthikanti et al. 2022, arXiv:2205.05198). The types are those of spmd_types, whose checker reads
 the ``spmd_typecheck`` rules below.
 """
 
@@ -47,7 +48,7 @@ import torch.distributed as dist
 
 from warpweave.kernels.runtime.dispatch import once_differentiable
 
-# torch 2.13 renamed both; the old names are the only ones before it and warn after it.
+# torch 2.13 renamed both. Earlier versions only have the old names, and later ones warn about them.
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -60,7 +61,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks of `group`; 1 for None."""
+    """The number of ranks of `group`; 1 for None."""
     return 1 if group is None else dist.get_world_size(group)
 
 
@@ -70,10 +71,8 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 
 def by_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether messages of `device` within `group` are gloo's: a posted receive is then a buffer.
-
-    On NCCL it is a kernel that runs until the message comes.
-    """
+    """Return True if gloo carries messages of `device` within `group`: a posted receive is then
+    just a buffer. On NCCL it is a kernel that runs until the message arrives."""
     return f"{device.type}:gloo" in dist.get_backend_config(group)
 
 
@@ -81,8 +80,8 @@ def by_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 
 class Pending:
-    """A collective that has been started; ``wait()`` returns its result (on CUDA in stream order,
-    without a host sync)."""
+    """A collective that has been started. ``wait()`` returns its result; on CUDA it waits in stream
+    order, without a host sync."""
 
     def __init__(self, work: dist.Work | None, finish: Callable[[], Any]) -> None:
         self._work = work
@@ -91,7 +90,7 @@ class Pending:
         )
 
     def wait(self) -> Any:
-        """The result; the current stream (on a CPU, the caller) waits for the collective."""
+        """Return the result. The current stream (on a CPU, the caller) waits for the collective."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -102,12 +101,12 @@ def start_all_reduce_(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pendi
     """Start summing `x` over the ranks of `group`, in place and in the dtype of `x`.
 
     Args:
-        x: contiguous, the same shape and dtype on every rank; not to be read or written before
+        x: contiguous, with the same shape and dtype on every rank. Don't read or write it before
             ``wait()``.
-        group: the ranks to sum over; None leaves `x` as it is.
+        group: the ranks to sum over; None leaves `x` unchanged.
 
     Returns:
-        A ``Pending`` whose result is `x`, holding the sum.
+        A ``Pending`` whose result is `x`, which then holds the sum.
 
     Raises:
         ValueError: `x` is not contiguous.
@@ -116,25 +115,26 @@ def start_all_reduce_(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pendi
         return Pending(None, lambda: x)
     if not x.is_contiguous():
         raise ValueError(
-            f"an in-place all-reduce needs a contiguous tensor, got strides {x.stride()}"
+            f"an in-place all-reduce needs a contiguous tensor, got strides {x.stride()}; "
+            "pass x.contiguous()"
         )
     return Pending(dist.all_reduce(x, group=group, async_op=True), lambda: x)
 
 
 def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Pending:
-    """Start an all-gather: the slices `x` of all ranks of `group` along `dim`, in rank order.
+    """Start an all-gather along `dim` of the slices `x` of all ranks of `group`, in rank order.
 
     Args:
-        x: x[..., n/R, ...] at `dim`, the same shape and dtype on every rank; not to be written to
+        x: x[..., n/R, ...] at `dim`, with the same shape and dtype on every rank. Don't write to it
             before ``wait()``.
-        group: the R ranks; None gives back `x`.
-        dim: 0 needs no local copy, another dim one copy of the result.
+        group: the R ranks; None returns `x`.
+        dim: 0 needs no local copy; any other dim needs one copy of the result.
 
     Returns:
         A ``Pending`` whose result is x[..., n, ...], contiguous.
 
     Raises:
-        ValueError: `x` has no such dim.
+        ValueError: `x` does not have this dim.
     """
     dim = _normal_dim(x, dim)
     if group is None:
@@ -154,21 +154,21 @@ def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int 
 
 
 def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Pending:
-    """Start a reduce-scatter: `x` summed over the ranks of `group`, each rank its slice of `dim`.
+    """Start a reduce-scatter: sum `x` over the ranks of `group` and give each its slice of `dim`.
 
-    The sum is in the dtype of `x`: pass fp32 to add terms of low precision.
+    The sum is in the dtype of `x`. Pass fp32 to add low-precision terms.
 
     Args:
-        x: x[..., n, ...] at `dim`, the same shape and dtype on every rank; not to be written to
+        x: x[..., n, ...] at `dim`, with the same shape and dtype on every rank. Don't write to it
             before ``wait()``.
-        group: the R ranks; None gives back `x`.
-        dim: 0 needs no local copy, another dim one copy of `x`.
+        group: the R ranks; None returns `x`.
+        dim: 0 needs no local copy; any other dim needs one copy of `x`.
 
     Returns:
         A ``Pending`` whose result is x[..., n/R, ...], contiguous.
 
     Raises:
-        ValueError: `x` has no such dim, or R does not divide its size.
+        ValueError: `x` does not have this dim, or its size is not divisible by R.
     """
     dim = _normal_dim(x, dim)
     if group is None:
@@ -195,9 +195,9 @@ def start_exchange(
 ) -> Pending:
     """Start sending `send` to rank `dest` of `group` and receiving `recv` from rank `source`.
 
-    Both tensors are contiguous, and of the dtype and size that the other end receives or sends;
-    `recv` is not to be read or written, and `send` not written, before ``wait()``. None is no
-    message in that direction; the other rank must pass None for it, too.
+    Both tensors must be contiguous and match the other end's tensor in dtype and size. Before
+    ``wait()``, don't read or write `recv` and don't write `send`. Pass None for no message in that
+    direction; the other rank must then also pass None.
 
     Returns:
         A ``Pending`` whose result is `recv`.
@@ -216,17 +216,17 @@ def start_batch(
     """Start messages to and from ranks of `group` that begin and end together.
 
     Args:
-        sends: contiguous tensors, and the rank that each goes to; not to be written before
+        sends: contiguous tensors, each with its destination rank. Don't write to them before
             ``wait()``.
-        receives: buffers of the dtype and size of what is sent, and the rank that each is filled
-            from; not to be read or written before ``wait()``. What one rank sends another arrives
-            in the order of either list.
+        receives: buffers, each with its source rank and the dtype and size of what is sent. Don't
+            read or write them before ``wait()``. Messages from one rank to another arrive in the
+            order in which both ranks list them.
 
     Returns:
         A ``Pending`` whose result is `receives`.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    # One batch: NCCL deadlocks when two ranks order single sends and receives differently.
+    # One batch: NCCL deadlocks if two ranks order individual sends and receives differently.
     ends = [(dist.isend, *send) for send in sends] + [(dist.irecv, *recv) for recv in receives]
     batch = [dist.P2POp(op, x, group=group, group_peer=at) for op, x, at in ends]
     works = dist.batch_isend_irecv(batch) if batch else []
@@ -238,7 +238,7 @@ def start_batch(
         except RuntimeError as error:
             peers = sorted({at for _, _, at in ends})
             raise RuntimeError(
-                f"rank {rank} of {size}: a message from or to ranks {peers} failed: "
+                f"rank {rank} of {size}: a message to or from ranks {peers} failed: "
                 f"{str(error).splitlines()[0]}"
             ) from error
         return (sends, receives)[1]
@@ -255,9 +255,9 @@ def start_all_to_all(
 ) -> Pending:
     """Start an all-to-all: part r of `send` goes to rank r, and part r of `recv` comes from it.
 
-    Both are flat and contiguous, of one dtype, with parts in rank order, one for this rank itself.
-    What rank a sends to b has the size that b expects from a. Neither is to be read or written
-    before ``wait()``.
+    Both are flat and contiguous, of one dtype, with parts in rank order, including one for this
+    rank itself. The size that rank a sends to b must be the size that b expects from a. Don't read
+    or write either before ``wait()``.
 
     Returns:
         A ``Pending`` whose result is `recv`.
@@ -269,9 +269,9 @@ def start_all_to_all(
 
 
 def own_slice(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
-    """This rank's slice x[..., n/R, ...] of the replicated x[..., n, ...] along `dim`, as a view.
+    """Return this rank's slice x[..., n/R, ...] of the replicated x[..., n, ...], as a view.
 
-    Raises ``ValueError`` when `x` has no such dim or the R ranks of `group` do not divide its size.
+    Raises ``ValueError`` if `x` does not have `dim`, or its size is not divisible by the R ranks.
     """
     dim = _normal_dim(x, dim)
     if group is None:
@@ -297,7 +297,7 @@ def _slice_size(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> int:
 
 
 def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of `x` over the ranks: a new tensor of the same dtype, summed in ``sum_dtype``."""
+    """The sum of `x` over the ranks, as a new tensor of the same dtype, summed in ``sum_dtype``."""
     terms = x.to(sum_dtype(x.dtype), memory_format=torch.contiguous_format, copy=True)
     return start_all_reduce_(terms, group).wait().to(x.dtype)
 
@@ -417,7 +417,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def copy_to(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Megatron's f: the invariant `x`, used differently by each rank of `group`.
+    """Megatron's f: the invariant `x`, which each rank of `group` then uses differently.
 
     Forward:  y{R} = x{I}, a view.
     Gradient: dx{I} = all-reduce(dy{P}), the sum over the ranks, re-associated.
@@ -426,7 +426,7 @@ def copy_to(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
 
 
 def reduce_from(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Megatron's g: the sum over the ranks of `group` of their partial results `x`, on every rank.
+    """Megatron's g: the sum of the partial results `x` of all ranks of `group`, on every rank.
 
     Forward:  y{I} = all-reduce(x{P}), re-associated; a new tensor.
     Gradient: dx{R} = dy{I}, exact.
@@ -440,7 +440,7 @@ def scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> t
     Forward:  y[n/R]{S(dim)} = own slice of x[n]{I}, a view; no communication.
     Gradient: dx[n]{I} = all-gather(dy[n/R]{S(dim)}), exact.
 
-    Raises ``ValueError`` when `x` has no such dim or the R ranks do not divide its size.
+    Raises ``ValueError`` if `x` does not have this dim, or its size is not divisible by R.
     """
     return x if group is None else _Scatter.apply(x, group, _normal_dim(x, dim))
 
@@ -451,7 +451,7 @@ def gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> to
     Forward:  y[n]{I} = all-gather(x[n/R]{S(dim)}), exact.
     Gradient: dx[n/R]{S(dim)} = own slice of dy[n]{I}, a view; no communication.
 
-    Raises ``ValueError`` when `x` has no such dim.
+    Raises ``ValueError`` if `x` does not have this dim.
     """
     return x if group is None else _Gather.apply(x, group, _normal_dim(x, dim))
 
@@ -462,25 +462,25 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -
     Forward:  y[n]{R} = all-gather(x[n/R]{S(dim)}), exact.
     Gradient: dx[n/R]{S(dim)} = reduce-scatter(dy[n]{P}), re-associated.
 
-    Raises ``ValueError`` when `x` has no such dim.
+    Raises ``ValueError`` if `x` does not have this dim.
     """
     return x if group is None else _AllGather.apply(x, group, _normal_dim(x, dim))
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
-    """Reduce-scatter: the partial results summed over the ranks, each rank its slice along `dim`.
+    """Reduce-scatter: sum the partial results over the ranks and give each its slice of `dim`.
 
     Forward:  y[n/R]{S(dim)} = reduce-scatter(x[n]{P}), re-associated.
     Gradient: dx[n]{R} = all-gather(dy[n/R]{S(dim)}), exact.
 
-    Raises ``ValueError`` when `x` has no such dim or the R ranks do not divide its size.
+    Raises ``ValueError`` if `x` does not have this dim, or its size is not divisible by R.
     """
     return x if group is None else _ReduceScatter.apply(x, group, _normal_dim(x, dim))
 
 
 def moved_by(node: Any) -> tuple[Callable | None, dist.ProcessGroup | None]:
-    """The function that made a node of an autograd graph, and its group: `copy_to`, `scatter`,
-    `gather` or `all_gather`; None and None for any other node."""
+    """The function that made a node of an autograd graph (`copy_to`, `scatter`, `gather` or
+    `all_gather`) and its group; (None, None) for any other node."""
     move = _MOVES.get(type(node))
     return (None, None) if move is None else (move, node.group)
 

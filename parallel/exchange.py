@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """All-gather of JSON values, in rank order; every rank of `group` calls it."""
+    """All-gather JSON values, in rank order. Every rank of `group` must call it."""
     if group is None:
         return [value]
     nccl = dist.get_backend(group) == "nccl"

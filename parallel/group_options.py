@@ -11,16 +11,18 @@ import torch.distributed as dist
 def group_options(
     device_type: str, ctas: int, timeout: timedelta | None = None, *, urgent: bool = False
 ) -> Any:
-    """`nccl_options` of a new process group; None where `device_type` does not use NCCL."""
+    """`nccl_options` for a new process group; None if `device_type` does not use NCCL."""
     if f"{device_type}:nccl" not in dist.get_backend_config():
         return None
     return nccl_options(ctas, timeout, urgent=urgent)
 
 
 def nccl_options(ctas: int, timeout: timedelta | None = None, *, urgent: bool = False) -> Any:
-    """torch's options of a process group on NCCL: an operation runs as at most `ctas` thread
-    blocks, which occupy as many of a GPU's processors until it ends, and `urgent` ones start
-    first."""
+    """torch's options for a process group on NCCL.
+
+    An operation runs as at most `ctas` thread blocks, each of which occupies one of the GPU's
+    processors until it ends. `urgent` operations start first.
+    """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
     options.config.max_ctas = ctas
     if timeout is not None:

@@ -1,4 +1,4 @@
-"""Sequence layouts of context parallelism: which rank of the cp axis holds which positions.
+"""Sequence layouts of context parallelism: the positions that each rank of the cp axis holds.
 
     sequence of 16 tokens on four ranks: the rank that holds each position
 
@@ -7,27 +7,28 @@
     zigzag       0  0  1  1  2  2  3  3  3  3  2  2  1  1  0  0    34 34 34 34
     striped      0  1  2  3  0  1  2  3  0  1  2  3  0  1  2  3    28 32 36 40
 
-    contiguous   rank r holds chunk r of P. Under a causal mask the last rank has almost twice the
+    contiguous   Rank r holds chunk r of P. Under a causal mask the last rank has almost twice the
                  mean work, and every step of a ring waits for the busiest rank.
-    zigzag       of 2P chunks rank r holds chunks r and 2P-1-r (Zhu 2024, zigzag ring attention;
-                 "head-tail" elsewhere). Under a causal mask every rank has the same number of
-                 visible pairs, in total and in every step of a ring.
-    striped      rank r holds positions r, r + P, r + 2P, ... (Brandon et al. 2023, Striped
-                 Attention, arXiv:2311.09431). In a step of a causal ring ranks differ by the
-                 diagonal only. No two adjacent tokens are on one rank, so windows and documents
-                 leave more tiles to visit than in the other layouts.
-    balanced     equally many equal chunks per rank, assigned by their work: with packed documents
-                 equal chunks are unequal work. `balance` assigns them for the documents of a batch.
-                 For "gather", "stream" and "ulysses" only: the steps of a ring are not balanced.
+    zigzag       The sequence has 2P chunks, and rank r holds chunks r and 2P-1-r (Zhu 2024, zigzag
+                 ring attention; "head-tail" elsewhere). Under a causal mask every rank has the same
+                 number of visible pairs, in total and in every step of a ring.
+    striped      Rank r holds positions r, r + P, r + 2P, ... (Brandon et al. 2023, Striped
+                 Attention, arXiv:2311.09431). In a step of a causal ring, ranks differ only by the
+                 diagonal. No two adjacent tokens are on one rank, so windows and documents leave
+                 more tiles to visit than in the other layouts.
+    balanced     Each rank holds the same number of equal chunks, assigned by their work: with
+                 packed documents, equal chunks have unequal work. `balance` assigns them for the
+                 documents of a batch. Use it with "gather", "stream" and "ulysses" only, because
+                 the steps of a ring would not be balanced.
 
-`SequenceLayout` answers every question that depends on the layout, so that answers cannot disagree:
-the positions for RoPE, the runs of positions for the attention mask, a rank's shard of tokens,
-labels or activations, and the whole sequence from shards.
+`SequenceLayout` is the only place that depends on the layout. It returns the positions for RoPE,
+the runs of positions for the attention mask, a rank's shard of tokens, labels or activations, and
+the whole sequence from shards, so these cannot disagree.
 
 Local rows are in ascending order of position, in at most two runs per rank unless balanced. Every
-rank has the same number of rows: a length that does not divide is padded at its end. `shard` takes
-and `unshard` returns the sequence without padding; on a rank padding has the positions from
-`seq_len` on, which no token attends to, and ignored labels.
+rank has the same number of rows; a sequence whose length is not divisible is padded at its end.
+`shard` takes the sequence without padding, and `unshard` returns it without padding. On a rank,
+padding has the positions from `seq_len` on, which no token attends to, and ignored labels.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ import torch
 from warpweave.kernels.reference import Run
 from warpweave.parallel.words import Kind, chunks_of, local_rows
 
-# Boundaries of packed documents, of one sample or several; None is one document.
+# Boundaries of packed documents, for one sample or several; None means one document.
 Documents = Sequence[int] | torch.Tensor | None
 
 
@@ -51,16 +52,16 @@ class SequenceLayout:
 
     Attributes:
         seq_len: length of the sequence without padding.
-        parts: P, the cp ranks.
+        parts: P, the number of cp ranks.
         kind: "zigzag", "contiguous", "striped" or "balanced".
-        chunks: for "balanced" only: each rank's chunks, by number, as `balance` assigns them.
+        chunks: for "balanced" only, the numbers of each rank's chunks, as `balance` assigns them.
 
-    Messages have one size, so the sequence is padded to a multiple of P times the chunks of a rank
-    (zigzag: two; contiguous, striped: one).
+    Messages have one size, so the sequence is padded to a multiple of P times the number of chunks
+    per rank (two for zigzag, one for contiguous and striped).
 
     Raises:
-        ValueError: another kind, no part, a negative length, or chunks that are not each on exactly
-            one rank, equally many on every rank.
+        ValueError: the kind is unknown, `parts` is less than 1, `seq_len` is negative, or the
+            chunks are not each on exactly one rank, with the same number on every rank.
     """
 
     seq_len: int
@@ -73,39 +74,49 @@ class SequenceLayout:
             raise ValueError(f"kind must be one of {get_args(Kind)}, got {self.kind!r}")
         if self.parts < 1 or self.seq_len < 0:
             raise ValueError(
-                f"need parts >= 1 and seq_len >= 0, got seq_len={self.seq_len}, parts={self.parts}"
+                f"expected parts >= 1 and seq_len >= 0, got parts={self.parts}, "
+                f"seq_len={self.seq_len}"
             )
         if (self.chunks is not None) != (self.kind == "balanced"):
-            raise ValueError(f"a balanced layout, and no other, has chunks (`balance`), got {self}")
+            raise ValueError(
+                "pass chunks with kind 'balanced' and only with it (`balance` makes such a "
+                f"layout), got {self}"
+            )
         if self.chunks is not None:
             numbers = sorted(n for own in self.chunks for n in own)
             counts = {len(own) for own in self.chunks}
             if len(self.chunks) != self.parts or len(counts) != 1 or 0 in counts:
-                raise ValueError(f"chunks must be as many for each of the {self.parts} parts")
+                raise ValueError(
+                    f"expected the same number of chunks for each of the {self.parts} parts, "
+                    f"got {[len(own) for own in self.chunks]}"
+                )
             if numbers != [*range(len(numbers))] or any(
                 [*own] != sorted(own) for own in self.chunks
             ):
-                raise ValueError(f"chunks must be 0 to {len(numbers) - 1}, ascending on each rank")
+                raise ValueError(
+                    f"expected chunks 0 to {len(numbers) - 1}, ascending on each rank, "
+                    f"got {self.chunks}"
+                )
 
     @property
     def local_len(self) -> int:
-        """Rows on each rank, padding included."""
+        """Rows on each rank, including padding."""
         if self.chunks is not None:
             return local_rows(self.seq_len, self.parts, len(self.chunks[0]))
         return local_rows(self.seq_len, self.parts, chunks_of(self.seq_len, self.parts, self.kind))
 
     @property
     def padded_len(self) -> int:
-        """Rows of all ranks together, padding included."""
+        """Total number of rows of all ranks, including padding."""
         return self.local_len * self.parts
 
     @property
     def padded(self) -> SequenceLayout:
-        """The same layout with padding counted as tokens."""
+        """The same layout, with padding counted as tokens."""
         return replace(self, seq_len=self.padded_len)
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """The global positions of `rank`'s rows as runs: one or two, in a balanced layout more."""
+        """The global positions of `rank`'s rows as runs: one or two, or more if balanced."""
         if not 0 <= rank < self.parts:
             raise ValueError(f"rank must be in [0, {self.parts}), got {rank}")
         length = self.local_len
@@ -134,18 +145,18 @@ class SequenceLayout:
         )
 
     def owner(self, position: int) -> int:
-        """The rank that holds a position."""
+        """Return the rank that holds a position."""
         return next(r for r in range(self.parts) if any(position in at for at in self._ranges(r)))
 
     def _ranges(self, rank: int) -> list[range]:
         return [run.positions for run in self.runs(rank)]
 
     def shard(self, x: torch.Tensor, rank: int, dim: int, fill: float = 0) -> torch.Tensor:
-        """`rank`'s shard x[..., local_len, ...] of `x[..., seq_len, ...]` along `dim`, padding
-        being `fill`.
+        """Return `rank`'s shard x[..., local_len, ...] of `x[..., seq_len, ...]` along `dim`. The
+        value of padding is `fill`.
 
-        A view of `x` if the rows are one run and nothing is padded, else a copy; differentiable
-        either way.
+        It is a view of `x` if the rows are one run and nothing is padded, otherwise a copy. Both
+        are differentiable.
         """
         if x.shape[dim] != self.seq_len:
             raise ValueError(
@@ -163,14 +174,14 @@ class SequenceLayout:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """x[..., seq_len, ...] in order of position from every rank's shard: inverse of `shard`."""
+        """Return x[..., seq_len, ...] in order of position from all shards; inverse of `shard`."""
         if len(shards) != self.parts:
-            raise ValueError(f"needs one shard per rank, {self.parts}, got {len(shards)}")
+            raise ValueError(f"expected one shard per rank ({self.parts}), got {len(shards)}")
         parts: list[tuple[int, torch.Tensor]] = []
         for rank, shard in enumerate(shards):
             if shard.shape[dim] != self.local_len:
                 raise ValueError(
-                    f"dim {dim} of shard {rank} must have {self.local_len} rows, "
+                    f"expected {self.local_len} rows in dim {dim} of shard {rank}, "
                     f"got {shard.shape[dim]}"
                 )
             runs = self.runs(rank)
@@ -186,15 +197,15 @@ class SequenceLayout:
         return whole if self.padded_len == self.seq_len else whole.narrow(dim, 0, self.seq_len)
 
     def for_documents(self, documents: Documents) -> SequenceLayout:
-        """The layout for a batch of these documents: a balanced one with its chunks assigned anew
-        (`balance`), of the same number and size; any other itself."""
+        """Return the layout for a batch of these documents. A balanced layout gets the same number
+        and size of chunks, assigned again (`balance`); any other is returned unchanged."""
         if self.chunks is None:
             return self
         return balance(self.seq_len, self.parts, documents, each=len(self.chunks[0]))
 
     def pairs(self, documents: Documents = None) -> list[int]:
-        """Per rank the visible (query, key) pairs under a causal mask within documents: its work in
-        attention. Padding has none."""
+        """The number of visible (query, key) pairs on each rank, under a causal mask within
+        documents. This is the rank's work in attention; padding adds none."""
         seen = _keys_seen(self.seq_len, documents)
         return [
             sum(int(seen[at.start : at.stop : at.step].sum()) for at in self._ranges(rank))
@@ -202,10 +213,11 @@ class SequenceLayout:
         ]
 
     def draw(self, documents: Sequence[int] | None = None, width: int = 64) -> str:
-        """A picture of each rank's queries and keys under a causal mask within documents.
+        """Draw each rank's queries and keys under a causal mask within documents.
 
-        A line per rank, at most `width` letters for the sequence: ``#`` its queries, ``-`` keys
-        that they see; then its `pairs`, in multiples of the mean.
+        There is one line per rank, with at most `width` letters for the sequence: ``#`` for its
+        queries, ``-`` for the keys that they see. The line ends with the rank's `pairs`, in
+        multiples of the mean.
         """
         seen, work = _keys_seen(self.seq_len, documents).tolist(), self.pairs(documents)
         mean, step = sum(work) / self.parts or 1, max(1, -(-self.seq_len // width))
@@ -224,8 +236,8 @@ class SequenceLayout:
 
 
 def _keys_seen(seq_len: int, documents: Documents) -> torch.Tensor:
-    """The number of keys that each position sees, int64[seq_len]: itself and those before it in its
-    document; summed over samples."""
+    """The number of keys that each position sees, int64[seq_len]: itself and the positions before
+    it in its document, summed over samples."""
     given = [0] if documents is None else documents
     position = torch.arange(seq_len)
     seen = torch.zeros_like(position)
@@ -238,17 +250,17 @@ def _keys_seen(seq_len: int, documents: Documents) -> torch.Tensor:
 def balance(
     seq_len: int, parts: int, documents: Documents = None, *, each: int | None = None
 ) -> SequenceLayout:
-    """The balanced layout for these documents, in which `pairs` differ little between ranks.
+    """Return the balanced layout for these documents: `pairs` differs little between ranks.
 
-    Greedy assignment: the chunk with the most work goes to the rank with the least work that has
-    fewer than its number of chunks. With 2 chunks per rank, then 4, ..., 32, until no rank has more
-    than 1.02 times the mean work; a single rank has one chunk.
+    Greedy assignment: the chunk with the most work goes to the least-loaded rank that still has
+    room for a chunk. The number of chunks per rank is 2, then 4, ..., 32, until no rank has more
+    than 1.02 times the mean work. A single rank has one chunk.
 
     Args:
         seq_len, parts: of the layout.
-        documents: boundaries [n + 1] that ascend from 0, as for attention, by value; positions from
-            the last one on are one more document. None is one document. [B, n + 1] for several
-            samples that share a layout; their work is added.
+        documents: boundaries [n + 1] that ascend from 0, as for attention. Positions from the last
+            boundary on are one more document. None means one document. Pass [B, n + 1] for several
+            samples that share a layout; their work is added. The values are read.
         each: use this number of chunks per rank.
     """
     sums = torch.cat((torch.zeros(1, dtype=torch.int64), _keys_seen(seq_len, documents).cumsum(0)))
@@ -268,7 +280,7 @@ def balance(
 
 
 def _assign(costs: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
-    """The chunks of each of `parts` ranks, equally many, assigned greedily by the chunks' costs."""
+    """Assign the same number of chunks to each of `parts` ranks, greedily by the chunks' costs."""
     each, ranks = len(costs) // parts, range(parts)
     own: list[list[int]] = [[] for _ in ranks]
     work = [0] * parts
@@ -280,18 +292,19 @@ def _assign(costs: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
 
 
 def cut(seq_len: int, parts: int, kind: Kind) -> SequenceLayout:
-    """The layout of that kind. A balanced one is for one document, and its `for_documents` for
-    others, with `chunks_of` chunks per rank."""
+    """Return the layout of that kind. A balanced one has `chunks_of` chunks per rank and is for a
+    single document; call its `for_documents` for others."""
     if kind != "balanced":
         return SequenceLayout(seq_len, parts, kind)
     return balance(seq_len, parts, each=chunks_of(seq_len, parts, kind))
 
 
 def shift_labels(tokens: torch.Tensor, *, dim: int = -1, ignore_index: int = -100) -> torch.Tensor:
-    """Next-token labels of the whole sequence: ``labels[i] = tokens[i + 1]``; the last is ignored.
+    """Return next-token labels of the whole sequence: ``labels[i] = tokens[i + 1]``; the last is
+    ignored.
 
-    Shift first, then shard: the label of a run's last token is on another run, often on another
-    rank, so that shifting shards trains on wrong labels without any error.
+    Shift first, then shard. The label of a run's last token is in another run, often on another
+    rank. Shifting shards instead trains on wrong labels without any error.
     """
     labels, last = torch.full_like(tokens, ignore_index), tokens.shape[dim] - 1
     if last > 0:

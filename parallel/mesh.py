@@ -1,13 +1,14 @@
 """The mesh: the sizes of the parallel axes, a rank's coordinates, and its process groups.
 
-The axes, outermost first (`AXES`): ``outer`` replicas that meet every n steps (local SGD, DiLoCo),
-``pp`` pipeline parallel, ``dp`` data parallel, ``cp`` context parallel, ``tp`` tensor parallel; tp
-varies fastest over ranks, because it communicates most. An axis may be split in two (`SPLITS`): cp
-into a ``ring`` of ``ulysses`` groups (hybrid context parallelism), dp into replicas of ``dp_shard``
-groups (hybrid sharding). Several axes may be taken as one (`PRODUCTS`): ``data`` = dp x cp, the
-ranks that hold the same parameters, see different tokens and sum their gradients in every step;
-``shard`` = dp_shard x cp, those of them over which ZeRO shards; ``inner``, the ranks of one outer
-replica; and ``world``. Eight ranks of Mesh(dp=4, cp=2, dp_shard=2):
+The axes, outermost first (`AXES`), are: ``outer``, replicas that synchronize every n steps (local
+SGD, DiLoCo); ``pp``, pipeline parallel; ``dp``, data parallel; ``cp``, context parallel; and
+``tp``, tensor parallel. tp varies fastest over ranks, because it communicates most. An axis may be
+split in two (`SPLITS`): cp into a ``ring`` of ``ulysses`` groups (hybrid context parallelism), dp
+into replicas of ``dp_shard`` groups (hybrid sharding). Several axes can be treated as one
+(`PRODUCTS`). ``data`` = dp x cp is the ranks that hold the same parameters, see different tokens
+and sum their gradients in every step. ``shard`` = dp_shard x cp is the subset of them over which
+ZeRO shards. ``inner`` is the ranks of one outer replica, and ``world`` is all ranks. Eight ranks of
+Mesh(dp=4, cp=2, dp_shard=2):
 
     rank        0  1  2  3  4  5  6  7
     dp          0  0  1  1  2  2  3  3
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from warpweave.parallel.symmetric import Workspace
 
 AXES = ("outer", "pp", "dp", "cp", "tp")
-# Axis -> (groups, ranks in a group); the field of `Mesh` of that name is the size of a group.
+# Axis -> (axis over the groups, axis within a group). The size of a group is a field of `Mesh`.
 SPLITS = {"dp": ("replica", "dp_shard"), "cp": ("ring", "ulysses")}
 # Outermost first, as in `AXES`.
 PRODUCTS = {
@@ -52,8 +53,7 @@ def divisors(n: int) -> list[int]:
 
 
 def factors(axis: str) -> tuple[str, ...]:
-    """The factors of `axis`: the axes, neither split nor products, that it consists of, outermost
-    first.
+    """The innermost axes that make up `axis`, outermost first; none is split or a product.
 
     ("ring", "ulysses") for "cp", ("tp",) for "tp".
     """
@@ -67,19 +67,20 @@ def factors(axis: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes; no process group.
+    """The sizes of the axes, without process groups.
 
     Attributes:
         dp, cp, tp, pp: sizes of the axes within an outer replica.
-        ulysses: Ulysses degree: size of the groups of cp ranks with all-to-all; a ring runs over
-            the cp / ulysses groups.
-        dp_shard: hybrid sharding: size of the groups of dp ranks over which ZeRO shards, replicated
-            over the dp / dp_shard groups; None is all of dp.
-        outer: replicas of all of the above, whose weights meet every n steps (`data.outer`).
+        ulysses: the Ulysses degree, which is the size of the groups of cp ranks that use
+            all-to-all. A ring runs over the cp / ulysses groups.
+        dp_shard: for hybrid sharding, the size of the groups of dp ranks over which ZeRO shards. It
+            replicates over the dp / dp_shard groups. None means all of dp.
+        outer: number of replicas of all of the above, which synchronize their weights every n steps
+            (`data.outer`).
 
     Raises:
-        ValueError: one is not a positive integer, `ulysses` does not divide `cp`, or `dp_shard`
-            does not divide `dp`.
+        ValueError: a size is not a positive integer, `cp` is not divisible by `ulysses`, or `dp` is
+            not divisible by `dp_shard`.
     """
 
     dp: int = 1
@@ -99,21 +100,21 @@ class Mesh:
                 continue
             _check_size(inner, length)
             if size % length:
-                raise ValueError(f"{inner} = {length} does not divide {axis} = {size}")
+                raise ValueError(f"{axis} ({size}) is not divisible by {inner} ({length})")
 
     @property
     def world(self) -> int:
-        """Number of ranks, outer * dp * cp * tp * pp."""
+        """Total number of ranks, outer * dp * cp * tp * pp."""
         return self.size("world")
 
     @property
     def data(self) -> int:
-        """Number of ranks in an outer replica that hold the same parameters and different tokens,
-        dp * cp."""
+        """Number of ranks in an outer replica that hold the same parameters but see different
+        tokens, dp * cp."""
         return self.size("data")
 
     def _lengths(self) -> dict[str, int]:
-        """Sizes of the `factors` of the world, outermost first."""
+        """The sizes of all `factors` of the world, outermost first."""
         lengths: dict[str, int] = {}
         for axis in AXES:
             size = getattr(self, axis)
@@ -127,14 +128,14 @@ class Mesh:
         return lengths
 
     def size(self, axis: str) -> int:
-        """Size of `axis`: one of `AXES`, a part of one, or a product."""
+        """The size of `axis`, which is one of `AXES`, a part of one, or a product."""
         lengths, size = self._lengths(), 1
         for f in factors(axis):  # torch.compile reads loops
             size *= lengths[f]
         return size
 
     def index(self, axis: str, rank: int) -> int:
-        """Coordinate of `rank` along `axis`; raises ValueError for a rank outside the mesh."""
+        """The coordinate of `rank` along `axis`. Raise ValueError if `rank` is outside the mesh."""
         inside, rest, index, stride = factors(axis), rank, 0, 1
         for f, length in reversed(self._lengths().items()):
             rest, at = divmod(rest, length)
@@ -146,26 +147,26 @@ class Mesh:
         return index
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Axis name -> coordinate of `rank` on `AXES`; the inverse of `rank_at`."""
+        """Axis name -> coordinate of `rank`, for each of `AXES`. The inverse of `rank_at`."""
         return {axis: self.index(axis, rank) for axis in AXES}
 
     def rank_at(self, **at: int) -> int:
-        """The rank at the given coordinates on `AXES`, by default 0.
+        """The rank at the given coordinates on `AXES`, which default to 0.
 
-        Raises ValueError for a coordinate outside its axis.
+        Raises ValueError if a coordinate is outside its axis.
         """
         rank = 0
         for axis in AXES:
             size, index = getattr(self, axis), at.pop(axis, 0)
             if not 0 <= index < size:
-                raise ValueError(f"{axis} = {index} is outside the mesh's {size}")
+                raise ValueError(f"{axis} = {index} is outside the mesh, whose {axis} is {size}")
             rank = rank * size + index
         if at:
-            raise ValueError(f"a rank has coordinates on {AXES}, got {sorted(at)}")
+            raise ValueError(f"expected coordinates on the axes {AXES}, got {sorted(at)}")
         return rank
 
     def members(self, axis: str) -> list[list[int]]:
-        """The ranks of every group along `axis`, each in the order of their coordinates."""
+        """The ranks of every group along `axis`, each in order of their coordinates."""
         others = [f for f in factors("world") if f not in factors(axis)]
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
@@ -173,20 +174,20 @@ class Mesh:
         return list(groups.values())
 
     def describe(self, rank: int) -> str:
-        """ "rank 5 (pp=1, tp=1)": the rank and its coordinates on every axis longer than one."""
+        """ "rank 5 (pp=1, tp=1)": the rank, and its coordinate on every axis longer than 1."""
         at = self.coordinates(rank)
         inside = ", ".join(f"{axis}={at[axis]}" for axis in AXES if getattr(self, axis) > 1)
         return f"rank {rank} ({inside})" if inside else f"rank {rank}"
 
     def names(self, ranks: Iterable[int]) -> str:
-        """ "ranks 0, 1, 3", or what `describe` says of a single one."""
+        """ "ranks 0, 1, 3" for several ranks, or `describe` for a single one."""
         first, *others = ranks
         if not others:
             return self.describe(first)
         return f"ranks {', '.join(map(str, (first, *others)))}"
 
     def seen_from(self, rank: int) -> ConnectedMesh:
-        """The mesh from the view of `rank`, without process groups: every group is None."""
+        """The mesh as `rank` sees it, without process groups: every group is None."""
         return ConnectedMesh(self, rank, dict.fromkeys(_names()), None)
 
     def connect(
@@ -194,15 +195,15 @@ class Mesh:
     ) -> ConnectedMesh:
         """Create this rank's process groups.
 
-        Collective over the default process group, which must exist when the mesh has several ranks.
+        Collective over the default process group, which must exist if the mesh has several ranks.
         `timeout` bounds every collective of these groups, and approximately every wait within a
-        kernel; None is torch's default (half an hour on gloo, whatever the default group's
-        is), and some minutes for those waits.
+        kernel. None means torch's default for collectives (half an hour on gloo, regardless of the
+        default group's timeout) and a few minutes for waits within kernels.
 
         Raises:
-            ValueError: the mesh does not have as many ranks as the default process group.
+            ValueError: the mesh and the default process group have different numbers of ranks.
         """
-        import torch.distributed as dist  # sizes, and a command line, do without
+        import torch.distributed as dist  # not at the top: sizes alone don't need torch
         from torch.distributed.device_mesh import init_device_mesh
 
         from warpweave.parallel.group_options import group_options
@@ -212,7 +213,7 @@ class Mesh:
             found = f"{ranks} {'is' if ranks == 1 else 'are'} running"
             if not dist.is_initialized():
                 found = (
-                    "torch.distributed is not initialised: start with torchrun and call "
+                    "torch.distributed is not initialized; start with torchrun and call "
                     "warpweave.launch.join(mesh) or dist.init_process_group() first"
                 )
             replicas = f"outer={self.outer} x " if self.outer > 1 else ""
@@ -232,7 +233,7 @@ class Mesh:
         )
         groups = self._make_groups(device_mesh, timeout)
         if timeout is not None:
-            # Public from torch 2.14 on, where the private name warns.
+            # Public since torch 2.14, where the private name warns.
             set_timeout = (
                 getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             )
@@ -244,10 +245,10 @@ class Mesh:
     def _make_groups(
         self, device_mesh: DeviceMesh, timeout: timedelta | None
     ) -> dict[str, ProcessGroup | None]:
-        """This rank's group along every axis, None for an axis of size 1.
+        """This rank's group along every axis; None for an axis of size 1.
 
-        Collective over all ranks, which create the groups in the same order. Axes with the same
-        ranks share a group: "data" is "dp" if cp = 1.
+        Collective over all ranks, which create the groups in the same order. Axes that have the
+        same ranks share a group: "data" is "dp" if cp = 1.
         """
         import torch.distributed as dist
 
@@ -259,7 +260,7 @@ class Mesh:
         for axis in _names():
             along = tuple(f for f in factors(axis) if lengths[f] > 1)
             if axis == "world" or (axis == "inner" and self.outer == 1):
-                groups[axis] = dist.group.WORLD  # always a group of its own
+                groups[axis] = dist.group.WORLD  # even if another axis has the same ranks
                 continue
             if along not in made and axis in AXES:
                 made[along] = device_mesh.get_group(axis)
@@ -274,7 +275,7 @@ class Mesh:
 
 
 def _names() -> tuple[str, ...]:
-    """Every axis: `AXES`, their parts, and the products."""
+    """All axis names: `AXES`, their parts, and the products."""
     return (*AXES, *(part for parts in SPLITS.values() for part in parts), *PRODUCTS)
 
 
@@ -290,11 +291,11 @@ class ConnectedMesh:
     Attributes:
         sizes: the mesh.
         rank: this rank in the default process group.
-        groups: axis name -> process group, None where the axis has one rank.
-        device_mesh: the torch DeviceMesh over (pp, dp, cp, tp), with outer > 1 over `AXES`; None
+        groups: axis name -> process group; None if the axis has one rank.
+        device_mesh: the torch DeviceMesh over (pp, dp, cp, tp), or over `AXES` if outer > 1; None
             for a single rank.
-        timeout: that of `Mesh.connect`.
-        buffers: of the messages of context parallelism, for all layers.
+        timeout: the timeout given to `Mesh.connect`.
+        buffers: message buffers of context parallelism, shared by all layers.
     """
 
     sizes: Mesh
@@ -306,34 +307,34 @@ class ConnectedMesh:
     _workspaces: dict[str, Workspace] = field(default_factory=dict, repr=False, compare=False)
 
     def group(self, axis: str) -> ProcessGroup | None:
-        """The group along `axis` (see the module's docstring), None if it has one rank."""
+        """The group along `axis` (see the module's docstring); None if it has one rank."""
         return self.groups[axis]
 
     @property
     def context(self) -> ProcessGroup | tuple[ProcessGroup | None, ProcessGroup | None] | None:
-        """The `group` of `parallel.context`: the cp axis, or with ulysses > 1 the pair (ring,
-        Ulysses group)."""
+        """The `group` argument of `parallel.context`: the cp axis, or the pair (ring, Ulysses
+        group) if ulysses > 1."""
         if self.sizes.ulysses > 1:
             return self.groups["ring"], self.groups["ulysses"]
         return self.groups["cp"]
 
     def workspace(self, axis: str) -> Workspace | None:
-        """The symmetric memory along `axis`, one for all layers; None if it has one rank."""
+        """The symmetric memory along `axis`, shared by all layers; None if it has one rank."""
         group = self.group(axis)
         if group is not None and axis not in self._workspaces:
-            from warpweave.parallel.symmetric import Workspace  # kernels: sizes do without
+            from warpweave.parallel.symmetric import Workspace  # not at the top: imports kernels
 
             self._workspaces[axis] = Workspace(group, timeout=self.timeout)
         return self._workspaces.get(axis)
 
     def check_waits(self) -> None:
-        """Raise for the first wait within a kernel that gave up (`SymmetricMemory.check`), once a
-        result of the device has been read."""
+        """Raise for the first wait within a kernel that timed out (`SymmetricMemory.check`). Call
+        it after a result has been read from the device."""
         for workspace in self._workspaces.values():
             workspace.check()
 
     def size(self, axis: str) -> int:
-        """Size of `axis`."""
+        """The size of `axis`."""
         return self.sizes.size(axis)
 
     def index(self, axis: str) -> int:
@@ -341,7 +342,7 @@ class ConnectedMesh:
         return self.sizes.index(axis, self.rank)
 
     def __deepcopy__(self, memo: dict) -> ConnectedMesh:
-        """Itself: copies of a module use the same process groups, which cannot be copied."""
+        """Return self: copies of a module share its process groups, which cannot be copied."""
         return self
 
     @property
@@ -351,16 +352,16 @@ class ConnectedMesh:
 
 
 def single() -> ConnectedMesh:
-    """The mesh of one device; needs no process group."""
+    """Return the mesh of one device, which needs no process group."""
     return Mesh().seen_from(0)
 
 
 def connected(mesh: ConnectedMesh | None) -> ConnectedMesh:
-    """The mesh of a layer's `mesh` argument; None is one device.
+    """Return the mesh for a layer's `mesh` argument, where None means one device.
 
     Raises:
         ValueError: the mesh is not connected (`Mesh.connect`).
     """
     if isinstance(mesh, Mesh):
-        raise ValueError(f"mesh must be connected, {mesh} is sizes only: pass mesh.connect()")
+        raise ValueError(f"mesh must be connected, but {mesh} has only sizes; pass mesh.connect()")
     return single() if mesh is None else mesh

@@ -1,7 +1,7 @@
 """Algorithms over ranks as generators of messages, independent of how messages are sent.
 
 An algorithm (a ring, recursive doubling, a tree, ring attention) is one generator per rank. It
-yields a message to start it, and None to wait for all pending messages of this rank:
+yields a message to start it, or None to wait for all pending messages of this rank:
 
     def all_gather(rank, ranks, x):  # row `rank` of x[ranks, n] is set
         right, left = (rank + 1) % ranks, (rank - 1) % ranks
@@ -9,20 +9,20 @@ yields a message to start it, and None to wait for all pending messages of this 
             yield Hop(x[rank - hop], x[rank - hop - 1], right, left)
             yield None
 
-`run_on_group` executes one rank's generator on process groups, `run_in_process` those of all ranks
-in one process. A message starts before the work that hides it and is waited for after it. Ranks
-need not have equally many steps.
+`run_on_group` executes one rank's generator on process groups. `run_in_process` executes the
+generators of all ranks in one process. Start a message before the work that hides it, and wait for
+it afterwards. Ranks may have different numbers of steps.
 
-    the ring above on four ranks; row that each receives, and from whom
+    the ring above on four ranks: the row that each rank receives, and from which rank
              rank 0        rank 1        rank 2        rank 3
     hop 0    3 from 3      0 from 0      1 from 1      2 from 2
     hop 1    2 from 3      3 from 0      0 from 1      1 from 2
     hop 2    1 from 3      2 from 0      3 from 1      0 from 2
 
-The pipeline's executor (`pipeline.execute`) is a generator of waits, too, with transports of its
-own. Here an algorithm owns its buffers, and a wait is for all pending messages. There the transport
-knows the schedule: it owns the buffers, posts receives ahead of need, and frees a sent tensor when
-a later message acknowledges it, so that no rank waits for a send.
+The pipeline's executor (`pipeline.execute`) is also a generator of waits, but it has its own
+transports. Here, an algorithm owns its buffers, and a wait is for all pending messages. There, the
+transport knows the schedule: it owns the buffers, posts receives ahead of need, and frees a sent
+tensor when a later message acknowledges it, so no rank waits for a send.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ T = TypeVar("T")
 class Hop(NamedTuple):
     """MPI's sendrecv: `send` goes to rank `dest`, `recv` comes from rank `source`.
 
-    Both are contiguous; what a rank sends has the dtype and size of what the other receives. None
-    if this rank sends nothing, or receives nothing.
+    Both are contiguous, and each end of a message has the same dtype and size. None means that this
+    rank sends or receives nothing.
     """
 
     send: torch.Tensor | None
@@ -55,7 +55,7 @@ class Hop(NamedTuple):
 
     @property
     def batch(self) -> Batch:
-        """The same as a `Batch`."""
+        """The same messages as a `Batch`."""
         return Batch(
             [] if self.send is None else [(self.send, self.dest)],
             [] if self.recv is None else [(self.recv, self.source)],
@@ -63,12 +63,12 @@ class Hop(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Messages between ranks of a group that begin and end together: one group of NCCL's.
+    """Messages between ranks of a group that begin and end together: one NCCL group call.
 
     Attributes:
-        sends: tensors, and the rank that each goes to.
-        receives: buffers, and the rank that each is filled from. What one rank sends another
-            arrives in the order of either list.
+        sends: tensors, each with its destination rank.
+        receives: buffers, each with its source rank. Messages from one rank to another arrive in
+            the order in which both ranks list them.
     """
 
     sends: Sequence[tuple[torch.Tensor, int]]
@@ -76,9 +76,11 @@ class Batch(NamedTuple):
 
 
 class AllToAll(NamedTuple):
-    """Messages between all ranks of a Ulysses group: the first ``send_sizes[0]`` elements go to
-    rank 0 of it, and so on; `recv` is filled alike. Flat tensors of one dtype; what a rank sends to
-    itself is copied.
+    """Messages between all ranks of a Ulysses group.
+
+    The first ``send_sizes[0]`` elements of `send` go to the group's rank 0, and so on; `recv` is
+    filled in the same order. Both are flat tensors of one dtype. A rank copies what it sends to
+    itself.
     """
 
     send: torch.Tensor
@@ -98,13 +100,14 @@ def run_on_group(
     *,
     overlap: bool = True,
 ) -> T:
-    """Execute this rank's `steps`: hops on `group`, all-to-alls on `inner_group`; its result.
+    """Execute this rank's `steps` and return their result: hops use `group`, all-to-alls use
+    `inner_group`.
 
     ``overlap=False`` waits for every message before the tile that could hide it. The operations and
     their order are the same, so the results are bitwise equal.
 
-    On a CPU a thread starts the hops: if the receiver is waiting already, gloo's isend returns only
-    after the message has been copied into the socket, and would delay the tile.
+    On a CPU, a thread starts the hops. If the receiver is already waiting, gloo's isend returns
+    only after it has copied the message into the socket, which would delay the tile.
     """
     pending: list[Pending | Future[Pending]] = []
     with ThreadPoolExecutor(1) as thread:
@@ -137,31 +140,31 @@ def _on_cpu_by_gloo(batch: Batch, group: dist.ProcessGroup | None) -> bool:
 
 
 class _Ends(NamedTuple):
-    """The parts of a rank's message that are not delivered yet, by destination and by source."""
+    """The undelivered parts of a rank's message, by destination and by source."""
 
     sends: dict[int, list[torch.Tensor]]
     receives: dict[int, list[torch.Tensor]]
 
 
-# For each kind of message (of each process group) those under way, in order.
+# The pending messages of each kind (that is, of each process group), in order.
 _Queues = dict[type, "deque[_Ends]"]
 
 
 def run_in_process(every: Sequence[Steps[T]], *, inner: int = 1, overlap: bool = True) -> list[T]:
     """Execute the steps of all ranks in turn in this process, without any group.
 
-    All-to-alls are within groups of `inner` consecutive ranks; hops are between ranks with the same
-    index in their groups. Messages are copies, delivered when sender and receiver wait for them
-    (``overlap=False``: when they start), so that reading or writing a buffer too early gives wrong
-    results.
+    All-to-alls are within groups of `inner` consecutive ranks. Hops are between ranks that have the
+    same index in their groups. Messages are copies, delivered when both sender and receiver wait
+    for them (``overlap=False``: when they start). Reading or writing a buffer too early therefore
+    gives wrong results.
 
     The order is NCCL's: a rank's hops run one after the other, each when its peers have reached
-    theirs (all-to-alls likewise, concurrently with the hops). What would deadlock on NCCL, though
-    not on gloo, is a deadlock here.
+    theirs. All-to-alls do the same, concurrently with the hops. A program that would deadlock on
+    NCCL but not on gloo deadlocks here.
 
     Raises:
-        RuntimeError: a deadlock, a rank that ends with pending messages, or two ends of a message
-        that differ; names the ranks.
+        RuntimeError: a deadlock, a rank that ends with pending messages, or a mismatch between the
+            two ends of a message; the error names the ranks.
     """
     queues: list[_Queues] = [{Batch: deque(), AllToAll: deque()} for _ in every]
     results: dict[int, T] = {}
@@ -182,7 +185,7 @@ def run_in_process(every: Sequence[Steps[T]], *, inner: int = 1, overlap: bool =
                         break
             except StopIteration as stop:
                 if any(queues[rank].values()):
-                    raise RuntimeError(f"rank {rank} ends with messages under way") from None
+                    raise RuntimeError(f"rank {rank} ends with pending messages") from None
                 results[rank] = stop.value
         while _deliver(queues):
             moved = True
@@ -192,7 +195,7 @@ def run_in_process(every: Sequence[Steps[T]], *, inner: int = 1, overlap: bool =
 
 
 def _ends(rank: int, message: Hop | Batch | AllToAll, inner: int) -> _Ends:
-    """A message with the global ranks of its peers."""
+    """The parts of a message, by the global ranks of its peers."""
     first, place = rank - rank % inner, rank % inner
     ends = _Ends({}, {})
     if isinstance(message, AllToAll):
@@ -212,11 +215,14 @@ def _ends(rank: int, message: Hop | Batch | AllToAll, inner: int) -> _Ends:
 def _check_peers(rank: int, ends: _Ends, ranks: int) -> None:
     for at in (*ends.sends, *ends.receives):
         if at == rank or not 0 <= at < ranks:
-            raise RuntimeError(f"rank {rank} hops to or from rank {at}, no other of {ranks}")
+            raise RuntimeError(
+                f"rank {rank} sends to or receives from rank {at}, which is not another of the "
+                f"{ranks} ranks"
+            )
 
 
 def _deliver(queues: list[_Queues]) -> bool:
-    """Deliver what is possible of each rank's first message; whether anything was delivered."""
+    """Deliver all that is possible of each rank's first message; return True if any was."""
     moved = False
     for rank, own in enumerate(queues):
         for kind, queue in own.items():
@@ -247,7 +253,7 @@ def _deliver(queues: list[_Queues]) -> bool:
 
 
 def _waits(queues: list[_Queues]) -> list[str]:
-    """For each waiting rank, the ranks that it waits for."""
+    """For each waiting rank, a description of the ranks that it waits for."""
     return [
         f"rank {rank} waits for ranks {sorted({*queue[0].sends, *queue[0].receives})}"
         for rank, own in enumerate(queues)

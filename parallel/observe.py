@@ -1,14 +1,14 @@
-"""What a rank is about to issue, seen just before: every collective and message of its thread.
+"""Interception of every collective and message that a thread is about to issue.
 
-All of torch.distributed's operations, ours and a user's, go through torch's dispatcher, forward and
-backward. `Observer` is a dispatch mode that passes each to `before` as an `Operation`, whose key is
-the same on all ranks that take part in it:
+All operations of torch.distributed, whether ours or a user's, go through torch's dispatcher, in
+both forward and backward. `Observer` is a dispatch mode that passes each of them to `before` as an
+`Operation`, whose key is the same on all ranks that take part in it:
 
-    two ranks of group 3, then a message between them
+    two ranks of group 3: two collectives, then a message between the ranks
     rank 0    all_reduce -> "3/0"    all_gather -> "3/1"    isend to 1    -> "3/0>1/0"
     rank 1    all_reduce -> "3/0"    all_gather -> "3/1"    irecv from 0  -> "3/0>1/0"
 
-Outside ``with observer`` nothing is intercepted and nothing costs anything.
+Outside ``with observer``, nothing is intercepted and there is no cost.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Operation(NamedTuple):
     """A collective, or one end of a message, that this rank is about to issue.
 
     Attributes:
-        key: of the group's n-th collective, or the n-th message from one of its ranks to another.
-        ranks: those that take part, of the default group.
-        what: name, and what must be equal on all of them: "all_reduce of float32[4, 5]".
-        given: the tensors that this rank gives, none to another's broadcast; of a receive the
-            buffers.
-        side: "send" or "recv" of a message, "" of a collective.
-        sizes: of an all-to-all, the elements for and from each rank.
+        key: identifies the group's n-th collective, or the n-th message from one rank to another.
+        ranks: the participating ranks, as ranks of the default group.
+        what: the name, and what must be equal on all ranks: "all_reduce of float32[4, 5]".
+        given: the tensors that this rank contributes. Empty if it receives a broadcast; the buffers
+            if it receives a message.
+        side: "send" or "recv" for a message, "" for a collective.
+        sizes: for an all-to-all, the numbers of elements for and from each rank.
     """
 
     key: str
@@ -55,19 +55,21 @@ class Operation(NamedTuple):
 
 
 class Observer(dispatch.TorchDispatchMode):
-    """Calls `before` with each operation that is issued within ``with observer``; may be entered
-    again, by several threads too (`carried`), and counts on."""
+    """Pass each operation that is issued within ``with observer`` to `before`.
+
+    It may be entered again, even by several threads (`carried`), and its count continues.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
     def before(self, operation: Operation) -> None:
-        """An operation that is issued when this returns, and not if it raises."""
+        """Handle an operation that is about to be issued; raise to prevent it."""
         raise NotImplementedError
 
     def numbered(self, group: str) -> str:
-        """The key of the next operation of a group, or of a link of one."""
+        """The key of the next operation of a group, or of a link within a group."""
         return f"{group}/{next(self._numbers[group])}"
 
     def __torch_dispatch__(
@@ -82,7 +84,7 @@ class Observer(dispatch.TorchDispatchMode):
         at = next(i for i, a in enumerate(func._schema.arguments) if a.name == "process_group")
         group = dist.ProcessGroup.unbox(args[at])
         ranks, name = tuple(dist.get_process_group_ranks(group)), str(group.group_name)
-        given = tuple(_tensors(args[at - 1]))  # torch's schemas have the input before the group
+        given = tuple(_tensors(args[at - 1]))  # in torch's schemas the input precedes the group
         what = f"{_NAMES.get(op, op.strip('_'))} of {described(given)}"
         if op in ("send", "recv_"):
             me, peer = group.rank(), args[2]
@@ -99,7 +101,7 @@ class Observer(dispatch.TorchDispatchMode):
 
 
 def described(tensors: tuple[torch.Tensor, ...]) -> str:
-    """ "float32[4, 5]" of each tensor, as errors name it."""
+    """ "float32[4, 5]" for each tensor, for error messages."""
     return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in tensors)
 
 
@@ -112,12 +114,13 @@ def _tensors(given: Any) -> Iterator[torch.Tensor]:
 
 
 def observers() -> list[Observer]:
-    """Those that this thread has entered."""
+    """The observers that this thread has entered."""
     return [m for m in dispatch._get_current_dispatch_mode_stack() if isinstance(m, Observer)]
 
 
 def carried(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` for another thread, with what observes this one (torch's modes are a thread's own)."""
+    """Wrap `fn` for another thread so that this thread's observers also see what it issues (torch's
+    modes are per thread)."""
     if not (found := observers()):
         return fn
 

@@ -1,4 +1,4 @@
-"""Collectives of ``parallel.algorithms`` executed on tensors, as steps of ``parallel.messages``."""
+"""Execution of the collectives of ``parallel.algorithms`` on tensors, as ``messages`` steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from warpweave.parallel.messages import Batch, Steps, run_on_group
 def run_collective(
     algorithm: Algorithm, x: torch.Tensor, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """This rank's part of a collective over `group`, on x[n], in place; returns `x`.
+    """Run this rank's part of a collective over `group` on x[n], in place, and return `x`.
 
     Args:
         algorithm: such as ``algorithms.ring.ring_all_reduce``; the same on every rank.
-        x: contiguous, of one size on all ranks, in the dtype in which is summed.
-        group: the ranks; None for one, which has nothing to do.
+        x: contiguous, of the same size on all ranks, in the dtype in which to sum.
+        group: the ranks; None for a single rank, which has nothing to do.
 
     Raises:
         ValueError: `x` is not a contiguous vector.
@@ -27,24 +27,24 @@ def run_collective(
     if group is None:
         return x
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    # There is no compute to hide messages behind, so that none needs a thread of its own.
+    # There is no compute to hide messages behind, so no message needs a separate thread.
     steps = collective_steps(rank, algorithm(rank, ranks, x.numel()), x)
     return run_on_group(steps, group, overlap=False)
 
 
 def collective_steps(rank: int, rounds: Iterable[Round], x: torch.Tensor) -> Steps[torch.Tensor]:
-    """`rounds` of `rank` on x[n], in place; returns `x`. Each round is one batch of messages.
+    """Run the `rounds` of `rank` on x[n], in place, and return `x`. A round is a batch of messages.
 
     Args:
-        rank: this rank, as the rounds count them.
-        x: contiguous, of the dtype in which is summed.
+        rank: this rank, as numbered by the rounds.
+        x: contiguous, in the dtype in which to sum.
 
     Raises:
         ValueError: `x` is not a contiguous vector.
     """
     if x.ndim != 1 or not x.is_contiguous():
         raise ValueError(
-            f"need a contiguous vector, got shape {[*x.shape]} with strides {[*x.stride()]}"
+            f"expected a contiguous vector, got shape {[*x.shape]} with strides {[*x.stride()]}"
         )
     for sends, receives in rounds:
         goes = [(x[start:stop], dest) for dest, start, stop in sends if start < stop]
@@ -63,7 +63,7 @@ def collective_steps(rank: int, rounds: Iterable[Round], x: torch.Tensor) -> Ste
 
 
 def _put_in(rank: int, x: torch.Tensor, arrived: list[tuple[Recv, torch.Tensor]]) -> None:
-    """Put what has arrived into x: sums in rank order, this rank's own term at its place."""
+    """Put what has arrived into x. Sums are in rank order, including this rank's own term."""
     terms: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
     for (source, start, stop, adds), value in arrived:
         if adds:

@@ -1,12 +1,12 @@
-"""One record per parameter: how it is sharded, initialised, decayed, tied, and over which ranks its
-gradient is summed.
+"""One record per parameter: its sharding, initialization, weight decay, ties, and the ranks over
+which its gradient is summed.
 
     weight[6, E] of a column-parallel layer on tp = 4, sharded along dim 0 in blocks of ceil(6 / 4)
     tp rank   0        1        2        3
     rows      0, 1     2, 3     4, 5     padding, padding (always zero)
 
-Initialisation, gradient sums, the global norm, ZeRO slices and checkpoints all read this record, so
-that they cannot disagree (the idea is nanotron's tied-parameter record, widened).
+Initialization, gradient sums, the global norm, ZeRO slices and checkpoints all read this record, so
+they cannot disagree. The idea extends nanotron's tied-parameter record.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-_PIECE = 1 << 22  # elements that are drawn at a time
+_PIECE = 1 << 22  # elements to draw at a time
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter is sharded along `dim` over the `parts` ranks of the mesh's `axis`.
+    """Sharding of a parameter along `dim` over the `parts` ranks of the mesh's `axis`.
 
-    Rank r of the axis holds rows ``[r * n, (r + 1) * n)`` with n = ceil(length / parts); rows past
-    the end are padding, always zero.
+    Rank r of the axis holds rows ``[r * n, (r + 1) * n)`` with n = ceil(length / parts). Rows past
+    the end are padding, which is always zero.
     """
 
     axis: str
@@ -38,23 +38,24 @@ class Cut:
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """What is true of one parameter on every rank.
+    """Everything about one parameter that is the same on every rank.
 
     Attributes:
         name: its full logical name, the same on every mesh, e.g. ``blocks.3.mlp.up.weight``.
         shape: its logical shape, before sharding and without padding.
-        cuts: the dims along which it is sharded over axes of the mesh, one after the other; over
-            axes that are not named it is replicated.
+        cuts: the dims along which it is sharded over mesh axes, applied one after the other. It is
+            replicated over all other axes.
         partial: the axes over which it is replicated but whose ranks see different tokens (sequence
-            parallelism over "tp"), so that gradients are summed over them, too.
+            parallelism over "tp"). Its gradient must be summed over these axes as well.
         init: "zeros", "ones", or a standard deviation.
-        decay: weight decay applies.
-        matrices: of the weight of a linear map, the rows of each of its matrices, in turns: (1,) is
-            one matrix, (1, 1) two whose rows alternate (gate and up), (2 D, D, D) the queries, key
-            and value of each KV head. () is what is none: an embedding or head, a norm, a bias.
-        tied: the stages that hold a copy, first is the owner; () if only one stage holds it.
-        sum_over: the axis of the mesh whose ranks apply it to different tokens: its gradient is
-            summed, and ZeRO shards it, over this axis.
+        decay: True if weight decay applies.
+        matrices: for the weight of a linear map, the rows of each of its matrices, repeated in
+            turn. (1,) is one matrix; (1, 1) is two whose rows alternate (gate and up);
+            (2 D, D, D) is the queries, key and value of each KV head. () means that it is not a
+            linear map: an embedding or head, a norm, a bias.
+        tied: the stages that hold a copy, the owner first; () if only one stage holds it.
+        sum_over: the mesh axis whose ranks apply it to different tokens. Its gradient is summed
+            over this axis, and ZeRO shards it over this axis.
     """
 
     name: str
@@ -68,7 +69,7 @@ class ParamRecord:
     sum_over: str = "data"
 
     def renamed(self, name: str) -> ParamRecord:
-        """The same record under another name."""
+        """Return the same record under another name."""
         return replace(self, name=name)
 
     @property
@@ -77,7 +78,7 @@ class ParamRecord:
         return tuple(cut.axis for cut in self.cuts if cut.parts > 1)
 
     def _lengths(self) -> Iterator[tuple[Cut, int, int]]:
-        """Each of `cuts` with the length of its dim before and after it, padding included."""
+        """Each of `cuts`, with the length of its dim before and after it, including padding."""
         shape = list(self.shape)
         for cut in self.cuts:
             before = shape[cut.dim]
@@ -86,28 +87,29 @@ class ParamRecord:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape on one rank, padding included."""
+        """The shape on one rank, including padding."""
         shape = list(self.shape)
         for cut, _, after in self._lengths():
             shape[cut.dim] = after
         return tuple(shape)
 
     def slice(self, full: torch.Tensor, at: Mapping[str, int]) -> torch.Tensor:
-        """The shard of the logical tensor `full` on the rank at mesh coordinates `at`, padded with
-        zeros.
+        """Return the shard of the logical tensor `full` for the rank at mesh coordinates `at`,
+        padded with zeros.
 
-        Raises ValueError if `full` has another shape.
+        Raises ValueError if `full` does not have the logical shape.
         """
         if tuple(full.shape) != self.shape:
             raise ValueError(
-                f"parameter {self.name} has logical shape {self.shape}, got {tuple(full.shape)}"
+                f"parameter {self.name}: expected logical shape {self.shape}, "
+                f"got {tuple(full.shape)}"
             )
         part, shape = full[self.held(at)], self.local_shape
         behind = [n for i in reversed(range(full.ndim)) for n in (0, shape[i] - part.shape[i])]
         return F.pad(part, behind) if any(behind) else part
 
     def held(self, at: Mapping[str, int]) -> tuple[builtins.slice, ...]:
-        """The part of the logical tensor that the rank at mesh coordinates `at` holds, without
+        """The slices of the logical tensor that the rank at mesh coordinates `at` holds, without
         padding."""
         first, stop = [0] * len(self.shape), list(self.shape)
         for cut, _, after in self._lengths():
@@ -119,8 +121,8 @@ class ParamRecord:
     def assemble(
         self, local: torch.Tensor, gather: Callable[[torch.Tensor, str], list[torch.Tensor]]
     ) -> torch.Tensor:
-        """The logical tensor from the ranks' shards, of which `local` is this rank's; the inverse
-        of `slice`.
+        """Return the logical tensor from the shards of all ranks; `local` is this rank's shard. The
+        inverse of `slice`.
 
         ``gather(x, axis)`` returns the x of every rank along `axis`, in order.
         """
@@ -130,12 +132,12 @@ class ParamRecord:
         return local
 
     def split(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """The `matrices` of the logical tensor `full`, each [its rows, columns]."""
+        """Return the `matrices` of the logical tensor `full`, each [rows, columns]."""
         parts = full.unflatten(0, (-1, sum(self.matrices))).split(self.matrices, 1)
         return [part.flatten(0, 1) for part in parts]
 
     def join(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The logical tensor of its `matrices`; the inverse of `split`."""
+        """Return the logical tensor made of its `matrices`; the inverse of `split`."""
         parts = (x.unflatten(0, (-1, n)) for x, n in zip(matrices, self.matrices, strict=True))
         return torch.cat([*parts], 1).flatten(0, 1)
 
@@ -146,12 +148,12 @@ class ParamRecord:
         at: Mapping[str, int] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """The initial logical tensor, a function of `seed` and the name only; its shard on the rank
-        at mesh coordinates `at`, as `slice` would cut it, if these are given.
+        """Draw the initial logical tensor, a function of `seed` and the name only. If mesh
+        coordinates `at` are given, return only the shard that `slice` would return for them.
 
-        Drawn in float32 on the CPU and then cast, so that every mesh, device and dtype starts from
-        the same values. torch's generator cannot skip numbers, so a rank draws all up to its last
-        row, some rows at a time, and keeps its own.
+        Values are drawn in float32 on the CPU and then cast, so every mesh, device and dtype starts
+        from the same values. torch's generator cannot skip numbers. A rank therefore draws all
+        values up to its last row, a few rows at a time, and keeps its own.
         """
         record = replace(self, cuts=()) if at is None else self
         rows, *others = record.held(at or {})
@@ -172,10 +174,10 @@ class ParamRecord:
         return local
 
     def _pieces(self, stop: int) -> Iterator[tuple[int, int]]:
-        """The rows [first, last) to draw one after the other, up to row `stop` or more.
+        """The row ranges [first, last) to draw one after the other, up to row `stop` or beyond.
 
-        Multiples of 16 rows, of which the last piece has at least 16: `torch.randn` makes 16
-        numbers at a time, so pieces then have the numbers of the whole.
+        Each range is a multiple of 16 rows, and the last one has at least 16. `torch.randn` makes
+        16 numbers at a time, so drawing in pieces gives the same numbers as drawing the whole.
         """
         rows, each = self.shape[0], math.prod(self.shape[1:])
         size, first = max(16, _PIECE // max(1, each) // 16 * 16), 0

@@ -1,11 +1,10 @@
-"""Simulation of a pipeline schedule: the timeline of its lists, given a time per action and per
-message.
+"""Simulation of a pipeline schedule: its timeline, given a time per action and per message.
 
-The simulator reads the lists that the executor runs and waits for the same `deps`. A rank does one
-action at a time; a send costs the sender nothing and is received `comm` later. Reported are `span`
-(first start to last end over all ranks: a step with a global gradient norm or barrier) and `width`
-(each rank's own first start to last end), because "zero bubble" holds for the latter only
-(arXiv:2401.10241).
+The simulator reads the same lists as the executor and waits for the same `deps`. A rank does one
+action at a time. A send costs the sender nothing and is received `comm` later. The result has both
+`span` and `width`, because "zero bubble" holds for the latter only (arXiv:2401.10241). `span` is
+the time from the first start to the last end over all ranks, as for a step with a global gradient
+norm or barrier. `width` is each rank's time from its own first start to its own last end.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from warpweave.parallel.schedule.actions import (
 )
 from warpweave.parallel.schedule.ordering import in_order
 
-OVERLAP = "OVERLAP_F_B"  # a cell, among costs
+OVERLAP = "OVERLAP_F_B"  # the key of a cell in `Cost`
 Cost = Mapping[str, float] | Callable[[Action], float]
 
 
@@ -47,7 +46,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step. Times are in the unit of `cost`; per-rank figures are in rank order."""
+    """A simulated step. Times are in the unit of `cost`; per-rank values are in rank order."""
 
     cells: tuple[tuple[Cell, ...], ...]  # per rank, in the order of its list
     activations: tuple[float, ...]  # peak, in micro-batches through all stages of the rank
@@ -55,37 +54,38 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """From the first start to the last end over all ranks."""
+        """Time from the first start to the last end over all ranks."""
         ends = [cell.end for row in self.cells for cell in row]
         starts = [cell.start for row in self.cells for cell in row]
         return max(ends) - min(starts)
 
     @property
     def width(self) -> tuple[float, ...]:
-        """Each rank's own time from its first start to its last end."""
+        """Each rank's time from its own first start to its own last end."""
         return tuple(row[-1].end - row[0].start if row else 0 for row in self.cells)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time in which each rank works."""
+        """Time that each rank works."""
         return tuple(sum(cell.end - cell.start for cell in row) for row in self.cells)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Time of the span in which each rank does not work."""
+        """Time within the span that each rank does not work."""
         return tuple(self.span - busy for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """The bubble as a fraction of the ranks' time: (p-1)/(m+p-1) for GPipe and 1F1B without
-        `comm`."""
+        """The bubble as a fraction of the ranks' time, e.g. (p-1)/(m+p-1) for GPipe and 1F1B if
+        `comm` is 0."""
         return sum(self.idle) / (self.span * len(self.cells))
 
     def draw(self, tick: float = 1.0) -> str:
-        """A Gantt chart of the compute actions: a line per rank, a column per `tick` of time.
+        """Draw a Gantt chart of the compute actions: a line per rank, a column per `tick` of time.
 
-        A column names op and micro-batch, before them the stage if ranks hold several, behind them
-        ``&`` if the action is one cell with the next; ``-`` continues an action, ``.`` is idle.
+        A column shows the operation and the micro-batch. The stage comes first if ranks hold
+        several. A ``&`` at the end means that the action and the next one are one cell; ``-``
+        continues an action, ``.`` is idle.
         """
         several = any(len({c.action.stage for c in row}) > 1 for row in self.cells)
         begin = min(cell.start for row in self.cells for cell in row)
@@ -106,17 +106,18 @@ class Timeline:
 def simulate(
     lists: Schedule, cost: Cost, comm: float = 0, before: Collection[Action] = ()
 ) -> Timeline:
-    """The timeline of `lists`, before or after `with_comm` with the same result.
+    """Return the timeline of `lists`; it is the same before and after `with_comm`.
 
     Args:
         lists: the schedule.
-        cost: time per op ({"F": 1, "B": 2}; B is I + W if left out, other ops 0) and of a cell
-            ("OVERLAP_F_B"; F + B if left out), or a function of an `Action`.
-        comm: time of one message between ranks. A receive or TIE that waits counts as idle.
-        before: events that happened before time 0, of a pass that is left open (`begun_before`).
+        cost: time per operation, such as {"F": 1, "B": 2}, or a function of an `Action`. B defaults
+            to I + W, other operations to 0. "OVERLAP_F_B" is the time of a cell, which defaults to
+            F + B.
+        comm: time of one message between ranks. Waiting in a receive or a TIE counts as idle.
+        before: events before time 0, for a pass that is left open (`begun_before`).
 
     Raises:
-        ValueError: the lists deadlock; names what each rank waits for.
+        ValueError: the lists deadlock; the error names what each rank waits for.
     """
     rank_of = placement(lists)
     price = cost if callable(cost) else _price(cost)
@@ -127,14 +128,14 @@ def simulate(
     tied = len(tied_stages(rank_of)) == 2
     met: float | None = None
     for rank, index, events in in_order(lists, before):
-        if index < len(rows[rank]):  # the second of a cell
+        if index < len(rows[rank]):  # the second action of a cell
             continue
         row, action = rows[rank], lists[rank][index]
         start = row[-1].end if row else 0
         for event in events:
             there = happened[event] + (comm if rank_of[event.stage] != rank else 0)
             start = there if there > start else start
-        if action.op == TIE and tied:  # `order` puts the two that meet next to each other
+        if action.op == TIE and tied:  # `order` puts the two TIEs that meet next to each other
             if met is None:
                 peer = rows[rank_of[len(rank_of) - 1 - action.stage]]
                 met = start = max(start, peer[-1].end if peer else 0) + comm
@@ -142,7 +143,7 @@ def simulate(
                 start, met = met, None
         unit = cell_at(lists[rank], index) if action.joined else (action,)
         prices = [price(a) for a in unit]
-        if action.joined and overlapped is not None:  # each has its share of the time
+        if action.joined and overlapped is not None:  # each gets its share of the cell's time
             prices = [overlapped * part / sum(prices) for part in prices]
         for a, length in zip(unit, prices):
             row.append(Cell(a, start, start + length))
@@ -158,7 +159,7 @@ def simulate(
 
 
 def _begun(actions: list[Action], before: Collection[Action]) -> Iterator[Action]:
-    """The forwards of a rank that happened before, of which backwards are in its list."""
+    """A rank's forwards that happened before, and whose backwards are in its list."""
     for a in actions:
         if a.op in (B, I) and Action(F, a.stage, a.mb) in before:
             yield a._replace(op=F)
@@ -177,7 +178,8 @@ def _peak_activations(actions: list[Action]) -> float:
 
 
 def _peak_versions(actions: list[Action]) -> int:
-    """Versions of one stage's weights that are newest, held by a graph, or still to be read."""
+    """The peak number of versions of one stage's weights: newest, held by a graph, or still to be
+    read."""
     if not any(a.ver for a in actions):
         return 1 if actions else 0
     peak = 0

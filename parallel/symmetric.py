@@ -1,10 +1,10 @@
 """Symmetric memory of a process group: buffers that every rank of the group can read and write.
 
-On CUDA it is torch's (`torch.distributed._symmetric_memory`, NVLink within a node; that has not
-been run yet), where each GPU reaches the others' memory with atomics. On a CPU, for kernels in
-Triton's interpreter, it is files in /dev/shm that every rank maps. All ranks must be on one
-machine. A group needs one memory per stream; its layout and its signals are described in
-`kernels.overlap.symmetric`. `Workspace` allocates it on demand.
+On CUDA it is torch's own (`torch.distributed._symmetric_memory`, NVLink within a node), where each
+GPU reaches the memory of the others with atomics; this has not been run yet. On a CPU, for kernels
+in Triton's interpreter, it consists of files in /dev/shm that every rank maps. All ranks must be on
+one machine. A group needs one memory per stream. `kernels.overlap.symmetric` describes its layout
+and its signals. `Workspace` allocates it on demand.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from warpweave.kernels.overlap.symmetric import (
 )
 
 FOLDER = Path("/dev/shm")
-# Polls per second: in the interpreter about a tenth of a millisecond each; on a GPU a prediction, 1
-# to 2 us for an atomic, a barrier and a broadcast, so that a wait ends before NCCL's watchdog does.
+# Polls per second. In the interpreter a poll takes about 0.1 ms. The value for a GPU is a
+# prediction: 1 to 2 us for an atomic, a barrier and a broadcast, so a wait ends before NCCL's
+# watchdog does.
 LOOKS = {"cpu": 10_000, "cuda": 500_000}
 TIMEOUT = timedelta(seconds=100)
 
@@ -42,20 +43,21 @@ def symmetric_memory(
     timeout: timedelta = TIMEOUT,
     polls: int | None = None,
 ) -> SymmetricMemory:
-    """Allocate the symmetric memory of `group`; every rank calls it, with the same sizes.
+    """Allocate the symmetric memory of `group`. Every rank must call it with the same sizes.
 
     Args:
         group: ranks of one machine.
-        device: this rank's, CUDA or CPU.
+        device: this rank's device, CUDA or CPU.
         slots: signals per rank in one operation, one for each tile of its rows.
         capacity: bytes of data per rank in one operation.
-        timeout: the approximate time after which a wait gives up, counted in polls; longer on a
-            slow machine.
-        polls: the number of polls, in place of `timeout`; 0 is no limit.
+        timeout: the approximate time after which a wait times out. It is counted in polls, so it is
+            longer on a slow machine.
+        polls: the number of polls, instead of `timeout`; 0 means no limit.
 
     Raises:
-        ValueError: on all ranks: on a CPU some rank cannot create its file or map the others', or
-            passed other sizes; on GPUs some cannot reach another's, or not with atomics.
+        ValueError: raised on all ranks. On a CPU, a rank cannot create its file or map the others',
+            or ranks passed different sizes. On GPUs, one GPU cannot reach another, or cannot do so
+            with atomics.
     """
     device = torch.device(device)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -74,18 +76,18 @@ def symmetric_memory(
         segments: list[torch.Tensor] = []
         problem = _attempt(lambda: segments.extend(map_file(file, size) for file in files))
         _agree(problem, group, f"cannot map the {of_group}")
-    finally:  # the mapping outlives the file name, so a later crash leaves no file
+    finally:  # the mapping outlives the file name, so a later crash leaves no file behind
         files[rank].unlink(missing_ok=True)
     return over_segments(segments, rank, slots=slots, capacity=capacity, polls=polls)
 
 
 class Workspace:
-    """The symmetric memory of one group and one stream, allocated when an operation first needs it,
-    and reallocated, by all ranks together, when one needs more.
+    """The symmetric memory of one group and one stream. It is allocated when an operation first
+    needs it, and reallocated by all ranks together when an operation needs more.
 
     All ranks must call the same operations in the same order with the same sizes. `timeout` and
-    `polls` bound every wait, as in `symmetric_memory` (None: its defaults). During capture of a
-    CUDA graph it cannot grow: run a step before, on the stream of the capture.
+    `polls` bound every wait, as in `symmetric_memory` (None means its defaults). The memory cannot
+    grow while a CUDA graph is captured: run one step before the capture, on the same stream.
     """
 
     def __init__(
@@ -101,25 +103,25 @@ class Workspace:
         self._stream: int | None = None
 
     def fitting(self, name: str, device: torch.device, slots: int, size: int) -> SymmetricMemory:
-        """The memory, large enough for an operation of `slots` signals and `size` bytes.
+        """Return the memory, large enough for an operation of `slots` signals and `size` bytes.
 
         Raises:
-            ValueError: another stream or device than before, growth during graph capture, or it
-                cannot be allocated.
+            ValueError: the stream or the device changed, the memory would have to grow during graph
+                capture, or it cannot be allocated.
         """
         self._check_stream(name, device)
         memory = self._memory
         if memory is not None and (memory.left or memory.epoch.device != device):
-            return memory.fitting(name, device, slots, size)  # says what is wrong
+            return memory.fitting(name, device, slots, size)  # raises the specific error
         if memory is None or slots > memory.slots or size > memory.capacity:
             if device.type == "cuda":
                 if torch.cuda.is_current_stream_capturing():
                     raise ValueError(
                         f"{name} on rank {self.rank} of {self.world} needs {slots} parts and "
                         f"{size} bytes of symmetric memory, which cannot grow while a graph is "
-                        "captured: run the step before, on this stream"
+                        "captured; run the step once before, on this stream"
                     )
-                if memory is not None:  # peers may read it up to here
+                if memory is not None:  # peers may have been reading it until now
                     torch.cuda.current_stream(device).synchronize()
                     memory.check()
             slots, size = (1 << (n - 1).bit_length() for n in (slots, size))
@@ -147,8 +149,8 @@ class Workspace:
             self._memory.leave(name)
 
     def renew(self) -> None:
-        """Discard the memory after an error within an operation; the next operation allocates it.
-        Every rank calls this, while no rank is in an operation."""
+        """Discard the memory after an error within an operation; the next operation allocates it
+        again. Every rank must call this, while no rank is in an operation."""
         self._memory = None
 
     def _check_stream(self, name: str, device: torch.device) -> None:
@@ -156,14 +158,14 @@ class Workspace:
             stream = torch.cuda.current_stream(device).cuda_stream
             if self._stream not in (None, stream):
                 raise ValueError(
-                    f"{name} on rank {self.rank} of {self.world}: a workspace is of one stream, "
-                    "this one was used from another"
+                    f"{name} on rank {self.rank} of {self.world}: this workspace was used on "
+                    "another stream; use one workspace per stream"
                 )
             self._stream = stream
 
 
 def _attempt(action: Callable[[], object]) -> str:
-    """The first line of the error, empty without one."""
+    """Run `action`; return the first line of its error, or "" if there is none."""
     try:
         action()
     except (OSError, RuntimeError) as error:
@@ -172,14 +174,14 @@ def _attempt(action: Callable[[], object]) -> str:
 
 
 def _agree(problem: str, group: dist.ProcessGroup, what: str, device: Any = "cpu") -> None:
-    """Raise on every rank if `problem` is not empty on any."""
+    """Raise on every rank if `problem` is not empty on any rank."""
     failed = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
     failed[dist.get_rank(group)] = bool(problem)
     dist.all_reduce(failed, group=group)
     if failed.any():
         ranks = failed.nonzero().flatten().tolist()
         raise ValueError(
-            f"symmetric memory: ranks {ranks} {what}: {problem or 'see their own message'}"
+            f"symmetric memory: ranks {ranks} {what}: {problem or 'see the errors of those ranks'}"
         )
 
 
@@ -200,17 +202,21 @@ def _over_peers(
     handle = symm_mem.rendezvous(own, group)
     segments = [handle.get_buffer(peer, (size,), torch.uint8) for peer in range(world)]
     segments[rank] = own
-    handle.barrier()  # all are zero
+    handle.barrier()  # all segments are zero
     return over_segments(segments, rank, slots=slots, capacity=capacity, polls=polls)
 
 
 def unreachable(own: int, peers: list[int], atomics: Callable[[int, int], bool]) -> str:
-    """Why kernels on GPU `own` cannot signal to GPUs `peers`, by rank; "" if they can.
+    """The reason why kernels on GPU `own` cannot signal to GPUs `peers` (by rank); "" if they can.
 
-    A flag is set by an atomic exchange in the peer's memory: NVLink has such atomics, PCIe has not.
+    A flag is set by an atomic exchange in the peer's memory. NVLink has such atomics; PCIe does
+    not.
     """
     if len(set(peers)) < len(peers):
-        return f"ranks have GPUs {peers}; each process must be shown all of the group's, one a rank"
+        return (
+            f"ranks have GPUs {peers}, which are not all different; use one GPU per rank and make "
+            "all GPUs of the group visible to every process"
+        )
     for rank, peer in enumerate(peers):
         if peer == own:
             continue
@@ -222,7 +228,7 @@ def unreachable(own: int, peers: list[int], atomics: Callable[[int, int], bool])
 
 
 def native_atomics(own: int, peer: int) -> bool:
-    """Whether the link from one GPU to another carries 64-bit atomics, by the driver's word."""
+    """Return True if, according to the driver, the link between two GPUs has 64-bit atomics."""
     import ctypes
 
     found = ctypes.c_int()

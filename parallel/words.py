@@ -1,8 +1,7 @@
-"""The words by which layouts, strategies and overlap are chosen, and sizes that go with them;
-imports the standard library only.
+"""Options for layouts, strategies and overlap, and the sizes that go with them.
 
-The command line offers the words as options, and refuses a wrong one without importing torch; the
-planner counts with the sizes.
+This file imports only the standard library: the command line offers these words as options and
+rejects an invalid one without importing torch, and the planner computes with the sizes.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from typing import Literal
 
 Kind = Literal["zigzag", "contiguous", "striped", "balanced"]  # sequence layout: `layout`
 Strategy = Literal["auto", "ring", "gather", "stream", "ulysses", "hybrid"]  # of `context`
-Choice = Literal[Strategy, "measured"]  # of a plan; "measured": "auto" by measured links
+Choice = Literal[Strategy, "measured"]  # of a plan; "measured" is "auto" with measured links
 Overlap = Literal["none", "bulk", "chunked", "fused"]  # of `tensor.ranks`
 
-FEWEST_ROWS = 128  # of a chunk of a balanced layout: a tile of the attention kernels
-CAPPED = (1024, 2**26)  # logits with a softcap: rows of each rank at a time, and logits, at most
+FEWEST_ROWS = 128  # in a chunk of a balanced layout: one tile of the attention kernels
+CAPPED = (1024, 2**26)  # logits with a softcap: at most these rows per rank, and logits, at a time
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error message about `word`, such as "; did you mean 'zb-v'?".
+    """Return a suggestion to append to an error message about `word`: "; did you mean 'zb-v'?".
 
-    It names the nearest of the `known` words, whatever their case; "" if none is near.
+    It names the nearest of the `known` words, ignoring case. Return "" if none is near.
     """
     plain = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), plain, 1)
@@ -31,9 +30,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def chunks_of(seq_len: int, parts: int, kind: Kind) -> int:
-    """The equal chunks of a sequence that each of `parts` ranks holds: two in zigzag; balanced 16,
-    or 8, 4 or 2 so that a chunk has `FEWEST_ROWS` rows; otherwise one. A single rank holds the
-    whole sequence as one chunk, so that nothing is padded."""
+    """The number of equal chunks of a sequence that each of `parts` ranks holds.
+
+    It is 2 for zigzag, 16 for balanced (8, 4 or 2 if chunks would otherwise have fewer than
+    `FEWEST_ROWS` rows), and 1 for other kinds. A single rank holds the whole sequence as one chunk,
+    so nothing is padded.
+    """
     if parts == 1:
         return 1
     if kind == "balanced":
@@ -43,5 +45,5 @@ def chunks_of(seq_len: int, parts: int, kind: Kind) -> int:
 
 
 def local_rows(seq_len: int, parts: int, chunks: int) -> int:
-    """Rows on each of `parts` ranks with so many chunks each: the sequence is padded at its end."""
+    """Rows on each of `parts` ranks with this many chunks each; padding goes at the end."""
     return -(-seq_len // (parts * chunks)) * chunks

@@ -175,8 +175,8 @@ def test_the_converter_replaces_norms_anywhere_and_keeps_parameters_and_mode():
         (lambda: SyncBatchNorm(C)(torch.zeros(C)), r"expected x\[N, 3"),
         (lambda: SyncBatchNorm(C, mesh=Mesh(dp=2)), "mesh must be connected"),
         (lambda: sync_batch_norm(torch.zeros(2, 3), torch.zeros(2), None, group=None),
-         r"weight\[C\]; got \[2, 3\] and weight\[2\]"),
-        (lambda: sync_batch_norm(torch.zeros(2), None, None, group=None), r"got \[2\]"),
+         r"weight\[C\], got x\[2, 3\] and weight\[2\]"),
+        (lambda: sync_batch_norm(torch.zeros(2), None, None, group=None), r"got x\[2\]"),
     ],
 )  # fmt: skip
 def test_refusals(call, words):

@@ -86,7 +86,7 @@ FAULTS: dict[str, tuple[Callable[[int, Any], None], dict[int, str]]] = {
         f"{NAMES[1]} calls broadcast of 1 of float32[3]")),
     "skipped": (_skipped, {}),
     "parts": (_parts, dict.fromkeys((0, 1),
-        f"in an all_to_all {NAMES[0]} sends {NAMES[1]} 3 elements, which expects 2")),
+        f"all_to_all: {NAMES[0]} sends 3 elements to {NAMES[1]}, which expects 2")),
 }  # fmt: skip
 
 

@@ -219,7 +219,7 @@ def test_a_message_that_fails_names_all_peers_once() -> None:
         group = dist.new_group([1, 2, 3, 4])
         return batch(group) if rank == 2 else ""
 
-    words = "rank 1 of 4: a message from or to ranks [0, 2, 3] failed: Connection closed by peer"
+    words = "rank 1 of 4: a message to or from ranks [0, 2, 3] failed: Connection closed by peer"
     assert on_threads(4, lambda g: batch(g) if dist.get_rank(g) == 1 else "")[1] == words
     assert run_threads(5, beside)[2] == words
 

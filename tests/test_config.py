@@ -158,7 +158,7 @@ def test_a_schedule_that_nobody_knows_is_refused():
     ("plan", "message"),
     [
         (ParallelPlan(microbatches=0), "microbatches must be at least 1, got 0"),
-        (ParallelPlan(chunks=2), "schedule 1f1b has chunks = 1 stages per rank, got 2"),
+        (ParallelPlan(chunks=2), "schedule 1f1b requires chunks = 1 stages per rank, got 2"),
         (ParallelPlan(schedule="interleaved", chunks=0), ".*needs c >= 1 stages per rank.*c=0"),
         (
             ParallelPlan(schedule="interleaved", chunks=2),

@@ -227,7 +227,7 @@ def _any_length(rank: int, world: int) -> None:
                 mine, cotangents = case.shard(rank)
                 mine = [x.clone().requires_grad_() for x in mine]
                 if layout.kind == "balanced" and strategy == "ring":
-                    with pytest.raises(ValueError, match="balanced layout is for 'gather'"):
+                    with pytest.raises(ValueError, match="balanced layout supports 'gather'"):
                         context_attention(*mine, strategy=strategy, **given)
                     continue
                 out = context_attention(*mine, strategy=strategy, **given)
@@ -398,8 +398,8 @@ def _refused(rank: int) -> None:
         ((q, kv, kv[:, :, :1]), {}, r"k and v must have one shape .* and \(2, 8, 1, 8\)"),
         ((q[:1], kv, kv), {}, r"for q \(1, 8, 4, 8\), got \(2, 8, 2, 8\)"),
         ((q[..., :3, :], kv, kv), {}, "3 query heads are not divisible by 2 KV heads"),
-        ((q[:, :7], kv[:, :7], kv[:, :7]), {}, r"puts 8 tokens on each rank, got q\[2, 7, 4, 8\]"),
-        ((*[torch.zeros(2, 9, 4, 8)] * 3,), {}, r"puts 8 tokens on each rank, got q\[2, 9, 4, 8\]"),
+        ((q[:, :7], kv[:, :7], kv[:, :7]), {}, r"8 tokens on each rank, but got q\[2, 7, 4, 8\]"),
+        ((*[torch.zeros(2, 9, 4, 8)] * 3,), {}, r"8 tokens on each rank, but got q\[2, 9, 4, 8\]"),
         (
             (q, kv, kv),  # one of the 16 rows is padding
             {"layout": SequenceLayout(15, 2), "documents": torch.tensor([0, 5, 16])},
@@ -429,7 +429,7 @@ def _refused(rank: int) -> None:
         (
             (q, kv[:, :7], kv[:, :7]),
             {},
-            r"puts 8 tokens on each rank, got q\[2, 8, 4, 8\], k\[2, 7, 2, 8\]",
+            r"8 tokens on each rank, but got q\[2, 8, 4, 8\], k\[2, 7, 2, 8\]",
         ),
         (
             (q, kv, kv),

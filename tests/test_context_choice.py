@@ -211,8 +211,8 @@ def test_a_ring_visits_exactly_the_blocks_of_which_any_position_is_seen(kind, ca
 @pytest.mark.parametrize(
     ("strategy", "layout", "ulysses", "heads", "refusal"),
     [
-        ("ring", BALANCED, None, 4, "balanced layout is for .* not 'ring'"),
-        ("hybrid", BALANCED, 2, 4, "balanced layout is for .* not 'hybrid'"),
+        ("ring", BALANCED, None, 4, "balanced layout supports .* not 'ring'"),
+        ("hybrid", BALANCED, 2, 4, "balanced layout supports .* not 'hybrid'"),
         ("gather", BALANCED, None, 4, None),
         ("ulysses", BALANCED, None, 4, None),
         ("ring", STRIPED, None, 1, None),
@@ -270,7 +270,7 @@ def test_what_holds_least_is_named_where_nothing_fits() -> None:
 
     sizes = {"heads": 4, "kv_heads": 4, "head_dim": 8, "batch": 1, "itemsize": 4}
     least = min(explain(ZIGZAG, **sizes), key=lambda cost: cost.memory)
-    words = f"at most 1 bytes: '{least.strategy}' holds least, {least.memory}"
+    words = f"memory = 1 bytes; '{least.strategy}' needs the least, {least.memory}"
     with pytest.raises(ValueError, match=words):
         on_threads(4, call)
 

@@ -88,7 +88,7 @@ def run(lists: Schedule, stages: int, **more) -> dict[int, Plain]:
                 "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"
             ),
             2,
-            "sent and never received: 0SEND_F1 0SEND_F2",
+            "messages were sent but never received: 0SEND_F1 0SEND_F2",
         ),
         (
             lists_of("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1SEND_F0 1RECV_B0", "2RECV_F0 2F0"),
@@ -110,13 +110,13 @@ def test_a_stage_that_gives_nothing_is_named_with_the_one_that_waits(silent, wai
     made = {s: Plain() for s in range(3)}
     made[int(silent[0])].gives = False
     made[2].forward = lambda mb, x, version: None
-    words = f"^rank 0: {silent} returned None, stage {waiting} waits for data$"
+    words = f"^rank 0: {silent} returned None, but stage {waiting} waits for data$"
     with pytest.raises(RuntimeError, match=words):
         execute(lists_of("0F0 1F0 2F0 2B0 1B0 0B0"), made, InProcess())
 
 
 def test_lists_of_several_ranks_without_messages_are_rejected() -> None:
-    words = "^3 ranks and no SEND or RECV: pass the lists through with_comm$"
+    words = "^the lists of 3 ranks have no SEND or RECV; pass them through with_comm$"
     with pytest.raises(ValueError, match=words):
         run(interleaved(3, 3, 2), 6)
     run(lists_of("0F0 1F0 1B0 0B0"), 2)  # a single rank sends nothing
@@ -128,7 +128,7 @@ def test_every_rank_is_asked_whether_its_micro_batches_have_ended() -> None:
     run_ = InFlight()
     run_.check_ended()
     execute(lists, {s: Plain() for s in range(2)}, InProcess(), run_)
-    words = r"^rank 1: the run ends with \(stage, mb\) \[\(0, 1\), \(0, 2\)\] under way$"
+    words = r"^rank 1: the run ends with unfinished \(stage, mb\) \[\(0, 1\), \(0, 2\)\]$"
     with pytest.raises(RuntimeError, match=words):
         run_.check_ended()
     run_.advance(4, 3)
@@ -141,7 +141,7 @@ def test_a_weight_gradient_may_be_owed_from_one_pass_to_the_next() -> None:
     done: list[int] = []
     stage.backward_weight = done.append
     execute(begun, {0: stage}, InProcess(), run_)
-    words = r"^rank 0: the run ends with \(stage, mb\) \[\(0, 1\), \(0, 2\)\] under way$"
+    words = r"^rank 0: the run ends with unfinished \(stage, mb\) \[\(0, 1\), \(0, 2\)\]$"
     with pytest.raises(RuntimeError, match=words):
         run_.check_ended()
     run_.advance(1)
@@ -226,7 +226,7 @@ def test_a_module_stage_says_what_it_was_not_given() -> None:
     with pytest.raises(ValueError, match=r"^the first stage receives nothing$"):
         first.input_like(0)
     assert ModuleStage(module, like=like).input_like(7) == like
-    with pytest.raises(ValueError, match=r"^UPDATE on a stage without an optimizer$"):
+    with pytest.raises(ValueError, match=r"^UPDATE needs an optimizer, but this stage has none"):
         first.update()
     assert first.tie() is None
 
@@ -258,7 +258,7 @@ def test_each_loss_must_be_a_0_dim_tensor_of_32_bits_and_losses_add_by_name() ->
             (None, "None"),
         ):
             losses = {"a": right, "b": right, "c": right} | {name: wrong}
-            with pytest.raises(ValueError, match=f"^the loss '{name}' must be .*, got {found}$"):
+            with pytest.raises(ValueError, match=f"^the loss '{name}' must be .*; got {found}$"):
                 split_losses((right, losses))
     y, losses = split_losses((right, {"a": right, "b": torch.ones(())}))
     total: dict[str, Tensor] = {}

@@ -217,8 +217,8 @@ def test_a_cell_begins_when_both_can_and_gives_when_both_have_ended():
     ("text", "message"),
     [
         ("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1", "deadlock: rank 0 at 0F1& waits for 1I0"),
-        ("(0F0;0B0)OVERLAP_F_B", "rank 0 position 0: 0F0& and 0B0 are no cell"),
-        ("0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1", "rank 0 position 1: 0F1& and 0I0 are no cell"),
+        ("(0F0;0B0)OVERLAP_F_B", "rank 0 position 0: 0F0& and 0B0 must be an F and a B"),
+        ("0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1", "rank 0 position 1: 0F1& and 0I0 must be"),
     ],
 )
 def test_what_is_no_cell_is_refused(text: str, message: str):
@@ -261,8 +261,8 @@ def test_a_file_draws_what_it_makes(name: str, p: int, m: int, cost):
 @pytest.mark.parametrize(
     ("name", "numbers", "message"),
     [
-        ("zb-v", (2, 4, 1), "schedule zb-v has chunks = 2 stages per rank, got 1"),
-        ("zb-h2", (2, 4, 2), "schedule zb-h2 has chunks = 1 stages per rank, got 2"),
+        ("zb-v", (2, 4, 1), "schedule zb-v requires chunks = 2 stages per rank, got 1"),
+        ("zb-h2", (2, 4, 2), "schedule zb-h2 requires chunks = 1 stages per rank, got 2"),
         ("dualpipe-v", (3, 5, 2), "at least 6 with schedule dualpipe-v on 3 ranks, got 5"),
         ("v-min", (2, 0, 2), "microbatches must be at least 1, got 0"),
         ("zb-h1", (0, 1, 1), "needs p >= 1 stages and m >= 1 micro-batches, got p=0 m=1"),
@@ -336,14 +336,14 @@ def swapped(one: str, two: str) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (changed("3W1"), "rank 0: stage 3 micro-batch 1 has 1 F, 0 B, 1 I and 0 W: needs one"),
+        (changed("3W1"), "rank 0: stage 3 micro-batch 1 has 1 F, 0 B, 1 I and 0 W; expected one"),
         (changed("3W1", "3W0"), "rank 0: stage 3 micro-batch 0 has 1 F, 0 B, 1 I and 2 W"),
         (changed("1F2", "0F2"), "stage 0 is on ranks 0 and 1"),
-        (changed("2I0", "2X0"), "row 1 field 9: '2X0' is not .stage..op..micro-batch."),
-        (changed("0SEND_F1"), "0SEND_F1 occurs 0 times, needs 1"),
+        (changed("2I0", "2X0"), "row 1 field 9: expected .stage..op..micro-batch."),
+        (changed("0SEND_F1"), "0SEND_F1 must occur once, but occurs 0 times"),
         (swapped("1RECV_F0", "1RECV_F1"), "link F from rank 0 to 1: message 0 is sent as 0SEND_F0"),
-        (changed("0W1", "0REDUCE_GRAD"), "rank 0: 0REDUCE is added by whoever runs it"),
-        (to_csv(with_update(FAMILIES["1f1b"].make(2, 2))), "rank 0: 0UPDATE@1 is added by"),
+        (changed("0W1", "0REDUCE_GRAD"), "rank 0: 0REDUCE follows from other options"),
+        (to_csv(with_update(FAMILIES["1f1b"].make(2, 2))), "rank 0: 0UPDATE@1 follows from"),
         ("0F0,0B0\n\n1F0,1B0", "rank 1: has no action"),
         ("0F0,0B0\n,,", "rank 1: has no action"),
         (swapped("0I0", "0W0"), r"rank 0 position \d+: 0W0 comes before 0I0"),
@@ -353,7 +353,7 @@ def swapped(one: str, two: str) -> str:
         ),
         (  # without messages, for which no order suits both ranks
             "0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0",
-            "link F from rank 0 to 1: message 0 is sent as 0SEND_F0 and received as 0SEND_F1",
+            "link F from rank 0 to 1: message 0 is sent as 0SEND_F0 but received as 0SEND_F1",
         ),
     ],
 )
@@ -374,10 +374,10 @@ def test_blank_lines_at_the_end_are_no_ranks(tmp_path: Path):
 def test_a_file_of_other_numbers_is_refused(tmp_path: Path):
     family = find_family(written(tmp_path, FAMILIES["zb-v"].make(2, 4, 2)))
     for numbers, message in (
-        ((3, 4, 2), "is of 2 ranks and 4 micro-batches, got 3 and 4"),
-        ((2, 5, 2), "is of 2 ranks and 4 micro-batches, got 2 and 5"),
+        ((3, 4, 2), "is for 2 ranks and 4 micro-batches, got 3 and 4"),
+        ((2, 5, 2), "is for 2 ranks and 4 micro-batches, got 2 and 5"),
         ((2, 3, 2), "at least 4 with schedule .*mine.csv on 2 ranks, got 3"),
-        ((2, 4, 1), "has chunks = 2 stages per rank, got 1"),
+        ((2, 4, 1), "requires chunks = 2 stages per rank, got 1"),
     ):
         with pytest.raises(ValueError, match=message):
             family.make(*numbers)
@@ -388,5 +388,5 @@ def test_a_file_of_other_numbers_is_refused(tmp_path: Path):
 def test_more_activations_than_the_limit_are_named():
     lists = FAMILIES["1f1b"].make(4, 8)
     validate(lists, activations=4)
-    with pytest.raises(ValueError, match=r"^rank 0 position 3: 0F3 is the activation number 4 of"):
+    with pytest.raises(ValueError, match=r"^rank 0 position 3: 0F3 makes its rank hold 4"):
         validate(lists, activations=3)

@@ -240,7 +240,7 @@ def _growing(rank: int) -> None:
             ValueError, match="symmetric memory is on cpu, but tensors are on cuda:0"
         ):
             workspace.fitting("op", cuda, 1, 1)
-        with pytest.raises(ValueError, match=r"op on rank . of 2: a workspace is of one stream"):
+        with pytest.raises(ValueError, match=r"op on rank . of 2: this workspace was used on"):
             workspace.fitting("op", cuda, 1, 1)
         captured = Workspace(dist.group.WORLD)
         capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
@@ -328,7 +328,7 @@ def _bounded(rank: int) -> None:
         ([0, 1, 2], {0, 2}, {0, 2}, ""),
         ([0, 1, 2], {0}, {0, 2}, "cuda:1 has no peer access to cuda:2 of rank 2"),
         ([2, 1, 0], {0, 2}, {0}, "cuda:1 has no native atomics in cuda:2 of rank 0 (PCIe)"),
-        ([1, 1], {0, 2}, {0, 2}, "ranks have GPUs [1, 1]; each process must be shown all of the"),
+        ([1, 1], {0, 2}, {0, 2}, "ranks have GPUs [1, 1], which are not all different"),
     ],
 )
 def test_gpus_that_cannot_signal_are_refused_in_one_line(

@@ -488,7 +488,7 @@ def test_inputs_that_do_not_fit_are_refused():
     gpt = GPT(CONFIGS["gpt2"])
     with pytest.raises(ValueError, match=r"^a sequence has 13 tokens, the model's limit is 12$"):
         gpt(torch.zeros(1, 13, dtype=torch.int64))
-    with pytest.raises(RuntimeError, match=r"an id lies outside \[0, 37\)"):
+    with pytest.raises(RuntimeError, match=r"an id is outside \[0, 37\)"):
         gpt(torch.full((1, 3), 37))
     ids = torch.zeros(2, 3, dtype=torch.int64)
     for given, words in (

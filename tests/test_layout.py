@@ -120,12 +120,12 @@ def test_errors_name_the_numbers() -> None:
             with pytest.raises(ValueError, match=f"full sequence length 16 in dim 1, got {n}$"):
                 layout.shard(torch.zeros(2, n), 0, 1)
         for n in (0, 3, 5):
-            with pytest.raises(ValueError, match=f"one shard per rank, 4, got {n}$"):
+            with pytest.raises(ValueError, match=rf"one shard per rank \(4\), got {n}$"):
                 layout.unshard([torch.zeros(4)] * n, 0)
         for rank, n in ((0, 3), (2, 5), (3, 3)):
             shards = [torch.zeros(1, n if r == rank else 4) for r in range(4)]
             with pytest.raises(
-                ValueError, match=f"^dim -1 of shard {rank} must have 4 rows, got {n}$"
+                ValueError, match=f"^expected 4 rows in dim -1 of shard {rank}, got {n}$"
             ):
                 layout.unshard(shards, -1)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -296,19 +296,19 @@ def test_the_picture_shows_who_has_queries_who_reads_and_how_much() -> None:
     ("parts", "kind", "chunks", "words"),
     [
         (2, "balanced", ((0, 3), (1, 2)), None),
-        (2, "balanced", None, "a balanced layout, and no other, has chunks"),
-        (2, "zigzag", ((0, 3), (1, 2)), "a balanced layout, and no other, has chunks"),
-        (3, "balanced", ((0, 3), (1, 2)), "chunks must be as many for each of the 3 parts"),
-        (1, "balanced", ((0, 3), (1, 2)), "chunks must be as many for each of the 1 parts"),
-        (2, "balanced", ((0, 1, 2), (3,)), "chunks must be as many for each of the 2 parts"),
-        (2, "balanced", ((), ()), "chunks must be as many for each of the 2 parts"),
-        (2, "balanced", ((0, 3), (1, 4)), "chunks must be 0 to 3, ascending on each rank"),
-        (2, "balanced", ((1, 4), (2, 3)), "chunks must be 0 to 3, ascending on each rank"),
-        (2, "balanced", ((0, 3), (1, 1)), "chunks must be 0 to 3, ascending on each rank"),
-        (2, "balanced", ((0, 3), (2, 1)), "chunks must be 0 to 3, ascending on each rank"),
-        (2, "balanced", ((3, 0), (1, 2)), "chunks must be 0 to 3, ascending on each rank"),
-        (0, "zigzag", None, "need parts >= 1 and seq_len >= 0, got seq_len=8, parts=0"),
-        (-1, "striped", None, "need parts >= 1 and seq_len >= 0, got seq_len=8, parts=-1"),
+        (2, "balanced", None, "pass chunks with kind 'balanced' and only with it"),
+        (2, "zigzag", ((0, 3), (1, 2)), "pass chunks with kind 'balanced' and only with it"),
+        (3, "balanced", ((0, 3), (1, 2)), "expected the same number of chunks"),
+        (1, "balanced", ((0, 3), (1, 2)), "expected the same number of chunks"),
+        (2, "balanced", ((0, 1, 2), (3,)), "expected the same number of chunks"),
+        (2, "balanced", ((), ()), "expected the same number of chunks"),
+        (2, "balanced", ((0, 3), (1, 4)), "expected chunks 0 to 3, ascending on each rank"),
+        (2, "balanced", ((1, 4), (2, 3)), "expected chunks 0 to 3, ascending on each rank"),
+        (2, "balanced", ((0, 3), (1, 1)), "expected chunks 0 to 3, ascending on each rank"),
+        (2, "balanced", ((0, 3), (2, 1)), "expected chunks 0 to 3, ascending on each rank"),
+        (2, "balanced", ((3, 0), (1, 2)), "expected chunks 0 to 3, ascending on each rank"),
+        (0, "zigzag", None, "expected parts >= 1 and seq_len >= 0, got parts=0, seq_len=8"),
+        (-1, "striped", None, "expected parts >= 1 and seq_len >= 0, got parts=-1, seq_len=8"),
     ],
 )
 def test_chunks_are_each_on_one_rank_as_many_and_ascending(parts, kind, chunks, words) -> None:

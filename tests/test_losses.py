@@ -140,7 +140,7 @@ def test_a_chain_starts_backward_from_every_loss_and_counts_each_once(recompute,
     ],
 )
 def test_what_is_no_loss_is_refused(loss, words: str) -> None:
-    with pytest.raises(ValueError, match=f"the loss 'z' must be a 0-dim .* summed, got {words}$"):
+    with pytest.raises(ValueError, match=f"the loss 'z' must be a 0-dim .* dtype; got {words}$"):
         split_losses((None, {"z": loss}))
 
 

@@ -215,7 +215,7 @@ def test_parts_of_an_all_to_all_are_compared_by_who_sends_and_who_receives() -> 
             given[ranks[(a, b)[end]]][end][(b, a)[end]] += 10
             sent, expected = (table[a][b] + 10 * (end == at) for at in (0, 1))
             assert _all_to_all(Alone(), ranks, given) == (
-                f"in an all_to_all {NAMES[ranks[a]]} sends {NAMES[ranks[b]]} {sent} elements, "
+                f"all_to_all: {NAMES[ranks[a]]} sends {sent} elements to {NAMES[ranks[b]]}, "
                 f"which expects {expected}"
             )
     equal = dict.fromkeys(ranks, ([], []))
@@ -251,7 +251,7 @@ def test_a_rank_that_does_not_come_is_named_with_where_it_was_seen_last(monkeypa
     monkeypatch.setattr(checked, "_LOOK", 1e-3)
     monkeypatch.setattr(checked, "time", SimpleNamespace(monotonic=now, perf_counter=lambda: 0.0))
     words = (
-        f"{NAMES[2]} did not come to all_reduce of float32[3] among ranks 0, 1, 2, 3 within 0.5 s"
-        + ", and was last seen in all_reduce of float32[4] among ranks 2, 3" * met
+        f"{NAMES[2]} did not reach all_reduce of float32[3] among ranks 0, 1, 2, 3 within 0.5 s"
+        + "; it was last seen in all_reduce of float32[4] among ranks 2, 3" * met
     )
     assert run_threads(4, _all_but_rank_2, store, met) == [words, words, "", words]

@@ -233,23 +233,23 @@ def test_a_schedule_in_another_order_is_refused() -> None:
         [forward + [Action(*a) for a in ((I, 0, 0), (I, 0, 1), (W, 0, 0), (W, 0, 1))]], tied=False
     )
     for order in ([(B, 1), (B, 0)], [(I, 0), (I, 1), (W, 1), (W, 0)]):
-        with pytest.raises(ValueError, match=r"stages \[0\] is in the order \[1, 0\]"):
+        with pytest.raises(ValueError, match=r"stages \[0\] has the order \[1, 0\]"):
             check_order([forward + [Action(op, 0, mb) for op, mb in order]], tied=False)
     both = [[Action(F, s, mb) for mb in range(2) for s in range(2)]]
     both[0] += [Action(B, s, mb) for s in (1, 0) for mb in range(2)]
     check_order(both, tied=False)
-    with pytest.raises(ValueError, match=r"stages \[0, 1\] is in the order \[0, 1, 0, 1\]"):
+    with pytest.raises(ValueError, match=r"stages \[0, 1\] has the order \[0, 1, 0, 1\]"):
         check_order(both, tied=True)
     for stages in (2, 3):  # on a separate rank, which is any: only the last stage alone is wrong
         lists = schedules.gpipe(stages, 2)
         ends = [at for at, a in enumerate(lists[-1]) if a.op == B]
         lists[-1][ends[0]], lists[-1][ends[1]] = lists[-1][ends[1]], lists[-1][ends[0]]
-        words = rf"stages \[{stages - 1}\] is in the order \[1, 0\]"
+        words = rf"stages \[{stages - 1}\] has the order \[1, 0\]"
         for tied in (False, True):
             with pytest.raises(ValueError, match=words):
                 check_order(lists, tied=tied)
     plan = ParallelPlan(schedule="zb-v", chunks=2, microbatches=3, reduce="ordered")
-    with pytest.raises(ValueError, match=r"stages \[0, 3\] is in the order \[0, 1, 0, 2, 1, 2\]"):
+    with pytest.raises(ValueError, match=r"stages \[0, 3\] has the order \[0, 1, 0, 2, 1, 2\]"):
         dataclasses.replace(MODEL, layers=4).check(Mesh(pp=2), plan)  # before any rank is started
 
 

@@ -90,7 +90,7 @@ def _refused(rank: int) -> None:
             {"down_bias": t["down_bias"][:2]},
             f"parallel_mlp on rank {rank}: down_bias must be",
         ),
-        ({"x": t["x"][0], "residual": None}, r"need x\[..., E\] of two dims at least"),
+        ({"x": t["x"][0], "residual": None}, r"need x\[..., E\] with at least two dims"),
     ):
         with pytest.raises(ValueError, match=words):
             parallel_mlp(**(t | options | change))

@@ -136,7 +136,7 @@ def test_all_ranks_are_told_who_cannot_allocate_and_nothing_is_left(
     failed = [rank for rank in range(3) if found[rank].endswith(": no room")]
     assert len(failed) == (2 if step == "create_file" else 3)
     for rank, words in enumerate(found):
-        why = "no room" if rank in failed else "see their own message"
+        why = "no room" if rank in failed else "see the errors of those ranks"
         assert words == f"symmetric memory: ranks {failed} {whose}: {why}"
 
 
@@ -151,7 +151,7 @@ def test_a_group_within_the_world_has_a_memory_and_troubles_of_its_own(folder) -
         return at, rank, world, written, ""
 
     said = "symmetric memory: ranks [0] cannot: "
-    words = {(1, 0): f"{said}no room", (1, 1): f"{said}see their own message"}
+    words = {(1, 0): f"{said}no room", (1, 1): f"{said}see the errors of those ranks"}
     for at, rank, world, written, error in on_mesh(Mesh(dp=2, tp=2), allocate):
         assert (rank, world) == (at[1], 2)
         assert written == ([0, 11] if rank == 0 else [10, 0])

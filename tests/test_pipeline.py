@@ -231,13 +231,13 @@ SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2), lag=1)))
         (edit(STEP, "1B1"), "rank 1: 1SEND_B1 comes before 1I1"),
         (edit(STEP, "1SEND_B1"), r"rank 1: the list ends with unused .*\[\('B', 0, 1\)\]"),
         (edit(edit(STEP, "1B1"), "1SEND_B1"), "deadlock: rank 0 waits for 0RECV_B1 from rank 1"),
-        (edit(edit(STEP, "0RECV_B1"), "0B1"), "sent and never received: 1SEND_B1"),
+        (edit(edit(STEP, "0RECV_B1"), "0B1"), "messages were sent but never received: 1SEND_B1"),
         (swap(STEP, "0SEND_F0", "0SEND_F1"), "rank 0: 0SEND_F1 comes before 0F1"),
         (
             swap(swap(STEP, "0SEND_F0", "0SEND_F1"), "0F0", "0F1"),
-            "link F from rank 0 to 1: 1RECV_F0 finds 0SEND_F1",
+            "link F from rank 0 to 1: 1RECV_F0 got 0SEND_F1, expected 0SEND_F0",
         ),
-        (swap(STEP, "0RECV_B0", "0RECV_B1"), "from rank 1 to 0: 0RECV_B1 finds 1SEND_B0"),
+        (swap(STEP, "0RECV_B0", "0RECV_B1"), "0RECV_B1 got 1SEND_B0, expected 1SEND_B1"),
         (edit(STEP, "0F1", "0F1", "0F1"), "rank 0: 0F1 occurs twice"),
         (edit(STEP, "1F1", "1F1", "1F1"), "rank 1: 1F1 occurs twice"),
         (edit(SPLIT, "1W1"), r"rank 1: 1UPDATE@1 while W is owed for micro-batches \[1\]"),
@@ -256,22 +256,22 @@ def test_wrong_lists_are_found_while_running(lists, message: str) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ranks \[0, 1\] run stages \[0, 1\], got \[1\]"):
+    with pytest.raises(ValueError, match=r"expected stages \[0, 1\] for ranks \[0, 1\], got \[1\]"):
         execute(STEP, build(2, 2, [1]), InProcess())
-    with pytest.raises(ValueError, match=r"ranks \[0, 1\] run stages \[0, 1\], got \[0, 1, 2\]"):
+    with pytest.raises(ValueError, match=r"for ranks \[0, 1\], got \[0, 1, 2\]"):
         execute(STEP, build(3, 2), InProcess())
     for width, dtype in ((8, torch.float32), (7, torch.float64)):
         stages = build(2, 2)
         stages[1]._like = ((TOKENS, width), dtype, CPU)
-        agreed = rf"agreed were \(3, {width}\) {dtype}"
-        with pytest.raises(ValueError, match=rf"1RECV_F0: got shape \(3, 7\) .*32, {agreed}"):
+        agreed = rf"expected shape \(3, {width}\) {dtype}"
+        with pytest.raises(ValueError, match=rf"1RECV_F0: {agreed}, got \(3, 7\) .*32"):
             execute(STEP, stages, InProcess())
     lists = [[Action("UPDATE", 0, ver=1), Action("F", 0, 0, 0)]]
     stages = build(1, 1)
     stages[0].optimizer = torch.optim.SGD(stages[0].module.parameters(), lr=0.0)
-    with pytest.raises(ValueError, match=r"micro-batch 0 reads version 0, the stage holds \[1\]"):
+    with pytest.raises(ValueError, match=r"batch 0 reads version 0, but the stage holds \[1\]"):
         execute(lists, stages, InProcess())
-    with pytest.raises(ValueError, match="the schedule has 2 ranks, the pipeline group 1"):
+    with pytest.raises(ValueError, match="is for 2 ranks, but the pipeline group has 1"):
         Distributed(STEP, None)
     for ranks in (1, 3):  # fewer and more
         on_threads(ranks, _refuses_the_size, ranks)
@@ -282,7 +282,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def _refuses_the_size(group, ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"^the schedule has 2 ranks, the pipeline group {ranks}$"):
+    with pytest.raises(ValueError, match=f"2 ranks, but the pipeline group has {ranks}$"):
         Distributed(STEP, group)
 
 
@@ -356,7 +356,7 @@ def test_versions_of_the_weights_give_the_delayed_gradient(stages, delay, each, 
     fewer = build(stages, m, versions=delay)  # fewer than are read
     for stage in fewer.values():
         stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=lr)
-    with pytest.raises(ValueError, match="reads version 0, the stage holds"):
+    with pytest.raises(ValueError, match="reads version 0, but the stage holds"):
         execute(lists, fewer, InProcess())
 
 
@@ -376,7 +376,7 @@ def test_a_run_begins_with_version_0_alone() -> None:
     stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=0.3)
     for _ in range(2):
         stage.start()
-        with pytest.raises(ValueError, match=r"reads version 1, the stage holds \[0\]"):
+        with pytest.raises(ValueError, match=r"reads version 1, but the stage holds \[0\]"):
             stage.forward(1, None, 1)
         stage.forward(0, None)
         stage.backward(0, None)
@@ -541,10 +541,10 @@ def _errors(rank: int) -> list[str]:
 def test_errors_of_real_ranks_name_rank_action_and_numbers() -> None:
     zero, one = run_ranks(2, _errors)
     for found in (zero, one):
-        assert "the ranks of the pipeline group hold different schedules" in found[0]
-        assert f"rank {int(found is one)}: this transport was built for another" in found[1]
+        assert "the ranks of the pipeline group have different schedules" in found[0]
+        assert f"rank {int(found is one)}: this transport was built for a different" in found[1]
         assert not any("\n" in text for text in found)
     assert one[2].startswith("rank 1: 1RECV_F0 from rank 0 failed within 3 s")
-    assert "0SEND_F0: got shape (3, 8) torch.float32, agreed were (3, 7) torch.float32" in zero[2]
-    assert "0SEND_F0: got shape (3, 7) torch.float32, agreed were (3, 7) torch.float64" in zero[3]
+    assert "0SEND_F0: expected shape (3, 7) torch.float32, got (3, 8) torch.float32" in zero[2]
+    assert "0SEND_F0: expected shape (3, 7) torch.float64, got (3, 7) torch.float32" in zero[3]
     assert one[3].startswith("rank 1: 1RECV_F0 from rank 0 failed within 3 s")

@@ -616,7 +616,7 @@ def test_a_plan_is_one_flag_of_train_and_prove(tmp_path, capsys) -> None:
         ({"zero": 7}, "zero must be one of 0, 1, 2, 3, got 7"),
         ({"schedule": ["1f1b"]}, r"schedule must be str, got \['1f1b'\]"),
         ({"microbatches": 0}, "microbatches must be at least 1, got 0"),
-        ({"chunks": 2}, "schedule 1f1b has chunks = 1 stages per rank, got 2"),
+        ({"chunks": 2}, "schedule 1f1b requires chunks = 1 stages per rank, got 2"),
         ({"batch": {}}, r"batch must be int, got \{\}"),
         ({"batch": True}, "batch must be int, got True"),
         ({"batch": 0}, "batch must be at least 1, got 0"),

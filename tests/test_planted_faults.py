@@ -243,7 +243,7 @@ def _gathered_head():
     return gpt.GPT, "head_loss", head_loss
 
 
-@fault(2, TP, refused="a rank takes its shard, not the whole")
+@fault(2, TP, refused="pass this rank's shard only")
 def gathered_logits(mesh):
     """Megatron-LM #7452 finding 2: whole logits are passed to the vocab-parallel loss."""
     return [_gathered_head()]

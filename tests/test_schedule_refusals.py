@@ -51,8 +51,8 @@ VEE = lists_of("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
 STEP = with_comm(gpipe(2, 2))
 LONG = with_comm(gpipe(2, 12))
 REDUCED = lists_of("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1 1REDUCE_GRAD")
-NO_CELL = "are no cell: an F and a B of another micro-batch"
-ONE_OF = "needs one F and either one B or one I and one W"
+NO_CELL = "must be an F and a B of different micro-batches to form a cell"
+ONE_OF = "expected one F and either one B or one I and one W"
 
 
 @pytest.mark.parametrize(
@@ -67,31 +67,31 @@ ONE_OF = "needs one F and either one B or one I and one W"
         # ---- each micro-batch once
         (
             edit(gpipe(2, 12), "1B11"),
-            f"rank 1: stage 1 micro-batch 11 has 1 F, 0 B, 0 I and 0 W: {ONE_OF}",
+            f"rank 1: stage 1 micro-batch 11 has 1 F, 0 B, 0 I and 0 W; {ONE_OF}",
         ),
         (
             edit(gpipe(2, 12), "0F10", "0F10", "0F10"),
-            f"rank 0: stage 0 micro-batch 10 has 2 F, 1 B, 0 I and 0 W: {ONE_OF}",
+            f"rank 0: stage 0 micro-batch 10 has 2 F, 1 B, 0 I and 0 W; {ONE_OF}",
         ),
         (
             edit(gpipe(1, 2), "0B1", "0I1", "0B1"),
-            f"rank 0: stage 0 micro-batch 1 has 1 F, 1 B, 1 I and 0 W: {ONE_OF}",
+            f"rank 0: stage 0 micro-batch 1 has 1 F, 1 B, 1 I and 0 W; {ONE_OF}",
         ),
         (
             edit(gpipe(1, 2), "0B1", "0I1", "0W1", "0W1"),
-            f"rank 0: stage 0 micro-batch 1 has 1 F, 0 B, 1 I and 2 W: {ONE_OF}",
+            f"rank 0: stage 0 micro-batch 1 has 1 F, 0 B, 1 I and 2 W; {ONE_OF}",
         ),
         # ---- versions
         *[
             (
                 edit(split_backward(gpipe(1, 1)), old, f"{old}@1"),
-                f"rank 0 position {at}: {old}@1 runs on version 1, its F read version 0",
+                f"rank 0 position {at}: {old}@1 runs on version 1, but its F read version 0",
             )
             for at, old in enumerate(("0I0", "0W0"), 1)
         ],
         (
             lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@2 0F2@3 0B2@3 0UPDATE@3"),
-            "rank 0 position 6: 0F2@3 reads version 3, but the newest there is is 2",
+            "rank 0 position 6: 0F2@3 reads version 3, but the newest version is 2",
         ),
         (
             lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@1"),
@@ -115,40 +115,40 @@ ONE_OF = "needs one F and either one B or one I and one W"
         ),
         (
             [*with_update(gpipe(3, 1))[:2], gpipe(3, 1)[2]],
-            "stages 0 to 2 make [1, 1, 0] updates, must be equal",
+            "stages 0 to 2 must have equally many updates, got [1, 1, 0]",
         ),
         # ---- messages
         (
             edit(with_comm(VEE), "1F0", "1F0", "1SEND_F0"),
-            "1SEND_F0 crosses from stage 1 to 2, where no other rank is",
+            "1SEND_F0 is between stages 1 and 2, which are not on different ranks",
         ),
         (
             edit(with_comm(VEE), "0B0", "0B0", "0SEND_B0"),
-            "0SEND_B0 crosses from stage 0 to -1, where no other rank is",
+            "0SEND_B0 is between stages 0 and -1, which are not on different ranks",
         ),
         (
             edit(STEP, "0B0", "0B0", "0SEND_B0"),  # the last stage is on another rank
-            "0SEND_B0 crosses from stage 0 to -1, where no other rank is",
+            "0SEND_B0 is between stages 0 and -1, which are not on different ranks",
         ),
         (
             edit(STEP, "0F0", "0RECV_F0", "0F0"),
-            "0RECV_F0 crosses from stage 0 to -1, where no other rank is",
+            "0RECV_F0 is between stages 0 and -1, which are not on different ranks",
         ),
         (
             edit(with_comm(VEE), "3F0", "3F0", "3RECV_B0"),
-            "3RECV_B0 crosses from stage 3 to 4, where no other rank is",
+            "3RECV_B0 is between stages 3 and 4, which are not on different ranks",
         ),
-        *[(edit(LONG, name), f"{name} occurs 0 times, needs 1")
+        *[(edit(LONG, name), f"{name} must occur once, but occurs 0 times")
           for name in ("0SEND_F11", "1RECV_F11", "1SEND_B11", "0RECV_B11")],
-        *[(edit(LONG, name, name, name), f"{name} occurs 2 times, needs 1")
+        *[(edit(LONG, name, name, name), f"{name} must occur once, but occurs 2 times")
           for name in ("0SEND_F10", "1RECV_F10", "1SEND_B10", "0RECV_B10")],
         (
             swap(swap(LONG, "1RECV_F10", "1RECV_F11"), "1F10", "1F11"),
-            "link F from rank 0 to 1: message 10 is sent as 0SEND_F10 and received as 0SEND_F11",
+            "link F from rank 0 to 1: message 10 is sent as 0SEND_F10 but received as 0SEND_F11",
         ),
         (
             swap(swap(LONG, "0RECV_B3", "0RECV_B4"), "0B3", "0B4"),
-            "link B from rank 1 to 0: message 3 is sent as 1SEND_B3 and received as 1SEND_B4",
+            "link B from rank 1 to 0: message 3 is sent as 1SEND_B3 but received as 1SEND_B4",
         ),
         # ---- sums over data ranks
         (REDUCED, "stage 0: gradients of 0B0 0B1 are not reduced before the end"),
@@ -165,7 +165,7 @@ ONE_OF = "needs one F and either one B or one I and one W"
             (
                 [[*gpipe(1, 12)[0], Action(op, 0, 11, int(op == "UPDATE"))]],
                 f"rank 0 position 24: 0{op}11{'@1' * (op == 'UPDATE')}: {op} concerns a whole "
-                "stage, its micro-batch must be -1",
+                "stage, so its micro-batch must be -1",
             )
             for op in ("REDUCE", "TIE", "UPDATE")
         ],
@@ -183,23 +183,23 @@ def test_a_micro_batch_must_be_within_their_number(name: str) -> None:
         lists = [[*row] for row in STEP]
         lists[stage].append(Action(op, stage, mb))
         at, shown = len(lists[stage]) - 1, "" if mb == -1 else mb
-        words = f"rank {stage} position {at}: {name}{shown}: micro-batch {mb} is not one of 2"
-        assert refusal(lists, microbatches=2) == words
+        words = f"rank {stage} position {at}: {name}{shown}: expected a micro-batch from 0 to 1"
+        assert refusal(lists, microbatches=2) == f"{words}, got {mb}"
     lists = [[*row] for row in STEP]
     lists[stage].append(Action(op, stage, 1))
-    assert "not one of" not in refusal(lists, microbatches=2)
+    assert "expected a micro-batch" not in refusal(lists, microbatches=2)
 
 
 def test_activations_are_counted_over_all_stages_of_a_rank() -> None:
     vee = lists_of("0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1")
     validate(vee, activations=4)
     for most, rank, at, action in ((3, 1, 3, "2F1"), (2, 0, 2, "3F0"), (1, 0, 1, "0F1")):
-        words = f"rank {rank} position {at}: {action} is the activation number {most + 1} of"
-        assert refusal(vee, activations=most) == f"{words} its rank, allowed {most}"
+        words = f"rank {rank} position {at}: {action} makes its rank hold {most + 1}"
+        assert refusal(vee, activations=most) == f"{words} activations, allowed {most}"
     late = split_backward(gpipe(1, 3), lag=1)  # W, not I, frees an activation
     validate(late, activations=3)
-    assert "number 3 of its rank, allowed 2" in refusal(late, activations=2)
-    assert refusal(gpipe(2, 1), activations=0).startswith("rank 0 position 0: 0F0 is the activati")
+    assert "its rank hold 3 activations, allowed 2" in refusal(late, activations=2)
+    assert refusal(gpipe(2, 1), activations=0).startswith("rank 0 position 0: 0F0 makes its ran")
 
 
 @pytest.mark.parametrize("p", [1, 3])
@@ -222,7 +222,7 @@ def test_a_pass_after_the_update_is_refused_with_the_rank_that_has_one() -> None
     for make in (with_update, with_tie):
         for rank in range(3):
             lists = [done[r] if r == rank else row for r, row in enumerate(one_f_one_b(3, 2))]
-            words = f"^{make.__name__}: rank {rank} has UPDATE already, add it before$"
+            words = f"^{make.__name__}: rank {rank} already has UPDATE; pass lists without it$"
             with pytest.raises(ValueError, match=words):
                 make(lists)
 
@@ -245,7 +245,7 @@ def test_splitting_the_backwards_takes_cells_apart() -> None:
 
 @pytest.mark.parametrize("each", [0, -1, 5, 24])
 def test_passes_that_do_not_divide_the_micro_batches_are_refused(each: int) -> None:
-    words = f"^12 micro-batches do not divide into passes of {each}$"
+    words = f"^12 micro-batches are not divisible by {each} per pass$"
     with pytest.raises(ValueError, match=words):
         cut_into_passes(pipedream(2, 12), each)
 
@@ -287,8 +287,10 @@ def test_numbers_of_several_digits_negative_versions_and_blanks_are_read() -> No
      "(0f0;0B1)OVERLAP_F_B", "(0F0;1)OVERLAP_F_B"],
 )  # fmt: skip
 def test_a_field_that_is_no_action_is_refused_with_its_row_and_place(field: str) -> None:
-    words = f"row 2 field 3: {field!r} is not [stage][op][micro-batch][@version], as in 2F0, or "
-    with pytest.raises(ValueError, match=f"^{re.escape(words)}[^\n]*$"):
+    words = "row 2 field 3: expected [stage][op][micro-batch][@version], as in 2F0, or "
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(words)}[^\n]*, got {re.escape(repr(field))}$"
+    ):
         from_csv(f"0F0\n1F0,1B0\n2F0,,2B0,{field},2F1")
 
 
@@ -302,14 +304,14 @@ def test_the_command_prints_two_ranks_and_four_micro_batches_by_default(
     with pytest.raises(SystemExit):
         main(["zb-v"])
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.endswith("error: schedule zb-v has chunks = 2 stages per rank, got 1")
+    assert said.endswith("error: schedule zb-v requires chunks = 2 stages per rank, got 1")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("\n0F0,0B0", "rank 0: has no action"),  # a leading blank line is a rank
-        ("0F0,0B0\n1F0,1B0,1REDUCE_GRAD", "rank 1: 1REDUCE is added by whoever runs it"),
+        ("0F0,0B0\n1F0,1B0,1REDUCE_GRAD", "rank 1: 1REDUCE follows from other options; remove it"),
     ],
 )
 def test_a_file_is_refused_for_the_first_wrong_rank(text, message, tmp_path) -> None:

@@ -126,7 +126,7 @@ def test_workers_leave_and_join_and_the_others_go_on(mode):
 def test_a_gradient_of_weights_that_were_not_pulled_is_refused():
     clocks = Clocks()
     clocks.join()
-    with pytest.raises(ValueError, match="worker 0 gives a gradient of weights that it did not"):
+    with pytest.raises(ValueError, match="worker 0 pushes a gradient without pulling"):
         clocks.give(0, 1, 0.0)
 
 
@@ -437,10 +437,8 @@ def test_the_run_goes_on_without_a_worker_that_hangs_and_with_one_that_joins(
     place.work(None, 8)
     woken.set()
     found = place.end()
-    assert told == ["the servers gave worker 1 up: no word from it for 2 s: it died or hangs"]
-    assert "worker 1 is lost at clock 2: no word from it for 2 s: it died or hangs" in (
-        place.log.lines
-    )
+    assert told == ["the servers dropped worker 1: no message for 2 s: it died or hangs"]
+    assert "worker 1 is lost at clock 2: no message for 2 s: it died or hangs" in (place.log.lines)
     terms = [t for row in place.log.rows for t in row["terms"]]
     assert {t["worker"] for t in terms} >= {0, 1}
     assert sum(t["worker"] == 1 for t in terms) == 2
@@ -509,9 +507,9 @@ def test_a_worker_of_another_model_is_refused(monkeypatch):
     place = _Place(_quick(), SGD(), monkeypatch)
     place.serve(range(1))
     other = records_of(nn.Linear(5, 7))
-    with pytest.raises(ValueError, match="a worker of another model: names, shapes and dtype"):
+    with pytest.raises(ValueError, match="a different model: its names, shapes and dtype"):
         place.worker(records=other)
-    with pytest.raises(ValueError, match="a worker of another model"):
+    with pytest.raises(ValueError, match="this worker has a different model"):
         place.worker(dtype=torch.float32)
     place.work(0, 2)
     place.end()
@@ -532,15 +530,13 @@ def test_a_gradient_that_is_not_finite_ends_the_run(monkeypatch):
         worker.run(3, compute)
 
     place.start(run)
-    with pytest.raises(
-        FloatingPointError, match="worker 0 at clock 0: the norm of a gradient is nan"
-    ):
+    with pytest.raises(FloatingPointError, match="worker 0 at clock 0: the gradient norm is nan"):
         place.end()
 
 
 def test_servers_without_workers_and_workers_without_servers_end(monkeypatch):
     place = _Place(_quick(timeout=0.3), SGD(), monkeypatch)
-    with pytest.raises(LostError, match="no word from the servers"):
+    with pytest.raises(LostError, match="no message from the servers"):
         place.worker(0)
     place.serve(range(1))
     with pytest.raises(TimeoutError, match="no worker is left after update 0"):
@@ -684,7 +680,7 @@ def test_options_that_servers_cannot_do_are_refused_by_a_check(options, words, t
 
 
 def test_servers_refuse_more_of_them_than_parameters_and_torchrun(tmp_path, monkeypatch, capsys):
-    with pytest.raises(ValueError, match="99 servers cannot share 16 parameters"):
+    with pytest.raises(ValueError, match=r"expected 1 to 16 servers .* got 99"):
         run_servers(_options(tmp_path, "--server", "99"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=eth7 would open sockets to the net"):

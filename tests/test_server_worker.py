@@ -130,10 +130,10 @@ def test_a_worker_that_is_given_up_raises_the_servers_reason(at, monkeypatch):
     script = [welcome(4), GRANTED, GRANTED, OVER]
     found = _Servers(monkeypatch, [*script[:at], {"op": "gone", "why": "it hangs"}])
     one = found.worker()
-    with pytest.raises(LostError, match=r"^the servers gave worker 4 up: it hangs$"):
+    with pytest.raises(LostError, match=r"^the servers dropped worker 4: it hangs$"):
         one.run(2, _compute)
     found = _Servers(monkeypatch, [*script[:at], {"op": "welcome", "worker": 4}])
-    with pytest.raises(LostError, match=r"^the servers gave worker 4 up: {'op': 'welcome'"):
+    with pytest.raises(LostError, match=r"^the servers dropped worker 4: {'op': 'welcome'"):
         found.worker().run(2, _compute)
     found = _Servers(monkeypatch, [{"op": "refused", "why": "another model"}])
     with pytest.raises(ValueError, match=r"^another model$"):
@@ -152,12 +152,12 @@ def test_worker_waits_three_timeouts_after_the_last_sign_of_life(monkeypatch):
             if not lost:
                 one.run(2, _compute)
                 continue
-            with pytest.raises(LostError, match=r"^worker 4: no word from the servers$"):
+            with pytest.raises(LostError, match=r"^worker 4: no message from the servers$"):
                 one.run(2, _compute)
     for waits, lost in (([LONG, "beat", 2 * LONG], False), ([LONG, "beat", 2 * LONG, over], True)):
         found = _Servers(monkeypatch, [*waits, welcome(4)])
         if lost:
-            with pytest.raises(LostError, match=r"^worker 9: no word from the servers$"):
+            with pytest.raises(LostError, match=r"^worker 9: no message from the servers$"):
                 found.worker(9)
         else:
             assert found.worker(9).number == 4
@@ -188,9 +188,9 @@ def test_after_a_broken_link_the_servers_tell_why(monkeypatch):
         one.run(1, _compute)
         return found
 
-    with pytest.raises(LostError, match="gave worker 4 up: it is late"):
+    with pytest.raises(LostError, match="dropped worker 4: it is late"):
         broken(0.2, {"op": "gone", "why": "it is late"})
-    with pytest.raises(LostError, match="worker 4: no word from the servers"):
+    with pytest.raises(LostError, match="worker 4: no message from the servers"):
         broken("beat", LONG, "beat", 0.25)
     broken("beat", LONG, OVER)  # the run was stopped
     found = broken("restart", welcome(4, 1), OVER)

@@ -175,5 +175,5 @@ def test_every_mesh_starts_from_the_plain_models_parameters(mesh, style):
 
 
 def test_a_tensor_of_another_shape_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"parameter w has logical shape \(5, 3\), got \(3, 5\)"):
+    with pytest.raises(ValueError, match=r"w: expected logical shape \(5, 3\), got \(3, 5\)"):
         ParamRecord("w", (5, 3), (Cut("tp", 0, 2),)).slice(torch.zeros(3, 5), {"tp": 0})

@@ -140,7 +140,7 @@ def test_each_part_of_a_block_takes_the_record_of_the_block():
         ({"strategy": "rings"}, "strategy must be Links or one of"),
         ({"recompute": "all"}, "recompute must be one of"),
         ({"overlap": "fused", "impl": "torch"}, "overlap='fused' needs Triton's kernels"),
-        ({"mesh": Mesh(tp=2)}, "mesh must be connected, .* is sizes only"),
+        ({"mesh": Mesh(tp=2)}, "mesh must be connected, .* has only sizes"),
     ],
 )
 def test_a_place_of_other_words_is_refused(given, message):

@@ -119,19 +119,19 @@ def test_a_compiler_leaves_the_collectives_alone() -> None:
 def test_errors_name_the_constraint_and_the_values() -> None:
     x, w, b = draw(1, 4, 6), draw(2, 5, 6), draw(3, 5)
     for linear in (tensor.column_parallel_linear, tensor.row_parallel_linear):
-        with pytest.raises(ValueError, match=r"rank 0: x\(4, 5\) and weight\(5, 6\)"):
+        with pytest.raises(ValueError, match=r"rank 0: .* x\(4, 5\) and weight\(5, 6\)"):
             linear(x[:, :5], w, group=None)
-        with pytest.raises(ValueError, match=r"bias\(4,\) does not fit weight\(5, 6\)"):
+        with pytest.raises(ValueError, match=r"expected bias\(5,\) .* got bias\(4,\)"):
             linear(x, w, b[:4], group=None)
         with pytest.raises(ValueError, match=r"x torch.float32, weight torch.float64"):
             linear(x.float(), w, b, group=None)
     ids = torch.tensor([0, VOCAB])
-    with pytest.raises(ValueError, match="14 rows on each of 1 tensor ranks are not the 13"):
+    with pytest.raises(ValueError, match=r"14 rows on each of 1 tensor ranks .* of 13"):
         tensor.vocab_parallel_embedding(ids, draw(1, 14, E), group=None, vocab_size=VOCAB)
-    with pytest.raises(RuntimeError, match=r"an id lies outside \[0, 13\)"):
+    with pytest.raises(RuntimeError, match=r"an id is outside \[0, 13\)"):
         tensor.vocab_parallel_embedding(ids, draw(1, VOCAB, E), group=None, vocab_size=VOCAB)
     loss = tensor.vocab_parallel_cross_entropy
-    with pytest.raises(ValueError, match=r"label_smoothing must lie in \[0, 1\), got 1.5"):
+    with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\), got 1.5"):
         loss(draw(1, 2, VOCAB), ids, group=None, vocab_size=VOCAB, label_smoothing=1.5)
     with pytest.raises(ValueError, match=r"got \(2, 13\) and \(1,\)"):
         loss(draw(1, 2, VOCAB), ids[:1], group=None, vocab_size=VOCAB)
@@ -305,7 +305,7 @@ def test_a_norm_of_cut_features_is_on_one_rank_the_plain_one() -> None:
     assert_close_f64(tensor.cut_rms_norm(small, w, group=None), wanted, 1e-14)
     other = tensor.cut_rms_norm(small, w, group=None, out_dtype=torch.float32)
     assert torch.equal(other, tensor.cut_rms_norm(small, w, group=None).float())
-    with pytest.raises(ValueError, match=r"weight\[6\] does not fit x\[3, 7\]"):
+    with pytest.raises(ValueError, match=r"expected weight\[7\] for x\[3, 7\], got weight\[6\]"):
         tensor.cut_rms_norm(x, w[:6], group=None)
 
 

@@ -870,7 +870,7 @@ def test_dp_takes_the_ranks_that_are_left(tmp_path):
     assert config.for_ranks(12).mesh == Mesh(dp=3, tp=2, pp=2)
     hybrid = _replace(config, dp_shard=2)
     assert hybrid.for_ranks(16).mesh == Mesh(dp=4, tp=2, pp=2, dp_shard=2)
-    with pytest.raises(ValueError, match="dp_shard = 2 does not divide dp = 3"):
+    with pytest.raises(ValueError, match=r"dp \(3\) is not divisible by dp_shard \(2\)"):
         hybrid.for_ranks(12)
     for ranks in (2, 6):
         with pytest.raises(ValueError, match=f"dp=any x cp=1 x tp=2 x pp=2 has .* {ranks} were"):

@@ -250,7 +250,7 @@ def _hybrid(rank: int, world: int, degree: int) -> None:
         context_attention(*striped.shard(rank)[0], layout=striped.layout, group=pair)
     cut = replace(case, layout=balance(8 * world, world))
     given = {"layout": cut.layout, "group": pair, "strategy": Links(1e9, 1e14)}
-    with pytest.raises(ValueError, match=r"balanced layout is for .* not 'hybrid'"):
+    with pytest.raises(ValueError, match=r"balanced layout supports .* not 'hybrid'"):
         context_attention(*cut.shard(rank)[0], **given)
 
 

@@ -1,6 +1,6 @@
 """The all-reduce algorithms by name.
 
-n elements on each of R ranks, as multiples of n; R a power of two, p = log2 R
+n elements on each of R ranks. Values are multiples of n; R is a power of two, p = log2 R.
 
     name                  rounds          sent or received        sent by all
                                           by the busiest rank
@@ -28,11 +28,11 @@ from warpweave.parallel.algorithms.trees import binary_tree, double_binary_tree
 
 
 def all_reduces(ranks: int, node: int | None = None) -> dict[str, Algorithm]:
-    """Every algorithm that runs on `ranks` ranks.
+    """Return every algorithm that runs on `ranks` ranks, by name.
 
     Args:
-        node: ranks of a node, for the hierarchical one; None is the divisor of `ranks` next to its
-            root from below.
+        node: ranks per node, for the hierarchical algorithm. None means the largest divisor of
+            `ranks` that is at most its square root.
     """
     if node is None:
         node = max(k for k in range(1, ranks + 1) if ranks % k == 0 and k * k <= ranks)

@@ -1,7 +1,7 @@
 """All-reduce by recursive doubling, and by recursive halving and doubling (Rabenseifner 2004, ICCS;
 Thakur et al. 2005, IJHPCA 19:49).
 
-    four ranks; the peer and what is sent to it: all of x, or the quarters of it that are named
+    four ranks; the peer and what is sent to it: all of x, or the listed quarters of it
                recursive doubling             halving, then doubling
                rank 0   1    2    3           rank 0    rank 1    rank 2    rank 3
     round 0    1 all    0    3    2           2: 2 3    3: 2 3    0: 0 1    1: 0 1     adds
@@ -9,9 +9,10 @@ Thakur et al. 2005, IJHPCA 19:49).
     round 2                                   1: 0      0: 1      3: 2      2: 3
     round 3                                   2: 0 1    3: 0 1    0: 2 3    1: 2 3
 
-log2 R rounds of n elements; or 2 log2 R rounds of 2 (R - 1)/R n elements in all. Where R is no
-power of two, ranks beyond the greatest one send theirs to a rank below first, which adds it, and
-are sent the sum at the end: two more rounds of n elements.
+Recursive doubling takes log2 R rounds of n elements. Halving-doubling takes 2 log2 R rounds and
+2 (R - 1)/R n elements in all. If R is not a power of two, let P be the greatest power of two below
+it. Ranks from P on first send their vectors to a rank below P, which adds them, and receive the sum
+at the end: two more rounds of n elements.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from warpweave.parallel.algorithms.rounds import (
 
 
 def _folded(rank: int, ranks: int, n: int, algorithm: Algorithm) -> Rounds:
-    """`algorithm` on the greatest power of two of ranks; others take part through one of them."""
+    """Run `algorithm` on the greatest power of two of ranks; each other rank goes through one."""
     power = 1 << (ranks.bit_length() - 1)
     if power == ranks:
         yield from algorithm(rank, ranks, n)
@@ -53,7 +54,7 @@ def _exchanges_of_all(rank: int, ranks: int, n: int) -> Rounds:
 
 
 def _doubling_gather(rank: int, ranks: int, n: int) -> Rounds:
-    """All-gather: a rank has 1, 2, 4, ... neighbouring parts, and exchanges them for as many."""
+    """All-gather: a rank has 1, 2, 4, ... adjacent parts, and exchanges them for as many."""
     for bit in range(ranks.bit_length() - 1):
         size, peer = 1 << bit, rank ^ (1 << bit)
         goes, comes = (
@@ -69,10 +70,10 @@ def _halving_doubling(rank: int, ranks: int, n: int) -> Rounds:
 
 
 def recursive_doubling(rank: int, ranks: int, n: int) -> Rounds:
-    """All-reduce in which ranks 1, 2, 4, ... apart exchange all that they have summed."""
+    """All-reduce in which ranks 1, 2, 4, ... apart exchange their partial sums."""
     return _folded(rank, ranks, n, _exchanges_of_all)
 
 
 def halving_doubling(rank: int, ranks: int, n: int) -> Rounds:
-    """All-reduce by a reduce-scatter of recursive halving and an all-gather of doubling."""
+    """All-reduce as a reduce-scatter by recursive halving and an all-gather by doubling."""
     return _folded(rank, ranks, n, _halving_doubling)

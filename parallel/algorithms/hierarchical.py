@@ -7,8 +7,8 @@
     all-reduce            a            b            a            b             0 with 2, 1 with 3
     all-gather            [a b]        [a b]        [a b]        [a b]         within a node
 
-Each stage is a ring. With L ranks to a node, a rank sends 2 (L - 1)/L n elements within its node,
-and only 2 (R/L - 1)/R n across.
+Each stage is a ring. With L ranks per node, a rank sends 2 (L - 1)/L n elements within its node,
+but only 2 (R/L - 1)/R n across nodes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from warpweave.parallel.algorithms.rounds import Rounds, among, part
 
 
 def hierarchical(rank: int, ranks: int, n: int, node: int = 2) -> Rounds:
-    """The sum of x[n] over the ranks, on all; `node` consecutive ranks share a node.
+    """Sum x[n] over all ranks, for all ranks; `node` consecutive ranks share a node.
 
-    Raises ValueError if `node` does not divide the ranks.
+    Raises ValueError if the number of ranks is not divisible by `node`.
     """
     if node < 1 or ranks % node:
-        raise ValueError(f"hierarchical: nodes of {node} do not divide {ranks} ranks")
+        raise ValueError(f"hierarchical: {ranks} ranks are not divisible by {node} ranks per node")
     local, host = rank % node, rank // node
     near = range(host * node, (host + 1) * node)
     start, stop = part(local, node, n)

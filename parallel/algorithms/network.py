@@ -1,9 +1,9 @@
 """Rounds, bytes and seconds of a collective on a described network, without sending anything.
 
-The model is α-β-γ (Hockney 1994, Thakur et al. 2005): a round lasts α, and β for every byte over
-its busiest link, and γ for every byte that the busiest rank adds. A rank has one link into the
-network and one out of it; a node, where several ranks share one, has such a pair, too, which
-messages between nodes take.
+The model is α-β-γ (Hockney 1994, Thakur et al. 2005). A round takes α, plus β for every byte over
+its busiest link, plus γ for every byte that the busiest rank adds. A rank has one link into the
+network and one out of it. A node that several ranks share also has such a pair of links, which
+carries the messages between nodes.
 
     two nodes of two ranks; a message from rank 0 to rank 3 loads the three links marked #
     rank 0 -#-+                +-#- rank 3
@@ -22,14 +22,14 @@ from warpweave.parallel.algorithms.rounds import Algorithm, Round
 
 @dataclass(frozen=True)
 class Network:
-    """Seconds of a message and of a byte.
+    """The time that messages, bytes and additions take.
 
     Attributes:
-        alpha: seconds of a round without bytes, within a node.
-        beta: seconds per byte over a rank's link, either way.
+        alpha: seconds per round within a node, without bytes.
+        beta: seconds per byte over a rank's link, in either direction.
         gamma: seconds per byte that a rank adds.
-        node: ranks of a node; None if all share one.
-        node_alpha: seconds of a round, without bytes, in which a message leaves its node.
+        node: ranks per node; None if all ranks share one node.
+        node_alpha: seconds per round, without bytes, in which a message leaves its node.
         node_beta: seconds per byte over the link that all ranks of a node share.
     """
 
@@ -43,14 +43,14 @@ class Network:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a collective moves, in bytes, and how long it takes.
+    """The bytes that a collective moves, and the time that it takes.
 
     Attributes:
-        rounds: in which anything is sent.
-        total: over all ranks and rounds.
-        busiest: over the link, either way, that carries most.
-        at_once: in the round that moves most, over all ranks.
-        seconds: on the network.
+        rounds: number of rounds in which anything is sent.
+        total: bytes over all ranks and rounds.
+        busiest: bytes over the busiest link, in its busier direction.
+        at_once: bytes over all ranks in the round that moves the most.
+        seconds: time on the network.
     """
 
     rounds: int
@@ -61,7 +61,7 @@ class Traffic:
 
 
 class _Links:
-    """Elements over the link out of each rank or node and the one into it."""
+    """Elements over the link out of, and the link into, each rank or node."""
 
     def __init__(self, count: int) -> None:
         self.out, self.into = [0] * count, [0] * count
@@ -82,11 +82,11 @@ class _Links:
 def traffic(
     algorithm: Algorithm, ranks: int, n: int, network: Network, *, size: int = 4
 ) -> Traffic:
-    """Traffic of `algorithm` over x[n], elements of `size` bytes, on each of `ranks` ranks.
+    """Return the traffic of `algorithm` over x[n], with elements of `size` bytes, on `ranks` ranks.
 
     Raises:
-        ValueError: in some round a rank is sent what it does not receive, or ranks have unequally
-        many rounds; names the round and the rank.
+        ValueError: in some round a rank does not receive what it is sent, or ranks have different
+            numbers of rounds; the error names the round and the rank.
     """
     node = network.node or ranks
     whole, at_once, seconds = _Links(ranks), [], 0.0
@@ -99,7 +99,7 @@ def traffic(
                     far.carry(source // node, dest // node, stop - start)
         for rank, (_, receives) in enumerate(rounds):
             if near.into[rank] != sum(r.stop - r.start for r in receives):
-                raise ValueError(f"round {step}: what rank {rank} is sent is not what it receives")
+                raise ValueError(f"round {step}: rank {rank} does not receive what it is sent")
             added = max(added, sum(r.stop - r.start for r in receives if r.adds))
         if not near.busiest:
             continue
@@ -118,7 +118,7 @@ def traffic(
 
 
 def _together(algorithm: Algorithm, ranks: int, n: int) -> Iterator[list[Round]]:
-    """The rounds of all ranks, moment by moment."""
+    """The rounds of all ranks, one round of each at a time."""
     every = [algorithm(rank, ranks, n) for rank in range(ranks)]
     for step in count():
         rounds = [next(rounds, None) for rounds in every]
@@ -126,5 +126,7 @@ def _together(algorithm: Algorithm, ranks: int, n: int) -> Iterator[list[Round]]
         if not there:
             return
         if len(there) < ranks:
-            raise ValueError(f"round {step}: rank {rounds.index(None)} has no more, others have")
+            raise ValueError(
+                f"round {step}: rank {rounds.index(None)} has no more rounds, but others do"
+            )
         yield there

@@ -6,7 +6,7 @@
     round 1        3            0         1         2
     round 2        2            3         0         1
 
-R - 1 rounds of n/R elements to one neighbour: (R - 1)/R n in all, the least that is possible.
+R - 1 rounds of n/R elements to one neighbor: (R - 1)/R n in all, which is the minimum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from warpweave.parallel.algorithms.rounds import Recv, Round, Rounds, Send, part
 
 
 def ring_all_gather(rank: int, ranks: int, n: int) -> Rounds:
-    """Part r of x[n] of each rank r, to all."""
+    """Send part r of x[n] of each rank r to all ranks."""
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
     for step in range(ranks - 1):
         goes, comes = part(rank - step, ranks, n), part(rank - step - 1, ranks, n)
@@ -25,10 +25,10 @@ def ring_all_gather(rank: int, ranks: int, n: int) -> Rounds:
 
 
 def ring_reduce_scatter(rank: int, ranks: int, n: int) -> Rounds:
-    """Part r of the sum of x[n] over the ranks, on rank r; other parts hold part sums."""
+    """Sum part r of x[n] over the ranks, on rank r; other parts hold partial sums."""
     return reverse(ring_all_gather(rank, ranks, n), adds=True)
 
 
 def ring_all_reduce(rank: int, ranks: int, n: int) -> Rounds:
-    """The sum of x[n] over the ranks, on all: 2 (R - 1) rounds, 2 (R - 1)/R n elements sent."""
+    """Sum x[n] over the ranks, on all: 2 (R - 1) rounds, 2 (R - 1)/R n elements sent."""
     return chain(ring_reduce_scatter(rank, ranks, n), ring_all_gather(rank, ranks, n))

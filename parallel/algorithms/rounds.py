@@ -1,19 +1,20 @@
-"""A collective as data: what each rank sends and receives in each round, of the standard library
-alone.
+"""Collectives as data: what each rank sends and receives in each round.
 
-Every rank holds a vector x[n], which a collective changes in place. An algorithm is a function from
-(rank, ranks, n) to that rank's rounds, as many on every rank: round t of all is one moment, and its
-messages are under way at once. A rank that has none in it goes on to its next. ``run_collective``
-moves tensors by the rounds, ``network`` counts rounds, bytes and seconds.
+This file uses only the standard library. Every rank holds a vector x[n], which a collective changes
+in place. An algorithm is a function from (rank, ranks, n) to that rank's rounds; every rank has the
+same number of rounds. The messages of round t of all ranks are in flight at the same time. A rank
+without messages in a round proceeds to its next round. ``run_collective`` moves tensors according
+to the rounds; ``network`` counts rounds, bytes and seconds.
 
-    ``ring.ring_all_gather(rank, 4, n)``; the part of x that arrives, and from whom
+    ``ring.ring_all_gather(rank, 4, n)``: the part of x that arrives, and the rank it comes from
                rank 0        rank 1        rank 2        rank 3
     round 0    3 from 3      0 from 0      1 from 1      2 from 2
     round 1    2 from 3      3 from 0      0 from 1      1 from 2
     round 2    1 from 3      2 from 0      3 from 1      0 from 2
 
-Two collectives that are dual are the same messages, sent back in reverse order (`reverse`): a
-gather is a scatter's, a reduction is a broadcast's with sums, a reduce-scatter an all-gather's.
+Two dual collectives consist of the same messages, sent back in reverse order (`reverse`). The dual
+of a scatter is a gather, that of a broadcast is a reduction (with sums), and that of an all-gather
+is a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 
 class Send(NamedTuple):
-    """x[start:stop], as it was before the round, to rank `dest`."""
+    """A message of x[start:stop], as it was before the round, to rank `dest`."""
 
     dest: int
     start: int
@@ -31,10 +32,10 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """x[start:stop] from rank `source`: stored, or added to what is there.
+    """A message from rank `source`, stored in x[start:stop] or added to it.
 
-    Terms of the same elements that arrive in one round are summed in rank order, this rank's own at
-    its place: the bits do not depend on which message is the first.
+    Terms of the same elements that arrive in one round are summed in rank order, including this
+    rank's own term, so the bits do not depend on which message arrives first.
     """
 
     source: int
@@ -44,10 +45,9 @@ class Recv(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The messages of one rank that are under way at once.
+    """The messages of one rank that are in flight at the same time.
 
-    Messages between the same two ranks, in one direction, arrive in the order in which they are
-    listed on either side.
+    Messages from one rank to another arrive in the order in which both ranks list them.
     """
 
     sends: tuple[Send, ...] = ()
@@ -59,18 +59,18 @@ Algorithm = Callable[[int, int, int], Rounds]  # (rank, ranks, n)
 
 
 def part(index: int, parts: int, n: int) -> tuple[int, int]:
-    """Start and stop of the part of x[n] with this index (modulo `parts`); sizes differ by at most
+    """Start and stop of the part of x[n] with this index (modulo `parts`). Sizes differ by at most
     one."""
     index %= parts
     return index * n // parts, (index + 1) * n // parts
 
 
 def reverse(rounds: Iterable[Round], *, adds: bool) -> Rounds:
-    """The dual collective: every message goes back, the last round first.
+    """Return the dual collective: every message goes back, the last round first.
 
     Args:
-        rounds: of a collective that only stores.
-        adds: what arrives is added: of a copy to many comes a sum of many.
+        rounds: the rounds of a collective that only stores.
+        adds: add what arrives. The dual of a copy to many ranks is a sum over many ranks.
     """
     for sends, receives in reversed(list(rounds)):
         yield Round(
@@ -80,7 +80,7 @@ def reverse(rounds: Iterable[Round], *, adds: bool) -> Rounds:
 
 
 def among(rounds: Iterable[Round], members: Sequence[int], offset: int = 0) -> Rounds:
-    """`rounds` of len(members) ranks, run by these `members`, on the elements from `offset` on."""
+    """Run `rounds` of len(members) ranks on these `members`, on the elements from `offset` on."""
     for sends, receives in rounds:
         yield Round(
             tuple(Send(members[to], offset + start, offset + stop) for to, start, stop in sends),

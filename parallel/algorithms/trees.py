@@ -1,5 +1,5 @@
-"""All-reduce up and down a binary tree, and two of them at once (Sanders, Speck & Träff 2009,
-Parallel Computing 35:581), pipelined.
+"""All-reduce up and down a binary tree, or two at once (Sanders, Speck & Träff 2009, Parallel
+Computing 35:581), pipelined.
 
     tree of eight ranks                      its mirror image: ranks counted from the other end
     0 --- 4 --+-- 2 --+-- 1                  7 --- 3 --+-- 5 --+-- 6
@@ -7,11 +7,12 @@ Parallel Computing 35:581), pipelined.
               +-- 6 --+-- 5                            +-- 1 --+-- 2
                       +-- 7                                    +-- 0
 
-x is cut into pieces. A rank adds its children's piece to its own and sends it to its parent, while
-the piece after it arrives; the root sends whole pieces down again. Of depth D and with c pieces
-that takes 2 D + c - 1 rounds. An inner rank of one tree sends and receives 3 n elements (one up and
-two down, two and one), a leaf n. Where each of two trees carries a half of x, the inner ranks of
-one are the leaves of the other, and every rank but the roots sends and receives 2 n.
+x is cut into pieces. A rank adds its children's piece to its own and sends the sum to its parent
+while the next piece arrives. The root sends whole pieces down again. With depth D and c pieces this
+takes 2 D + c - 1 rounds. An inner rank of one tree sends 3 n elements and receives 3 n (one up and
+two down, two up and one down); a leaf sends and receives n. With two trees, each carries half of x
+and the inner ranks of one are the leaves of the other. Every rank except the roots then sends and
+receives 2 n.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from warpweave.parallel.algorithms.rounds import Recv, Round, Rounds, Send, part
 
 
 def _parent(at: int, ranks: int) -> int:
-    """Of rank `at` > 0: the tree of in-order numbers, in which odd ranks are leaves and 0 the root.
+    """The parent of rank `at` > 0 in the in-order numbered tree: odd ranks are leaves, 0 the root.
 
-    At its lowest set bit b, `at` is the left or right child of the number whose lowest set bit is
-    2 b; what is beyond the last rank is left out.
+    If the lowest set bit of `at` is b, then `at` is the left or right child of the number whose
+    lowest set bit is 2 b. Numbers beyond the last rank are skipped.
     """
     lowest = at & -at
     above = (at ^ lowest) | (2 * lowest)
@@ -31,7 +32,7 @@ def _parent(at: int, ranks: int) -> int:
 
 
 def _tree(names: list[int], rank: int, span: tuple[int, int], pieces: int) -> Rounds:
-    """All-reduce of x[span] along the tree whose number i is rank names[i]."""
+    """All-reduce x[span] along the tree whose node i is rank names[i]."""
     ranks, at = len(names), names.index(rank)
     parents = [0] + [_parent(i, ranks) for i in range(1, ranks)]
     height, depth = [0] * ranks, [0] * ranks  # distance to the furthest leaf below, and to the root
@@ -47,7 +48,7 @@ def _tree(names: list[int], rank: int, span: tuple[int, int], pieces: int) -> Ro
         return [(span[0] + a, span[0] + b) for a, b in slices[j : j + 1]] if j >= 0 else []
 
     for step in range(2 * height[0] + pieces - 1):
-        down = step - height[0] - depth[at]  # the piece that is sent to children
+        down = step - height[0] - depth[at]  # the piece that goes to the children
         sends = [Send(names[c], *s) for c in children for s in piece(down)]
         receives = [Recv(names[c], *s, True) for c in children for s in piece(step - height[c])]
         if at > 0:
@@ -65,10 +66,10 @@ def binary_tree(rank: int, ranks: int, n: int, pieces: int = 1) -> Rounds:
 
 
 def double_binary_tree(rank: int, ranks: int, n: int, pieces: int = 8) -> Rounds:
-    """All-reduce of either half of x along a tree of its own, `pieces` to a half.
+    """All-reduce each half of x along a separate tree, with `pieces` pieces per half.
 
-    The second tree is the first with ranks counted from the other end; of an odd number of ranks,
-    where that would keep odd numbers odd, it is the first moved on by one.
+    The second tree is the first one with ranks counted from the other end. If the number of ranks
+    is odd, that would keep odd numbers odd, so the second tree is the first one shifted by one.
 
     Raises ValueError if `pieces` is not positive.
     """

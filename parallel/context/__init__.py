@@ -1,10 +1,10 @@
 """Context parallelism: attention over a sequence that is sharded over the cp axis.
 
-`attention` the public call and its autograd Function · `strategy` what a strategy is · `ring`,
-`gather`, `ulysses` (and the hybrid of Ulysses and ring) the strategies, of which ring and Ulysses
+`attention` the public call and its autograd Function · `strategy` the interface of a strategy ·
+`ring`, `gather`, `ulysses` (and the hybrid of Ulysses and ring) the strategies; ring and Ulysses
 are generators of `parallel.messages` · `kept` attention results that activation checkpointing keeps
-instead of recomputing · `explain` what each strategy sends, holds and leaves exposed, and which one
-"auto" is · `links` the measured speeds by which "auto" chooses.
+instead of recomputing · `explain` the cost of each strategy, and the choice of "auto" · `links` the
+measured speeds on which "auto" bases its choice.
 """
 
 from warpweave.parallel.context.attention import (

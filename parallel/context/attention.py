@@ -6,7 +6,7 @@ Rank r holds q[B, S/cp, Hq, D] and k, v[B, S/cp, Hkv, D], its rows in a `Sequenc
     dq                                 of this rank's rows
     dk, dv                             this rank's rows of dK, dV summed over all ranks
 
-    strategy    what moves                                        memory beyond q, k, v, o
+    strategy    communication                                     memory beyond q, k, v, o
     "ring"      K‖V rotate: P-1 messages forward, P backward,     two blocks of K‖V
                 hidden behind the tiles; partial results merge
                 by their lse (ring.py)
@@ -19,11 +19,11 @@ Rank r holds q[B, S/cp, Hq, D] and k, v[B, S/cp, Hkv, D], its rows in a `Sequenc
                 exposed (gather.py)
     "stream"    "gather" head by head: the next KV head's         K‖V of two KV heads
                 all-gather hidden behind this one's attention
-    "auto"      one of them, by bytes sent; given measured `Links` instead of a name, the one with
-                the least exposed time that fits the memory. `explain` lists bytes, memory and
+    "auto"      one of the above, by bytes sent. With measured `Links` instead of a name, the one
+                with the least exposed time that fits the memory. `explain` lists bytes, memory and
                 seconds of each. Only shapes, mask and speeds decide, so ranks agree.
 
-Every result equals attention of the whole sequence up to the order of sums.
+Every result equals attention over the whole sequence up to the order of sums.
 """
 
 from __future__ import annotations
@@ -92,29 +92,29 @@ def context_attention(
 
     Args:
         q: [B, S/cp, Hq, D], this rank's rows in the order of `layout`.
-        k, v: [B, S/cp, Hkv, D] and [B, S/cp, Hkv, Dv] of the same dtype; Hkv divides Hq (grouped
-            queries). Under autocast q, k and v are cast before they are sent. If Dv differs from D
-            the narrower is padded with zeros, which are sent too.
-        layout: which rank holds which positions; masks compare global positions.
-        group: the cp process group, ``layout.parts`` ranks; None for one rank. For "hybrid" a pair
-            of groups: the ring, and the Ulysses group. Rank i of the ring and u of the Ulysses
-            group, of U ranks, is cp rank i U + u of the layout, which may not be striped.
+        k, v: [B, S/cp, Hkv, D] and [B, S/cp, Hkv, Dv] of the same dtype. Hq must be divisible by
+            Hkv (grouped queries). Under autocast q, k and v are cast before they are sent. If Dv
+            differs from D, the narrower tensor is padded with zeros, which are also sent.
+        layout: the positions that each rank holds; masks compare global positions.
+        group: the cp process group of ``layout.parts`` ranks; None for one rank. For "hybrid", a
+            pair of groups: the ring and the Ulysses group. Rank i of the ring and u of the Ulysses
+            group, of U ranks, is cp rank i U + u of the layout, which must not be striped.
         causal, window, documents, scale, softcap: as in `attention`, in global positions, the same
             on every rank.
-        sinks: [Hq], replicated; its gradient is {partial cp}: the sum over this rank's rows.
+        sinks: [Hq], replicated. Its gradient is {partial cp}: the sum over this rank's rows.
         dropout, dropout_seed, dropout_origin: as in `attention`; the mask is that of one device.
         strategy: "ring", "gather", "stream", "ulysses", "hybrid" or "auto" (see the module), or
-            `Links`, the speeds by which to choose, the same on every rank (`measure_links`).
+            `Links`: the speeds by which to choose, the same on every rank (`measure_links`).
         return_lse: also return lse[B, Hq, S/cp] (natural log; fp32, or float64 for float64).
-        overlap: False waits for each message of the ring before its tile; the results are bitwise
-            equal. "stream" then starts an all-gather only after the attention of the head before;
+        overlap: False waits for each ring message before its tile; the results are bitwise equal.
+            "stream" then starts each all-gather only after the attention of the previous head;
             "gather" and "ulysses" have nothing to overlap.
-        buffers: the memory of the ring's messages, which calls that follow each other (layers,
-            micro-batches) share; None is this call's own.
+        buffers: memory for the ring's messages, shared by consecutive calls (layers,
+            micro-batches); None allocates it for this call only.
         impl: None, "triton" or "torch" for the kernels.
 
-    Returns o[B, S/cp, Hq, Dv] in q's dtype, or (o, lse); both are differentiable. Every rank must
-    run the backward if one does (keep ``0 * o`` in the loss of a rank without labels).
+    Returns o[B, S/cp, Hq, Dv] in q's dtype, or (o, lse); both are differentiable. If one rank runs
+    the backward, every rank must (keep ``0 * o`` in the loss of a rank without labels).
 
     Raises ``ValueError`` that names this rank, before anything is sent, if the shapes, dtypes or
     devices contradict each other, the layout or the group.
@@ -132,7 +132,7 @@ def context_attention(
         q, k, v, options = even_heads(q, k, v, options)
         options = checked(options, q, k, v, sinks)
         _check_layout(layout, size, q, k)
-        if size > 1:  # on one device the operator looks at documents
+        if size > 1:  # on one device the operator checks documents itself
             check_boundaries(options, layout.seq_len, layout.seq_len)
             heads = q.shape[2], k.shape[2]
             ulysses = group_size(ulysses_group) if isinstance(group, tuple) else None
@@ -158,7 +158,7 @@ def context_attention(
 
 
 def check_strategy(strategy: Strategy | Links) -> Strategy | Links:
-    """`strategy` itself; ValueError if it is not a known name. Layers call it when constructed."""
+    """Return `strategy`; ValueError if its name is unknown. Layers call this in their __init__."""
     if not isinstance(strategy, Links) and strategy not in get_args(Strategy):
         raise ValueError(f"strategy must be Links or one of {get_args(Strategy)}, got {strategy!r}")
     return strategy
@@ -172,10 +172,10 @@ def _least_exposed(
     ulysses: int | None,
     links: Links,
 ) -> Strategy:
-    """The strategy that `explain` marks as "auto" at these speeds.
+    """Return the strategy that `explain` marks as "auto" at these speeds.
 
     Raises:
-        ValueError: none fits ``links.memory``.
+        ValueError: no strategy fits into ``links.memory``.
     """
     B, _, heads, head_dim = q.shape
     costs = explain(
@@ -183,13 +183,13 @@ def _least_exposed(
         causal=options.causal, window=options.window, ulysses=ulysses, links=links,
     )  # fmt: skip
     if not costs:
-        return "hybrid"  # does not fit; `resolve_strategy` says why
+        return "hybrid"  # does not fit; `resolve_strategy` raises the reason
     taken = next((cost for cost in costs if cost.auto), None)
     if taken is None:
         least = min(costs, key=lambda cost: cost.memory)
         raise ValueError(
-            f"no strategy holds at most {links.memory} bytes: {least.strategy!r} holds least, "
-            f"{least.memory}"
+            f"no strategy fits into Links.memory = {links.memory} bytes; {least.strategy!r} needs "
+            f"the least, {least.memory}"
         )
     return taken.strategy
 
@@ -199,7 +199,7 @@ def _check_layout(layout: SequenceLayout, size: int, q: torch.Tensor, k: torch.T
         raise ValueError(f"the layout has {layout.parts} parts but the group has {size} ranks")
     if q.shape[1] != layout.local_len or k.shape[1] != layout.local_len:
         raise ValueError(
-            f"{layout} puts {layout.local_len} tokens on each rank, got q{[*q.shape]}, "
+            f"{layout} puts {layout.local_len} tokens on each rank, but got q{[*q.shape]}, "
             f"k{[*k.shape]}"
         )
 
@@ -207,8 +207,8 @@ def _check_layout(layout: SequenceLayout, size: int, q: torch.Tensor, k: torch.T
 def _without_padding(
     options: AttentionOptions, layout: SequenceLayout, device: torch.device
 ) -> AttentionOptions:
-    """The options with a mask that hides the layout's padding: a document of its own. A causal mask
-    hides it anyway, because padding has the last positions."""
+    """The options with a mask that hides the layout's padding by making it a separate document. A
+    causal mask hides it anyway, because padding has the last positions."""
     if options.causal or layout.padded_len == layout.seq_len:
         return options
     end = torch.full((1,), layout.seq_len, device=device)
@@ -229,12 +229,12 @@ def resolve_strategy(
     causal: bool = True,
     window: int | None = None,
 ) -> Strategy:
-    """The strategy, with "auto" resolved by bytes sent.
+    """Return the strategy, with "auto" resolved by bytes sent.
 
     Args:
         strategy: a name.
         layout: of the sequence over all cp ranks.
-        heads: query heads and KV heads of a rank.
+        heads: numbers of query heads and KV heads of a rank.
         ulysses: the Ulysses degree of a pair of groups (ring, Ulysses group); None for one group.
         causal, window: the mask.
 
@@ -251,7 +251,7 @@ def resolve_strategy(
         )
     if layout.kind == "balanced" and strategy in ("ring", "hybrid"):
         raise ValueError(
-            f"a balanced layout is for 'gather', 'stream' and 'ulysses', not {strategy!r}"
+            f"a balanced layout supports 'gather', 'stream' and 'ulysses', not {strategy!r}"
         )
     if strategy not in ("ulysses", "hybrid"):
         return strategy
@@ -302,11 +302,11 @@ class _ContextAttention(torch.autograd.Function):
         ulysses_group: Any,
         options: AttentionOptions,
     ) -> tuple[Any, Any]:
-        """Typed as attention of the whole sequence, of which every rank keeps its own rows.
+        """Type it as attention of the whole sequence, of which every rank keeps its own rows.
 
-        q, k, v{S(1) cp} are gathered, attended (linear in v alone; heads and their sinks may be
-        sharded on other axes, sequence and head_dim may not), and o and lse are sharded again.
-        spmd_types is imported in this rule only: it is a development extra.
+        q, k, v{S(1) cp} are gathered and attended, then o and lse are sharded again. Attention is
+        linear only in v. Heads and their sinks may be sharded on other axes; sequence and head_dim
+        may not. spmd_types is imported only here, because it is a development extra.
         """
         from spmd_types import R, S, rules
 

@@ -1,13 +1,13 @@
-"""What each strategy of context parallelism sends, holds in memory and leaves exposed, and which of
-them "auto" is: arithmetic, nothing is run.
+"""The cost of each context-parallel strategy, and the choice of "auto". Arithmetic only.
 
     links = Links(link=50e9, flops=400e12)
     print(table(explain(SequenceLayout(131072, 8), heads=32, kv_heads=8, head_dim=64, links=links)))
 
-Bytes are those that leave a rank, exactly (`test_explain.py` counts them). Memory is the largest
+For each strategy this computes what it sends, holds in memory and leaves exposed; it runs nothing.
+Bytes are exactly those that leave a rank (`test_explain.py` counts them). Memory is the largest
 total of the strategy's own buffers, to leading order, without q, k, v, o and their gradients and
-without the workspace of a kernel. Seconds are a prediction from the given speeds: each message
-alone on its link, compute spread evenly over the steps of the ring.
+without the workspace of a kernel. Seconds are a prediction from the given speeds: each message is
+alone on its link, and compute is spread evenly over the steps of the ring.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from warpweave.parallel.words import Strategy
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """What a strategy costs one rank in the attention of one layer.
+    """The cost of a strategy for one rank in the attention of one layer.
 
     Attributes:
         strategy: its name.
-        forward, backward: bytes that leave the rank; the mean over ranks where ranks differ
-            ("ulysses" and "hybrid", and a ring whose blocks travel unequally far).
-        messages: collectives, or sends of the ring, in forward and backward.
-        memory: the largest number of bytes held in forward or backward besides inputs and results.
+        forward, backward: bytes that leave the rank; the mean over ranks if they differ ("ulysses"
+            and "hybrid", and a ring whose blocks travel unequally far).
+        messages: number of collectives, or of ring sends, in forward and backward.
+        memory: the most bytes held in forward or backward, in addition to inputs and results.
         exposed: predicted seconds in which a link is busy and the rank waits; None without speeds.
-        auto: why "auto" is this strategy; empty for the others.
+        auto: the reason why "auto" chooses this strategy; empty for the others.
     """
 
     strategy: Strategy
@@ -61,18 +61,18 @@ def explain(
     ulysses: int | None = None,
     links: Links | None = None,
 ) -> tuple[StrategyCost, ...]:
-    """The costs of every strategy that fits the layout and the heads, and which of them is "auto".
+    """Return the costs of every strategy that fits the layout and the heads, and mark "auto".
 
     Args:
-        layout: which rank holds which positions.
+        layout: the positions that each rank holds.
         heads, kv_heads, head_dim, batch: of this rank's q and k.
         itemsize: bytes of an element of q, k and v.
         causal, window: the mask, which may save messages of the ring.
         ulysses: the Ulysses degree of a pair of groups, for which "hybrid" is the only strategy;
             None for one group.
-        links: measured speeds. With them strategies are sorted by exposed time, then by messages,
+        links: measured speeds. With them, strategies are sorted by exposed time, then by messages,
             and "auto" is the first that holds at most ``links.memory`` bytes, if any does. Without
-            them they are sorted by bytes, and "auto" is what `by_bytes` returns.
+            them, strategies are sorted by bytes, and "auto" is what `by_bytes` returns.
     """
     shape = _Shape(layout, heads, kv_heads, head_dim, batch, itemsize, causal, window)
     if ulysses is not None:
@@ -104,12 +104,13 @@ def by_bytes(
     window: int | None,
     ulysses: int | None,
 ) -> Strategy:
-    """What "auto" is without link speeds.
+    """Return the strategy that "auto" chooses without link speeds.
 
-    "hybrid" for a pair of groups. For one group of P ranks: "ring" if the mask saves it messages,
-    because it then sends least; else "gather" if P <= 1 + Hq/Hkv, when its forward sends no more
-    than that of Ulysses, in one kernel call; else "ring", which sends as much as "gather" and holds
-    only two blocks. A balanced layout cannot have a ring: "gather".
+    For a pair of groups it is "hybrid". For one group of P ranks it is "ring" if the mask saves the
+    ring messages, because the ring then sends the least. Otherwise it is "gather" if
+    P <= 1 + Hq/Hkv, because its forward then sends no more than that of Ulysses, in one kernel
+    call. Otherwise it is "ring", which sends as much as "gather" and holds only two blocks. A
+    balanced layout cannot use a ring, so it is "gather".
     """
     if ulysses is not None:
         return "hybrid"
@@ -121,7 +122,7 @@ def by_bytes(
 
 
 def table(costs: Sequence[StrategyCost]) -> str:
-    """The costs as lines of text."""
+    """Format the costs as lines of text."""
     lines = ["strategy  forward MB  backward MB  messages  memory MB  exposed ms (predicted)"]
     for c in costs:
         exposed = "unknown" if c.exposed is None else f"{c.exposed * 1e3:.3f}"
@@ -132,7 +133,7 @@ def table(costs: Sequence[StrategyCost]) -> str:
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------ what each strategy uses
+# ------------------------------------------------------------------ resources of each strategy
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class _Shape:
         return 2 * self.batch * self.layout.local_len * self.kv_heads * self.head_dim
 
     def tiles(self, flops: float) -> float:
-        """Seconds of a rank's attention forward; the backward has 2.5 times as many FLOPs."""
+        """Seconds of a rank's attention forward. The backward has 2.5 times as many FLOPs."""
         seen = self.layout.seq_len / (2 if self.causal else 1)
         if self.window is not None:
             seen = min(seen, self.window if self.causal else 2 * self.window)
@@ -171,12 +172,12 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Use:
-    """What a strategy uses of a rank, each as (forward, backward).
+    """The resources that a strategy uses on a rank, each as (forward, backward).
 
     Attributes:
         sent: bytes that leave a rank, the mean over ranks.
         carried: bytes that leave the busiest rank in messages that compute can hide.
-        hidden: the fraction of the compute time that hides them.
+        hidden: the fraction of the compute time that can hide them.
         bare: bytes of the Ulysses group's all-to-alls, which nothing hides.
     """
 
@@ -192,7 +193,7 @@ class _Use:
         return StrategyCost(self.strategy, *self.sent, self.messages, self.memory, exposed)
 
     def exposed(self, shape: _Shape, links: Links) -> float:
-        """Seconds, at these speeds."""
+        """The exposed seconds at these speeds."""
         forward = shape.tiles(links.flops)
         near = links.link if self.strategy == "ulysses" else links.near or links.link
         return sum(
@@ -202,12 +203,12 @@ class _Use:
 
 
 def _hops(shape: _Shape, layout: SequenceLayout) -> tuple[int, int, int]:
-    """Steps of the ring, messages in both directions, and how many blocks of K‖V all ranks together
-    send in the forward."""
+    """Number of ring steps, number of messages in both directions, and number of K‖V blocks that
+    all ranks together send in the forward."""
     visits, reach = (of(layout, shape.causal, shape.window) for of in (distances, reaches))
     n, gaps = len(visits) - 1, [b - a for a, b in pairwise(visits)]
     extra = sum(a != b for a, b in pairwise(gaps))  # K‖V and dK‖dV in separate messages
-    extra += len({d for d in reach if 0 < d < visits[-1]})  # and owners send theirs anew
+    extra += len({d for d in reach if 0 < d < visits[-1]})  # and owners send theirs again
     return n, n + (n + 1 + extra if n else 0), sum(map(visits.index, reach))
 
 
@@ -218,19 +219,19 @@ def _ring(shape: _Shape) -> Iterator[_Use]:
     width = shape.itemsize, shape.itemsize + shape.wide
     sent = tuple(of_all * shape.kv * w // shape.layout.parts for w in width)
     carried = tuple(n * shape.kv * w for w in width)
-    # n messages hide behind n of the n + 1 tiles; the backward's first K‖V has no tile to itself.
+    # n messages hide behind n of the n + 1 tiles; no tile hides the backward's first K‖V.
     yield _Use("ring", sent, messages, _buffers(shape, shape.kv), carried, n / (n + 1))
 
 
 def _buffers(shape: _Shape, kv: int) -> int:
-    """Memory of a ring: two buffers of K‖V and dK‖dV, and the gradient of one tile."""
+    """The memory of a ring: two buffers of K‖V and dK‖dV, and the gradient of one tile."""
     return 2 * kv * (shape.itemsize + shape.wide) + kv * shape.wide
 
 
 def _gathers(shape: _Shape) -> Iterator[_Use]:
     others, item, wide = (shape.layout.parts - 1) * shape.kv, shape.itemsize, shape.wide
     whole, sent = shape.layout.parts * shape.kv, (others * item, others * (item + wide))
-    # K‖V as gathered and in order of position; dK, dV, both stacked, and both cut into shards.
+    # K‖V both as gathered and in order of position; dK, dV both stacked and cut into shards.
     yield _Use("gather", sent, 3, 2 * whole * item + 3 * whole * wide, sent)
     share, heads = whole // shape.kv_heads, shape.kv_heads
     held = 3 * share * item + 3 * share * wide
@@ -238,8 +239,8 @@ def _gathers(shape: _Shape) -> Iterator[_Use]:
 
 
 def _all_to_all(shape: _Shape, ranks: int) -> tuple[tuple[int, int], int, int]:
-    """Of a Ulysses group of `ranks`: mean bytes that leave a rank in forward and backward, memory,
-    and the elements of K‖V of the heads that the mean rank attends."""
+    """For a Ulysses group of `ranks`: mean bytes that leave a rank in forward and backward, memory,
+    and the elements of K‖V for the heads that the mean rank attends."""
     split = HeadSplit(shape.layout, ranks, shape.heads, shape.kv_heads)
     each = shape.kv // shape.kv_heads  # of one head
     copies = sum(len(split.kv(r)) for r in range(ranks))

@@ -2,17 +2,18 @@
 
     forward    K‖V = all-gather of k‖v      [B, S/cp, Hkv, D] -> [B, S, Hkv, D]
                o = attention(q, K, V)       of this rank's rows, one call
-    backward   K‖V = the same all-gather    not kept: it is cp times as large as k‖v
+    backward   K‖V = the same all-gather    not kept, because it is cp times as large as k‖v
                dq, dK‖dV{partial cp} = backward of that call
                dk‖dv = reduce-scatter of dK‖dV, fp32 (float64 for float64), sums re-associated
 
-It sends as many bytes as a ring that skips nothing, needs no merge, but is exposed and holds K‖V of
-the whole sequence (and dK‖dV in the backward).
+It sends as many bytes as a ring that skips nothing, and needs no merge. However, its communication
+is exposed, and it holds K‖V of the whole sequence (also dK‖dV in the backward).
 
-"stream" does this for one KV head at a time and starts the next head's all-gather before it attends
-this one: as many bytes in Hkv times as many messages, and memory for K‖V of two heads.
+"stream" does this for one KV head at a time, and starts the next head's all-gather before it
+attends the current head. It sends as many bytes, in Hkv times as many messages, and needs memory
+for K‖V of two heads.
 
-    "stream", three KV heads; what a rank does over time
+    "stream", three KV heads; a rank's work over time
     network    gather h0 | gather h1 | gather h2 |
     compute              | attend h0 | attend h1 | attend h2
 """
@@ -44,8 +45,8 @@ def gather_forward(
     sinks: torch.Tensor | None,
     each: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-    """Forward of this rank's queries over all keys, gathered for `each` KV heads at a time (None:
-    all at once); tensors as in `strategy.ForwardBackward`."""
+    """Run the forward of this rank's queries over all keys, gathered for `each` KV heads at a time
+    (None: all at once). Tensors are as in `strategy.ForwardBackward`."""
     o, lse = [], []
     for heads, k_all, v_all, options in _gathered_heads(shards, k, v, each):
         of_heads = None if sinks is None else sinks[heads]
@@ -61,7 +62,7 @@ def gather_forward(
 def gather_backward(
     shards: Shards, upstream: Upstream, saved: Tensors, each: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Backward of `gather_forward`, with the same `each`; tensors as in
+    """Run the backward of `gather_forward`, with the same `each`. Tensors are as in
     `strategy.ForwardBackward`."""
     q, k, v = saved
     grads = []
@@ -86,8 +87,8 @@ def _concatenated(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 def _gathered_heads(
     shards: Shards, k: torch.Tensor, v: torch.Tensor, each: int | None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, AttentionOptions]]:
-    """Yield for `each` KV heads at a time (None: all) the query heads that read them, K and V of
-    the whole sequence, and their options. With `overlap` the next heads' all-gather has started."""
+    """For `each` KV heads at a time (None: all), yield the query heads that read them, K and V of
+    the whole sequence, and their options. With `overlap`, the next all-gather has then started."""
     H, Hkv = shards.heads
     groups = [slice(at, at + (each or Hkv)) for at in range(0, Hkv, each or Hkv)]
     sample, first = shards.options.dropout_origin
@@ -110,9 +111,9 @@ def _gathered_heads(
 def _kernel_calls(
     shards: Shards, options: AttentionOptions
 ) -> list[tuple[slice, AttentionOptions]]:
-    """The kernel calls for this rank's queries: for each the rows of q and the options.
+    """The kernel calls for this rank's queries: the rows of q and the options for each.
 
-    A kernel takes at most two runs of positions (a zigzag layout has two); a balanced layout may
+    A kernel accepts at most two runs of positions (a zigzag layout has two); a balanced layout may
     need more calls.
     """
     runs, calls, row = shards.layout.runs(shards.rank), [], 0
@@ -133,7 +134,7 @@ def _start_gather(
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Start one all-gather of k, v[B, S/cp, H, D]; calling the result waits for K, V[B, S, H, D].
 
-    K and V are in the order of positions, so that only the queries have a layout for the kernel.
+    K and V are in order of position, so only the queries have a layout for the kernel.
     """
     pending = start_all_gather(torch.stack((k, v)), group)
 

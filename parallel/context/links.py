@@ -1,5 +1,7 @@
-"""Link bandwidth and attention FLOP/s, given or measured: by them "auto" chooses a strategy of
-context parallelism."""
+"""Link bandwidth and attention FLOP/s, given or measured, for choosing a context-parallel strategy.
+
+Strategy "auto" uses them.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,18 @@ from warpweave.parallel.collectives import start_exchange
 
 @dataclass(frozen=True)
 class Links:
-    """Speeds of a rank; must be the same on every rank, or ranks choose different strategies and
-    deadlock.
+    """Speeds of a rank. They must be the same on every rank, or ranks choose different strategies
+    and deadlock.
 
     Attributes:
         link: bytes per second that a rank sends to others of its group, in one direction.
         flops: FLOP/s that attention reaches.
-        near: bytes per second within the Ulysses group of a hybrid; None is `link`.
-        memory: bytes that a strategy may hold besides inputs and results; None for no limit.
+        near: bytes per second within the Ulysses group of a hybrid; None means `link`.
+        memory: bytes that a strategy may hold in addition to inputs and results; None means no
+            limit.
 
     Raises:
-        ValueError: something is not positive.
+        ValueError: a value is not positive.
     """
 
     link: float
@@ -44,15 +47,15 @@ class Links:
 def measure_links(
     group: dist.ProcessGroup, x: torch.Tensor, *, size: int = 2**22, rounds: int = 5
 ) -> Links:
-    """Measure the speeds of the slowest rank: of `size` bytes sent to the next rank, and of the
-    attention forward of x to itself.
+    """Measure the speeds of the slowest rank: sending `size` bytes to the next rank, and the
+    forward of attention of x to itself.
 
     Args:
         group: two ranks or more, all of which call this.
         x: [B, S, H, D] on the device and in the dtype of the run; long enough that a call takes
             much longer than its launch.
-        size: bytes of a message.
-        rounds: runs of each, of which the median counts.
+        size: bytes per message.
+        rounds: number of runs of each; the median is used.
     """
     sent = torch.empty(size, dtype=torch.uint8, device=x.device)
     arrived = torch.empty_like(sent)

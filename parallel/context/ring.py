@@ -1,5 +1,4 @@
-"""Ring attention (Liu et al. 2023, arXiv:2310.01889): each rank keeps its queries, and the K‖V
-blocks of the sequence rotate round the ranks.
+"""Ring attention (Liu et al. 2023, arXiv:2310.01889): ranks keep their queries; K‖V blocks rotate.
 
 Rank r of P holds q_r, k_r, v_r[B, S/cp, H, D], block r of a `SequenceLayout`. Forward, step i:
 attend q_r to block r-i and send that block to rank r+1. Each step yields a softmax over one block,
@@ -10,9 +9,9 @@ and the partial results are merged by their log-sum-exp:
 
 Backward: the ring turns the other way and starts with the block that the forward received last, so
 that block is not sent again. Step i: attend q_r to block r+1+i, and send to rank r-1 the K‖V of
-that block together with dK‖dV of the block of the step before. A gradient follows its block one
-step behind; the last message, which returns dK‖dV to the block's owner, is hidden behind the
-diagonal tile. (The schedule of TransformerEngine; others need P gradient messages and expose the
+that block together with dK‖dV of the previous step's block. A gradient follows its block one step
+behind. The last message, which returns dK‖dV to the block's owner, is hidden behind the diagonal
+tile. (This is the schedule of TransformerEngine; others need P gradient messages and expose the
 last.)
 
     four ranks, every block seen by every rank (zigzag layout, or no causal mask)
@@ -26,11 +25,11 @@ last.)
              P-1 messages                              P messages, P-1 times K‖V and dK‖dV
 
 Every tile of the backward uses the final lse and delta = rowsum(o do) - dlse, so its probabilities
-are those of the whole softmax: the gradients are exact. Sums over blocks are re-associated. Partial
-outputs, dq and the dK‖dV that travels are fp32 (float64 for float64 inputs), because sums kept in
-bf16 lose a factor that grows with P.
+are those of the whole softmax, and the gradients are exact. Sums over blocks are re-associated.
+Partial outputs, dq and the dK‖dV in transit are fp32 (float64 for float64 inputs), because sums
+kept in bf16 lose a factor that grows with P.
 
-Exception: K‖V that the mask hides is not sent. Steps that no rank needs are left out (`distances`),
+Exception: K‖V that the mask hides is not sent. Steps that no rank needs are skipped (`distances`),
 and a block travels only to the last rank that sees any of it (`reaches`), forwarded by the ranks in
 between. With contiguous blocks under a causal mask that is rank P-1, and block b is sent P-1-b
 times:
@@ -43,14 +42,14 @@ times:
     step 2    -   -  b0  b1                  step 2     -  b0  b1   b2*
     step 3    -   -   -  b0                  step 3    b0  b1  b2   b3
 
-In the backward the blocks that travelled farthest start on the rank where the forward left them (b0
-on rank 3); the buffer of any other was overwritten by later blocks, so its owner keeps it and sends
-it once more to the last rank that sees it. That is again P-1-b messages of K‖V, and as many of
-dK‖dV.
+In the backward, the blocks that traveled farthest start on the rank where the forward left them (b0
+on rank 3). The buffer of any other block was overwritten by later blocks. Its owner therefore keeps
+it and sends it once more to the last rank that sees it. That is again P-1-b messages of K‖V, and as
+many of dK‖dV.
 
 The order of messages and tiles is a generator per rank (`ring_forward`, `ring_backward`), executed
 on process groups or in one process (`messages`). A message starts before the tile of its step and
-is waited for after it; two buffers are enough: a block is attended and sent from one while the next
+is waited for after it. Two buffers are enough: a block is attended and sent from one while the next
 block is received into the other.
 """
 
@@ -73,7 +72,7 @@ from warpweave.parallel.messages import Hop, Steps, run_on_group
 
 
 def _sees_any(q_runs: Sequence[Run], k_runs: Sequence[Run], options: AttentionOptions) -> bool:
-    """Whether the mask's positions let any of these queries see any of these keys."""
+    """Return True if the positions let any of these queries see any of these keys."""
 
     def sees(q: range, k: range) -> bool:
         if not q or not k:
@@ -91,11 +90,11 @@ def _sees_any(q_runs: Sequence[Run], k_runs: Sequence[Run], options: AttentionOp
 @lru_cache(maxsize=64)
 def distances(layout: SequenceLayout, causal: bool, window: int | None) -> tuple[int, ...]:
     """The steps d of the forward that are not skipped: those in which some rank r sees any of block
-    r-d. Ascending; 0, a rank's own block, is always among them.
+    r-d. Ascending. 0, a rank's own block, is always included.
 
-    With blocks of s tokens, a window of W and w = ceil((W-1) / s), a contiguous causal ring has the
-    steps 0 to w; without the causal mask, and on a zigzag layout with s/2 for s, also the last w of
-    the P steps.
+    With blocks of s tokens, a window of W and w = ceil((W-1) / s), a contiguous causal ring has
+    steps 0 to w. Without the causal mask, and on a zigzag layout with s/2 instead of s, it also has
+    the last w of the P steps.
     """
     runs, options = [layout.runs(r) for r in range(layout.parts)], AttentionOptions(causal, window)
     seen = (
@@ -107,7 +106,7 @@ def distances(layout: SequenceLayout, causal: bool, window: int | None) -> tuple
 
 @lru_cache(maxsize=64)
 def reaches(layout: SequenceLayout, causal: bool, window: int | None) -> tuple[int, ...]:
-    """For each block b the largest d for which rank b+d sees any of it; 0 if only its owner
+    """For each block b, the largest d for which rank b+d sees any of it; 0 if only its owner
     does."""
     runs, options = [layout.runs(r) for r in range(layout.parts)], AttentionOptions(causal, window)
     back = distances(layout, causal, window)[::-1]
@@ -118,7 +117,7 @@ def reaches(layout: SequenceLayout, causal: bool, window: int | None) -> tuple[i
 
 
 class _Route:
-    """Which blocks a rank attends, receives and forwards: `distances` and `reaches` seen by it.
+    """The blocks that one rank attends, receives and forwards, from `distances` and `reaches`.
 
     The block at distance d is that of rank - d; distance 0 is the rank's own block.
     """
@@ -129,26 +128,26 @@ class _Route:
         self._options = options._replace(q_runs=self._runs[rank])
         self.visits = distances(layout, options.causal, options.window)
         self._reach = reaches(layout, options.causal, options.window)
-        # At these distances the backward begins with a block that its owner sends anew.
+        # At these distances the backward begins with a block that its owner sends again.
         self.starts = {d for d in self._reach if 0 < d < self.visits[-1]}
 
     def reach(self, at: int) -> int:
-        """How far block rank - `at` travels; at least `at` if this rank receives it."""
+        """The distance that block rank - `at` travels; at least `at` if this rank receives it."""
         return self._reach[(self._rank - at) % self._parts]
 
     @property
     def stays(self) -> bool:
-        """Whether this rank's own block travels less far than others: it stays on its owner, which
-        sends it anew in the backward."""
+        """Return True if this rank's own block travels less far than others. It then stays on its
+        owner, which sends it again in the backward."""
         return self.reach(0) < self.visits[-1]
 
     def comes_back(self, at: int, origin: int, target: int) -> bool:
-        """Whether K‖V of block rank - `at` is sent from distance `origin` to `target` in the
-        backward: to its owner (`target` 0) only if the owner has not kept it."""
+        """Return True if K‖V of block rank - `at` is sent from distance `origin` to `target` in the
+        backward. It goes to its owner (`target` 0) only if the owner has not kept it."""
         return self.reach(at) >= origin and (target > 0 or self.reach(at) == self.visits[-1])
 
     def hop(self, send: torch.Tensor | None, recv: torch.Tensor | None, step: int) -> Hop:
-        """`send` goes `step` ranks on, and `recv` is from as many ranks back."""
+        """Send `send` `step` ranks ahead, and receive `recv` from `step` ranks back."""
         return Hop(send, recv, (self._rank + step) % self._parts, (self._rank - step) % self._parts)
 
     def block(self, at: int) -> AttentionOptions | None:
@@ -167,7 +166,7 @@ Kept = Sequence[torch.Tensor | None]
 
 
 def _heads_first(k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """k and v[B, S/cp, H, D] as one contiguous message [2, B, H, S/cp, D], `out`."""
+    """Copy k and v[B, S/cp, H, D] into `out`, one contiguous message [2, B, H, S/cp, D]."""
     for part, x in zip(out, (k, v)):
         part.copy_(x.transpose(1, 2))
     return out
@@ -186,11 +185,11 @@ def ring_forward(
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, Kept]]:
     """Forward of one rank: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
 
-    Messages are in `buffers`, and what is returned is not: o (like q), lse[B, Hq, S/cp] (fp32 or
+    Messages use `buffers`; the results do not. Returns o (like q), lse[B, Hq, S/cp] (fp32 or
     float64) and the K‖V saved for the backward.
     """
     route = _Route(rank, layout, options)
-    if choose(options.impl, q) == "torch":  # the copy takes less than torch's kernel gains by it
+    if choose(options.impl, q) == "torch":  # the copy costs less than torch's kernel gains
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
     buffers = Buffers() if buffers is None else buffers
     shape = 2, k.shape[0], k.shape[2], k.shape[1], k.shape[3]
@@ -202,7 +201,7 @@ def ring_forward(
             goes, comes = route.reach(at) >= onward, route.reach(onward) >= onward
             yield route.hop(here if goes else None, spare if comes else None, onward - at)
         block, kv = route.block(at), here.transpose(2, 3)
-        if o is None:  # the diagonal tile; sinks count once per row
+        if o is None:  # the diagonal tile; sinks must count only once per row
             o, lse = block_fwd(q, kv[0], kv[1], block, sinks=sinks, out_dtype=compute_dtype(q))
         elif block is not None:
             o, lse = block_fwd(q, kv[0], kv[1], block, into=(o, lse))
@@ -217,9 +216,9 @@ def ring_forward(
 
 
 class _Message:
-    """K‖V and dK‖dV in one flat buffer, so that a step of the backward sends one message.
+    """K‖V and dK‖dV in one flat buffer, so a step of the backward sends one message.
 
-    A buffer of bytes, because K‖V has the inputs' dtype and dK‖dV is fp32 (or float64).
+    It is a buffer of bytes, because K‖V has the inputs' dtype and dK‖dV is fp32 (or float64).
     """
 
     def __init__(
@@ -247,15 +246,15 @@ def _backward_hops(
 ) -> list[Hop]:
     """The messages of one step of the backward.
 
-    `at` are the distances (before, now, onward) of the blocks of the previous, this and the next
-    step; without a mask d+1, d, d-1. Sent are
+    `at` holds the distances (before, now, onward) of the blocks of the previous, this and the next
+    step; without a mask they are d+1, d, d-1. The messages are
 
         K‖V of this step's block               now - onward ranks back, to be attended next
         dK‖dV of the previous step's block     before - now ranks back, to be added to there
         K‖V of this rank's own block, `anew`   onward ranks ahead, if it stayed on its owner and
                                                that is the last rank which sees it
 
-    The first two are one message where they go equally far, which is always so without a mask.
+    The first two are one message if they go equally far, which is always the case without a mask.
     """
     before, now, onward = at
     kv, dkv = now - onward, before - now
@@ -291,10 +290,10 @@ def ring_backward(
     buffers: Buffers | None = None,
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Backward of one rank: q[B, S/cp, Hq, D], `kept` from `ring_forward`, and the `Upstream` of
-    this rank's rows. Messages are in `buffers`, and what is returned is not.
+    this rank's rows. Messages use `buffers`; the results do not.
 
-    Returns dq, dk, dv of this rank's rows, summed over all ranks, in q's dtype; dk and dv in
-    `kv_grad_dtype` if that is given (the hybrid adds them to those of other ranks).
+    Returns dq, dk, dv of this rank's rows, summed over all ranks, in q's dtype. If `kv_grad_dtype`
+    is given, dk and dv have that dtype (the hybrid adds them to those of other ranks).
     """
     route, grad_dtype = _Route(rank, layout, options), compute_dtype(q)
     visits, (far, *own) = route.visits[::-1], kept
@@ -321,14 +320,14 @@ def ring_backward(
         if block is not None:
             k, v = here.kv.transpose(2, 3)
             dq, *tile = block_bwd(upstream, q, k, v, block, grad_dtype=grad_dtype, into=(dq, *into))
-        yield None  # dK‖dV received is that of the block just attended
+        yield None  # the received dK‖dV is that of the block just attended
         if block is not None and not first:
             for whole, part in zip(spare.dkv.transpose(2, 3), tile):
                 whole.add_(part)
         if onward == 0 < at and route.stays:
             _heads_first(*own, out=spare.kv)
         here, spare = spare, here
-    assert dq is not None  # the own block is always visible
+    assert dq is not None  # a rank's own block is always visible
     dk, dv = here.dkv.transpose(2, 3).to(kv_grad_dtype, copy=True)
     buffers.give_back(here.bytes, spare.bytes, *taken)
     return dq.to(q.dtype), dk, dv

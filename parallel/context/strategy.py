@@ -1,10 +1,10 @@
-"""What a strategy of context parallelism is: a forward and a backward on sequence shards.
+"""The interface of a context-parallel strategy: a forward and a backward on sequence shards.
 
-`attention._ContextAttention` is the one autograd Function. A strategy moves k, v and their
-gradients (Ulysses also q, o and theirs) between ranks and calls `block_fwd` and `block_bwd` on what
-a rank then holds. Arguments have been checked. A new strategy is a file with one `ForwardBackward`,
-a word in `parallel.words.Strategy`, a row in `attention._STRATEGIES` and its constraints in
-`resolve_strategy`.
+`attention._ContextAttention` is the only autograd Function. A strategy moves k, v and their
+gradients (Ulysses also q, o and their gradients) between ranks, and calls `block_fwd` and
+`block_bwd` on what a rank then holds. Arguments have already been checked. To add a strategy, add a
+file with one `ForwardBackward`, a word in `parallel.words.Strategy`, a row in
+`attention._STRATEGIES` and its constraints in `resolve_strategy`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from warpweave.parallel.layout import SequenceLayout
 
 @dataclass(frozen=True)
 class Shards:
-    """What a strategy is told besides tensors: the layout, the groups and the attention options.
+    """The arguments of a strategy other than tensors: layout, groups and attention options.
 
     Attributes:
-        layout: which positions each rank holds.
+        layout: the positions that each rank holds.
         group: the ring, or the ranks that gather; None for one rank.
-        options: of the attention of the whole sequence; each call sets its own runs of positions.
-        heads: query heads and KV heads of a rank before any all-to-all.
-        ulysses_group: the ranks of the all-to-alls; None for one rank. cp rank = rank in `group`
-            times its size + rank in it.
-        overlap: hide messages behind compute; False gives the same bits, one after the other.
-        buffers: of the ring's messages; calls one after the other share them. None for those of
-            this call's forward, and of its backward.
+        options: attention options for the whole sequence; each call sets its own runs of positions.
+        heads: numbers of query heads and KV heads of a rank before any all-to-all.
+        ulysses_group: the ranks of the all-to-alls; None for one rank. The cp rank is the rank in
+            `group` times the size of this group, plus the rank in this group.
+        overlap: hide messages behind compute. False gives the same bits, one after the other.
+        buffers: message buffers of the ring, shared by consecutive calls. None uses separate
+            buffers for this call's forward and for its backward.
     """
 
     layout: SequenceLayout
@@ -53,14 +53,14 @@ class Shards:
 
 
 class ForwardBackward(NamedTuple):
-    """A strategy's two halves.
+    """The two halves of a strategy.
 
-    ``forward(shards, q, k, v, sinks)`` with q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D] and
-    sinks[Hq] or None returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and a tuple of the
-    tensors that the backward needs besides o and lse.
+    ``forward(shards, q, k, v, sinks)`` takes q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], and
+    sinks[Hq] or None. It returns o (like q), lse[B, Hq, S/cp] (fp32 or float64), and a tuple of the
+    tensors that the backward needs in addition to o and lse.
 
-    ``backward(shards, upstream, saved)`` with those and the `Upstream` of this rank's rows returns
-    dq, dk, dv of its rows, summed over all ranks, in the inputs' dtypes.
+    ``backward(shards, upstream, saved)`` takes those tensors and the `Upstream` of this rank's
+    rows. It returns dq, dk, dv of its rows, summed over all ranks, in the inputs' dtypes.
     """
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor | None]]]

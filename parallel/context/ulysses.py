@@ -1,8 +1,9 @@
-"""Ulysses (Jacobs et al. 2023, arXiv:2309.14509): an all-to-all turns a sequence shard of all heads
-into the whole sequence of some heads; and its hybrid with ring attention (Fang and Zhao 2024,
-arXiv:2405.07719).
+"""Ulysses (Jacobs et al. 2023, arXiv:2309.14509): all-to-alls from sequence shards to head shards.
 
-With U ranks in the Ulysses group (the Ulysses degree; U = cp for pure Ulysses):
+An all-to-all turns a sequence shard of all heads into the whole sequence of some heads. This file
+also has the hybrid with ring attention (Fang and Zhao 2024, arXiv:2405.07719).
+
+With U ranks in the Ulysses group (U is the Ulysses degree; U = cp for pure Ulysses):
 
     q, k, v[B, S/cp, H, D]  --all-to-all-->  q, k, v[B, U S/cp, H/U, D]
                                              attention of the rank's own heads
@@ -17,18 +18,19 @@ With U ranks in the Ulysses group (the Ulysses degree; U = cp for pure Ulysses):
       2   s2, h0-h7   s0-s3, h4-h5              2   s2, h0-h7   s2-s3, h0-h3
       3   s3, h0-h7   s0-s3, h6-h7              3   s3, h0-h7   s2-s3, h4-h7
 
-The backward does the same with do and delta one way, and dq, dk and dv the other way.
+The backward does the same with do and delta in one direction, and dq, dk and dv in the other.
 
-One all-to-all carries q, k and v, one carries o and lse back; the backward's carry do and delta,
-and dq, dk and dv. Elements that leave a rank, if U divides H and Hkv: forward (2 H + 2 Hkv) D S/cp
-(U-1)/U and H S/cp (U-1)/U of lse, and the same number backward. Everything is sent in the inputs'
-dtype but lse and delta, one fp32 number (float64 for float64) per row and head.
+One all-to-all carries q, k and v; another carries o and lse back. Those of the backward carry do
+and delta, and dq, dk and dv. Elements that leave a rank, if H and Hkv are divisible by U: in the
+forward (2 H + 2 Hkv) D S/cp (U-1)/U, and H S/cp (U-1)/U of lse; the same number in the backward.
+Everything is sent in the inputs' dtype except lse and delta, which are one fp32 number (float64 for
+float64) per row and head.
 
-Exceptions. H need not divide by U: rank u has the query heads from floor(H u / U) on. If several
-ranks' query heads read one KV head (GQA with Hkv < U), each of these ranks gets a copy of it, and
-its gradient, a sum over them, is sent in fp32. With U = cp all results are exact but dk and dv of
-KV heads that are copied, or read by unequally many of a rank's query heads: those are
-re-associated.
+Exceptions. H need not be divisible by U: rank u has the query heads from floor(H u / U) on. If the
+query heads of several ranks read one KV head (GQA with Hkv < U), each of these ranks gets a copy of
+it. The gradient of that head, a sum over these ranks, is sent in fp32. With U = cp, all results are
+exact except dk and dv of KV heads that are copied, or read by unequal numbers of a rank's query
+heads. Those are re-associated.
 """
 
 from __future__ import annotations
@@ -57,12 +59,12 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads and which rows each of the `ranks` of a Ulysses group attends.
+    """The heads and rows that each of the `ranks` of a Ulysses group attends.
 
     Attributes:
         layout: of the sequence over all cp ranks.
-        ranks: U, the Ulysses degree, which divides ``layout.parts``; U consecutive cp ranks are a
-            group.
+        ranks: U, the Ulysses degree. ``layout.parts`` is divisible by it; U consecutive cp ranks
+            form a group.
         heads, kv_heads: of q, and of k and v, on one rank before the all-to-all.
     """
 
@@ -80,7 +82,7 @@ class HeadSplit:
 
     @property
     def ring(self) -> SequenceLayout:
-        """The layout of the sequence over the ring: over cp / U Ulysses groups."""
+        """The layout of the sequence over the ring, that is, over the cp / U Ulysses groups."""
         parts = self.layout.parts // self.ranks
         kind = "contiguous" if parts == 1 else self.layout.kind
         return SequenceLayout(self.layout.padded_len, parts, kind)
@@ -95,22 +97,22 @@ class HeadSplit:
         return range(q.start // group, (q.stop - 1) // group + 1)
 
     def read(self, rank: int) -> list[int]:
-        """For each query head of `rank` the KV head that it reads, as an index into `kv(rank)`."""
+        """For each query head of `rank`, the KV head that it reads, as an index into `kv(rank)`."""
         group, q = self.heads // self.kv_heads, self.q(rank)
         return [head // group - q.start // group for head in q]
 
     def even(self, rank: int) -> bool:
-        """Whether each KV head of `rank` is read by the same number of its query heads."""
+        """Return True if each KV head of `rank` is read by the same number of its query heads."""
         read = self.read(rank)
         return len({read.count(head) for head in read}) == 1
 
     @property
     def copied(self) -> bool:
-        """Whether some KV head is read on several ranks, and so copied to each of them."""
+        """Return True if several ranks read some KV head, so each of them gets a copy."""
         return sum(len(self.kv(r)) for r in range(self.ranks)) > self.kv_heads
 
     def of_heads(self, options: AttentionOptions, rank: int) -> AttentionOptions:
-        """`rank`'s attention options: dropout is keyed by the index of a head among all heads."""
+        """`rank`'s attention options: dropout is keyed by a head's index among all heads."""
         sample, head = options.dropout_origin
         return options._replace(dropout_origin=(sample, head + self.q(rank).start))
 
@@ -126,9 +128,9 @@ def _start_exchange(
 ) -> Steps[list[Tensors]]:
     """Start one all-to-all in which rank r of the group gets the tensors ``parts[r]``.
 
-    `dtypes` are those of the tensors in the message, the widest first. Returns for each tensor what
-    every rank sent, of the given shapes, valid after the next wait; what this rank sends to itself
-    is not copied into the message.
+    `dtypes` are those of the tensors in the message, the widest first. For each tensor, return what
+    every rank sent, in the given shapes; it is valid after the next wait. What this rank sends to
+    itself is not copied into the message.
     """
     device = parts[0][0].device
     own = [x.to(dtype) for x, dtype in zip(parts[me], dtypes)]
@@ -146,7 +148,7 @@ def _start_exchange(
 def _message(
     shapes: Shapes, dtypes: Sequence[torch.dtype], device: torch.device
 ) -> tuple[torch.Tensor, list[int], list[list[torch.Tensor]]]:
-    """A flat buffer, the bytes of each rank's part of it, and the tensors in each part as views."""
+    """A flat buffer, the size in bytes of each rank's part, and each part's tensors as views."""
     widths = [dtype.itemsize for dtype in dtypes]
     counts = [[math.prod(shape) * n for shape, n in zip(part, widths)] for part in shapes]
     sizes = [-(-sum(part) // widths[0]) * widths[0] for part in counts]  # the next one's alignment
@@ -179,15 +181,15 @@ def ulysses_forward(
     """Forward of cp rank `rank`: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
 
     Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and what `ulysses_backward` needs: q, lse
-    and o of this rank's heads (o on the CPU path only, where it saves a copy; else None), and their
-    k and v (in the hybrid the K‖V that `ring_forward` saved).
+    and o of this rank's heads, and their k and v (in the hybrid the K‖V that `ring_forward` saved).
+    o is kept on the CPU path only, where it saves a copy; elsewhere it is None.
     """
     hop, me = divmod(rank, split.ranks)
     everyone, rows = range(split.ranks), split.rows
     B, s, _, D = q.shape
     narrow = q.dtype
     of_q, of_kv = ([len(of(r)) for r in everyone] for of in (split.q, split.kv))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # a head's rows are contiguous
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # rows of a head are contiguous in messages
     parts = [
         [_share_of_heads(q, split.q(r), 1), *(_share_of_heads(x, split.kv(r), 1) for x in (k, v))]
         for r in everyone
@@ -230,7 +232,7 @@ def ulysses_backward(
     buffers: Buffers | None = None,
 ) -> Steps[Tensors]:
     """Backward of cp rank `rank`: do[B, S/cp, Hq, D], what `ulysses_forward` saved, and
-    delta[B, Hq, S/cp] = rowsum(o do) - dlse; `through_lse` says whether there is a dlse.
+    delta[B, Hq, S/cp] = rowsum(o do) - dlse. `through_lse` is True if there is a dlse.
 
     Returns dq, dk, dv of this rank's rows, summed over all ranks, in the inputs' dtypes.
     """
@@ -276,7 +278,7 @@ def ulysses_backward(
 
 
 def _sum_of_shares(parts: Tensors, split: HeadSplit) -> torch.Tensor:
-    """dk or dv[B, S/cp, Hkv, D] from every rank's gradient of the KV heads that it reads; gradients
+    """dk or dv[B, S/cp, Hkv, D] from every rank's gradient of the KV heads that it reads. Gradients
     of one KV head from several ranks are added."""
     if not split.copied:
         return torch.cat(parts, 2)
@@ -291,7 +293,7 @@ def _sum_of_shares(parts: Tensors, split: HeadSplit) -> torch.Tensor:
 
 
 def _head_split(shards: Shards) -> tuple[int, HeadSplit]:
-    """This rank's index on the cp axis, and which heads and rows each rank attends."""
+    """This rank's index on the cp axis, and the heads and rows that each rank attends."""
     ranks = group_size(shards.ulysses_group)
     rank = group_rank(shards.group) * ranks + group_rank(shards.ulysses_group)
     return rank, HeadSplit(shards.layout, ranks, *shards.heads)

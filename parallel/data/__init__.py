@@ -2,7 +2,7 @@
 see different tokens.
 
 `flat` the flat buffer of a unit's parameters · `parameters` their storage and all-gather · `reduce`
-gradient accumulation and reduction · `optimizer` update rules and their state · `unit` the three
-for one block, sharded as a ZeRO stage says · `zero` the optimizer over all units · `muon` its whole
-matrices · `batch_norm` statistics of the whole batch.
+gradient accumulation and reduction · `optimizer` update rules and their state · `unit` all three
+for one block, sharded according to a ZeRO stage · `zero` the optimizer over all units · `muon` its
+whole matrices · `batch_norm` statistics of the whole batch.
 """

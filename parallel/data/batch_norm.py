@@ -1,15 +1,16 @@
-"""Batch normalisation over the batch of all data ranks (Ioffe & Szegedy 2015, arXiv:1502.03167):
-count, mean and M2 of each rank's part, merged as Chan et al. (1979) do.
+"""Batch normalization over the batch of all data ranks (Ioffe & Szegedy 2015, arXiv:1502.03167).
 
-    four ranks, r with n_r values of a channel (maybe none), their mean m_r, and M_r, the sum of the
-    squares of their deviations from it
+Count, mean and M2 of each rank's part are merged as in Chan et al. (1979).
+
+    four ranks; rank r has n_r values of a channel (maybe none), their mean m_r, and M_r, the sum of
+    their squared deviations from m_r
     rank   sends           every rank has
     0      [n0, m0, M0]    n = n0 + n1 + n2 + n3
     1      [n1, m1, M1]    m = (n0 m0 + n1 m1 + n2 m2 + n3 m3) / n
     2      [n2, m2, M2]    M = M0 + M1 + M2 + M3
     3      [n3, m3, M3]        + n0 (m0 - m)^2 + n1 (m1 - m)^2 + n2 (m2 - m)^2 + n3 (m3 - m)^2
 
-No sum of squares is subtracted from another, so that a large mean costs no digits.
+No sum of squares is subtracted from another, so a large mean costs no digits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _again: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """A context in which a forward pass is run once more, for its activations only."""
+    """Return a context in which a forward pass runs once more, only for its activations."""
     token = _again.set(True)
     try:
         yield
@@ -40,14 +41,14 @@ def recomputing() -> Iterator[None]:
 
 
 def is_recomputing() -> bool:
-    """Whether this forward pass has been run before: within `recomputing`, or within a backward
+    """Return True if this forward pass has run before: within `recomputing`, or within a backward
     pass, where ``torch.utils.checkpoint`` repeats it."""
     return _again.get() or torch._C._current_graph_task_id() != -1
 
 
 class Moments(NamedTuple):
-    """Of the values of each channel on all ranks: their number n (0-dim), mean[C] and M2[C], the
-    sum of squared deviations; fp32, or fp64 for fp64."""
+    """Statistics of each channel over all ranks: the number of values n (0-dim), mean[C], and
+    M2[C], the sum of squared deviations. fp32, or fp64 for fp64."""
 
     n: Tensor
     mean: Tensor
@@ -65,30 +66,30 @@ def sync_batch_norm(
     """(x - mean) / sqrt(M2 / n + eps) * weight + bias, with the moments of all ranks' samples.
 
     Forward:   all-gather of [2 C + 1] of each rank; y{S(0)}, re-associated.
-    Gradient:  reduce-scatter of as many; dx{S(0)}. dweight{P} and dbias{P} are of this rank's
-               samples alone: they are summed with all other gradients.
+    Gradient:  reduce-scatter of the same size; dx{S(0)}. dweight{P} and dbias{P} are those of this
+               rank's samples only; they are summed with all other gradients.
 
-    Every rank takes part in both directions, one without a sample, too. Of a single value in all M2
-    is 0. n is exact to 2^24 in fp32.
+    Every rank takes part in both directions, even if it has no sample. If there is only one value
+    in total, M2 is 0. n is exact to 2^24 in fp32.
 
     Args:
         x: x[N, C, ...], this rank's samples; N differs between ranks and may be 0.
         weight, bias: [C], replicated, or None.
         eps: added to the variance.
-        group: the ranks; None for one.
+        group: the ranks; None for a single rank.
 
     Returns:
         (y, the moments without a gradient).
 
     Raises:
-        ValueError: x has no dim of channels, or weight or bias are not as many.
+        ValueError: x has no channel dim, or weight or bias does not have one element per channel.
     """
     channels = x.shape[1] if x.ndim > 1 else 0
     for name, p in (("weight", weight), ("bias", bias)):
         if x.ndim < 2 or (p is not None and tuple(p.shape) != (channels,)):
             found = "" if p is None else f" and {name}{[*p.shape]}"
             raise ValueError(
-                f"sync_batch_norm needs x[N, C, ...], {name}[C]; got {[*x.shape]}{found}"
+                f"sync_batch_norm: expected x[N, C, ...] and {name}[C], got x{[*x.shape]}{found}"
             )
     wide, along = x.to(compute_dtype(x)), [0, *range(2, x.ndim)]
     n = x.numel() // channels if channels else 0

@@ -4,9 +4,10 @@
     [ qkv.weight | out.weight | up.weight | down.weight | norms and biases | padding ]
     [     rank 0      |      rank 1      |      rank 2      |       rank 3           ]
 
-Slices are equal and ignore the boundaries of parameters. Parameters are ordered so that those with
-the same properties (matrices of linear maps first, weight decay, the axes over which they are
-sharded, the axes over which their gradient is still a partial sum) form few contiguous ranges.
+Slices are equal and ignore the boundaries of parameters. Parameters with the same properties form
+few contiguous ranges. The properties are: matrix of a linear map (these come first), weight decay,
+the axes over which the parameter is sharded, and the axes over which its gradient is still a
+partial sum.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _ALIGN = 32  # elements, so that every parameter starts on a 64-byte boundary
 class Range:
     """Elements ``[start, stop)`` of a flat buffer whose parameters share their properties.
 
-    `decay`, `cut_axes` and `partial` are those of their ``ParamRecord``; `matrix`: they are weights
-    of linear maps (`ParamRecord.matrices`).
+    `decay`, `cut_axes` and `partial` are those of their ``ParamRecord``. `matrix` is True if they
+    are weights of linear maps (`ParamRecord.matrices`).
     """
 
     start: int
@@ -51,11 +52,11 @@ class FlatLayout:
         index: this rank's index on it.
 
     Attributes:
-        records: in the order of the buffer.
+        records: the parameters in the order of the buffer.
         offsets: name -> first element.
         ranges: contiguous ranges of equal properties, in order.
-        matrices: elements in front that are weights of linear maps, all of these.
-        size: elements of the buffer, padding included; `ranks` times the slice's.
+        matrices: number of leading elements that are weights of linear maps; there are none later.
+        size: elements of the buffer, including padding; `ranks` times the slice's.
         own: this rank's slice.
     """
 
@@ -80,17 +81,17 @@ class FlatLayout:
 
     @property
     def slice_size(self) -> int:
-        """Elements of one rank's slice."""
+        """Number of elements in one rank's slice."""
         return self.own.stop - self.own.start
 
     def view(self, buffer: Tensor, record: ParamRecord) -> Tensor:
-        """The parameter of `record` as a view of the flat `buffer`, in its local shape."""
+        """Return the parameter of `record` as a view of the flat `buffer`, in its local shape."""
         offset = self.offsets[record.name]
         shape = record.local_shape
         return buffer[offset : offset + torch.Size(shape).numel()].view(shape)
 
     def ranges_of(self, region: slice) -> Iterator[tuple[Range, slice]]:
-        """Each range that intersects `region` of the buffer, and its position within `region`."""
+        """Yield each range that intersects `region` of the buffer, and its position in `region`."""
         for r in self.ranges:
             start, stop = max(r.start, region.start), min(r.stop, region.stop)
             if start < stop:
@@ -103,10 +104,10 @@ def free(buffer: Tensor) -> None:
 
 
 def allocate(buffer: Tensor) -> None:
-    """Undo `free`: allocate memory for `buffer`, uninitialised."""
+    """Undo `free`: allocate uninitialized memory for `buffer`."""
     buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
 
 
 def is_free(buffer: Tensor) -> bool:
-    """Whether `buffer` has no memory."""
+    """Return True if `buffer` has no memory."""
     return buffer.untyped_storage().size() == 0

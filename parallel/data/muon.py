@@ -1,12 +1,12 @@
-"""Whole matrices for Muon from the ranks' slices: each is orthogonalised by one rank, and spread.
+"""Whole matrices for Muon from the ranks' slices: one rank orthogonalizes each and distributes it.
 
-ZeRO slices ignore the boundaries of matrices, and a tensor rank has some rows or columns of each; a
-piece of a matrix is not orthogonalised alone. So every rank of data x tensor is given whole
-matrices, the most expensive first to whom has least to do, and
+ZeRO slices ignore the boundaries of matrices, and a tensor rank has some rows or columns of each. A
+piece of a matrix cannot be orthogonalized alone. So every rank of data x tensor is assigned whole
+matrices, the most expensive first, each to the rank with the least work, and
 
-    1. the pieces of each go to the data ranks of its owner        one all-to-all over data
+    1. the pieces of each go to the data ranks of its owner        one all-to-all over data ranks
     2. ... and from there to the owner                             one all-to-all over tensor ranks
-    3. the owner orthogonalises it: queries, keys and values apart, gate and up apart
+    3. the owner orthogonalizes it: queries, keys and values separately, gate and up separately
     4. and 5. the pieces go back the same way
 
     matrices A and B on two data ranks; rank 0 owns A, rank 1 owns B
@@ -14,9 +14,9 @@ matrices, the most expensive first to whom has least to do, and
                   rank 1  [ A' B B  ]      -> B B        -> O(B) -> [ O(A)' O(B)]
     ZeRO 0        both    [ A A A A A' B B ]: nothing goes in, O(A) and O(B) go to both
 
-An element moves over each of the two axes at most once each way. A matrix that tensor ranks hold
-alike is like those of ZeRO 0. Over the replicas of hybrid sharding the work is done once in each.
-The result does not depend on the layout but by rounding: it is O of the same matrix.
+An element moves over each of the two axes at most once in each direction. A matrix that is
+replicated over tensor ranks is treated like those of ZeRO 0. With hybrid sharding, each replica
+does the work once. The result depends on the layout only by rounding: it is O of the same matrix.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from warpweave.parallel.shard import ParamRecord
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A parameter of one unit, and who orthogonalises it.
+    """A parameter of one unit, and the rank that orthogonalizes it.
 
     Attributes:
         unit: index of its unit.
-        record: of the parameter.
-        offset: of its first element on this tensor rank, in the unit's buffer.
-        owner: index on the data axis and on the tensor axis.
+        record: its record.
+        offset: position of its first element on this tensor rank, in the unit's buffer.
+        owner: the owner's index on the data axis and on the tensor axis.
     """
 
     unit: int
@@ -59,7 +59,7 @@ class _Axis:
         self.group, self.ranks, self.index = group, ranks, index
 
     def exchange(self, to: list[list[Tensor]], sizes: list[list[int]], like: Tensor) -> list[list]:
-        """``to[r]`` goes to rank r; of each rank, what it sent, flat, of these `sizes`."""
+        """Send ``to[r]`` to rank r; return what each rank sent, flat, in pieces of `sizes`."""
         if self.group is None:
             return [[x.reshape(-1) for x in to[0]]]
         send = torch.cat([like.new_empty(0), *(x.reshape(-1) for xs in to for x in xs)])
@@ -75,9 +75,9 @@ class _Axis:
         owners: Mapping[int, int],
         sizes: Mapping[int, list[int]],
     ) -> dict[int, list[Tensor]]:
-        """Matrix -> its pieces in the order of ranks, of those that this rank owns.
+        """Return matrix -> its pieces in rank order, for the matrices that this rank owns.
 
-        ``sizes[k]`` are the elements of matrix k on each rank.
+        ``sizes[k]`` holds the number of elements of matrix k on each rank.
         """
         mine = [k for k in pieces if owners[k] == self.index]
         to = [[x for k, x in pieces.items() if owners[k] == r] for r in range(self.ranks)]
@@ -92,8 +92,8 @@ class _Axis:
         sizes: Mapping[int, list[int]],
         like: Tensor,
     ) -> dict[int, Tensor]:
-        """Matrix -> this rank's piece; ``pieces[k][r]`` is that of rank r, of what this one
-        owns."""
+        """Return matrix -> this rank's piece. ``pieces[k][r]`` is rank r's piece of a matrix that
+        this rank owns."""
         to = [[pieces[k][r] for k in owners if k in pieces] for r in range(self.ranks)]
         of = [[k for k in owners if owners[k] == r] for r in range(self.ranks)]
         counts = [[sizes[k][self.index] for k in ks] for ks in of]
@@ -109,8 +109,8 @@ class WholeMatrices:
         mesh: the connected mesh.
 
     Raises:
-        ValueError: a parameter whose record says that it is a matrix has other than two dims or
-            rows, or is sharded over another axis than tp.
+        ValueError: a record says that its parameter is a matrix, but it does not have two dims or
+            the right number of rows, or it is sharded over an axis other than tp.
     """
 
     def __init__(self, units: Sequence[Unit], mesh: ConnectedMesh) -> None:
@@ -122,7 +122,7 @@ class WholeMatrices:
         self._matrices = self._assign()
 
     def _assign(self) -> list[_Matrix]:
-        """Every matrix with its owner: in the order of cost, to the rank with the least so far."""
+        """Assign every matrix, in order of cost, to the rank with the least work so far."""
         every = [
             (at, record, unit.layout.offsets[record.name])
             for at, unit in enumerate(self.units)
@@ -143,10 +143,10 @@ class WholeMatrices:
         return [found[k] for k in range(len(every))]
 
     def apply(self, flats: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> None:
-        """Replace each matrix by ``function`` of the whole one, in place; collective.
+        """Replace each whole matrix by ``function`` of it, in place; collective.
 
         Args:
-            flats: for each unit the elements of its matrices in this rank's region, of one dtype.
+            flats: for each unit, the elements of its matrices in this rank's region, of one dtype.
             function: [rows, columns] -> the same shape.
         """
         if not self._matrices:
@@ -187,7 +187,8 @@ class WholeMatrices:
     def _over_tensor(
         self, local: dict[int, Tensor], like: Tensor, function: Callable[[Tensor], Tensor]
     ) -> dict[int, Tensor]:
-        """The function of whole matrices from local ones: this tensor rank's part of each, flat."""
+        """Apply the function to whole matrices made of local ones; return this tensor rank's part
+        of each, flat."""
         every = {k: self._matrices[k] for k in local}
         owners = {k: m.owner[1] for k, m in every.items()}
         ranks = self._tensor.ranks
@@ -209,7 +210,7 @@ class WholeMatrices:
 
 
 def _assembled(record: ParamRecord, shards: list[Tensor]) -> Tensor:
-    """The logical tensor of the shards of all tensor ranks."""
+    """Return the logical tensor made of the shards of all tensor ranks."""
     return record.assemble(shards[0], lambda _, axis: shards)
 
 
@@ -217,15 +218,17 @@ def _check_matrices(record: ParamRecord) -> None:
     rows = sum(record.matrices)
     if len(record.shape) != 2 or record.shape[0] % rows:
         raise ValueError(
-            f"Muon orthogonalises matrices, but {record.name} has shape {record.shape}, which is "
-            f"not [n x {rows}, columns]"
+            f"Muon orthogonalizes matrices [n x {rows}, columns], but {record.name} has shape "
+            f"{record.shape}"
         )
     if others := {*record.cut_axes} - {"tp"}:
-        raise ValueError(f"Muon gathers {record.name} over tp only, it is cut over {others}")
+        raise ValueError(
+            f"Muon gathers {record.name} over tp only, but it is sharded over {others}"
+        )
 
 
 def _cost(record: ParamRecord) -> int:
-    """Multiply-adds of a Newton-Schulz step on all matrices of a parameter."""
+    """Multiply-adds of one Newton-Schulz step on all matrices of a parameter."""
     total = 0
     for rows in record.matrices:
         m, n = sorted((record.shape[0] // sum(record.matrices) * rows, record.shape[1]))

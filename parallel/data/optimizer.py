@@ -1,9 +1,9 @@
 """Optimizers on flat shards: update rules, master weights and moments, fp16's loss scale.
 
 A rule is a frozen record that names its moments and updates one flat `Piece`, a contiguous range of
-a unit's buffer, in place. Master weights and moments are float32 (float64 for float64 parameters)
-and cover the same elements of a unit's buffer as its reduced gradients: this rank's slice (ZeRO 1
-to 3), or all (ZeRO 0).
+a unit's buffer, in place. Master weights and moments are float32 (float64 for float64 parameters).
+They cover the same elements of a unit's buffer as its reduced gradients: this rank's slice (ZeRO 1
+to 3), or everything (ZeRO 0).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from warpweave.parallel.data.parameters import FlatParameters
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of master weights, gradients and moments of a parameter: float64, else float32."""
+    """The dtype of a parameter's master weights, gradients and moments: float64 for float64
+    parameters, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -29,7 +30,7 @@ class OptimizerState:
     """The master weights and the moments of a unit.
 
     Args:
-        parameters: the unit's parameters. If they have the masters' dtype they are the masters.
+        parameters: the unit's parameters. If they have the masters' dtype, they are the masters.
         region: the elements of the flat buffer that are covered.
     """
 
@@ -39,28 +40,28 @@ class OptimizerState:
         self.is_master = self.param.dtype == wide
         self._own_master = None if self.is_master else self.param.to(wide)
         self.moments: dict[str, Tensor] = {}
-        self.of_rest: set[str] = set()  # moments that matrices have none of
+        self.of_rest: set[str] = set()  # moments that matrices do not have
 
     @property
     def param(self) -> Tensor:
-        """The weights of `region` in the parameters' dtype, in their newest version."""
+        """The newest weights of `region`, in the parameters' dtype."""
         flat, shard = self._parameters.flat, self._parameters.shard
         return flat[self.region] if shard is None else shard
 
     @property
     def master(self) -> Tensor:
-        """The master weights: the memory of `param` if no cast is needed."""
+        """The master weights; they share the memory of `param` if no cast is needed."""
         return self.param if self._own_master is None else self._own_master
 
     @property
     def matrices(self) -> int:
-        """How many of the elements in front are weights of linear maps (`FlatLayout.matrices`)."""
+        """Number of leading elements that are weights of linear maps (`FlatLayout.matrices`)."""
         ends = min(self._parameters.layout.matrices, self.region.stop)
         return max(0, ends - self.region.start)
 
     def add_moments(self, names: Iterable[str], rest: Container[str] = ()) -> None:
-        """Allocate zeros, like the masters, for each of the moments that is not there yet; those of
-        `rest`, which matrices have none of, cover the rest of the region."""
+        """Allocate zeros, like the masters, for each moment that does not exist yet. Matrices do
+        not have those in `rest`, which cover only the remainder of the region."""
         for name in names:
             if name not in self.moments:
                 start = self.matrices if name in rest else 0
@@ -69,7 +70,7 @@ class OptimizerState:
                     self.of_rest.add(name)
 
     def moment(self, name: str, part: slice) -> Tensor | None:
-        """The moment of a part of the region; None where matrices have none of it."""
+        """Return the moment of a part of the region; None for matrices that do not have it."""
         moment = self.moments[name]
         missing = len(self.master) - len(moment)
         if part.start < missing:
@@ -83,13 +84,13 @@ class Piece:
 
     Attributes:
         master: the weights.
-        grad: the summed gradient; only read.
-        moments: name -> state, in place.
-        matrix: they are weights of linear maps; for Muon `grad` is then the direction to step in.
+        grad: the summed gradient, which is only read.
+        moments: name -> state, updated in place.
+        matrix: True for weights of linear maps. For Muon, `grad` is then the step direction.
         param: set to the new weights in the parameters' dtype; None if `master` is the parameters.
         step: 0-dim, the number of updates before this one, one tensor per piece; the rule
             increments it.
-        decay: weight decay applies.
+        decay: True if weight decay applies.
     """
 
     master: Tensor
@@ -102,7 +103,7 @@ class Piece:
 
 
 class Rule(Protocol):
-    """An optimizer's arithmetic."""
+    """The arithmetic of an optimizer."""
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -111,13 +112,13 @@ class Rule(Protocol):
 
     @property
     def matrix_moments(self) -> tuple[str, ...]:
-        """Those of them that weights of linear maps have (`ParamRecord.matrices`)."""
+        """The subset of `moments` that weights of linear maps have (`ParamRecord.matrices`)."""
         ...
 
     def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Update `piece` in place from its gradient times `scale` (0-dim).
 
-        A non-zero `skip` (0-dim) changes nothing. No host sync.
+        If `skip` (0-dim) is non-zero, nothing changes. No host sync.
         """
         ...
 
@@ -134,11 +135,11 @@ class AdamW:
 
     @property
     def matrix_moments(self) -> tuple[str, ...]:
-        """All."""
+        """All moments."""
         return self.moments
 
     def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """One pass over the piece (`kernels.adamw`)."""
+        """Update in one pass over the piece (`kernels.adamw`)."""
         adamw_step(
             piece.master,
             piece.grad,
@@ -159,20 +160,20 @@ class AdamW:
 
 @dataclass(frozen=True)
 class NAdamW(AdamW):
-    """NAdam (Dozat 2016) with decoupled weight decay: AdamW with Nesterov's look-ahead, the delay
-    correction of arXiv:2505.01099 for asynchronous pipelines.
+    """NAdam (Dozat 2016) with decoupled weight decay: AdamW with Nesterov's look-ahead, used as the
+    delay correction of arXiv:2505.01099 for asynchronous pipelines.
 
     m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2
     u = beta1 m / (1 - beta1^(t+1)) + (1 - beta1) g / (1 - beta1^t)
     w <- w - lr weight_decay w - lr u / (sqrt(v / (1 - beta2^t)) + eps)
 
-    The step looks ahead along the momentum, and a stale gradient enters it discounted by 1 - beta1,
-    with beta1 near 1: the paper's is 0.99. Its code has ``torch.optim.NAdam``, where beta1 rises to
-    that from its half in the first thousands of steps; here it is constant.
+    The step looks ahead along the momentum. A stale gradient is discounted by 1 - beta1, with beta1
+    near 1 (0.99 in the paper). The paper's code uses ``torch.optim.NAdam``, where beta1 rises from
+    half of that value during the first thousands of steps; here it is constant.
     """
 
     def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Elementwise torch operators, as many passes over the piece."""
+        """Update by elementwise torch operators, with one pass over the piece for each."""
         (b1, b2), g, skipped = self.betas, piece.grad * scale, skip.bool()
         m, v = (piece.moments[name] for name in self.moments)
         m.copy_(torch.where(skipped, m, m.lerp(g, 1 - b1)))
@@ -185,7 +186,7 @@ class NAdamW(AdamW):
 
 @dataclass(frozen=True)
 class SGD:
-    """Stochastic gradient descent with momentum, as ``torch.optim.SGD``: decay joins the gradient.
+    """Stochastic gradient descent with momentum, as ``torch.optim.SGD``: decay is added to g.
 
     b <- momentum b + (g + weight_decay w);  w <- w - lr b
     """
@@ -196,11 +197,11 @@ class SGD:
 
     @property
     def matrix_moments(self) -> tuple[str, ...]:
-        """All."""
+        """All moments."""
         return self.moments
 
     def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Elementwise torch operators, as many passes over the piece."""
+        """Update by elementwise torch operators, with one pass over the piece for each."""
         g = piece.grad * scale
         if piece.decay:
             g = g.add_(piece.master, alpha=self.weight_decay)
@@ -210,7 +211,7 @@ class SGD:
 
 
 def _set_weights(piece: Piece, new: Tensor, skip: Tensor) -> None:
-    """The weights of the piece become `new`, unless `skip` says that nothing changes."""
+    """Set the weights of the piece to `new`, unless `skip` is non-zero."""
     piece.master.copy_(torch.where(skip.bool(), piece.master, new))
     if piece.param is not None:
         piece.param.copy_(piece.master)
@@ -222,24 +223,25 @@ Scale = Literal["moonlight", "jordan"]
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): Nesterov momentum,
-    orthogonalised, for the matrices of linear maps (`ParamRecord.matrices`); AdamW for the rest.
+    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): orthogonalized Nesterov
+    momentum for the matrices of linear maps (`ParamRecord.matrices`), AdamW for the rest.
 
     m <- momentum m + (1 - momentum) g;  u = (1 - momentum) g + momentum m
     w <- w - lr weight_decay w - lr s O(u)
 
-    O is that of each whole matrix, by Newton-Schulz steps (`kernels.muon`), on every layout:
-    queries, keys and values apart, and gate and up (`data.muon`). m is an average, where Jordan's
-    first version had a sum: O does not see the factor 1 / (1 - momentum) between them.
+    O is that of each whole matrix, by Newton-Schulz steps (`kernels.muon`), on every layout.
+    Queries, keys and values are separate matrices, and so are gate and up (`data.muon`). m is an
+    average, whereas Jordan's first version had a sum; O does not depend on the factor
+    1 / (1 - momentum) between them.
 
     Attributes:
         momentum, weight_decay: as above.
-        scale: s of a matrix [out, in]. "moonlight": 0.2 sqrt(max(out, in)), with which an update
-            has the size of AdamW's, so that learning rate and decay carry over (Liu et al. 2025,
-            arXiv:2502.16982); "jordan": sqrt(max(1, out / in)).
-        rest: the rule of embedding, head, norms and biases, with the same learning rate.
-        dtype: of the Newton-Schulz steps, and of what ranks send for them; None is the masters',
-            bfloat16 is usual with parameters of 16 bits.
+        scale: s of a matrix [out, in]. "moonlight" is 0.2 sqrt(max(out, in)), with which an update
+            has the size of AdamW's, so learning rate and decay carry over (Liu et al. 2025,
+            arXiv:2502.16982). "jordan" is sqrt(max(1, out / in)).
+        rest: the rule for embedding, head, norms and biases, with the same learning rate.
+        dtype: dtype of the Newton-Schulz steps and of what ranks send for them. None means the
+            masters' dtype; bfloat16 is usual with 16-bit parameters.
         impl: "triton", "torch" or None, as for the kernels.
     """
 
@@ -258,28 +260,28 @@ class Muon:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """AdamW's; the first is the momentum of matrices."""
+        """The moments of AdamW; the first is the momentum of matrices."""
         return self.rest.moments
 
     @property
     def matrix_moments(self) -> tuple[str, ...]:
-        """The first."""
+        """The first of `moments`."""
         return self.rest.moments[:1]
 
     def nesterov(self, grad: Tensor, m: Tensor, scale: Tensor, skip: Tensor) -> Tensor:
-        """u of grad[n] times `scale` in the dtype of m[n], which is updated in place."""
+        """Return u for grad[n] times `scale`, in the dtype of m[n], which is updated in place."""
         g = grad * scale
         m.copy_(torch.where(skip.bool(), m, m.lerp(g, 1 - self.momentum)))
         return g.lerp_(m, self.momentum)
 
     def orthogonalize(self, u: Tensor) -> Tensor:
-        """s O(u) of a matrix u[out, in]."""
+        """Return s O(u) of a matrix u[out, in]."""
         out, cols = u.shape
         s = 0.2 * max(out, cols) ** 0.5 if self.scale == "moonlight" else max(1, out / cols) ** 0.5
         return orthogonalize(u, impl=self.impl) * s
 
     def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """A step of AdamW, or by the direction in the place of a matrix's gradient."""
+        """Make a step of AdamW; for matrices, a step along the direction in ``piece.grad``."""
         if not piece.matrix:
             self.rest.update(piece, lr, scale, skip)
             return
@@ -300,8 +302,8 @@ class LossScale:
         self.interval = interval
 
     def update(self, overflow: Tensor, halted: Tensor | None = None) -> None:
-        """Adapt after a step; `overflow` is a 0-dim tensor, non-zero if the step was skipped for
-        its gradients. `halted`, if non-zero, changes nothing."""
+        """Adapt after a step. `overflow` (0-dim) is non-zero if the step was skipped because of its
+        gradients. If `halted` is non-zero, nothing changes."""
         bad = overflow.bool()
         good = torch.where(bad, 0.0, self.good_steps + 1)
         grow = good >= self.interval

@@ -1,11 +1,10 @@
-"""Gradients summed in the order of the global micro-batches: the same bits for any number of data
-ranks.
+"""Gradients summed in the order of the global micro-batches: bitwise identical for any dp.
 
-Floating-point addition is not associative, so an all-reduce gives other bits for other numbers of
-ranks, and a training run on four ranks drifts away from the same run on one. Here the global
-micro-batches are dealt in turn: micro-batch j of rank r of R is number j R + r. After each of them
-every rank gets the R terms of its slice (one all-to-all) and adds them to its accumulator in rank
-order, which is ascending order:
+Floating-point addition is not associative, so an all-reduce gives different bits for different
+numbers of ranks, and a training run on four ranks drifts away from the same run on one. Here the
+global micro-batches are dealt out in turn: micro-batch j of rank r of R is number j R + r. After
+each of them, every rank gets the R terms of its slice (one all-to-all) and adds them to its
+accumulator in rank order, which is ascending order:
 
     six global micro-batches g0 to g5, slices a and b
     ranks    rank    backward passes    its accumulator
@@ -14,13 +13,13 @@ order, which is ascending order:
              1       g1 g3 g5           b of the same
     3        0       g0 g3              a of (g0 + g1) + g2, then ((.. + g3) + g4) + g5
 
-ZeRO 1 to 3 keep the slice, ZeRO 0 all-gathers it once a step. The bytes are those of a
-reduce-scatter in every micro-batch, as ZeRO 2 and 3 send them anyway. The global norm, from which
-the clip factor follows, is summed in integers (`exact_sum`), and gradients that are still partial
-over tensor ranks by ``algorithms.direct.ordered``.
+ZeRO 1 to 3 keep the slice; ZeRO 0 all-gathers it once per step. The number of bytes is that of a
+reduce-scatter in every micro-batch, which ZeRO 2 and 3 send anyway. The global norm, which
+determines the clip factor, is summed in integers (`exact_sum`). Gradients that are still partial
+over tensor ranks are summed by ``algorithms.direct.ordered``.
 
-What a micro-batch computes must be the same, too: as many sequences in it, the same tp, cp and pp,
-the same kind of device, and on a CPU as many threads.
+The computation of a micro-batch must also be the same: the same number of sequences in it, the same
+tp, cp and pp, the same kind of device, and on a CPU the same number of threads.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from warpweave.parallel.data.reduce import FlatGradients
 from warpweave.parallel.schedule.actions import FINISHES, Schedule, placement
 from warpweave.parallel.shard import ParamRecord
 
-_LIMBS, _BITS = 3, 22  # of a term, below the largest; 2**(63 - 22) terms do not overflow
+_LIMBS, _BITS = 3, 22  # per term, below the largest; 2**(63 - 22) terms do not overflow
 _CHUNK = 2**20  # terms in float64 at a time
 
 
 def check_order(lists: Schedule, *, tied: bool) -> None:
-    """Raise ValueError unless every stage ends the backwards of micro-batches in ascending order;
-    with `tied`, first and last stage on one rank as if they were one."""
+    """Raise ValueError unless every stage ends the backwards of micro-batches in ascending order.
+    With `tied`, if the first and last stage are on one rank, they are checked as one."""
     rank_of = placement(lists)
     last = len(rank_of) - 1
     alone = [{stage} for stage in range(last + 1)]
@@ -52,8 +51,8 @@ def check_order(lists: Schedule, *, tied: bool) -> None:
         order = [a.mb for a in actions if a.stage in stages]
         if order != sorted(order):
             raise ValueError(
-                f"reduce = 'ordered' sums micro-batches in ascending order, but the backward of "
-                f"stages {sorted(stages)} is in the order {order}"
+                f"reduce = 'ordered' needs micro-batches in ascending order, but the backward of "
+                f"stages {sorted(stages)} has the order {order}; use a different schedule"
             )
 
 
@@ -61,9 +60,10 @@ class OrderedGradients(FlatGradients):
     """`FlatGradients` whose sum over micro-batches and data ranks is in their global order.
 
     Args:
-        layout, params, dtype, device: as of `FlatGradients`.
-        group: all ranks that see different tokens; None is one.
-        sharded_result: each rank keeps its slice; otherwise all are gathered at the end of a step.
+        layout, params, dtype, device: as for `FlatGradients`.
+        group: all ranks that see different tokens; None for a single rank.
+        sharded_result: each rank keeps its slice. Otherwise all slices are gathered at the end of a
+            step.
 
     Attributes:
         reduced: the sum: [layout.slice_size] if sharded, otherwise [layout.size].
@@ -111,7 +111,7 @@ class OrderedGradients(FlatGradients):
                 self._sum.add_(term)
 
     def _start_last(self) -> dist.Work | None:
-        """All-gather the slices of ZeRO 0."""
+        """Start the all-gather of the slices of ZeRO 0."""
         if not self._gathers:
             return None
         return all_gather_into(self.reduced, self._sum, group=self.group, async_op=True)
@@ -124,22 +124,23 @@ def exact_sum(
     *,
     squares: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of all elements, or of their squares, on all ranks of `groups`: the same bits however
-    they are cut into pieces and over ranks. Collective, no host sync.
+    """The sum of all elements, or of their squares, on all ranks of `groups`. The bits do not
+    depend on how the elements are cut into pieces and over ranks. Collective, no host sync.
 
-    Terms are fixed-point numbers relative to the largest of all (as Demmel and Nguyen 2015,
-    "Parallel reproducible summation"); their sum is one of integers, in which no order matters.
+    Terms are fixed-point numbers relative to the largest of all (as in Demmel and Nguyen 2015,
+    "Parallel reproducible summation"). Their sum is a sum of integers, which does not depend on the
+    order.
 
     Args:
         pieces: float32 or float64 [n >= 1], of this rank.
-        groups: summed over one after the other; each term is on one rank of them only.
-        like: of the dtype of the terms, on their device.
-        squares: sum squares.
+        groups: the sum is taken over one after the other; each term is on only one of their ranks.
+        like: a tensor with the dtype of the terms, on their device.
+        squares: sum the squares.
 
     Returns:
-        Three 0-dim tensors: the largest magnitude u, or 1 if that is 0, and the sum of x / u, or of
-        its squares, both float64; whether all of this rank's terms are finite. If any rank's are
-        not, u is infinite or the sum is not a number.
+        Three 0-dim tensors: the largest magnitude u, or 1 if that is 0; the sum of x / u, or of its
+        squares (both float64); and whether all of this rank's terms are finite. If any rank's terms
+        are not, u is infinite or the sum is not a number.
     """
     pieces, groups = list(pieces), [group for group in groups if group is not None]
     largest = [torch.linalg.vector_norm(piece, torch.inf) for piece in pieces]

@@ -1,8 +1,8 @@
-"""Replicas whose weights meet every n steps: local SGD, DiLoCo and streaming DiLoCo.
+"""Replicas that synchronize weights every n steps: local SGD, DiLoCo and streaming DiLoCo.
 
-Each replica of the mesh's outer axis, itself tp, cp, pp and dp ranks with any ZeRO stage, trains on
-data of its own by its inner optimizer, whose state stays its own. Every n steps, for weights w,
-
+Each replica of the mesh's outer axis consists of tp, cp, pp and dp ranks with any ZeRO stage. It
+trains on separate data with a separate inner optimizer, whose state is not shared. Every n steps,
+for weights w,
     delta    = w_global - mean over replicas of w_local
     momentum = mu momentum + delta
     w_global = w_global - lr (delta + mu momentum)        outer SGD, Nesterov
@@ -18,8 +18,8 @@ data of its own by its inner optimizer, whose state stays its own. Every n steps
     all-reduce of w_local         a     b     a     b        the sum starts
     outer step                       a     b     a     b     the sum is waited for
 
-Each rank sums its own shard of the master weights (ZeRO 1 to 3: its slice) over the outer axis, so
-that nothing else of the optimizer crosses it, and a fragment is one message.
+Each rank sums its own shard of the master weights (ZeRO 1 to 3: its slice) over the outer axis.
+Nothing else of the optimizer crosses that axis, and a fragment is one message.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ GLOBAL, MOMENTUM, SUM = "outer_param", "outer_momentum", "outer_sum"
 
 @dataclass(frozen=True)
 class OuterRule:
-    """When replicas meet, and outer SGD; the defaults are DiLoCo's.
+    """The times of outer steps, and the parameters of outer SGD; the defaults are DiLoCo's.
 
     Attributes:
-        every: n, steps between two outer steps of a weight.
+        every: n, the number of steps between two outer steps of a weight.
         lr: outer learning rate.
-        momentum: of outer SGD, Nesterov's.
-        fragments: parts of the layers that meet in turn, n / fragments steps apart.
+        momentum: Nesterov momentum of outer SGD.
+        fragments: parts of the layers that synchronize in turn, n / fragments steps apart.
         delay: tau, steps from the start of a sum to the outer step that uses it.
-        mix: alpha, the part of the local weights that an outer step keeps.
+        mix: alpha, the share of the local weights that an outer step keeps.
         warmup: steps of data parallelism before the first of the n: gradients are averaged over
             the replicas.
 
     Raises:
-        ValueError: n < 1, fragments that do not divide n, a delay of n / fragments or more, or a
-            number outside its range.
+        ValueError: n is less than 1 or not divisible by `fragments`, the delay is n / fragments or
+            more, or a number is out of range.
     """
 
     every: int
@@ -71,11 +71,14 @@ class OuterRule:
         if self.every < 1:
             raise ValueError(f"replicas must meet every n >= 1 steps, got {self.every}")
         if self.fragments < 1 or self.every % self.fragments:
-            raise ValueError(f"fragments = {self.fragments} do not divide the {self.every} steps")
+            raise ValueError(
+                f"the outer interval of {self.every} steps is not divisible by fragments = "
+                f"{self.fragments}"
+            )
         if not 0 <= self.delay < self.apart:
             raise ValueError(
-                f"outer delay = {self.delay} must be less than the {self.apart} steps between "
-                f"fragments, {self.every} / {self.fragments}, and not negative"
+                f"outer delay must be at least 0 and less than the {self.apart} steps between "
+                f"fragments ({self.every} / {self.fragments}), got {self.delay}"
             )
         if not self.lr > 0 or not 0 <= self.momentum < 1 or not 0 <= self.mix <= 1:
             raise ValueError(
@@ -86,9 +89,11 @@ class OuterRule:
             raise ValueError(f"outer warm-up must be at least 0 steps, got {self.warmup}")
 
     def check(self, layers: int) -> None:
-        """Raise ``ValueError`` for more fragments than layers."""
+        """Raise ``ValueError`` if there are more fragments than layers."""
         if self.fragments > layers:
-            raise ValueError(f"fragments = {self.fragments} need as many layers, got {layers}")
+            raise ValueError(
+                f"fragments ({self.fragments}) must be at most the number of layers ({layers})"
+            )
 
     @property
     def apart(self) -> int:
@@ -97,21 +102,21 @@ class OuterRule:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The tensors per parameter that last."""
+        """Names of the tensors per parameter that persist."""
         return (GLOBAL, MOMENTUM) if self.momentum else (GLOBAL,)
 
     def starts(self, step: int) -> int | None:
-        """The fragment whose sum starts after `step`, counted from 1; None for none."""
+        """Return the fragment whose sum starts after `step` (counted from 1), or None."""
         turn, rest = divmod(step - self.warmup, self.apart)
         return (turn - 1) % self.fragments if turn > 0 and not rest else None
 
     def in_flight(self, step: int) -> int | None:
-        """The fragment whose sum is in flight when `step` is over."""
+        """Return the fragment whose sum is in flight at the end of `step`, or None."""
         begun = (self.starts(s) for s in range(step - self.delay + 1, step + 1))
         return next((f for f in begun if f is not None), None)
 
     def acts(self, step: int) -> bool:
-        """Whether a sum starts or an outer step is made after `step`."""
+        """Return True if a sum starts or an outer step is made after `step`."""
         return self.starts(step) is not None or self.starts(step - self.delay) is not None
 
 
@@ -119,13 +124,13 @@ class OuterOptimizer:
     """The outer step of replicas' master weights.
 
     Args:
-        rule: when, and how.
-        units: this rank's units; those of another replica at the same place are the same.
+        rule: the times and parameters of outer steps.
+        units: this rank's units; the same as those of other replicas' ranks at the same place.
         fragments: the fragment of each unit, less than ``rule.fragments``.
         mesh: the connected mesh.
 
     Attributes:
-        step: updates of the inner optimizer so far.
+        step: number of updates of the inner optimizer so far.
         in_flight: the units whose sum is in flight.
     """
 
@@ -145,15 +150,15 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """The global weights are this rank's own, which are new and must be equal on all replicas:
-        the next step checks that."""
+        """Set the global weights to this rank's own new weights. They must be equal on all
+        replicas, which the next step checks."""
         for unit in self.units:
             unit.state.moments[GLOBAL].copy_(unit.state.master)
         self._checked = False
 
     def resume(self, step: int) -> None:
-        """After `step` updates; whoever calls it sets the tensors of the state, `SUM` of the units
-        in flight too."""
+        """Continue after `step` updates. The caller sets the tensors of the state, including `SUM`
+        of the units in flight."""
         self.step, self._checked = step, False
         fragment = self.rule.in_flight(step)
         if fragment is not None:
@@ -161,14 +166,14 @@ class OuterOptimizer:
 
     @property
     def acts_next(self) -> bool:
-        """Whether a sum starts or an outer step is made after the next update."""
+        """True if a sum starts or an outer step is made after the next update."""
         return self.rule.acts(self.step + 1)
 
     # ------------------------------------------------------------------ in a step
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Before an update: checks new weights, and in the warm-up averages the reduced gradients
+        """Check new weights before an update. During warm-up, also average the reduced gradients
         over the replicas."""
         if not self._checked:
             self._check_equal()
@@ -180,7 +185,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """After an update: starts a fragment's sum, and makes an outer step, if it is time to."""
+        """Start a fragment's sum or make an outer step after an update, if it is time."""
         self.step += 1
         if self.step <= self.rule.warmup:
             for unit in self.units:
@@ -195,7 +200,7 @@ class OuterOptimizer:
             self._outer_step()
 
     def _join_masters(self, fragment: int) -> Tensor:
-        """The fragment's masters in one buffer, whose parts are the `SUM` of its units."""
+        """Join the fragment's masters in one buffer, whose parts are the `SUM` of its units."""
         self.in_flight = self._fragments[fragment]
         masters = [unit.state.master for unit in self.in_flight]
         # A pipeline stage may have no layer of a fragment.
@@ -206,24 +211,24 @@ class OuterOptimizer:
         return total
 
     def wait(self) -> None:
-        """Wait for the sum in flight, which stays so: its tensors can be read."""
+        """Wait for the sum in flight, so its tensors can be read. It stays in flight."""
         if self._sum is not None:
             self._sum.wait()
 
     def _outer_step(self) -> None:
-        """The outer step of the fragment in flight."""
+        """Make the outer step of the fragment in flight."""
         self.wait()
         rule = self.rule
         for unit in self.in_flight:
             state = unit.state
             mean = state.moments.pop(SUM).div_(self.replicas)
             weights, local = state.moments[GLOBAL], state.master
-            new = torch.lerp(weights, mean, rule.lr)  # the mean itself, at 1
+            new = torch.lerp(weights, mean, rule.lr)  # the mean itself if lr is 1
             if rule.momentum:
                 momentum = state.moments[MOMENTUM].mul_(rule.momentum).add_(weights - mean)
                 new.sub_(momentum, alpha=rule.lr * rule.momentum)
             weights.copy_(new)
-            unit.parameters.wait()  # the update's all-gather, which may still read the masters
+            unit.parameters.wait()  # for the update's all-gather, which may still read the masters
             local.copy_(torch.lerp(weights, local, rule.mix))
             _publish(unit)
         self.in_flight, self._sum = [], None
@@ -240,15 +245,15 @@ class OuterOptimizer:
         table = gather(differ[None], self.mesh.group("world")).tolist()
         if ranks := [self.mesh.sizes.describe(r) for r, bad in enumerate(table) if bad]:
             raise ValueError(
-                "replicas must begin with the same weights, but other ones than on replica 0 are "
-                f"on {', '.join(ranks)}"
+                "replicas must begin with the same weights, but these ranks differ from replica 0: "
+                f"{', '.join(ranks)}"
             )
 
     # ------------------------------------------------------------------ between steps
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """The parameters are the global weights within, and the local ones again after it."""
+        """Return a context in which the parameters are the global weights instead of the local."""
         self._exchange()
         try:
             yield
@@ -267,7 +272,7 @@ class OuterOptimizer:
 
 
 def _publish(unit: Unit) -> None:
-    """The parameters of all ranks of a replica follow the masters, which have changed."""
+    """Update the parameters of all ranks of a replica from the masters, which have changed."""
     state, place = unit.state, unit.placement
     if not state.is_master:
         state.param.copy_(state.master)

@@ -1,15 +1,15 @@
 """A unit's parameters in one flat buffer: replicated, or a slice on each rank (ZeRO 3).
 
-``unshard`` starts an all-gather and ``wait`` ends it, so that the all-gather of one unit's
-parameters is hidden behind the computation of another:
+``unshard`` starts an all-gather and ``wait`` ends it, so the all-gather of one unit's parameters is
+hidden behind the computation of another:
 
     ZeRO 3, forward of blocks 0, 1, 2
     network   gather 0 | gather 1   | gather 2   |
     compute            | F0, free 0 | F1, free 1 | F2, free 2
 
-Weight stashing (PipeDream, arXiv:1806.03377) keeps several versions: each is a buffer that nobody
-writes once it has been updated. An update takes the next buffer, and a forward or backward pass has
-the parameters point to the buffer of its version (`show`); no weights are copied back and forth.
+Weight stashing (PipeDream, arXiv:1806.03377) keeps several versions. Each is a buffer that is not
+written again after its update. An update uses the next buffer, and a forward or backward pass
+points the parameters to the buffer of its version (`show`). No weights are copied back and forth.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class FlatParameters:
     Args:
         layout: the offsets and slices.
         params: (record, parameter) pairs of one dtype; their ``.data`` become views.
-        group: the ranks over which parameters are sharded; None is one.
-        sharded: ZeRO 3: between uses only this rank's slice is kept.
+        group: the ranks over which parameters are sharded; None for a single rank.
+        sharded: ZeRO 3: keep only this rank's slice between uses.
         device: of the buffers.
 
     Attributes:
         layout, params, group: as given.
-        flat: [layout.size], the gathered buffer of the newest version; without memory while not
+        flat: [layout.size], the gathered buffer of the newest version; it has no memory unless
             `materialised`.
         shard: [layout.slice_size], this rank's slice of sharded parameters; otherwise None.
     """
@@ -58,20 +58,20 @@ class FlatParameters:
         self.materialised = True
         self._gather: dist.Work | None = None
         self._versions, self._shown = 1, 0
-        self._older: list[Tensor] = []  # buffers of older versions, the newest of them first
+        self._older: list[Tensor] = []  # buffers of older versions, the newest first
         for record, param in params:
             if tuple(param.shape) != record.local_shape:
                 raise ValueError(
-                    f"parameter {record.name} has shape {tuple(param.shape)}, "
-                    f"its record says {record.local_shape}"
+                    f"parameter {record.name}: expected shape {record.local_shape}, as in its "
+                    f"record, got {tuple(param.shape)}"
                 )
             value = None if param.is_meta else param.detach()
             if param.is_meta:  # a parameter cannot change its device by assignment
                 torch.utils.swap_tensors(
                     param, nn.Parameter(torch.empty(0, dtype=dtype, device=device))
                 )
-            # Assigning ``.data`` keeps the parameter's version counter, so that autograd accepts
-            # that the flat buffer is freed and gathered again between forward and backward.
+            # Assigning ``.data`` keeps the parameter's version counter, so autograd accepts that
+            # the flat buffer is freed and gathered again between forward and backward.
             param.data = layout.view(self.flat, record)
             if value is not None:
                 param.data.copy_(value)
@@ -85,14 +85,14 @@ class FlatParameters:
         return self.flat[self.layout.own] if self.shard is None else self.shard
 
     def unshard(self) -> None:
-        """Start the all-gather of sharded parameters, unless they are gathered; `wait` ends it."""
+        """Start the all-gather of sharded parameters unless they are gathered; `wait` ends it."""
         if self.materialised or self._gather is not None:
             return
         allocate(self.flat)
         self._gather = all_gather_into(self.flat, self.shard, group=self.group, async_op=True)
 
     def publish(self) -> None:
-        """Start the all-gather of the slices of replicated parameters that each rank has updated
+        """Start the all-gather of replicated parameters of which each rank has updated a slice
         (ZeRO 1 and 2); `wait` ends it."""
         self._gather = all_gather_into(self.flat, self.own, group=self.group, async_op=True)
 
@@ -113,35 +113,36 @@ class FlatParameters:
 
     @property
     def kept(self) -> int:
-        """How many versions are there: those of age 0 (the newest) to `kept` - 1 updates."""
+        """Number of versions that exist: those of 0 (the newest) to `kept` - 1 updates ago."""
         return 1 + len(self._older)
 
     def keep_versions(self, count: int) -> None:
         """Keep the `count` newest versions from now on.
 
         Raises:
-            ValueError: none, or several of sharded parameters (ZeRO 3).
+            ValueError: `count` is less than 1, or more than 1 for sharded parameters (ZeRO 3).
         """
         if count < 1 or (count > 1 and self.shard is not None):
             raise ValueError(
-                f"versions must be at least 1, and 1 where ZeRO 3 shards parameters, got {count}"
+                f"versions must be at least 1, and 1 if ZeRO 3 shards parameters, got {count}"
             )
         self._versions = count
 
     @torch.no_grad()
     def fill_versions(self) -> None:
-        """All versions that are kept are there from the beginning: equal to the newest."""
+        """Create all versions that are kept, equal to the newest."""
         self.wait()
         self._older = [self.flat.clone() for _ in range(self._versions - 1)]
 
     def older(self, age: int) -> Tensor:
-        """The buffer [layout.size] of `age` >= 1 updates ago, which must be kept."""
+        """Return the buffer [layout.size] of `age` >= 1 updates ago, which must be kept."""
         return self._older[age - 1]
 
     @torch.no_grad()
     def next_version(self, region: slice) -> None:
-        """Before an update in place of `region`: if older versions are kept, the newest becomes one
-        of them, and `flat` a buffer with its values in `region`. The oldest gives its memory."""
+        """Prepare an in-place update of `region`. If older versions are kept, the newest becomes
+        one of them, and `flat` becomes a buffer with its values in `region`, in the memory of the
+        oldest."""
         if self._versions == 1:
             return
         self.wait()
@@ -154,7 +155,7 @@ class FlatParameters:
         self._shown = 0
 
     def show(self, age: int) -> None:
-        """The parameters are those of `age` updates ago, which must be kept."""
+        """Point the parameters to those of `age` updates ago, which must be kept."""
         if age != self._shown:
             self._point_to(self.older(age) if age else self.flat)
             self._shown = age
@@ -165,9 +166,9 @@ class FlatParameters:
 
     @torch.no_grad()
     def set(self, whole: Tensor, age: int = 0) -> None:
-        """Set the parameters to `whole` [layout.size], of any dtype, the same on every data rank:
-        all versions that are kept, or only that of `age` updates ago."""
-        self.wait()  # or a pending all-gather would restore the old values
+        """Set the parameters to `whole` [layout.size], of any dtype, the same on every data rank.
+        This sets all versions that are kept, or only the one of `age` updates ago."""
+        self.wait()  # otherwise a pending all-gather would restore the old values
         if age:
             self.older(age).copy_(whole)
             return

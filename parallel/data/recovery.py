@@ -1,19 +1,19 @@
-"""The state of an elastic data-parallel run, carried over a change of replicas and broadcast to a
-replica that joins: live recovery from a peer's memory, without a checkpoint (torchft's "heal";
-Oobleck, Jang et al. 2023, arXiv:2309.08125).
+"""Live recovery of an elastic data-parallel run: a new replica gets its state from a peer's memory.
 
-A replica is the ranks that hold the whole state once: one data rank of ZeRO 0, or a shard group of
-hybrid sharding, with all of its tensor, context and pipeline ranks. Ranks that hold the same part
-in each replica are a group along the mesh's axis of replicas, and exchange that part alone. Master
-weights and moments m of slices a, b; replica 1 has died and its successor is empty:
+The state is carried over a change of replicas and broadcast to a replica that joins, without a
+checkpoint (torchft's "heal"; Oobleck, Jang et al. 2023, arXiv:2309.08125). A replica is the ranks
+that hold the whole state once: one data rank of ZeRO 0, or a shard group of hybrid sharding, with
+all of its tensor, context and pipeline ranks. Ranks that hold the same part in each replica form a
+group along the mesh's axis of replicas and exchange only that part. Here are master weights and
+moments m of slices a, b; replica 1 has died and its successor is empty:
 
     replica, rank in it     0, 0     0, 1     1, 0     1, 1     2, 0     2, 1
     before                  m[a]     m[b]     0        0        m[a]     m[b]
     broadcast over          ---- replicas of rank 0: m[a] -> m[a], of rank 1: m[b] -> m[b] ----
     after                   m[a]     m[b]     m[a]     m[b]     m[a]     m[b]
 
-Flat buffers are sent as they lie, in place, one after the other. Parameters follow from the master
-weights: cast, and within a replica all-gathered where ZeRO 1 and 2 shard the update.
+Flat buffers are sent in place as they are, one after the other. Parameters follow from the master
+weights by a cast, and by an all-gather within a replica if ZeRO 1 or 2 shards the update.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ State = dict[tuple[str, str], Tensor]  # (unit, "param" or moment) -> flat buffe
 
 
 def held_state(optimizer: ZeroOptimizer) -> State:
-    """The master weights and moments that this rank holds; buffers of a GPU are copied to the host,
-    those of the CPU are shared."""
+    """Return the master weights and moments that this rank holds. Buffers of a GPU are copied to
+    the host; those of the CPU are shared."""
     return {
         (unit.name, kind): unit.buffer(kind).cpu()
         for unit in optimizer.units
@@ -49,14 +49,14 @@ def recover(
     """Give a newly built optimizer's units the state of replica `source`.
 
     Args:
-        optimizer: of this rank, on the new mesh.
-        state: `held_state` of this rank on the mesh before; None if it has none.
-        group: the ranks that hold this rank's part in each replica; None is one replica.
-        source: the index in `group` of the replica that gives.
-        alike: every replica has the state, so that nothing is sent.
+        optimizer: this rank's optimizer on the new mesh.
+        state: `held_state` of this rank on the previous mesh; None if it has none.
+        group: the ranks that hold this rank's part in each replica; None for a single replica.
+        source: the index in `group` of the replica that sends.
+        alike: True if every replica already has the state, so nothing is sent.
 
-    The buffers may differ in length by their padding only, which depends on the number of ranks.
-    Collective over `group`, and over the shard group where ZeRO 1 and 2 shard the update.
+    Buffers may differ in length only by their padding, which depends on the number of ranks.
+    Collective over `group`, and over the shard group if ZeRO 1 or 2 shards the update.
     """
     for unit in optimizer.units:
         for kind in ("param", *optimizer.rule.moments):

@@ -1,7 +1,7 @@
 """A unit's gradients: accumulated over micro-batches in a flat buffer, summed over the data ranks.
 
-Gradients accumulate in float32 (float64 for float64 parameters) in any dtype of parameters, and
-every reduction is a SUM, because the loss is already divided by the global number of valid tokens.
+Gradients accumulate in float32 (float64 for float64 parameters) for any dtype of parameters. Every
+reduction is a SUM, because the loss is already divided by the global number of valid tokens.
 
     ZeRO stage   gradients                reduction
     0            replicated               one all-reduce per step
@@ -10,7 +10,7 @@ every reduction is a SUM, because the loss is already divided by the global numb
                                           freed in between
     hybrid       replicas of shards       then, once per step, one all-reduce of the slice over the
                                           replicas
-    any          in order (`ordered`)     one all-to-all per micro-batch; ZeRO 0: then, once per
+    any          in order (`ordered`)     one all-to-all per micro-batch; with ZeRO 0 then, once per
                                           step, one all-gather
 
     ZeRO 2, two micro-batches, four data ranks; g[m, r] of micro-batch m on rank r, slices a to d
@@ -39,14 +39,15 @@ class FlatGradients:
     Args:
         layout: the offsets and slices.
         params: the (record, parameter) pairs whose ``.grad`` become views.
-        group: the ranks over which it is reduced: a shard group if the result is sharded; None is
-            one.
-        replicas: the ranks that hold the same slice of a sharded result, over which that is
-            all-reduced afterwards (hybrid sharding); None is one.
-        sharded_result: reduce-scatter: each rank gets its slice of the sum; otherwise all-reduce.
-        sharded_accumulation: reduce-scatter after every micro-batch and keep only the slice; needs
-            `sharded_result`, but for `ordered`.
-        dtype: in which gradients accumulate and are summed.
+        group: the ranks over which it is reduced; a shard group if the result is sharded. None for
+            a single rank.
+        replicas: the ranks that hold the same slice of a sharded result, which is then all-reduced
+            over them (hybrid sharding). None for a single rank.
+        sharded_result: True to reduce-scatter, so each rank gets its slice of the sum; False to
+            all-reduce.
+        sharded_accumulation: reduce-scatter after every micro-batch and keep only the slice.
+            Requires `sharded_result`, except for `ordered`.
+        dtype: the dtype in which gradients are accumulated and summed.
         device: of the buffers.
 
     Attributes:
@@ -77,9 +78,9 @@ class FlatGradients:
         self.place(torch.zeros(layout.size, dtype=dtype, device=device))
         self.joined = False  # True once `end_to_end` has allocated the buffer
         self._in_flight: tuple[dist.Work | Pending, Tensor] | None = None  # over `group`
-        self._is_last = False  # of the step
+        self._is_last = False  # the last micro-batch of the step
         self._last: dist.Work | None = None  # after the last micro-batch
-        # A gradient without a value yet is overwritten, not added to.
+        # If a gradient has no value yet, it is overwritten and not added to.
         self._flat_is_stale = False
         self._reduced_is_stale = True
         if sharded_accumulation:
@@ -99,9 +100,9 @@ class FlatGradients:
     def before_backward(self) -> None:
         """Prepare for a backward pass; `after_backward` must follow it.
 
-        The first gradients of a step are written, not added to zeros: ``.grad`` is None. Those of
-        `runtime.wgrad` are written to their view in `views` directly; those that autograd puts into
-        ``.grad`` are copied there by `after_backward`.
+        The first gradients of a step are written instead of added to zeros: ``.grad`` is None.
+        `runtime.wgrad` writes its gradients directly to their view in `views`. `after_backward`
+        copies the gradients that autograd puts into ``.grad``.
         """
         if self.sharded_accumulation:
             self.finish()  # which may still be reading the buffer
@@ -137,7 +138,7 @@ class FlatGradients:
             param.grad = None
 
     def after_input(self, store: WeightGradients) -> None:
-        """Defer to `store` what the backward pass left in ``.grad``, too: with sharded accumulation
+        """Also defer to `store` what the backward pass left in ``.grad``. With sharded accumulation
         a micro-batch's gradients are reduced together, and the buffer is free until then."""
         for _, param in self._params:
             if (gradient := param.grad) is not None:
@@ -145,7 +146,7 @@ class FlatGradients:
             param.grad = self.views[param]
 
     def clear(self) -> None:
-        """After the optimizer step: mark the gradients as used, so that the next overwrite them."""
+        """Mark the gradients as used after the optimizer step, so the next ones overwrite them."""
         self._reduced_is_stale = True
         if not self.sharded_accumulation:
             self._flat_is_stale = True
@@ -155,9 +156,9 @@ class FlatGradients:
     def start(self, following: Sequence[FlatGradients] = (), *, last: bool = True) -> None:
         """Start the reduction of the accumulated gradients over `group`; `finish` ends it.
 
-        The gradients of `following`, which are adjacent in memory (`is_before`), are in the same
-        message. `last` is False for sharded accumulation before the step's last micro-batch, after
-        which the all-reduce over replicas follows.
+        The gradients of `following`, which are adjacent in memory (`is_before`), are sent in the
+        same message. `last` is False for sharded accumulation before the step's last micro-batch,
+        after which the all-reduce over replicas follows.
         """
         if self.group is None:
             return
@@ -168,7 +169,7 @@ class FlatGradients:
             for gradients in (self, *following):
                 gradients._in_flight = (work, gradients.flat)
             return
-        self.finish()  # at most one pending reduction
+        self.finish()  # so at most one reduction is pending
         out = self.reduced if self._reduced_is_stale else torch.empty_like(self.reduced)
         work = reduce_scatter_into(out, self.flat, group=self.group, async_op=True)
         self._in_flight, self._is_last = (work, out), last
@@ -192,12 +193,12 @@ class FlatGradients:
             self._last = self._start_last()
 
     def _add(self, out: Tensor) -> None:
-        """Add what a reduction gave to the reduced slice."""
+        """Add the result of a reduction to the reduced slice."""
         if out is not self.flat and out is not self.reduced:
             self.reduced.add_(out)
 
     def _start_last(self) -> dist.Work | None:
-        """Start what follows the last micro-batch of a step: the all-reduce over replicas."""
+        """Start the all-reduce over replicas, after the last micro-batch of a step."""
         if self.replicas is None:
             return None
         return dist.all_reduce(self.reduced, group=self.replicas, async_op=True)
@@ -210,7 +211,7 @@ class FlatGradients:
             self._last = None
 
     def is_before(self, other: FlatGradients) -> bool:
-        """Whether the replicated gradients `other` directly follow these in memory
+        """Return True if the replicated gradients `other` directly follow these in memory
         (`end_to_end`)."""
         mine, following = self.flat, other.flat
         return (
@@ -225,13 +226,13 @@ def _given(gradient: Tensor) -> Tensor:
 
 
 def end_to_end(every: Sequence[FlatGradients]) -> None:
-    """Allocate the replicated gradients (ZeRO 0) of several units in one buffer, in the order
-    given.
+    """Allocate the replicated gradients (ZeRO 0) of several units in one buffer, in the given
+    order.
 
-    Adjacent ones can then be reduced in one message. To be called before the first backward pass:
-    gradients are reset to zero. Gradients without a data group keep their buffers, and so do those
-    that were joined before, because others may hold views of them. Only gradients of one data group
-    share a buffer.
+    Adjacent gradients can then be reduced in one message. Call this before the first backward pass,
+    because gradients are reset to zero. Gradients without a data group keep their buffers. So do
+    those that were joined before, because others may hold views of them. Only gradients of the same
+    data group share a buffer.
     """
     whole = [
         g

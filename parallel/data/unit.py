@@ -1,9 +1,9 @@
-"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) for one unit: a block's parameters, gradients
-and optimizer state, each replicated or sharded over the data ranks.
+"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) for one unit, such as a transformer block.
 
-A unit is given its parts: parameters (`parameters`), gradients (`reduce`) and optimizer state
-(`optimizer`), with a placement over the ranks that see different tokens, by default ``data`` = dp x
-cp. A ZeRO stage says which of the three are sharded:
+Its parameters, gradients and optimizer state are each replicated or sharded over the data ranks. A
+unit is constructed from its parts: parameters (`parameters`), gradients (`reduce`) and optimizer
+state (`optimizer`), with a placement over the ranks that see different tokens, by default
+``data`` = dp x cp. A ZeRO stage determines which of the three are sharded:
 
     stage   param       grad        optim         collectives
     0       replicate   replicate   replicate     all-reduce of gradients, once a step
@@ -14,7 +14,7 @@ cp. A ZeRO stage says which of the three are sharded:
     3       shard       shard       shard         reduce-scatter after every micro-batch, all-gather
                                                   of parameters before every forward and backward
 
-    what four ranks hold between steps, of 4 slices a b c d each
+    state of four ranks between steps, for 4 slices a b c d of each
             parameters                   master weights and moments
     rank    0 to 2        3              0        1 to 3
     0       a b c d       a              a b c d  a
@@ -24,7 +24,7 @@ cp. A ZeRO stage says which of the three are sharded:
 
 Hybrid sharding (MiCS, Zhang et al. 2022, arXiv:2205.00119; FSDP, Zhao et al. 2023,
 arXiv:2304.11277) shards over groups of adjacent data ranks, and replicates over the groups.
-All-gathers and reduce-scatters are then within a group, and once a step an all-reduce over the
+All-gathers and reduce-scatters are then within a group. Once per step, an all-reduce over the
 replicas sums each slice's gradient. Four data ranks with dp_shard = 2 and gradients g0 to g3 of
 slices a, b:
 
@@ -54,13 +54,14 @@ from warpweave.parallel.shard import ParamRecord
 
 @dataclass(frozen=True)
 class Placement:
-    """Over which axes of the mesh gradients are summed, and which states are sharded over which.
+    """The axes over which gradients are summed, and the axes over which each state is sharded.
 
     Attributes:
         sum_over: the axis whose ranks see different tokens; gradients are summed over it.
         shard_over: the part of `sum_over` over which states are sharded.
-        replicate_over: the rest of `sum_over`, whose ranks hold equal shards; None without any.
-        param, grad, optim: whether this state is sharded; otherwise it is replicated.
+        replicate_over: the rest of `sum_over`, whose ranks hold equal shards; None if there is no
+            rest.
+        param, grad, optim: True if this state is sharded; otherwise it is replicated.
     """
 
     sum_over: str
@@ -71,7 +72,7 @@ class Placement:
     optim: bool = False
 
 
-# ZeRO stage -> which states it shards.
+# ZeRO stage -> the states that it shards.
 STAGES = {
     0: {},
     1: {"optim": True},
@@ -79,15 +80,15 @@ STAGES = {
     3: {"optim": True, "grad": True, "param": True},
 }
 VERSION = "version"
-# Axis over which gradients are summed -> over which shards lie, over which these are replicated.
+# Axis over which gradients are summed -> (axis of the shards, axis of their replicas).
 SHARDS = {"data": ("shard", "replica"), "dp": ("dp_shard", "replica")}
 
 
 def zero_placement(zero: int, sum_over: str, mesh: ConnectedMesh) -> Placement:
-    """The placement of ZeRO stage `zero`; of stage 0 if there is only one rank to shard over.
+    """Return the placement of ZeRO stage `zero`, or of stage 0 if there is one rank to shard over.
 
     Raises:
-        ValueError: another stage than 0 to 3.
+        ValueError: the stage is not 0 to 3.
     """
     if zero not in STAGES:
         raise ValueError(f"zero must be one of 0, 1, 2, 3, got {zero}")
@@ -97,7 +98,7 @@ def zero_placement(zero: int, sum_over: str, mesh: ConnectedMesh) -> Placement:
 
 
 def version_age(kind: str) -> int:
-    """3 for the state "version3"; 0 for one that is no older version of the parameters."""
+    """Return 3 for the state "version3"; 0 for a state that is not an older parameter version."""
     return int(kind.removeprefix(VERSION)) if kind.startswith(VERSION) else 0
 
 
@@ -106,11 +107,11 @@ class Unit:
     """One block's parameters, gradients and optimizer state; `make_unit` constructs it.
 
     Attributes:
-        name: in error messages.
+        name: used in error messages.
         mesh: the connected mesh.
-        placement: over which of its axes gradients are summed and states are sharded.
-        parameters, gradients, state: the parts, of one layout.
-        tied: another pipeline stage holds the same (tied) parameters.
+        placement: the mesh axes over which gradients are summed and states are sharded.
+        parameters, gradients, state: the parts, all with the same layout.
+        tied: True if another pipeline stage holds the same (tied) parameters.
         owner: False if another stage counts this (tied) parameter in the gradient norm.
     """
 
@@ -124,7 +125,7 @@ class Unit:
     owner: bool = True
 
     def __post_init__(self) -> None:
-        """Once, not in every step: the axes on which this rank comes first."""
+        """Find the axes on which this rank comes first; once, not in every step."""
         self._first_on = {f for f in factors("world") if self.mesh.index(f) == 0}
 
     @property
@@ -164,8 +165,8 @@ class Unit:
     # ------------------------------------------------------------------ state in and out
 
     def buffer(self, kind: str) -> Tensor:
-        """The flat buffer of "param" (the master), "grad" (reduced), a moment, or "version1", the
-        parameters of one update ago, "version2" and so on."""
+        """The flat buffer of "param" (the master), "grad" (reduced), a moment, or an older version
+        of the parameters: "version1" is one update old, and so on."""
         own = {"param": self.state.master, "grad": self.gradients.reduced}
         if age := version_age(kind):
             return self.parameters.older(age)[self.state.region]
@@ -173,14 +174,14 @@ class Unit:
 
     @torch.no_grad()
     def write(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
-        """Set a state: ``value(record)`` returns the tensor that this rank's mesh coordinates hold
-        (`ParamRecord.slice`), the same on all ranks that ZeRO shards it over.
+        """Set a state. ``value(record)`` returns the tensor that this rank's mesh coordinates hold
+        (`ParamRecord.slice`); it is the same on all ranks over which ZeRO shards it.
 
-        "param" sets the master weights and the parameters, in all versions. Of a moment only the
-        elements that this rank keeps are read, so that those of a tensor in a mapped file are not
+        "param" sets the master weights and the parameters, in all versions. For a moment, only the
+        elements that this rank keeps are read, so the rest of a tensor in a mapped file is not
         loaded.
 
-        Raises ValueError for a tensor that is not of the record's `local_shape`.
+        Raises ValueError if a tensor does not have the record's `local_shape`.
         """
         buffer, size, region = self.buffer(kind), self.layout.size, self.state.region
         whole = torch.zeros(size, dtype=buffer.dtype, device=buffer.device)
@@ -191,7 +192,9 @@ class Unit:
             local = value(record)
             if tuple(local.shape) != record.local_shape:
                 held, given = record.local_shape, tuple(local.shape)
-                raise ValueError(f"{record.name}: a rank holds {held} of it, got {kind} {given}")
+                raise ValueError(
+                    f"{record.name}: expected shape {held} of {kind} on this rank, got {given}"
+                )
             at = self.layout.offsets[record.name]
             start, stop = max(own.start - at, 0), min(own.stop - at, local.numel())
             if start < stop:
@@ -235,30 +238,33 @@ def make_unit(
     tied: bool = False,
     owner: bool = True,
 ) -> Unit:
-    """A unit of the given ZeRO stage.
+    """Construct a unit of the given ZeRO stage.
 
     Args:
-        name: in error messages.
+        name: used in error messages.
         params: (record, parameter) pairs of one dtype and one ``record.sum_over``. Their ``.data``
-            and ``.grad`` become views into the unit's flat buffers; their values move with them
-            (zeros from meta).
+            and ``.grad`` become views into the unit's flat buffers. Their values are copied there
+            (zeros for parameters on the meta device).
         mesh: the connected mesh.
         zero: ZeRO stage, 0 to 3.
         device: of the buffers.
         ordered: sum gradients in the order of the global micro-batches (`data.ordered`).
-        tied, owner: as of `Unit`.
+        tied, owner: as for `Unit`.
 
     Raises:
-        ValueError: another stage than these, several dtypes or axes to sum over, a shape that is
-            not its record's, or replicas of shards whose gradients are to be summed in order.
+        ValueError: the stage is unknown, there are several dtypes or axes to sum over, a shape
+            differs from its record's, or gradients are to be summed in order over replicas of
+            shards.
     """
     given = {record.name: (record, param) for record, param in params}
     dtypes = {param.dtype for _, param in given.values()}
     if len(dtypes) != 1:
-        raise ValueError(f"unit {name} mixes parameter dtypes {sorted(map(str, dtypes))}")
+        raise ValueError(
+            f"unit {name} needs parameters of one dtype, got {sorted(map(str, dtypes))}"
+        )
     axes = {record.sum_over for record, _ in given.values()}
     if len(axes) != 1:
-        raise ValueError(f"unit {name} mixes gradients summed over {sorted(axes)}")
+        raise ValueError(f"unit {name} needs gradients summed over one axis, got {sorted(axes)}")
     (dtype,), (sum_over,), device = dtypes, axes, torch.device(device)
     place = zero_placement(zero, sum_over, mesh)
     shards, index = mesh.size(place.shard_over), mesh.index(place.shard_over)
@@ -276,7 +282,9 @@ def make_unit(
             layout, pairs, over, sharded_result=place.optim, dtype=wide, device=device
         )
     elif ordered:
-        raise ValueError(f"unit {name}: gradients of replicas of shards are not summed in order")
+        raise ValueError(
+            f"unit {name}: ordered sums do not support hybrid sharding (replicas of shards)"
+        )
     else:
         gradients = FlatGradients(
             layout,

@@ -1,15 +1,15 @@
 """The optimizer of ZeRO stages 0 to 3, one code path for all placements of units.
 
     a step, on every rank
-    1. gradients are reduced already (all-reduce or reduce-scatter, `reduce`)
+    1. gradients are already reduced (all-reduce or reduce-scatter, `reduce`)
     2. global gradient norm: sum of squares of this rank's elements, all-reduced
-    3. update of this rank's slice of master weights (ZeRO 0: of all); before it Muon's matrices are
-       orthogonalised whole, each by one rank (`muon`)
+    3. update of this rank's slice of master weights (ZeRO 0: of all); before that, Muon's matrices
+       are orthogonalized as a whole, each by one rank (`muon`)
     4. ZeRO 1 and 2: start the all-gather of the updated parameters (3 gathers them before use)
 
-Every element is counted once in the global norm. Along an axis over which the norm is summed: by
-all ranks if the parameter is sharded over it, by the first rank if it is replicated; if pipeline
-stages share it (tied), by the owner.
+Every element is counted once in the global norm. Along an axis over which the norm is summed, a
+sharded parameter is counted by all ranks, a replicated one by the first rank. A parameter that
+pipeline stages share (tied) is counted by its owner.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class ZeroOptimizer:
         rule: the update rule, such as ``AdamW()``.
         clip: largest global gradient norm; None for no clipping.
         loss_scale: for fp16; the backward pass must start from its value as the loss's gradient.
-        impl: "triton", "torch" or None, as for the kernels; of the norm.
-        divisor: gradients are divided by it, for a mean over data ranks of summed gradients.
-        apart: each pipeline stage has steps of its own (asynchronous schedules): the norm, and with
-            it whether a step changes nothing, is that of the stage.
+        impl: "triton", "torch" or None, as for the kernels; used for the norm.
+        divisor: divide gradients by it, for a mean over data ranks instead of a sum.
+        apart: each pipeline stage makes separate steps (asynchronous schedules). The norm, which
+            also decides if a step changes anything, is then that of the stage.
 
-    Building one is collective over the pipeline stages.
+    Construction is collective over the pipeline stages.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class ZeroOptimizer:
         self._in_one_message = self._agree(self._norm_axes == factors("inner"))
 
     def _find_norm_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of `axes` over which the norm is summed, because ranks count different elements;
-        outermost first."""
+        """The subset of `axes` over which the norm is summed, because ranks count different
+        elements; outermost first."""
         shared = set(axes)
         for unit in self.units:
             same = () if unit.placement.optim else factors(unit.placement.sum_over)
@@ -92,7 +92,8 @@ class ZeroOptimizer:
         return tuple(axis for axis in axes if axis not in shared)
 
     def _agree(self, mine: bool) -> bool:
-        """Whether it holds on every pipeline stage, whose units may have other data axes."""
+        """Return True if `mine` is True on all pipeline stages; units there may have different data
+        axes."""
         every, group = torch.tensor(float(mine), device=self.count.device), self.mesh.group("pp")
         if group is not None:
             dist.all_reduce(every, dist.ReduceOp.MIN, group=group)
@@ -117,10 +118,10 @@ class ZeroOptimizer:
     def norm(self) -> Tensor:
         """The global norm of the reduced gradients, 0-dim and the same on every rank; collective.
 
-        Summed over the outer replica where every stage has shards: one message, so that replicas
-        of a shard scale it by the very same number, though only the first counts it. Gradients that
-        all data ranks hold are counted by each alike, and summed over the other axes only, the
-        stages last.
+        If every stage has shards, it is summed over the outer replica in one message. Replicas of a
+        shard then scale it by exactly the same number, although only the first counts it. Gradients
+        that are replicated over all data ranks are counted by each of them, and summed over the
+        other axes only, the stages last.
         """
         pieces = [p for unit in self.units for p in unit.counted_grads(self._norm_axes)]
         axes = ("inner",) if self._in_one_message else reversed(self._norm_axes)
@@ -142,11 +143,12 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float, halted: Tensor | None = None, norm: Tensor | None = None) -> Tensor:
-        """One update of every parameter; returns the global gradient norm before clipping, 0-dim.
+        """Make one update of every parameter; return the global gradient norm before clipping.
 
-        If the norm is not finite no parameter or state changes, on any rank; nor, the loss scale
-        included, if `halted` (0-dim, equal on all ranks) is non-zero. No host sync. With `norm`,
-        the result of `norm` on these gradients, no other rank is waited for (but with Muon).
+        The norm is 0-dim. If it is not finite, no parameter or state changes, on any rank. If
+        `halted` (0-dim, equal on all ranks) is non-zero, nothing changes, including the loss scale.
+        No host sync. Pass the result of `norm` on these gradients as `norm` to avoid waiting for
+        other ranks (except with Muon).
         """
         norm = self.norm() if norm is None else norm
         bad = ~norm.isfinite()
@@ -172,7 +174,7 @@ class ZeroOptimizer:
         return norm
 
     def _directions(self, scale: Tensor, skip: Tensor) -> dict[Unit, Tensor]:
-        """By Muon, what the matrices in each unit's region step along, in front of the region."""
+        """For Muon, the step directions of the matrices at the front of each unit's region."""
         rule, found = self.rule, dict[Unit, Tensor]()
         if not isinstance(rule, Muon):
             return found
@@ -201,7 +203,7 @@ class ZeroOptimizer:
             )
 
     def state(self) -> dict[str, float]:
-        """The state besides tensors, as JSON numbers, for a checkpoint."""
+        """The state other than tensors, as JSON numbers, for a checkpoint."""
         state = {"count": float(self.count)}
         if self.loss_scale is not None:
             state["loss_scale"] = float(self.loss_scale.value)
@@ -209,7 +211,7 @@ class ZeroOptimizer:
         return state
 
     def load_state(self, state: dict[str, float]) -> None:
-        """The inverse of `state`."""
+        """Restore the result of `state`."""
         for tensor in (self.count, *(t for steps in self.steps for t in steps)):
             tensor.fill_(state["count"])
         if self.loss_scale is not None and "loss_scale" in state:

@@ -1,8 +1,8 @@
 """Pipeline parallelism: an executor of schedules, in one process or over torch.distributed.
 
-`execute` runs the lists · `interface` what a stage and a transport must offer · `transport` the two
-transports · `stage` a chain of segments over ZeRO units as a stage · `module` any ``nn.Module`` as
-a stage · `losses` the losses that either may return beside its activation.
+`execute` runs the lists · `interface` the protocols of a stage and a transport · `transport` the
+two transports · `stage` a chain of segments over ZeRO units as a stage · `module` any ``nn.Module``
+as a stage · `losses` the losses that either may return in addition to its activation.
 """
 
 from warpweave.parallel.pipeline.execute import InFlight, execute

@@ -1,12 +1,12 @@
 """The executor: runs a schedule's lists on stages, in one process or over torch.distributed.
 
-Each rank's list is run as a coroutine that yields where it must wait for a message; the executor
-does not depend on the schedule. A transport drives the coroutines: `InProcess` runs all ranks in
-turn in this process (for proofs, debuggers and Triton's interpreter), `Distributed` runs this
-process's rank over a pipeline group. Both run the same operations in the same order, so results are
-bitwise equal.
+Each rank's list runs as a coroutine that yields when it must wait for a message; the executor does
+not depend on the schedule. A transport drives the coroutines. `InProcess` runs all ranks in turn in
+this process (for proofs, debuggers and Triton's interpreter). `Distributed` runs this process's
+rank over a pipeline group. Both run the same operations in the same order, so results are bitwise
+equal.
 
-    rank 1 of four, 1F1B; a line is an action, -> what it does
+    rank 1 of four, 1F1B; each line is an action and its effect
     RECV_F 0   -> yields until the activation of micro-batch 0 has been received from rank 0
     F 0        -> stage.forward
     SEND_F 0   -> starts the send of the activation to rank 2
@@ -14,9 +14,10 @@ bitwise equal.
     B 0        -> stage.backward
     SEND_B 0   -> starts the send of the input's gradient to rank 0
 
-Messages have no tags, as on NCCL: they are identified by their order on a link, one link per
-payload (activation, gradient), source and destination. `validate` has checked that both ends have
-the same order. Shapes and dtypes are fixed by the stages and compared once, not sent with messages.
+Messages have no tags, as on NCCL. They are identified by their order on a link; there is one link
+per payload (activation, gradient), source and destination. `validate` has checked that both ends
+have the same order. Shapes and dtypes are fixed by the stages and compared once, not sent with
+messages.
 """
 
 from __future__ import annotations
@@ -53,22 +54,22 @@ from warpweave.parallel.schedule.actions import (
 
 @dataclass
 class _RankState:
-    """What one rank has done and holds; keys are numbered as in the list that it is in."""
+    """The progress and data of one rank; keys are numbered as in the list that it is in."""
 
     done: set[Action] = field(default_factory=set)
     owed: set[tuple[int, int]] = field(default_factory=set)  # (stage, micro-batch) between I and W
     # (F, s, i): input of F; (B, s, i): dy of B or I
     held: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
-    newest: dict[int, int] = field(default_factory=dict)  # stage -> version that UPDATE made last
+    newest: dict[int, int] = field(default_factory=dict)  # stage -> version made by last UPDATE
 
     def under_way(self) -> set[tuple[int, int]]:
-        """The (stage, micro-batch) that have begun and not ended."""
+        """The (stage, micro-batch) pairs that have begun and not ended."""
         ended = {(a.stage, a.mb) for a in self.done if a.op == W}
         return {(a.stage, a.mb) for a in self.done if a.mb != WHOLE} - ended
 
     def shifted(self, mbs: int, versions: int) -> _RankState:
-        """The same with both added to its numbers, without events that nothing can wait for: those
-        of micro-batches that have ended on every stage of the rank."""
+        """Return the same state with `mbs` and `versions` added to its numbers. Events that nothing
+        can wait for are dropped: those of micro-batches that have ended on all of its stages."""
         open_ = {i for _, i in self.under_way()}
         return _RankState(
             {a._replace(mb=a.mb + mbs) for a in self.done if a.mb in open_},
@@ -79,11 +80,11 @@ class _RankState:
 
 
 class InFlight:
-    """What is under way between the passes of a run that are left open (`schedule.open_passes`):
+    """The state between the passes of a run that are left open (`schedule.open_passes`):
     activations, weight gradients that are owed, versions of the weights.
 
-    A pass's micro-batch 0 and version 0 are the run's `microbatches` and `versions`, both 0 at
-    first; `advance` moves them on.
+    A pass's micro-batch 0 and version 0 are the run's `microbatches` and `versions`. Both begin at
+    0, and `advance` increases them.
     """
 
     def __init__(self) -> None:
@@ -91,15 +92,15 @@ class InFlight:
         self.ranks: dict[int, _RankState] = {}
 
     def advance(self, microbatches: int, versions: int = 0) -> None:
-        """The next pass begins so many micro-batches and versions after the last one."""
+        """Begin the next pass this many micro-batches and versions after the last one."""
         self.microbatches += microbatches
         self.versions += versions
 
     def check_ended(self) -> None:
-        """RuntimeError, in one line, unless every micro-batch that has begun has ended."""
+        """Raise RuntimeError, in one line, unless every micro-batch that has begun has ended."""
         for rank, state in sorted(self.ranks.items()):
             if left := sorted(state.under_way()):
-                raise RuntimeError(f"rank {rank}: the run ends with (stage, mb) {left} under way")
+                raise RuntimeError(f"rank {rank}: the run ends with unfinished (stage, mb) {left}")
 
 
 def execute(
@@ -111,21 +112,23 @@ def execute(
     """Run one pass of a schedule.
 
     Args:
-        lists: all ranks' actions, lowered by ``with_comm`` when there are several ranks.
+        lists: all ranks' actions, lowered by ``with_comm`` if there are several ranks.
         stages: stage index -> stage, for the stages of the ranks that run in this process.
         transport: `InProcess` or `Distributed`.
-        in_flight: leaves the pass open: what is under way at its end goes on in the next call with
-            the same record. Stages then see the micro-batches and versions of the run.
+        in_flight: leaves the pass open. Work that is unfinished at its end continues in the next
+            call with the same record. Stages then see the run's numbers of micro-batches and
+            versions.
 
-    Gradients are accumulated in the order of the list's B and W, ascending micro-batches in all
-    known schedules, so they are bitwise equal to gradient accumulation on one device. They are not
-    divided by the number of micro-batches: the loss is normalised where it is computed.
+    Gradients are accumulated in the order of the list's B and W, which is ascending micro-batches
+    in all known schedules. They are therefore bitwise equal to gradient accumulation on one device.
+    They are not divided by the number of micro-batches: the loss is normalized where it is
+    computed.
 
     Raises:
         ValueError: a list needs a stage that is not given, or a message has the wrong shape.
         RuntimeError: an action comes before what it depends on, a W is missing at UPDATE or at the
-        end, data is left over, or no rank can proceed (all in one line that names ranks). The state
-        of the stages is then undefined.
+            end, data is left over, or no rank can proceed. The error is one line that names ranks;
+            the state of the stages is then undefined.
     """
     transport.open(lists, stages)
     run = InFlight() if in_flight is None else in_flight
@@ -165,9 +168,9 @@ def _run_rank(
     state: _RankState,
     first: tuple[int, int],
 ) -> Generator[Receive, Tensor, None]:
-    """One rank's list as a coroutine that yields the messages it waits for; changes `state`.
+    """Run one rank's list as a coroutine that yields the messages it waits for; changes `state`.
 
-    `first` are the numbers in the run of the list's micro-batch 0 and version 0.
+    `first` is the pair of run numbers of the list's micro-batch 0 and version 0.
     """
     rank_of = placement(lists)
     last = len(rank_of) - 1
@@ -175,7 +178,9 @@ def _run_rank(
 
     def keep(kind: str, stage: int, mb: int, value: Tensor | None, action: Action) -> None:
         if value is None:
-            raise RuntimeError(f"rank {rank}: {action} returned None, stage {stage} waits for data")
+            raise RuntimeError(
+                f"rank {rank}: {action} returned None, but stage {stage} waits for data"
+            )
         held[kind, stage, mb] = value.detach()
 
     for index, action in enumerate(lists[rank]):
@@ -219,8 +224,8 @@ def _run_rank(
 
 
 def _check_turn(rank: int, action: Action, state: _RankState, rank_of: list[int]) -> None:
-    """RuntimeError unless what `action` depends on is done, as far as this rank sees, and it is not
-    done itself."""
+    """Raise RuntimeError unless all that `action` depends on is done, as far as this rank knows,
+    and `action` itself is not."""
     for needed in deps(action, len(rank_of), rank_of):
         if needed.op == UPDATE:
             met = needed.ver <= state.newest.get(action.stage, 0)
@@ -233,7 +238,7 @@ def _check_turn(rank: int, action: Action, state: _RankState, rank_of: list[int]
 
 
 def _run_on_whole(stage: Stage, op: str) -> None:
-    """Run an action that concerns a stage and no micro-batch."""
+    """Run an action that concerns a whole stage rather than a micro-batch."""
     if op == REDUCE:
         stage.reduce()
     else:
@@ -243,8 +248,8 @@ def _run_on_whole(stage: Stage, op: str) -> None:
 def _tie(
     action: Action, rank_of: list[int], stages: Mapping[int, Stage], transport: Transport
 ) -> Generator[Receive, Tensor, None]:
-    """Exchange and add the tied weight's gradient: a + b on one end, b + a on the other, which are
-    bitwise equal.
+    """Exchange and add the tied weight's gradient: a + b on one end and b + a on the other, which
+    are bitwise equal.
 
         stage 0 (embedding)   gradient a   --a-->   a + b
         last stage (head)     gradient b   --b-->   b + a

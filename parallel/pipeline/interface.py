@@ -1,4 +1,4 @@
-"""The protocols of a stage and of a transport, as the executor uses them."""
+"""The protocols that the executor expects of a stage and of a transport."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ Like = tuple[Sequence[int], torch.dtype, torch.device]
 
 
 class Stage(Protocol):
-    """A pipeline stage. `x`, `y`, `dx`, `dy` are tensors without an autograd graph; the memory of
-    `x` and `dy` is the stage's until the micro-batch's backward is over."""
+    """A pipeline stage. `x`, `y`, `dx`, `dy` are tensors without an autograd graph. The stage owns
+    the memory of `x` and `dy` until the micro-batch's backward is over."""
 
     def input_like(self, mb: int) -> Like:
-        """(shape, dtype, device) of the input of `forward`; not called for stage 0."""
+        """Return (shape, dtype, device) of the input of `forward`; not called for stage 0."""
 
     def start(self) -> None:
-        """Called when a run of the lists begins: the current weights are version 0."""
+        """Begin a run of the lists: the current weights are version 0."""
 
     def forward(self, mb: int, x: Tensor | None, version: int) -> Tensor | None:
-        """The output for micro-batch `mb` with the weights of `version`, also used by its backward.
+        """Return the output for micro-batch `mb` with the weights of `version`.
 
-        Stage 0 has its own input (x None), the last returns None. Losses stay with their stage,
-        whose backward starts from them, too (`losses`). Raises ValueError if the stage does not
-        hold that version.
+        The backward of `mb` uses the same version. Stage 0 has its own input (x is None); the last
+        stage returns None. Losses stay with their stage, whose backward also starts from them
+        (`losses`). Raises ValueError if the stage does not hold that version.
         """
 
     def backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
-        """All gradients of `mb`, added to the parameters'; returns dx (stage 0: None)."""
+        """Add all gradients of `mb` to the parameters' gradients; return dx (None on stage 0)."""
 
     def backward_input(self, mb: int, dy: Tensor | None) -> Tensor | None:
-        """As `backward`, with the weight gradients deferred to `backward_weight`
+        """Like `backward`, but defer the weight gradients to `backward_weight`
         (`runtime.wgrad`)."""
 
     def backward_weight(self, mb: int) -> None:
@@ -45,16 +45,16 @@ class Stage(Protocol):
         """Sum the accumulated gradients over the data ranks of this stage."""
 
     def tie(self) -> Tensor | None:
-        """The tied weight's gradient, to which the other end's is added in place; None if the stage
-        has summed the two itself.
+        """Return the tied weight's gradient, to which the other end's is added in place; None if
+        the stage has already summed the two.
         """
 
     def update(self) -> None:
-        """The optimizer step, which produces the next version."""
+        """Make the optimizer step, which produces the next version."""
 
 
 class Receive(NamedTuple):
-    """Yielded by a coroutine to wait for the next message on `link`, that of `action`."""
+    """A coroutine's request to wait for the message of `action`, which is the next on `link`."""
 
     link: Link
     action: Action
@@ -62,22 +62,22 @@ class Receive(NamedTuple):
 
 
 class Transport(Protocol):
-    """Sends tensors between the ranks of a schedule, and runs those that are in this process."""
+    """Send tensors between the ranks of a schedule, and run the ranks that are in this process."""
 
     def ranks(self, lists: Schedule) -> Sequence[int]:
-        """The ranks that this process runs."""
+        """Return the ranks that this process runs."""
 
     def open(self, lists: Schedule, stages: Mapping[int, Stage]) -> None:
-        """Called before each run; raises when lists or stages do not fit."""
+        """Prepare a run; called before each. Raise if the lists or the stages do not fit."""
 
     def like(self, stage: int, mb: int) -> Like:
-        """(shape, dtype, device) of the input of any stage for `mb`, also on other ranks."""
+        """Return (shape, dtype, device) of any stage's input for `mb`, including other ranks'."""
 
     def reach(self, rank: int, index: int) -> None:
-        """Called before action `index` of `rank`'s list: posts the receives that are due there."""
+        """Post the receives that are due before action `index` of `rank`'s list."""
 
     def send(self, link: Link, action: Action, tensor: Tensor) -> None:
-        """Start a send without blocking; the tensor must not be written to afterwards."""
+        """Start a send without blocking. Don't write to the tensor afterwards."""
 
     def drive(self, programs: dict[int, Generator[Receive, Tensor, None]]) -> None:
-        """Run the coroutines (rank -> coroutine) to their ends."""
+        """Run the coroutines (rank -> coroutine) to completion."""

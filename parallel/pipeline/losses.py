@@ -1,18 +1,17 @@
-"""Losses that a stage returns beside its activation: the model's own, and auxiliary ones of any
-block.
+"""Losses that a stage returns in addition to its activation: the model's own, and auxiliary ones.
 
-A language model's loss is the last stage's. A mixture of experts has others in every block: the
-load-balancing loss (arXiv:2101.03961) and the router's z-loss (arXiv:2202.08906). So a stage, and
-any segment of it, returns y or (y, losses):
+The loss of a language model is that of the last stage. A mixture of experts has other losses in
+every block: the load-balancing loss (arXiv:2101.03961) and the router's z-loss (arXiv:2202.08906).
+A stage, and any segment of it, therefore returns y or (y, losses):
 
-    losses["loss"]      the model's own: the last stage's, which has no y (None)
-    losses[other name]  auxiliary ones, which are added to it
+    losses["loss"]      the model's own loss, from the last stage, which has no y (None)
+    losses[other name]  auxiliary losses, which are added to it
 
-A loss is 0-dim, in the dtype in which it is to be summed (float32 or wider), and already divided by
-the number of tokens of the whole global batch: this micro-batch's and this data and context rank's
-share of one sum, the same on every tensor rank. Losses of one name are added. Each is a root of the
-stage's backward pass, beside y, and its gradient is 1 (times the loss scale); one that depends on
-no parameter is only counted.
+A loss is 0-dim, in the dtype in which to sum it (float32 or wider). It is already divided by the
+number of tokens of the whole global batch, so it is this micro-batch's and this data and context
+rank's share of one sum; it is the same on every tensor rank. Losses with the same name are added.
+Each loss is a root of the stage's backward pass, as is y, and its gradient is 1 (times the loss
+scale). A loss that depends on no parameter is only reported.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-LOSS = "loss"  # the name of the model's own
+LOSS = "loss"  # the name of the model's own loss
 
 Losses = Mapping[str, Tensor]
 Output = Tensor | None | tuple[Tensor | None, Losses]
 
 
 def split_losses(output: Output) -> tuple[Tensor | None, Losses]:
-    """(y, losses) of an output that is y or both.
+    """Return (y, losses) of an output that is y or (y, losses).
 
     Raises:
         ValueError: a loss is not a 0-dim tensor of 32 bits or more.
@@ -40,8 +39,8 @@ def split_losses(output: Output) -> tuple[Tensor | None, Losses]:
         if not isinstance(value, Tensor) or value.ndim or value.dtype.itemsize < 4:
             found = (value.dtype, [*value.shape]) if isinstance(value, Tensor) else (value,)
             raise ValueError(
-                f"the loss {name!r} must be a 0-dim tensor of 32 bits or more, in which it is "
-                f"summed, got {' '.join(map(str, found))}"
+                f"the loss {name!r} must be a 0-dim tensor of 32 bits or more, because it is "
+                f"summed in its dtype; got {' '.join(map(str, found))}"
             )
     return y, losses
 

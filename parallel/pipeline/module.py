@@ -20,20 +20,20 @@ class ModuleStage:
     """Any ``nn.Module`` as a stage, with replicated parameters, for users and proofs.
 
     Args:
-        module: x -> y, with floating-point x and y; or x -> (y, losses), with auxiliary losses by
-            name (`losses`), whose gradients join in this stage's backward.
-        inputs: mb -> input; on the first stage, and only there.
-        like: (shape, dtype, device) of x; on all but the first.
-        loss: (mb, y) -> scalar, already normalised; on the last stage, and only there.
-        tied: the parameter that first and last stage share, where there is a TIE.
-        optimizer: stepped, and its gradients cleared, at UPDATE.
-        group: the ranks over which REDUCE sums gradients; None is one.
+        module: x -> y with floating-point x and y, or x -> (y, losses) with auxiliary losses by
+            name (`losses`), whose gradients are part of this stage's backward.
+        inputs: mb -> input; only on the first stage, where it is required.
+        like: (shape, dtype, device) of x; required on all other stages.
+        loss: (mb, y) -> scalar, already normalized; only on the last stage, where it is required.
+        tied: the parameter that the first and last stage share, if there is a TIE.
+        optimizer: at UPDATE, makes a step and clears its gradients.
+        group: the ranks over which REDUCE sums gradients; None means a single rank.
         versions: weight stashing (PipeDream, arXiv:1806.03377): the number of newest versions of
-            the weights that are kept. With more than one, a micro-batch may run backward after an
+            the weights to keep. If it is more than one, a micro-batch may run backward after an
             UPDATE, with the weights of its forward.
 
-    Gradients are in the parameters' ``.grad``; `losses` maps mb to name to the detached loss of the
-    last run: the model's own is called "loss".
+    Gradients are in the parameters' ``.grad``. `losses` maps mb to name to the detached loss of the
+    last run; the model's own is called "loss".
     """
 
     def __init__(
@@ -49,32 +49,32 @@ class ModuleStage:
         versions: int = 1,
     ) -> None:
         if (inputs is None) == (like is None):
-            raise ValueError("a stage has either inputs (the first one) or like (the others)")
+            raise ValueError("pass either inputs (first stage) or like (other stages)")
         self.module, self.tied, self.optimizer, self.group = module, tied, optimizer, group
         self.losses: dict[int, Losses] = {}
         self._inputs, self._like, self._loss = inputs, like, loss
-        # The graph's ends and not y itself are kept: y's memory is free as soon as it has been
-        # sent. That of y comes first, None if it needs no gradient, then those of the losses.
+        # Keep the ends of the graph instead of y itself, so y's memory is free once it is sent. The
+        # first end is that of y (None if it needs no gradient), then come those of the losses.
         self._graphs: dict[int, tuple[Tensor | None, list[GradientEdge | None]]] = {}
         self._owed: dict[int, WeightGradients] = {}
         self._versions = versions
         self.start()
 
     def start(self) -> None:
-        """A run of the lists begins: the current weights are version 0."""
+        """Begin a run of the lists: the current weights are version 0."""
         self._newest = 0
         self._stash: dict[int, dict[str, Tensor]] = {}  # version -> name -> weight, if several
         self._read: dict[int, int] = {}  # micro-batch -> version, from forward to backward
         self._stash_newest()
 
     def input_like(self, mb: int) -> Like:
-        """The `like` that was given."""
+        """Return the `like` given to the constructor."""
         if self._like is None:
             raise ValueError("the first stage receives nothing")
         return self._like
 
     def forward(self, mb: int, x: Tensor | None, version: int = 0) -> Tensor | None:
-        """Runs the module; every stage keeps its losses in `losses`, the last returns None."""
+        """Run the module. Every stage keeps its losses in `losses`; the last one returns None."""
         if x is not None:
             x = x.detach().requires_grad_()
         given = self._inputs(mb) if self._inputs is not None else x
@@ -92,19 +92,19 @@ class ModuleStage:
         return None if y is None else y.detach()
 
     def backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
-        """Autograd through the module's graph of `mb`."""
+        """Run autograd through the module's graph of `mb`."""
         dx = self._backward(mb, dy)
         self._collect_stashed(mb)
         return dx
 
     def backward_input(self, mb: int, dy: Tensor | None) -> Tensor | None:
-        """The same under `wgrad.collect`: weight gradients are deferred to `backward_weight`."""
+        """Like `backward`, but defer weight gradients to `backward_weight` (`wgrad.collect`)."""
         store = self._owed[mb] = WeightGradients()
         with collect(store):
             return self._backward(mb, dy)
 
     def backward_weight(self, mb: int) -> None:
-        """Computes the deferred weight gradients."""
+        """Compute the deferred weight gradients."""
         self._owed.pop(mb).run()
         self._collect_stashed(mb)
 
@@ -120,8 +120,8 @@ class ModuleStage:
     # ------------------------------------------------------------------ versions of the weights
 
     def _stash_newest(self) -> None:
-        """With several versions, stash the buffers of the newest weights and drop the oldest:
-        tensors of their own, which do not see that the parameters get another buffer."""
+        """With several versions, stash the buffers of the newest weights and drop the oldest. The
+        stashed tensors keep their buffers when the parameters get new ones."""
         if self._versions > 1:
             self._stash[self._newest] = {
                 name: p.data.requires_grad_(p.requires_grad)
@@ -133,10 +133,12 @@ class ModuleStage:
         """Raise ValueError unless the weights of `version` are stashed or current."""
         kept = sorted(self._stash) or [self._newest]
         if version not in kept:
-            raise ValueError(f"micro-batch {mb} reads version {version}, the stage holds {kept}")
+            raise ValueError(
+                f"micro-batch {mb} reads version {version}, but the stage holds {kept}"
+            )
 
     def _at(self, version: int, mb: int) -> Callable[[Tensor], Output]:
-        """The module with the weights of `version`."""
+        """Return the module with the weights of `version`."""
         self._need(version, mb)
         self._read[mb] = version
         if self._versions == 1:
@@ -155,21 +157,21 @@ class ModuleStage:
                 copy.grad = None
 
     def reduce(self) -> None:
-        """All-reduce of every gradient, SUM."""
+        """All-reduce every gradient with SUM."""
         if self.group is not None:
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
                     dist.all_reduce(parameter.grad, group=self.group)
 
     def tie(self) -> Tensor | None:
-        """The tied parameter's gradient."""
+        """Return the tied parameter's gradient."""
         return None if self.tied is None else self.tied.grad
 
     def update(self) -> None:
-        """Optimizer step; clears the gradients."""
+        """Make an optimizer step and clear the gradients."""
         if self.optimizer is None:
-            raise ValueError("UPDATE on a stage without an optimizer")
-        if self._versions > 1:  # the optimizer writes in place: not into a version that is read
+            raise ValueError("UPDATE needs an optimizer, but this stage has none; pass optimizer=")
+        if self._versions > 1:  # the optimizer writes in place; protect versions still being read
             for parameter in self.module.parameters():
                 parameter.data = parameter.data.clone()
         self.optimizer.step()

@@ -1,10 +1,10 @@
-"""A pipeline stage: a chain of segments with an autograd graph of its own for each.
+"""A pipeline stage: a chain of segments, each with a separate autograd graph.
 
 A segment is a callable with the units (flat parameter buffers) that it reads, usually one
-transformer block. Because the graph ends at each boundary, the stage itself schedules what happens
-between two segments, without hooks: all-gather the next segment's parameters during this one, free
-them, keep or recompute activations, start a unit's gradient reduction during the backward of
-earlier segments.
+transformer block. The graph ends at each boundary, so the stage itself schedules what happens
+between two segments, without hooks. It all-gathers the next segment's parameters during this one,
+frees them, keeps or recomputes activations, and starts a unit's gradient reduction during the
+backward of earlier segments.
 
     ZeRO 3, three segments; one micro-batch, time from left to right
     compute             F0        F1        F2        B2        B1           B0
@@ -30,8 +30,8 @@ from warpweave.parallel.data.reduce import end_to_end
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.pipeline.losses import Losses, Output, add_losses, split_losses
 
-# (x, batch) -> y, or (y, losses): x is None for the first segment of the first stage, y is None
-# for the last segment of the last stage, which returns losses only.
+# (x, batch) -> y, or (y, losses). x is None for the first segment of the first stage. y is None for
+# the last segment of the last stage, which returns only losses.
 SegmentFn = Callable[[Tensor | None, Any], Output]
 
 
@@ -40,13 +40,13 @@ class Segment:
     """One link of the chain.
 
     Attributes:
-        name: in error messages.
+        name: used in error messages.
         fn: computes the activation, and losses if it has any (`losses`), from the input and the
             micro-batch's data.
         units: the units whose parameters `fn` reads.
-        recompute: full activation checkpointing (Chen et al. 2016, arXiv:1604.06174): keep only the
-            input, and the results of attention over context ranks (`parallel.context.kept`), and
-            run `fn` again in the backward pass.
+        recompute: full activation checkpointing (Chen et al. 2016, arXiv:1604.06174). Keep only the
+            input and the results of attention over context ranks (`parallel.context.kept`), and run
+            `fn` again in the backward pass.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Segment:
 
 
 class _Chain:
-    """Segments in forward order, and which units' gradients each one's backward completes."""
+    """Segments in forward order, and the units whose gradients each one's backward completes."""
 
     def __init__(self, segments: Sequence[Segment], shared: Collection[Unit] = ()) -> None:
         self.segments, self._shared = tuple(segments), shared
         units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
-        # A unit's gradient is complete once the first segment that reads it has run backward.
+        # A unit's gradient is complete when the first segment that reads it has run backward.
         self.completes: list[list[Unit]] = [[] for _ in self.segments]
         for unit in units:
             if unit in shared:
@@ -70,7 +70,7 @@ class _Chain:
             self.completes[first].append(unit)
 
     def fused(self) -> _Chain:
-        """The chain as one segment with one autograd graph, and nothing between segments."""
+        """Return the chain as one segment with one autograd graph, and nothing between segments."""
 
         def run(x: Tensor | None, batch: Any) -> Output:
             total: dict[str, Tensor] = {}
@@ -84,15 +84,15 @@ class _Chain:
 
 
 def _roots(y: Tensor | None, losses: Losses) -> tuple[Tensor, ...]:
-    """The roots of a segment's backward pass: its activation, if there is one, and its losses that
-    depend on anything."""
+    """The roots of a segment's backward pass: its activation, if there is one, and the losses that
+    require a gradient."""
     ends = (loss for loss in losses.values() if loss.requires_grad)
     return (*(() if y is None else (y,)), *ends)
 
 
 @dataclass
 class _Saved:
-    """What a micro-batch keeps from its forward for its backward pass; lists by segment."""
+    """The data of a micro-batch that its forward keeps for its backward; lists are by segment."""
 
     chain: _Chain
     weights: list[WeightGradients]
@@ -103,20 +103,21 @@ class _Saved:
 
 
 class ChainStage:
-    """Runs one stage's forward and backward passes, one micro-batch at a time.
+    """Run one stage's forward and backward passes, one micro-batch at a time.
 
     Args:
         segments: the chain, in forward order.
-        shared: units that another stage of this rank reduces (a tied embedding with first and last
-            stage on one rank).
-        bucket_bytes: the least size of a bucket in which gradients of ZeRO 0 and 1 are reduced, by
-            default 25 MiB as in torch's DDP: small messages cost more than their overlap saves.
-        versions: how many of the newest versions of the weights are kept (weight stashing): with
-            more than one, a micro-batch may run backward after an UPDATE, on the weights that its
-            forward read. Not of parameters that ZeRO 3 shards.
+        shared: units that another stage of this rank reduces (a tied embedding if the first and
+            last stage are on one rank).
+        bucket_bytes: the minimum size of a bucket for reducing gradients of ZeRO 0 and 1. The
+            default is 25 MiB as in torch's DDP, because small messages cost more than their overlap
+            saves.
+        versions: the number of newest versions of the weights to keep (weight stashing). If it is
+            more than one, a micro-batch may run backward after an UPDATE, with the weights that its
+            forward read. Not supported for parameters that ZeRO 3 shards.
 
     Attributes:
-        losses: micro-batch -> name -> loss, detached, of those that have ended in this step.
+        losses: micro-batch -> name -> detached loss, for micro-batches that ended in this step.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class ChainStage:
         end_to_end([unit.gradients for unit in completed])
         self._order = {unit: i for i, unit in enumerate(completed)}
         self._views = {p: view for unit in self.units for p, view in unit.gradients.views.items()}
-        # A boundary costs a little, so there is none where nothing happens between segments.
+        # A boundary has a small cost, so use none if nothing happens between segments.
         self._must_cut = any(s.recompute for s in self.segments) or any(
             unit.placement.param or unit.gradients.sharded_accumulation for unit in self.units
         )
@@ -148,11 +149,11 @@ class ChainStage:
         for unit in self.units if versions > 1 else ():
             unit.parameters.keep_versions(versions)
         self._newest = 0  # version of the weights, counted from the start of a run
-        self._batches: dict[int, Any] = {}  # of micro-batches that have not ended
+        self._batches: dict[int, Any] = {}  # data of micro-batches that have not ended
         self._fed = 0
         self._each = self._backwards_left = 0  # micro-batches from one REDUCE to the next
         self._dloss: Tensor | None = None
-        self._bucket: list[Unit] = []  # complete gradients that do not fill a bucket yet
+        self._bucket: list[Unit] = []  # units with complete gradients that do not yet fill a bucket
         self._reducing: list[Unit] = []
         self.losses: dict[int, Losses] = {}
 
@@ -161,9 +162,9 @@ class ChainStage:
     ) -> None:
         """Start a step: `batches[mb]` is passed to the segments as the data of micro-batch `mb`.
 
-        `dloss`, 0-dim, is the gradient from which every loss's backward starts: the loss scale, by
-        default 1. `each` is how many micro-batches there are from one REDUCE to the next, by
-        default all.
+        `dloss` (0-dim) is the gradient from which every loss's backward starts: the loss scale, by
+        default 1. `each` is the number of micro-batches from one REDUCE to the next, by default
+        all.
         """
         self._batches, self._fed, self._dloss = dict(enumerate(batches)), len(batches), dloss
         self._each = self._backwards_left = len(batches) if each is None else each
@@ -171,34 +172,36 @@ class ChainStage:
         self.losses = {}
 
     def feed(self, batches: Sequence[Any]) -> None:
-        """The data of the micro-batches that follow, for the next pass of a run that is left open;
-        forgets the losses."""
+        """Add the data of the following micro-batches, for the next pass of a run that is left
+        open, and forget the losses."""
         self._batches |= enumerate(batches, self._fed)
         self._fed += len(batches)
         self.losses = {}
 
     def start(self) -> None:
-        """A run of the lists begins: the current weights are version 0."""
+        """Begin a run of the lists: the current weights are version 0."""
         self._newest = 0
 
     def updated(self) -> None:
-        """UPDATE has made the next version."""
+        """Note that UPDATE has made the next version."""
         self._newest += 1
 
     def _age(self, mb: int) -> int:
-        """By how many updates the weights that `mb` reads are older than the newest."""
+        """The number of updates by which the weights that `mb` reads are older than the newest."""
         version = self._saved[mb].version
         age = self._newest - version
         kept = min(unit.parameters.kept for unit in self.units) if age else 1
         if not 0 <= age < kept:
             held = list(range(self._newest - kept + 1, self._newest + 1))
-            raise ValueError(f"micro-batch {mb} reads version {version}, the stage holds {held}")
+            raise ValueError(
+                f"micro-batch {mb} reads version {version}, but the stage holds {held}"
+            )
         return age
 
     # ------------------------------------------------------------------ forward
 
     def forward(self, mb: int, x: Tensor | None, version: int = 0) -> Tensor | None:
-        """Run the chain on micro-batch `mb`; returns the activation for the next stage.
+        """Run the chain on micro-batch `mb` and return the activation for the next stage.
 
         The last stage returns None. Raises ValueError if the stage does not hold `version`.
         """
@@ -218,14 +221,14 @@ class ChainStage:
             saved.outputs.append(_roots(y, losses) if kept is None else kept)
             x = None if y is None else y.detach()
             add_losses(total, {name: loss.detach() for name, loss in losses.items()})
-            if k + 1 < len(segments):  # the last one is needed first in the backward pass
+            if k + 1 < len(segments):  # the backward pass needs the last segment first
                 self._leave(segments, k, k + 1)
         saved.losses = total
         return x
 
     def _chain(self, mb: int) -> _Chain:
-        """The chain for `mb`: segmented if parameters are gathered or gradients reduced between
-        segments, else fused.
+        """Return the chain for `mb`. It is segmented if parameters are gathered or gradients are
+        reduced between segments, otherwise fused.
 
         Gradients of ZeRO 0 and 1 are reduced once, during the backward of the last micro-batch.
         """
@@ -237,7 +240,7 @@ class ChainStage:
     def evaluate(
         self, x: Tensor | None, batch: Any, final: SegmentFn | None = None
     ) -> tuple[Tensor | None, Losses]:
-        """(y, losses) of the chain without keeping activations; `final` replaces the last
+        """Return (y, losses) of the chain without keeping activations; `final` replaces the last
         segment."""
         total: dict[str, Tensor] = {}
         for k, segment in enumerate(self.segments):
@@ -252,14 +255,14 @@ class ChainStage:
     # ------------------------------------------------------------------ backward
 
     def backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
-        """Backward of micro-batch `mb`: all gradients; returns the gradient of the stage's input.
+        """Compute all gradients of micro-batch `mb`; return the gradient of the stage's input.
 
-        `dy` is the gradient of the stage's output, None on the last stage.
+        `dy` is the gradient of the stage's output; None on the last stage.
         """
         return self._backward(mb, dy, deferred=False)
 
     def backward_input(self, mb: int, dy: Tensor | None) -> Tensor | None:
-        """As `backward`, with the weight gradients of linear layers deferred."""
+        """Like `backward`, but defer the weight gradients of linear layers."""
         return self._backward(mb, dy, deferred=True)
 
     def backward_weight(self, mb: int) -> None:
@@ -294,7 +297,7 @@ class ChainStage:
             if isinstance(roots, Kept):
                 with torch.enable_grad(), roots.second(), recomputing():
                     roots = _roots(*split_losses(segment.fn(entry, self._batches[mb])))
-            # The activation is the first of them, if there is one; all others are losses.
+            # The first root is the activation, if there is one; all others are losses.
             of_y = () if gradient is None else (gradient,)
             seeds = of_y + (self._dloss,) * (len(roots) - len(of_y))
             weights = saved.weights[k]
@@ -328,7 +331,7 @@ class ChainStage:
     # ------------------------------------------------------------------ parameters and gradients
 
     def _enter(self, segments: Sequence[Segment], k: int, following: int, age: int = 0) -> None:
-        """Wait for segment k's parameters, `age` updates old; start the all-gather of the next
+        """Wait for segment k's parameters, `age` updates old, and start the all-gather of the next
         segment's."""
         for unit in segments[k].units:
             unit.parameters.unshard()
@@ -340,7 +343,7 @@ class ChainStage:
                 unit.parameters.unshard()
 
     def _leave(self, segments: Sequence[Segment], k: int, following: int) -> None:
-        """Free segment k's parameters, unless the next segment reads them, too."""
+        """Free segment k's parameters, unless the next segment also reads them."""
         kept = segments[following].units if 0 <= following < len(segments) else ()
         for unit in segments[k].units:
             if unit not in kept:
@@ -350,8 +353,8 @@ class ChainStage:
         """Start reducing `units`, whose gradients a segment has just completed, if they are due.
 
         Sharded gradients (ZeRO 2 and 3, and all that are summed in order) are reduced after every
-        micro-batch, at most two units at a time, to bound the memory of unreduced buffers. Others
-        are reduced after the last micro-batch, in buckets.
+        micro-batch, at most two units at a time, to bound the memory of unreduced buffers. Other
+        gradients are reduced in buckets after the last micro-batch.
         """
         for unit in units:
             if unit.gradients.sharded_accumulation:
@@ -369,13 +372,13 @@ class ChainStage:
         self._reducing += [unit, *following]
 
     def _follows(self, at: int) -> bool:
-        """Whether the gradients at index `at` of the bucket directly follow the previous ones in
-        memory."""
+        """Return True if the gradients at index `at` of the bucket directly follow the previous
+        ones in memory."""
         before, unit = self._bucket[at - 1 : at + 1]
         return before.gradients.is_before(unit.gradients)
 
     def _empty_bucket(self) -> None:
-        """Start reducing the bucket: gradients that are adjacent in memory in one message."""
+        """Start reducing the bucket. Gradients that are adjacent in memory share a message."""
         self._bucket.sort(key=lambda unit: self._order[unit])
         while self._bucket:
             end = 1

@@ -1,12 +1,12 @@
-"""Transports of a pipeline: messages between ranks within one process, or over a process group.
+"""Pipeline transports: messages between ranks, within one process or over a process group.
 
-`Distributed`, four ranks; a line is a link, a letter the communicator that carries it
+`Distributed`, four ranks; each arrow is a link, its letter the communicator that carries it
 
     activations   rank 0 --A--> rank 1 --B--> rank 2 --A--> rank 3
     gradients     rank 0 <--C-- rank 1 <--D-- rank 2 <--C-- rank 3
 
-No two links of a communicator share a rank, so that on NCCL, which runs a communicator's
-operations in order, a posted receive never blocks a send.
+No two links of a communicator share a rank. NCCL runs a communicator's operations in order, so this
+ensures that a posted receive never blocks a send.
 """
 
 from __future__ import annotations
@@ -59,17 +59,19 @@ def _check_like(action: Action, tensor: Tensor, like: Like) -> None:
     shape, dtype = tuple(like[0]), like[1]
     if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
         raise ValueError(
-            f"{action}: got shape {tuple(tensor.shape)} {tensor.dtype}, agreed were {shape} {dtype}"
+            f"{action}: expected shape {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
         )
 
 
 def _check_stages(lists: Schedule, stages: Mapping[int, Stage], ranks: Sequence[int]) -> None:
     wanted = {a.stage for rank in ranks for a in lists[rank]}
     if wanted != set(stages):
-        raise ValueError(f"ranks {list(ranks)} run stages {sorted(wanted)}, got {sorted(stages)}")
+        raise ValueError(
+            f"expected stages {sorted(wanted)} for ranks {list(ranks)}, got {sorted(stages)}"
+        )
     if len(set(placement(lists))) > 1 and not lowered(lists):
         raise ValueError(
-            f"{len(lists)} ranks and no SEND or RECV: pass the lists through with_comm"
+            f"the lists of {len(lists)} ranks have no SEND or RECV; pass them through with_comm"
         )
 
 
@@ -77,10 +79,10 @@ def _check_stages(lists: Schedule, stages: Mapping[int, Stage], ranks: Sequence[
 
 
 class InProcess:
-    """All ranks in this process, in turn: each runs until it waits for a message.
+    """Run all ranks in this process, in turn: each runs until it waits for a message.
 
-    Messages are copied, so that stages do not share memory by accident. Deadlocks and messages in
-    the wrong order are detected during the run, without `validate`.
+    Messages are copied, so stages do not share memory by accident. Deadlocks and messages in the
+    wrong order are detected during the run, without `validate`.
     """
 
     def __init__(self) -> None:
@@ -88,27 +90,27 @@ class InProcess:
         self._stages: Mapping[int, Stage] = {}
 
     def ranks(self, lists: Schedule) -> Sequence[int]:
-        """All of them."""
+        """Return all ranks."""
         return range(len(lists))
 
     def open(self, lists: Schedule, stages: Mapping[int, Stage]) -> None:
-        """Empties the mailboxes. ``ValueError`` if a stage is missing."""
+        """Empty the mailboxes. Raise ``ValueError`` if a stage is missing."""
         _check_stages(lists, stages, self.ranks(lists))
         self._stages, self._boxes = stages, {}
 
     def like(self, stage: int, mb: int) -> Like:
-        """That of the stage itself."""
+        """Return the stage's own `input_like`."""
         return self._stages[stage].input_like(mb)
 
     def reach(self, rank: int, index: int) -> None:
-        """Nothing: mailboxes are always open."""
+        """Do nothing: mailboxes are always open."""
 
     def send(self, link: Link, action: Action, tensor: Tensor) -> None:
-        """Puts a copy into the link's mailbox."""
+        """Put a copy into the link's mailbox."""
         self._boxes.setdefault(link, deque()).append((action, tensor.clone()))
 
     def drive(self, programs: dict[int, Generator[Receive, Tensor, None]]) -> None:
-        """Runs the ranks in turn to their ends; ``RuntimeError`` if none can proceed."""
+        """Run the ranks in turn to completion. Raise ``RuntimeError`` if none can proceed."""
         waiting: dict[int, Receive | None] = dict.fromkeys(programs)
         while waiting:
             moved = False
@@ -131,7 +133,7 @@ class InProcess:
                 raise RuntimeError(f"deadlock: {stuck}")
         left = [str(action) for box in self._boxes.values() for action, _ in box]
         if left:
-            raise RuntimeError(f"sent and never received: {' '.join(left)}")
+            raise RuntimeError(f"messages were sent but never received: {' '.join(left)}")
 
     def _take(self, want: Receive) -> Tensor:
         sent, tensor = self._boxes[want.link].popleft()
@@ -139,7 +141,7 @@ class InProcess:
         if sent != matches:
             raise RuntimeError(
                 f"link {want.link.kind} from rank {want.link.src} to {want.link.dst}: "
-                f"{want.action} finds {sent}"
+                f"{want.action} got {sent}, expected {matches}"
             )
         _check_like(want.action, tensor, want.like)
         return tensor
@@ -153,49 +155,50 @@ def _send_of(receive: Action) -> Action:
 # ------------------------------------------------------------------ one rank per process
 
 _DIMS = 8
-_LAST = (B, W)  # one of them ends a micro-batch on a stage
-_CTAS = 4  # of NCCL's thread blocks in a message, which a receive holds from its post to its end
+_LAST = (B, W)  # either of them ends a micro-batch on a stage
+_CTAS = 4  # NCCL thread blocks per message; a receive holds them from its post to its end
 
 
 class Distributed:
-    """This process is one rank of the pipeline group; messages are torch.distributed P2P
+    """Run one rank of the pipeline group in this process, with messages as torch.distributed P2P
     operations.
 
-    * No two links of a communicator share a rank, so that a receive posted early never blocks a
-      send after it (NCCL runs the operations of a communicator in order). A linear pipeline needs
-      four communicators, because a rank has up to four links.
+    * No two links of a communicator share a rank, so a receive that is posted early never blocks a
+      later send (NCCL runs the operations of a communicator in order). A linear pipeline needs four
+      communicators, because a rank has up to four links.
     * Receives are posted at the positions of a table computed from the lists. On gloo, where a
-      posted receive is only a buffer, one per link is posted ahead of its need
-      (`schedule.posted_ahead`), so that messages are hidden behind compute. On NCCL and all others,
-      where it may be a running kernel, it is posted at its need, or earlier where that is necessary
-      (`schedule.posted_at_need`), so that no rank computes while an operation of its own is waiting
-      for it.
-    * Sends are asynchronous. What is sent is kept until a later message acknowledges it
-      (`schedule.acknowledged`), so that no rank blocks on a send before the end of the step.
-    * Activations and gradients travel in buffers that are used again: one that was received when
-      its micro-batch's backward is over, a copy that was sent when it has arrived. On NCCL a fresh
-      block could serve again only once the device is past its message (record_stream), and a host
-      that is ahead of its device would hold a block for every micro-batch.
+      posted receive is only a buffer, one receive per link is posted ahead of need
+      (`schedule.posted_ahead`), so messages are hidden behind compute. On NCCL and all other
+      backends, a posted receive may be a running kernel. There it is posted when it is needed, or
+      earlier if necessary (`schedule.posted_at_need`), so no rank computes while one of its own
+      operations is waiting for it.
+    * Sends are asynchronous. A sent tensor is kept until a later message acknowledges it
+      (`schedule.acknowledged`), so no rank blocks on a send before the end of the step.
+    * Activations and gradients travel in reused buffers. A received buffer is reused when its
+      micro-batch's backward is over, a sent copy when it has arrived. On NCCL, a newly allocated
+      block could be reused only after the device is past its message (record_stream). A host that
+      is ahead of its device would hold a block for every micro-batch.
     * Every wait ends after `timeout`, with an error that names rank, action and peer. On NCCL the
-      wait is the stream's, and torch's watchdog keeps the time.
+      stream waits, and torch's watchdog enforces the time-out.
 
     Args:
-        lists: the schedule, validated here; `execute` accepts no other.
+        lists: the schedule, which is validated here; `execute` accepts no other.
         group: the pipeline group, whose rank r runs ``lists[r]``; None for a single rank.
-        device: of the receive buffers; the group's backend must support it.
+        device: device of the receive buffers; the group's backend must support it.
         timeout: seconds.
         staleness: the largest number of versions by which a gradient may be older than the weights
             that it updates.
-        open_pass: `lists` are a pass that is left open (`schedule.open_passes`) of a run that the
+        open_pass: `lists` are a pass that is left open (`schedule.open_passes`), of a run that the
             caller has validated.
-        beside: the transport of another pass of that run, whose communicators are used.
+        beside: the transport of another pass of that run; its communicators are used.
 
-    Building one is collective over all ranks, not only those of `group`: each rank builds that of
-    its own pipeline, whose lists may be others. It cannot be used again after an error.
+    Construction is collective over all ranks, not only those of `group`. Each rank constructs the
+    transport of its own pipeline; different pipelines may have different lists. A transport cannot
+    be used after an error.
 
     Raises:
-        ValueError: the schedule is invalid, has another number of ranks than the group, or differs
-        between ranks.
+        ValueError: the schedule is invalid, differs between ranks, or does not have as many ranks
+            as the group.
     """
 
     def __init__(
@@ -215,7 +218,9 @@ class Distributed:
             validate(lists, staleness=staleness)
         size = group_size(group)
         if size != len(lists):
-            raise ValueError(f"the schedule has {len(lists)} ranks, the pipeline group {size}")
+            raise ValueError(
+                f"the schedule is for {len(lists)} ranks, but the pipeline group has {size}"
+            )
         self.rank = group_rank(group)
         self._lists, self._group, self._timeout = lists, group, timeout
         self._device = torch.device(device)
@@ -230,11 +235,11 @@ class Distributed:
         self._posted: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._sending: dict[Action, tuple[Link, dist.Work, Tensor]] = {}
         self._ending = {a[1:3] for a in lists[self.rank] if a.op in _LAST}  # (stage, micro-batch)
-        self._received: dict[tuple[int, int], list[Tensor]] = defaultdict(list)  # by those
+        self._received: dict[tuple[int, int], list[Tensor]] = defaultdict(list)  # by `_ending`
         self._buffers = Buffers()
 
     def _connect(self) -> dict[Link, ProcessGroup]:
-        """Create the communicators, and send one message on every link."""
+        """Create the communicators and send one message on every link."""
         if self._group is None:
             return {}
         matchings: list[list[Link]] = []
@@ -252,8 +257,8 @@ class Distributed:
             for matching, made in zip(matchings, groups, strict=True)
             for wire in matching
         }
-        # NCCL connects two ranks at their first message and blocks until both call it: connecting
-        # in one order on all ranks avoids a deadlock in the first step.
+        # NCCL connects two ranks at their first message and blocks until both call it. Connecting
+        # in the same order on all ranks avoids a deadlock in the first step.
         greeting = torch.zeros(1, device=self._device)
         for wire in sorted(result):
             if wire.src == self.rank:
@@ -263,10 +268,11 @@ class Distributed:
         return result
 
     def _make_groups(self, number: int) -> list[ProcessGroup]:
-        """`number` process groups of the pipeline's ranks.
+        """Create `number` process groups of the pipeline's ranks.
 
-        All ranks of the default group create those of all pipelines, in one order: on NCCL they are
-        split off the default group (ncclCommSplit), whose ranks all take part.
+        All ranks of the default group create the groups of all pipelines, in the same order. On
+        NCCL, groups are split off the default group (ncclCommSplit), in which all of its ranks
+        participate.
         """
         ranks = dist.get_process_group_ranks(self._group)
         checksum = zlib.crc32(to_csv(self._lists).encode())
@@ -276,7 +282,8 @@ class Distributed:
         pipelines = [[r for r, inside in enumerate(row[2:]) if inside] for row in rows]
         if len({*map(tuple, pipelines)}) < len(rows):
             raise ValueError(
-                f"the ranks of the pipeline group hold different schedules, checksum {checksum}"
+                f"the ranks of the pipeline group have different schedules (checksum {checksum} "
+                f"on rank {self.rank}); pass the same lists on every rank"
             )
         made, timeout = [], timedelta(seconds=self._timeout)
         for (_, count, *_), members in zip(rows, pipelines, strict=True):
@@ -288,13 +295,13 @@ class Distributed:
         return made
 
     def ranks(self, lists: Schedule) -> Sequence[int]:
-        """The rank of this process."""
+        """Return the rank of this process."""
         return (self.rank,)
 
     def open(self, lists: Schedule, stages: Mapping[int, Stage]) -> None:
-        """In the first run, collective: all ranks exchange the inputs' shapes and dtypes."""
+        """Check the stages. In the first run, all ranks exchange the inputs' shapes and dtypes."""
         if lists != self._lists:
-            raise ValueError(f"rank {self.rank}: this transport was built for another schedule")
+            raise ValueError(f"rank {self.rank}: this transport was built for a different schedule")
         _check_stages(lists, stages, self.ranks(lists))
         if self._table is None:
             self._table = self._agree(lists, stages)
@@ -308,8 +315,8 @@ class Distributed:
                 shape, dtype, _ = stages[s].input_like(i)
                 if len(shape) > _DIMS or dtype not in DTYPES:
                     raise ValueError(
-                        f"rank {self.rank}: input of stage {s} is {tuple(shape)} {dtype}, "
-                        f"allowed are {_DIMS} dims and {DTYPES}"
+                        f"rank {self.rank}: expected an input of at most {_DIMS} dims with a dtype "
+                        f"of {DTYPES} for stage {s}, got {tuple(shape)} {dtype}"
                     )
                 words[s, i, : 2 + len(shape)] = torch.tensor(
                     [DTYPES.index(dtype), len(shape), *shape], dtype=torch.int64
@@ -324,13 +331,13 @@ class Distributed:
         return table
 
     def like(self, stage: int, mb: int) -> Like:
-        """From the table that the ranks exchanged in `open`."""
+        """Return the entry of the table that the ranks exchanged in `open`."""
         assert self._table is not None
         return self._table[stage, mb]
 
     def reach(self, rank: int, index: int) -> None:
-        """Frees the buffers of a micro-batch that is over, and posts the receives that the table
-        has at this position."""
+        """Free the buffers of a micro-batch that is over, and post the receives that the table
+        lists at this position."""
         before = self._lists[rank][index - 1] if index else None
         if before is not None and before.op in _LAST:
             for buffer in self._received.pop((before.stage, before.mb), ()):
@@ -340,12 +347,12 @@ class Distributed:
             self._post(Receive(link(receive, self._rank_of), receive, like))
 
     def send(self, link: Link, action: Action, tensor: Tensor) -> None:
-        """Starts an isend, and keeps what it sends until it is acknowledged."""
+        """Start an isend, and keep the tensor until it is acknowledged."""
         if action.op in SENDS:
             stage = action.stage + (action.op == SEND_F)
             _check_like(action, tensor, self.like(stage, action.mb))
             tensor = self._buffers.take(tensor.shape, tensor.dtype, self._device).copy_(tensor)
-        elif action in self._sending:  # an earlier TIE, whose answer is here
+        elif action in self._sending:  # an earlier TIE, whose answer has arrived
             self._arrive(action)
         tensor = tensor.contiguous()
         work = dist.isend(tensor, group_dst=link.dst, group=self._communicators[link])
@@ -353,7 +360,7 @@ class Distributed:
         self._sending[action] = (link, work, tensor)
 
     def drive(self, programs: dict[int, Generator[Receive, Tensor, None]]) -> None:
-        """Runs this rank's list, and waits for its sends at the end."""
+        """Run this rank's list, and wait for its sends at the end."""
         program = programs[self.rank]
         message: Tensor | None = None
         while True:
@@ -372,7 +379,7 @@ class Distributed:
         self._posted[want.action] = work, buffer
 
     def _take(self, want: Receive) -> Tensor:
-        if want.action not in self._posted:  # a TIE: only its stage knows its shape
+        if want.action not in self._posted:  # a TIE, whose shape only its stage knows
             self._post(want)
         work, buffer = self._posted.pop(want.action)
         self._wait(work, f"{want.action} from rank {want.link.src}")

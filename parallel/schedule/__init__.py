@@ -1,9 +1,9 @@
-"""Pipeline schedules as data, of the standard library alone.
+"""Pipeline schedules as data, using only the standard library.
 
-`actions` the actions of a schedule and what each depends on · `families` the schedules, a family a
-file, each a record (`family`) · `passes` that add sends, ZeRO's collectives, ties and updates ·
-`ordering` the order in which lists can run, deadlocks · `validation` whether lists are right ·
-`open_passes` a run cut into passes that are left open · `text` in the form of torch's runtime.
+`actions` the actions of a schedule and their dependencies · `families` the schedules, one file per
+family, each a record (`family`) · `passes` add sends, ZeRO's collectives, ties and updates ·
+`ordering` the order in which lists can run, deadlocks · `validation` checks of complete lists ·
+`open_passes` runs cut into passes that are left open · `text` the notation of torch's runtime.
 """
 
 from warpweave.parallel.schedule.actions import Action, Link, Schedule, placement

@@ -1,9 +1,9 @@
-"""Writes a schedule as CSV, in the notation of torch's pipelining runtime.
+"""Print a schedule as CSV, in the notation of torch's pipelining runtime.
 
     python -P -m warpweave.parallel.schedule zb-v --ranks 4 --microbatches 8 --chunks 2 > mine.csv
 
-What is written may be changed, and given to ``warpweave train --schedule mine.csv`` and ``warpweave
-prove --schedule mine.csv``, which say what is wrong with it.
+You can edit the file and pass it to ``warpweave train --schedule mine.csv`` or ``warpweave prove
+--schedule mine.csv``, which report any errors in it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from warpweave.parallel.schedule.text import to_csv
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the schedule that the options name."""
+    """Print the schedule that the options select."""
     options = argparse.ArgumentParser(prog="python -P -m warpweave.parallel.schedule")
     options.add_argument("schedule", help=f"{', '.join(FAMILIES)} or a path ending in .csv")
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--microbatches", type=int, default=4)
     options.add_argument("--chunks", type=int, default=1, help="stages per rank")
-    options.add_argument("--comm", action="store_true", help="with sends and receives")
+    options.add_argument("--comm", action="store_true", help="include sends and receives")
     given = options.parse_args(argv)
     try:
         lists = find_family(given.schedule).make(given.ranks, given.microbatches, given.chunks)

@@ -1,14 +1,13 @@
-"""Pipeline schedules as data: one list of actions per rank, which executor, simulator and validator
-read alike.
+"""Pipeline schedules as data: one list of actions per rank.
 
-A schedule is ``list[list[Action]]``: ``lists[r]`` is what rank `r` does, in order. 1F1B for two
-ranks and two micro-batches, stage before the op and micro-batch behind it, and the same with
-messages:
+Executor, simulator and validator read the same lists. A schedule is ``list[list[Action]]``:
+``lists[r]`` is what rank `r` does, in order. 1F1B for two ranks and two micro-batches, without and
+with messages (the stage is before the operation, the micro-batch after it):
 
     rank 0   0F0 0F1 0B0 0B1         0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
     rank 1   1F0 1B0 1F1 1B1         1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
 
-A *generator* (`gpipe`, `one_f_one_b`, `interleaved`) makes the list of F and B; naive model
+A *generator* (`gpipe`, `one_f_one_b`, `interleaved`) creates the lists of F and B. Naive model
 parallelism is ``gpipe(p, 1)`` and gradient accumulation is ``gpipe(1, m)``. *Passes* are pure
 functions from lists to lists that add what a generator leaves out: sends and receives, ZeRO's
 reductions, the sum of tied weights' gradients, the optimizer step.
@@ -24,17 +23,17 @@ reductions, the sum of tied weights' gradients, the optimizer step.
 ``UPDATE``   the optimizer step; its `ver` is the version of the weights that it produces
 ===========  ===================================================================================
 
-A *cell* is an ``F`` and a ``B`` of another micro-batch that a rank computes together, so that the
-messages of the one pass under the products of the other (DualPipe, arXiv:2412.19437): the F is
-`joined` to the B that follows it, ``0F3& 7B1``, torch's ``(0F3;7B1)OVERLAP_F_B``. It begins when
-both can, and what it gives is there when both have ended.
+A *cell* is an ``F`` and a ``B`` of different micro-batches that a rank computes together, so the
+messages of each are hidden under the products of the other (DualPipe, arXiv:2412.19437). The F is
+`joined` to the B that follows it: ``0F3& 7B1``, or ``(0F3;7B1)OVERLAP_F_B`` in torch. A cell begins
+when both can begin, and its results are available when both have ended.
 
 The rank of each stage follows from the lists (`placement`), so looped and V-shaped placements need
-nothing else. `Action.ver` is the version of the weights that an ``F`` reads; a synchronous schedule
-reads version 0 in all of a step. Sources: GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush,
+no other data. `Action.ver` is the version of the weights that an ``F`` reads; everything in a step
+of a synchronous schedule reads version 0. Sources: GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush,
 arXiv:2006.09503).
 
-Standard library only. Every error is a ``ValueError`` of one line with the numbers in it.
+This file uses only the standard library. Every error is a one-line ``ValueError`` with the numbers.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ REDUCE, TIE, UPDATE = "REDUCE", "TIE", "UPDATE"
 
 COMPUTE = (F, B, I, W)
 SENDS, RECEIVES = (SEND_F, SEND_B), (RECV_F, RECV_B)
-WHOLE = -1  # the micro-batch of an action that concerns the stage and no micro-batch
+WHOLE = -1  # the micro-batch of an action that concerns a whole stage
 
-FINISHES = (B, W)  # complete a micro-batch's gradient
+FINISHES = (B, W)  # these complete a micro-batch's gradient
 MATCHING = {SEND_F: RECV_F, SEND_B: RECV_B, RECV_F: SEND_F, RECV_B: SEND_B}
 AFTER = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}  # the peer's stage minus this one
 
 
 class Action(NamedTuple):
     """One entry of a rank's list: `op` on `stage` for micro-batch `mb`, with weights of version
-    `ver`, `joined` to the next one in a cell."""
+    `ver`. If `joined`, it forms a cell with the next entry."""
 
     op: str
     stage: int
@@ -93,8 +92,8 @@ def deps(action: Action, stages: int, rank_of: Sequence[int] | None = None) -> t
         W of stage s          I of stage s
 
     Events are actions of version 0; a ``B`` is the events ``I`` and ``W`` (`gives`). With `rank_of`
-    (the rank of each stage) the answer is for lowered lists, in which an F or B waits for its RECV
-    where the other stage is on another rank, and a RECV for its SEND.
+    (the rank of each stage), the result is for lowered lists: an F or B waits for its RECV if the
+    other stage is on another rank, and a RECV waits for its SEND.
     """
     op, s, i, ver, _ = action
     if op == F:
@@ -115,7 +114,7 @@ def deps(action: Action, stages: int, rank_of: Sequence[int] | None = None) -> t
     if op in RECEIVES:
         return (Action(MATCHING[op], s + AFTER[op], i),)
     if op in (REDUCE, TIE, UPDATE):
-        return ()  # ordered by their position in the list alone
+        return ()  # ordered only by their position in the list
     raise ValueError(f"unknown op {op!r} of stage {s} micro-batch {i}")
 
 
@@ -128,7 +127,7 @@ def gives(action: Action) -> tuple[Action, ...]:
 
 
 def cells(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
-    """A rank's list in units: most are an action, a cell is two."""
+    """Split a rank's list into units: an action each, or a cell of two."""
     first: tuple[Action, ...] = ()
     for action in actions:
         if action.joined and not first:
@@ -148,14 +147,16 @@ def cell_at(actions: Sequence[Action], index: int) -> Sequence[Action]:
 def held_activations(
     actions: Sequence[Action], of: Callable[[int], int] = lambda stage: 1
 ) -> list[int]:
-    """The activations that a rank holds after each action of its list: one, or ``of(stage)``, from
-    an F to its B or W, as almost nothing is freed between I and W."""
+    """The number of activations that a rank holds after each action of its list.
+
+    Each F adds one (or ``of(stage)``) until its B or W. Almost nothing is freed between I and W.
+    """
     steps = (((a.op == F) - (a.op in FINISHES)) * of(a.stage) for a in actions)
     return list(accumulate(steps))
 
 
 def placement(lists: Schedule) -> list[int]:
-    """The rank of each stage. ValueError if a stage is on two ranks or stages are not 0 to n-1."""
+    """The rank of each stage. Raise ValueError if one is on two ranks, or they are not 0 to n-1."""
     rank_of: dict[int, int] = {}
     for rank, actions in enumerate(lists):
         for action in actions:
@@ -164,30 +165,30 @@ def placement(lists: Schedule) -> list[int]:
                     f"stage {action.stage} is on ranks {rank_of[action.stage]} and {rank}"
                 )
     if sorted(rank_of) != list(range(len(rank_of))) or not rank_of:
-        raise ValueError(f"stages must be 0 to {len(rank_of) - 1}, found {sorted(rank_of)}")
+        raise ValueError(f"expected stages 0 to {len(rank_of) - 1}, got {sorted(rank_of)}")
     return [rank_of[s] for s in range(len(rank_of))]
 
 
 def lowered(lists: Schedule) -> bool:
-    """Whether the lists contain sends and receives: they have been through `with_comm`."""
+    """Return True if the lists contain sends and receives (`with_comm` has been applied)."""
     return any(a.op in SENDS or a.op in RECEIVES for actions in lists for a in actions)
 
 
 def link(action: Action, rank_of: Sequence[int]) -> Link:
-    """The connection that a SEND or RECV uses; both ends name the same one."""
+    """The connection that a SEND or RECV uses, the same for both ends."""
     own, peer = rank_of[action.stage], rank_of[action.stage + AFTER[action.op]]
     kind = F if action.op in (SEND_F, RECV_F) else B
     return Link(kind, own, peer) if action.op in SENDS else Link(kind, peer, own)
 
 
 def tied_stages(rank_of: Sequence[int]) -> tuple[int, ...]:
-    """The stages that get a TIE: first and last, or only the first if both are on one rank."""
+    """The stages that have a TIE: first and last, or only the first if both are on one rank."""
     last = len(rank_of) - 1
     return (0, last) if rank_of[0] != rank_of[last] else (0,)
 
 
 def links(lists: Schedule) -> list[Link]:
-    """Every connection that the lists use, sorted; a TIE uses one each way."""
+    """All connections that the lists use, sorted. A TIE uses one in each direction."""
     rank_of = placement(lists)
     crossing = (a for actions in lists for a in actions if a.op in SENDS or a.op in RECEIVES)
     found = {link(a, rank_of) for a in crossing}

@@ -13,13 +13,13 @@ class ScheduleFamily:
     """A pipeline schedule for any number of ranks and micro-batches.
 
     Attributes:
-        name: as ``--schedule`` says it.
+        name: its name for ``--schedule``.
         generate: (p, m, c) -> the lists of p ranks and m micro-batches with c stages per rank,
-            compute actions alone.
-        chunks: stages per rank that it has; None: any number, as told.
-        least: p -> the fewest micro-batches.
-        asynchronous: its lists hold updates, and gradients of older weights than they change
-            (`open_passes.staleness`); otherwise all of a step reads version 0.
+            compute actions only.
+        chunks: its number of stages per rank; None means any number, as requested.
+        least: p -> the minimum number of micro-batches.
+        asynchronous: its lists contain updates, and gradients of older weights than the ones they
+            change (`open_passes.staleness`). Otherwise everything in a step reads version 0.
     """
 
     name: str
@@ -29,10 +29,10 @@ class ScheduleFamily:
     asynchronous: bool = False
 
     def make(self, p: int, m: int, c: int = 1) -> Schedule:
-        """The lists; ValueError, in one line, unless it has such lists."""
+        """Return the lists. Raise ValueError, in one line, if the schedule cannot have them."""
         if self.chunks not in (None, c):
             raise ValueError(
-                f"schedule {self.name} has chunks = {self.chunks} stages per rank, got {c}"
+                f"schedule {self.name} requires chunks = {self.chunks} stages per rank, got {c}"
             )
         if m < (least := self.least(p)):
             where = "" if least == 1 else f" with schedule {self.name} on {p} ranks"
@@ -41,17 +41,18 @@ class ScheduleFamily:
 
 
 def need(name: str, p: int, m: int) -> None:
-    """ValueError unless there is a stage and a micro-batch."""
+    """Raise ValueError unless there is at least one stage and one micro-batch."""
     if p < 1 or m < 1:
         raise ValueError(f"{name} needs p >= 1 stages and m >= 1 micro-batches, got p={p} m={m}")
 
 
 def count_up(pattern: str, stages: Sequence[int], m: int) -> list[Action]:
-    """A rank's list from a pattern of ops and of which of its `stages` they are.
+    """A rank's list, from a pattern of operations and indices into the rank's `stages`.
 
-    ``"F0 F1 F0&B1 I0 W"`` is F of its first stage, F of its second, a cell of F of the first and B
-    of the second, I of the first, and the oldest W that is owed (``W0``: of the first). Each op of
-    a stage goes on to the next micro-batch; those from `m` on are left out.
+    ``"F0 F1 F0&B1 I0 W"`` means: F of its first stage, F of its second, a cell of F of the first
+    and B of the second, I of the first, and the oldest W that is owed (``W0`` is the oldest one of
+    the first stage). Each operation of a stage takes the next micro-batch; micro-batches from `m`
+    on are left out.
     """
     following: dict[tuple[bool, int], int] = {}  # (is it an F, stage) -> micro-batch
     owed: list[Action] = []

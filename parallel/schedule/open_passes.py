@@ -1,19 +1,20 @@
-"""A run as passes that are left open: what is under way at the end of one goes on in the next.
+"""Runs cut into passes that are left open: micro-batches in flight continue in the next pass.
 
-An asynchronous schedule (PipeDream, arXiv:1806.03377) has no flush, so no place at which every
-micro-batch that has begun has ended. Its list for a whole run is a schedule like any other, with
-micro-batches and versions numbered from 0, and `validate` checks it whole. `cut_into_passes` cuts
-it behind every few updates, for a trainer that does something in between. Two ranks, an update
-after each micro-batch, cut after two (UPDATE as U):
+An asynchronous schedule (PipeDream, arXiv:1806.03377) has no flush, so there is no point at which
+every micro-batch that has begun has also ended. Its list for a whole run is a schedule like any
+other, with micro-batches and versions numbered from 0, and `validate` checks it as a whole.
+`cut_into_passes` cuts it after every few updates, for a trainer that does something in between. Two
+ranks, an update after each micro-batch, cut after two (UPDATE as U):
 
     rank 0   0F0 0F1 0B0 0U1 0F2 0B1 0U2  |  0F3@1 0B2 0U3 0F4@2 0B3@1 0U4  |  ...
     rank 1   1F0 1B0 1U1 1F1@1 1B1@1 1U2  |  1F2@2 1B2@2 1U3 1F3@3 1B3@3 1U4  |  ...
 
-Rank 0 has begun micro-batch 2 at the cut, and ends it behind it. A message ends in the pass in
+At the cut, rank 0 has begun micro-batch 2; it ends it after the cut. A message ends in the pass in
 which it begins: `with_comm` lets rank 1 receive the input of 2 before the cut, and use it after.
-From the second on passes are the same but for their numbers, which `renumbered` takes away; so one
-transport serves all of them. A run without an end is then two lists (`leave_open`): `fill` begins
-what is under way at any cut, after nothing or after a checkpoint, and `steady` goes on from there:
+From the second pass on, passes differ only in their numbers, which `renumbered` removes, so one
+transport serves all of them. A run without an end then needs only two lists (`leave_open`): `fill`
+begins the micro-batches that are in flight at any cut, either at the start or after a checkpoint,
+and `steady` continues from there:
 
     fill     rank 0   0F0@-1 0SEND_F0
              rank 1   1RECV_F0
@@ -47,18 +48,18 @@ from warpweave.parallel.schedule.validation import check_links, validate
 
 
 def cut_into_passes(lists: Schedule, each: int) -> list[Schedule]:
-    """The passes of a run: of each list a pass ends when its stages have finished `each` more
-    micro-batches, with the actions of whole stages that follow directly (REDUCE, UPDATE).
+    """Cut a run into passes. In each list, a pass ends when its stages have finished `each` more
+    micro-batches and the actions of whole stages that follow directly (REDUCE, UPDATE).
 
     Raises:
-        ValueError: `each` does not divide the micro-batches, the lists hold messages already, or a
-            pass would need what a later one makes, or have no action of a stage.
+        ValueError: the number of micro-batches is not divisible by `each`, the lists already have
+            messages, a pass needs an event of a later pass, or a pass has no action of some stage.
     """
     if lowered(lists):
-        raise ValueError("cut_into_passes: the lists hold sends and receives already")
+        raise ValueError("cut_into_passes: the lists already have sends and receives")
     count = 1 + max(a.mb for actions in lists for a in actions)
     if each < 1 or count % each:
-        raise ValueError(f"{count} micro-batches do not divide into passes of {each}")
+        raise ValueError(f"{count} micro-batches are not divisible by {each} per pass")
     passes: list[Schedule] = [[[] for _ in lists] for _ in range(count // each)]
     for rank, actions in enumerate(lists):
         stages, finished, at = len({a.stage for a in actions}), 0, 0
@@ -73,13 +74,13 @@ def cut_into_passes(lists: Schedule, each: int) -> list[Schedule]:
         if idle := {a.stage for row in lists for a in row} - {a.stage for row in one for a in row}:
             raise ValueError(f"pass {at} would have no action of stages {sorted(idle)}")
         if early := begun_before(one) - made:
-            raise ValueError(f"pass {at} would need {min(early)}, which a later one makes")
+            raise ValueError(f"pass {at} would need {min(early)} of a later pass")
         made.update(event for row in one for a in row for event in gives(a))
     return passes
 
 
 def renumbered(lists: Schedule, microbatches: int, versions: int = 0) -> Schedule:
-    """The lists with both subtracted from their numbers of micro-batches and versions."""
+    """The lists with `microbatches` and `versions` subtracted from their numbers."""
 
     def moved(a: Action) -> Action:
         return a._replace(
@@ -92,16 +93,18 @@ def renumbered(lists: Schedule, microbatches: int, versions: int = 0) -> Schedul
 
 @dataclass(frozen=True)
 class OpenRun:
-    """An asynchronous run without an end, as two passes with messages; micro-batch 0 and version 0
-    of each are those that are the next, and the newest, when it begins.
+    """An asynchronous run without an end, as two passes with messages.
+
+    In each pass, micro-batch 0 is the next one and version 0 the newest one when the pass begins.
 
     Attributes:
-        fill: begins the micro-batches that are under way between two passes.
-        steady: every pass.
-        microbatches, updates: of a pass, on every stage.
-        ahead: passes by which the first stage's forwards are ahead, rounded up.
-        staleness: of each stage: by how many updates the weights of a gradient are older than those
-            that it is applied to. Versions -`staleness` to -1, before the first, are version 0.
+        fill: begins the micro-batches that are in flight between two passes.
+        steady: every later pass.
+        microbatches, updates: number per pass, on every stage.
+        ahead: number of passes by which the first stage's forwards are ahead, rounded up.
+        staleness: for each stage, the number of updates by which the weights of a gradient are
+            older than those that it is applied to. Versions -`staleness` to -1, before the first,
+            are version 0.
     """
 
     fill: Schedule
@@ -113,10 +116,10 @@ class OpenRun:
 
 
 def leave_open(lists: Schedule, each: int) -> OpenRun:
-    """The asynchronous run of which `lists` are a beginning, in passes of `each` micro-batches.
+    """Return the asynchronous run that `lists` begin, in passes of `each` micro-batches.
 
     Raises:
-        ValueError: the lists are not valid, or no two passes of them are the same.
+        ValueError: the lists are not valid, or no two consecutive passes of them are the same.
     """
     stale = staleness(lists)
     validate(with_comm(lists), staleness=max(stale))
@@ -125,7 +128,9 @@ def leave_open(lists: Schedule, each: int) -> OpenRun:
     same = [renumbered(one, k * each, k * updates) for k, one in enumerate(passes)]
     steady = next((k for k in range(len(same) - 1) if same[k] == same[k + 1]), None)
     if steady is None:
-        raise ValueError(f"no two of {len(passes)} passes of {each} micro-batches are the same")
+        raise ValueError(
+            f"no two consecutive passes of {each} micro-batches are the same, out of {len(passes)}"
+        )
     begun = [
         [a for one in passes[:steady] for a in one[rank] if a.op == F and a.mb >= steady * each]
         for rank in range(len(lists))
@@ -139,8 +144,8 @@ def leave_open(lists: Schedule, each: int) -> OpenRun:
 
 
 def staleness(lists: Schedule) -> tuple[int, ...]:
-    """Of each stage, by how many updates a gradient's weights are older than those it changes; as
-    many older versions are kept beside the newest."""
+    """For each stage, the number of updates by which a gradient's weights are older than those it
+    changes. The stage keeps as many older versions as well as the newest."""
     every = [a for actions in lists for a in actions]
     found = []
     for s in sorted({a.stage for a in every}):
@@ -155,11 +160,11 @@ def staleness(lists: Schedule) -> tuple[int, ...]:
 
 
 def validate_pass(lists: Schedule) -> None:
-    """ValueError, in one line, unless a pass of a valid run can be executed by itself.
+    """Raise ValueError, in one line, unless a pass of a valid run can be executed by itself.
 
-    Nothing in it occurs twice, every message has one send and one receive, in the same order on
-    each link, and it is free of deadlock, given what began before (`begun_before`): whether that
-    has begun is seen when it runs.
+    No action may occur twice, and every message must have one send and one receive, in the same
+    order on each link. The pass must be free of deadlock, given the events that happened before
+    (`begun_before`). Whether those did happen is checked only at run time.
     """
     seen: set[Action] = set()
     for a in (a._replace(ver=0) for actions in lists for a in actions if a.mb != WHOLE):

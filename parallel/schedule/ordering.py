@@ -1,5 +1,7 @@
-"""In which order the lists of all ranks can run (or that they deadlock), which sends a received
-message acknowledges, and when receives are posted."""
+"""The order in which the lists of all ranks can run, or a deadlock.
+
+Also: the sends that a received message acknowledges, and when to post receives.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,9 @@ Position = tuple[int, int]  # (rank, index in its list)
 
 
 def begun_before(lists: Schedule) -> set[Action]:
-    """The events that a pass needs and does not make: an earlier pass did (`open_passes`).
+    """The events that a pass needs but does not make, because an earlier pass did (`open_passes`).
 
-    Receives need none of them: their sends are in the same pass. A whole schedule has none.
+    Receives need none of them, because their sends are in the same pass. A whole schedule has none.
     """
     rank_of = placement(lists)
     places = rank_of if lowered(lists) else None
@@ -40,10 +42,11 @@ def begun_before(lists: Schedule) -> set[Action]:
 
 
 def order(lists: Schedule, before: Iterable[Action] = ()) -> list[Position]:
-    """A topological order of all actions, as positions (rank, index), after the events `before`.
+    """Return a topological order of all actions, as positions (rank, index), after `before`.
 
-    A receive waits for its send, the two TIEs for each other, and a cell for what both of its
-    actions wait for. ValueError, with what each rank waits for, if there is none: a deadlock.
+    A receive waits for its send, two TIEs wait for each other, and a cell waits for what both of
+    its actions wait for. Raise ValueError if there is no such order (a deadlock); the error names
+    what each rank waits for.
     """
     return [(rank, index) for rank, index, _ in in_order(lists, before)]
 
@@ -51,7 +54,7 @@ def order(lists: Schedule, before: Iterable[Action] = ()) -> list[Position]:
 def in_order(
     lists: Schedule, before: Iterable[Action] = ()
 ) -> Iterator[tuple[int, int, Sequence[Action]]]:
-    """The positions of `order`, one by one, and the events that each waits for."""
+    """The positions of `order`, one by one, each with the events that it waits for."""
     rank_of = placement(lists)
     places = rank_of if lowered(lists) else None
     at, done, stages = [0] * len(lists), set(before), len(rank_of)
@@ -98,11 +101,11 @@ def in_order(
 def acknowledged(lists: Schedule) -> dict[Action, list[Action]]:
     """For each receive of a lowered schedule, the earlier sends of its rank that it acknowledges.
 
-    A message implies that its sender had completed all receives before it. So the buffers of those
-    sends can be freed without asking the network, which matters because gloo's ``is_completed``
-    stays false until one waits. Vector clocks over `order`: clock[r][q] counts the actions of rank
-    q that rank r knows to have finished. Sends that no later message acknowledges are missing; they
-    complete at the end of the step.
+    A message implies that its sender completed all of its earlier receives. The buffers of the
+    corresponding sends can therefore be freed without asking the network. This matters because
+    gloo's ``is_completed`` stays false until someone waits. The algorithm is vector clocks over
+    `order`: clock[r][q] counts the actions of rank q that rank r knows to have finished. Sends that
+    no later message acknowledges are not in the result; they complete at the end of the step.
     """
     rank_of = placement(lists)
     position = {a: i for actions in lists for i, a in enumerate(actions) if a.op in RECEIVES}
@@ -126,11 +129,11 @@ def acknowledged(lists: Schedule) -> dict[Action, list[Action]]:
 
 
 def posted_ahead(lists: Schedule) -> dict[Position, list[Action]]:
-    """Position -> the receives to post just before it: on each link one ahead of its need.
+    """Position -> the receives to post just before it, one ahead of need on each link.
 
-    The first of a link before everything else, the next when the one before it is taken. Every
-    message then travels while its receiver computes. For gloo, where a posted receive is a buffer
-    that waits.
+    The first receive of a link is posted before everything else, each later one when the previous
+    one is taken. Every message then travels while its receiver computes. Use this for gloo, where a
+    posted receive is just a waiting buffer.
     """
     rank_of = placement(lists)
     posts: dict[Position, list[Action]] = {}
@@ -145,33 +148,34 @@ def posted_ahead(lists: Schedule) -> dict[Position, list[Action]]:
 
 
 def posted_at_need(lists: Schedule) -> dict[Position, list[Action]]:
-    """Position -> the receives to post just before it: each at its own place, or when it must.
+    """Position -> the receives to post just before it: each at its own position, or when it must.
 
-    For NCCL, where a posted receive is a running kernel, and so is a send that nobody receives. A
-    host that waits for its device waits for both (it does at the first launch of a kernel, which
-    loads it; when an allocator that is short gives memory back; when somebody reads a number). A
-    rank that has started what only its own later actions bring to an end then waits for ever. So
-    whatever a rank has started must end without what it does next. At their own places receives
-    keep to that, except where ranks hold several stages (interleaved 1F1B):
+    Use this for NCCL, where a posted receive is a running kernel, and so is a send without a
+    matching receive. A host that waits for its device waits for both. It does so when it first
+    launches a kernel (to load it), when an allocator that is short of memory frees some, and when a
+    number is read. If a rank has started an operation that only its own later actions can complete,
+    such a wait never ends. Everything that a rank has started must therefore end without its next
+    actions. Receives at their own positions fulfill this, unless ranks hold several stages
+    (interleaved 1F1B):
 
     ====  =====================  ==============  ========================================
-    rank  has started            stands at       where it waits for the other, to post
+    rank  has started            is at           where it waits for the other to post
     ====  =====================  ==============  ========================================
     0     2SEND_B0               0F3             1RECV_B0, which comes after 1F2
     1     3SEND_B1               1F2             2RECV_B1, which comes after 0F3
     ====  =====================  ==============  ========================================
 
-    So the lists are walked with every action that is no message waiting like this, and a TIE for
-    its peer's, too; where all ranks are stuck, each posts the receives of messages that have been
-    sent to it.
+    So the lists are walked as if every action that is not a message waited in this way, and a TIE
+    also waited for its peer's. When all ranks are stuck, each posts the receives of messages that
+    have been sent to it.
     """
-    order(lists, begun_before(lists))  # which says so of lists that are stuck for another reason
+    order(lists, begun_before(lists))  # raises if the lists are stuck for another reason
     rank_of = placement(lists)
     last = len(rank_of) - 1
     posts: dict[Position, list[Action]] = {}
     early: set[Action] = set()
-    sent: dict[Action, int] = {}  # receive that nobody has posted yet -> the rank that has sent it
-    waiting: dict[Action, int] = {}  # receive that nobody has sent yet -> the rank that waits
+    sent: dict[Action, int] = {}  # receive that is not posted yet -> the rank that has sent it
+    waiting: dict[Action, int] = {}  # receive that is not sent yet -> the rank that waits
     tied: dict[int, list[int]] = {}  # stage -> the indices of its TIEs that have begun
     at = [0] * len(lists)
 

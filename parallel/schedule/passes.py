@@ -1,5 +1,6 @@
-"""Passes: pure functions from lists to lists that add to a schedule of F and B its messages, ZeRO's
-collectives, the tie of first and last stage, and the optimizer step.
+"""Passes: pure functions from lists to lists that complete a schedule of F and B.
+
+They add its messages, ZeRO's collectives, the tie of first and last stage, and the optimizer step.
 
     1F1B on two ranks, one micro-batch, ZeRO-1, tied embedding
     generator     rank 0   0F0 0B0
@@ -43,8 +44,8 @@ from warpweave.parallel.schedule.actions import (
 
 
 def split_backward(lists: Schedule, *, lag: int | Sequence[int] = 0) -> Schedule:
-    """Splits every B into I and W (zero-bubble, arXiv:2401.10241), each W delayed by `lag`
-    backwards of its rank (one number, or one for each rank); the remaining W come last."""
+    """Split every B into I and W (zero-bubble, arXiv:2401.10241), each W delayed by `lag` backwards
+    of its rank (one number, or one for each rank). The remaining W come last."""
     lags = [lag] * len(lists) if isinstance(lag, int) else lag
     if min(lags, default=0) < 0:
         raise ValueError(f"lag must be >= 0, got {lag}")
@@ -65,8 +66,8 @@ def split_backward(lists: Schedule, *, lag: int | Sequence[int] = 0) -> Schedule
 
 
 def send_first(lists: Schedule) -> Schedule:
-    """Splits every B whose input gradient another rank waits for into I, then W, so that the
-    gradient is sent in between ("early gradients").
+    """Split every B whose input gradient another rank waits for into I and W, so that the gradient
+    is sent in between ("early gradients").
 
         1F1B, F, I and W one time step each
         F0 F1 F2 F3 .  .  .  B0 -  .  B1 -  .  B2 -  .  B3 -
@@ -74,14 +75,15 @@ def send_first(lists: Schedule) -> Schedule:
         .  .  F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 .  I3 W3 .  .
         .  .  .  F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 .  .  .
 
-    Gradients pass p-1 stages in an I each instead of a B, so the bubble is (p-1) W smaller: the
-    first step towards zero bubble (arXiv:2401.10241). Between I and W a stage holds the operands of
-    one micro-batch's weight gradients. Stage 0 of 1F1B holds the most activations and has no one to
-    send to, so the peak memory over ranks does not grow. The B of a cell stays whole.
+    Gradients pass through an I instead of a B on p-1 stages, so the bubble is (p-1) W smaller. This
+    is the first step towards zero bubble (arXiv:2401.10241). Between I and W a stage holds the
+    operands of one micro-batch's weight gradients. Stage 0 of 1F1B holds the most activations and
+    has no previous stage to send to, so the peak memory over ranks does not grow. The B of a cell
+    is not split.
     """
     rank_of = placement(lists)
     if lowered(lists):
-        raise ValueError("send_first: the lists hold sends and receives already")
+        raise ValueError("send_first: the lists already have sends and receives")
 
     def parts(cell: tuple[Action, ...]) -> tuple[Action, ...]:
         action, s = cell[0], cell[0].stage
@@ -93,19 +95,20 @@ def send_first(lists: Schedule) -> Schedule:
 
 
 def with_comm(lists: Schedule, rank_of: Sequence[int] | None = None) -> Schedule:
-    """Adds a send after each F, B or I (or cell) that another rank waits for, and a receive where
-    it waits.
+    """Add a send after each F, B or I (or cell) that another rank waits for, and a receive where
+    that rank needs it.
 
-    Sends do not block, so a send follows directly what computes its data, and a receive directly
-    precedes what uses it; transports post receives earlier. Activations and gradients have separate
-    links. On each, receives must be in the order of sends; they are in every known schedule, and
-    `validate` checks it. In a pass that is left open (`open_passes`), what only a later one uses is
-    received at the end, and what an earlier one received is not received again. `rank_of` is the
-    rank of each stage where a pass has no action of some stage.
+    Sends do not block, so a send directly follows the action that computes its data. A receive
+    directly precedes the action that uses it; transports post receives earlier. Activations and
+    gradients have separate links. On each link, receives must be in the order of sends. They are in
+    every known schedule, and `validate` checks it. In a pass that is left open (`open_passes`),
+    data that only a later pass uses is received at the end, and data that an earlier pass received
+    is not received again. Pass `rank_of`, the rank of each stage, if some stage has no action in
+    the pass.
     """
     rank_of = placement(lists) if rank_of is None else rank_of
     if lowered(lists):
-        raise ValueError("with_comm: the lists hold sends and receives already")
+        raise ValueError("with_comm: the lists already have sends and receives")
     made = {event for actions in lists for a in actions for event in gives(a)}
     result: Schedule = [[] for _ in lists]
     left: Schedule = [[] for _ in lists]  # receives whose data a later pass uses
@@ -131,11 +134,11 @@ def with_comm(lists: Schedule, rank_of: Sequence[int] | None = None) -> Schedule
 
 
 def with_reduce(lists: Schedule, *, each: bool = False) -> Schedule:
-    """Adds the gradients' sum over data ranks (ZeRO-0 to 3) after the last B or W of each stage, or
-    the last before each UPDATE that the lists hold.
+    """Add the sum of gradients over data ranks (ZeRO-0 to 3) after the last B or W of each stage.
+    If the lists have UPDATEs, add it after the last one before each UPDATE.
 
-    With `each` after every B or W, so that a stage holds unreduced gradients of one micro-batch at
-    a time (ZeRO-2 with a pipeline), for m times the traffic.
+    With `each`, add it after every B or W. A stage then holds unreduced gradients of only one
+    micro-batch at a time (ZeRO-2 with a pipeline), for m times the traffic.
     """
     return [
         _insert(actions, REDUCE, lambda a, last: a.op in FINISHES and (each or last), FINISHES)
@@ -144,11 +147,11 @@ def with_reduce(lists: Schedule, *, each: bool = False) -> Schedule:
 
 
 def with_tie(lists: Schedule) -> Schedule:
-    """Adds the sum of the tied weight's gradients (embedding and head) over first and last stage,
-    at the end of their lists.
+    """Add the sum of the tied weight's gradients (embedding and head) over the first and last
+    stage, at the end of their lists.
 
-    Apply it after `with_reduce` and before `with_update`. A single stage has the parameter once and
-    needs no TIE; first and last stage on one rank get a single local one.
+    Apply it after `with_reduce` and before `with_update`. A single stage has the parameter only
+    once and needs no TIE. If the first and last stage are on one rank, they get one local TIE.
     """
     rank_of = placement(lists)
     _refuse_action(lists, UPDATE, "with_tie")
@@ -162,7 +165,7 @@ def with_tie(lists: Schedule) -> Schedule:
 
 
 def with_update(lists: Schedule) -> Schedule:
-    """Adds each stage's optimizer step, which produces version 1, at the end of its rank's list."""
+    """Add each stage's optimizer step, which produces version 1, at the end of its rank's list."""
     _refuse_action(lists, UPDATE, "with_update")
     rank_of = placement(lists)
     return [
@@ -174,15 +177,15 @@ def with_update(lists: Schedule) -> Schedule:
 def _refuse_action(lists: Schedule, op: str, name: str) -> None:
     for rank, actions in enumerate(lists):
         if any(a.op == op for a in actions):
-            raise ValueError(f"{name}: rank {rank} has {op} already, add it before")
+            raise ValueError(f"{name}: rank {rank} already has {op}; pass lists without it")
 
 
 def _insert(
     actions: list[Action], op: str, wanted: Callable[[Action, bool], bool], ops: tuple[str, ...]
 ) -> list[Action]:
-    """`actions` with `op` after each for which ``wanted(action, last)``; `last` is whether it is
-    its stage's last action out of `ops`, in all or before an UPDATE."""
-    latest: dict[int, int] = {}  # of each stage, since its last UPDATE
+    """Insert `op` into `actions` after each action for which ``wanted(action, last)`` is true;
+    `last` is True for a stage's last action out of `ops`, overall or before an UPDATE."""
+    latest: dict[int, int] = {}  # stage -> index of its latest action since its last UPDATE
     last = set()
     for index, a in enumerate(actions):
         if a.op == UPDATE and a.stage in latest:

@@ -1,4 +1,4 @@
-"""Schedules as text, in the form that torch's pipelining runtime reads and writes."""
+"""Schedules as text, in the notation that torch's pipelining runtime reads and writes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _CELL = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 
 
 def to_csv(lists: Schedule) -> str:
-    """One row per rank, one field per action, in the form that torch's pipelining runtime reads.
+    """Return one row per rank and one field per action, as torch's pipelining runtime reads them.
 
-    ``"2F0"`` is stage, op, micro-batch; ``"(0F3;7B1)OVERLAP_F_B"`` is a cell. torch does not know
-    TIE, UPDATE and the suffix ``@version``: exchange lists with it before the passes that add them.
+    ``"2F0"`` is stage, operation and micro-batch; ``"(0F3;7B1)OVERLAP_F_B"`` is a cell. torch does
+    not support TIE, UPDATE and the suffix ``@version``. To exchange lists with torch, do it before
+    the passes that add them.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -49,14 +50,14 @@ def from_csv(text: str) -> Schedule:
     """The inverse of `to_csv`; empty fields (torch's idle slots) are skipped.
 
     Raises:
-        ValueError: a field that is not of this form, named with its row and place.
+        ValueError: a field does not have this form; the error names its row and position.
     """
     rows = enumerate(csv.reader(io.StringIO(text)))
     return [[a for at, field in enumerate(row) for a in _parse(field, n, at)] for n, row in rows]
 
 
 def _parse(field: str, row: int, at: int) -> list[Action]:
-    """The action of a field, the two of a cell, or none."""
+    """The action of a field, the two actions of a cell, or none."""
     if not field.strip():
         return []
     cell = _CELL.fullmatch(field.strip())
@@ -68,7 +69,7 @@ def _parse(field: str, row: int, at: int) -> list[Action]:
     ]
     if len(actions) < len(found) or any(a.op not in _OPS for a in actions):
         raise ValueError(
-            f"row {row} field {at}: {field!r} is not [stage][op][micro-batch][@version], as in "
-            "2F0, or (2F0;5B1)OVERLAP_F_B"
+            f"row {row} field {at}: expected [stage][op][micro-batch][@version], as in 2F0, or a "
+            f"cell, as in (2F0;5B1)OVERLAP_F_B, got {field!r}"
         )
     return actions if cell is None else [actions[0]._replace(joined=True), actions[1]]

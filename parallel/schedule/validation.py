@@ -1,4 +1,4 @@
-"""Whether a schedule is complete, consistent and free of deadlock."""
+"""Validation: a schedule must be complete, consistent and free of deadlock."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def validate(
     staleness: int = 0,
     activations: int | None = None,
 ) -> None:
-    """ValueError, in one line, unless the schedule is complete, consistent and free of deadlock.
+    """Raise ValueError, in one line, unless the schedule is complete, consistent and deadlock-free.
 
     * Each stage is on one rank. A cell is an F and a B of different micro-batches. Each (stage,
       micro-batch) has one F and either one B or one I and one W, for the same number of
       micro-batches (`microbatches`, if given) on every stage.
-    * A backward uses the version that its F read, and an F a version that exists. Each UPDATE
+    * A backward uses the version that its F read, and an F reads a version that exists. Each UPDATE
       produces the next version from gradients at most `staleness` versions old; no W is missing
-      before it, and no gradient comes after the last. All stages have equally many UPDATEs.
-    * After `with_comm` every activation or gradient that crosses ranks has one send and one
+      before it, and no gradient comes after the last. All stages have the same number of UPDATEs.
+    * After `with_comm`, every activation or gradient that crosses ranks has one send and one
       receive, in the same order on each link.
     * If there is any REDUCE, every gradient is reduced before TIE, UPDATE or the end. If there is a
       TIE, both ends have it, after REDUCE and before UPDATE.
     * No rank holds more than `activations`, if given: one from each F to its B or W.
-    * No deadlock (`order`).
+    * There is no deadlock (`order`).
 
-    What is wrong is named with rank, position in its list and action.
+    The error names the rank, the position in its list and the action.
     """
     try:
         _validate(lists, microbatches, staleness, activations)
@@ -97,7 +97,9 @@ def _validate(
         _check_tied(lists, rank_of)
     updates = [sum(a.op == UPDATE for a in actions) for actions in per_stage]
     if len(set(updates)) > 1:
-        raise ValueError(f"stages 0 to {len(rank_of) - 1} make {updates} updates, must be equal")
+        raise ValueError(
+            f"stages 0 to {len(rank_of) - 1} must have equally many updates, got {updates}"
+        )
     if lowered(lists):
         crossings = [s for s in range(len(rank_of) - 1) if rank_of[s] != rank_of[s + 1]]
         ends = [(Action(SEND_F, s, 0), Action(SEND_B, s + 1, 0)) for s in crossings]
@@ -106,7 +108,7 @@ def _validate(
 
 
 class _WrongError(Exception):
-    """What is wrong with an action of the lists."""
+    """An error about one action of the lists."""
 
     def __init__(self, action: Action, text: str) -> None:
         super().__init__(f"{action}{text}")
@@ -116,13 +118,15 @@ class _WrongError(Exception):
 def _check_cells(actions: list[Action]) -> None:
     for a, after in zip_longest(actions, actions[1:]):
         if a.joined and (a.op != F or after is None or after.op != B or after.mb == a.mb):
-            raise _WrongError(a, f" and {after} are no cell: an F and a B of another micro-batch")
+            raise _WrongError(
+                a, f" and {after} must be an F and a B of different micro-batches to form a cell"
+            )
 
 
 def _check_activations(actions: list[Action], most: int) -> None:
     for a, held in zip(actions, held_activations(actions)):
         if held > most:
-            raise _WrongError(a, f" is the activation number {held} of its rank, allowed {most}")
+            raise _WrongError(a, f" makes its rank hold {held} activations, allowed {most}")
 
 
 def _check_compute(s: int, actions: list[Action], m: int, rank_of: list[int]) -> None:
@@ -132,19 +136,19 @@ def _check_compute(s: int, actions: list[Action], m: int, rank_of: list[int]) ->
         if f != 1 or (b, inp, w) not in ((1, 0, 0), (0, 1, 1)):
             raise ValueError(
                 f"rank {rank_of[s]}: stage {s} micro-batch {i} has {f} F, {b} B, {inp} I and {w} "
-                "W: needs one F and either one B or one I and one W"
+                "W; expected one F and either one B or one I and one W"
             )
     for a in actions:
         if a.op in COMPUTE + SENDS + RECEIVES and not 0 <= a.mb < m:
-            raise _WrongError(a, f": micro-batch {a.mb} is not one of {m}")
+            raise _WrongError(a, f": expected a micro-batch from 0 to {m - 1}, got {a.mb}")
         if a.op not in COMPUTE + SENDS + RECEIVES and a.mb != WHOLE:
             raise _WrongError(
-                a, f": {a.op} concerns a whole stage, its micro-batch must be {WHOLE}"
+                a, f": {a.op} concerns a whole stage, so its micro-batch must be {WHOLE}"
             )
     read = {a.mb: a.ver for a in actions if a.op == F}
     for a in actions:
         if a.op in (B, I, W) and a.ver != read[a.mb]:
-            raise _WrongError(a, f" runs on version {a.ver}, its F read version {read[a.mb]}")
+            raise _WrongError(a, f" runs on version {a.ver}, but its F read version {read[a.mb]}")
     done: set[Action] = set()
     for a in actions:
         for d in deps(a, len(rank_of)) if a.op in COMPUTE else ():
@@ -157,7 +161,7 @@ def _check_versions(s: int, actions: list[Action], staleness: int) -> None:
     newest, owed, gradients = 0, set(), []
     for a in actions:
         if a.op == F and a.ver > newest:
-            raise _WrongError(a, f" reads version {a.ver}, but the newest there is is {newest}")
+            raise _WrongError(a, f" reads version {a.ver}, but the newest version is {newest}")
         if a.op == I:
             owed.add(a.mb)
         if a.op in FINISHES:
@@ -210,7 +214,8 @@ def _check_tied(lists: Schedule, rank_of: list[int]) -> None:
 
 
 def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
-    """ValueError unless every send `expected` and its receive occur once, in one order per link."""
+    """Raise ValueError unless each send in `expected` and its receive occur once, in the same order
+    on each link."""
     rank_of = placement(lists)
     count: dict[Action, int] = {}
     sent: dict[Link, list[Action]] = {}
@@ -219,7 +224,9 @@ def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
         count[a] = count.get(a, 0) + 1
         peer = a.stage + AFTER[a.op]
         if not 0 <= peer < len(rank_of) or rank_of[peer] == rank_of[a.stage]:
-            raise ValueError(f"{a} crosses from stage {a.stage} to {peer}, where no other rank is")
+            raise ValueError(
+                f"{a} is between stages {a.stage} and {peer}, which are not on different ranks"
+            )
         if a.op in SENDS:
             sent.setdefault(link(a, rank_of), []).append(a)
         else:
@@ -228,11 +235,11 @@ def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
     for a in expected:
         for end in (a, Action(MATCHING[a.op], a.stage + AFTER[a.op], a.mb)):
             if count.get(end, 0) != 1:
-                raise ValueError(f"{end} occurs {count.get(end, 0)} times, needs 1")
+                raise ValueError(f"{end} must occur once, but occurs {count.get(end, 0)} times")
     for channel, sends in sent.items():
         for place, (a, b) in enumerate(zip(sends, received[channel])):
             if a != b:
                 raise ValueError(
                     f"link {channel.kind} from rank {channel.src} to {channel.dst}: "
-                    f"message {place} is sent as {a} and received as {b}"
+                    f"message {place} is sent as {a} but received as {b}"
                 )

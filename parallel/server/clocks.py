@@ -1,24 +1,24 @@
-"""Stale synchronous parallel (SSP, Ho et al. 2013): who may pull, and which gradients are applied.
+"""Stale synchronous parallel (SSP, Ho et al. 2013): clocks of workers, and updates that are due.
 
-A worker's clock counts its gradients that were accepted. One predicate covers every mode: a worker
-at clock c may pull weights when
+A worker's clock counts its accepted gradients. One predicate covers every mode. A worker at clock c
+may pull weights when
 
     min(clocks of all workers) >= c - staleness
 
     staleness   mode                       gradients
-    0           synchronous (BSP)          `joint`: those of a clock are summed and applied as one
-    s           stale synchronous          each is applied when it comes
-    None        asynchronous (Hogwild,     each is applied when it comes
+    0           synchronous (BSP)          `joint`: all of one clock are summed and applied as one
+    s           stale synchronous          each is applied when it arrives
+    None        asynchronous (Hogwild,     each is applied when it arrives
                 Downpour)
 
-so that at clock c a worker sees every gradient of clocks <= c - staleness - 1, and perhaps more.
+A worker at clock c therefore sees every gradient of clocks <= c - staleness - 1, and perhaps more.
 
     staleness 1, three workers; a number is a gradient of that clock, . waits
     worker 0   0 1 . . 2
     worker 1   0 . 1 . . 2
-    worker 2   . . 0 . 1        worker 0 may pull for clock 2 when worker 2 has given clock 0
+    worker 2   . . 0 . 1        worker 0 may pull for clock 2 when worker 2 has pushed clock 0
 
-Nothing here knows of tensors, messages or time.
+This file does not depend on tensors, messages or time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Term:
     """One worker's gradient within an update.
 
     Attributes:
-        worker: its number, which no other worker of the run ever has.
-        clock: the worker's clock, from which its data and learning rate follow.
-        pulled: the version of the weights of which it is the gradient.
-        staleness: clock - min(clocks) when it pulled; never above the bound.
-        count: samples or tokens whose losses it is the sum of; the update divides by their sum.
+        worker: its number, which is never used for another worker of the run.
+        clock: the worker's clock, which determines its data and learning rate.
+        pulled: the version of the weights at which the gradient was computed.
+        staleness: clock - min(clocks) at the time of the pull; never above the bound.
+        count: number of samples or tokens whose losses are summed. The update divides by the total.
         loss: mean loss over them.
     """
 
@@ -54,15 +54,15 @@ class Clocks:
     """The clocks of the workers and the version of the weights; every change is a method.
 
     Attributes:
-        staleness: the bound; None for none.
-        joint: gradients of one clock are summed and applied together.
-        clocks: worker -> accepted gradients, of the workers that take part.
-        version: updates applied so far.
-        following: the number that the next worker to join will have.
-        floor: the lowest clock when there last was any.
+        staleness: the bound; None for no bound.
+        joint: sum the gradients of one clock and apply them together.
+        clocks: worker -> number of accepted gradients, for the participating workers.
+        version: number of updates applied so far.
+        following: the number of the next worker that joins.
+        floor: the lowest clock when any worker last participated.
 
     Raises:
-        ValueError: a bound below 0, or joint updates with another bound than 0.
+        ValueError: the bound is below 0, or joint updates are combined with a bound other than 0.
     """
 
     staleness: int | None = 0
@@ -73,42 +73,42 @@ class Clocks:
     floor: int = 0
     _waiting: dict[int, None] = field(
         default_factory=dict, init=False
-    )  # who asked to pull, in their order
+    )  # workers that asked to pull, in order
     _pulled: dict[int, tuple[int, int]] = field(
         default_factory=dict, init=False
     )  # version, staleness
-    _given: list[Term] = field(default_factory=list, init=False)  # accepted and not applied
+    _given: list[Term] = field(default_factory=list, init=False)  # accepted but not yet applied
 
     def __post_init__(self) -> None:
         if self.staleness is not None and self.staleness < 0:
             raise ValueError(f"staleness must be at least 0, or None, got {self.staleness}")
         if self.joint and self.staleness != 0:
-            raise ValueError(f"joint updates need staleness 0, got {self.staleness}")
+            raise ValueError(f"joint updates require staleness 0, got {self.staleness}")
 
     def join(self, worker: int | None = None, clock: int | None = None) -> int:
-        """Let a worker take part, by default a new one at the lowest clock; its number."""
+        """Add a worker, by default a new one at the lowest clock, and return its number."""
         worker = self.following if worker is None else worker
         if worker in self.clocks:
-            raise ValueError(f"worker {worker} takes part already")
+            raise ValueError(f"worker {worker} has already joined; pass None for a new worker")
         self.clocks[worker] = self._lowest() if clock is None else clock
         self.following = max(self.following, worker + 1)
         self.floor = min(self.clocks.values())
         return worker
 
     def leave(self, worker: int) -> None:
-        """A worker is done or lost; what it gave stays, what it was about to give will not come."""
+        """Remove a worker that is done or lost. Its accepted gradients stay; expect no more."""
         self.floor = self._lowest()
         del self.clocks[worker]
         self._waiting.pop(worker, None)
         self._pulled.pop(worker, None)
 
     def ask(self, worker: int) -> None:
-        """A worker wants to pull."""
+        """Note that a worker asks to pull."""
         self._waiting[worker] = None
 
     def owes(self, worker: int) -> bool:
-        """Whether it has pulled and its gradient was not accepted yet; until then it may not pull
-        again."""
+        """Return True if the worker has pulled and its gradient has not been accepted yet. Until
+        then it may not pull again."""
         return worker in self._pulled
 
     def grant(self) -> list[int]:
@@ -125,20 +125,20 @@ class Clocks:
         return found
 
     def give(self, worker: int, count: int, loss: float) -> None:
-        """Accept a worker's gradient of the weights that it pulled last.
+        """Accept a worker's gradient, computed at the weights that it pulled last.
 
         Raises:
-            ValueError: it has pulled none since its last gradient.
+            ValueError: the worker has not pulled since its last gradient.
         """
         if not self.owes(worker):
-            raise ValueError(f"worker {worker} gives a gradient of weights that it did not pull")
+            raise ValueError(f"worker {worker} pushes a gradient without pulling weights first")
         self._given.append(
             Term(worker, self.clocks[worker], *self._pulled.pop(worker), count, loss)
         )
         self.clocks[worker] += 1
 
     def updates(self) -> list[tuple[Term, ...]]:
-        """The updates that are due, each with its terms in the workers' order; counts them."""
+        """Return the updates that are due, each with its terms in worker order, and count them."""
         due: list[tuple[Term, ...]]
         if not self.joint:
             due = [(term,) for term in self._given]
@@ -155,13 +155,13 @@ class Clocks:
         return min(self.clocks.values(), default=self.floor)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON; weights that are pulled will be pulled again."""
+        """The JSON for a checkpoint. Weights that were pulled will be pulled again."""
         clocks = {str(worker): clock for worker, clock in self.clocks.items()}
         return {"clocks": clocks, "version": self.version, "following": self.following,
                 "floor": self.floor}  # fmt: skip
 
     def load(self, state: dict[str, Any], workers: Iterable[int]) -> None:
-        """Go on from `state` with these `workers`: each at its clock, new ones at the lowest."""
+        """Continue from `state` with these `workers`: each at its clock, new ones at the lowest."""
         saved = {int(worker): clock for worker, clock in state["clocks"].items()}
         lowest = min(saved.values(), default=state["floor"])
         self.version, self.following, self.floor = state["version"], state["following"], lowest

@@ -1,12 +1,12 @@
-"""A run of parameter servers repeated in one process, to the same bits, from its log of updates.
+"""Bitwise replay of a parameter-server run in one process, from its log of updates.
 
-    log           update 1 = worker 0's of version 0, 2 = worker 2's of 0, 3 = worker 0's of 1, ...
-    version 0     compute what was computed at it: worker 0's gradient of update 1, 2's of 2
+    log           update 1 = worker 0's at version 0, 2 = worker 2's at 0, 3 = worker 0's at 1, ...
+    version 0     compute the gradients of version 0: worker 0's for update 1, worker 2's for 2
     version 1     = apply update 1; compute worker 0's gradient of update 3
     version 2     = apply update 2, with the gradient kept since version 0; ...
 
-What a worker computes is a function of its number, its clock and the weights; what the servers do
-is a function of the order of updates. Both are in the log, so timing takes no part any more.
+A worker's gradient is a function of its number, its clock and the weights. What the servers do is a
+function of the order of updates. Both are in the log, so the replay does not depend on timing.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def replay(
     shards: Sequence[Shard],
     compute: Callable[[int], Compute],
 ) -> int:
-    """Apply the updates of `log` to `shards`, the servers' as they began; how many there were.
+    """Apply the updates of `log` to `shards` and return their number.
 
     Args:
         log: rows {"version", "lr", "terms"} in order; a term is ``dataclasses.asdict`` of `Term`.
-        plan: as of the run.
-        shards: of each server, in order.
-        compute: the gradient function of a worker, by its number.
+        plan: the plan of the run.
+        shards: the servers' shards in order, in their initial state.
+        compute: returns the gradient function of a worker, given its number.
 
     Raises:
-        ValueError: the versions are not 1, 2, 3, ..., or a gradient is of a later version than its
-            update.
+        ValueError: the versions are not 1, 2, 3, ..., or an update uses a gradient of a later
+            version.
     """
     updates = [(row["lr"], [Term(**term) for term in row["terms"]]) for row in log_of(log)]
     wanted: dict[int, list[Term]] = defaultdict(list)
@@ -54,24 +54,26 @@ def replay(
         for term in wanted.pop(version, ()):
             kept[term] = _recomputed(compute(term.worker), term.clock, shards, weights)
         if late := [term for term in terms if term not in kept]:
-            raise ValueError(f"update {version + 1} applies a gradient of version {late[0].pulled}")
+            raise ValueError(
+                f"update {version + 1} applies a gradient of the later version {late[0].pulled}"
+            )
         _apply(plan, shards, [kept.pop(term) for term in terms], lr)
     return len(updates)
 
 
 def log_of(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, whose versions must be 1, 2, 3, ..."""
+    """Return the rows as a list. Raise ValueError unless their versions are 1, 2, 3, ..."""
     found = list(rows)
     for number, row in enumerate(found, 1):
         if row["version"] != number:
-            raise ValueError(f"update {number} of the log has version {row['version']}")
+            raise ValueError(f"expected version {number} in the log, got {row['version']}")
     return found
 
 
 def _recomputed(
     compute: Compute, clock: int, shards: Sequence[Shard], weights: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], int]:
-    """(gradient for each shard, the weights it is of, count)."""
+    """(gradient for each shard, the weights at which it was computed, count)."""
     views = {r.name: s.layout.view(w, r) for s, w in zip(shards, weights) for r in s.layout.records}
     with torch.enable_grad():
         found = compute(clock, views)
@@ -83,7 +85,7 @@ def _recomputed(
 
 
 def _apply(plan: ServerPlan, shards: Sequence[Shard], given: list[Any], lr: float) -> None:
-    """One update, as `Server` makes it."""
+    """Apply one update, as `Server` does."""
     counts = [count for _, _, count in given]
     if plan.compensation:
         for gradients, old, count in given:

@@ -1,22 +1,22 @@
-"""A parameter server (Li et al. 2014): holds a part of the weights, applies workers' gradients.
+"""A parameter server (Li et al. 2014): holds part of the weights and applies workers' gradients.
 
-Server 0 is the sequencer: it takes every request, keeps the clocks, and tells all servers what
-happens in one order, so that a pull sees one version on all of them and a gradient is applied on
-all or on none.
+Server 0 is the sequencer. It takes every request, keeps the clocks, and sends the same sequence of
+events to all servers. A pull therefore sees one version on all of them, and a gradient is applied
+on all servers or on none.
 
     worker 1          server 0                    server 1
-    pull ------------> may it? (`clocks`)
+    pull ------------> allowed? (`clocks`)
          <- version -- event "pull 1" ----------> event "pull 1"
          <= weights ==                 weights == (both of that version)
     push ------------> event "take 1" ---------->
          == gradient =>            gradient =====>
-                       all have it? <----- taken
+                       all received? <---- taken
                        event "update (1, ..)" ---> event "update (1, ..)"
                        norm  <--- squares, sum --> both scale by the same norm
 
-A worker that dies breaks its links, one that hangs is late: either leaves, and the others go on. If
-a server dies all servers are started again, from the checkpoint that server 0 wrote, as a new
-generation of the store's keys, to which workers connect anew.
+A worker that dies breaks its links; a worker that hangs is late. In both cases it is removed, and
+the others continue. If a server dies, all servers are restarted from the checkpoint that server 0
+wrote. They use a new generation of the store's keys, and the workers connect again.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ from warpweave.parallel.server.link import Mailbox, Pair
 from warpweave.parallel.server.shard import Shard, digest, norm_and_scale, spread
 from warpweave.parallel.shard import ParamRecord
 
-_LOOK = 0.05  # seconds between looks at who is overdue
+_LOOK = 0.05  # seconds between checks for late workers
 
 
 def generation(store: dist.Store) -> dist.Store:
-    """The part of the ranks' store that servers and workers use until servers are started anew."""
+    """The part of the ranks' store that servers and workers use until servers are restarted."""
     return dist.PrefixStore(f"server/{store.add('server/generation', 0)}", store)
 
 
 def start_generation(store: dist.Store) -> None:
-    """Before servers are started again: from here on workers turn to the new ones."""
+    """Direct workers to new servers; call it before servers are started again."""
     store.add("server/generation", 1)
 
 
 def tell(store: dist.Store, op: str, **header: int) -> None:
-    """Tell the servers, from where their processes are watched: "stop", save and end the run; or
-    "lost", `worker` has died."""
+    """Send a command to the servers from the process that watches theirs. `op` is "stop" (save and
+    end the run) or "lost" (`worker` has died)."""
     Mailbox(generation(store), "server/0").put(op=op, **header)
 
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """What all servers and workers of a run agree on.
+    """The options that all servers and workers of a run share.
 
     Attributes:
-        servers: over how many the weights are spread.
-        staleness, joint: as of `Clocks`.
+        servers: number of servers over which the weights are spread.
+        staleness, joint: as in `Clocks`.
         compensation: lambda of the delay compensation; 0 for none.
         clip: largest global norm of an update's mean gradient; None for no clipping.
-        timeout: seconds after which a worker that is to do something is lost, and of every wait.
-        save_every, save_minutes: updates and minutes between checkpoints; 0 for one at the end.
+        timeout: seconds after which a silent worker is lost; also bounds every wait.
+        save_every, save_minutes: updates and minutes between checkpoints; 0 means only at the end.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number is out of range.
     """
 
     servers: int = 1
@@ -86,22 +86,22 @@ class ServerPlan:
             raise ValueError(f"servers must be at least 1, got {self.servers}")
         if self.compensation < 0 or (self.compensation and self.joint):
             raise ValueError(
-                f"compensation must be at least 0, and 0 where joint updates have no delay, got "
-                f"{self.compensation}"
+                f"compensation must be at least 0, and 0 for joint updates, which have no delay; "
+                f"got {self.compensation}"
             )
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be positive, or None for no clipping, got {self.clip}")
         if not self.timeout > 0 or self.save_every < 0 or not self.save_minutes >= 0:
             raise ValueError(
-                f"need timeout > 0, save_every and save_minutes >= 0, got {self.timeout}, "
+                f"expected timeout > 0, save_every >= 0 and save_minutes >= 0, got {self.timeout}, "
                 f"{self.save_every} and {self.save_minutes}"
             )
 
 
 @dataclass
 class _Push:
-    """A gradient on its way: of how many samples, which servers have it, what its worker asked
-    meanwhile."""
+    """A gradient in transit: its number of samples, the servers that have it, and the requests that
+    its worker sent in the meantime."""
 
     count: int
     loss: float
@@ -110,18 +110,18 @@ class _Push:
 
 
 class Notes:
-    """What the sequencer tells its caller; each method does nothing unless it is overridden."""
+    """Callbacks of the sequencer; each method does nothing unless it is overridden."""
 
     def update(self, version: int, lr: float, norm: float, terms: Sequence[Term]) -> None:
-        """Update number `version` (from 1) is applied, of these terms in this order."""
+        """Update number `version` (from 1) was applied, with these terms in this order."""
 
     def save(self, state: dict[str, Any], tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Write a checkpoint; the iterator is exhausted in any case."""
+        """Write a checkpoint. The iterator must be exhausted in any case."""
         for _ in tensors:
             pass
 
     def say(self, line: str) -> None:
-        """A worker came, left, or was lost."""
+        """A worker joined, left, or was lost."""
 
 
 class Server:
@@ -129,12 +129,12 @@ class Server:
 
     Args:
         store: the ranks' store.
-        index: of this server, from 0.
-        plan: equal on all servers.
+        index: the number of this server, from 0.
+        plan: the same on all servers.
         shard: the weights of ``spread(records, plan.servers)[index]``.
-        records: of the whole model.
-        lr: learning rate by clock; server 0's is used.
-        notes: server 0 tells what happens; None for nobody.
+        records: the records of the whole model.
+        lr: learning rate by clock; only server 0's is used.
+        notes: server 0's callbacks; None for none.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class Server:
         own, held = spread(records, plan.servers)[index], shard.layout.records
         if {r.name for r in own} != {r.name for r in held}:
             raise ValueError(
-                f"server {index} of {plan.servers} holds {len(held)} parameters, {len(own)} others "
-                "are its part"
+                f"server {index} of {plan.servers} needs the {len(own)} parameters that `spread` "
+                f"assigns to it, got {len(held)} different ones"
             )
         self.index, self.plan, self.shard, self.lr = index, plan, shard, lr
         self.notes = notes if notes is not None else Notes()
@@ -164,27 +164,27 @@ class Server:
         self._others = [
             Mailbox(self.store, f"server/{k}") for k in range(plan.servers if index == 0 else 0)
         ][1:]
-        self._between: list[Pair] = []  # server 0: to each other one; another: to server 0
-        self._links: dict[int, Pair] = {}  # by worker, as what follows
+        self._between: list[Pair] = []  # links to the other servers; if not server 0, to it only
+        self._links: dict[int, Pair] = {}  # by worker, as are the next two
         self._sent: dict[int, tuple[Tensor, dist.Work]] = {}  # the weights that it pulled last
-        self._staged: dict[int, Tensor] = {}  # gradients that came and are not applied
-        # Of the sequencer alone.
+        self._staged: dict[int, Tensor] = {}  # gradients that arrived but are not applied yet
+        # For the sequencer only.
         self._visitors: dict[int, int] = {}  # number of a connection -> worker
-        self._due: dict[int, float] = {}  # when it must have been heard
+        self._due: dict[int, float] = {}  # worker -> deadline for its next message
         self._taken: dict[int, _Push] = {}  # gradients that not every server has
         self._done: list[int] = []  # connections of workers that wait for the end
         self._saved, self._saved_when = -1, 0.0  # update and time of the last checkpoint
-        self._empty = 0.0  # when nobody was left
-        self._stopped, self._quit = False, False  # by the caller; the last worker went by itself
+        self._empty = 0.0  # time at which the last worker left
+        self._stopped, self._quit = False, False  # by the caller; the last worker left by itself
 
     # ------------------------------------------------------------------ on every server
 
     def serve(self, workers: Iterable[int] = (), state: dict[str, Any] | None = None) -> bool:
-        """Serve until every worker is done; True if the run was stopped before.
+        """Serve until every worker is done. Return True if the run was stopped earlier.
 
         Args:
-            workers: server 0: those that will come; others may join.
-            state: `Clocks.state` of a checkpoint to go on from; None begins.
+            workers: for server 0, the workers that will come; others may join.
+            state: `Clocks.state` of a checkpoint to continue from; None starts from scratch.
 
         Raises:
             TimeoutError: no worker is left, or server 0 is silent.
@@ -197,7 +197,9 @@ class Server:
             while True:
                 event = self._inbox.take(3 * wait)
                 if event is None:
-                    raise TimeoutError(f"server {self.index}: no word from server 0")
+                    raise TimeoutError(
+                        f"server {self.index}: no message from server 0 for {3 * wait:g} s"
+                    )
                 if event["op"] == "stop":
                     return False
                 if not self._apply(event):
@@ -220,7 +222,7 @@ class Server:
         return self._finish()
 
     def _apply(self, event: dict[str, Any]) -> bool:
-        """Do what the sequencer ordered; False if the link to the event's worker failed."""
+        """Execute an event of the sequencer. Return False if the link to its worker failed."""
         worker = event.get("worker")
         try:
             if event["op"] == "join":
@@ -251,7 +253,7 @@ class Server:
 
     @torch.no_grad()
     def _update(self, event: dict[str, Any]) -> float:
-        """Apply the terms' gradients as one step; the global norm of their mean."""
+        """Apply the terms' gradients as one step and return the global norm of their mean."""
         workers, counts = event["workers"], event["counts"]
         staged = [self._staged.pop(w) for w in workers]
         if self.plan.compensation:
@@ -279,7 +281,7 @@ class Server:
     # ------------------------------------------------------------------ on server 0
 
     def _order(self, op: str, **event: Any) -> bool:
-        """Let something happen on every server, in the same order; False if it failed here."""
+        """Execute an event on every server, in the same order. Return False if it failed here."""
         for other in self._others:
             other.put(op=op, **event)
         return self._apply({"op": op, **event})
@@ -295,18 +297,18 @@ class Server:
             self._welcome(visitor, request)
         elif visitor not in self._visitors:
             if op in ("pull", "push", "done"):
-                self._mail(visitor, op="gone", why="this worker was lost before")
+                self._mail(visitor, op="gone", why="this worker was already dropped")
         else:
             self._request(op, visitor, self._visitors[visitor], request)
 
     def _request(self, op: str, visitor: int, worker: int, request: dict[str, Any]) -> None:
-        """A request of a worker that takes part, or a server's word of one."""
+        """Handle a request of a participating worker, or a server's message about one."""
         if worker in self._taken and op not in ("taken", "failed"):
             self._taken[worker].later.append(request)  # until all servers have its gradient
             return
-        self._due.pop(worker, None)  # it was heard; what follows is the servers' turn
+        self._due.pop(worker, None)  # it has answered; the next step is the servers'
         if op == "pull" and self.clocks.owes(worker):
-            self._drop(worker, "it pulls again without a gradient of what it pulled")
+            self._drop(worker, "it pulls again without pushing a gradient first")
         elif op == "pull":
             self.clocks.ask(worker)
         elif op == "push":
@@ -326,18 +328,18 @@ class Server:
                 self._done.append(visitor)
 
     def _welcome(self, visitor: int, request: dict[str, Any]) -> None:
-        """Let a worker take part, if it has this model."""
+        """Let a worker join if it has the same model."""
         if request["digest"] != self._digest:
             why = (
-                f"a worker of another model: names, shapes and dtype have digest "
-                f"{request['digest'][:12]}, the servers' {self._digest[:12]}"
+                f"this worker has a different model: its names, shapes and dtype have digest "
+                f"{request['digest'][:12]}, the servers' have {self._digest[:12]}"
             )
             return self._mail(visitor, op="refused", why=why)
         worker, here = request["worker"], set(self._visitors.values())
         if worker is None or worker in here or (
             worker not in self.clocks.clocks and worker < self.clocks.following
         ):  # fmt: skip
-            worker = None  # a new number: nobody has two
+            worker = None  # give it a new number; no two workers share one
         if worker not in self.clocks.clocks:
             worker = self.clocks.join(worker)
         clock = self.clocks.clocks[worker]
@@ -349,7 +351,7 @@ class Server:
         self.notes.say(f"worker {worker} joins at clock {clock}")
 
     def _take(self, worker: int, server: int) -> None:
-        """A server has a worker's gradient; when all have, it counts."""
+        """Note that a server has a worker's gradient, and accept it when all servers have it."""
         push = self._taken[worker]
         push.servers.add(server)
         if len(push.servers) == self.plan.servers:
@@ -361,7 +363,7 @@ class Server:
                 self._handle(request)
 
     def _advance(self) -> None:
-        """Apply what is due, save if it is time to, and let workers pull that may."""
+        """Apply the updates that are due, save if it is time, and let workers pull if they may."""
         before = self.clocks.version
         for terms in self.clocks.updates():
             before += 1
@@ -388,13 +390,13 @@ class Server:
                 self._drop(worker, "its connection failed")
 
     def _save(self, version: int) -> None:
-        """A checkpoint of what every server has after update `version`."""
+        """Write a checkpoint of the state of every server after update `version`."""
         self._order("save")
         self._saved, self._saved_when = version, time.monotonic()
         self.notes.save(self.clocks.state(), self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The masters and moments of every server, one tensor at a time."""
+        """The masters and moments of all servers, one tensor at a time."""
         yield from ((name, x.contiguous().clone()) for name, x in self.shard.read())
         for link, part in zip(self._between, self._parts[1:], strict=True):
             for name, shape in self.shard.shapes(part):
@@ -402,16 +404,16 @@ class Server:
                 link.receive(tensor)
                 yield name, tensor
 
-    # ------------------------------------------------------------------ who goes
+    # ------------------------------------------------------------------ workers that leave
 
     def _drop_late(self) -> None:
         now = time.monotonic()
         for worker, due in list(self._due.items()):
             if now > due:
-                self._drop(worker, f"no word from it for {self.plan.timeout:g} s: it died or hangs")
+                self._drop(worker, f"no message for {self.plan.timeout:g} s: it died or hangs")
 
     def _drop(self, worker: int, why: str) -> None:
-        """Go on without a worker that is lost."""
+        """Continue without a worker that is lost."""
         self.notes.say(f"worker {worker} is lost at clock {self.clocks.clocks[worker]}: {why}")
         visitor = self._visitor(worker)
         self._leave(worker)
@@ -428,8 +430,8 @@ class Server:
         self._empty = time.monotonic()
 
     def _over(self) -> bool:
-        """Whether the run ends here; raises if it has no workers and none came for long."""
-        self.store.add("beat", 1)  # workers that wait see that this server lives
+        """Return True if the run ends here. Raise if no worker is left and none came in time."""
+        self.store.add("beat", 1)  # shows waiting workers that this server is alive
         if self._stopped or (self._quit and not self.clocks.clocks):
             return True
         if not self.clocks.clocks and time.monotonic() > self._empty + self.plan.timeout:

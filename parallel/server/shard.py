@@ -1,12 +1,13 @@
-"""A server's part of the weights: whole parameters, their optimizer state, and its updates.
+"""A server's part of the weights: whole parameters, their optimizer state, and the updates.
 
-    parameters over two servers by bytes (longest first, each to the least loaded)
+    parameters over two servers by bytes (largest first, each to the least loaded server)
     server 0   embedding 64K | norm 1K
     server 1   up 32K | down 32K | bias 1K
 
-An update divides the sum of its terms' gradients by the sum of their counts and gives it to a rule
-of `parallel.data.optimizer`. Delay compensation (DC-ASGD, Zheng et al. 2017, arXiv:1609.08326) adds
-to a gradient g of older weights w_old the diagonal of its outer product as its Hessian:
+An update divides the sum of its terms' gradients by the sum of their counts and passes it to a rule
+of `parallel.data.optimizer`. Delay compensation (DC-ASGD, Zheng et al. 2017, arXiv:1609.08326)
+corrects a gradient g computed at older weights w_old. It uses the diagonal of the outer product of
+g as the Hessian:
 
     g + lambda g * g * (w - w_old)
 """
@@ -27,21 +28,24 @@ from warpweave.parallel.shard import ParamRecord
 
 
 def records_of(module: nn.Module) -> list[ParamRecord]:
-    """A record for each parameter of any module; matrices decay, vectors do not.
+    """Return a record for each parameter of any module. Matrices decay, vectors do not.
 
     Raises:
-        ValueError: there is none, or one is frozen.
+        ValueError: a parameter is frozen.
     """
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
     if frozen:
-        raise ValueError(f"a server trains every parameter, {frozen[0]} does not require grad")
+        raise ValueError(
+            f"parameter {frozen[0]} does not require grad, but servers train every parameter; "
+            "call requires_grad_()"
+        )
     return [
         ParamRecord(name, tuple(p.shape), decay=p.ndim > 1) for name, p in module.named_parameters()
     ]
 
 
 def digest(records: Sequence[ParamRecord], dtype: torch.dtype) -> str:
-    """SHA-256 of names, shapes and dtype: equal where weights and gradients fit each other."""
+    """SHA-256 of names, shapes and dtype: equal if weights and gradients match each other."""
     rows = sorted([r.name, list(r.shape)] for r in records)
     return hashlib.sha256(json.dumps([str(dtype), rows]).encode()).hexdigest()
 
@@ -53,7 +57,7 @@ def spread(records: Sequence[ParamRecord], servers: int) -> list[list[ParamRecor
         ValueError: there are fewer parameters than servers, or no server.
     """
     if not 1 <= servers <= len(records):
-        raise ValueError(f"{servers} servers cannot share {len(records)} parameters")
+        raise ValueError(f"expected 1 to {len(records)} servers (one per parameter), got {servers}")
     parts: list[list[ParamRecord]] = [[] for _ in range(servers)]
     loads = [0] * servers
     for record in sorted(records, key=lambda r: (-torch.Size(r.shape).numel(), r.name)):
@@ -68,12 +72,13 @@ class Shard:
 
     Args:
         records: the parameters.
-        value: the logical tensor of a record.
-        rule: the update rule; one that works on elements, as AdamW and SGD.
-        dtype: in which weights are pulled; masters, gradients and moments are fp32, or fp64.
+        value: returns the logical tensor of a record.
+        rule: the update rule. It must work on single elements, as AdamW and SGD do.
+        dtype: the dtype in which weights are pulled. Masters, gradients and moments are fp32, or
+            fp64 for fp64.
 
     Attributes:
-        layout: the offsets in the flat buffers, here and at the workers.
+        layout: the offsets in the flat buffers, the same on servers and workers.
         master: [layout.size], the master weights.
     """
 
@@ -97,24 +102,24 @@ class Shard:
         return self.master.to(self.dtype, copy=True)
 
     def compensate(self, g: Tensor, count: int, old: Tensor, factor: float) -> None:
-        """Compensate a gradient [layout.size] of the sum of `count` losses for the updates since
-        the weights `old` that it is of, in place."""
+        """Compensate a gradient [layout.size] in place for the updates since the weights `old` at
+        which it was computed. It is the gradient of the sum of `count` losses."""
         g.addcmul_(g * g, self.master - old, value=factor / count)
 
     def sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The sum of gradients [layout.size] in their order, in the first one's memory."""
+        """Return the sum of gradients [layout.size], in order, in the first one's memory."""
         total = gradients[0]
         for g in gradients[1:]:
             total += g
         return total
 
     def squares(self, total: Tensor) -> Tensor:
-        """The sum of squares of a gradient [layout.size], 0-dim: this server's term of its norm."""
+        """The sum of squares of a gradient [layout.size], 0-dim: this server's part of the norm."""
         return sum_of_squares(total).double()
 
     @torch.no_grad()
     def update(self, total: Tensor, lr: float, scale: float) -> None:
-        """One step of the rule by the gradient `total` times `scale`."""
+        """Apply one step of the rule, with the gradient `total` times `scale`."""
         factor = torch.tensor(scale, dtype=self.master.dtype)
         for r, step in zip(self.layout.ranges, self.steps, strict=True):
             part = slice(r.start, r.stop)
@@ -133,13 +138,13 @@ class Shard:
     # ------------------------------------------------------------------ state in and out
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of masters, under the parameters' names, and of moments, "moment/name"."""
+        """(name, tensor) of masters, named as the parameters, and of moments, "moment/name"."""
         for prefix, buffer in self._buffers():
             for record in self.layout.records:
                 yield prefix + record.name, self.layout.view(buffer, record)
 
     def shapes(self, records: Sequence[ParamRecord]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of what a server with these `records` and this rule reads, in its order."""
+        """(name, shape) of the `read` of a server that has these `records` and the same rule."""
         for prefix, _ in self._buffers():
             for record in FlatLayout(records, 1, 0).records:
                 yield prefix + record.name, record.shape
@@ -157,13 +162,13 @@ class Shard:
 def norm_and_scale(
     squares: Sequence[Tensor], count: int, clip: float | None
 ) -> tuple[float, float]:
-    """(global norm of the mean gradient, factor for its sum) from every server's `squares`, which
-    are added in the servers' order; the factor clips the norm.
+    """Return (global norm of the mean gradient, factor for the summed gradient). The norm is from
+    every server's `squares`, added in server order; the factor clips it.
 
     Raises:
         FloatingPointError: the norm is not finite.
     """
     norm = float(torch.stack(list(squares)).sum().sqrt()) / count
     if not norm < float("inf"):
-        raise FloatingPointError(f"the norm of a gradient is {norm}")
+        raise FloatingPointError(f"the gradient norm is {norm}")
     return norm, min(1.0, clip / (norm + 1e-6)) / count if clip is not None else 1.0 / count

@@ -1,9 +1,9 @@
-"""A worker of parameter servers: pulls weights, computes a gradient, pushes it.
+"""A worker of parameter servers: it pulls weights, computes a gradient and pushes it.
 
     worker = Worker(store, records, plan)
     worker.run(1000, gradient)          # gradient(clock, weights) -> Gradient
 
-`module_gradient` makes `gradient` of any module and a loss function.
+`module_gradient` makes such a `gradient` from any module and a loss function.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from warpweave.parallel.shard import ParamRecord
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a worker computes at one clock.
+    """The result of a worker at one clock.
 
     Attributes:
-        tensors: parameter's name -> gradient of the sum of the losses of `count` samples (tokens).
-        count: how many; the update divides by the sum of its workers' counts.
-        loss: the mean loss, for the record.
+        tensors: parameter name -> gradient of the summed losses of `count` samples (or tokens).
+        count: number of samples or tokens; the update divides by the sum over its workers.
+        loss: the mean loss, for the log.
     """
 
     tensors: Mapping[str, Tensor]
@@ -46,10 +46,10 @@ Compute = Callable[[int, Mapping[str, Tensor]], Gradient]
 def module_gradient(
     module: nn.Module, losses: Callable[[nn.Module, int], Iterable[tuple[Tensor, int]]]
 ) -> Compute:
-    """The gradient of `module` at given weights, by autograd.
+    """Return a function that computes the gradient of `module` at given weights, by autograd.
 
-    ``losses(module, clock)`` has, for each micro-batch of that clock, the sum (0-dim) of the losses
-    of its samples, and their number. Buffers of the module are the worker's own.
+    ``losses(module, clock)`` yields, for each micro-batch of that clock, the summed loss (0-dim) of
+    its samples, and their number. Each worker has separate buffers of the module.
     """
     params = dict(module.named_parameters())
 
@@ -71,11 +71,11 @@ def module_gradient(
 
 
 class LostError(RuntimeError):
-    """The servers went on without this worker, or are gone."""
+    """The servers continued without this worker, or are gone."""
 
 
 class _RestartedError(Exception):
-    """The servers were started anew."""
+    """The servers were restarted."""
 
 
 class _OverError(Exception):
@@ -83,22 +83,22 @@ class _OverError(Exception):
 
 
 class Worker:
-    """A worker; building one connects it to the servers.
+    """A worker. Constructing it connects it to the servers.
 
     Args:
         store: the ranks' store.
-        records: of the whole model, as at the servers.
-        plan: as at the servers.
+        records: the records of the whole model, the same as on the servers.
+        plan: the same as on the servers.
         dtype: of the parameters.
-        number: of this worker; None for a new one, given by the servers.
+        number: of this worker; None lets the servers assign a new one.
 
     Attributes:
         number: of this worker.
-        clock: its gradients so far.
+        clock: number of gradients pushed so far.
 
     Raises:
-        ValueError: the servers have another model.
-        LostError: they do not answer.
+        ValueError: the servers have a different model.
+        LostError: the servers do not answer.
     """
 
     def __init__(
@@ -118,13 +118,13 @@ class Worker:
         self._connect()
 
     def run(self, steps: int, gradient: Compute) -> None:
-        """Give gradients up to clock `steps`, and wait until the servers have saved the end.
+        """Push gradients up to clock `steps`, and wait until the servers have saved the end.
 
-        Servers that are started anew from a checkpoint say which clock this worker has there, and
-        it goes on from that.
+        Servers that were restarted from a checkpoint report this worker's clock at the checkpoint,
+        and the worker continues from there.
 
         Raises:
-            LostError: the servers are gone, or have given this worker up.
+            LostError: the servers are gone, or have dropped this worker.
         """
         while True:
             try:
@@ -138,7 +138,7 @@ class Worker:
                 self._connect()
 
     def step(self, gradient: Compute) -> None:
-        """Pull, compute, push: one clock."""
+        """Advance by one clock: pull, compute and push."""
         self._requests.put(op="pull", visitor=self._visitor)
         self._answer("granted", wait=float("inf"))
         self._guarded(self._pull)
@@ -151,7 +151,7 @@ class Worker:
         self.clock += 1
 
     def leave(self) -> None:
-        """Leave the run before its end; the others go on."""
+        """Leave the run before its end; the other workers continue."""
         self._requests.put(op="leave", visitor=self._visitor)
 
     def _pull(self) -> None:
@@ -192,9 +192,10 @@ class Worker:
         self._links = [Pair(root, name, 1, self.plan.timeout) for name in names]
 
     def _answer(self, op: str, wait: float) -> dict[str, Any]:
-        """The servers' next header, which is an `op`, while server 0 lives, within `wait` seconds.
+        """Return the servers' next header, which must be an `op`, within `wait` seconds.
 
-        Server 0 may be busy with other workers' messages for some times the plan's timeout.
+        Raises LostError if server 0 dies. Server 0 may be busy with messages of other workers for
+        several times the plan's timeout.
         """
         began = heard = time.monotonic()
         beat = -1
@@ -205,19 +206,19 @@ class Worker:
             beat = self._root.add("beat", 0)
             heard = now if beat != before else heard
             if now > began + wait or now > heard + 3 * self.plan.timeout:
-                raise LostError(f"worker {self.number}: no word from the servers")
+                raise LostError(f"worker {self.number}: no message from the servers")
         if answer["op"] == "over":
             raise _OverError
         if answer["op"] == "refused":
             raise ValueError(answer["why"])
         if answer["op"] != op:
             raise LostError(
-                f"the servers gave worker {self.number} up: {answer.get('why', answer)}"
+                f"the servers dropped worker {self.number}: {answer.get('why', answer)}"
             )
         return answer
 
     def _guarded(self, messages: Callable[[], object]) -> None:
-        """Exchange tensors; if that fails, find out why from the servers."""
+        """Exchange tensors. If that fails, ask the servers for the reason."""
         try:
             messages()
         except RuntimeError:

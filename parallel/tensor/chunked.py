@@ -1,5 +1,6 @@
 """Overlap by chunks: a product in chunks of tokens, each hiding the messages of another chunk.
-Plain point-to-point messages of the process group, so it works on any network.
+
+It uses plain point-to-point messages of the process group, so it works on any network.
 
 A chunk is one rank's T/R tokens. In every step each rank sends one chunk and receives one.
 
@@ -16,14 +17,14 @@ Volume and dtype of the messages are those of the blocking collective. Without s
 nothing is gathered; a row-parallel product is then computed in R chunks of rows, and each chunk's
 all-reduce is hidden behind the next chunk's product.
 
-Against overlap "none", x and dy as gathered are bitwise equal, and so all gradients of a
-row-parallel product but dh. Other results are equal up to rounding, because a product of fewer rows
-may add its terms in another order. With sequence parallelism repeated calls give the same bits, in
-whatever order chunks are received.
+Compared with overlap "none", the gathered x and dy are bitwise equal, and therefore also all
+gradients of a row-parallel product except dh. Other results are equal up to rounding, because a
+product of fewer rows may add its terms in a different order. With sequence parallelism, repeated
+calls give the same bits regardless of the order in which chunks are received.
 
-It costs a copy of each chunk's result into one tensor, and of x into the gathered x; a row-parallel
-product holds the terms that it sends and receives, about 2 [T, N], until it adds them. Every wait
-ends with the group's timeout.
+The cost is a copy of each chunk's result into one tensor, and of x into the gathered x. A
+row-parallel product also holds the terms that it sends and receives, about 2 [T, N], until it adds
+them. Every wait ends with the group's timeout.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Made = TypeVar("Made")
 
 
 def joined(chunks: list[Any]) -> Any:
-    """Results of consecutive runs of tokens concatenated: tensors, None, or tuples of these."""
+    """Concatenate results of consecutive runs of tokens: tensors, None, or tuples of these."""
     first = chunks[0]
     if isinstance(first, tuple):
         return tuple(map(joined, zip(*chunks)))
@@ -56,8 +57,9 @@ def joined(chunks: list[Any]) -> Any:
 def gather_product(
     x: torch.Tensor, multiply: Callable[[torch.Tensor, int], Made], group: dist.ProcessGroup
 ) -> tuple[Made, torch.Tensor]:
-    """``multiply(part, first)`` of each rank's x[T/R, ...] as it is received, the results
-    concatenated in token order; and x[T, ...] as gathered. `first` is a part's first token."""
+    """Call ``multiply(part, first)`` on each rank's x[T/R, ...] as it is received. Return the
+    results, concatenated in token order, and the gathered x[T, ...]. `first` is the index of a
+    part's first token."""
     rank, ranks = group_rank(group), group_size(group)
     order = [(rank + step) % ranks for step in range(ranks)]
     whole = x.new_empty(ranks, *x.shape)
@@ -75,7 +77,7 @@ def gather_product(
 def product_scatter(
     h: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Reduce-scatter of ``multiply(h)``, for all tokens h[T, ...]: this rank's T/R tokens of the
+    """Reduce-scatter ``multiply(h)`` for all tokens h[T, ...]; return this rank's T/R tokens of the
     sum over ranks."""
     rank, ranks = group_rank(group), group_size(group)
     chunks = h.tensor_split(ranks)
@@ -94,7 +96,7 @@ def product_scatter(
 def product_reduce(
     h: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """All-reduce of ``multiply(h)``, for all tokens h[T, ...], in R chunks of tokens."""
+    """All-reduce ``multiply(h)`` for all tokens h[T, ...], in R chunks of tokens."""
     chunks = h.tensor_split(group_size(group))
     sums = [start_all_reduce_(multiply(chunk), group) for chunk in chunks]
     return joined([pending.wait() for pending in sums])

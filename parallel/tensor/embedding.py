@@ -1,5 +1,6 @@
-"""Vocabulary-parallel embedding (Shoeybi et al. 2019, arXiv:1909.08053): the table's rows are
-sharded over the tensor axis.
+"""Vocabulary-parallel embedding (Shoeybi et al. 2019, arXiv:1909.08053).
+
+The table's rows are sharded over the tensor axis.
 
     four ranks, V = 8; ids [5, 0, 3]; rank r holds rows 2r and 2r+1 of W
     rank 0   [0,  W0, 0 ]
@@ -35,13 +36,13 @@ class _VocabParallelEmbedding(torch.autograd.Function):
         ctx.save_for_backward(ids)
         torch._assert_async(
             ((ids >= 0) & (ids < vocab_size)).all(),
-            f"vocab_parallel_embedding: an id lies outside [0, {vocab_size})",
+            f"vocab_parallel_embedding: an id is outside [0, {vocab_size})",
         )
         if group is None:
             return F.embedding(ids, weight)
         local, elsewhere = _local_ids(ids, weight.shape[0], group)
         y = F.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
-        # At most one term of each sum is not zero, so the sum is exact in any dtype.
+        # At most one term of each sum is non-zero, so the sum is exact in any dtype.
         sums = start_reduce_scatter if sequence_parallel else start_all_reduce_
         return sums(y, group).wait()
 
@@ -61,7 +62,7 @@ class _VocabParallelEmbedding(torch.autograd.Function):
 
         def weight_gradient() -> torch.Tensor:
             local, terms = addends()
-            # torch's own kernel sorts the ids; index_add_ on CUDA adds atomically, in any order
+            # torch's kernel sorts the ids; index_add_ on CUDA adds atomically, in any order
             dw = torch.ops.aten.embedding_dense_backward(terms, local, weight.shape[0], -1, False)
             return dw.to(grad_dtype(weight))
 
@@ -69,9 +70,9 @@ class _VocabParallelEmbedding(torch.autograd.Function):
             local, terms = addends()
             if not add:
                 buffer.zero_()
-            if buffer.is_cuda:  # deterministic: it sorts the ids
+            if buffer.is_cuda:  # deterministic, because it sorts the ids
                 buffer.index_put_((local,), terms.to(buffer.dtype), accumulate=True)
-            else:  # on a CPU index_put_ adds atomically, and index_add_ goes row by row
+            else:  # on a CPU index_put_ adds atomically, but index_add_ goes row by row
                 buffer.index_add_(0, local, terms.to(buffer.dtype))
 
         return None, wgrad(weight, weight_gradient, into), None, None, None
@@ -91,8 +92,8 @@ class _VocabParallelEmbedding(torch.autograd.Function):
 def _local_ids(
     ids: torch.Tensor, rows: int, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each id its row in this rank's shard, 0 if it is another rank's, and a mask of the
-    latter."""
+    """For each id, its row in this rank's shard (0 if it is another rank's), and a mask of the ids
+    of other ranks."""
     local = ids - dist.get_rank(group) * rows
     elsewhere = (local < 0) | (local >= rows)
     return local.masked_fill(elsewhere, 0), elsewhere
@@ -122,18 +123,18 @@ def vocab_parallel_embedding(
     Args:
         ids: int64 or int32 [...], the same on every rank of the group; 1-D with sequence_parallel.
         weight: weight[V/R, E], rows [r V/R, (r+1) V/R) of the table on rank r; the leaf parameter.
-        group: the R tensor ranks; None for one.
-        vocab_size: ids lie in [0, vocab_size); rows past it are padding and never looked up.
+        group: the R tensor ranks; None for a single rank.
+        vocab_size: ids are in [0, vocab_size); rows past it are padding and never looked up.
         sequence_parallel: shard the output's tokens over the group along dim 0.
-        padded_vocab_size: V; None is `vocab_size` rounded up to a multiple of R.
+        padded_vocab_size: V; None means `vocab_size` rounded up to a multiple of R.
 
     Returns:
         y[..., E], or y[T/R, E] with sequence_parallel, in the dtype of `weight`.
 
     Raises:
-        ValueError: ids are not integers, the shard does not have V/R rows, or R does not divide the
-            tokens.
-        RuntimeError: an id lies outside the vocabulary (on CUDA a device-side assertion).
+        ValueError: ids are not integers, the shard does not have V/R rows, or the tokens are not
+            divisible by R.
+        RuntimeError: an id is outside the vocabulary (on CUDA a device-side assertion).
     """
     name = f"vocab_parallel_embedding on rank {group_rank(group)}"
     check_integers("ids", ids)
@@ -162,6 +163,6 @@ def check_vocabulary(
         padded = -(-vocab_size // ranks) * ranks
     if local * ranks != padded or not 1 <= vocab_size <= padded:
         raise ValueError(
-            f"{name}: {local} {what} on each of {ranks} tensor ranks are not the {padded} of the "
-            f"padded vocabulary (vocab_size {vocab_size}); a rank takes its shard, not the whole"
+            f"{name}: {local} {what} on each of {ranks} tensor ranks do not add up to the padded "
+            f"vocabulary of {padded} (vocab_size {vocab_size}); pass this rank's shard only"
         )

@@ -27,7 +27,7 @@ from warpweave.parallel.tensor.ranks import tensor_ranks
 def _arriving_linear(
     x: torch.Tensor | Gathering, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """`linear` of x[..., K]; of a `Gathering`, which is gathered within the product's kernel."""
+    """`linear` of x[..., K]. A `Gathering` is gathered within the product's kernel."""
     if isinstance(x, torch.Tensor):
         return linear(x, weight, bias)
     y, _ = multiply(x, weight.t(), bias)
@@ -43,7 +43,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         ctx.ranks, ctx.x_dtype, ctx.leaves = ranks, x.dtype, (weight, bias)
         with no_autocast(x):
             x = x.to(dtype)
-            # The shard is saved, and gathered again in the backward: 1/R of the memory.
+            # Save only the shard (1/R of the memory), and gather it again in the backward.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
             w, b = (t if t is None else t.to(dtype) for t in (weight, bias))
             return ranks.column_product(x, lambda x, _: _arriving_linear(x, w, b))
@@ -95,18 +95,18 @@ def column_parallel_linear(
         x: x[..., K] replicated, or x[T/R, ..., K] with sequence_parallel.
         weight: weight[N/R, K], rows [r N/R, (r+1) N/R) of W on rank r; the leaf parameter.
         bias: bias[N/R] or None; the leaf parameter.
-        group: the R tensor ranks; None for one.
-        sequence_parallel: tokens of x are sharded over the group along dim 0.
-        overlap: "none", "bulk", "chunked" or "fused", with equal results: see ``ranks``. In the
-            backward of all but "none", the all-gather of x is hidden behind the GEMM of dx and the
-            reduction of dx behind the GEMM of dW.
+        group: the R tensor ranks; None for a single rank.
+        sequence_parallel: x has its tokens sharded over the group along dim 0.
+        overlap: "none", "bulk", "chunked" or "fused", with equal results; see ``ranks``. In the
+            backward of all except "none", the all-gather of x is hidden behind the GEMM of dx, and
+            the reduction of dx behind the GEMM of dW.
         workspace: symmetric memory of the group, for "fused".
 
     Returns:
         y[..., N/R], in the dtype of `x` or of autocast.
 
     Raises:
-        ValueError: shapes or dtypes of x, weight and bias do not fit.
+        ValueError: shapes or dtypes of x, weight and bias do not match.
     """
     dtype = _check_linear("column_parallel_linear", x, weight, bias, group)
     ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x)
@@ -159,8 +159,8 @@ def row_parallel_linear(
     overlap: str = "bulk",
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
-    """Row-parallel linear layer: rank r holds input features [r K/R, (r+1) K/R), and the ranks'
-    products are summed.
+    """Row-parallel linear layer: rank r holds input features [r K/R, (r+1) K/R), and the products
+    of all ranks are summed.
 
     Forward:         y[T, N]{I}        = all-reduce(x[T, K/R]{S(-1)} W[N, K/R]{S(1)}^T) + b[N]{I}
     Input gradient:  dx[T, K/R]{S(-1)} = dy[T, N]{I} W, no collective, exact
@@ -171,7 +171,7 @@ def row_parallel_linear(
 
     Forward:         y[T/R, N]{S(0)}   = reduce-scatter(x W^T) + b[N]{R}
     Input gradient:  dx[T, K/R]{S(-1)} = all-gather(dy[T/R, N]) W
-    Weight gradient: dW[N, K/R]{S(1)}  = all-gather(dy)^T x; the gathered dy serves both
+    Weight gradient: dW[N, K/R]{S(1)}  = all-gather(dy)^T x; the gathered dy is used for both
     Bias gradient:   db[N]{P}          = sum over this rank's own tokens of dy: a partial sum, which
                                          the caller sums over the group with its other gradients
 
@@ -179,7 +179,7 @@ def row_parallel_linear(
         x: x[..., K/R], input features [r K/R, (r+1) K/R) on rank r.
         weight: weight[N, K/R], columns [r K/R, (r+1) K/R) of W on rank r; the leaf parameter.
         bias: bias[N], the same on every rank, or None; the leaf parameter.
-        group: the R tensor ranks; None for one.
+        group: the R tensor ranks; None for a single rank.
         sequence_parallel: shard the output's tokens over the group along dim 0.
         overlap, workspace: as for `column_parallel_linear`.
 
@@ -187,7 +187,8 @@ def row_parallel_linear(
         y[..., N], or y[T/R, ..., N] with sequence_parallel, in the dtype of `x` or of autocast.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or R does not divide T with sequence_parallel.
+        ValueError: shapes or dtypes do not match, or T is not divisible by R with
+            sequence_parallel.
     """
     dtype = _check_linear("row_parallel_linear", x, weight, bias, group)
     if sequence_parallel and x.shape[0] % group_size(group):
@@ -206,15 +207,15 @@ def _check_linear(
     bias: torch.Tensor | None,
     group: dist.ProcessGroup | None,
 ) -> torch.dtype:
-    """The dtype to compute in; ValueError if shapes or dtypes do not fit."""
+    """Return the dtype to compute in. Raise ValueError if shapes or dtypes do not match."""
     if (x.dim() < 2 and group is not None) or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{name} on rank {group_rank(group)}: x{tuple(x.shape)} and weight{tuple(weight.shape)}"
-            " do not fit: the last dim of x (of two at least) must be dim 1 of the weight"
+            f"{name} on rank {group_rank(group)}: the last dim of x (of at least two) must "
+            f"equal dim 1 of the weight, got x{tuple(x.shape)} and weight{tuple(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"{name} on rank {group_rank(group)}: bias{tuple(bias.shape)} does not fit "
-            f"weight{tuple(weight.shape)}"
+            f"{name} on rank {group_rank(group)}: expected bias{tuple(weight.shape[:1])} for "
+            f"weight{tuple(weight.shape)}, got bias{tuple(bias.shape)}"
         )
     return operand_dtype(f"{name} on rank {group_rank(group)}", x, {"weight": weight, "bias": bias})

@@ -1,16 +1,17 @@
-"""The head of a language model and its loss in one function: a linear layer whose output features,
-the vocabulary, are sharded over the tensor ranks, and the cross entropy of its logits.
+"""The head of a language model fused with its loss, with the vocabulary sharded over tensor ranks.
+
+A linear layer, whose output features are the vocabulary, and the cross entropy of its logits.
 
     four ranks, z = x W^T, W[V, E] sharded by rows: rank r has the logits of V/4 words
-    rank r   for each block of its columns: z[T, block], and of it per token max and sum of exp,
-             the label's logit (and with label smoothing the sum of z); the block is then discarded
-    all      one all-gather of these 2 or 3 numbers per token, merged to lse and loss
-    rank r   backward: z[T, block] once more, dz, dW[block] += dz^T x, dx{P} += dz W
+    rank r   for each block of its columns: z[T, block]; from it, per token, max and sum of exp and
+             the label's logit (with label smoothing also the sum of z); then discards the block
+    all      one all-gather of these 2 or 3 numbers per token, merged into lse and loss
+    rank r   backward: z[T, block] again, dz, dW[block] += dz^T x, dx{P} += dz W
     all      all-reduce (sequence parallel: reduce-scatter) of dx
 
 Neither forward nor backward holds the logits [T, V/R]. The gradients may also be computed in the
-forward (``recompute=False``): `kernels.cross_entropy.linear` describes the two orders of work and
-their costs. Types and conventions are those of ``tensor``; E features.
+forward (``recompute=False``); `kernels.cross_entropy.linear` describes both orders of work and
+their costs. Types and conventions are those of ``tensor``; E is the number of features.
 """
 
 from __future__ import annotations
@@ -64,35 +65,35 @@ def vocab_parallel_linear_cross_entropy(
     Input gradient:  dx[T, E]{I} = all-reduce(dz[T, V/R] W), its terms in fp32
     Weight gradient: dW[V/R, E]{S(0)} = dz^T x, no collective; exact
 
-    With sequence_parallel the input is x[T/R, E]{S(0)}: x is gathered in the forward (and, where
-    the logits are recomputed, in the backward) and
+    With sequence_parallel the input is x[T/R, E]{S(0)}. x is gathered in the forward (and in the
+    backward, if the logits are recomputed), and
 
     Input gradient:  dx[T/R, E]{S(0)} = reduce-scatter(dz W)
 
     With recompute=False the gradients and their collectives are computed in the forward, with one
     all-gather of statistics per slice of rows; the backward has no collective. A deferred weight
-    gradient is then only added later; with recompute=True it is computed with dx, never deferred.
+    gradient is then only added later. With recompute=True it is computed with dx, never deferred.
 
-    overlap="chunked" multiplies one rank's tokens while the next rank's are received; with
-    recompute=False some tokens of every rank at a time, whose dx is reduced during the products of
-    the next. "fused" gathers x within the product with the first block of columns. The backward of
-    recompute=True always gathers x and reduces dx whole: in chunks it would read and write all of
-    dW once per chunk.
+    overlap="chunked" multiplies one rank's tokens while the next rank's are received. With
+    recompute=False it multiplies some tokens of every rank at a time, and reduces their dx during
+    the products of the next. "fused" gathers x within the product with the first block of columns.
+    The backward of recompute=True always gathers x and reduces dx as a whole, because in chunks it
+    would read and write all of dW once per chunk.
 
     Args:
         x: x[..., E] replicated, or x[T/R, ..., E] with sequence_parallel.
         weight: weight[V/R, E], rows [r V/R, (r+1) V/R) of W on rank r; the leaf parameter.
         labels: int64[...] or int64[T, ...], the same on every rank of the group.
-        group: the R tensor ranks; None for one.
+        group: the R tensor ranks; None for a single rank.
         vocab_size: size of the vocabulary without padding; padding rows get gradient 0.
-        sequence_parallel: tokens of x are sharded over the group along dim 0.
+        sequence_parallel: x has its tokens sharded over the group along dim 0.
         ignore_index: tokens with this label have loss zero and no gradient.
         label_smoothing, z_loss: e in [0, 1] and c >= 0.
-        reduction: "sum", 0-dim, or "none", losses like `labels`.
-        recompute: as for `linear_cross_entropy`; None is False on CPU tensors and "sum".
-        softcap: the loss is that of softcap * tanh(z / softcap), computed for some rows of each
-            rank at a time (`CAPPED`), whose logits the backward recomputes; None is no softcap.
-        padded_vocab_size: V; None is `vocab_size` rounded up to a multiple of R.
+        reduction: "sum" returns a 0-dim loss, "none" returns losses with the shape of `labels`.
+        recompute: as for `linear_cross_entropy`; None means False for CPU tensors and "sum".
+        softcap: use the logits softcap * tanh(z / softcap). They are computed for some rows of each
+            rank at a time (`CAPPED`), and the backward recomputes them. None means no softcap.
+        padded_vocab_size: V; None means `vocab_size` rounded up to a multiple of R.
         overlap, workspace: as for `column_parallel_linear`.
         impl: as for `linear_cross_entropy`.
 
@@ -101,14 +102,17 @@ def vocab_parallel_linear_cross_entropy(
         divides the sum by the global number of valid tokens.
 
     Raises:
-        ValueError: the weight does not have V/R rows, other shapes, dtypes or options do not fit,
+        ValueError: the weight does not have V/R rows, other shapes, dtypes or options do not match,
             or, for CPU tensors, a label is neither in the vocabulary nor `ignore_index` (on a GPU
-            such a token's loss is NaN).
+            the loss of such a token is NaN).
     """
     name = f"vocab_parallel_linear_cross_entropy on rank {group_rank(group)}"
     check_options(reduction, label_smoothing, z_loss)
     if reduction == "mean":
-        raise ValueError(f'{name}: reduction must be "sum" or "none": no rank knows all tokens')
+        raise ValueError(
+            f'{name}: reduction must be "sum" or "none", because no rank knows all tokens; '
+            f"got {reduction!r}"
+        )
     check_vocabulary(name, "weight rows", len(weight), group, vocab_size, padded_vocab_size)
     parts = group_size(group) if sequence_parallel else 1
     dtype = check_linear_cross_entropy(name, x, weight, labels, parts=parts)
@@ -137,7 +141,7 @@ def vocab_parallel_linear_cross_entropy(
     vocabulary = Vocabulary(0, vocab_size, ignore_index, label_smoothing, z_loss, impl)
     ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, impl=impl)
     if group is not None and overlap in ("chunked", "fused"):
-        vocabulary.check_labels(labels)  # before the first message, not between two
+        vocabulary.check_labels(labels)  # raise before the first message, not between two
     return head_loss(x, weight, labels, vocabulary, dtype, reduction, recompute, ranks)
 
 
@@ -148,10 +152,11 @@ def _by_rows(
     labels: torch.Tensor,
     parts: int,
 ) -> torch.Tensor:
-    """losses(x, weight, labels) for some rows of every rank at a time, each under activation
-    checkpointing.
+    """Compute losses(x, weight, labels) for some rows of every rank at a time, each under
+    activation checkpointing.
 
-    x[T/parts, ..., E] and labels[T, ...]: `losses` gathers the ranks' rows in rank order.
+    The arguments are x[T/parts, ..., E] and labels[T, ...]; `losses` gathers the ranks' rows in
+    rank order.
     """
     again = {"use_reentrant": False, "preserve_rng_state": False}
     rows, most = x.flatten(0, -2), max(1, min(CAPPED[0], CAPPED[1] // len(weight)))

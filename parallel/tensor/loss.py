@@ -1,9 +1,10 @@
-"""Vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv:1909.08053): logits whose columns,
-the vocabulary, are sharded over the tensor axis.
+"""Vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv:1909.08053).
+
+The columns of the logits, the vocabulary, are sharded over the tensor axis.
 
     four ranks, per token
-    rank r   of its V/4 columns: lse_r = log sum exp z, the label's logit if it has that column, and
-             with label smoothing the sum of z
+    rank r   from its V/4 columns: lse_r = log sum exp z, the label's logit if it has that column,
+             and with label smoothing the sum of z
     all      one all-gather of these 2 or 3 numbers (Megatron: three all-reduces)
     all      lse = logsumexp over r of lse_r, loss = lse - z[label], the same on every rank
     rank r   backward: dz = dloss (exp(z - lse) - onehot(label)) of its columns, no collective
@@ -36,8 +37,8 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Cross entropy of each token over logits whose vocabulary is sharded over the group.
 
-    With e = label_smoothing, c = z_loss and sums over the global vocabulary of `vocab_size`, per
-    token
+    With e = label_smoothing, c = z_loss and sums over the global vocabulary of `vocab_size`, for
+    each token
 
     Forward:        loss[T]{I} = lse - (1 - e) z[label] - e/vocab_size sum_v z[v] + c lse^2 with the
                     log-sum-exp, the label's logit and (for e > 0) the sum of this rank's columns;
@@ -47,14 +48,14 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: logits[T, V/R], columns [r V/R, (r+1) V/R) on rank r. Columns from `vocab_size` on
-            are padding and take no part.
+            are padding and are ignored.
         labels: int64[T], the same on every rank of the group.
-        group: the R tensor ranks; None for one.
+        group: the R tensor ranks; None for a single rank.
         vocab_size: size of the vocabulary without padding.
         ignore_index: tokens with this label have loss zero and no gradient.
         label_smoothing: e, in [0, 1).
         z_loss: c, not negative.
-        padded_vocab_size: V; None is `vocab_size` rounded up to a multiple of R.
+        padded_vocab_size: V; None means `vocab_size` rounded up to a multiple of R.
         impl: "triton", "torch" or None to choose by device.
 
     Returns:
@@ -63,18 +64,18 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         ValueError: the logits do not have V/R columns (gathered logits, for example), labels are
-            not int64[T], label_smoothing lies outside [0, 1), z_loss is negative or, for CPU
-            tensors, a label is neither in the vocabulary nor `ignore_index` (on a GPU its loss is
+            not int64[T], label_smoothing is outside [0, 1), or z_loss is negative. For CPU tensors
+            also if a label is neither in the vocabulary nor `ignore_index` (on a GPU its loss is
             NaN).
     """
     name = f"vocab_parallel_cross_entropy on rank {group_rank(group)}"
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
-            f"{name}: needs logits[T, V/R] and labels[T], got {tuple(logits.shape)} and "
+            f"{name}: expected logits[T, V/R] and labels[T], got {tuple(logits.shape)} and "
             f"{tuple(labels.shape)}"
         )
     if not 0 <= label_smoothing < 1:
-        raise ValueError(f"{name}: label_smoothing must lie in [0, 1), got {label_smoothing}")
+        raise ValueError(f"{name}: label_smoothing must be in [0, 1), got {label_smoothing}")
     if not z_loss >= 0:
         raise ValueError(f"{name}: z_loss must not be negative, got {z_loss}")
     check_vocabulary(name, "logits columns", logits.shape[1], group, vocab_size, padded_vocab_size)

@@ -1,9 +1,9 @@
 """Tensor-parallel MLP: its hidden units are sharded over the tensor ranks.
 
-A column-parallel layer, an activation and a row-parallel layer in one autograd Function: the
-activation is the epilogue of the first product, its derivative that of the first product of the
-backward, and the hidden activations may be recomputed (`kernels.mlp`). Collectives, types and the
-four-rank picture are those of ``tensor``.
+A column-parallel layer, an activation and a row-parallel layer in one autograd Function. The
+activation is the epilogue of the first product, its derivative is the epilogue of the first product
+of the backward, and the hidden activations may be recomputed (`kernels.mlp`). Collectives, types
+and the four-rank picture are those of ``tensor``.
 """
 
 from __future__ import annotations
@@ -42,19 +42,18 @@ def parallel_mlp(
     Weight gradients: dW1[F/R, E]{S(0)} = dz^T x      dW2[E, F/R]{S(1)} = dy^T h, no collective
     Bias gradients:   db1[F/R]{S(0)}, db2[E]{I} = sums over tokens of dz and dy, no collective
 
-    With sequence_parallel x[T/R, E]{S(0)} and dy[T/R, E]{S(0)} are all-gathered, y and dx
-    reduce-scattered, and db2{P} is the sum over this rank's own tokens, as in the two linear
-    layers. A gated activation has W1[F/R, 2, E] and b1[F/R, 2], the rows of gate and up
-    interleaved.
+    With sequence_parallel, x[T/R, E]{S(0)} and dy[T/R, E]{S(0)} are all-gathered, and y and dx are
+    reduce-scattered. db2{P} is the sum over this rank's own tokens, as in the two linear layers. A
+    gated activation has W1[F/R, 2, E] and b1[F/R, 2], with the rows of gate and up interleaved.
 
     Args:
         x: x[..., E] replicated, or x[T/R, ..., E] with sequence_parallel.
         up_weight, up_bias, down_weight, down_bias: this rank's shards of W1, b1 and W2, and all of
             b2; leaf parameters, or views of them.
         activation: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu".
-        group: the R tensor ranks; None for one.
-        sequence_parallel: tokens of x and y are sharded over the group along dim 0.
-        residual, drop: a tensor like y, and the key of the dropout: see `kernels.mlp.mlp`.
+        group: the R tensor ranks; None for a single rank.
+        sequence_parallel: x and y have their tokens sharded over the group along dim 0.
+        residual, drop: a tensor like y, and the key of the dropout; see `kernels.mlp.mlp`.
         recompute: "nothing", "activation" or "up"; None chooses, see `kernels.mlp.mlp`. "up"
             all-gathers x once more.
         overlap, workspace: as for `column_parallel_linear`.
@@ -64,12 +63,12 @@ def parallel_mlp(
         y like x, in the dtype of `x` or of autocast.
 
     Raises:
-        ValueError: shapes, dtypes or options do not fit.
+        ValueError: shapes, dtypes or options do not match.
     """
     ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, impl=impl)
     if group is not None and x.ndim < 2:
         raise ValueError(
-            f"{ranks.name('mlp')}: tensor ranks need x[..., E] of two dims at least, got "
+            f"{ranks.name('mlp')}: tensor ranks need x[..., E] with at least two dims, got "
             f"{[*x.shape]}"
         )
     return mlp(

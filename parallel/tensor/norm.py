@@ -1,8 +1,8 @@
-"""RMSNorm of features that are sharded over the tensor ranks: the all-reduce is of one number per
-token, never of the features.
+"""RMSNorm of features that are sharded over the tensor ranks.
 
-For models that normalise all heads of a query or key together, of which each rank has some. Types
-and conventions are those of ``tensor``.
+It all-reduces one number per token, never the features. It is for models that normalize all heads
+of a query or key together, while each rank holds only some of them. Types and conventions are those
+of ``tensor``.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ def cut_rms_norm(
         x: x[..., N/R].
         weight: weight[N/R], this rank's shard.
         eps: added to the mean of the squares.
-        group: the R tensor ranks; None for one.
-        out_dtype: of y; by default that of x.
+        group: the R tensor ranks; None for a single rank.
+        out_dtype: dtype of y; by default that of x.
 
     Raises:
-        ValueError: the weight is not as wide as x.
+        ValueError: the weight does not have the width of x.
     """
     if weight.shape != x.shape[-1:]:
-        raise ValueError(f"cut_rms_norm: weight{[*weight.shape]} does not fit x{[*x.shape]}")
+        raise ValueError(
+            f"cut_rms_norm: expected weight[{x.shape[-1]}] for x{[*x.shape]}, "
+            f"got weight{[*weight.shape]}"
+        )
     wide = x.to(compute_dtype(x))
     # Every rank's features depend on the sum, and the sum on every rank's.
     squares = reduce_from(wide.square().sum(-1, keepdim=True), group)

@@ -1,4 +1,4 @@
-"""The collectives of a column- and a row-parallel product, and how they overlap with the product.
+"""The collectives of column- and row-parallel products, and their overlap with the products.
 
     product           without sequence parallelism             with it
     column-parallel   forward  x replicated, no collective     all-gather of x[T/R, K]
@@ -7,8 +7,8 @@
     row-parallel      forward  all-reduce of y                 reduce-scatter of y
                       backward dy replicated, no collective    all-gather of dy[T/R, N]
 
-`TensorRanks` is one record of the group and of the word of `overlap`, which says how collectives
-overlap with the products next to them:
+`TensorRanks` is one record of the group and of `overlap`, the way in which collectives overlap with
+the products next to them:
 
     none      blocking: each collective is waited for before anything else is launched
     bulk      the default: blocking, but in the backward of a column-parallel product the all-gather
@@ -25,9 +25,9 @@ overlap with the products next to them:
     fused        compute  |--- GEMM, tiles sent as they finish ---|add
 
 The results are equal, up to rounding where sums are associated differently. In "chunked" and
-"fused" the backward of a column-parallel product is that of "bulk", but where dW is deferred or not
-needed "fused" has GEMM -> reduce-scatter fused. ``benchmarks/overlap.py`` prints which word is
-fastest on the ranks that it runs on.
+"fused", the backward of a column-parallel product is that of "bulk". If dW is deferred or not
+needed, however, "fused" fuses its GEMM with the reduce-scatter. ``benchmarks/overlap.py`` prints
+the fastest choice on the ranks that it runs on.
 
 Types and conventions are those of ``tensor``.
 """
@@ -66,15 +66,15 @@ Gradient = torch.Tensor | None
 
 @dataclass(frozen=True)
 class TensorRanks(Local):
-    """The R ranks of a tensor-parallel group, as a layer's Function uses them.
+    """The R ranks of a tensor-parallel group, as used by a layer's Function.
 
     Attributes:
         group: the ranks, over which features are sharded.
-        sequence_parallel: dim 0 of x and y, the tokens, is sharded over them, too.
-        overlap: how collectives and products overlap, with equal results; see above.
+        sequence_parallel: dim 0 of x and y, the tokens, is also sharded over them.
+        overlap: the way in which collectives and products overlap, with equal results; see above.
         workspace: the group's symmetric memory, for "fused". All ranks must then have the same
-            number of tokens and need the same gradients: their sequence of operations follows from
-            both, and must be one.
+            number of tokens and need the same gradients, because both determine their sequence of
+            operations, which must be the same.
     """
 
     group: dist.ProcessGroup
@@ -88,7 +88,7 @@ class TensorRanks(Local):
     # ---------------------------------------------------------------- whole collectives
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x[T, ...], all-gathered from x[T/R, ...]; x itself without sequence parallelism."""
+        """All-gather x[T, ...] from x[T/R, ...]; return x itself without sequence parallelism."""
         return start_all_gather(x, self.group).wait() if self.sequence_parallel else x
 
     def start_sum(self, terms: torch.Tensor) -> Pending:
@@ -98,14 +98,14 @@ class TensorRanks(Local):
         return start(terms, self.group)
 
     def sum(self, terms: torch.Tensor) -> torch.Tensor:
-        """`start_sum`, waited for."""
+        """Return the result of `start_sum`."""
         return self.start_sum(terms).wait()
 
     def term_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return sum_dtype(dtype)
 
     def _launched(self, pending: Pending) -> Pending:
-        """`pending`; with overlap "none" waited for at once, before anything else is launched."""
+        """Return `pending`. With overlap "none", wait for it first, before any other launch."""
         if self.overlap == "none":
             pending.wait()
         return pending
@@ -127,10 +127,11 @@ class TensorRanks(Local):
         leaves: tuple[torch.Tensor, torch.Tensor | None],
         needs: Sequence[bool],
     ) -> tuple[Gradient, Gradient, Gradient]:
-        """dx = sum over ranks of dz W, dW = dz^T x and db, whole collectives and whole products.
+        """Return dx = sum over ranks of dz W, dW = dz^T x and db, by whole collectives and whole
+        products.
 
         Unless overlap is "none", the all-gather of x is hidden behind the GEMM of dx, and the
-        reduction of dx behind the GEMM of dW. If dW is deferred or not needed there is only the one
+        reduction of dx behind the GEMM of dW. If dW is deferred or not needed, there is only one
         GEMM, and "fused" reduces dx within it.
         """
         leaf, bias = leaves
@@ -139,7 +140,7 @@ class TensorRanks(Local):
             terms = gemm(rows(dz), weight, out_dtype=sum_dtype(dz.dtype))
             return self._launched(self.start_sum(terms.view(*dz.shape[:-1], weight.shape[1])))
 
-        # Popped when it runs, so that a deferred weight gradient keeps no dx alive.
+        # Popped when it runs, so a deferred weight gradient does not keep dx alive.
         todo = [start_input_gradient] if needs[0] else []
         pending: list[Pending] = []
         dx = None
@@ -153,7 +154,7 @@ class TensorRanks(Local):
             else:
                 gathering = self._launched(start_all_gather(x, self.group))
             if todo:
-                pending.append(todo.pop()())  # GEMM of dx while x is gathered; then GEMM of dW
+                pending.append(todo.pop()())  # GEMM of dx while x is gathered, then GEMM of dW
             return dz, x if gathering is None else gathering.wait()  # while dx is reduced
 
         dw = weight_gradient(leaf, operands) if needs[1] else None
@@ -186,7 +187,7 @@ class TensorRanks(Local):
 
         y = self.sum_product(h, multiply)
         if bias is not None:
-            y += bias  # after the sum, so that it is added once and not once per rank
+            y += bias  # after the sum, so it is added once and not once per rank
         y = y.to(h.dtype)
         if drop is not None:
             y = dropout(y, drop, impl=impl)
@@ -195,7 +196,8 @@ class TensorRanks(Local):
     def sum_product(
         self, h: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """`sum` of ``multiply(h)`` for all tokens h[T, ...]; `multiply` returns a new tensor."""
+        """Return `sum` of ``multiply(h)`` for all tokens h[T, ...]; `multiply` must return a new
+        tensor."""
         if self.overlap != "chunked":
             return self.sum(multiply(h))
         if self.sequence_parallel:
@@ -208,7 +210,7 @@ class TensorRanks(Local):
         bias: torch.Tensor | None,
         multiply: Callable[[Any, int], Made],
     ) -> tuple[Made, torch.Tensor, Gradient]:
-        """As `Local.row_gradients`; db of this rank's tokens is computed during the all-gather."""
+        """Like `Local.row_gradients`, with db of own tokens computed during the all-gather."""
 
         def bias_gradient_of_own() -> Gradient:
             return None if bias is None else bias_gradient(bias, dy)
@@ -233,16 +235,16 @@ class TensorRanks(Local):
         return group_rank(self.group) * width
 
     def merge(self, stats: torch.Tensor) -> torch.Tensor:
-        """`stats` of all ranks, by one all-gather, merged on every rank in the same order."""
+        """All-gather the `stats` of all ranks at once; every rank merges them in the same order."""
         every = start_all_gather(stats.unsqueeze(0), self.group).wait()
         return torch.cat((every[:, 0].logsumexp(0)[None], every[:, 1:].sum(0)))
 
     @property
     def chunks(self) -> Chunks | None:
-        """How head and loss go over chunks of every rank's tokens, for "chunked" and "fused".
+        """The chunks of every rank's tokens for head and loss, for "chunked" and "fused".
 
-        "chunked" has at least R chunks, so that one is gathered while another is multiplied.
-        "fused" gathers a chunk within the product with the first block of the vocabulary.
+        "chunked" has at least R chunks, so one is gathered while another is multiplied. "fused"
+        gathers a chunk within the product with the first block of the vocabulary.
         """
         if self.overlap not in ("chunked", "fused"):
             return None
@@ -281,7 +283,7 @@ class TensorRanks(Local):
     def row_tokens_type(self, tokens: Any) -> Any:
         from spmd_types import I, R, rules
 
-        # Without a gradient, what is replicated is invariant.
+        # Without a gradient, a replicated tensor is invariant.
         return tokens if self.sequence_parallel else rules.convert(tokens, self.group, src=R, dst=I)
 
     def loss_type(self, equation: str, *operands: Any) -> Any:
@@ -291,11 +293,11 @@ class TensorRanks(Local):
         return rules.all_reduce(rules.einsum(equation, *operands), self.group, src=P, dst=I)
 
 
-# ---------------------------------------------------------------- which record
+# ---------------------------------------------------------------- the record for a group
 
 
 def check_overlap(overlap: str) -> Overlap:
-    """`overlap`, or ValueError if it is none of the words."""
+    """Return `overlap`. Raise ValueError if it is not one of the known values."""
     if overlap not in get_args(Overlap):
         raise ValueError(f"overlap must be one of {', '.join(get_args(Overlap))}, got {overlap!r}")
     return cast(Overlap, overlap)
@@ -310,17 +312,17 @@ def tensor_ranks(
     x: torch.Tensor | None = None,
     impl: str | None = "triton",
 ) -> Local:
-    """The ranks of `group` as a layer's Function uses them; None is one device.
+    """Return the ranks of `group` as used by a layer's Function; None means one device.
 
     Args:
         group: the tensor ranks.
         sequence_parallel: tokens are sharded over them.
-        overlap: a word of the table above.
+        overlap: a value of the table above.
         workspace: the group's symmetric memory, which "fused" needs.
         x, impl: the input of the product and the implementation that computes it, for "fused".
 
     Raises:
-        ValueError: `overlap` is none of the words, or "fused" cannot run.
+        ValueError: `overlap` is not one of the values, or "fused" cannot run.
     """
     word = check_overlap(overlap)
     if group is None:

@@ -1,7 +1,7 @@
-"""The schedules that ``--schedule`` knows: each file of this folder has some, in `SCHEDULES`.
+"""The schedules that ``--schedule`` accepts. Each file of this folder lists some in `SCHEDULES`.
 
-A schedule is added by a file alone. It holds pure functions (p, m) -> lists beside their drawings,
-and a tuple ``SCHEDULES`` of `ScheduleFamily` records.
+To add a schedule, add a file: pure functions (p, m) -> lists, with drawings of them, and a tuple
+``SCHEDULES`` of `ScheduleFamily` records.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FAMILIES: dict[str, ScheduleFamily] = {
 
 
 def find_family(name: str) -> ScheduleFamily:
-    """The schedule of a name, or of a file in torch's notation whose path ends in .csv.
+    """Return the schedule of a name, or of a file in torch's notation if the path ends in .csv.
 
     Raises:
-        ValueError: in one line, for another word, or a file that cannot be read or is no schedule.
+        ValueError: in one line, if the name is unknown, or the file cannot be read or is invalid.
     """
     if name.endswith(".csv"):
         return _in_file(Path(name))
@@ -41,15 +41,22 @@ def find_family(name: str) -> ScheduleFamily:
 
 
 def _in_file(path: Path) -> ScheduleFamily:
-    """The schedule in a file, with or without its messages, which are seen to be right and then
-    left out: whoever runs it adds them itself; those must be right, too. Sums, ties, ZeRO's gathers
-    and updates, which follow from other options, are refused, and ranks that do nothing."""
+    """Return the schedule in a file, with or without messages.
+
+    Messages in the file are validated and then removed, because the caller adds them itself. The
+    result must be valid with the caller's messages as well. Sums, ties, ZeRO's gathers and updates
+    are rejected because they follow from other options. Ranks without actions are also rejected.
+    """
     try:
-        lists = from_csv(path.read_text().rstrip())  # no blank lines at the end
+        lists = from_csv(path.read_text().rstrip())  # without blank lines at the end
         for rank, actions in enumerate(lists):
             others = [a for a in actions if a.op not in COMPUTE + SENDS + RECEIVES]
             if others or not actions:
-                what = f"{others[0]} is added by whoever runs it" if others else "has no action"
+                what = (
+                    f"{others[0]} follows from other options; remove it"
+                    if others
+                    else "has no action"
+                )
                 raise ValueError(f"rank {rank}: {what}")
         validate(lists)
         compute = [[a for a in actions if a.op in COMPUTE] for actions in lists]
@@ -64,7 +71,7 @@ def _in_file(path: Path) -> ScheduleFamily:
     def generate(p: int, m: int, c: int) -> Schedule:
         if (p, m) != (ranks, count):
             raise ValueError(
-                f"schedule {path} is of {ranks} ranks and {count} micro-batches, got {p} and {m}"
+                f"schedule {path} is for {ranks} ranks and {count} micro-batches, got {p} and {m}"
             )
         return compute
 

@@ -1,6 +1,7 @@
 """GPipe (arXiv:1811.06965): all forwards, then all backwards, and a flush.
 
-A line per rank, a column per time step; F one and B two steps long; ``.`` idle (`Timeline.draw`):
+One line per rank, one column per time step; F is one and B two steps long; ``.`` is idle
+(`Timeline.draw`):
 
     F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0 -  B1 -  B2 -  B3 -
     .  F0 F1 F2 F3 .  .  .  .  .  .  B0 -  B1 -  B2 -  B3 -  .  .
@@ -17,8 +18,8 @@ from warpweave.parallel.schedule.family import ScheduleFamily, need
 def gpipe(p: int, m: int) -> Schedule:
     """GPipe: all forwards, then all backwards, of `m` micro-batches in `p` stages on `p` ranks.
 
-    The bubble is (p-1)(F+B) beside the ideal m(F+B); every rank holds the activations of m
-    micro-batches.
+    The bubble is (p-1)(F+B), compared with the ideal time m(F+B). Every rank holds the activations
+    of m micro-batches.
     """
     need("GPipe", p, m)
     return [

@@ -1,7 +1,7 @@
 """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473): 1F1B with several stages per rank.
 
-Two ranks with two stages each (stage before the op), F one and B two steps long, first part
-(`Timeline.draw`):
+Two ranks with two stages each (the stage is before the operation), F one and B two steps long,
+first part (`Timeline.draw`):
 
     0F0 0F1 2F0 2F1 0F2 .   2B0 -   0F3 2B1 -   2F2 0B0 -   2F3 0B1 -   .   2B2 -   .   2B3 -
     .   1F0 1F1 3F0 3B0 -   3F1 3B1 -   1F2 1B0 -   1F3 1B1 -   3F2 3B2 -   3F3 3B3 -   1B2 -
@@ -14,15 +14,15 @@ from warpweave.parallel.schedule.family import ScheduleFamily, need
 
 
 def interleaved(p: int, m: int, c: int, ahead: int = 2) -> Schedule:
-    """Interleaved 1F1B: p * c stages on p ranks, of which rank r holds r, r + p, ..., r + (c-1) p.
+    """Interleaved 1F1B: p * c stages on p ranks; rank r holds stages r, r + p, ..., r + (c-1) p.
 
-    Micro-batches pass in groups of p: on each rank a whole group passes one of its stages before
-    the next. If p does not divide m, groups have p to 2p - 1 micro-batches, as even as possible.
-    The bubble is c times smaller than that of 1F1B, for c times the messages and up to
-    1 + (p-1)/(p c) times the activations on rank 0.
+    Micro-batches pass in groups of p: on each rank, a whole group passes through one of its stages
+    before the next stage. If m is not divisible by p, groups have p to 2p - 1 micro-batches, as
+    even as possible. The bubble is c times smaller than that of 1F1B, at the cost of c times the
+    messages and up to 1 + (p-1)/(p c) times the activations on rank 0.
 
-    Rank r warms up with `ahead` (p-1-r) + (c-1) p forwards, where p divides m. `ahead` is 2 as in
-    Megatron-LM; with 1 and c = 1 the lists are those of 1F1B.
+    Rank r warms up with `ahead` (p-1-r) + (c-1) p forwards if m is divisible by p. `ahead` is 2, as
+    in Megatron-LM; if it is 1 and c = 1, the lists are those of 1F1B.
     """
     need("interleaved 1F1B", p, m)
     if c < 1:

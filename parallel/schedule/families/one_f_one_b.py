@@ -1,6 +1,6 @@
-"""1F1B (PipeDream-Flush, arXiv:2006.09503): one forward and one backward in turn, and a flush.
+"""1F1B (PipeDream-Flush, arXiv:2006.09503): alternating forwards and backwards, and a flush.
 
-Four ranks and micro-batches, F one and B two steps long (`Timeline.draw`):
+Four ranks and four micro-batches, F one and B two steps long (`Timeline.draw`):
 
     F0 F1 F2 F3 .  .  .  .  .  .  B0 -  .  B1 -  .  B2 -  .  B3 -
     .  F0 F1 F2 .  .  .  .  B0 -  F3 B1 -  .  B2 -  .  B3 -  .  .
@@ -15,10 +15,10 @@ from warpweave.parallel.schedule.family import ScheduleFamily, need
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """1F1B: min(m, p-1-s) warm-up forwards on stage s, then one forward and one backward in turn.
+    """1F1B: min(m, p-1-s) warm-up forwards on stage s, then alternating forwards and backwards.
 
-    The bubble is that of GPipe, but stage s holds the activations of min(m, p-s) micro-batches
-    only. Any m >= 1.
+    The bubble is that of GPipe, but stage s holds the activations of only min(m, p-s)
+    micro-batches. Any m >= 1 is allowed.
     """
     need("1F1B", p, m)
     lists = []

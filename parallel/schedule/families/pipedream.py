@@ -1,16 +1,17 @@
-"""Asynchronous 1F1B, which never flushes: PipeDream (arXiv:1806.03377) with weight stashing, also
-with vertical sync, and PipeDream-2BW (arXiv:2006.09503).
+"""Asynchronous 1F1B without flushes: PipeDream (arXiv:1806.03377) and PipeDream-2BW
+(arXiv:2006.09503).
 
-Every stage runs 1F1B over the micro-batches of the whole run, and its own optimizer steps as soon
-as a gradient is complete, so that no rank is ever idle but at the two ends of the run. A
-micro-batch's backward uses the version of the weights that its forward read (weight stashing).
+PipeDream has weight stashing, optionally with vertical sync. Every stage runs 1F1B over the
+micro-batches of the whole run, and its own optimizer steps as soon as a gradient is complete. No
+rank is therefore idle except at the two ends of the run. A micro-batch's backward uses the version
+of the weights that its forward read (weight stashing).
 
-    PipeDream, three ranks; F one and B two steps long, an update (U) after each B
+    PipeDream, three ranks; F is one and B two steps long, an update (U) follows each B
     F0 F1 F2 .  .  .  .  B0 -  F3 B1 -  F4 B2 -  F5 B3 -  ...
     .  F0 F1 .  .  B0 -  F2 B1 -  F3 B2 -  F4 B3 -  ...
     .  .  F0 B0 -  F1 B1 -  F2 B2 -  F3 B3 -  ...
 
-    which version of its stage's weights the forward of micro-batch i reads; U makes i + 1
+    version of its stage's weights that the forward of micro-batch i reads; U makes i + 1
     i                      0  1  2  3  4  5  6     delay at U   versions kept
     rank 0                 0  0  0  1  2  3  4     2            3
     rank 1                 0  0  1  2  3  4  5     1            2
@@ -18,8 +19,8 @@ micro-batch's backward uses the version of the weights that its forward read (we
     any, vertical sync     0  0  0  1  2  3  4     2            3
     any, 2BW, m = 3        0  0  0  0  0  0  1     1            2  (U after 2, 5, 8, ...)
 
-So with w_s(t) the weights of stage s after t updates, and f_i the loss of micro-batch i, of p
-stages:
+Let w_s(t) be the weights of stage s after t updates, f_i the loss of micro-batch i, and p the
+number of stages. Then:
 
     PipeDream        w_s(t+1) = rule(w_s(t), grad_s f_t(w_0(t-p+1), ..., w_(p-1)(t)))
     vertical sync    w_s(t+1) = rule(w_s(t), grad_s f_t(w_0(t-p+1), ..., w_(p-1)(t-p+1)))
@@ -40,17 +41,17 @@ from warpweave.parallel.schedule.family import ScheduleFamily, need
 def pipedream(p: int, n: int, *, vertical: bool = False) -> Schedule:
     """PipeDream for a whole run of `n` micro-batches, with an UPDATE after each B.
 
-    The forward of micro-batch i on stage s reads version max(0, i - (p-1-s)), the newest; with
-    vertical sync max(0, i - (p-1)) on all stages, so that a micro-batch sees one version of the
+    The forward of micro-batch i on stage s reads the newest version, max(0, i - (p-1-s)). With
+    vertical sync it reads max(0, i - (p-1)) on all stages, so a micro-batch sees one version of the
     model.
     """
     return _without_flush(p, n, 1, lambda s, i: max(0, i - (p - 1 if vertical else p - 1 - s)))
 
 
 def pipedream_2bw(p: int, m: int, steps: int) -> Schedule:
-    """PipeDream-2BW for a run of `steps` updates, each by the gradients of `m` >= p micro-batches.
+    """PipeDream-2BW for a run of `steps` updates, each from gradients of `m` >= p micro-batches.
 
-    The forward of those of update t reads version max(0, t - 1) on all stages.
+    The forwards of update t read version max(0, t - 1) on all stages.
     """
     if m < p:
         raise ValueError(f"PipeDream-2BW needs m >= p micro-batches per update, got m={m} p={p}")
@@ -71,11 +72,11 @@ def _without_flush(p: int, n: int, each: int, version: Callable[[int, int], int]
 
 
 def _steps_to_repeat(p: int, m: int) -> int:
-    """Steps of a run of which two in the middle are the same (`open_passes.leave_open`)."""
+    """Steps of a run in which two in the middle are the same (`open_passes.leave_open`)."""
     return 2 * -(-(p - 1) // m) + 3
 
 
-# Their lists are of a run of a few steps, which goes on for ever like the one in the middle.
+# Their lists are for a run of a few steps. A longer run repeats the step in the middle forever.
 SCHEDULES = (
     ScheduleFamily(
         "pipedream",

@@ -1,7 +1,7 @@
 """ZB-V (Qi et al. 2023, arXiv:2401.10241, section 6): zero bubble on a pipeline folded into a V.
 
-Rank r of p holds stages r and 2 p - 1 - r, so that the first and the last stage are on rank 0 and
-the turn, on rank p - 1, needs no message. F, I and W one step long (`Timeline.draw`), three
+Rank r of p holds stages r and 2 p - 1 - r. The first and the last stage are therefore on rank 0,
+and the turn, on rank p - 1, needs no message. F, I and W are one step long (`Timeline.draw`). Three
 ranks, first part:
 
     0F0 0F1 0F2 0F3 0F4 5F0 5I0 5W0 5F1 5I1 5W1 5F2 5I2 5W2 0F5 0I0 0W0 5F3 5I3 5W3 0I1 0W1 5F4
@@ -16,16 +16,16 @@ from warpweave.parallel.schedule.family import ScheduleFamily, count_up, need
 
 
 def zb_v(p: int, m: int) -> Schedule:
-    """ZB-V: the zero bubble of ZB-H2 in the memory of 1F1B, for twice the messages.
+    """ZB-V: zero bubble like ZB-H2 with the memory of 1F1B, for twice the messages.
 
-    With F = I = W and m >= 2 p - 1 no rank waits between its first and its last action, and rank r
-    begins r F of a stage after rank 0; every rank holds the activations of p micro-batches. For a
+    If F = I = W and m >= 2 p - 1, no rank waits between its first and its last action, and rank r
+    begins r F of a stage after rank 0. Every rank holds the activations of p micro-batches. For a
     smaller m the lists are those of 2 p - 1 micro-batches without the later ones.
     """
     need("ZB-V", p, m)
     n, lists = max(m, 2 * p - 1), []
     for r in range(p):
-        whole = n - 2 * p + r + 1  # rounds with all six, until F0 are through
+        whole = n - 2 * p + r + 1  # rounds with all six actions, until no F0 is left
         pattern = (
             "F0 " * (2 * (p - r) - 1) + "F1 F0 " * r + "F1 I1 W1 " * (p - r)
             + "F0 I0 W0 F1 I1 W1 " * whole + "I0 W0 F1 I1 W1 " * (p - r - 1)

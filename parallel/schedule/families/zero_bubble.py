@@ -1,7 +1,8 @@
-"""Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241): the backward in two parts, I and W, and
-the bubble filled with W.
+"""Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241): split backwards that fill the bubble.
 
-F, I and W one step long (`Timeline.draw`), four ranks and seven micro-batches:
+The backward has two parts, I and W, and the bubble is filled with W.
+
+F, I and W are one step long (`Timeline.draw`). Four ranks and seven micro-batches:
 
     ZB-H1: the memory of 1F1B
     F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 I4 W4 I5 W5 I6 W6
@@ -25,8 +26,8 @@ from warpweave.parallel.schedule.passes import split_backward
 
 
 def zb_h1(p: int, m: int, c: int) -> Schedule:
-    """ZB-H1: 1F1B with its B split into I and W, and each W of rank r put off by r backwards; with
-    c > 1 stages per rank interleaved 1F1B (torch's ScheduleInterleavedZeroBubble).
+    """ZB-H1: 1F1B with B split into I and W, and each W of rank r delayed by r backwards. With
+    c > 1 stages per rank, interleaved 1F1B (torch's ScheduleInterleavedZeroBubble).
 
     With c = 1 the bubble is (p-1)(F+I-W), and every rank holds the activations of min(m, p)
     micro-batches.
@@ -35,10 +36,10 @@ def zb_h1(p: int, m: int, c: int) -> Schedule:
 
 
 def zb_h2(p: int, m: int) -> Schedule:
-    """ZB-H2: p - 1 - r more warm-up forwards than ZB-H1 on rank r, each W put off by 2 r backwards.
+    """ZB-H2: p - 1 - r more warm-up forwards than ZB-H1 on rank r, each W delayed by 2 r backwards.
 
-    For m >= 2 p - 1 a rank's own bubble is (p-1)(F+I-2W), 0 if F = I = W, for the activations of
-    2 p - 1 micro-batches. Rank r begins r F after rank 0, and ends as much later.
+    For m >= 2 p - 1 a rank's own bubble is (p-1)(F+I-2W), which is 0 if F = I = W. Each rank holds
+    the activations of 2 p - 1 micro-batches. Rank r begins r F after rank 0 and ends r F later.
     """
     return split_backward(interleaved(p, m, 1), lag=range(0, 2 * p, 2))
 
