@@ -241,7 +241,7 @@ def _backward_hops(
     route: _Route,
     here: _Message,
     spare: _Message,
-    anew: Callable[[], torch.Tensor],
+    fresh: Callable[[], torch.Tensor],
     at: tuple[int, int, int],
 ) -> list[Hop]:
     """The messages of one step of the backward.
@@ -251,7 +251,7 @@ def _backward_hops(
 
         K‖V of this step's block               now - onward ranks back, to be attended next
         dK‖dV of the previous step's block     before - now ranks back, to be added to there
-        K‖V of this rank's own block, `anew`   onward ranks ahead, if it stayed on its owner and
+        K‖V of this rank's own block, `fresh`   onward ranks ahead, if it stayed on its owner and
                                                that is the last rank which sees it
 
     The first two are one message if they go equally far, which is always the case without a mask.
@@ -273,7 +273,7 @@ def _backward_hops(
             hops.append(route.hop(*ends, -dkv))
     if onward < now and onward in route.starts:
         starts, arrives = route.reach(0) == onward, route.reach(onward) == onward
-        ends = anew() if starts else None, spare.kv if arrives else None
+        ends = fresh() if starts else None, spare.kv if arrives else None
         hops.append(route.hop(*ends, onward))
     return hops
 
@@ -305,14 +305,14 @@ def ring_backward(
         here.kv.copy_(far)
     taken = []
 
-    def anew() -> torch.Tensor:
+    def fresh() -> torch.Tensor:
         taken.append(buffers.take(shape, q.dtype, q.device))
         return _heads_first(*own, out=taken[-1])
 
     kv_grad_dtype = kv_grad_dtype or q.dtype
     dq = None
     for before, at, onward in zip((visits[0], *visits), visits, (*visits[1:], 0)):
-        yield from _backward_hops(route, here, spare, anew, (before, at, onward))
+        yield from _backward_hops(route, here, spare, fresh, (before, at, onward))
         block, first = route.block(at), route.reach(at) == at
         into: Sequence[torch.Tensor | None] = (None, None)
         if first:  # no dK‖dV is received for this block: its sum starts on this rank
