@@ -26,7 +26,7 @@ from warpweave.parallel.schedule import FAMILIES
 from warpweave.plan.choose import Search, branches, choose_layouts, layouts_of
 from warpweave.plan.command import run
 from warpweave.plan.device import Efficiency, Hardware, find_hardware
-from warpweave.plan.layout import options_of_job, take_layout
+from warpweave.plan.layout import read_layout
 from warpweave.plan.memory import (
     SIZES,
     States,
@@ -521,10 +521,10 @@ def test_tensor_ranks_do_not_cross_nodes() -> None:
 
 def _planned(tmp_path, *words: str) -> tuple[dict[str, Any], str]:
     """Return the record of ``warpweave plan`` on few GPUs, and its output."""
-    config = parse([*words, "--out", str(tmp_path / "plan.json")])
+    config = parse([*words, "--out", str(tmp_path / "plan.toml")])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run(config)
-    return json.loads((tmp_path / "plan.json").read_text()), printed.getvalue()
+    return json.loads(printed.getvalue().splitlines()[-1]), printed.getvalue()
 
 
 def test_the_page_has_the_numbers_of_its_json(tmp_path) -> None:
@@ -533,7 +533,7 @@ def test_the_page_has_the_numbers_of_its_json(tmp_path) -> None:
     html = tmp_path / "plan.html"
     told, printed = _planned(tmp_path, *words, "--explain", "--best", "3", "--html", str(html),
                             "--timeline", str(tmp_path / "t.json"))  # fmt: skip
-    assert json.loads(printed.splitlines()[-1]) == told
+    assert read_layout(tmp_path / "plan.toml") == told["layouts"][0]["options"]
     assert html.read_text().startswith("<!doctype html>")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     span = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") / 1e6
@@ -573,35 +573,26 @@ def test_seven_gpus_are_no_seven_context_ranks_and_a_line_says_what_to_do(tmp_pa
     assert "allows dp" not in printed
 
 
-def test_a_plan_is_one_flag_of_train_and_prove(tmp_path, capsys) -> None:
+def test_train_and_prove_read_a_plan(tmp_path, capsys) -> None:
     told, _ = _planned(tmp_path, "--model", "llama-8b", "--gpus", "32", "--hw", "a100-40g",
                        "--sequences", "64", "--best", "1")  # fmt: skip
-    options, path = told["layouts"][0]["options"], str(tmp_path / "plan.json")
-    train = train_config.parse(["--layout", path, "--steps", "3", "--dp", str(options["dp"])])
+    options, path = told["layouts"][0]["options"], str(tmp_path / "plan.toml")
+    train = train_config.parse(["--config", path, "--steps", "3"])
     found = config_file.options_of(train)
     assert {name: found[name] for name in options} == options
-    assert (train.steps, train.plan.layout) == (3, "zigzag")
-    assert train_config.parse(["--layout", "striped"]).plan.layout == "striped"
-    proof = prove_options.parse([f"--layout={path}"]).given()
+    assert (train.steps, train.plan.layout, train.config) == (3, "zigzag", None)
+    assert train_config.parse(["--config", path, "--dp", "64"]).dp == 64
+    proof = prove_options.parse([f"--config={path}"]).given()
     assert {axis: getattr(proof.mesh, axis) for axis in ("dp", "cp", "tp", "pp")} == {
         axis: options[axis] for axis in ("dp", "cp", "tp", "pp")
     }
     assert (proof.zero, proof.schedule) == (options["zero"], options["schedule"])
-    assert prove_options.parse(["--layout", path, "--typecheck"]).typechecked().mesh == proof.mesh
-    toml = tmp_path / "run.toml"
-    toml.write_text("batch = 3\n")
-    many = tmp_path / "many.json"
-    many.write_text(json.dumps({"layouts": [{"options": options | {"dp": 4096}}]}))
+    assert prove_options.parse(["--config", path, "--typecheck"]).typechecked().mesh == proof.mesh
     for parse_of, words, says in (
-        (train_config.parse, ["--layout", path, "--tp", "16"], "tp = 16 conflicts with the layout"),
-        (train_config.parse, ["--layout", path, "--config", str(toml)], "batch = 3 conflicts with"),
-        (
-            prove_options.parse,
-            ["--layout", path, "--pp", "32"],
-            "pp = 32 conflicts with the layout",
-        ),
-        (prove_options.parse, ["--layout", str(many)], "ranks of --layout are more than 64"),
-        (train_config.parse, ["--layout", "missing.json"], "missing.json cannot be read"),
+        (prove_options.parse, ["--config", path, "--dp", "4096"], "of --config are more than 64"),
+        (prove_options.parse, ["--config", "missing.toml"], "missing.toml cannot be read"),
+        (train_config.parse, ["--config", "missing.toml"], "missing.toml cannot be read"),
+        (train_config.parse, ["--layout", "plan.json"], "layout must be one of"),
     ):
         with pytest.raises(SystemExit) as stopped:
             parse_of(words)
@@ -612,26 +603,26 @@ def test_a_plan_is_one_flag_of_train_and_prove(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"dp": "2"}, "mesh axis dp must be a positive integer, got '2'"),
-        ({"zero": 7}, "zero must be one of 0, 1, 2, 3, got 7"),
-        ({"schedule": ["1f1b"]}, r"schedule must be str, got \['1f1b'\]"),
-        ({"microbatches": 0}, "microbatches must be at least 1, got 0"),
-        ({"chunks": 2}, "schedule 1f1b requires chunks = 1 stages per rank, got 2"),
-        ({"batch": {}}, r"batch must be int, got \{\}"),
-        ({"batch": True}, "batch must be int, got True"),
-        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ('dp = "2"', 'dp must be an integer, got "2"'),
+        ("dp = 0", "mesh axis dp must be a positive integer, got 0"),
+        ("zero = 7", "zero must be one of 0, 1, 2, 3, got 7"),
+        ('schedule = ["1f1b"]', "schedule must be a string in quotes, got"),
+        ("microbatches = 0", "microbatches must be at least 1, got 0"),
+        ("chunks = 2", "schedule 1f1b requires chunks = 1 stages per rank, got 2"),
+        ("batch = true", "batch must be an integer, got true"),
+        ("batch = 0", "batch must be at least 1, got 0"),
+        ("seed = 1", "unknown option 'seed'"),
+        ("{", "is not TOML"),
+        ('schedule = "dualpipe-v"\nchunks = 2\npp = 3\nmicrobatches = 4',
+         "at least 6 with schedule dualpipe-v on 3 ranks, got 4"),
     ],
-)
-def test_a_layout_with_a_wrong_value_is_one_line(wrong: dict, says: str, tmp_path) -> None:
-    path = tmp_path / "plan.json"
-    job = _job(pp=2, microbatches=4)
-    path.write_text(json.dumps({"layouts": [{"options": options_of_job(job)}]}))
-    assert take_layout(["--layout", str(path), "--data", ""])[0] == ["--data", ""]
-    path.write_text(json.dumps({"layouts": [{"options": options_of_job(job) | wrong}]}))
-    with pytest.raises(ValueError, match=rf"plan\.json: {says}") as error:
-        take_layout([f"--layout={path}"])
+)  # fmt: skip
+def test_a_layout_with_a_wrong_value_is_one_line(wrong: str, says: str, tmp_path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(wrong)
+    with pytest.raises(ValueError, match=rf"plan\.toml.* {re.escape(says)}") as error:
+        read_layout(path)
     assert "\n" not in str(error.value)
-    assert take_layout(["--layout"]) == (["--layout"], {})  # its value is missing, and reported
 
 
 @pytest.mark.parametrize(
@@ -642,7 +633,7 @@ def test_a_layout_with_a_wrong_value_is_one_line(wrong: dict, says: str, tmp_pat
         (["--hw", "tpu"], "hw must be one of a100-40g"),
         (["--model", "llama3-405b"], "no layout of 8 GPUs fits: the smallest needs"),
         (["--best", "0"], "best must be at least 1, got 0"),
-        (["--out", "no/p.json"], "no/p.json cannot be written: name a file in an existing"),
+        (["--out", "no/p.toml"], "no/p.toml cannot be written: name a file in an existing"),
         (["--html", "."], r"\. cannot be written: name a file in an existing folder"),
     ],
 )

@@ -16,7 +16,7 @@ from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import FAMILIES, find_family
 from warpweave.plan.choose import Search, branches, choose_layouts, layouts_of
 from warpweave.plan.device import HARDWARE, Efficiency, find_hardware
-from warpweave.plan.layout import OPTIONS, check_agree, options_of_job, read_layout, take_layout
+from warpweave.plan.layout import options_of_job, read_layout, write_layout
 from warpweave.plan.memory import estimate, least_memory
 from warpweave.plan.time import Job, step_time
 
@@ -242,72 +242,12 @@ def test_what_a_row_of_hardware_has_and_what_it_lacks(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- a layout's file
 
 
-def _options(**given: object) -> dict:
-    plan = ParallelPlan(zero=0, microbatches=4)
-    job = Job(MODEL, Mesh(dp=2, pp=2), plan, 3, "bf16", hardware=H100)
-    return options_of_job(job) | given
-
-
-def _write(path: Path, *options: object) -> Path:
-    path.write_text(json.dumps({"layouts": [{"options": of} for of in options]}))
-    return path
-
-
-def test_the_first_layout_of_a_file_is_taken_and_all_of_its_options(tmp_path: Path) -> None:
-    path = _write(tmp_path / "plan.json", _options(batch=5), _options(batch=6), {"wrong": 1})
-    assert read_layout(path) == _options(batch=5)
-    assert [*read_layout(path)] == [*OPTIONS]
-    other = _write(tmp_path / "other.json", _options(batch=7))
-    words = ["--layout", str(path), "--steps", "3", "--layout", "striped", f"--layout={other}"]
-    rest, found = take_layout(words)
-    assert rest == ["--steps", "3", "--layout=striped"]
-    assert found["batch"] == 7  # the last one wins, as for every option
-    for words in (["--layout"], ["--dp", "2", "--layout"]):  # the parser reports what is missing
-        assert take_layout(words) == (words, {})
-    assert take_layout(["--layout=", str(path)])[1]["batch"] == 5
-
-
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ('{"layouts": []}', "has no layout: write one with warpweave plan --out"),
-        ('{"layouts": [{}]}', "has no layout"),
-        ('{"layouts": {"0": 1}}', "has no layout"),
-        ("[]", "has no layout"),
-        ("3", "has no layout"),
-        ("{", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-    ],
+    "changes",
+    [{}, {"schedule": "dualpipe-v", "chunks": 2, "microbatches": 8}, {"recompute": "full"}],
 )
-def test_a_file_that_is_no_plan_is_told_in_a_line(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=rf"plan\.json {says}"):
-        read_layout(path)
-
-
-def test_an_option_that_a_layout_has_not_or_lacks_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    with pytest.raises(ValueError, match=r"plan\.json: unknown layout option seed"):
-        read_layout(_write(path, _options(seed=1, steps=2)))
-    for name in OPTIONS:
-        options = _options()
-        del options[name]
-        with pytest.raises(ValueError, match="has no layout"):
-            read_layout(_write(path, options))
-    of_stages = {"schedule": "dualpipe-v", "chunks": 2}  # twice as many micro-batches as stages
-    assert read_layout(_write(path, _options(**of_stages, dp=3)))["dp"] == 3
-    with pytest.raises(ValueError, match="at least 6 with schedule dualpipe-v on 3 ranks, got 4"):
-        read_layout(_write(path, _options(**of_stages, pp=3)))
-
-
-def test_what_is_given_beside_a_layout_agrees_with_it_in_every_option() -> None:
-    layout = _options()
-    check_agree(layout, layout | {"steps": 7})
-    for name in OPTIONS:
-        for value in (0, None, False, "other"):
-            if value == layout[name]:
-                continue
-            with pytest.raises(ValueError, match=f"{name} = {value} conflicts with .* has") as told:
-                check_agree(layout, layout | {name: value})
-            assert str(told.value).endswith(f" has {layout[name]}")
+def test_a_written_layout_is_read_again(tmp_path: Path, changes: dict) -> None:
+    plan = ParallelPlan(**{"zero": 0, "microbatches": 4, **changes})
+    job = Job(MODEL, Mesh(dp=2, pp=2), plan, 3, "bf16", hardware=H100)
+    write_layout(tmp_path / "plan.toml", job)
+    assert read_layout(tmp_path / "plan.toml") == options_of_job(job)

@@ -247,32 +247,32 @@ def test_ranks_are_started_for_several_of_them_on_a_cpu() -> None:
 def test_a_planned_layout_of_up_to_64_ranks_is_proven_by_processes(tmp_path, capsys) -> None:
     plan = {"zero": 1, "schedule": "1f1b", "chunks": 1, "microbatches": 7, "recompute": "full",
             "sequence_parallel": False, "overlap": "none", "batch": 3}  # fmt: skip
-    path = tmp_path / "plan.json"
+    path = tmp_path / "plan.toml"
 
     def parse(*words: str, **mesh: int) -> ProveConfig:
         axes = dict.fromkeys(("dp", "cp", "tp", "pp"), 1) | mesh
-        path.write_text(json.dumps({"layouts": [{"options": plan | axes}]}))
-        return options.parse(["--layout", str(path), *words])
+        path.write_text("".join(f"{n} = {json.dumps(v)}\n" for n, v in (plan | axes).items()))
+        return options.parse(["--config", str(path), *words])
 
     for mesh in ({"dp": 64}, {"dp": 2, "cp": 4, "tp": 8}, {"pp": 64}):
         found = parse(**mesh)
         assert {axis: getattr(found, axis) for axis in mesh} == mesh
         told = (found.recompute, found.overlap, found.sequence_parallel, found.microbatches)
         assert told == ("full", "none", False, None)
-        said = "prove ignores these --layout options: chunks = 1, microbatches = 7, batch = 3\n"
+        said = f"prove ignores these options of {path}: chunks = 1, microbatches = 7, batch = 3\n"
         assert capsys.readouterr().err == f"\nwarpweave: {said}"
     assert parse("--typecheck", dp=65).dp == 65
     said = "zero = 1, schedule = 1f1b, chunks = 1, microbatches = 7, overlap = none, batch = 3\n"
     assert (
         capsys.readouterr().err
-        == f"\nwarpweave: --typecheck ignores these --layout options: {said}"
+        == f"\nwarpweave: --typecheck ignores these options of {path}: {said}"
     )
     assert parse("--outer", "2", dp=32).outer == 2
     for words, mesh, world in (((), {"dp": 65}, 65), (("--outer", "2"), {"dp": 33}, 66)):
         with pytest.raises(SystemExit):
             parse(*words, **mesh)
         said = capsys.readouterr().err
-        assert f"{world} ranks of --layout are more than 64 processes" in said
+        assert f"{world} ranks of --config are more than 64 processes" in said
 
 
 def test_meshes_whose_types_cannot_be_checked_are_refused(monkeypatch) -> None:

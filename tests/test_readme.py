@@ -19,7 +19,6 @@ from warpweave.machine.doctor.options import DoctorConfig
 from warpweave.machine.tune import TuneConfig
 from warpweave.model.gpt import GPT, PRESETS, GPTConfig
 from warpweave.parallel.schedule import FAMILIES, to_csv
-from warpweave.plan.layout import take_layout
 from warpweave.plan.memory import TrainingStep, estimate
 from warpweave.plan.options import PlanConfig
 from warpweave.prove import ProveConfig
@@ -132,8 +131,7 @@ def test_a_program_runs_alone(tmp_path, monkeypatch, page, number, text):
 @pytest.mark.parametrize(("page", "command", "options"), COMMANDS)
 def test_a_command_has_the_options_that_it_is_given(tmp_path, monkeypatch, page, command, options):
     monkeypatch.chdir(tmp_path)
-    Path("plan.json").write_text(json.dumps({"layouts": [{"options": PLANNED}]}))
-    options, _ = take_layout(options)
+    Path("plan.toml").write_text("".join(f"{n} = {json.dumps(v)}\n" for n, v in PLANNED.items()))
     Path("mine.csv").write_text(to_csv(FAMILIES["zb-v"].make(2, 4, 2)))  # as in docs/schedules.md
     kind = CONFIGS[command]
     assert isinstance(read_command_line(kind, command, None, options), kind)

@@ -11,7 +11,7 @@ from warpweave.cli.messages import refusing
 from warpweave.plan.choose import Chosen, Found, Search, choose_layouts
 from warpweave.plan.device import find_hardware
 from warpweave.plan.explain import explained
-from warpweave.plan.layout import options_of_job
+from warpweave.plan.layout import options_of_job, write_layout
 from warpweave.plan.memory import parameters_of
 from warpweave.plan.options import PlanConfig
 from warpweave.plan.time import step_traffic
@@ -28,6 +28,8 @@ def run(config: PlanConfig) -> None:
         if config.best < 1:
             raise ValueError(f"best must be at least 1, got {config.best}")
         check_suffix(config.timeline)
+        if config.out is not None and config.out.suffix != ".toml":
+            raise ValueError(f"--out must end in .toml, got {config.out}")
         for path in filter(None, (config.out, config.html, config.timeline)):
             if path.is_dir() or not path.absolute().parent.is_dir():
                 raise ValueError(f"{path} cannot be written: name a file in an existing folder")
@@ -41,7 +43,7 @@ def run(config: PlanConfig) -> None:
     if config.timeline is not None:
         write_timeline(config.timeline, {"simulated": found.best[0].time.timeline})
     if config.out is not None:
-        config.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_layout(config.out, found.best[0].job)
     print(json.dumps(result))
 
 

@@ -5,8 +5,8 @@ and data ranks, the schedule and its chunks, the ZeRO stage, recomputation and t
 prints one page: the best layouts with step time, MFU, memory per rank and traffic per link, and why
 others were refused. Everything is predicted: from formulas for FLOPs and bytes, one set of
 efficiencies per GPU, and the simulator, which reads the same lists of actions as training. Nothing
-is measured, and torch is not imported. Pass the file of ``--out plan.json`` to ``warpweave train
---layout plan.json`` or ``warpweave prove --layout plan.json``.
+is measured, and torch is not imported. Pass the file of ``--out plan.toml`` to ``warpweave train
+--config plan.toml`` or ``warpweave prove --config plan.toml``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PlanConfig:
     explain: bool = False
     """Print the formula and numbers behind each figure of the best layout."""
     out: Path | None = None
-    """File to write the result to, as JSON, for --layout of train and prove."""
+    """File to write the best layout's options to: .toml, for --config of train and prove."""
     html: Path | None = None
     """File to write a self-contained page to: a sortable table of layouts, memory per rank, the
     timeline, traffic, and why other layouts were refused."""

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from warpweave.cli.command_line import read_command_line
@@ -44,7 +45,7 @@ from warpweave.cli.messages import refusing, say
 from warpweave.model.config import Recompute, Reduce, ScheduleName
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import Kind, Overlap, Strategy
-from warpweave.plan.layout import check_agree, take_layout
+from warpweave.plan.layout import read_layout
 from warpweave.prove.layouts import Layout, Style, all_layouts, draw
 
 # Options that --typecheck ignores: it follows one program, not its values, order or messages.
@@ -128,6 +129,8 @@ class ProveConfig:
     typecheck: bool = False
     """Typecheck the program on a mesh of any size instead of running ranks. Options that have no
     effect on types are refused."""
+    config: Path | None = None
+    """File of ``warpweave plan --out`` with the layout to prove. The command line overrides it."""
     model: str | None = None
     """Model preset for --typecheck, instead of the proof's tiny model."""
 
@@ -217,27 +220,24 @@ class ProveConfig:
 
 
 def parse(argv: list[str] | None = None) -> ProveConfig:
-    """Parse the command line, over the options of a planned ``--layout FILE.json`` that a proof
-    has; exit with 2 if an option is wrong."""
+    """Parse the command line, which overrides the options of ``--config``; exit with 2 if an option
+    is wrong."""
     with refusing(ValueError):
-        rest, layout = take_layout(argv)
-        about = ProveConfig, "prove", __doc__, rest
-        given = read_command_line(*about)
-        if not layout:
+        given = read_command_line(ProveConfig, "prove", __doc__, argv)
+        if given.config is None:
             return given
+        layout = read_layout(given.config)
         # The tiny model has its own chunks and micro-batches; `_UNSEEN` has no effect on types.
         without = _UNSEEN if given.typecheck else ("microbatches",)
         own = {n: v for n, v in layout.items() if hasattr(given, n) and n not in without}
-        found = read_command_line(*about, dataclasses.replace(ProveConfig(), **own))
-        check_agree(own, vars(found))
+        defaults = dataclasses.replace(ProveConfig(), **own)
+        found = read_command_line(ProveConfig, "prove", __doc__, argv, defaults)
         if not found.typecheck and found.given().mesh.world > _RANKS:
             raise ValueError(
-                f"{found.given().mesh.world} ranks of --layout are more than {_RANKS} processes: "
+                f"{found.given().mesh.world} ranks of --config are more than {_RANKS} processes: "
                 "add --typecheck to follow their types, or plan for fewer --gpus"
             )
         left = ", ".join(f"{name} = {value}" for name, value in layout.items() if name not in own)
-        say(
-            f"{'--typecheck' if found.typecheck else 'prove'} ignores these --layout options: "
-            f"{left}"
-        )
-    return found
+        how = "--typecheck" if found.typecheck else "prove"
+        say(f"{how} ignores these options of {given.config}: {left}")
+    return dataclasses.replace(found, config=None)

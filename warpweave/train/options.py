@@ -26,11 +26,10 @@ import tyro
 
 from warpweave.cli.command_line import read_command_line
 from warpweave.cli.messages import refusing
-from warpweave.cli.toml import options_of, read_options, with_options
+from warpweave.cli.toml import read_options
 from warpweave.kernels.runtime.tile_table import read_table
 from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.parallel.mesh import Mesh
-from warpweave.plan.layout import check_agree, take_layout
 from warpweave.train import idle_options
 from warpweave.train.lr_schedule import LRSchedule
 from warpweave.train.option_kinds import RESUME, overrides_of
@@ -472,18 +471,12 @@ class TrainConfig:
 
 
 def parse(argv: list[str] | None = None) -> TrainConfig:
-    """Read the options: the command line's override those of ``--config`` and of a planned
-    ``--layout FILE.json``. Exit with 2 on a wrong option."""
+    """Read the options: the command line's override those of ``--config``. Exit with 2 on a wrong
+    option."""
     with refusing(ValueError):
-        rest, layout = take_layout(argv)
-        about = TrainConfig, "train", __doc__, rest
-        given, defaults = read_command_line(*about), TrainConfig()
-        if given.config is None and not layout:
+        given = read_command_line(TrainConfig, "train", __doc__, argv)
+        if given.config is None:
             return given
-        if given.config is not None:
-            defaults = read_options(given.config, defaults, ("config",), FORMERLY)
-        apart, filed = options_of(TrainConfig()), options_of(defaults)
-        check_agree(layout, filed | {n: v for n, v in layout.items() if filed[n] == apart[n]})
-        found = read_command_line(*about, with_options(defaults, layout))
-        check_agree(layout, options_of(found))
+        defaults = read_options(given.config, TrainConfig(), ("config",), FORMERLY)
+        found = read_command_line(TrainConfig, "train", __doc__, argv, defaults)
     return dataclasses.replace(found, config=None)
