@@ -15,7 +15,7 @@ from warpweave.parallel.tensor.loss import vocab_parallel_cross_entropy
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """Sum of token losses divided by a normalizer that is known before the forward.
+    """The loss of a head of your own: a sum of token losses divided by a known normalizer.
 
     The normalizer is the number of valid tokens in the global batch, over all micro-batches, data
     ranks and context ranks. Their losses and gradients are therefore summed, never averaged.

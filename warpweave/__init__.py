@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from warpweave.layers.context import TokenContext
     from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
     from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
-    from warpweave.layers.loss import VocabParallelLinearCrossEntropy
+    from warpweave.layers.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
     from warpweave.layers.mlp import MLP
     from warpweave.layers.norm import LayerNorm, RMSNorm
     from warpweave.layers.sharding import explain_sharding, shard
@@ -56,6 +56,7 @@ __all__ = [
     "Session",
     "TokenContext",
     "TransformerBlock",
+    "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "VocabParallelLinearCrossEntropy",
     "Zero",
@@ -73,7 +74,7 @@ _MODULES = {
     "layers.context": ("TokenContext",),
     "layers.embedding": ("PositionEmbedding", "VocabParallelEmbedding"),
     "layers.linear": ("ColumnParallelLinear", "RowParallelLinear"),
-    "layers.loss": ("VocabParallelLinearCrossEntropy",),
+    "layers.loss": ("VocabParallelCrossEntropy", "VocabParallelLinearCrossEntropy"),
     "layers.mlp": ("MLP",),
     "layers.norm": ("LayerNorm", "RMSNorm"),
     "layers.sharding": ("explain_sharding", "shard"),
