@@ -1,5 +1,5 @@
 # make venv | test | train | compiled | pretend | versions | pythons | cpus | check | docs
-# | clean. PYTHON chooses the interpreter, ARGS goes to the command.
+# | clean. PYTHON sets the interpreter. ARGS is passed to the command.
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,8 +11,8 @@ TYPECHECK := build/typecheck
 
 venv: $(STAMP)
 
-# The pins and this project, editable. setuptools comes first, pinned like the rest, because the
-# editable build uses it in place (pip's isolated builds do not read constraints).
+# Install the pinned versions and this project, editable. Install setuptools first, pinned like the
+# others, because the editable build uses it in place (pip's isolated builds ignore constraints).
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
 	  sys.exit(None if sys.version_info >= (3, 11) else f"Python >= 3.11 is needed, $(PYTHON) is {v}")'
@@ -22,8 +22,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  --no-build-isolation -e '.[dev]'
 	touch $@
 
-# Each process runs whole test files; one more than cores, as many tests wait for ranks that they
-# start, and four are enough on big machines for the same reason.
+# Each process runs whole test files. Many tests wait for ranks that they start, so use one process
+# more than there are cores, but at most four.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
 
 test: venv
@@ -32,15 +32,15 @@ test: venv
 	if [ $$status -eq 0 ]; then echo "make test: all tests passed"; \
 	else echo "make test: FAILED (pytest exit status $$status)"; fi; exit $$status
 
-# Four ranks: two tensor ranks in each of two pipeline stages. Options in ARGS come later and win.
+# Four ranks: two tensor ranks in each of two pipeline stages. Options in ARGS override these.
 TRAIN := --tp 2 --pp 2 --no-sequence-parallel --batch 16 --microbatches 2 --steps 500 \
   --lr 3e-3 --warmup 50 --out runs/train
 
 train: venv
 	$(VENV)/bin/warpweave train $(TRAIN) $(ARGS)
 
-# Every kernel at every tile that is shipped for A100, H100 and B200, compiled for them; TRITON=3.6.0
-# takes that version instead of the pinned one.
+# Compile every kernel at every shipped tile for A100, H100, and B200. TRITON=3.6.0 uses that
+# version instead of the pinned one.
 TRITONS := build/triton-
 
 compiled: venv
@@ -51,25 +51,27 @@ endif
 	PYTHONPATH=$(if $(TRITON),$(TRITONS)$(TRITON)) $(VENV)/bin/python benchmarks/compiled.py \
 	  --results build/results$(if $(TRITON),-$(TRITON)) $(ARGS)
 
-# Planted faults as a table, then random layouts, in NCCL's order on a CPU; ARGS="--first 40 --count 200".
+# Print a table of planted faults, then prove random layouts, in NCCL's order on a CPU;
+# ARGS="--first 40 --count 200".
 pretend: venv
 	PYTHONPATH=tests:tests/support $(VENV)/bin/python -P tests/support/pretend_run.py $(ARGS)
 
-# The whole suite with the oldest declared and the newest libraries, in venvs that are removed
-# afterwards. CI does not run it: it takes as long as two suites.
+# Run the whole suite with the oldest declared and with the newest libraries, in venvs that are
+# removed afterwards. CI does not run this, because it takes as long as two suites.
 versions: venv
 	$(VENV)/bin/python benchmarks/versions.py $(ARGS)
 
-# A short training and a few test files on every other supported Python that this machine has.
+# Run a short training and a few test files on every other supported Python of this machine.
 pythons: venv
 	$(VENV)/bin/python benchmarks/versions.py --others --quick $(ARGS)
 
-# Numeric tests under the variables by which torch's libraries imitate other CPUs; an hour or more.
+# Run numeric tests with the variables that make torch's libraries imitate other CPUs, for an hour
+# or more.
 cpus: venv
 	$(VENV)/bin/python -P benchmarks/cpus.py $(ARGS)
 
-# Type checkers do not follow setuptools' package-dir mapping, so mypy reads a tree of links in which
-# the four folders stand where they are imported.
+# Type checkers do not follow setuptools' package-dir mapping. mypy therefore reads a tree of links
+# with the four folders at their import paths.
 check: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -79,8 +81,8 @@ check: venv
 	cd $(TYPECHECK) && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml -p warpweave
 	@echo "make check: lint, format and types are clean"
 
-# The site of docs/ into build/site; a dead link fails. The reference is read from the sources without
-# importing them, from a tree of links like that of the type checker.
+# Build the site of docs/ into build/site; a dead link is an error. The reference is read from the
+# sources without importing them, from a tree of links like that of the type checker.
 SOURCES := build/sources
 
 docs: venv

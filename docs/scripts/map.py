@@ -1,10 +1,10 @@
-"""Write docs/map.md: every source file, what it is for, and the tests that import it.
+"""Write docs/map.md: every source file, its purpose, and the tests that import it.
 
-python docs/scripts/map.py
+    python docs/scripts/map.py
 
-What a file is for is the first sentence of its docstring; which tests go with it is read from the
-imports in tests/, those through helpers that tests share included. `tests/test_docs.py` fails when
-the page is not what this writes.
+The purpose of a file is the first sentence of its docstring. Its tests are read from the imports in
+tests/, including imports through helpers that tests share. `tests/test_docs.py` fails if the page
+differs from the output of this script.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTS = {
     "layers": "remember: modules that own parameters, no algorithms",
     "warpweave": "the top: models, training, data, proofs, commands",
 }
-MOST, FEW = 20, 5  # all tests of a file are named, or so many where it has more
+MOST, FEW = 20, 5  # name all tests of a file if it has at most MOST, otherwise FEW
 HEAD = """# Map of features and tests
 
 Made by `python docs/scripts/map.py` from the docstrings of the source and the imports of the tests:
@@ -34,7 +34,7 @@ first; where there are more than 20, only five are named.
 
 
 def first_sentence(path: Path) -> str:
-    """The first sentence of a file's docstring, on one line that a table can hold."""
+    """Return the first sentence of a file's docstring as one line for a table cell."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     words = " ".join(text.split("\n\n")[0].split())
     found = re.match(r"(.+?)\.(?= [A-Z`]|$)", words)
@@ -42,14 +42,14 @@ def first_sentence(path: Path) -> str:
 
 
 def module_of(path: Path) -> str:
-    """The name under which a source file is imported."""
+    """Return the module name of a source file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "warpweave" else ("warpweave", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 class Helpers:
-    """The Python files of tests/ and tests/support/, by the names under which tests import them."""
+    """The Python files of tests/ and tests/support/, by the names that tests import."""
 
     def __init__(self, folder: Path) -> None:
         paths = [*folder.glob("*.py"), *(folder / "support").glob("*.py")]
@@ -58,10 +58,11 @@ class Helpers:
         self._steps: dict[tuple[str, str], tuple[set[str], set[tuple[str, str]]]] = {}
 
     def modules_of(self, test: str) -> set[str]:
-        """Modules of ours that a test imports, and what it imports from them, as dotted names.
+        """Return warpweave's modules that a test imports, and the names it imports from them, as
+        dotted names.
 
-        What it imports from another file of tests is followed: to the function or the constant of
-        that name there, to all that this refers to in turn, and to what they import.
+        An import from another test file is followed to the function or constant of that name, to
+        every name that it refers to in turn, and to their imports.
         """
         found: set[str] = set()
         seen, todo = {(test, "*")}, [(test, "*")]
@@ -73,8 +74,8 @@ class Helpers:
         return found
 
     def _step(self, stem: str, name: str) -> tuple[set[str], set[tuple[str, str]]]:
-        """What a name of a file ("*": the whole file) imports of ours, and to which names of which
-        files it refers."""
+        """Return the imports from warpweave of one name in a file ("*": the whole file), and the
+        (file, name) pairs that it refers to."""
         if (stem, name) not in self._steps:
             known = self.definitions[stem]
             nodes = [self.trees[stem]] if name == "*" else known.get(name, [])
@@ -90,7 +91,7 @@ class Helpers:
 
 
 def definitions_of(tree: ast.Module) -> dict[str, list[ast.AST]]:
-    """The statements at the top of a file that bind each name."""
+    """Return the top-level statements of a file that bind each name."""
     found: dict[str, list[ast.AST]] = defaultdict(list)
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -109,7 +110,7 @@ def definitions_of(tree: ast.Module) -> dict[str, list[ast.AST]]:
 
 
 def imports_in(tree: ast.AST) -> set[str]:
-    """What is imported anywhere inside a node, as dotted names."""
+    """Return all imports anywhere inside a node, as dotted names."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -120,7 +121,7 @@ def imports_in(tree: ast.AST) -> set[str]:
 
 
 def tests_by_module() -> dict[str, set[str]]:
-    """For each module and package, the tests that import it or something of it."""
+    """Return, for each module and package, the tests that import it or a name from it."""
     found: dict[str, set[str]] = defaultdict(set)
     helpers = Helpers(ROOT / "tests")
     for stem in helpers.trees:
@@ -132,7 +133,7 @@ def tests_by_module() -> dict[str, set[str]]:
 
 
 def named(module: str, tests: set[str]) -> str:
-    """The tests of a module: first those that are named like it, then by the alphabet."""
+    """List the tests of a module: those with its name first, then the others alphabetically."""
     stem = module.rpartition(".")[2]
     order = sorted(tests, key=lambda name: (stem not in name, name))
     chosen = order if len(order) <= MOST else order[:FEW]
@@ -140,7 +141,7 @@ def named(module: str, tests: set[str]) -> str:
 
 
 def section(folder: Path, tests: dict[str, set[str]]) -> list[str]:
-    """The lines of one folder; of a whole part the tests stand beside each file."""
+    """Return the lines of one folder. The table of a whole part also has a column of tests."""
     init, is_part = folder / "__init__.py", folder.parent == ROOT
     about = PARTS[folder.name] if is_part else first_sentence(init)
     lines = [f"{'##' if is_part else '###'} {folder.relative_to(ROOT).as_posix()}", ""]
@@ -158,7 +159,7 @@ def section(folder: Path, tests: dict[str, set[str]]) -> list[str]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     tests, lines = tests_by_module(), [HEAD]
     for part in PARTS:
         packages = {path.parent for path in (ROOT / part).rglob("__init__.py")}

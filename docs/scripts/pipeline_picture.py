@@ -1,10 +1,10 @@
 """Draw docs/pictures/pipelines.svg: three pipeline schedules as the simulator runs them.
 
-python docs/scripts/pipeline_picture.py
+    python docs/scripts/pipeline_picture.py
 
-The lists of actions are those that the engine runs, four ranks and eight micro-batches; the times
-are the simulator's, a backward takes twice as long as a forward. Two model chunks a rank
-(interleaved) halve the work of a cell.
+The engine runs the same lists of actions, here for four ranks and eight micro-batches. The times
+are simulated: a backward takes twice as long as a forward. With two model chunks per rank
+(interleaved), a cell has half the work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCHEDULES = {
 
 
 def picture() -> str:
-    """The whole picture."""
+    """Return the whole picture as SVG."""
     return svg(
         {
             name: simulate(plan.make_schedule(RANKS), {"F": 1 / plan.chunks, "B": 2 / plan.chunks})

@@ -1,9 +1,9 @@
-"""Draw the schedules of docs/schedules.md anew, and fill its table.
+"""Redraw the schedules in docs/schedules.md, and fill its table.
 
-python docs/scripts/schedules.py
+    python docs/scripts/schedules.py
 
-A drawing stands behind ``<!-- draw NAME ranks micro-batches chunks op=time ... -->``, the table
-behind ``<!-- table ranks micro-batches op=time ... -->``. Both are the simulator's, of the lists
+A drawing follows each ``<!-- draw NAME ranks micro-batches chunks op=time ... -->``. The table
+follows ``<!-- table ranks micro-batches op=time ... -->``. The simulator makes both, from the lists
 that the engine runs.
 """
 
@@ -16,28 +16,28 @@ from warpweave.parallel.schedule import FAMILIES
 from warpweave.parallel.simulate import Timeline, simulate
 
 PAGE = Path(__file__).resolve().parents[1] / "schedules.md"
-_COLUMNS = 112  # characters of a line
+_COLUMNS = 112  # characters per line
 
 
 def timeline(name: str, p: int, m: int, chunks: int, costs: list[str]) -> Timeline:
-    """The schedule in time; a stage of several on a rank has its part of the work."""
+    """Simulate a schedule whose actions take the times `costs` (op=time)."""
     cost = {op: float(time) for op, _, time in (word.partition("=") for word in costs)}
     return simulate(FAMILIES[name].make(p, m, chunks), cost)
 
 
 def drawing(name: str, p: str, m: str, chunks: str, *costs: str) -> str:
-    """A code block with the schedule, its first part if it is long."""
+    """Return a code block with the schedule, cut off if its lines are too long."""
     lines = timeline(name, int(p), int(m), int(chunks), list(costs)).draw().splitlines()
     return "\n".join(["```text", *(line[:_COLUMNS].rstrip() for line in lines), "```"])
 
 
 def table(p: str, m: str, *costs: str) -> str:
-    """Idle time and peak activations of every synchronous schedule, least idle first."""
+    """Tabulate idle time and peak activations of the synchronous schedules, least idle first."""
     rows = []
     for name, family in FAMILIES.items():
         if family.asynchronous or family.least(int(p)) > int(m):
             continue
-        several = (2,) if name in ("interleaved", "looped-bfs") else (1, 2)  # 1: 1f1b, gpipe
+        several = (2,) if name in ("interleaved", "looped-bfs") else (1, 2)  # 1 is 1f1b, gpipe
         for chunks in several if family.chunks is None else (family.chunks,):
             each = [f"{op}={float(time) / chunks}" for op, time in (c.split("=") for c in costs)]
             line = timeline(name, int(p), int(m), chunks, each)
@@ -53,7 +53,7 @@ def table(p: str, m: str, *costs: str) -> str:
 
 
 def filled(page: str) -> str:
-    """The page with its drawings and its table made anew."""
+    """Return the page with new drawings and a new table."""
 
     def made(found: re.Match[str]) -> str:
         kind, *words = found[1].split()
