@@ -18,6 +18,8 @@ def collect_records(module: nn.Module, prefix: str = "") -> dict[str, ParamRecor
     records: dict[str, ParamRecord] = {}
     for path, child in module.named_modules(prefix=prefix):
         own = getattr(child, "records", {})
+        if not isinstance(own, dict):  # an attribute of a foreign module
+            own = {}
         for short, param in child.named_parameters(recurse=False):
             name = f"{path}.{short}" if path else short
             record = own.get(short)

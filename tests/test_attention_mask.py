@@ -460,5 +460,5 @@ def test_positions_at_the_end_of_int32_are_right_or_refused(impl) -> None:
         {"q_runs": ((0, 4, 2**30),)},
         {"q_runs": ((2**30 + 5, 4),), "k_runs": ((2**30 + 5, 4),), "window": 2**30},
     ):
-        with pytest.raises(ValueError, match="must lie below 2147483646, got the position"):
+        with pytest.raises(ValueError, match="must be below 2147483646, got position"):
             attention_fwd(q, k, v, impl=impl, **options)

@@ -180,7 +180,7 @@ def test_what_cannot_run_is_refused() -> None:
     for node in (1, 4):
         check(lambda node=node: list(hierarchical(0, 4, 8, node=node)), None)
     for node in (-2, 0, 3):
-        words = f"nodes of {node} do not divide 4 ranks"
+        words = f"4 ranks are not divisible by {node} ranks per node"
         check(lambda node=node, words=words: list(hierarchical(0, 4, 8, node=node)), words)
     for pieces, words in ((0, "at least 1, got 0"), (-1, "at least 1, got -1"), (1, None)):
         for tree in (binary_tree, double_binary_tree):

@@ -21,6 +21,7 @@ from warpweave.parallel.simulate import Timeline, simulate
 from warpweave.plan import command
 from warpweave.plan.choose import Chosen, Found, Search
 from warpweave.plan.explain import explained
+from warpweave.plan.layout import read_layout
 from warpweave.plan.memory import MemoryEstimate, live_blocks, units_of
 from warpweave.plan.options import PlanConfig, parse
 from warpweave.plan.time import Job, StepTime, block_parts, gradient_sum, stage_work
@@ -303,11 +304,11 @@ def test_the_html_shows_the_first_layouts_memory_and_timeline(monkeypatch) -> No
 
 
 def test_the_files_are_of_the_first_layout(tmp_path: Path, monkeypatch, capsys) -> None:
-    """They contain what --explain prints as well; the last line is the JSON of --out."""
+    """They contain what --explain prints as well; --out has the options of the first layout."""
     config, _, found = _found()
-    paths = {name: tmp_path / name for name in ("out.json", "page.html", "line.json")}
+    paths = {name: tmp_path / name for name in ("out.toml", "page.html", "line.json")}
     config = dataclasses.replace(
-        config, model="gpt2", explain=True, out=paths["out.json"], html=paths["page.html"],
+        config, model="gpt2", explain=True, out=paths["out.toml"], html=paths["page.html"],
         timeline=paths["line.json"],
     )  # fmt: skip
     asked: list[Any] = []
@@ -317,7 +318,8 @@ def test_the_files_are_of_the_first_layout(tmp_path: Path, monkeypatch, capsys) 
     assert (search.config, search.gpus, keep) == (config.config, 48, 3)
     assert (search.sequences, search.hardware.name) == (2**22 // 1024, "h100")
     printed = capsys.readouterr().out.splitlines()
-    assert json.loads(printed[-1]) == json.loads(paths["out.json"].read_text())
+    options = json.loads(printed[-1])["layouts"][0]["options"]
+    assert read_layout(paths["out.toml"]) == options
     shown = [*command.lines(config, search, found), *explained(found.best[0])]
     assert "\n".join(printed[:-1]) == "\n".join(shown)
     assert "my-model" not in paths["page.html"].read_text()
@@ -331,14 +333,15 @@ def test_the_files_are_of_the_first_layout(tmp_path: Path, monkeypatch, capsys) 
     [
         (["--timeline", "line.pdf"], r"line\.pdf"),
         (["--timeline", "no/line.svg"], "no/line.svg cannot be written"),
-        (["--out", "folder"], "folder cannot be written: name a file"),
+        (["--out", "folder.toml"], "folder.toml cannot be written: name a file"),
+        (["--out", "plan.json"], "--out must end in .toml, got plan.json"),
     ],
 )
 def test_an_unwritable_file_is_refused_before_the_search(
     words: list[str], says: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.toml").mkdir()
     monkeypatch.setattr(command, "choose_layouts", None)
     with pytest.raises(SystemExit) as stopped:
         command.run(parse(words))

@@ -744,7 +744,7 @@ def test_a_new_run_moves_an_earlier_one_aside(tmp_path, capsys):
     config = _config(tmp_path, steps=1, eval_every=0)
     for _ in range(3):
         _trainer(config).run()
-    assert f"moved to {config.out}/earlier-2" in capsys.readouterr().err
+    assert f"run in {config.out} to {config.out}/earlier-2" in capsys.readouterr().err
     for folder in (config.out, config.out / "earlier-1", config.out / "earlier-2"):
         assert len(_rows(folder)) == 2
         assert _saved(folder, 1)

@@ -176,7 +176,7 @@ def test_pipeline_refuses_what_does_not_fit():
         (tied, {}, r"stage 1 shares \S+ with stage 0"),
         ([], {}, r"modules \(0\) must be divisible by pp = 1"),
         (stages(1), {"schedule": "pipedream"}, "pipedream updates weights within a step"),
-        (stages(3), {"schedule": "1f1b"}, "has chunks = 1 stages per rank, got 3"),
+        (stages(3), {"schedule": "1f1b"}, "chunks = 1 stages per rank, got 3"),
         ([nn.Identity()], {}, "has no parameter that requires a gradient"),
         ([Block().to("meta")], {}, "is on the meta device"),
     ):

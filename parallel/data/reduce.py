@@ -100,18 +100,39 @@ class FlatGradients:
     def before_backward(self) -> None:
         """Prepare for a backward pass; `after_backward` must follow it.
 
-        The first gradients of a step are written instead of added to zeros: ``.grad`` is None.
+        The first gradients of a step overwrite instead of adding to zeros: ``.grad`` is None.
         `runtime.wgrad` writes its gradients directly to their view in `views`. `after_backward`
-        copies the gradients that autograd puts into ``.grad``.
+        copies there the gradients that autograd puts into ``.grad``.
         """
+        self.receive()
+        if self._flat_is_stale:
+            self.release()
+
+    def receive(self) -> None:
+        """Prepare for a backward pass that may have put gradients into ``.grad`` already."""
         if self.sharded_accumulation:
-            self.finish()  # which may still be reading the buffer
+            self.finish()  # it may still be reading the buffer
             if is_free(self.flat):
                 allocate(self.flat)
                 self._flat_is_stale = True
+
+    def release(self) -> None:
+        """Set every ``.grad`` to None, so that autograd makes new ones. Only while the buffer holds
+        no gradient that is still needed."""
+        for _, param in self._params:
+            param.grad = None
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Add gradients that autograd put into a new ``.grad`` to those of earlier micro-batches,
+        as after ``zero_grad()`` between them."""
         if self._flat_is_stale:
-            for _, param in self._params:
-                param.grad = None
+            return
+        for _, param in self._params:
+            view = self.views[param]
+            if param.grad is not None and param.grad is not view:
+                view.add_(param.grad)
+            param.grad = view
 
     def after_backward(self) -> None:
         """Make every ``.grad`` a view of the flat buffer again, with its gradient in it."""

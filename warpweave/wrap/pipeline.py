@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from warpweave.layers.modes import in_mode
 from warpweave.layers.records import collect_records
 from warpweave.parallel import schedule as schedules
-from warpweave.parallel.data.optimizer import AdamW, Rule
+from warpweave.parallel.data.optimizer import AdamW, Rule, master_dtype
 from warpweave.parallel.exchange import exchange
-from warpweave.parallel.mesh import ConnectedMesh
+from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.pipeline import Distributed, Like, execute
-from warpweave.parallel.pipeline.losses import LOSS, Output, add_losses, split_losses
+from warpweave.parallel.pipeline.losses import LOSS, Losses, Output, add_losses, split_losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
+from warpweave.parallel.shard import ParamRecord
 from warpweave.wrap.units import Sharded, device_of, make_units
 
 
@@ -109,10 +112,13 @@ class Pipeline(Sharded):
         recompute: bool = False,
         timeout: float = 300.0,
     ) -> None:
-        self.microbatches, self._loss = microbatches, loss
+        mesh = connected(mesh)
+        if type(microbatches) is not int:
+            raise ValueError(f"microbatches must be an integer, got {microbatches!r}")
+        self.microbatches, self._loss, self._is_broken = microbatches, loss, False
         self._lists = _lists_of(schedule, len(modules), mesh.size("pp"), microbatches)
         self._rank_of = schedules.placement(self._lists)
-        _check_unshared(modules)
+        _check_modules(modules)
         own = {s: modules[s] for s, rank in enumerate(self._rank_of) if rank == mesh.index("pp")}
         self.device = device_of(next(iter(own.values())))
         self.stages: dict[int, _Stage] = {}
@@ -138,24 +144,39 @@ class Pipeline(Sharded):
         recompute: bool,
     ) -> list[Segment]:
         """Return the chain of a stage: one segment for each block."""
-        sequential = type(module) is nn.Sequential and len(module) > 0
-        blocks = dict(module.named_children()) if sequential else {"": module}
-        segments = []
-        for name, block in blocks.items():
-            path = f"{stage}.{name}" if name else str(stage)
-            records = collect_records(block, prefix=path)
-            named = [(records[n], p) for n, p in block.named_parameters(prefix=path)]
-            first = stage == 0 and not segments
-            last = stage == stages - 1 and len(segments) == len(blocks) - 1
-            run = partial(self._run, block, first, last)
-            segments.append(Segment(path, run, make_units(path, named, mesh, zero), recompute))
+        blocks, segments = _blocks_of(module), []
+        for number, block in enumerate(blocks):
+            named: dict[nn.Parameter, ParamRecord] = {}
+            for name, child in block:
+                path = ".".join(filter(None, (str(stage), name)))
+                records = collect_records(child, prefix=path)
+                for full, p in child.named_parameters(prefix=path):
+                    named.setdefault(p, records[full])
+            ends = (stage, number) == (stages - 1, len(blocks) - 1)
+            path = ".".join(filter(None, (str(stage), block[0][0])))
+            children = [child for _, child in block]
+            if stage + number == 0 and not any(p.requires_grad for p in named):
+                raise ValueError("stage 0 has no parameter that requires a gradient")
+            run = partial(self._run, path, children, stage + number == 0, ends, recompute)
+            units = make_units(path, [(record, p) for p, record in named.items()], mesh, zero)
+            segments.append(Segment(path, run, units))
         return segments
 
     def _run(
-        self, block: nn.Module, first: bool, last: bool, x: Tensor | None, batch: _Batch
+        self,
+        path: str,
+        children: Sequence[nn.Module],
+        first: bool,
+        last: bool,
+        recompute: bool,
+        x: Tensor | None,
+        batch: _Batch,
     ) -> Output:
         """Run a block: the first of all reads the inputs, the last of all returns the loss."""
-        y, losses = split_losses(block(batch.inputs if first else x))
+        call = partial(_chain, path, children)
+        given = batch.inputs if first else x
+        # torch's checkpoint restores the random state, so that dropout masks are the same again.
+        y, losses = checkpoint(call, given, use_reentrant=False) if recompute else call(given)
         if not last:
             return y, losses
         total = {LOSS: self._loss(y, batch.targets).to(self._wide)}
@@ -178,8 +199,11 @@ class Pipeline(Sharded):
                 step.
         """
         batches = self._cut(inputs, targets)
+        if self._is_broken:
+            raise RuntimeError("an earlier step failed: build another Pipeline")
         if self._shape is None:
             self._find_messages(batches[0])
+        self._is_broken = True
         for unit in self.units:
             unit.gradients.clear()
         share = self.microbatches * self.mesh.size("data")
@@ -188,6 +212,7 @@ class Pipeline(Sharded):
             stage.begin(batches, seed)
         self._missing, self._lr = len(self.stages), lr
         execute(self._lists, self.stages, self._transport)
+        self._is_broken = False
         found = (of for stage in self.stages.values() for of in stage.losses.values())
         losses = [loss for of in found for loss in of.values()]
         return PipelineResult(self._mean(losses), self._norm)
@@ -308,9 +333,53 @@ def _lists_of(name: str, stages: int, ranks: int, microbatches: int) -> schedule
     return lists
 
 
-def _check_unshared(modules: Sequence[nn.Module]) -> None:
-    """Raise ValueError if two stages share a parameter."""
+def _blocks_of(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """Return the blocks of a stage, each a list of named modules that run one after the other.
+
+    Every child of an nn.Sequential with something to train begins a block, unless children share
+    parameters: then all are one block.
+    """
+    if type(module) is not nn.Sequential or not len(module):
+        return [[("", module)]]
+    children = list(module._modules.items())  # also a module that occurs twice
+    users = Counter(p for _, child in children for p in {*child.parameters()})
+    if any(count > 1 for count in users.values()):
+        return [children]
+    blocks: list[list[tuple[str, nn.Module]]] = [[]]
+    for name, child in children:
+        trains = any(p.requires_grad for p in child.parameters())
+        if trains and any(p.requires_grad for _, m in blocks[-1] for p in m.parameters()):
+            blocks.append([])
+        blocks[-1].append((name, child))
+    return blocks
+
+
+def _chain(path: str, children: Sequence[nn.Module], x: Any) -> tuple[Tensor, Losses]:
+    """Run modules one after the other; return the output and the sum of their losses.
+
+    Raises ValueError unless the output is a floating-point tensor, or (y, losses by name).
+    """
+    total: dict[str, Tensor] = {}
+    for child in children:
+        output = child(x)
+        pair = isinstance(output, tuple) and len(output) == 2
+        x, losses = output if pair and isinstance(output[1], Mapping) else (output, {})
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            found = x.dtype if isinstance(x, Tensor) else type(output).__name__
+            raise ValueError(
+                f"{path}: {type(child).__name__} must return a floating-point tensor, or one and a "
+                f"dict of losses, got {found}"
+            )
+        add_losses(total, split_losses((x, losses))[1])
+    return x, total
+
+
+def _check_modules(modules: Sequence[nn.Module]) -> None:
+    """Raise ValueError if two stages share a parameter, or have different master dtypes."""
     owner: dict[nn.Parameter, int] = {}
+    masters = {master_dtype(p.dtype) for m in modules for p in m.parameters() if p.requires_grad}
+    if len(masters) > 1:
+        raise ValueError("float64 parameters cannot be mixed with others in a Pipeline")
     for stage, module in enumerate(modules):
         for name, param in module.named_parameters():
             if owner.setdefault(param, stage) != stage:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from warpweave.parallel.data.optimizer import Rule
+from warpweave.parallel.data.optimizer import Muon, Rule
 from warpweave.parallel.data.unit import Unit, make_unit
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh
@@ -66,13 +66,19 @@ class Sharded:
         self.units, self.mesh = list(units), mesh
         if not self.units:
             raise ValueError(f"rank {mesh.rank} has no parameter that requires a gradient")
+        if isinstance(rule, Muon) and not any(r.matrices for u in self.units for r, _ in u.params):
+            raise ValueError(
+                "Muon needs the matrices of warpweave's layers: the modules have none, and Muon "
+                "would be AdamW"
+            )
         self.optimizer = ZeroOptimizer(self.units, mesh, rule, clip=clip, divisor=divisor)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole CPU tensor) of what this rank writes into a checkpoint.
 
-        Weights have their parameters' names, moments "exp_avg/NAME" and so on. Each tensor is
-        yielded by exactly one rank. Collective over the data and tensor ranks: pass it to
+        These are the weights that are trained, under their parameters' names, and their moments,
+        "exp_avg/NAME" and so on; not frozen parameters and buffers. Each tensor is yielded by
+        exactly one rank. Collective over the data and tensor ranks: pass the result to
         `save_checkpoint` on every rank.
         """
         ranks = self.mesh.size("data") * self.mesh.size("tp")
@@ -107,7 +113,8 @@ class Sharded:
         self.optimizer.load_state(dict(state))
 
     def _guard(self, module: nn.Module) -> None:
-        """Make ``state_dict`` wait for a pending all-gather and refuse sharded parameters."""
+        """Make ``state_dict`` wait for a pending all-gather and refuse sharded parameters, and
+        refuse ``load_state_dict``, which would not reach master weights."""
 
         def check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             for unit in self.units:
@@ -118,7 +125,11 @@ class Sharded:
                         "whole tensors, state_dict() cannot"
                     )
 
+        def refuse(*given: object) -> None:
+            raise RuntimeError("load_state_dict() would not set master weights: use load()")
+
         module.register_state_dict_pre_hook(check)
+        module.register_load_state_dict_pre_hook(refuse)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -1,57 +1,36 @@
 """ZeRO for a model of your own, by hooks on its blocks.
 
-    ZeRO 3, blocks 0, 1, 2; the root unit (embedding, final norm, head) is gathered all the while
+    ZeRO 3, blocks 0, 1, 2; the root's parameters (embedding, final norm, head) stay gathered
     forward   F0        F1        F2        B2        B1           B0
     network   gather 1  gather 2  -         gather 1  gather 0,    reduce-
                                                       reduce-      scatter 1
                                                       scatter 2    and then 0
 
-A block's output passes through an autograd Function whose backward runs before the block's, and its
-input through one whose backward runs after it: there parameters are gathered, and gradients reduced
-(as in FSDP, Zhao et al. 2023, arXiv:2304.11277).
+A hook on a block's output tensors runs before the block's backward and gathers its parameters. A
+hook on its input tensors runs after the block's backward and starts the reduction of its gradients
+(as in FSDP, Zhao et al. 2023, arXiv:2304.11277). Autograd runs the nodes that were created last
+first, so all of the block's nodes have run by then.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
 
 from warpweave.layers.records import collect_records
 from warpweave.parallel.data.optimizer import AdamW, Rule
 from warpweave.parallel.data.unit import Unit
-from warpweave.parallel.mesh import ConnectedMesh
+from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.wrap.units import Sharded, make_units
-
-
-class _Mark(torch.autograd.Function):
-    """Return the tensors as they are; call `then` in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, then: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.then = then
-        return tuple(x.view_as(x) for x in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.then()
-        return None, *gradients
-
-
-def _marked(value: Any, then: Callable[[], None]) -> Any:
-    """Return `value`, a tree of tensors, with `then` called when its gradient is known."""
-    leaves, tree = tree_flatten(value)
-    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-    if at:
-        for i, x in zip(at, _Mark.apply(then, *(leaves[i] for i in at)), strict=True):
-            leaves[i] = x
-    return tree_unflatten(leaves, tree)
 
 
 @dataclass(eq=False)
@@ -73,16 +52,19 @@ class _Wrapped:
     Attributes:
         following: the block after it in the last forward.
         calls: forwards since the last step whose backward has not ended.
+        in_backward: a backward has reached the block and not ended.
     """
 
     def __init__(
         self, zero: Zero, module: nn.Module, units: tuple[Unit, ...], *, is_root: bool = False
     ) -> None:
-        self.units, self.calls = units, 0
+        self.units, self.calls, self.in_backward = units, 0, False
         self.following: _Wrapped | None = None
         self._zero, self._is_root = zero, is_root
-        self._open: set[_Visit] = set()  # calls whose backward has begun and not ended
-        self.in_backward = False
+        sharded = [p for unit in units if unit.placement.param for _, p in unit.params]
+        self._views = [(p, p.data) for p in sharded]  # of buffers that are freed in between
+        self._open: set[_Visit] = set()  # whose backward has begun and not ended
+        self._visit = _Visit(None)
         module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._leave)
 
@@ -96,74 +78,97 @@ class _Wrapped:
         self.prefetch()
         for unit in self.units:
             unit.parameters.wait()
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Give parameters that ZeRO 3 shards their shapes again."""
+        for p, view in self._views:
+            p.data = view
 
     def free(self) -> None:
-        """Free parameters that ZeRO 3 shards."""
+        """Free parameters that ZeRO 3 shards. They become empty, so that a use of them fails."""
         for unit in self.units:
             unit.parameters.wait()
             unit.parameters.reshard()
+        for p, view in self._views:
+            p.data = view.new_empty(0)
 
     # ------------------------------------------------------------------ forward
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.in_backward:  # else activation checkpointing computes the block again
+            self._zero.check_ended()
         self.gather()
-        if self.in_backward:  # activation checkpointing computes the block again
-            return None
+        if self.in_backward:
+            return
         previous = self._zero.entered(self, is_root=self._is_root)
         if self.following is not None:
             self.following.prefetch()
         if self._is_root or not torch.is_grad_enabled():
-            return None
-        self._call = _Visit(previous)
-        return _marked((args, kwargs), partial(self._end_call, self._call))
+            return
+        self._visit = _Visit(previous)
+        inputs = [x for x in _tensors((args, kwargs)) if x.grad_fn is not None]
+        if inputs:
+            register_multi_grad_hook(inputs, partial(self._end_visit, self._visit))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.in_backward:
-            return None
+            return
         if not torch.is_grad_enabled():
             self._zero.free() if self._is_root else self.free()
-            return None
-        if self._is_root:
-            return _marked(output, self.before_backward)
-        if not any(isinstance(x, Tensor) for x in tree_flatten(output)[0]):
+            return
+        leaves = tree_leaves(output)
+        if not self._is_root and not any(isinstance(x, Tensor) for x in leaves):
             raise ValueError(
                 f"{type(module).__name__} returned a {type(output).__name__} in which no tensor "
                 "was found: a block must return tensors, or tuples, lists, or dicts of them"
             )
-        self.calls += 1
-        output = _marked(output, partial(self._begin_call, self._call))
+        outputs = [x for x in _tensors(output) if x.grad_fn is not None]
+        if self._is_root:
+            if outputs:
+                register_multi_grad_hook(outputs, self._before_root, mode="any")
+            return
+        if outputs:
+            self.calls += 1
+            begin = partial(self._begin_visit, self._visit)
+            register_multi_grad_hook(outputs, begin, mode="any")
         self.free()
-        return output
 
     # ------------------------------------------------------------------ backward
 
-    def _begin_call(self, call: _Visit) -> None:
-        self._open.add(call)
+    def _before_root(self, gradient: Tensor) -> None:
         self.before_backward()
-        if call.previous is not None:
-            call.previous.prefetch()
 
-    def _end_call(self, call: _Visit) -> None:
-        self._open.discard(call)
+    def _begin_visit(self, visit: _Visit, gradient: Tensor) -> None:
+        self._open.add(visit)
+        self.before_backward()
+        if visit.previous is not None:
+            visit.previous.prefetch()
+
+    def _end_visit(self, visit: _Visit, gradients: object) -> None:
+        if visit not in self._open:  # of an input that reaches the loss on other ways only
+            return
+        self._open.discard(visit)
         self.calls -= 1
         if not self._open:
             self.after_backward()
 
     def before_backward(self) -> None:
-        """Prepare parameters and gradients, unless a backward has reached the block already."""
+        """Gather the parameters, unless a backward has reached the block already."""
         self._zero.in_backward()
         if self.in_backward:
             return
         self.in_backward = True
         self.gather()
         for unit in self.units:
-            unit.gradients.before_backward()
+            unit.gradients.receive()
 
     def after_backward(self) -> None:
         """Start the reduction of the gradients, and free the parameters."""
         self.in_backward = False
         self._open.clear()
         for unit in self.units:
+            unit.gradients.adopt()
             unit.gradients.after_backward()
         self._zero.completed(self)
         self.free()
@@ -172,21 +177,23 @@ class _Wrapped:
 class Zero(Sharded):
     """A model whose parameters, gradients, and optimizer state are sharded over data ranks.
 
-    Train it like any module, with ``zero.step(lr)`` in the place of an optimizer's step::
+    Call the model as usual, and ``zero.step(lr)`` instead of an optimizer's step::
 
         zero = Zero(model, Mesh(dp=2).connect(), stage=3)
         loss = criterion(model(x), y)
         loss.backward()
         zero.step(lr=1e-3)
 
-    Gradients are averaged over the data ranks, as in DDP and FSDP, and summed over micro-batches.
+    Gradients are averaged over the data ranks, as in DDP and FSDP, and summed over micro-batches. A
+    step whose gradient norm is not finite changes nothing. A parameter that no gradient reaches
+    counts as having a gradient of zero.
 
     Args:
         model: the model, on this rank's device. Tensor-parallel layers of `warpweave.layers` may be
-            in it. Frozen parameters are replicated.
+            in it. Frozen parameters and buffers are replicated.
         mesh: the connected mesh; data ranks are those of dp and cp.
-        stage: the ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 the gradients, too, 3 the
-            parameters, too.
+        stage: the ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also
+            the parameters.
         rule: the optimizer's arithmetic, by default ``AdamW()``.
         blocks: the modules whose parameters are gathered together, such as ``model.layers``; by
             default the children of every outermost `nn.ModuleList` and `nn.Sequential`. All other
@@ -194,12 +201,13 @@ class Zero(Sharded):
         clip: the largest global gradient norm, or None.
         microbatches: backward passes before each step. ZeRO 0 and 1 reduce gradients in the last.
 
-    Parameters start with the values of the first data rank. Every rank must call the same blocks in
-    the same order. Checkpoint activations with ``use_reentrant=False``.
+    Parameters and buffers start with the values of the first data rank. Every rank must call the
+    same blocks in the same order. ZeRO 3 has parameters only inside the forward and backward of the
+    model and its blocks: call those, not their children or other methods.
 
     Raises:
-        ValueError: another stage than 0 to 3, blocks that contain each other, or a model with
-            nothing to train.
+        ValueError: another stage than 0 to 3, pipeline or outer ranks, blocks that contain each
+            other or are not in the model, a second `Zero` of one model, or nothing to train.
     """
 
     def __init__(
@@ -213,9 +221,13 @@ class Zero(Sharded):
         clip: float | None = None,
         microbatches: int = 1,
     ) -> None:
-        self.model, self.microbatches, self._backwards = model, microbatches, 0
+        mesh = connected(mesh)
         chosen = list(dict.fromkeys(_lists_in(model) if blocks is None else blocks))
-        _check_disjoint(chosen)
+        _check(model, mesh, chosen, microbatches)
+        self.model, self.microbatches, self._backwards = model, microbatches, 0
+        group = mesh.group("data")
+        for buffer in model.buffers() if group is not None else ():
+            dist.broadcast(buffer, group=group, group_src=0)
         records, names = collect_records(model), {p: n for n, p in model.named_parameters()}
         shared = _shared(model, chosen)
         self._blocks: list[_Wrapped] = []
@@ -226,33 +238,49 @@ class Zero(Sharded):
             self._blocks.append(_Wrapped(self, block, units))
         rest = [(records[name], p) for p, name in names.items()]
         self._root = _Wrapped(self, model, make_units("model", rest, mesh, stage), is_root=True)
-        every = (unit for block in (self._root, *self._blocks) for unit in block.units)
+        every = [unit for block in (self._root, *self._blocks) for unit in block.units]
         super().__init__(every, mesh, rule or AdamW(), clip, divisor=mesh.size("data"))
         self._guard(model)
+        self._trained = {p for unit in self.units for _, p in unit.params}
         self._last_entered: _Wrapped | None = None
         self._reducing: list[Unit] = []
         self._started: set[Unit] = set()  # units whose last reduction of the step has started
         self._is_queued = False
+        self._reset()
 
     def step(self, lr: float) -> Tensor:
         """Update every parameter; return the global gradient norm before clipping, 0-dim.
 
-        Raises ValueError unless there were `microbatches` backward passes since the last step.
+        Raises ValueError unless there were `microbatches` backward passes since the last step, or
+        if a parameter requires a gradient that was frozen when `Zero` was made.
         """
         if self._backwards != self.microbatches:
             raise ValueError(
                 f"expected microbatches = {self.microbatches} backward passes before a step, got "
                 f"{self._backwards}"
             )
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and p not in self._trained:
+                raise ValueError(f"{name} was frozen when Zero was made: make another Zero")
         self.free()  # what a forward without a backward has left
         for unit in self.units:
             unit.gradients.finish()
         self.optimizer.sum_partials()
         norm = self.optimizer.step(lr)
-        self._backwards = 0
-        for block in self._blocks:
-            block.calls = 0
+        for unit in self.units:
+            unit.parameters.wait()  # someone may read them before the next forward
+        self._reset()
         return norm
+
+    def _reset(self) -> None:
+        """Expect the gradients of another step."""
+        self._backwards = 0
+        for block in (self._root, *self._blocks):
+            block.calls = 0
+            block.free()
+        for unit in self.units:
+            unit.gradients.clear()
+            unit.gradients.release()
 
     # ------------------------------------------------------------------ called by blocks
 
@@ -261,6 +289,11 @@ class Zero(Sharded):
         come."""
         for block in (self._root, *self._blocks):
             block.free()
+
+    def check_ended(self) -> None:
+        """Raise RuntimeError if a backward has begun and not ended."""
+        if self._is_queued and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError("the last backward did not end: make another Zero")
 
     def entered(self, block: _Wrapped, *, is_root: bool) -> _Wrapped | None:
         """Note the order of blocks in a forward, and return the previous one."""
@@ -284,6 +317,7 @@ class Zero(Sharded):
             if unit.gradients.sharded_accumulation:
                 ends = is_last and block.calls <= 0
                 unit.gradients.start(last=ends)
+                unit.gradients.release()
                 self._reducing.append(unit)
                 if ends:
                     self._started.add(unit)
@@ -295,30 +329,56 @@ class Zero(Sharded):
 
     def _end(self) -> None:
         """End a backward: blocks without a gradient of their input, then the root."""
-        self._is_queued = False
         for block in (*reversed(self._blocks), self._root):
             if block.in_backward:
                 block.after_backward()
         self.free()
         if self._backwards == self.microbatches - 1:
-            for unit in self.units:
-                if unit not in self._started:  # also zeros of a unit that no gradient reached
-                    unit.gradients.before_backward()
-                    unit.gradients.after_backward()
-                    unit.gradients.start()
+            for block in (self._root, *self._blocks):
+                self._start_rest(block)
         while self._reducing:
             self._reducing.pop(0).gradients.advance()
         self._started.clear()
         self._backwards += 1
+        self._is_queued = False
+
+    def _start_rest(self, block: _Wrapped) -> None:
+        """Start the last reduction of a block's other units, with zeros if no gradient came."""
+        rest = [unit for unit in block.units if unit not in self._started]
+        if rest:
+            block.lay_out()
+        for unit in rest:
+            unit.gradients.receive()
+            unit.gradients.adopt()
+            unit.gradients.after_backward()
+            unit.gradients.start()
+            if unit.gradients.sharded_accumulation:
+                unit.gradients.release()
+        block.free()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a tree that require a gradient."""
+    for x in tree_leaves(value):
+        if isinstance(x, Tensor) and x.requires_grad:
+            yield x
 
 
 def _lists_in(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of every outermost nn.ModuleList and nn.Sequential."""
+    """Yield the children of every outermost nn.ModuleList and nn.Sequential; a list of lists has no
+    forward of its own, so its inner lists count."""
     for child in (model,) if isinstance(model, nn.Sequential) else model.children():
-        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+        if isinstance(child, nn.Sequential):
             yield from child
+        elif isinstance(child, nn.ModuleList):
+            for inner in child:
+                yield from _lists_in(nn.ModuleList([inner])) if _is_list(inner) else (inner,)
         else:
             yield from _lists_in(child)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _shared(model: nn.Module, blocks: list[nn.Module]) -> set[nn.Parameter]:
@@ -334,9 +394,24 @@ def _shared(model: nn.Module, blocks: list[nn.Module]) -> set[nn.Parameter]:
     return {p for p, count in users.items() if count > 1 or p in outside}
 
 
-def _check_disjoint(blocks: list[nn.Module]) -> None:
-    """Raise ValueError if a block contains another one."""
+def _check(
+    model: nn.Module, mesh: ConnectedMesh, blocks: list[nn.Module], microbatches: int
+) -> None:
+    """Raise ValueError for what `Zero` does not accept."""
+    if mesh.size("pp") > 1 or mesh.size("outer") > 1:
+        raise ValueError(
+            f"Zero needs pp = 1 and outer = 1, got {mesh.size('pp')} and {mesh.size('outer')}: use "
+            "Pipeline(zero=...) for pipeline ranks"
+        )
+    if type(microbatches) is not int or microbatches < 1:
+        raise ValueError(f"microbatches must be an integer of at least 1, got {microbatches!r}")
+    hooks = model._forward_pre_hooks.values()
+    if any(isinstance(getattr(hook, "__self__", None), _Wrapped) for hook in hooks):
+        raise ValueError(f"{type(model).__name__} already has a Zero")
+    inside = {*model.modules()}
     for block in blocks:
+        if block not in inside:
+            raise ValueError(f"the block {type(block).__name__} is not in the model")
         for name, inner in block.named_modules():
             if inner is not block and inner in blocks:
                 raise ValueError(
