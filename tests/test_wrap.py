@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -369,3 +370,147 @@ def test_zero_keeps_float32_masters_of_bfloat16_parameters():
     for (name, p), w in zip(model.layers.named_parameters(prefix="layers"), wide, strict=True):
         torch.testing.assert_close(held[name], w, rtol=1e-5, atol=1e-7)
         assert torch.equal(p, held[name].to(torch.bfloat16))
+
+
+# ---------------------------------------------------------------- ordinary code around Zero
+
+
+@dataclasses.dataclass
+class Output:
+    """A container that torch's pytrees do not know."""
+
+    logits: Tensor
+
+
+class Net(nn.Module):
+    """Blocks, a shared activation, and a head, called in one of many ways."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, kept: list | None = None) -> Any:
+            y = self.linear(x)
+            if kept is not None:
+                kept.append(y.mean())
+            return y, (x * 0).sum().sqrt()  # an output with a singular derivative
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.act, self.head = how, nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(self.Inner() for _ in range(3))
+        if how == "lists of lists":
+            self.layers = nn.ModuleList(nn.ModuleList([layer, nn.Tanh()]) for layer in self.layers)
+
+    def loss(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        for layer in self.layers:
+            if self.how == "lists of lists":
+                x = layer[1](layer[0](x)[0])
+            elif self.how == "child of a block":
+                x = layer.linear(x)
+            else:
+                x = self.act(layer(x, kept if self.how == "kept list" else None)[0])
+        y = x if self.how == "head outside" else self.head(x)
+        return y, sum(kept)
+
+    def forward(self, x: Tensor) -> Any:
+        y, extra = self.loss(x)
+        return Output(y) if self.how == "dataclass" else (y, extra)
+
+
+def run_net(net: Net, x: Tensor) -> Tensor:
+    """The loss of a net, called in its way."""
+    if net.how == "method":
+        y, extra = net.loss(x)
+    elif net.how == "dataclass":
+        y, extra = net(x).logits, 0
+    else:
+        y, extra = net(x)
+    if net.how == "head outside":
+        y = y @ net.head.weight.T + net.head.bias
+    if net.how == "in place":
+        y /= 2
+    return y.square().mean() + extra
+
+
+WAYS = ("plain", "lists of lists", "kept list", "head outside", "dataclass", "in place",
+        "zero_grad", "child of a block", "method")  # fmt: skip
+
+
+def _ways(rank: int, stage: int) -> dict[str, dict[str, Tensor] | str]:
+    mesh, found = Mesh(dp=2).connect(), {}
+    for how in WAYS:
+        net = seeded(lambda how=how: Net(how)).double()
+        zero = Zero(net, mesh, stage=stage, rule=SGD(momentum=0.9, weight_decay=0.0))
+        try:
+            for x, _ in batches():
+                if how == "zero_grad":
+                    net.zero_grad(set_to_none=stage % 2 == 0)
+                run_net(net, x.chunk(2)[rank]).backward()
+                zero.step(LR)
+                assert all(p.isfinite().all() for p in net.parameters())  # read after a step
+        except RuntimeError as error:
+            found[how] = str(error)
+        else:
+            found[how] = gathered(zero)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_is_right_in_whatever_way_a_model_is_called_or_fails(stage):
+    ranks = run_ranks(2, _ways, stage)
+    for how in WAYS:
+        net = seeded(lambda how=how: Net(how)).double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+        for x, _ in batches():
+            run_net(net, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for found in ranks:
+            if stage == 3 and how in ("child of a block", "method"):
+                assert isinstance(found[how], str)  # the parameters are not there
+                continue
+            assert not isinstance(found[how], str), (how, found[how])
+            for name, p in net.named_parameters():
+                torch.testing.assert_close(found[how][name], p.detach(), rtol=1e-9, atol=1e-13)
+
+
+def _sequential(rank: int) -> dict[str, list[float]]:
+    mesh, found = Mesh(pp=2).connect(), {}
+    for how in ("shared", "dropout"):
+        made = seeded(lambda how=how: _two_stages(how))
+        pipeline = Pipeline(made, mesh, loss=loss_of, recompute=how == "dropout", zero=0)
+        torch.manual_seed(5)
+        losses = [pipeline.step(x, y, lr=LR).loss.item() for x, y in batches()]
+        found[how] = losses
+    return found
+
+
+def _two_stages(how: str) -> list[nn.Module]:
+    act, middle = nn.Tanh(), nn.Linear(WIDTH, WIDTH)
+    if how == "dropout":
+        act = nn.Dropout(0.5)
+    first = nn.Sequential(nn.Flatten(2), middle, act, nn.Linear(WIDTH, WIDTH), act, middle)
+    return [first.double(), nn.Linear(WIDTH, WIDTH).double()]
+
+
+def test_children_of_a_sequential_may_be_shared_and_dropout_recomputed():
+    for how in ("shared", "dropout"):
+        plain = nn.Sequential(*seeded(lambda how=how: _two_stages(how)))
+        optimizer = torch.optim.AdamW(
+            [{"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
+             {"params": [p for p in plain.parameters() if p.ndim < 2], "weight_decay": 0.0}],
+            lr=LR, betas=(0.9, 0.95), eps=1e-8,
+        )  # fmt: skip
+        torch.manual_seed(5)
+        losses = []
+        for x, y in batches():
+            loss = loss_of(plain(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        for found in run_ranks(2, _sequential):
+            torch.testing.assert_close(found[how], losses, rtol=1e-10, atol=0)

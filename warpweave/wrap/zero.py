@@ -124,6 +124,9 @@ class _Wrapped:
                 "was found: a block must return tensors, or tuples, lists, or dicts of them"
             )
         outputs = [x for x in _tensors(output) if x.grad_fn is not None]
+        # A hook on a view is lost if the view is then modified in place: the base keeps its own.
+        bases = (x._base for x in outputs if x._base is not None)
+        outputs += [base for base in bases if base.grad_fn is not None]
         if self._is_root:
             if outputs:
                 register_multi_grad_hook(outputs, self._before_root, mode="any")
