@@ -107,7 +107,7 @@ class _Wrapped:
         if self._is_root or not torch.is_grad_enabled():
             return
         self._visit = _Visit(previous)
-        inputs = [x for x in _tensors((args, kwargs)) if x.grad_fn is not None]
+        inputs = [x for x in _trainable_tensors((args, kwargs)) if x.grad_fn is not None]
         if inputs:
             register_multi_grad_hook(inputs, partial(self._end_visit, self._visit))
 
@@ -123,7 +123,7 @@ class _Wrapped:
                 f"{type(module).__name__} returned a {type(output).__name__} in which no tensor "
                 "was found: a block must return tensors, or tuples, lists, or dicts of them"
             )
-        outputs = [x for x in _tensors(output) if x.grad_fn is not None]
+        outputs = [x for x in _trainable_tensors(output) if x.grad_fn is not None]
         # A hook on a view is lost if the view is then modified in place: the base keeps its own.
         bases = (x._base for x in outputs if x._base is not None)
         outputs += [base for base in bases if base.grad_fn is not None]
@@ -226,7 +226,7 @@ class Zero(Sharded):
     ) -> None:
         mesh = connected(mesh)
         chosen = list(dict.fromkeys(_lists_in(model) if blocks is None else blocks))
-        _check(model, mesh, chosen, microbatches)
+        _check_zero(model, mesh, chosen, microbatches)
         self.model, self.microbatches, self._backwards = model, microbatches, 0
         group = mesh.group("data")
         for buffer in model.buffers() if group is not None else ():
@@ -360,7 +360,7 @@ class Zero(Sharded):
         block.free()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _trainable_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a tree that require a gradient."""
     for x in tree_leaves(value):
         if isinstance(x, Tensor) and x.requires_grad:
@@ -397,7 +397,7 @@ def _shared(model: nn.Module, blocks: list[nn.Module]) -> set[nn.Parameter]:
     return {p for p, count in users.items() if count > 1 or p in outside}
 
 
-def _check(
+def _check_zero(
     model: nn.Module, mesh: ConnectedMesh, blocks: list[nn.Module], microbatches: int
 ) -> None:
     """Raise ValueError for what `Zero` does not accept."""
