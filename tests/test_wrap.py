@@ -180,10 +180,19 @@ def test_pipeline_refuses_what_does_not_fit():
         (stages(3), {"schedule": "1f1b"}, "chunks = 1 stages per rank, got 3"),
         ([nn.Identity()], {}, "has no parameter that requires a gradient"),
         ([Block().to("meta")], {}, "is on the meta device"),
+        ([Block()], {"microbatches": 2.0}, "microbatches must be an integer, got 2.0"),
+        ([Block(), Block().double()], {}, "float64 parameters cannot be mixed"),
     ):
         with pytest.raises(ValueError, match=message):
             Pipeline(modules, one, loss=loss_of, **{"schedule": "interleaved", **options})
     pipeline = Pipeline(stages(1), one, loss=loss_of, microbatches=4)
+    replicas = Mesh(outer=2).seen_from(0)
+    with pytest.raises(ValueError, match="Pipeline needs outer = 1, got 2"):
+        Pipeline(stages(1), replicas, loss=loss_of)
+    with pytest.raises(ValueError, match="Zero needs pp = 1 and outer = 1, got 1 and 2"):
+        Zero(Block(), replicas)
+    with pytest.raises(ValueError, match="mesh must be connected"):
+        Zero(Block(), Mesh())
     with pytest.raises(ValueError, match=r"divisible by microbatches = 4"):
         pipeline.step(batch, batch, lr=LR)
     pipeline.step(batch[:4], batch[:4], lr=LR)
@@ -349,7 +358,13 @@ def test_zero_3_refuses_a_state_dict_of_shards():
 
 def _state_dict(rank: int) -> str:
     model = Model()
+    model.register_buffer("count", torch.tensor([float(rank)]))
     Zero(model, Mesh(dp=2).connect(), stage=3)
+    assert model.count.item() == 0  # that of the first rank
+    with pytest.raises(RuntimeError, match="use load"):
+        model.load_state_dict({})
+    with pytest.raises(ValueError, match="Model already has a Zero"):
+        Zero(model, Mesh(dp=2).connect())
     with pytest.raises(RuntimeError) as error:
         model.state_dict()
     return str(error.value)

@@ -22,7 +22,7 @@ from warpweave.parallel.pipeline import Distributed, Like, execute
 from warpweave.parallel.pipeline.losses import LOSS, Losses, Output, add_losses, split_losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import ParamRecord
-from warpweave.wrap.units import Sharded, device_of, make_units
+from warpweave.wrap.units import Sharded, device_of, make_units, share_buffers
 
 
 class PipelineResult(NamedTuple):
@@ -71,9 +71,10 @@ class Pipeline(Sharded):
     """Modules as pipeline stages, trained under any synchronous schedule and ZeRO stage.
 
     Stage i runs ``modules[i]``. The schedule places pp * c stages on pp ranks: ``interleaved`` puts
-    stages r, r + pp, ... on rank r, ``zb-v`` and ``dualpipe-v`` fold the stages into a V. The
-    children of an `nn.Sequential` are gathered, recomputed, and reduced one by one; any other
-    module is one block.
+    stages r, r + pp, ... on rank r, ``zb-v`` and ``dualpipe-v`` fold the stages into a V. Each
+    child of an `nn.Sequential` with something to train begins a block, which is gathered,
+    recomputed, and reduced as a whole. Children that share parameters, and any other module, are
+    one block.
 
     Args:
         modules: the stages, each x -> y, or x -> (y, losses) with auxiliary losses by name. Build
@@ -90,8 +91,8 @@ class Pipeline(Sharded):
         recompute: keep only the inputs of blocks, and compute the blocks again in backward.
         timeout: seconds that a message between stages may take.
 
-    Parameters start with the values of the first data rank. Building a pipeline is collective over
-    all ranks of the mesh.
+    Parameters and buffers start with the values of the first data rank. Building a pipeline is
+    collective over all ranks of the mesh.
 
     Raises:
         ValueError: the schedule is asynchronous or does not fit the stages and micro-batches, two
@@ -113,6 +114,8 @@ class Pipeline(Sharded):
         timeout: float = 300.0,
     ) -> None:
         mesh = connected(mesh)
+        if mesh.size("outer") > 1:
+            raise ValueError(f"Pipeline needs outer = 1, got {mesh.size('outer')}")
         if type(microbatches) is not int:
             raise ValueError(f"microbatches must be an integer, got {microbatches!r}")
         self.microbatches, self._loss, self._is_broken = microbatches, loss, False
@@ -123,6 +126,7 @@ class Pipeline(Sharded):
         self.device = device_of(next(iter(own.values())))
         self.stages: dict[int, _Stage] = {}
         for stage, module in own.items():
+            share_buffers(module, mesh)
             segments = self._segments(stage, module, len(modules), mesh, zero, recompute)
             self.stages[stage] = _Stage(segments, self._arrive)
         self.modules = nn.ModuleDict({str(stage): module for stage, module in own.items()})

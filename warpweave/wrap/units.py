@@ -43,6 +43,14 @@ def make_units(
     )
 
 
+def share_buffers(module: nn.Module, mesh: ConnectedMesh) -> None:
+    """Set a module's buffers to those of the first data rank. Collective over the data ranks."""
+    group = mesh.group("data")
+    if group is not None:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, group=group, group_src=0)
+
+
 class Sharded:
     """Units of this rank with their optimizer.
 

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
@@ -30,7 +29,7 @@ from warpweave.layers.records import collect_records
 from warpweave.parallel.data.optimizer import AdamW, Rule
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.mesh import ConnectedMesh, connected
-from warpweave.wrap.units import Sharded, make_units
+from warpweave.wrap.units import Sharded, make_units, share_buffers
 
 
 @dataclass(eq=False)
@@ -228,9 +227,7 @@ class Zero(Sharded):
         chosen = list(dict.fromkeys(_lists_in(model) if blocks is None else blocks))
         _check_zero(model, mesh, chosen, microbatches)
         self.model, self.microbatches, self._backwards = model, microbatches, 0
-        group = mesh.group("data")
-        for buffer in model.buffers() if group is not None else ():
-            dist.broadcast(buffer, group=group, group_src=0)
+        share_buffers(model, mesh)
         records, names = collect_records(model), {p: n for n, p in model.named_parameters()}
         shared = _shared(model, chosen)
         self._blocks: list[_Wrapped] = []
