@@ -35,7 +35,7 @@ slices a, b:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -225,6 +225,38 @@ class Unit:
         parts = [torch.empty_like(x) for _ in range(self.mesh.size(axis))]
         dist.all_gather(parts, x.contiguous(), group=self.mesh.group(axis))
         return parts
+
+
+def guard_state_dict(module: nn.Module, units: Sequence[Unit], whole: str) -> None:
+    """Make ``state_dict`` wait for a pending all-gather, and reject freed parameters (ZeRO 3);
+    `whole` is the call that gives whole tensors."""
+
+    def check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        for unit in units:
+            unit.parameters.wait()
+            if not unit.parameters.materialised:
+                raise RuntimeError(
+                    f"ZeRO 3 keeps only a shard of {unit.name} on this rank: use {whole}, which "
+                    "gives whole tensors, instead of state_dict"
+                )
+
+    module.register_state_dict_pre_hook(check)
+
+
+def read_units(
+    units: Iterable[Unit], kind: str, mesh: ConnectedMesh
+) -> Iterator[tuple[ParamRecord, Tensor, bool]]:
+    """Yield (record, logical tensor, mine) of a state of the units of this rank's stages.
+
+    For each tensor `mine` is True on exactly one data and tensor rank, which writes it into a
+    checkpoint. Collective over these ranks.
+    """
+    ranks = mesh.size("data") * mesh.size("tp")
+    me, number = mesh.index("data") * mesh.size("tp") + mesh.index("tp"), 0
+    for unit in units:
+        for record, tensor in unit.read(kind):
+            yield record, tensor, unit.owner and number % ranks == me
+            number += 1
 
 
 def make_unit(

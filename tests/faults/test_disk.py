@@ -89,7 +89,7 @@ def test_full_disk(arena):
 def test_another_mesh(arena):
     """A run resumes on any other mesh: here tensor ranks, then data ranks with ZeRO 3."""
     arena.saved()
-    there = arena.within(".", "tp2 dp2, ZeRO 3")
+    there = arena.on_layout("tp2 dp2, ZeRO 3")
     try:
         job = there.start("--resume", "--batch", "1", steps=STEPS + 2)
         job.end(0)

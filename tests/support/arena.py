@@ -108,9 +108,9 @@ class Arena:
         shutil.copytree(self.reference().out.parent, self.folder, dirs_exist_ok=True)
         return self._job(None)
 
-    def within(self, folder: str, layout: str | None = None) -> Arena:
-        """Return an arena in a subfolder ("." for the same folder), perhaps on another layout."""
-        return Arena(self.folder / folder, layout or self.layout, self.references, self.note)
+    def on_layout(self, layout: str) -> Arena:
+        """Return an arena in the same folder on a different layout."""
+        return Arena(self.folder, layout, self.references, self.note)
 
     def took(self, seconds: float, limit: float) -> str:
         """Return "1.2 s", marked as late if it is above the limit: a busy machine is no failure."""

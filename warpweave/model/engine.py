@@ -24,7 +24,7 @@ from warpweave.kernels.runtime.dispatch import choose
 from warpweave.kernels.runtime.transfer import upload
 from warpweave.layers.modes import in_mode
 from warpweave.model.config import GPTConfig, ParallelPlan
-from warpweave.model.engine_checks import check_batch, check_int64, check_packing, guard_state_dict
+from warpweave.model.engine_checks import check_batch, check_int64, check_packing
 from warpweave.model.engine_passes import OpenPasses, StepPasses, make_lists, warm_up
 from warpweave.model.engine_update import EngineStage, RankUpdate, StageUpdate, StepResult
 from warpweave.model.generate import Sampling, go_on
@@ -33,7 +33,7 @@ from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
 from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
 from warpweave.parallel.data.ordered import exact_sum
 from warpweave.parallel.data.outer import SUM, OuterOptimizer, OuterRule
-from warpweave.parallel.data.unit import Unit, version_age
+from warpweave.parallel.data.unit import Unit, guard_state_dict, read_units, version_age
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.pipeline import Like
@@ -106,7 +106,7 @@ class Engine:
         self.units: list[Unit] = list(
             dict.fromkeys(u for chain in chains.values() for s in chain for u in s.units)
         )
-        guard_state_dict(self.gpt, self.units)
+        guard_state_dict(self.gpt, self.units, "Engine.read")
         scale = LossScale().to(self.device) if dtype == torch.float16 else None
         rule = AdamW(impl=impl) if rule is None else rule
         self.optimizer = ZeroOptimizer(
@@ -491,10 +491,4 @@ class Engine:
         Collective over the data and tensor ranks of the stages. For each tensor, `mine` is True on
         exactly one rank of each outer replica: the one that writes it into a checkpoint.
         """
-        tp, ranks = self.mesh.size("tp"), self.mesh.size("data") * self.mesh.size("tp")
-        me = self.mesh.index("data") * tp + self.mesh.index("tp")
-        count = 0
-        for unit in self._holding(kind):
-            for record, tensor in unit.read(kind):
-                yield record, tensor, unit.owner and count % ranks == me
-                count += 1
+        yield from read_units(self._holding(kind), kind, self.mesh)

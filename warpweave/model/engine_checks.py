@@ -1,4 +1,4 @@
-"""Checks of an engine's data before anything is sent, and of parameters at ``state_dict``."""
+"""Checks of an engine's data before anything is sent."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from warpweave.kernels.attention.options import check_packed
-from warpweave.model.gpt import GPT
-from warpweave.parallel.data.unit import Unit
 
 
 def check_int64(**given: Tensor) -> None:
@@ -52,18 +50,3 @@ def check_batch(
             f"sample_ids must have shape {expected[:2]}, got {tuple(sample_ids.shape)}"
         )
     check_packing(documents, tokens)
-
-
-def guard_state_dict(gpt: GPT, units: list[Unit]) -> None:
-    """Make ``state_dict`` wait for a pending all-gather, and reject freed parameters (ZeRO 3)."""
-
-    def check(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        for unit in units:
-            unit.parameters.wait()
-            if not unit.parameters.materialised:
-                raise RuntimeError(
-                    f"ZeRO 3 keeps only a shard of {unit.name} on this rank: use Engine.read, "
-                    "which gives whole tensors, instead of state_dict"
-                )
-
-    gpt.register_state_dict_pre_hook(check)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from warpweave.parallel.data.optimizer import Muon, Rule
-from warpweave.parallel.data.unit import Unit, make_unit
+from warpweave.parallel.data.unit import Unit, guard_state_dict, make_unit, read_units
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.shard import ParamRecord
@@ -89,15 +88,11 @@ class Sharded:
         exactly one rank. Collective over the data and tensor ranks: pass the result to
         `save_checkpoint` on every rank.
         """
-        ranks = self.mesh.size("data") * self.mesh.size("tp")
-        me = self.mesh.index("data") * self.mesh.size("tp") + self.mesh.index("tp")
-        number = count()
         for kind in ("param", *self.optimizer.rule.moments):
             prefix = "" if kind == "param" else f"{kind}/"
-            for unit in self.units:
-                for record, tensor in unit.read(kind):
-                    if next(number) % ranks == me:
-                        yield prefix + record.name, tensor.cpu()
+            for record, tensor, mine in read_units(self.units, kind, self.mesh):
+                if mine:
+                    yield prefix + record.name, tensor.cpu()
 
     def load(self, tensor: Callable[[str], Tensor]) -> None:
         """Set weights and moments to ``tensor(name)``, whole tensors under the names of `tensors`,
@@ -124,19 +119,10 @@ class Sharded:
         """Make ``state_dict`` wait for a pending all-gather and refuse sharded parameters, and
         refuse ``load_state_dict``, which would not reach master weights."""
 
-        def check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            for unit in self.units:
-                unit.parameters.wait()
-                if not unit.parameters.materialised:
-                    raise RuntimeError(
-                        f"ZeRO 3 keeps only a shard of {unit.name} on this rank: tensors() yields "
-                        "whole tensors, state_dict() cannot"
-                    )
-
         def refuse(*given: object) -> None:
             raise RuntimeError("load_state_dict() would not set master weights: use load()")
 
-        module.register_state_dict_pre_hook(check)
+        guard_state_dict(module, self.units, "tensors()")
         module.register_load_state_dict_pre_hook(refuse)
 
 

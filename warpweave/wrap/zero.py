@@ -364,21 +364,18 @@ def _trainable_tensors(value: Any) -> Iterator[Tensor]:
             yield x
 
 
-def _lists_in(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of every outermost nn.ModuleList and nn.Sequential; a list of lists has no
-    forward of its own, so its inner lists count."""
-    for child in (model,) if isinstance(model, nn.Sequential) else model.children():
-        if isinstance(child, nn.Sequential):
-            yield from child
-        elif isinstance(child, nn.ModuleList):
-            for inner in child:
-                yield from _lists_in(nn.ModuleList([inner])) if _is_list(inner) else (inner,)
-        else:
+def _lists_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of every outermost nn.ModuleList and nn.Sequential. A container inside a
+    list has no forward, so the modules inside it count."""
+    if isinstance(module, nn.Sequential):
+        yield from module
+    elif isinstance(module, nn.ModuleList):
+        for inner in module:
+            container = isinstance(inner, (nn.ModuleList, nn.ModuleDict))
+            yield from _lists_in(inner) if container else (inner,)
+    else:
+        for child in module.children():
             yield from _lists_in(child)
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _shared(model: nn.Module, blocks: list[nn.Module]) -> set[nn.Parameter]:
