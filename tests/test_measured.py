@@ -4,7 +4,6 @@ uses the measured times of actions."""
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +13,12 @@ from threads import run_threads
 from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.model.engine import Engine
 from warpweave.parallel.mesh import Mesh, single
+from warpweave.parallel.pipeline import InProcess, ModuleStage, execute
 from warpweave.parallel.schedule import FAMILIES, leave_open, one_f_one_b, with_comm, with_reduce
+from warpweave.parallel.schedule.actions import Action
 from warpweave.parallel.simulate import simulate
 from warpweave.train import timeline as measured
-from warpweave.train.timeline import Marked, panels, recording
+from warpweave.train.timeline import Marks, panels, write_measured
 
 CONFIG = GPTConfig(vocab_size=19, seq_len=8, layers=2, width=8, heads=2)
 
@@ -50,14 +51,13 @@ def _run(mesh, path, steps: int) -> list:
     plan = ParallelPlan(microbatches=4, schedule="1f1b")
     engine = Engine(CONFIG, mesh, plan, seed=1, dtype=torch.float64)
     tokens = torch.randint(0, 19, (2, 4, 1, 8), generator=torch.Generator().manual_seed(0))
-    before = engine.passes.transport
     losses = []
     for step in range(steps):
-        with recording(engine, path, step == steps - 1):
-            result = engine.step(*tokens, torch.arange(4)[:, None], lr=0.1)
-        assert engine.passes.transport is before
-        assert path is None or step == steps - 1 or not path.exists()
+        marks = Marks(engine.device) if path is not None and step == steps - 1 else None
+        result = engine.step(*tokens, torch.arange(4)[:, None], lr=0.1, on_action=marks)
         losses.append(float(result.all()[0]))
+        if marks is not None:
+            write_measured(engine, marks, path)
     return losses
 
 
@@ -105,29 +105,31 @@ def test_two_pipeline_ranks_in_threads(tmp_path) -> None:
     assert min(e["ts"] for e in events if e["pid"] == 1) == 0
 
 
-def test_action_time_includes_the_wait_and_the_last_ends_with_the_list(
-    monkeypatch,
-) -> None:
-    """On this clock, waiting for the message of action i takes 5 (i + 1),
-    and everything else takes 1."""
-    now, reached = [100.0], []
-    monkeypatch.setattr(measured.time, "perf_counter", lambda: now[0])
+def test_on_action_is_called_before_each_action_and_at_the_end() -> None:
+    lists = with_comm(one_f_one_b(2, 1))
+    like = (1, 2), torch.float32, torch.device("cpu")
+    log: list[object] = []
 
-    def reach(rank: int, index: int) -> None:
-        reached.append((rank, index))
-        now[0] += 5.0 * (index + 1)
+    class Logged(InProcess):
+        def send(self, link, action, tensor) -> None:
+            log.append(action)
+            super().send(link, action, tensor)
 
-    def drive(programs: dict[int, int]) -> None:
-        for index in range(programs[2]):
-            marked.reach(2, index)
-            now[0] += 1.0
-
-    transport = SimpleNamespace(reach=reach, drive=drive, staleness=7)
-    marked = Marked(transport, torch.device("cpu"))
-    marked.drive({2: 3})
-    assert reached == [(2, 0), (2, 1), (2, 2)]
-    assert marked.seconds() == [0.0, 6.0, 17.0, 33.0]
-    assert marked.staleness == 7  # other attributes are the transport's
+    stages = {
+        0: ModuleStage(torch.nn.Linear(2, 2), inputs=lambda mb: torch.ones(1, 2)),
+        1: ModuleStage(torch.nn.Linear(2, 2), like=like, loss=lambda mb, y: y.sum()),
+    }
+    for stage in (0, 1):
+        forward = lambda *_, s=stage: log.append(Action("F", s, 0))  # noqa: E731
+        stages[stage].module.register_forward_hook(forward)
+    execute(lists, stages, Logged(), on_action=lambda rank, index: log.append((rank, index)))
+    own = [(rank, at) for rank, row in enumerate(lists) for at in range(len(row) + 1)]
+    assert sorted(entry for entry in log if entry in own) == own
+    assert log[-2:] == [(rank, len(row)) for rank, row in enumerate(lists)]
+    for at, entry in enumerate(log):
+        if isinstance(entry, Action):
+            rank, index = log[at - 1]
+            assert lists[rank][index][:3] == entry[:3]
 
 
 def test_marks_on_a_gpu_are_events_that_are_read_once_the_last_has_happened(monkeypatch) -> None:
@@ -151,35 +153,19 @@ def test_marks_on_a_gpu_are_events_that_are_read_once_the_last_has_happened(monk
             return other.at - self.at
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    transport = SimpleNamespace(reach=lambda *_: None, drive=lambda programs: None)
-    marked = Marked(transport, torch.device("cuda"))
-    for index in range(3):
-        marked.reach(0, index)
-    marked.drive({})
-    assert marked.seconds() == pytest.approx([0.0, 0.002, 0.004, 0.006])
+    marks = Marks(torch.device("cuda"))
+    for index in range(4):
+        marks(0, index)
+    assert marks.seconds() == pytest.approx([0.0, 0.002, 0.004, 0.006])
     assert log == [*["record"] * 4, "wait for 6.0", *["read"] * 4]
-
-
-def test_a_step_that_fails_leaves_the_transport_and_no_file(tmp_path) -> None:
-    passes = SimpleNamespace(transport=object())
-    engine, before = SimpleNamespace(passes=passes, device=torch.device("cpu")), passes.transport
-
-    def fails() -> None:
-        with recording(engine, tmp_path / "t.json"):
-            assert passes.transport is not before
-            raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        fails()
-    assert passes.transport is before
-    assert not list(tmp_path.iterdir())
 
 
 def _replica(rank: int, path) -> None:
     engine = Engine(CONFIG, Mesh(dp=2, pp=2).connect("cpu"), ParallelPlan(microbatches=2))
     tokens = torch.zeros(2, 2, 1, 8, dtype=torch.int64)
-    with recording(engine, path):
-        engine.step(*tokens, torch.arange(2)[:, None], lr=0.1)
+    marks = Marks(engine.device)
+    engine.step(*tokens, torch.arange(2)[:, None], lr=0.1, on_action=marks)
+    write_measured(engine, marks, path)
 
 
 def test_of_several_replicas_the_first_rank_writes_its_pipelines_timeline(

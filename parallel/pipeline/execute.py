@@ -22,7 +22,7 @@ messages.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -108,6 +108,7 @@ def execute(
     stages: Mapping[int, Stage],
     transport: Transport,
     in_flight: InFlight | None = None,
+    on_action: Callable[[int, int], None] | None = None,
 ) -> None:
     """Run one pass of a schedule.
 
@@ -118,6 +119,8 @@ def execute(
         in_flight: leaves the pass open. Work that is unfinished at its end continues in the next
             call with the same record. Stages then see the run's numbers of micro-batches and
             versions.
+        on_action: called as ``on_action(rank, index)`` before each action of the lists that run in
+            this process, and with the list's length when all have ended and all messages arrived.
 
     Gradients are accumulated in the order of the list's B and W, which is ascending micro-batches
     in all known schedules. They are therefore bitwise equal to gradient accumulation on one device.
@@ -140,11 +143,14 @@ def execute(
     states = {rank: state.shifted(-first[0], -first[1]) for rank, state in before.items()}
 
     def program(rank: int, state: _RankState) -> Generator[Receive, Tensor, None]:
-        yield from _run_rank(rank, lists, stages, transport, state, first)
+        yield from _run_rank(rank, lists, stages, transport, state, first, on_action)
         if in_flight is None:
             _check_closed(rank, state)
 
     transport.drive({rank: program(rank, state) for rank, state in states.items()})
+    if on_action is not None:
+        for rank in states:
+            on_action(rank, len(lists[rank]))
     if in_flight is not None:
         run.ranks |= {rank: state.shifted(*first) for rank, state in states.items()}
 
@@ -167,6 +173,7 @@ def _run_rank(
     transport: Transport,
     state: _RankState,
     first: tuple[int, int],
+    on_action: Callable[[int, int], None] | None,
 ) -> Generator[Receive, Tensor, None]:
     """Run one rank's list as a coroutine that yields the messages it waits for; changes `state`.
 
@@ -185,6 +192,8 @@ def _run_rank(
 
     for index, action in enumerate(lists[rank]):
         op, s, i, ver, _ = action
+        if on_action is not None:
+            on_action(rank, index)
         transport.reach(rank, index)
         _check_turn(rank, action, state, rank_of)
         stage, mb = stages[s], i + first[0]

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,7 +24,13 @@ from warpweave.kernels.runtime.transfer import upload
 from warpweave.layers.modes import in_mode
 from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.model.engine_checks import check_batch, check_int64, check_packing
-from warpweave.model.engine_passes import OpenPasses, StepPasses, make_lists, warm_up
+from warpweave.model.engine_passes import (
+    OnAction,
+    OpenPasses,
+    StepPasses,
+    make_lists,
+    warm_up,
+)
 from warpweave.model.engine_update import EngineStage, RankUpdate, StageUpdate, StepResult
 from warpweave.model.generate import Sampling, go_on
 from warpweave.model.gpt import GPT, MicroBatch
@@ -36,7 +41,7 @@ from warpweave.parallel.data.outer import SUM, OuterOptimizer, OuterRule
 from warpweave.parallel.data.unit import Unit, guard_state_dict, read_units, version_age
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh
-from warpweave.parallel.pipeline import Like
+from warpweave.parallel.pipeline import Like, relay
 from warpweave.parallel.pipeline.losses import Losses
 from warpweave.parallel.schedule import OpenRun
 from warpweave.parallel.shard import ParamRecord
@@ -191,6 +196,7 @@ class Engine:
         interrupted: float = 0.0,
         documents: Tensor | None = None,
         halted: Tensor | None = None,
+        on_action: OnAction | None = None,
     ) -> StepResult:
         """Run one optimizer step on this data replica's part of the global batch.
 
@@ -206,6 +212,7 @@ class Engine:
                 packed into each sequence (`GPT.micro_batch`). The last boundary may be repeated.
             halted: 0-dim, equal on all ranks; if non-zero, no weight or state changes. Pass `stops`
                 of the previous step to begin a step before that was read.
+            on_action: called before each action of this rank's list, as for `pipeline.execute`.
 
         With an outer optimizer (`data.outer`), losses and norm are means over its replicas. With an
         asynchronous schedule, the data and `key` belong to the step `passes.ahead` later (`feed`
@@ -219,7 +226,7 @@ class Engine:
         """
         return self.begin(
             tokens, labels, sample_ids, lr=lr, key=key, interrupted=interrupted,
-            documents=documents, halted=halted,
+            documents=documents, halted=halted, on_action=on_action,
         ).wait()  # fmt: skip
 
     def begin(
@@ -233,6 +240,7 @@ class Engine:
         interrupted: float = 0.0,
         documents: Tensor | None = None,
         halted: Tensor | None = None,
+        on_action: OnAction | None = None,
     ) -> Pending:
         """Launch `step`; wait for its `StepResult` later. With an asynchronous schedule, ranks then
         begin their next step without waiting for other ranks' losses."""
@@ -255,7 +263,7 @@ class Engine:
             lambda: self._start_global_losses(self._own_losses(), interrupted, self._update.square),
         )
         with leaving(CTAS if self.mesh.size("world") > 1 else 0):
-            self.passes.run()
+            self.passes.run(on_action)
         while self._counted:  # on ranks where no loss waited
             self._counted.pop().wait()
         ended = self._update.losses, self._update.norm, self._own_finite()
@@ -397,18 +405,16 @@ class Engine:
     ) -> tuple[Tensor | None, list[Losses]]:
         """Run one micro-batch through all stages; return the result of `final` (on the last stage,
         else None) and this rank's losses."""
-        rank_of, x, every = self.gpt.placement, None, []
-        at_end = len(rank_of) - 1
-        _, dtype, device = self.message
-        shape = (len(batch.positions), self.config.width)
-        for stage, chain in self.stages.items():
-            if stage > 0 and rank_of[stage - 1] != rank_of[stage]:
-                x = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(x, group_src=rank_of[stage - 1], group=self.mesh.group("pp"))
-            x, losses = chain.evaluate(x, batch, final if stage == at_end else None)
+        rank_of, every = self.gpt.placement, []
+        message = (len(batch.positions), self.config.width), *self.message[1:]
+
+        def forward(stage: int, x: Tensor | None) -> Tensor | None:
+            at_end = stage == len(rank_of) - 1
+            x, losses = self.stages[stage].evaluate(x, batch, final if at_end else None)
             every.append(losses)
-            if x is not None and stage < at_end and rank_of[stage + 1] != rank_of[stage]:
-                dist.send(x.contiguous(), group_dst=rank_of[stage + 1], group=self.mesh.group("pp"))
+            return x
+
+        x = relay(forward, self.stages, rank_of, self.mesh.group("pp"), lambda _: message)
         return x if self.gpt.last else None, every
 
     def generate(

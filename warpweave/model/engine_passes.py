@@ -19,7 +19,7 @@ earlier, because its first forwards begin there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from warpweave.model.engine_update import EngineStage
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.pipeline import Distributed, InFlight, execute
+
+OnAction = Callable[[int, int], None]
 
 
 def make_lists(
@@ -86,9 +88,9 @@ class StepPasses:
         for stage in self.stages.values():
             stage.begin(batches, scale)
 
-    def run(self) -> None:
-        """Run the step."""
-        execute(self.lists, self.stages, self.transport)
+    def run(self, on_action: OnAction | None = None) -> None:
+        """Run the step; `on_action` as for `execute`."""
+        execute(self.lists, self.stages, self.transport, on_action=on_action)
 
 
 class OpenPasses:
@@ -140,8 +142,9 @@ class OpenPasses:
         for stage in self.stages.values():
             stage.feed(batches)
 
-    def run(self) -> None:
-        """Run a step; ValueError unless its data and that of `ahead` more steps was fed."""
+    def run(self, on_action: OnAction | None = None) -> None:
+        """Run a step; `on_action` as for `execute`. ValueError unless its data and that of `ahead`
+        more steps was fed."""
         wanted = (self.ahead + 1) * self._run.microbatches
         if self._fed != wanted:
             raise ValueError(
@@ -150,7 +153,7 @@ class OpenPasses:
             )
         if not self._in_flight.ranks and self.ahead:
             execute(self._run.fill, self.stages, self._filling, self._in_flight)
-        execute(self.lists, self.stages, self.transport, self._in_flight)
+        execute(self.lists, self.stages, self.transport, self._in_flight, on_action)
         self._in_flight.advance(self._run.microbatches, self.updates)
         self._fed -= self._run.microbatches
 

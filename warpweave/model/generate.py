@@ -27,6 +27,7 @@ from warpweave.model.config import GPTConfig
 from warpweave.model.gpt import GPT, MicroBatch
 from warpweave.parallel.collectives import gather
 from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.pipeline import relay
 from warpweave.parallel.pipeline.losses import split_losses
 
 # Number of tokens between checks for the end of all texts. A check waits for the GPU; tokens that
@@ -188,18 +189,18 @@ def _logits(
     own = (positions - pads[:, None]).clamp(min=0).flatten()
     ids = tokens.flatten()
     batch = MicroBatch(ids, ids, own, context, torch.ones((), device=device))
-    here, group = mesh.index("pp"), mesh.group("pp")
-    if gpt.first:
-        x = gpt.embed(None, batch)
-    else:
-        like = next(gpt.parameters())
-        x = like.new_empty(B * n, gpt.config.width)
-        dist.recv(x, group_src=here - 1, group=group)
-    for block in gpt.blocks.values():
-        x, _ = split_losses(block(x, context))
+    dtype = next(gpt.parameters()).dtype
+
+    def forward(stage: int, x: Tensor | None) -> Tensor:
+        x = gpt.embed(None, batch) if gpt.first else x
+        for block in gpt.blocks.values():
+            x, _ = split_losses(block(x, context))
+        return x
+
+    message = (B * n, gpt.config.width), dtype, device
+    x = relay(forward, [mesh.index("pp")], gpt.placement, mesh.group("pp"), lambda _: message)
     cache.start += n
     if not gpt.last:
-        dist.send(x.contiguous(), group_dst=here + 1, group=group)
         return None
     last = x.unflatten(0, (B, n))[:, -1].contiguous()
     return gather(gpt.logits(last, batch), mesh.group("tp"), dim=-1)[:, : gpt.config.vocab_size]

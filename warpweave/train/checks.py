@@ -25,7 +25,7 @@ from warpweave.parallel.checked import CheckedCollectives
 from warpweave.parallel.schedule.actions import RECEIVES, TIE
 from warpweave.train.options import TrainConfig
 from warpweave.train.replicas import ReplicaCheck
-from warpweave.train.timeline import Marked
+from warpweave.train.timeline import Marks
 
 _FIRST = 2  # a process compares the collectives of its first steps
 
@@ -62,15 +62,17 @@ class Agreement:
         return self._checked is not None and self._every > 0 and step % self._every == 0
 
     def of_step(
-        self, step: int, began: float, data: Mapping[str, Any]
+        self, step: int, began: float, data: Mapping[str, Any], marks: Marks | None
     ) -> AbstractContextManager[object]:
         """A context for a step on `data` (see `ReplicaCheck.compare`).
 
-        The step starts at time `began`; afterwards its number is `step`."""
+        The step starts at time `began`; afterwards its number is `step`. If ranks are compared
+        after it, `marks` are those of its actions."""
         self._steps -= 1
         if self.due(step):
             self._data = data
-            return self._timed(began)
+            assert marks is not None
+            return self._timed(began, marks)
         return self._comparing(self._steps >= 0)
 
     def of_evaluation(self) -> AbstractContextManager[object]:
@@ -83,20 +85,15 @@ class Agreement:
         return self._checked if self._checked is not None and compares else nullcontext()
 
     @contextmanager
-    def _timed(self, began: float) -> Iterator[None]:
+    def _timed(self, began: float, marks: Marks) -> Iterator[None]:
         assert self._checked is not None
-        passes, before = self._engine.passes, self._checked.waited
-        marked = Marked(passes.transport, self._engine.device)
-        passes.transport = marked  # type: ignore[assignment]
-        try:
-            with self._comparing(True):
-                yield
-        finally:
-            passes.transport = marked.transport
+        before = self._checked.waited
+        with self._comparing(True):
+            yield
         waited = self._checked.waited - before
-        marks = marked.seconds()
-        actions = passes.lists[self._engine.mesh.index("pp")]
-        for action, start, end in zip(actions, marks, marks[1:]):
+        actions = self._engine.passes.lists[self._engine.mesh.index("pp")]
+        times = marks.seconds()
+        for action, start, end in zip(actions, times, times[1:]):
             if action.op in (*RECEIVES, TIE):
                 waited += end - start
         self._own = time.perf_counter() - began - waited

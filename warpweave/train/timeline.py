@@ -1,8 +1,7 @@
 """Measured and simulated timelines of a training step: ``train --timeline FILE``.
 
-A transport is notified before each action of its rank's list (``Transport.reach``), and `Marked`
-records the time. An action lasts until the next one begins, and a receive until its message is
-there:
+The executor calls `Marks` before each action of a rank's list. An action lasts until the next one
+begins, and a receive until its message is there:
 
     list      RECV_F0     F0            SEND_F0  RECV_B0 ...
     marks    ^           ^             ^        ^
@@ -17,8 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -35,27 +33,16 @@ from warpweave.parallel.simulate import Cell, Timeline, simulate
 from warpweave.plan.timeline import write_timeline
 
 
-class Marked:
-    """A transport that records when each action of this rank begins, and when the list ends."""
+class Marks:
+    """The times at which the actions of this rank begin, and at which its list ends: the
+    `on_action` of a step."""
 
-    def __init__(self, transport: Any, device: torch.device) -> None:
-        self.transport, self._device = transport, device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._marks: list[Any] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.transport, name)
-
-    def reach(self, rank: int, index: int) -> None:
-        """Record the time, then call the transport's `reach`."""
-        self._mark()
-        self.transport.reach(rank, index)
-
-    def drive(self, programs: dict[int, Any]) -> None:
-        """Run the coroutines and record the end."""
-        self.transport.drive(programs)
-        self._mark()
-
-    def _mark(self) -> None:
+    def __call__(self, rank: int, index: int) -> None:
+        """Record the time."""
         if self._device.type == "cuda":
             self._marks.append(torch.cuda.Event(enable_timing=True))
             self._marks[-1].record()
@@ -71,26 +58,13 @@ class Marked:
         return [mark - first for mark in self._marks]
 
 
-@contextmanager
-def recording(engine: Engine, path: Path | None, due: bool = True) -> Iterator[None]:
-    """Record the step inside the block; world rank 0 writes it with the simulated timeline.
-
-    Collective over the pipeline ranks. Records nothing without a path or if not `due`.
-    """
-    if path is None or not due:
-        yield
-        return
-    passes = engine.passes
-    marked = Marked(passes.transport, engine.device)
-    passes.transport = marked  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        passes.transport = marked.transport
-    group = engine.mesh.group("pp")
-    every = _gather(marked.seconds(), passes.lists, engine.device, group)
+def write_measured(engine: Engine, marks: Marks, path: Path) -> None:
+    """Write a step's timeline, with the simulated one, on world rank 0. Collective over the
+    pipeline ranks."""
+    lists, group = engine.passes.lists, engine.mesh.group("pp")
+    every = _gather(marks.seconds(), lists, engine.device, group)
     if group is None or dist.get_rank() == 0:
-        write_timeline(path, panels(passes.lists, every))
+        write_timeline(path, panels(lists, every))
 
 
 def _gather(

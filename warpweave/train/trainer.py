@@ -45,7 +45,7 @@ from warpweave.train.resume import (
     state_of,
 )
 from warpweave.train.state import restore_tensors, saved_tensors
-from warpweave.train.timeline import recording
+from warpweave.train.timeline import Marks, write_measured
 
 RAISED_BY_ALL = (TrainingStopped, CheckpointError, CollectiveMismatch)  # on every rank
 
@@ -266,13 +266,18 @@ class Trainer:
         lr = learning_rate(c, step)
         free = self.engine.passes.asynchronous  # steps under way cannot be undone
         data = {"tokens": tokens, "labels": labels, "learning rate": lr, "key": c.dropout_key(last)}
-        timed = recording(self.engine, c.timeline, step + 1 == c.steps)
-        with self.agreement.of_step(step + 1, began, data), timed:
+        drawn = c.timeline if step + 1 == c.steps else None
+        timed = drawn is not None or self.agreement.due(step + 1)
+        marks = Marks(self.engine.device) if timed else None
+        with self.agreement.of_step(step + 1, began, data, marks):
             result = self.engine.begin(
                 tokens, labels, ids, lr=lr if self.updates else None, key=data["key"],
                 documents=documents, interrupted=self._wishes(),
                 halted=None if before is None or free else before.result.wait().stops,
+                on_action=marks,
             )  # fmt: skip
+        if drawn is not None and marks is not None:
+            write_measured(self.engine, marks, drawn)
         return Begun(result, lr, began)
 
     def _wishes(self) -> float:

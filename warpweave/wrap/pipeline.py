@@ -18,7 +18,7 @@ from warpweave.parallel import schedule as schedules
 from warpweave.parallel.data.optimizer import AdamW, Rule, master_dtype
 from warpweave.parallel.exchange import exchange
 from warpweave.parallel.mesh import ConnectedMesh, connected
-from warpweave.parallel.pipeline import Distributed, Like, execute
+from warpweave.parallel.pipeline import Distributed, Like, execute, relay
 from warpweave.parallel.pipeline.losses import LOSS, Losses, Output, add_losses, split_losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import ParamRecord
@@ -229,13 +229,17 @@ class Pipeline(Sharded):
         losses = []
         with in_mode(self.modules, training=False):
             for batch in batches:
-                x = None
-                for number, stage in self.stages.items():
-                    x = self._receive(number, x)
-                    x, found = stage.evaluate(x, batch)
-                    losses += found.values()
-                    self._send(number, x)
+
+                def forward(number: int, x: Tensor | None, batch: _Batch = batch) -> Tensor | None:
+                    x, found = self.stages[number].evaluate(x, batch)
+                    losses.extend(found.values())
+                    return x
+
+                relay(forward, self.stages, self._rank_of, self.mesh.group("pp"), self._like)
         return self._mean(losses)
+
+    def _like(self, number: int) -> Like:
+        return self.stages[number].input_like(0)
 
     def _arrive(self) -> None:
         """Update the parameters once the gradients of all stages of this rank are complete."""
@@ -297,24 +301,6 @@ class Pipeline(Sharded):
                 if made is not None:
                     like = tuple(made[0]), getattr(torch, made[1]), self.device
         self._shape = batch.inputs.shape
-
-    def _receive(self, number: int, x: Tensor | None) -> Tensor | None:
-        """Return the input of a stage, from the rank of the stage before."""
-        if not number or self._rank_of[number - 1] == self._rank_of[number]:
-            return x
-        shape, dtype, device = self.stages[number].input_like(0)
-        x = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(x, group_src=self._rank_of[number - 1], group=self.mesh.group("pp"))
-        return x
-
-    def _send(self, number: int, x: Tensor | None) -> None:
-        """Send the output of a stage to the rank of the next one."""
-        following = number + 1
-        if following < len(self._rank_of) and self._rank_of[following] != self._rank_of[number]:
-            assert x is not None
-            dist.send(
-                x.contiguous(), group_dst=self._rank_of[following], group=self.mesh.group("pp")
-            )
 
 
 def _lists_of(name: str, stages: int, ranks: int, microbatches: int) -> schedules.Schedule:
