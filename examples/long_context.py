@@ -43,38 +43,37 @@ class Config:
 def main(config: Config) -> dict[str, list[float]]:
     """Train and print; return the losses and every rank's growth in MiB."""
     sizes = Mesh(cp=config.cp or int(os.environ.get("WORLD_SIZE", "1")))
-    session = join(sizes)
-    mesh = sizes.connect(session.device.type)
-    heads = config.width // 16
-    model = GPTConfig(
-        config.vocab, config.tokens, config.layers, config.width, heads, positions="rope",
-        norm="rms", activation="swiglu", bias=False, windows=(config.window,),
-    )  # fmt: skip
-    plan = ParallelPlan(layout="contiguous", cp_strategy=config.strategy, recompute="full")
-    engine = Engine(model, mesh, plan, device=session.device)
-    if session.rank == 0:
-        attention = engine.gpt.blocks["0"].attention
-        print(table(attention.context_costs(engine.gpt.layout, 1)))
-        logits = 4 * config.tokens * config.vocab / 2**20
-        print(f"logits of all tokens, which no rank holds: {logits:.0f} MiB")
-    before, losses = peak_memory(session.device, mesh), []
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=session.device)
-    for step in range(config.steps):
-        text = torch.randint(0, 64, (64,), generator=generator)
-        text = text.repeat(config.tokens // 64 + 2)[: config.tokens + 1]
-        text = text.view(1, 1, -1).to(session.device)
-        began = time.perf_counter()
-        tokens, labels = text[..., :-1].contiguous(), text[..., 1:].contiguous()
-        result = engine.step(tokens, labels, ids + step, lr=0.01, key=step)
-        losses.append(float(result.loss))
+    with join(sizes) as session:
+        mesh = sizes.connect(session.device.type)
+        heads = config.width // 16
+        model = GPTConfig(
+            config.vocab, config.tokens, config.layers, config.width, heads, positions="rope",
+            norm="rms", activation="swiglu", bias=False, windows=(config.window,),
+        )  # fmt: skip
+        plan = ParallelPlan(layout="contiguous", cp_strategy=config.strategy, recompute="full")
+        engine = Engine(model, mesh, plan, device=session.device)
         if session.rank == 0:
-            seconds = time.perf_counter() - began
-            print(f"step {step}: loss {losses[-1]:.4f}, {seconds:.1f} s", flush=True)
-    grown = [a - b for a, b in zip(peak_memory(session.device, mesh), before)]
-    if session.rank == 0:
-        print("memory per rank, MiB:", " ".join(f"{m:.0f}" for m in grown))
-    session.close()
+            attention = engine.gpt.blocks["0"].attention
+            print(table(attention.context_costs(engine.gpt.layout, 1)))
+            logits = 4 * config.tokens * config.vocab / 2**20
+            print(f"logits of all tokens, which no rank holds: {logits:.0f} MiB")
+        before, losses = peak_memory(session.device, mesh), []
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=session.device)
+        for step in range(config.steps):
+            text = torch.randint(0, 64, (64,), generator=generator)
+            text = text.repeat(config.tokens // 64 + 2)[: config.tokens + 1]
+            text = text.view(1, 1, -1).to(session.device)
+            began = time.perf_counter()
+            tokens, labels = text[..., :-1].contiguous(), text[..., 1:].contiguous()
+            result = engine.step(tokens, labels, ids + step, lr=0.01, key=step)
+            losses.append(float(result.loss))
+            if session.rank == 0:
+                seconds = time.perf_counter() - began
+                print(f"step {step}: loss {losses[-1]:.4f}, {seconds:.1f} s", flush=True)
+        grown = [a - b for a, b in zip(peak_memory(session.device, mesh), before)]
+        if session.rank == 0:
+            print("memory per rank, MiB:", " ".join(f"{m:.0f}" for m in grown))
     return {"losses": losses, "memory": grown}
 
 

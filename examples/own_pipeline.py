@@ -26,12 +26,11 @@ def train(schedule: str, stages: int, steps: int = 30) -> list[float]:
 
 def main() -> dict[str, list[float]]:
     """Train with both schedules; print the first and the last loss."""
-    session = join(Mesh(pp=2), backend="gloo")
-    found = {"1f1b": train("1f1b", 2), "zb-v": train("zb-v", 4)}  # zb-v has two stages per rank
-    if session.rank == 0:
-        for schedule, losses in found.items():
-            print(f"{schedule}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    session.close()
+    with join(Mesh(pp=2), backend="gloo") as session:
+        found = {"1f1b": train("1f1b", 2), "zb-v": train("zb-v", 4)}  # zb-v has two stages per rank
+        if session.rank == 0:
+            for schedule, losses in found.items():
+                print(f"{schedule}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     return found
 
 

@@ -31,25 +31,24 @@ def plain(model: nn.Module, batches: torch.Tensor, lr: float) -> dict[str, torch
 def main() -> float:
     """Train both ways; return the largest difference of a weight."""
     sizes = Mesh(pp=2, dp=int(os.environ.get("WORLD_SIZE", "2")) // 2)
-    session = join(sizes, backend="gloo")
-    mesh = sizes.connect()
-    torch.manual_seed(0)
-    stages = [nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2)]
-    stages = [stage.double() for stage in stages]
-    batches = torch.randn(10, 32, 16, dtype=torch.float64)
-    wanted = plain(nn.Sequential(*stages), batches, lr=0.1)
+    with join(sizes, backend="gloo") as session:
+        mesh = sizes.connect()
+        torch.manual_seed(0)
+        stages = [nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2)]
+        stages = [stage.double() for stage in stages]
+        batches = torch.randn(10, 32, 16, dtype=torch.float64)
+        wanted = plain(nn.Sequential(*stages), batches, lr=0.1)
 
-    rule = SGD(momentum=0.9, weight_decay=0.0)
-    loss = nn.functional.mse_loss
-    pipeline = Pipeline(stages, mesh, loss=loss, microbatches=4, zero=3, rule=rule)
-    for batch in batches:
-        x = batch.chunk(sizes.dp)[mesh.index("dp")]  # this data rank's part
-        pipeline.step(x, x.cumsum(1), lr=0.1)
-    found = ((name, x) for name, x in pipeline.tensors() if name in wanted)
-    difference = max(((x - wanted[name]).abs().max().item() for name, x in found), default=0.0)
-    assert difference < 1e-12, difference
-    print(f"rank {session.rank}: weights differ from one device's by at most {difference:.0e}")
-    session.close()
+        rule = SGD(momentum=0.9, weight_decay=0.0)
+        loss = nn.functional.mse_loss
+        pipeline = Pipeline(stages, mesh, loss=loss, microbatches=4, zero=3, rule=rule)
+        for batch in batches:
+            x = batch.chunk(sizes.dp)[mesh.index("dp")]  # this data rank's part
+            pipeline.step(x, x.cumsum(1), lr=0.1)
+        found = ((name, x) for name, x in pipeline.tensors() if name in wanted)
+        difference = max(((x - wanted[name]).abs().max().item() for name, x in found), default=0.0)
+        assert difference < 1e-12, difference
+        print(f"rank {session.rank}: weights differ from one device's by at most {difference:.0e}")
     return difference
 
 

@@ -58,21 +58,22 @@ def losses(ranks: int, plan: ParallelPlan, steps: int = 5) -> list[float]:
 def main(microbatches: int = 4) -> dict[str, list[float]]:
     """Validate, draw and train; return the losses of both schedules."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    session = join(Mesh(pp=ranks))
-    drawn = folded(max(ranks, 2), microbatches)
-    schedules.validate(drawn, microbatches=microbatches)  # raises a one-line ValueError if wrong
-    if session.rank == 0:
-        timeline = simulate(drawn, {"F": 1, "B": 2})  # a backward takes twice as long
-        print(timeline.draw())
-        print(f"idle {timeline.bubble:.0%} of the time")
-    found = {
-        "folded": losses(ranks, FoldedPlan(microbatches=microbatches)),
-        "1f1b": losses(ranks, ParallelPlan(microbatches=microbatches)),
-    }
-    if session.rank == 0:
-        for name, values in found.items():
-            print(f"{name:8}", " ".join(f"{loss:.6f}" for loss in values))
-    session.close()
+    with join(Mesh(pp=ranks)) as session:
+        drawn = folded(max(ranks, 2), microbatches)
+        schedules.validate(
+            drawn, microbatches=microbatches
+        )  # raises a one-line ValueError if wrong
+        if session.rank == 0:
+            timeline = simulate(drawn, {"F": 1, "B": 2})  # a backward takes twice as long
+            print(timeline.draw())
+            print(f"idle {timeline.bubble:.0%} of the time")
+        found = {
+            "folded": losses(ranks, FoldedPlan(microbatches=microbatches)),
+            "1f1b": losses(ranks, ParallelPlan(microbatches=microbatches)),
+        }
+        if session.rank == 0:
+            for name, values in found.items():
+                print(f"{name:8}", " ".join(f"{loss:.6f}" for loss in values))
     return found
 
 

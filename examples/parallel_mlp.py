@@ -26,25 +26,23 @@ class MLP(nn.Module):
 def main() -> None:
     """Compare one device with two ranks, forward and backward."""
     sizes = Mesh(tp=2)
-    session = join(sizes, backend="gloo")
-    mesh = sizes.connect()
+    with join(sizes, backend="gloo") as session:
+        mesh = sizes.connect()
 
-    torch.manual_seed(0)
-    whole = MLP(64, 256)
-    torch.manual_seed(0)  # the same seed on every rank gives each its slice of the same weights
-    cut = MLP(64, 256, mesh)
+        torch.manual_seed(0)
+        whole = MLP(64, 256)
+        torch.manual_seed(0)  # the same seed on every rank gives each its slice of the same weights
+        cut = MLP(64, 256, mesh)
 
-    x = torch.randn(8, 64)
-    expected, y = whole(x), cut(x)
-    torch.testing.assert_close(y, expected)
-    expected.square().sum().backward()
-    y.square().sum().backward()
-    rows = slice(session.rank * 128, (session.rank + 1) * 128)
-    torch.testing.assert_close(cut.up.weight.grad, whole.up.weight.grad[rows])
-    print(
-        f"rank {session.rank}: {tuple(cut.up.weight.shape)} of {tuple(whole.up.weight.shape)}, ok"
-    )
-    session.close()
+        x = torch.randn(8, 64)
+        expected, y = whole(x), cut(x)
+        torch.testing.assert_close(y, expected)
+        expected.square().sum().backward()
+        y.square().sum().backward()
+        rows = slice(session.rank * 128, (session.rank + 1) * 128)
+        torch.testing.assert_close(cut.up.weight.grad, whole.up.weight.grad[rows])
+        shapes = tuple(cut.up.weight.shape), tuple(whole.up.weight.shape)
+        print(f"rank {session.rank}: {shapes[0]} of {shapes[1]}, ok")
 
 
 if __name__ == "__main__":

@@ -27,34 +27,33 @@ class Config:
 def main(config: Config) -> float:
     """Train and print the loss every ten steps; return the last loss."""
     sizes = Mesh(dp=config.dp, tp=config.tp, cp=config.cp, pp=config.pp)
-    session = join(sizes)
-    mesh = sizes.connect(session.device.type)
-    model = GPTConfig(vocab_size=10, seq_len=16, layers=2, width=32, heads=4)
-    samples, microbatches = 8 // config.dp, 2
-    engine = Engine(
-        model,
-        mesh,
-        ParallelPlan(zero=config.zero, microbatches=microbatches),
-        micro_batch_size=samples // microbatches,
-        device=session.device,
-    )
-    loss = float("nan")
-    for step in range(config.steps):
-        # This data replica's samples, numbered over the whole run: every mesh sees the same ones.
-        ids = torch.arange(samples) + step * 8 + mesh.index("dp") * samples
-        counting = (ids[:, None] + torch.arange(17)) % 10
-        counting = counting.view(microbatches, -1, 17).to(session.device)
-        result = engine.step(
-            counting[..., :-1],
-            counting[..., 1:],
-            ids.view(microbatches, -1).to(session.device),
-            lr=0.01,
-            key=step,
+    with join(sizes) as session:
+        mesh = sizes.connect(session.device.type)
+        model = GPTConfig(vocab_size=10, seq_len=16, layers=2, width=32, heads=4)
+        samples, microbatches = 8 // config.dp, 2
+        engine = Engine(
+            model,
+            mesh,
+            ParallelPlan(zero=config.zero, microbatches=microbatches),
+            micro_batch_size=samples // microbatches,
+            device=session.device,
         )
-        loss = float(result.loss)
-        if session.rank == 0 and step % 10 == 0:
-            print(f"step {step}: loss {loss:.4f}, gradient norm {float(result.norm):.3f}")
-    session.close()
+        loss = float("nan")
+        for step in range(config.steps):
+            # This data replica's samples, numbered over the run: every mesh sees the same ones.
+            ids = torch.arange(samples) + step * 8 + mesh.index("dp") * samples
+            counting = (ids[:, None] + torch.arange(17)) % 10
+            counting = counting.view(microbatches, -1, 17).to(session.device)
+            result = engine.step(
+                counting[..., :-1],
+                counting[..., 1:],
+                ids.view(microbatches, -1).to(session.device),
+                lr=0.01,
+                key=step,
+            )
+            loss = float(result.loss)
+            if session.rank == 0 and step % 10 == 0:
+                print(f"step {step}: loss {loss:.4f}, gradient norm {float(result.norm):.3f}")
     return loss
 
 

@@ -22,8 +22,10 @@ from jobs import TINY, TrainingJob, marked
 from ranks import QuickProcesses
 from support.gpus import pretend_gpus
 from support.pretend_nccl import _Options
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from warpweave.checkpoint import CheckpointError, open_latest
+from warpweave.cli.messages import refusing
 from warpweave.launch.session import Session, _loopback_listener, _store, join
 from warpweave.parallel.mesh import Mesh
 from warpweave.train import command as train
@@ -295,6 +297,32 @@ def test_a_single_process_speaks_for_itself():
     alone = Session(torch.device("cpu"), 0, 1, None, 9.0, Mesh())
     assert alone.explain(KeyError("x")) == "KeyError: 'x'"
     assert alone.explain(ValueError("two\nlines")) == "two lines"
+
+
+def test_torchruns_report_ends_with_the_reason_of_a_failure(monkeypatch, tmp_path):
+    """Read the file as torchrun does: of a failed session, and of a refused command."""
+
+    def report() -> str:
+        failure = ProcessFailure(0, 7, 1, str(tmp_path / "error.json"))
+        return str(ChildFailedError("train.py", {0: failure}))
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with (
+        pytest.raises(ValueError, match="must be even"),
+        Session(torch.device("cpu"), 0, 1, None, 9.0, Mesh()),
+    ):
+        raise ValueError("width (3) must be even")
+    assert "  traceback : ValueError: width (3) must be even\n===" in report()
+    with pytest.raises(SystemExit), refusing(OSError):
+        raise OSError("no such\nfile")
+    assert "  traceback : no such file\n===" in report()
+
+
+def test_a_session_is_left_at_the_end_of_its_block():
+    with join(Mesh(), backend="gloo") as session:
+        pass
+    assert (session.world, session.store) == (1, None)
+    assert not dist.is_initialized()
 
 
 def _environment(monkeypatch):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 
 def one_line(error: BaseException) -> str:
@@ -17,6 +21,14 @@ def say(message: str) -> None:
     print(f"\nwarpweave: {message}", file=sys.stderr, flush=True)
 
 
+def tell_torchrun(why: str) -> None:
+    """Let torchrun, if it started this process, end its report with the reason of a failure."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):  # torchrun is gone, with its folder
+            said = {"message": why, "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(path).write_text(json.dumps({"message": said}))
+
+
 @contextmanager
 def refusing(*errors: type[BaseException]) -> Iterator[None]:
     """End the process with exit code 2 and one line on stderr if one of `errors` is raised.
@@ -27,4 +39,5 @@ def refusing(*errors: type[BaseException]) -> Iterator[None]:
         yield
     except errors as error:
         say(one_line(error))
+        tell_torchrun(one_line(error))
         sys.exit(2)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from warpweave.cli.messages import one_line, say
+from warpweave.cli.messages import one_line, say, tell_torchrun
 from warpweave.launch.blame import End, rank_at_fault, recorded
 from warpweave.launch.devices import connect, disagreement, share_cores, take_device
 from warpweave.launch.heartbeat import SILENCE, Heartbeat, at_fault
@@ -207,7 +207,7 @@ def _loopback_listener(port: int) -> socket.socket:
 
 @dataclass
 class Session:
-    """One rank's connection to the others.
+    """One rank's connection to the others; as a context manager, it leaves them at the end.
 
     Attributes:
         device: the device that this rank computes on.
@@ -300,6 +300,16 @@ class Session:
         store = dist.PrefixStore(f"renewal_{self._renewals}", self.store)
         connect(self.device, store, self.rank, self.world, self.timeout)
 
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Leave the process group. After an error its peers may be stuck in it, so stay."""
+        if error is None:
+            self.close()
+        else:
+            tell_torchrun(f"{type(error).__name__}: {one_line(error)}")
+
     def close(self) -> None:
         """Leave the process group."""
         if self.heartbeat is not None:
@@ -331,6 +341,7 @@ def reported(
             if not isinstance(error, refusals) and not is_connection_error(error):
                 traceback.print_exception(error)
             say(line)
+            tell_torchrun(line)
         leave(2 if isinstance(error, refused) else 1)
 
 
