@@ -148,7 +148,7 @@ def test_the_number_of_layouts_that_are_proven_is_that_of_prove_all() -> None:
 
     count = f"{sum(len(all_layouts(world)) for world in range(1, 5)):,}"
     assert f"`prove`: {count} layouts of 1 to 4 ranks" in (DOCS / "features.md").read_text()
-    assert f"# are all {count} of 1 to 4 ranks?" in (DOCS / "commands.md").read_text()
+    assert f"# are all {count} layouts of 1 to 4 ranks right?" in (DOCS / "commands.md").read_text()
 
 
 def test_the_table_of_models_has_every_preset_and_its_sizes() -> None:
