@@ -34,20 +34,20 @@ def _fails(arena: Arena, fault: Fault, within: float) -> None:
 
 @on(*FOUR)
 def test_killed_in_a_step(arena):
-    """A killed rank alone is named, within 2 s; the last checkpoint opens."""
+    """Only the killed rank is named, within 2 s; the last checkpoint opens."""
     rank = random.Random(arena.layout).randrange(4)
     _fails(arena, Fault("kill", rank, AT), 2.0)
 
 
 def test_killed_under_torchrun(arena):
-    """A rank killed under torchrun alone is named."""
+    """Under torchrun, only the killed rank is named."""
     end = arena.start(fault=Fault("kill", 1, AT), torchrun=2).end()
     assert named(end) == {1}
     arena.note(end.last)
 
 
 def test_left_with_0(arena):
-    """A rank that exits with status 0 alone is named, within 2 s."""
+    """If one rank exits with status 0, only that rank is named, within 2 s."""
     _fails(arena, Fault("leave", 1, AT), 2.0)
 
 
@@ -66,22 +66,22 @@ def _hangs(act: str, arena: Arena) -> None:
 
 @on(FOUR[0])
 def test_hung(arena):
-    """A hung rank alone is named, within the timeout + 5 s."""
+    """Only the hung rank is named, within the timeout + 5 s."""
     _hangs("sleep", arena)
 
 
 def test_spinning(arena):
-    """A rank stuck in Python code alone is named, within the timeout + 5 s."""
+    """If one rank is stuck in Python code, only that rank is named, within the timeout + 5 s."""
     _hangs("spin", arena)
 
 
 def test_holding_the_lock(arena):
-    """A rank that holds Python's lock alone is named, within the timeout + 5 s."""
+    """If one rank holds Python's lock, only that rank is named, within the timeout + 5 s."""
     _hangs("hold the lock", arena)
 
 
 def test_stopped(arena):
-    """A stopped rank (SIGSTOP) alone is named, within the timeout + 5 s."""
+    """Only the stopped rank (SIGSTOP) is named, within the timeout + 5 s."""
     _hangs("stop", arena)
 
 
@@ -94,7 +94,7 @@ def _ends_with_its_launcher(arena: Arena, job: TrainingJob) -> None:
 
 @pytest.mark.parametrize("act", ["stop", "hold the lock"])
 def test_launcher_killed(arena, act):
-    """Ranks end within 5 s of their launcher, even one that is stopped or holds Python's lock."""
+    """Ranks end within 5 s of their launcher, even if one is stopped or holds Python's lock."""
     job = arena.start(fault=Fault(act, 1, AT))
     job.wait_for(lambda: planted_at(job.out))
     time.sleep(0.2)
@@ -127,12 +127,12 @@ def _restarts(arena: Arena, fault: Fault, *, torchrun: int = 0) -> None:
 
 @on(*GRID)
 def test_killed_and_restarted(arena):
-    """A restarted run has the losses of an undisturbed one, to the bit."""
+    """A restarted run has bitwise the same losses as an undisturbed run."""
     _restarts(arena, Fault("kill", 1, AT))
 
 
 def test_killed_and_restarted_by_torchrun(arena):
-    """A run that torchrun restarts has the losses of an undisturbed one, to the bit."""
+    """A run that torchrun restarts has bitwise the same losses as an undisturbed run."""
     _restarts(arena, Fault("kill", 1, AT), torchrun=2)
 
 
@@ -140,13 +140,13 @@ def test_killed_and_restarted_by_torchrun(arena):
     "fault", [Fault("kill", 0, 2, at="within", delay=0.01), Fault("kill", 1, 3, "save", 0.003)]
 )
 def test_killed_at_any_moment(arena, fault):
-    """A run killed within a step or a save and then restarted has the same losses, to the bit."""
+    """If a run is killed in a step or a save and restarted, its losses are bitwise the same."""
     _restarts(arena, fault)
 
 
 @on(ELASTIC)
 def test_replica_killed(arena):
-    """The other replicas continue with the same step; the killed one joins again."""
+    """The other replicas continue with the same step; the killed replica joins again."""
     job = arena.start("--save-every", "0", steps=4000)
     job.wait_for(lambda: job.steps() >= 3)
     os.kill(job.ranks()[1], signal.SIGKILL)

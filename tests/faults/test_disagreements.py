@@ -16,7 +16,7 @@ pytestmark = [
 
 @on(FOUR[0])
 def test_not_a_number(arena):
-    """The rank whose tensor first had a NaN is named, and no weight changes."""
+    """The rank that first had a NaN in a tensor is named, and no weight changes."""
     end = arena.start(fault=Fault("nan", 1, AT)).end(1)
     assert named(end) == {1}
     arena.note(end.last)
@@ -31,14 +31,14 @@ def test_flipped_bit(arena):
 
 
 def test_another_collective(arena):
-    """A collective that one rank alone issues ends the run, and both calls are named."""
+    """If only one rank issues a collective, the run ends, and both ranks' calls are named."""
     end = arena.start(fault=Fault("extra", 1, 1)).end(1)
     assert 1 in named(end)
     arena.note(end.last)
 
 
 def test_slow_rank(arena):
-    """The metrics name a rank that is 200 ms slower per forward."""
+    """The metrics name the rank whose forward is 200 ms slower."""
     job = arena.start("--check-every", "2", fault=Fault("lag", 1, 1))
     job.end(0)
     rows = [row for row in job.rows() if row.get("slowest_rank") is not None]

@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def test_flipped_bits(arena):
-    """100 of 100 flipped bits are found, in any file of a checkpoint."""
+    """100 of 100 flipped bits are found, whichever checkpoint file they are in."""
     path, draw = arena.saved().newest().path, random.Random(0)
     files = sorted(path.iterdir())
     for _ in range(100):
@@ -59,7 +59,7 @@ def test_damaged_metrics(arena):
 
 
 def test_other_data(arena):
-    """A resumed run refuses other data."""
+    """A run does not resume with different data."""
     arena.saved()
     text = arena.folder / "text"
     data = text.read_bytes()
@@ -70,7 +70,7 @@ def test_other_data(arena):
 
 
 def test_full_disk(arena):
-    """A full disk ends the run with the path, and earlier steps stay whole."""
+    """A full disk ends the run with an error that names the path; older checkpoints are intact."""
     path = arena.saved().newest().path
     most = max(file.stat().st_size for file in path.iterdir())
     shutil.rmtree(path)
@@ -87,7 +87,7 @@ def test_full_disk(arena):
 
 
 def test_another_mesh(arena):
-    """A run resumes on any other mesh: here tensor ranks, then data ranks with ZeRO 3."""
+    """A run resumes on a different mesh: trained on tp2, resumed on tp2 dp2 with ZeRO 3."""
     arena.saved()
     there = arena.on_layout("tp2 dp2, ZeRO 3")
     try:

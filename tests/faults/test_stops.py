@@ -41,12 +41,12 @@ def _saves(arena: Arena, number: signal.Signals, *to: Callable[[int, int], None]
 
 
 def test_terminated(arena):
-    """SIGTERM to the launcher ends the run after its step, which is saved."""
+    """SIGTERM to the launcher ends the run after the current step, which is saved."""
     _saves(arena, signal.SIGTERM, os.kill)
 
 
 def test_hung_up(arena):
-    """SIGHUP of a closed terminal ends the run after its step, which is saved."""
+    """SIGHUP from a closed terminal ends the run after the current step, which is saved."""
     _saves(arena, signal.SIGHUP, os.killpg)
 
 
@@ -56,7 +56,7 @@ def test_ctrl_c_twice_at_once(arena):
 
 
 def test_timed_out(arena):
-    """`timeout`, which signals its child and then the group, ends the run, which is saved."""
+    """`timeout` signals its child and then the group; the run ends and is saved."""
     _saves(arena, signal.SIGTERM, os.kill, os.killpg)
 
 
