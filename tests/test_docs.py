@@ -139,7 +139,7 @@ def test_the_page_of_performance_says_how_well_the_planner_predicts() -> None:
         assert cells == rows[cells[0]][:4]
     readme = (DOCS / "features.md").read_text()
     assert (
-        f"median error {rows['test'][2]} on published rows that no constant was fitted to" in readme
+        f"median error {rows['test'][2]} on published rows that were not used for fitting" in readme
     )
 
 
