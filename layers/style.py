@@ -42,12 +42,12 @@ class HeadStyle(NormStyle):
         head_size: Head dim; if not given, model width / heads.
         qkv_bias: Bias of the qkv projection; if not given, the same as bias.
         qk_norm: QK norm: RMSNorm of each query and key head, before the rotation.
-        qk_norm_whole: QK norm over all query heads together, and over all key heads; requires
-            qk_norm.
+        qk_norm_whole: QK norm over all query heads together and over all key heads together;
+            requires qk_norm.
         attention_scale: Scale of the attention scores; if not given, 1 / sqrt(head dim).
         softcap: Softcap of the attention scores, softcap * tanh(score / softcap).
-        sinks: Attention sinks: one additional learned logit per query head in the softmax, without
-            a value.
+        sinks: Attention sinks: one additional learned logit per query head in the softmax. The
+            logit has no value vector.
         rope_scaling: Scaling of the rotary embedding for longer sequences; not available on the
             command line.
     """
@@ -69,7 +69,7 @@ class AttentionStyle(HeadStyle):
     Attributes:
         num_kv_heads: number of key and value heads; None means as many as query heads.
         causal: a query sees only keys at its own and earlier positions.
-        window: sliding window: a query sees only keys less than `window` positions away.
+        window: sliding window: a query sees only keys fewer than `window` positions away.
         rope_theta: base of the rotary embedding; None means no rotary embedding.
     """
 
@@ -98,8 +98,8 @@ class BlockStyle(AttentionStyle, MLPStyle):
     """Options of one block.
 
     Attributes:
-        dropout: dropout probability of both branches, keyed by global token ids (requires a
-            context).
+        dropout: dropout probability of both branches. Masks are keyed by global token ids, so
+            dropout requires a TokenContext.
     """
 
     dropout: float = 0.0

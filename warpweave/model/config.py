@@ -58,34 +58,36 @@ class ParallelPlan:
 
     Attributes:
         zero: ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp).
-        schedule: Pipeline schedule: the order of the micro-batches. A path ending in .csv is a file
-            with a schedule in torch's notation, one row per pipeline rank.
+        schedule: Pipeline schedule: the order of the micro-batches. You can also pass the path of a
+            .csv file with a schedule in torch's notation, one row per pipeline rank.
         chunks: Model chunks (virtual stages) of each pipeline rank, if the schedule supports them.
-        microbatches: Micro-batches per step and data replica: gradient accumulation.
-        early_gradients: Early input gradients: a pipeline stage sends its input's gradient before
-            it computes its weights' gradients. The result is bitwise identical and arrives sooner.
-            Not used with ZeRO 2 and 3 over data ranks or with ordered reductions, which free
-            gradients block by block.
+        microbatches: Gradient accumulation: number of micro-batches per step and data replica.
+        early_gradients: Early input gradients: a pipeline stage sends its input gradient before it
+            computes its weight gradients. The result is bitwise identical and arrives sooner. This
+            option is not used with ZeRO 2 and 3 over data ranks or with ordered reductions, which
+            free gradients block by block.
         sequence_parallel: Sequence parallelism: with tp > 1, shard the residual stream's tokens
             over the tensor ranks.
-        overlap: Overlap of tensor ranks' collectives with matrix products: not at all (none),
-            whole collectives in the backward only (bulk), chunk by chunk of the tokens (chunked),
-            or within Triton's kernels (fused; ranks of one machine).
-        recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of
-            everything except each block's input and the results of attention over context ranks
-            (full).
-        layout: Sequence sharding over the context ranks; balanced assigns chunks of each
-            micro-batch by the work of its documents. A path ending in .json is instead a complete
-            layout, written by ``warpweave plan --out``.
-        cp_strategy: Context-parallel attention: keys and values rotate around a ring (ring) or are
-            all-gathered (gather; stream: head by head), all-to-alls exchange sequence for heads
-            (ulysses), or both (hybrid, with ulysses > 1). auto chooses the one that sends the
-            fewest bytes; measured chooses the one with the least exposed time at the link speeds
-            that the run measures when it starts.
-        reduce: Reduction of gradients over the data ranks: once per step if the ZeRO stage allows
-            it, with the library's collectives (library), or in the order of the global
-            micro-batches (ordered). ordered is bitwise identical for any number of data ranks with
-            the same total number of micro-batches, at the cost of one reduction per micro-batch.
+        overlap: Overlap of tensor-parallel collectives with GEMMs: no overlap (none); whole
+            collectives, only in the backward (bulk); chunks of tokens (chunked); or within Triton
+            kernels, for ranks on one machine (fused).
+        recompute: Activation checkpointing: the backward recomputes nothing (none), the MLP's
+            hidden activations (selective), or everything except each block's input and the results
+            of attention over context ranks (full).
+        layout: Sequence sharding over the context ranks. With balanced, the chunks of each
+            micro-batch are assigned to ranks according to the work of the documents. (To use a
+            complete layout written by ``warpweave plan --out``, pass its file with --config.)
+        cp_strategy: Context-parallel attention: keys and values rotate around a ring (ring); keys
+            and values are all-gathered, together (gather) or head by head (stream); all-to-alls
+            exchange sequence shards for head shards (ulysses); or all-to-alls and a ring are
+            combined (hybrid, with ulysses > 1). With auto, the strategy that sends the fewest bytes
+            is chosen. With measured, the strategy with the least exposed time is chosen, at the
+            link speeds that the run measures when it starts.
+        reduce: Reduction of gradients over the data ranks: with the library's collectives, once per
+            step if the ZeRO stage allows it (library); or in the order of the global micro-batches
+            (ordered). With ordered, results are bitwise identical for any number of data ranks if
+            the total number of micro-batches is the same, at the cost of one reduction per
+            micro-batch.
     """
 
     zero: Literal[0, 1, 2, 3] = 1
@@ -161,17 +163,18 @@ class GPTConfig(HeadStyle, MLPStyle):
         layers: Number of transformer blocks.
         width: Model width (hidden size).
         heads: Number of query heads.
-        kv_heads: Number of key and value heads (GQA). heads must be divisible by it.
+        kv_heads: Number of key and value heads (GQA). heads must be divisible by kv_heads.
         hidden: Hidden units of the MLP.
         positions: Position encoding: learned, or rotary embedding of queries and keys.
-        tied: Weight tying: the head's weight is the embedding's.
+        tied: Weight tying: the head uses the embedding's weight.
         rope_theta: Base of the rotary embedding.
-        dropout: Dropout of the embedding and of both branches of a block.
-        windows: Sliding windows in tokens, assigned to the layers in turn; 0 is full attention.
+        dropout: Dropout probability of the embedding and of both branches of a block.
+        windows: Sliding-window sizes in tokens, assigned to the layers in turn; 0 means full
+            attention.
         logit_softcap: Softcap of the logits, softcap * tanh(logit / softcap).
         embedding_scale: Factor that the token embedding is multiplied by.
-        local_rope_theta: Base of the rotary embedding in layers with a window, if it differs;
-            rope_scaling then applies only to layers without a window.
+        local_rope_theta: Base of the rotary embedding in layers with a window, if it differs from
+            rope_theta; rope_scaling then applies only to layers without a window.
     """
 
     vocab_size: int

@@ -30,22 +30,23 @@ class PlanConfig:
     gpus: int = 8
     """Number of GPUs."""
     hw: str = "h100"
-    """Hardware: a100-40g, a100-80g, a40, l40s, h100, h800, h200, b200, or a .toml or .json file of
-    figures."""
+    """Hardware: a100-40g, a100-80g, a40, l40s, h100, h800, h200, b200, or a .toml or .json file
+    with the figures of a GPU."""
     sequences: int | None = None
-    """Sequences per step, over all data replicas. Default: as many as make 4,194,304 tokens."""
+    """Sequences per step, over all data replicas. Default: the number that makes 4,194,304
+    tokens."""
     seq_len: int | None = None
     """Sequence length in tokens. Default: the model's."""
     best: int = 5
-    """Maximum number of layouts to print: the fastest of each family. Layouts that shard the model
-    over the same axes are a family."""
+    """Maximum number of layouts to print. Only the fastest layout of each family is printed; a
+    family is the layouts that shard the model over the same axes."""
     explain: bool = False
     """Print the formula and numbers behind each figure of the best layout."""
     out: Path | None = None
     """File to write the best layout's options to: .toml, for --config of train and prove."""
     html: Path | None = None
     """File to write a self-contained page to: a sortable table of layouts, memory per rank, the
-    timeline, traffic, and why other layouts were refused."""
+    timeline, traffic, and the reasons why other layouts were rejected."""
     timeline: Path | None = None
     """File to write the best layout's timeline to: .svg, .png, or a Chrome trace (.json)."""
 

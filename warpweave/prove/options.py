@@ -61,8 +61,9 @@ class ProveConfig:
     """The layouts to prove, and how to prove them."""
 
     all: bool = False
-    """Prove every mesh of 1 to `world` ranks instead of the one given by --dp, --tp, --cp and --pp;
-    above four ranks, the meshes of exactly `world` ranks with the most axes (8: 2 x 2 x 2)."""
+    """Prove every mesh of 1 to `world` ranks instead of the mesh given by --dp, --tp, --cp, and
+    --pp. If `world` is above four, prove only the meshes of exactly `world` ranks that have the
+    most axes (for 8 ranks: 2 x 2 x 2)."""
     world: int = 4
     """Number of ranks for --all."""
     random: int = 0
@@ -72,8 +73,8 @@ class ProveConfig:
     dp: int = 1
     """Data-parallel degree."""
     dp_shard: int | None = None
-    """Sharding degree (hybrid sharding): neighboring data replicas that ZeRO shards over, with
-    replicas of the shards across the dp / dp_shard groups. Default: all of them."""
+    """Sharding degree (hybrid sharding): number of adjacent data replicas that ZeRO shards over;
+    the dp / dp_shard groups hold replicas of the shards. Default: all data replicas."""
     tp: int = 1
     """Tensor-parallel degree."""
     cp: int = 1
@@ -81,39 +82,39 @@ class ProveConfig:
     pp: int = 1
     """Pipeline-parallel degree."""
     ulysses: int = 1
-    """Ulysses degree: neighboring context ranks that exchange sequence for heads by all-to-all; a
-    ring connects the cp / ulysses groups of them. 1 for a ring alone."""
+    """Ulysses degree: number of adjacent context ranks that exchange sequence shards for head
+    shards by all-to-all. A ring runs over the cp / ulysses groups. With 1, there is only a ring."""
     outer: int = 1
-    """Outer replicas of the whole mesh. Each trains on the entire batch; their weights are averaged
-    in every step."""
+    """Number of outer replicas of the whole mesh. Each replica trains on the entire batch, and the
+    replicas' weights are averaged in every step."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage, sharded over the dp x cp ranks (dp_shard x cp with hybrid sharding)."""
     reduce: Reduce = "library"
-    """Gradient reduction: by the library's collectives, or in a fixed order, which is bitwise
-    identical for any number of data ranks."""
+    """Gradient reduction: with the library's collectives (library), or in a fixed order (ordered),
+    which gives bitwise identical results for any number of data ranks."""
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule: the order in which stages process micro-batches."""
     sequence_parallel: bool = True
     """Sequence parallelism: with tp > 1, shard the residual stream's tokens over tensor ranks."""
     style: Style = "gpt2"
-    """Architecture of the model: gpt2 has learned positions, LayerNorm, GELU and biases; llama has
-    rotary positions, RMSNorm, SwiGLU and GQA; mixed has rotary positions, LayerNorm, SwiGLU, GQA
-    and biases; qwen, gemma, olmo and primer add options of those models."""
+    """Architecture of the model: gpt2 has learned positions, LayerNorm, GELU, and biases; llama has
+    rotary positions, RMSNorm, SwiGLU, and GQA; mixed has rotary positions, LayerNorm, SwiGLU, GQA,
+    and biases; qwen, gemma, olmo, and primer add options of the models with these names."""
     tied: bool = True
     """Weight tying: the head shares the embedding's weight."""
     recompute: Recompute = "none"
     """Activation checkpointing: what the backward pass recomputes."""
     cp_strategy: Strategy = "auto"
-    """Context-parallel attention: the algorithm by which ranks attend to each other's tokens."""
+    """Context-parallel attention: the algorithm with which ranks attend to other ranks' tokens."""
     layout: Kind = "zigzag"
     """Sequence sharding: the tokens that each context rank holds."""
     packed: bool = False
     """Sequence packing: put several documents into each sample."""
     microbatches: int | None = None
-    """Micro-batches per step. Default: more than there are pipeline stages, if a divisor of the
-    number of samples allows it."""
+    """Micro-batches per step. Default: more than the number of pipeline stages, if the number of
+    samples has such a divisor."""
     overlap: Overlap = "bulk"
-    """Overlap of tensor ranks' collectives with matrix products; fused requires --impl triton."""
+    """Overlap of tensor-parallel collectives with GEMMs; fused requires --impl triton."""
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     """Optimizer of the steps: AdamW, Muon for the blocks' matrices, or SGD with momentum."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "both"] = "both"
@@ -128,9 +129,10 @@ class ProveConfig:
     """Timeout in seconds of every message between ranks."""
     typecheck: bool = False
     """Typecheck the program on a mesh of any size instead of running ranks. Options that have no
-    effect on types are refused."""
+    effect on types are rejected."""
     config: Path | None = None
-    """File of ``warpweave plan --out`` with the layout to prove. The command line overrides it."""
+    """File written by ``warpweave plan --out`` with the layout to prove. Options on the command
+    line override the file."""
     model: str | None = None
     """Model preset for --typecheck, instead of the proof's tiny model."""
 

@@ -55,31 +55,35 @@ class TrainConfig:
     """Options of a training run: model, data, mesh, and optimizer."""
 
     config: Path | None = None
-    """TOML file of options (steps = 500); options on the command line override it. Every run writes
-    its options to config.toml in `out`."""
+    """TOML file with options, such as steps = 500. Options on the command line override the file.
+    Every run writes its options to config.toml in `out`."""
     model: Literal[
         "toy", "small", "toy-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl",
         "llama-1b", "llama-8b", "llama-70b", "llama3-405b", "gpt3-175b",
     ] = "small"  # fmt: skip
-    """Model preset; the model options below override single values of it."""
+    """Model preset. The model options below override single values of the preset."""
     overrides: Annotated[Any, tyro.conf.arg(constructor=GPTOverrides)] = field(
         default_factory=GPTOverrides
     )
     """Model options that differ from the preset."""
     init_from: Path | None = None
     """Pretrained model to start from instead of a preset: a transformers model folder (``hf
-    download NAME --local-dir FOLDER`` gets one from the Hub), or a run's folder or checkpoint."""
+    download NAME --local-dir FOLDER`` downloads a model from the Hub), or the folder or a
+    checkpoint of a run."""
 
     data: Path | None = None
-    """Training data: a UTF-8 text file, a folder of them, or a token file; default: the source code
-    of Python's standard library."""
+    """Training data: a UTF-8 text file, a folder of text files, or a token file. Default: the
+    source code of Python's standard library."""
     tokenizer: Path | None = None
-    """Tokenizer: a Hugging Face tokenizers JSON; default: the one of `init_from`, or bytes."""
+    """Tokenizer: a JSON file of Hugging Face tokenizers. Default: the tokenizer of `init_from`, or
+    bytes."""
     packed: bool = False
-    """Sequence packing: a sample holds several documents, each token attends only within its
-    document, and learned positions restart in each. The end of a file and the separator end one."""
+    """Sequence packing: a sample holds several documents. Each token attends only within its
+    document, and learned positions restart in each document. A document ends at the separator or at
+    the end of a file."""
     separator: int | None = None
-    """End-of-document token id, with --packed; a token file has no other document boundaries."""
+    """End-of-document token id, used with --packed. A token file has no other document
+    boundaries."""
 
     dp: int | None = None
     """Data-parallel degree: number of replicas. Default: as many as torchrun's ranks allow, or 1
@@ -92,26 +96,27 @@ class TrainConfig:
     cp: int = 1
     """Context-parallel degree: ranks over which the sequence is sharded."""
     ulysses: int = 1
-    """Ulysses degree: number of adjacent context ranks that trade sequence shards for head shards
-    by all-to-all; a ring runs over the cp / ulysses groups. 1 uses only a ring."""
+    """Ulysses degree: number of adjacent context ranks that exchange sequence shards for head
+    shards by all-to-all. A ring runs over the cp / ulysses groups. With 1, there is only a ring."""
     pp: int = 1
     """Pipeline-parallel degree."""
     outer: int = 1
-    """Outer replicas, each of dp x cp x tp x pp ranks, that train separately and meet every
-    `outer_every` steps (local SGD, DiLoCo)."""
+    """Number of outer replicas, each with dp x cp x tp x pp ranks. They train separately and meet
+    every `outer_every` steps (local SGD, DiLoCo)."""
     outer_every: int | None = None
-    """Steps between meetings of the outer replicas, where their weights are averaged and the outer
-    optimizer makes a step. Default: no outer optimizer."""
+    """Steps between meetings of the outer replicas. At a meeting, the replicas' weights are
+    averaged and the outer optimizer makes a step. Default: no outer optimizer."""
     outer_lr: float = 0.7
-    """Learning rate of the outer SGD; its gradient is the global weights minus the replicas' mean.
-    For local SGD, use 1 and no momentum."""
+    """Learning rate of the outer SGD, whose gradient is the global weights minus the mean of the
+    replicas' weights. For local SGD, use 1 and no momentum."""
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer SGD."""
     fragments: int = 1
-    """Streaming: layer fragments, which meet in turn, outer_every / fragments steps apart."""
+    """Streaming: number of fragments into which the layers are divided. The fragments meet in turn,
+    outer_every / fragments steps apart."""
     outer_delay: int = 0
-    """Streaming: steps between the start of a fragment's all-reduce and its outer step; they hide
-    the all-reduce."""
+    """Streaming: steps between the start of a fragment's all-reduce and the fragment's outer step.
+    These steps hide the all-reduce."""
     outer_mix: float = 0.0
     """Streaming: fraction of the local weights that is kept when the global weights arrive."""
     outer_warmup: int = 0
@@ -123,18 +128,21 @@ class TrainConfig:
     """Micro-batch size: sequences per micro-batch."""
 
     server: int = 0
-    """Parameter servers: ranks that hold the weights and the optimizer, in addition to the `dp`
-    workers. Each worker does `steps` steps; the run is evaluated at the end. 0 for none."""
+    """Number of parameter servers: ranks that hold the weights and the optimizer, in addition to
+    the `dp` workers. Each worker does `steps` steps, and the run is evaluated at the end. 0 for
+    none."""
     staleness: int | Literal["unbounded"] = 0
-    """Staleness bound with --server: steps that a worker may be ahead of the slowest one. 0 is
-    synchronous: one update from the mean of all gradients. Otherwise each gradient is an update."""
+    """Staleness bound with --server: number of steps that a worker may be ahead of the slowest
+    worker. With 0, training is synchronous: each update uses the mean of all workers' gradients.
+    Otherwise, each gradient is a separate update."""
     compensation: float = 0.0
-    """Delay compensation (DC-ASGD) with --server and a staleness: lambda in g + lambda g^2 (w -
-    w_old). 0 for none."""
+    """Delay compensation (DC-ASGD) with --server and a nonzero staleness: lambda in g + lambda g^2
+    (w - w_old). 0 for none."""
 
     elastic: int = 0
-    """Elastic data parallelism: the run continues without replicas that die, as long as this many
-    are left; they can rejoin. 0 for a run that ends if any of its ranks dies."""
+    """Elastic data parallelism: minimum number of replicas. If replicas die, the run continues as
+    long as this many are left, and dead replicas can rejoin. With 0, the run ends if any rank
+    dies."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
     """Precision of parameters and activations; master weights, gradients, and sums are fp32 (fp64
@@ -153,9 +161,9 @@ class TrainConfig:
     decay: float = 0.2
     """Decay phase of lr_schedule wsd, as a fraction of the steps."""
     optimizer: Literal["adamw", "nadamw", "muon", "sgd"] = "adamw"
-    """Optimizer: AdamW; NAdamW, whose look-ahead corrects for delays (--betas 0.99 0.999); Muon for
-    the blocks' matrices, scaled so that AdamW's learning rates work, and AdamW for the rest; or SGD
-    with momentum."""
+    """Optimizer: adamw; nadamw, whose look-ahead corrects for delays (use --betas 0.99 0.999);
+    muon, which uses Muon for the blocks' matrices (scaled so that AdamW's learning rates work) and
+    AdamW for the rest; or sgd, with momentum."""
     momentum: float = 0.95
     """Momentum of muon and sgd."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -163,14 +171,14 @@ class TrainConfig:
     eps: float = 1e-8
     """AdamW's epsilon, added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Weight decay, applied to matrices only; sgd adds it to the gradient."""
+    """Weight decay, applied only to matrices; sgd adds it to the gradient."""
     clip: float = 1.0
-    """Gradient clipping: largest global norm; 0 for none."""
+    """Gradient clipping: maximum global norm; 0 for no clipping."""
     seed: int = 0
     """Random seed of initialization, data order, dropout, and sampled text."""
 
     out: Path = Path("runs/train")
-    """Output folder for metrics, plot, and checkpoints; files of an earlier run are moved to a
+    """Output folder for metrics, plot, and checkpoints. Files from an earlier run are moved to a
     subfolder."""
     save_every: int = 0
     """Checkpoint interval in steps; 0 saves only at the end."""
@@ -179,15 +187,16 @@ class TrainConfig:
     save_minutes: float = 10.0
     """Checkpoint interval in minutes, by the first rank's clock; 0 for none."""
     resume: Annotated[bool | Literal["auto"], RESUME] = False
-    """Resume from the newest good checkpoint in `out`; auto: if none exists, start from scratch."""
+    """Resume from the newest good checkpoint in `out`. With auto, start from scratch if there is no
+    checkpoint."""
     max_restarts: int = 0
     """Number of times to restart all ranks from the newest checkpoint after a failure. (torchrun
     has a separate option for this.)"""
     eval_every: int = 100
     """Evaluation interval in steps; 0 evaluates only at the end."""
     early_stop: int = 0
-    """Early stopping after this many evaluations without a lower validation loss; also keeps the
-    checkpoint with the lowest loss. 0 for never."""
+    """Early stopping: stop after this many evaluations without a lower validation loss, and keep
+    the checkpoint with the lowest loss. 0 for no early stopping."""
     eval_batches: int = 8
     """Evaluation size: micro-batches of validation text per data replica."""
     sample: int = 200
@@ -197,7 +206,8 @@ class TrainConfig:
     wandb: str | None = None
     """Weights & Biases project to log to (needs warpweave[wandb])."""
     timeline: Path | None = None
-    """Timeline of the last step, measured and simulated: .svg, .png, or Chrome's trace (.json)."""
+    """File to write a timeline of the last step to, measured and simulated: .svg, .png, or a Chrome
+    trace (.json)."""
     device: Literal["cpu", "cuda"] | None = None
     """Device to compute on; default: GPUs if there are any, one per rank."""
     impl: Literal["triton", "torch"] | None = None
@@ -207,8 +217,9 @@ class TrainConfig:
     timeout: float = 300.0
     """Timeout in seconds of every message between ranks."""
     check_every: int = 100
-    """Steps between comparisons of the ranks: a step's collectives, the replicas' state after it,
-    and each rank's compute time. 0 checks only the collectives of the first two steps."""
+    """Interval in steps at which ranks compare a step's collectives, the replicas' state after the
+    step, and each rank's compute time. With 0, ranks compare only the collectives of the first two
+    steps."""
     check_collectives: bool = False
     """Debugging: compare every collective between ranks before it is issued (slow)."""
 
