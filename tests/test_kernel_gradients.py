@@ -9,16 +9,15 @@ from functools import partial
 import pytest
 import torch
 from close import assert_close_f64
+from op_cases import CASES
 
 from warpweave.kernels import reference
 from warpweave.kernels.activation import ACTIVATIONS, activate
-from warpweave.kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from warpweave.kernels.cross_entropy import cross_entropy
 from warpweave.kernels.dropout import Drop, dropout
-from warpweave.kernels.gemm import gemm
 from warpweave.kernels.gemm.local import weight_gradient
 from warpweave.kernels.mlp import mlp
 from warpweave.kernels.norm import layer_norm, rms_norm
-from warpweave.kernels.qkv import qkv_rope
 from warpweave.kernels.rope import apply_rope, rope_table
 from warpweave.kernels.runtime.wgrad import (
     WeightGradients,
@@ -202,43 +201,12 @@ def _back(name: str, p: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return p.view(shape) if way is None else way(p)
 
 
-def _mlp(x, up, down, b, c):
-    return mlp(x, up, down, b, c, activation="swiglu")
-
-
-OPS = {
-    "mlp": (
-        _mlp,
-        lambda x, up, down, b, c: reference.mlp(x, up, down, b, c, activation="swiglu"),
-        [(3, 2, 4), (4, 3), (3, 2), (4,)],
-    ),
-    "qkv_rope": (
-        lambda x, w, b: qkv_rope(x[None], w, b, *TABLE2),
-        lambda x, w, b: reference.qkv_rope(x[None], w, b, *TABLE2),
-        [(2, 3, 2, 4), (2, 3, 2)],
-    ),
-    **{
-        f"linear_cross_entropy {recompute}": (
-            lambda x, w, recompute=recompute: linear_cross_entropy(
-                x, w, torch.tensor([0, 3, -100, 5, 1]), recompute=recompute, reduction="sum"
-            ),
-            lambda x, w: reference.linear_cross_entropy(
-                x, w, torch.tensor([0, 3, -100, 5, 1])
-            ).sum(),
-            [(6, 4)],
-        )
-        for recompute in (True, False)
-    },
-    "rms_norm": (rms_norm, reference.rms_norm, [(4,)]),
-    "gemm": (lambda x, w: gemm(x, w), lambda x, w: x @ w, [(4, 7)]),
-}
-TABLE2 = rope_table(torch.arange(5), 2, dtype=F64)
-
-
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "op", [n for n, case in CASES.items() if len(case.shapes) > 1 and case.differentiable]
+)
 def test_gradients_reach_the_leaf_of_any_view_of_a_parameter_now_or_later(op) -> None:
-    ours, truth, shapes = OPS[op]
-    x = torch.randn(5, 4, dtype=F64)
+    _, (first, *shapes), ours, truth, _ = CASES[op]
+    ours, x = partial(ours, impl="torch"), torch.randn(first, dtype=F64)
     for name in VIEWS:
         if any(len(s) < 2 for s in shapes) and "turned" in name:
             views = [name if len(s) > 1 else "itself" for s in shapes]
