@@ -19,6 +19,7 @@ import torch.distributed as dist
 from plants import Plant, planted
 from ranks import run_ranks
 
+from warpweave.kernels import cases
 from warpweave.launch import devices as gpus
 from warpweave.launch.session import Session, Stopped
 from warpweave.machine.doctor import command, kernels, machine, options, ranks, times
@@ -76,7 +77,7 @@ def _wrong_steps(right):
     return steps
 
 
-# What is planted in `kernels` -> the fault, and the beginning of the rows that call it.
+# What is planted in `kernels.cases` -> the fault, and the beginning of the rows that call it.
 KERNELS = {
     "rms_norm": (_wrong, "rms_norm"), "layer_norm": (_wrong_gradient, "layer_norm"),
     "activate": (_wrong, "activation"), "dropout": (_wrong_gradient, "dropout"),
@@ -110,7 +111,7 @@ def test_a_fault_in_one_family_fails_its_rows_and_no_others():
 
     assert failed() == set()
     for name, (plant, begin) in KERNELS.items():
-        wrong = failed(Plant(kernels, name, plant))
+        wrong = failed(Plant(cases, name, plant))
         families = {check.name for check in kernels.family_checks(CPU, ("fp32",), "torch")}
         assert wrong == {row for row in families if row.startswith(begin)} != set(), name
 
@@ -205,7 +206,7 @@ def _short_numbers(right):
     ],
 )  # fmt: skip
 def test_an_option_that_is_forgotten_fails_its_row(name, plant, begin):
-    with planted(Plant(kernels, name, plant)):
+    with planted(Plant(cases, name, plant)):
         every = kernels.family_checks(CPU, ("fp32",), "torch")
         (verdict,) = run([check for check in every if check.name.startswith(begin)], LATER)
     assert (verdict.passed, verdict.error is not None) == (False, True), verdict

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from threads import run_threads
 from torch import Tensor
 
+from warpweave.kernels.cases import Case
 from warpweave.launch import devices as gpus
 from warpweave.launch.session import Session, Stopped
 from warpweave.machine.doctor import check, command, kernels, machine, ranks, times
@@ -104,7 +105,7 @@ def test_what_is_furthest_off_in_a_case_is_named_by_its_place(place: str) -> Non
             first = first + 0.01 * (x - x.detach())
         return first, second
 
-    case = kernels.Case("x", [(4, 5), (4, 5)], ours, truth)
+    case = Case("x", [(4, 5), (4, 5)], ours, truth)
     found = kernels._measure(case, torch.float32, CPU, "an impl")
     assert found.said == f"largest: {place}"
     assert found.error > 100 * found.limit

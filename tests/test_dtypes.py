@@ -1,16 +1,11 @@
 """The dtype an op computes in: its operands', or autocast's, which leaves float64 unchanged."""
 
-from functools import partial
-
 import pytest
 import torch
+from op_cases import CASES
 
 from warpweave.kernels.attention import attention
-from warpweave.kernels.cross_entropy import linear_cross_entropy
-from warpweave.kernels.mlp import mlp
-from warpweave.kernels.norm import layer_norm, rms_norm
-from warpweave.kernels.qkv import qkv_rope
-from warpweave.kernels.rope import rope_table
+from warpweave.kernels.cases import cases
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 
 
@@ -43,32 +38,14 @@ def test_operands_of_several_dtypes_are_refused_by_name():
             operand_dtype("op", x, {**low, "up_bias": None})
 
 
-X, LABELS = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 3, -100, 5, 1, 2])
-TABLE = rope_table(torch.arange(6), 2, dtype=torch.float64)
-OPS = {  # of x[6, 4] and parameters of these shapes
-    "mlp": (partial(mlp, activation="swiglu"), ((5, 2, 4), (4, 5), (5, 2), (4,))),
-    "qkv_rope": (
-        lambda x, *p, impl: qkv_rope(x[None], *p, *TABLE, impl=impl), ((2, 3, 2, 4), (2, 3, 2))
-    ),
-    "rms_norm": (rms_norm, ((4,),)),
-    "layer_norm": (layer_norm, ((4,), (4,))),
-    **{
-        f"linear_cross_entropy {recompute}": (
-            partial(linear_cross_entropy, labels=LABELS, recompute=recompute), ((7, 4),)
-        )
-        for recompute in (True, False)
-    },
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [name for name in CASES if "gemm" not in name])
 def test_under_autocast_float64_changes_no_bit_in_any_op_there_and_back(op, impl):
-    function, shapes = OPS[op]
-    parameters = [torch.randn(s, dtype=torch.float64) for s in shapes]
+    _, shapes, function, *_ = CASES[op]
+    given = [torch.randn(s, dtype=torch.float64) for s in shapes]
 
     def run(*, backward_too: bool, on: bool) -> list[torch.Tensor]:
-        leaves = [t.clone().requires_grad_() for t in (X, *parameters)]
+        leaves = [t.clone().requires_grad_() for t in given]
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
             y = function(*leaves, impl=impl)
             total = sum(t.sin().sum() for t in (y if isinstance(y, tuple) else (y,)))
@@ -91,18 +68,16 @@ def test_attention_of_what_is_nowhere_has_shapes_without_an_autocast():
     assert (o.is_meta, o.shape, o.dtype) == (True, q.shape, q.dtype)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_meta_tensors_ignore_autocast_and_give_shapes_and_dtypes(op):
-    function, shapes = OPS[op]
-    function = partial(function, labels=LABELS.to("meta")) if "cross_entropy" in op else function
-    given = [torch.empty(s, device="meta", requires_grad=True) for s in ((6, 4), *shapes)]
+ON_META = [case for case in cases(torch.device("meta"), 6) if case.differentiable]
+
+
+@pytest.mark.parametrize("case", ON_META, ids=lambda case: case.name)
+def test_meta_tensors_ignore_autocast_and_give_shapes_and_dtypes(case):
+    given = [torch.empty(s, device="meta", requires_grad=True) for s in case.shapes]
     with torch.autocast("cpu", torch.bfloat16), no_autocast(given[0]):
         assert torch.is_autocast_enabled("cpu")
-        table = [t.float().to("meta") for t in TABLE]
-        if op == "qkv_rope":
-            found = qkv_rope(given[0][None], *given[1:], *table)
-        else:
-            found = (function(*given),)
+        found = case.ours(*given, impl=None)
+    found = found if isinstance(found, tuple) else (found,)
     assert all(t.is_meta and t.dtype == torch.float32 for t in found)
     grads = torch.autograd.grad(sum(t.sum() for t in found), given)
     assert [g.shape for g in grads] == [t.shape for t in given]

@@ -9,17 +9,13 @@ from functools import partial
 import pytest
 import torch
 from close import assert_close_f64
+from op_cases import CASES
 
 from warpweave.kernels import reference
-from warpweave.kernels.activation import ACTIVATIONS, activate
-from warpweave.kernels.cross_entropy import cross_entropy, linear_cross_entropy
-from warpweave.kernels.dropout import Drop, dropout
-from warpweave.kernels.gemm import gemm
+from warpweave.kernels.cases import Case, cases
 from warpweave.kernels.gemm.local import weight_gradient
 from warpweave.kernels.mlp import mlp
 from warpweave.kernels.norm import layer_norm, rms_norm
-from warpweave.kernels.qkv import qkv_rope
-from warpweave.kernels.rope import apply_rope, rope_table
 from warpweave.kernels.runtime.wgrad import (
     WeightGradients,
     accumulate,
@@ -38,31 +34,14 @@ IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
 # ---------------------------------------------------------------- rounded once
 
 T, E = 37, 66
-KEY = {"seed": 5, "site": 1, "tokens": torch.arange(T)}
-LABELS = torch.arange(T) * 7 % E
-TABLE = rope_table(torch.arange(T) + 9, 6, dtype=F32)
-ONCE = {  # for x[T, E]: ours and the truth
-    "rms_norm": (rms_norm, reference.rms_norm, (E,)),
-    "layer_norm": (layer_norm, reference.layer_norm, (E,), (E,)),
+ONCE = {  # ops with one result
+    "rms_norm": Case("rms_norm", [(T, E), (E,)], rms_norm, reference.rms_norm),
+    "layer_norm": Case("layer_norm", [(T, E), (E,), (E,)], layer_norm, reference.layer_norm),
     **{
-        f"activate {name}": (
-            lambda x, impl, name=name: activate(x, name, impl=impl),
-            lambda x, name=name: reference.activate(x, name),
-        )
-        for name in ACTIVATIONS
+        case.name: case
+        for case in cases(torch.device("cpu"), T)
+        if case.name.startswith(("activation", "dropout", "rope", "cross entropy"))
     },
-    "dropout": (
-        lambda x, impl: dropout(x, Drop(0.3, **KEY), impl=impl),
-        lambda x: reference.dropout(x, 0.3, **KEY),
-    ),
-    "apply_rope": (
-        lambda x, impl: apply_rope(x.view(1, T, 6, 11), *TABLE, impl=impl),
-        lambda x: reference.apply_rope(x.view(1, T, 6, 11), *TABLE),
-    ),
-    "cross_entropy": (
-        lambda x, impl: cross_entropy(x, LABELS, label_smoothing=0.1, reduction="none", impl=impl),
-        lambda x: reference.cross_entropy(x, LABELS, label_smoothing=0.1),
-    ),
 }
 
 
@@ -77,9 +56,9 @@ def assert_rounded_once(found: torch.Tensor, truth: torch.Tensor, what: str) -> 
 @IMPLS
 @pytest.mark.parametrize("name", ONCE)
 def test_what_is_made_of_16_bits_is_rounded_once_both_ways(name, impl) -> None:
-    ours, truth, *shapes = ONCE[name]
+    _, shapes, ours, truth, _ = ONCE[name]
     for dtype in (BF16, torch.float16):
-        leaves = [torch.randn(s).to(dtype).requires_grad_() for s in ((T, E), *shapes)]
+        leaves = [torch.randn(s).to(dtype).requires_grad_() for s in shapes]
         for p in leaves[1:]:
             p.grad_dtype = F32
         exact = [t.detach().double().requires_grad_() for t in leaves]
@@ -87,7 +66,7 @@ def test_what_is_made_of_16_bits_is_rounded_once_both_ways(name, impl) -> None:
         dy = torch.randn_like(y)
         assert_rounded_once(y, right.detach(), f"{name} in {dtype}")
         found = torch.autograd.grad(y, leaves, dy)
-        assert [g.dtype for g in found] == [dtype, *[F32] * len(shapes)]
+        assert [g.dtype for g in found] == [dtype, *[F32] * (len(shapes) - 1)]
         for n, (a, b) in enumerate(zip(found, torch.autograd.grad(right, exact, dy.double()))):
             assert_rounded_once(a, b, f"gradient {n} of {name} in {dtype}")
 
@@ -202,43 +181,12 @@ def _back(name: str, p: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return p.view(shape) if way is None else way(p)
 
 
-def _mlp(x, up, down, b, c):
-    return mlp(x, up, down, b, c, activation="swiglu")
-
-
-OPS = {
-    "mlp": (
-        _mlp,
-        lambda x, up, down, b, c: reference.mlp(x, up, down, b, c, activation="swiglu"),
-        [(3, 2, 4), (4, 3), (3, 2), (4,)],
-    ),
-    "qkv_rope": (
-        lambda x, w, b: qkv_rope(x[None], w, b, *TABLE2),
-        lambda x, w, b: reference.qkv_rope(x[None], w, b, *TABLE2),
-        [(2, 3, 2, 4), (2, 3, 2)],
-    ),
-    **{
-        f"linear_cross_entropy {recompute}": (
-            lambda x, w, recompute=recompute: linear_cross_entropy(
-                x, w, torch.tensor([0, 3, -100, 5, 1]), recompute=recompute, reduction="sum"
-            ),
-            lambda x, w: reference.linear_cross_entropy(
-                x, w, torch.tensor([0, 3, -100, 5, 1])
-            ).sum(),
-            [(6, 4)],
-        )
-        for recompute in (True, False)
-    },
-    "rms_norm": (rms_norm, reference.rms_norm, [(4,)]),
-    "gemm": (lambda x, w: gemm(x, w), lambda x, w: x @ w, [(4, 7)]),
-}
-TABLE2 = rope_table(torch.arange(5), 2, dtype=F64)
-
-
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "op", [n for n, case in CASES.items() if len(case.shapes) > 1 and case.differentiable]
+)
 def test_gradients_reach_the_leaf_of_any_view_of_a_parameter_now_or_later(op) -> None:
-    ours, truth, shapes = OPS[op]
-    x = torch.randn(5, 4, dtype=F64)
+    _, (first, *shapes), ours, truth, _ = CASES[op]
+    ours, x = partial(ours, impl="torch"), torch.randn(first, dtype=F64)
     for name in VIEWS:
         if any(len(s) < 2 for s in shapes) and "turned" in name:
             views = [name if len(s) > 1 else "itself" for s in shapes]

@@ -87,8 +87,9 @@ def fault(number: int, guard: Layout | Guard, mesh: Mesh | None = None, refused:
     return register
 
 
-DP, TP, CP, PP = (Layout(Mesh(**{axis: 2})) for axis in ("dp", "tp", "cp", "pp"))
-SP = Layout(Mesh(tp=2), sequence_parallel=True)
+DP, CP, PP = (Layout(Mesh(**{axis: 2})) for axis in ("dp", "cp", "pp"))
+# each of these groups acts within a micro-batch, so one is enough
+TP, SP = (Layout(Mesh(tp=2), sequence_parallel=sp, count=1) for sp in (False, True))
 RING = Layout(Mesh(cp=4))  # the smallest axis on which "auto" chooses the ring
 
 

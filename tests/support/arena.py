@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -50,7 +51,7 @@ class Arena:
     Attributes:
         folder: an empty folder, which is removed afterwards.
         layout: a key of `LAYOUTS`.
-        references: a folder of undisturbed runs by layout, shared between tests.
+        references: a folder of undisturbed runs by layout, shared between tests and processes.
         note: called with a sentence about what happened.
         timeout: seconds that a message between ranks may take.
     """
@@ -89,23 +90,26 @@ class Arena:
         self._jobs.append(job)
         return job
 
-    def reference(self) -> TrainingJob:
-        """Return an undisturbed run on this layout, which has ended."""
-        name = self.layout.replace(" ", "-")
-        apart = Arena(self.references / name, self.layout, self.references, self.note)
-        if apart.folder.exists():
-            return apart._job(None)
-        job = apart.start()
-        try:
-            job.end(0)
-        except AssertionError:
-            apart.leave()
-            raise
-        return job
+    def _reference(self) -> Path:
+        """Return the folder of an undisturbed run on this layout, which has ended.
+
+        The first test that needs it makes it, also for tests in other processes.
+        """
+        path = self.references / self.layout.replace(" ", "-")
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or its process dies
+            if not path.exists():
+                made = Arena(path.with_suffix(".part"), self.layout, self.references, self.note)
+                try:
+                    made.start().end(0)
+                    made.folder.rename(path)
+                finally:
+                    made.leave()
+        return path
 
     def saved(self) -> TrainingJob:
-        """Return a copy of the reference in this test's folder."""
-        shutil.copytree(self.reference().out.parent, self.folder, dirs_exist_ok=True)
+        """Return a copy of an undisturbed run in this test's folder."""
+        shutil.copytree(self._reference(), self.folder, dirs_exist_ok=True)
         return self._job(None)
 
     def on_layout(self, layout: str) -> Arena:

@@ -27,9 +27,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def _references() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="warpweave-references-") as folder:
-        yield Path(folder)
+def _references(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of undisturbed runs, which all workers of pytest-xdist share."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if hasattr(request.config, "workerinput") else base) / "undisturbed"
+    path.mkdir(exist_ok=True)
+    return path
 
 
 @pytest.fixture
