@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
@@ -19,6 +18,7 @@ from warpweave.launch.devices import BACKENDS, connect, disagreement, share_core
 from warpweave.launch.interrupt import STOPS, Interrupt
 from warpweave.launch.processes import leave
 from warpweave.launch.session import Session, is_connection_error, reported
+from warpweave.launch.supervise import kept_store
 from warpweave.parallel.checked import CollectiveMismatch
 from warpweave.train.elastic.connections import NCCL_SETTINGS, Connections
 from warpweave.train.elastic.membership import Generation, Member, Regroup
@@ -47,8 +47,7 @@ def train_member(config: TrainConfig, seat: Seat, start: int, port: int) -> None
         share_cores(world)
 
     def client(port: int = port) -> dist.Store:
-        wait = timedelta(seconds=config.timeout)
-        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait)
+        return kept_store(port, config.timeout)
 
     connections = Connections()
     member, carried = Member(client, seat, start, connections.close), Carried()
