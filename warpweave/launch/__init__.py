@@ -19,9 +19,5 @@ __all__ = ["Session", "Stopped", "join", "launch", "reported"]
 
 __getattr__ = names_of(
     __name__,
-    {
-        "interrupt": ("Stopped",),
-        "ranks": ("launch",),
-        "session": ("Session", "join", "reported"),
-    },
+    {"interrupt": ("Stopped",), "ranks": ("launch",), "session": ("Session", "join", "reported")},
 )

@@ -147,11 +147,6 @@ class Processes:
             connection.wait([*sentinels, *pipes], timeout)
         self._ended = {p for p in self.started if p.exitcode is not None}
 
-    def terminate(self) -> None:
-        """Send SIGTERM to the running processes."""
-        for process in self.started:
-            process.terminate()
-
     def end(self) -> None:
         """Kill the running processes and wait until they are gone."""
         end(self.started)

@@ -1,7 +1,4 @@
-"""Launch the ranks of a mesh on this machine: start, watch, and restart them.
-
-All of our sockets listen on loopback only.
-"""
+"""Launch the ranks of a mesh on this machine: start, watch, and restart them."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -62,24 +60,18 @@ def launch(
     return json.loads(ranks.store.get("result/0"))
 
 
+@dataclass
 class _Ranks:
-    """The ranks of a launch, whose arguments these are.
+    """The ranks of a launch with these arguments; `store` is theirs in the current attempt."""
 
-    Attributes:
-        store: the ranks' store in the current attempt.
-    """
+    entry: Callable[..., Any]
+    args: tuple
+    mesh: Mesh
+    backend: str
+    max_restarts: int
+    processes: Processes
 
-    def __init__(
-        self,
-        entry: Callable[..., Any],
-        args: tuple,
-        mesh: Mesh,
-        backend: str,
-        max_restarts: int,
-        processes: Processes,
-    ) -> None:
-        self.entry, self.args, self.mesh, self.backend = entry, args, mesh, backend
-        self.max_restarts, self.processes = max_restarts, processes
+    def __post_init__(self) -> None:
         self._kept, self._began, self._attempt = keep_store(), time.time(), -1
 
     def start(self) -> None:

@@ -27,12 +27,7 @@ from warpweave.cli.messages import one_line, say
 from warpweave.launch.devices import connect, disagreement, share_cores, take_device
 from warpweave.launch.heartbeat import Heartbeat, at_fault
 from warpweave.launch.interrupt import AT_ONCE, STOPS
-from warpweave.launch.processes import (
-    LOOPBACK,
-    end_with_parent,
-    leave,
-    under_torchrun,
-)
+from warpweave.launch.processes import LOOPBACK, end_with_parent, leave, under_torchrun
 from warpweave.launch.supervise import loopback_listener
 from warpweave.parallel.mesh import Mesh
 

@@ -1,16 +1,14 @@
-"""Supervise the processes of a run: pass on signals, and leave no process behind.
+"""Supervise the processes of a run, and keep their store.
 
-`ranks.launch`, elastic runs, and parameter servers start their processes here. They differ only in
-what they do when a process has ended. Signals are the same for all (`interrupt`):
-
-    first       passed on to all processes as SIGTERM; they finish their step and save
-    second      kills all processes
-
-If this process dies, even by SIGKILL, the processes of the run end at once (`processes`).
+Launches, elastic runs, and parameter servers differ only in what they do when a process has ended.
+The first signal (`interrupt`) is passed on to all processes, once, as SIGTERM; they finish their
+step and save. A second one kills them. If this process dies, even by SIGKILL, they end at once
+(`processes`).
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -36,14 +34,14 @@ def supervise(
 
     Args:
         processes: the processes of the run, which `start` and `watch` start.
-        start: starts the first processes; signals are handled from then on.
-        watch: handles what has happened since its last call, such as the end of a process. It is
-            called soon after a process has ended, and at regular intervals. Its argument is the
-            number of the first signal, None without one. It returns None to go on.
+        start: starts the first processes.
+        watch: handles what has happened since its last call, and returns None to continue. It is
+            called at regular intervals, and at once after a process has ended, with the number of
+            the first signal or None.
 
     Raises:
-        SystemExit: with the exit code if it is not 0, and 1 if a process could not be started.
-        Stopped: after a signal, with 128 + its number or the exit code if it is not 0.
+        SystemExit: the exit code is not 0, or a process could not be started (1).
+        Stopped: a signal stopped the run; with the exit code if it is not 0.
     """
     stop: int | None = None
     code: int | None = None
@@ -54,7 +52,8 @@ def supervise(
                 processes.wait(_INTERVAL)
                 if stop is None and interrupt.number is not None:
                     stop = interrupt.number
-                    processes.terminate()
+                    for process in processes.started:
+                        process.terminate()
                 code = watch(stop)
         except KeyboardInterrupt:
             say(AT_ONCE)
@@ -85,13 +84,8 @@ def kept_store(port: int, timeout: float = 30.0) -> dist.TCPStore:
 
 def loopback_listener(port: int) -> socket.socket:
     """Open a socket that listens on 127.0.0.1 only; port 0 selects a free port."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("127.0.0.1", port))
-        listener.listen(128)
+        return socket.create_server(("127.0.0.1", port), backlog=128)
     except OSError as error:
-        listener.close()
-        why = f"the ranks' store cannot listen on 127.0.0.1:{port}: {error.strerror}"
+        why = f"the ranks' store cannot listen on 127.0.0.1:{port}: {os.strerror(error.errno)}"
         raise OSError(error.errno, why) from None
-    return listener

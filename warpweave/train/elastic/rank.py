@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -61,18 +62,14 @@ def train_member(config: TrainConfig, seat: Seat, start: int, port: int) -> None
         connections.leave()
 
 
+@dataclass
 class _Rank:
     """The parts of a rank that last through all generations, except its state."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        interrupt: Interrupt,
-        member: Member,
-        connections: Connections,
-    ) -> None:
-        self.config, self.interrupt = config, interrupt
-        self.member, self.connections = member, connections
+    config: TrainConfig
+    interrupt: Interrupt
+    member: Member
+    connections: Connections
 
     def train(
         self,
