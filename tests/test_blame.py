@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from warpweave.launch import session as launch
+from warpweave.launch import ranks as launch
 from warpweave.launch.blame import End, behind, rank_at_fault, recorded
 from warpweave.launch.processes import DUMPS, told_ranks
 from warpweave.parallel.mesh import Mesh

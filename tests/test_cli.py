@@ -55,17 +55,16 @@ def test_an_unknown_command_is_refused_with_2(monkeypatch, capsys):
         ("plan", "plan.command", ("--model", "gpt2", "--gpus", "4", "--hw", "a100")),
         ("collectives", "machine.collectives.command", ("--ranks", "3")),
         ("replay", "train.server.replay", ("here",)),
-        ("train", "train.elastic.run", ("--dp", "2", "--zero", "0", "--elastic", "1")),
     ],
 )
 def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, program, arguments):
     given = []
 
-    def run(config, *processes):
+    def run(config, processes):
         given.append(config)
         raise KeyboardInterrupt
 
-    for other in {other for _, other in cli._COMMANDS.values()} | {"train.elastic.run"}:
+    for _, other in cli._COMMANDS.values():
         monkeypatch.setattr(f"warpweave.{other}.run", None)  # another command's
     monkeypatch.setattr(f"warpweave.{program}.run", run)
     assert _run(monkeypatch, command, *arguments) == 130
@@ -80,24 +79,22 @@ def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, 
     [
         (("train",), None),
         (("train", "--dp", "2"), "warpweave.train.command"),
-        (("train", "--dp", "2", "--zero", "0", "--elastic", "1"), "warpweave.train.elastic.run"),
+        (("train", "--dp", "2", "--zero", "0", "--elastic", "1"), "warpweave.train.command"),
         (("collectives",), "warpweave.machine.collectives.command"),
         (("export", "run", "out"), None),
     ],
 )
 def test_commands_that_start_ranks_are_given_processes_forked_early(monkeypatch, arguments, early):
-    """They are forked by program, and only for these commands. Commands of one rank get none."""
+    """They are forked by program, and only for these commands."""
     given, asked = [], []
-    ready = contextlib.nullcontext("processes")
     monkeypatch.setattr(cli.Processes, "early", lambda program: asked.append(program) or program)
-    monkeypatch.setattr(cli, "starting", lambda found: given.append(found) or ready)
+    monkeypatch.setattr(cli, "starting", lambda found: contextlib.nullcontext(found))
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("it has run"))
-    programs = "train.command", "train.elastic.run", "machine.collectives.command", "train.export"
-    for program in programs:
-        monkeypatch.setattr(f"warpweave.{program}.run", lambda config, *more: given.append(more))
+    for program in ("train.command", "machine.collectives.command", "train.export"):
+        monkeypatch.setattr(f"warpweave.{program}.run", lambda config, ready: given.append(ready))
     assert _run(monkeypatch, *arguments) == 0
     assert asked == ([early] if early else [])
-    assert given == [early, () if arguments[0] == "export" else ("processes",)]
+    assert given == [early]
 
 
 @pytest.mark.parametrize(

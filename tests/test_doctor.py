@@ -21,7 +21,8 @@ from ranks import run_ranks
 
 from warpweave.kernels import cases
 from warpweave.launch import devices as gpus
-from warpweave.launch.session import Session, Stopped
+from warpweave.launch.interrupt import Stopped
+from warpweave.launch.session import Session
 from warpweave.machine.doctor import command, kernels, machine, options, ranks, times
 from warpweave.machine.doctor.check import Check, Measured, Verdict, run
 from warpweave.machine.doctor.options import DoctorConfig

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from warpweave.kernels.cases import Case
 from warpweave.launch import devices as gpus
-from warpweave.launch.session import Session, Stopped
+from warpweave.launch.interrupt import Stopped
+from warpweave.launch.session import Session
 from warpweave.machine.doctor import check, command, kernels, machine, ranks, times
 from warpweave.machine.doctor.check import (
     Check,

@@ -21,16 +21,18 @@ import torch
 import torch.distributed as dist
 from test_train import _config, _replace, _rows, _trainer
 
-import warpweave.launch.session as launch
+import warpweave.launch.ranks as launch
+import warpweave.launch.session as sessions
 import warpweave.train.command as train
 import warpweave.train.not_finite as not_finite
 import warpweave.train.trainer as trainer_module
 from warpweave.checkpoint import CheckpointError
 from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
-from warpweave.launch.blame import End
-from warpweave.launch.interrupt import Interrupt
-from warpweave.launch.processes import environment, leave
-from warpweave.launch.session import Session, Stopped, reported
+from warpweave.launch.heartbeat import SILENCE
+from warpweave.launch.interrupt import Interrupt, Stopped
+from warpweave.launch.processes import Processes, environment, leave
+from warpweave.launch.session import Session, reported
+from warpweave.launch.supervise import kept_store
 from warpweave.model.config import PRESETS, ParallelPlan
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.train.checks import TrainingStopped
@@ -76,7 +78,7 @@ def _leaves(monkeypatch, module) -> None:
 def test_errors_end_a_rank_with_their_code_and_bugs_print_a_traceback(
     monkeypatch, capsys, error, code, traced
 ):
-    _leaves(monkeypatch, launch)
+    _leaves(monkeypatch, sessions)
     for spoken in (True, False):  # another rank may have reported it
         session = mock.Mock(explain=lambda *_, spoken=spoken: "a line" if spoken else None)
         refused = {"refused": (ValueError, CheckpointError)}
@@ -95,7 +97,7 @@ def test_errors_end_a_rank_with_their_code_and_bugs_print_a_traceback(
 
 
 def test_a_second_ctrl_c_ends_with_130_and_no_error_with_nothing(monkeypatch, capsys):
-    _leaves(monkeypatch, launch)
+    _leaves(monkeypatch, sessions)
     with pytest.raises(LeftError, match="130"), reported(mock.Mock()):
         raise KeyboardInterrupt
     assert "stopped at once, without saving" in capsys.readouterr().err
@@ -129,7 +131,50 @@ def test_what_was_printed_is_out_before_a_process_leaves(monkeypatch):
     ],
 )
 def test_what_torch_raises_for_a_peer_that_is_gone_is_no_error_of_ones_own(error, lost):
-    assert launch.is_connection_error(error) == lost
+    assert sessions.is_connection_error(error) == lost
+
+
+class _Rank:
+    """A process that ends with `code` at `at`, in seconds after its start."""
+
+    def __init__(self, clock: list[float], code: int | None, at: float = 0.0) -> None:
+        self._clock, self._code, self._at, self.killed = clock, code, at, None
+
+    @property
+    def exitcode(self) -> int | None:
+        ended = self._code is not None and self._clock[0] >= self._at
+        return -9 if self.killed is not None else self._code if ended else None
+
+    def kill(self) -> None:
+        if self.exitcode is None:
+            self.killed = self._clock[0]
+
+    terminate = join = lambda self, *_: None
+
+
+class _Ranks(Processes):
+    """Ranks that have these ends; those in `results` first write a result. `signal` arrives when
+    the last one starts, and each wait takes a quarter of a second of `clock`."""
+
+    def __init__(self, clock, ends, verdict=True, results=(), signal=None) -> None:
+        super().__init__()
+        self._clock, self._ends, self._signal = clock, ends, signal
+        self._verdict, self._results = verdict, results
+
+    def start(self, target, rank, world, port, attempt, *_) -> _Rank:
+        store = dist.PrefixStore(f"attempt_{attempt}", kept_store(port))
+        store.set("beat/0", json.dumps([4, "saving", 0.0]))
+        if self._verdict:
+            store.set("verdict", "word")
+        if rank in self._results:
+            store.set(f"result/{rank}", "[]")
+        self.started.append(_Rank(self._clock, *self._ends.get(rank, (None,))))
+        if rank == world - 1 and self._signal is not None:
+            os.kill(os.getpid(), self._signal)
+        return self.started[-1]
+
+    def wait(self, timeout: float) -> None:
+        self._clock[0] += 0.25
 
 
 @pytest.mark.parametrize(
@@ -147,38 +192,33 @@ def test_what_torch_raises_for_a_peer_that_is_gone_is_no_error_of_ones_own(error
 def test_a_launch_ends_as_its_first_rank_did_or_as_the_signal_says(
     capsys, codes, stopped, raised, said
 ):
-    store = dist.HashStore()
-    store.set("verdict", "word")
-    store.set("beat/0", json.dumps([4, "saving", 0.0]))
-    ends = [End(rank, code) for rank, code in codes.items()]
-    failure = launch._failure(ends, Mesh(tp=2), store, stopped, None)
-    assert (type(failure), failure.code) == (type(raised), raised.code)
-    assert getattr(failure, "number", None) == getattr(raised, "number", None)
+    """Of ranks that end at once, killed ones count first."""
+    ranks = _Ranks([0.0], {rank: (code,) for rank, code in codes.items()}, signal=stopped)
+    with pytest.raises(SystemExit) as ended:
+        launch.launch(_fails, (), Mesh(tp=2), processes=ranks)
+    assert (type(ended.value), ended.value.code) == (type(raised), raised.code)
+    assert getattr(ended.value, "number", None) == stopped
     err = capsys.readouterr().err
     assert said in err
     assert bool(err) == bool(said)
 
 
-@pytest.mark.parametrize("results", [(), (1,), (0, 1, 2, 3)])
-def test_of_ranks_ending_together_killed_come_first_and_finished_are_omitted(results):
-    """A rank that ends without an error and without a result has also died."""
-    store = dist.HashStore()
-    store.set("verdict", "word")  # so that nobody waits
-    for rank in results:
-        store.set(f"result/{rank}", "[]")
-    codes = (1, 0, -9, 3)
-    started = [SimpleNamespace(exitcode=code, terminate=None, kill=None) for code in codes]
-    processes = SimpleNamespace(started=started, wait=lambda seconds: None)
-    ends = launch._watch(processes, SimpleNamespace(number=None), store, "gloo")
-    done = [] if 1 in results else [End(1, 0)]
-    assert ends == [End(2, -9), *done, End(0, 1), End(3, 3)]
+@pytest.mark.parametrize("results", [(0, 1), (0,)])
+def test_a_rank_that_ends_without_an_error_has_died_if_it_left_no_result(capsys, results):
+    ranks = _Ranks([0.0], {0: (0,), 1: (0,)}, results=results)
+    if len(results) == 2:
+        assert launch.launch(_fails, (), Mesh(tp=2), processes=ranks) == []
+        return
+    with pytest.raises(SystemExit, match=r"^1$"):
+        launch.launch(_fails, (), Mesh(tp=2), processes=ranks)
+    assert "rank 1 (tp=1) left (exit 0) before its first step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("backend", "ends_at", "verdict", "killed"),
+    ("backend", "ends", "verdict", "killed"),
     [
         # A rank that failed reports it, and the others have time to name the rank at fault.
-        ("gloo", {0: (1, 5.0)}, False, 5.0 + launch.SILENCE + 1.0),
+        ("gloo", {0: (1, 5.0)}, False, 5.0 + SILENCE + 1.0),
         ("nccl", {0: (1, 5.0)}, False, 35.0),
         ("nccl", {0: (-6, 5.0)}, False, 35.0),  # its watchdog ended it, and recorders write
         ("gloo", {0: (1, 5.0)}, True, 5.0),
@@ -194,32 +234,17 @@ def test_of_ranks_ending_together_killed_come_first_and_finished_are_omitted(res
     ],
 )
 def test_ranks_that_outlive_a_failure_are_killed_when_their_time_is_over(
-    monkeypatch, backend, ends_at, verdict, killed
+    monkeypatch, backend, ends, verdict, killed
 ):
-    store, now = dist.HashStore(), [0.0]
-    if verdict:
-        store.set("verdict", "word")
-    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    kills: list[float] = []
-    last = SimpleNamespace(exitcode=None, terminate=None)
-
-    def kill() -> None:
-        kills.append(now[0])
-        last.exitcode = -9
-
-    def wait(seconds: float) -> None:
-        now[0] += 0.25
-        for rank, (code, at) in ends_at.items():
-            if now[0] >= at:
-                started[rank].exitcode = code
-
-    last.kill = kill
-    started = [
-        SimpleNamespace(exitcode=None, terminate=None, kill=lambda: None) for _ in ends_at
-    ] + [last]
-    processes = SimpleNamespace(started=started, wait=wait)
-    launch._watch(processes, SimpleNamespace(number=None), store, backend)
-    assert kills == [killed]
+    now = [0.0]
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0))
+    ranks = _Ranks(now, ends, verdict)
+    monkeypatch.setattr(launch.Processes, "of", lambda *_: ranks)  # on NCCL, too
+    last = []
+    monkeypatch.setattr(ranks, "end", lambda: last.append(ranks.started[-1]))
+    with pytest.raises(SystemExit):
+        launch.launch(_fails, (), Mesh(tp=len(ends) + 1), backend=backend)
+    assert last[0].killed == killed
 
 
 def _told_and_failed() -> None:
@@ -241,7 +266,7 @@ def test_what_ranks_are_told_is_told_to_nobody_else_however_a_launch_ends(monkey
 
 def _fails(code: int, port: int) -> list[bool]:
     """Fail rank 1 in the first attempt, after both began. Return the second attempt's input."""
-    session = launch.join(Mesh(dp=2), port=port, backend="gloo")
+    session = sessions.join(Mesh(dp=2), port=port, backend="gloo")
     goes_on = session.goes_on
     dist.barrier()
     session.begin()

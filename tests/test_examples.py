@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ranks import QuickProcesses, run_ranks
 
-from warpweave.launch.session import launch
+from warpweave.launch.ranks import launch
 from warpweave.parallel.mesh import Mesh
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 import warpweave.launch.interrupt as interrupts
-from warpweave.launch.interrupt import STOPS, Interrupt
+from warpweave.launch.interrupt import STOPS, Interrupt, Stopped
 
 
 @pytest.mark.parametrize("first", STOPS)
@@ -30,6 +30,15 @@ def test_signals_within_two_seconds_are_one_stop_and_a_later_one_interrupts(
         interrupt._handle(again, None)
     interrupt._handle(again, None)  # must not interrupt the exit
     assert (interrupt.number, interrupt.again) == (first, True)
+
+
+def test_first_signal_raises_if_asked_to_and_a_doubled_one_does_not():
+    with Interrupt(raises=True) as interrupt:
+        with pytest.raises(Stopped) as stopped:
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert (stopped.value.number, stopped.value.code) == (signal.SIGTERM, 128 + signal.SIGTERM)
+    assert interrupt.number == signal.SIGTERM
 
 
 @pytest.mark.parametrize("ignored", [False, True])

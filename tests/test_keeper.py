@@ -7,6 +7,8 @@ No process is started.
 from __future__ import annotations
 
 import json
+import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,13 +30,10 @@ class _Process(SimpleNamespace):
     """A process that runs until it is killed or a test sets its exit code."""
 
     def __init__(self) -> None:
-        super().__init__(exitcode=None, terminated=0)
+        super().__init__(exitcode=None)
 
     def kill(self) -> None:
         self.exitcode = -9
-
-    def terminate(self) -> None:
-        self.terminated += 1
 
 
 class _Store(dist.HashStore):
@@ -75,7 +74,7 @@ def keeper(monkeypatch, clock):
             found._start(number)
         if there:
             _ready(found, *range(replicas))
-            assert found._watch() is None
+            assert found.watch(None) is None
             assert found.current.replicas == [*range(replicas)]
             _settled(found)
         return found
@@ -97,12 +96,13 @@ def _settled(keeper: Keeper) -> None:
     keeper.store.add(f"settled/{keeper.current.number}", ranks)
 
 
-def _ends(keeper: Keeper, **codes: int) -> int | None:
-    """End these ranks (r0, r1, ...) with these codes. Return the keeper's exit code or None."""
+def _ends(keeper: Keeper, stop: int | None = None, **codes: int) -> int | None:
+    """End these ranks (r0, r1, ...) with these codes, perhaps after a signal. Return the keeper's
+    exit code or None."""
     for name, code in codes.items():
         rank = int(name[1:])
         keeper.replicas[keeper.seats[rank].replica].processes[rank].exitcode = code
-    return keeper._watch()
+    return keeper.watch(stop)
 
 
 def _beat(keeper: Keeper, rank: int, step: int, phase: str) -> None:
@@ -134,10 +134,10 @@ def test_the_others_go_on_and_dead_replicas_are_restarted_and_join_again(keeper,
     assert now.change == words
     assert [replica.start for replica in found.replicas] == [int(n in gone) for n in range(3)]
     _ready(found, *gone)
-    assert found._watch() is None
+    assert found.watch(None) is None
     assert found.current is now  # the remaining ones have not settled yet
     _settled(found)
-    assert found._watch() is None
+    assert found.watch(None) is None
     joined = found.current
     assert joined.members == {n: int(n in gone) for n in range(3)}
     assert (joined.number, joined.lost, joined.stop) == (3, False, False)
@@ -162,10 +162,10 @@ def test_all_ranks_of_a_replica_end_with_one_and_come_back_together(keeper):
     _settled(found)
     replica = found.replicas[1]
     found.store.set(f"ready/1/{replica.ranks[0]}", "")
-    assert found._watch() is None
+    assert found.watch(None) is None
     assert found.current.number == 2  # half of it is present
     found.store.set(f"ready/1/{replica.ranks[1]}", "")
-    assert found._watch() is None
+    assert found.watch(None) is None
     assert found.current.members == {0: 0, 1: 1, 2: 0}
     _beat(found, 5, 9, "evaluation")
     assert _ends(found, r5=-9) is None
@@ -235,7 +235,7 @@ def test_a_replica_that_dies_before_it_joins_is_restarted_at_most_five_times(kee
     assert capsys.readouterr().err.strip().endswith("; replica 1 is not restarted")
     assert (found.current.number, found.replicas[1].processes) == (2, {})
     _settled(found)
-    assert found._watch() is None
+    assert found.watch(None) is None
     assert _ends(found, r0=0) == 0
 
 
@@ -243,16 +243,13 @@ def test_a_replica_that_dies_before_it_joins_is_restarted_at_most_five_times(kee
 def test_a_replica_that_dies_after_a_stop_is_not_started_again(keeper, there):
     """The others save and end. The exit code is that of the signal."""
     found = keeper(3, there=there)
-    found.interrupt.number = 15
-    assert found._watch() is None
-    assert {p.terminated for r in found.replicas for p in r.processes.values()} == {1}
     for name in ("r1", "r2"):
-        assert _ends(found, **{name: -9}) is None
+        assert _ends(found, 15, **{name: -9}) is None
     assert [replica.start for replica in found.replicas] == [0, 0, 0]
     assert [len(replica.processes) for replica in found.replicas] == [1, 0, 0]
     if there:
         assert found.current.replicas == [0]
-        assert _ends(found, r0=143) == 143
+        assert _ends(found, 15, r0=143) == 143
 
 
 @pytest.mark.parametrize("least", [1, 2])
@@ -266,24 +263,24 @@ def test_a_run_begins_with_fewer_replicas_if_no_fewer_than_asked_for(keeper, cap
     assert code == (1 if least == 2 else None)
     if least == 1:
         _ready(found, 1)
-        assert found._watch() is None
+        assert found.watch(None) is None
         assert (found.current.members, found.current.change) == ({1: 0}, "")
 
 
 def test_first_generation_waits_for_all_members_and_begins_once_settled(keeper):
     found = keeper(3, there=False)
     _ready(found, 0, 2)
-    assert found._watch() is None
+    assert found.watch(None) is None
     assert found.current.number == 0
     _ready(found, 1)
-    assert found._watch() is None
+    assert found.watch(None) is None
     assert (found.current.number, found.current.begun) == (1, False)
     found.store.add("settled/1", 2)
     assert _ends(found, r2=-9) is None
     assert not found.current.begun
     found.store.add("settled/2", 2)
     _ready(found, 2)
-    assert found._watch() is None
+    assert found.watch(None) is None
     assert (found.current.number, found.current.begun) == (3, True)
 
 
@@ -299,9 +296,9 @@ def test_member_that_does_not_end_is_waited_for_only_the_grace_time(keeper, cloc
     found = keeper(2)
     assert _ends(found, r0=0) is None
     clock.now += GRACE - 0.1
-    assert found._watch() is None
+    assert found.watch(None) is None
     clock.now += 0.1
-    assert found._watch() == 0
+    assert found.watch(None) == 0
 
 
 @pytest.mark.parametrize(
@@ -315,12 +312,12 @@ def test_ranks_that_do_not_notice_failed_connections_in_time_are_ended(
     found = keeper(3)
     for rank in failed:
         found.store.set(f"failed/1/{rank}", "")
-    assert found._watch() is None
+    assert found.watch(None) is None
     clock.now += GRACE - 0.1
-    assert found._watch() is None
+    assert found.watch(None) is None
     assert capsys.readouterr().err == ""
     clock.now += 0.1
-    found._watch()
+    found.watch(None)
     said = capsys.readouterr().err
     for rank in hung:
         assert f"rank {rank} (dp={rank}) hangs before its first step; killing it" in said
@@ -331,16 +328,16 @@ def test_ranks_that_do_not_notice_failed_connections_in_time_are_ended(
 def test_the_grace_time_begins_anew_with_a_generation(keeper, clock):
     found = keeper(3)
     found.store.set("failed/1/0", "")
-    assert found._watch() is None
+    assert found.watch(None) is None
     clock.now += 3.0
     assert _ends(found, r2=-9) is None
     found.store.set("failed/2/0", "")
-    assert found._watch() is None
+    assert found.watch(None) is None
     clock.now += GRACE - 0.1
-    assert found._watch() is None
+    assert found.watch(None) is None
     assert found.current.replicas == [0, 1]
     clock.now += 0.1
-    found._watch()
+    found.watch(None)
     assert found.current.replicas == [0]
 
 
@@ -354,19 +351,18 @@ def test_result_is_printed_and_the_exit_code_reflects_the_forwarded_signal(
 ):
     found = keeper(2)
     processes = [p for replica in found.replicas for p in replica.processes.values()]
-    found.interrupt.number = signal
     found.store.set("result", '{"steps": 3}')
-    watch, seen = found._watch, []
+    watch = found.watch
 
-    def watched() -> int | None:
-        seen.append(1)
-        if len(seen) == 3:
+    def watched(stop: int | None) -> int | None:
+        if stop == signal:
             for process in processes:
                 process.exitcode = ends
-        return watch()
+        else:
+            os.kill(os.getpid(), signal)
+        return watch(stop)
 
-    found._watch = watched
-    found._start = lambda number: None
-    assert found.run() == code
+    found.start, found.watch = lambda: None, watched
+    with pytest.raises(SystemExit, match=rf"^{code}$") if code else nullcontext():
+        found.run()
     assert capsys.readouterr().out == '{"steps": 3}\n' * printed
-    assert {process.terminated for process in processes} == {int(signal is not None)}

@@ -34,8 +34,9 @@ ROOMS = {
     "warpweave.launch": (
         ("heartbeat", "interrupt"),
         ("blame", "processes"),
-        ("devices",),
+        ("devices", "supervise"),
         ("session",),
+        ("ranks",),
     ),
     "warpweave.model": (
         ("config", "engine_update", "plain"),
@@ -58,8 +59,8 @@ ROOMS = {
         ("batches", "metrics", "resume"),
         ("checks", "chosen", "not_finite", "server"),
         ("export", "sample", "trainer"),
-        ("command",),
         ("elastic",),
+        ("command",),
     ),
     "warpweave.wrap": (("units",), ("pipeline", "zero")),
     "warpweave.machine": (("collectives", "tune"), ("doctor",)),

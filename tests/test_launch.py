@@ -26,7 +26,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.cli.messages import refusing
-from warpweave.launch.session import Session, _loopback_listener, _store, join
+from warpweave.launch.session import Session, _store, join
+from warpweave.launch.supervise import loopback_listener
 from warpweave.parallel.mesh import Mesh
 from warpweave.train import command as train
 from warpweave.train.options import parse
@@ -74,7 +75,7 @@ def _spare_port() -> int:
     """Return a port with no listener, below those that the system assigns to connections."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.sample(range(first - 8192, first), 64):
-        with contextlib.suppress(OSError), _loopback_listener(port):
+        with contextlib.suppress(OSError), loopback_listener(port):
             return port
     raise OSError("64 ports are all taken")
 
@@ -440,9 +441,9 @@ def test_an_attempt_goes_on_where_any_before_it_had_begun(monkeypatch):
 
 
 def test_free_ports_differ_and_a_taken_one_is_named():
-    with _loopback_listener(0) as a, _loopback_listener(0) as b:
+    with loopback_listener(0) as a, loopback_listener(0) as b:
         assert a.getsockname()[0] == b.getsockname()[0] == "127.0.0.1"
         taken = a.getsockname()[1]
         assert taken != b.getsockname()[1]
         with pytest.raises(OSError, match=f"store cannot listen on 127.0.0.1:{taken}: "):
-            _loopback_listener(taken)
+            loopback_listener(taken)

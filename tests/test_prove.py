@@ -32,7 +32,8 @@ from threads import on_mesh, run_threads
 from warpweave.kernels.norm import function as norm
 from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
 from warpweave.launch import devices as gpus
-from warpweave.launch.session import Session, Stopped
+from warpweave.launch.interrupt import Interrupt, Stopped
+from warpweave.launch.session import Session
 from warpweave.model import engine as engines
 from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.parallel.collectives import Pending
@@ -1170,37 +1171,21 @@ def test_a_proof_that_a_signal_stopped_says_so_and_not_that_it_passed_or_not(num
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signals_reach_the_launcher_and_results_so_far_are_reported(number):
-    """The launcher handles the first two itself; the terminal's end reaches it as the second."""
+    """The launcher handles them itself."""
 
     def launch(entry, args, mesh, **_):
-        received = []
-        handlers = {n: signal.signal(n, lambda n, _: received.append(n)) for n in SIGNALS[:2]}
         *_, path = args
         with open(path, "w") as file:
             file.write(_row(args[0][0]))
-        os.kill(os.getpid(), number)
-        for n, handler in handlers.items():
-            signal.signal(n, handler)
-        assert len(received) == 1
-        raise Stopped(received[0], code=1)  # a rank then failed, and its peers did not say why
+        with Interrupt() as interrupt:
+            os.kill(os.getpid(), number)
+        raise Stopped(interrupt.number, code=1)  # a rank then failed, and its peers did not say why
 
     with mock.patch.object(command, "launch", launch):
         code, lines = _main("--dp", "2")
     summary = json.loads(lines[-1])
     assert (code, summary["passed"], summary["stopped"]) == (128 + number, None, True)
     assert (summary["right"], summary["layouts"]) == (1, 2)
-
-
-def test_what_is_ignored_does_not_stop_a_proof():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
-    try:
-        with command._stoppable() as received:
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert not received
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 # Another value of every option, and the options that it needs.

@@ -150,9 +150,9 @@ def test_servers_go_on_by_auto_where_there_is_a_checkpoint(tmp_path, monkeypatch
     def start(self, resumed):
         raise StopError(resumed)
 
-    monkeypatch.setattr(servers._Watch, "_start_servers", start)
+    monkeypatch.setattr(servers.Servers, "_start_servers", start)
     with pytest.raises(StopError) as caught:
-        servers._Watch(config, "cpu", Processes()).run()
+        servers.Servers(config, "cpu", Processes()).run()
     assert caught.value.args == (resume is True or (resume == "auto" and there),)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import random
 import signal
@@ -45,7 +46,8 @@ from warpweave.train.server.log import read_log, write_log
 from warpweave.train.server.replay import run as run_replay
 from warpweave.train.server.replay_config import ReplayConfig
 from warpweave.train.server.roles import ServedModel
-from warpweave.train.server.run import _Watch, run_servers
+from warpweave.train.server.run import Servers
+from warpweave.train.server.run import run as run_servers
 
 MODES = {"synchronous": (0, True), "ssp 0": (0, False), "ssp 2": (2, False), "async": (None, False)}
 
@@ -579,32 +581,36 @@ def _rows(config: TrainConfig) -> list[dict]:
         return []
 
 
+class _Harmed(Servers):
+    """Servers that harm their processes by the steps of `harm`, a generator of the number of
+    updates to await."""
+
+    def __init__(self, config: TrainConfig, harm) -> None:
+        super().__init__(config, "cpu", ranks.QuickProcesses())
+        self._harm, self._updates = harm(self), 0
+
+    def watch(self, stop: int | None) -> int | None:
+        if len(_rows(self.config)) >= self._updates:
+            self._updates = next(self._harm, math.inf)
+        return super().watch(stop)
+
+
 def test_run_survives_killed_workers_and_servers_and_replays_bitwise(tmp_path, monkeypatch, capfd):
     """Three workers and two servers; then worker 1 is killed, then server 1, and a worker joins."""
     config = _options(tmp_path, "--server", "2", "--dp", "3", "--staleness", "1")
     config.check()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    watch = _Watch(config, "cpu", ranks.QuickProcesses())
-    began = time.monotonic()
 
-    def reached(updates: int) -> None:
-        while len(_rows(config)) < updates:
-            assert time.monotonic() < began + 300
-            time.sleep(0.02)
-
-    def harm() -> None:
-        reached(6)
-        os.kill(watch.workers[1].pid, signal.SIGKILL)
+    def harm(run: Servers):
+        yield 6
+        os.kill(run.workers[1].pid, signal.SIGKILL)
         there = len(_rows(config))
-        reached(there + 8)  # more than the others may be ahead of it: it is known to be lost
-        os.kill(watch.servers[1].pid, signal.SIGKILL)
-        reached(there + 12)
-        watch.workers[3] = watch._start("worker", None)
+        yield there + 8  # more than the others may be ahead of it: it is known to be lost
+        os.kill(run.servers[1].pid, signal.SIGKILL)
+        yield there + 12
+        run.workers[3] = run._start("worker", None)
 
-    thread = threading.Thread(target=harm, daemon=True)
-    thread.start()
-    assert watch.run() == 0
-    thread.join()
+    _Harmed(config, harm).run()
     printed = capfd.readouterr()
     result = json.loads(printed.out.splitlines()[-1])
     assert "a server was killed; restarting all servers from" in printed.err

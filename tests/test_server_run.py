@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -394,24 +396,24 @@ def test_a_run_says_who_trains_how_much_and_starts_in_what_is_prepared(
     early, config = object(), TrainConfig(
         server=2, dp=3, staleness=5, batch=4, plan=ParallelPlan(microbatches=6)
     )  # fmt: skip
-    watch = lambda *given: seen.update(watch=given) or SimpleNamespace(run=lambda: 7)  # noqa: E731
+    watch = lambda *given: SimpleNamespace(run=lambda: seen.update(watch=given, env={**os.environ}))  # noqa: E731
     monkeypatch.setattr(servers, "gpu_count", lambda: gpus)
     monkeypatch.setattr(servers, "ServedModel", lambda *_: SimpleNamespace(records=["a", "b"]))
     monkeypatch.setattr(servers, "spread", lambda *given: seen.update(spread=given))
     monkeypatch.setattr(servers, "check_loopback", lambda address: seen.update(at=address))
     monkeypatch.setattr(servers.Processes, "of", lambda *given: given)
-    monkeypatch.setattr(servers, "_Watch", watch)
+    monkeypatch.setattr(servers, "Servers", watch)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    assert servers.run_servers(config, early) == 7
+    servers.run(config, early)
     assert seen["watch"] == (config, device, (servers._rank, backend, early))
+    assert seen["env"]["GLOO_SOCKET_IFNAME"] == "mine"
     assert (seen["spread"], seen["at"]) == ((["a", "b"], 2), "127.0.0.1")
-    assert servers.os.environ["GLOO_SOCKET_IFNAME"] == "mine"
     said = f"2 servers and 3 workers ({device}), staleness 5; 24 sequences per worker and step"
     assert capsys.readouterr().err.strip() == f"warpweave: {said}"
 
 
-class _Watch(servers._Watch):
-    """A watch of two servers and three workers whose processes end as `codes` say: role, number ->
+class _Servers(servers.Servers):
+    """A run of two servers and three workers whose processes end as `codes` say: role, number ->
     exit codes of one start after the other, None for a running process."""
 
     def __init__(self, **codes: list[int | None]) -> None:
@@ -420,7 +422,7 @@ class _Watch(servers._Watch):
         config = TrainConfig(server=2, dp=3, staleness=1, timeout=5.0)
         with mock.patch.object(servers, "keep_store", torch.distributed.HashStore):
             super().__init__(config, "cpu", mock.MagicMock())
-        self.told: list[tuple] = []
+        self.processes.wait.side_effect = range(100)  # until the run ends
 
     def _start(self, role: str, number: int, *more: Any) -> Any:
         self.started.append((role, number, *more))
@@ -433,8 +435,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(servers, "latest", lambda _: None)
     monkeypatch.setattr(servers, "end", lambda _: None)
     monkeypatch.setattr(servers, "start_generation", lambda _: None)
-    turns = iter(range(100))  # until the watch ends
-    monkeypatch.setattr(servers, "time", SimpleNamespace(sleep=lambda _: next(turns)))
     told: list[tuple] = []
     monkeypatch.setattr(servers, "tell", lambda _, op, **more: told.append((op, more)))
     return told
@@ -444,10 +444,11 @@ def quick(monkeypatch):
 def test_servers_that_are_killed_are_all_started_again_at_most_five_times(quick, killed, capsys):
     """They start from the beginning if nothing was saved, with the remaining workers: worker 1 is
     lost together with the servers, and the new ones are informed."""
-    watch = _Watch(
+    watch = _Servers(
         server0=[None] * killed + [0], server1=[-9] * killed + [None], worker1=[-9],
     )  # fmt: skip
-    code = watch.run()
+    with pytest.raises(SystemExit, match=r"^1$") if killed > 5 else nullcontext():
+        watch.run()
     said = capsys.readouterr().err
     starts = [args for args in watch.started if args[0] == "server"]
     again = min(killed, 5)
@@ -456,9 +457,7 @@ def test_servers_that_are_killed_are_all_started_again_at_most_five_times(quick,
     wanted = [("server", k, left[at], False) for at in range(1 + again) for k in range(2)]
     assert starts == wanted
     assert said.count("a server was killed; restarting all servers from the beginning") == again
-    assert (code, "servers were killed 6 times" in said) == (
-        (1, True) if killed > 5 else (0, False)
-    )
+    assert ("servers were killed 6 times" in said) == (killed > 5)
     assert quick == [("lost", {"worker": 1})]
 
 
@@ -469,9 +468,9 @@ def test_servers_begin_as_asked_and_start_again_from_what_is_saved(
 ):
     asked: list[Any] = []
     monkeypatch.setattr(servers, "latest", lambda folder: asked.append(folder) or there)
-    watch = _Watch(server0=[None, 0], server1=[-15, None])
+    watch = _Servers(server0=[None, 0], server1=[-15, None])
     watch.config = dataclasses.replace(watch.config, resume=resume)
-    assert watch.run() == 0
+    watch.run()
     first, again = resume is True or (resume == "auto" and there is not None), there is not None
     begun = [args[3] for args in watch.started if args[0] == "server"]
     assert begun == [first] * 2 + [again] * 2
@@ -493,27 +492,31 @@ def test_servers_begin_as_asked_and_start_again_from_what_is_saved(
 def test_a_run_ends_as_its_servers_do_or_when_no_worker_is_left(
     quick, capsys, codes, code, told, says
 ):
-    watch = _Watch(**codes)
+    watch = _Servers(**codes)
     watch.store.set("result", '{"updates": 3}')
-    assert watch.run() == code
+    with pytest.raises(SystemExit, match=rf"^{code}$") if code else nullcontext():
+        watch.run()
     out, err = capsys.readouterr()
     assert out == ('{"updates": 3}\n' if code == 0 else "")
     assert says in err
     assert quick == [("lost", {"worker": number}) for number in told]
 
 
-def test_workers_that_are_done_may_end_and_a_signal_is_passed_on_once(quick, capsys):
-    watch = _Watch(worker0=[0], worker1=[0], worker2=[0])
-    seen = iter(range(4))
-
-    def sleep(_: float) -> None:
-        watch.interrupt.number = 15
-        if next(seen) == 3:
-            watch.servers[0].exitcode = 0
-
-    with mock.patch.object(servers.time, "sleep", sleep):
-        assert watch.run() == 128 + 15
+def test_workers_that_are_done_may_end_and_a_signal_is_passed_on_once(quick):
+    watch = _Servers(worker0=[0], worker1=[0], worker2=[0])
+    watch.start()
+    assert [watch.watch(stop) for stop in (None, 15, 15)] == [None] * 3
     assert quick == [("stop", {})]
+    watch.servers[0].exitcode = 0
+    assert watch.watch(15) == 0
+
+
+def test_servers_that_are_started_again_are_also_told_to_stop(quick):
+    watch = _Servers(server0=[None, None], server1=[-9, None])
+    watch.start()
+    for _ in range(3):
+        assert watch.watch(15) is None
+    assert quick == [("stop", {})] * 2
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_the_first_rank_keeps_the_store_unless_the_launcher_does(
     made = mock.Mock(return_value=dist.HashStore())
     monkeypatch.setattr(dist, "TCPStore", made)
     listener = mock.Mock(detach=lambda: 77)
-    monkeypatch.setattr("warpweave.launch.session._loopback_listener", lambda port: listener)
+    monkeypatch.setattr("warpweave.launch.session.loopback_listener", lambda port: listener)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")

@@ -184,21 +184,18 @@ def test_under_torchrun_the_backend_is_chosen_for_the_ranks_of_this_machine(comm
     train.leave.assert_called_once_with(0)
 
 
-@pytest.mark.parametrize("torchrun", [False, True])
-@pytest.mark.parametrize("there", [False, True])
-def test_an_elastic_run_is_started_by_its_own_function_without_torchrun(
-    command, monkeypatch, capsys, torchrun, there
-):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items() if torchrun else ():
+@pytest.mark.parametrize("kind", ["elastic", "server"])
+def test_replicas_and_servers_are_started_by_their_own_programs(command, monkeypatch, kind):
+    calls, early, config = [], object(), TrainConfig(**{kind: 1}, dp=2)
+    monkeypatch.setattr(f"warpweave.train.{kind}.run.run", lambda *given: calls.append(given))
+    assert _ends(config, early) == 0
+    assert calls == [(config, early)]
+
+
+def test_an_elastic_run_is_refused_under_torchrun(command, monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    calls, early = [], object()
-    config = TrainConfig(elastic=1, dp=2)
-    elastic = (lambda *given: calls.append(given) or 3) if there else None
-    code = _ends(config, early, elastic=elastic)
-    if there and not torchrun:
-        assert (code, calls) == (3, [(config, "nccl", early)])
-        return
-    assert (code, calls) == (2, [])
+    assert _ends(TrainConfig(elastic=1, dp=2)) == 2
     words = "--elastic needs warpweave train; run it without torchrun"
     assert capsys.readouterr().err.strip() == f"warpweave: {words}"
 

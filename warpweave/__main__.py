@@ -26,7 +26,8 @@ commands:
 
 Every command prints its result as one JSON object on the last line."""
 
-# Per command, the modules of its options and its program, with `parse` and `run`.
+# Per command, the modules of its options, with `parse`, and of its program, with
+# `run(config, processes)`: processes for its ranks if it starts them on the CPU, else None.
 _COMMANDS = {
     "train": ("train.options", "train.command"),
     "prove": ("prove.options", "prove.command"),
@@ -62,12 +63,9 @@ def _main() -> None:
     if command in _COMMANDS:
         options, program = (f"warpweave.{name}" for name in _COMMANDS[command])
         config = import_module(options).parse(rest)  # without torch, so that errors are immediate
-        if command == "train" and config.elastic:
-            program = "warpweave.train.elastic.run"
-        ranks = hasattr(config, "starts_ranks")
-        early = Processes.early(program) if ranks and config.starts_ranks else None
+        early = Processes.early(program) if getattr(config, "starts_ranks", False) else None
         with starting(early) as processes:
-            import_module(program).run(*((config, processes) if ranks else (config,)))
+            import_module(program).run(config, processes)
     elif command in ("", "-h", "--help"):
         print(_USAGE)
     elif command == "--version":

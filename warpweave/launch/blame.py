@@ -42,6 +42,13 @@ class End:
         """True if it ended by SIGABRT, also with a shell's exit code for it."""
         return self.code in (-signal.SIGABRT, 128 + signal.SIGABRT)
 
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        if self.code < 0:
+            return f"was killed by {signal.Signals(-self.code).name}"
+        return f"failed with {self.code}" if self.code else "left (exit 0)"
+
 
 def rank_at_fault(
     ends: list[End], mesh: Mesh, store: dist.Store, dumps: dict[int, Path] | None = None
@@ -58,8 +65,7 @@ def rank_at_fault(
     if first.aborted and dumps is not None:
         return _after_abort([e.rank for e in ends if e.aborted], mesh, store, dumps)
     if first.code <= 0:
-        how = f"was killed by {signal.Signals(-first.code).name}" if first.code else "left (exit 0)"
-        return f"{mesh.describe(first.rank)} {how}{last_seen(store, first.rank)}"
+        return f"{mesh.describe(first.rank)} {first.how}{last_seen(store, first.rank)}"
     return store.get("verdict").decode() if store.check(["verdict"]) else None
 
 

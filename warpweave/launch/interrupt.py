@@ -8,6 +8,15 @@ from typing import Any
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONE = 2.0  # seconds after the first signal in which further ones count as the same stop
+AT_ONCE = "stopped at once, without saving"  # the message after a second signal
+
+
+class Stopped(SystemExit):
+    """Exit after signal `number`, with 128 + number or the code that a rank then failed with."""
+
+    def __init__(self, number: int, code: int = 0) -> None:
+        super().__init__(code or 128 + number)
+        self.number = number
 
 
 class Interrupt:
@@ -19,12 +28,16 @@ class Interrupt:
     their parent, which passes it on; ``timeout`` signals its child and then the child's group; a
     key press bounces.
 
+    Args:
+        raises: raise `Stopped` at the first signal, for work that has nothing to save.
+
     Attributes:
         number: the first signal; None until there is one.
         again: True after a second signal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, raises: bool = False) -> None:
+        self._raises = raises
         self.number: int | None = None
         self.again = False
         self._first = 0.0
@@ -48,6 +61,8 @@ class Interrupt:
         now = time.monotonic()
         if self.number is None:
             self.number, self._first = number, now
+            if self._raises:
+                raise Stopped(number)
         elif now > self._first + ONE and not self.again:
             self.again = True
             raise KeyboardInterrupt

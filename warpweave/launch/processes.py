@@ -36,6 +36,8 @@ from typing import Any, NoReturn
 from warpweave.launch.interrupt import STOPS
 
 DUMPS = "TORCH_FR_DUMP_TEMP_FILE"  # prefix of flight recorder files; torch appends the rank
+# gloo's variable for the interface that it listens on, and its value for ranks of one machine
+LOOPBACK = "GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"
 DRIVER = Path("/proc/driver/nvidia/version")  # exists on machines that may have CUDA
 
 
@@ -51,15 +53,17 @@ def no_cache() -> dict[str, str]:
     return {name: os.environ.get(name, tempfile.gettempdir())}
 
 
-def told_ranks(backend: str, folder: str) -> dict[str, str]:
-    """Environment variables for the ranks.
+def told_ranks(backend: str, folder: str | None = None) -> dict[str, str]:
+    """Environment variables for the ranks, all on this machine.
 
     On gloo torch's log is silent, since one rank reports in one line why it failed. On NCCL the
-    watchdog writes to the log, and flight recorders write to `folder`, unless the user has set a
-    different place."""
-    told = no_cache()
+    watchdog writes to the log, and flight recorders write to `folder`, if given, unless the user
+    has set a different place."""
+    told = no_cache() | {LOOPBACK[0]: os.environ.get(*LOOPBACK)}
     if backend == "gloo":
         return told | {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
+    if folder is None:
+        return told
     prefix = os.environ.get(DUMPS, os.path.join(folder, "flight_recorder_rank_"))
     return told | {DUMPS: prefix, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
@@ -104,7 +108,7 @@ class Processes:
         """
         if DRIVER.exists() or under_torchrun():
             return None
-        with environment(**told_ranks("gloo", "")):
+        with environment(**told_ranks("gloo")):
             return cls(module)
 
     @classmethod

@@ -1,208 +1,38 @@
-"""Start, watch, restart, and connect ranks, with errors that name the rank that failed.
+"""One rank's connection to the others, with errors that name the rank that failed.
 
 On one machine all of our sockets listen on loopback only. Under ``torchrun`` (one machine or
 several) the launcher has already opened its store on every interface, and we join it.
 
-Signals (`interrupt`): `launch` passes on the first one, once, as SIGTERM; ranks finish their step
-and save. A second one kills them. Ranks start with signals blocked (`processes`), and `join`
-unblocks them. If `launch`'s own process or torchrun dies, even by SIGKILL, its ranks end at once.
+Ranks start with signals blocked (`processes`), and `join` unblocks them. If torchrun dies, even by
+SIGKILL, its ranks end at once, as those of `ranks.launch` do.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import math
 import os
-import shutil
 import signal
-import socket
 import sys
-import tempfile
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from warpweave.cli.messages import one_line, say, tell_torchrun
-from warpweave.launch.blame import End, rank_at_fault, recorded
 from warpweave.launch.devices import connect, disagreement, share_cores, take_device
-from warpweave.launch.heartbeat import SILENCE, Heartbeat, at_fault
-from warpweave.launch.interrupt import STOPS, Interrupt
-from warpweave.launch.processes import (
-    DUMPS,
-    Processes,
-    end_with_parent,
-    environment,
-    leave,
-    told_ranks,
-    under_torchrun,
-)
+from warpweave.launch.heartbeat import Heartbeat, at_fault
+from warpweave.launch.interrupt import AT_ONCE, STOPS
+from warpweave.launch.processes import LOOPBACK, end_with_parent, leave, under_torchrun
+from warpweave.launch.supervise import loopback_listener
 from warpweave.parallel.mesh import Mesh
 
-# Seconds that the others have to end after a rank failed; on NCCL they first write the flight
-# recorder's files and abort communicators. Zero after a death or a verdict, which is sufficient.
-_LINGER = {"gloo": SILENCE + 1.0, "nccl": 30.0}
-
 # torchrun's variables: whether it keeps the ranks' store, and how often it has restarted the ranks.
-_AGENTS_STORE, _ATTEMPT = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
-
-
-class Stopped(SystemExit):
-    """Exit after signal `number`, with 128 + number or the code that a rank then failed with."""
-
-    def __init__(self, number: int, code: int = 0) -> None:
-        super().__init__(code or 128 + number)
-        self.number = number
-
-
-def launch(
-    entry: Callable[..., Any],
-    args: tuple,
-    mesh: Mesh,
-    *,
-    backend: str = "gloo",
-    max_restarts: int = 0,
-    processes: Processes | None = None,
-) -> Any:
-    """Run ``entry(*args, port)`` on every rank of `mesh` on this machine. Return rank 0's result.
-
-    `port` is the port of the ranks' store in this process, for `join`. The store outlives any rank,
-    so survivors can find out which rank is missing. `entry` must be importable (a module-level
-    function), and its result must be JSON. `backend` is the one that the ranks will `join` with.
-    After a failure, but not after a refusal (exit code 2), all ranks are restarted up to
-    `max_restarts` times. `processes` runs the ranks if it was prepared earlier, on gloo. Must be
-    called from the main thread.
-
-    Exits with a rank's exit code (1 if the rank died) if a rank fails, and with `Stopped` after a
-    signal. No rank outlives this call.
-    """
-    kept, began, dumps = keep_store(), time.time(), None
-    folder = tempfile.mkdtemp(prefix="warpweave-") if backend == "nccl" else ""
-    told = told_ranks(backend, folder)
-    sys.stdout.flush()
-    with environment(**told):
-        started = Processes.of(entry, backend, processes)
-    with Interrupt() as interrupt, started as processes:
-        try:
-            for attempt in range(max_restarts + 1):
-                store = dist.PrefixStore(f"attempt_{attempt}", kept)
-                given = mesh.world, kept.port, attempt, entry, args
-                with environment(**told):
-                    for rank in range(mesh.world):
-                        processes.start(_rank_process, rank, *given)
-                ends = _watch(processes, interrupt, store, backend)
-                processes.end()
-                if not ends:
-                    break
-                dumps = recorded(told.get(DUMPS), mesh.world, began)
-                failure = _failure(ends, mesh, store, interrupt.number, dumps)
-                if attempt == max_restarts or failure.code == 2 or interrupt.number is not None:
-                    raise failure
-                say(f"restarting all ranks (restart {attempt + 1} of {max_restarts})")
-        except KeyboardInterrupt:
-            say("stopped at once, without saving")
-        except ChildProcessError as error:
-            say(one_line(error))
-            raise SystemExit(1) from None
-        finally:
-            if not dumps or DUMPS in os.environ:  # otherwise it has the flight recorders' files
-                shutil.rmtree(folder, ignore_errors=True)
-    if interrupt.number is not None:
-        raise Stopped(interrupt.number)
-    return json.loads(store.get("result/0"))
-
-
-def keep_store() -> dist.TCPStore:
-    """Open a store in this process for ranks of this machine, on a free loopback port."""
-    listener = _loopback_listener(0)
-    port, fd = listener.getsockname()[1], listener.detach()
-    keep = {"is_master": True, "wait_for_workers": False, "master_listen_fd": fd}
-    return dist.TCPStore("127.0.0.1", port, **keep)
-
-
-def _rank_process(
-    rank: int, world: int, port: int, attempt: int, entry: Callable[..., Any], args: tuple
-) -> None:
-    """Run one rank in this process, with the environment variables that torchrun would set."""
-    for name, value in (("RANK", rank), ("WORLD_SIZE", world)):
-        os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {_AGENTS_STORE: "True", _ATTEMPT: str(attempt)}
-    result = json.dumps(entry(*args, port))
-    _store(rank, world, world, timedelta(seconds=30)).set(f"result/{rank}", result)
-    leave(0)
-
-
-def _watch(
-    processes: Processes, interrupt: Interrupt, store: dist.Store, backend: str
-) -> list[End]:
-    """Wait until all ranks have ended; pass on a signal, and kill ranks that outlive a failure.
-
-    Returns the ranks that failed, in the order in which they ended; one without a result has died.
-    """
-    running = dict(enumerate(processes.started))
-    ends: list[End] = []
-    passed_on, deadline = False, math.inf
-    while running:
-        processes.wait(0.1)
-        codes = {rank: p.exitcode for rank, p in running.items() if p.exitcode is not None}
-        for rank in sorted(codes, key=codes.__getitem__):  # if simultaneous, killed ranks first
-            del running[rank]
-            end = End(rank, codes[rank])
-            if end.code or not store.check([f"result/{rank}"]):
-                ends.append(end)
-                speaks = end.code > 0 or (end.aborted and backend == "nccl")
-                linger = _LINGER[backend] if speaks and not store.check(["verdict"]) else 0.0
-                deadline = min(deadline, time.monotonic() + linger)
-        if interrupt.number is not None and not passed_on:
-            passed_on = True
-            for process in running.values():
-                process.terminate()
-        if time.monotonic() >= deadline:
-            for process in running.values():
-                process.kill()
-    return ends
-
-
-def _failure(
-    ends: list[End],
-    mesh: Mesh,
-    store: dist.Store,
-    stopped: int | None,
-    dumps: dict[int, Path] | None,
-) -> SystemExit:
-    """Report what the ranks could not report themselves. Return the exception to exit with.
-
-    `stopped` is the number of the signal that requested a stop."""
-    code = ends[0].code
-    if stopped is not None and code <= 0:
-        return Stopped(stopped)
-    if (line := rank_at_fault(ends, mesh, store, dumps)) is not None:
-        say(line)
-    code = code if code > 0 else 1
-    return SystemExit(code) if stopped is None else Stopped(stopped, code)
-
-
-def _loopback_listener(port: int) -> socket.socket:
-    """Open a socket that listens on 127.0.0.1 only; port 0 selects a free port."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(("127.0.0.1", port))
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        why = f"the ranks' store cannot listen on 127.0.0.1:{port}: {error.strerror}"
-        raise OSError(error.errno, why) from None
-    return listener
+AGENTS_STORE, ATTEMPT = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass
@@ -235,7 +65,7 @@ class Session:
     @property
     def goes_on(self) -> bool:
         """True if an earlier attempt of this launch reached `begin`."""
-        kept, attempt = getattr(self.store, "underlying_store", None), os.environ.get(_ATTEMPT, "0")
+        kept, attempt = getattr(self.store, "underlying_store", None), os.environ.get(ATTEMPT, "0")
         earlier = [dist.PrefixStore(f"attempt_{n}", kept) for n in range(int(attempt)) if kept]
         return any(store.check(["begun"]) for store in earlier)
 
@@ -332,7 +162,7 @@ def reported(
     try:
         yield
     except KeyboardInterrupt:
-        say("stopped at once, without saving")
+        say(AT_ONCE)
         leave(130)
     except BaseException as error:
         line = session.explain(error, common)
@@ -416,12 +246,12 @@ def _store(rank: int, world: int, local_world: int, timeout: timedelta) -> dist.
     """
     env = os.environ
     if world == local_world:
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        env.setdefault(*LOOPBACK)
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    hosts = rank == 0 and env.get(_AGENTS_STORE) != "True"
+    hosts = rank == 0 and env.get(AGENTS_STORE) != "True"
     options: dict[str, Any] = {}
     if hosts and world == local_world:
         address = "127.0.0.1"
-        options["master_listen_fd"] = _loopback_listener(port).detach()
+        options["master_listen_fd"] = loopback_listener(port).detach()
     store = dist.TCPStore(address, port, world, is_master=hosts, timeout=timeout, **options)
-    return dist.PrefixStore(f"attempt_{env.get(_ATTEMPT, '0')}", store)
+    return dist.PrefixStore(f"attempt_{env.get(ATTEMPT, '0')}", store)

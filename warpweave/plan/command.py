@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from warpweave.cli.messages import refusing
+from warpweave.launch.processes import Processes
 from warpweave.plan.choose import Chosen, Found, Search, choose_layouts
 from warpweave.plan.device import find_hardware
 from warpweave.plan.explain import explained
@@ -20,7 +21,7 @@ from warpweave.plan.timeline import check_suffix, write_timeline
 _GIB = 2**30
 
 
-def run(config: PlanConfig) -> None:
+def run(config: PlanConfig, processes: Processes | None = None) -> None:
     """Search, print the page and, as the last line, one JSON object; exit with 2 if the options
     cannot be planned."""
     with refusing(ValueError):

@@ -6,21 +6,21 @@ import dataclasses
 import gc
 import json
 import math
-import os
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NoReturn
 
 import torch
 
 from warpweave.cli.messages import say
 from warpweave.launch.devices import BACKENDS
+from warpweave.launch.interrupt import Interrupt, Stopped
 from warpweave.launch.processes import Processes, under_torchrun
-from warpweave.launch.session import Stopped, join, launch, reported
+from warpweave.launch.ranks import launch
+from warpweave.launch.session import join, reported
 from warpweave.model.gpt import PRESETS
 from warpweave.parallel.checked import CheckedCollectives, CollectiveMismatch
 from warpweave.parallel.mesh import Mesh
@@ -207,33 +207,6 @@ def _typecheck(config: ProveConfig, summary: dict) -> None:
         raise _RefusedError(error) from error
 
 
-@contextmanager
-def _stoppable() -> Iterator[list[int]]:
-    """Raise `Stopped` on terminating signals, here or in `launch`; yield the signals received.
-
-    SIGHUP (the terminal was closed) is forwarded as SIGTERM, which `launch` handles. Ignored
-    signals stay ignored (nohup).
-    """
-    received: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        received.append(number)
-        if signal.getsignal(signal.SIGTERM) is not stop:  # `launch` ends its ranks
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif len(received) == 1:
-            raise Stopped(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, stop)
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def run(config: ProveConfig, processes: Processes | None = None) -> NoReturn:
     """Run the command ``warpweave prove``: exit with 0 if everything was proven, else with 1.
 
@@ -243,7 +216,7 @@ def run(config: ProveConfig, processes: Processes | None = None) -> NoReturn:
     """
     began, code = time.perf_counter(), 1
     summary: dict = {"passed": None}
-    with _stoppable() as received:
+    with Interrupt(raises=True):  # in this process; `launch` handles signals itself
         try:
             if config.typecheck:
                 _typecheck(config, summary)
@@ -255,7 +228,7 @@ def run(config: ProveConfig, processes: Processes | None = None) -> NoReturn:
             summary, code = {}, 2
         except Stopped as error:
             summary |= {"passed": None, "stopped": True}
-            code = 128 + (received or [error.number])[0]
+            code = 128 + error.number
         finally:
             if summary:
                 summary["seconds"] = round(time.perf_counter() - began, 1)

@@ -14,13 +14,14 @@ from typing import Literal, NoReturn
 import torch.distributed as dist
 
 from warpweave.checkpoint import CheckpointError
-from warpweave.cli.messages import one_line, say
+from warpweave.cli.messages import one_line, say, tell_torchrun
 from warpweave.convert.families import write_config
 from warpweave.convert.fields import ConvertError
 from warpweave.launch.devices import BACKENDS, choose_backend
 from warpweave.launch.interrupt import Interrupt
 from warpweave.launch.processes import Processes, leave, no_cache, under_torchrun
-from warpweave.launch.session import join, launch, reported
+from warpweave.launch.ranks import launch
+from warpweave.launch.session import join, reported
 from warpweave.plan.fits import free_host_memory
 from warpweave.train import idle_options
 from warpweave.train.lr_schedule import short_of_peak
@@ -96,13 +97,11 @@ def run(
     config: TrainConfig,
     processes: Processes | None = None,
     *,
-    elastic: Callable[..., int] | None = None,
     as_rank: Callable[..., int] | None = None,
 ) -> NoReturn:
     """Run ``warpweave train`` and end the process.
 
-    Ranks start in `processes` if those were prepared early. `elastic` starts an elastic run;
-    `as_rank` replaces `train_rank`.
+    Ranks start in `processes` if those were prepared early. `as_rank` replaces `train_rank`.
     """
     as_rank = as_rank or train_rank
     torchrun = under_torchrun()
@@ -118,6 +117,8 @@ def run(
                 f"max_restarts = {config.max_restarts} is not supported under torchrun; use "
                 "torchrun's option"
             )
+        if config.elastic and torchrun:
+            raise ValueError("--elastic needs warpweave train; run it without torchrun")
         config = config.for_ranks(int(os.environ["WORLD_SIZE"]) if torchrun else config.mesh.world)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun else config.mesh.world
         backend = choose_backend(here, BACKENDS.get(config.device), launched=not torchrun)
@@ -131,14 +132,15 @@ def run(
             if rank == 0:
                 _say_of_options(config, "cpu" if backend == "gloo" else "cuda")
                 _say_of_export(config)
+            code = 0
             if config.server:
-                from warpweave.train.server.run import run_servers
+                from warpweave.train.server.run import run as run_servers
 
-                code = run_servers(config, processes)
+                run_servers(config, processes)
             elif config.elastic:
-                if elastic is None or torchrun:
-                    raise ValueError("--elastic needs warpweave train; run it without torchrun")
-                code = elastic(config, backend, processes)
+                from warpweave.train.elastic.run import run as run_elastic
+
+                run_elastic(config, processes)
             elif torchrun or (config.mesh.world == 1 and not config.max_restarts):
                 os.environ.update(no_cache())
                 code = as_rank(config)
@@ -154,6 +156,7 @@ def run(
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         if local_rank == 0:
             say(one_line(error))
+        tell_torchrun(one_line(error))
         sys.exit(2)
     if torchrun:
         leave(0)

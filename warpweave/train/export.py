@@ -10,6 +10,7 @@ from warpweave.convert import ConvertError, to_hf
 from warpweave.convert.fields import read_json
 from warpweave.convert.source import other_tokenizer, read_stop_tokens
 from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
+from warpweave.launch.processes import Processes
 from warpweave.train.chosen import choose_checkpoint
 from warpweave.train.export_options import ExportConfig, parse
 
@@ -19,7 +20,7 @@ def main(argv: list[str] | None = None) -> None:
     run(parse(argv))
 
 
-def run(config: ExportConfig) -> None:
+def run(config: ExportConfig, processes: Processes | None = None) -> None:
     """Run ``warpweave export``."""
     with refusing(ValueError, ImportError, OSError, CheckpointError):
         chosen = choose_checkpoint(config.run, best=config.best)

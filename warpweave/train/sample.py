@@ -11,8 +11,9 @@ from warpweave.cli.messages import refusing, say
 from warpweave.convert.source import open_model, other_tokenizer
 from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
 from warpweave.launch.devices import BACKENDS, choose_backend
-from warpweave.launch.processes import under_torchrun
-from warpweave.launch.session import join, launch, reported
+from warpweave.launch.processes import Processes, under_torchrun
+from warpweave.launch.ranks import launch
+from warpweave.launch.session import join, reported
 from warpweave.model.generate import generate
 from warpweave.model.gpt import GPT
 from warpweave.train import idle_options
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     run(parse(argv))
 
 
-def run(config: SampleConfig) -> None:
+def run(config: SampleConfig, processes: Processes | None = None) -> None:
     """Run ``warpweave sample``."""
     with refusing(ValueError, ImportError, OSError, CheckpointError):
         if under_torchrun():
@@ -75,7 +76,7 @@ def run(config: SampleConfig) -> None:
             sample_rank(config)
         else:
             backend = choose_backend(config.mesh.world, BACKENDS.get(config.device))
-            launch(sample_rank, (config,), config.mesh, backend=backend)
+            launch(sample_rank, (config,), config.mesh, backend=backend, processes=processes)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from torch import Tensor
 from warpweave.cli.messages import refusing
 from warpweave.launch.devices import BACKENDS, choose_backend
 from warpweave.launch.processes import Processes, under_torchrun
-from warpweave.launch.session import join, launch, reported
+from warpweave.launch.ranks import launch
+from warpweave.launch.session import join, reported
 from warpweave.machine.collectives.fit import fit, terms
 from warpweave.machine.collectives.options import CollectivesConfig
 from warpweave.parallel.algorithms.all_reduce import all_reduces

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from warpweave.cli.messages import one_line
-from warpweave.launch.session import Stopped
+from warpweave.launch.interrupt import Stopped
 
 
 class Measured(NamedTuple):

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from warpweave.cli.messages import refusing, say
 from warpweave.launch.devices import choose_backend, gpu_count
-from warpweave.launch.processes import under_torchrun
-from warpweave.launch.session import Stopped
+from warpweave.launch.interrupt import Stopped
+from warpweave.launch.processes import Processes, under_torchrun
 from warpweave.machine.doctor import machine
 from warpweave.machine.doctor.check import Check, Verdict
 from warpweave.machine.doctor.check import run as run_checks
@@ -128,7 +128,7 @@ def _number(x: float | None) -> str:
     return "" if x is None else f"{x:.2g}"
 
 
-def run(config: DoctorConfig) -> NoReturn:
+def run(config: DoctorConfig, processes: Processes | None = None) -> NoReturn:
     """Run ``warpweave doctor`` and print one JSON object on the last line.
 
     Exits with 0 if all checks that started have passed, 1 if not, 2 for invalid options, and 130 if

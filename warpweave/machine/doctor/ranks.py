@@ -23,7 +23,9 @@ from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_red
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
 from warpweave.launch.devices import BACKENDS
-from warpweave.launch.session import Session, Stopped, join, launch, reported
+from warpweave.launch.interrupt import Stopped
+from warpweave.launch.ranks import launch
+from warpweave.launch.session import Session, join, reported
 from warpweave.machine.doctor.check import Check, Measured, within_budget
 from warpweave.machine.doctor.machine import drain
 from warpweave.parallel.collectives import (

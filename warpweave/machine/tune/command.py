@@ -14,6 +14,7 @@ from warpweave.cli.messages import refusing
 from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.dispatch import capability, triton
+from warpweave.launch.processes import Processes
 from warpweave.machine.tune.calls import TOKENS, Call, Problem, timed_call
 from warpweave.machine.tune.candidates import compile_tile, first_fault, target_of
 from warpweave.machine.tune.options import TuneConfig
@@ -109,7 +110,7 @@ worst kernel. A tile may still spill in other calls, which only tuning on a GPU 
 _WORST = {"registers": max, "shared": max, "occupancy": min}
 
 
-def run(config: TuneConfig) -> None:
+def run(config: TuneConfig, processes: Processes | None = None) -> None:
     """Run ``warpweave tune`` and print its summary. Exit with 2 if the options cannot work."""
     with refusing(ValueError, OSError, torch.OutOfMemoryError):
         summary = dry_run(config) if config.dry else tune_here(config)

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from warpweave.launch.devices import BACKENDS, connect, disagreement, share_core
 from warpweave.launch.interrupt import STOPS, Interrupt
 from warpweave.launch.processes import leave
 from warpweave.launch.session import Session, is_connection_error, reported
+from warpweave.launch.supervise import kept_store
 from warpweave.parallel.checked import CollectiveMismatch
 from warpweave.train.elastic.connections import NCCL_SETTINGS, Connections
 from warpweave.train.elastic.membership import Generation, Member, Regroup
@@ -47,8 +48,7 @@ def train_member(config: TrainConfig, seat: Seat, start: int, port: int) -> None
         share_cores(world)
 
     def client(port: int = port) -> dist.Store:
-        wait = timedelta(seconds=config.timeout)
-        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait)
+        return kept_store(port, config.timeout)
 
     connections = Connections()
     member, carried = Member(client, seat, start, connections.close), Carried()
@@ -62,18 +62,14 @@ def train_member(config: TrainConfig, seat: Seat, start: int, port: int) -> None
         connections.leave()
 
 
+@dataclass
 class _Rank:
     """The parts of a rank that last through all generations, except its state."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        interrupt: Interrupt,
-        member: Member,
-        connections: Connections,
-    ) -> None:
-        self.config, self.interrupt = config, interrupt
-        self.member, self.connections = member, connections
+    config: TrainConfig
+    interrupt: Interrupt
+    member: Member
+    connections: Connections
 
     def train(
         self,

@@ -11,21 +11,18 @@ torch's launcher cannot start them, because it ends every rank when one dies.
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import time
 from collections.abc import Iterable
 from multiprocessing.process import BaseProcess
-from typing import NoReturn
 
 from warpweave.checkpoint import latest
 from warpweave.cli.messages import say
+from warpweave.launch.blame import End
+from warpweave.launch.devices import BACKENDS, choose_backend
 from warpweave.launch.heartbeat import last_seen
-from warpweave.launch.interrupt import STOPS, Interrupt
-from warpweave.launch.processes import Forked, Processes, end, told_ranks
-from warpweave.launch.session import keep_store
-from warpweave.train.command import run as run_train
+from warpweave.launch.interrupt import STOPS
+from warpweave.launch.processes import Forked, Processes, end, environment, told_ranks
+from warpweave.launch.supervise import REFUSED, keep_store, supervise
 from warpweave.train.elastic.membership import Generation, announce
 from warpweave.train.elastic.rank import train_member
 from warpweave.train.elastic.seat import Seat, replica_width
@@ -33,26 +30,19 @@ from warpweave.train.options import CHECKPOINTS, TrainConfig
 
 _AGAIN = 5  # restarts of a replica before the run continues without it
 _GRACE = 5.0  # seconds in which the others must notice that a rank's connection failed
-_REFUSED = 2  # exit code of a rank that refuses its options
 _DONE = (0, *(128 + number for number in STOPS))  # exit codes of ranks that finished
 
 
-def run(config: TrainConfig, processes: Processes | None = None) -> NoReturn:
-    """Run ``warpweave train --elastic`` and end the process."""
-    run_train(config, processes, elastic=run_elastic)
-
-
-def run_elastic(config: TrainConfig, backend: str, processes: Processes | None = None) -> int:
-    """Start the ranks and wait for the end. Return the exit code, 128 + number for an interrupt.
+def run(config: TrainConfig, processes: Processes | None = None) -> None:
+    """Start the ranks, and supervise them until the run ends (`supervise` says how it exits).
 
     Raises:
         ValueError: the options do not allow an elastic run.
     """
     replica_width(config)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    if backend == "gloo":
-        os.environ.update(told_ranks(backend, ""))
-    return Keeper(config, Processes.of(train_member, backend, processes)).run()
+    backend = choose_backend(config.mesh.world, BACKENDS.get(config.device))
+    with environment(**told_ranks(backend)):
+        Keeper(config, Processes.of(train_member, backend, processes)).run()
 
 
 class _Replica:
@@ -67,11 +57,11 @@ class _Replica:
         self.ranks, self.start = ranks, -1
         self.processes: dict[int, BaseProcess | Forked] = {}
 
-    def bad_end(self) -> tuple[int, int] | None:
-        """(rank, exit code) of a rank that has died, or None."""
+    def bad_end(self) -> End | None:
+        """The end of a rank that has died, or None."""
         for rank, process in self.processes.items():
             if process.exitcode not in (None, *_DONE):
-                return rank, process.exitcode
+                return End(rank, process.exitcode)
         return None
 
     @property
@@ -89,33 +79,26 @@ class Keeper:
 
     def __init__(self, config: TrainConfig, processes: Processes) -> None:
         self.config, self.store, self.processes = config, keep_store(), processes
-        self.width = replica_width(config)
-        self.seats = [Seat(config.mesh, self.width, r) for r in range(config.mesh.world)]
+        width = replica_width(config)
+        self.seats = [Seat(config.mesh, width, r) for r in range(config.mesh.world)]
         self.replicas = [
             _Replica([s.rank for s in self.seats if s.replica == number])
-            for number in range(config.mesh.dp // self.width)
+            for number in range(config.mesh.dp // width)
         ]
         self.current = Generation(0, 0, {})
         self.stores = [self.store, self.store]  # of the last two generations
-        self.interrupt, self._passed_on = Interrupt(), False
         self._begun = False  # a generation has trained
         self._ends_by = 0.0  # deadline for all ranks to finish, set when the first one has
         self._complained = 0.0  # when the generation's first connection failed
 
-    def run(self) -> int:
-        """Run until the end. Return the exit code."""
-        with self.interrupt, self.processes:
-            try:
-                for number in range(len(self.replicas)):
-                    self._start(number)
-                while (code := self._watch()) is None:
-                    pass
-            except KeyboardInterrupt:
-                say("stopped at once, without saving")
-                code = 0
-        if self.store.check(["result"]) and code in _DONE:
-            print(self.store.get("result").decode(), flush=True)
-        return 128 + self.interrupt.number if code == 0 and self.interrupt.number else code
+    def run(self) -> None:
+        """Supervise the ranks until the run ends."""
+        supervise(self.processes, self.start, self.watch)
+
+    def start(self) -> None:
+        """Start the ranks of all replicas."""
+        for number in range(len(self.replicas)):
+            self._start(number)
 
     def _start(self, number: int) -> None:
         """Start the ranks of a replica."""
@@ -125,14 +108,10 @@ class Keeper:
             given = self.config, self.seats[rank], replica.start, self.store.port
             replica.processes[rank] = self.processes.start(train_member, *given)
 
-    def _watch(self) -> int | None:
-        """Handle what has happened since the last call. Return the exit code if the run is over."""
-        alive = [p for r in self.replicas for p in r.processes.values() if p.exitcode is None]
-        self.processes.wait(0.02)
-        if self.interrupt.number is not None and not self._passed_on:
-            self._passed_on = True
-            for process in alive:
-                process.terminate()
+    def watch(self, stop: int | None) -> int | None:
+        """Handle what has happened since the last call. Return the exit code if the run is over.
+
+        After the signal `stop` no replica is restarted."""
         members = [self.replicas[number] for number in self.current.members]
         if any(p.exitcode in _DONE for r in members for p in r.processes.values()):
             return self._finish(members)  # a rank ends only after all of them have finished
@@ -142,7 +121,7 @@ class Keeper:
         settled = count == sum(len(replica.ranks) for replica in members)
         self._begun |= settled and bool(members)
         if lost:
-            return self._lose(lost)
+            return self._lose(lost, restart=stop is None)
         ready = {n: r.start for n, r in enumerate(self.replicas) if self._ready(r)}
         whole = len(ready) == len([r for r in self.replicas if r.processes])
         if ready.keys() > self.current.members.keys() and settled and (members or whole):
@@ -157,12 +136,15 @@ class Keeper:
         return bool(keys) and self.store.check(keys)
 
     def _finish(self, members: list[_Replica]) -> int | None:
-        """The exit code once all members have ended."""
+        """Once all members have ended, print the result and return the exit code."""
         self._ends_by = self._ends_by or time.monotonic() + _GRACE
         if not all(replica.ended for replica in members) and time.monotonic() < self._ends_by:
             return None
         codes = [p.exitcode for r in members for p in r.processes.values()]
-        return 1 if self.current.stop else max(code or 0 for code in codes)
+        code = 1 if self.current.stop else max(code or 0 for code in codes)
+        if code in _DONE and self.store.check(["result"]):
+            print(self.store.get("result").decode(), flush=True)
+        return code
 
     def _end_hung(self) -> None:
         """If connections failed and no rank died, end the ranks that have not noticed."""
@@ -179,22 +161,22 @@ class Keeper:
             say(f"{self.config.mesh.describe(rank)} hangs{self._last_seen(rank)}; killing it")
             self.replicas[ranks[rank]].processes[rank].kill()
 
-    def _lose(self, lost: dict[int, tuple[int, int]]) -> int | None:
-        """Restart the replicas in `lost` (number -> dead rank, exit code); the others continue.
+    def _lose(self, lost: dict[int, End], *, restart: bool) -> int | None:
+        """Restart the replicas in `lost` (number -> end of a rank), if asked to; others continue.
 
         Returns the exit code if no replica can continue.
         """
-        code = max(code for _, code in lost.values())
-        if code == _REFUSED or self.store.check(["over"]):
+        code = max(end.code for end in lost.values())
+        if code == REFUSED or self.store.check(["over"]):
             return max(code, 1)
-        causes = [f"replica {number} left: {self._why(*end)}" for number, end in lost.items()]
+        causes = [f"replica {number} left: {self._why(end)}" for number, end in lost.items()]
         left = {n: s for n, s in self.current.members.items() if n not in lost}
         of_run = lost.keys() & self.current.members.keys()
         for number in lost:
             self.replicas[number].kill()
             self.replicas[number].processes = {}
         few = bool(of_run) and len(left) < self.config.elastic
-        for number in [] if few or self.interrupt.number is not None else lost:
+        for number in lost if restart and not few else ():
             if self.replicas[number].start < _AGAIN:
                 self._start(number)
             else:
@@ -218,9 +200,8 @@ class Keeper:
             self._announce(left, "; ".join([*causes, f"{_listed(left)} {verb}"]), True, few)
         return None
 
-    def _why(self, rank: int, code: int) -> str:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with {code}"
-        return f"{self.config.mesh.describe(rank)} {how}{self._last_seen(rank)}"
+    def _why(self, end: End) -> str:
+        return f"{self.config.mesh.describe(end.rank)} {end.how}{self._last_seen(end.rank)}"
 
     def _last_seen(self, rank: int) -> str:
         seat = self.seats[rank]

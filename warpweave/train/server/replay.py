@@ -11,6 +11,7 @@ import torch
 from warpweave.checkpoint import CheckpointError
 from warpweave.cli.messages import refusing, say
 from warpweave.cli.toml import read_options
+from warpweave.launch.processes import Processes
 from warpweave.parallel.server.replay import replay
 from warpweave.train.options import CONFIG, FORMERLY, UPDATES, TrainConfig
 from warpweave.train.server.log import read_log, staleness_of
@@ -18,7 +19,7 @@ from warpweave.train.server.replay_config import ReplayConfig
 from warpweave.train.server.roles import ServedModel
 
 
-def run(config: ReplayConfig) -> None:
+def run(config: ReplayConfig, processes: Processes | None = None) -> None:
     """Run ``warpweave replay``."""
     with refusing(ValueError, OSError, CheckpointError):
         found = read_options(config.run / CONFIG, TrainConfig(), ("config",), FORMERLY)

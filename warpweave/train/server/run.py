@@ -10,11 +10,7 @@ torch's launcher cannot start them, because it ends every rank when one dies.
 from __future__ import annotations
 
 import json
-import os
 import signal
-import sys
-import time
-from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -23,10 +19,10 @@ import torch.distributed as dist
 
 from warpweave.checkpoint import CheckpointError, latest
 from warpweave.cli.messages import one_line, say
-from warpweave.launch.devices import gpu_count, share_cores
-from warpweave.launch.interrupt import STOPS, Interrupt
+from warpweave.launch.devices import BACKENDS, gpu_count, share_cores
+from warpweave.launch.interrupt import STOPS
 from warpweave.launch.processes import Forked, Processes, end, environment, leave, told_ranks
-from warpweave.launch.session import keep_store
+from warpweave.launch.supervise import keep_store, kept_store, supervise
 from warpweave.parallel.server.link import check_loopback
 from warpweave.parallel.server.server import start_generation, tell
 from warpweave.parallel.server.shard import spread
@@ -39,9 +35,9 @@ _REFUSED = (ValueError, CheckpointError, OSError)
 _FAILED = (LostError, TimeoutError, FloatingPointError, dist.DistError)
 
 
-def run_servers(config: TrainConfig, processes: Processes | None = None) -> int:
-    """Run the command, in `processes` if they are prepared. Return the exit code, 128 + number for
-    an interrupt.
+def run(config: TrainConfig, processes: Processes | None = None) -> None:
+    """Start the servers and workers, in `processes` if they are prepared, and supervise them until
+    the run ends (`supervise` says how it exits).
 
     Raises:
         ValueError: the options cannot work; raised before anything is started.
@@ -49,16 +45,15 @@ def run_servers(config: TrainConfig, processes: Processes | None = None) -> int:
     device = _device(config)
     served = ServedModel(config, device)
     spread(served.records, config.server)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     check_loopback("127.0.0.1")
     dp, per_step = config.mesh.dp, config.plan.microbatches * config.batch
     say(
         f"{config.server} servers and {dp} workers ({device}), staleness {config.staleness}; "
         f"{per_step} sequences per worker and step"
     )
-    with environment(**told_ranks("gloo", "")):
-        started = Processes.of(_rank, "gloo" if device == "cpu" else "nccl", processes)
-    return _Watch(config, device, started).run()
+    backend = BACKENDS[device]  # of the workers' devices; tensors travel over gloo
+    with environment(**told_ranks(backend)):
+        Servers(config, device, Processes.of(_rank, backend, processes)).run()
 
 
 def _device(config: TrainConfig) -> str:
@@ -69,30 +64,27 @@ def _device(config: TrainConfig) -> str:
     return "cuda" if config.device != "cpu" and gpus >= workers else "cpu"
 
 
-class _Watch:
-    """The processes of a run."""
+class Servers:
+    """The servers and workers of a run."""
 
     def __init__(self, config: TrainConfig, device: str, processes: Processes) -> None:
         self.config, self.device, self.store = config, device, keep_store()
         self.processes = processes
-        self.interrupt = Interrupt()
         self.servers: list[BaseProcess | Forked] = []
         self.workers: dict[int, BaseProcess | Forked] = {}
+        self._killed = 0  # how often servers were killed
+        self._told = False  # the servers know of a signal
 
-    def run(self) -> int:
-        with self.interrupt, self.processes:
-            try:
-                found = self.config.resume == "auto" and latest(self.config.out / CHECKPOINTS)
-                self._start_servers(self.config.resume is True or bool(found))
-                for number in range(self.config.mesh.dp):
-                    self.workers[number] = self._start("worker", number)
-                code = self._watch()
-            except KeyboardInterrupt:
-                say("stopped at once, without saving")
-                code = 0
-        if code == 0 and self.store.check(["result"]):
-            print(self.store.get("result").decode(), flush=True)
-        return 128 + self.interrupt.number if code == 0 and self.interrupt.number else code
+    def run(self) -> None:
+        """Supervise the processes until the run ends."""
+        supervise(self.processes, self.start, self.watch)
+
+    def start(self) -> None:
+        """Start all servers and workers."""
+        found = self.config.resume == "auto" and latest(self.config.out / CHECKPOINTS)
+        self._start_servers(self.config.resume is True or bool(found))
+        for number in range(self.config.mesh.dp):
+            self.workers[number] = self._start("worker", number)
 
     def _start(self, role: str, number: int, *more: Any) -> BaseProcess | Forked:
         given = (role, number, self.config, self.device, self.store.port, *more)
@@ -104,35 +96,42 @@ class _Watch:
             self._start("server", k, workers, resume) for k in range(self.config.server)
         ]
 
-    def _watch(self) -> int:
-        """Watch until server 0 is done. Return its exit code, or that of an unrecoverable error."""
-        again, told = 0, False
-        while (code := self.servers[0].exitcode) != 0:
-            time.sleep(0.05)
-            if self.interrupt.number and not told:
-                told = True
-                tell(self.store, "stop")
-            codes = [server.exitcode for server in self.servers]
-            if failed := [c for c in codes if c is not None and c > 0]:
-                return failed[0]
-            if any(c is not None and c < 0 for c in codes):
-                again += 1
-                if again > _AGAIN:
-                    say(f"servers were killed {again} times; giving up")
-                    return 1
-                self._restart()
-            self._miss_workers()
-            if not self.workers:
-                say("no workers are left")
+    def watch(self, stop: int | None) -> int | None:
+        """Handle what has happened since the last call. Return the exit code when server 0 is done,
+        or that of an unrecoverable error."""
+        if stop is not None and not self._told:
+            self._told = True
+            tell(self.store, "stop")
+        codes = [server.exitcode for server in self.servers]
+        if codes[0] == 0:
+            return self._finish()
+        if failed := [c for c in codes if c is not None and c > 0]:
+            return failed[0]
+        if any(c is not None and c < 0 for c in codes):
+            self._killed += 1
+            if self._killed > _AGAIN:
+                say(f"servers were killed {self._killed} times; giving up")
                 return 1
+            self._restart()
+        self._miss_workers()
+        if not self.workers:
+            say("no workers are left")
+            return 1
+        return None
+
+    def _finish(self) -> int:
+        """Print the result and wait for the others. Return the exit code."""
+        if self.store.check(["result"]):
+            print(self.store.get("result").decode(), flush=True)
         for process in (*self.servers, *self.workers.values()):
             process.join(self.config.timeout)
-        return code
+        return 0
 
     def _restart(self) -> None:
         """Restart all servers from the newest checkpoint; workers reconnect by themselves."""
         end(self.servers)
         step = latest(self.config.out / CHECKPOINTS)
+        self._told = False  # the new ones do not know
         say(f"a server was killed; restarting all servers from {step or 'the beginning'}")
         start_generation(self.store)
         self._start_servers(step is not None)
@@ -151,8 +150,7 @@ def _rank(role: str, number: int, config: TrainConfig, device: str, port: int, *
     for stop in STOPS:  # the parent process decides when to stop
         signal.signal(stop, signal.SIG_IGN)
     share_cores(config.server + config.mesh.dp)
-    wait = timedelta(seconds=config.timeout)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait)
+    store = kept_store(port, config.timeout)
     try:
         if role == "server":
             result = serve(config, store, number, more[0], resume=more[1])
