@@ -4,7 +4,6 @@
     python benchmarks/compiled.py --targets sm_90 --only attention
     pip install --no-deps --target build/triton-3.9.0 triton==3.9.0
     PYTHONPATH=build/triton-3.9.0 python benchmarks/compiled.py    # with a different Triton
-    python benchmarks/compiled.py --accept                         # make this the new table
 
 Facts, from the cubin: registers per thread, bytes of stack (spills) and of shared memory, programs
 that one multiprocessor holds at once (`held`), the fraction of its warps that these use (`occ`),
@@ -19,11 +18,8 @@ and the tensor-core instruction. PREDICTIONS, `us` in microseconds:
                  and the interval that contained nine of ten kept-out ones
 
 The exit status is 1 if a kernel spills (float64, for proofs, may), does not fit the part, lacks the
-tensor-core instruction that it claims, or has its wgmma serialized (ptxas' C75xx). It is also 1 if
-a hot loop has 3 % more instructions or stalls per 1,000 FLOPs of the tensor cores than
-benchmarks/results/clock/<target>.json has for this Triton, or is not in it. `--accept` makes the
-new figures the table (with `--only`, just these lines), so that the commit shows the change.
-Results go to benchmarks/results/compiled/<target>.json.
+tensor-core instruction that it claims, or has its wgmma serialized (ptxas' C75xx). No prediction
+can fail. Results go to benchmarks/results/compiled/<target>.json.
 """
 
 from __future__ import annotations
@@ -32,14 +28,12 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections import Counter
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import harness
 from clock.predict import predicted
-from clock.ratchet import read_table, worsened, write_table
 from clock.reading import main_loop
 from gate.cases import GATED
 from gate.compile import compile_targets
@@ -47,12 +41,10 @@ from gate.report import Report, failures
 
 from warpweave.kernels.cost import Cost
 from warpweave.kernels.devices import TARGETS
-from warpweave.kernels.runtime.dispatch import triton
 
-CLOCK = harness.ROOT / "benchmarks" / "results" / "clock"
 CLAIM = (
     "No shipped tile of 16 or 32 bits spills, exceeds shared memory, misses the tensor cores that "
-    "it claims or serializes them, and no hot loop costs more than the committed table says."
+    "it claims or serializes them."
 )
 
 
@@ -137,13 +129,10 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--only", default="", help="cases whose name contains this (a|b: either)")
     options.add_argument("--jobs", type=int, default=2, help="compilers at a time")
     options.add_argument("--results", type=Path, help="folder; default with --only: none")
-    options.add_argument("--accept", action="store_true", help="save the clock's figures as table")
     given = options.parse_args(arguments)
     targets = tuple(given.targets.split(","))
     if unknown := [target for target in targets if target not in TARGETS]:
         options.error(f"unknown targets {unknown}; expected some of {', '.join(TARGETS)}")
-    if given.accept and given.only and (other := [t for t in targets if _of_another_triton(t)]):
-        options.error(f"the tables of {other} are of another Triton: --accept them without --only")
     folder = given.results or (None if given.only else harness.ROOT / "benchmarks" / "results")
 
     print("compiling all cases takes 14 minutes on 2 cores; tables follow at the end", flush=True)
@@ -162,9 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     for target, reports in found.items():
         rows = [row(report) for report in reports]
         table(target, rows)
-        mine = failures(reports) + ratchet(
-            target, reports, accept=given.accept, only=bool(given.only)
-        )
+        mine = failures(reports)
         wrong += mine
         summary[target] = {"kernels": len(rows), "failures": len(mine)}
         if folder is not None:
@@ -173,44 +160,6 @@ def main(arguments: list[str] | None = None) -> int:
     print("\n" + ("\n".join(wrong) or f"nothing is wrong with any of these {kernels} kernels"))
     print(json.dumps({"script": "compiled", "claim": CLAIM, "ok": not wrong, "parts": summary}))
     return 1 if wrong else 0
-
-
-def ratchet(
-    target: str,
-    reports: list[Report],
-    *,
-    accept: bool,
-    only: bool = False,
-    folder: Path | None = None,
-) -> list[str]:
-    """Return one line per kernel whose hot loops cost more than in the table.
-
-    With `accept`, make these the table instead; with `only` (not all cases were compiled), update
-    just their lines.
-    """
-    path = (folder or CLOCK) / f"{target}.json"
-    now, names = dict[str, list[tuple[float, ...]]](), Counter[str]()
-    for r in reports:
-        if r.loops or r.unread:
-            names[name := f"{r.case} {r.kernel.strip('_')}"] += 1
-            name += f" {names[name]}" if names[name] > 1 else ""
-            now[name] = [tuple(round(x, 4) for x in loop.per_1000_flops) for loop in r.loops]
-    committed = read_table(path, triton.__version__)
-    if accept:
-        write_table(path, triton.__version__, {**(committed or {}), **now} if only else now)
-    elif committed is None:
-        print(
-            f"{path.name}: no figures under Triton {triton.__version__}, so none can have worsened"
-        )
-    else:
-        return [f"{target} {line}" for line in worsened(now, committed)]
-    return []
-
-
-def _of_another_triton(target: str, folder: Path | None = None) -> bool:
-    """Return True if `target`'s committed table cannot be kept together with new figures."""
-    path = (folder or CLOCK) / f"{target}.json"
-    return path.exists() and read_table(path, triton.__version__) is None
 
 
 def _lines(report: dict) -> str:

@@ -14,6 +14,7 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -60,14 +61,16 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         c = self.config
-        qkv = self.qkv(x).unflatten(-1, (c.kv_heads, self.group + 2, c.head_dim))
-        q, k, v = qkv.split((self.group, 1, 1), dim=-2)
-        q, k, v = (t.flatten(2, 3) for t in (q, k, v))
+        qkv = rearrange(
+            self.qkv(x), "b s (kv each d) -> b s kv each d", kv=c.kv_heads, d=c.head_dim
+        )
+        parts = qkv.split((self.group, 1, 1), dim=-2)
+        q, k, v = (rearrange(t, "b s kv each d -> b s (kv each) d") for t in parts)
         if c.positions == "rope":
             q, k = rotate(q, c.rope_theta), rotate(k, c.rope_theta)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        q, k, v = (rearrange(t, "b s h d -> b h s d") for t in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.out(o.transpose(1, 2).flatten(2))
+        return self.out(rearrange(o, "b h s d -> b s (h d)"))
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:

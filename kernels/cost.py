@@ -29,11 +29,6 @@ class Cost:
 
     __rmul__ = __mul__
 
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte. Memory bounds the op if this is below a device's FLOP/s over bytes/s."""
-        return self.flops / self.bytes
-
     def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
         """Roofline time, the larger of arithmetic and traffic; no kernel is faster."""
         return max(self.flops / flops_per_second, self.bytes / bytes_per_second)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from einops import einsum, rearrange, repeat
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -76,10 +77,11 @@ def apply_rope(x, cos, sin, *, interleaved=False):
     """
     wide, half = compute_dtype(x), cos.shape[-1]
     turning, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :].to(wide)
-    x1, x2 = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
+    dims = "(r pair)" if interleaved else "(pair r)"
+    x1, x2 = rearrange(turning, f"... {dims} -> pair ... r", pair=2)
     cos, sin = cos.to(wide)[:, None], sin.to(wide)[:, None]
-    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    y = torch.stack((y1, y2), -1).flatten(-2) if interleaved else torch.cat((y1, y2), -1)
+    turned = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    y = rearrange(turned, f"pair ... r -> ... {dims}")
     return torch.cat((y, rest), -1).to(x.dtype)
 
 
@@ -98,15 +100,14 @@ def gelu(x, *, approximate="tanh"):
 
 def swiglu(gate_up):
     """silu(gate) * up for interleaved pairs gate_up[..., 2F] = gate0, up0, gate1, up1, ..."""
-    wide = gate_up.to(compute_dtype(gate_up))
-    gate, up = wide[..., 0::2], wide[..., 1::2]
+    gate, up = rearrange(gate_up.to(compute_dtype(gate_up)), "... (f pair) -> pair ... f", pair=2)
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
 def geglu(gate_up):
     """gelu(gate) * up (tanh form) for interleaved pairs, as in `swiglu`."""
-    wide = gate_up.to(compute_dtype(gate_up))
-    return (gelu(wide[..., 0::2]) * wide[..., 1::2]).to(gate_up.dtype)
+    gate, up = rearrange(gate_up.to(compute_dtype(gate_up)), "... (f pair) -> pair ... f", pair=2)
+    return (gelu(gate) * up).to(gate_up.dtype)
 
 
 def relu2(x):
@@ -207,15 +208,15 @@ def attention(
     """
     dtype, scale = compute_dtype(q), q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
-    qc, kc, vc = q.to(dtype), *(x.to(dtype).repeat_interleave(group, 2) for x in (k, v))
-    scores = scale * torch.einsum("bqhd,bkhd->bhqk", qc, kc)
+    kc, vc = (repeat(x.to(dtype), "b k h d -> b k (h group) d", group=group) for x in (k, v))
+    scores = scale * einsum(q.to(dtype), kc, "b q h d, b k h d -> b h q k")
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     q_pos, k_pos = positions(q_runs, q.shape[1]), positions(k_runs, k.shape[1])
     seen = visible(q_pos, k_pos, causal=causal, window=window, documents=documents).to(q.device)
     logit = torch.full((q.shape[2],), -float("inf"), dtype=dtype, device=q.device)
     logit = logit if sinks is None else sinks.to(dtype)
-    logit = logit[:, None, None].expand(*scores.shape[:3], 1)
+    logit = repeat(logit, "h -> b h q 1", b=q.shape[0], q=q.shape[1])
     scores = torch.cat((scores.masked_fill(~seen, -float("inf")), logit), -1)
     # Give an empty row scores of 0 and overwrite its results, so that -inf - -inf never occurs.
     empty = scores.isneginf().all(-1, keepdim=True)
@@ -226,7 +227,7 @@ def attention(
         where = (torch.arange(q.shape[0]), torch.arange(q.shape[2]), q_pos, k_pos)
         keep = attention_dropout(dropout, dropout_seed, dropout_origin, *where)
         weights = weights * keep.to(q.device, dtype)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, vc).to(q.dtype), lse
+    return einsum(weights, vc, "b h q k, b k h d -> b q h d").to(q.dtype), lse
 
 
 def visible(
@@ -282,8 +283,8 @@ def merge(
     a, b = (lse_a - peak).exp(), (lse_b - peak).exp()
     total = a + b
     share = torch.where(total > 0, total, 1.0)
-    o = o_a * (a / share).transpose(1, 2)[..., None] + o_b * (b / share).transpose(1, 2)[..., None]
-    return o, peak + total.log()
+    of_a, of_b = (rearrange(x / share, "b h s -> b s h 1") for x in (a, b))
+    return o_a * of_a + o_b * of_b, peak + total.log()
 
 
 # ---------------------------------------------------------------- cross entropy
@@ -392,8 +393,10 @@ def qkv_rope(x, weight, bias, cos, sin):
 
     weight[Hkv, G + 2, D, E]: for each KV head its G query heads, then its key, then its value.
     """
-    qkv = torch.einsum("bse,hgde->bshgd", x, weight)
+    qkv = einsum(x, weight, "b s e, h g d e -> b s h g d")
     qkv = qkv if bias is None else qkv + bias
-    q, k, v = qkv.split((weight.shape[1] - 2, 1, 1), 3)
-    q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+    q, k, v = (
+        rearrange(part, "b s h g d -> b s (h g) d")
+        for part in qkv.split((weight.shape[1] - 2, 1, 1), 3)
+    )
     return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v

@@ -186,17 +186,17 @@ class Attention(nn.Module):
             "documents": None if context is None else context.documents,
             "sinks": self.sinks,
         }
+        layout = None if context is None else context.layout
         if context is not None and context.cache is not None:
             runs = ((context.cache.start, q.shape[1]),)
             k, v = context.cache.extend(self, k, v)
             o = attention(q, k, v, q_runs=runs, **masked)
-        else:
-            layout = context.layout if context is not None else None
-            if layout is None:
-                layout = SequenceLayout(q.shape[1], 1)
+        elif self.mesh.sizes.cp == 1 and (layout is None or _is_whole(layout, q.shape[1])):
+            o = attention(q, k, v, **masked)
+        else:  # also refuses a layout that does not fit
             o = context_attention(
-                q, k, v, layout=layout, group=self.mesh.context, strategy=self.strategy,
-                buffers=self.mesh.buffers, **masked,
+                q, k, v, layout=layout or SequenceLayout(q.shape[1], 1), group=self.mesh.context,
+                strategy=self.strategy, buffers=self.mesh.buffers, **masked,
             )  # fmt: skip
         o = o.flatten(2)
         o = o if context is None else o.flatten(0, 1)
@@ -287,6 +287,11 @@ class Attention(nn.Module):
             f"num_kv_heads={self.num_heads // self.group}, "
             + ", ".join(f"{name}={getattr(style, name)}" for name in shown)
         )
+
+
+def _is_whole(layout: SequenceLayout, length: int) -> bool:
+    """Return True if the layout is that of `length` tokens on one rank."""
+    return layout.parts == 1 and layout.local_len == length
 
 
 def _samples(context: TokenContext, tokens: int) -> tuple[int, int]:

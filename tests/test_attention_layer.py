@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_f64
+from einops import rearrange
 from sharded import MESHES, RTOL, check_layer, draw, own
 from threads import run_threads
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ F64 = {"dtype": torch.float64}
 
 def _grouped(stacked: Tensor, heads: int) -> Tensor:
     """Reorder torch's rows (all q, all k, all v) as q, k, v of head 0, then of head 1, ..."""
-    return stacked.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+    return rearrange(stacked, "(qkv h d) ... -> (h qkv d) ...", qkv=3, h=heads)
 
 
 def _from_torch(theirs: nn.MultiheadAttention) -> dict[str, Tensor]:
@@ -264,6 +265,12 @@ def test_inputs_without_batch_or_rotary_table_are_refused():
         layer(torch.zeros(5, 12), TokenContext(1))
     alone = Attention(12, 2, sequence_parallel=True)  # on one rank that shards nothing
     assert alone(torch.zeros(2, 5, 12)).shape == (2, 5, 12)
+
+
+@pytest.mark.parametrize("layout", [SequenceLayout(6, 1), SequenceLayout(10, 2)])
+def test_layout_that_does_not_fit_is_refused_on_one_device(layout):
+    with pytest.raises(ValueError, match=r"^context_attention, cp rank 0 of 1: "):
+        Attention(12, 2)(torch.zeros(5, 12), TokenContext(1, layout))
 
 
 def test_what_a_hooked_projection_makes_turns_as_the_context_says():

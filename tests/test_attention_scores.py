@@ -15,6 +15,7 @@ from attention_cases import (
     with_grads,
 )
 from close import assert_close_f64, relative_error
+from einops import rearrange
 from well_formed import well_formed
 
 from warpweave.kernels import reference
@@ -211,8 +212,8 @@ def test_the_four_probabilities_of_a_draw_are_independent(impl) -> None:
     q, k = torch.zeros(1, S, 16, 1, dtype=F64), torch.zeros(1, S, 16, 1, dtype=F64)
     v = torch.eye(S, dtype=F64)[None, :, None, :].expand(1, S, 16, S)
     o = attention(q, k, v, causal=False, dropout=p, dropout_seed=11, impl=impl)
-    kept = (o > 0).double().permute(0, 2, 1, 3).reshape(-1, S // 16, 2, 8, S // 16, 2, 8)
-    four = torch.stack([kept[:, :, i, :, :, j] for i in (0, 1) for j in (0, 1)]).flatten(1)
+    kept = (o > 0).double()
+    four = rearrange(kept, "b (q i m) h (k j n) -> (i j) (b h q m k n)", i=2, j=2, m=8, n=8)
     limit = 5 / four.shape[1] ** 0.5  # of a correlation's standard deviation
     assert (torch.corrcoef(four) - torch.eye(4, dtype=F64)).abs().max() < limit
     assert (four.mean(1) - (1 - p)).abs().max() < limit * p

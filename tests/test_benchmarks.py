@@ -698,52 +698,14 @@ def test_compiled_reports_facts_and_marks_predictions(load, tmp_path, capsys):
     assert str(BENCHMARKS.parent) not in json.dumps(report)
 
 
-def test_hot_loops_that_cost_more_than_is_committed_are_told(load, tmp_path):
-    compiled = load("compiled")
-    loop = HotLoop(100, 200, 1e6, 512.0, {"tensor": 4}, {"alu": 600.0}, 0.0, 0.0, "P4 W")
-    report = compiled.Report(
-        "sm_90", "x", "_k", True, False, 8, 128, 0, 0, 2, 400, "wgmma", {}, {}, None, loops=[loop]
-    )  # fmt: skip
-    row = compiled.row(report)
-    assert [row[x] for x in ("ideal", "serial", "bound")] == [0.853, 0.719, "alu"]
-
-    def told(stalls: int, case: str = "x", **options) -> list[str]:
-        new = dataclasses.replace(loop, stalls=stalls)
-        reports = [dataclasses.replace(report, case=case, loops=[loop, new])]
-        return compiled.ratchet("sm_90", reports, folder=tmp_path, **{"accept": False, **options})
-
-    def table() -> set[str]:
-        return set(compiled.read_table(tmp_path / "sm_90.json", compiled.triton.__version__))
-
-    assert told(200) == []  # there is no table yet
-    assert told(200, accept=True) == told(190) == told(205) == []
-    (line,) = told(220)
-    assert line.startswith("sm_90 x k: hot loop 2 of 2 has 0.220 stalls per 1,000 FLOPs, +10.0%")
-    assert told(220, accept=True) == told(220) == []
-    # Some cases are merged into the table. All cases replace it, so that removed ones disappear.
-    assert told(220, "y", accept=True, only=True) == []
-    assert table() == {"x k", "y k"}
-    assert told(220, "y", accept=True) == []
-    assert table() == {"y k"}
-
-
-def test_compiled_takes_no_case_for_none_wrong_and_keeps_tables_whole(
-    load, tmp_path, capsys, monkeypatch
-):
-    """A misspelled --only is not a success. --accept with --only would drop the rest of a table
-    that another Triton version made."""
+def test_compiled_refuses_to_compile_no_case(load, tmp_path, capsys, monkeypatch):
+    """A misspelled --only is not a success."""
     compiled = load("compiled")
     monkeypatch.setattr(compiled, "compile_targets", lambda targets, *a, **k: {targets[0]: []})
-    monkeypatch.setattr(compiled, "CLOCK", tmp_path)
-    arguments, path = ["--targets", "sm_90", "--only", "misspelt"], tmp_path / "sm_90.json"
-    compiled.write_table(path, "3.0.0", {"x k": [(1.0, 2.0)]})
-    before = path.read_text()
-    for more, message in (([], "no case has 'misspelt'"), (["--accept"], "of another Triton")):
-        with pytest.raises(SystemExit) as end:
-            compiled.main(arguments + more)
-        assert end.value.code == 2
-        assert message in capsys.readouterr().err
-    assert path.read_text() == before
+    with pytest.raises(SystemExit) as end:
+        compiled.main(["--targets", "sm_90", "--only", "misspelt"])
+    assert end.value.code == 2
+    assert "no case has 'misspelt'" in capsys.readouterr().err
 
 
 def test_compiled_prices_a_case_by_its_cost(load):
@@ -752,6 +714,9 @@ def test_compiled_prices_a_case_by_its_cost(load):
         "sm_90", "x", "k", True, False, 8, 128, 0, 0, 2, 400, "wgmma", {"BLOCK_M": 64, "heads": 3},
         {}, (989_000_000, 3_350),
     )  # fmt: skip
+    loop = HotLoop(100, 200, 1e6, 512.0, {"tensor": 4}, {"alu": 600.0}, 0.0, 0.0, "P4 W")
+    read = compiled.row(dataclasses.replace(report, loops=[loop]))
+    assert [read[x] for x in ("ideal", "serial", "bound")] == [0.853, 0.719, "alu"]
     row = compiled.row(report)
     assert row["roofline_us"] == 1.0  # the arithmetic at 989 TFLOP/s; the bytes take 1 ns
     assert row["tiles"] == {"BLOCK_M": 64}

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_all_close, assert_close_f64, assert_error_budget, assert_same_bits
+from einops import rearrange
 from ranks import run_ranks
 from sharded import MESHES, RTOL, check_layer, draw
 from threads import run_threads
@@ -66,7 +67,7 @@ def _twin_of_torch(dtype: torch.dtype) -> tuple[nn.TransformerEncoderLayer, Tran
             p.copy_(draw(30 + i, *p.shape) / 2)
 
     def grouped(rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (3, HEADS, -1)).transpose(0, 1).flatten(0, 2)
+        return rearrange(rows, "(qkv h d) ... -> (h qkv d) ...", qkv=3, h=HEADS)
 
     names = {"norm1": "attention_norm", "self_attn.out_proj": "attention.out", "norm2": "mlp_norm",
              "linear1": "mlp.up", "linear2": "mlp.down"}  # fmt: skip
@@ -330,7 +331,7 @@ def _on_data_ranks(rank: int) -> None:
     x = draw(1, 4, 6, E)
     for style in (GPT2, LLAMA | {"recompute": "up"}):
         alone = _block(style)
-        order = x.unflatten(0, (2, 2)).transpose(0, 1).flatten(0, 1)  # halves are ordered by rank
+        order = rearrange(x, "(half rank) s e -> (rank half) s e", rank=2)  # each rank's half
         losses, *expected = _train(alone, order)
         for wrap in (DistributedDataParallel, fully_shard):
             wrapped = wrap(_block(style))
@@ -432,7 +433,7 @@ def test_gradients_of_biases_and_norms_are_summed_as_wide_as_they_are_wanted(dty
 
 def _submodules_sharded(rank: int) -> None:
     x, whole = draw(1, 4, 6, E), _block(GPT2)
-    order = x.unflatten(0, (2, 2)).transpose(0, 1).flatten(0, 1)
+    order = rearrange(x, "(half rank) s e -> (rank half) s e", rank=2)
     losses, *expected = _train(whole, order)
     for names in (("attention", "mlp"), PROJECTIONS, ("attention",), ("mlp.up",)):
         block = _block(GPT2)

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from clock.disassembly import Instruction, parse
 from clock.instructions import class_of, copied, pipe_of, product_of, shared_cycles
 from clock.kernel import read_kernel
 from clock.loops import natural_loops
-from clock.ratchet import read_table, worsened, write_table
 
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.machine.tune.aot import compiling
@@ -140,7 +138,7 @@ def test_a_product_of_a_known_tile_has_known_figures(found, target) -> None:
     assert loop.order.count("P") >= 1
 
 
-def test_work_in_the_loop_is_seen_by_class_pipe_and_ratchet(found) -> None:
+def test_work_in_the_loop_is_seen_by_class_and_pipe(found) -> None:
     plain, busy = loop_of(found, "sm_90"), loop_of(found, "sm_90 busy")
     exponentials = M * N / (32 * WARPS)  # a warp's instructions
     assert busy.classes["special"] == exponentials
@@ -149,11 +147,6 @@ def test_work_in_the_loop_is_seen_by_class_pipe_and_ratchet(found) -> None:
     assert busy.pipes["special"] == 32 * exponentials / (16 / 4)
     assert (busy.flops, busy.bound) == (plain.flops, "special")
     assert busy.serial < plain.serial
-    committed = {"k": [plain.per_1000_flops]}
-    assert worsened(committed, committed) == []
-    (line,) = worsened({"k": [busy.per_1000_flops]}, committed)
-    assert line.startswith("k: hot loop 1 of 1 has ")
-    assert worsened(committed, {"k": [busy.per_1000_flops]}) == []  # improvements need no approval
 
 
 @pytest.mark.parametrize(
@@ -334,7 +327,6 @@ def test_the_figures_of_a_loop_are_those_of_its_instructions_added_by_hand() -> 
     assert (loop.bound, loop.busy) == ("shared memory", 4 * shared / 128)
     assert loop.ideal == loop.tensor / loop.busy
     assert loop.serial == loop.tensor / (loop.tensor + loop.stalls)
-    assert loop.per_1000_flops == (11e3 / flops, 1e3 * loop.stalls / flops)
     assert reading.main_loop([loop, dataclasses.replace(loop, stalls=1)]).stalls == 1
 
 
@@ -378,35 +370,6 @@ def program(*steps: str) -> list[Instruction]:
 def test_natural_loops_of_drawn_programs(steps, loops) -> None:
     found = natural_loops(program(*steps))
     assert [[i.address for i in loop] for loop in found] == loops
-
-
-# ---------------------------------------------------------------- the ratchet
-
-
-def test_three_percent_is_noise_and_more_must_be_said(tmp_path) -> None:
-    committed = {"a": [(1.0, 2.0)], "b": [(1.0, 2.0), (3.0, 4.0)]}
-    assert worsened({"a": [(1.02, 2.05)]}, committed) == []
-    for worse in ([(1.04, 2.0)], [(1.0, 2.07)]):
-        (line,) = worsened({"a": worse, "b": committed["b"]}, committed)
-        assert line.startswith("a: hot loop 1 of 1")
-    (line,) = worsened({"b": [(1.0, 2.0), (3.0, 4.2)]}, committed)
-    assert (
-        "hot loop 2 of 2 has 4.200 stalls per 1,000 FLOPs, +5.0% compared with the committed 4.000"
-        in line
-    )
-    assert worsened({"b": [(1.0, 2.0)]}, committed) == ["b: 1 hot loops, expected 2 as committed"]
-    assert worsened({"new": []}, committed) == ["new: not in the clock's table"]
-    path = tmp_path / "clock" / "sm_90.json"
-    assert read_table(path, "3.7.1") is None
-    write_table(path, "3.7.1", committed)
-    assert read_table(path, "3.7.1") == committed
-    assert read_table(path, "3.9.0") is None
-    assert len(Path(path).read_text().splitlines()) == 2 + len(committed) + 1
-    whole = path.read_text()
-    for damaged in (whole[:-40], "{}", "[]", whole.replace("[[1.0, 2.0]]", "[[1.0]]")):
-        path.write_text(damaged)
-        with pytest.raises(ValueError, match=r"sm_90\.json is not a table of the clock: "):
-            read_table(path, "3.7.1")
 
 
 if __name__ == "__main__":

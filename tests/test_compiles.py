@@ -6,7 +6,6 @@ compiles all cases and every shipped tile for every GPU, in minutes.
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -66,14 +65,9 @@ def test_every_case_says_what_it_costs() -> None:
 
 @pytest.mark.parametrize("target", GATED)
 def test_what_is_committed_is_of_the_cases_that_there_are(target) -> None:
-    """The gate's table has a row for each case, the clock's one for each kernel with a hot loop."""
-    results = ROOT / "benchmarks" / "results"
-    rows = json.loads((results / "compiled" / f"{target}.json").read_text())["rows"]
+    path = ROOT / "benchmarks" / "results" / "compiled" / f"{target}.json"
     compiled = {c.name for c in [*cases(), *tile_cases()] if target in c.targets}
-    assert {row["case"] for row in rows} == compiled
-    clock = json.loads((results / "clock" / f"{target}.json").read_text())["kernels"]
-    products = {f"{r['case']} {r['kernel'].strip('_')}" for r in rows if r["ideal"] is not None}
-    assert {re.sub(r" \d+$", "", name) for name in clock} == products
+    assert {row["case"] for row in json.loads(path.read_text())["rows"]} == compiled
 
 
 def test_every_failure_is_named() -> None:

@@ -187,7 +187,7 @@ def test_projections_of_attention() -> None:
     q = torch.randn(2, 6, 2, 6)
     rope = torch.randn(2, 6, 3)
     layer.out = nn.Identity()
-    with mock.patch.object(attention, "context_attention", return_value=q):
+    with mock.patch.object(attention, "attention", return_value=q):
         found = told(
             attention, "parallel_qkv_rope",
             lambda: layer(x, TokenContext(2, rope=rope)), (q, q[:, :, :1], q[:, :, :1]),

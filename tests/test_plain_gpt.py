@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close_f64, relative_error
+from einops import rearrange
 
 from warpweave.model import plain as plain_gpt
 from warpweave.model.plain import (
@@ -74,8 +75,7 @@ def _from_gpt2(state: dict[str, torch.Tensor], config: PlainConfig) -> dict[str,
 
     def qkv(x: torch.Tensor) -> torch.Tensor:  # (..., 3E) -> (3E, ...)
         x = x.T if x.ndim == 2 else x
-        x = x.reshape(3, config.heads, config.head_dim, *x.shape[1:])
-        return x.transpose(0, 1).reshape(3 * config.width, *x.shape[3:])
+        return rearrange(x, "(qkv h d) ... -> (h qkv d) ...", qkv=3, h=config.heads)
 
     out = {
         "embedding.weight": state["transformer.wte.weight"],
@@ -234,9 +234,9 @@ def _by_torch(params: dict[str, torch.Tensor], tokens: torch.Tensor, config: Pla
     for i in range(config.layers):
         block = f"blocks.{i}"
         qkv = linear(norm(x, f"{block}.attention_norm"), f"{block}.attention.qkv")
-        q, k, v = qkv.unflatten(-1, (config.heads, 3, -1)).transpose(1, 2).unbind(3)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + linear(o, f"{block}.attention.out")
+        q, k, v = rearrange(qkv, "b s (h qkv d) -> qkv b h s d", qkv=3, h=config.heads)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(rearrange(o, "b h s d -> b s (h d)"), f"{block}.attention.out")
         h = F.relu(linear(norm(x, f"{block}.mlp_norm"), f"{block}.mlp.up")).square()
         x = x + linear(h, f"{block}.mlp.down")
     return F.linear(norm(x, "final_norm"), params["embedding.weight"])
@@ -461,4 +461,5 @@ def test_it_imports_nothing_of_ours():
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
             modules.add((node.module or "").split(".")[0])
-    assert modules == {"__future__", "dataclasses", "hashlib", "math", "numpy", "torch"}
+    libraries = {"einops", "numpy", "torch"}
+    assert modules == {"__future__", "dataclasses", "hashlib", "math", *libraries}

@@ -111,6 +111,13 @@ def test_sizes(call, words) -> None:
     check(call, words)
 
 
+@pytest.mark.parametrize("keyword", ["q_runs", "windw"])
+def test_attention_over_ranks_refuses_positions_and_unknown_keywords(keyword) -> None:
+    layout = SequenceLayout(4, 1)
+    with pytest.raises(TypeError, match=keyword):
+        context_attention(q, kv, kv, layout=layout, group=None, **{keyword: None})
+
+
 # ---------------------------------------------------------------- tensors over tensor ranks
 
 

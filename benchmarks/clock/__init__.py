@@ -7,7 +7,7 @@
 `disassembly` a cubin's instructions and their stall counts · `loops` natural loops ·
 `instructions` what each instruction occupies, and for how long · `reading` the figures of hot loops
 · `kernel` all that is read of a compiled kernel · `predict` a launch's time, by constants fitted to
-published times · `ratchet` figures that may not worsen. Next to this folder, `clock_fit.py` fits
+published times. Next to this folder, `clock_fit.py` fits
 those constants and `clock_beside.py` compares predictions with measurements.
 
 It is a development tool and not installed: scripts in ``benchmarks`` and tests import it as

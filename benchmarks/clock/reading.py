@@ -79,11 +79,6 @@ class HotLoop:
         """PREDICTION: tensor cycles over tensor cycles and stalls."""
         return self.tensor / (self.tensor + self.stalls)
 
-    @property
-    def per_1000_flops(self) -> tuple[float, float]:
-        """(instructions, stalls) per 1,000 FLOPs of the tensor cores."""
-        return 1e3 * self.instructions / self.flops, 1e3 * self.stalls / self.flops
-
     def _cycles(self) -> dict[str, float]:
         return {"tensor": self.tensor, **self.pipes, "issue": self.instructions}
 

@@ -28,28 +28,29 @@ derivatives.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
-import torch.nn.functional as F
 
 from warpweave.kernels.attention.backward import attention_delta, attention_dsinks, block_bwd
 from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import (
     AttentionOptions,
+    BlockKeywords,
     Runs,
     Upstream,
-    check_are_tensors,
     check_boundaries,
     check_carried,
     check_carried_gradients,
     check_dtype,
     check_upstream,
     checked,
+    prepared,
 )
+from warpweave.kernels.attention.visible import Packed
 from warpweave.kernels.reference import Run, compute_dtype
 from warpweave.kernels.runtime.beside import beside_dtensors
 from warpweave.kernels.runtime.dispatch import no_graph, refuse_tangents
-from warpweave.kernels.runtime.dtypes import is_autocast
 from warpweave.kernels.runtime.op import operator
 from warpweave.kernels.runtime.wgrad import grad_dtype
 
@@ -167,7 +168,7 @@ def attention(
     *,
     causal: bool = True,
     window: int | None = None,
-    documents: torch.Tensor | None = None,
+    documents: torch.Tensor | Packed | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -229,43 +230,10 @@ def attention(
         causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
         q_runs, k_runs, impl,
     )  # fmt: skip
-    q, k, v = autocast(q, k, v)
-    width = v.shape[-1:]
-    q, k, v, options = even_heads(q, k, v, options)
-    o, lse = attend(q, k, v, sinks, checked(options, q, k, v, sinks))
-    o = o if o.shape[-1:] == width else o[..., : width[0]]
+    q, k, padded_v, options = prepared(q, k, v, sinks, options)
+    o, lse = attend(q, k, padded_v, sinks, options)
+    o = o if o.shape[3] == v.shape[3] else o[..., : v.shape[3]]
     return (o, lse) if return_lse else o
-
-
-def autocast(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v in the dtype of an active autocast."""
-    check_are_tensors(q, k, v)
-    if q.dtype == torch.float64 or not is_autocast(q):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def even_heads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionOptions]:
-    """Pad q and k, or v, with zeros to the larger of D and Dv.
-
-    The scale stays that of the original D, so no score changes, and o is padded with zeros. Invalid
-    shapes are returned unchanged, and `checked` refuses them.
-    """
-    if not q.ndim == k.ndim == v.ndim == 4:
-        return q, k, v, options
-    D, Dv = q.shape[3], v.shape[3]
-    if Dv == D or k.shape[3] != D or k.shape[:3] != v.shape[:3] or not D or not Dv:
-        return q, k, v, options
-    if options.scale is None:
-        options = options._replace(scale=D**-0.5)
-    if Dv > D:
-        return F.pad(q, (0, Dv - D)), F.pad(k, (0, Dv - D)), v, options
-    return q, k, F.pad(v, (0, D - Dv)), options
 
 
 @no_graph
@@ -274,20 +242,10 @@ def attention_fwd(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = True,
-    window: int | None = None,
-    documents: torch.Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    dropout_seed: int = 0,
-    dropout_origin: Sequence[int] = (0, 0),
-    q_runs: Runs | None = None,
-    k_runs: Runs | None = None,
     out_dtype: torch.dtype | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
-    impl: str | None = None,
+    **keywords: Unpack[BlockKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o[B, Sq, Hq, D] and its natural-log normalizer lse[B, Hq, Sq].
 
@@ -295,14 +253,10 @@ def attention_fwd(
     inputs, for partial results that will be merged. Alternatively, `into` holds the (o, lse) of
     other keys, both float32 (float64 for float64), lse contiguous. They are changed in place to
     those of all the keys, and returned. They may start from lse = -inf, for any o, or from o = 0
-    and lse = sinks; `sinks` cannot be combined with `into`. Other arguments and errors are those of
-    `attention`. Not differentiable.
+    and lse = sinks; `sinks` cannot be combined with `into`. The other keywords, and errors, are
+    those of `attention`. Not differentiable.
     """
-    options = AttentionOptions(
-        causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
-        q_runs, k_runs, impl,
-    )  # fmt: skip
-    options = checked(options, q, k, v, sinks)
+    options = checked(AttentionOptions(**keywords), q, k, v, sinks)
     check_boundaries(options, q.shape[1], k.shape[1])
     check_dtype("out_dtype", out_dtype)
     check_carried(q, sinks, out_dtype, into)
@@ -319,19 +273,9 @@ def attention_bwd(
     delta: torch.Tensor | None,
     *,
     o: torch.Tensor | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    documents: torch.Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    dropout_seed: int = 0,
-    dropout_origin: Sequence[int] = (0, 0),
-    q_runs: Runs | None = None,
-    k_runs: Runs | None = None,
     grad_dtype: torch.dtype | None = None,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
-    impl: str | None = None,
+    **keywords: Unpack[BlockKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return this block's dq[B, Sq, Hq, D], dk and dv[B, Sk, Hkv, D].
 
@@ -340,14 +284,10 @@ def attention_bwd(
     also pass `o`, the final output: the CPU path then copies nothing and does not read delta, which
     may be None. Gradients are new (contiguous on a GPU), of `grad_dtype` (default q.dtype; float32
     if they will be summed over blocks). Those passed in `into` = (dq, dk, dv), float32 (float64 for
-    float64), are instead added to in place and returned; pass both dk and dv or neither. Other
-    arguments and errors are those of `attention`.
+    float64), are instead added to in place and returned; pass both dk and dv or neither. The
+    other keywords, and errors, are those of `attention`.
     """
-    options = AttentionOptions(
-        causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
-        q_runs, k_runs, impl,
-    )  # fmt: skip
-    options = checked(options, q, k, v)
+    options = checked(AttentionOptions(**keywords), q, k, v)
     check_boundaries(options, q.shape[1], k.shape[1])
     check_dtype("grad_dtype", grad_dtype)
     upstream = Upstream(do, lse, delta, o)

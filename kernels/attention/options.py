@@ -1,11 +1,12 @@
 """Options and tensors of an attention call, checked once by the public functions.
 
-`attention`, `attention_fwd`, `attention_bwd` and `context_attention` make an `AttentionOptions` of
-their keywords and pass it to `checked`. Operators, launches, the torch path and the strategies of
-context parallelism accept the record and do not check again. Each block of queries and keys has its
-own `q_runs` and `k_runs`; everything else is the same for the whole sequence. The checks use only
-shapes, dtypes and numbers, without a host sync. A compiler can trace `checked`, because it compares
-symbols only with bounds.
+`attention` and `context_attention` make an `AttentionOptions` of their keywords and pass it, with
+their tensors, to `prepared`; `attention_fwd` and `attention_bwd` pass theirs to `checked`.
+Operators, launches, the torch path and the strategies of context parallelism accept the record and
+do not check again. Each block of queries and keys has its own `q_runs` and `k_runs`, from which
+`resolved` makes the options of a launch; everything else is the same for the whole sequence. The
+checks use only shapes, dtypes and numbers, without a host sync. A compiler can trace `prepared`,
+because it compares symbols only with bounds.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
+import torch.nn.functional as F
 
 from warpweave.kernels.attention.visible import Packed
 from warpweave.kernels.dropout import check_key
 from warpweave.kernels.reference import Run, compute_dtype
 from warpweave.kernels.runtime.dispatch import check_impl, check_written, choose
-from warpweave.kernels.runtime.dtypes import FLOATS
+from warpweave.kernels.runtime.dtypes import FLOATS, is_autocast
 from warpweave.kernels.runtime.tile_table import MAX_HEAD_DIM
 
 Runs = Sequence[tuple[int, ...]]  # each a `Run` or its fields
@@ -29,8 +31,29 @@ Runs = Sequence[tuple[int, ...]]  # each a `Run` or its fields
 FARTHEST = 2**31 - 2  # kernels and document tables hold positions in int32
 
 
+class AttentionKeywords(TypedDict, total=False):
+    """The keywords of every attention call, as defined by `attention`."""
+
+    causal: bool
+    window: int | None
+    documents: torch.Tensor | Packed | None
+    scale: float | None
+    softcap: float | None
+    dropout: float
+    dropout_seed: int
+    dropout_origin: Sequence[int]
+    impl: str | None
+
+
+class BlockKeywords(AttentionKeywords, total=False):
+    """The keywords of an attention call of some queries and keys, whose positions are given."""
+
+    q_runs: Runs | None
+    k_runs: Runs | None
+
+
 class AttentionOptions(NamedTuple):
-    """The keywords shared by all attention calls, under the same names; see `attention`."""
+    """`BlockKeywords` as a record."""
 
     causal: bool = True
     window: int | None = None
@@ -98,15 +121,45 @@ def checked(
     """
     options = check_numbers(options)
     check_attention(q, k, v, sinks)
-    if isinstance(options.documents, Packed):
-        documents, table = options.documents
-        options = options._replace(documents=documents, table=table)
-    if options.documents is not None:
-        check_documents(options.documents, q, apart=True)
+    documents, table = options.documents, options.table
+    if isinstance(documents, Packed):
+        documents, table = documents
+    if documents is not None:
+        check_documents(documents, q, apart=True)
     return options._replace(
+        documents=documents,
+        table=table,
         q_runs=_checked_runs("q_runs", options.q_runs, q.shape[1]),
         k_runs=_checked_runs("k_runs", options.k_runs, k.shape[1]),
     )
+
+
+def prepared(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    options: AttentionOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionOptions]:
+    """Return q, k and v of one head dim and `checked` options; raise ValueError as `checked` does.
+
+    Under autocast q, k and v are cast. If Dv differs from D, the narrower tensors are padded with
+    zeros. The scale stays that of the original D, so no score changes, and o is padded with zeros.
+    """
+    check_are_tensors(q, k, v)
+    if q.dtype != torch.float64 and is_autocast(q):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if q.ndim == k.ndim == v.ndim == 4:
+        D, Dv = q.shape[3], v.shape[3]
+        if Dv != D and k.shape == (*v.shape[:3], D) and D and Dv:
+            if options.scale is None:
+                options = options._replace(scale=D**-0.5)
+            if Dv > D:
+                q, k = F.pad(q, (0, Dv - D)), F.pad(k, (0, Dv - D))
+            else:
+                v = F.pad(v, (0, D - Dv))
+    return q, k, v, checked(options, q, k, v, sinks)
 
 
 def _integer(name: str, n: Any) -> int:
@@ -383,7 +436,7 @@ def _check_into(name: str, into: torch.Tensor, like: torch.Tensor) -> None:
 
 
 def resolved(options: AttentionOptions, q: torch.Tensor, k: torch.Tensor) -> AttentionOptions:
-    """Normalize checked options, and remove options that have no effect on this block.
+    """Return checked options as the launches of a block need them.
 
     The scale is set, runs are neither None nor empty, adjacent runs are joined, documents have two
     dims, and a window as wide as the sequence becomes None. If only the causal mask uses positions,
@@ -392,7 +445,7 @@ def resolved(options: AttentionOptions, q: torch.Tensor, k: torch.Tensor) -> Att
     """
     causal, window, documents, scale, *_ = options
     q_runs, k_runs = _joined(options.q_runs, q.shape[1]), _joined(options.k_runs, k.shape[1])
-    end = max((run.positions[-1] + 1 for run in (*q_runs, *k_runs)), default=0)
+    end = max(_end(q_runs, 0), _end(k_runs, 0))
     if window is not None and window >= end:  # no two positions are that far apart
         window = None
     if end + (window or 0) > FARTHEST:
@@ -412,7 +465,8 @@ def resolved(options: AttentionOptions, q: torch.Tensor, k: torch.Tensor) -> Att
 
 def _joined(runs: Runs | None, length: int) -> tuple[Run, ...]:
     """The runs without empty ones, with adjacent runs joined."""
-    runs = ((0, length),) if runs is None else runs
+    if runs is None:
+        return (Run(0, length),) if length else ()
     found = tuple(run for run in (Run(*run) for run in runs) if run.length)
     if len(found) == 2 and found[0].positions.stop == found[1].start:
         return (Run(found[0].start, length, found[0].stripes),)

@@ -51,7 +51,7 @@ from warpweave.kernels.gemm.local import LOCAL, Local
 from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.runtime.beside import beside_dtensors, is_dtensor
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable, wants_gradient
-from warpweave.kernels.runtime.dtypes import is_autocast
+from warpweave.kernels.runtime.dtypes import operand_dtype
 from warpweave.kernels.runtime.wgrad import grad_dtype, wgrad, wgrad_buffer
 
 
@@ -304,8 +304,4 @@ def check_linear_cross_entropy(
         )
     if not (x.is_floating_point() and weight.is_floating_point()):
         raise ValueError(f"{name} needs floating point, got x {x.dtype}, weight {weight.dtype}")
-    if is_autocast(x) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    if x.dtype != weight.dtype:
-        raise ValueError(f"{name}: dtypes differ: x {x.dtype}, weight {weight.dtype}")
-    return x.dtype
+    return operand_dtype(name, x, {"weight": weight})

@@ -13,18 +13,15 @@ import torch
 
 from warpweave.kernels.runtime.dispatch import capability, choose
 
-# The ops that are faster fused, by compute capability. PREDICTED for the sizes of Llama 8B with
-# 16,384 tokens (benchmarks/fusion.py, docs/performance.md), not measured. All other ops are unfused
-# on these GPUs: a fused epilogue saves a pass over the result, but cuBLAS has a faster main loop,
-# which saves more.
+# The ops that are faster fused, by compute capability, in the sizes of Llama 8B with 16,384 tokens
+# (benchmarks/fusion.py, docs/performance.md). All other ops are unfused on these GPUs: a fused
+# epilogue saves passes over the result, but cuBLAS has a faster main loop, which saves more. How
+# much faster is measured on H100 and predicted on the others. What passes cost is predicted on all.
 FUSED: dict[int, tuple[str, ...]] = {
     80: (),  # A100
-    90: (  # H100
-        "relu2", "slope of relu2", "slope of swiglu", "slope of geglu", "residual",
-        "dropout and residual",
-    ),
+    90: ("slope of relu2", "slope of swiglu", "slope of geglu"),  # H100
     100: (),  # B200
-}  # fmt: skip
+}
 
 
 def choose_or_auto(impl: str | None, *tensors: torch.Tensor | None) -> str:

@@ -28,20 +28,20 @@ Every result equals attention over the whole sequence up to the order of sums.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 import torch
 import torch.distributed as dist
 
 from warpweave.kernels.attention import attention_delta, attention_dsinks
-from warpweave.kernels.attention.function import attend, autocast, even_heads
+from warpweave.kernels.attention.function import attend
 from warpweave.kernels.attention.options import (
+    AttentionKeywords,
     AttentionOptions,
     Upstream,
     check_boundaries,
-    checked,
+    prepared,
 )
-from warpweave.kernels.attention.visible import Packed
 from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.kernels.runtime.wgrad import grad_dtype
 from warpweave.parallel.buffers import Buffers
@@ -73,20 +73,12 @@ def context_attention(
     *,
     layout: SequenceLayout,
     group: ContextGroup,
-    causal: bool = True,
-    window: int | None = None,
-    documents: torch.Tensor | Packed | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    dropout_seed: int = 0,
-    dropout_origin: tuple[int, int] = (0, 0),
     strategy: Strategy | Links = "auto",
     return_lse: bool = False,
     overlap: bool = True,
     buffers: Buffers | None = None,
-    impl: str | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's queries to keys and values of the whole sequence.
 
@@ -99,10 +91,7 @@ def context_attention(
         group: the cp process group of ``layout.parts`` ranks; None for one rank. For "hybrid", a
             pair of groups: the ring and the Ulysses group. Rank i of the ring and u of the Ulysses
             group, of U ranks, is cp rank i U + u of the layout, which must not be striped.
-        causal, window, documents, scale, softcap: as in `attention`, in global positions, the same
-            on every rank.
         sinks: [Hq], replicated. Its gradient is {partial cp}: the sum over this rank's rows.
-        dropout, dropout_seed, dropout_origin: as in `attention`; the mask is that of one device.
         strategy: "ring", "gather", "stream", "ulysses", "hybrid" or "auto" (see the module), or
             `Links`: the speeds by which to choose, the same on every rank (`measure_links`).
         return_lse: also return lse[B, Hq, S/cp] (natural log; fp32, or float64 for float64).
@@ -111,7 +100,9 @@ def context_attention(
             "gather" and "ulysses" have nothing to overlap.
         buffers: memory for the ring's messages, shared by consecutive calls (layers,
             micro-batches); None allocates it for this call only.
-        impl: None, "triton" or "torch" for the kernels.
+        keywords: causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin
+            and impl as in `attention`, the same on every rank. Masks, also that of dropout, are
+            those of one device: they are functions of global positions.
 
     Returns o[B, S/cp, Hq, Dv] in q's dtype, or (o, lse); both are differentiable. If one rank runs
     the backward, every rank must (keep ``0 * o`` in the loss of a rank without labels).
@@ -123,14 +114,9 @@ def context_attention(
     ring, ulysses_group = group if isinstance(group, tuple) else (group, None)
     rank = group_rank(ring) * group_size(ulysses_group) + group_rank(ulysses_group)
     size = group_size(ring) * group_size(ulysses_group)
-    options = AttentionOptions(
-        causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin, impl=impl
-    )
+    options = AttentionOptions(q_runs=None, k_runs=None, **keywords)  # the layout has the runs
     try:
-        q, k, v = autocast(q, k, v)
-        width = v.shape[-1:]
-        q, k, v, options = even_heads(q, k, v, options)
-        options = checked(options, q, k, v, sinks)
+        q, k, padded_v, options = prepared(q, k, v, sinks, options)
         _check_layout(layout, size, q, k)
         if size > 1:  # on one device the operator checks documents itself
             check_boundaries(options, layout.seq_len, layout.seq_len)
@@ -140,20 +126,21 @@ def context_attention(
                 taken = _least_exposed(layout, q, k, options, ulysses, strategy)
             else:
                 taken = strategy
-            taken = resolve_strategy(taken, layout, heads, ulysses, causal=causal, window=window)
+            mask = {"causal": options.causal, "window": options.window}
+            taken = resolve_strategy(taken, layout, heads, ulysses, **mask)
             options = _without_padding(options, layout, q.device)
             if taken == "ulysses":
                 ring, ulysses_group = None, ring
     except ValueError as error:
         raise ValueError(f"context_attention, cp rank {rank} of {size}: {error}") from None
     if size == 1:
-        o, lse = attend(q, k, v, sinks, options)
+        o, lse = attend(q, k, padded_v, sinks, options)
     else:
         where = layout, ring, ulysses_group
         o, lse = _ContextAttention.apply(
-            q, k, v, sinks, _STRATEGIES[taken], *where, options, overlap, buffers
+            q, k, padded_v, sinks, _STRATEGIES[taken], *where, options, overlap, buffers
         )
-    o = o if o.shape[-1:] == width else o[..., : width[0]]
+    o = o if o.shape[3] == v.shape[3] else o[..., : v.shape[3]]
     return (o, lse) if return_lse else o
 
 

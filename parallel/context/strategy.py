@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.parallel.buffers import Buffers
-from warpweave.parallel.collectives import group_rank
+from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.layout import SequenceLayout
 
 
@@ -31,8 +31,7 @@ class Shards:
         group: the ring, or the ranks that gather; None for one rank.
         options: attention options for the whole sequence; each call sets its own runs of positions.
         heads: numbers of query heads and KV heads of a rank before any all-to-all.
-        ulysses_group: the ranks of the all-to-alls; None for one rank. The cp rank is the rank in
-            `group` times the size of this group, plus the rank in this group.
+        ulysses_group: the ranks of the all-to-alls; None for one rank.
         overlap: hide messages behind compute. False gives the same bits, one after the other.
         buffers: message buffers of the ring, shared by consecutive calls. None uses separate
             buffers for this call's forward and for its backward.
@@ -48,8 +47,9 @@ class Shards:
 
     @property
     def rank(self) -> int:
-        """This rank's index in `group`."""
-        return group_rank(self.group)
+        """This rank's index on the cp axis: the groups of all-to-alls are of consecutive ranks."""
+        ranks = group_size(self.ulysses_group)
+        return group_rank(self.group) * ranks + group_rank(self.ulysses_group)
 
 
 class ForwardBackward(NamedTuple):

@@ -48,7 +48,7 @@ from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.buffers import Buffers
-from warpweave.parallel.collectives import group_rank, group_size
+from warpweave.parallel.collectives import group_size
 from warpweave.parallel.context.ring import Kept, ring_backward, ring_forward
 from warpweave.parallel.context.strategy import ForwardBackward, Shards
 from warpweave.parallel.layout import SequenceLayout
@@ -292,27 +292,23 @@ def _sum_of_shares(parts: Tensors, split: HeadSplit) -> torch.Tensor:
 # ------------------------------------------------------------------ 2. on process groups
 
 
-def _head_split(shards: Shards) -> tuple[int, HeadSplit]:
-    """This rank's index on the cp axis, and the heads and rows that each rank attends."""
-    ranks = group_size(shards.ulysses_group)
-    rank = group_rank(shards.group) * ranks + group_rank(shards.ulysses_group)
-    return rank, HeadSplit(shards.layout, ranks, *shards.heads)
+def _keywords(shards: Shards) -> dict[str, Any]:
+    """The keywords of both directions."""
+    split = HeadSplit(shards.layout, group_size(shards.ulysses_group), *shards.heads)
+    return {"split": split, "options": shards.options, "buffers": shards.buffers}
 
 
 def _ulysses_forward(
     shards: Shards, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, Kept]:
-    rank, split = _head_split(shards)
-    of: dict[str, Any] = {"split": split, "options": shards.options, "buffers": shards.buffers}
-    steps = ulysses_forward(rank, q, k, v, sinks=sinks, **of)
+    steps = ulysses_forward(shards.rank, q, k, v, sinks=sinks, **_keywords(shards))
     return run_on_group(steps, shards.group, shards.ulysses_group, overlap=shards.overlap)
 
 
 def _ulysses_backward(shards: Shards, upstream: Upstream, saved: Tensors) -> Tensors:
-    rank, split = _head_split(shards)
     do, _, delta, o = upstream  # saved lse and o are of this rank's heads
-    of: dict[str, Any] = {"split": split, "options": shards.options, "buffers": shards.buffers}
-    steps = ulysses_backward(rank, do, saved, delta, through_lse=o is None, **of)
+    of = _keywords(shards)
+    steps = ulysses_backward(shards.rank, do, saved, delta, through_lse=o is None, **of)
     return run_on_group(steps, shards.group, shards.ulysses_group, overlap=shards.overlap)
 
 

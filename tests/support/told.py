@@ -17,7 +17,8 @@ def told(module: Any, name: str, call: Callable[[], object], result: Any = None)
     with mock.patch.object(module, name, return_value=result) as asked:
         call()
     (heard,) = asked.call_args_list
-    return dict(own.bind(*heard.args, **heard.kwargs).arguments)
+    given = dict(own.bind(*heard.args, **heard.kwargs).arguments)
+    return given | given.pop("keywords", {})
 
 
 def check(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from warpweave.convert.families import Family
@@ -74,7 +75,7 @@ def _rule(record: ParamRecord, config: GPTConfig, family: Family) -> TensorRule:
     if module == "attention.qkv":
         rows, order = (H * D, Hkv * D, Hkv * D), lambda: _by_kv_head(H, Hkv, D)
     elif module == "mlp.up" and find_activation(config.activation).gated:
-        rows, order = (F, F), lambda: torch.arange(2 * F).view(2, F).T.flatten()
+        rows, order = (F, F), lambda: rearrange(torch.arange(2 * F), "(pair f) -> (f pair)", pair=2)
     if len(names) == 1:
         rows = (sum(rows),)
     transposed = module in family.transposed and len(record.shape) == 2

@@ -1,4 +1,4 @@
-"""A GPT in torch alone, as plain as possible: the reference that every layout is compared with.
+"""A GPT in torch and einops alone: the plain reference that every layout is compared with.
 
 This file imports nothing from warpweave and shares no code with it, not even the random numbers of
 dropout. It computes in the dtype of its parameters (float64 for sharp proofs). Autograd computes
@@ -34,6 +34,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from einops import einsum, rearrange, repeat
 from torch import Tensor
 
 IGNORED = -100  # the label of a token that has no loss
@@ -211,16 +212,15 @@ def _dropout(x: Tensor, p: float, seed: int, site: int, tokens: Tensor) -> Tenso
     return torch.where(keep, x / (1.0 - p), 0.0)
 
 
-def _rms_norm(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -> Tensor:
+def _norm(
+    x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig, *, center: bool = True
+) -> Tensor:
+    """The norm of the config; without `center`, a layer norm becomes an RMS norm."""
+    if config.norm == "layer" and center:
+        x = x - x.mean(-1, keepdim=True)
     x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.norm_eps)
     weight = params[f"{name}.weight"]
-    return x * (1.0 + weight if config.norm == "rms1p" else weight)
-
-
-def _norm(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -> Tensor:
-    if config.norm == "layer":
-        x = x - x.mean(-1, keepdim=True)
-    x = _rms_norm(x, params, name, config)
+    x = x * (1.0 + weight if config.norm == "rms1p" else weight)
     return x + params[f"{name}.bias"] if f"{name}.bias" in params else x
 
 
@@ -283,28 +283,30 @@ def _attention(
     config: PlainConfig,
     document: Tensor | None,
 ) -> Tensor:
-    B, S, _ = x.shape
-    group = config.heads // config.kv_heads
-    qkv = _linear(x, params, f"{name}.qkv").view(B, S, config.kv_heads, group + 2, config.head_dim)
-    q = qkv[..., :group, :].reshape(B, S, config.heads, config.head_dim)
-    k, v = qkv[..., group, :], qkv[..., group + 1, :]
-    if config.qk_norm and config.qk_norm_whole:
-        q = _rms_norm(q.flatten(2), params, f"{name}.q_norm", config).view(q.shape)
-        k = _rms_norm(k.flatten(2), params, f"{name}.k_norm", config).view(k.shape)
-    elif config.qk_norm:
-        q = _rms_norm(q, params, f"{name}.q_norm", config)
-        k = _rms_norm(k, params, f"{name}.k_norm", config)
+    S, D, group = x.shape[1], config.head_dim, config.heads // config.kv_heads
+    qkv = _linear(x, params, f"{name}.qkv")
+    qkv = rearrange(qkv, "b s (kv each d) -> b s kv each d", kv=config.kv_heads, d=D)
+    q, k, v = (
+        rearrange(part, "b s kv each d -> b s (kv each) d") for part in qkv.split((group, 1, 1), 3)
+    )
+    if config.qk_norm:
+        if config.qk_norm_whole:
+            q, k = (rearrange(t, "b s h d -> b s (h d)") for t in (q, k))
+        q = _norm(q, params, f"{name}.q_norm", config, center=False)
+        k = _norm(k, params, f"{name}.k_norm", config, center=False)
+        if config.qk_norm_whole:
+            q, k = (rearrange(t, "b s (h d) -> b s h d", d=D) for t in (q, k))
     window = config.windows[layer % len(config.windows)] if config.windows else 0
     if config.positions == "rope":
         theta, scaling = config.rope_theta, config.rope_scaling
         if window and config.local_rope_theta is not None:
             theta, scaling = config.local_rope_theta, None
         q, k = _rotate(q, theta, scaling), _rotate(k, theta, scaling)
-    k = k.repeat_interleave(group, dim=2)
-    v = v.repeat_interleave(group, dim=2)
+    k, v = (repeat(part, "b s kv d -> b s (kv group) d", group=group) for part in (k, v))
     scale = config.attention_scale
     scale = 1 / math.sqrt(config.head_dim) if scale is None else scale
-    scores = _capped(torch.einsum("bqhd,bkhd->bhqk", q, k) * scale, config.softcap)
+    scores = einsum(q, k, "b q h d, b k h d -> b h q k") * scale
+    scores = _capped(scores, config.softcap)
     back = torch.arange(S, device=x.device)[:, None] - torch.arange(S, device=x.device)
     hidden = back < 0
     if window:
@@ -313,11 +315,11 @@ def _attention(
         hidden = hidden | (document[:, None, :, None] != document[:, None, None, :])
     scores = scores.masked_fill(hidden, -math.inf)
     if config.sinks:
-        sink = params[f"{name}.sinks"].view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        sink = repeat(params[f"{name}.sinks"], "h -> b h q 1", b=len(x), q=S)
         scores = torch.cat([scores, sink], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., :S]
-    out = torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(B, S, -1)
-    return _linear(out, params, f"{name}.out")
+    out = einsum(weights, v, "b h q k, b k h d -> b q h d")
+    return _linear(rearrange(out, "b q h d -> b q (h d)"), params, f"{name}.out")
 
 
 def _capped(x: Tensor, cap: float | None) -> Tensor:
@@ -337,7 +339,7 @@ def _mlp(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -
     elif config.activation == "relu2":
         x = torch.where(x > 0.0, x * x, 0.0)
     else:
-        gate, up = x[..., 0::2], x[..., 1::2]
+        gate, up = rearrange(x, "b s (f pair) -> pair b s f", pair=2)
         x = (gate * torch.sigmoid(gate) if config.activation == "swiglu" else _gelu_tanh(gate)) * up
     return _linear(x, params, f"{name}.down")
 
