@@ -64,7 +64,8 @@ ROOMS = {
     "warpweave.wrap": (("units",), ("pipeline", "zero")),
     "warpweave.machine": (("collectives", "tune"), ("doctor",)),
     "warpweave.kernels": (
-        ("reference", "cost", "devices", "rope_scaling", "words"),
+        ("words",),
+        ("reference", "cost", "devices", "rope_scaling", "structure"),
         ("runtime",),
         ("dropout", "merge", "activation", "rope"),
         ("gemm",),
@@ -152,6 +153,8 @@ ROOMS = {
     ),
 }
 STDLIB_ONLY = (
+    "warpweave.kernels.structure",
+    "warpweave.kernels.words",
     "warpweave.parallel.algorithms",
     "warpweave.parallel.schedule",
     "warpweave.parallel.server.clocks",

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
 from warpweave.cli.messages import refusing
-from warpweave.parallel.words import did_you_mean
+from warpweave.kernels.structure import alternatives
+from warpweave.kernels.words import did_you_mean
 
 _Record = TypeVar("_Record")
 _SAID = {"True": True, "False": False}
@@ -50,12 +50,6 @@ def option_types(kind: type) -> dict[str, Any]:
         inner = dataclasses.is_dataclass(default)
         found |= option_types(type(default)) if inner else {item.name: hints[item.name]}
     return found
-
-
-def alternatives(kind: Any) -> tuple[Any, ...]:
-    """The types of a union, except None; for any other type, that type alone."""
-    union = get_origin(kind) in (Union, UnionType)
-    return tuple(k for k in get_args(kind) if k is not type(None)) if union else (kind,)
 
 
 def spelled(kinds: dict[str, Any], words: Sequence[str]) -> list[str]:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
 from warpweave.kernels.cost import gpt_step, gpt_weights
 from warpweave.kernels.rope_scaling import RopeScaling
-from warpweave.kernels.words import find_activation
+from warpweave.kernels.words import did_you_mean, find_activation
 from warpweave.layers.style import BlockStyle, HeadStyle, MLPStyle
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.mesh import Mesh
-from warpweave.parallel.words import Choice, Kind, Overlap, did_you_mean
+from warpweave.parallel.words import Choice, Kind, Overlap
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from warpweave.cli.command_line import read_command_line
+from warpweave.kernels.words import did_you_mean
 from warpweave.model.config import PRESETS, GPTConfig
-from warpweave.parallel.words import did_you_mean
 
 _TOKENS = 2**22  # of a step, by default
 
