@@ -74,11 +74,10 @@ def structure(kind: Any, value: Any, where: str = "") -> Any:
         except ValueError:  # a part of the value has a different type
             if len(kinds) == 1:
                 raise
-    shown = json.dumps(value, default=str, ensure_ascii=False)[:200]
     choices = [word for k in kinds if get_origin(k) is Literal for word in get_args(k)]
     words = [word for word in choices if isinstance(word, str)]
     near = did_you_mean(value, words) if isinstance(value, str) else ""
-    raise ValueError(f"{_owner(where)} must be {_described(kind)}, got {shown}{near}")
+    raise ValueError(f"{_owner(where)} must be {_described(kind)}, got {value!r:.200}{near}")
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
@@ -99,7 +98,7 @@ def _converted(kind: Any, value: Any, where: str) -> Any:
     elif origin is Literal:
         if any(type(value) is type(x) and value == x for x in inner):
             return value
-    elif origin in (list, tuple) and isinstance(value, list):
+    elif origin in (list, tuple) and isinstance(value, (list, tuple)):
         kinds = inner[:1] * len(value) if origin is list or inner[-1] is Ellipsis else inner
         if len(kinds) == len(value):
             parts = enumerate(zip(kinds, value))
@@ -156,7 +155,7 @@ def _described(kind: Any) -> str:
         if origin is Annotated:
             words.append(inner[1])
         elif origin is Literal:
-            words.append("one of " + ", ".join(map(json.dumps, inner)))
+            words.append("one of " + ", ".join(map(str, inner)))
         elif origin in (list, tuple):
             fixed = origin is tuple and inner[-1] is not Ellipsis
             many = len(inner) if fixed else "any number of"

@@ -469,7 +469,7 @@ def sidecar(**changes) -> str:
         ({"a.bin": b"", "a.bin.json": "[]"}, "a.bin", r"a.bin.json must be an object, got \[\]"),
         ({"a.bin": b"", "a.bin.json": sidecar(version=2)}, "a.bin", "version must be 1, got 2"),
         ({"a.bin": b"", "a.bin.json": sidecar(dtype="O")}, "a.bin", "dtype must be one of uint8"),
-        ({"a.bin": b"", "a.bin.json": sidecar(tokens=True)}, "a.bin", "tokens must be in .* true"),
+        ({"a.bin": b"", "a.bin.json": sidecar(tokens=True)}, "a.bin", "tokens must be in .* True"),
         ({"a.npy": b"junk"}, "a.npy", "a.npy .4 bytes. is not an array"),
         ({"a.bin": b"12345678", "a.bin.json": sidecar(vocab_size=2**40)}, "a.bin", "got 1099"),
         ({"a.npy": b""}, "a.npy", "a.npy .0 bytes. is not an array"),

@@ -25,7 +25,7 @@ ROOMS = {
         ("prove",),
         ("machine",),
     ),
-    "warpweave.cli": (("lazy", "messages"), ("command_line",), ("toml",)),
+    "warpweave.cli": (("lazy", "messages", "shared_options"), ("command_line",), ("toml",)),
     "warpweave.layers.sharding": (
         ("dtensor", "explain", "layouts"),
         ("memory", "rules", "styles"),

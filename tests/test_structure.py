@@ -39,19 +39,19 @@ GOOD = [
     (Open, {"name": "a", "size": 1}, {"name": "a", "size": 1.0}),
 ]  # fmt: skip
 WRONG = [
-    (int, True, "f must be an integer, got true"),
+    (int, True, "f must be an integer, got True"),
     (int, 3.0, "f must be an integer, got 3.0"),
     (float, 10**400, f"f must be a number, got 1{199 * '0'}"),
-    (str, None, "f must be a string in quotes, got null"),
-    (int | str, None, "f must be an integer or a string in quotes, got null"),
-    (Literal[0, 1], True, "f must be one of 0, 1, got true"),
-    (Literal["red"], "rde", 'f must be one of "red", got "rde"; did you mean \'red\'?'),
+    (str, None, "f must be a string in quotes, got None"),
+    (int | str, None, "f must be an integer or a string in quotes, got None"),
+    (Literal[0, 1], True, "f must be one of 0, 1, got True"),
+    (Literal["red"], "rde", "f must be one of red, got 'rde'; did you mean 'red'?"),
     (tuple[int, int], [1], "f must be a list of 2, each an integer, got [1]"),
-    (tuple[int, ...], [1, "a"], 'f[1] must be an integer, got "a"'),
+    (tuple[int, ...], [1, "a"], "f[1] must be an integer, got 'a'"),
     (tuple[int, ...] | bool, [1, "a"],
-     'f must be a list of any number of, each an integer or true or false, got [1, "a"]'),
+     "f must be a list of any number of, each an integer or true or false, got [1, 'a']"),
     (dict[str, EVEN], {"a\n": 1}, r"f['a\n'] must be an even number, got 1"),
-    (EVEN, "a", 'f must be an even number, got "a"'),
+    (EVEN, "a", "f must be an even number, got 'a'"),
     (Point, [], "f must be an object, got []"),
     (Point, {}, "f has no x"),
     (Point, {"x": 1, "z": 1}, "f has an unknown field 'z'; expected x, y"),
@@ -60,7 +60,7 @@ WRONG = [
     (Path2, {"points": [], "colour": 1}, "f has an unknown field 'colour'; expected points, color; "
      "did you mean 'color'?"),
     (Open, {"size": 1}, "f has no name"),
-    (Open, {"name": "a", "size": "1"}, 'f.size must be a number, got "1"'),
+    (Open, {"name": "a", "size": "1"}, "f.size must be a number, got '1'"),
 ]  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_a_value_of_the_type_is_returned_converted(kind, value, found) -> None:
 def test_a_wrong_value_is_refused_with_path_type_and_value(kind, value, says) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
         structure(kind, value, "f")
-    with pytest.raises(ValueError, match=r"^a\.json: x must be an integer, got null$"):
+    with pytest.raises(ValueError, match=r"^a\.json: x must be an integer, got None$"):
         structure(Point, {"x": None}, "a.json: ")
     with pytest.raises(ValueError, match=r"^it has no x$"):
         structure(Point, {})

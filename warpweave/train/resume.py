@@ -156,8 +156,8 @@ def state_of(
             "validation": None if validation is None else validation.fingerprint,
         },
         "progress": dataclasses.asdict(progress),
-        "outer": config.outer_settings,
-        "asynchronous": config.asynchronous,
+        "outer": _outer_settings(config),
+        "asynchronous": _asynchronous_schedule(config),
         "settings": config.settings,
         "layout": _layout_options(config),
     }
@@ -167,6 +167,19 @@ def _layout_options(config: TrainConfig) -> dict[str, Any]:
     """Options of the layout and of evaluations, as JSON; a resumed run may change them."""
     names = ("batch", "impl", "eval_every", "eval_batches", "early_stop")
     return dataclasses.asdict(config.plan) | {name: getattr(config, name) for name in names}
+
+
+def _outer_settings(config: TrainConfig) -> dict[str, Any] | None:
+    """The outer replicas and their rule as JSON; a resumed run must have the same ones."""
+    rule = config.outer_rule
+    return None if rule is None else {"replicas": config.outer} | dataclasses.asdict(rule)
+
+
+def _asynchronous_schedule(config: TrainConfig) -> dict[str, Any] | None:
+    """The asynchronous schedule that a checkpoint's weight versions belong to, or None."""
+    plan = config.plan
+    found = {"schedule": plan.schedule, "microbatches": plan.microbatches, "pp": config.pp}
+    return found if plan.asynchronous else None
 
 
 def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> None:
@@ -181,12 +194,12 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
             f"{reader.path} was trained on {other}: saved {saved['name']} "
             f"({saved['fingerprint'][:12]}), now {data.name} ({data.fingerprint[:12]})"
         )
-    outer = config.outer_settings
+    outer = _outer_settings(config)
     if (before := reader.state.get("outer")) != outer:
         raise CheckpointError(
             f"{reader.path} was trained with outer replicas and optimizer {before}, now {outer}"
         )
-    held, wanted = reader.state.get("asynchronous"), config.asynchronous
+    held, wanted = reader.state.get("asynchronous"), _asynchronous_schedule(config)
     if held not in (None, wanted):
         raise CheckpointError(
             f"{reader.path} holds weight versions of the asynchronous schedule {held}, now "
