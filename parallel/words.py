@@ -6,8 +6,6 @@ rejects an invalid one without importing torch, and the planner computes with th
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from typing import Literal
 
 Kind = Literal["zigzag", "contiguous", "striped", "balanced"]  # sequence layout: `layout`
@@ -17,16 +15,6 @@ Overlap = Literal["none", "bulk", "chunked", "fused"]  # of `tensor.ranks`
 
 FEWEST_ROWS = 128  # in a chunk of a balanced layout: one tile of the attention kernels
 CAPPED = (1024, 2**26)  # logits with a softcap: at most these rows per rank, and logits, at a time
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a suggestion to append to an error message about `word`: "; did you mean 'zb-v'?".
-
-    It names the nearest of the `known` words, ignoring case. Return "" if none is near.
-    """
-    plain = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), plain, 1)
-    return f"; did you mean {plain[near[0]]!r}?" if near else ""
 
 
 def chunks_of(seq_len: int, parts: int, kind: Kind) -> int:

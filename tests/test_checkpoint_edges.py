@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from test_checkpoint import rewrite
 from threads import run_threads
 
 from warpweave.checkpoint import (
@@ -107,20 +108,17 @@ def test_the_manifest_says_what_the_files_are(tmp_path: Path) -> None:
 def test_a_tensor_has_up_to_64_dimensions_and_fewer_than_2_62_elements(tmp_path: Path) -> None:
     path = _save(tmp_path, tensors=[("a", torch.ones([1] * 64)), ("b", torch.ones(0, 3))])
     assert open_checkpoint(path).tensor("a").ndim == 64
-    manifest = manifests.read_manifest(path)
-    del manifest["sha256"]
-    at = path / "manifest.json"
     for shape, fits in (
         ([2**62 - 1], True), ([2**62], False), ([2**62, 0], False), ([2**62 - 1, 0], True),
         ([2**31, 2**30], True), ([2**31, 2**31], False), ([1] * 64, True), ([1] * 65, False),
         ([], True), ([0], True), ([-1], False), ([2.0], False), ([True], False), ("", False),
     ):  # fmt: skip
-        manifest["tensors"]["b"]["shape"] = shape
+        rewrite(path, lambda manifest, shape=shape: manifest["tensors"]["b"].update(shape=shape))
         if fits:
-            manifests._check_manifest(manifest, at)
+            manifests.read_manifest(path)
         else:
-            with pytest.raises(CheckpointError, match="tensor 'b' has bad file"):
-                manifests._check_manifest(manifest, at)
+            with pytest.raises(CheckpointError, match=r"tensors?.*b.*(has bad file|must be)"):
+                manifests.read_manifest(path)
 
 
 def test_a_manifest_is_read_up_to_its_limits_of_bytes_and_values(

@@ -13,8 +13,9 @@ import pytest
 
 import warpweave
 from warpweave import __main__ as cli
-from warpweave.cli.command_line import alternatives, option_types, read_command_line
+from warpweave.cli.command_line import option_types, read_command_line
 from warpweave.cli.toml import options_of
+from warpweave.kernels.structure import alternatives
 from warpweave.machine.doctor.options import DoctorConfig
 from warpweave.machine.tune.options import TuneConfig
 from warpweave.plan.options import PlanConfig

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
-import tyro
 
+from warpweave.cli.command_line import read_command_line
 from warpweave.convert.families import canonical, read_config
 from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.model.gpt import GPT
@@ -21,6 +21,7 @@ from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule import FAMILIES
 from warpweave.prove.layouts import STYLES
 from warpweave.train import command as train
+from warpweave.train import options as train_options
 from warpweave.train.option_kinds import overrides_of
 from warpweave.train.options import TrainConfig
 
@@ -30,7 +31,7 @@ def _help(capsys, record: type) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "100")  # if wider, options are printed in two columns
         with pytest.raises(SystemExit) as caught:
-            tyro.cli(record, args=["--help"])
+            read_command_line(record, "train", None, ["--help"])
     assert caught.value.code == 0
     return re.sub(r"[\s│]+", " ", capsys.readouterr().out)
 
@@ -59,7 +60,7 @@ def _words(name: str, value: object, *, switch: bool) -> list[str]:
 def test_every_field_of_the_plan_is_an_option(name):
     now = getattr(ParallelPlan(), name)
     other = _another(get_type_hints(ParallelPlan)[name], now)
-    config = tyro.cli(TrainConfig, args=_words(name, other, switch=True))
+    config = train_options.parse(_words(name, other, switch=True))
     assert config == TrainConfig(plan=ParallelPlan(**{name: other}))
     assert config != TrainConfig()
 
@@ -74,7 +75,7 @@ def test_every_field_of_the_model_is_an_option_that_overrides_the_preset(name):
     needs = {"local_rope_theta": {"positions": "rope"}, "qk_norm_whole": {"qk_norm": True}}
     preset = dataclasses.replace(preset, **(more := needs.get(name, {})))
     words = [w for k, v in {**more, name: other}.items() for w in _words(k, v, switch=False)]
-    model = tyro.cli(TrainConfig, args=["--model", "toy", *words]).model_config(1)
+    model = train_options.parse(["--model", "toy", *words]).model_config(1)
     assert model == dataclasses.replace(preset, **{name: other})
     assert model != preset
 
@@ -93,7 +94,7 @@ def test_a_field_that_is_added_is_an_option_with_its_help(capsys):
         window: int | None = None
 
     overrides = overrides_of(Config, __name__)
-    assert tyro.cli(overrides, args=["--window", "3"]) == overrides(window=3)
+    assert read_command_line(overrides, "train", None, ["--window", "3"]) == overrides(window=3)
     assert "Tokens that each token sees. (default: the preset's)" in _help(capsys, overrides)
 
 
@@ -318,13 +319,14 @@ def test_step_flops_count_matmul_parameters_and_the_visible_half_of_scores(style
 def test_the_help_of_an_option_begins_with_what_it_is(module):
     """It begins with a noun or a verb, such as "Ulysses degree", not with part of a sentence."""
     source = importlib.import_module(f"warpweave.{module}").__file__
-    (record,) = [
+    records = [
         node
         for node in ast.parse(Path(source).read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
+        if isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "Options"))
     ]
     helps = {
         field.target.id: text.value.value
+        for record in records
         for field, text in pairwise(record.body)
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
     }

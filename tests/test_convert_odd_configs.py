@@ -69,7 +69,7 @@ def test_sizes_that_no_tensor_has_are_one_line(tmp_path):
         from_hf(tmp_path)
     assert "\n" not in str(caught.value)
     (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ConvertError, match="cannot read"):
+    with pytest.raises(ConvertError, match="is not JSON: maximum recursion depth"):
         from_hf(tmp_path)
 
 
@@ -202,7 +202,7 @@ def test_missing_folder_that_looks_like_a_hub_name_suggests_hf_download(tmp_path
             read_json(Path(name) / "config.json")
         assert (f"hf download {name} --local-dir" in str(caught.value)) is may
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ConvertError, match=r"cannot read .*config.json: expected a JSON object$"):
+    with pytest.raises(ConvertError, match=r"config.json must be an object, got \[1\]$"):
         read_json(tmp_path / "config.json")
 
 
@@ -268,7 +268,7 @@ def test_an_index_that_names_no_files_is_refused(odd, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({} if odd is None else {"weight_map": odd}))
-    with pytest.raises(ConvertError, match=r"has no valid weight_map|which is not a file in"):
+    with pytest.raises(ConvertError, match=r"weight_map$|weight_map.* must|is not a file in"):
         from_hf(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "b", "c": "d/e"}}))
     with pytest.raises(ConvertError, match="names 'd/e', which is not a file in the folder"):

@@ -25,7 +25,7 @@ ROOMS = {
         ("prove",),
         ("machine",),
     ),
-    "warpweave.cli": (("lazy", "messages"), ("command_line",), ("toml",)),
+    "warpweave.cli": (("lazy", "messages", "shared_options"), ("command_line",), ("toml",)),
     "warpweave.layers.sharding": (
         ("dtensor", "explain", "layouts"),
         ("memory", "rules", "styles"),
@@ -65,7 +65,8 @@ ROOMS = {
     "warpweave.wrap": (("units",), ("pipeline", "zero")),
     "warpweave.machine": (("collectives", "tune"), ("doctor",)),
     "warpweave.kernels": (
-        ("reference", "cost", "devices", "rope_scaling", "words"),
+        ("words",),
+        ("reference", "cost", "devices", "rope_scaling", "structure"),
         ("runtime",),
         ("dropout", "merge", "activation", "rope"),
         ("gemm",),
@@ -153,6 +154,8 @@ ROOMS = {
     ),
 }
 STDLIB_ONLY = (
+    "warpweave.kernels.structure",
+    "warpweave.kernels.words",
     "warpweave.parallel.algorithms",
     "warpweave.parallel.schedule",
     "warpweave.parallel.server.clocks",

@@ -244,7 +244,7 @@ def test_the_text_page_has_a_row_for_each_layout() -> None:
     ]  # fmt: skip
     assert rows[-1] == (
         "nearest miss: 81.2 GiB of 74.5 for dp 48 cp 1 tp 1 pp 1 zero 3 schedule 1f1b chunks 1 "
-        "microbatches 13 recompute none sequence_parallel True overlap bulk batch 7"
+        "microbatches 13 sequence_parallel True overlap bulk recompute none batch 7"
     )
     without = dataclasses.replace(found, miss=None)
     assert [*command.lines(config, search, without)] == [head, "", names, *rows[:-1]]

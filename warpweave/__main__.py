@@ -8,8 +8,8 @@ import sys
 from importlib import import_module
 
 from warpweave import __version__
+from warpweave.kernels.words import did_you_mean
 from warpweave.launch.processes import Processes, starting
-from warpweave.parallel.words import did_you_mean
 
 _USAGE = """usage: warpweave COMMAND [OPTIONS]
 

@@ -20,15 +20,18 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from warpweave.kernels.structure import read_document, structure
 
 FORMAT = "warpweave tiles 1"
 MAX_HEAD_DIM = 256
 KINDS = ("large", "heavy", "small")
 OPTIONAL = ("wide", "symmetric")  # kinds that have a row only if the large tile does not fit
+_KINDS = (*KINDS, *OPTIONAL)
 VARIANTS = ("dropout", "shared", "softcap", "into", "bounded", "striped", "masked")
 
 
@@ -77,29 +80,19 @@ SIZES: dict[str, Sequence[int]] = {
 }
 
 
-def _is_time(x: Any) -> bool:
-    return type(x) in (int, float) and 0 < x < math.inf
-
-
-def _are_variants(x: Any) -> bool:
-    return (
-        isinstance(x, list)
-        and x != []
-        and all(isinstance(each, str) and set(each.split(" ")) <= {*VARIANTS} for each in x)
-    )
-
-
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "capability": (lambda x: type(x) is int and 0 <= x < 1000, "major * 10 + minor"),
-    "device": (lambda x: isinstance(x, str) and x != "", "a device's name"),
-    "triton": (lambda x: isinstance(x, str) and x != "", "a version of Triton"),
-    "element_size": (lambda x: type(x) is int and x in (2, 4, 8), "2, 4 or 8 bytes"),
-    "head_dim": (lambda x: type(x) is int and 0 < x <= MAX_HEAD_DIM, f"1..{MAX_HEAD_DIM}"),
-    "kind": (lambda x: x in (*KINDS, *OPTIONAL), f"one of {', '.join((*KINDS, *OPTIONAL))}"),
-    "variants": (lambda x: _are_variants(x), f"a list of some of {', '.join(VARIANTS)}"),
-    "us": (_is_time, "microseconds"),
-    "shipped_us": (_is_time, "microseconds"),
-}
+_Time = Annotated[float, "microseconds", lambda x: 0 < x < math.inf]
+_FIELDS: dict[str, Any] = {
+    "capability": Annotated[int, "major * 10 + minor", lambda x: 0 <= x < 1000],
+    "device": Annotated[str, "a device's name", bool],
+    "triton": Annotated[str, "a version of Triton", bool],
+    "element_size": Annotated[int, "2, 4 or 8 bytes", lambda x: x in (2, 4, 8)],
+    "head_dim": Annotated[int, f"1..{MAX_HEAD_DIM}", lambda x: 0 < x <= MAX_HEAD_DIM],
+    "kind": Annotated[str, f"one of {', '.join(_KINDS)}", lambda x: x in _KINDS],
+    "variants": Annotated[list[str], f"a list of some of {', '.join(VARIANTS)}",
+                          lambda x: x and {*" ".join(x).split(" ")} <= {*VARIANTS}],
+    "us": _Time,
+    "shipped_us": _Time,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,64 +138,55 @@ class TileRow:
         )
 
 
+class _Table(NamedTuple):
+    """The file."""
+
+    format: Annotated[str, f'"{FORMAT}"', FORMAT.__eq__]
+    rows: list[dict]
+
+
 def read_table(path: Path, *, by: str) -> list[TileRow]:
     """The rows of a table `by` "capability" (the shipped one) or "device" (a user's).
 
     Raises ValueError, one line that names the file, if it cannot be read or is not such a table.
     """
+    document = read_document(path)
     try:
-        return _rows(json.loads(path.read_text(encoding="utf-8")), by)
-    except (OSError, ValueError, RecursionError) as error:
+        table = structure(_Table, document)
+        found: dict[tuple[int | str | Kind, ...], TileRow] = {}
+        for number, fields in enumerate(table.rows, 1):
+            row = _row(fields, by, f"row {number}: ")
+            if row.key in found:
+                raise ValueError(f"row {number}: an earlier row already is for {row.key}")
+            found[row.key] = row
+        return list(found.values())
+    except ValueError as error:
         raise ValueError(f"the tile table {path} cannot be used: {error}") from error
 
 
-def _rows(table: Any, by: str) -> list[TileRow]:
-    if not isinstance(table, dict) or table.get("format") != FORMAT:
-        raise ValueError(f'expected "format": "{FORMAT}"')
-    if table.keys() != {"format", "rows"} or not isinstance(table["rows"], list):
-        raise ValueError(f'it must have "format" and a list "rows", got {sorted(table)}')
-    found: dict[tuple[int | str | Kind, ...], TileRow] = {}
-    for number, fields in enumerate(table["rows"], 1):
-        try:
-            row = _row(fields, by)
-        except ValueError as error:
-            raise ValueError(f"row {number}: {error}") from error
-        if row.key in found:
-            raise ValueError(f"row {number}: an earlier row already is for {row.key}")
-        found[row.key] = row
-    return list(found.values())
-
-
-def _row(fields: Any, by: str) -> TileRow:
+def _row(fields: dict[str, Any], by: str, where: str) -> TileRow:
     """Convert an object of the file to a row, or raise ValueError."""
-    kernel = fields.get("kernel") if isinstance(fields, dict) else None
+    kernel = fields.get("kernel")
     if not isinstance(kernel, str) or kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
+        raise ValueError(f"{where}kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     kind = "kind" if kernel == "gemm" else "head_dim"
-    where = {by} if by == "capability" else {by, "triton"}
-    needed = {*where, "kernel", "element_size", kind, "tile"}
+    place = {by} if by == "capability" else {by, "triton"}
+    needed = {*place, "kernel", "element_size", kind, "tile"}
     optional = {"triton", "variants"} if by == "capability" else {"us", "shipped_us"}
     if not needed <= fields.keys() <= needed | optional:
-        raise ValueError(f"it must have {sorted(needed)}, got {sorted(fields)}")
-    for name, value in fields.items():
-        if name not in ("kernel", "tile"):
-            is_right, what = _FIELDS[name]
-            if not is_right(value):
-                raise ValueError(f"{name} must be {what}, got {value!r}")
-    more = {name: fields[name] for name in ("triton", "us", "shipped_us") if name in fields}
-    more["variants"] = tuple(fields.get("variants", ()))
-    tile = _tile(KERNELS[kernel], fields["tile"])
-    return TileRow(fields[by], kernel, fields["element_size"], fields[kind], tile, **more)
-
-
-def _tile(shape: type[AttentionTile] | type[GemmTile], sizes: Any) -> Tile:
-    if not isinstance(sizes, dict) or sizes.keys() != {*shape._fields}:
-        raise ValueError(f"tile must have {', '.join(shape._fields)}, got {sizes!r}")
-    for name, size in sizes.items():
-        if type(size) is not int or size not in SIZES[name]:
+        raise ValueError(f"{where}it must have {sorted(needed)}, got {sorted(fields)}")
+    of = {name: structure(_FIELDS[name], fields[name], where + name)
+          for name in fields if name not in ("kernel", "tile")}  # fmt: skip
+    more: dict[str, Any] = {name: of[name] for name in ("triton", "us", "shipped_us") if name in of}
+    more["variants"] = tuple(of.get("variants", ()))
+    tile = structure(KERNELS[kernel], fields["tile"], f"{where}tile")
+    for name, size in tile._asdict().items():
+        if size not in SIZES[name]:
             *others, last = map(str, SIZES[name])
-            raise ValueError(f"tile's {name} must be {', '.join(others)} or {last}, got {size!r}")
-    return shape(**sizes)
+            raise ValueError(
+                f"{where}tile.{name} must be {', '.join(others)} or {last}, got {size}"
+            )
+    return TileRow(of[by], kernel, of["element_size"], of[kind], tile, **more)
 
 
 def write_table(path: Path, rows: Iterable[TileRow]) -> None:

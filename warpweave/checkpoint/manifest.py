@@ -10,10 +10,11 @@ import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 from warpweave.checkpoint.files import CheckpointError, read_at_most, write
 from warpweave.cli.messages import one_line
+from warpweave.kernels.structure import Count, structure
 
 FORMAT, SCHEMA = "warpweave-checkpoint", 1
 
@@ -36,9 +37,36 @@ DTYPE_CODES = {
     "bool": ("BOOL", 1),
 }
 
-_KEYS = frozenset(
-    ("format", "schema", "step", "config", "config_sha256", "state", "mesh", "files", "tensors")
-)
+
+class FileEntry(NamedTuple):
+    """A file of a step."""
+
+    bytes: Count
+    sha256: Annotated[str, "64 hexadecimal digits", re.compile("[0-9a-f]{64}").fullmatch]
+
+
+class TensorEntry(NamedTuple):
+    """A tensor of a step: its file, logical shape and dtype."""
+
+    file: str
+    shape: tuple[Count, ...]
+    dtype: Annotated[str, f"one of {', '.join(DTYPE_CODES)}", DTYPE_CODES.__contains__]
+
+
+class Manifest(NamedTuple):
+    """The description of a step, its files and tensors by name."""
+
+    format: Annotated[str, f'"{FORMAT}"', FORMAT.__eq__]
+    schema: Annotated[int, str(SCHEMA), SCHEMA.__eq__]
+    step: Count
+    config: dict[str, Any]
+    config_sha256: str
+    state: dict[str, Any]
+    mesh: dict[str, Any]
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+
 # Limits on the cost of a hostile manifest. One with 130,000 tensors has 16 MiB, mostly names, with
 # at most one comma or bracket per 11 bytes.
 _MAX_BYTES, _VALUES, _BYTES_PER_VALUE = 16 << 20, 10_000, 10
@@ -76,8 +104,8 @@ def write_manifest(
     return digest
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest, with every field checked and its own digest as "sha256"."""
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a step, with every field checked."""
     if not os.path.lexists(folder):
         raise CheckpointError(f"{folder} does not exist")
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
@@ -92,11 +120,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{path} is damaged: its SHA-256 is {digest}, {DIGEST} says {expected!r:.70}"
         )
     try:
-        manifest = parse_manifest(data)
+        parsed = parse_manifest(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {one_line(error)}") from None
-    _check_manifest(manifest, path)
-    return {**manifest, "sha256": digest}
+    try:
+        manifest = structure(Manifest, parsed)
+        _check_manifest(manifest, folder)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error!s:.400}") from None
+    return manifest
 
 
 def _count_values(data: bytes, path: Path) -> None:
@@ -109,48 +141,21 @@ def _count_values(data: bytes, path: Path) -> None:
         )
 
 
-def _check_manifest(manifest: Any, path: Path) -> None:
-    """Raise `CheckpointError` if the manifest at `path` was not written by saving."""
-
-    def wrong(what: str) -> NoReturn:
-        raise CheckpointError(f"{path}: {what:.400}")
-
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        wrong(f'not a checkpoint: "format" must be "{FORMAT}"')
-    if type(manifest.get("schema")) is not int or manifest["schema"] != SCHEMA:
-        wrong(f"expected schema {SCHEMA}, got {manifest.get('schema')!r}")
-    if set(manifest) != _KEYS:
-        wrong(f"keys {sorted(set(manifest) ^ _KEYS)} are missing or unknown")
-    if type(manifest["step"]) is not int or manifest["step"] < 0:
-        wrong(f"step {manifest['step']!r} must be an integer >= 0")
-    for key in ("config", "state", "mesh", "files", "tensors"):
-        if not isinstance(manifest[key], dict):
-            wrong(f"{key} must be an object")
-    match = STEP.match(path.parent.name)
-    if match and int(match[1]) != manifest["step"]:
-        wrong(f"has step {manifest['step']}, but the folder is named {path.parent.name}")
-    if config_digest(manifest["config"]) != manifest["config_sha256"]:
-        wrong("config_sha256 is not the digest of config")
-    for name, entry in manifest["files"].items():
+def _check_manifest(manifest: Manifest, folder: Path) -> None:
+    """Raise ValueError if the manifest of the step in `folder` was not written by saving."""
+    match = STEP.match(folder.name)
+    if match and int(match[1]) != manifest.step:
+        raise ValueError(f"has step {manifest.step}, but the folder is named {folder.name}")
+    if config_digest(manifest.config) != manifest.config_sha256:
+        raise ValueError("config_sha256 is not the digest of config")
+    for name in manifest.files:
         if not SHARD.fullmatch(name):
-            wrong(f"file name {name!r} is not of the form rank00000-00000.safetensors")
-        if not isinstance(entry, dict) or set(entry) != {"bytes", "sha256"}:
-            wrong(f"file {name} must have bytes and sha256")
-        size, digest = entry["bytes"], entry["sha256"]
-        digest_fits = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
-        if type(size) is not int or size < 0 or not digest_fits:
-            wrong(f"file {name} has bad bytes or sha256")
-    for name, entry in manifest["tensors"].items():
-        if not isinstance(entry, dict) or set(entry) != {"file", "shape", "dtype"}:
-            wrong(f"tensor {name!r} must have file, shape and dtype")
-        shape, dtype, file = entry["shape"], entry["dtype"], entry["file"]
-        sizes_fit = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+            raise ValueError(f"file name {name!r} is not of the form rank00000-00000.safetensors")
+    for name, (file, shape, _) in manifest.tensors.items():
         # Check each size, then their product: Python refuses to print larger numbers.
-        sizes_fit = sizes_fit and len(shape) <= 64 and max(shape, default=0) < 1 << 62
-        sizes_fit = sizes_fit and math.prod(shape) < 1 << 62
-        names_fit = isinstance(dtype, str) and isinstance(file, str) and dtype in DTYPE_CODES
-        if not sizes_fit or not names_fit or file not in manifest["files"]:
-            wrong(f"tensor {name!r} has bad file {file!r}, shape {shape!r:.200} or dtype {dtype!r}")
+        sizes_fit = len(shape) <= 64 and max(shape, default=0) < 1 << 62
+        if not sizes_fit or math.prod(shape) >= 1 << 62 or file not in manifest.files:
+            raise ValueError(f"tensor {name!r} has bad file {file!r} or shape {shape!r:.200}")
 
 
 def dump(value: Any, what: str) -> bytes:

@@ -24,6 +24,7 @@ from warpweave.checkpoint.files import (
     agree_on_all,
     attempt,
     open_regular,
+    read_at_most,
     reason,
     stamp,
 )
@@ -31,6 +32,8 @@ from warpweave.checkpoint.manifest import (
     DIGEST,
     DTYPE_CODES,
     MANIFEST,
+    FileEntry,
+    TensorEntry,
     dump,
     parse_manifest,
     read_manifest,
@@ -51,7 +54,7 @@ class CheckpointReader:
     config: dict[str, Any]
     state: dict[str, Any]
     mesh: dict[str, Any]
-    _tensors: dict[str, Any]
+    _tensors: dict[str, TensorEntry]
     _stamps: dict[str, tuple[int, ...]]
 
     @property
@@ -61,11 +64,11 @@ class CheckpointReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the logical shape of a tensor."""
-        return tuple(self._entry(name)["shape"])
+        return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor."""
-        return getattr(torch, self._entry(name)["dtype"])
+        return getattr(torch, self._entry(name).dtype)
 
     def tensor(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """Return the logical tensor, or with `index` (one slice per leading dim) a part of it.
@@ -81,9 +84,9 @@ class CheckpointReader:
         Otherwise like `tensor`. Only what you copy out of it is read from disk.
         """
         entry = self._entry(name)
-        path = self.path / entry["file"]
+        path = self.path / entry.file
         try:
-            if stamp(os.lstat(path)) != self._stamps[entry["file"]]:
+            if stamp(os.lstat(path)) != self._stamps[entry.file]:
                 raise CheckpointError(f"{path} changed after it was verified; open it again")
             with safe_open(path, framework="pt") as file:
                 if index is None:
@@ -111,7 +114,7 @@ class CheckpointReader:
                 f"{self.path} was written with a different config; {'; '.join(differing)}"
             )
 
-    def _entry(self, name: str) -> Any:
+    def _entry(self, name: str) -> TensorEntry:
         if name not in self._tensors:
             raise CheckpointError(
                 f"{self.path} has no tensor {name!r} among its {len(self._tensors)}"
@@ -134,25 +137,25 @@ def open_checkpoint(
     try:
         _refuse_run_folder(path)
         manifest = read_manifest(path)
-        stamps = _check_listing(path, manifest["files"])
-        tensors: dict[str, dict[str, Any]] = {name: {} for name in manifest["files"]}
-        for key, entry in manifest["tensors"].items():
-            tensors[entry["file"]][key] = entry
-        for number, (name, entry) in enumerate(sorted(manifest["files"].items())):
+        stamps = _check_listing(path, manifest.files)
+        tensors: dict[str, dict[str, TensorEntry]] = {name: {} for name in manifest.files}
+        for key, entry in manifest.tensors.items():
+            tensors[entry.file][key] = entry
+        for number, (name, file) in enumerate(sorted(manifest.files.items())):
             if number % world == rank:
-                _check_shard(path / name, entry, tensors[name])
-        verdict = {"manifest": manifest["sha256"]}
+                _check_shard(path / name, file, tensors[name])
+        verdict = {"manifest": read_at_most(path / DIGEST, 64).decode()}
     except (CheckpointError, OSError) as error:
         verdict = {"error": reason(error, path)}
     if any(other != verdict for other in agree_on_all(verdict, group)):
         raise CheckpointError(f"{path} is not the same folder on all {world} ranks")
     return CheckpointReader(
         path=path,
-        step=manifest["step"],
-        config=manifest["config"],
-        state=manifest["state"],
-        mesh=manifest["mesh"],
-        _tensors=manifest["tensors"],
+        step=manifest.step,
+        config=manifest.config,
+        state=manifest.state,
+        mesh=manifest.mesh,
+        _tensors=manifest.tensors,
         _stamps=stamps,
     )
 
@@ -205,7 +208,7 @@ def _same(saved: Any, current: Any) -> bool:
     return saved == current and isinstance(saved, bool) == isinstance(current, bool)
 
 
-def _check_listing(folder: Path, files: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _check_listing(folder: Path, files: dict[str, FileEntry]) -> dict[str, tuple[int, ...]]:
     """Check that the folder has exactly the manifest's files, regular and of the right sizes;
     return their stamps."""
     found = {path.name: os.lstat(path) for path in list(folder.iterdir())}
@@ -217,21 +220,21 @@ def _check_listing(folder: Path, files: dict[str, Any]) -> dict[str, tuple[int, 
             raise CheckpointError(f"{path} is missing")
         if not stat.S_ISREG(found[name].st_mode):
             raise CheckpointError(f"{path} is not a regular file (links are refused)")
-        if found[name].st_size != entry["bytes"]:
+        if found[name].st_size != entry.bytes:
             raise CheckpointError(
-                f"{path} has {found[name].st_size} bytes, but the manifest says {entry['bytes']}"
+                f"{path} has {found[name].st_size} bytes, but the manifest says {entry.bytes}"
             )
     return {name: stamp(found[name]) for name in files}
 
 
-def _check_shard(path: Path, entry: dict[str, Any], expected: dict[str, Any]) -> None:
+def _check_shard(path: Path, entry: FileEntry, expected: dict[str, TensorEntry]) -> None:
     """Check a file's SHA-256, and its safetensors header against the manifest: its `entry` and its
     tensors."""
-    size = entry["bytes"]
+    size = entry.bytes
     with os.fdopen(open_regular(path), "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         # The manifest bounds the header's size, so that a hostile one costs no memory or time.
-        room = 4096 + sum(200 + 6 * len(key) + 24 * len(e["shape"]) for key, e in expected.items())
+        room = 4096 + sum(200 + 6 * len(key) + 24 * len(e.shape) for key, e in expected.items())
         if size < 8 or length > min(size - 8, room):
             raise CheckpointError(
                 f"{path}: bad header of {length} bytes for {len(expected)} tensors in {size} bytes"
@@ -250,9 +253,9 @@ def _check_shard(path: Path, entry: dict[str, Any], expected: dict[str, Any]) ->
             raise CheckpointError(f"{path} and the manifest disagree about tensors {names[:4]}")
         position = 0
         for key in order:
-            shape = expected[key]["shape"]
-            code, width = DTYPE_CODES[expected[key]["dtype"]]
-            should = (code, shape, position, position + width * math.prod(shape))
+            shape = expected[key].shape
+            code, width = DTYPE_CODES[expected[key].dtype]
+            should = (code, [*shape], position, position + width * math.prod(shape))
             if repr(entries[key]) != repr(should):  # repr, as true and 1.0 compare equal to 1
                 raise CheckpointError(
                     f"{path}: tensor {key!r} is (dtype, shape, begin, end) = "
@@ -265,8 +268,8 @@ def _check_shard(path: Path, entry: dict[str, Any], expected: dict[str, Any]) ->
         digest = hashlib.sha256()
         while chunk := file.read(CHUNK):
             digest.update(chunk)
-    if digest.hexdigest() != entry["sha256"]:
+    if digest.hexdigest() != entry.sha256:
         raise CheckpointError(
             f"{path} is damaged: its SHA-256 is {digest.hexdigest()}, "
-            f"but the manifest says {entry['sha256']}"
+            f"but the manifest says {entry.sha256}"
         )

@@ -7,15 +7,15 @@ that may be unset because they override a model preset. ``--tied False`` means `
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Sequence
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
 from warpweave.cli.messages import refusing
-from warpweave.parallel.words import did_you_mean
+from warpweave.kernels.structure import alternatives, structure
 
 _Record = TypeVar("_Record")
 _SAID = {"True": True, "False": False}
@@ -33,12 +33,31 @@ def read_command_line(
     Options that are not given have their values in `default`.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
-    kinds = option_types(kind)
+    kinds, groups = option_types(kind), _headings(kind)
     with refusing(ValueError):
         check_choices(kinds, words)
-    more: dict[str, Any] = {} if default is None else {"default": default}
-    prog = f"warpweave {command}"
-    return tyro.cli(kind, prog=prog, description=description, args=spelled(kinds, words), **more)
+    shown: dict[str, Any] = {"prog": f"warpweave {command}", "description": description}
+    if not groups:
+        more = {} if default is None else {"default": default}
+        return tyro.cli(kind, args=spelled(kinds, words), **shown, **more)
+    whole = kind() if default is None else default
+    parts = {heading: _part_of(whole, base) for heading, base in groups.items()}
+    nested: Any = TypedDict("Options", groups)  # type: ignore[misc, operator]
+    form = tyro.conf.OmitArgPrefixes[nested]  # --tp, not --parallelism.tp
+    found = tyro.cli(form, args=spelled(kinds, words), default=parts, **shown)
+    return kind(**{name: value for part in found.values() for name, value in vars(part).items()})
+
+
+def _headings(kind: type) -> dict[str, type]:
+    """The headings of the help, and a record of the options under each, which are the bases of a
+    `kind` without options of its own: "data" for the base ``DataOptions``."""
+    bases = () if inspect.get_annotations(kind) else reversed(kind.__bases__)
+    return {b.__name__.removesuffix("Options").lower(): b for b in bases if b is not object}
+
+
+def _part_of(record: Any, base: type[_Record]) -> _Record:
+    """The part of `record` that is a `base` of it."""
+    return base(**{item.name: getattr(record, item.name) for item in dataclasses.fields(base)})
 
 
 def option_types(kind: type) -> dict[str, Any]:
@@ -50,12 +69,6 @@ def option_types(kind: type) -> dict[str, Any]:
         inner = dataclasses.is_dataclass(default)
         found |= option_types(type(default)) if inner else {item.name: hints[item.name]}
     return found
-
-
-def alternatives(kind: Any) -> tuple[Any, ...]:
-    """The types of a union, except None; for any other type, that type alone."""
-    union = get_origin(kind) in (Union, UnionType)
-    return tuple(k for k in get_args(kind) if k is not type(None)) if union else (kind,)
 
 
 def spelled(kinds: dict[str, Any], words: Sequence[str]) -> list[str]:
@@ -101,9 +114,7 @@ def check_choices(kinds: dict[str, Any], words: Sequence[str]) -> None:
         known = [*choices, *(["None"] if kind != alternatives(kind)[0] and not several else [])]
         for value in values:
             if value not in known:
-                listed, near = ", ".join(choices), did_you_mean(value, choices)
-                name = name.replace("-", "_")
-                raise ValueError(f"{name} must be one of {listed}, got {value!r}{near}")
+                structure(Literal[choices], value, name.replace("-", "_"))  # raises
 
 
 def choices_of(kind: Any) -> tuple[tuple[str, ...], bool]:

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
-from warpweave.cli.command_line import alternatives, choices_of, option_types
-from warpweave.cli.messages import one_line
-from warpweave.parallel.words import did_you_mean
+from warpweave.cli.command_line import option_types
+from warpweave.kernels.structure import read_document, structure
+from warpweave.kernels.words import did_you_mean
 
 _Record = TypeVar("_Record")
-_SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a string in quotes",
-            Path: "a path in quotes"}  # fmt: skip
 
 
 def options_of(record: Any) -> dict[str, Any]:
@@ -59,31 +56,18 @@ def read_options(
         ValueError: the file is missing, it is not valid TOML, a key is not an option (or is in
             `without`), or a value has the wrong type; one line that names file and key.
     """
-    try:
-        found = tomllib.loads(path.read_bytes().decode())
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # a TOMLDecodeError, a UnicodeDecodeError
-        raise ValueError(f"{path} is not TOML: {one_line(error)}") from None
     every = option_types(type(defaults))
     kinds = {name: kind for name, kind in every.items() if name not in without}
     given: dict[str, Any] = {}
-    for key, value in found.items():
+    for key, value in read_document(path, "TOML").items():
         name = key.replace("-", "_")
         if name not in kinds:
             raise ValueError(f"{path}: unknown option {key!r}{did_you_mean(name, kinds)}")
         if name in given:
             raise ValueError(f"{path}: {name} is set twice")
-        try:
-            if isinstance(value, str):
-                value = formerly.get((name, value), value)
-            given[name] = _typed_value(kinds[name], value)
-        except (TypeError, OverflowError):
-            says = json.dumps(value, default=str, ensure_ascii=False)
-            near = did_you_mean(value, choices_of(kinds[name])[0]) if isinstance(value, str) else ""
-            raise ValueError(
-                f"{path}: {key} must be {_described(kinds[name])}, got {says}{near}"
-            ) from None
+        if isinstance(value, str):
+            value = formerly.get((name, value), value)
+        given[name] = structure(kinds[name], value, f"{path}: {key}")
     try:
         return with_options(defaults, given)
     except ValueError as error:  # raised by a record's own checks
@@ -97,41 +81,6 @@ def write_options(record: Any, without: tuple[str, ...] = ()) -> str:
         if name not in without:
             lines.append(f"# {name} is not set" if value is None else f"{name} = {_toml(value)}")
     return "\n".join(lines) + "\n"
-
-
-def _typed_value(kind: Any, value: Any) -> Any:
-    """Convert a TOML value to the type `kind`; raise TypeError if it has a different type."""
-    for each in alternatives(kind):
-        origin, inner = get_origin(each), get_args(each)
-        if origin is Literal and any(type(value) is type(x) and value == x for x in inner):
-            return value
-        if origin is tuple and isinstance(value, list):
-            if inner[-1] is Ellipsis:
-                inner = (inner[0],) * len(value)
-            if len(inner) == len(value):
-                return tuple(map(_typed_value, inner, value))
-        elif each is Path and isinstance(value, str):
-            return Path(value)
-        elif each is float and type(value) is int:
-            return float(value)
-        elif each in (int, float, bool, str) and type(value) is each:
-            return value
-    raise TypeError
-
-
-def _described(kind: Any) -> str:
-    """A type in words."""
-    words = []
-    for each in alternatives(kind):
-        origin, inner = get_origin(each), get_args(each)
-        if origin is Literal:
-            words.append("one of " + ", ".join(map(json.dumps, inner)))
-        elif origin is tuple:
-            many = "any number of" if inner[-1] is Ellipsis else str(len(inner))
-            words.append(f"a list of {many}, each {_described(inner[0])}")
-        else:
-            words.append(_SCALARS[each])
-    return " or ".join(words)
 
 
 def _toml(value: Any) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from warpweave.cli.messages import one_line
 from warpweave.kernels.rope_scaling import RopeScaling
+from warpweave.kernels.structure import read_document, structure
 from warpweave.model.config import GPTConfig
 
 
@@ -18,11 +17,9 @@ class ConvertError(ValueError):
     """A folder or model that cannot be converted; the message is one line with the reason."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a model's folder."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
+def read_json(path: Path, kind: Any = dict) -> Any:
+    """Return the content of a JSON file of a model's folder, of a type that `structure` knows."""
+    if not path.exists():
         name = path.parent
         text = f"{name} is not a transformers model: it has no {path.name}"
         if not name.exists():
@@ -30,12 +27,11 @@ def read_json(path: Path) -> dict[str, Any]:
             if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
                 text += "; download a Hub model first: "
                 text += f"hf download {name} --local-dir FOLDER"
-        raise ConvertError(text) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConvertError(f"cannot read {path}: {one_line(error)}") from None
-    if not isinstance(found, dict):
-        raise ConvertError(f"cannot read {path}: expected a JSON object")
-    return found
+        raise ConvertError(text)
+    try:
+        return structure(kind, read_document(path), f"{path}: ")
+    except ValueError as error:
+        raise ConvertError(str(error)) from None
 
 
 def expect(fields: Mapping[str, Any], name: str, *values: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -139,14 +139,18 @@ def about(path: Path) -> Iterator[None]:
         raise ConvertError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
 
 
+class _Index(TypedDict):
+    """The file that names the file of every tensor."""
+
+    weight_map: dict[str, str]
+
+
 def _find_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return every tensor in the folder's safetensors files, by its name there."""
     if (path / SINGLE).exists():  # the order in which transformers looks
         files = [SINGLE]
     elif (path / INDEX).exists():
-        names = read_json(path / INDEX).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(f, str) for f in names.values()):
-            raise ConvertError(f"{INDEX} has no valid weight_map")
+        names = read_json(path / INDEX, _Index)["weight_map"]
         for file in names.values():
             if Path(file).name != file:
                 raise ConvertError(f"{INDEX} names {file!r}, which is not a file in the folder")

@@ -45,7 +45,7 @@ def read_model_config(folder: Path) -> GPTConfig:
     """
     step = find_step(folder)
     if step is not None:
-        return _ours(step, read_manifest(step)["config"])
+        return _ours(step, read_manifest(step).config)
     with about(folder):
         return read_config(read_json(folder / "config.json"))[1]
 
@@ -146,7 +146,7 @@ def _tokenizer_of_training(folder: Path) -> str | None:
     """Return the tokenizer of a run's text: "bytes", or the SHA-256 of a tokenizers JSON; None if
     unknown."""
     step = find_step(folder)
-    return None if step is None else read_manifest(step)["state"].get("data", {}).get("tokenizer")
+    return None if step is None else read_manifest(step).state.get("data", {}).get("tokenizer")
 
 
 def _ours(step: Path, fields: dict) -> GPTConfig:

@@ -5,18 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypedDict
 
 import numpy as np
 
 from warpweave.cli.messages import one_line
 from warpweave.data.dataset import Corpus
-from warpweave.data.files import DataError, read_whole, replace, sha256
+from warpweave.data.files import DataError, replace, sha256
 from warpweave.data.tokenizer import smallest_dtype
+from warpweave.kernels.structure import read_document, structure
 
 WHOLE = "whole:"  # prefix of fingerprints of whole files; earlier versions hashed only the ends
 _FORMAT, _VERSION = "warpweave-tokens", 1
 _DTYPES = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4"}
+
+
+class _Header(TypedDict):
+    """The sidecar of a token file."""
+
+    format: Annotated[str, f'"{_FORMAT}"', _FORMAT.__eq__]
+    version: Annotated[int, str(_VERSION), _VERSION.__eq__]
+    dtype: Annotated[str, f"one of {', '.join(_DTYPES)}", _DTYPES.__contains__]
+    tokens: Annotated[int, "in 1..2**62", lambda n: 0 < n <= 1 << 62]
+    vocab_size: Annotated[int, "in 1..2**32", lambda n: 0 < n <= 1 << 32]
 
 
 def write_token_file(path: str | Path, tokens: np.ndarray, *, vocab_size: int) -> None:
@@ -38,13 +49,9 @@ def write_token_file(path: str | Path, tokens: np.ndarray, *, vocab_size: int) -
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         raise DataError(f"tokens {tokens.min()}..{tokens.max()} must lie in [0, {vocab_size})")
     dtype = smallest_dtype(vocab_size)
-    header = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "dtype": dtype,
-        "tokens": len(tokens),
-        "vocab_size": vocab_size,
-    }
+    header = _Header(
+        format=_FORMAT, version=_VERSION, dtype=dtype, tokens=len(tokens), vocab_size=vocab_size
+    )
     _sidecar(path).unlink(missing_ok=True)
     replace(path, lambda file: tokens.astype(_DTYPES[dtype], copy=False).tofile(file))
     replace(_sidecar(path), lambda file: file.write(json.dumps(header).encode()))
@@ -86,7 +93,7 @@ def map_tokens(path: Path) -> tuple[np.ndarray, int]:
                 "uint8, uint16 or uint32 with one dimension"
             )
         actual = {"dtype": tokens.dtype.name, "tokens": len(tokens)}
-        if header is not None and any(header[key] != value for key, value in actual.items()):
+        if header is not None and header | actual != header:
             raise DataError(f"{path} has {actual}, but {sidecar} says {header}")
     else:
         assert header is not None
@@ -105,27 +112,10 @@ def _sidecar(path: Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
-def _read_header(path: Path) -> dict[str, Any]:
+def _read_header(path: Path) -> _Header:
     if not path.exists():
         raise DataError(f"{path} is missing: every .bin token file needs this sidecar")
     try:
-        header = json.loads(read_whole(path))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {one_line(error)}") from None
-    if not isinstance(header, dict):
-        raise DataError(f"{path} must be a JSON object, got {type(header).__name__}")
-    if header.get("format") != _FORMAT or header.get("version") != _VERSION:
-        raise DataError(
-            f'{path} must have "format": "{_FORMAT}", "version": {_VERSION}; '
-            f"got {header.get('format')!r}, {header.get('version')!r}"
-        )
-    counts_fit = all(
-        type(header.get(key)) is int and 0 < header[key] <= most
-        for key, most in (("tokens", 1 << 62), ("vocab_size", 1 << 32))
-    )
-    if header.get("dtype") not in _DTYPES or not counts_fit:
-        raise DataError(
-            f"{path} must have dtype (one of {', '.join(_DTYPES)}), tokens > 0 and "
-            "0 < vocab_size <= 2**32"
-        )
-    return header
+        return structure(_Header, read_document(path), f"{path}: ")
+    except ValueError as error:
+        raise DataError(str(error)) from None

@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, get_type_hints
 
 from warpweave.kernels.cost import gpt_step, gpt_weights
 from warpweave.kernels.rope_scaling import RopeScaling
+from warpweave.kernels.structure import structure
 from warpweave.kernels.words import find_activation
 from warpweave.layers.style import BlockStyle, HeadStyle, MLPStyle
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.mesh import Mesh
-from warpweave.parallel.words import Choice, Kind, Overlap, did_you_mean
+from warpweave.parallel.words import Choice, Kind, Overlap
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,17 +40,7 @@ def _check_words(record: GPTConfig | ParallelPlan) -> None:
     Values may come from JSON that we did not write.
     """
     for name, kind in _hints(type(record)).items():
-        value = getattr(record, name)
-        if get_origin(kind) is Literal and value not in get_args(kind):
-            words = [*map(str, get_args(kind))]
-            near = did_you_mean(str(value), words)
-            raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}{near}")
-        kinds = get_args(kind) or (kind,)
-        if get_origin(kind) is tuple or {int, float, bool}.isdisjoint(kinds):
-            continue
-        if type(value) not in kinds and not (float in kinds and type(value) is int):
-            names = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
-            raise ValueError(f"{name} must be {names}, got {value!r}")
+        structure(kind, getattr(record, name), name)
 
 
 @dataclass(frozen=True)
@@ -217,7 +208,7 @@ class GPTConfig(HeadStyle, MLPStyle):
             raise ValueError(f"rope needs an even head size, got {self.head_dim}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-        if not all(isinstance(w, int) and w >= 0 for w in self.windows):
+        if min(self.windows, default=0) < 0:
             raise ValueError(f"windows must be integers of at least 0, got {self.windows}")
         for name in ("attention_scale", "softcap", "logit_softcap", "embedding_scale"):
             number = getattr(self, name)

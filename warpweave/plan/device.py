@@ -12,15 +12,14 @@ its ``base``, a row of `HARDWARE`, if it names one:
 
 from __future__ import annotations
 
-import json
 import math
-import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from warpweave.kernels.devices import A40, A100, B200, H100, H200, H800, L40S, Device
-from warpweave.parallel.words import did_you_mean
+from warpweave.kernels.structure import read_document, structure
+from warpweave.kernels.words import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -119,10 +118,17 @@ HARDWARE = {
 }
 _FIGURES = {"half": "FLOP/s in 16 bits", "memory": "bytes/s of memory",
             "nvlink": "bytes/s over NVLink", "network": "bytes/s over the network"}  # fmt: skip
-_FIELDS = {
-    **dict.fromkeys(_FIGURES, "device"),
-    **dict.fromkeys(("capacity", "node"), "hardware"),
-    **{f.name: "efficiency" for f in fields(Efficiency)},
+_FIGURE = Annotated[float, "a positive number", lambda x: 0 < x < math.inf]
+_PART = Annotated[float, "a fraction above 0 and at most 1", lambda x: 0 < x <= 1]
+_WHOLE = Annotated[
+    Any, "a whole number of GPUs", lambda x: type(x) in (int, float) and x > 0 and x % 1 == 0
+]
+_FIELDS: dict[str, tuple[str, Any]] = {  # of a file: the record that has the field, and its type
+    **dict.fromkeys(_FIGURES, ("device", _FIGURE)),
+    "capacity": ("hardware", _FIGURE),
+    "node": ("hardware", _WHOLE),
+    **{f.name: ("efficiency", _PART) for f in fields(Efficiency)},
+    "latency": ("efficiency", _FIGURE),
 }
 
 
@@ -152,35 +158,22 @@ def find_hardware(name: str) -> Hardware:
 
 def _read_hardware(path: Path) -> Hardware:
     """Read hardware from a file; a ValueError names the file and the problem."""
-    try:
-        text = path.read_text()
-        given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not {path.suffix[1:].upper()}: {error}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"{path}: expected a table of names and values")
+    given = read_document(path, "JSON" if path.suffix == ".json" else "TOML")
+    given = structure(dict, given, str(path))
     base = given.pop("base", None)
     if base is not None and base not in [*HARDWARE]:
         known, near = ", ".join(HARDWARE), did_you_mean(str(base), HARDWARE)
         raise ValueError(f"{path}: base must be one of {known}, got {base!r}{near}")
+    own: dict[str, dict[str, Any]] = {"device": {}, "efficiency": {}, "hardware": {}}
     for key, value in given.items():
         if key not in _FIELDS:
             raise ValueError(f"{path}: unknown field {key}; expected base, {', '.join(_FIELDS)}")
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ValueError(f"{path}: {key} must be a positive number, got {value!r}")
-        if key == "node" and value != int(value):
-            raise ValueError(f"{path}: node must be a whole number of GPUs, got {value}")
-        if _FIELDS[key] == "efficiency" and key != "latency" and value > 1:
-            raise ValueError(f"{path}: {key} is a fraction: expected at most 1, got {value}")
+        record, kind = _FIELDS[key]
+        own[record][key] = structure(kind, value, f"{path}: {key}")
     missing = [key for key in (*_FIGURES, "capacity") if base is None and key not in given]
     if missing:
         raise ValueError(f"{path} has no base: add one, or add {', '.join(missing)}")
     like = HARDWARE[base or "h100"]
-    own: dict[str, dict[str, Any]] = {"device": {}, "efficiency": {}, "hardware": {}}
-    for key, value in given.items():
-        own[_FIELDS[key]][key] = value
     device = replace(like.device, name=path.stem, **own["device"])
     efficiency = replace(like.efficiency, **own["efficiency"])
     more = own["hardware"] | {"name": path.stem}

@@ -12,11 +12,12 @@ is measured, and torch is not imported. Pass the file of ``--out plan.toml`` to 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from warpweave.cli.command_line import read_command_line
+from warpweave.kernels.words import did_you_mean
 from warpweave.model.config import PRESETS, GPTConfig
-from warpweave.parallel.words import did_you_mean
 
 _TOKENS = 2**22  # of a step, by default
 
@@ -82,6 +83,4 @@ def _read_model(name: str) -> GPTConfig:
         raise ValueError(f"{path}: {error}") from None
 
 
-def parse(argv: list[str] | None = None) -> PlanConfig:
-    """Parse the command line; exit with 2 if an option is wrong."""
-    return read_command_line(PlanConfig, "plan", __doc__, argv)
+parse = partial(read_command_line, PlanConfig, "plan", __doc__)

@@ -16,6 +16,7 @@ from typing import NoReturn
 import torch
 
 from warpweave.cli.messages import say
+from warpweave.kernels.words import did_you_mean
 from warpweave.launch.devices import BACKENDS
 from warpweave.launch.interrupt import Interrupt, Stopped
 from warpweave.launch.processes import Processes, under_torchrun
@@ -24,7 +25,6 @@ from warpweave.launch.session import join, reported
 from warpweave.model.gpt import PRESETS
 from warpweave.parallel.checked import CheckedCollectives, CollectiveMismatch
 from warpweave.parallel.mesh import Mesh
-from warpweave.parallel.words import did_you_mean
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig
 from warpweave.prove.proof import LIMITS, Errors, prove_layout

@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from warpweave.cli import shared_options as shared
 from warpweave.cli.command_line import read_command_line
 from warpweave.cli.messages import refusing, say
 from warpweave.model.config import Recompute, Reduce, ScheduleName
@@ -72,18 +73,11 @@ class ProveConfig:
     """Random seed of --random: layout i is drawn from seed + i."""
     dp: int = 1
     """Data-parallel degree."""
-    dp_shard: int | None = None
-    """Sharding degree (hybrid sharding): number of adjacent data replicas that ZeRO shards over;
-    the dp / dp_shard groups hold replicas of the shards. Default: all data replicas."""
-    tp: int = 1
-    """Tensor-parallel degree."""
-    cp: int = 1
-    """Context-parallel degree: ranks over which the sequence is sharded."""
-    pp: int = 1
-    """Pipeline-parallel degree."""
-    ulysses: int = 1
-    """Ulysses degree: number of adjacent context ranks that exchange sequence shards for head
-    shards by all-to-all. A ring runs over the cp / ulysses groups. With 1, there is only a ring."""
+    dp_shard: shared.ShardingDegree = None
+    tp: shared.TensorParallel = 1
+    cp: shared.ContextParallel = 1
+    pp: shared.PipelineParallel = 1
+    ulysses: shared.UlyssesDegree = 1
     outer: int = 1
     """Number of outer replicas of the whole mesh. Each replica trains on the entire batch, and the
     replicas' weights are averaged in every step."""
@@ -122,11 +116,8 @@ class ProveConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the ranks and of the plain model: cpu with gloo, or cuda with NCCL and one GPU per
     rank."""
-    impl: Literal["torch", "triton"] | None = None
-    """Implementation: torch (default on the CPU) or the Triton kernels (default on GPUs). On the
-    CPU, triton needs TRITON_INTERPRET=1 and about a minute per layout."""
-    timeout: float = 60.0
-    """Timeout in seconds of every message between ranks."""
+    impl: shared.Implementation = None
+    timeout: shared.Timeout = 60.0
     typecheck: bool = False
     """Typecheck the program on a mesh of any size instead of running ranks. Options that have no
     effect on types are rejected."""
@@ -140,22 +131,12 @@ class ProveConfig:
         """Return the layout of the given options."""
         sizes = (self.dp, self.cp, self.tp, self.pp, self.ulysses, self.dp_shard, self.outer)
         mesh = Mesh(*sizes)
+        same = ("zero", "schedule", "style", "tied", "recompute", "layout", "overlap", "packed",
+                "optimizer", "reduce")  # fmt: skip
         return Layout(
-            mesh,
-            self.sequence_parallel and mesh.tp > 1,
-            self.zero,
-            self.schedule,
-            self.style,
-            self.tied,
-            self.recompute,
-            self.cp_strategy,
-            self.layout,
-            self.overlap,
-            packed=self.packed,
-            count=self.microbatches,
-            optimizer=self.optimizer,
-            reduce=self.reduce,
-        )
+            mesh, self.sequence_parallel and mesh.tp > 1, strategy=self.cp_strategy,
+            count=self.microbatches, **{name: getattr(self, name) for name in same},
+        )  # fmt: skip
 
     @property
     def starts_ranks(self) -> bool:

@@ -67,7 +67,7 @@ def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
     if step is None:
         return None
     manifest = read_manifest(step)
-    losses, number = _validation_losses(step, manifest["state"]), manifest["step"]
+    losses, number = _validation_losses(step, manifest.state), manifest.step
     chosen = ChosenCheckpoint(step, number, losses.get(number))
     if step == folder or (not best and not losses):
         return chosen

@@ -11,6 +11,7 @@ README.md for you to complete; it must not exist yet. Exit codes: 0 done, 1 fail
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -38,6 +39,4 @@ class ExportConfig:
     """Precision of the weights; default: as they were saved."""
 
 
-def parse(argv: list[str] | None = None) -> ExportConfig:
-    """Read the options of the command line. Exit with 2 on a wrong one."""
-    return read_command_line(ExportConfig, "export", __doc__, argv)
+parse = partial(read_command_line, ExportConfig, "export", __doc__)

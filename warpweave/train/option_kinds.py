@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from warpweave.cli.command_line import alternatives
+from warpweave.kernels.structure import alternatives
 
 _WORDS: dict[str, Any] = {"True": True, "False": False, "auto": "auto"}
 RESUME = tyro.constructors.PrimitiveConstructorSpec[Any](  # the value of --resume is optional

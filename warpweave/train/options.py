@@ -9,10 +9,10 @@ before the first step (also if a checkpoint does not fit the run), with nothing 
 as torchrun treats other codes as a failed rank; a failed or refused run exits with torchrun's 1.
 """
 
-# One typed record that also defines the command-line options. The options of the model and of the
-# plan are the fields of `GPTConfig` and `ParallelPlan` (`config`): a field added there becomes an
-# option here (except `rope_scaling`). Options are checked before torch is imported, so code that
-# needs torch imports it locally.
+# Typed records that also define the command-line options, one per heading of the help. The options
+# of the model and of the plan are the fields of `GPTConfig` and `ParallelPlan`: a field added there
+# becomes an option here (except `rope_scaling`). Options are checked before torch is imported, so
+# code that needs torch imports it locally.
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from warpweave.cli import shared_options as shared
 from warpweave.cli.command_line import read_command_line
 from warpweave.cli.messages import refusing
 from warpweave.cli.toml import read_options
@@ -49,14 +50,10 @@ FORMERLY = {("overlap", "auto"): "bulk"}  # values in config.toml files of older
 GPTOverrides: Any = overrides_of(GPTConfig, __name__)
 
 
-@tyro.conf.configure(tyro.conf.OmitArgPrefixes)  # --layers, not --overrides.layers
 @dataclass(frozen=True)
-class TrainConfig:
-    """Options of a training run: model, data, mesh, and optimizer."""
+class ModelOptions:
+    """The model, and the device and kernels that compute it."""
 
-    config: Path | None = None
-    """TOML file with options, such as steps = 500. Options on the command line override the file.
-    Every run writes its options to config.toml in `out`."""
     model: Literal[
         "toy", "small", "toy-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl",
         "llama-1b", "llama-8b", "llama-70b", "llama3-405b", "gpt3-175b",
@@ -70,6 +67,18 @@ class TrainConfig:
     """Pretrained model to start from instead of a preset: a transformers model folder (``hf
     download NAME --local-dir FOLDER`` downloads a model from the Hub), or the folder or a
     checkpoint of a run."""
+    device: shared.Device = None
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
+    """Precision of parameters and activations; master weights, gradients, and sums are fp32 (fp64
+    for fp64). Default: bf16 on a GPU (fp32 does not use its tensor cores) and fp32 on a CPU."""
+    impl: shared.Implementation = None
+    tiles: Path | None = None
+    """Tile table for the kernels, as written by ``warpweave tune``; default: the shipped tiles."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Training data."""
 
     data: Path | None = None
     """Training data: a UTF-8 text file, a folder of text files, or a token file. Default: the
@@ -85,21 +94,19 @@ class TrainConfig:
     """End-of-document token id, used with --packed. A token file has no other document
     boundaries."""
 
+
+@dataclass(frozen=True)
+class ParallelismOptions:
+    """Ranks, and how a step is distributed over them."""
+
     dp: int | None = None
     """Data-parallel degree: number of replicas. Default: as many as torchrun's ranks allow, or 1
     without torchrun."""
-    dp_shard: int | None = None
-    """Sharding degree (hybrid sharding): number of adjacent data replicas that ZeRO shards over;
-    the dp / dp_shard groups hold replicas of the shards. Default: all data replicas."""
-    tp: int = 1
-    """Tensor-parallel degree."""
-    cp: int = 1
-    """Context-parallel degree: ranks over which the sequence is sharded."""
-    ulysses: int = 1
-    """Ulysses degree: number of adjacent context ranks that exchange sequence shards for head
-    shards by all-to-all. A ring runs over the cp / ulysses groups. With 1, there is only a ring."""
-    pp: int = 1
-    """Pipeline-parallel degree."""
+    dp_shard: shared.ShardingDegree = None
+    tp: shared.TensorParallel = 1
+    cp: shared.ContextParallel = 1
+    ulysses: shared.UlyssesDegree = 1
+    pp: shared.PipelineParallel = 1
     outer: int = 1
     """Number of outer replicas, each with dp x cp x tp x pp ranks. They train separately and meet
     every `outer_every` steps (local SGD, DiLoCo)."""
@@ -126,7 +133,6 @@ class TrainConfig:
     """Parallel plan: how a step is distributed over the ranks."""
     batch: int = 8
     """Micro-batch size: sequences per micro-batch."""
-
     server: int = 0
     """Number of parameter servers: ranks that hold the weights and the optimizer, in addition to
     the `dp` workers. Each worker does `steps` steps, and the run is evaluated at the end. 0 for
@@ -139,14 +145,11 @@ class TrainConfig:
     """Delay compensation (DC-ASGD) with --server and a nonzero staleness: lambda in g + lambda g^2
     (w - w_old). 0 for none."""
 
-    elastic: int = 0
-    """Elastic data parallelism: minimum number of replicas. If replicas die, the run continues as
-    long as this many are left, and dead replicas can rejoin. With 0, the run ends if any rank
-    dies."""
 
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
-    """Precision of parameters and activations; master weights, gradients, and sums are fp32 (fp64
-    for fp64). Default: bf16 on a GPU (fp32 does not use its tensor cores) and fp32 on a CPU."""
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Steps, learning rate, and update rule."""
+
     steps: int = 500
     """Training steps (optimizer steps) in the whole run."""
     lr: float = 1e-3
@@ -177,28 +180,59 @@ class TrainConfig:
     seed: int = 0
     """Random seed of initialization, data order, dropout, and sampled text."""
 
-    out: Path = Path("runs/train")
-    """Output folder for metrics, plot, and checkpoints. Files from an earlier run are moved to a
-    subfolder."""
+
+@dataclass(frozen=True)
+class CheckpointsOptions:
+    """Saving and resuming."""
+
     save_every: int = 0
     """Checkpoint interval in steps; 0 saves only at the end."""
-    keep: int = 3
-    """Number of most recent checkpoints to keep."""
     save_minutes: float = 10.0
     """Checkpoint interval in minutes, by the first rank's clock; 0 for none."""
+    keep: int = 3
+    """Number of most recent checkpoints to keep."""
     resume: Annotated[bool | Literal["auto"], RESUME] = False
     """Resume from the newest good checkpoint in `out`. With auto, start from scratch if there is no
     checkpoint."""
+
+
+@dataclass(frozen=True)
+class FaultsOptions:
+    """Failures of ranks, and checks that detect them."""
+
+    elastic: int = 0
+    """Elastic data parallelism: minimum number of replicas. If replicas die, the run continues as
+    long as this many are left, and dead replicas can rejoin. With 0, the run ends if any rank
+    dies."""
     max_restarts: int = 0
     """Number of times to restart all ranks from the newest checkpoint after a failure. (torchrun
     has a separate option for this.)"""
+    timeout: shared.Timeout = 300.0
+    check_every: int = 100
+    """Interval in steps at which ranks compare a step's collectives, the replicas' state after the
+    step, and each rank's compute time. With 0, ranks compare only the collectives of the first two
+    steps."""
+    check_collectives: bool = False
+    """Debugging: compare every collective between ranks before it is issued (slow)."""
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Files and evaluations."""
+
+    config: Path | None = None
+    """TOML file with options, such as steps = 500. Options on the command line override the file.
+    Every run writes its options to config.toml in `out`."""
+    out: Path = Path("runs/train")
+    """Output folder for metrics, plot, and checkpoints. Files from an earlier run are moved to a
+    subfolder."""
     eval_every: int = 100
     """Evaluation interval in steps; 0 evaluates only at the end."""
+    eval_batches: int = 8
+    """Evaluation size: micro-batches of validation text per data replica."""
     early_stop: int = 0
     """Early stopping: stop after this many evaluations without a lower validation loss, and keep
     the checkpoint with the lowest loss. 0 for no early stopping."""
-    eval_batches: int = 8
-    """Evaluation size: micro-batches of validation text per data replica."""
     sample: int = 200
     """Number of tokens of text to sample at the end; 0 for none."""
     tensorboard: bool = False
@@ -208,20 +242,14 @@ class TrainConfig:
     timeline: Path | None = None
     """File to write a timeline of the last step to, measured and simulated: .svg, .png, or a Chrome
     trace (.json)."""
-    device: Literal["cpu", "cuda"] | None = None
-    """Device to compute on; default: GPUs if there are any, one per rank."""
-    impl: Literal["triton", "torch"] | None = None
-    """Implementation of the ops; default: the Triton kernels on a GPU, torch on the CPU."""
-    tiles: Path | None = None
-    """Tile table for the kernels, as written by ``warpweave tune``; default: the shipped tiles."""
-    timeout: float = 300.0
-    """Timeout in seconds of every message between ranks."""
-    check_every: int = 100
-    """Interval in steps at which ranks compare a step's collectives, the replicas' state after the
-    step, and each rank's compute time. With 0, ranks compare only the collectives of the first two
-    steps."""
-    check_collectives: bool = False
-    """Debugging: compare every collective between ranks before it is issued (slow)."""
+
+
+@dataclass(frozen=True)
+class TrainConfig(
+    OutputOptions, FaultsOptions, CheckpointsOptions, OptimizerOptions, ParallelismOptions,
+    DataOptions, ModelOptions,
+):  # fmt: skip
+    """Options of a training run, under the headings of its bases; the last base comes first."""
 
     @property
     def mesh(self) -> Mesh:
@@ -265,19 +293,6 @@ class TrainConfig:
         return rule
 
     @property
-    def outer_settings(self) -> dict[str, Any] | None:
-        """The outer replicas and their rule as JSON; a resumed run must have the same ones."""
-        rule = self.outer_rule
-        return None if rule is None else {"replicas": self.outer} | dataclasses.asdict(rule)
-
-    @property
-    def asynchronous(self) -> dict[str, Any] | None:
-        """The asynchronous schedule that a checkpoint's weight versions belong to, or None."""
-        plan = self.plan
-        found = {"schedule": plan.schedule, "microbatches": plan.microbatches, "pp": self.pp}
-        return found if plan.asynchronous else None
-
-    @property
     def server_plan(self) -> ServerPlan | None:
         """The plan shared by servers and workers; None without servers.
 
@@ -293,10 +308,10 @@ class TrainConfig:
             return None
         from warpweave.parallel.server.server import ServerPlan
 
-        one = {"tp": 1, "cp": 1, "pp": 1, "dp_shard": None, "early_stop": 0}
-        one |= {"outer": 1, "outer_every": None, "timeline": None, "max_restarts": 0, "elastic": 0}
-        for name, value in one.items():
-            if (given := getattr(self, name)) != value:
+        one = ("tp", "cp", "pp", "dp_shard", "early_stop", "outer", "outer_every", "timeline",
+               "max_restarts", "elastic")  # fmt: skip
+        for name in one:
+            if (given := getattr(self, name)) != getattr(TrainConfig, name):
                 raise ValueError(
                     f"--server does not support {name} = {given}: each worker is one rank"
                 )
@@ -329,9 +344,8 @@ class TrainConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that a resumed run must keep to be the same run, as JSON."""
-        schedule = ("steps", "lr", "lr_schedule", "min_lr", "warmup", "decay")
-        rule = ("optimizer", "momentum", "eps", "weight_decay", "clip")
-        names = (*schedule, *rule, "dtype", "packed", "separator")
+        updates = (item.name for item in dataclasses.fields(OptimizerOptions))
+        names = [name for name in updates if name != "seed"] + ["dtype", "packed", "separator"]
         return {name: getattr(self, name) for name in names} | {"betas": list(self.betas)}
 
     @property

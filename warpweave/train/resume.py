@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch.distributed as dist
 
@@ -13,8 +13,11 @@ from warpweave.checkpoint import CheckpointError, CheckpointReader, open_latest
 from warpweave.cli.messages import say
 from warpweave.data import Dataset
 from warpweave.data.token_file import WHOLE
+from warpweave.kernels.structure import Count, structure
 from warpweave.model.config import GPTConfig
 from warpweave.train.options import TrainConfig
+
+_Float = Annotated[Any, "a float", lambda x: type(x) is float]
 
 
 @dataclasses.dataclass
@@ -29,11 +32,11 @@ class Progress:
         since: evaluations since then.
     """
 
-    tokens: int = 0
-    evaluated: int = 0
-    best: float | None = None
-    best_step: int = 0
-    since: int = 0
+    tokens: Count = 0
+    evaluated: Count = 0
+    best: _Float | None = None
+    best_step: Count = 0
+    since: Count = 0
 
     def see(self, step: int, val_loss: float) -> bool:
         """Record the evaluation after `step`. Return True if its loss is the lowest so far."""
@@ -70,6 +73,36 @@ def saved_line(step: int) -> str:
     return f"saved step {step}; continue with --resume"
 
 
+class _Data(TypedDict):
+    name: str
+    fingerprint: str
+    sequences_per_step: Count
+    tokenizer: NotRequired[str | None]
+    validation: NotRequired[str | None]
+
+
+class _Optimizer(TypedDict, total=False):
+    count: _Float
+    loss_scale: _Float
+    good_steps: _Float
+
+
+class _State(TypedDict):
+    """The state of a run; older versions did not write all of it."""
+
+    seed: Count
+    settings: dict
+    data: _Data
+    optimizer: _Optimizer
+    step: NotRequired[Count]
+    optimizers: NotRequired[list[_Optimizer]]
+    progress: NotRequired[Progress]
+    outer: NotRequired[dict | None]
+    asynchronous: NotRequired[dict | None]
+    server: NotRequired[dict]
+    layout: NotRequired[dict]
+
+
 def open_run(
     folder: Path, config: GPTConfig, group: dist.ProcessGroup | None, resume: bool | str = True
 ) -> CheckpointReader | None:
@@ -95,39 +128,14 @@ def open_run(
     fields = dataclasses.fields(config)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     reader.require_config(dataclasses.asdict(config), defaults)
-    state, data = reader.state, reader.state.get("data")
-    whole = {"data", "seed", "optimizer", "settings"} <= set(state) and isinstance(data, dict)
-    if not whole or not {"name", "fingerprint", "sequences_per_step"} <= set(data):
-        raise CheckpointError(f"{reader.path} was not written by the trainer")
-    _require(f"{reader.path}: state", state, _STATE | {"progress": get_type_hints(Progress)})
-    for optimizer in state.get("optimizers", ()):
-        _require(f"{reader.path}: optimizer", optimizer, _STATE["optimizer"])
-    _require(f"{reader.path}: mesh", reader.mesh, dict.fromkeys(reader.mesh, int | None))
+    try:
+        state = structure(_State, reader.state, "state")
+        structure(dict[str, Count | None], reader.mesh, "mesh")
+    except ValueError as error:
+        raise CheckpointError(f"{reader.path} was not written by the trainer: {error}") from None
     if state.get("step", reader.step) != reader.step:
         raise CheckpointError(f"{reader.path} has a state of step {state['step']}")
     return reader
-
-
-# The types of what `state_of` writes; entries that older versions did not write may be missing.
-_STATE: dict[str, Any] = {
-    "step": int, "seed": int, "settings": dict, "outer": dict | None, "asynchronous": dict | None,
-    "data": {"name": str, "fingerprint": str, "sequences_per_step": int, "tokenizer": str | None,
-             "validation": str | None},
-    "optimizer": {"count": float, "loss_scale": float, "good_steps": float}, "optimizers": list,
-    "server": dict, "layout": dict,
-}  # fmt: skip
-
-
-def _require(where: str, value: Any, kind: Any) -> None:
-    """Raise `CheckpointError` unless a JSON value matches `kind`: a type, a union, or a dict of the
-    types of an object's values by name. Integers must not be negative."""
-    if isinstance(kind, dict) and isinstance(value, dict):
-        for name, part in value.items():
-            _require(f"{where}.{name}", part, kind.get(name, object))
-        return
-    fits = kind is object or type(value) in (get_args(kind) or (kind,))
-    if not fits or (type(value) is int and value < 0):
-        raise CheckpointError(f"{where} is {value!r:.80}, which was not written by the trainer")
 
 
 def state_of(
@@ -148,8 +156,8 @@ def state_of(
             "validation": None if validation is None else validation.fingerprint,
         },
         "progress": dataclasses.asdict(progress),
-        "outer": config.outer_settings,
-        "asynchronous": config.asynchronous,
+        "outer": _outer_settings(config),
+        "asynchronous": _asynchronous_schedule(config),
         "settings": config.settings,
         "layout": _layout_options(config),
     }
@@ -159,6 +167,19 @@ def _layout_options(config: TrainConfig) -> dict[str, Any]:
     """Options of the layout and of evaluations, as JSON; a resumed run may change them."""
     names = ("batch", "impl", "eval_every", "eval_batches", "early_stop")
     return dataclasses.asdict(config.plan) | {name: getattr(config, name) for name in names}
+
+
+def _outer_settings(config: TrainConfig) -> dict[str, Any] | None:
+    """The outer replicas and their rule as JSON; a resumed run must have the same ones."""
+    rule = config.outer_rule
+    return None if rule is None else {"replicas": config.outer} | dataclasses.asdict(rule)
+
+
+def _asynchronous_schedule(config: TrainConfig) -> dict[str, Any] | None:
+    """The asynchronous schedule that a checkpoint's weight versions belong to, or None."""
+    plan = config.plan
+    found = {"schedule": plan.schedule, "microbatches": plan.microbatches, "pp": config.pp}
+    return found if plan.asynchronous else None
 
 
 def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> None:
@@ -173,12 +194,12 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
             f"{reader.path} was trained on {other}: saved {saved['name']} "
             f"({saved['fingerprint'][:12]}), now {data.name} ({data.fingerprint[:12]})"
         )
-    outer = config.outer_settings
+    outer = _outer_settings(config)
     if (before := reader.state.get("outer")) != outer:
         raise CheckpointError(
             f"{reader.path} was trained with outer replicas and optimizer {before}, now {outer}"
         )
-    held, wanted = reader.state.get("asynchronous"), config.asynchronous
+    held, wanted = reader.state.get("asynchronous"), _asynchronous_schedule(config)
     if held not in (None, wanted):
         raise CheckpointError(
             f"{reader.path} holds weight versions of the asynchronous schedule {held}, now "

@@ -10,11 +10,13 @@ loss. Several prompts form one batch. Exit codes: 0 done, 1 failed, 2 refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from warpweave.cli import shared_options as shared
 from warpweave.cli.command_line import read_command_line
 from warpweave.parallel.mesh import Mesh
 
@@ -48,18 +50,13 @@ class SampleConfig:
     tokenizer: Path | None = None
     """Tokenizer: a Hugging Face tokenizers JSON, or the word bytes; default: the model's, or bytes
     if the model was trained on bytes or has a vocabulary of 256."""
-    tp: int = 1
-    """Tensor-parallel degree."""
-    pp: int = 1
-    """Pipeline-parallel degree."""
+    tp: shared.TensorParallel = 1
+    pp: shared.PipelineParallel = 1
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Precision of parameters and activations."""
-    device: Literal["cpu", "cuda"] | None = None
-    """Device to compute on; default: GPUs if there are any, one per rank."""
-    impl: Literal["triton", "torch"] | None = None
-    """Implementation of the ops; default: the Triton kernels on a GPU, torch on the CPU."""
-    timeout: float = 300.0
-    """Timeout in seconds of every message between ranks."""
+    device: shared.Device = None
+    impl: shared.Implementation = None
+    timeout: shared.Timeout = 300.0
 
     @property
     def mesh(self) -> Mesh:
@@ -72,14 +69,8 @@ class SampleConfig:
         from warpweave.convert.source import read_stop_tokens
         from warpweave.model.generate import Sampling
 
-        return Sampling(
-            self.tokens,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            read_stop_tokens(self.model),
-            self.seed,
-        )
+        stop = read_stop_tokens(self.model)
+        return Sampling(self.tokens, self.temperature, self.top_k, self.top_p, stop, self.seed)
 
     def open_tokenizer(self) -> Tokenizer:
         """Open the tokenizer for the prompts; ``ValueError`` if the model has none."""
@@ -106,6 +97,4 @@ class SampleConfig:
         check_prompts(config, self.prompts(), self.sampling)
 
 
-def parse(argv: list[str] | None = None) -> SampleConfig:
-    """Read the options of the command line. Exit with 2 on a wrong one."""
-    return read_command_line(SampleConfig, "sample", __doc__, argv)
+parse = partial(read_command_line, SampleConfig, "sample", __doc__)

@@ -10,12 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
+from warpweave.kernels.words import did_you_mean
 from warpweave.parallel.schedule.actions import COMPUTE, RECEIVES, SENDS, Schedule, placement
 from warpweave.parallel.schedule.family import ScheduleFamily
 from warpweave.parallel.schedule.passes import with_comm
 from warpweave.parallel.schedule.text import from_csv
 from warpweave.parallel.schedule.validation import validate
-from warpweave.parallel.words import did_you_mean
 
 FAMILIES: dict[str, ScheduleFamily] = {
     family.name: family

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from warpweave.cli import shared_options as shared
 from warpweave.cli.command_line import read_command_line
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -35,10 +37,8 @@ class CollectivesConfig:
     """Number of measurements of each; the median is reported."""
     out: Path | None = None
     """Folder for the rows and a plot (collectives.json, collectives.png); created if missing."""
-    device: Literal["cpu", "cuda"] | None = None
-    """Device: cuda (NCCL, one GPU per rank) or cpu (gloo). Default: cuda if there are GPUs."""
-    timeout: float = 60.0
-    """Timeout in seconds of every message between ranks."""
+    device: shared.Device = None
+    timeout: shared.Timeout = 60.0
     starts_ranks: ClassVar[bool] = True
 
     def check(self) -> None:
@@ -64,6 +64,4 @@ class CollectivesConfig:
         return sorted(set(found))
 
 
-def parse(argv: list[str] | None = None) -> CollectivesConfig:
-    """Read the options of the command line. Exit with 2 on a wrong one."""
-    return read_command_line(CollectivesConfig, "collectives", __doc__, argv)
+parse = partial(read_command_line, CollectivesConfig, "collectives", __doc__)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from warpweave.cli import shared_options as shared
 from warpweave.cli.command_line import read_command_line
 from warpweave.launch.processes import DRIVER
 
@@ -27,8 +27,7 @@ class DoctorConfig:
     """Check one dtype on two ranks, without kernel times: about one minute."""
     out: Path | None = None
     """Folder for the page and the JSON (doctor.md, doctor.json); created if missing."""
-    device: Literal["cpu", "cuda"] | None = None
-    """Device to check: cuda or cpu. Default: cuda if there is a GPU."""
+    device: shared.Device = None
     ranks: int | None = None
     """Number of ranks of each axis. Default: all GPUs, at most 8; 2 on a CPU or with --quick."""
 

@@ -15,6 +15,7 @@ with their registers, shared memory, and occupancy. It takes 2 to 5 minutes with
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -68,6 +69,4 @@ class TuneConfig:
         return found
 
 
-def parse(argv: list[str] | None = None) -> TuneConfig:
-    """Read the options of the command line. Exit with 2 on a wrong one."""
-    return read_command_line(TuneConfig, "tune", __doc__, argv)
+parse = partial(read_command_line, TuneConfig, "tune", __doc__)

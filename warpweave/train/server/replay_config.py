@@ -9,6 +9,7 @@ checkpoint. Exit codes: 0 equal, 1 different, 2 refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,4 @@ class ReplayConfig:
     """Run to repeat: its folder."""
 
 
-def parse(argv: list[str] | None = None) -> ReplayConfig:
-    """Read the options of the command line. Exit with 2 on a wrong one."""
-    return read_command_line(ReplayConfig, "replay", __doc__, argv)
+parse = partial(read_command_line, ReplayConfig, "replay", __doc__)

@@ -1,0 +1,39 @@
+"""Options that several commands have: the type and the help of each, declared once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+TensorParallel = Annotated[int, arg(help="Tensor-parallel degree.")]
+PipelineParallel = Annotated[int, arg(help="Pipeline-parallel degree.")]
+ContextParallel = Annotated[
+    int, arg(help="Context-parallel degree: ranks over which the sequence is sharded.")
+]
+UlyssesDegree = Annotated[
+    int,
+    arg(
+        help="Ulysses degree: number of adjacent context ranks that exchange sequence shards for head "
+        "shards by all-to-all. A ring runs over the cp / ulysses groups. With 1, there is only a ring."
+    ),
+]
+ShardingDegree = Annotated[
+    int | None,
+    arg(
+        help="Sharding degree (hybrid sharding): number of adjacent data replicas that ZeRO shards "
+        "over; the dp / dp_shard groups hold replicas of the shards. Default: all data replicas."
+    ),
+]
+Device = Annotated[
+    Literal["cpu", "cuda"] | None,
+    arg(help="Device: cuda (one GPU per rank) or cpu; default: cuda if there are GPUs."),
+]
+Implementation = Annotated[
+    Literal["triton", "torch"] | None,
+    arg(
+        help="Implementation of the ops; default: the Triton kernels on a GPU, torch on the CPU. "
+        "On the CPU, triton needs TRITON_INTERPRET=1 and is slow."
+    ),
+]
+Timeout = Annotated[float, arg(help="Timeout in seconds of every message between ranks.")]
