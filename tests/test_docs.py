@@ -36,13 +36,17 @@ def test_the_map_is_what_the_sources_and_tests_say(monkeypatch) -> None:
 
 def test_schedules_are_drawn_as_the_code_makes_them(monkeypatch) -> None:
     script, page = _script(monkeypatch, "schedules"), (DOCS / "schedules.md").read_text()
-    assert page == script.filled(page), "python docs/scripts/schedules.py draws them anew"
-    drawn = {words.split()[0] for words in re.findall("<!-- draw (.*) -->", page)}
+    assert page == script.filled(page), "python docs/scripts/schedules.py draws them again"
+    pictures = script.pictures(page)
     # equal to pipedream, except for updates and versions
     others = {"pipedream-vs", "pipedream-2bw"}
-    assert drawn == set(script.FAMILIES) - others
+    assert set(pictures) == {f"{n}.svg" for n in set(script.FAMILIES) - others} | {"pipelines.svg"}
     assert all(f"`{name}`" in page for name in others)
-    assert page != script.filled(page.replace("draw zb-h1 4 7", "draw zb-h1 4 8"))
+    found = {path.name: path.read_text() for path in (DOCS / "pictures").iterdir()}
+    assert found == pictures, "python docs/scripts/schedules.py draws them again"
+    assert max(map(len, found.values())) < 40_000
+    changed = script.pictures("<!-- draw zb-h1 4 8 1 F=1 I=1 W=1 -->")
+    assert found["zb-h1.svg"] != changed["zb-h1.svg"]
 
 
 def test_the_map_has_every_source_file_and_says_what_it_is_for(monkeypatch) -> None:
@@ -76,12 +80,6 @@ def test_the_map_follows_a_helper_to_what_it_uses_and_no_further(monkeypatch, tm
     used = {"warpweave.model.gpt.GPT", "warpweave.prove.proof"}
     assert helpers.modules_of("test_function") == used
     assert helpers.modules_of("test_file") == used | {"warpweave.model.engine"}
-
-
-def test_the_picture_is_what_the_simulator_draws(monkeypatch) -> None:
-    script = _script(monkeypatch, "pipeline_picture")
-    assert script.PICTURE.read_text() == script.picture()
-    assert script.PICTURE.stat().st_size < 40_000
 
 
 def _quoted(page: Path) -> Iterator[tuple[str, str]]:
