@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import html
-import importlib
 import inspect
 import os
 import re
@@ -13,7 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_docs import DOCS, DOCUMENTED, PAGES, ROOT
+from test_api import ENTRIES
+from test_docs import DOCS, PAGES, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,7 @@ def _parameters(signature: str) -> list[str]:
 
 def test_every_signature_has_the_parameters_that_python_shows(site) -> None:
     shown, checked = _signatures(site), 0
-    for name in DOCUMENTED:
-        module, _, member = name.rpartition(".")
-        entry = getattr(importlib.import_module(module), member)
+    for name, entry in ENTRIES.items():
         taken = list(inspect.signature(entry).parameters)
         if name in shown:
             assert _parameters(shown[name]) == taken, (name, shown[name])

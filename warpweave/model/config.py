@@ -86,6 +86,11 @@ class ParallelPlan:
             it, with the library's collectives (library), or in the order of the global
             micro-batches (ordered). ordered is bitwise identical for any number of data ranks with
             the same total number of micro-batches, at the cost of one reduction per micro-batch.
+
+    Examples:
+        >>> plan = ParallelPlan(zero=1, schedule="zb-h1", microbatches=8)
+        >>> [len(actions) for actions in plan.make_schedule(4)]
+        [24, 24, 24, 24]
     """
 
     zero: Literal[0, 1, 2, 3] = 1
@@ -172,6 +177,11 @@ class GPTConfig(HeadStyle, MLPStyle):
         embedding_scale: Factor that the token embedding is multiplied by.
         local_rope_theta: Base of the rotary embedding in layers with a window, if it differs;
             rope_scaling then applies only to layers without a window.
+
+    Examples:
+        >>> config = GPTConfig(vocab_size=256, seq_len=128, layers=2, width=64, heads=8)
+        >>> config.head_dim
+        8
     """
 
     vocab_size: int
