@@ -30,7 +30,7 @@ def _cells(line: str) -> list[str]:
 
 def test_the_map_is_what_the_sources_and_tests_say(monkeypatch) -> None:
     script = _script(monkeypatch, "map")
-    message = "the map is old: python docs/scripts/map.py writes it anew"
+    message = "the map is old: python docs/scripts/map.py writes it again"
     assert (DOCS / "map.md").read_text() == script.page(), message
 
 
