@@ -81,18 +81,11 @@ check: venv
 	cd $(TYPECHECK) && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml -p warpweave
 	@echo "make check: lint, format and types are clean"
 
-# Build the site of docs/ into build/site; a dead link is an error. The reference is read from the
-# sources without importing them, from a tree of links like that of the type checker.
-SOURCES := build/sources
-
+# Draw the pictures of docs/, write its map, and build its site into build/site; a dead link is an
+# error.
 docs: venv
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  --no-build-isolation -e '.[docs]'
-	$(VENV)/bin/python -P docs/scripts/pipeline_picture.py
+	$(VENV)/bin/python -P docs/scripts/schedules.py
 	$(VENV)/bin/python -P docs/scripts/map.py
-	@rm -rf $(SOURCES) && mkdir -p $(SOURCES)/warpweave
-	@cd $(SOURCES)/warpweave && ln -s ../../../warpweave/* . && \
-	  ln -s ../../../kernels ../../../parallel ../../../layers .
 	$(VENV)/bin/mkdocs build --strict
 	@echo "make docs: open build/site/index.html"
 

@@ -329,6 +329,10 @@ def activate(x: torch.Tensor, activation: str, *, impl: str | None = None) -> to
     x may have any sharding. A gated activation maps interleaved x[..., 2F] = gate, up, gate, ... to
     y[..., F] (F may be sharded). Raises ValueError for any other name, for a gated activation if
     the last dim is odd, or if `impl` cannot run.
+
+    Examples:
+        >>> activate(torch.randn(2, 16, 128), "swiglu").shape
+        torch.Size([2, 16, 64])
     """
     impl, (name, gated) = choose(impl, x), find_activation(activation)
     if not x.dtype.is_floating_point:

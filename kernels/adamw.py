@@ -220,6 +220,13 @@ def adamw_step(
     grad is only read.
 
     Raises ValueError for other shapes, dtypes, strides or rates.
+
+    Examples:
+        >>> w, m, v, step = torch.ones(8), torch.zeros(8), torch.zeros(8), torch.tensor(0.0)
+        >>> rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
+        >>> adamw_step(w, torch.ones(8), m, v, step=step, **rates)
+        >>> step.item(), round(w[0].item(), 4)
+        (1.0, 0.9)
     """
     impl = choose(impl, master, grad, m, v, step, grad_scale, skip, param)
     if master.dtype not in (torch.float32, torch.float64):

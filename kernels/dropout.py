@@ -37,7 +37,15 @@ _LOW = 0xFFFFFFFF
 
 
 class Drop(NamedTuple):
-    """The key of a dropout: probability, seed, site, and global token indices int64[...]."""
+    """The key of a dropout: probability, seed, site, and global token indices int64[...].
+
+    Examples:
+        >>> from warpweave.kernels.dropout import dropout
+        >>> drop = Drop(p=0.5, seed=1, site=0, tokens=torch.arange(16))
+        >>> y = dropout(torch.ones(16, 64), drop)
+        >>> torch.equal(y[4:], dropout(torch.ones(12, 64), drop._replace(tokens=drop.tokens[4:])))
+        True
+    """
 
     p: float
     seed: int
@@ -250,6 +258,12 @@ def dropout(x: torch.Tensor, drop: Drop, *, impl: str | None = None) -> torch.Te
     the column and on the key, whose tokens[...] are the global indices of the rows. Differentiable
     in x. Raises ValueError if numbers are out of range, if tokens do not fit (see `check_drop`), or
     if `impl` cannot run. Srivastava et al. 2014.
+
+    Examples:
+        >>> from warpweave.kernels.dropout import Drop
+        >>> drop = Drop(p=0.5, seed=1, site=0, tokens=torch.arange(16))
+        >>> dropout(torch.ones(16, 64), drop).unique().tolist()
+        [0.0, 2.0]
     """
     impl = choose(impl, x, getattr(drop, "tokens", None))
     if x.ndim == 0 or not x.dtype.is_floating_point:

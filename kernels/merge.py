@@ -30,6 +30,15 @@ def merge(
 
     o_a, o_b [B, S, H, D] and lse_a, lse_b [B, H, S] (natural logarithm), all float32 or all
     float64. Raises ValueError on other shapes, dtypes or devices.
+
+    Examples:
+        >>> from warpweave.kernels.attention import attention_fwd
+        >>> q, k, v = (torch.randn(2, 16, 4, 8) for _ in range(3))
+        >>> near, far = ((k[:, half], v[:, half]) for half in (slice(8, 16), slice(0, 8)))
+        >>> parts = [attention_fwd(q, *half, causal=False) for half in (near, far)]
+        >>> o, lse = merge(*parts[0], *parts[1])
+        >>> torch.allclose(o, attention_fwd(q, k, v, causal=False)[0], atol=1e-5)
+        True
     """
     _check_parts(o_a, lse_a, o_b, lse_b)
     return torch.lerp(o_a, o_b, _weight(lse_a, lse_b)), torch.logaddexp(lse_a, lse_b)

@@ -32,6 +32,11 @@ class RopeScaling:
     attention_factor replaces YaRN's multiplier of queries and keys (scores get its square). Models
     that include the temperature in the softmax scale pass 1.0. The multiplier is folded into cos
     and sin, so dims that are not rotated are not multiplied, as in Hugging Face transformers.
+
+    Examples:
+        >>> from warpweave.kernels.rope import rope_table
+        >>> yarn = RopeScaling("yarn", factor=4.0, original_length=4096)
+        >>> cos, sin = rope_table(torch.arange(16), 8, scaling=yarn)
     """
 
     kind: str

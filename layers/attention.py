@@ -58,6 +58,11 @@ class Attention(nn.Module):
         ValueError: embed_dim is not divisible by heads (and head_size is not given), heads by KV
             heads, or KV heads by tp; a rotary embedding is used with an odd head size; or window,
             softcap, strategy or impl is invalid.
+
+    Examples:
+        >>> attention = Attention(64, 8, num_kv_heads=2, rope_theta=10000.0)
+        >>> attention(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
     """
 
     @fields_as_keywords(

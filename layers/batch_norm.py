@@ -24,6 +24,10 @@ class SyncBatchNorm(_BatchNorm):
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as for
             ``nn.BatchNorm2d``.
         mesh: the connected mesh, whose data axis is used; None is one device.
+
+    Examples:
+        >>> SyncBatchNorm(3)(torch.randn(8, 3, 16, 16)).shape
+        torch.Size([8, 3, 16, 16])
     """
 
     def __init__(
@@ -77,6 +81,11 @@ def convert_sync_batchnorm(module: nn.Module, mesh: ConnectedMesh | None) -> nn.
 
     The replacements run over the mesh's data axis and keep parameters, buffers and mode. Returns
     `module`, or its replacement if `module` itself is a BatchNorm.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        >>> type(convert_sync_batchnorm(model, None)[1]).__name__
+        'SyncBatchNorm'
     """
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         given = (module.num_features, module.eps, module.momentum, module.affine)

@@ -28,6 +28,11 @@ class TransformerBlock(nn.Module):
             "sandwich" is both (Gemma 2); likewise for the MLP.
         site: number of the first of the block's two dropout sites.
         out_init: standard deviation of a keyed initialization of both output projections.
+
+    Examples:
+        >>> block = TransformerBlock(64, 8, 256, norm="rms", activation="swiglu")
+        >>> block(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
     """
 
     @fields_as_keywords(style=BlockStyle, place=Place)

@@ -19,6 +19,13 @@ class KVCache:
         capacity: the maximum number of tokens of a sequence.
         start: number of tokens that all layers have seen; the caller advances it after each
             forward.
+
+    Examples:
+        >>> from warpweave import Attention, TokenContext
+        >>> attention, cache = Attention(64, 8).eval(), KVCache(capacity=32)
+        >>> with torch.no_grad():
+        ...     y = attention(torch.randn(10, 64), TokenContext(batch=1, cache=cache))
+        >>> cache.start += 10  # the next tokens see these 10
     """
 
     capacity: int
@@ -62,13 +69,14 @@ class TokenContext:
         cache: the KV cache of earlier tokens; the positions of these tokens begin at
             ``cache.start``. Only with one context rank and without gradients.
 
-    Two packed documents of 10 and 6 tokens, each with positions from 0::
-
-        positions = torch.cat((torch.arange(10), torch.arange(6)))
-        context = TokenContext(
-            batch=1, rope=rope_table(positions, head_dim), documents=torch.tensor([0, 10, 16])
-        )
-        y = block(x, context)  # x[16, E]
+    Examples:
+        >>> from warpweave import TransformerBlock
+        >>> from warpweave.kernels.rope import rope_table
+        >>> block = TransformerBlock(64, 8, 256, rope_theta=10000.0)
+        >>> positions = torch.cat((torch.arange(10), torch.arange(6)))  # two packed documents
+        >>> ends, rope = torch.tensor([0, 10, 16]), rope_table(positions, 8)
+        >>> block(torch.randn(16, 64), TokenContext(batch=1, rope=rope, documents=ends)).shape
+        torch.Size([16, 64])
     """
 
     batch: int

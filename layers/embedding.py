@@ -24,6 +24,10 @@ class VocabParallelEmbedding(nn.Module):
         sequence_parallel: return y[T/tp, E], tokens sharded over the tensor axis; ids must be 1-D.
         place: a `Place`, instead of these options, device and dtype.
         init: standard deviation of the weight in a keyed initialization (``GPT``).
+
+    Examples:
+        >>> VocabParallelEmbedding(256, 64)(torch.arange(16)).shape
+        torch.Size([16, 64])
     """
 
     @fields_as_keywords(unused=("overlap", "strategy", "recompute", "impl"), place=Place)
@@ -74,6 +78,10 @@ class PositionEmbedding(nn.Module):
         partial: tensor ranks look up positions of different tokens (sequence parallelism), so the
             table's gradient is {partial tp}.
         init: standard deviation of a keyed initialization.
+
+    Examples:
+        >>> PositionEmbedding(128, 64)(torch.arange(16)).shape
+        torch.Size([16, 64])
     """
 
     def __init__(

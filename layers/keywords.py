@@ -53,14 +53,16 @@ def fields_as_keywords(
 
 
 def _with_fields(own: Signature, positional: tuple[str, ...], offered: dict) -> Signature:
-    """The signature `own` with its records made optional and their fields added as keywords."""
+    """The signature `own` with the records' fields added as keywords, and the records last."""
     by_keyword, by_place = Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD
     parameters = own.parameters.values()
     first = [p for p in parameters if p.kind is not by_keyword]
-    last = [
-        p.replace(default=None) if p.name in offered else p
-        for p in parameters
-        if p.kind is by_keyword
+    last = [p for p in parameters if p.kind is by_keyword and p.name not in offered]
+    whole = [
+        own.parameters[name].replace(
+            default=None, annotation=f"{own.parameters[name].annotation} | None"
+        )
+        for name in offered
     ]
     every = {f.name: f for of_record in offered.values() for f in of_record}
     options = [
@@ -72,4 +74,4 @@ def _with_fields(own: Signature, positional: tuple[str, ...], offered: dict) -> 
         )
         for name in (*positional, *(name for name in every if name not in positional))
     ]
-    return Signature([*first, *options, *last])
+    return Signature([*first, *options, *last, *whole])

@@ -125,6 +125,12 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Raises:
         ValueError: out_features is not divisible by tp.
+
+    Examples:
+        >>> from warpweave import Mesh
+        >>> mesh = Mesh().connect()  # under torchrun: Mesh(tp=2).connect()
+        >>> ColumnParallelLinear(64, 256, mesh=mesh)(torch.randn(2, 16, 64)).shape  # 256 / tp
+        torch.Size([2, 16, 256])
     """
 
     @fields_as_keywords("device", "dtype", unused=_UNUSED, place=Place)
@@ -166,6 +172,14 @@ class RowParallelLinear(_ParallelLinear):
 
     Raises:
         ValueError: in_features is not divisible by tp.
+
+    Examples:
+        >>> from warpweave import ColumnParallelLinear, Mesh
+        >>> mesh = Mesh().connect()  # under torchrun: Mesh(tp=2).connect()
+        >>> up = ColumnParallelLinear(64, 256, mesh=mesh)
+        >>> down = RowParallelLinear(256, 64, mesh=mesh)
+        >>> down(up(torch.randn(2, 16, 64)).relu()).shape
+        torch.Size([2, 16, 64])
     """
 
     @fields_as_keywords("device", "dtype", unused=_UNUSED, place=Place)

@@ -26,6 +26,11 @@ class VocabParallelCrossEntropy(nn.Module):
         z_loss: coefficient c of the term c lse^2.
         mesh: the connected mesh; None is one device.
         impl: "triton", "torch" or None, as for the kernels.
+
+    Examples:
+        >>> loss, labels = VocabParallelCrossEntropy(256), torch.arange(16)
+        >>> loss(torch.randn(16, 256), labels, normaliser=16).shape
+        torch.Size([])
     """
 
     def __init__(
@@ -71,6 +76,11 @@ class VocabParallelLinearCrossEntropy(nn.Module):
         overlap: as for ``ColumnParallelLinear``.
         impl: "triton", "torch" or None, as for the kernels.
         place: a `Place`, instead of these four options.
+
+    Examples:
+        >>> loss, head = VocabParallelLinearCrossEntropy(256), torch.randn(256, 64)
+        >>> loss(torch.randn(16, 64), head, torch.arange(16), normaliser=16).shape
+        torch.Size([])
     """
 
     @fields_as_keywords(unused=("device", "dtype", "strategy", "recompute"), place=Place)

@@ -34,6 +34,10 @@ class MLP(nn.Module):
     Raises:
         ValueError: activation, recompute or impl is unknown, or hidden_dim is not divisible by the
             tensor axis.
+
+    Examples:
+        >>> MLP(64, 256, "swiglu", bias=False)(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
     """
 
     @fields_as_keywords(

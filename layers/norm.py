@@ -83,6 +83,12 @@ class RMSNorm(_Norm):
             for a per-head norm. The gradients are then partial sums.
         impl: "triton", "torch" or None, as for the kernels.
         place: a `Place`, instead of these options, device and dtype.
+
+    Examples:
+        >>> norm, x = RMSNorm(64), torch.randn(2, 16, 64)
+        >>> norm(x).shape
+        torch.Size([2, 16, 64])
+        >>> y, s = norm(x, residual=torch.randn(2, 16, 64))  # y = norm(s), s = x + residual
     """
 
     @fields_as_keywords(unused=_UNUSED, place=Place)
@@ -151,6 +157,12 @@ class LayerNorm(_Norm):
             for a per-head norm. The gradients are then partial sums.
         impl: "triton", "torch" or None, as for the kernels.
         place: a `Place`, instead of these options, device and dtype.
+
+    Examples:
+        >>> norm, x = LayerNorm(64), torch.randn(2, 16, 64)
+        >>> norm(x).shape
+        torch.Size([2, 16, 64])
+        >>> y, s = norm(x, residual=torch.randn(2, 16, 64))  # y = norm(s), s = x + residual
     """
 
     @fields_as_keywords(unused=_UNUSED, place=Place)

@@ -38,6 +38,11 @@ class Place:
     Raises:
         ValueError: the mesh is not connected, an option has an unknown value, or "fused" is
             combined with impl="torch".
+
+    Examples:
+        >>> from warpweave import Mesh, TransformerBlock
+        >>> place = Place(mesh=Mesh().connect(), dtype=torch.bfloat16)
+        >>> blocks = [TransformerBlock(64, 8, 256, place=place) for _ in range(2)]
     """
 
     device: torch.device | str | None = None

@@ -14,6 +14,12 @@ def collect_records(module: nn.Module, prefix: str = "") -> dict[str, ParamRecor
     to their records. Full names are those of ``named_parameters``, with `prefix` in front. A
     parameter of a foreign module has no record and gets one: replicated over the tensor axis, with
     weight decay if it is a matrix.
+
+    Examples:
+        >>> from warpweave import TransformerBlock
+        >>> records = collect_records(TransformerBlock(64, 8, 256))
+        >>> records["attention.qkv.weight"].shape
+        (192, 64)
     """
     records: dict[str, ParamRecord] = {}
     for path, child in module.named_modules(prefix=prefix):

@@ -25,6 +25,10 @@ class NormStyle:
             both places (sandwich).
         norm_bias: Bias of LayerNorm; if not given, the same as bias.
         bias: Biases of linear layers and of LayerNorm.
+
+    Examples:
+        >>> NormStyle(norm="rms", norm_place="sandwich").norm_eps
+        1e-05
     """
 
     norm: Literal["layer", "rms", "rms1p"] = "layer"
@@ -50,6 +54,10 @@ class HeadStyle(NormStyle):
             logit has no value vector.
         rope_scaling: Scaling of the rotary embedding for longer sequences; not available on the
             command line.
+
+    Examples:
+        >>> HeadStyle(head_size=128, qk_norm=True, norm="rms").softcap is None
+        True
     """
 
     head_size: int | None = None
@@ -71,6 +79,10 @@ class AttentionStyle(HeadStyle):
         causal: a query sees only keys at its own and earlier positions.
         window: sliding window: a query sees only keys fewer than `window` positions away.
         rope_theta: base of the rotary embedding; None means no rotary embedding.
+
+    Examples:
+        >>> from warpweave import Attention
+        >>> attention = Attention(64, 8, style=AttentionStyle(num_kv_heads=2, window=8))
     """
 
     num_kv_heads: int | None = None
@@ -87,6 +99,10 @@ class MLPStyle:
         activation: Activation of the MLP: GELU (tanh approximation), exact GELU (erf), SwiGLU,
             GeGLU (tanh approximation), or squared ReLU.
         bias: Biases of linear layers and of LayerNorm.
+
+    Examples:
+        >>> from warpweave import MLP
+        >>> mlp = MLP(64, 256, style=MLPStyle(activation="swiglu", bias=False))
     """
 
     activation: Literal["gelu", "gelu_erf", "swiglu", "geglu", "relu2"] = "gelu"
@@ -100,6 +116,11 @@ class BlockStyle(AttentionStyle, MLPStyle):
     Attributes:
         dropout: dropout probability of both branches. Masks are keyed by global token ids, so
             dropout requires a TokenContext.
+
+    Examples:
+        >>> from warpweave import TransformerBlock
+        >>> style = BlockStyle(norm="rms", activation="swiglu", rope_theta=10000.0, bias=False)
+        >>> block = TransformerBlock(64, 8, 256, style=style)
     """
 
     dropout: float = 0.0

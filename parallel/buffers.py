@@ -18,7 +18,15 @@ if TYPE_CHECKING:  # `mesh` imports this file, and needs no torch if it only cou
 
 
 class Buffers:
-    """The free buffers of one rank, by shape, dtype, device and stream."""
+    """The free buffers of one rank, by shape, dtype, device and stream.
+
+    Examples:
+        >>> from warpweave.parallel.context import context_attention
+        >>> from warpweave.parallel.layout import SequenceLayout
+        >>> q, k, v = (torch.randn(2, 16, 4, 8) for _ in range(3))
+        >>> layout, buffers = SequenceLayout(16, 1), Buffers()  # one for all layers
+        >>> o = context_attention(q, k, v, layout=layout, group=None, buffers=buffers)
+    """
 
     def __init__(self) -> None:
         self._free: dict[Any, list[Tensor]] = defaultdict(list)

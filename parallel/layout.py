@@ -62,6 +62,13 @@ class SequenceLayout:
     Raises:
         ValueError: the kind is unknown, `parts` is less than 1, `seq_len` is negative, or the
             chunks are not each on exactly one rank, with the same number on every rank.
+
+    Examples:
+        >>> layout = SequenceLayout(16, 2)
+        >>> layout.positions(0).tolist()
+        [0, 1, 2, 3, 12, 13, 14, 15]
+        >>> layout.shard(torch.arange(16), rank=1, dim=0).tolist()
+        [4, 5, 6, 7, 8, 9, 10, 11]
     """
 
     seq_len: int

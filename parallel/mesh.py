@@ -81,6 +81,11 @@ class Mesh:
     Raises:
         ValueError: a size is not a positive integer, `cp` is not divisible by `ulysses`, or `dp` is
             not divisible by `dp_shard`.
+
+    Examples:
+        >>> mesh = Mesh(dp=2, tp=4)
+        >>> mesh.world, mesh.coordinates(5)
+        (8, {'outer': 0, 'pp': 0, 'dp': 1, 'cp': 0, 'tp': 1})
     """
 
     dp: int = 1
@@ -296,6 +301,12 @@ class ConnectedMesh:
             for a single rank.
         timeout: the timeout given to `Mesh.connect`.
         buffers: message buffers of context parallelism, shared by all layers.
+
+    Examples:
+        >>> from warpweave import Mesh
+        >>> mesh = Mesh().connect()  # under torchrun: Mesh(tp=2).connect()
+        >>> mesh.size("tp"), mesh.index("tp"), mesh.group("tp")
+        (1, 0, None)
     """
 
     sizes: Mesh

@@ -23,6 +23,11 @@ def run_collective(
 
     Raises:
         ValueError: `x` is not a contiguous vector.
+
+    Examples:
+        >>> from warpweave.parallel.algorithms.ring import ring_all_reduce
+        >>> run_collective(ring_all_reduce, torch.ones(4), None)  # a group, on several ranks
+        tensor([1., 1., 1., 1.])
     """
     if group is None:
         return x

@@ -29,6 +29,11 @@ class Cut:
 
     Rank r of the axis holds rows ``[r * n, (r + 1) * n)`` with n = ceil(length / parts). Rows past
     the end are padding, which is always zero.
+
+    Examples:
+        >>> from warpweave.parallel.shard import ParamRecord
+        >>> ParamRecord("weight", (256, 64), (Cut("tp", 0, 4),)).local_shape
+        (64, 64)
     """
 
     axis: str
@@ -56,6 +61,12 @@ class ParamRecord:
         tied: the stages that hold a copy, the owner first; () if only one stage holds it.
         sum_over: the mesh axis whose ranks apply it to different tokens. Its gradient is summed
             over this axis, and ZeRO shards it over this axis.
+
+    Examples:
+        >>> from warpweave.parallel.shard import Cut
+        >>> record = ParamRecord("weight", (256, 64), (Cut("tp", 0, 4),))
+        >>> record.slice(torch.randn(256, 64), {"tp": 1}).shape  # rows 64 to 127
+        torch.Size([64, 64])
     """
 
     name: str

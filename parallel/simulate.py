@@ -37,7 +37,15 @@ Cost = Mapping[str, float] | Callable[[Action], float]
 
 
 class Cell(NamedTuple):
-    """One action in time."""
+    """One action in time.
+
+    Examples:
+        >>> from warpweave.parallel.schedule import gpipe
+        >>> from warpweave.parallel.simulate import simulate
+        >>> cell = simulate(gpipe(1, 1), {"F": 1, "B": 2}).cells[0][1]
+        >>> str(cell.action), cell.start, cell.end
+        ('0B0', 1, 3)
+    """
 
     action: Action
     start: float
@@ -46,7 +54,15 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step. Times are in the unit of `cost`; per-rank values are in rank order."""
+    """A simulated step. Times are in the unit of `cost`; per-rank values are in rank order.
+
+    Examples:
+        >>> from warpweave.parallel.schedule import one_f_one_b
+        >>> from warpweave.parallel.simulate import simulate
+        >>> timeline = simulate(one_f_one_b(4, 8), {"F": 1, "B": 2})
+        >>> timeline.span, timeline.activations
+        (33, (4.0, 3.0, 2.0, 1.0))
+    """
 
     cells: tuple[tuple[Cell, ...], ...]  # per rank, in the order of its list
     activations: tuple[float, ...]  # peak, in micro-batches through all stages of the rank
@@ -118,6 +134,12 @@ def simulate(
 
     Raises:
         ValueError: the lists deadlock; the error names what each rank waits for.
+
+    Examples:
+        >>> from warpweave.parallel.schedule import gpipe
+        >>> timeline = simulate(gpipe(4, 8), {"F": 1, "B": 2}, comm=0.1)
+        >>> round(timeline.bubble, 3)
+        0.286
     """
     rank_of = placement(lists)
     price = cost if callable(cost) else _price(cost)

@@ -88,6 +88,12 @@ class Workspace:
     All ranks must call the same operations in the same order with the same sizes. `timeout` and
     `polls` bound every wait, as in `symmetric_memory` (None means its defaults). The memory cannot
     grow while a CUDA graph is captured: run one step before the capture, on the same stream.
+
+    Examples:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> workspace = Workspace(init_device_mesh("cpu", (1,)).get_group())
+        >>> workspace.rank, workspace.world
+        (0, 1)
     """
 
     def __init__(

@@ -138,6 +138,25 @@ def test_own_modules_train_as_a_pipeline(tmp_path):
     assert all(float(last) < float(first) / 2 for _, first, last in losses)
 
 
+OWN_MODEL = (EXAMPLES.parent / "docs" / "own_model.md").read_text()
+PROGRAMS = re.findall(r"^```py\n(import torch\n.*?)^```", OWN_MODEL, re.DOTALL | re.MULTILINE)
+
+
+def _program(text: str, port: int) -> None:
+    exec(text, {"__name__": "__main__"})
+
+
+def test_programs_of_the_page_train_on_two_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pipeline, zero = PROGRAMS
+    launch(_program, (pipeline,), Mesh(pp=2), processes=QuickProcesses(tmp_path))
+    losses = re.findall(r"^([\d.]+) [\d.]+$", (tmp_path / "stdout").read_text(), re.MULTILINE)
+    assert len(losses) == 2
+    assert losses[0] == losses[1]
+    launch(_program, (zero,), Mesh(dp=2), processes=QuickProcesses(tmp_path))
+    assert (tmp_path / "ckpt" / "step_00000030").is_dir()
+
+
 def _zero(folder: str, port: int) -> None:
     _own("own_zero.py", folder)
 

@@ -97,7 +97,7 @@ def test_both_pictures_have_an_axis_with_a_unit(document) -> None:
     assert drawn["memory"][-11:] == [*map(str, range(0, 90, 10)), "GiB", "capacity 80.0 GiB"]
     assert drawn["timeline"][-12:] == [
         *map(str, range(0, 160, 20)), "time in ms", "forward", "backward",
-        "numbers: micro-batches; white: idle",
+        "numbers: micro-batches; gaps: idle",
     ]  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""Each program of README and of docs/ runs when pasted alone, and each command's options exist."""
+"""Each program of README and of docs/ runs when pasted alone, and each command's options exist.
+
+Programs are blocks of ``python``, fragments of programs are ``py``, and commands are ``sh``.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,9 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 
 def _commands(page: Path) -> list[tuple[str, list[str]]]:
-    """Return (command, its options) for every line that calls warpweave."""
+    """Return (command, its options) for every call of warpweave in a page's shell blocks."""
     found = []
-    for line in "".join(_blocks(page, "")).replace("\\\n", " ").splitlines():
+    for line in "".join(_blocks(page, "sh")).replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True) if "warpweave" in line else []
         at = words.index("warpweave") + 1 if "warpweave" in words[:-1] else 0
         if at and words[at] in CONFIGS:
@@ -108,6 +111,7 @@ def _nanogpt(names: dict) -> None:
 CHECKS = {
     ("README.md", 0): _layers,
     ("README.md", 1): _hugging_face,
+    ("index.md", 0): _hugging_face,
     ("library.md", 0): _layers,
     ("library.md", 2): _kernels,
     ("library.md", 3): _weights,
@@ -121,7 +125,7 @@ def test_a_program_runs_alone(tmp_path, monkeypatch, page, number, text):
     monkeypatch.chdir(tmp_path)
     _make_train()
     Path("train.bin").write_bytes(bytes(4000))  # as nanoGPT's prepare.py writes it
-    if page == "README.md" and "transformers" in text:
+    if "from transformers" in text:
         pytest.importorskip("transformers", reason="an extra of its own")
     names: dict = {"__name__": "__main__"}
     exec(text, names)
@@ -173,7 +177,7 @@ def test_nothing_of_the_pages_is_passed_over():
     commands = Counter(page for page, *_ in COMMANDS)
     pages = {"from_hugging_face.md", "from_liger.md", "from_flash_attention.md", "from_nanogpt.md",
              "from_transformer_engine.md", "train_from_scratch.md", "which_layout.md"}  # fmt: skip
-    assert set(programs) == pages | {"README.md", "library.md"}
+    assert set(programs) == pages | {"README.md", "index.md", "library.md"}
     assert (programs["README.md"], programs["library.md"]) == (2, 5)
     assert set(CHECKS) <= {(page, n) for page, n, _ in (program.values for program in PROGRAMS)}
     assert commands["README.md"] >= 3

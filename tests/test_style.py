@@ -78,12 +78,12 @@ def test_the_signature_shows_the_fields_and_their_defaults():
     shown = {name: p.default for name, p in inspect.signature(Box).parameters.items()}
     assert shown == {
         "label": inspect.Parameter.empty, "hue": "red", "bright": False, "width": 1, "height": 3,
-        "colour": None, "size": None, "lid": True,
+        "lid": True, "colour": None, "size": None,
     }  # fmt: skip
     kinds = {name: p.annotation for name, p in inspect.signature(Box).parameters.items()}
     assert kinds == {
         "label": "str", "hue": "str", "bright": "bool", "width": "int", "height": "int",
-        "colour": "Colour", "size": "Size", "lid": "bool",
+        "colour": "Colour | None", "size": "Size | None", "lid": "bool",
     }  # fmt: skip
 
 

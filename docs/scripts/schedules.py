@@ -1,10 +1,10 @@
-"""Redraw the schedules in docs/schedules.md, and fill its table.
+"""Draw the pictures of pipeline schedules, and fill the table of docs/schedules.md.
 
     python docs/scripts/schedules.py
 
-A drawing follows each ``<!-- draw NAME ranks micro-batches chunks op=time ... -->``. The table
-follows ``<!-- table ranks micro-batches op=time ... -->``. The simulator makes both, from the lists
-that the engine runs.
+A picture follows each ``<!-- draw NAME ranks micro-batches chunks op=time ... -->`` of the page,
+the table ``<!-- table ranks micro-batches op=time ... -->``. The simulator makes both, from the
+lists that the engine runs. The home page has a picture of three schedules.
 """
 
 from __future__ import annotations
@@ -14,9 +14,20 @@ from pathlib import Path
 
 from warpweave.parallel.schedule import FAMILIES
 from warpweave.parallel.simulate import Timeline, simulate
+from warpweave.plan.timeline import svg
 
-PAGE = Path(__file__).resolve().parents[1] / "schedules.md"
-_COLUMNS = 112  # characters per line
+DOCS = Path(__file__).resolve().parents[1]
+PAGE, PICTURES = DOCS / "schedules.md", DOCS / "pictures"
+HOME = {  # a backward takes twice as long as a forward; with two chunks, a cell has half the work
+    "GPipe": ("gpipe", 1, ["F=1", "B=2"]),
+    "1F1B": ("1f1b", 1, ["F=1", "B=2"]),
+    "interleaved 1F1B, 2 chunks a rank": ("interleaved", 2, ["F=0.5", "B=1"]),
+}
+# A picture in a page follows the scheme of the page, light or dark.
+DARK = (
+    "@media(prefers-color-scheme:dark){text{fill:#ddd}.axis path{stroke:#ddd}"
+    "rect{stroke:#1e2129}rect:not([class]){fill:#1e2129}}</style>"
+)
 
 
 def timeline(name: str, p: int, m: int, chunks: int, costs: list[str]) -> Timeline:
@@ -25,10 +36,20 @@ def timeline(name: str, p: int, m: int, chunks: int, costs: list[str]) -> Timeli
     return simulate(FAMILIES[name].make(p, m, chunks), cost)
 
 
-def drawing(name: str, p: str, m: str, chunks: str, *costs: str) -> str:
-    """Return a code block with the schedule, cut off if its lines are too long."""
-    lines = timeline(name, int(p), int(m), int(chunks), list(costs)).draw().splitlines()
-    return "\n".join(["```text", *(line[:_COLUMNS].rstrip() for line in lines), "```"])
+def picture(panels: dict[str, Timeline], of: str) -> str:
+    """Return timelines, in forward passes `of` a stage or rank, as one SVG for light and dark."""
+    return svg(panels, unit=f"forward passes of a {of}").replace("</style>", DARK)
+
+
+def pictures(page: str) -> dict[str, str]:
+    """Return the file names of all pictures -> their contents."""
+    home = {title: timeline(name, 4, 8, n, costs) for title, (name, n, costs) in HOME.items()}
+    found = {"pipelines.svg": picture(home, "rank")}
+    for words in re.findall("<!-- draw (.*) -->", page):
+        name, p, m, chunks, *costs = words.split()
+        shown = timeline(name, int(p), int(m), int(chunks), costs)
+        found[f"{name}.svg"] = picture({name: shown}, "stage")
+    return found
 
 
 def table(p: str, m: str, *costs: str) -> str:
@@ -53,16 +74,19 @@ def table(p: str, m: str, *costs: str) -> str:
 
 
 def filled(page: str) -> str:
-    """Return the page with new drawings and a new table."""
+    """Return the page with links to its pictures and a new table."""
 
     def made(found: re.Match[str]) -> str:
         kind, *words = found[1].split()
-        return f"<!-- {found[1]} -->\n{(drawing if kind == 'draw' else table)(*words)}\n"
+        link = f"![Timeline of {words[0]}](pictures/{words[0]}.svg)"
+        return f"<!-- {found[1]} -->\n{link if kind == 'draw' else table(*words)}\n"
 
-    block = r"```text\n.*?```\n|(?:\|[^\n]*\n)+|"
-    return re.sub(rf"<!-- ((?:draw|table) [^>]*) -->\n(?:{block})", made, page, flags=re.S)
+    block = r"!\[[^\n]*\n|(?:\|[^\n]*\n)+|"
+    return re.sub(rf"<!-- ((?:draw|table) [^>]*) -->\n(?:{block})", made, page)
 
 
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text()))
-    print(PAGE.name, len(PAGE.read_text().splitlines()), "lines")
+    for name, text in pictures(PAGE.read_text()).items():
+        (PICTURES / name).write_text(text)
+        print(name, len(text), "bytes")

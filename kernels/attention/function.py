@@ -225,6 +225,14 @@ def attention(
     Raises ValueError if shapes, dtypes, devices, head counts, runs, documents or numbers do not
     fit, or if `impl` cannot run here. Raises RuntimeError for forward-mode derivatives, and for
     second derivatives when they are computed.
+
+    Examples:
+        >>> q, k, v = (torch.randn(2, 16, heads, 8) for heads in (4, 2, 2))  # [B, S, H, D]
+        >>> attention(q, k, v).shape  # causal
+        torch.Size([2, 16, 4, 8])
+        >>> documents = torch.tensor([0, 10, 16])  # two packed documents
+        >>> attention(q, k, v, window=8, documents=documents).shape
+        torch.Size([2, 16, 4, 8])
     """
     options = AttentionOptions(
         causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
@@ -255,6 +263,12 @@ def attention_fwd(
     those of all the keys, and returned. They may start from lse = -inf, for any o, or from o = 0
     and lse = sinks; `sinks` cannot be combined with `into`. The other keywords, and errors, are
     those of `attention`. Not differentiable.
+
+    Examples:
+        >>> q, k, v = (torch.randn(2, 16, 4, 8) for _ in range(3))
+        >>> o, lse = attention_fwd(q, k, v)
+        >>> o.shape, lse.shape
+        (torch.Size([2, 16, 4, 8]), torch.Size([2, 4, 16]))
     """
     options = checked(AttentionOptions(**keywords), q, k, v, sinks)
     check_boundaries(options, q.shape[1], k.shape[1])
@@ -286,6 +300,13 @@ def attention_bwd(
     if they will be summed over blocks). Those passed in `into` = (dq, dk, dv), float32 (float64 for
     float64), are instead added to in place and returned; pass both dk and dv or neither. The
     other keywords, and errors, are those of `attention`.
+
+    Examples:
+        >>> from warpweave.kernels.attention import attention_fwd
+        >>> q, k, v, do = (torch.randn(2, 16, 4, 8) for _ in range(4))
+        >>> o, lse = attention_fwd(q, k, v)
+        >>> delta = (o * do).sum(-1).transpose(1, 2)
+        >>> dq, dk, dv = attention_bwd(do, q, k, v, lse, delta)
     """
     options = checked(AttentionOptions(**keywords), q, k, v)
     check_boundaries(options, q.shape[1], k.shape[1])

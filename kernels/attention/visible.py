@@ -66,6 +66,12 @@ class Packed(NamedTuple):
     Attributes:
         boundaries: int32 or int64 [n + 1] or [B, n + 1].
         table: int32[1 or B, 2, S], their `document_table` for the positions 0 to S - 1.
+
+    Examples:
+        >>> from warpweave.kernels.attention.visible import packed
+        >>> documents = packed(torch.tensor([0, 10, 16]), 16)
+        >>> documents.table.shape
+        torch.Size([1, 2, 16])
     """
 
     boundaries: torch.Tensor
@@ -73,7 +79,12 @@ class Packed(NamedTuple):
 
 
 def packed(documents: torch.Tensor, length: int) -> Packed:
-    """These boundaries, [n + 1] or [B, n + 1], with the table for `length` positions."""
+    """These boundaries, [n + 1] or [B, n + 1], with the table for `length` positions.
+
+    Examples:
+        >>> packed(torch.tensor([0, 10, 16]), 16).table.shape
+        torch.Size([1, 2, 16])
+    """
     return Packed(documents, document_table(torch.atleast_2d(documents), [Run(0, length)]))
 
 

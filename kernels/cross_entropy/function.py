@@ -59,6 +59,12 @@ def cross_entropy(
     NaN), "sum", or "none" for losses[N]. The result is fp32, or fp64 for fp64 logits. Columns from
     `vocab_size` on are padding. Raises ValueError for wrong shapes, dtypes or options and, on CPU
     tensors, for labels outside the vocabulary.
+
+    Examples:
+        >>> logits, labels = torch.randn(16, 256), torch.arange(16)
+        >>> labels[:4] = -100  # these tokens have no loss
+        >>> cross_entropy(logits, labels, z_loss=1e-4).shape
+        torch.Size([])
     """
     check_options(reduction, label_smoothing, z_loss)
     impl = choose(impl, logits, labels)

@@ -209,6 +209,11 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes, dtypes, devices or options do not fit; on a CPU, a label is not a column
             (on a GPU its loss and the gradients that it affects are NaN).
+
+    Examples:
+        >>> x, weight = torch.randn(2, 16, 64), torch.randn(256, 64)
+        >>> linear_cross_entropy(x, weight, torch.arange(32).view(2, 16)).shape
+        torch.Size([])
     """
     check_options(reduction, label_smoothing, z_loss)
     if is_dtensor(x):

@@ -151,6 +151,10 @@ def gemm(
         ValueError: the precision is unknown; or the Triton kernel is requested, and shapes or
             dtypes do not fit, one of its operands requires a gradient, or it cannot run. torch
             raises its own errors.
+
+    Examples:
+        >>> gemm(torch.randn(16, 64), torch.randn(64, 32), torch.zeros(32)).shape
+        torch.Size([16, 32])
     """
     check_precision(precision)
     dtype = a.dtype if out_dtype is None else out_dtype
@@ -185,6 +189,13 @@ def gemm_into(
         ValueError: out has a wrong shape or dtype or elements that share memory, something requires
             a gradient, or the precision is unknown; or the Triton kernel is requested, and shapes
             or dtypes do not fit or it cannot run. torch raises its own errors.
+
+    Examples:
+        >>> total = torch.zeros(16, 32)
+        >>> for _ in range(2):
+        ...     gemm_into(torch.ones(16, 64), torch.ones(64, 32), total, add=True)
+        >>> total[0, 0].item()
+        128.0
     """
     if out.shape != (a.shape[0], b.shape[-1]):
         raise ValueError(
@@ -235,6 +246,12 @@ def fused_gemm(
     Raises:
         ValueError: shapes, dtypes or numbers do not fit, something requires a gradient, or `impl`
             cannot run.
+
+    Examples:
+        >>> a, b, bias = torch.randn(16, 64), torch.randn(64, 32), torch.zeros(32)
+        >>> y, z = fused_gemm(a, b, bias, activation="gelu", save_z=True)
+        >>> y.shape, z.shape
+        (torch.Size([16, 32]), torch.Size([16, 32]))
     """
     after = Epilogue(bias, activation, save_z, drop, residual, out_dtype, precision)
     impl = choose_or_auto(impl, a, b, *after.tensors)

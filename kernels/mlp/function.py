@@ -213,6 +213,11 @@ def mlp(
 
     Raises:
         ValueError: shapes, dtypes or options do not fit, or `impl` cannot run.
+
+    Examples:
+        >>> x, up, down = torch.randn(2, 16, 64), torch.randn(128, 2, 64), torch.randn(64, 128)
+        >>> mlp(x, up, down, activation="geglu", residual=x).shape
+        torch.Size([2, 16, 64])
     """
     name = ranks.name("mlp")
     parameters = {
@@ -294,7 +299,12 @@ def gelu_mlp(
     precision: str | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """`mlp` with GELU in its tanh form, or by erf if approximate="none": up_weight[F, E]."""
+    """`mlp` with GELU in its tanh form, or by erf if approximate="none": up_weight[F, E].
+
+    Examples:
+        >>> gelu_mlp(torch.randn(2, 16, 64), torch.randn(128, 64), torch.randn(64, 128)).shape
+        torch.Size([2, 16, 64])
+    """
     if approximate not in ("tanh", "none"):
         raise ValueError(f'approximate must be "tanh" or "none", got {approximate!r}')
     return mlp(
@@ -325,7 +335,13 @@ def swiglu_mlp(
     precision: str | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """`mlp` with SwiGLU: up_weight[F, 2, E], gate and up interleaved."""
+    """`mlp` with SwiGLU: up_weight[F, 2, E], gate and up interleaved.
+
+    Examples:
+        >>> gate, up, down = torch.randn(128, 64), torch.randn(128, 64), torch.randn(64, 128)
+        >>> swiglu_mlp(torch.randn(2, 16, 64), torch.stack([gate, up], 1), down).shape
+        torch.Size([2, 16, 64])
+    """
     return mlp(
         x,
         up_weight,

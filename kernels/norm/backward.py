@@ -142,7 +142,16 @@ def norm_bwd_wide_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, 
 
 
 class NormGradients(NamedTuple):
-    """Results of `norm_bwd`; dresidual is dx itself if they are equal, absent ones are None."""
+    """Results of `norm_bwd`; dresidual is dx itself if they are equal, absent ones are None.
+
+    Examples:
+        >>> from warpweave.kernels.norm import norm_bwd, norm_fwd
+        >>> x, weight = torch.randn(2, 16, 64), torch.ones(64)
+        >>> y, *saved = norm_fwd(x, weight, layer=False)
+        >>> s, mean, rstd = saved
+        >>> norm_bwd(torch.ones_like(y), s, weight, mean, rstd).dx.shape
+        torch.Size([2, 16, 64])
+    """
 
     dx: torch.Tensor
     dresidual: torch.Tensor | None
@@ -173,6 +182,13 @@ def norm_bwd(
     x_dtype (by default that of s) and residual_dtype (None if there is no residual) are the dtypes
     of dx and dresidual. dw, db and dx_bias are sums over tokens, in the dtype of rstd. Raises the
     ValueErrors of `rms_norm`, and ValueError for gradients that are not shaped like s.
+
+    Examples:
+        >>> from warpweave.kernels.norm import norm_fwd
+        >>> x, weight = torch.randn(2, 16, 64), torch.ones(64)
+        >>> y, s, mean, rstd = norm_fwd(x, weight, layer=False)
+        >>> norm_bwd(torch.ones_like(y), s, weight, mean, rstd).dw.shape
+        torch.Size([64])
     """
     impl = choose(impl, dy, s, weight, mean, rstd, ds, getattr(drop, "tokens", None))
     drop = check_norm(s, weight, None, Terms(drop=drop)).drop

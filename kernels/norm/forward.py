@@ -117,6 +117,11 @@ def norm_fwd(
 
     Arguments and errors as for `rms_norm`. y is new; s is x itself if nothing is added to x and
     nothing is dropped. mean and rstd are [...], fp32 (fp64).
+
+    Examples:
+        >>> y, s, mean, rstd = norm_fwd(torch.randn(2, 16, 64), torch.ones(64), layer=False)
+        >>> mean is None, rstd.shape
+        (True, torch.Size([2, 16]))
     """
     terms = Terms(residual, x_bias, drop)
     impl = choose(impl, x, weight, bias, *terms.tensors)

@@ -267,6 +267,12 @@ def rms_norm(
 
     Raises ValueError if weight is None, if shapes, dtypes or numbers do not fit, or if `impl`
     cannot run (`dispatch.choose`). Zhang, Sennrich 2019 (arXiv:1910.07467).
+
+    Examples:
+        >>> x, weight = torch.randn(2, 16, 64), torch.ones(64)
+        >>> rms_norm(x, weight).shape
+        torch.Size([2, 16, 64])
+        >>> y, s = rms_norm(x, weight, residual=x)  # y = norm(s), s = x + residual
     """
     terms = Terms(residual, x_bias, drop)
     return _either_norm(x, weight, None, terms, False, eps, out_dtype, impl)
@@ -285,6 +291,11 @@ def layer_norm(
     out_dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """LayerNorm by weight[E] and bias[E]; otherwise like `rms_norm`. Ba et al. 2016."""
+    """LayerNorm by weight[E] and bias[E]; otherwise like `rms_norm`. Ba et al. 2016.
+
+    Examples:
+        >>> layer_norm(torch.randn(2, 16, 64), torch.ones(64), torch.zeros(64)).shape
+        torch.Size([2, 16, 64])
+    """
     terms = Terms(residual, x_bias, drop)
     return _either_norm(x, weight, bias, terms, True, eps, out_dtype, impl)

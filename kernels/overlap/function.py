@@ -56,6 +56,13 @@ def all_gather_gemm(
             requires a gradient, or Triton cannot run; or, as for TimeoutError, a rank is in a
             different operation, or in one with different sizes or dtypes.
         TimeoutError: with bounded waits, on a CPU: a rank did not publish its rows in time.
+
+    Examples:
+        >>> from warpweave.kernels.overlap.symmetric import local_memory
+        >>> memory = local_memory(1, slots=16, capacity=1 << 16)[0]  # in a layer: overlap="fused"
+        >>> y, _, whole = all_gather_gemm(torch.randn(16, 32), torch.randn(32, 32), memory=memory)
+        >>> y.shape
+        torch.Size([16, 32])
     """
     epilogue = Epilogue(bias, activation, save_z, drop, residual, out_dtype, precision)
     steps = all_gather_gemm_steps(x, b, memory, epilogue)
@@ -87,6 +94,12 @@ def gemm_reduce_scatter(
 
     Raises the errors of `all_gather_gemm`, and ValueError if the number of rows is not divisible by
     the number of ranks.
+
+    Examples:
+        >>> from warpweave.kernels.overlap.symmetric import local_memory
+        >>> memory = local_memory(1, slots=16, capacity=1 << 16)[0]  # in a layer: overlap="fused"
+        >>> gemm_reduce_scatter(torch.randn(16, 32), torch.randn(32, 32), memory=memory).shape
+        torch.Size([16, 32])
     """
     epilogue = Epilogue(bias, None, False, drop, residual, out_dtype, precision)
     steps = gemm_reduce_scatter_steps(a, b, memory, epilogue)
@@ -115,6 +128,12 @@ def gemm_all_reduce(
         memory, bias, ...: as for `gemm_reduce_scatter`, for all rows.
 
     Raises the errors of `gemm_reduce_scatter`, but the rows need not be divisible by the ranks.
+
+    Examples:
+        >>> from warpweave.kernels.overlap.symmetric import local_memory
+        >>> memory = local_memory(1, slots=16, capacity=1 << 16)[0]  # in a layer: overlap="fused"
+        >>> gemm_all_reduce(torch.randn(16, 32), torch.randn(32, 32), memory=memory).shape
+        torch.Size([16, 32])
     """
     epilogue = Epilogue(bias, None, False, drop, residual, out_dtype, precision)
     steps = gemm_all_reduce_steps(a, b, memory, epilogue)

@@ -93,6 +93,12 @@ class SymmetricMemory:
         polls: polls after which a wait gives up; 0 means no limit.
         left: operations that an error ended midway. Other ranks may have awaited their flags, so
             the epoch cannot be repeated: all ranks must allocate the memory again.
+
+    Examples:
+        >>> from warpweave.kernels.overlap.symmetric import local_memory
+        >>> memory = local_memory(2, slots=16, capacity=1 << 16)[1]
+        >>> memory.rank, memory.world, memory.capacity
+        (1, 2, 65536)
     """
 
     rank: int
@@ -217,7 +223,13 @@ def local_memory(
     device: torch.device | str = "cpu",
     polls: int = 0,
 ) -> list[SymmetricMemory]:
-    """`world` virtual ranks on one device, for tests and for timing a kernel alone."""
+    """`world` virtual ranks on one device, for tests and for timing a kernel alone.
+
+    Examples:
+        >>> first, second = local_memory(2, slots=16, capacity=1 << 16)
+        >>> first.rank, first.world
+        (0, 2)
+    """
     size = segment_bytes(world, slots, capacity)
     segments = torch.zeros(world, size, dtype=torch.uint8, device=device)
     if segments.data_ptr() % ALIGNMENT:  # torch aligns CPU memory to only 64 bytes

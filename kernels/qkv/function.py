@@ -127,6 +127,14 @@ def qkv_rope(
 
     Raises:
         ValueError: shapes or dtypes do not fit, or `impl` cannot run.
+
+    Examples:
+        >>> from warpweave.kernels.rope import rope_table
+        >>> cos, sin = rope_table(torch.arange(16), 8)
+        >>> weight = torch.randn(2, 2 + 2, 8, 64)  # 2 KV heads: 2 queries, a key, a value
+        >>> q, k, v = qkv_rope(torch.randn(2, 16, 64), weight, None, cos, sin)
+        >>> q.shape, k.shape
+        (torch.Size([2, 16, 4, 8]), torch.Size([2, 16, 2, 8]))
     """
     name = ranks.name("qkv_rope")
     choose(impl, x, weight, bias, cos, sin)

@@ -361,6 +361,12 @@ def apply_rope(
     `interleaved`. Differentiable in x; the result is contiguous and has the dtype of x.
 
     Raises ValueError if shapes do not fit or `impl` cannot run. Su et al. 2021 (arXiv:2104.09864).
+
+    Examples:
+        >>> from warpweave.kernels.rope import rope_table
+        >>> cos, sin = rope_table(torch.arange(16), 8)
+        >>> apply_rope(torch.randn(2, 16, 4, 8), cos, sin).shape
+        torch.Size([2, 16, 4, 8])
     """
     impl = choose(impl, x, cos, sin)
     _check_rope(x, cos, sin)
@@ -380,7 +386,13 @@ def apply_rope_qk(
     interleaved: bool = False,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rope` of q[B, S, H, D] and k[B, S, Hkv, D]; the Triton path uses one launch."""
+    """`apply_rope` of q[B, S, H, D] and k[B, S, Hkv, D]; the Triton path uses one launch.
+
+    Examples:
+        >>> from warpweave.kernels.rope import rope_table
+        >>> cos, sin = rope_table(torch.arange(16), 8)
+        >>> q, k = apply_rope_qk(torch.randn(2, 16, 4, 8), torch.randn(2, 16, 2, 8), cos, sin)
+    """
     impl = choose(impl, q, k, cos, sin)
     _check_pair(q, k, cos, sin)
     if impl == "torch":

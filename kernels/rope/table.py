@@ -29,6 +29,11 @@ def rope_table(
     R = `rotary_dim` is the head dim, or the part of it that is rotated. Both tables include YaRN's
     multiplier. Raises ValueError if R is odd or not positive, if positions are not integers of one
     dimension (16-bit floats cannot count past 256 or 2048), or if theta is not greater than 1.
+
+    Examples:
+        >>> cos, sin = rope_table(torch.arange(16), 8)
+        >>> cos.shape
+        torch.Size([16, 4])
     """
     check_integers("positions", positions)
     if rotary_dim % 2 or rotary_dim < 1 or positions.ndim != 1:

@@ -175,6 +175,15 @@ def shard(
         ValueError: an entry matches nothing, a name in `axes` occurs in no entry, or dims, axes and
             ranks do not fit (the message names the parameter or module). Activations are checked
             when the model is called.
+
+    Examples:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))
+        >>> plan = {"0.weight": "hidden width", "0.bias": "hidden", "1.weight": "width hidden"}
+        >>> plan |= {"1()": "batch width"}
+        >>> shard(model, plan, mesh, {"hidden": "tp"})(torch.randn(2, 8)).shape
+        torch.Size([2, 8])
     """
     if mesh.mesh_dim_names is None:
         raise ValueError("shard needs a mesh whose axes have names (mesh_dim_names)")

@@ -53,6 +53,17 @@ class Explanation:
         layouts: name of a parameter, or "name()" for the output of a module -> its dims and
             sharding, such as "[4/dp, 16, 32] {partial tp}".
         sent: the collectives in order.
+
+    Examples:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from warpweave import explain_sharding, shard
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> model = nn.Sequential(nn.Linear(8, 32))
+        >>> model = shard(model, {"0.weight": "out in"}, mesh, {"out": "tp"})
+        >>> with explain_sharding(model) as seen:
+        ...     y = model(torch.randn(2, 8))
+        >>> sorted(seen.layouts)
+        ['()', '0()', '0.bias', '0.weight']
     """
 
     def __init__(self) -> None:
@@ -116,6 +127,17 @@ def explain_sharding(model: nn.Module) -> Iterator[Explanation]:
     """Record the layouts and collectives of a model that `declare.shard` sharded.
 
     Raises ValueError for a model without DTensor parameters or buffers.
+
+    Examples:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from warpweave import shard
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> model = nn.Sequential(nn.Linear(8, 32))
+        >>> model = shard(model, {"0.weight": "out in"}, mesh, {"out": "tp"})
+        >>> with explain_sharding(model) as seen:
+        ...     y = model(torch.randn(2, 8))
+        >>> seen.layouts["0.weight"]
+        '[32/tp, 8]'
     """
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sharded = {name: x for name, x in held.items() if isinstance(x, DTensor)}

@@ -190,6 +190,14 @@ class ColwiseParallel(Style):
     By default, `input_layouts` is Replicate() and `output_layouts` is Shard(-1). The output
     features of a linear layer must be divisible by the ranks, unless the output is Replicate().
     Other arguments as for `Style`.
+
+    Examples:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> up = parallelize_module(nn.Linear(8, 32), mesh, ColwiseParallel())
+        >>> up(torch.randn(2, 8)).shape
+        torch.Size([2, 32])
     """
 
     outputs = Shard(-1)
@@ -234,6 +242,14 @@ class RowwiseParallel(Style):
 
     By default, `input_layouts` is Shard(-1), even for an embedding, whose ids are usually
     Replicate(), and `output_layouts` is Replicate(). Other arguments as for `Style`.
+
+    Examples:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> down = parallelize_module(nn.Linear(32, 8), mesh, RowwiseParallel())
+        >>> down(torch.randn(2, 32)).shape
+        torch.Size([2, 8])
     """
 
     inputs = Shard(-1)
@@ -280,6 +296,14 @@ class SequenceParallel(ParallelStyle):
         use_local_output: return a plain tensor, not a DTensor.
 
     Raises ValueError when called if x does not have that dim, or if it is the last (the features).
+
+    Examples:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> norm = parallelize_module(nn.LayerNorm(8), mesh, SequenceParallel())
+        >>> norm(torch.randn(2, 16, 8)).shape
+        torch.Size([2, 16, 8])
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:

@@ -33,6 +33,10 @@ def all_reduces(ranks: int, node: int | None = None) -> dict[str, Algorithm]:
     Args:
         node: ranks per node, for the hierarchical algorithm. None means the largest divisor of
             `ranks` that is at most its square root.
+
+    Examples:
+        >>> sorted(all_reduces(4))[:3]
+        ['binary tree', 'double binary tree', 'halving-doubling']
     """
     if node is None:
         node = max(k for k in range(1, ranks + 1) if ranks % k == 0 and k * k <= ranks)

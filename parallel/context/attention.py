@@ -109,6 +109,14 @@ def context_attention(
 
     Raises ``ValueError`` that names this rank, before anything is sent, if the shapes, dtypes or
     devices contradict each other, the layout or the group.
+
+    Examples:
+        >>> from warpweave import Mesh
+        >>> from warpweave.parallel.layout import SequenceLayout
+        >>> mesh = Mesh().connect()  # under torchrun: Mesh(cp=2).connect(), and 2 parts below
+        >>> q, k, v = (torch.randn(2, 16, 4, 8) for _ in range(3))  # 16 is S / cp
+        >>> context_attention(q, k, v, layout=SequenceLayout(16, 1), group=mesh.context).shape
+        torch.Size([2, 16, 4, 8])
     """
     check_strategy(strategy)
     ring, ulysses_group = group if isinstance(group, tuple) else (group, None)

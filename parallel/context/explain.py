@@ -36,6 +36,13 @@ class StrategyCost:
         memory: the most bytes held in forward or backward, in addition to inputs and results.
         exposed: predicted seconds in which a link is busy and the rank waits; None without speeds.
         auto: the reason why "auto" chooses this strategy; empty for the others.
+
+    Examples:
+        >>> from warpweave import Attention
+        >>> from warpweave.parallel.layout import SequenceLayout
+        >>> costs = Attention(64, 8).context_costs(SequenceLayout(1024, 4), batch=1)
+        >>> costs[0].strategy
+        'ulysses'
     """
 
     strategy: Strategy

@@ -31,6 +31,9 @@ class Links:
 
     Raises:
         ValueError: a value is not positive.
+
+    Examples:
+        >>> links = Links(link=50e9, flops=400e12)  # pass strategy=links to `context_attention`
     """
 
     link: float
@@ -56,6 +59,11 @@ def measure_links(
             much longer than its launch.
         size: bytes per message.
         rounds: number of runs of each; the median is used.
+
+    Examples:
+        >>> from warpweave import Mesh
+        >>> group = Mesh(cp=2).connect().group("cp")  # doctest: +SKIP
+        >>> links = measure_links(group, torch.randn(1, 4096, 8, 64))  # doctest: +SKIP
     """
     sent = torch.empty(size, dtype=torch.uint8, device=x.device)
     arrived = torch.empty_like(sent)

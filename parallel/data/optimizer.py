@@ -91,6 +91,14 @@ class Piece:
         step: 0-dim, the number of updates before this one, one tensor per piece; the rule
             increments it.
         decay: True if weight decay applies.
+
+    Examples:
+        >>> from warpweave.parallel.data.optimizer import SGD
+        >>> w, g, m, one = torch.ones(8), torch.ones(8), torch.zeros(8), torch.tensor(1.0)
+        >>> piece = Piece(w, g, {"momentum": m}, False, None, torch.tensor(0.0), True)
+        >>> SGD().update(piece, lr=0.1, scale=one, skip=torch.tensor(0.0))
+        >>> round(w[0].item(), 4)
+        0.9
     """
 
     master: Tensor
@@ -103,7 +111,16 @@ class Piece:
 
 
 class Rule(Protocol):
-    """The arithmetic of an optimizer."""
+    """The arithmetic of an optimizer.
+
+    Examples:
+        >>> class SignSGD:
+        ...     moments = matrix_moments = ()
+        ...     def update(self, piece, lr, scale, skip):
+        ...         piece.master.sub_(lr * piece.grad.sign() * (skip == 0))
+        ...         if piece.param is not None:
+        ...             piece.param.copy_(piece.master)
+    """
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -125,7 +142,12 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), by the fused kernel."""
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), by the fused kernel.
+
+    Examples:
+        >>> from warpweave import Mesh, Zero
+        >>> zero = Zero(nn.Linear(16, 16), Mesh().connect(), stage=1, rule=AdamW(weight_decay=0.01))
+    """
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -189,6 +211,10 @@ class SGD:
     """Stochastic gradient descent with momentum, as ``torch.optim.SGD``: decay is added to g.
 
     b <- momentum b + (g + weight_decay w);  w <- w - lr b
+
+    Examples:
+        >>> from warpweave import Mesh, Zero
+        >>> zero = Zero(nn.Linear(16, 16), Mesh().connect(), stage=1, rule=SGD(momentum=0.0))
     """
 
     momentum: float = 0.9
@@ -243,6 +269,11 @@ class Muon:
         dtype: dtype of the Newton-Schulz steps and of what ranks send for them. None means the
             masters' dtype; bfloat16 is usual with 16-bit parameters.
         impl: "triton", "torch" or None, as for the kernels.
+
+    Examples:
+        >>> from warpweave import Engine, GPTConfig, Mesh
+        >>> config = GPTConfig(vocab_size=256, seq_len=16, layers=2, width=64, heads=8)
+        >>> engine = Engine(config, Mesh().connect(), rule=Muon())
     """
 
     momentum: float = 0.95

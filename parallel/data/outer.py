@@ -57,6 +57,11 @@ class OuterRule:
     Raises:
         ValueError: n is less than 1 or not divisible by `fragments`, the delay is n / fragments or
             more, or a number is out of range.
+
+    Examples:
+        >>> from warpweave import Engine, GPTConfig, Mesh
+        >>> config = GPTConfig(vocab_size=256, seq_len=16, layers=2, width=64, heads=8)
+        >>> rule = OuterRule(every=50)  # DiLoCo; pass it to an Engine on Mesh(outer=2).connect()
     """
 
     every: int

@@ -85,6 +85,17 @@ class InFlight:
 
     A pass's micro-batch 0 and version 0 are the run's `microbatches` and `versions`. Both begin at
     0, and `advance` increases them.
+
+    Examples:
+        >>> from warpweave.parallel.pipeline import InProcess, ModuleStage, execute
+        >>> from warpweave.parallel.schedule import cut_into_passes, one_f_one_b, renumbered
+        >>> x, state = torch.randn(4, 8, 16), InFlight()
+        >>> loss = lambda mb, y: y.mean()
+        >>> stage = ModuleStage(nn.Linear(16, 16), inputs=x.__getitem__, loss=loss)
+        >>> for lists in cut_into_passes(one_f_one_b(1, 4), each=2):
+        ...     execute(renumbered(lists, state.microbatches), {0: stage}, InProcess(), state)
+        ...     state.advance(2)
+        >>> state.check_ended()
     """
 
     def __init__(self) -> None:
@@ -132,6 +143,16 @@ def execute(
         RuntimeError: an action comes before what it depends on, a W is missing at UPDATE or at the
             end, data is left over, or no rank can proceed. The error is one line that names ranks;
             the state of the stages is then undefined.
+
+    Examples:
+        >>> from warpweave.parallel.pipeline import InProcess, ModuleStage
+        >>> from warpweave.parallel.schedule import gpipe
+        >>> module, inputs = nn.Linear(16, 16), torch.randn(4, 8, 16)
+        >>> loss = lambda mb, y: y.square().mean() / 4
+        >>> stage = ModuleStage(module, inputs=inputs.__getitem__, loss=loss)
+        >>> execute(gpipe(1, 4), {0: stage}, InProcess())
+        >>> module.weight.grad.shape
+        torch.Size([16, 16])
     """
     transport.open(lists, stages)
     run = InFlight() if in_flight is None else in_flight

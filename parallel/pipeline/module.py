@@ -34,6 +34,16 @@ class ModuleStage:
 
     Gradients are in the parameters' ``.grad``. `losses` maps mb to name to the detached loss of the
     last run; the model's own is called "loss".
+
+    Examples:
+        >>> from warpweave.parallel.pipeline import InProcess, execute
+        >>> from warpweave.parallel.schedule import gpipe
+        >>> x = torch.randn(2, 8, 16)
+        >>> loss = lambda mb, y: y.mean()
+        >>> stage = ModuleStage(nn.Linear(16, 16), inputs=x.__getitem__, loss=loss)
+        >>> execute(gpipe(1, 2), {0: stage}, InProcess())
+        >>> stage.losses.keys()
+        dict_keys([0, 1])
     """
 
     def __init__(

@@ -83,6 +83,14 @@ class InProcess:
 
     Messages are copied, so stages do not share memory by accident. Deadlocks and messages in the
     wrong order are detected during the run, without `validate`.
+
+    Examples:
+        >>> from warpweave.parallel.pipeline import ModuleStage, execute
+        >>> from warpweave.parallel.schedule import gpipe, with_comm
+        >>> like, x = ((8, 16), torch.float32, torch.device("cpu")), torch.randn(2, 8, 16)
+        >>> first = ModuleStage(nn.Linear(16, 16), inputs=x.__getitem__)
+        >>> last = ModuleStage(nn.Linear(16, 16), like=like, loss=lambda mb, y: y.mean())
+        >>> execute(with_comm(gpipe(2, 2)), {0: first, 1: last}, InProcess())
     """
 
     def __init__(self) -> None:
@@ -199,6 +207,14 @@ class Distributed:
     Raises:
         ValueError: the schedule is invalid, differs between ranks, or does not have as many ranks
             as the group.
+
+    Examples:
+        >>> from warpweave.parallel.pipeline import ModuleStage, execute
+        >>> from warpweave.parallel.schedule import gpipe
+        >>> x, lists = torch.randn(2, 8, 16), gpipe(1, 2)
+        >>> loss = lambda mb, y: y.mean()
+        >>> stage = ModuleStage(nn.Linear(16, 16), inputs=x.__getitem__, loss=loss)
+        >>> execute(lists, {0: stage}, Distributed(lists, None))
     """
 
     def __init__(

@@ -57,7 +57,12 @@ AFTER = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}  # the peer's stage minus
 
 class Action(NamedTuple):
     """One entry of a rank's list: `op` on `stage` for micro-batch `mb`, with weights of version
-    `ver`. If `joined`, it forms a cell with the next entry."""
+    `ver`. If `joined`, it forms a cell with the next entry.
+
+    Examples:
+        >>> print(Action("F", stage=2, mb=0))
+        2F0
+    """
 
     op: str
     stage: int

@@ -54,6 +54,11 @@ def cut_into_passes(lists: Schedule, each: int) -> list[Schedule]:
     Raises:
         ValueError: the number of micro-batches is not divisible by `each`, the lists already have
             messages, a pass needs an event of a later pass, or a pass has no action of some stage.
+
+    Examples:
+        >>> from warpweave.parallel.schedule import one_f_one_b
+        >>> len(cut_into_passes(one_f_one_b(2, 8), each=4))
+        2
     """
     if lowered(lists):
         raise ValueError("cut_into_passes: the lists already have sends and receives")
@@ -80,7 +85,14 @@ def cut_into_passes(lists: Schedule, each: int) -> list[Schedule]:
 
 
 def renumbered(lists: Schedule, microbatches: int, versions: int = 0) -> Schedule:
-    """The lists with `microbatches` and `versions` subtracted from their numbers."""
+    """The lists with `microbatches` and `versions` subtracted from their numbers.
+
+    Examples:
+        >>> from warpweave.parallel.schedule import cut_into_passes, gpipe
+        >>> second = cut_into_passes(gpipe(1, 4), each=2)[1]
+        >>> print(*renumbered(second, microbatches=2)[0])
+        0B0 0B1
+    """
 
     def moved(a: Action) -> Action:
         return a._replace(
@@ -165,6 +177,11 @@ def validate_pass(lists: Schedule) -> None:
     No action may occur twice, and every message must have one send and one receive, in the same
     order on each link. The pass must be free of deadlock, given the events that happened before
     (`begun_before`). Whether those did happen is checked only at run time.
+
+    Examples:
+        >>> from warpweave.parallel.schedule import cut_into_passes, one_f_one_b, with_comm
+        >>> for lists in cut_into_passes(one_f_one_b(2, 8), each=4):
+        ...     validate_pass(with_comm(lists))
     """
     seen: set[Action] = set()
     for a in (a._replace(ver=0) for actions in lists for a in actions if a.mb != WHOLE):

@@ -45,7 +45,13 @@ from warpweave.parallel.schedule.actions import (
 
 def split_backward(lists: Schedule, *, lag: int | Sequence[int] = 0) -> Schedule:
     """Split every B into I and W (zero-bubble, arXiv:2401.10241), each W delayed by `lag` backwards
-    of its rank (one number, or one for each rank). The remaining W come last."""
+    of its rank (one number, or one for each rank). The remaining W come last.
+
+    Examples:
+        >>> from warpweave.parallel.schedule import gpipe
+        >>> print(*split_backward(gpipe(1, 2))[0])
+        0F0 0F1 0I0 0W0 0I1 0W1
+    """
     lags = [lag] * len(lists) if isinstance(lag, int) else lag
     if min(lags, default=0) < 0:
         raise ValueError(f"lag must be >= 0, got {lag}")
@@ -105,6 +111,11 @@ def with_comm(lists: Schedule, rank_of: Sequence[int] | None = None) -> Schedule
     data that only a later pass uses is received at the end, and data that an earlier pass received
     is not received again. Pass `rank_of`, the rank of each stage, if some stage has no action in
     the pass.
+
+    Examples:
+        >>> from warpweave.parallel.schedule import gpipe
+        >>> print(*with_comm(gpipe(2, 1))[0])
+        0F0 0SEND_F0 0RECV_B0 0B0
     """
     rank_of = placement(lists) if rank_of is None else rank_of
     if lowered(lists):

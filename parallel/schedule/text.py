@@ -33,6 +33,11 @@ def to_csv(lists: Schedule) -> str:
     ``"2F0"`` is stage, operation and micro-batch; ``"(0F3;7B1)OVERLAP_F_B"`` is a cell. torch does
     not support TIE, UPDATE and the suffix ``@version``. To exchange lists with torch, do it before
     the passes that add them.
+
+    Examples:
+        >>> from warpweave.parallel.schedule import gpipe
+        >>> to_csv(gpipe(2, 2)).splitlines()
+        ['0F0,0F1,0B0,0B1', '1F0,1F1,1B0,1B1']
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -51,6 +56,11 @@ def from_csv(text: str) -> Schedule:
 
     Raises:
         ValueError: a field does not have this form; the error names its row and position.
+
+    Examples:
+        >>> from warpweave.parallel.schedule import Action
+        >>> from_csv("0F0,0B0") == [[Action("F", 0, 0), Action("B", 0, 0)]]
+        True
     """
     rows = enumerate(csv.reader(io.StringIO(text)))
     return [[a for at, field in enumerate(row) for a in _parse(field, n, at)] for n, row in rows]

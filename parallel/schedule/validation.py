@@ -60,6 +60,10 @@ def validate(
     * There is no deadlock (`order`).
 
     The error names the rank, the position in its list and the action.
+
+    Examples:
+        >>> from warpweave.parallel.schedule import gpipe
+        >>> validate(gpipe(2, 4), microbatches=4)
     """
     try:
         _validate(lists, microbatches, staleness, activations)

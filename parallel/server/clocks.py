@@ -39,6 +39,10 @@ class Term:
         staleness: clock - min(clocks) at the time of the pull; never above the bound.
         count: number of samples or tokens whose losses are summed. The update divides by the total.
         loss: mean loss over them.
+
+    Examples:
+        >>> Term(worker=0, clock=3, pulled=2, staleness=1, count=8, loss=0.5).clock
+        3
     """
 
     worker: int

@@ -42,6 +42,22 @@ def replay(
     Raises:
         ValueError: the versions are not 1, 2, 3, ..., or an update uses a gradient of a later
             version.
+
+    Examples:
+        >>> from warpweave.parallel.data.optimizer import SGD
+        >>> from warpweave.parallel.server.server import ServerPlan
+        >>> from warpweave.parallel.server.shard import Shard, records_of
+        >>> from warpweave.parallel.server.worker import module_gradient
+        >>> def losses(module, clock):
+        ...     yield module(torch.ones(8, 4)).square().sum(), 8
+        >>> module = nn.Linear(4, 2)
+        >>> weights, compute = dict(module.named_parameters()), module_gradient(module, losses)
+        >>> records = records_of(module)
+        >>> shard = Shard(records, lambda r: weights[r.name].detach(), SGD(), torch.float32)
+        >>> term = {"worker": 0, "clock": 0, "pulled": 0, "staleness": 0, "count": 8, "loss": 1.0}
+        >>> log = [{"version": 1, "lr": 0.1, "terms": [term]}]
+        >>> replay(log, ServerPlan(), [shard], lambda worker: compute)
+        1
     """
     updates = [(row["lr"], [Term(**term) for term in row["terms"]]) for row in log_of(log)]
     wanted: dict[int, list[Term]] = defaultdict(list)

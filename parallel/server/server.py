@@ -69,6 +69,10 @@ class ServerPlan:
 
     Raises:
         ValueError: a number is out of range.
+
+    Examples:
+        >>> ServerPlan(servers=2, staleness=4, joint=False, compensation=0.04).timeout
+        60.0
     """
 
     servers: int = 1
@@ -110,7 +114,13 @@ class _Push:
 
 
 class Notes:
-    """Callbacks of the sequencer; each method does nothing unless it is overridden."""
+    """Callbacks of the sequencer; each method does nothing unless it is overridden.
+
+    Examples:
+        >>> class Printed(Notes):
+        ...     def say(self, line):
+        ...         print(line)
+    """
 
     def update(self, version: int, lr: float, norm: float, terms: Sequence[Term]) -> None:
         """Update number `version` (from 1) was applied, with these terms in this order."""
@@ -135,6 +145,23 @@ class Server:
         records: the records of the whole model.
         lr: learning rate by clock; only server 0's is used.
         notes: server 0's callbacks; None for none.
+
+    Examples:
+        >>> import threading
+        >>> from warpweave.parallel.server.server import ServerPlan
+        >>> from warpweave.parallel.data.optimizer import SGD
+        >>> from warpweave.parallel.server.shard import Shard, records_of
+        >>> from warpweave.parallel.server.worker import Worker, module_gradient
+        >>> module, plan, store = nn.Linear(4, 2), ServerPlan(), torch.distributed.HashStore()
+        >>> records, weights = records_of(module), dict(module.named_parameters())
+        >>> shard = Shard(records, lambda r: weights[r.name].detach(), SGD(), torch.float32)
+        >>> server = Server(store, 0, plan, shard, records=records, lr=lambda clock: 0.01)
+        >>> thread = threading.Thread(target=server.serve, args=([0],))
+        >>> thread.start()
+        >>> def losses(module, clock):
+        ...     yield module(torch.ones(8, 4)).square().sum(), 8
+        >>> Worker(store, records, plan, number=0).run(3, module_gradient(module, losses))
+        >>> thread.join()
     """
 
     def __init__(

@@ -32,6 +32,10 @@ def records_of(module: nn.Module) -> list[ParamRecord]:
 
     Raises:
         ValueError: a parameter is frozen.
+
+    Examples:
+        >>> [record.name for record in records_of(nn.Linear(4, 2))]
+        ['weight', 'bias']
     """
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
     if frozen:
@@ -55,6 +59,12 @@ def spread(records: Sequence[ParamRecord], servers: int) -> list[list[ParamRecor
 
     Raises:
         ValueError: there are fewer parameters than servers, or no server.
+
+    Examples:
+        >>> from warpweave.parallel.server.shard import records_of
+        >>> parts = spread(records_of(nn.Linear(4, 2)), servers=2)
+        >>> [[record.name for record in part] for part in parts]
+        [['weight'], ['bias']]
     """
     if not 1 <= servers <= len(records):
         raise ValueError(f"expected 1 to {len(records)} servers (one per parameter), got {servers}")
@@ -80,6 +90,14 @@ class Shard:
     Attributes:
         layout: the offsets in the flat buffers, the same on servers and workers.
         master: [layout.size], the master weights.
+
+    Examples:
+        >>> from warpweave.parallel.data.optimizer import SGD
+        >>> from warpweave.parallel.server.shard import records_of, spread
+        >>> module = nn.Linear(4, 2)
+        >>> weights = dict(module.named_parameters())
+        >>> records = spread(records_of(module), servers=1)[0]
+        >>> shard = Shard(records, lambda r: weights[r.name].detach(), SGD(), torch.float32)
     """
 
     def __init__(

@@ -50,6 +50,14 @@ def module_gradient(
 
     ``losses(module, clock)`` yields, for each micro-batch of that clock, the summed loss (0-dim) of
     its samples, and their number. Each worker has separate buffers of the module.
+
+    Examples:
+        >>> def losses(module, clock):
+        ...     yield module(torch.ones(8, 4)).square().sum(), 8
+        >>> module = nn.Linear(4, 2)
+        >>> compute = module_gradient(module, losses)
+        >>> compute(0, dict(module.named_parameters())).count
+        8
     """
     params = dict(module.named_parameters())
 
@@ -99,6 +107,10 @@ class Worker:
     Raises:
         ValueError: the servers have a different model.
         LostError: the servers do not answer.
+
+    Examples:
+        >>> worker = Worker(store, records, plan)  # doctest: +SKIP
+        >>> worker.run(100, compute)  # `Server` has a whole program  # doctest: +SKIP
     """
 
     def __init__(

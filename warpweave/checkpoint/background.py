@@ -43,6 +43,12 @@ class BackgroundSaver:
 
     Attributes:
         path: the newest completely saved step that `wait` has returned; None without one.
+
+    Examples:
+        >>> with BackgroundSaver(None) as saver:
+        ...     saver.save("background", 1, [("weight", torch.ones(4))], config={}, state={})
+        ...     saver.wait().name
+        'step_00000001'
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, timeout: float = 300.0) -> None:

@@ -47,7 +47,15 @@ _STEPS = "checkpoints"  # the folder of steps in a run's folder (`warpweave trai
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointReader:
-    """A verified checkpoint; `config`, `state` and `mesh` are JSON objects."""
+    """A verified checkpoint; `config`, `state` and `mesh` are JSON objects.
+
+    Examples:
+        >>> from warpweave.checkpoint import open_latest, save_checkpoint
+        >>> path = save_checkpoint("read", 1, [("weight", torch.ones(4))], config={}, state={})
+        >>> saved = open_latest("read")
+        >>> saved.names, saved.shape("weight")
+        (['weight'], (4,))
+    """
 
     path: Path
     step: int
@@ -130,6 +138,12 @@ def open_checkpoint(
     Each rank hashes some of the files. Raises `CheckpointError`, on every rank, for anything that
     differs from what `save_checkpoint` wrote. Given a run's folder, the error names its newest
     step.
+
+    Examples:
+        >>> from warpweave.checkpoint import save_checkpoint
+        >>> path = save_checkpoint("opened", 1, [("weight", torch.ones(4))], config={}, state={})
+        >>> open_checkpoint(path).tensor("weight")
+        tensor([1., 1., 1., 1.])
     """
     path = Path(path)
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -168,6 +182,13 @@ def open_latest(
     With `fallback`, a damaged step is skipped with a `CheckpointWarning` that names the file, and
     the next older one is opened. Raises `CheckpointError` if all are damaged, or if `folder` is a
     run's folder (its steps are in a folder inside it).
+
+    Examples:
+        >>> from warpweave.checkpoint import save_checkpoint
+        >>> for step in (1, 2):
+        ...     path = save_checkpoint("latest", step, [("w", torch.ones(4))], config={}, state={})
+        >>> open_latest("latest").step
+        2
     """
     folder = Path(folder)
     rank = 0 if group is None else dist.get_rank(group)

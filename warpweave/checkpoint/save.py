@@ -43,6 +43,10 @@ def save_checkpoint(
     every rank raises `CheckpointError`, the folder's previous contents are unchanged and no partial
     step is visible. (If reading back fails, the damaged step stays next to the previous ones, and
     `open_latest` skips it.)
+
+    Examples:
+        >>> save_checkpoint("saved", 1, [("weight", torch.ones(4))], config={}, state={}).name
+        'step_00000001'
     """
     if step < 0 or keep < 1 or shard_bytes < 1:
         raise CheckpointError(

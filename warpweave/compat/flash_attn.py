@@ -58,6 +58,11 @@ def flash_attn_func(
     Returns o[B, Sq, Hq, D], or (o, lse[B, Hq, Sq], None) with `return_attn_probs`; the
     probabilities themselves are never computed. Raises ValueError for `alibi_slopes`, and in the
     same cases as `attention`.
+
+    Examples:
+        >>> q, k, v = (torch.randn(2, 16, heads, 8) for heads in (4, 2, 2))
+        >>> flash_attn_func(q, k, v, causal=True).shape
+        torch.Size([2, 16, 4, 8])
     """
     _refuse_given(alibi_slopes=alibi_slopes)
     options = _options(dropout_p, softmax_scale, softcap)
@@ -131,6 +136,12 @@ def flash_attn_varlen_func(
 
     Returns o[Tq, Hq, D], or (o, lse[Hq, Tq], None) with `return_attn_probs`. Raises ValueError for
     boundaries that do not fit, for `alibi_slopes` and for `block_table` (a paged cache).
+
+    Examples:
+        >>> q, k, v = (torch.randn(16, 4, 8) for _ in range(3))
+        >>> ends = torch.tensor([0, 10, 16], dtype=torch.int32)  # two sequences
+        >>> flash_attn_varlen_func(q, k, v, ends, ends, 10, 10, causal=True).shape
+        torch.Size([16, 4, 8])
     """
     _refuse_given(alibi_slopes=alibi_slopes, block_table=block_table)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -270,6 +281,12 @@ def flash_attn_with_kvcache(
     Returns o[B, Sq, Hq, D], or (o, lse[B, Hq, Sq]) with `return_softmax_lse`; there are no
     gradients. Raises ValueError if the cache is full, if only one of two tensors that belong
     together is given, and for `block_table` (a paged cache) and `alibi_slopes`.
+
+    Examples:
+        >>> cache_k, cache_v = torch.zeros(2, 32, 4, 8), torch.zeros(2, 32, 4, 8)
+        >>> q, k, v = (torch.randn(2, 1, 4, 8) for _ in range(3))
+        >>> flash_attn_with_kvcache(q, cache_k, cache_v, k, v, cache_seqlens=10, causal=True).shape
+        torch.Size([2, 1, 4, 8])
     """
     _refuse_given(alibi_slopes=alibi_slopes, block_table=block_table)
     if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):

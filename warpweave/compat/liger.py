@@ -49,6 +49,10 @@ class LigerRMSNorm(nn.Module):
         init_fn: initialization of the weight, "ones" or "zeros".
         in_place, row_mode: Liger's use of memory and blocks; no effect here.
         elementwise_affine: if False, there is no weight; it counts as 1 - offset.
+
+    Examples:
+        >>> LigerRMSNorm(64)(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
     """
 
     def __init__(
@@ -93,6 +97,10 @@ class LigerLayerNorm(nn.Module):
 
     Like Liger's, it always has a trained `bias`, whether or not one is requested. The bias starts
     at 0, like that of `nn.LayerNorm`.
+
+    Examples:
+        >>> LigerLayerNorm(64)(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
     """
 
     def __init__(
@@ -154,7 +162,14 @@ class _GatedMLP(nn.Module):
 
 
 class LigerSwiGLUMLP(_GatedMLP):
-    """The gated MLP with SiLU; `config.hidden_act` is "silu" or "swish"."""
+    """The gated MLP with SiLU; `config.hidden_act` is "silu" or "swish".
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> mlp = LigerSwiGLUMLP(LlamaConfig(hidden_size=64, intermediate_size=128))
+        >>> mlp(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
+    """
 
     _activation, _names = "swiglu", ("silu", "swish")
 
@@ -168,6 +183,12 @@ class LigerGEGLUMLP(_GatedMLP):
 
     ``hidden_act="gelu"``, which transformers computes with erf, is refused, because Liger would use
     the approximation for it.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=64, hidden_act="gelu_pytorch_tanh")
+        >>> LigerGEGLUMLP(config)(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
     """
 
     _activation, _names = "geglu", ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_tanh")
@@ -187,6 +208,12 @@ class CrossEntropyOutput:
         token_accuracy: the share of labels that have the largest logit, float32, 0-dim. For the
             reduction "none", 1 or 0 for each token, and 0 for ignored ones.
         predicted_tokens: int64[N], the class of the largest logit, -1 for ignored tokens.
+
+    Examples:
+        >>> from warpweave.compat.liger import LigerCrossEntropyLoss
+        >>> loss = LigerCrossEntropyLoss(return_token_accuracy=True)
+        >>> loss(torch.eye(16), torch.arange(16)).token_accuracy
+        tensor(1.)
     """
 
     loss: Tensor
@@ -297,6 +324,11 @@ class LigerCrossEntropyLoss(_Loss):
         return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput`, which
             requires reading the logits once more.
         return_z_loss: not supported, because the kernel returns a single sum.
+
+    Examples:
+        >>> loss = LigerCrossEntropyLoss(label_smoothing=0.1)
+        >>> loss(torch.randn(16, 256), torch.arange(16)).shape
+        torch.Size([])
     """
 
     def __init__(
@@ -346,6 +378,11 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput`, which
             requires computing the logits once more, for some rows at a time.
         return_z_loss, use_token_scaling: not supported.
+
+    Examples:
+        >>> loss, head = LigerFusedLinearCrossEntropyLoss(), torch.randn(256, 64)
+        >>> loss(head, torch.randn(16, 64), torch.arange(16)).shape
+        torch.Size([])
     """
 
     def __init__(
@@ -435,6 +472,11 @@ def liger_rotary_pos_emb(
         unsqueeze_dim: the dim of the heads: 1, or 2 for q[B, S, H, D] (with transformers' meaning).
 
     Returns both in q's layout. Raises ValueError for shapes that do not fit.
+
+    Examples:
+        >>> angles = torch.rand(16, 4).repeat(1, 2)
+        >>> q, k = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
+        >>> q, k = liger_rotary_pos_emb(q, k, angles.cos(), angles.sin())
     """
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}")

@@ -48,6 +48,13 @@ class HFFolder:
         config: the model as our configuration.
         fields: its config.json.
         dtype: the dtype of its embedding.
+
+    Examples:
+        >>> from warpweave import GPT, PRESETS
+        >>> from warpweave.convert import from_hf, to_hf
+        >>> found = from_hf(to_hf(GPT(PRESETS["toy-llama"]), "hf-folder"))
+        >>> found.config.layers, found.dtype
+        (2, torch.float32)
     """
 
     path: Path
@@ -110,6 +117,13 @@ def from_hf(folder: str | Path) -> HFFolder:
     Raises `ConvertError` in one line: there is no such folder, it has no config.json or safetensors
     file, the model_type is unknown, our GPT does not support the model, or a tensor is missing,
     unexpected, quantized or of a wrong shape.
+
+    Examples:
+        >>> from warpweave import GPT, PRESETS
+        >>> from warpweave.convert import to_hf
+        >>> folder = to_hf(GPT(PRESETS["toy-llama"]), "toy-llama")
+        >>> found = from_hf(folder)
+        >>> gpt = found.load(GPT(found.config))
     """
     path = Path(folder)
     with about(path):

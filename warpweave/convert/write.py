@@ -64,6 +64,11 @@ def to_hf(
     Raises `ConvertError` if no family (or not that of `like`) can express this model, or if the
     tokenizer is not found or larger than the model's vocabulary. Raises `CheckpointError`, on every
     rank, if the folder exists or cannot be written.
+
+    Examples:
+        >>> from warpweave import GPT, PRESETS
+        >>> to_hf(GPT(PRESETS["toy-llama"]), "to-hf").name
+        'to-hf'
     """
     folder = Path(folder)
     state: Mapping[str, Any] = {}

@@ -51,6 +51,13 @@ class Dataset(Corpus):
     """A corpus, with the rule that selects samples of `seq_len` tokens from it.
 
     A `separator` token (None: there is none) ends a document, and so does the end of a file.
+
+    Examples:
+        >>> from warpweave.data import open_dataset
+        >>> dataset = open_dataset(seq_len=16)  # the default text
+        >>> tokens, labels = dataset.batch(step=0, sample_ids=[0, 1])
+        >>> torch.equal(tokens[:, 1:], labels[:, :-1])
+        True
     """
 
     seq_len: int

@@ -34,6 +34,13 @@ def open_dataset(
     `separator` token ends a document. Raises `DataError`, in one line, for a source that is
     missing, empty, or shorter than the seq_len + 1 tokens that one sample needs, and for a
     separator that is not in its vocabulary.
+
+    Examples:
+        >>> with open("text.txt", "w") as file:
+        ...     _ = file.write("to be or not to be " * 100)
+        >>> tokens, labels = open_dataset("text.txt", seq_len=16).batch(step=0, sample_ids=[0, 1])
+        >>> tokens.shape
+        torch.Size([2, 16])
     """
     if seq_len < 1:
         raise DataError(f"seq_len must be at least 1, got {seq_len}")

@@ -35,6 +35,13 @@ def write_token_file(path: str | Path, tokens: np.ndarray, *, vocab_size: int) -
 
     Both are renamed into place when complete, the sidecar last, so that a crash leaves no file that
     opens. Raises `DataError` unless the path ends in .bin and tokens are such an array.
+
+    Examples:
+        >>> import numpy as np
+        >>> from warpweave.data import open_dataset
+        >>> write_token_file("tokens.bin", np.arange(1000) % 256, vocab_size=256)
+        >>> len(open_dataset("tokens.bin", seq_len=16, split="all").tokens)
+        1000
     """
     path = Path(path)
     if path.suffix != ".bin":

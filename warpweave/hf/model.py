@@ -70,6 +70,15 @@ def apply(
     nothing to replace, or (naming the module) if the model cannot be sharded. Raises TypeError if
     `model` is not a module. `warpweave.hf.attention` lists what a replaced attention rejects later,
     and `warpweave.hf.loss` describes `logits` in training.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from warpweave.hf import Report
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1)
+        >>> report = Report()
+        >>> model = apply(LlamaForCausalLM(config), report=report)
+        >>> sorted({entry.kind for entry in report.replaced()})
+        ['attention', 'loss', 'mlp', 'norm']
     """
     kinds = _check_model(model, only)
     spread = _check_mesh(model, kinds, mesh, sequence_parallel, overlap, strategy)
@@ -104,6 +113,13 @@ def revert(model: nn.Module) -> None:
     """Undo `apply`: restore every forward, the attention and the loss function.
 
     Raises ValueError if `apply` was not called.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> from warpweave.hf import Report, apply
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1)
+        >>> model = apply(LlamaModel(config), report=Report())
+        >>> revert(model)
     """
     if not _is_applied(model):
         raise ValueError(f"{type(model).__name__} is not changed by warpweave.hf: call apply first")

@@ -16,6 +16,13 @@ class Entry:
         module: its class.
         replaced: True if its forward is now warpweave's.
         why: what replaced it, or the reason why it was kept.
+
+    Examples:
+        >>> from warpweave.hf import Report
+        >>> report = Report()
+        >>> report.add("model.norm", "norm", nn.LayerNorm(8), "no weight")
+        >>> report.kept()[0].why
+        'no weight'
     """
 
     name: str
@@ -27,7 +34,17 @@ class Entry:
 
 @dataclass
 class Report:
-    """Every module that `apply` inspected; ``str()`` gives a table, one line per kind of module."""
+    """Every module that `apply` inspected; ``str()`` gives a table, one line per kind of module.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> from warpweave.hf import apply
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1)
+        >>> report = Report()
+        >>> model = apply(LlamaModel(config), only=["norm"], report=report)
+        >>> print(report)
+        3 x LlamaRMSNorm  norm  replaced  rms_norm
+    """
 
     entries: list[Entry] = field(default_factory=list)
 

@@ -178,6 +178,13 @@ def planned(
 
     Raises ValueError for any other overlap. Raises ValueError, naming the module, if the model has
     no plan, or one that these styles cannot express.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> from transformers.distributed import DistributedConfig
+        >>> plan = planned(DistributedConfig(tp_size=2), LlamaConfig()).tp_plan
+        >>> plan["model.layers.*.mlp.up_proj"]
+        'warpweave_inside_colwise'
     """
     if overlap not in _ENDINGS:
         raise ValueError(f"overlap must be one of {', '.join(_ENDINGS)}, got {overlap!r}")

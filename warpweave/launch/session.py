@@ -47,6 +47,12 @@ class Session:
         mesh: the mesh's sizes, for the names of ranks in messages.
         where: the device and backend in words.
         launched: `launch` started this rank and reports for ranks that are silent.
+
+    Examples:
+        >>> from warpweave import Mesh, join
+        >>> session = join(Mesh())
+        >>> x = torch.ones(4, device=session.device)
+        >>> session.close()
     """
 
     device: torch.device
@@ -202,6 +208,13 @@ def join(
     Raises:
         ValueError: the mesh does not have as many ranks as were started, or their GPUs cannot be
             used (`devices`); every rank raises the same error.
+
+    Examples:
+        >>> from warpweave import Mesh
+        >>> session = join(Mesh())  # under torchrun: join(Mesh(tp=2)) on two ranks
+        >>> session.rank, session.world
+        (0, 1)
+        >>> session.close()
     """
     env = os.environ
     if port is None and "TORCHELASTIC_RUN_ID" in env:

@@ -79,6 +79,11 @@ class ParallelPlan:
             (ordered). With ordered, results are bitwise identical for any number of data ranks if
             the total number of micro-batches is the same, at the cost of one reduction per
             micro-batch.
+
+    Examples:
+        >>> plan = ParallelPlan(zero=1, schedule="zb-h1", microbatches=8)
+        >>> [len(actions) for actions in plan.make_schedule(4)]
+        [24, 24, 24, 24]
     """
 
     zero: Literal[0, 1, 2, 3] = 1
@@ -166,6 +171,11 @@ class GPTConfig(HeadStyle, MLPStyle):
         embedding_scale: Factor that the token embedding is multiplied by.
         local_rope_theta: Base of the rotary embedding in layers with a window, if it differs from
             rope_theta; rope_scaling then applies only to layers without a window.
+
+    Examples:
+        >>> config = GPTConfig(vocab_size=256, seq_len=128, layers=2, width=64, heads=8)
+        >>> config.head_dim
+        8
     """
 
     vocab_size: int

@@ -72,6 +72,12 @@ class Engine:
 
     Raises:
         ValueError: one line that names the conflicting options, before anything is sent.
+
+    Examples:
+        >>> from warpweave import PRESETS, Mesh
+        >>> engine = Engine(PRESETS["toy-llama"], Mesh().connect())
+        >>> x = torch.ones(1, 1, 128, dtype=torch.int64)
+        >>> result = engine.step(x, x, x[..., 0], lr=1e-3)
     """
 
     def __init__(

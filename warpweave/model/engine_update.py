@@ -29,6 +29,14 @@ class StepResult:
         overflow: True if the norm is not finite because of fp16's loss scale, which can still
             shrink.
         finite: bool[2], True if this rank's own losses, or gradients, are finite.
+
+    Examples:
+        >>> from warpweave import Engine, GPTConfig, Mesh
+        >>> config = GPTConfig(vocab_size=256, seq_len=16, layers=2, width=64, heads=8)
+        >>> engine, tokens = Engine(config, Mesh().connect()), torch.randint(0, 256, (1, 1, 16))
+        >>> result = engine.step(tokens, tokens.roll(-1, 1), torch.zeros(1, 1).long(), lr=1e-3)
+        >>> sorted(result.losses), result.norm.isfinite()
+        (['loss'], tensor(True))
     """
 
     losses: Mapping[str, Tensor]

@@ -47,6 +47,10 @@ class Sampling:
             probability.
         stop: tokens that end a text.
         seed: seed of the random numbers.
+
+    Examples:
+        >>> Sampling(tokens=50, temperature=0.7, top_p=0.9).top_k
+        0
     """
 
     tokens: int = 100
@@ -79,6 +83,13 @@ def generate(
     Raises ``ValueError`` if a prompt is empty or does not consist of integers, its text would be
     longer than the model's sequence, a token is not in the vocabulary, or the mesh has data or
     context ranks, several stages on a rank, or sequence parallelism.
+
+    Examples:
+        >>> from warpweave import GPT, GPTConfig, Sampling
+        >>> gpt = GPT(GPTConfig(vocab_size=256, seq_len=16, layers=2, width=64, heads=8))
+        >>> tokens = generate(gpt, [[1, 2, 3]], Sampling(tokens=5))
+        >>> len(tokens[0])
+        5
     """
     _check_ranks(gpt)
     prompts = check_prompts(gpt.config, prompts, sampling)

@@ -112,6 +112,12 @@ class GPT(nn.Module):
 
     Raises:
         ValueError: the model cannot be sharded over the mesh.
+
+    Examples:
+        >>> from warpweave import GPTConfig
+        >>> gpt = GPT(GPTConfig(vocab_size=256, seq_len=16, layers=2, width=64, heads=8))
+        >>> tokens = torch.randint(0, 256, (2, 16))
+        >>> gpt(tokens, labels=tokens.roll(-1, 1)).backward()
     """
 
     loss_names: tuple[str, ...] = (LOSS,)

@@ -81,7 +81,12 @@ _BETWEEN_STAGES = 4  # communicators for a pipeline's links (`transport`)
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank; see the module's docstring for the formulas."""
+    """Bytes on one rank; see the module's docstring for the formulas.
+
+    Examples:
+        >>> MemoryEstimate(weights=8, gradients=8, optimizer=24, activations=64, loading=16).total
+        104
+    """
 
     weights: int
     gradients: int
@@ -109,6 +114,11 @@ class TrainingStep:
         device_type: "cpu" or "cuda".
         optimizer: "adamw", "nadamw", "muon" or "sgd".
         outer: the outer optimizer, or None.
+
+    Examples:
+        >>> from warpweave import Mesh, ParallelPlan, PRESETS
+        >>> plan = ParallelPlan(zero=3)
+        >>> step = TrainingStep(PRESETS["gpt2"], Mesh(dp=8), plan, 4, "bf16", "cuda")
     """
 
     config: GPTConfig
@@ -153,7 +163,16 @@ def sharded(states: States, zero: int, ranks: int) -> States:
 
 
 def estimate(step: TrainingStep) -> list[MemoryEstimate]:
-    """Estimate each pipeline rank; all ranks at the same pipeline index need the same."""
+    """Estimate each pipeline rank; all ranks at the same pipeline index need the same.
+
+    Examples:
+        >>> from warpweave import Mesh, ParallelPlan, PRESETS
+        >>> from warpweave.plan.memory import TrainingStep
+        >>> plan = ParallelPlan(zero=3)
+        >>> step = TrainingStep(PRESETS["gpt2"], Mesh(dp=8), plan, 4, "bf16", "cuda")
+        >>> [f"{rank.total / 2**30:.1f} GiB" for rank in estimate(step)]
+        ['3.0 GiB']
+    """
     return [_estimate_rank(step, rank) for rank in range(step.mesh.pp)]
 
 

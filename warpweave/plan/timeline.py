@@ -1,8 +1,8 @@
 """Timelines of pipeline schedules as pictures (SVG, PNG) and as traces for Chrome's viewer and
 Perfetto, both of simulated steps (`parallel.simulate`) and of measured ones.
 
-A row is a rank, a bar is an action over its time, and white is idle (the bubble). The axis shows
-the unit of time, a legend the kinds of action:
+A row is a rank, a bar is an action over its time, and a gap is idle time (the bubble). The axis
+shows the unit of time, a legend the kinds of action:
 
     rank 0  | F0 | F1 |....|  B0    |  B1    |
     rank 1  |....| F0 |  B0    | F1 |  B1    |
@@ -85,7 +85,7 @@ def _note(panels: Mapping[str, Timeline]) -> str:
     """Return the line below the legend."""
     rows = [row for timeline in panels.values() for row in timeline.cells]
     several = any(len({cell.action.stage for cell in row}) > 1 for row in rows)
-    return "white: idle" + _DARKER * several
+    return "gaps: idle" + _DARKER * several
 
 
 def in_units(span: float, unit: str) -> tuple[float, str]:

@@ -52,7 +52,14 @@ PRIMES = (5, 11, 23, 37, 53)  # vocabularies; with 5, some of six tensor ranks h
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and of the global batch, and the seed of everything that is drawn."""
+    """Sizes of the model and of the global batch, and the seed of everything that is drawn.
+
+    Examples:
+        >>> from warpweave import Mesh
+        >>> from warpweave.prove import Layout
+        >>> sizes = Sizes(4, 8, vocab=16, layers=2, heads=2, kv_heads=2, head_dim=4, hidden=16)
+        >>> layout = Layout(Mesh(), drawn=sizes)
+    """
 
     samples: int
     seq_len: int
@@ -95,6 +102,10 @@ class Layout:
     `count` is the number of micro-batches (None: the first divisor of the samples that is larger
     than the number of stages). `drawn` holds the sizes of a random layout (None: the smallest that
     fit).
+
+    Examples:
+        >>> from warpweave import Mesh
+        >>> layout = Layout(Mesh(tp=2, pp=2), schedule="zb-h1", style="llama")
     """
 
     mesh: Mesh

@@ -42,7 +42,8 @@ def overrides_of(config: type, module: str) -> Any:
             about.append(_switch(item.name))
         option: Any = Annotated[(kinds[item.name] | None, *about)]  # type: ignore[valid-type]
         fields.append((item.name, option, None))
-    said = [(inspect.getdoc(c) or "").partition("Attributes:")[2] for c in config.__mro__[:-1]]
+    docs = [inspect.getdoc(c) or "" for c in config.__mro__[:-1]]
+    said = [text.partition("Attributes:")[2].partition("\n\nExamples:")[0] for text in docs]
     namespace = {"__doc__": "A model.\n\nAttributes:" + "".join(said)}
     made = dataclasses.make_dataclass("GPTOverrides", fields, frozen=True, namespace=namespace)
     made.__module__ = module  # where pickle looks for it; make_dataclass has module= from 3.12 on

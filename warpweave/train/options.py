@@ -84,15 +84,12 @@ class DataOptions:
     """Training data: a UTF-8 text file, a folder of text files, or a token file. Default: the
     source code of Python's standard library."""
     tokenizer: Path | None = None
-    """Tokenizer: a JSON file of Hugging Face tokenizers. Default: the tokenizer of `init_from`, or
-    bytes."""
+    """Tokenizer: a JSON file of Hugging Face tokenizers. Default: that of `init_from`, or bytes."""
     packed: bool = False
-    """Sequence packing: a sample holds several documents. Each token attends only within its
-    document, and learned positions restart in each document. A document ends at the separator or at
-    the end of a file."""
+    """Sequence packing: a sample holds several documents, which end at the separator or with a file.
+    Each token attends only within its document, and learned positions restart in each."""
     separator: int | None = None
-    """End-of-document token id, used with --packed. A token file has no other document
-    boundaries."""
+    """End-of-document token id for --packed. A token file has no other document boundaries."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +131,8 @@ class ParallelismOptions:
     batch: int = 8
     """Micro-batch size: sequences per micro-batch."""
     server: int = 0
-    """Number of parameter servers: ranks that hold the weights and the optimizer, in addition to
-    the `dp` workers. Each worker does `steps` steps, and the run is evaluated at the end. 0 for
-    none."""
+    """Number of parameter servers: ranks with the weights and the optimizer, besides the `dp`
+    workers. Each worker does `steps` steps, and the run is evaluated at the end. 0 for none."""
     staleness: int | Literal["unbounded"] = 0
     """Staleness bound with --server: number of steps that a worker may be ahead of the slowest
     worker. With 0, training is synchronous: each update uses the mean of all workers' gradients.
@@ -192,8 +188,7 @@ class CheckpointsOptions:
     keep: int = 3
     """Number of most recent checkpoints to keep."""
     resume: Annotated[bool | Literal["auto"], RESUME] = False
-    """Resume from the newest good checkpoint in `out`. With auto, start from scratch if there is no
-    checkpoint."""
+    """Resume from the newest good checkpoint in `out`. With auto, start from scratch without one."""
 
 
 @dataclass(frozen=True)
@@ -201,12 +196,10 @@ class FaultsOptions:
     """Failures of ranks, and checks that detect them."""
 
     elastic: int = 0
-    """Elastic data parallelism: minimum number of replicas. If replicas die, the run continues as
-    long as this many are left, and dead replicas can rejoin. With 0, the run ends if any rank
-    dies."""
+    """Elastic data parallelism: minimum number of replicas. If replicas die, the run continues while
+    this many are left, and dead replicas can rejoin. With 0, the run ends if any rank dies."""
     max_restarts: int = 0
-    """Number of times to restart all ranks from the newest checkpoint after a failure. (torchrun
-    has a separate option for this.)"""
+    """Restarts of all ranks from the newest checkpoint after a failure (torchrun has its own)."""
     timeout: shared.Timeout = 300.0
     check_every: int = 100
     """Interval in steps at which ranks compare a step's collectives, the replicas' state after the
@@ -224,8 +217,7 @@ class OutputOptions:
     """TOML file with options, such as steps = 500. Options on the command line override the file.
     Every run writes its options to config.toml in `out`."""
     out: Path = Path("runs/train")
-    """Output folder for metrics, plot, and checkpoints. Files from an earlier run are moved to a
-    subfolder."""
+    """Output folder for metrics, plot, and checkpoints. An earlier run's files move to a subfolder."""
     eval_every: int = 100
     """Evaluation interval in steps; 0 evaluates only at the end."""
     eval_batches: int = 8

@@ -31,6 +31,13 @@ class PipelineResult(NamedTuple):
     Attributes:
         loss: 0-dim, the mean over micro-batches and data ranks, auxiliary losses included.
         norm: 0-dim, the global gradient norm before clipping.
+
+    Examples:
+        >>> from warpweave import Mesh, Pipeline
+        >>> pipeline = Pipeline([nn.Linear(16, 16)], Mesh().connect(), loss=nn.functional.mse_loss)
+        >>> result = pipeline.step(torch.ones(4, 16), torch.zeros(4, 16), lr=1e-2)
+        >>> result.norm.isfinite()
+        tensor(True)
     """
 
     loss: Tensor
@@ -97,6 +104,16 @@ class Pipeline(Sharded):
     Raises:
         ValueError: the schedule is asynchronous or does not fit the stages and micro-batches, two
             stages share a parameter, or a rank has nothing to train.
+
+    Examples:
+        >>> from warpweave import Mesh
+        >>> mesh, loss = Mesh().connect(), nn.functional.mse_loss
+        >>> stages = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))]
+        >>> pipeline = Pipeline(stages, mesh, loss=loss, microbatches=4)
+        >>> x = torch.randn(32, 16)
+        >>> result = pipeline.step(x, x.cumsum(1), lr=1e-2)
+        >>> result.loss.shape
+        torch.Size([])
     """
 
     def __init__(

@@ -210,6 +210,13 @@ class Zero(Sharded):
     Raises:
         ValueError: another stage than 0 to 3, pipeline or outer ranks, blocks that contain each
             other or are not in the model, a second `Zero` of one model, or nothing to train.
+
+    Examples:
+        >>> from warpweave import Mesh
+        >>> model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+        >>> zero = Zero(model, Mesh().connect(), stage=2)  # under torchrun: Mesh(dp=2).connect()
+        >>> model(torch.randn(8, 16)).square().mean().backward()
+        >>> norm = zero.step(lr=1e-3)
     """
 
     def __init__(

@@ -20,6 +20,12 @@ def gpipe(p: int, m: int) -> Schedule:
 
     The bubble is (p-1)(F+B), compared with the ideal time m(F+B). Every rank holds the activations
     of m micro-batches.
+
+    Examples:
+        >>> from warpweave.parallel.simulate import simulate
+        >>> print(simulate(gpipe(2, 3), {"F": 1, "B": 2}).draw())
+        F0 F1 F2 .  .  .  B0 -  B1 -  B2 -
+        .  F0 F1 F2 B0 -  B1 -  B2 -  .  .
     """
     need("GPipe", p, m)
     return [

@@ -23,6 +23,12 @@ def interleaved(p: int, m: int, c: int, ahead: int = 2) -> Schedule:
 
     Rank r warms up with `ahead` (p-1-r) + (c-1) p forwards if m is divisible by p. `ahead` is 2, as
     in Megatron-LM; if it is 1 and c = 1, the lists are those of 1F1B.
+
+    Examples:
+        >>> from warpweave.parallel.simulate import simulate
+        >>> print(simulate(interleaved(2, 2, 2), {"F": 1, "B": 2}).draw())
+        0F0 0F1 2F0 2F1 .   .   2B0 -   .   2B1 -   0B0 -   0B1 -
+        .   1F0 1F1 3F0 3B0 -   3F1 3B1 -   1B0 -   1B1 -   .   .
     """
     need("interleaved 1F1B", p, m)
     if c < 1:

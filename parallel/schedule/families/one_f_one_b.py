@@ -19,6 +19,12 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
     The bubble is that of GPipe, but stage s holds the activations of only min(m, p-s)
     micro-batches. Any m >= 1 is allowed.
+
+    Examples:
+        >>> from warpweave.parallel.simulate import simulate
+        >>> print(simulate(one_f_one_b(2, 3), {"F": 1, "B": 2}).draw())
+        F0 F1 .  .  B0 -  F2 B1 -  .  B2 -
+        .  F0 B0 -  F1 B1 -  F2 B2 -  .  .
     """
     need("1F1B", p, m)
     lists = []
