@@ -15,8 +15,8 @@ UlyssesDegree = Annotated[
     int,
     arg(
         help="Ulysses degree: number of adjacent context ranks that exchange sequence shards for "
-        "head shards by all-to-all. A ring runs over the cp / ulysses groups. With 1, there is only "
-        "a ring."
+        "head shards by all-to-all. A ring runs over the cp / ulysses groups. With 1, there is "
+        "only a ring."
     ),
 ]
 ShardingDegree = Annotated[

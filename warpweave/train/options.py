@@ -86,8 +86,8 @@ class DataOptions:
     tokenizer: Path | None = None
     """Tokenizer: a JSON file of Hugging Face tokenizers. Default: that of `init_from`, or bytes."""
     packed: bool = False
-    """Sequence packing: a sample holds several documents, which end at the separator or with a file.
-    Each token attends only within its document, and learned positions restart in each."""
+    """Sequence packing: a sample holds several documents, which end at the separator or with a
+    file. Each token attends only within its document, and learned positions restart in each."""
     separator: int | None = None
     """End-of-document token id for --packed. A token file has no other document boundaries."""
 
@@ -188,7 +188,7 @@ class CheckpointsOptions:
     keep: int = 3
     """Number of most recent checkpoints to keep."""
     resume: Annotated[bool | Literal["auto"], RESUME] = False
-    """Resume from the newest good checkpoint in `out`. With auto, start from scratch without one."""
+    """Resume from the newest good checkpoint in `out`. With auto, it may be missing."""
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ class FaultsOptions:
     """Failures of ranks, and checks that detect them."""
 
     elastic: int = 0
-    """Elastic data parallelism: minimum number of replicas. If replicas die, the run continues while
-    this many are left, and dead replicas can rejoin. With 0, the run ends if any rank dies."""
+    """Elastic data parallelism: minimum number of replicas. If replicas die, the run continues
+    while this many are left, and dead replicas can rejoin. With 0, any death ends the run."""
     max_restarts: int = 0
     """Restarts of all ranks from the newest checkpoint after a failure (torchrun has its own)."""
     timeout: shared.Timeout = 300.0
@@ -217,7 +217,7 @@ class OutputOptions:
     """TOML file with options, such as steps = 500. Options on the command line override the file.
     Every run writes its options to config.toml in `out`."""
     out: Path = Path("runs/train")
-    """Output folder for metrics, plot, and checkpoints. An earlier run's files move to a subfolder."""
+    """Output folder: metrics, plot, checkpoints. An earlier run's files move to a subfolder."""
     eval_every: int = 100
     """Evaluation interval in steps; 0 evaluates only at the end."""
     eval_batches: int = 8
