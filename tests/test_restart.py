@@ -72,7 +72,7 @@ def test_resume_stands_alone_or_before_its_value_and_in_a_file(tmp_path, capsys)
         with pytest.raises(SystemExit) as caught:
             parse(words)
         assert caught.value.code == 2
-    assert 'resume must be true or false or one of "auto", got "Auto"' in capsys.readouterr().err
+    assert "resume must be true or false or one of auto, got 'Auto'" in capsys.readouterr().err
 
 
 def _twice(rank: int, config: TrainConfig) -> list[int]:
