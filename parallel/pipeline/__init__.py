@@ -7,7 +7,7 @@ forward pass without a schedule.
 """
 
 from warpweave.parallel.pipeline.execute import InFlight, execute
-from warpweave.parallel.pipeline.interface import Like, Stage, Transport
+from warpweave.parallel.pipeline.interface import Like, OnAction, Stage, Transport
 from warpweave.parallel.pipeline.module import ModuleStage
 from warpweave.parallel.pipeline.relay import relay
 from warpweave.parallel.pipeline.transport import Distributed, InProcess
@@ -18,6 +18,7 @@ __all__ = [
     "InProcess",
     "Like",
     "ModuleStage",
+    "OnAction",
     "Stage",
     "Transport",
     "execute",

@@ -22,12 +22,12 @@ messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from warpweave.parallel.pipeline.interface import Receive, Stage, Transport
+from warpweave.parallel.pipeline.interface import OnAction, Receive, Stage, Transport
 from warpweave.parallel.schedule.actions import (
     RECV_B,
     RECV_F,
@@ -119,7 +119,7 @@ def execute(
     stages: Mapping[int, Stage],
     transport: Transport,
     in_flight: InFlight | None = None,
-    on_action: Callable[[int, int], None] | None = None,
+    on_action: OnAction | None = None,
 ) -> None:
     """Run one pass of a schedule.
 
@@ -194,7 +194,7 @@ def _run_rank(
     transport: Transport,
     state: _RankState,
     first: tuple[int, int],
-    on_action: Callable[[int, int], None] | None,
+    on_action: OnAction | None,
 ) -> Generator[Receive, Tensor, None]:
     """Run one rank's list as a coroutine that yields the messages it waits for; changes `state`.
 

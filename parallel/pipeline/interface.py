@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from warpweave.parallel.schedule.actions import Action, Link, Schedule
 
 Like = tuple[Sequence[int], torch.dtype, torch.device]
+OnAction = Callable[[int, int], None]  # (rank, index of the action in its list)
 
 
 class Stage(Protocol):

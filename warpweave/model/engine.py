@@ -24,13 +24,7 @@ from warpweave.kernels.runtime.transfer import upload
 from warpweave.layers.modes import in_mode
 from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.model.engine_checks import check_batch, check_int64, check_packing
-from warpweave.model.engine_passes import (
-    OnAction,
-    OpenPasses,
-    StepPasses,
-    make_lists,
-    warm_up,
-)
+from warpweave.model.engine_passes import OpenPasses, StepPasses, make_lists, warm_up
 from warpweave.model.engine_update import EngineStage, RankUpdate, StageUpdate, StepResult
 from warpweave.model.generate import Sampling, go_on
 from warpweave.model.gpt import GPT, MicroBatch
@@ -41,7 +35,7 @@ from warpweave.parallel.data.outer import SUM, OuterOptimizer, OuterRule
 from warpweave.parallel.data.unit import Unit, guard_state_dict, read_units, version_age
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh
-from warpweave.parallel.pipeline import Like, relay
+from warpweave.parallel.pipeline import Like, OnAction, relay
 from warpweave.parallel.pipeline.losses import Losses
 from warpweave.parallel.schedule import OpenRun
 from warpweave.parallel.shard import ParamRecord

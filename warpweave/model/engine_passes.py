@@ -19,7 +19,7 @@ earlier, because its first forwards begin there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,7 @@ from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.model.engine_update import EngineStage
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.mesh import ConnectedMesh
-from warpweave.parallel.pipeline import Distributed, InFlight, execute
-
-OnAction = Callable[[int, int], None]
+from warpweave.parallel.pipeline import Distributed, InFlight, OnAction, execute
 
 
 def make_lists(
