@@ -844,7 +844,7 @@ REFUSED = {
     "missing.txt does not exist": {"data": Path("missing.txt")},
     "its train split has 0 tokens, but one sample needs seq_len . 1 = 17": {"data": "empty"},
     "has no file": {"data": "folder"},
-    "the tile table missing.json cannot be used": {"tiles": Path("missing.json")},
+    "missing.json cannot be read": {"tiles": Path("missing.json")},
     "nothing to resume from: no checkpoint in .*run/checkpoints": {"resume": True},
 }  # fmt: skip
 
