@@ -167,6 +167,7 @@ class Engine:
 
     def __init__(self, seen: dict[str, Any], model, mesh, plan, **options) -> None:
         self.seen, self.count, self.mesh, self.outer = seen, 0, mesh, None
+        self.device = torch.device("cpu")
         outer = options.pop("outer")
         seen |= {f"outer.{f.name}": getattr(outer, f.name, None) for f in fields(OuterRule)}
         rule, device = options.pop("rule"), options.pop("device")
@@ -189,7 +190,9 @@ class Engine:
     def load(self, kind, tensor) -> None:
         self.seen["loaded"] = kind
 
-    def begin(self, tokens, labels, ids, *, lr, key, interrupted, documents, halted) -> Pending:
+    def begin(
+        self, tokens, labels, ids, *, lr, key, interrupted, documents, halted, on_action
+    ) -> Pending:
         assert halted is None  # on a CPU no step is launched early
         self.seen["rates"].append(lr)
         self.seen["keys"].append(key)
@@ -281,7 +284,7 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
         def after_step(self, step):
             return {}
 
-        def _timed(self, began):
+        def _timed(self, began, marks):
             return self._comparing(True)
 
         def _comparing(self, due):
@@ -307,11 +310,7 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
                       or SimpleNamespace(flush=list, close=list))  # fmt: skip
     patch.setitem(sys.modules, "wandb", SimpleNamespace(init=None))
     patch.setattr(
-        trainer,
-        "recording",
-        lambda engine, path, due: nullcontext(
-            seen["recorded"].append(path) if path and due else None
-        ),
+        trainer, "write_measured", lambda engine, marks, path: seen["recorded"].append(path)
     )
     config = parse(argv)
     config = config.for_ranks(config.mesh.world)

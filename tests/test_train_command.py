@@ -272,23 +272,22 @@ def test_step_seconds_do_not_overlap_and_only_the_last_step_is_recorded(
         now[0] += 1.0
         return now[0]
 
-    @contextlib.contextmanager
-    def recording(engine: Any, path: Any, due: bool):
-        recorded.append((path, due))
-        yield
-
     config = _config(
         tmp_path, steps=4, eval_every=0, save_every=0, layers=1, timeline=tmp_path / "t.svg"
     )
     trainer = _trainer(config)
     trainer.ahead = ahead
-    monkeypatch.setattr(trainer_module, "recording", recording)
+    monkeypatch.setattr(
+        trainer_module, "write_measured", lambda _, marks, path: recorded.append((len(took), path))
+    )
     monotonic = trainer_module.time.monotonic
     clock = SimpleNamespace(perf_counter=look, monotonic=monotonic)
     monkeypatch.setattr(trainer_module, "time", clock)
-    took = [trainer._train_step()[1] for _ in range(4)]
+    took: list[float] = []
+    for _ in range(4):
+        took.append(trainer._train_step()[1])
     assert took == ([2.0, 2.0, 2.0, 1.0] if ahead else [1.0] * 4)
-    assert recorded == [(config.timeline, due) for due in (False, False, False, True)]
+    assert recorded == [(2 if ahead else 3, config.timeline)]  # as the last step is launched
     assert trainer.over
 
 

@@ -32,7 +32,13 @@ FARTHEST = 2**31 - 2  # kernels and document tables hold positions in int32
 
 
 class AttentionKeywords(TypedDict, total=False):
-    """The keywords of every attention call, as defined by `attention`."""
+    """The keywords of every attention call, as defined by `attention`.
+
+    Examples:
+        >>> from warpweave.kernels.attention import attention
+        >>> keywords = AttentionKeywords(causal=True, window=8)
+        >>> o = attention(*(torch.randn(2, 16, 4, 8) for _ in range(3)), **keywords)
+    """
 
     causal: bool
     window: int | None
@@ -46,7 +52,13 @@ class AttentionKeywords(TypedDict, total=False):
 
 
 class BlockKeywords(AttentionKeywords, total=False):
-    """The keywords of an attention call of some queries and keys, whose positions are given."""
+    """The keywords of an attention call of some queries and keys, whose positions are given.
+
+    Examples:
+        >>> from warpweave.kernels.attention import attention_fwd
+        >>> keywords = BlockKeywords(q_runs=((16, 8),), k_runs=((0, 8),))  # (start, length)
+        >>> o, lse = attention_fwd(*(torch.randn(2, 8, 4, 8) for _ in range(3)), **keywords)
+    """
 
     q_runs: Runs | None
     k_runs: Runs | None
