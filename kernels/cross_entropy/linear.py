@@ -303,7 +303,7 @@ def check_linear_cross_entropy(
             f"{name} needs labels int64{[*tokens]}, got {labels.dtype} {[*labels.shape]}"
         )
     if not (x.is_floating_point() and weight.is_floating_point()):
-        raise ValueError(f"{name} needs floating point, got x {x.dtype}, weight {weight.dtype}")
+        raise ValueError(f"{name} needs float dtypes, got x {x.dtype}, weight {weight.dtype}")
     if is_autocast(x) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     if x.dtype != weight.dtype:

@@ -160,7 +160,7 @@ def _rows(table: Any, by: str) -> list[TileRow]:
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise ValueError(f'expected "format": "{FORMAT}"')
     if table.keys() != {"format", "rows"} or not isinstance(table["rows"], list):
-        raise ValueError(f'it must have "format" and a list "rows", got {sorted(table)}')
+        raise ValueError(f'expected the keys "format" and "rows" (a list), got {sorted(table)}')
     found: dict[tuple[int | str | Kind, ...], TileRow] = {}
     for number, fields in enumerate(table["rows"], 1):
         try:
@@ -168,7 +168,7 @@ def _rows(table: Any, by: str) -> list[TileRow]:
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
         if row.key in found:
-            raise ValueError(f"row {number}: an earlier row already is for {row.key}")
+            raise ValueError(f"row {number}: an earlier row has the same key {row.key}")
         found[row.key] = row
     return list(found.values())
 
@@ -183,7 +183,7 @@ def _row(fields: Any, by: str) -> TileRow:
     needed = {*where, "kernel", "element_size", kind, "tile"}
     optional = {"triton", "variants"} if by == "capability" else {"us", "shipped_us"}
     if not needed <= fields.keys() <= needed | optional:
-        raise ValueError(f"it must have {sorted(needed)}, got {sorted(fields)}")
+        raise ValueError(f"expected the keys {sorted(needed)}, got {sorted(fields)}")
     for name, value in fields.items():
         if name not in ("kernel", "tile"):
             is_right, what = _FIELDS[name]

@@ -216,7 +216,7 @@ def _check_listing(folder: Path, files: dict[str, Any]) -> dict[str, tuple[int, 
         if name not in found:
             raise CheckpointError(f"{path} is missing")
         if not stat.S_ISREG(found[name].st_mode):
-            raise CheckpointError(f"{path} is not a regular file (links are refused)")
+            raise CheckpointError(f"{path} is not a regular file (links are rejected)")
         if found[name].st_size != entry["bytes"]:
             raise CheckpointError(
                 f"{path} has {found[name].st_size} bytes, but the manifest says {entry['bytes']}"
@@ -260,7 +260,9 @@ def _check_shard(path: Path, entry: dict[str, Any], expected: dict[str, Any]) ->
                 )
             position = should[3]
         if 8 + length + position != size:
-            raise CheckpointError(f"{path} has {size} bytes, its header {8 + length + position}")
+            raise CheckpointError(
+                f"{path} has {size} bytes, but its header declares {8 + length + position}"
+            )
         file.seek(0)
         digest = hashlib.sha256()
         while chunk := file.read(CHUNK):
