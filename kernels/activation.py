@@ -236,7 +236,9 @@ def activation_bwd(
     if gated:
         _check_pairs(x, activation)
     if dy.shape != _out_shape(x, gated):
-        raise ValueError(f"dy {[*dy.shape]} is not a gradient of {activation} of x {[*x.shape]}")
+        raise ValueError(
+            f"dy must have the shape of {activation}(x) for x {[*x.shape]}, got {[*dy.shape]}"
+        )
     if impl == "torch" and gated:
         dy, (gate, up) = dy.to(compute_dtype(x)), x.unflatten(-1, (-1, 2)).unbind(-1)
         gate = gate.to(dy.dtype).contiguous()
@@ -259,7 +261,7 @@ def _out_shape(x: torch.Tensor, gated: bool) -> torch.Size:
 
 def _check_pairs(x: torch.Tensor, activation: str) -> None:
     if x.ndim == 0 or x.shape[-1] % 2:
-        raise ValueError(f"{activation} needs x[..., 2F] of gate, up pairs, got {[*x.shape]}")
+        raise ValueError(f"{activation} needs x[..., 2F] of (gate, up) pairs, got {[*x.shape]}")
 
 
 # ---------------------------------------------------------------- autograd

@@ -62,7 +62,7 @@ def check_drop(drop: Drop | None, shape: torch.Size) -> Drop | None:
     if drop is None:
         return None
     if not isinstance(drop, Drop):
-        raise ValueError(f"drop must be a Drop(p, seed, site, tokens), got {drop!r}")
+        raise ValueError(f"`drop` must be a Drop(p, seed, site, tokens), got {drop!r}")
     p, seed, site, tokens = drop
     if not 0 <= p < 1:
         raise ValueError(f"need 0 <= p < 1, got {p}")
@@ -267,7 +267,9 @@ def dropout(x: torch.Tensor, drop: Drop, *, impl: str | None = None) -> torch.Te
     """
     impl = choose(impl, x, getattr(drop, "tokens", None))
     if x.ndim == 0 or not x.dtype.is_floating_point:
-        raise ValueError(f"x must have a float dtype, got {x.dtype}, and a dim, got {[*x.shape]}")
+        raise ValueError(
+            f"x must have a float dtype and at least one dim, got {x.dtype} {[*x.shape]}"
+        )
     key = check_drop(drop, torch.Size((x.shape[:-1].numel(),)))
     if key is None:
         return x

@@ -69,7 +69,7 @@ def _check_parts(
 ) -> None:
     if o_a.ndim != 4 or o_b.shape != o_a.shape:
         raise ValueError(
-            "o_a and o_b must have one shape [B, S, H, D], "
+            "o_a and o_b must have the same shape [B, S, H, D], "
             f"got {tuple(o_a.shape)} and {tuple(o_b.shape)}"
         )
     B, S, H, _ = o_a.shape
@@ -81,9 +81,9 @@ def _check_parts(
     dtypes = {x.dtype for x in (o_a, lse_a, o_b, lse_b)}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}:
         raise ValueError(
-            "merge needs float32 or float64 partials, all of one dtype, "
+            "merge needs float32 or float64 partials, all of the same dtype, "
             f"got {sorted(map(str, dtypes))}"
         )
     devices = {x.device for x in (o_a, lse_a, o_b, lse_b)}
     if len(devices) > 1:
-        raise ValueError(f"merge needs one device, got {sorted(map(str, devices))}")
+        raise ValueError(f"merge needs all tensors on one device, got {sorted(map(str, devices))}")

@@ -158,7 +158,7 @@ def symmetric_product(
     square = (len(x), len(x))
     if add is not None and (add.shape != square or add.dtype != x.dtype or not add.is_contiguous()):
         raise ValueError(
-            f"add must be contiguous {x.dtype} {[*square]}, got {add.dtype} {[*add.shape]} with "
+            f"`add` must be contiguous {x.dtype} {[*square]}, got {add.dtype} {[*add.shape]} with "
             f"strides {add.stride()}"
         )
     with no_autocast(x):

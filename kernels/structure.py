@@ -158,8 +158,8 @@ def _described(kind: Any) -> str:
             words.append("one of " + ", ".join(map(str, inner)))
         elif origin in (list, tuple):
             fixed = origin is tuple and inner[-1] is not Ellipsis
-            many = len(inner) if fixed else "any number of"
-            words.append(f"a list of {many}, each {_described(inner[0])}")
+            size = f" of {len(inner)} values" if fixed else ""
+            words.append(f"a list{size}, each {_described(inner[0])}")
         else:
             words.append(_WORDS.get(each, "an object"))
     return " or ".join(words)

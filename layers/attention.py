@@ -82,7 +82,9 @@ class Attention(nn.Module):
         self.mesh = connected(place.mesh)
         tp = self.mesh.size("tp")
         if num_heads < 1 or kv_heads < 1:
-            raise ValueError(f"need at least one head, got {num_heads} and {kv_heads} KV heads")
+            raise ValueError(
+                f"need at least one head and one KV head, got {num_heads} and {kv_heads}"
+            )
         if style.head_size is None and embed_dim % num_heads:
             raise ValueError(f"embed_dim ({embed_dim}) is not divisible by num_heads ({num_heads})")
         self.num_heads, self.style = num_heads, style

@@ -86,8 +86,8 @@ class SequenceLayout:
             )
         if (self.chunks is not None) != (self.kind == "balanced"):
             raise ValueError(
-                "pass chunks with kind 'balanced' and only with it (`balance` makes such a "
-                f"layout), got {self}"
+                "kind 'balanced' requires chunks, and other kinds do not allow them (`balance` "
+                f"makes a balanced layout), got {self}"
             )
         if self.chunks is not None:
             numbers = sorted(n for own in self.chunks for n in own)
@@ -101,8 +101,8 @@ class SequenceLayout:
                 [*own] != sorted(own) for own in self.chunks
             ):
                 raise ValueError(
-                    f"expected chunks 0 to {len(numbers) - 1}, ascending on each rank, "
-                    f"got {self.chunks}"
+                    f"expected each of chunks 0 to {len(numbers) - 1} once, ascending on each "
+                    f"rank, got {self.chunks}"
                 )
 
     @property

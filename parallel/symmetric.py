@@ -125,7 +125,7 @@ class Workspace:
                     raise ValueError(
                         f"{name} on rank {self.rank} of {self.world} needs {slots} parts and "
                         f"{size} bytes of symmetric memory, which cannot grow while a graph is "
-                        "captured; run the step once before, on this stream"
+                        "captured; run the step once on this stream before capturing it"
                     )
                 if memory is not None:  # peers may have been reading it until now
                     torch.cuda.current_stream(device).synchronize()
@@ -229,7 +229,7 @@ def unreachable(own: int, peers: list[int], atomics: Callable[[int, int], bool])
         if not torch.cuda.can_device_access_peer(own, peer):
             return f"cuda:{own} has no peer access to cuda:{peer} of rank {rank}"
         if not atomics(own, peer):
-            return f"cuda:{own} has no native atomics in cuda:{peer} of rank {rank} (PCIe)"
+            return f"cuda:{own} has no native atomics on cuda:{peer} of rank {rank} (PCIe)"
     return ""
 
 

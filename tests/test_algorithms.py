@@ -296,7 +296,7 @@ def test_a_fault_is_an_error_or_a_wrong_sum(fault, name) -> None:
 
 
 def test_rounds_that_do_not_match_are_not_priced() -> None:
-    sent = r"^round 0: rank 1 does not receive what it is sent$"
+    sent = r"^round 0: rank 1 does not receive exactly what is sent to it$"
 
     def longer(by: int, step: list[Round]) -> None:
         step[0] = step[0]._replace(sends=[Send(dest, a, b + by) for dest, a, b in step[0].sends])

@@ -236,9 +236,9 @@ def test_a_token_sees_no_later_one_but_all_earlier_ones():
     [
         (5, {}, "embed_dim (12) is not divisible by num_heads (5)"),
         (6, {"num_kv_heads": 4}, "6 query heads are not divisible by 4 KV heads"),
-        (6, {"num_kv_heads": 0}, "need at least one head, got 6 and 0 KV heads"),
-        (0, {}, "need at least one head, got 0 and 0 KV heads"),
-        (0, {"num_kv_heads": 1}, "need at least one head, got 0 and 1 KV heads"),
+        (6, {"num_kv_heads": 0}, "need at least one head and one KV head, got 6 and 0"),
+        (0, {}, "need at least one head and one KV head, got 0 and 0"),
+        (0, {"num_kv_heads": 1}, "need at least one head and one KV head, got 0 and 1"),
         (4, {"rope_theta": 1e4}, "rope needs an even head size, got 3"),
         (4, {"head_size": 0}, "head_size must be at least 1, got 0"),
         (6, {"num_kv_heads": 3, "mesh": ConnectedMesh(Mesh(tp=2), 0, {"tp": None}, None)},

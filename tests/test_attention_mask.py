@@ -173,7 +173,7 @@ def test_positions_beyond_the_last_boundary_are_one_more_document(impl, monkeypa
 
 def _wrong_ends() -> dict[str, tuple[dict, list, str]]:
     """List invalid documents of 2 samples of 8 tokens, each with the error message."""
-    early, late = r"up to 8, where .* got {}", r"up to 8 or more, where .* got {}"
+    early, late = r"must end at 8, the end .* got {}", r"must end at or after 8, the .* got {}"
     queries, keys = ((3, 5), (0, 3)), ((0, 4), (4, 4))
     return {
         "short": ({}, [0, 3], early),
@@ -183,10 +183,10 @@ def _wrong_ends() -> dict[str, tuple[dict, list, str]]:
         "beyond one sample": ({}, [[0, 4, 8], [0, 4, 9]], early),
         "short of a run of queries": ({"q_runs": queries}, [0, 5, 7], late),
         "short of a run of keys": ({"k_runs": keys}, [[0, 7], [0, 8]], late),
-        "short of stripes": ({"q_runs": ((1, 8, 4),)}, [0, 29], "up to 30 or more"),
+        "short of stripes": ({"q_runs": ((1, 8, 4),)}, [0, 29], "must end at or after 30"),
         "queries apart": ({}, [[[0, 3, 8], [0, 3, 8]], [[0, 3, 7], [0, 3, 8]]], early),
         "queries apart, late": ({}, [[[0, 9], [0, 8]]] * 2, early),
-        "keys apart": ({}, [[[0, 8], [0, 16]]] * 2, r"of the 8 keys must not .* got \[\[0, 16"),
+        "keys apart": ({}, [[[0, 8], [0, 16]]] * 2, r"not extend past the 8 keys, got \[\[0, 16"),
     }  # fmt: skip
 
 
@@ -412,7 +412,7 @@ def test_the_table_has_the_document_of_every_row_and_waits_for_no_device(documen
 def test_the_document_of_each_token_is_no_boundary(impl) -> None:
     q, k, v = (x.detach() for x in draw(B=2, Sq=5, Sk=5))
     ids = torch.tensor([0, 0, 0, 1, 1])
-    told = r"boundaries, not the document of each of the 5 tokens, got \["
+    told = r"boundaries, not one document id for each of the 5 tokens, got \["
     for documents in (ids, ids[None].expand(2, 5), torch.zeros(5, dtype=torch.int32)):
         for call in (attention, attention_fwd):
             with pytest.raises(ValueError, match=told):
@@ -433,7 +433,7 @@ def test_where_nobody_reads_them_as_many_boundaries_as_tokens_are_refused() -> N
     meta = torch.empty(1, 5, 1, 8, device="meta")
     for shape in ((5,), (1, 5)):
         documents = torch.empty(shape, dtype=torch.int64, device="meta")
-        with pytest.raises(ValueError, match="not the document of each of the 5 tokens"):
+        with pytest.raises(ValueError, match="not one document id for each of the 5 tokens"):
             check_boundaries(checked(AttentionOptions(documents=documents), meta, meta, meta), 5, 5)
         part = AttentionOptions(documents=documents, q_runs=((3, 5),), k_runs=((0, 5),))
         check_boundaries(checked(part, meta, meta, meta), 5, 5)  # one rank's part of many

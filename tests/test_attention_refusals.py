@@ -61,23 +61,26 @@ NUMBERS: Rows = [
     ({"q_runs": ((-1, 8),)}, "start >= 0"),
     ({"q_runs": ((0, 9), (9, -1))}, "length >= 0"),
     ({"q_runs": ((0, 8, 0),)}, "stripes >= 1"),
-    ({"k_runs": ((0, 8, 1, 1),)}, r"left out\), got \(\(0, 8, 1, 1\),\)"),
-    ({"k_runs": ((8,),)}, r"left out\), got \(\(8,\),\)"),
+    ({"k_runs": ((0, 8, 1, 1),)}, r"stripes >= 1\]\), got \(\(0, 8, 1, 1\),\)"),
+    ({"k_runs": ((8,),)}, r"stripes >= 1\]\), got \(\(8,\),\)"),
     ({"q_runs": ((0.5, 8.2),)}, r"q_runs must be .* got \(\(0\.5, 8\.2\),\)"),
     ({"q_runs": (0, 8)}, r"q_runs must be .* got \(0, 8\)"),
-    ({"q_runs": ((0, 7),)}, r"the lengths of q_runs \(\(0, 7\),\) must add up to the 8 rows"),
-    ({"k_runs": ((0, 9),)}, "k_runs .* add up to the 8 rows"),
+    ({"q_runs": ((0, 7),)}, r"the lengths in q_runs must add up to 8 rows, got \(\(0, 7\),\)"),
+    ({"k_runs": ((0, 9),)}, "k_runs must add up to 8 rows"),
     *[
-        ({"q_runs": runs}, r"numbers of q_runs must lie below 2\*\*62, got")
+        ({"q_runs": runs}, r"numbers in q_runs must be below 2\*\*62, got")
         for runs in (((2**62, 8),), ((0, 2**62),), ((0, 8, 2**62),), ((0, 4), (2**62, 4)))
     ],
     ({"q_runs": ((2**62 - 1, 8),)}, "positions plus the window must be below"),
-    ({"q_runs": ((0, 2**62 - 1),)}, "must add up to the 8 rows"),
+    ({"q_runs": ((0, 2**62 - 1),)}, "must add up to 8 rows"),
     (
         {"q_runs": ((0, 4, 2), (9, 4, 3))},
-        r"both q_runs must have the same number of stripes, got \(\(0, 4, 2\)",
+        r"both runs in q_runs must have the same number of stripes, got \(\(0, 4, 2\)",
     ),
-    ({"k_runs": ((0, 4, 2), (9, 4, 3))}, "both k_runs must have the same number of stripes"),
+    (
+        {"k_runs": ((0, 4, 2), (9, 4, 3))},
+        "both runs in k_runs must have the same number of stripes",
+    ),
     ({"k_runs": ((0, 3), (3, 3), (6, 2))}, r"k_runs must be at most two .*, got \(\(0, 3\), \(3"),
     ({"q_runs": ((0, 8, 2), (9, 0, 3))}, None),
     ({"q_runs": ((0, 0, 2), (9, 8, 3))}, None),
@@ -104,22 +107,22 @@ NUMBERS: Rows = [
     ({"documents": ints([0, 8], [0, 8])}, None),
     ({"documents": ints([0, 8])}, r"shape \[n \+ 1\] or \[2, n \+ 1\] or .* got \(1, 2\)"),
     ({"documents": ints([[0, 8], [1, 5]], [[0, 8], [0, 7]])}, None),
-    ({"documents": ints([[0, 8], [0, 9]], [[0, 8], [0, 8]])}, "must not go beyond them"),
+    ({"documents": ints([[0, 8], [0, 9]], [[0, 8], [0, 8]])}, "must not extend past the 8 keys"),
     ({"documents": ints([[0, 8], [-1, 8]], [[0, 8], [0, 8]])}, "ascend from 0"),
     ({"documents": ints([[0, 8], [5, 4]], [[0, 8], [0, 8]])}, "ascend from 0"),
     ({"documents": ints([[0, 8], [0, 8]], [[1, 8], [0, 8]])}, "ascend from 0"),
     ({"documents": ints(1, 8)}, r"ascend from 0, got \[1, 8\]"),
     ({"documents": ints(0, 5, 4, 8)}, r"ascend from 0, got \[0, 5, 4, 8\]"),
-    ({"documents": ints(0, 7)}, r"boundaries up to 8, where .*, got \[0, 7\]"),
-    ({"documents": ints(0, 9)}, "boundaries up to 8, where"),
-    ({"documents": ints([0, 8], [0, 7])}, "boundaries up to 8, where"),
-    ({"documents": ints([0, 8], [0, 9])}, "boundaries up to 8, where"),
+    ({"documents": ints(0, 7)}, r"documents must end at 8, the end .*, got \[0, 7\]"),
+    ({"documents": ints(0, 9)}, "documents must end at 8, the end"),
+    ({"documents": ints([0, 8], [0, 7])}, "documents must end at 8, the end"),
+    ({"documents": ints([0, 8], [0, 9])}, "documents must end at 8, the end"),
     ({"documents": ints(0, 9), "q_runs": ((0, 8),)}, None),
-    ({"documents": ints(0, 7), "k_runs": ((0, 8),)}, "boundaries up to 8 or more, where"),
-    ({"documents": ints(0, 0, 0, 1, 1, 2, 2, 2)}, "not the document of each of the 8 tokens"),
+    ({"documents": ints(0, 7), "k_runs": ((0, 8),)}, "documents must end at or after 8, the end"),
+    ({"documents": ints(0, 0, 0, 1, 1, 2, 2, 2)}, "not one document id for each of the 8 tokens"),
     (
         {"documents": ints([0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5, 6, 8])},  # the first sample
-        r"not the document of each of the 8 tokens, got \[2, 8\]",
+        r"not one document id for each of the 8 tokens, got \[2, 8\]",
     ),
 ]
 TWELVE = {"q": z(2, 8, 4, 4), "k": z(2, 12, 2, 4), "v": z(2, 12, 2, 4)}
@@ -132,26 +135,26 @@ FORWARD: Rows = [
     ],
     ({"k": z(8, 2, 4)}, r"k must be \[B, S, H, D\], got shape \(8, 2, 4\)"),
     ({"v": z(8, 2, 4)}, r"v must be \[B, S, H, D\], got shape \(8, 2, 4\)"),
-    ({"q": z(1, 8, 4, 4)}, r"one shape \[1, Sk"),
+    ({"q": z(1, 8, 4, 4)}, r"the same shape \[1, Sk"),
     ({"q": z(2, 9, 4, 4)}, None),
     ({"q": z(2, 8, 3, 4)}, "3 query heads are not divisible by 2 KV heads"),
-    *[({"q": z(2, 8, 4, D)}, "one shape") for D in (3, 5)],
+    *[({"q": z(2, 8, 4, D)}, "the same shape") for D in (3, 5)],
     (
         {"k": z(2, 7, 2, 4)},
         r"\[2, Sk, Hkv, 4\] for q \(2, 8, 4, 4\), got \(2, 7, 2, 4\) and \(2, 8, 2, 4\)$",
     ),
-    ({"v": z(2, 8, 1, 4)}, "one shape"),
-    ({"v": z(2, 8, 2, 0)}, r"one shape .* and \(2, 8, 2, 0\)$"),
-    ({"v": z(2, 7, 2, 5)}, r"one shape .* and \(2, 7, 2, 5\)$"),  # the shape as it was passed
+    ({"v": z(2, 8, 1, 4)}, "the same shape"),
+    ({"v": z(2, 8, 2, 0)}, r"the same shape .* and \(2, 8, 2, 0\)$"),
+    ({"v": z(2, 7, 2, 5)}, r"the same shape .* and \(2, 7, 2, 5\)$"),  # the shape as it was passed
     *[
-        ({name: QKV[name].double()}, "one floating dtype of at least 16 bits, got " + words)
+        ({name: QKV[name].double()}, "the same floating dtype of at least 16 bits, got " + words)
         for name, words in (
             ("q", "torch.float64, torch.float32, torch.float32"),
             ("k", "torch.float32, torch.float64, torch.float32"),
             ("v", "torch.float32, torch.float32, torch.float64"),
         )
     ],
-    ({n: x.long() for n, x in QKV.items()}, "one floating dtype"),
+    ({n: x.long() for n, x in QKV.items()}, "the same floating dtype"),
     ({n: x.to(torch.float8_e4m3fn) for n, x in QKV.items()}, "at least 16 bits, got torch.float8"),
     ({"k": QKV["k"].to("meta")}, "one device, got cpu and meta"),
     ({"k": z(2, 8, 0, 4), "v": z(2, 8, 0, 4)}, "4 query heads are not divisible by 0 KV heads"),
@@ -165,12 +168,12 @@ FORWARD: Rows = [
     ({"sinks": z(4, 1)}, r"of shape \(4,\)"),
     ({"sinks": z(4, dtype=INT)}, r"sinks must be floating .*, got torch.int64 \(4,\)"),
     ({**TWELVE, "documents": ints(0, 12)}, None),
-    ({**TWELVE, "documents": ints(0, 8)}, "boundaries up to 12, where"),
-    ({**TWELVE, "documents": OF_KEYS}, "not the document of each of the 12 tokens"),
+    ({**TWELVE, "documents": ints(0, 8)}, "documents must end at 12, the end"),
+    ({**TWELVE, "documents": OF_KEYS}, "not one document id for each of the 12 tokens"),
     ({**TWELVE, "documents": ints([[0, 8], [0, 12]], [[0, 8], [3, 9]])}, None),
     (
         {**TWELVE, "documents": ints([[0, 8], [0, 12]], [[0, 8], [3, 13]])},
-        r"documents of the 12 keys must not go beyond them, got \[\[0, 12\], \[3, 13\]\]",
+        r"documents must not extend past the 12 keys, got \[\[0, 12\], \[3, 13\]\]",
     ),
 ]
 O, LSE = z(2, 8, 4, 4), z(2, 4, 8)
@@ -181,10 +184,13 @@ HALF: Rows = [
     ({"out_dtype": FLOAT8}, "out_dtype must be a floating dtype of at least 16 bits"),
     ({"into": (O, LSE)}, None),
     ({"into": (O, LSE), "sinks": z(4)}, "start lse from the sinks instead"),
-    ({"into": (O, LSE), "out_dtype": torch.float32}, "into excludes sinks and out_dtype"),
-    ({"into": O}, r"into must be \(o, lse\)"),
-    ({"into": (O,)}, r"into must be \(o, lse\), got tuple of 1"),
-    ({"into": (O, LSE, LSE)}, r"into must be \(o, lse\), got tuple of 3"),
+    (
+        {"into": (O, LSE), "out_dtype": torch.float32},
+        "`into` cannot be combined with `sinks` or `out_dtype`",
+    ),
+    ({"into": O}, r"`into` must be \(o, lse\)"),
+    ({"into": (O,)}, r"`into` must be \(o, lse\), got tuple of 1"),
+    ({"into": (O, LSE, LSE)}, r"`into` must be \(o, lse\), got tuple of 3"),
     ({"into": (O.to("meta"), LSE)}, "one device, got cpu and meta"),
     ({"into": (O, LSE.to("meta"))}, "one device, got cpu and meta"),
     (
@@ -192,13 +198,13 @@ HALF: Rows = [
         None,  # a tensor without elements may have any strides
     ),
     ({"into": (strided(O), LSE)}, "stride 1"),
-    ({"into": (O[:, :7], LSE)}, "o to add to must be"),
-    ({"into": (O.half(), LSE)}, "o to add to must be torch.float32"),
-    ({"into": (O.clone().requires_grad_(), LSE)}, "no gradient"),
+    ({"into": (O[:, :7], LSE)}, "o to accumulate into must be"),
+    ({"into": (O.half(), LSE)}, "o to accumulate into must be torch.float32"),
+    ({"into": (O.clone().requires_grad_(), LSE)}, "must not require grad"),
     ({"into": (O[:, :, :1].expand_as(O), LSE)}, "elements must not share memory"),
-    ({"into": (O, LSE[..., :7].contiguous())}, "lse to add to must be"),
-    ({"into": (O, LSE.double())}, "lse to add to must be contiguous torch.float32"),
-    ({"into": (O, strided(LSE))}, "lse to add to must be contiguous"),
+    ({"into": (O, LSE[..., :7].contiguous())}, "lse to accumulate into must be"),
+    ({"into": (O, LSE.double())}, "lse to accumulate into must be a contiguous torch.float32"),
+    ({"into": (O, strided(LSE))}, "lse to accumulate into must be a contiguous"),
 ]
 G, K = O.clone(), QKV["k"].clone()
 BACKWARD: Rows = [
@@ -228,25 +234,28 @@ BACKWARD: Rows = [
     ({"into": (None, K, K.to("meta"))}, "one device, got cpu and meta"),
     ({"into": (G, None, None)}, None),
     ({"into": (None, K, K.clone())}, None),
-    ({"into": (None, K, None)}, "both dk and dv or neither"),
-    ({"into": (None, None, K)}, "both dk and dv or neither"),
-    ({"into": (K, None, None)}, r"dq to add to must be .* \(2, 8, 4, 4\) .* \(2, 8, 2, 4\) of str"),
+    ({"into": (None, K, None)}, "both dk and dv, or neither"),
+    ({"into": (None, None, K)}, "both dk and dv, or neither"),
+    (
+        {"into": (K, None, None)},
+        r"dq to accumulate into must be .* \(2, 8, 4, 4\) .* \(2, 8, 2, 4\), strides",
+    ),
     (
         {"into": (None, G, K)},
-        r"dk to add to must be .* \(2, 8, 2, 4\) .* \(2, 8, 4, 4\) of strides",
+        r"dk to accumulate into must be .* \(2, 8, 2, 4\) .* \(2, 8, 4, 4\), strides",
     ),
     (
         {"into": (None, K, G)},
-        r"dv to add to must be .* \(2, 8, 2, 4\) .* \(2, 8, 4, 4\) of strides",
+        r"dv to accumulate into must be .* \(2, 8, 2, 4\) .* \(2, 8, 4, 4\), strides",
     ),
-    ({"into": (G.double(), None, None)}, "dq to add to must be torch.float32"),
+    ({"into": (G.double(), None, None)}, "dq to accumulate into must be torch.float32"),
     ({"into": (strided(G), None, None)}, "stride 1"),
 ]
 DELTA: Rows = [
     ({}, None),
     ({"do": O.half()}, None),
-    ({"do": O[:, :7]}, r"one shape \[B, S, H, D\], got \(2, 8, 4, 4\) and \(2, 7, 4, 4\)"),
-    ({"o": O[0], "do": O[0]}, r"one shape \[B, S, H, D\]"),
+    ({"do": O[:, :7]}, r"the same shape \[B, S, H, D\], got \(2, 8, 4, 4\) and \(2, 7, 4, 4\)"),
+    ({"o": O[0], "do": O[0]}, r"the same shape \[B, S, H, D\]"),
     ({"dlse": z(2, 8, 4)}, r"dlse must have the shape \(2, 4, 8\), got \(2, 8, 4\)"),
 ]
 PACKED: Rows = [  # documents of a model, whose keys have no separate boundaries
@@ -254,16 +263,16 @@ PACKED: Rows = [  # documents of a model, whose keys have no separate boundaries
     ({"documents": ints(0, 3, 8)}, None),
     ({"documents": ints([0, 8], [0, 8])}, None),
     ({"documents": ints([[0, 8], [0, 8]], [[0, 8], [0, 8]])}, "must have the shape"),
-    ({"documents": ints(0, 7)}, "boundaries up to 8, where"),
+    ({"documents": ints(0, 7)}, "documents must end at 8, the end"),
 ]
 MERGED: Rows = [
     ({}, None),
-    ({"o_b": O[:, :7]}, r"one shape .*, got \(2, 8, 4, 4\) and \(2, 7, 4, 4\)"),
-    ({"o_a": O[0], "o_b": O[0]}, "one shape"),
+    ({"o_b": O[:, :7]}, r"the same shape .*, got \(2, 8, 4, 4\) and \(2, 7, 4, 4\)"),
+    ({"o_a": O[0], "o_b": O[0]}, "the same shape"),
     ({"lse_a": z(2, 8, 4)}, r"= \(2, 4, 8\), got \(2, 8, 4\) and \(2, 4, 8\)"),
     ({"lse_b": z(2, 8, 4)}, r"= \(2, 4, 8\), got \(2, 4, 8\) and \(2, 8, 4\)"),
-    ({"lse_b": LSE.double()}, r"all of one dtype, got \['torch.float32', 'torch.float64'\]"),
-    ({"o_a": O.double()}, "all of one dtype"),
+    ({"lse_b": LSE.double()}, r"all of the same dtype, got \['torch.float32', 'torch.float64'\]"),
+    ({"o_a": O.double()}, "all of the same dtype"),
     ({n: x.half() for n, x in (("o_a", O), ("o_b", O), ("lse_a", LSE), ("lse_b", LSE))}, "float32"),
     ({"o_b": O.to("meta")}, r"one device, got \['cpu', 'meta'\]"),
     ({"lse_a": LSE.to("meta")}, r"one device, got \['cpu', 'meta'\]"),
@@ -299,7 +308,7 @@ def test_one_of_many_is_not_broadcast() -> None:
         assert table.one_of_many() == alone.get(name, set()), name
     of_one = {"k": QKV["k"][:1], "v": QKV["v"][:1]}
     for call in (attention, attention_fwd):
-        check(lambda call=call: call(**QKV | of_one), r"one shape \[2, Sk, Hkv, 4\]")
+        check(lambda call=call: call(**QKV | of_one), r"the same shape \[2, Sk, Hkv, 4\]")
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

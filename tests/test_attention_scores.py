@@ -396,11 +396,11 @@ def test_launches_that_ptxas_would_spill_state_their_registers(monkeypatch) -> N
         ),
         (
             {"into": (torch.zeros(1, 8, 2, 16), torch.zeros(1, 2, 8))},
-            r"o to add to must be torch.float64 of shape \(1, 8, 2, 16\)",
+            r"o to accumulate into must be torch.float64 of shape \(1, 8, 2, 16\)",
         ),
         (
             {"into": (torch.zeros(1, 8, 2, 16, dtype=F64), torch.zeros(1, 8, 2, dtype=F64).mT)},
-            r"lse to add to must be contiguous torch.float64",
+            r"lse to accumulate into must be a contiguous torch.float64",
         ),
     ],
 )
@@ -413,10 +413,10 @@ def test_what_does_not_fit_is_refused_with_its_values(options, message) -> None:
 def test_backward_refuses_what_it_cannot_add_to() -> None:
     q, k, v = (x.detach() for x in draw(Sq=4, Sk=4))
     o, lse = attention_fwd(q, k, v)
-    with pytest.raises(ValueError, match="both dk and dv or neither"):
+    with pytest.raises(ValueError, match="both dk and dv, or neither"):
         attention_bwd(q, q, k, v, lse, None, o=o, into=(None, k.clone(), None))
-    with pytest.raises(ValueError, match=r"dq to add to .* got torch.float32"):
+    with pytest.raises(ValueError, match=r"dq to accumulate into .* got torch.float32"):
         attention_bwd(q, q, k, v, lse, None, o=o, into=(q.float(), None, None))
     strided = q.transpose(1, 3).contiguous().transpose(1, 3)
-    with pytest.raises(ValueError, match=r"dq to add to .* stride 1 in the last dim"):
+    with pytest.raises(ValueError, match=r"dq to accumulate into .* stride 1 in the last dim"):
         attention_bwd(q, q, k, v, lse, None, o=o, into=(strided, None, None))

@@ -345,7 +345,7 @@ def test_links_and_foreign_files_are_refused(tmp_path: Path) -> None:
         away = tmp_path / "away"
         shutil.move(file, away)
         file.symlink_to(away)
-        with pytest.raises(CheckpointError, match="links are refused"):
+        with pytest.raises(CheckpointError, match="links are rejected"):
             open_checkpoint(path)
         file.unlink()
         os.mkfifo(file)
@@ -358,7 +358,7 @@ def test_links_and_foreign_files_are_refused(tmp_path: Path) -> None:
         open_checkpoint(path)
     (path / "pipe").unlink()
     (tmp_path / "link").symlink_to(path)
-    with pytest.raises(CheckpointError, match="links are refused"):
+    with pytest.raises(CheckpointError, match="links are rejected"):
         open_checkpoint(tmp_path / "link")
     open_checkpoint(path)
 
@@ -540,8 +540,14 @@ def entry(begin: int, end: int, dtype: str = "U8") -> dict:
         (header({"a": entry(0, 4), "b": entry(2, 6)}) + b"\0" * 8, "'b' is"),
         (header({"a": entry(0, 4), "b": entry(6, 10)}) + b"\0" * 10, "'b' is"),
         (header({"a": entry(0, 4), "b": entry(4, 1 << 62)}) + b"\0" * 8, "'b' is"),
-        (header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 9, "bytes, its header"),
-        (header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 7, "bytes, its header"),
+        (
+            header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 9,
+            "bytes, but its header declares",
+        ),
+        (
+            header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 7,
+            "bytes, but its header declares",
+        ),
         (header({"a": entry(0, 4, "F32"), "b": entry(4, 8)}) + b"\0" * 8, "'a' is"),
         (header({"a": entry(0, 4)}) + b"\0" * 4, r"disagree about tensors \['b'\]"),
         (header({"a": entry(0, 4), "b": entry(4, 8), "__metadata__": {}}) + b"\0" * 8, "header"),

@@ -406,7 +406,7 @@ REFUSED = {
     "two dims": (lambda: _varlen([[0, 4]], [0, 4]), r"cu_seqlens_q must be .* \(1, 2\)"),
     "no ends": (lambda: _varlen([0, 4], []), r"cu_seqlens_k must be .* \(0,\)"),
     "descends": (lambda: _varlen([0, 4], [0, 3, 2]), "cu_seqlens_k must ascend from 0"),
-    "not as many": (lambda: _varlen([0, 4], [0, 2, 4]), "has 1 sequences, cu_seqlens_k 2"),
+    "not as many": (lambda: _varlen([0, 4], [0, 2, 4]), "has 1 sequences, but cu_seqlens_k has 2"),
     "leftpad": (lambda: _cached(cache_leftpad=torch.tensor([0, 7])), "cache_leftpad must be 2 num"),
     "k alone": (lambda: _cached(k=NEW["k"], cache_seqlens=1), "together or not at all"),
     "cos alone": (
@@ -423,7 +423,7 @@ REFUSED = {
     ),
     "twice": (
         lambda: _cached(**NEW, cache_seqlens=1, cache_batch_idx=torch.zeros(B, dtype=torch.int32)),
-        "must not name a sample twice",
+        "must not list a sample twice",
     ),
     "below": (
         lambda: _cached(cache_batch_idx=torch.tensor([-1, 0])), "must be 2 numbers in 0..1, got"
@@ -442,17 +442,17 @@ REFUSED = {
     ),
     "short sines": (
         lambda: _cached(**NEW, **TABLE | {"rotary_sin": torch.ones(1, 2)}, cache_seqlens=0),
-        "rotary_cos and rotary_sin must have one shape",
+        "rotary_cos and rotary_sin must have the same shape",
     ),
     "narrow sines": (
         lambda: _cached(**NEW, **TABLE | {"rotary_sin": torch.ones(3, 1)}, cache_seqlens=0),
-        r"rotary_cos and rotary_sin must have one shape, got \[3, 2\] and \[3, 1\]",
+        r"rotary_cos and rotary_sin must have the same shape, got \[3, 2\] and \[3, 1\]",
     ),
     "half a row": (lambda: _cached(cache_seqlens=torch.full((B,), 2.5)), "must be 2 numbers in"),
     "rotates nothing": (lambda: _cached(**TABLE), "rotary_cos needs k and v"),
     "short table": (
         lambda: _cached(**NEW, **TABLE, cache_seqlens=2, causal=True),
-        "rotary_cos has 3 positions, but needs position 3",
+        "rotary_cos has 3 positions, but position 3 is needed",
     ),
 }  # fmt: skip
 

@@ -473,7 +473,7 @@ REFUSED = {
     "flat sin": (
         lambda: liger.liger_rotary_pos_emb(
             *[torch.ones(2, 4, 7, 8)] * 2, torch.ones(7, 8), torch.ones(2, 7, 8)
-        ), r"cos and sin must be .* got \[1, 7, 8\] and \[2, 7, 8\]",
+        ), r"cos and sin must have shape .* got \[1, 7, 8\] and \[2, 7, 8\]",
     ),
     "scaling": (lambda: FUSED(use_token_scaling=True), "use_token_scaling = True is not supp"),
     "accumulator": (lambda: FUSED(accum_dtype=torch.bfloat16), "accum_dtype = torch.bfloat16 is"),
@@ -500,13 +500,20 @@ REFUSED = {
         lambda: CE(torch.ones(V + 1))(torch.ones(3, V), torch.zeros(3, dtype=torch.int64)),
         "weight must be",
     ),
-    "tables of other samples": (lambda: _rotary((3, 7, 8)), r"must be \[1 or 2, 7, 8\]"),
-    "too few tokens": (lambda: _rotary((1, 6, 8)), r"must be \[1 or 2, 7, 8\]"),
+    "tables of other samples": (
+        lambda: _rotary((3, 7, 8)), r"must have shape \[7, 8\], \[1, 7, 8\] or \[2, 7, 8\]"
+    ),
+    "too few tokens": (
+        lambda: _rotary((1, 6, 8)), r"must have shape \[7, 8\], \[1, 7, 8\] or \[2, 7, 8\]"
+    ),
     "other labels": (
         lambda: CE()(torch.ones(3, V), torch.ones(2, dtype=torch.int64)), r"got \[3, 31\] and \[2\]"
     ),
     "dim": (lambda: _rotary((1, 7, 8), unsqueeze_dim=0), "unsqueeze_dim must be 1 or 2"),
-    "half": (lambda: _rotary((1, 7, 4)), r"cos and sin must be \[1 or 2, 7, 8\]"),
+    "half": (
+        lambda: _rotary((1, 7, 4)),
+        r"cos and sin must have shape \[7, 8\], \[1, 7, 8\] or \[2, 7, 8\]",
+    ),
 }  # fmt: skip
 
 

@@ -179,7 +179,11 @@ def test_a_plan_that_the_model_cannot_follow_is_refused(plan, message):
         (Mesh(tp=4, cp=2), "ulysses", "Ulysses over 2 ranks needs .*, got 1"),
         (Mesh(cp=4), "hybrid", "strategy 'hybrid' needs a pair of groups, got one"),
         (Mesh(cp=4, ulysses=2), "ring", "strategy 'ring' needs one group, got a pair"),
-        (Mesh(cp=4, ulysses=2), "measured", "cp_strategy = 'measured' has no choice with .*: .*"),
+        (
+            Mesh(cp=4, ulysses=2),
+            "measured",
+            "cp_strategy = 'measured' has nothing to choose with .*: .*",
+        ),
     ],
 )
 def test_a_context_that_the_mesh_cannot_follow_is_refused(mesh, strategy, message):

@@ -395,7 +395,7 @@ def _refused(rank: int) -> None:
     wrong = [
         ((q, kv, kv), {"layout": SequenceLayout(16, 4)}, "has 4 parts but the group has 2 ranks"),
         ((q[0], kv[0], kv[0]), {}, r"q must be \[B, S, H, D\], got shape \(8, 4, 8\)"),
-        ((q, kv, kv[:, :, :1]), {}, r"k and v must have one shape .* and \(2, 8, 1, 8\)"),
+        ((q, kv, kv[:, :, :1]), {}, r"k and v must have the same shape .* and \(2, 8, 1, 8\)"),
         ((q[:1], kv, kv), {}, r"for q \(1, 8, 4, 8\), got \(2, 8, 2, 8\)"),
         ((q[..., :3, :], kv, kv), {}, "3 query heads are not divisible by 2 KV heads"),
         ((q[:, :7], kv[:, :7], kv[:, :7]), {}, r"8 tokens on each rank, but got q\[2, 7, 4, 8\]"),
@@ -403,12 +403,12 @@ def _refused(rank: int) -> None:
         (
             (q, kv, kv),  # one of the 16 rows is padding
             {"layout": SequenceLayout(15, 2), "documents": torch.tensor([0, 5, 16])},
-            r"documents must be boundaries up to 15, where .* got \[0, 5, 16\]",
+            r"documents must end at 15, the end .* got \[0, 5, 16\]",
         ),
         (
             (q, kv.double(), kv),
             {},
-            "one floating dtype of .* got torch.float32, torch.float64, torch.float32",
+            "the same floating dtype of .* got torch.float32, torch.float64, torch.float32",
         ),
         ((q, kv.to("meta"), kv), {}, "one device, got cpu and meta"),
         (
@@ -419,7 +419,7 @@ def _refused(rank: int) -> None:
         (
             (q, kv, kv),  # 16 tokens, 8 of them here
             {"documents": torch.tensor([0, 5, 8])},
-            r"documents must be boundaries up to 16, where .* got \[0, 5, 8\]",
+            r"documents must end at 16, the end .* got \[0, 5, 8\]",
         ),
         (
             (q, kv, kv),
@@ -434,7 +434,7 @@ def _refused(rank: int) -> None:
         (
             (q, kv, kv),
             {"documents": torch.arange(2).repeat_interleave(8)},
-            r"boundaries, not the document of each of the 16 tokens, got \[16\]",
+            r"boundaries, not one document id for each of the 16 tokens, got \[16\]",
         ),
         ((q, kv, kv), {"window": 0}, "window must be at least 1 or None, got 0"),
         ((q, kv, kv), {"sinks": torch.zeros(3)}, r"sinks must be floating of shape \(4,\)"),

@@ -375,7 +375,7 @@ _LLAMA = PRESETS["toy-llama"]
         (GPTConfig(53, 8, 1, 8, 2, positions="rope"), None,
          "gpt2 with positions = 'learned' (not 'rope')"),
         (dataclasses.replace(_LLAMA, rope_scaling=RopeScaling("ntk", 2.0)), None,
-         "llama, refused (config.json of a llama model: RoPE scaling of type 'ntk' is not "
+         "llama, rejected (config.json of a llama model: RoPE scaling of type 'ntk' is not "
          "supported; expected linear, llama3 or yarn)"),
         (dataclasses.replace(_LLAMA, qk_norm=True, qkv_bias=True), None,
          "qwen2 with qk_norm = False (not True)"),

@@ -502,7 +502,11 @@ AXES = {"a": "dp", "b": "tp", "both": ("dp", "cp"), "turned": ("cp", "dp"), "non
         ("(c a)", (6,), "plan['e']: only the first name of (c a) can be sharded"),
         ("(c d a)", (6,), "plan['e']: only the first name of (c d a) can be sharded"),
         ("(a b c)", (6,), "plan['e']: only the first name of (a b c) can be sharded"),
-        ("a ... b ...", (6,), "plan['e']: 'a ... b ...' can contain names, name=size and one ..."),
+        (
+            "a ... b ...",
+            (6,),
+            "plan['e']: 'a ... b ...' may contain only names, name=size and one '...'",
+        ),
         ("a b)", (6,), "plan['e']: 'a b)' has unbalanced parentheses"),
         ("a b", (2, 3, 1), "x has shape (2, 3, 1), but the plan names 2 dims"),
         ("a ... b", (2,), "x has shape (2,), but the plan names 2 dims"),
@@ -558,10 +562,10 @@ REFUSED: list[tuple[dict, dict | None, str]] = [
         {},
         "up.weight: dim 0 has 8 elements, which do not match the sizes (7,)",
     ),
-    ({"up.weight": "a b"}, {"z": "tp"}, "axes: no entry of the plan names ['z']"),
-    ({"up.weight": "... ..."}, {}, "can contain names, name=size and one ..., got '...'"),
-    ({"up.weight": "a=0 b"}, {}, "can contain names, name=size and one ..., got 'a=0'"),
-    ({"up(y)": "a b"}, {"a": "tp"}, "up(y): the forward's arguments are ['input']"),
+    ({"up.weight": "a b"}, {"z": "tp"}, "axes: ['z'] do not occur in the plan"),
+    ({"up.weight": "... ..."}, {}, "may contain only names, name=size and one '...', got '...'"),
+    ({"up.weight": "a=0 b"}, {}, "may contain only names, name=size and one '...', got 'a=0'"),
+    ({"up(y)": "a b"}, {"a": "tp"}, "up(y): forward has only the arguments ['input']"),
     ({"up.weight": ("tp", None), "head.weight": (None, None)}, None, "head.weight is tied to up."),
 ]
 

@@ -243,8 +243,14 @@ def test_sharded_memory_is_that_of_one_device(forms: str) -> None:
 REFUSED: list[tuple[Form, str]] = [
     (lambda x, t: x.unsqueeze_(0), "unsqueeze_ changes the shape of a DTensor in place, which"),
     (lambda x, t: x.transpose_(0, 1), "in place, which its shards cannot follow: use transpose,"),
-    (lambda x, t: setattr(x, "data", t), "x.data = y of a DTensor has no effect: write x.copy_(y)"),
-    (lambda x, t: torch.abs(t, out=x[0]), "out= of a DTensor has shape (6, 4), expected (4, 6"),
+    (
+        lambda x, t: setattr(x, "data", t),
+        "x.data = y has no effect if x is a DTensor: write x.copy_(y)",
+    ),
+    (
+        lambda x, t: torch.abs(t, out=x[0]),
+        "expected out= of shape (4, 6, 4), got a DTensor of shape (6, 4)",
+    ),
     (
         lambda x, t: torch._foreach_zero_([x[:, 1:], x[1:]]),
         "_foreach_zero_ writes two views of one sharded tensor at once: write them one by one",

@@ -125,7 +125,9 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
         held = max(0, min(size - mesh.index("tp") * len(rows), len(rows)))
         assert len(rows) == -(-size // tp)
         assert not rows[held:].any(), "padding is not zero"
-    with pytest.raises(ValueError, match=rf"ids\[T\] with T divisible by the {tp} tensor ranks"):
+    with pytest.raises(
+        ValueError, match=rf"ids\[T\] with T divisible by the {tp} tensor-parallel ranks"
+    ):
         _vocabulary(13, sequence_parallel=True)(mesh)(flat[: tp + 1].abs() % 13)
     _positions(mesh, tp)
 

@@ -71,12 +71,12 @@ def run(lists: Schedule, stages: int, **more) -> dict[int, Plain]:
         (  # updates the named stage, not the other one on the rank
             lists_of("0F0 0F1 0F2 1F0 1F1 1F2 1I0 0I0 1I1 0I1 1I2 0I2 0W1 0UPDATE@1"),
             2,
-            "rank 0: 0UPDATE@1 while W is owed for micro-batches [0, 2]",
+            "rank 0: 0UPDATE@1 comes before W of micro-batches [0, 2]",
         ),
         (
             lists_of("0F0 0F1 1F0 1F1 1I1 1I0 0I1"),
             2,
-            "rank 0: the list ends while W is owed for (stage, mb) [(0, 1), (1, 0), (1, 1)]",
+            "rank 0: the list ends before W of (stage, mb) [(0, 1), (1, 0), (1, 1)]",
         ),
         (
             lists_of("0F1 0F0 1F0 1B0"),
@@ -151,7 +151,7 @@ def test_a_weight_gradient_may_be_owed_from_one_pass_to_the_next() -> None:
     late = InFlight()
     late.ranks |= run_.ranks
     late.advance(2)
-    with pytest.raises(RuntimeError, match=r"0UPDATE@1 while W is owed for .* \[0, 1\]$"):
+    with pytest.raises(RuntimeError, match=r"0UPDATE@1 comes before W of .* \[0, 1\]$"):
         execute(lists_of("0UPDATE@1"), {0: stage}, InProcess(), late)
     with pytest.raises(RuntimeError, match=r"^rank 0: 0I1 occurs twice$"):
         execute(lists_of("0I1"), {0: stage}, InProcess(), late)

@@ -480,7 +480,7 @@ def test_both_commands_say_that_a_tokenizer_is_not_the_trainings(
         (bytes_run, other, "bytes"), (bytes_run, "bytes", None), (words_run, None, None),
     )):  # fmt: skip
         said = f"warpweave: --tokenizer {given} is not the training tokenizer ({trained}): "
-        said = [] if trained is None else [f"{said}its ids have other meanings"]
+        said = [] if trained is None else [f"{said}its ids have different meanings"]
         option = [] if given is None else ["--tokenizer", given]
         err = _export(capfd, run, tmp_path / str(number), *option)[2]
         sample.main([*map(str, (run, "--prompt", "3", "--tokens", 1, *option))])

@@ -195,7 +195,7 @@ def _refused(rank: int) -> None:
     ranks = {"group": group, "sequence_parallel": True}
     with pytest.raises(ValueError, match="one of none, bulk, chunked, fused, got 'fast'"):
         column_parallel_linear(x, w, overlap="fast", **ranks)
-    with pytest.raises(ValueError, match="needs the workspace of the group"):
+    with pytest.raises(ValueError, match="needs the group's workspace"):
         column_parallel_linear(x, w, overlap="fused", **ranks)
     workspace = Workspace(group)
     ranks |= {"overlap": "fused", "workspace": workspace}
@@ -205,7 +205,9 @@ def _refused(rank: int) -> None:
     with pytest.raises(ValueError, match="pass impl='triton', or a different overlap"):
         parallel_qkv_rope(x, draw(3, 1, 4, 2, 5), None, *table, shape=(1, 12), **ranks)
     del ranks["impl"]
-    with pytest.raises(ValueError, match=r"5 tokens .* not divisible by the 2 tensor ranks"):
+    with pytest.raises(
+        ValueError, match=r"5 tokens .* not divisible by the 2 tensor-parallel ranks"
+    ):
         row_parallel_linear(draw(1, 5, 8), draw(2, 5, 8), **ranks)
     with pytest.raises(ValueError, match="pass impl='triton', or a different overlap"):
         parallel_qkv_rope(  # also where only the backward would be fused
@@ -327,7 +329,7 @@ def _bounded(rank: int) -> None:
     [
         ([0, 1, 2], {0, 2}, {0, 2}, ""),
         ([0, 1, 2], {0}, {0, 2}, "cuda:1 has no peer access to cuda:2 of rank 2"),
-        ([2, 1, 0], {0, 2}, {0}, "cuda:1 has no native atomics in cuda:2 of rank 0 (PCIe)"),
+        ([2, 1, 0], {0, 2}, {0}, "cuda:1 has no native atomics on cuda:2 of rank 0 (PCIe)"),
         ([1, 1], {0, 2}, {0, 2}, "ranks have GPUs [1, 1], which are not all different"),
     ],
 )

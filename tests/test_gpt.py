@@ -472,7 +472,7 @@ def test_packed_documents_are_each_computed_as_if_alone(config):
     for wrong, shape in ((bounds[:3], r"\(3, 5\)"), (apart, r"\(4, 2, 5\)")):
         with pytest.raises(ValueError, match=rf"shape \[n \+ 1\] or \[4, n \+ 1\], got {shape}"):
             gpt(tokens, documents=wrong)
-    with pytest.raises(ValueError, match=r"boundaries up to 12, where .* got \[0, 5, 48\]"):
+    with pytest.raises(ValueError, match=r"documents must end at 12, the end .* got \[0, 5, 48\]"):
         gpt.micro_batch(tokens, labels, valid, documents=torch.tensor([0, 5, 48]))
 
 
@@ -486,7 +486,9 @@ def test_a_batch_without_labels_has_loss_zero():
 
 def test_inputs_that_do_not_fit_are_refused():
     gpt = GPT(CONFIGS["gpt2"])
-    with pytest.raises(ValueError, match=r"^a sequence has 13 tokens, the model's limit is 12$"):
+    with pytest.raises(
+        ValueError, match=r"^a sequence has 13 tokens, but the model's limit is 12$"
+    ):
         gpt(torch.zeros(1, 13, dtype=torch.int64))
     with pytest.raises(RuntimeError, match=r"an id is outside \[0, 37\)"):
         gpt(torch.full((1, 3), 37))

@@ -267,7 +267,7 @@ TOKENS, FORWARD = "would see one rank's tokens", "would compute with only one ra
 NEW, MIXED, MADE = (
     "a new parameter in a Llama",
     "got mixed torch.Tensor",
-    "computed from a parameter",
+    "is computed from a parameter",
 )
 DORA, DROPOUT, OTHER = (
     "is a DoraLinearVariant",
@@ -368,9 +368,9 @@ def _refused(rank: int) -> list[str]:
 def test_ranks_with_other_adapters_or_tokens_are_told(two):
     for rank in two:
         alike, tokens, checkpoints = rank["refused"]
-        assert "q_proj.lora_A.default.weight: the ranks hold different numbers" in alike
+        assert "q_proj.lora_A.default.weight: the ranks hold different values" in alike
         assert "received different tokens" in tokens  # although peft calls no hook of the model
-        assert "reentrant checkpoints hide what entered" in checkpoints
+        assert "reentrant checkpoints hide what was added" in checkpoints
 
 
 # ---------------------------------------------------------------- 3. on one device

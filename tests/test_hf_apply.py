@@ -100,7 +100,9 @@ def test_of_samples_of_two_tokens_none_is_hidden():
 
 @pytest.mark.parametrize("only", [[], set(), ["norm", "mlps"], "attn", ("loss", "")])
 def test_kinds_that_there_are_not_or_none_are_refused_as_they_were_given(only):
-    with pytest.raises(ValueError, match=r"^only must be some of norm, mlp, attention, loss") as no:
+    with pytest.raises(
+        ValueError, match=r"^`only` must be some of norm, mlp, attention, loss"
+    ) as no:
         ww.apply(nn.LayerNorm(4), only=only)
     assert str(no.value).endswith(f"got {only!r}")
 

@@ -84,12 +84,15 @@ def test_a_mask_of_other_sizes_than_the_call_is_refused_with_both(queries, keys,
     padded[0, :2] = False
     made = mask.make_mask(B, 8, 8, attention_mask=padded)
     words = (
-        f"Tanh: warpweave attention got {queries} queries and {keys} keys, but a mask for 8 and 8"
+        f"Tanh: warpweave attention got {queries} queries and {keys} keys, but a mask for "
+        "8 queries and 8 keys"
     )
     with pytest.raises(ValueError, match=f"^{words}$"), torch.set_grad_enabled(always):
         attend(*inputs(queries, keys), mask=made)
     made = mask.make_mask(B, 3, 8, 5, attention_mask=padded)
-    with pytest.raises(ValueError, match="got 8 queries and 8 keys, but a mask for 3 and 8"):
+    with pytest.raises(
+        ValueError, match="got 8 queries and 8 keys, but a mask for 3 queries and 8 keys"
+    ):
         attend(*inputs(), mask=made)
     assert attend(*inputs(3, 8), mask=made).shape == (B, 3, HEADS, DV)
 

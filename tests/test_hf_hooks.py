@@ -288,8 +288,8 @@ REFUSED = (
     "its 61 embeddings cannot be resized to 70",
     "LlamaModel: its forward did not reach the last of 2 layers",
     "has no output_hidden_states, which warpweave.hf reads",
-    "GptOssDecoderLayer: each rank has only its own tokens' router_",
-    "GptOssDecoderLayer: each rank has only its own tokens' attentions over cp",
+    "GptOssDecoderLayer: with cp or sequence_parallel, each rank has only its own tokens' router_",
+    "with cp or sequence_parallel, each rank has only its own tokens' attentions: do not request",
 )
 
 

@@ -375,7 +375,7 @@ SHARED_BY_NONE = {
         {},
         "do not surround exactly one attention",
     ),
-    "a norm in front": (("a norm of x",), {}, "as wide as a linear layer does not follow one"),
+    "a norm in front": (("a norm of x",), {}, "as wide as a linear layer does not directly follow"),
     "a number": (("a number",), {}, "its own parameters cannot be assigned to heads"),
     "and sinks": (("a number", "sinks"), {}, "its own parameters cannot be assigned to heads"),
     "one key head": ((), {"kv": 1}, r"1 key heads are not divisible by tp \(2\)"),
@@ -458,7 +458,10 @@ def _checked(mesh, model) -> str | None:
         ({"pp": 2}, None),
         ({"tp": 2}, "(True, 'none', 'ring')"),
         ({"cp": 2}, "(False, 'none', 'ring')"),
-        ({"pp": 2, "tp": 2}, "LlamaForCausalLM: apply has no pipeline stages: use pp = 1"),
+        (
+            {"pp": 2, "tp": 2},
+            "LlamaForCausalLM: apply does not support pipeline stages: use pp = 1",
+        ),
     ],
 )
 def test_a_mesh_spreads_a_model_over_tensor_and_context_ranks_only(sizes, said):

@@ -379,19 +379,19 @@ REFUSED = (
     "model.layers.0.mlp: 57 hidden units are not divisible by tp (2)",
     "model.layers.0.self_attn: attention dropout is not supported over ranks",
     "transformer.h.0.attn.resid_dropout: dropout 0.1 is not supported over ranks",
-    "(which may need all heads) fails: shape '[3, -1, 4, 8]' is invalid for input of size 240",
-    "over ranks its forward (which may need all heads) fails: OPTAttention: warpweave attention",
-    "model.embed_tokens.weight: the ranks hold different numbers",
-    "a mesh needs the attention replaced, but only = norm",
+    "(it may need all heads): shape '[3, -1, 4, 8]' is invalid for input of size 240",
+    "its forward fails over ranks (it may need all heads): OPTAttention: warpweave attention",
+    "model.embed_tokens.weight: the ranks hold different values",
+    "a mesh needs the attention replaced, but `only` is norm",
     "overlap must be one of",
     "14 tokens are not divisible by 4",
-    "LlamaAttention: over ranks its attention must be warpweave, but was set to sdpa",
+    "LlamaAttention: its attention must be warpweave over ranks, but was set to sdpa",
     "transformer.h.1.mlp.dropout: dropout 0.1 is not supported over ranks",
     "the ranks of tp and cp received different tokens",
     "LlamaAttention: attention dropout is not supported over ranks",
     "LlamaMLP.up_proj: a layer that is sharded over ranks was replaced",
-    "LlamaAttention: an attention of a model over ranks was replaced",
-    "LlamaModel.layers: layers were replaced or moved, but tokens are sharded between the 2 that",
+    "LlamaAttention: an attention module was replaced after apply(mesh=...)",
+    "LlamaModel.layers: layers were replaced or moved, but tokens are sharded between the 2 layers",
 )
 
 
@@ -401,7 +401,7 @@ def test_what_cannot_be_spread_is_refused_by_name(two):
             assert wanted in message
             assert "\n" not in message
             spread = "OPTForCausalLM cannot be spread over Mesh(dp=1, cp=1, tp=2, "
-            assert message.startswith(spread) or "which may need" not in message
+            assert message.startswith(spread) or "it may need" not in message
 
 
 # ---------------------------------------------------------------- 3. rows that no rank holds whole

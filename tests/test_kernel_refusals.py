@@ -34,7 +34,7 @@ TOKENS = torch.arange(3)
 DROPS: Rows = [
     ({"drop": Drop(0.5, 2**63 - 1, 2**32 - 1, TOKENS)}, None),
     ({"drop": Drop(0.0, 0, 0, TOKENS)}, None),
-    ({"drop": (0.5, 0, 0, TOKENS)}, "drop must be a Drop"),
+    ({"drop": (0.5, 0, 0, TOKENS)}, "`drop` must be a Drop"),
     ({"drop": Drop(1.0, 0, 0, TOKENS)}, "need 0 <= p < 1, got 1.0"),
     ({"drop": Drop(-0.01, 0, 0, TOKENS)}, "need 0 <= p < 1"),
     ({"drop": Drop(NAN, 0, 0, TOKENS)}, "need 0 <= p < 1"),
@@ -55,22 +55,22 @@ PRODUCT: Rows = [
     ({"b": z(5, 6)}, r"need a\[M, K\] and b\[K, N\]"),
     ({"a": z(4)}, "need a"),
     ({"b": z(4)}, "need a"),
-    ({"b": z(4, 6, dtype=F64)}, "one floating dtype"),
-    ({"a": z(3, 4, dtype=INT), "b": z(4, 6, dtype=INT)}, "one floating dtype"),
+    ({"b": z(4, 6, dtype=F64)}, "the same float dtype"),
+    ({"a": z(3, 4, dtype=INT), "b": z(4, 6, dtype=INT)}, "the same float dtype"),
     ({"bias": z(6)}, None),
     ({"bias": z(6, dtype=F16)}, None),
-    ({"bias": z(4)}, "bias must be floating"),
-    ({"bias": z(1, 6)}, "bias must be floating"),
-    ({"bias": z(6, dtype=INT)}, "bias must be floating"),
+    ({"bias": z(4)}, "bias must be a float"),
+    ({"bias": z(1, 6)}, "bias must be a float"),
+    ({"bias": z(6, dtype=INT)}, "bias must be a float"),
     ({"out_dtype": F32}, None),
-    ({"out_dtype": F64}, "can be torch.float32 or"),
-    ({"out_dtype": F16}, "can be .*, but not"),
+    ({"out_dtype": F64}, "must be torch.float32 or"),
+    ({"out_dtype": F16}, "result for .* inputs must be .*, got"),
     ({**HALVES, "out_dtype": F32}, None),
-    ({**HALVES, "out_dtype": torch.bfloat16}, "can be .*, but not"),
+    ({**HALVES, "out_dtype": torch.bfloat16}, "result for .* inputs must be .*, got"),
     ({**DOUBLES, "out_dtype": F64}, None),
     (
         {**DOUBLES, "out_dtype": F32},
-        "can be torch.float64 or torch.float64, but not torch.float32",
+        "must be torch.float64 or torch.float64, got torch.float32",
     ),
     ({"a": z(3, 4, grad=True)}, "has no gradient"),
     ({"b": z(4, 6, grad=True)}, "has no gradient"),
@@ -83,13 +83,19 @@ FUSED: Rows = [
     *DROPS,
     ({"activation": "silu"}, "activation must be one of"),
     ({"activation": "swiglu"}, None),
-    *[({"activation": "swiglu", "b": z(4, n)}, f"gate, up pairs, got N = {n}") for n in (5, 7)],
+    *[
+        ({"activation": "swiglu", "b": z(4, n)}, rf"\(gate, up\) pairs, got N = {n}")
+        for n in (5, 7)
+    ],
     ({"activation": "gelu", "b": z(4, 5)}, None),
     ({"activation": "gelu", "save_z": True}, None),
     ({"save_z": True}, "save_z=True requires an activation"),
     ({"residual": z(3, 6)}, None),
-    ({"residual": z(6)}, "residual must be"),
-    ({"residual": z(3, 6), "activation": "swiglu"}, r"residual must be \[3, 3\]"),
+    ({"residual": z(6)}, "residual must have"),
+    (
+        {"residual": z(3, 6), "activation": "swiglu"},
+        r"residual must have the result's shape \[3, 3\]",
+    ),
     ({"residual": z(3, 3), "activation": "swiglu"}, None),
     ({"residual": z(3, 6, grad=True)}, "has no gradient"),
     ({"b": z(4, 6).to("meta")}, "one device"),
@@ -100,11 +106,11 @@ INTO: Rows = [
     ({"out": z(4, 6)}, "out must be"),
     ({"out": z(3, 1).expand(3, 6)}, "elements must not share memory"),
     ({"out": torch.empty_strided((1, 6), (0, 1)).zero_(), "a": z(1, 4)}, None),
-    ({"out": z(3, 6, dtype=INT)}, "can be .*, but not"),
-    ({"out": z(3, 6, dtype=F64)}, "can be .*, but not"),
+    ({"out": z(3, 6, dtype=INT)}, "result for .* inputs must be .*, got"),
+    ({"out": z(3, 6, dtype=F64)}, "result for .* inputs must be .*, got"),
     ({**HALVES}, None),
-    ({**HALVES, "out": z(3, 6, dtype=torch.bfloat16)}, "can be .*, but not"),
-    ({**DOUBLES}, "can be torch.float64 or torch.float64, but not torch.float32"),
+    ({**HALVES, "out": z(3, 6, dtype=torch.bfloat16)}, "result for .* inputs must be .*, got"),
+    ({**DOUBLES}, "must be torch.float64 or torch.float64, got torch.float32"),
     *[({"precision": "tf32x3", "impl": impl}, None) for impl in (None, "torch", "triton")],
     *[({"precision": "fp32", "impl": impl}, "precision must be") for impl in (None, "triton")],
     ({"out": z(3, 6, grad=True)}, "has no gradient"),
@@ -124,7 +130,7 @@ MLP: Rows = [
     ({"down_weight": z(4, 6)}, "swiglu needs x"),
     ({"down_weight": z(5, 5)}, "swiglu needs x"),
     ({"residual": z(3, 4)}, None),
-    ({"residual": z(4)}, r"residual must be \[3, 4\]"),
+    ({"residual": z(4)}, r"residual must have x's shape \[3, 4\]"),
     ({"up_bias": z(5, 2)}, None),
     ({"up_bias": z(10)}, r"up_bias must be \[5, 2\]"),
     ({"up_bias": z(2, 5)}, r"up_bias must be \[5, 2\]"),
@@ -153,10 +159,10 @@ GELU: Rows = [
 HIDDEN_IN: Rows = [
     ({}, None),
     ({"x": z(3, 4)}, "need a"),
-    ({"x": z(3, 5, dtype=F64)}, "one floating dtype"),
+    ({"x": z(3, 5, dtype=F64)}, "the same float dtype"),
     ({"up_bias": z(10)}, None),
     ({"up_bias": z(1)}, r"bias must be"),
-    ({"up_weight": z(9, 5)}, "gate, up pairs"),
+    ({"up_weight": z(9, 5)}, r"\(gate, up\) pairs"),
     ({"up_weight": z(9, 5), "activation": "gelu"}, None),
     ({"activation": "silu"}, "activation must be one of"),
 ]
@@ -169,7 +175,7 @@ HIDDEN: Rows = [
     ({"activation": "relu2", "z": z(3, 5)}, None),
     ({"activation": "relu2"}, "z must be torch.float32"),
     ({"down_weight": z(5, 5)}, "need a"),
-    ({"dy": z(3, 4, dtype=F64)}, "one floating dtype"),
+    ({"dy": z(3, 4, dtype=F64)}, "the same float dtype"),
 ]
 COS = z(3, 2)
 QKV_ROWS: Rows = [
@@ -201,17 +207,17 @@ DK = z(2, 3, 2, 4)
 QKV_BACK: Rows = [
     ({}, None),
     ({"cos": None, "sin": None}, None),
-    ({"dq": z(3, 4, 4)}, "do not fit"),
-    ({"dq": z(1, 3, 4, 4)}, "do not fit"),
-    ({"dq": z(2, 2, 4, 4)}, "do not fit"),
-    ({"dq": z(2, 3, 3, 4)}, "do not fit"),
+    ({"dq": z(3, 4, 4)}, "do not match"),
+    ({"dq": z(1, 3, 4, 4)}, "do not match"),
+    ({"dq": z(2, 2, 4, 4)}, "do not match"),
+    ({"dq": z(2, 3, 3, 4)}, "do not match"),
     (
         {"dq": z(2, 3, 4, 6)},
         r"\[2, 3, 4, 6\] torch.float32, \[2, 3, 2, 4\] torch.float32 and \[2, 3, 2, 4\] torch.f",
     ),
-    ({"dq": z(2, 3, 4, 4, dtype=F64)}, "do not fit"),
-    ({"dv": z(2, 3, 1, 4)}, "do not fit"),
-    ({"dk": z(2, 3, 0, 4), "dv": z(2, 3, 0, 4)}, "do not fit"),
+    ({"dq": z(2, 3, 4, 4, dtype=F64)}, "do not match"),
+    ({"dv": z(2, 3, 1, 4)}, "do not match"),
+    ({"dk": z(2, 3, 0, 4), "dv": z(2, 3, 0, 4)}, "do not match"),
     ({n: z(2, 3, 0, 4) for n in ("dq", "dk", "dv")}, None),
     ({"dv": DK.double()}, r"\[2, 3, 2, 4\] torch.float32 and \[2, 3, 2, 4\] torch.float64"),
     ({"sin": None}, r"cos and sin must be .* = \[3, 2\], got \[3, 2\] and None"),
@@ -233,8 +239,11 @@ ROPE: Rows = [
 ROPE_QK: Rows = [
     ({}, None),
     ({"k": z(2, 3, 1, 4)}, None),
-    ({"k": z(1, 3, 2, 4)}, "must fit"),
-    ({"k": z(2, 3, 2, 6)}, r"must fit, got \[2, 3, 2, 4\] torch.f.*32 and \[2, 3, 2, 6\] torch.f"),
+    ({"k": z(1, 3, 2, 4)}, "must match"),
+    (
+        {"k": z(2, 3, 2, 6)},
+        r"must match, got \[2, 3, 2, 4\] torch.f.*32 and \[2, 3, 2, 6\] torch.f",
+    ),
     ({"k": z(2, 2, 2, 4)}, r"must be \[S, R/2\]"),
     ({"k": z(2, 3, 2, 4, dtype=F64)}, r"4\] torch.float32 and \[2, 3, 2, 4\] torch.float64"),
     ({"k": z(3, 2, 4)}, r"x must be \[B, S, H, D\]"),
@@ -282,7 +291,7 @@ NORMS: Rows = [
     ({"eps": NAN}, "eps must be at least 0"),
     ({"weight": None}, r"weight must be \[E\] .* ones\(E\)"),
     ({"weight": z(5)}, r"weight must be \[E\]"),
-    ({"weight": z(1, 6)}, r"weight must be \[E\] .*, got \[1, 6\], x \[4, 6\]"),
+    ({"weight": z(1, 6)}, r"weight must be \[E\] .*, got weight \[1, 6\], x \[4, 6\]"),
     ({"x": z(4, 0), "weight": z(0)}, r"weight must be \[E\]"),
     ({"x": z(), "weight": z()}, r"weight must be \[E\]"),
     ({"x": z(6)}, None),
@@ -290,10 +299,10 @@ NORMS: Rows = [
     ({"weight": z(6, dtype=INT)}, "weight must have a float dtype"),
     ({"residual": X}, None),
     ({"residual": z(4, 6, dtype=F64)}, None),
-    ({"residual": z(1, 6)}, r"residual must be like x \[4, 6\], got \[1, 6\]"),
+    ({"residual": z(1, 6)}, r"residual must have x's shape \[4, 6\], got \[1, 6\]"),
     ({"residual": z(4, 6, dtype=INT)}, "residual must have a float dtype"),
     ({"x_bias": E6}, None),
-    ({"x_bias": z(1)}, r"x_bias must be like weight \[6\], got \[1\]"),
+    ({"x_bias": z(1)}, r"x_bias must have weight's shape \[6\], got \[1\]"),
     ({"x_bias": z(6, dtype=INT)}, "x_bias must have a float dtype"),
     ({"out_dtype": F16}, None),
     ({"out_dtype": INT}, "out_dtype must be one of"),
@@ -302,7 +311,7 @@ NORMS: Rows = [
 LAYER: Rows = [
     *NORMS,
     ({"bias": E6}, None),
-    ({"bias": z(1)}, r"^bias must be like weight \[6\], got \[1\]"),
+    ({"bias": z(1)}, r"^bias must have weight's shape \[6\], got \[1\]"),
     ({"bias": 1e-5}, "expected a tensor, got float 1e-05"),
     ({"bias": z(6, dtype=INT)}, "bias must have a float dtype"),
 ]
@@ -310,39 +319,42 @@ HALF_NORM: Rows = [row for row in LAYER if "out_dtype" not in row[0]]
 NORM_BACK: Rows = [
     ({}, None),
     ({"mean": None}, None),
-    ({"dy": z(3, 6)}, r"dy must be like s \[4, 6\], got \[3, 6\]"),
+    ({"dy": z(3, 6)}, r"dy must have s's shape \[4, 6\], got \[3, 6\]"),
     ({"ds": X}, None),
-    ({"ds": z(3, 6)}, r"ds must be like s \[4, 6\], got \[3, 6\]"),
-    ({"mean": z(3)}, r"mean must be \[4\] of s \[4, 6\], got \[3\]"),
+    ({"ds": z(3, 6)}, r"ds must have s's shape \[4, 6\], got \[3, 6\]"),
+    ({"mean": z(3)}, r"mean must be \[4\] for s \[4, 6\], got \[3\]"),
     *[(change | {"dy": X[:3], "s": X[:3], "mean": z(3), "rstd": z(3)}, words)
       for change, words in DROPS],
-    ({"rstd": z(4, 1)}, r"rstd must be \[4\] of s \[4, 6\], got \[4, 1\]"),
+    ({"rstd": z(4, 1)}, r"rstd must be \[4\] for s \[4, 6\], got \[4, 1\]"),
     ({"weight": z(5)}, r"weight must be \[E\]"),
 ]  # fmt: skip
 ACTIVATE: Rows = [
     ({}, None),
     ({"activation": "silu"}, "activation must be one of"),
-    ({"x": z(3, 5)}, r"swiglu needs x\[..., 2F\] of gate, up pairs, got \[3, 5\]"),
-    ({"x": z()}, r"swiglu needs x\[..., 2F\] of gate, up pairs, got \[\]"),
+    ({"x": z(3, 5)}, r"swiglu needs x\[..., 2F\] of \(gate, up\) pairs, got \[3, 5\]"),
+    ({"x": z()}, r"swiglu needs x\[..., 2F\] of \(gate, up\) pairs, got \[\]"),
     ({"x": z(), "activation": "gelu"}, None),
     ({"x": z(3, 5), "activation": "relu2"}, None),
     ({"x": z(3, 4, dtype=INT)}, "swiglu needs a float dtype, got torch.int64"),
 ]
 ACTIVATE_BACK: Rows = [
     ({}, None),
-    ({"dy": z(3, 4)}, r"dy \[3, 4\] is not a gradient of swiglu of x \[3, 4\]"),
-    ({"dy": z(2, 2)}, "not a gradient of swiglu"),
-    *[({"dy": z(*shape)}, "not a gradient of swiglu") for shape in ((2, 3), (6,), (3, 1, 2))],
+    ({"dy": z(3, 4)}, r"dy must have the shape of swiglu\(x\) for x \[3, 4\], got \[3, 4\]"),
+    ({"dy": z(2, 2)}, r"must have the shape of swiglu\(x\)"),
+    *[
+        ({"dy": z(*shape)}, r"must have the shape of swiglu\(x\)")
+        for shape in ((2, 3), (6,), (3, 1, 2))
+    ],
     ({"dy": z(3, 4), "activation": "gelu"}, None),
-    ({"activation": "gelu"}, "not a gradient of gelu"),
-    ({"x": z(3, 5)}, "gate, up pairs"),
-    ({"x": z(), "dy": z()}, "gate, up pairs"),
+    ({"activation": "gelu"}, r"must have the shape of gelu\(x\)"),
+    ({"x": z(3, 5)}, r"\(gate, up\) pairs"),
+    ({"x": z(), "dy": z()}, r"\(gate, up\) pairs"),
     ({"activation": "silu"}, "activation must be one of"),
 ]
 DROPPED: Rows = [
     *DROPS,
     ({"x": z(3, 5, dtype=INT)}, "x must have a float dtype"),
-    ({"x": z()}, "and a dim"),
+    ({"x": z()}, "and at least one dim"),
     ({"x": z(5), "drop": Drop(0.5, 0, 0, ints(7))}, None),
     ({"x": z(3, 1, 5)}, None),
 ]
@@ -409,10 +421,10 @@ A, B = z(4, 2), z(2, 3)
 MOVED: Rows = [
     ({}, None),
     ({"b": z(3, 3)}, "need a"),
-    ({"b": z(2, 3, dtype=F64)}, "one floating dtype"),
+    ({"b": z(2, 3, dtype=F64)}, "the same float dtype"),
     ({"bias": z(3)}, None),
     ({"bias": z(2)}, "bias must be"),
-    ({"out_dtype": F16}, "can be .*, but not"),
+    ({"out_dtype": F16}, "result for .* inputs must be .*, got"),
     ({"precision": "fp32"}, "precision must be"),
     ({"b": z(2, 3, grad=True)}, "has no gradient"),
     ({"bias": z(3, grad=True)}, "has no gradient"),
@@ -427,13 +439,13 @@ SENT: Rows = [
 ]
 SCATTER: Rows = [
     *SENT,
-    ({"a": z(5, 2)}, r"the rows of a \[5, 2\] are not divisible by 2 ranks"),
-    ({"residual": z(4, 3)}, r"residual must be \[2, 3\]"),
+    ({"a": z(5, 2)}, r"dim 0 of `a` \[5, 2\] is not divisible by 2 ranks"),
+    ({"residual": z(4, 3)}, r"residual must have the result's shape \[2, 3\]"),
 ]
 REDUCE: Rows = [
     *SENT,
     ({"a": z(5, 2)}, None),
-    ({"residual": z(2, 3)}, r"residual must be \[4, 3\]"),
+    ({"residual": z(2, 3)}, r"residual must have the result's shape \[4, 3\]"),
 ]
 GATHER: Rows = [
     *[row for row in MOVED if "b" not in row[0] or row[0]["b"].shape[1] < 9],
@@ -442,9 +454,9 @@ GATHER: Rows = [
     ({"x": z(0, 0), "b": z(0, 3)}, None),
     ({"x": z(33, 2)}, "needs 1 parts and 264 bytes .* it has 2 and 256"),
     ({"x": z(32, 2)}, None),
-    ({"residual": z(4, 3)}, r"residual must be \[8, 3\]"),
+    ({"residual": z(4, 3)}, r"residual must have the result's shape \[8, 3\]"),
     ({"save_z": True}, "save_z=True"),
-    ({"activation": "swiglu"}, "gate, up pairs"),
+    ({"activation": "swiglu"}, r"\(gate, up\) pairs"),
 ]
 
 TABLES = {

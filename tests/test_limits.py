@@ -124,7 +124,7 @@ TWICE = ParallelPlan(schedule="interleaved", chunks=2, microbatches=2)
         (lambda: _cut(Mesh(), TWICE), None),
         (
             lambda: _cut(Mesh(cp=4, ulysses=2), ParallelPlan(cp_strategy="measured")),
-            "'measured' has no choice with ulysses = 2",
+            "'measured' has nothing to choose with ulysses = 2",
         ),
         (lambda: _cut(Mesh(cp=2), ParallelPlan(cp_strategy="measured")), None),
     ]
@@ -342,8 +342,14 @@ def _generating(stages: int = 1, sp: bool = False, **mesh: int) -> None:
         (lambda: _prompt(1.0), "a prompt must be a sequence of integers"),
         (lambda: _prompt(np.int64(1)), None),
         (lambda: _generating(tp=2, pp=2), None),
-        (lambda: _generating(dp=2), "generate supports tensor ranks and one pipeline stage"),
-        (lambda: _generating(cp=2), "generate supports tensor ranks and one pipeline stage"),
+        (
+            lambda: _generating(dp=2),
+            "generate supports tensor-parallel ranks and one pipeline stage",
+        ),
+        (
+            lambda: _generating(cp=2),
+            "generate supports tensor-parallel ranks and one pipeline stage",
+        ),
         (lambda: _generating(2, pp=2), "generate supports .* with 4 stages"),
         (lambda: _generating(2), "generate supports .* with 2 stages"),
         (lambda: _generating(sp=True, tp=2), "without sequence parallelism"),
@@ -485,8 +491,8 @@ def _types(**mesh: int) -> None:
         (lambda: _proof(random=1, seed=3), None),
         (lambda: _proof(all=True, world=0), "expected world >= 1 and random >= 0, got 0 and 0"),
         (lambda: _proof(random=-1), "expected world >= 1 and random >= 0, got 4 and -1"),
-        (lambda: _proof(world=3), "--world needs --all"),
-        (lambda: _proof(seed=1), "--seed needs --random"),
+        (lambda: _proof(world=3), "--world requires --all"),
+        (lambda: _proof(seed=1), "--seed requires --random"),
         (lambda: _proof(tp=2, schedule="interleaved", microbatches=3), None),
         (lambda: _types(cp=4, ulysses=2), "ulysses = 2: the typechecker has a single context axis"),
         (lambda: _types(tp=4), r"kv_heads \(6\) is not divisible by tp \(4\)"),

@@ -407,7 +407,10 @@ def _muon_of(record: ParamRecord) -> None:
         (lambda: TrainConfig(momentum=1.0).check(), "momentum must be in"),
         (lambda: orthogonalize(torch.zeros(3)), "a matrix of floats, got"),
         (lambda: orthogonalize(torch.zeros(3, 2), steps=0), "steps >= 1, got 0"),
-        (lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(2, 2)), "add must be contiguous"),
+        (
+            lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(2, 2)),
+            "`add` must be contiguous",
+        ),
         (lambda: symmetric_product(torch.zeros(3)), "expected a matrix of floats"),
         (
             lambda: symmetric_product(torch.ones(3, 2).long()),
@@ -416,11 +419,11 @@ def _muon_of(record: ParamRecord) -> None:
         (lambda: orthogonalize(torch.ones(3, 2).long()), "a matrix of floats, got torch.int64"),
         (
             lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(3, 3).double()),
-            "add must be contiguous torch.float32",
+            "`add` must be contiguous torch.float32",
         ),
         (
             lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(3, 6)[:, ::2]),
-            r"add must be contiguous .* with strides \(6, 2\)",
+            r"`add` must be contiguous .* with strides \(6, 2\)",
         ),
         (
             lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(3, 3).requires_grad_()),

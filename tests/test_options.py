@@ -451,8 +451,11 @@ def test_every_option_comes_back_from_the_file_that_a_run_leaves(tmp_path):
         ("lr = 1" + 400 * "0", "lr must be a number, got 1000"),
         ("data = 3", "data must be a path in quotes, got 3"),
         ("out = 2026-01-01", "out must be a path in quotes, got datetime.date(2026, 1, 1)"),
-        ("betas = [0.9]", "betas must be a list of 2, each a number, got [0.9]"),
-        ("betas = [0.9, 0.95, 0.99]", "betas must be a list of 2, each a number, got [0.9, 0.95, "),
+        ("betas = [0.9]", "betas must be a list of 2 values, each a number, got [0.9]"),
+        (
+            "betas = [0.9, 0.95, 0.99]",
+            "betas must be a list of 2 values, each a number, got [0.9, 0.95, ",
+        ),
         ("steps = 'é'", "steps must be an integer, got 'é'"),
         ("steps = " + 9999 * "[", "is not TOML: "),
         ("windows = [8, 0.5]", "windows[1] must be an integer, got 0.5"),

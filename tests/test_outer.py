@@ -348,7 +348,7 @@ def test_each_replica_goes_on_with_its_own_loss_scale(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------- errors
 
 REFUSED = {
-    "replicas must meet every n >= 1 steps, got 0": {"outer_every": 0},
+    "the outer interval must be at least 1 step, got 0": {"outer_every": 0},
     "interval of 4 steps is not divisible by fragments = 3": {"outer_every": 4, "fragments": 3},
     "outer delay must be .* less than the 2 steps between .* got 2": {
         "outer_every": 4, "fragments": 2, "outer_delay": 2

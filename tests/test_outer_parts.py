@@ -37,7 +37,7 @@ def _unit(
 
 @rows(
     [
-        (lambda: OuterRule(0), "every n >= 1 steps, got 0"),
+        (lambda: OuterRule(0), "interval must be at least 1 step, got 0"),
         (lambda: OuterRule(1), None),
         (lambda: OuterRule(4, fragments=0), "4 steps is not divisible by fragments = 0"),
         (lambda: OuterRule(4, fragments=3), "4 steps is not divisible by fragments = 3"),

@@ -318,10 +318,10 @@ def test_a_rank_in_another_operation_is_named(kind):
         with pytest.raises(ValueError, match=rf"^\w+ on rank {rank} of 3, epoch 1: rank") as caught:
             memories[rank].check()
         message = str(caught.value)
-        theirs, own = message.split(", but this rank is in ")
+        theirs, own = message.split(", but this rank runs ")
         assert "parts of" in own
         assert told in (own if rank == world - 1 else theirs)
-        assert rank == world - 1 or "rank 2 is in" in theirs
+        assert rank == world - 1 or "rank 2 runs" in theirs
 
 
 def _of_other_length(rank: int) -> None:
@@ -468,9 +468,9 @@ def test_a_wait_in_vain_and_another_operation_are_reported_with_all_numbers():
             memory.check()
         assert str(caught.value) == f"{where} did not publish part 12 within 9 polls"
         memory.error[3] = other.word()
-        with pytest.raises(ValueError, match="this rank is in") as caught:
+        with pytest.raises(ValueError, match="this rank runs") as caught:
             memory.settle()
-        assert str(caught.value) == f"{where} is in {other_text}, but this rank is in {own_text}"
+        assert str(caught.value) == f"{where} runs {other_text}, but this rank runs {own_text}"
 
 
 @triton.jit

@@ -245,7 +245,7 @@ def test_a_planted_fault_is_a_wrong_result_when_one_rank_is_last(name, tmp_path)
     op, edits = BY_TIME[name]
     create_file(tmp_path / "looks", 8)
     # If data was read too early, its adjacent signature may have been as well.
-    with pytest.raises(AssertionError, match=r"is wrong in round|: rank 1 is in "):
+    with pytest.raises(AssertionError, match=r"is wrong in round|: rank 1 runs "):
         run_ranks(2, _one_is_last, [op], tmp_path, edits, 1)
 
 

@@ -84,7 +84,7 @@ def _refused(rank: int) -> None:
             {"up_weight": t["up_weight"].float()},
             f"parallel_mlp on rank {rank}: dtypes differ",
         ),
-        ({"residual": t["x"][:3]}, "residual must be"),
+        ({"residual": t["x"][:3]}, "residual must have x's shape"),
         ({"down_weight": MLP.whole({})["down_weight"]}, r"gelu needs x\[..., E\]"),
         (
             {"down_bias": t["down_bias"][:2]},

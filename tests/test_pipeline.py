@@ -240,10 +240,10 @@ SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2), lag=1)))
         (swap(STEP, "0RECV_B0", "0RECV_B1"), "0RECV_B1 got 1SEND_B0, expected 1SEND_B1"),
         (edit(STEP, "0F1", "0F1", "0F1"), "rank 0: 0F1 occurs twice"),
         (edit(STEP, "1F1", "1F1", "1F1"), "rank 1: 1F1 occurs twice"),
-        (edit(SPLIT, "1W1"), r"rank 1: 1UPDATE@1 while W is owed for micro-batches \[1\]"),
+        (edit(SPLIT, "1W1"), r"rank 1: 1UPDATE@1 comes before W of micro-batches \[1\]"),
         (edit(SPLIT, "1W1", "1W1", "1W1"), "rank 1: 1W1 occurs twice"),
-        (swap(SPLIT, "1W1", "1UPDATE@1"), r"1UPDATE@1 while W is owed for micro-batches \[1\]"),
-        (edit(edit(SPLIT, "1W1"), "1UPDATE@1"), r"the list ends while W is owed for .*\(1, 1\)"),
+        (swap(SPLIT, "1W1", "1UPDATE@1"), r"1UPDATE@1 comes before W of micro-batches \[1\]"),
+        (edit(edit(SPLIT, "1W1"), "1UPDATE@1"), r"the list ends before W of .*\(1, 1\)"),
     ],
 )  # fmt: skip
 def test_wrong_lists_are_found_while_running(lists, message: str) -> None:
@@ -341,7 +341,7 @@ def test_versions_of_the_weights_give_the_delayed_gradient(stages, delay, each, 
     m, lr = 4 * each, 0.3
     lists = _versions_behind(stages, m, delay, each, weights)
     validate(lists, staleness=delay)
-    with pytest.raises(ValueError, match=f"{delay} versions old, allowed {delay - 1}"):
+    with pytest.raises(ValueError, match=f"{delay} versions old; at most {delay - 1} are allowed"):
         validate(lists, staleness=delay - 1)
     lists = with_comm(lists)
     made = build(stages, m, versions=delay + 1)

@@ -589,7 +589,11 @@ def test_train_and_prove_read_a_plan(tmp_path, capsys) -> None:
     assert (proof.zero, proof.schedule) == (options["zero"], options["schedule"])
     assert prove_options.parse(["--config", path, "--typecheck"]).typechecked().mesh == proof.mesh
     for parse_of, words, says in (
-        (prove_options.parse, ["--config", path, "--dp", "4096"], "of --config are more than 64"),
+        (
+            prove_options.parse,
+            ["--config", path, "--dp", "4096"],
+            "of --config exceed the limit of 64",
+        ),
         (prove_options.parse, ["--config", "missing.toml"], "missing.toml cannot be read"),
         (train_config.parse, ["--config", "missing.toml"], "missing.toml cannot be read"),
         (train_config.parse, ["--layout", "plan.json"], "layout must be one of"),

@@ -234,10 +234,11 @@ def test_the_text_page_has_a_row_for_each_layout() -> None:
     ]
     assert [*traffic] == ["tp", "cp", "pp", "dp"]
     assert (
-        "17 layouts were simulated, 2345 were compared by a bound; why others were refused:" in rows
+        "17 layouts were simulated, 2345 were compared by a bound; why others were rejected:"
+        in rows
     )
     at = rows.index(
-        "17 layouts were simulated, 2345 were compared by a bound; why others were refused:"
+        "17 layouts were simulated, 2345 were compared by a bound; why others were rejected:"
     )
     assert [row.split(maxsplit=1) for row in rows[at + 1 : -1]] == [
         ["70", "another"], ["11", "a third"], ["3", "one reason"],

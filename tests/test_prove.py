@@ -1262,7 +1262,8 @@ def test_the_line_of_a_layout_tells_it_from_every_other():
     ("argv", "message"),
     [(("--microbatches", "5"), "12 samples over dp = 1 are not divisible by 5 micro-batches\n"),
      (("--tp", "0"), "mesh axis tp must be a positive integer, got 0"),
-     (("--packed", "--typecheck"), "--packed has no effect on types: prove it with ranks"),
+     (("--packed", "--typecheck"), "--packed has no effect on types: leave it out, or "
+      "prove without --typecheck"),
      (("--tp", "2", "--overlap", "fused"), "pass --impl triton"),
      (("--tp", "2", "--device", "cuda"), f"torch {torch.__version__} sees no GPU")],
 )  # fmt: skip

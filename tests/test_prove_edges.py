@@ -181,7 +181,7 @@ def test_a_rank_proves_what_it_is_needed_for_and_rank_0_writes(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"seed": 1, "dp": 2}, "--world needs --all, --seed needs --random"),
+        ({"seed": 1, "dp": 2}, "--world requires --all, and --seed requires --random"),
         ({"all": True, "outer": 2}, "--all and --random choose the layouts"),
         ({"random": 1, "optimizer": "sgd"}, "--all and --random choose the layouts"),
         (
@@ -272,7 +272,7 @@ def test_a_planned_layout_of_up_to_64_ranks_is_proven_by_processes(tmp_path, cap
         with pytest.raises(SystemExit):
             parse(*words, **mesh)
         said = capsys.readouterr().err
-        assert f"{world} ranks of --config are more than 64 processes" in said
+        assert f"the {world} ranks of --config exceed the limit of 64 processes" in said
 
 
 def test_meshes_whose_types_cannot_be_checked_are_refused(monkeypatch) -> None:

@@ -77,13 +77,13 @@ def _attention(rows: int = 4, keys: int = 4, **layout) -> object:
         (lambda: SequenceLayout(8, 0), "parts >= 1"),
         (lambda: SequenceLayout(-1, 2), "seq_len >= 0"),
         (lambda: SequenceLayout(0, 1), None),
-        (lambda: SequenceLayout(8, 2, "balanced"), "pass chunks with"),
-        (lambda: SequenceLayout(8, 2, chunks=((0, 3), (1, 2))), "pass chunks with"),
+        (lambda: SequenceLayout(8, 2, "balanced"), "'balanced' requires chunks"),
+        (lambda: SequenceLayout(8, 2, chunks=((0, 3), (1, 2))), "other kinds do not allow"),
         (lambda: _layout((0,), (1,), (2,)), "same number of chunks for each of the 2 parts"),
         (lambda: _layout((0, 1, 2), (3,)), "same number of chunks for each of the 2 parts"),
         (lambda: _layout((), ()), "same number of chunks for each of the 2 parts"),
-        (lambda: _layout((0, 3), (1, 1)), "expected chunks 0 to 3"),
-        (lambda: _layout((0, 4), (1, 2)), "expected chunks 0 to 3"),
+        (lambda: _layout((0, 3), (1, 1)), "expected each of chunks 0 to 3 once"),
+        (lambda: _layout((0, 4), (1, 2)), "expected each of chunks 0 to 3 once"),
         (lambda: _layout((3, 0), (1, 2)), "ascending on each rank"),
         (lambda: _layout((0, 3), (1, 2)), None),
         (lambda: check_strategy("rings"), "strategy must be Links or one of"),
@@ -161,10 +161,16 @@ LINEARS = [
     for row in (
         (lambda group, f=linear: f(group), None),
         (lambda group, f=linear: f(group, b=None), None),
-        (lambda group, f=linear: f(group, x=x[0]), r"last dim of x \(of at least two\)"),
+        (lambda group, f=linear: f(group, x=x[0]), "x needs at least two dims"),
         (lambda _, f=linear: f(None, x=x[0]), None),
-        (lambda group, f=linear: f(group, x=x[:, :5]), "must equal dim 1 of the weight"),
-        (lambda group, f=linear: f(group, w=w[..., None]), "must equal dim 1 of the weight"),
+        (
+            lambda group, f=linear: f(group, x=x[:, :5]),
+            "its last dim must equal dim 1 of the weight",
+        ),
+        (
+            lambda group, f=linear: f(group, w=w[..., None]),
+            "its last dim must equal dim 1 of the weight",
+        ),
         (lambda group, f=linear: f(group, b=b[:4]), r"got bias\(4,\)"),
         (lambda group, f=linear: f(group, b=b[:, None]), r"got bias\(5, 1\)"),
     )
@@ -282,7 +288,7 @@ GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
         (lambda: _valid(microbatches=2), "micro-batch 1 has 0 F"),
         (lambda: _valid(Action(F, 0, 1), microbatches=1), "micro-batch from 0 to 0, got 1"),
         (lambda: _valid(Action(F, 0, WHOLE)), "micro-batch from 0 to 0, got -1"),
-        (lambda: _valid(Action(UPDATE, 0, 0, 1)), "concerns a whole stage"),
+        (lambda: _valid(Action(UPDATE, 0, 0, 1)), "applies to a whole stage"),
         (lambda: _valid(Action(UPDATE, 0, WHOLE, 1)), None),
         # order within a stage
         (lambda: _valid(lists=[ONE[::-1]]), "0B0 comes before 0F0"),
@@ -310,11 +316,11 @@ GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
         (lambda: _valid(lists=_replaced("1RECV_F0")), "1RECV_F0 must occur once, but"),
         (
             lambda: _valid(lists=_replaced("1B0", Action(B, 1, 0), Action(SEND_F, 1, 0))),
-            "stages 1 and 2, which are not on different ranks",
+            "stages 1 and 2, which must be on different ranks",
         ),
         (
             lambda: _valid(lists=[[*ONE, Action(F, 1, 0), Action(B, 1, 0), Action(SEND_F, 0, 0)]]),
-            "stages 0 and 1, which are not on different ranks",
+            "stages 0 and 1, which must be on different ranks",
         ),
     ]
 )
@@ -381,9 +387,9 @@ STALE = from_csv("0F0,0F1,0B0,0UPDATE@1,0B1,0UPDATE@2\n")[0]
         (lambda: _ran([*ONE, *[Action(UPDATE, 0, WHOLE, n) for n in (1, 1)]]), None),
         (
             lambda: _ran([Action(F, 0, 0), Action(I, 0, 0), Action(UPDATE, 0, WHOLE, 1)]),
-            r"UPDATE@1 while W is owed for micro-batches \[0\]",
+            r"UPDATE@1 comes before W of micro-batches \[0\]",
         ),
-        (lambda: _ran([Action(F, 0, 0), Action(I, 0, 0)]), "the list ends while W is owed"),
+        (lambda: _ran([Action(F, 0, 0), Action(I, 0, 0)]), "the list ends before W of"),
         (
             lambda: _ran(
                 [*TWO[0][:3], Action(I, 0, 0), Action(UPDATE, 1, WHOLE, 1), Action(W, 0, 0)],
@@ -395,11 +401,11 @@ STALE = from_csv("0F0,0F1,0B0,0UPDATE@1,0B1,0UPDATE@2\n")[0]
         (lambda: _ran(*gpipe(2, 1), stages=2), "2 ranks have no SEND or RECV"),
         (lambda: _ran(TWO[0], stages=2), None),
         (lambda: _ran(TWO[0], stages=1), r"expected stages \[0, 1\] .* got \[0\]"),
-        (lambda: _module(), "either inputs"),
+        (lambda: _module(), "either `inputs`"),
         (lambda: _module(inputs=[x].__getitem__), None),
         (lambda: _module(like=((2,), torch.float32, "cpu")), None),
-        (lambda: _module(inputs=[x].__getitem__, like=((2,), x.dtype, "cpu")), "either inputs"),
-        (lambda: Distributed([STALE], None), "1 versions old, allowed 0"),
+        (lambda: _module(inputs=[x].__getitem__, like=((2,), x.dtype, "cpu")), "either `inputs`"),
+        (lambda: Distributed([STALE], None), "1 versions old; at most 0 are allowed"),
         (lambda: Distributed([STALE], None, staleness=1), None),
         (lambda: _opened(TWO), None),
         (lambda: _opened([[*TWO[0]]], built=TWO), None),  # equal lists count as the same

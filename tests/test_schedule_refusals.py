@@ -111,7 +111,7 @@ ONE_OF = "expected one F and either one B or one I and one W"
         ),
         (
             lists_of("0F0 0F1 0F2 0I0 0I1 0I2 0W1 0UPDATE@1 0W0 0W2"),
-            "rank 0 position 7: 0UPDATE@1 while W is owed for micro-batches [0, 2] of stage 0",
+            "rank 0 position 7: 0UPDATE@1 comes before W of micro-batches [0, 2] of stage 0",
         ),
         (
             [*with_update(gpipe(3, 1))[:2], gpipe(3, 1)[2]],
@@ -120,23 +120,23 @@ ONE_OF = "expected one F and either one B or one I and one W"
         # ---- messages
         (
             edit(with_comm(VEE), "1F0", "1F0", "1SEND_F0"),
-            "1SEND_F0 is between stages 1 and 2, which are not on different ranks",
+            "1SEND_F0 is between stages 1 and 2, which must be on different ranks",
         ),
         (
             edit(with_comm(VEE), "0B0", "0B0", "0SEND_B0"),
-            "0SEND_B0 is between stages 0 and -1, which are not on different ranks",
+            "0SEND_B0 is between stages 0 and -1, which must be on different ranks",
         ),
         (
             edit(STEP, "0B0", "0B0", "0SEND_B0"),  # the last stage is on another rank
-            "0SEND_B0 is between stages 0 and -1, which are not on different ranks",
+            "0SEND_B0 is between stages 0 and -1, which must be on different ranks",
         ),
         (
             edit(STEP, "0F0", "0RECV_F0", "0F0"),
-            "0RECV_F0 is between stages 0 and -1, which are not on different ranks",
+            "0RECV_F0 is between stages 0 and -1, which must be on different ranks",
         ),
         (
             edit(with_comm(VEE), "3F0", "3F0", "3RECV_B0"),
-            "3RECV_B0 is between stages 3 and 4, which are not on different ranks",
+            "3RECV_B0 is between stages 3 and 4, which must be on different ranks",
         ),
         *[(edit(LONG, name), f"{name} must occur once, but occurs 0 times")
           for name in ("0SEND_F11", "1RECV_F11", "1SEND_B11", "0RECV_B11")],
@@ -195,10 +195,10 @@ def test_activations_are_counted_over_all_stages_of_a_rank() -> None:
     validate(vee, activations=4)
     for most, rank, at, action in ((3, 1, 3, "2F1"), (2, 0, 2, "3F0"), (1, 0, 1, "0F1")):
         words = f"rank {rank} position {at}: {action} makes its rank hold {most + 1}"
-        assert refusal(vee, activations=most) == f"{words} activations, allowed {most}"
+        assert refusal(vee, activations=most) == f"{words} activations; at most {most} are allowed"
     late = split_backward(gpipe(1, 3), lag=1)  # W, not I, frees an activation
     validate(late, activations=3)
-    assert "its rank hold 3 activations, allowed 2" in refusal(late, activations=2)
+    assert "its rank hold 3 activations; at most 2 are allowed" in refusal(late, activations=2)
     assert refusal(gpipe(2, 1), activations=0).startswith("rank 0 position 0: 0F0 makes its ran")
 
 

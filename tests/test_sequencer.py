@@ -195,7 +195,7 @@ def test_a_worker_of_another_model_is_refused_with_both_digests(monkeypatch):
     run = _Run(monkeypatch, ServerPlan(timeout=LONG), [hello(3, 0, other)], workers=[0])
     ((visitor, why),) = run.answers("refused", "why")
     assert visitor == 3
-    assert why.endswith(f"have digest {other[:12]}, the servers' have {DIGEST[:12]}")
+    assert why.endswith(f"have digest {other[:12]}, the servers' model has {DIGEST[:12]}")
     assert not run.answers("welcome")
 
 
@@ -481,13 +481,15 @@ def test_a_silent_server_0_and_parameters_of_another_server_are_errors(monkeypat
         run.server.serve()
     records = [*RECORDS, ParamRecord("tiny", (2,))]
     for index, held, words in (
-        (0, 1, "server 0 of 2 needs the 1 parameters .* got 2 different ones"),
-        (1, 0, "server 1 of 2 needs the 2 parameters .* got 1 different ones"),
+        (0, 1, "server 0 of 2 needs the 1 parameters .* got a different set of 2 parameters"),
+        (1, 0, "server 1 of 2 needs the 2 parameters .* got a different set of 1 parameters"),
     ):
         shard = Shard(spread(records, 2)[held], lambda r: torch.zeros(r.shape), SGD())
         with pytest.raises(ValueError, match=f"^{words}$"):
             Server(dist.HashStore(), index, ServerPlan(2), shard, records=records, lr=lambda c: 1.0)
     swapped = [ParamRecord("big", (3,)), ParamRecord("small", (4,))]
     shard = Shard(spread(swapped, 2)[0], lambda r: torch.zeros(r.shape), SGD())
-    with pytest.raises(ValueError, match=r"needs the 1 parameters .* got 1 different ones"):
+    with pytest.raises(
+        ValueError, match=r"needs the 1 parameters .* got a different set of 1 parameters"
+    ):
         Server(dist.HashStore(), 0, ServerPlan(2), shard, records=RECORDS, lr=lambda c: 1.0)

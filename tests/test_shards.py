@@ -169,7 +169,7 @@ def test_every_rank_names_the_first_parameter_that_some_rank_has_otherwise():
     for culprit in range(3):
         said = on_threads(3, _alike, culprit)
         assert len(set(said)) == 1
-        assert said[0].startswith("1.bias: the ranks hold different numbers")
+        assert said[0].startswith("1.bias: the ranks hold different values")
 
 
 def _groups(mesh) -> tuple:

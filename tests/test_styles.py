@@ -489,7 +489,7 @@ def test_what_a_style_cannot_do_is_one_line(two):
         "ColwiseParallel: output_layouts cannot be P(sum)",
         "ColwiseParallel: input_layouts S(2) is not a dim of a tensor with 2 dims",
         "RowwiseParallel: output_layouts S(-3) is not a dim of a tensor with 2 dims",
-        "3 tokens (dim 0 of x) are not divisible by the 2 tensor ranks",
+        "3 tokens (dim 0 of x) are not divisible by the 2 tensor-parallel ranks",
         "ColwiseParallel: input_layouts S(0): 3 is not divisible by 2 ranks",
         "ColwiseParallel: input_layouts S(-1): 5 is not divisible by 2 ranks",
         "ColwiseParallel shards Linear or Embedding, not Own",
@@ -497,8 +497,8 @@ def test_what_a_style_cannot_do_is_one_line(two):
         "an embedding with max_norm, scale_grad_by_freq or sparse cannot be sharded",
         "SequenceParallel: S(1) is the feature dim of a tensor with 2 dims",
         "SequenceParallel: sequence_dim S(2) is not a dim of a tensor with 2 dims",
-        "Linear: x[3, 4] has 2 dims, but a sequence is sharded along dim 1 of 3",
-        "Linear: x[3, 4] has 2 dims, but a sequence is sharded along dim 1 of 3",
+        "Linear: x[3, 4] has 2 dims, but sequences are sharded along dim 1 of a 3-D",
+        "Linear: x[3, 4] has 2 dims, but sequences are sharded along dim 1 of a 3-D",
         "5 tokens are not divisible by 2, as sequence parallelism requires",
     )
     for rank in two:

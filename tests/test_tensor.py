@@ -126,7 +126,7 @@ def test_errors_name_the_constraint_and_the_values() -> None:
         with pytest.raises(ValueError, match=r"x torch.float32, weight torch.float64"):
             linear(x.float(), w, b, group=None)
     ids = torch.tensor([0, VOCAB])
-    with pytest.raises(ValueError, match=r"14 rows on each of 1 tensor ranks .* of 13"):
+    with pytest.raises(ValueError, match=r"14 rows on each of 1 tensor-parallel ranks .* of 13"):
         tensor.vocab_parallel_embedding(ids, draw(1, 14, E), group=None, vocab_size=VOCAB)
     with pytest.raises(RuntimeError, match=r"an id is outside \[0, 13\)"):
         tensor.vocab_parallel_embedding(ids, draw(1, VOCAB, E), group=None, vocab_size=VOCAB)
@@ -157,7 +157,7 @@ def _refused(rank: int) -> None:
             draw(1, 11, 4), draw(2, 3, 4), group=group, sequence_parallel=True
         )
     with pytest.raises(
-        ValueError, match=rf"T divisible by the {ranks} tensor ranks, got ids\(11,\)"
+        ValueError, match=rf"T divisible by the {ranks} tensor-parallel ranks, got ids\(11,\)"
     ):
         tensor.vocab_parallel_embedding(
             labels[:11],

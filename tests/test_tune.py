@@ -204,8 +204,11 @@ def test_rows_replace_those_of_their_key_only(tmp_path) -> None:
         (["--head-dims", "64", "257"], "head dims must be 1..256, got [257]"),
         (["--steps", "0"], "steps must be 1 or 2, got 0"),
         (["--minutes", "0"], "minutes must be in (0, 1440], got 0.0"),
-        (["--dry"], "without TRITON_INTERPRET; unset it"),
-        (["--target", "sm_80"], "--target sm_80 requires --dry: this GPU would be tuned"),
+        (["--dry"], "needs Triton with TRITON_INTERPRET unset"),
+        (
+            ["--target", "sm_80"],
+            "--target sm_80 requires --dry: without it, tune measures this GPU",
+        ),
         (["--dry", "--kernels"], "nothing to tune: --kernels, --dtypes, or --head-dims is empty"),
     ],
 )

@@ -173,7 +173,7 @@ def _versions_of_shards(mesh: ConnectedMesh) -> None:
             with pytest.raises(ValueError, match=rf"^versions must be at least 1, .* got {count}$"):
                 flat.keep_versions(count)
         flat.keep_versions(1)
-        words = None if zero < 3 else r"and 1 if ZeRO 3 shards parameters, got 2$"
+        words = None if zero < 3 else r"and exactly 1 if ZeRO 3 shards parameters, got 2$"
         check(lambda flat=flat: flat.keep_versions(2), words)
 
 
@@ -333,7 +333,7 @@ def _written(mesh: ConnectedMesh) -> None:
     record = ParamRecord("w", (4, 6), (Cut("tp", 1, 2),))
     unit = make_unit("u", [(record, nn.Parameter(torch.zeros(4, 3)))], mesh)
     for shape in ((4, 6), (3, 4), (12,)):
-        words = rf"^w: expected shape \(4, 3\) of grad .* got \({shape[0]},"
+        words = rf"^w: expected grad of shape \(4, 3\) on this rank, got \({shape[0]},"
         check(lambda s=shape: unit.write("grad", lambda record: torch.zeros(s)), words)
     unit.write("grad", lambda record: torch.ones(4, 3))
     assert unit.gradients.reduced.sum() == 12

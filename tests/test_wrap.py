@@ -175,7 +175,7 @@ def test_pipeline_refuses_what_does_not_fit():
     one, batch = Mesh().seen_from(0), torch.zeros(6, WIDTH, dtype=torch.float64)
     for modules, options, message in (
         (tied, {}, r"stage 1 shares \S+ with stage 0"),
-        ([], {}, r"modules \(0\) must be divisible by pp = 1"),
+        ([], {}, r"the number of modules \(0\) must be a positive multiple of pp = 1"),
         (stages(1), {"schedule": "pipedream"}, "pipedream updates weights within a step"),
         (stages(3), {"schedule": "1f1b"}, "chunks = 1 stages per rank, got 3"),
         ([nn.Identity()], {}, "has no parameter that requires a gradient"),

@@ -309,7 +309,8 @@ def attention_delta(
     impl = choose(impl, o, do, dlse)
     if o.ndim != 4 or do.shape != o.shape:
         raise ValueError(
-            f"o and do must have one shape [B, S, H, D], got {tuple(o.shape)} and {tuple(do.shape)}"
+            f"`o` and `do` must have the same shape [B, S, H, D], got {tuple(o.shape)} and "
+            f"{tuple(do.shape)}"
         )
     B, S, H, D = o.shape
     if dlse is not None and dlse.shape != (B, H, S):

@@ -200,16 +200,15 @@ def _checked_runs(name: str, runs: Runs | None, length: int) -> tuple[Run, ...] 
         found = (Run(-1, -1),)
     if len(found) > 2 or any(start < 0 or n < 0 or by < 1 for start, n, by in found):
         raise ValueError(
-            f"{name} must be at most two (start >= 0, length >= 0, stripes >= 1 or left out), "
-            f"got {runs}"
+            f"{name} must be at most two runs (start >= 0, length >= 0[, stripes >= 1]), got {runs}"
         )
     if any(n >= 2**62 for run in found for n in run):  # an operator accepts 64 bits
-        raise ValueError(f"the numbers of {name} must lie below 2**62, got {runs}")
+        raise ValueError(f"the numbers in {name} must be below 2**62, got {runs}")
     if sum(run.length for run in found) != length:
-        raise ValueError(f"the lengths of {name} {runs} must add up to the {length} rows")
+        raise ValueError(f"the lengths in {name} must add up to {length} rows, got {runs}")
     first, last = (found[0], found[-1]) if found else (Run(0, 0), Run(0, 0))
     if first.stripes != last.stripes and first.length and last.length:
-        raise ValueError(f"both {name} must have the same number of stripes, got {runs}")
+        raise ValueError(f"both runs in {name} must have the same number of stripes, got {runs}")
     return found
 
 
@@ -264,12 +263,12 @@ def check_boundaries(options: AttentionOptions, queries: int, keys: int) -> None
         raise ValueError(_boundaries_of_each(documents))
     if (ends < end).any() or (whole and (ends > end).any()):
         raise ValueError(
-            f"documents must be boundaries up to {end}{'' if whole else ' or more'}, where the "
-            f"sequence ends (padding is also a document), got {documents.tolist()}"
+            f"documents must end at {'' if whole else 'or after '}{end}, the end of the sequence "
+            f"(padding counts as a document), got {documents.tolist()}"
         )
     if apart and whole and (bounds[:, 1, -1] > keys).any():
         raise ValueError(
-            f"documents of the {keys} keys must not go beyond them, got {bounds[:, 1].tolist()}"
+            f"documents must not extend past the {keys} keys, got {bounds[:, 1].tolist()}"
         )
 
 
@@ -290,8 +289,9 @@ def _end(runs: Sequence[Run] | None, rows: int) -> int:
 
 def _boundaries_of_each(documents: torch.Tensor) -> str:
     return (
-        f"documents must be boundaries, not the document of each of the {documents.shape[-1]} "
-        f"tokens, got {[*documents.shape]}; if there are as many boundaries, repeat the last one"
+        f"documents must be boundaries, not one document id for each of the {documents.shape[-1]} "
+        f"tokens, got {[*documents.shape]}; to pass exactly that many boundaries, repeat the last "
+        "one"
     )
 
 
@@ -324,7 +324,7 @@ def check_attention(
     (B, _, Hq, D), Hkv = q.shape, k.shape[2]
     if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D:
         raise ValueError(
-            f"k and v must have one shape [{B}, Sk, Hkv, {D}] for q {tuple(q.shape)}, "
+            f"k and v must have the same shape [{B}, Sk, Hkv, {D}] for q {tuple(q.shape)}, "
             f"got {tuple(k.shape)} and {tuple(v.shape)}"
         )
     heads_per_kv_head(Hq, Hkv)
@@ -332,8 +332,8 @@ def check_attention(
         raise ValueError(f"head_dim must be in 1..{MAX_HEAD_DIM}, got {D}")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS:
         raise ValueError(
-            f"q, k, v must have one floating dtype of at least 16 bits, got {q.dtype}, {k.dtype}, "
-            f"{v.dtype}"
+            f"q, k, v must have the same floating dtype of at least 16 bits, got {q.dtype}, "
+            f"{k.dtype}, {v.dtype}"
         )
     if sinks is not None and (sinks.shape != q.shape[2:3] or not sinks.is_floating_point()):
         raise ValueError(
@@ -404,17 +404,20 @@ def check_carried(
     if into is None:
         return
     if isinstance(into, torch.Tensor) or len(into) != 2:
-        raise ValueError(f"into must be (o, lse), got {type(into).__name__} of {len(into)}")
+        raise ValueError(f"`into` must be (o, lse), got {type(into).__name__} of {len(into)}")
     if sinks is not None or out_dtype is not None:
-        raise ValueError("into excludes sinks and out_dtype: start lse from the sinks instead")
+        raise ValueError(
+            "`into` cannot be combined with `sinks` or `out_dtype`: start lse from the sinks "
+            "instead"
+        )
     o, lse = into
     choose("torch", q, o, lse)
     _check_into("o", o, q)
     B, S, H, _ = q.shape
     if lse.shape != (B, H, S) or lse.dtype != compute_dtype(q) or not lse.is_contiguous():
         raise ValueError(
-            f"lse to add to must be contiguous {compute_dtype(q)} of shape {(B, H, S)}, "
-            f"got {lse.dtype} {tuple(lse.shape)} of strides {lse.stride()}"
+            f"the lse to accumulate into must be a contiguous {compute_dtype(q)} tensor of shape "
+            f"{(B, H, S)}, got {lse.dtype} {tuple(lse.shape)}, strides {lse.stride()}"
         )
 
 
@@ -423,7 +426,7 @@ def check_carried_gradients(
 ) -> None:
     """Raise ValueError unless each of `into` = (dq, dk, dv) is None or can be added to."""
     if (into[1] is None) != (into[2] is None):
-        raise ValueError("into must have both dk and dv or neither")
+        raise ValueError("`into` must contain both dk and dv, or neither")
     choose("torch", q, *into)
     for name, x, like in zip(("dq", "dk", "dv"), into, (q, k, v)):
         if x is not None:
@@ -438,9 +441,9 @@ def _check_into(name: str, into: torch.Tensor, like: torch.Tensor) -> None:
     fits = into.shape == like.shape and into.dtype == dtype
     if not fits or (into.numel() and into.stride(-1) != 1) or into.requires_grad:
         raise ValueError(
-            f"{name} to add to must be {dtype} of shape {tuple(like.shape)} with stride 1 in the "
-            f"last dim and no gradient, got {into.dtype} {tuple(into.shape)} of strides "
-            f"{into.stride()}"
+            f"the {name} to accumulate into must be {dtype} of shape {tuple(like.shape)} with "
+            f"stride 1 in the last dim, and must not require grad; got {into.dtype} "
+            f"{tuple(into.shape)}, strides {into.stride()}"
         )
 
 

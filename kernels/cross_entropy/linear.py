@@ -308,5 +308,5 @@ def check_linear_cross_entropy(
             f"{name} needs labels int64{[*tokens]}, got {labels.dtype} {[*labels.shape]}"
         )
     if not (x.is_floating_point() and weight.is_floating_point()):
-        raise ValueError(f"{name} needs floating point, got x {x.dtype}, weight {weight.dtype}")
+        raise ValueError(f"{name} needs float dtypes, got x {x.dtype}, weight {weight.dtype}")
     return operand_dtype(name, x, {"weight": weight})

@@ -81,13 +81,13 @@ class Epilogue(NamedTuple):
         made = shape[0], self.columns(shape[1])
         if made[1] < shape[1] and shape[1] % 2:
             raise ValueError(
-                f"{self.activation} needs b[K, 2F] of gate, up pairs, got N = {shape[1]}"
+                f"{self.activation} needs b[K, 2F] of (gate, up) pairs, got N = {shape[1]}"
             )
         if self.save_z and self.activation is None:
             raise ValueError("save_z=True requires an activation, but activation is None")
         if self.residual is not None and self.residual.shape != made:
             raise ValueError(
-                f"residual must be {[*made]} like the result, got {[*self.residual.shape]}"
+                f"residual must have the result's shape {[*made]}, got {[*self.residual.shape]}"
             )
         return self._replace(drop=check_drop(self.drop, torch.Size(made[:1])))
 

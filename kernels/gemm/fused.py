@@ -50,10 +50,10 @@ def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) 
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"need a[M, K] and b[K, N], got {[*a.shape]} and {[*b.shape]}")
     if a.dtype != b.dtype or a.dtype not in FLOATS:
-        raise ValueError(f"a and b must have one floating dtype, got {a.dtype} and {b.dtype}")
+        raise ValueError(f"a and b must have the same float dtype, got {a.dtype} and {b.dtype}")
     if bias is not None and (bias.shape != b.shape[1:] or bias.dtype not in FLOATS):
         raise ValueError(
-            f"bias must be floating and [N] of b {[*b.shape]}, got {bias.dtype} {[*bias.shape]}"
+            f"bias must be a float [N] for b[K, N] = {[*b.shape]}, got {bias.dtype} {[*bias.shape]}"
         )
 
 
@@ -61,7 +61,7 @@ def check_result(a: torch.Tensor, dtype: torch.dtype | None) -> None:
     """Raise ValueError unless a product with `a` can have this dtype; None is the dtype of `a`."""
     if dtype is not None and dtype not in (a.dtype, compute_dtype(a)):
         raise ValueError(
-            f"the product of {a.dtype} can be {a.dtype} or {compute_dtype(a)}, but not {dtype}"
+            f"the result for {a.dtype} inputs must be {a.dtype} or {compute_dtype(a)}, got {dtype}"
         )
 
 

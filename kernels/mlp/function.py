@@ -282,7 +282,9 @@ def check_mlp(
     if down_bias is not None and down_bias.shape != (E,):
         raise ValueError(f"{name}: down_bias must be [{E}], got {[*down_bias.shape]}")
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"{name}: residual must be {[*x.shape]} like x, got {[*residual.shape]}")
+        raise ValueError(
+            f"{name}: residual must have x's shape {[*x.shape]}, got {[*residual.shape]}"
+        )
 
 
 def gelu_mlp(

@@ -260,7 +260,7 @@ def hidden_bwd(
     T, F = dy.shape[0], down_weight.shape[1]
     if z.shape != (T, 2 * F if gated else F) or z.dtype != here.dtype:
         raise ValueError(
-            f"z must be {here.dtype} {[T, 2 * F if gated else F]} for {activation} of "
+            f"z must be {here.dtype} {[T, 2 * F if gated else F]} for {activation} with "
             f"dy {[*dy.shape]} and down_weight {[*down_weight.shape]}, got {z.dtype} {[*z.shape]}"
         )
     if impl == "torch" or isinstance(dy, Gathering):

@@ -194,11 +194,11 @@ def norm_bwd(
     drop = check_norm(s, weight, None, Terms(drop=drop)).drop
     for name, gradient in (("dy", dy), ("ds", ds)):
         if gradient is not None and gradient.shape != s.shape:
-            raise ValueError(f"{name} must be like s {[*s.shape]}, got {[*gradient.shape]}")
+            raise ValueError(f"{name} must have s's shape {[*s.shape]}, got {[*gradient.shape]}")
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         if statistic is not None and statistic.shape != s.shape[:-1]:
             raise ValueError(
-                f"{name} must be {[*s.shape[:-1]]} of s {[*s.shape]}, got {[*statistic.shape]}"
+                f"{name} must be {[*s.shape[:-1]]} for s {[*s.shape]}, got {[*statistic.shape]}"
             )
     wanted = WantedGradients(bias, x_bias, x_dtype or s.dtype, residual_dtype)
     if impl == "torch":

@@ -89,14 +89,16 @@ def check_norm(
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0, got {eps}")
     if weight is None:
-        raise ValueError("weight must be [E] of x[..., E], got None: pass ones(E) for no scale")
+        raise ValueError("weight must be [E] for x[..., E], got None: pass ones(E) for no scale")
     if x.ndim == 0 or weight.shape != x.shape[-1:] or x.shape[-1] == 0:
-        raise ValueError(f"weight must be [E] of x[..., E], got {[*weight.shape]}, x {[*x.shape]}")
+        raise ValueError(
+            f"weight must be [E] for x[..., E], got weight {[*weight.shape]}, x {[*x.shape]}"
+        )
     for name, v in (("bias", bias), ("x_bias", x_bias)):
         if v is not None and v.shape != weight.shape:
-            raise ValueError(f"{name} must be like weight {[*weight.shape]}, got {[*v.shape]}")
+            raise ValueError(f"{name} must have weight's shape {[*weight.shape]}, got {[*v.shape]}")
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual must be like x {[*x.shape]}, got {[*residual.shape]}")
+        raise ValueError(f"residual must have x's shape {[*x.shape]}, got {[*residual.shape]}")
     given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "x_bias": x_bias}
     for name, v in given.items():
         if v is not None and not v.dtype.is_floating_point:

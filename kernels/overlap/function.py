@@ -166,7 +166,7 @@ def gemm_reduce_scatter_steps(
     """`gemm_reduce_scatter`, launch by launch."""
     name, world = "gemm_reduce_scatter", memory.world
     if a.shape[0] % world:
-        raise ValueError(f"{name}: the rows of a {[*a.shape]} are not divisible by {world} ranks")
+        raise ValueError(f"{name}: dim 0 of `a` {[*a.shape]} is not divisible by {world} ranks")
     epilogue = _checked(a, b, epilogue, a.shape[0] // world)
     return scatter_steps(a, b, memory, epilogue, owners=world, name=name)
 

@@ -134,7 +134,7 @@ class SymmetricMemory:
         where = f"{Signature.of(own).name} on rank {self.rank} of {self.world}, epoch {epoch}"
         if theirs != own:
             raise ValueError(
-                f"{where}: rank {source} is in {Signature.of(theirs)}, but this rank is in "
+                f"{where}: rank {source} runs {Signature.of(theirs)}, but this rank runs "
                 f"{Signature.of(own)}"
             )
         if epoch:

@@ -304,7 +304,7 @@ def qkv_bwd(
         or (dq.shape[2] % dk.shape[2] if dk.shape[2] else dq.shape[2])
     ):
         raise ValueError(
-            f"dq[B, S, H, D] and dk, dv[B, S, Hkv, D] do not fit: got {[*dq.shape]} {dq.dtype}, "
+            f"dq[B, S, H, D] and dk, dv[B, S, Hkv, D] do not match: got {[*dq.shape]} {dq.dtype}, "
             f"{[*dk.shape]} {dk.dtype} and {[*dv.shape]} {dv.dtype}"
         )
     (B, S, heads, D), kv_heads = dq.shape, dk.shape[2]

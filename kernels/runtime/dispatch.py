@@ -87,7 +87,7 @@ def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
         elif tensor.device != device:
             raise ValueError(f"all tensors must be on one device, got {device} and {tensor.device}")
     if device is None:
-        raise ValueError("choose needs at least one tensor")
+        raise ValueError("choose() needs at least one tensor")
     if impl == "torch" or (impl is None and device.type != "cuda"):
         return "torch"
     if not HAS_TRITON:
@@ -142,8 +142,8 @@ def refuse_graph(name: str, *given: object) -> None:
     if wants_gradient(*given):
         shapes = [[*x.shape] for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
         raise ValueError(
-            f"{name} has no gradient, but an argument {shapes[0]} requires one: call it under "
-            "torch.no_grad(), or use the differentiable function"
+            f"{name} has no gradient, but an argument of shape {shapes[0]} requires grad: call it "
+            "under torch.no_grad(), or use the differentiable function"
         )
 
 
@@ -214,7 +214,7 @@ def check_written(name: str, x: torch.Tensor) -> None:
     """Raise ValueError if elements of x, which is written to, share memory (an expanded view)."""
     if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride())):
         raise ValueError(
-            f"{name} is written to, so its elements must not share memory; got {[*x.shape]} of "
+            f"{name} is written to, so its elements must not share memory; got {[*x.shape]} with "
             f"strides {x.stride()}"
         )
 

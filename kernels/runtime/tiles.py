@@ -161,8 +161,8 @@ def own_rows(name: str) -> tuple[TileRow, ...]:
     stale = {row.triton for row in rows if row.triton != triton.__version__}
     if stale:
         warnings.warn(
-            f"the table has tiles for {name} measured with Triton {', '.join(sorted(stale))}, but "
-            f"this is {triton.__version__}: they are ignored; rerun `warpweave tune`",
+            f"ignoring the table's tiles for {name}: they were measured with Triton "
+            f"{', '.join(sorted(stale))}, but this is {triton.__version__}; rerun `warpweave tune`",
             stacklevel=2,
         )
     return tuple(row for row in rows if row.triton not in stale)

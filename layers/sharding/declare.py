@@ -84,7 +84,7 @@ def _read(entry: str, dims: Dims, axes: Axes) -> list[_Dim | None]:
         parts = [re.fullmatch(_PART, part) for part in (group or name).split()]
         if not all(parts):
             raise ValueError(
-                f"plan[{entry!r}]: {dims!r} can contain names, name=size and one ..., got "
+                f"plan[{entry!r}]: {dims!r} may contain only names, name=size and one '...', got "
                 f"{group or name!r}"
             )
         first, *others = [_tuple(axes.get(part["name"])) for part in parts if part]
@@ -195,7 +195,7 @@ def shard(
     text = " ".join(dims for dims in plan.values() if isinstance(dims, str))
     unknown = set(axes) - set(re.findall(r"[^\s()=]+", text))
     if unknown:
-        raise ValueError(f"axes: no entry of the plan names {sorted(unknown)}")
+        raise ValueError(f"axes: {sorted(unknown)} do not occur in the plan")
     unused = dict.fromkeys(entries)
     _shard_tensors(model, entries, mesh, unused)
     _shard_activations(model, entries, mesh, unused)
@@ -275,7 +275,9 @@ def _shard_activations(
                 continue
             signature = inspect.signature(module.forward)
             if argument not in signature.parameters:
-                raise ValueError(f"{what}: the forward's arguments are {[*signature.parameters]}")
+                raise ValueError(
+                    f"{what}: forward has only the arguments {[*signature.parameters]}"
+                )
             module.register_forward_pre_hook(
                 _on_argument(put, argument, signature), with_kwargs=True
             )

@@ -131,7 +131,7 @@ def check_alike(parameters: Iterable[tuple[str, nn.Parameter]], groups: Groups) 
     for (name, _), alike in zip(named, _alike(sums, groups), strict=True):
         if not alike:
             raise ValueError(
-                f"{name}: the ranks hold different numbers: load the same weights, or call "
+                f"{name}: the ranks hold different values: load the same weights, or call "
                 "torch.manual_seed, on every rank"
             )
 

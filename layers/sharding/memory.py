@@ -306,7 +306,7 @@ class OneMemory(TorchFunctionMode):
             if not _runs_on_parts(name, args, kwargs):
                 return self._on_whole(func, args, kwargs)
         elif func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise ValueError("x.data = y of a DTensor has no effect: write x.copy_(y)")
+            raise ValueError("x.data = y has no effect if x is a DTensor: write x.copy_(y)")
         return self._on_parts(func, args, kwargs, tensors)
 
     def _on_parts(self, func: Any, args: tuple, kwargs: dict, tensors: list[DTensor]) -> Any:
@@ -387,7 +387,8 @@ class OneMemory(TorchFunctionMode):
         for x, new in zip(tree_leaves(out), tree_leaves(results), strict=True):
             if x.shape != new.shape:
                 raise ValueError(
-                    f"out= of a DTensor has shape {tuple(x.shape)}, expected {tuple(new.shape)}"
+                    f"expected out= of shape {tuple(new.shape)}, got a DTensor of shape "
+                    f"{tuple(x.shape)}"
                 )
             self._call(Tensor.copy_, (x, new), {})
         return out

@@ -117,7 +117,9 @@ def traffic(
                     far.carry(source // node, dest // node, stop - start)
         for rank, (_, receives) in enumerate(rounds):
             if near.into[rank] != sum(r.stop - r.start for r in receives):
-                raise ValueError(f"round {step}: rank {rank} does not receive what it is sent")
+                raise ValueError(
+                    f"round {step}: rank {rank} does not receive exactly what is sent to it"
+                )
             added = max(added, sum(r.stop - r.start for r in receives if r.adds))
         if not near.busiest:
             continue

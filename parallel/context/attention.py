@@ -184,7 +184,7 @@ def _least_exposed(
         least = min(costs, key=lambda cost: cost.memory)
         raise ValueError(
             f"no strategy fits into Links.memory = {links.memory} bytes; {least.strategy!r} needs "
-            f"the least, {least.memory}"
+            f"the least, {least.memory} bytes"
         )
     return taken.strategy
 

@@ -74,7 +74,7 @@ class OuterRule:
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise ValueError(f"replicas must meet every n >= 1 steps, got {self.every}")
+            raise ValueError(f"the outer interval must be at least 1 step, got {self.every}")
         if self.fragments < 1 or self.every % self.fragments:
             raise ValueError(
                 f"the outer interval of {self.every} steps is not divisible by fragments = "

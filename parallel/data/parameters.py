@@ -124,7 +124,8 @@ class FlatParameters:
         """
         if count < 1 or (count > 1 and self.shard is not None):
             raise ValueError(
-                f"versions must be at least 1, and 1 if ZeRO 3 shards parameters, got {count}"
+                "versions must be at least 1, and exactly 1 if ZeRO 3 shards parameters, got "
+                f"{count}"
             )
         self._versions = count
 

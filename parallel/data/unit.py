@@ -193,7 +193,7 @@ class Unit:
             if tuple(local.shape) != record.local_shape:
                 held, given = record.local_shape, tuple(local.shape)
                 raise ValueError(
-                    f"{record.name}: expected shape {held} of {kind} on this rank, got {given}"
+                    f"{record.name}: expected {kind} of shape {held} on this rank, got {given}"
                 )
             at = self.layout.offsets[record.name]
             start, stop = max(own.start - at, 0), min(own.stop - at, local.numel())

@@ -179,7 +179,7 @@ def execute(
 def _check_closed(rank: int, state: _RankState) -> None:
     if state.owed:
         raise RuntimeError(
-            f"rank {rank}: the list ends while W is owed for (stage, mb) {sorted(state.owed)}"
+            f"rank {rank}: the list ends before W of (stage, mb) {sorted(state.owed)}"
         )
     if state.held:
         raise RuntimeError(
@@ -244,9 +244,7 @@ def _run_rank(
         else:
             if op == UPDATE and any(stage_ == s for stage_, _ in owed):
                 late = sorted(mb for stage_, mb in owed if stage_ == s)
-                raise RuntimeError(
-                    f"rank {rank}: {action} while W is owed for micro-batches {late}"
-                )
+                raise RuntimeError(f"rank {rank}: {action} comes before W of micro-batches {late}")
             _run_on_whole(stage, op)
             if op == UPDATE:
                 state.newest[s] = ver

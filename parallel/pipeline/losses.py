@@ -39,7 +39,7 @@ def split_losses(output: Output) -> tuple[Tensor | None, Losses]:
         if not isinstance(value, Tensor) or value.ndim or value.dtype.itemsize < 4:
             found = (value.dtype, [*value.shape]) if isinstance(value, Tensor) else (value,)
             raise ValueError(
-                f"the loss {name!r} must be a 0-dim tensor of 32 bits or more, because it is "
+                f"the loss {name!r} must be a 0-dim tensor of at least 32 bits, because it is "
                 f"summed in its dtype; got {' '.join(map(str, found))}"
             )
     return y, losses

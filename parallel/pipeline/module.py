@@ -59,7 +59,7 @@ class ModuleStage:
         versions: int = 1,
     ) -> None:
         if (inputs is None) == (like is None):
-            raise ValueError("pass either inputs (first stage) or like (other stages)")
+            raise ValueError("pass either `inputs` (first stage) or `like` (other stages)")
         self.module, self.tied, self.optimizer, self.group = module, tied, optimizer, group
         self.losses: dict[int, Losses] = {}
         self._inputs, self._like, self._loss = inputs, like, loss

@@ -130,7 +130,9 @@ def _check_cells(actions: list[Action]) -> None:
 def _check_activations(actions: list[Action], most: int) -> None:
     for a, held in zip(actions, held_activations(actions)):
         if held > most:
-            raise _WrongError(a, f" makes its rank hold {held} activations, allowed {most}")
+            raise _WrongError(
+                a, f" makes its rank hold {held} activations; at most {most} are allowed"
+            )
 
 
 def _check_compute(s: int, actions: list[Action], m: int, rank_of: list[int]) -> None:
@@ -147,7 +149,7 @@ def _check_compute(s: int, actions: list[Action], m: int, rank_of: list[int]) ->
             raise _WrongError(a, f": expected a micro-batch from 0 to {m - 1}, got {a.mb}")
         if a.op not in COMPUTE + SENDS + RECEIVES and a.mb != WHOLE:
             raise _WrongError(
-                a, f": {a.op} concerns a whole stage, so its micro-batch must be {WHOLE}"
+                a, f": {a.op} applies to a whole stage, so its micro-batch must be {WHOLE}"
             )
     read = {a.mb: a.ver for a in actions if a.op == F}
     for a in actions:
@@ -176,7 +178,7 @@ def _check_versions(s: int, actions: list[Action], staleness: int) -> None:
                 raise _WrongError(a, f" produces version {a.ver} after version {newest}")
             if owed:
                 raise _WrongError(
-                    a, f" while W is owed for micro-batches {sorted(owed)} of stage {s}"
+                    a, f" comes before W of micro-batches {sorted(owed)} of stage {s}"
                 )
             if not gradients:
                 raise _WrongError(a, " has no gradient to apply")
@@ -184,8 +186,8 @@ def _check_versions(s: int, actions: list[Action], staleness: int) -> None:
             if newest - oldest.ver > staleness:
                 raise _WrongError(
                     a,
-                    f" applies the gradient of {oldest}, {newest - oldest.ver} versions old, "
-                    f"allowed {staleness}",
+                    f" applies the gradient of {oldest}, {newest - oldest.ver} versions old; "
+                    f"at most {staleness} are allowed",
                 )
             newest, gradients = a.ver, []
     if newest and gradients:
@@ -229,7 +231,7 @@ def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
         peer = a.stage + AFTER[a.op]
         if not 0 <= peer < len(rank_of) or rank_of[peer] == rank_of[a.stage]:
             raise ValueError(
-                f"{a} is between stages {a.stage} and {peer}, which are not on different ranks"
+                f"{a} is between stages {a.stage} and {peer}, which must be on different ranks"
             )
         if a.op in SENDS:
             sent.setdefault(link(a, rank_of), []).append(a)

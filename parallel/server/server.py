@@ -179,7 +179,7 @@ class Server:
         if {r.name for r in own} != {r.name for r in held}:
             raise ValueError(
                 f"server {index} of {plan.servers} needs the {len(own)} parameters that `spread` "
-                f"assigns to it, got {len(held)} different ones"
+                f"assigns to it, got a different set of {len(held)} parameters"
             )
         self.index, self.plan, self.shard, self.lr = index, plan, shard, lr
         self.notes = notes if notes is not None else Notes()
@@ -359,7 +359,7 @@ class Server:
         if request["digest"] != self._digest:
             why = (
                 f"this worker has a different model: its names, shapes and dtype have digest "
-                f"{request['digest'][:12]}, the servers' have {self._digest[:12]}"
+                f"{request['digest'][:12]}, the servers' model has {self._digest[:12]}"
             )
             return self._mail(visitor, op="refused", why=why)
         worker, here = request["worker"], set(self._visitors.values())

@@ -194,7 +194,7 @@ def row_parallel_linear(
     if sequence_parallel and x.shape[0] % group_size(group):
         raise ValueError(
             f"row_parallel_linear on rank {group_rank(group)}: {x.shape[0]} tokens (dim 0 of x) "
-            f"are not divisible by the {group_size(group)} tensor ranks"
+            f"are not divisible by the {group_size(group)} tensor-parallel ranks"
         )
     ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x)
     return _RowParallelLinear.apply(x, weight, bias, dtype, ranks)
@@ -210,8 +210,8 @@ def _check_linear(
     """Return the dtype to compute in. Raise ValueError if shapes or dtypes do not match."""
     if (x.dim() < 2 and group is not None) or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{name} on rank {group_rank(group)}: the last dim of x (of at least two) must "
-            f"equal dim 1 of the weight, got x{tuple(x.shape)} and weight{tuple(weight.shape)}"
+            f"{name} on rank {group_rank(group)}: x needs at least two dims, and its last dim "
+            f"must equal dim 1 of the weight; got x{tuple(x.shape)} and weight{tuple(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(

@@ -68,8 +68,8 @@ def parallel_mlp(
     ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, impl=impl)
     if group is not None and x.ndim < 2:
         raise ValueError(
-            f"{ranks.name('mlp')}: tensor ranks need x[..., E] with at least two dims, got "
-            f"{[*x.shape]}"
+            f"{ranks.name('mlp')}: tensor-parallel ranks need x[..., E] with at least two dims, "
+            f"got {[*x.shape]}"
         )
     return mlp(
         x, up_weight, down_weight, up_bias, down_bias, activation=activation, residual=residual,

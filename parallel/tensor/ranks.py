@@ -329,7 +329,7 @@ def tensor_ranks(
         return LOCAL
     if word == "fused":
         if workspace is None:
-            raise ValueError("overlap='fused' needs the workspace of the group, got None")
+            raise ValueError("overlap='fused' needs the group's workspace, got None")
         if x is not None:
             check_fusing(choose(impl, x))
     return TensorRanks(group, sequence_parallel, word, workspace if word == "fused" else None)

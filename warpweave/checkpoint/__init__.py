@@ -25,7 +25,7 @@ On disk::
 
 The rename makes a step visible completely or not at all. Opening first verifies everything (folder
 listing, manifest digest and schema, sizes, safetensors headers, SHA-256 of every file), and only
-then returns tensors. Nothing is ever unpickled, links are refused, and no name in a manifest can
+then returns tensors. Nothing is ever unpickled, links are rejected, and no name in a manifest can
 point outside the folder. A digest detects damage, not forgery: anyone who can write a complete,
 consistent checkpoint can choose its numbers, but cannot run code.
 

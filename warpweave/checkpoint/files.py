@@ -105,7 +105,7 @@ def open_regular(path: Path) -> int:
     except OSError as error:
         link = error.errno == errno.ELOOP
         raise CheckpointError(
-            f"{path} is a link (links are refused)" if link else f"{path}: {error.strerror}"
+            f"{path} is a link (links are rejected)" if link else f"{path}: {error.strerror}"
         ) from None
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)

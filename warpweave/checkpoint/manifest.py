@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not os.path.lexists(folder):
         raise CheckpointError(f"{folder} does not exist")
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
-        raise CheckpointError(f"{folder} is not a folder (links are refused)")
+        raise CheckpointError(f"{folder} is not a folder (links are rejected)")
     path = folder / MANIFEST
     data = read_at_most(path, _MAX_BYTES)
     _count_values(data, path)

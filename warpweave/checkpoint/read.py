@@ -240,7 +240,7 @@ def _check_listing(folder: Path, files: dict[str, FileEntry]) -> dict[str, tuple
         if name not in found:
             raise CheckpointError(f"{path} is missing")
         if not stat.S_ISREG(found[name].st_mode):
-            raise CheckpointError(f"{path} is not a regular file (links are refused)")
+            raise CheckpointError(f"{path} is not a regular file (links are rejected)")
         if found[name].st_size != entry.bytes:
             raise CheckpointError(
                 f"{path} has {found[name].st_size} bytes, but the manifest says {entry.bytes}"
@@ -284,7 +284,9 @@ def _check_shard(path: Path, entry: FileEntry, expected: dict[str, TensorEntry])
                 )
             position = should[3]
         if 8 + length + position != size:
-            raise CheckpointError(f"{path} has {size} bytes, its header {8 + length + position}")
+            raise CheckpointError(
+                f"{path} has {size} bytes, but its header declares {8 + length + position}"
+            )
         file.seek(0)
         digest = hashlib.sha256()
         while chunk := file.read(CHUNK):

@@ -195,6 +195,6 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(f"{name!r} cannot be a tensor's name")
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or dtype not in DTYPE_CODES:
         raise CheckpointError(
-            f"tensor {name!r} must be dense on the CPU and of {', '.join(DTYPE_CODES)}; "
+            f"tensor {name!r} must be dense, on the CPU, and one of {', '.join(DTYPE_CODES)}; "
             f"it is {tensor.layout}, {tensor.device}, {dtype}"
         )

@@ -171,7 +171,7 @@ def flash_attn_varlen_func(
     q_ends, k_ends = (_boundaries(*each) for each in both)
     if len(q_ends) != len(k_ends):
         raise ValueError(
-            f"cu_seqlens_q has {len(q_ends) - 1} sequences, cu_seqlens_k {len(k_ends) - 1}"
+            f"cu_seqlens_q has {len(q_ends) - 1} sequences, but cu_seqlens_k has {len(k_ends) - 1}"
         )
     if q_ends == k_ends and cu_seqlens_q is not cu_seqlens_k and len(q) == len(k):
         return flash_attn_varlen_func(
@@ -298,7 +298,7 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None and rotary_cos.shape != rotary_sin.shape:
         shapes = [*rotary_cos.shape], [*rotary_sin.shape]
         raise ValueError(
-            "rotary_cos and rotary_sin must have one shape, got {} and {}".format(*shapes)
+            "rotary_cos and rotary_sin must have the same shape, got {} and {}".format(*shapes)
         )
     batch, new = q.shape[0], 0 if k is None else k.shape[1]
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
@@ -312,7 +312,7 @@ def flash_attn_with_kvcache(
     samples = range(batch) if cache_batch_idx is None else cache_batch_idx
     rows = _integers("cache_batch_idx", samples, batch, k_cache.shape[0] - 1)
     if new and len(set(rows)) < batch:
-        raise ValueError(f"cache_batch_idx must not name a sample twice, got {rows}")
+        raise ValueError(f"cache_batch_idx must not list a sample twice, got {rows}")
     begins = None
     if cache_leftpad is not None:
         found = _integers("cache_leftpad", cache_leftpad, batch, k_cache.shape[1])
@@ -449,6 +449,6 @@ def _rotated(
     """Rotate x[b, S, H, D] by the table's rows from `start`, or all of it by the row `start`."""
     end = start + (x.shape[1] if moves else 1)
     if end > len(cos):
-        raise ValueError(f"rotary_cos has {len(cos)} positions, but needs position {end - 1}")
+        raise ValueError(f"rotary_cos has {len(cos)} positions, but position {end - 1} is needed")
     rows = [table[start:end].expand(x.shape[1], -1) for table in (cos, sin)]
     return apply_rope(x, *rows, interleaved=interleaved)

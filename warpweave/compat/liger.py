@@ -488,8 +488,8 @@ def liger_rotary_pos_emb(
     cos, sin = (table[None] if table.ndim == 2 else table for table in (cos, sin))
     if cos.shape not in ((1, S, D), (B, S, D)) or sin.shape != cos.shape:
         raise ValueError(
-            f"cos and sin must be [1 or {B}, {S}, {D}] or without a batch, got {[*cos.shape]} and "
-            f"{[*sin.shape]}"
+            f"cos and sin must have shape {[S, D]}, {[1, S, D]} or {[B, S, D]}, got {[*cos.shape]} "
+            f"and {[*sin.shape]}"
         )
     tables = [table[..., : D // 2].flatten(0, 1) for table in (cos, sin)]
     if len(cos) == 1:

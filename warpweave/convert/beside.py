@@ -120,7 +120,9 @@ def special_tokens(
     except Exception as error:  # the Rust side raises bare Exception
         raise ConvertError(f"tokenizer.json is not a valid tokenizer: {one_line(error)}") from None
     if (size := tokenizer.get_vocab_size(with_added_tokens=True)) > config.vocab_size:
-        raise ConvertError(f"the tokenizer has {size} tokens, but the model {config.vocab_size}")
+        raise ConvertError(
+            f"the tokenizer has {size} tokens, but the model has {config.vocab_size}"
+        )
     special = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
     for kind in _KINDS:
         name = said.get(f"{kind}_token")

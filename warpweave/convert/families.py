@@ -98,7 +98,7 @@ def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[
         try:
             found = read_config(written)[1]
         except ConvertError as error:
-            misses.append((1.5, f"{name}, refused ({error})"))  # worse than one wrong option
+            misses.append((1.5, f"{name}, rejected ({error})"))  # worse than one wrong option
             continue
         if found == wanted:
             return name, {"architectures": [FAMILIES[name].architecture], **written}

@@ -209,7 +209,7 @@ def _check_names(
     for name in places:
         if name not in shapes and name not in tied and not name.endswith(family.unused):
             raise ConvertError(
-                f"unexpected tensor {name}: our {family.architecture} has none of that name"
+                f"unexpected tensor {name}: our {family.architecture} has no tensor of that name"
             )
     return {name: places[name] for name in (*shapes, *tied) if name in places}
 

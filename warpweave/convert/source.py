@@ -115,7 +115,10 @@ def other_tokenizer(folder: Path, given: Path | None) -> str | None:
     if other == trained:
         return None
     own = bytes_ if trained == bytes_ else f"SHA-256 {trained[:12]}"
-    return f"--tokenizer {given} is not the training tokenizer ({own}): its ids have other meanings"
+    return (
+        f"--tokenizer {given} is not the training tokenizer ({own}): its ids have different "
+        "meanings"
+    )
 
 
 def read_stop_tokens(folder: Path) -> tuple[int, ...]:

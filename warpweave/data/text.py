@@ -117,8 +117,8 @@ def _read_text(path: Path) -> bytes:
         )
     if (zero := data.find(0)) >= 0:
         raise DataError(
-            f"{path} is binary, or UTF-16 without a mark: it has a zero byte at offset {zero} of "
-            f"{len(data)}; leave it out, or convert it to UTF-8 or to a token file"
+            f"{path} is binary, or UTF-16 without a byte-order mark: it has a zero byte at offset "
+            f"{zero} of {len(data)}; leave it out, or convert it to UTF-8 or to a token file"
         )
     try:
         data.decode("utf-8")

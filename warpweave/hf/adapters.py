@@ -166,8 +166,9 @@ def _check_lora(wrapper: Any, name: str) -> None:
     plain = all(isinstance(part, nn.ModuleDict) for part in parts)  # AdaLoRA's hold parameters
     if not plain or any(type(layer) is not nn.Linear for part in parts for layer in part.values()):
         raise ValueError(
-            f"{name}: {kind} of {type(wrapper).__module__} does not compute B A x, but only LoRA "
-            "works over ranks: remove this adapter, or merge it before apply(mesh=...)"
+            f"{name}: {kind} of {type(wrapper).__module__} is not LoRA (it does not compute B A "
+            "x), but only LoRA works over ranks: remove this adapter, or merge it before "
+            "apply(mesh=...)"
         )
     if not hasattr(wrapper, "lora_variant"):
         raise ValueError(
@@ -253,8 +254,8 @@ def _put_together(base: Any, a: Any, b: Any, name: str) -> None:
         local = base.weight.to_local().shape[dim]
         if isinstance(p, DTensor) or p.shape[dim] != local or isinstance(base, Conv1D):
             raise ValueError(
-                f"{name}: expected {size} features in dim {dim}, got {[*p.shape]}: put the adapter "
-                "on before apply(mesh=...), or call the model once before you wrap it"
+                f"{name}: expected {size} features in dim {dim}, got {[*p.shape]}: add the adapter "
+                "before apply(mesh=...), or call the model once before you wrap it"
             )
         shape = torch.Size(size if d == dim else n for d, n in enumerate(p.shape))
         stride = (shape[1], 1) if len(shape) == 2 else (1,)

@@ -31,7 +31,7 @@ def cache_of(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Cache
         if not isinstance(value, Cache) and _may_be_cache(name, value):
             raise ValueError(
                 f"{type(module).__name__}: {name} is a {type(value).__name__}, which may be a "
-                "cache but is not a transformers.Cache: over ranks pass use_cache=False"
+                "cache but is not a transformers.Cache: pass use_cache=False over ranks"
             )
     return next((value for _, value in given if isinstance(value, Cache)), None)
 
@@ -55,8 +55,8 @@ def check_whole(module: nn.Module, cache: Cache | None) -> None:
     """Raise ValueError if a cache holds the keys of only some tokens."""
     if cache is not None and hasattr(cache, _PART):
         raise ValueError(
-            f"{type(module).__name__}: this cache was filled under gradients, and holds only this "
-            "rank's tokens: fill a new one under torch.no_grad()"
+            f"{type(module).__name__}: this cache was filled with gradients enabled, and holds "
+            "only this rank's tokens: fill a new one under torch.no_grad()"
         )
 
 

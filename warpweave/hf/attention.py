@@ -194,7 +194,7 @@ def _visible(
     if (visible.q_run[1], visible.k_run[1]) != (Sq, Sk):
         raise ValueError(
             f"{name}: warpweave attention got {Sq} queries and {Sk} keys, but a mask for "
-            f"{visible.q_run[1]} and {visible.k_run[1]}"
+            f"{visible.q_run[1]} queries and {visible.k_run[1]} keys"
         )
     return visible
 

@@ -115,15 +115,15 @@ class Watch:
                     continue
                 if part.kind == "attention":
                     raise ValueError(
-                        f"{kind}: an attention of a model over ranks was replaced: replace it "
-                        "before apply(mesh=...)"
+                        f"{kind}: an attention module was replaced after apply(mesh=...): replace "
+                        "it before apply(mesh=...)"
                     )
                 continue
             for module in adapters.plain_modules(part.module) if self.tp is not None else ():
                 for name in sorted(module._parameters.keys() - sums_of(module).keys()):
                     raise ValueError(
-                        f"{names[module]}.{name}: a new parameter in a {kind} that is sharded over "
-                        "tensor ranks: change it before apply(mesh=...)"
+                        f"{names[module]}.{name}: a new parameter in a {kind}, which is sharded "
+                        "over tensor-parallel ranks: add it before apply(mesh=...)"
                     )
 
     def _sum(self, module: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
@@ -131,8 +131,8 @@ class Watch:
         for buffer, value in module._buffers.items():
             if isinstance(value, DTensor):
                 raise ValueError(
-                    f"{name}.{buffer}: computed from a parameter that ranks share (by pruning, for "
-                    "example): make it permanent (prune.remove) before apply(mesh=...)"
+                    f"{name}.{buffer} is computed from a parameter that ranks share (by pruning, "
+                    "for example): make the pruning permanent (prune.remove) before apply(mesh=...)"
                 )
         sums = sums_of(module)
         new = [n for n, p in module._parameters.items() if p is not None and n not in sums]
@@ -208,7 +208,8 @@ class Watch:
         inside = any(x.is_leaf and x.requires_grad for x in _tensors_in((args, kwargs)))
         if inside or any(isinstance(n, _Reentrant) for n, _ in _nodes_between(out, ())):
             raise ValueError(
-                "reentrant checkpoints hide what entered the layers after apply(mesh=...): use "
+                "reentrant checkpoints hide what was added to the layers after apply(mesh=...): "
+                "use "
                 "gradient_checkpointing_enable({'use_reentrant': False})"
             )
         if self.shared and self.tokens.are_cut():
@@ -251,7 +252,7 @@ class Watch:
             raise ValueError(
                 f"{name}: its gradient would not include all tokens and heads, because it is used "
                 "outside its own module's forward (by a hook, pruning, a weight norm): remove "
-                "that, or call warpweave.hf.revert first"
+                "that use, or call warpweave.hf.revert first"
             )
 
 

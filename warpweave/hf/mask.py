@@ -231,7 +231,7 @@ def _pattern_of(function: Callable, end: int, positions: torch.Tensor | None = N
             return _pattern_of(held["mask_function"], end, held["position_ids"])
     raise ValueError(
         f"warpweave attention does not support the mask {function.__qualname__}: each query must "
-        "see one run of keys; use model.set_attn_implementation('sdpa')"
+        "see one contiguous run of keys; use model.set_attn_implementation('sdpa')"
     )
 
 

@@ -131,7 +131,7 @@ def _check_model(model: nn.Module, only: Collection[str] | None) -> set[str]:
         raise TypeError(f"apply needs a model, got {type(model).__name__}")
     kinds = set(KINDS if only is None else [only] if isinstance(only, str) else only)
     if not kinds or kinds - set(KINDS):
-        raise ValueError(f"only must be some of {', '.join(KINDS)}, got {only!r}")
+        raise ValueError(f"`only` must be some of {', '.join(KINDS)}, got {only!r}")
     if _is_applied(model):
         raise ValueError(f"{type(model).__name__} already uses warpweave.hf: call revert first")
     if any(p.is_meta for p in model.parameters()):
@@ -153,12 +153,14 @@ def _check_mesh(
     if mesh.size("tp") == mesh.size("cp") == 1:
         return None
     if mesh.size("pp") > 1:
-        raise ValueError(f"{type(model).__name__}: apply has no pipeline stages: use pp = 1")
+        raise ValueError(
+            f"{type(model).__name__}: apply does not support pipeline stages: use pp = 1"
+        )
     if _transformers_model(model) is None:
         raise ValueError(f"{type(model).__name__}: a mesh needs a transformers model")
     if "attention" not in kinds:
         raise ValueError(
-            f"{type(model).__name__}: a mesh needs the attention replaced, but only = "
+            f"{type(model).__name__}: a mesh needs the attention replaced, but `only` is "
             f"{', '.join(sorted(kinds))}"
         )
     return Spread(mesh, sequence_parallel and mesh.size("tp") > 1, overlap, strategy)
@@ -200,9 +202,9 @@ def _spread(
     found = _outputs(model, inputs)
     why = wanted if isinstance(wanted, str) else None
     if why is None and isinstance(found, str):
-        why = f"over ranks its forward (which may need all heads) fails: {found}"
+        why = f"its forward fails over ranks (it may need all heads): {found}"
     if why is None and not all(map(agree, wanted, found)):
-        why = "over ranks the model's output was different"
+        why = "the model's output was different over ranks"
     why = why or (loss.differs(model, inputs) if loss.is_installed(model) else None)
     if why is not None:
         raise ValueError(f"{type(model).__name__} cannot be spread over {spread.mesh.sizes}: {why}")

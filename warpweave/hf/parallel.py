@@ -282,7 +282,7 @@ class _Entrance:
         config = getattr(module, "config", self.config)
         if config._attn_implementation != attention.NAME:
             raise ValueError(
-                f"{kind}: over ranks its attention must be {attention.NAME}, but was set to "
+                f"{kind}: its attention must be {attention.NAME} over ranks, but was set to "
                 f"{config._attn_implementation}: call warpweave.hf.revert first"
             )
         if module.training and getattr(module, "attention_dropout", 0.0):
@@ -367,4 +367,6 @@ def _layers(model: nn.Module, parts: list[structure.CutPart]) -> list[nn.Module]
         held = [[m for m in layer.modules() if m in callers] for layer in module]
         if all(held) and sum(map(len, held)) == len(callers):
             return list(module)
-    raise ValueError(f"{type(model).__name__}: no list of layers contains all of its attention")
+    raise ValueError(
+        f"{type(model).__name__}: no list of layers contains all of its attention modules"
+    )

@@ -81,9 +81,9 @@ class Tokens:
             return None
         if x.ndim != 3:
             raise ValueError(
-                f"{type(module).__name__}: x{[*x.shape]} has {x.ndim} dims, but a sequence is "
-                "sharded along dim 1 of 3: remove this module from the tp_plan, or do not shard "
-                "sequences"
+                f"{type(module).__name__}: x{[*x.shape]} has {x.ndim} dims, but sequences "
+                "are sharded along dim 1 of a 3-D tensor: remove this module from the tp_plan, or "
+                "do not shard sequences"
             )
         return 1
 
@@ -183,9 +183,9 @@ class Tokens:
         asked = seen.requested() | given | self.asked
         if asked - {_STATES}:
             raise ValueError(
-                f"{type(self.layers[0]).__name__}: each rank has only its own tokens' "
-                f"{', '.join(sorted(asked - {_STATES}))} over cp and with sequence_parallel: do "
-                "not request outputs of layers other than hidden_states"
+                f"{type(self.layers[0]).__name__}: with cp or sequence_parallel, each rank has "
+                f"only its own tokens' {', '.join(sorted(asked - {_STATES}))}: do not request "
+                "layer outputs other than hidden_states"
             )
         for n, layer in enumerate(self.layers):
             if asked or seen.hooked(layer):

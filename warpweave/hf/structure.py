@@ -139,7 +139,7 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
     if len(seen) != 1 or len(after) != 1 or len(made) + 1 != len(linears):
         raise ValueError("its linear layers do not surround exactly one attention call")
     if len(normed) != len(wide):
-        raise ValueError("a norm as wide as a linear layer does not follow one")
+        raise ValueError("a norm as wide as a linear layer does not directly follow a linear layer")
     q, k, v, o, sinks = seen[0]
     own = list(module.parameters(recurse=False))
     if own and (len(own) > 1 or own[0] is not sinks):
@@ -201,5 +201,6 @@ def _blocks_of_heads(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: in
                 return blocks
     raise ValueError(
         f"the {len(owner)} features of a projection are not one, two or three blocks of equal "
-        f"width, divisible by tp ({ranks}), as with queries, keys and values of unequal width"
+        f"width divisible by tp ({ranks}); queries, keys and values that share one projection must "
+        "be equally wide"
     )

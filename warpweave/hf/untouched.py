@@ -104,7 +104,7 @@ class Untouched:
             what = "added" if more > 0 else "removed" if more < 0 else "replaced or moved"
             raise ValueError(
                 f"{type(self.stack).__name__}.{self.list}: layers were {what}, but tokens are "
-                f"sharded between the {len(self.layers)} that apply(mesh=...) found: call "
+                f"sharded between the {len(self.layers)} layers that apply(mesh=...) found: call "
                 "warpweave.hf.revert, change the layers, and apply again"
             )
         return found

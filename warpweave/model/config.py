@@ -310,8 +310,8 @@ class GPTConfig(HeadStyle, MLPStyle):
             )
         if plan.asynchronous and plan.reduce == "ordered":
             raise ValueError(
-                "reduce = 'ordered' needs the same updates on any number of data ranks, but those "
-                f"of schedule {plan.schedule} depend on a replica's micro-batches"
+                "reduce = 'ordered' needs the same updates on any number of data ranks, but the "
+                f"updates of schedule {plan.schedule} depend on a replica's micro-batches"
             )
         if plan.asynchronous and self.tied and mesh.pp > 1:
             raise ValueError(
@@ -331,7 +331,8 @@ class GPTConfig(HeadStyle, MLPStyle):
             measured = plan.cp_strategy == "measured"
             if measured and ulysses is not None:
                 raise ValueError(
-                    f"cp_strategy = 'measured' has no choice with ulysses = {ulysses}: use 'hybrid'"
+                    f"cp_strategy = 'measured' has nothing to choose with ulysses = {ulysses}: use "
+                    "'hybrid'"
                 )
             resolve_strategy("auto" if measured else plan.cp_strategy, layout, heads, ulysses)
 

@@ -94,8 +94,8 @@ class Engine:
             raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
         if plan.overlap == "fused" and mesh.size("pp") > 1 and torch.device(device).type == "cuda":
             raise ValueError(
-                f"overlap 'fused' with pp = {mesh.size('pp')} may hang on a GPU: its products wait "
-                "for tensor ranks and hold the processors that messages between stages need"
+                f"overlap 'fused' with pp = {mesh.size('pp')} may hang on a GPU: its GEMMs wait "
+                "for tensor-parallel ranks while holding the SMs that messages between stages need"
             )
         if (replicas := mesh.size("outer")) > 1 and outer is None:
             raise ValueError(f"outer = {replicas} replicas need an OuterRule: pass outer=")

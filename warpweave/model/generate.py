@@ -247,8 +247,8 @@ def _check_ranks(gpt: GPT) -> None:
     sizes, stages = gpt.mesh.sizes, len(gpt.placement)
     if sizes.dp * sizes.cp > 1 or stages > sizes.pp or gpt.sequence_parallel:
         raise ValueError(
-            "generate supports tensor ranks and one pipeline stage per rank, without sequence "
-            f"parallelism; got {sizes} with {stages} stages"
+            "generate supports tensor-parallel ranks and one pipeline stage per rank, without "
+            f"sequence parallelism; got {sizes} with {stages} stages"
         )
 
 

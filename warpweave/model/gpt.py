@@ -257,7 +257,7 @@ class GPT(nn.Module):
         if layout.parts == 1:
             if length > self.config.seq_len:
                 raise ValueError(
-                    f"a sequence has {length} tokens, the model's limit is {layout.seq_len}"
+                    f"a sequence has {length} tokens, but the model's limit is {layout.seq_len}"
                 )
             layout = SequenceLayout(length, 1)
         check_packed(documents, tokens)
@@ -394,7 +394,9 @@ class GPT(nn.Module):
         """
         _check_forward(tokens, labels, sample_ids)
         if len(self.stages) < len(self.placement):
-            raise ValueError("forward needs the whole model: the mesh has several pipeline stages")
+            raise ValueError(
+                "forward needs the whole model: the mesh has more than one pipeline stage"
+            )
         if seed is None and self.config.dropout and self.training:
             raise ValueError(
                 f"dropout = {self.config.dropout} needs a key: pass a different seed in every step "

@@ -109,7 +109,7 @@ def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
     for axis, link, moved in step_traffic(first):
         yield f"  {axis:3} {moved / 1e9:10.2f} GB  {link}"
     yield ""
-    yield f"{_searched(found)}; why others were refused:"
+    yield f"{_searched(found)}; why others were rejected:"
     for why, count in found.refused.most_common():
         yield f"  {count:6}  {why}"
     fits = search.sequences // search.gpus * search.gpus

@@ -259,7 +259,9 @@ def trace(panels: Mapping[str, Timeline], second: float = 1.0) -> dict[str, Any]
 def check_suffix(path: str | Path | None) -> None:
     """Raise ValueError unless `write_timeline` can write such a file; None is always valid."""
     if path is not None and Path(path).suffix not in SUFFIXES:
-        raise ValueError(f"a timeline must be one of {', '.join(SUFFIXES)}, got {str(path)!r}")
+        raise ValueError(
+            f"a timeline's name must end in {' or '.join(SUFFIXES)}, got {str(path)!r}"
+        )
 
 
 def write_timeline(path: str | Path, panels: Mapping[str, Timeline]) -> None:

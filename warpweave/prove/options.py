@@ -150,7 +150,8 @@ class ProveConfig:
         for name in (*_UNSEEN, *of_the_tiny_model):
             if getattr(self, name) != getattr(ProveConfig(), name):
                 raise ValueError(
-                    f"--{name.replace('_', '-')} has no effect on types: prove it with ranks"
+                    f"--{name.replace('_', '-')} has no effect on types: leave it out, or prove "
+                    "without --typecheck"
                 )
         return self.given()
 
@@ -175,7 +176,7 @@ class ProveConfig:
         if several and (chosen != [ProveConfig().given()] or (self.all and self.random)):
             raise ValueError("--all and --random choose the layouts: remove the other choices")
         if not several and (self.world, self.seed) != (4, 0):
-            raise ValueError("--world needs --all, --seed needs --random")
+            raise ValueError("--world requires --all, and --seed requires --random")
         if self.world < 1 or self.random < 0:
             raise ValueError(
                 f"expected world >= 1 and random >= 0, got {self.world} and {self.random}"
@@ -217,8 +218,8 @@ def parse(argv: list[str] | None = None) -> ProveConfig:
         found = read_command_line(ProveConfig, "prove", __doc__, argv, defaults)
         if not found.typecheck and found.given().mesh.world > _RANKS:
             raise ValueError(
-                f"{found.given().mesh.world} ranks of --config are more than {_RANKS} processes: "
-                "add --typecheck to follow their types, or plan for fewer --gpus"
+                f"the {found.given().mesh.world} ranks of --config exceed the limit of {_RANKS} "
+                "processes: add --typecheck to check only their types, or plan for fewer --gpus"
             )
         left = ", ".join(f"{name} = {value}" for name, value in layout.items() if name not in own)
         how = "--typecheck" if found.typecheck else "prove"

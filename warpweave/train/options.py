@@ -405,8 +405,8 @@ class TrainConfig(
             named = (*["outer"] * (self.outer > 1), "dp", "cp", "tp", "pp")
             axes = " x ".join(f"{axis}={getattr(self, axis) or 'any'}" for axis in named)
             raise ValueError(
-                f"mesh {axes} has {found} ranks, but {ranks} were started; their number must be "
-                "the product of the axes"
+                f"mesh {axes} has {found} ranks, but {ranks} were started; the number of ranks "
+                "must be the product of the axes"
             )
         return filled
 

@@ -203,7 +203,7 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
     if held not in (None, wanted):
         raise CheckpointError(
             f"{reader.path} holds weight versions of the asynchronous schedule {held}, now "
-            f"{wanted or config.plan.schedule}: resume with that one, or pass --init-from"
+            f"{wanted or config.plan.schedule}: resume with the saved schedule, or pass --init-from"
         )
     if reader.state["seed"] != config.seed:
         raise CheckpointError(
@@ -212,7 +212,7 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
     if (before := reader.state["settings"].get("optimizer", "adamw")) != config.optimizer:
         raise CheckpointError(
             f"{reader.path} was trained with optimizer {before}, whose state does not fit "
-            f"{config.optimizer}"
+            f"optimizer {config.optimizer}"
         )
 
 

@@ -221,7 +221,7 @@ class Pipeline(Sharded):
         """
         batches = self._cut(inputs, targets)
         if self._is_broken:
-            raise RuntimeError("an earlier step failed: build another Pipeline")
+            raise RuntimeError("an earlier step failed: build a new Pipeline")
         if self._shape is None:
             self._find_messages(batches[0])
         self._is_broken = True
@@ -285,8 +285,8 @@ class Pipeline(Sharded):
         m = self.microbatches
         if len(inputs) != len(targets) or not len(inputs) or len(inputs) % m:
             raise ValueError(
-                f"inputs ({len(inputs)}) and targets ({len(targets)}) must have one length along "
-                f"dim 0 that is divisible by microbatches = {m}"
+                f"inputs ({len(inputs)}) and targets ({len(targets)}) must have the same length "
+                f"along dim 0, divisible by microbatches = {m}"
             )
         batches = [_Batch(*pair) for pair in zip(inputs.chunk(m), targets.chunk(m), strict=True)]
         if self._shape not in (None, batches[0].inputs.shape):
@@ -327,7 +327,9 @@ def _lists_of(name: str, stages: int, ranks: int, microbatches: int) -> schedule
         ValueError: no such schedule, an asynchronous one, or one that does not fit.
     """
     if not stages or stages % ranks:
-        raise ValueError(f"modules ({stages}) must be divisible by pp = {ranks}, and not empty")
+        raise ValueError(
+            f"the number of modules ({stages}) must be a positive multiple of pp = {ranks}"
+        )
     family = schedules.find_family(name)
     if family.asynchronous:
         raise ValueError(
@@ -374,8 +376,8 @@ def _chain(path: str, children: Sequence[nn.Module], x: Any) -> tuple[Tensor, Lo
         if not isinstance(x, Tensor) or not x.is_floating_point():
             found = x.dtype if isinstance(x, Tensor) else type(output).__name__
             raise ValueError(
-                f"{path}: {type(child).__name__} must return a floating-point tensor, or one and a "
-                f"dict of losses, got {found}"
+                f"{path}: {type(child).__name__} must return a floating-point tensor, or such a "
+                f"tensor and a dict of losses, got {found}"
             )
         add_losses(total, split_losses((x, losses))[1])
     return x, total

@@ -75,8 +75,8 @@ class Sharded:
             raise ValueError(f"rank {mesh.rank} has no parameter that requires a gradient")
         if isinstance(rule, Muon) and not any(r.matrices for u in self.units for r, _ in u.params):
             raise ValueError(
-                "Muon needs the matrices of warpweave's layers: the modules have none, and Muon "
-                "would be AdamW"
+                "Muon needs the matrices of warpweave's layers: the modules have none, so Muon "
+                "would be the same as AdamW"
             )
         self.optimizer = ZeroOptimizer(self.units, mesh, rule, clip=clip, divisor=divisor)
 

@@ -268,7 +268,7 @@ class Zero(Sharded):
             )
         for name, p in self.model.named_parameters():
             if p.requires_grad and p not in self._trained:
-                raise ValueError(f"{name} was frozen when Zero was made: make another Zero")
+                raise ValueError(f"{name} was frozen when Zero was made: make a new Zero")
         self.free()  # what a forward without a backward has left
         for unit in self.units:
             unit.gradients.finish()
@@ -300,7 +300,7 @@ class Zero(Sharded):
     def check_ended(self) -> None:
         """Raise RuntimeError if a backward has begun and not ended."""
         if self._is_queued and torch._C._current_graph_task_id() == -1:
-            raise RuntimeError("the last backward did not end: make another Zero")
+            raise RuntimeError("the last backward did not end: make a new Zero")
 
     def entered(self, block: _Wrapped, *, is_root: bool) -> _Wrapped | None:
         """Note the order of blocks in a forward, and return the previous one."""

@@ -69,7 +69,7 @@ def compiling(target: str) -> Iterator[list[Compiled]]:
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
     if not dispatch.HAS_TRITON or dispatch.INTERPRET:
-        raise ValueError("compiling needs Triton, without TRITON_INTERPRET; unset it")
+        raise ValueError("compiling needs Triton with TRITON_INTERPRET unset")
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver

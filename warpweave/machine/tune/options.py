@@ -61,7 +61,9 @@ class TuneConfig:
         if self.dry and self.output != TuneConfig.output:
             raise ValueError(f"--dry does not write a table: leave out --output {self.output}")
         if not self.dry and self.target != TuneConfig.target:
-            raise ValueError(f"--target {self.target} requires --dry: this GPU would be tuned")
+            raise ValueError(
+                f"--target {self.target} requires --dry: without it, tune measures this GPU"
+            )
         from warpweave.machine.tune.calls import problems  # imports torch, which parsing avoids
 
         if not (found := problems(self.kernels, self.dtypes, self.head_dims)):

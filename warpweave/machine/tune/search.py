@@ -129,7 +129,7 @@ def agreeing(
             report.wrong.append(f"{problem} {short(tile)}")
             _say(
                 f"WRONG, please report: the result of {problem} {short(tile)} differs from the "
-                f"shipped tile's by {off:.1e}, limit {TOLERANCES[problem.dtype]:.1e}; skipping it"
+                f"shipped tile's by {off:.1e} (limit {TOLERANCES[problem.dtype]:.1e}); skipping it"
             )
     return agreed
 

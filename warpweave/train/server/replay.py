@@ -34,7 +34,9 @@ def run(config: ReplayConfig, processes: Processes | None = None) -> None:
         shards = [served.shard(k) for k in range(found.server)]
         rows = rows[: reader.step]
         if len(rows) != reader.step:
-            raise ValueError(f"{reader.path} has {reader.step} updates, but the log {len(rows)}")
+            raise ValueError(
+                f"{reader.path} has {reader.step} updates, but the log has {len(rows)}"
+            )
         replay(rows, found.server_plan, shards, lambda number: served.gradient(gpt, number))
     differing = [
         name
