@@ -35,9 +35,7 @@ class AttentionKeywords(TypedDict, total=False):
     """The keywords of every attention call, as defined by `attention`.
 
     Examples:
-        >>> from warpweave.kernels.attention import attention
-        >>> keywords = AttentionKeywords(causal=True, window=8)
-        >>> o = attention(*(torch.randn(2, 16, 4, 8) for _ in range(3)), **keywords)
+        >>> keywords = AttentionKeywords(causal=True, window=8)  # attention(q, k, v, **keywords)
     """
 
     causal: bool
@@ -55,9 +53,7 @@ class BlockKeywords(AttentionKeywords, total=False):
     """The keywords of an attention call of some queries and keys, whose positions are given.
 
     Examples:
-        >>> from warpweave.kernels.attention import attention_fwd
         >>> keywords = BlockKeywords(q_runs=((16, 8),), k_runs=((0, 8),))  # (start, length)
-        >>> o, lse = attention_fwd(*(torch.randn(2, 8, 4, 8) for _ in range(3)), **keywords)
     """
 
     q_runs: Runs | None
