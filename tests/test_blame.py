@@ -94,7 +94,8 @@ WATCHDOG = "ended by SIGABRT, probably by NCCL's watchdog (see its messages abov
          "rank 0 (tp=0) before its first step; not aborted: rank 2 (tp=2) before"),
         ([(1, 134), (2, 134)], {}, f"ranks 1, 2 were {WATCHDOG}; not aborted: rank 0 (tp=0)"),
         ([(2, ABORTED), (0, ABORTED), (1, ABORTED)], {},
-         f"all ranks were {WATCHDOG}; cause unknown; the first to abort ended before its first"),
+         f"all ranks were {WATCHDOG}; cause unknown; the first rank to abort ended before its "
+         "first"),
     ],
 )  # fmt: skip
 def test_evidence_names_a_rank_and_its_number_does_not(ends, dumps, said):
@@ -109,7 +110,8 @@ def test_ended_ranks_are_listed_in_order_with_where_the_first_was_last_seen():
     assert line.startswith(f"ranks 1, 2, 3 were {WATCHDOG}; not aborted: rank 0 (tp=0), last")
     line = rank_at_fault([End(r, ABORTED) for r in (2, 0, 1)], Mesh(tp=3), store, {})
     assert (
-        "; cause unknown; the first to abort ended, last seen at step 7 (training step), " in line
+        "; cause unknown; the first rank to abort ended, last seen at step 7 (training step), "
+        in line
     )
 
 

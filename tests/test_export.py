@@ -547,7 +547,7 @@ def test_export_and_sample_name_their_checkpoint_and_best_is_the_lowest(
         assert about.items() <= shown.items()
         known = "not evaluated" if loss is None else f"validation loss {loss:.4f}"
         line = f"warpweave: using step {step} ({known}), {about['checkpoint']}"
-        line += f": the newest; the lowest validation loss was {hint}" if hint and not words else ""
+        line += f", the newest; the lowest validation loss was {hint}" if hint and not words else ""
         assert line == err.split("\n")[0] == sampled.err.strip().split("\n")[0]
         saved = from_hf(out).load(GPT(GPTConfig(256, 32, 1, 8, 2)))
         for found, wanted in zip(saved.parameters(), models[step].parameters(), strict=True):

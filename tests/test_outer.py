@@ -392,7 +392,9 @@ def test_the_engine_refuses_what_it_could_not_take_back() -> None:
     tokens = torch.zeros(1, SAMPLES, 8, dtype=torch.int64)
     given = (tokens, tokens, torch.arange(SAMPLES)[None])
     engine.step(*given, lr=0.1, halted=halted)
-    with pytest.raises(ValueError, match="halted must be None in a step after which replicas meet"):
+    with pytest.raises(
+        ValueError, match="`halted` must be None in a step after which replicas meet"
+    ):
         engine.step(*given, lr=0.1, halted=halted)
 
 

@@ -434,7 +434,7 @@ def test_steps_need_the_data_of_those_that_have_begun() -> None:
         with pytest.raises(ValueError, match=r"needs 4 micro-batches that were fed .*, got 2"):
             engine.step(*given, lr=0.1)
         for more in ({"lr": None}, {"lr": 0.1, "halted": torch.ones(())}):
-            with pytest.raises(ValueError, match="pass lr, and do not pass halted"):
+            with pytest.raises(ValueError, match="pass `lr`, but not `halted`"):
                 engine.step(*given, **more)
 
     run_threads(2, wrong)

@@ -302,8 +302,8 @@ class _Loss(nn.Module):
 def _check_labels(rows: Tensor, target: Tensor) -> None:
     if rows.ndim != 2 or target.shape != rows.shape[:1]:
         raise ValueError(
-            f"_input must be [tokens, size] and target [tokens]: flatten them, got "
-            f"{[*rows.shape]} and {[*target.shape]}"
+            f"_input must be [tokens, size] and target [tokens], got {[*rows.shape]} and "
+            f"{[*target.shape]}: flatten them"
         )
 
 

@@ -86,7 +86,7 @@ def _after_abort(aborted: list[int], mesh: Mesh, store: dist.Store, dumps: dict[
     others = [rank for rank in range(mesh.world) if rank not in aborted]
     said += [f"not aborted: {mesh.describe(rank)}{last_seen(store, rank)}" for rank in others]
     if len(said) == 1:
-        said.append(f"cause unknown; the first to abort ended{last_seen(store, aborted[0])}")
+        said.append(f"cause unknown; the first rank to abort ended{last_seen(store, aborted[0])}")
     return "; ".join(said)
 
 

@@ -245,11 +245,11 @@ class Engine:
         """Launch `step`; wait for its `StepResult` later. With an asynchronous schedule, ranks then
         begin their next step without waiting for other ranks' losses."""
         if halted is not None and self.outer is not None and self.outer.acts_next:
-            raise ValueError("halted must be None in a step after which replicas meet")
+            raise ValueError("`halted` must be None in a step after which replicas meet")
         if self.passes.asynchronous and (lr is None or halted is not None):
             raise ValueError(
-                f"schedule {self.plan.schedule} has already begun the next steps: pass lr, and do "
-                "not pass halted"
+                f"schedule {self.plan.schedule} has already begun the next steps: pass `lr`, "
+                "but not `halted`"
             )
         frozen = (r.name for unit in self.units for r, p in unit.params if not p.requires_grad)
         if (name := next(frozen, None)) is not None:

@@ -83,7 +83,7 @@ def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
         )
     if best:
         return ChosenCheckpoint(kept[at], at, loss)
-    hint = f": the newest; the lowest validation loss was {loss:.4f} at step {at} "
+    hint = f", the newest; the lowest validation loss was {loss:.4f} at step {at} "
     hint += "(--best)" if at in kept else "(not kept)"
     return chosen if at == number else replace(chosen, hint=hint)
 

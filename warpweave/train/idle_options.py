@@ -98,11 +98,11 @@ TRAIN = (
     ),
     Idle(
         ("timeout", "check_every", "check_collectives"),
-        lambda c: c.mesh.world == 1 and not c.server, "there is one rank",
+        lambda c: c.mesh.world == 1 and not c.server, "there is only one rank",
     ),
     Idle(
         ("zero",), lambda c: c.plan.zero >= 2 and c.mesh.size("shard") == 1,
-        "there is one rank to shard over (dp x cp, or dp_shard x cp)",
+        "there is only one rank to shard over (dp x cp, or dp_shard x cp)",
     ),
     Idle(("overlap",), lambda c: c.plan.overlap != "none" and c.tp == 1, "tp is 1"),
     Idle(
@@ -186,7 +186,7 @@ SAMPLE = (
         ("top_k",), lambda c: c.top_k >= _vocabulary(c),
         "the model's vocabulary is not larger",
     ),
-    Idle(("timeout",), lambda c: c.mesh.world == 1, "there is one rank"),
+    Idle(("timeout",), lambda c: c.mesh.world == 1, "there is only one rank"),
 )  # fmt: skip
 
 
