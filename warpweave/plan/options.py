@@ -3,7 +3,7 @@
 ``warpweave plan --model gpt3-175b --gpus 1024 --hw a100-80g`` searches tensor, pipeline, context
 and data ranks, the schedule and its chunks, the ZeRO stage, recomputation and the micro-batch. It
 prints one page: the best layouts with step time, MFU, memory per rank and traffic per link, and why
-others were refused. Everything is predicted: from formulas for FLOPs and bytes, one set of
+others were rejected. Everything is predicted: from formulas for FLOPs and bytes, one set of
 efficiencies per GPU, and the simulator, which reads the same lists of actions as training. Nothing
 is measured, and torch is not imported. Pass the file of ``--out plan.toml`` to ``warpweave train
 --config plan.toml`` or ``warpweave prove --config plan.toml``.
