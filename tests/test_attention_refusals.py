@@ -71,7 +71,7 @@ NUMBERS: Rows = [
         ({"q_runs": runs}, r"numbers in q_runs must be below 2\*\*62, got")
         for runs in (((2**62, 8),), ((0, 2**62),), ((0, 8, 2**62),), ((0, 4), (2**62, 4)))
     ],
-    ({"q_runs": ((2**62 - 1, 8),)}, "positions plus the window must be below"),
+    ({"q_runs": ((2**62 - 1, 8),)}, "position plus window must be below"),
     ({"q_runs": ((0, 2**62 - 1),)}, "must add up to 8 rows"),
     (
         {"q_runs": ((0, 4, 2), (9, 4, 3))},

@@ -100,6 +100,6 @@ def test_past_its_end_a_schedule_stays_where_it_came_to():
 def test_a_run_that_ends_within_its_warm_up_is_told_what_it_comes_to():
     assert short_of_peak(dataclasses.replace(CONFIG, warmup=STEPS)) is None
     assert short_of_peak(TrainConfig(warmup=5, steps=2, lr=0.5)) == (
-        "warmup (5) is longer than the run (steps = 2): the learning rate peaks at 0.2, "
-        "below lr = 0.5"
+        "warmup (5) is longer than the run (steps = 2): the learning rate reaches only "
+        "0.2, not lr = 0.5"
     )

@@ -461,7 +461,7 @@ def resolved(options: AttentionOptions, q: torch.Tensor, k: torch.Tensor) -> Att
         window = None
     if end + (window or 0) > FARTHEST:
         raise ValueError(
-            f"positions plus the window must be below {FARTHEST}, got position {end - 1} and "
+            f"position plus window must be below {FARTHEST}, got position {end - 1} and "
             f"window {window}"
         )
     if documents is not None:

@@ -177,8 +177,9 @@ def _check_lora(wrapper: Any, name: str) -> None:
         )
     for adapter, variant in wrapper.lora_variant.items():
         raise ValueError(
-            f"{name}: the adapter {adapter!r} is a {type(variant).__name__}, which needs the whole "
-            "weight: use plain LoRA over ranks (LoraConfig(use_dora=False) instead of DoRA)"
+            f"{name}: adapter {adapter!r} is a {type(variant).__name__}, which needs the whole "
+            "weight, but each rank has only a part of it: use plain LoRA instead (for DoRA, set "
+            "use_dora=False)"
         )
     for adapter, dropout in wrapper.lora_dropout.items():
         check_dropout(dropout, f"{name}.lora_dropout.{adapter}")

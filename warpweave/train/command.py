@@ -78,8 +78,8 @@ def _say_of_options(config: TrainConfig, device: Literal["cpu", "cuda"]) -> None
 
 
 def _say_of_export(config: TrainConfig) -> None:
-    """Warn before training from scratch if no transformers model family can hold this model. A run
-    that starts from a transformers model is checked against its config.json at export."""
+    """Warn before training from scratch if no model family in transformers can represent the model.
+    A run that starts from a transformers model is checked against its config.json at export."""
     if config.init_from is not None:
         return
     try:

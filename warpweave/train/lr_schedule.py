@@ -57,5 +57,5 @@ def short_of_peak(config: LRConfig) -> str | None:
         return None
     return (
         f"warmup ({config.warmup}) is longer than the run (steps = {config.steps}): the learning "
-        f"rate peaks at {learning_rate(config, config.steps - 1):.3g}, below lr = {config.lr:g}"
+        f"rate reaches only {learning_rate(config, config.steps - 1):.3g}, not lr = {config.lr:g}"
     )

@@ -27,8 +27,8 @@ def replica_width(config: TrainConfig) -> int:
     replicas = mesh.dp // width
     if replicas < 2 or not 0 < least <= replicas:
         raise ValueError(
-            f"elastic must be between 1 and the number of replicas, which must be at least 2; got "
-            f"elastic = {least} and {replicas} replicas"
+            f"--elastic needs at least 2 replicas, and its value must be between 1 and their number; "
+            f"got elastic = {least} and {replicas} replicas"
         )
     refused = (
         (f"outer_every = {config.outer_every}", config.outer_every is not None),
