@@ -27,7 +27,7 @@ def replica_width(config: TrainConfig) -> int:
     replicas = mesh.dp // width
     if replicas < 2 or not 0 < least <= replicas:
         raise ValueError(
-            f"--elastic needs at least 2 replicas, and its value must be between 1 and their number; "
+            "--elastic needs at least 2 replicas and a value between 1 and the number of replicas; "
             f"got elastic = {least} and {replicas} replicas"
         )
     refused = (
