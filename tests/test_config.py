@@ -107,8 +107,8 @@ def test_the_help_says_what_each_option_is_and_its_default(capsys):
         "--zero {0,1,2,3} ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp). "
         "(default: 1)",
         f"--schedule {{{','.join(FAMILIES)}}}|STR Pipeline schedule: the order of the "
-        "micro-batches. A path ending in .csv is a file with a schedule in torch's notation, "
-        "one row per pipeline rank. "
+        "micro-batches. You can also pass the path of a .csv file with a schedule in torch's "
+        "notation, one row per pipeline rank. "
         "(default: 1f1b)",
         "--batch INT Micro-batch size: sequences per micro-batch. (default: 8)",
         "--resume [True|False|auto] ",

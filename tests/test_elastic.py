@@ -164,7 +164,7 @@ RUNS = (
     ("changes", "words"),
     [
         ({"plan": ParallelPlan(zero=1)}, "ZeRO 1 shards it over all dp = 3: pass --zero 0 or --dp"),
-        ({"elastic": 4}, "must be at least 2; got elastic = 4 and 3 replicas"),
+        ({"elastic": 4}, "the number of replicas; got elastic = 4 and 3 replicas"),
         ({"dp": 1}, "got elastic = 1 and 1 replicas"),
         (
             {"dp": 4, "dp_shard": 2, "plan": ParallelPlan(), "elastic": 3},

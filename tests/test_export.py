@@ -323,7 +323,7 @@ def test_a_tokenizer_is_the_one_given_or_on_record_or_the_first_there_is(source,
 def test_tokens_that_were_added_need_room_in_the_model_too(tmp_path):
     files = {"tokenizer.json": _words(tmp_path / "tokenizer.json", "</s>").read_bytes()}  # 98 + 2
     assert special_tokens(files, GPTConfig(100, 8, 1, 8, 2), None)["eos_token_id"] == 99
-    with pytest.raises(ConvertError, match="the tokenizer has 100 tokens, but the model 99"):
+    with pytest.raises(ConvertError, match="the tokenizer has 100 tokens, but the model has 99"):
         special_tokens(files, GPTConfig(99, 8, 1, 8, 2), None)
     with pytest.raises(ConvertError, match=r"tokenizer.json is not a valid tokenizer"):
         special_tokens({"tokenizer.json": b"{}"}, GPTConfig(99, 8, 1, 8, 2), None)
@@ -464,7 +464,9 @@ def test_another_tokenizer_than_the_trainings_is_never_exported(words_run, bytes
         kept.write_bytes(mine)
     large = Tokenizer(models.WordLevel({str(i): i for i in range(300)}, unk_token="0"))
     large.save(str(tmp_path / "large.json"))
-    with pytest.raises(ConvertError, match=r"^the tokenizer has 300 tokens, but the model 256$"):
+    with pytest.raises(
+        ConvertError, match=r"^the tokenizer has 300 tokens, but the model has 256$"
+    ):
         to_hf(bytes_run, tmp_path / "out", tokenizer=tmp_path / "large.json")
     assert not (tmp_path / "out").exists()
 

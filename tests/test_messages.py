@@ -78,7 +78,7 @@ def test_ends_that_differ_and_ranks_that_leave_are_named() -> None:
         with pytest.raises(RuntimeError, match=f"^rank 0 sends 2 .*32, rank 1 receives {words}$"):
             run_in_process([one(send), one(Hop(None, into, 0, 0))])
     for at in (0, 2, -1):  # they belong to no group
-        with pytest.raises(RuntimeError, match=f"^rank 0 sends to or receives from rank {at}, "):
+        with pytest.raises(RuntimeError, match=f"^rank 0 sends to or receives from rank {at}; "):
             run_in_process([one(Hop(x, None, at, 1)), one(Hop(None, x, 0, 0))])
     with pytest.raises(RuntimeError, match="rank 0 ends with pending messages"):
         run_in_process([one(send, waits=False), one(Hop(None, x, 0, 0))])

@@ -327,7 +327,7 @@ def test_a_rank_in_another_operation_is_named(kind):
 def _of_other_length(rank: int) -> None:
     memory = symmetric_memory(dist.group.WORLD, "cpu", slots=64, capacity=1 << 16)
     x, b = torch.ones(5 + 15 * rank, 3), torch.ones(3, 2)
-    other = rf"rank {1 - rank} is in all_gather_gemm \[{20 - 15 * rank}, 3\] of torch.float32"
+    other = rf"rank {1 - rank} runs all_gather_gemm \[{20 - 15 * rank}, 3\] of torch.float32"
     with pytest.raises(ValueError, match=f"all_gather_gemm on rank {rank} of 2, epoch 1: {other}"):
         all_gather_gemm(x, b, memory=memory)
     with pytest.raises(ValueError, match="ended all_gather_gemm midway"):

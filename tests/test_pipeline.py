@@ -277,7 +277,7 @@ def test_what_does_not_fit_is_refused() -> None:
         on_threads(ranks, _refuses_the_size, ranks)
     first, other = {"inputs": lambda mb: torch.ones(2)}, {"like": ((2,), torch.float32, CPU)}
     for given in ({}, first | other):
-        with pytest.raises(ValueError, match="either inputs"):
+        with pytest.raises(ValueError, match="either `inputs`"):
             ModuleStage(nn.Linear(2, 2), **given)
 
 

@@ -164,7 +164,7 @@ ONE_OF = "expected one F and either one B or one I and one W"
         *[
             (
                 [[*gpipe(1, 12)[0], Action(op, 0, 11, int(op == "UPDATE"))]],
-                f"rank 0 position 24: 0{op}11{'@1' * (op == 'UPDATE')}: {op} concerns a whole "
+                f"rank 0 position 24: 0{op}11{'@1' * (op == 'UPDATE')}: {op} applies to a whole "
                 "stage, so its micro-batch must be -1",
             )
             for op in ("REDUCE", "TIE", "UPDATE")
@@ -210,7 +210,10 @@ def test_pipedream_reduces_before_each_update_and_is_p_minus_1_updates_stale(p) 
         for before, after in pairwise(row):
             assert (after.op == "UPDATE") == (before.op == "REDUCE")
     if p > 1:
-        words = r"rank 0 position \d+: 0UPDATE@3 applies the gradient of 0B2, 2 versions old, .* 1"
+        words = (
+            r"rank 0 position \d+: 0UPDATE@3 applies the gradient of 0B2, 2 versions old; at most "
+            "1 are allowed"
+        )
         assert re.fullmatch(words, refusal(lists, staleness=p - 2))
 
 

@@ -340,7 +340,7 @@ def test_a_replay_says_what_it_has_repeated_and_how_much_differs(tmp_path, monke
     [
         ("servers", "run is not a run of 3 parameter servers"),
         ("no servers", "run is not a run of 2 parameter servers"),
-        ("short", "step_00000003 has 3 updates, but the log 2"),
+        ("short", "step_00000003 has 3 updates, but the log has 2"),
         ("no log", "updates.jsonl cannot be read"),
         ("no options", "config.toml cannot be read"),
     ],

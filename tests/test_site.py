@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import is_typeddict
 
 import pytest
 from test_api import ENTRIES
@@ -52,8 +53,8 @@ def _parameters(signature: str) -> list[str]:
 def test_every_signature_has_the_parameters_that_python_shows(site) -> None:
     shown, checked = _signatures(site), 0
     for name, entry in ENTRIES.items():
-        taken = list(inspect.signature(entry).parameters)
-        if name in shown:
+        if name in shown and not is_typeddict(entry):
+            taken = list(inspect.signature(entry).parameters)
             assert _parameters(shown[name]) == taken, (name, shown[name])
             checked += 1
     assert checked > 90

@@ -338,7 +338,7 @@ def test_a_row_that_is_wrong_is_refused_with_file_row_and_value(table, rows, mes
             'format must be "warpweave tiles 1", got .war',
         ),
         (b'{"format": "warpweave tiles 1"}', "it has no rows$"),
-        (b'{"format": "warpweave tiles 1", "rows": {}}', "rows must be a list .*, got {}$"),
+        (b'{"format": "warpweave tiles 1", "rows": {}}', "rows must be a list, .*, got {}$"),
         (
             b'{"format": "warpweave tiles 1", "rows": [], "us": 1}',
             "unknown field 'us'; expected format, rows$",

@@ -258,7 +258,7 @@ def test_sharded_tokens_need_hidden_states_of_three_dims():
         if ndim == 3:
             assert cut.dim(nn.Tanh(), x) == 1
             continue
-        with pytest.raises(ValueError, match=rf"^Tanh: x\[2(, 2)+\] has {ndim} dims, but a sequ"):
+        with pytest.raises(ValueError, match=rf"^Tanh: x\[2(, 2)+\] has {ndim} dims, but sequ"):
             cut.dim(nn.Tanh(), x)
 
 

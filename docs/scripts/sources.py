@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LINKS = ROOT / "build" / "sources" / "warpweave"  # `paths` in mkdocs.yml
 
 
-def on_config(config: Any) -> None:
-    """Make the tree of links again before every build."""
+def on_startup(**_: Any) -> None:
+    """Make the tree of links again, before mkdocstrings looks for its `paths`."""
     shutil.rmtree(LINKS, ignore_errors=True)
     LINKS.mkdir(parents=True)
     parts = [ROOT / part for part in ("kernels", "parallel", "layers")]

@@ -157,7 +157,7 @@ def read_table(path: Path, *, by: str) -> list[TileRow]:
         for number, fields in enumerate(table.rows, 1):
             row = _row(fields, by, f"row {number}: ")
             if row.key in found:
-                raise ValueError(f"row {number}: an earlier row already is for {row.key}")
+                raise ValueError(f"row {number}: an earlier row has the same key {row.key}")
             found[row.key] = row
         return list(found.values())
     except ValueError as error:
@@ -174,7 +174,7 @@ def _row(fields: dict[str, Any], by: str, where: str) -> TileRow:
     needed = {*place, "kernel", "element_size", kind, "tile"}
     optional = {"triton", "variants"} if by == "capability" else {"us", "shipped_us"}
     if not needed <= fields.keys() <= needed | optional:
-        raise ValueError(f"{where}it must have {sorted(needed)}, got {sorted(fields)}")
+        raise ValueError(f"{where}expected the keys {sorted(needed)}, got {sorted(fields)}")
     of = {name: structure(_FIELDS[name], fields[name], where + name)
           for name in fields if name not in ("kernel", "tile")}  # fmt: skip
     more: dict[str, Any] = {name: of[name] for name in ("triton", "us", "shipped_us") if name in of}
