@@ -44,7 +44,7 @@ class End:
 
     @property
     def how(self) -> str:
-        """How it ended, in words."""
+        """The way in which it ended, in words."""
         if self.code < 0:
             return f"was killed by {signal.Signals(-self.code).name}"
         return f"failed with {self.code}" if self.code else "left (exit 0)"
