@@ -281,7 +281,7 @@ def _torch_dtype(q: torch.Tensor, alone: bool) -> torch.dtype:
     """The dtype in which torch's flash attention computes.
 
     It is bfloat16 if q is, if nothing will be added to the result, and if torch computes with
-    AVX-512. (If AVX-512 is disabled for torch on a CPU that has AMX, its kernel raises.) It is never
+    AVX-512. (If AVX-512 is disabled on a CPU that has AMX, torch's kernel raises.) It is never
     float16: torch accumulates its gradients in float16, at a tenth of float32's speed.
     """
     kept = alone and q.dtype == torch.bfloat16
