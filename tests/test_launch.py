@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -300,19 +301,30 @@ def test_a_single_process_speaks_for_itself():
     assert alone.explain(ValueError("two\nlines")) == "two lines"
 
 
+PROGRAM = """
+from warpweave import Mesh, join
+
+with join(Mesh(), backend="gloo"):
+    try:
+        raise ValueError("handled")
+    except ValueError:
+        pass
+    raise ValueError("width (3)\\nmust be even")
+"""
+
+
 def test_torchruns_report_ends_with_the_reason_of_a_failure(monkeypatch, tmp_path):
-    """Read the file as torchrun does: of a failed session, and of a refused command."""
+    """Read the file as torchrun does: of a program that raised, and of a refused command."""
 
     def report() -> str:
         failure = ProcessFailure(0, 7, 1, str(tmp_path / "error.json"))
         return str(ChildFailedError("train.py", {0: failure}))
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with (
-        pytest.raises(ValueError, match="must be even"),
-        Session(torch.device("cpu"), 0, 1, None, 9.0, Mesh()),
-    ):
-        raise ValueError("width (3) must be even")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    done = subprocess.run([sys.executable, "-P", "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: width (3)\nmust be even\n")
     assert "  traceback : ValueError: width (3) must be even\n===" in report()
     with pytest.raises(SystemExit), refusing(OSError):
         raise OSError("no such\nfile")

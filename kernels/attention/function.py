@@ -34,9 +34,9 @@ import torch
 
 from warpweave.kernels.attention.backward import attention_delta, attention_dsinks, block_bwd
 from warpweave.kernels.attention.forward import block_fwd
+from warpweave.kernels.attention.keywords import BlockKeywords, check_keywords
 from warpweave.kernels.attention.options import (
     AttentionOptions,
-    BlockKeywords,
     Runs,
     Upstream,
     check_boundaries,
@@ -270,6 +270,7 @@ def attention_fwd(
         >>> o.shape, lse.shape
         (torch.Size([2, 16, 4, 8]), torch.Size([2, 4, 16]))
     """
+    check_keywords("attention_fwd", keywords, block=True)
     options = checked(AttentionOptions(**keywords), q, k, v, sinks)
     check_boundaries(options, q.shape[1], k.shape[1])
     check_dtype("out_dtype", out_dtype)
@@ -308,6 +309,7 @@ def attention_bwd(
         >>> delta = (o * do).sum(-1).transpose(1, 2)
         >>> dq, dk, dv = attention_bwd(do, q, k, v, lse, delta)
     """
+    check_keywords("attention_bwd", keywords, block=True)
     options = checked(AttentionOptions(**keywords), q, k, v)
     check_boundaries(options, q.shape[1], k.shape[1])
     check_dtype("grad_dtype", grad_dtype)

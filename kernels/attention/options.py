@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from warpweave.kernels.attention.keywords import Runs
 from warpweave.kernels.attention.visible import Packed
 from warpweave.kernels.dropout import check_key
 from warpweave.kernels.reference import Run, compute_dtype
@@ -26,38 +27,7 @@ from warpweave.kernels.runtime.dispatch import check_impl, check_written, choose
 from warpweave.kernels.runtime.dtypes import FLOATS, is_autocast
 from warpweave.kernels.runtime.tile_table import MAX_HEAD_DIM
 
-Runs = Sequence[tuple[int, ...]]  # each a `Run` or its fields
-
 FARTHEST = 2**31 - 2  # kernels and document tables hold positions in int32
-
-
-class AttentionKeywords(TypedDict, total=False):
-    """The keywords of every attention call, as defined by `attention`.
-
-    Examples:
-        >>> keywords = AttentionKeywords(causal=True, window=8)  # attention(q, k, v, **keywords)
-    """
-
-    causal: bool
-    window: int | None
-    documents: torch.Tensor | Packed | None
-    scale: float | None
-    softcap: float | None
-    dropout: float
-    dropout_seed: int
-    dropout_origin: Sequence[int]
-    impl: str | None
-
-
-class BlockKeywords(AttentionKeywords, total=False):
-    """The keywords of an attention call of some queries and keys, whose positions are given.
-
-    Examples:
-        >>> keywords = BlockKeywords(q_runs=((16, 8),), k_runs=((0, 8),))  # (start, length)
-    """
-
-    q_runs: Runs | None
-    k_runs: Runs | None
 
 
 class AttentionOptions(NamedTuple):

@@ -35,8 +35,8 @@ import torch.distributed as dist
 
 from warpweave.kernels.attention import attention_delta, attention_dsinks
 from warpweave.kernels.attention.function import attend
+from warpweave.kernels.attention.keywords import AttentionKeywords, check_keywords
 from warpweave.kernels.attention.options import (
-    AttentionKeywords,
     AttentionOptions,
     Upstream,
     check_boundaries,
@@ -122,7 +122,8 @@ def context_attention(
     ring, ulysses_group = group if isinstance(group, tuple) else (group, None)
     rank = group_rank(ring) * group_size(ulysses_group) + group_rank(ulysses_group)
     size = group_size(ring) * group_size(ulysses_group)
-    options = AttentionOptions(q_runs=None, k_runs=None, **keywords)  # the layout has the runs
+    check_keywords("context_attention", keywords, block=False)  # the layout has the runs
+    options = AttentionOptions(**keywords)
     try:
         q, k, padded_v, options = prepared(q, k, v, sinks, options)
         _check_layout(layout, size, q, k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,10 +20,10 @@ class ConvertError(ValueError):
 
 def read_json(path: Path, kind: Any = dict) -> Any:
     """Return the content of a JSON file of a model's folder, of a type that `structure` knows."""
-    if not path.exists():
+    if not os.path.exists(path):  # False for a name that is too long, where Path.exists raises
         name = path.parent
         text = f"{name} is not a transformers model: it has no {path.name}"
-        if not name.exists():
+        if not os.path.exists(name):
             text = f"{name} does not exist"
             if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
                 text += "; download a Hub model first: "

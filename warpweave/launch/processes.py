@@ -267,13 +267,19 @@ class _ForkServer:
         try:
             return self.pipe.recv()
         except (EOFError, ConnectionError):
-            raise ChildProcessError("the process that forks ranks has ended") from None
+            self._lost()
 
     def _send(self, *message: Any) -> None:
         try:
             self.pipe.send(message)
         except ConnectionError:
-            raise ChildProcessError("the process that forks ranks has ended") from None
+            self._lost()
+
+    def _lost(self) -> NoReturn:
+        """Wait for the end of the server, whose pipe broke a little earlier, so that the next start
+        finds it dead."""
+        end([self.process])
+        raise ChildProcessError("the process that forks ranks has ended") from None
 
 
 def _serve(pipe: connection.Connection, module: str) -> None:

@@ -9,6 +9,7 @@ SIGKILL, its ranks end at once, as those of `ranks.launch` do.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -143,8 +144,6 @@ class Session:
         """Leave the process group. After an error its peers may be stuck in it, so stay."""
         if error is None:
             self.close()
-        else:
-            tell_torchrun(f"{type(error).__name__}: {one_line(error)}")
 
     def close(self) -> None:
         """Leave the process group."""
@@ -179,6 +178,13 @@ def reported(
             say(line)
             tell_torchrun(line)
         leave(2 if isinstance(error, refused) else 1)
+
+
+def _tell_of_unhandled() -> None:
+    """At exit, let torchrun's report end with the error that ended this program, if any."""
+    error = getattr(sys, "last_value", None)  # Python sets it when it prints the traceback
+    if error is not None:
+        tell_torchrun(" ".join("".join(traceback.format_exception_only(error)).split()))
 
 
 def is_connection_error(error: BaseException) -> bool:
@@ -219,6 +225,7 @@ def join(
     env = os.environ
     if port is None and "TORCHELASTIC_RUN_ID" in env:
         end_with_parent()
+        atexit.register(_tell_of_unhandled)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # see `launch`
     backend, device, own = take_device(backend, launched=port is not None)
     if not under_torchrun():
