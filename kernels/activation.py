@@ -261,7 +261,9 @@ def _out_shape(x: torch.Tensor, gated: bool) -> torch.Size:
 
 def _check_pairs(x: torch.Tensor, activation: str) -> None:
     if x.ndim == 0 or x.shape[-1] % 2:
-        raise ValueError(f"{activation} needs x[..., 2F] of (gate, up) pairs, got {[*x.shape]}")
+        raise ValueError(
+            f"{activation} needs x[..., 2F] with gate and up interleaved, got {[*x.shape]}"
+        )
 
 
 # ---------------------------------------------------------------- autograd

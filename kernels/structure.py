@@ -38,8 +38,9 @@ def read_document(path: Path, form: Literal["JSON", "TOML"] = "JSON") -> Any:
     """Parse a file. Raises ValueError, one line with the path, if it cannot be read or parsed."""
     try:
         data = path.read_bytes()
-        text = data.decode()  # json.loads(data) would also accept UTF-16 and lone surrogates
-        return json.loads(text) if form == "JSON" else tomllib.loads(text)
+        if form == "TOML":
+            return tomllib.loads(data.decode())
+        return json.loads(data.decode(json.detect_encoding(data)))  # UTF-8, 16, or 32
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # also errors of decoding
@@ -78,7 +79,7 @@ def structure(kind: Any, value: Any, where: str = "") -> Any:
     choices = [word for k in kinds if get_origin(k) is Literal for word in get_args(k)]
     words = [word for word in choices if isinstance(word, str)]
     near = did_you_mean(value, words) if isinstance(value, str) else ""
-    raise ValueError(f"{_owner(where)} must be {_described(kind)}, got {_shown(value)}{near}")
+    raise ValueError(f"{_owner(where)} must be {_described(kind)}, got {_written(value)}{near}")
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
@@ -144,7 +145,7 @@ def _record_fields(record: Any) -> tuple[dict[str, Any], set[str], bool]:
     return kinds, {one.name for one in given if one.default is one.empty}, False
 
 
-def _shown(value: Any) -> str:
+def _written(value: Any) -> str:
     """A value of a message, cut; Python refuses to write integers of more than 4300 digits."""
     try:
         return f"{value!r:.200}"

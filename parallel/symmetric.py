@@ -123,9 +123,9 @@ class Workspace:
             if device.type == "cuda":
                 if torch.cuda.is_current_stream_capturing():
                     raise ValueError(
-                        f"{name} on rank {self.rank} of {self.world} needs {slots} parts and "
-                        f"{size} bytes of symmetric memory, which cannot grow while a graph is "
-                        "captured; run the step once on this stream before capturing it"
+                        f"{name} on rank {self.rank} of {self.world} needs {size} bytes of "
+                        f"symmetric memory in {slots} parts, but symmetric memory cannot grow "
+                        "during graph capture: run the step once on this stream before capturing it"
                     )
                 if memory is not None:  # peers may have been reading it until now
                     torch.cuda.current_stream(device).synchronize()

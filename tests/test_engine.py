@@ -311,7 +311,7 @@ REFUSED = {
     r"hidden \(21\) is not divisible by tp \(2\)": (
         GPTConfig(**SIZES, hidden=21), _place(tp=2), {}
     ),
-    "pp = 4 stages need at least as many layers, got 3": (CONFIG, _place(pp=4), {}),
+    "pp = 4 stages need one layer each, got 3 layers": (CONFIG, _place(pp=4), {}),
     r"17 tokens of a micro-batch are not divisible by tp \(2\)": (
         GPTConfig(37, 17, 3, 16, 4), _place(tp=2), {"micro_batch_size": 1}
     ),

@@ -84,7 +84,7 @@ FUSED: Rows = [
     ({"activation": "silu"}, "activation must be one of"),
     ({"activation": "swiglu"}, None),
     *[
-        ({"activation": "swiglu", "b": z(4, n)}, rf"\(gate, up\) pairs, got N = {n}")
+        ({"activation": "swiglu", "b": z(4, n)}, rf"gate and up interleaved, got N = {n}")
         for n in (5, 7)
     ],
     ({"activation": "gelu", "b": z(4, 5)}, None),
@@ -162,7 +162,7 @@ HIDDEN_IN: Rows = [
     ({"x": z(3, 5, dtype=F64)}, "the same float dtype"),
     ({"up_bias": z(10)}, None),
     ({"up_bias": z(1)}, r"bias must be"),
-    ({"up_weight": z(9, 5)}, r"\(gate, up\) pairs"),
+    ({"up_weight": z(9, 5)}, r"gate and up interleaved"),
     ({"up_weight": z(9, 5), "activation": "gelu"}, None),
     ({"activation": "silu"}, "activation must be one of"),
 ]
@@ -239,10 +239,10 @@ ROPE: Rows = [
 ROPE_QK: Rows = [
     ({}, None),
     ({"k": z(2, 3, 1, 4)}, None),
-    ({"k": z(1, 3, 2, 4)}, "must match"),
+    ({"k": z(1, 3, 2, 4)}, "must have the same B, S, D, and dtype"),
     (
         {"k": z(2, 3, 2, 6)},
-        r"must match, got \[2, 3, 2, 4\] torch.f.*32 and \[2, 3, 2, 6\] torch.f",
+        r"B, S, D, and dtype, got \[2, 3, 2, 4\] torch.f.*32 and \[2, 3, 2, 6\] torch.f",
     ),
     ({"k": z(2, 2, 2, 4)}, r"must be \[S, R/2\]"),
     ({"k": z(2, 3, 2, 4, dtype=F64)}, r"4\] torch.float32 and \[2, 3, 2, 4\] torch.float64"),
@@ -331,8 +331,8 @@ NORM_BACK: Rows = [
 ACTIVATE: Rows = [
     ({}, None),
     ({"activation": "silu"}, "activation must be one of"),
-    ({"x": z(3, 5)}, r"swiglu needs x\[..., 2F\] of \(gate, up\) pairs, got \[3, 5\]"),
-    ({"x": z()}, r"swiglu needs x\[..., 2F\] of \(gate, up\) pairs, got \[\]"),
+    ({"x": z(3, 5)}, r"swiglu needs x\[..., 2F\] with gate and up interleaved, got \[3, 5\]"),
+    ({"x": z()}, r"swiglu needs x\[..., 2F\] with gate and up interleaved, got \[\]"),
     ({"x": z(), "activation": "gelu"}, None),
     ({"x": z(3, 5), "activation": "relu2"}, None),
     ({"x": z(3, 4, dtype=INT)}, "swiglu needs a float dtype, got torch.int64"),
@@ -347,8 +347,8 @@ ACTIVATE_BACK: Rows = [
     ],
     ({"dy": z(3, 4), "activation": "gelu"}, None),
     ({"activation": "gelu"}, r"must have the shape of gelu\(x\)"),
-    ({"x": z(3, 5)}, r"\(gate, up\) pairs"),
-    ({"x": z(), "dy": z()}, r"\(gate, up\) pairs"),
+    ({"x": z(3, 5)}, r"gate and up interleaved"),
+    ({"x": z(), "dy": z()}, r"gate and up interleaved"),
     ({"activation": "silu"}, "activation must be one of"),
 ]
 DROPPED: Rows = [
@@ -456,7 +456,7 @@ GATHER: Rows = [
     ({"x": z(32, 2)}, None),
     ({"residual": z(4, 3)}, r"residual must have the result's shape \[8, 3\]"),
     ({"save_z": True}, "save_z=True"),
-    ({"activation": "swiglu"}, r"\(gate, up\) pairs"),
+    ({"activation": "swiglu"}, r"gate and up interleaved"),
 ]
 
 TABLES = {

@@ -117,9 +117,9 @@ TWICE = ParallelPlan(schedule="interleaved", chunks=2, microbatches=2)
         (lambda: _cut(Mesh(tp=3), kv_heads=2), r"kv_heads \(2\) is not divisible by tp \(3\)"),
         (lambda: _cut(Mesh(tp=2), hidden=7), r"hidden \(7\) is not divisible by tp \(2\)"),
         (lambda: _cut(Mesh(tp=3), hidden=3), None),
-        (lambda: _cut(Mesh(pp=3)), "pp = 3 stages need at least as many layers, got 2"),
+        (lambda: _cut(Mesh(pp=3)), "pp = 3 stages need one layer each, got 2 layers"),
         (lambda: _cut(Mesh(pp=2)), None),
-        (lambda: _cut(Mesh(pp=2), TWICE), "4 pipeline stages need at least as many layers, got 2"),
+        (lambda: _cut(Mesh(pp=2), TWICE), "4 pipeline stages need one layer each, got 2 layers"),
         (lambda: _cut(Mesh(pp=2), TWICE, layers=4), None),
         (lambda: _cut(Mesh(), TWICE), None),
         (

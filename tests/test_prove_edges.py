@@ -279,7 +279,7 @@ def test_meshes_whose_types_cannot_be_checked_are_refused(monkeypatch) -> None:
     model = Layout(Mesh(dp=2)).model
     with pytest.raises(ValueError, match="ulysses = 2: the typechecker has a single context axis"):
         typecheck(model, Mesh(cp=4, ulysses=2))
-    with pytest.raises(ValueError, match="3 stages need at least as many layers, got 2"):
+    with pytest.raises(ValueError, match="3 stages need one layer each, got 2 layers"):
         typecheck(model, Mesh(pp=3))
     with monkeypatch.context() as patch:
         patch.setattr(torch.distributed, "is_initialized", lambda: True)

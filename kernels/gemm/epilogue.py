@@ -81,7 +81,7 @@ class Epilogue(NamedTuple):
         made = shape[0], self.columns(shape[1])
         if made[1] < shape[1] and shape[1] % 2:
             raise ValueError(
-                f"{self.activation} needs b[K, 2F] of (gate, up) pairs, got N = {shape[1]}"
+                f"{self.activation} needs b[K, 2F] with gate and up interleaved, got N = {shape[1]}"
             )
         if self.save_z and self.activation is None:
             raise ValueError("save_z=True requires an activation, but activation is None")

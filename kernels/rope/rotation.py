@@ -228,8 +228,8 @@ def _check_pair(q, k, cos, sin) -> None:
     same = q.ndim == k.ndim and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
     if not same or q.dtype != k.dtype:
         raise ValueError(
-            f"q[B, S, H, D] and k[B, S, Hkv, D] must match, got {[*q.shape]} {q.dtype} and "
-            f"{[*k.shape]} {k.dtype}"
+            "q[B, S, H, D] and k[B, S, Hkv, D] must have the same B, S, D, and dtype, got "
+            f"{[*q.shape]} {q.dtype} and {[*k.shape]} {k.dtype}"
         )
 
 

@@ -2,7 +2,7 @@
 
 Executor, simulator and validator read the same lists. A schedule is ``list[list[Action]]``:
 ``lists[r]`` is what rank `r` does, in order. 1F1B for two ranks and two micro-batches, without and
-with messages (the number after an operation is the micro-batch, the number before it the stage):
+with messages (the number before an operation is its stage, the number after it is its micro-batch):
 
     rank 0   0F0 0F1 0B0 0B1         0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
     rank 1   1F0 1B0 1F1 1B1         1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1

@@ -137,7 +137,9 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
             hook.remove()
     made = {c: before[normed.get(c, c)] for c in before if c not in wide}
     if len(seen) != 1 or len(after) != 1 or len(made) + 1 != len(linears):
-        raise ValueError("its linear layers do not surround exactly one attention call")
+        raise ValueError(
+            "it must call attention exactly once between its input and output projections"
+        )
     if len(normed) != len(wide):
         raise ValueError("a norm as wide as a linear layer does not directly follow a linear layer")
     q, k, v, o, sinks = seen[0]

@@ -323,7 +323,7 @@ class GPTConfig(HeadStyle, MLPStyle):
         stages = len(plan.placement(mesh.pp))
         if stages > self.layers:
             found = f"pp = {mesh.pp}" if stages == mesh.pp else f"{stages} pipeline"
-            raise ValueError(f"{found} stages need at least as many layers, got {self.layers}")
+            raise ValueError(f"{found} stages need one layer each, got {self.layers} layers")
         layout = cut(self.seq_len, mesh.cp, plan.layout)
         if mesh.cp > 1:
             heads = self.heads // mesh.tp, self.num_kv_heads // mesh.tp

@@ -202,8 +202,9 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
     held, wanted = reader.state.get("asynchronous"), _asynchronous_schedule(config)
     if held not in (None, wanted):
         raise CheckpointError(
-            f"{reader.path} holds weight versions of the asynchronous schedule {held}, now "
-            f"{wanted or config.plan.schedule}: resume with the saved schedule, or pass --init-from"
+            f"{reader.path} was saved with the asynchronous schedule {held} and holds its weight "
+            f"versions, but this run uses {wanted or config.plan.schedule}: resume with that "
+            "schedule, or pass --init-from"
         )
     if reader.state["seed"] != config.seed:
         raise CheckpointError(
