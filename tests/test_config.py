@@ -163,7 +163,7 @@ def test_a_schedule_that_nobody_knows_is_refused():
         (ParallelPlan(schedule="interleaved", chunks=0), ".*needs c >= 1 stages per rank.*c=0"),
         (
             ParallelPlan(schedule="interleaved", chunks=2),
-            "4 pipeline stages need .*, got 2",
+            "4 pipeline stages need one layer each, got 2 layers",
         ),
     ],
 )

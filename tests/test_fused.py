@@ -246,7 +246,10 @@ def _growing(rank: int) -> None:
             workspace.fitting("op", cuda, 1, 1)
         captured = Workspace(dist.group.WORLD)
         capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
-        with capturing, pytest.raises(ValueError, match=r"2 parts and 99 .* graph is captured"):
+        with (
+            capturing,
+            pytest.raises(ValueError, match=r"99 bytes .* in 2 parts, .* during graph capture"),
+        ):
             captured.fitting("op", cuda, 2, 99)
     # The host waits only for its own stream, and only if there is something that peers may read: a
     # device that has posted a receive is never idle.

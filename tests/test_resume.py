@@ -97,21 +97,21 @@ def test_a_run_goes_on_from_its_own_state_and_says_nothing(config):
         (TrainConfig(optimizer="muon"), TrainConfig(), "optimizer muon, whose state does not fit"),
         (TrainConfig(), TrainConfig(optimizer="sgd"), "optimizer adamw, whose state does not fit"),
         (TrainConfig(optimizer="nadamw"), TrainConfig(), "optimizer nadamw, whose state does not"),
-        (PIPEDREAM, TrainConfig(pp=3), r"'schedule': 'pipedream', .*}, now 1f1b: "),
-        (PIPEDREAM, dataclasses.replace(PIPEDREAM, pp=2), r"'pp': 3}, now {.*'pp': 2}: resume"),
+        (PIPEDREAM, TrainConfig(pp=3), r"'schedule': 'pipedream', .*}.*, but this run uses 1f1b: "),
+        (PIPEDREAM, dataclasses.replace(PIPEDREAM, pp=2), r"'pp': 3.*, but this run uses {.*'pp': 2.*}: resume"),
         (
             PIPEDREAM,
             dataclasses.replace(
                 PIPEDREAM, plan=dataclasses.replace(PIPEDREAM.plan, microbatches=6)
             ),
-            r"'microbatches': 4, .*now {.*'microbatches': 6",
+            r"'microbatches': 4, .*this run uses {.*'microbatches': 6",
         ),
         (
             PIPEDREAM,
             dataclasses.replace(
                 PIPEDREAM, plan=dataclasses.replace(PIPEDREAM.plan, schedule="pipedream-2bw")
             ),
-            r"'schedule': 'pipedream', .*now {'schedule': 'pipedream-2bw'",
+            r"'schedule': 'pipedream', .*this run uses {'schedule': 'pipedream-2bw'",
         ),
     ],
 )  # fmt: skip
