@@ -4,7 +4,6 @@ Triton runs in its interpreter, and each process uses one thread unless OMP_NUM_
 WARPWEAVE_TEST_DEVICE=cuda the kernel tests run on a GPU instead (`support/on_gpu.py`).
 """
 
-import gc
 import os
 import signal
 import sys
@@ -71,13 +70,6 @@ def _fresh_compiler() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _short_collections() -> None:
-    """Exempt what earlier files have left, such as imports, from later searches for garbage."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from refused import Rows, Table, check, ints, strided
@@ -314,3 +316,12 @@ def test_one_of_many_is_not_broadcast() -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_what_is_no_tensor_is_called_by_its_name(name) -> None:
     check(lambda: attention(**QKV | {name: None}), f"{name} must be a tensor, got None")
+
+
+@pytest.mark.parametrize("name", ["wndow", "table"])  # the second is a field of the internal record
+@pytest.mark.parametrize("call", [attention_fwd, attention_bwd])
+def test_an_unknown_keyword_is_named_with_the_function(call, name) -> None:
+    given = (O, O, O) if call is attention_fwd else (O, O, O, O, LSE, LSE)
+    words = f"{call.__name__}() got an unexpected keyword argument {name!r}"
+    with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
+        call(*given, **{name: None})

@@ -565,7 +565,8 @@ def training(load, monkeypatch):
 
     family.bench = harness.Bench(torch.device("cpu"), clock, (1e12, 1e11), 6, lambda: 1e3)
     gc.freeze()  # each measurement collects garbage, and need not scan what was imported
-    return family
+    yield family
+    gc.unfreeze()
 
 
 def _measure(family, style="gpt2", bench=None, **changes):

@@ -421,3 +421,10 @@ def test_padding_is_a_document_of_its_own(documents) -> None:
     assert attention._without_padding(causal, layout, torch.device("cpu")) is causal
     whole = SequenceLayout(12, 3, "contiguous")
     assert attention._without_padding(options, whole, torch.device("cpu")) is options
+
+
+@pytest.mark.parametrize("name", ["wndow", "table", "q_runs"])  # the layout has the runs
+def test_an_unknown_keyword_is_refused(name) -> None:
+    x, given = torch.randn(1, 4, 1, 8), {"layout": SequenceLayout(4, 1), "group": None, name: None}
+    with pytest.raises(TypeError, match=rf"^context_attention\(\) got an unexpected .* '{name}'$"):
+        context_attention(x, x, x, **given)

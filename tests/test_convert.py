@@ -551,6 +551,8 @@ def test_folders_that_hold_no_model_are_refused(folders, tmp_path):
         from_hf(tmp_path / "nowhere")
     with pytest.raises(ConvertError, match=r"^owner/name does not exist; .* hf download owner/na"):
         from_hf("owner/name")
+    with pytest.raises(ConvertError, match=r"^a{300} does not exist"):
+        from_hf(300 * "a")
     (empty / "config.json").write_text("{")
     with pytest.raises(ConvertError, match=f"^{empty}/config.json is not JSON: "):
         from_hf(empty)

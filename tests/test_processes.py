@@ -179,7 +179,6 @@ def test_if_the_fork_server_is_killed_all_are_and_another_takes_its_place(tmp_pa
         forked.wait(60.0)
         assert sleeper.exitcode == -signal.SIGKILL
         _wait_for(lambda: not _alive(sleeper.pid))
-        sleeper.server.join()
         again = forked.start(_exits, 5)
         assert isinstance(again, Forked)
         again.join()

@@ -418,6 +418,7 @@ class _Servers(servers.Servers):
 
     def __init__(self, **codes: list[int | None]) -> None:
         self.started: list[tuple] = []
+        self.waits: list[float] = []  # seconds that the end of the run waits for each process
         self.codes = {name: iter(of) for name, of in codes.items()}
         config = TrainConfig(server=2, dp=3, staleness=1, timeout=5.0)
         with mock.patch.object(servers, "keep_store", torch.distributed.HashStore):
@@ -427,7 +428,7 @@ class _Servers(servers.Servers):
     def _start(self, role: str, number: int, *more: Any) -> Any:
         self.started.append((role, number, *more))
         code = next(self.codes.get(f"{role}{number}", iter(())), None)
-        return SimpleNamespace(exitcode=code, join=lambda _: None)
+        return SimpleNamespace(exitcode=code, join=self.waits.append)
 
 
 @pytest.fixture
@@ -508,7 +509,12 @@ def test_workers_that_are_done_may_end_and_a_signal_is_passed_on_once(quick):
     assert [watch.watch(stop) for stop in (None, 15, 15)] == [None] * 3
     assert quick == [("stop", {})]
     watch.servers[0].exitcode = 0
+    watch.config = dataclasses.replace(watch.config, timeout=300.0)
     assert watch.watch(15) == 0
+    assert len(watch.waits) == 5
+    assert max(watch.waits) <= 5.0  # a worker may still look for servers that were restarted
+    assert watch.watch(None) == 0
+    assert max(watch.waits) > 5.0
 
 
 def test_servers_that_are_started_again_are_also_told_to_stop(quick):

@@ -42,6 +42,7 @@ WRONG = [
     (int, True, "f must be an integer, got True"),
     (int, 3.0, "f must be an integer, got 3.0"),
     (float, 10**400, f"f must be a number, got 1{199 * '0'}"),
+    (str, [10**5000], "f must be a string in quotes, got a value with a huge integer"),
     (str, None, "f must be a string in quotes, got None"),
     (int | str, None, "f must be an integer or a string in quotes, got None"),
     (Literal[0, 1], True, "f must be one of 0, 1, got True"),
@@ -87,6 +88,7 @@ def test_a_wrong_value_is_refused_with_path_type_and_value(kind, value, says) ->
         ("JSON", b"[" * 100_000, "is not JSON: maximum recursion"),
         ("TOML", b"a = ", "is not TOML: Invalid value"),
         ("TOML", b"a = '\xff'", "is not TOML: 'utf-8' codec"),
+        ("JSON", b'"\xed\xa0\x80"', "is not JSON: 'utf-8' codec"),  # half a surrogate pair
         ("JSON", None, "cannot be read: No such file"),
     ],
 )

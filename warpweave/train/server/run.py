@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -31,6 +32,7 @@ from warpweave.train.options import CHECKPOINTS, TrainConfig
 from warpweave.train.server.roles import ServedModel, serve, work
 
 _AGAIN = 5  # restarts of the servers before the run fails
+_GRACE = 5.0  # seconds that workers have to end after a signal, once the servers have saved
 _REFUSED = (ValueError, CheckpointError, OSError)
 _FAILED = (LostError, TimeoutError, FloatingPointError, dist.DistError)
 
@@ -104,7 +106,7 @@ class Servers:
             tell(self.store, "stop")
         codes = [server.exitcode for server in self.servers]
         if codes[0] == 0:
-            return self._finish()
+            return self._finish(stop)
         if failed := [c for c in codes if c is not None and c > 0]:
             return failed[0]
         if any(c is not None and c < 0 for c in codes):
@@ -119,12 +121,16 @@ class Servers:
             return 1
         return None
 
-    def _finish(self) -> int:
-        """Print the result and wait for the others. Return the exit code."""
+    def _finish(self, stop: int | None) -> int:
+        """Print the result and wait for the others. Return the exit code.
+
+        After a signal the wait is short: a worker that still looks for restarted servers has
+        nothing to lose, and `supervise` kills it."""
         if self.store.check(["result"]):
             print(self.store.get("result").decode(), flush=True)
+        until = time.monotonic() + (self.config.timeout if stop is None else _GRACE)
         for process in (*self.servers, *self.workers.values()):
-            process.join(self.config.timeout)
+            process.join(max(0.0, until - time.monotonic()))
         return 0
 
     def _restart(self) -> None:
