@@ -6,6 +6,9 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 TYPECHECK := build/typecheck
 
+# Some machines set this. The many processes of the tests would all compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: venv test train compiled pretend versions pythons cpus check docs clean
 .DELETE_ON_ERROR:
 
@@ -61,7 +64,8 @@ pretend: venv
 versions: venv
 	$(VENV)/bin/python benchmarks/versions.py $(ARGS)
 
-# Run a short training and a few test files on every other supported Python of this machine.
+# Run a short training job and a few test files under each of the other supported Python versions on
+# this machine.
 pythons: venv
 	$(VENV)/bin/python benchmarks/versions.py --others --quick $(ARGS)
 

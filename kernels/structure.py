@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import tomllib
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -40,11 +41,21 @@ def read_document(path: Path, form: Literal["JSON", "TOML"] = "JSON") -> Any:
         data = path.read_bytes()
         if form == "TOML":
             return tomllib.loads(data.decode())
-        return json.loads(data.decode(json.detect_encoding(data)))  # UTF-8, 16, or 32
+        text = data.decode(json.detect_encoding(data))  # UTF-8, 16, or 32
+        return json.loads(text, object_pairs_hook=_once)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # also errors of decoding
         raise ValueError(f"{path} is not {form}: {' '.join(str(error).split())}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names differ, as TOML requires; JSON would take the last value of a name."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"it has several values for {name!r}")
+    return found
 
 
 def structure(kind: Any, value: Any, where: str = "") -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -349,6 +350,25 @@ def test_zero_refuses_what_does_not_fit():
     ):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+def test_zero_refuses_a_backward_after_which_its_own_step_was_forgotten():
+    zero = Zero(nn.Linear(2, 2), Mesh().connect(), microbatches=2)
+    for _ in range(2):
+        zero.model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"2 backward passes .* call zero.step\(lr\)"):
+        zero.model(torch.ones(1, 2)).sum().backward()
+    assert zero.step(LR).isfinite()
+
+
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -1e-3])
+def test_a_learning_rate_that_would_destroy_the_weights_is_refused(lr):
+    zero = Zero(nn.Linear(2, 2), Mesh().connect())
+    zero.model(torch.ones(1, 2)).sum().backward()
+    pipeline = Pipeline([nn.Linear(2, 2)], Mesh().connect(), loss=nn.functional.mse_loss)
+    for step in (zero.step, partial(pipeline.step, torch.ones(1, 2), torch.ones(1, 2))):
+        with pytest.raises(ValueError, match=f"lr must be finite and at least 0, got {lr}"):
+            step(lr=lr)
 
 
 def test_zero_3_refuses_a_state_dict_of_shards():

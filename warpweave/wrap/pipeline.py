@@ -22,7 +22,7 @@ from warpweave.parallel.pipeline import Distributed, Like, execute, relay
 from warpweave.parallel.pipeline.losses import LOSS, Losses, Output, add_losses, split_losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import ParamRecord
-from warpweave.wrap.units import Sharded, device_of, make_units, share_buffers
+from warpweave.wrap.units import Sharded, check_lr, device_of, make_units, share_buffers
 
 
 class PipelineResult(NamedTuple):
@@ -217,8 +217,9 @@ class Pipeline(Sharded):
 
         Raises:
             ValueError: the batch is not divisible into micro-batches of the shape of the first
-                step.
+                step, or `check_lr` refuses the learning rate.
         """
+        check_lr(lr)
         batches = self._cut(inputs, targets)
         if self._is_broken:
             raise RuntimeError("an earlier step failed: build a new Pipeline")

@@ -29,7 +29,7 @@ from warpweave.layers.records import collect_records
 from warpweave.parallel.data.optimizer import AdamW, Rule
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.mesh import ConnectedMesh, connected
-from warpweave.wrap.units import Sharded, make_units, share_buffers
+from warpweave.wrap.units import Sharded, check_lr, make_units, share_buffers
 
 
 @dataclass(eq=False)
@@ -259,8 +259,10 @@ class Zero(Sharded):
         """Update every parameter; return the global gradient norm before clipping, 0-dim.
 
         Raises ValueError unless there were `microbatches` backward passes since the last step, or
-        if a parameter requires a gradient that was frozen when `Zero` was made.
+        if a parameter requires a gradient that was frozen when `Zero` was made, or for a learning
+        rate that `check_lr` refuses.
         """
+        check_lr(lr)
         if self._backwards != self.microbatches:
             raise ValueError(
                 f"expected microbatches = {self.microbatches} backward passes before a step, got "
@@ -311,7 +313,15 @@ class Zero(Sharded):
         return previous
 
     def in_backward(self) -> None:
-        """Have `_end` called when this backward is over."""
+        """Have `_end` called when this backward is over.
+
+        Raises RuntimeError if the step after the last `microbatches` backward passes is missing.
+        """
+        if self._backwards == self.microbatches:
+            raise RuntimeError(
+                f"{self.microbatches} backward passes were made since the last step: call "
+                "zero.step(lr), because no other optimizer sees these gradients"
+            )
         if not self._is_queued:
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
