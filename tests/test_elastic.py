@@ -521,14 +521,25 @@ def test_a_run_outlives_ranks_that_die_at_any_time_and_is_one_devices(tmp_path, 
 
 
 @pytest.mark.usefixtures("_over_loopback")
-def test_fewer_replicas_than_asked_for_save_and_stop(tmp_path):
-    """If the first half of a replica of two tensor ranks dies, the other half also ends."""
+@pytest.mark.parametrize("late", [False, True])
+def test_fewer_replicas_than_asked_for_save_and_stop(tmp_path, late):
+    """If the first half of a replica of two tensor ranks dies, the other half also ends.
+
+    A survivor may be late because its last wait for the dead rank ends only with its timeout.
+    """
 
     def harm(keeper: Keeper):
         yield lambda: len(keeper.rows()) >= 3
+        if late:
+            keeper.hit(0, signal.SIGSTOP)
         keeper.hit(2)
+        began = time.monotonic()
+        yield lambda: time.monotonic() > began + config.timeout + 1.0
+        if late:
+            keeper.hit(0, signal.SIGCONT)
 
-    config = _config(tmp_path, dp=2, tp=2, steps=5000, elastic=2)
+    timeout = 6.0 if late else 30.0
+    config = _config(tmp_path, dp=2, tp=2, steps=5000, elastic=2, timeout=timeout)
     keeper = _Harmed(config, harm)
     with pytest.raises(SystemExit, match=r"^1$"):
         keeper.run()

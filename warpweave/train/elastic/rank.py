@@ -30,7 +30,9 @@ from warpweave.train.trainer import RAISED_BY_ALL
 
 T = TypeVar("T")
 _BY_ALL = (*RAISED_BY_ALL, StateLostError)
-_GRACE = 15.0  # seconds that the keeper has to find a hung rank after a connection failed
+# Seconds beyond the timeout: for the keeper to find a hung rank after a connection failed, and for
+# a rank that is late to join the next generation.
+_GRACE = 15.0
 
 
 def train_member(config: TrainConfig, seat: Seat, start: int, port: int) -> None:
@@ -47,16 +49,16 @@ def train_member(config: TrainConfig, seat: Seat, start: int, port: int) -> None
     if device.type == "cpu":
         share_cores(world)
 
-    def client(port: int = port) -> dist.Store:
-        return kept_store(port, config.timeout)
-
     connections = Connections()
+    client = partial(kept_store, port, config.timeout)
     member, carried = Member(client, seat, start, connections.close), Carried()
     rank_of = _Rank(config, interrupt, member, connections)
     while True:
         connections.open()
         generation = member.enter()
-        store = rank_of.survive(partial(client, generation.port))
+        # gloo may not notice that a connection was closed. A rank that waits for it arrives here
+        # after its timeout, so the others wait longer.
+        store = rank_of.survive(partial(kept_store, generation.port, config.timeout + _GRACE))
         if store is not None:
             carried = rank_of.train(generation, store, device, own, carried)
         connections.leave()
