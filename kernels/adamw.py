@@ -37,7 +37,9 @@ from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 from warpweave.kernels.runtime.op import operator
 
-_BLOCK = 1024  # elements per program in the update
+# Elements and warps of a program of the update: four elements per thread, so that values of every
+# dtype have the same threads. With eight, they would pass through shared memory before each store.
+_BLOCK, _WARPS = 1024, 8
 _CHUNK = 2**19  # elements at a time on a CPU, when the gradient must be scaled or cast
 _STRIDE, _TILES = 4096, 16  # a program of sum_of_squares adds 16 tiles of 4096 on every GPU
 _ROW = 1024  # elements that torch adds in one row of sum_of_squares
@@ -57,23 +59,47 @@ class _Rates(NamedTuple):
 
 
 @triton.jit
+def _adamw_scalars_kernel(
+    step_ptr,
+    skip_ptr,
+    scalars_ptr,
+    lr,
+    lr_rest,
+    WEIGHT_DECAY: tl.constexpr,
+    LOG2_BETA1: tl.constexpr,
+    LOG2_BETA2: tl.constexpr,
+):
+    # 1. Count the step, unless it is skipped.
+    step = tl.load(step_ptr).to(tl.float64) + 1.0
+    if skip_ptr is not None:
+        step -= (tl.load(skip_ptr) != 0).to(tl.float64)
+    tl.store(step_ptr, step.to(step_ptr.dtype.element_ty))
+
+    # 2. The rate is the sum of two fp32 numbers, exact enough for fp64. A first step that is
+    # skipped leaves step 0, whose corrections would be 0; nothing reads its numbers.
+    counted = tl.maximum(step, 1.0)
+    correction1 = 1.0 - tl.exp2(counted * LOG2_BETA1)
+    correction2 = 1.0 - tl.exp2(counted * LOG2_BETA2)
+    rate = tl.full((), 0.0, tl.float64) + lr + lr_rest
+    dtype: tl.constexpr = scalars_ptr.dtype.element_ty
+    tl.store(scalars_ptr, (rate / correction1).to(dtype))
+    tl.store(scalars_ptr + 1, tl.sqrt(correction2).to(dtype))
+    tl.store(scalars_ptr + 2, (1.0 - rate * WEIGHT_DECAY).to(dtype))
+
+
+@triton.jit
 def _adamw_kernel(
     master_ptr,
     grad_ptr,
     m_ptr,
     v_ptr,
     param_ptr,
-    step_ptr,
+    scalars_ptr,
     grad_scale_ptr,
     skip_ptr,
     n,
-    lr,
-    lr_rest,
-    WEIGHT_DECAY: tl.constexpr,
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
-    LOG2_BETA1: tl.constexpr,
-    LOG2_BETA2: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -82,30 +108,25 @@ def _adamw_kernel(
         if tl.load(skip_ptr) != 0:
             return
 
-    # 2. Bias corrections; the rate is the sum of two fp32 numbers, exact enough for fp64.
+    # 2. Load everything before the first store, so that the loads overlap.
     dtype: tl.constexpr = m_ptr.dtype.element_ty
-    step = tl.load(step_ptr).to(tl.float64)
-    correction1 = 1.0 - tl.exp2(step * LOG2_BETA1)
-    correction2 = 1.0 - tl.exp2(step * LOG2_BETA2)
-    rate = tl.full((), 0.0, tl.float64) + lr + lr_rest
-    step_size = (rate / correction1).to(dtype)
-    root = tl.sqrt(correction2).to(dtype)
-    shrink = (1.0 - rate * WEIGHT_DECAY).to(dtype)
-
-    # 3. The moments.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
+    w = tl.load(master_ptr + at, mask, 0.0)
     g = tl.load(grad_ptr + at, mask, 0.0).to(dtype)
+    m = tl.load(m_ptr + at, mask, 0.0)
+    v = tl.load(v_ptr + at, mask, 0.0)
+    step_size, root = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
+    shrink = tl.load(scalars_ptr + 2)
     if grad_scale_ptr is not None:
         g *= tl.load(grad_scale_ptr).to(dtype)
-    m = BETA1 * tl.load(m_ptr + at, mask, 0.0) + (1.0 - BETA1) * g
-    v = BETA2 * tl.load(v_ptr + at, mask, 0.0) + (1.0 - BETA2) * g * g
+
+    # 3. The moments, the weights, and their copy.
+    m = BETA1 * m + (1.0 - BETA1) * g
+    v = BETA2 * v + (1.0 - BETA2) * g * g
+    w = w * shrink - step_size * (m / (tl.sqrt(v) / root + EPS))
     tl.store(m_ptr + at, m, mask)
     tl.store(v_ptr + at, v, mask)
-
-    # 4. The weights, and their copy.
-    w = tl.load(master_ptr + at, mask, 0.0)
-    w = w * shrink - step_size * (m / (tl.sqrt(v) / root + EPS))
     tl.store(master_ptr + at, w, mask)
     if param_ptr is not None:
         tl.store(param_ptr + at, to_dtype(w, param_ptr.dtype.element_ty), mask)
@@ -113,6 +134,7 @@ def _adamw_kernel(
 
 def _adamw_torch(master, grad, m, v, param, step, grad_scale, skip, rates: _Rates) -> None:
     """torch's fused AdamW, without its grad_scale, which divides and overwrites the gradient."""
+    step.add_(1 if skip is None else skip == 0)
     n, found_inf = master.numel(), None
     if skip is not None and skip.device.type == "cpu":
         if skip.item() != 0:  # no sync on a CPU
@@ -146,27 +168,36 @@ def _adamw_torch(master, grad, m, v, param, step, grad_scale, skip, rates: _Rate
 
 
 def _adamw_triton(master, grad, m, v, param, step, grad_scale, skip, rates: _Rates) -> None:
-    lr_high = torch.tensor(rates.lr, dtype=torch.float32).item()
+    lr_high, scalars = torch.tensor(rates.lr, dtype=torch.float32).item(), m.new_empty(3)
     with torch.cuda.device_of(master):
+        _adamw_scalars_kernel[(1,)](
+            step,
+            skip,
+            scalars,
+            lr_high,
+            rates.lr - lr_high,
+            rates.weight_decay,
+            math.log2(max(rates.beta1, 1e-300)),
+            math.log2(max(rates.beta2, 1e-300)),
+            num_warps=1,
+        )
+        if master.numel() == 0:
+            return
         _adamw_kernel[(triton.cdiv(master.numel(), _BLOCK),)](
             master,
             grad,
             m,
             v,
             param,
-            step,
+            scalars,
             grad_scale,
             skip,
             master.numel(),
-            lr_high,
-            rates.lr - lr_high,
-            rates.weight_decay,
             rates.beta1,
             rates.beta2,
-            math.log2(max(rates.beta1, 1e-300)),
-            math.log2(max(rates.beta2, 1e-300)),
             rates.eps,
             _BLOCK,
+            num_warps=_WARPS,
         )
 
 
@@ -186,10 +217,6 @@ def _adamw_step(
     rates: _Rates,
     impl: str,
 ) -> None:
-    # Incremented before the launch: a program that wrote it would race with the others.
-    step.add_(1 if skip is None else skip == 0)
-    if master.numel() == 0:
-        return
     half = _adamw_torch if impl == "torch" else _adamw_triton
     half(master, grad, m, v, param, step, grad_scale, skip, rates)
 

@@ -13,11 +13,12 @@ import sys
 import pytest
 import torch
 from clock import HotLoop, read_loops, reading
-from clock.disassembly import Instruction, parse
+from clock.disassembly import Instruction, disassemble, parse
 from clock.instructions import class_of, copied, pipe_of, product_of, shared_cycles
 from clock.kernel import read_kernel
 from clock.loops import natural_loops
 
+from warpweave.kernels import adamw
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.machine.tune.aot import compiling
 
@@ -76,7 +77,17 @@ def main() -> None:
             found[name] = str(read_loops(cubin, arch=arch, warps=WARPS))
         except ValueError as error:
             found[name] = str(error)
+    found["adamw"] = _opcodes_of_adamw(y, x)
     print(json.dumps(found))
+
+
+def _opcodes_of_adamw(flat: torch.Tensor, low: torch.Tensor) -> list[str]:
+    """Return the opcodes of the update for float32 states, a gradient and a copy in bfloat16."""
+    one, rates = flat[0], adamw._Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
+    with compiling("sm_90") as compiled:
+        adamw._adamw_triton(flat, low, flat, flat, low, one.double(), one, one, rates)
+    (cubin,) = (c.asm["cubin"] for c in compiled if c.kernel == "_adamw_kernel")
+    return [instruction.base for part in disassemble(cubin, 90) for instruction in part]
 
 
 @triton.jit
@@ -113,6 +124,14 @@ def test_bytes_by_tma_are_those_that_its_barriers_expect(found) -> None:
     assert described.classes["copy"] < plain.classes["copy"]
     for what in ("flops", "global_bytes", "shared_bytes"):
         assert getattr(described, what) == getattr(plain, what)
+
+
+def test_adamw_loads_before_it_stores_without_a_barrier_or_float64(found) -> None:
+    """The scalars of a step, which need float64, have a kernel of their own."""
+    opcodes = found["adamw"]
+    assert not {"BAR", "DADD", "DMUL", "DFMA"} & {*opcodes}
+    first_store, last_load = opcodes.index("STG"), len(opcodes) - opcodes[::-1].index("LDG")
+    assert last_load <= first_store
 
 
 @pytest.mark.parametrize("target", RATES)

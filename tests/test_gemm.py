@@ -13,6 +13,7 @@ from close import assert_close_f64, assert_error_budget, relative_error
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import interpreter_builder
 from well_formed import well_formed
 
@@ -285,6 +286,27 @@ def test_what_the_kernel_adds_to_a_product_is_added_before_it_is_rounded():
     y, z = fused_gemm(short, b[:129], residual=one, **options)
     assert (z == 16.125).all()
     assert (y == 262).all()  # 16.125 ** 2 is slightly more than 260
+
+
+def test_cublas_writes_a_first_16_bit_product_into_its_fp32_buffer():
+    """A second matrix and a copy would cost as much memory traffic as the product itself."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+            called.append(str(call))
+            return call(*args, **kwargs or {})
+
+    called: list[str] = []
+    with FakeTensorMode():
+        sizes = {"dtype": torch.bfloat16, "device": "cuda"}
+        a, b = torch.empty(8, 4, **sizes), torch.empty(4, 6, **sizes)
+        out = torch.empty(8, 6, device="cuda")
+        with Seen():
+            module.product_into(a, b, out, False)
+    assert [name for name in called if "aten.m" in name or "aten.add" in name] == [
+        "aten.mm.dtype_out"
+    ]
+    assert "aten.copy_.default" not in called
 
 
 def test_on_cuda_the_kernel_adds_16_bit_products_to_fp32_and_torch_the_rest(

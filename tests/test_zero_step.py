@@ -155,7 +155,10 @@ def test_norm_adamw_and_muon_run_by_the_impl_of_each(norm, rest, muon) -> None:
     _gradients(unit, 1)
     with traffic() as seen:
         optimizer.step(0.1)
-    kernels = {"_sum_of_squares_kernel": norm, "_adamw_kernel": rest, "_symmetric_kernel": muon}
+    kernels = {
+        "_sum_of_squares_kernel": norm, "_adamw_scalars_kernel": rest, "_adamw_kernel": rest,
+        "_symmetric_kernel": muon,
+    }  # fmt: skip
     triton = {kernel for kernel, impl in kernels.items() if impl == "triton"}
     assert {launch.kernel for launch in seen.launches} == triton
 

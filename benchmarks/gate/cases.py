@@ -163,7 +163,7 @@ def cases() -> list[Case]:
                 lambda flat=flat, low=low, step=step, one=one, rates=rates: adamw._adamw_triton(
                     flat, low, flat, flat, low, step, one, one, rates
                 ),
-                float64=True,  # the scalars of a step
+                float64=dtype == torch.float64,
                 cost=cost.adamw(10**7, grad_size=2, param_size=2) if dtype == fp32 else None,
             ),
             Case(
@@ -302,7 +302,6 @@ def _adamw_cases(adamw) -> list[Case]:
         Case(
             "adamw offsets past 2^31",
             lambda: adamw._adamw_triton(many, lows, many, many, lows, one, one, None, rates),
-            float64=True,  # the scalars of a step
             cost=cost.adamw(n, grad_size=2, param_size=2),
         ),
         Case(

@@ -132,6 +132,9 @@ def product(
 def product_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:
     """Add a[M, K] b[K, N] to out[M, N], or overwrite `out` with it."""
     if a.is_cuda and a.dtype != out.dtype:
+        if not add:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+            return
         y = torch.mm(a, b, out_dtype=out.dtype)
     elif _takes_onednn(a := a.to(out.dtype), b := b.to(out.dtype)):
         y = _onednn(a, b.t(), None)  # oneDNN can only write to a new tensor

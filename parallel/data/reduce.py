@@ -141,7 +141,7 @@ class FlatGradients:
         end = 0
         for record, param in self._params:
             view, offset = self.views[param], self.layout.offsets[record.name]
-            self.flat[end:offset].zero_()  # the padding after the previous parameter
+            self._clear_padding(end, offset)
             end = offset + view.numel()
             if param.grad is view:  # written in place
                 continue
@@ -150,8 +150,12 @@ class FlatGradients:
             else:
                 view.copy_(param.grad)
             param.grad = view
-        self.flat[end:].zero_()
+        self._clear_padding(end, self.flat.numel())
         self._flat_is_stale = False
+
+    def _clear_padding(self, start: int, end: int) -> None:
+        if start < end:  # a launch for nothing would cost as much as one for something
+            self.flat[start:end].zero_()
 
     def before_input(self) -> None:
         """Prepare for a backward pass whose weight gradients come later; `after_input` follows."""
