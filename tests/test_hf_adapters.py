@@ -127,7 +127,7 @@ def _of_two(rank: int, folder: str) -> dict:
     return {"lives": lives, "changed": all_changed(), "refused": _refused(rank)}
 
 
-LIMITS = {"llama": 1e-6, "gpt2": 1e-11}  # transformers rounds RMS norms to float32
+LIMITS = {"llama": 1e-5, "gpt2": 1e-11}  # transformers rounds RMS norms to float32
 
 
 def test_lora_over_ranks_is_plain_peft_before_and_after_apply(two, tmp_path):
@@ -341,7 +341,7 @@ def test_what_enters_layers_is_that_of_one_device_or_refused_by_name(two):
             outcome = OUTCOMES[axis, sp][what][not before]
             if outcome is EQUAL:
                 assert isinstance(found, dict), (axis, sp, what, before, found)
-                assert_all_close(found, wanted[what], 1e-6)
+                assert_all_close(found, wanted[what])
             else:
                 assert isinstance(found, str), (axis, sp, what, before)
                 assert outcome in found, (axis, sp, what, before)

@@ -83,7 +83,7 @@ def _spare_port() -> int:
 
 @LINUX
 def test_one_command_trains_on_a_mesh_and_two_torchrun_nodes_train_the_same(job, tmp_path):
-    options = ("--pp", "2", "--microbatches", "2", "--steps", "4", "--zero", "2")
+    options = ("--pp", "2", "--microbatches", "2", "--steps", "4", "--zero", "2", "--dtype", "fp64")
     ours = job(*options)
     heard: set[str] = set()
 
@@ -111,7 +111,7 @@ def test_one_command_trains_on_a_mesh_and_two_torchrun_nodes_train_the_same(job,
     assert f"step 4: validation loss {result['val_loss']}" in evaluated
     assert re.search(
         r"2 ranks \(cpu.*, gloo\), dp=1 tp=1 cp=1 pp=2, ZeRO 2, 1f1b with 2 micro-"
-        r"batches of 2; [\d,]+ parameters in fp32, 64 tokens per step$",
+        r"batches of 2; [\d,]+ parameters in fp64, 64 tokens per step$",
         ranks,
     )
     assert "loss=" in err
@@ -129,7 +129,8 @@ def test_one_command_trains_on_a_mesh_and_two_torchrun_nodes_train_the_same(job,
     ends = [node.end(0) for node in nodes]
     assert ends[0].result["val_loss"] == result["val_loss"]
     nodes[0].out = tmp_path / "shared"
-    assert _losses(nodes[0]) == _losses(ours)
+    # Not to the bit: where a process has its memory may decide how a library adds.
+    assert _losses(nodes[0]) == pytest.approx(_losses(ours), rel=1e-10)
     assert ends[1].stdout == []  # the second node's ranks print nothing
 
 

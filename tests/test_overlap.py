@@ -5,6 +5,7 @@ import os
 import random
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -45,6 +46,7 @@ from warpweave.kernels.overlap.symmetric import (
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
 from warpweave.kernels.runtime.tiles import pinned
+from warpweave.parallel import symmetric
 from warpweave.parallel.symmetric import symmetric_memory
 
 
@@ -118,7 +120,8 @@ def _delay(seed: int) -> None:
     interpreter_builder.create_atomic_rmw = late
 
 
-def _run_shared(rank: int, world: int, rounds: int) -> list:
+def _run_shared(rank: int, world: int, rounds: int, folder: Path) -> list:
+    symmetric.FOLDER = folder  # other jobs of this machine may use the default
     _delay(rank)
     memory = symmetric_memory(dist.group.WORLD, "cpu", slots=64, capacity=1 << 18)
     found = []
@@ -141,25 +144,24 @@ def _run_shared(rank: int, world: int, rounds: int) -> list:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_real_ranks_over_shared_memory_however_they_are_delayed(world):
-    before = set(os.listdir("/dev/shm"))
-    results = run_ranks(world, _run_shared, world, ROUNDS)
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if "warpweave" in name]
+def test_real_ranks_over_shared_memory_however_they_are_delayed(world, tmp_path):
+    results = run_ranks(world, _run_shared, world, ROUNDS, tmp_path)
+    assert os.listdir(tmp_path) == []
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 
 
-def _of_other_sizes(rank: int) -> str:
+def _of_other_sizes(rank: int, folder: Path) -> str:
+    symmetric.FOLDER = folder
     with pytest.raises(ValueError, match="cannot map the files") as caught:
         symmetric_memory(dist.group.WORLD, "cpu", slots=4, capacity=1024 * (1 + (rank == 1)))
     return str(caught.value)
 
 
-def test_ranks_that_ask_for_other_sizes_are_refused_and_leave_nothing():
-    before = set(os.listdir("/dev/shm"))
-    found = run_ranks(3, _of_other_sizes)
+def test_ranks_that_ask_for_other_sizes_are_refused_and_leave_nothing(tmp_path):
+    found = run_ranks(3, _of_other_sizes, tmp_path)
     assert all("ranks [0, 1, 2] cannot map" in message for message in found)
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if "warpweave" in name]
+    assert os.listdir(tmp_path) == []
 
 
 # ---------------------------------------------------------------- epilogues, dtypes, errors
