@@ -76,7 +76,7 @@ def run(lists: Schedule, stages: int, **more) -> dict[int, Plain]:
         (
             lists_of("0F0 0F1 1F0 1F1 1I1 1I0 0I1"),
             2,
-            "rank 0: the list ends before W of (stage, mb) [(0, 1), (1, 0), (1, 1)]",
+            "rank 0: no W follows for these (stage, mb) pairs: [(0, 1), (1, 0), (1, 1)]",
         ),
         (
             lists_of("0F1 0F0 1F0 1B0"),

@@ -260,7 +260,7 @@ CHANGED = {
 }
 # The outcome, if changed before or after `apply`: the numbers of one device, or an error.
 EQUAL = ""
-PART, LINEAR = "its gradient would not include all", "quantized, wrapped or hooked"
+PART, LINEAR = "its gradient would miss some tokens", "quantized, wrapped or hooked"
 GAIN = f"model.layers.1.gain: {PART}"
 HEADS = "would see one rank's heads or hidden units"
 TOKENS, FORWARD = "would see one rank's tokens", "would compute with only one rank's tokens"

@@ -104,7 +104,7 @@ def test_logits_with_a_cache_over_context_ranks_are_those_of_one_rank():
         for x in (logits, others):
             assert (x - wanted).abs().max() <= 1e-5 * wanted.abs().max(), family
     part, unknown, learning, dropout = said
-    assert "this cache was filled with gradients enabled" in part
+    assert "this cache was filled while gradients were enabled" in part
     assert "GPT2Block: prefix is a object, which may be a cache" in unknown
     assert "got 8 queries and 24 keys, but a mask for 8 queries and 16 keys" in learning
     assert "GPT2Attention: attention dropout is not supported over ranks" in dropout

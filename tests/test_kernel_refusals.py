@@ -168,12 +168,12 @@ HIDDEN_IN: Rows = [
 ]
 HIDDEN: Rows = [
     ({}, None),
-    ({"z": z(3, 5)}, "z must be torch.float32"),
-    ({"z": z(2, 10)}, "z must be torch.float32"),
-    ({"z": z(3, 10, dtype=F64)}, "z must be torch.float32"),
-    ({"z": z(3, 10, dtype=F16)}, "z must be torch.float32"),
+    ({"z": z(3, 5)}, "expected z to be torch.float32"),
+    ({"z": z(2, 10)}, "expected z to be torch.float32"),
+    ({"z": z(3, 10, dtype=F64)}, "expected z to be torch.float32"),
+    ({"z": z(3, 10, dtype=F16)}, "expected z to be torch.float32"),
     ({"activation": "relu2", "z": z(3, 5)}, None),
-    ({"activation": "relu2"}, "z must be torch.float32"),
+    ({"activation": "relu2"}, "expected z to be torch.float32"),
     ({"down_weight": z(5, 5)}, "need a"),
     ({"dy": z(3, 4, dtype=F64)}, "the same float dtype"),
 ]

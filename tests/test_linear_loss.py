@@ -238,7 +238,11 @@ def _refused(rank: int) -> None:
         ((x[:, :4], part, labels), {}, r"got \[12, 4\] and \[600, 5\]"),
         ((x.float(), part, labels), {}, "x torch.float32, weight torch.float64"),
         ((x, part, labels), {"reduction": "mean"}, "no rank knows all tokens"),
-        ((x, part, labels), {"reduction": "none", "recompute": False}, "one gradient for all"),
+        (
+            (x, part, labels),
+            {"reduction": "none", "recompute": False},
+            "same incoming gradient for every",
+        ),
         (
             (x, part, labels),
             {"z_loss": -1.0},

@@ -83,7 +83,7 @@ HEAD: Rows = [
     ({"impl": "cuda"}, "got 'cuda'"),
     ({"weight": z(10, 4, dtype=INT)}, "needs float dtypes"),
     ({"recompute": False}, None),
-    ({"recompute": False, "reduction": "none"}, "one gradient for all tokens"),
+    ({"recompute": False, "reduction": "none"}, "same incoming gradient for every token"),
     ({"recompute": True, "reduction": "none"}, None),
 ]
 

@@ -243,7 +243,7 @@ SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2), lag=1)))
         (edit(SPLIT, "1W1"), r"rank 1: 1UPDATE@1 comes before W of micro-batches \[1\]"),
         (edit(SPLIT, "1W1", "1W1", "1W1"), "rank 1: 1W1 occurs twice"),
         (swap(SPLIT, "1W1", "1UPDATE@1"), r"1UPDATE@1 comes before W of micro-batches \[1\]"),
-        (edit(edit(SPLIT, "1W1"), "1UPDATE@1"), r"the list ends before W of .*\(1, 1\)"),
+        (edit(edit(SPLIT, "1W1"), "1UPDATE@1"), r"no W follows for these .*\(1, 1\)"),
     ],
 )  # fmt: skip
 def test_wrong_lists_are_found_while_running(lists, message: str) -> None:

@@ -389,7 +389,7 @@ STALE = from_csv("0F0,0F1,0B0,0UPDATE@1,0B1,0UPDATE@2\n")[0]
             lambda: _ran([Action(F, 0, 0), Action(I, 0, 0), Action(UPDATE, 0, WHOLE, 1)]),
             r"UPDATE@1 comes before W of micro-batches \[0\]",
         ),
-        (lambda: _ran([Action(F, 0, 0), Action(I, 0, 0)]), "the list ends before W of"),
+        (lambda: _ran([Action(F, 0, 0), Action(I, 0, 0)]), "no W follows for these"),
         (
             lambda: _ran(
                 [*TWO[0][:3], Action(I, 0, 0), Action(UPDATE, 1, WHOLE, 1), Action(W, 0, 0)],

@@ -280,7 +280,8 @@ def head_loss(
     """
     if recompute is False and reduction == "none":
         raise ValueError(
-            'recompute=False needs one gradient for all tokens: pass reduction "mean" or "sum"'
+            "recompute=False needs the same incoming gradient for every token: pass "
+            'reduction="mean" or reduction="sum"'
         )
     if recompute is None:
         recompute = x.device.type != "cpu" or reduction == "none"

@@ -260,8 +260,8 @@ def hidden_bwd(
     T, F = dy.shape[0], down_weight.shape[1]
     if z.shape != (T, 2 * F if gated else F) or z.dtype != here.dtype:
         raise ValueError(
-            f"z must be {here.dtype} {[T, 2 * F if gated else F]} for {activation} with "
-            f"dy {[*dy.shape]} and down_weight {[*down_weight.shape]}, got {z.dtype} {[*z.shape]}"
+            f"{activation}: expected z to be {here.dtype} {[T, 2 * F if gated else F]}, got "
+            f"{z.dtype} {[*z.shape]} (dy is {[*dy.shape]}, down_weight is {[*down_weight.shape]})"
         )
     if impl == "torch" or isinstance(dy, Gathering):
         if isinstance(dy, Gathering):

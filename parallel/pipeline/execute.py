@@ -179,7 +179,7 @@ def execute(
 def _check_closed(rank: int, state: _RankState) -> None:
     if state.owed:
         raise RuntimeError(
-            f"rank {rank}: the list ends before W of (stage, mb) {sorted(state.owed)}"
+            f"rank {rank}: no W follows for these (stage, mb) pairs: {sorted(state.owed)}"
         )
     if state.held:
         raise RuntimeError(

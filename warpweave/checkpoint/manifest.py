@@ -117,7 +117,7 @@ def read_manifest(folder: Path) -> Manifest:
     digest = hashlib.sha256(data).hexdigest()
     if digest.encode() != expected:
         raise CheckpointError(
-            f"{path} is damaged: its SHA-256 is {digest}, {DIGEST} says {expected!r:.70}"
+            f"{path} is damaged: its SHA-256 is {digest}, but {DIGEST} says {expected!r:.70}"
         )
     try:
         parsed = parse_manifest(data)

@@ -82,7 +82,7 @@ class Dataset(Corpus):
         They depend on neither seed nor step. They do not overlap while count (S+1) <= N.
         """
         if count < 1 or not all(0 <= i < count for i in sample_ids):
-            raise DataError(f"evaluation samples {list(sample_ids)} must lie in [0, {count})")
+            raise DataError(f"evaluation samples must be in [0, {count}), got {list(sample_ids)}")
         last = len(self.tokens) - self.seq_len - 1
         return self._windows([i * last // max(1, count - 1) for i in sample_ids])
 

@@ -55,8 +55,8 @@ def check_whole(module: nn.Module, cache: Cache | None) -> None:
     """Raise ValueError if a cache holds the keys of only some tokens."""
     if cache is not None and hasattr(cache, _PART):
         raise ValueError(
-            f"{type(module).__name__}: this cache was filled with gradients enabled, and holds "
-            "only this rank's tokens: fill a new one under torch.no_grad()"
+            f"{type(module).__name__}: this cache was filled while gradients were enabled, so it "
+            "holds only this rank's tokens. Fill a new cache under torch.no_grad()."
         )
 
 

@@ -250,9 +250,9 @@ class Watch:
                 continue
             name = self.names.get(id(leaf), f"a parameter {[*leaf.shape]} that is not the model's")
             raise ValueError(
-                f"{name}: its gradient would not include all tokens and heads, because it is used "
-                "outside its own module's forward (by a hook, pruning, a weight norm): remove "
-                "that use, or call warpweave.hf.revert first"
+                f"{name} is used outside its own module's forward (for example by a hook, pruning, "
+                "or a weight norm), so its gradient would miss some tokens or heads. Remove the "
+                "hook, pruning, or norm, or call warpweave.hf.revert first."
             )
 
 
