@@ -261,7 +261,7 @@ CHANGED = {
 # The outcome, if changed before or after `apply`: the numbers of one device, or an error.
 EQUAL = ""
 PART, LINEAR = "its gradient would miss some tokens", "quantized, wrapped or hooked"
-GAIN = f"model.layers.1.gain: {PART}"
+GAIN = "model.layers.1.gain is used outside its own module's forward"
 HEADS = "would see one rank's heads or hidden units"
 TOKENS, FORWARD = "would see one rank's tokens", "would compute with only one rank's tokens"
 NEW, MIXED, MADE = (
