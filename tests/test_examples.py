@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import runpy
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -122,8 +124,20 @@ def test_a_declared_gpt_lists_what_it_sends_and_has_one_ranks_loss():
     assert difference < 1e-12
 
 
+@contextlib.contextmanager
+def _printing_at_once() -> Iterator[None]:
+    """Print in one write, because ranks that print at the same time share lines."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    finally:
+        os.write(1, printed.getvalue().encode())
+
+
 def _own(program: str, *arguments: str) -> None:
-    runpy.run_path(str(EXAMPLES / program))["main"](*arguments)
+    with _printing_at_once():
+        runpy.run_path(str(EXAMPLES / program))["main"](*arguments)
 
 
 def _pipeline(port: int) -> None:
@@ -143,7 +157,8 @@ PROGRAMS = re.findall(r"^```py\n(import torch\n.*?)^```", OWN_MODEL, re.DOTALL |
 
 
 def _program(text: str, port: int) -> None:
-    exec(text, {"__name__": "__main__"})
+    with _printing_at_once():
+        exec(text, {"__name__": "__main__"})
 
 
 def test_programs_of_the_page_train_on_two_ranks(tmp_path, monkeypatch):
