@@ -37,8 +37,8 @@ from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 from warpweave.kernels.runtime.op import operator
 
-# Elements and warps of a program of the update: four elements per thread, so that values of every
-# dtype have the same threads. With eight, they would pass through shared memory before each store.
+# Elements and warps of an update program. With four elements per thread, values of every dtype have
+# the same thread layout. With eight, they would pass through shared memory before each store.
 _BLOCK, _WARPS = 1024, 8
 _CHUNK = 2**19  # elements at a time on a CPU, when the gradient must be scaled or cast
 _STRIDE, _TILES = 4096, 16  # a program of sum_of_squares adds 16 tiles of 4096 on every GPU

@@ -42,14 +42,14 @@ def read_document(path: Path, form: Literal["JSON", "TOML"] = "JSON") -> Any:
         if form == "TOML":
             return tomllib.loads(data.decode())
         text = data.decode(json.detect_encoding(data))  # UTF-8, 16, or 32
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=_with_unique_names)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # also errors of decoding
         raise ValueError(f"{path} is not {form}: {' '.join(str(error).split())}") from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose names differ, as TOML requires; JSON would take the last value of a name."""
     found = dict(pairs)
     if len(found) < len(pairs):

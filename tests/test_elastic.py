@@ -538,7 +538,7 @@ def test_fewer_replicas_than_asked_for_save_and_stop(tmp_path, late):
         if late:
             keeper.hit(0, signal.SIGCONT)
 
-    timeout = 6.0 if late else 30.0
+    timeout = 10.0 if late else 30.0
     config = _config(tmp_path, dp=2, tp=2, steps=5000, elastic=2, timeout=timeout)
     keeper = _Harmed(config, harm)
     with pytest.raises(SystemExit, match=r"^1$"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from unittest import mock
 
 import pytest
@@ -333,7 +334,7 @@ def test_kernels_that_cannot_run_here_are_refused_before_the_first_step(monkeypa
     assert "\n" not in str(caught.value)
 
 
-def test_a_batch_of_another_shape_is_refused(monkeypatch):
+def test_wrong_arguments_of_a_step_are_refused(monkeypatch):
     engine = _engine(CONFIG, single())
     tokens, labels, ids = _data(0, single())
     for wrong in (tokens[:1], tokens[:, :3], tokens[..., :-1], tokens[0]):
@@ -349,6 +350,9 @@ def test_a_batch_of_another_shape_is_refused(monkeypatch):
         engine.step(tokens, labels, ids.float(), lr=0.1)
     with pytest.raises(ValueError, match="labels must be int64, got list"):
         engine.step(tokens, labels.tolist(), ids, lr=0.1)
+    for lr in (math.nan, math.inf, -0.1):
+        with pytest.raises(ValueError, match=f"lr must be finite and at least 0, got {lr}"):
+            engine.step(tokens, labels, ids, lr=lr)
     for wrong in (tokens[:, :3], tokens[:0]):
         with pytest.raises(ValueError, match=r"must have shape \[n >= 1, 4, 16\], got"):
             engine.evaluate(wrong, wrong)

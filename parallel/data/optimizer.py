@@ -8,6 +8,7 @@ to 3), or everything (ZeRO 0).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
@@ -138,6 +139,12 @@ class Rule(Protocol):
         If `skip` (0-dim) is non-zero, nothing changes. No host sync.
         """
         ...
+
+
+def check_lr(lr: float) -> None:
+    """Raise ValueError unless the learning rate is finite and at least 0."""
+    if not 0 <= lr < math.inf:
+        raise ValueError(f"lr must be finite and at least 0, got {lr}")
 
 
 @dataclass(frozen=True)

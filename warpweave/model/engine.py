@@ -29,7 +29,7 @@ from warpweave.model.engine_update import EngineStage, RankUpdate, StageUpdate, 
 from warpweave.model.generate import Sampling, go_on
 from warpweave.model.gpt import GPT, MicroBatch
 from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
-from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
+from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule, check_lr
 from warpweave.parallel.data.ordered import exact_sum
 from warpweave.parallel.data.outer import SUM, OuterOptimizer, OuterRule
 from warpweave.parallel.data.unit import Unit, guard_state_dict, read_units, version_age
@@ -244,6 +244,8 @@ class Engine:
     ) -> Pending:
         """Launch `step`; wait for its `StepResult` later. With an asynchronous schedule, ranks then
         begin their next step without waiting for other ranks' losses."""
+        if lr is not None:
+            check_lr(lr)
         if halted is not None and self.outer is not None and self.outer.acts_next:
             raise ValueError("`halted` must be None in a step after which replicas meet")
         if self.passes.asynchronous and (lr is None or halted is not None):

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from warpweave.layers.modes import in_mode
 from warpweave.layers.records import collect_records
 from warpweave.parallel import schedule as schedules
-from warpweave.parallel.data.optimizer import AdamW, Rule, master_dtype
+from warpweave.parallel.data.optimizer import AdamW, Rule, check_lr, master_dtype
 from warpweave.parallel.exchange import exchange
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.pipeline import Distributed, Like, execute, relay
 from warpweave.parallel.pipeline.losses import LOSS, Losses, Output, add_losses, split_losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import ParamRecord
-from warpweave.wrap.units import Sharded, check_lr, device_of, make_units, share_buffers
+from warpweave.wrap.units import Sharded, device_of, make_units, share_buffers
 
 
 class PipelineResult(NamedTuple):
@@ -217,7 +217,7 @@ class Pipeline(Sharded):
 
         Raises:
             ValueError: the batch is not divisible into micro-batches of the shape of the first
-                step, or `check_lr` refuses the learning rate.
+                step, or the learning rate is negative or not finite.
         """
         check_lr(lr)
         batches = self._cut(inputs, targets)

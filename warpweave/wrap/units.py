@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
@@ -125,12 +124,6 @@ class Sharded:
 
         guard_state_dict(module, self.units, "tensors()")
         module.register_load_state_dict_pre_hook(refuse)
-
-
-def check_lr(lr: float) -> None:
-    """Raise ValueError unless the learning rate is finite and at least 0."""
-    if not 0 <= lr < math.inf:
-        raise ValueError(f"lr must be finite and at least 0, got {lr}")
 
 
 def device_of(module: nn.Module) -> torch.device:

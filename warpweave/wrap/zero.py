@@ -26,10 +26,10 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from warpweave.layers.records import collect_records
-from warpweave.parallel.data.optimizer import AdamW, Rule
+from warpweave.parallel.data.optimizer import AdamW, Rule, check_lr
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.mesh import ConnectedMesh, connected
-from warpweave.wrap.units import Sharded, check_lr, make_units, share_buffers
+from warpweave.wrap.units import Sharded, make_units, share_buffers
 
 
 @dataclass(eq=False)
@@ -259,8 +259,8 @@ class Zero(Sharded):
         """Update every parameter; return the global gradient norm before clipping, 0-dim.
 
         Raises ValueError unless there were `microbatches` backward passes since the last step, or
-        if a parameter requires a gradient that was frozen when `Zero` was made, or for a learning
-        rate that `check_lr` refuses.
+        if a parameter requires a gradient that was frozen when `Zero` was made, or if the learning
+        rate is negative or not finite.
         """
         check_lr(lr)
         if self._backwards != self.microbatches:
@@ -319,8 +319,8 @@ class Zero(Sharded):
         """
         if self._backwards == self.microbatches:
             raise RuntimeError(
-                f"{self.microbatches} backward passes were made since the last step: call "
-                "zero.step(lr), because no other optimizer sees these gradients"
+                f"expected zero.step(lr) after microbatches = {self.microbatches} backward passes; "
+                "no other optimizer sees these gradients"
             )
         if not self._is_queued:
             self._is_queued = True
