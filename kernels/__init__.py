@@ -12,7 +12,7 @@ The public ops, grouped by import path. Each path also has the op's forward and 
     overlap               all_gather_gemm, gemm_reduce_scatter, gemm_all_reduce
     cross_entropy         cross_entropy, linear_cross_entropy
     dropout               dropout                   keyed by global token numbers
-    adamw                 adamw_step, sum_of_squares
+    adamw                 adamw_step, begin_adamw, adamw_update, sum_of_squares
     muon                  orthogonalize, symmetric_product
     merge                 merge                     of partial attention results
 

@@ -28,6 +28,8 @@ instructions, as seen in the compiled code).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from ctypes import c_float
 from typing import NamedTuple
 
 import torch
@@ -48,20 +50,21 @@ _ROW = 1024  # elements that torch adds in one row of sum_of_squares
 # ---------------------------------------------------------------- AdamW
 
 
-class _Rates(NamedTuple):
-    """The hyperparameters of one step."""
+class AdamWStep(NamedTuple):
+    """What all updates of one step share: the rates, and on a GPU what follows from them and from
+    the number of the step. Made by `begin_adamw`, and valid for that step only."""
 
     lr: float
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
+    scalars: torch.Tensor  # Triton: fp64[3], see `_scalars_kernel`; torch: the number, fp32
 
 
 @triton.jit
 def _adamw_scalars_kernel(
     step_ptr,
-    skip_ptr,
     scalars_ptr,
     lr,
     lr_rest,
@@ -69,22 +72,15 @@ def _adamw_scalars_kernel(
     LOG2_BETA1: tl.constexpr,
     LOG2_BETA2: tl.constexpr,
 ):
-    # 1. Count the step, unless it is skipped.
-    step = tl.load(step_ptr).to(tl.float64) + 1.0
-    if skip_ptr is not None:
-        step -= (tl.load(skip_ptr) != 0).to(tl.float64)
-    tl.store(step_ptr, step.to(step_ptr.dtype.element_ty))
-
-    # 2. The rate is the sum of two fp32 numbers, exact enough for fp64. A first step that is
-    # skipped leaves step 0, whose corrections would be 0; nothing reads its numbers.
-    counted = tl.maximum(step, 1.0)
-    correction1 = 1.0 - tl.exp2(counted * LOG2_BETA1)
-    correction2 = 1.0 - tl.exp2(counted * LOG2_BETA2)
+    # The rate is the sum of two fp32 numbers, exact enough for fp64. A first step that is skipped
+    # leaves step 0, whose corrections would be 0; nothing reads its numbers.
+    step = tl.maximum(tl.load(step_ptr).to(tl.float64), 1.0)
+    correction1 = 1.0 - tl.exp2(step * LOG2_BETA1)
+    correction2 = 1.0 - tl.exp2(step * LOG2_BETA2)
     rate = tl.full((), 0.0, tl.float64) + lr + lr_rest
-    dtype: tl.constexpr = scalars_ptr.dtype.element_ty
-    tl.store(scalars_ptr, (rate / correction1).to(dtype))
-    tl.store(scalars_ptr + 1, tl.sqrt(correction2).to(dtype))
-    tl.store(scalars_ptr + 2, (1.0 - rate * WEIGHT_DECAY).to(dtype))
+    tl.store(scalars_ptr, rate / correction1)
+    tl.store(scalars_ptr + 1, tl.sqrt(correction2))
+    tl.store(scalars_ptr + 2, 1.0 - rate * WEIGHT_DECAY)
 
 
 @triton.jit
@@ -101,6 +97,7 @@ def _adamw_kernel(
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
     EPS: tl.constexpr,
+    DECAY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # 1. A skipped step writes nothing.
@@ -116,8 +113,8 @@ def _adamw_kernel(
     g = tl.load(grad_ptr + at, mask, 0.0).to(dtype)
     m = tl.load(m_ptr + at, mask, 0.0)
     v = tl.load(v_ptr + at, mask, 0.0)
-    step_size, root = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
-    shrink = tl.load(scalars_ptr + 2)
+    step_size, root = tl.load(scalars_ptr).to(dtype), tl.load(scalars_ptr + 1).to(dtype)
+    shrink = tl.load(scalars_ptr + 2).to(dtype) if DECAY else 1.0
     if grad_scale_ptr is not None:
         g *= tl.load(grad_scale_ptr).to(dtype)
 
@@ -132,9 +129,8 @@ def _adamw_kernel(
         tl.store(param_ptr + at, to_dtype(w, param_ptr.dtype.element_ty), mask)
 
 
-def _adamw_torch(master, grad, m, v, param, step, grad_scale, skip, rates: _Rates) -> None:
+def _adamw_torch(master, grad, m, v, param, step: AdamWStep, grad_scale, skip, decay) -> None:
     """torch's fused AdamW, without its grad_scale, which divides and overwrites the gradient."""
-    step.add_(1 if skip is None else skip == 0)
     n, found_inf = master.numel(), None
     if skip is not None and skip.device.type == "cpu":
         if skip.item() != 0:  # no sync on a CPU
@@ -154,8 +150,12 @@ def _adamw_torch(master, grad, m, v, param, step, grad_scale, skip, rates: _Rate
             [m[at]],
             [v[at]],
             [],
-            [step.float()],
-            **rates._asdict(),
+            [step.scalars],
+            lr=step.lr,
+            beta1=step.beta1,
+            beta2=step.beta2,
+            eps=step.eps,
+            weight_decay=step.weight_decay if decay else 0.0,
             amsgrad=False,
             maximize=False,
             found_inf=found_inf,
@@ -167,58 +167,124 @@ def _adamw_torch(master, grad, m, v, param, step, grad_scale, skip, rates: _Rate
         param[at].copy_(w)
 
 
-def _adamw_triton(master, grad, m, v, param, step, grad_scale, skip, rates: _Rates) -> None:
-    lr_high, scalars = torch.tensor(rates.lr, dtype=torch.float32).item(), m.new_empty(3)
+def _adamw_triton(master, grad, m, v, param, step: AdamWStep, grad_scale, skip, decay) -> None:
+    if master.numel() == 0:
+        return
     with torch.cuda.device_of(master):
-        _adamw_scalars_kernel[(1,)](
-            step,
-            skip,
-            scalars,
-            lr_high,
-            rates.lr - lr_high,
-            rates.weight_decay,
-            math.log2(max(rates.beta1, 1e-300)),
-            math.log2(max(rates.beta2, 1e-300)),
-            num_warps=1,
-        )
-        if master.numel() == 0:
-            return
         _adamw_kernel[(triton.cdiv(master.numel(), _BLOCK),)](
             master,
             grad,
             m,
             v,
             param,
-            scalars,
+            step.scalars,
             grad_scale,
             skip,
             master.numel(),
-            rates.beta1,
-            rates.beta2,
-            rates.eps,
+            step.beta1,
+            step.beta2,
+            step.eps,
+            decay,
             _BLOCK,
             num_warps=_WARPS,
         )
 
 
 @operator(
-    "adamw_step", lambda *_: None, records=(_Rates,),
-    writes=("master", "m", "v", "step", "param"),
-)  # fmt: skip
-def _adamw_step(
+    "adamw_update", lambda *_: None, records=(AdamWStep,), writes=("master", "m", "v", "param")
+)
+def _adamw_update(
     master: torch.Tensor,
     grad: torch.Tensor,
     m: torch.Tensor,
     v: torch.Tensor,
     param: torch.Tensor | None,
-    step: torch.Tensor,
+    step: AdamWStep,
     grad_scale: torch.Tensor | None,
     skip: torch.Tensor | None,
-    rates: _Rates,
+    decay: bool,
     impl: str,
 ) -> None:
     half = _adamw_torch if impl == "torch" else _adamw_triton
-    half(master, grad, m, v, param, step, grad_scale, skip, rates)
+    half(master, grad, m, v, param, step, grad_scale, skip, decay)
+
+
+def _adamw_scalars_fake(step, lr, beta1, beta2, weight_decay, impl):
+    return step.new_empty(
+        () if impl == "torch" else 3, dtype=torch.float32 if impl == "torch" else torch.float64
+    )
+
+
+@operator("adamw_scalars", _adamw_scalars_fake)
+def _adamw_scalars(
+    step: torch.Tensor, lr: float, beta1: float, beta2: float, weight_decay: float, impl: str
+) -> torch.Tensor:
+    if impl == "torch":
+        return step.to(torch.float32, copy=True)
+    scalars = step.new_empty(3, dtype=torch.float64)
+    lr_high = c_float(lr).value
+    with torch.cuda.device_of(step):
+        _adamw_scalars_kernel[(1,)](
+            step,
+            scalars,
+            lr_high,
+            lr - lr_high,
+            weight_decay,
+            math.log2(max(beta1, 1e-300)),
+            math.log2(max(beta2, 1e-300)),
+            num_warps=1,
+        )
+    return scalars
+
+
+@torch.no_grad()
+def begin_adamw(
+    step: torch.Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    impl: str | None = None,
+) -> AdamWStep:
+    """What the updates of step number `step` share, for `adamw_update` of any number of shards.
+
+    step: 0-dim fp32 or fp64, 1 for the first update; it is only read, and may be 0 if the updates
+    are skipped. One launch on a GPU.
+
+    Raises ValueError for other dtypes or rates.
+    """
+    impl = choose(impl, step)
+    _check_step(step, lr, beta1, beta2, eps, weight_decay)
+    # Torch operators need no wrapper: its call costs more than updating ten thousand weights.
+    direct = not torch.compiler.is_compiling()
+    scalars = _adamw_scalars.run if direct else _adamw_scalars
+    of_step = scalars(step, lr, beta1, beta2, weight_decay, impl)
+    return AdamWStep(lr, beta1, beta2, eps, weight_decay, of_step)
+
+
+@torch.no_grad()
+def adamw_update(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    step: AdamWStep,
+    *,
+    decay: bool = True,
+    grad_scale: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+    param: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> None:
+    """Do the step `step` in place on flat shards, as `adamw_step`; without `decay`, no weight
+    decay applies."""
+    impl = choose(impl, master, grad, m, v, step.scalars, grad_scale, skip, param)
+    _check_shards(master, grad, m, v, param, grad_scale, skip)
+    direct = impl == "torch" and not torch.compiler.is_compiling()
+    update = _adamw_update.run if direct else _adamw_update
+    update(master, grad, m, v, param, step, grad_scale, skip, decay, impl)
 
 
 @torch.no_grad()
@@ -242,9 +308,9 @@ def adamw_step(
     """Do one AdamW step in place on flat shards master[n], m[n], v[n] (fp32 or fp64), from grad[n].
 
     step: 0-dim fp32 or fp64, the number of steps done so far. This call increments it, so every
-    shard needs its own. grad_scale: 0-dim tensor that multiplies the gradient. skip: 0-dim tensor;
-    if it is not zero, nothing changes, not even step. param[n]: receives master, cast to its dtype.
-    grad is only read.
+    shard needs its own; `begin_adamw` and `adamw_update` step many shards with one count.
+    grad_scale: 0-dim tensor that multiplies the gradient. skip: 0-dim tensor; if it is not zero,
+    nothing changes, not even step. param[n]: receives master, cast to its dtype. grad is only read.
 
     Raises ValueError for other shapes, dtypes, strides or rates.
 
@@ -256,6 +322,29 @@ def adamw_step(
         (1.0, 0.9)
     """
     impl = choose(impl, master, grad, m, v, step, grad_scale, skip, param)
+    _check_shards(master, grad, m, v, param, grad_scale, skip)
+    _check_step(step, lr, beta1, beta2, eps, weight_decay)
+    step.add_(1 if skip is None else skip == 0)
+    rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    begun = begin_adamw(step, **rates, impl=impl)
+    adamw_update(
+        master, grad, m, v, begun, grad_scale=grad_scale, skip=skip, param=param, impl=impl
+    )
+
+
+def _check_step(step, lr, beta1, beta2, eps, weight_decay) -> None:
+    if step.ndim != 0:
+        raise ValueError(f"step must be a 0-dim tensor, got {[*step.shape]}")
+    if step.dtype not in (torch.float32, torch.float64):  # 16-bit floats stop at 256 or 2048
+        raise ValueError(f"step must be float32 or float64, got {step.dtype}")
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and lr >= 0 and eps >= 0 and weight_decay >= 0):
+        raise ValueError(
+            f"need 0 <= beta < 1 and lr, eps, weight_decay >= 0, got betas {beta1}, {beta2}, "
+            f"lr {lr}, eps {eps}, weight_decay {weight_decay}"
+        )
+
+
+def _check_shards(master, grad, m, v, param, grad_scale, skip) -> None:
     if master.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"master must be float32 or float64, got {master.dtype}")
     for name, x in (("master", master), ("grad", grad), ("m", m), ("v", v), ("param", param)):
@@ -268,21 +357,9 @@ def adamw_step(
             )
         if not x.dtype.is_floating_point or (name in ("m", "v") and x.dtype != master.dtype):
             raise ValueError(f"{name} has dtype {x.dtype}, which does not match {master.dtype}")
-    for name, x in (("step", step), ("grad_scale", grad_scale), ("skip", skip)):
+    for name, x in (("grad_scale", grad_scale), ("skip", skip)):
         if x is not None and x.ndim != 0:
             raise ValueError(f"{name} must be a 0-dim tensor, got {[*x.shape]}")
-    if step.dtype not in (torch.float32, torch.float64):  # 16-bit floats stop at 256 or 2048
-        raise ValueError(f"step must be float32 or float64, got {step.dtype}")
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and lr >= 0 and eps >= 0 and weight_decay >= 0):
-        raise ValueError(
-            f"need 0 <= beta < 1 and lr, eps, weight_decay >= 0, got betas {beta1}, {beta2}, "
-            f"lr {lr}, eps {eps}, weight_decay {weight_decay}"
-        )
-    rates = _Rates(lr, beta1, beta2, eps, weight_decay)
-    # Torch operators need no wrapper: its call costs more than updating ten thousand weights.
-    direct = impl == "torch" and not torch.compiler.is_compiling()
-    update = _adamw_step.run if direct else _adamw_step
-    update(master, grad, m, v, param, step, grad_scale, skip, rates, impl)
 
 
 # ---------------------------------------------------------------- sum of squares
@@ -299,48 +376,65 @@ def _sum_of_squares_kernel(x_ptr, partial_ptr, n, TILES: tl.constexpr, STRIDE: t
     tl.store(partial_ptr + tl.program_id(0), tl.sum(total, 0))
 
 
-def _sum_of_squares_triton(flat: torch.Tensor) -> torch.Tensor:
-    n, dtype = flat.numel(), compute_dtype(flat)
-    partial = flat.new_empty(triton.cdiv(n, _STRIDE * _TILES), dtype=dtype)
-    if n:
-        with torch.cuda.device_of(flat):
-            _sum_of_squares_kernel[(partial.numel(),)](
-                flat, partial, n, _TILES, _STRIDE, num_warps=8
-            )
+def _widest(flats: Sequence[torch.Tensor]) -> torch.dtype:
+    return max((compute_dtype(flat) for flat in flats), key=lambda dtype: dtype.itemsize)
+
+
+def _sum_of_squares_triton(flats: list[torch.Tensor]) -> torch.Tensor:
+    programs = [triton.cdiv(flat.numel(), _STRIDE * _TILES) for flat in flats]
+    partial = flats[0].new_empty(sum(programs), dtype=_widest(flats))
+    with torch.cuda.device_of(partial):
+        for flat, part in zip(flats, partial.split(programs), strict=True):
+            if len(part):
+                _sum_of_squares_kernel[(len(part),)](
+                    flat, part, flat.numel(), _TILES, _STRIDE, num_warps=8
+                )
     return partial.sum()
 
 
-def _sum_of_squares_fake(flat, impl):
-    return flat.new_empty((), dtype=compute_dtype(flat))
+def _sum_of_squares_torch(flat: torch.Tensor) -> torch.Tensor:
+    # Sum short rows first: one running fp32 sum of n terms may be off by n / 2 units.
+    n, dtype = flat.numel(), compute_dtype(flat)
+    whole = n // _ROW * _ROW
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype)
+    total = norms.double().square().sum()
+    if whole < n:
+        rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
+        total += rest.double().square()
+    return total.to(dtype)
+
+
+def _sum_of_squares_fake(flats, impl):
+    return flats[0].new_empty((), dtype=_widest(flats))
 
 
 @operator("sum_of_squares", _sum_of_squares_fake, direct=True)
-def _sum_of_squares(flat: torch.Tensor, impl: str) -> torch.Tensor:
-    n, dtype = flat.numel(), compute_dtype(flat)
-    if impl == "torch":
-        # Sum short rows first: one running fp32 sum of n terms may be off by n / 2 units.
-        whole = n // _ROW * _ROW
-        norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype)
-        total = norms.double().square().sum()
-        if whole < n:
-            rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
-            total += rest.double().square()
-        return total.to(dtype)
-    return _sum_of_squares_triton(flat)
+def _sum_of_squares(flats: list[torch.Tensor], impl: str) -> torch.Tensor:
+    if impl != "torch":
+        return _sum_of_squares_triton(flats)
+    totals = [_sum_of_squares_torch(flat) for flat in flats]
+    return totals[0] if len(totals) == 1 else torch.stack(totals).sum()
 
 
 @no_graph
 @torch.no_grad()
-def sum_of_squares(flat: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The sum of squares of flat[n]: 0-dim, fp32 (fp64 for fp64), the same bits every time.
+def sum_of_squares(
+    flats: torch.Tensor | Sequence[torch.Tensor], *, impl: str | None = None
+) -> torch.Tensor:
+    """The sum of squares of one or more flat[n]: 0-dim, fp32 (fp64 if one is fp64), the same bits
+    every time.
 
     The norm over shards is the square root of the sum over ranks. Overflow gives inf and NaN stays
     NaN, so the result also tells you if every gradient is finite.
+
+    Raises ValueError for other shapes, dtypes or strides.
     """
-    impl = choose(impl, flat)
-    if flat.ndim != 1 or not flat.is_contiguous() or not flat.dtype.is_floating_point:
-        raise ValueError(
-            f"need a flat contiguous float tensor, got {[*flat.shape]} {flat.dtype} with strides "
-            f"{flat.stride()}"
-        )
-    return _sum_of_squares(flat, impl)
+    flats = [flats] if isinstance(flats, torch.Tensor) else [*flats]
+    impl = choose(impl, *flats)
+    for flat in flats:
+        if flat.ndim != 1 or not flat.is_contiguous() or not flat.dtype.is_floating_point:
+            raise ValueError(
+                f"need flat contiguous float tensors, got {[*flat.shape]} {flat.dtype} with "
+                f"strides {flat.stride()}"
+            )
+    return _sum_of_squares(flats, impl)

@@ -166,11 +166,12 @@ def test_operators_pass_opcheck_and_compile_whole(impl):
     grad, param = torch.randn(9), torch.zeros(9, dtype=torch.bfloat16)
     zero, half = torch.tensor(0.0), torch.tensor(0.5)
     arguments = (state["master"], grad, state["m"], state["v"])
-    options = (param, state["step"], half, zero, adamw._Rates(**RATES), impl)
-    well_formed(adamw._adamw_step, *arguments, *options)
-    well_formed(adamw._sum_of_squares, grad, impl)
+    step = adamw.begin_adamw(torch.tensor(1.0), impl=impl, **RATES)
+    well_formed(adamw._adamw_update, *arguments, param, step, half, zero, True, impl)
+    well_formed(adamw._adamw_scalars, torch.tensor(3.0), 0.1, 0.9, 0.95, 0.1, impl)
+    well_formed(adamw._sum_of_squares, [grad, grad[:3].clone()], impl)
     for dtype in (torch.bfloat16, torch.float64):
-        told_right(adamw._sum_of_squares, grad.to(dtype), impl)
+        told_right(adamw._sum_of_squares, [grad.to(dtype)], impl)
 
     def update(grad, low, **state):
         scale = 1 / (1 + sum_of_squares(grad, impl=impl).sqrt())

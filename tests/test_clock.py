@@ -83,9 +83,10 @@ def main() -> None:
 
 def _opcodes_of_adamw(flat: torch.Tensor, low: torch.Tensor) -> list[str]:
     """Return the opcodes of the update for float32 states, a gradient and a copy in bfloat16."""
-    one, rates = flat[0], adamw._Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
+    one, rates = flat[0], {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     with compiling("sm_90") as compiled:
-        adamw._adamw_triton(flat, low, flat, flat, low, one.double(), one, one, rates)
+        step = adamw.begin_adamw(one.double(), lr=1e-3, **rates)
+        adamw._adamw_triton(flat, low, flat, flat, low, step, one, one, True)
     (cubin,) = (c.asm["cubin"] for c in compiled if c.kernel == "_adamw_kernel")
     return [instruction.base for part in disassemble(cubin, 90) for instruction in part]
 

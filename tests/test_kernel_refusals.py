@@ -388,9 +388,9 @@ STEP: Rows = [
 ]
 SQUARES: Rows = [
     ({}, None),
-    ({"flat": z(2, 3)}, "flat contiguous float"),
-    ({"flat": strided(E6)}, "flat contiguous float"),
-    ({"flat": z(6, dtype=INT)}, "flat contiguous float"),
+    ({"flats": z(2, 3)}, "flat contiguous float"),
+    ({"flats": strided(E6)}, "flat contiguous float"),
+    ({"flats": z(6, dtype=INT)}, "flat contiguous float"),
 ]
 SEEN: Rows = [
     ({}, None),
@@ -498,7 +498,7 @@ TABLES = {
     ),
     "dropout": Table(dropout, {"x": z(3, 5), "drop": Drop(0.5, 0, 0, TOKENS)}, DROPPED),
     "adamw_step": Table(adamw_step, STEP_BASE, STEP),
-    "sum_of_squares": Table(sum_of_squares, {"flat": E6}, SQUARES),
+    "sum_of_squares": Table(sum_of_squares, {"flats": E6}, SQUARES),
     "cost of attention": Table(cost.attention, {"B": 1, "Sq": 8, "Sk": 8, "H": 1, "D": 4}, SEEN),
     "all_gather_gemm": Table(partial(shared, all_gather_gemm), {"x": A, "b": B}, GATHER),
     "gemm_reduce_scatter": Table(partial(shared, gemm_reduce_scatter), {"a": A, "b": B}, SCATTER),
@@ -535,7 +535,7 @@ def test_every_tensor_must_be_where_the_others_are(name) -> None:
 
 
 ALONE = {  # tensors whose length no other argument shares
-    "gemm": {("a", 0)}, "rope_table": {("positions", 0)}, "sum_of_squares": {("flat", 0)},
+    "gemm": {("a", 0)}, "rope_table": {("positions", 0)}, "sum_of_squares": {("flats", 0)},
     "apply_rope": {("x", 0), ("x", 2)}, "apply_rope_qk": {("q", 2), ("k", 2)},
     "dropout": {("x", 1)}, "activate": {("x", 0)}, "activation_fwd": {("x", 0)},
     "gelu_mlp": {("x", 0)}, "hidden_fwd": {("x", 0)}, "qkv_rope": {("x", 0)},

@@ -192,11 +192,9 @@ def _rule_step(rule, record, w: Tensor, grad: Tensor, moments: dict, lr: float, 
         grad = record.join([rule.orthogonalize(part) for part in record.split(u)])
     w = w.clone()
     flat = {name: moments[name].view(-1) for name in names}
-    step = torch.full((), float(t), dtype=torch.float64)
-    rule.update(
-        Piece(w.view(-1), grad.reshape(-1), flat, matrix, None, step, record.decay),
-        lr, scale, skip,
-    )  # fmt: skip
+    step = rule.begin(lr, torch.tensor(t + 1.0, dtype=torch.float64))
+    piece = Piece(w.view(-1), grad.reshape(-1), flat, matrix, None, record.decay)
+    rule.update(piece, step, scale, skip)
     return w
 
 

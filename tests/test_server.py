@@ -477,8 +477,7 @@ def test_servers_that_are_started_anew_go_on_from_their_checkpoint(servers, mode
     for shard in shards:
         for prefix in ("", "momentum/"):
             shard.load(prefix, lambda r, prefix=prefix: tensors[prefix + r.name])
-        for step in shard.steps:
-            step.fill_(state["version"])
+        shard.count.fill_(state["version"])
     if servers == 2:  # restarting servers ends the others first
         Mailbox(generation(place.store()), "server/1").put(op="stop")
     start_generation(place.store())

@@ -255,7 +255,7 @@ def test_bf16_parameters_have_the_fp32_masters_of_an_fp32_run():
 def _snapshot(units, optimizer) -> list[torch.Tensor]:
     state = [u.buffer(kind) for u in units for kind in KINDS]
     homes = [u.state.param for u in units]
-    counts = [optimizer.count, *(t for steps in optimizer.steps for t in steps)]
+    counts = [optimizer.count]
     return [t.clone() for t in (*state, *homes, *counts)]
 
 
@@ -599,7 +599,6 @@ def test_the_loss_scale_is_part_of_the_state():
     first.count.fill_(5)
     second.load_state(first.state())
     assert second.state() == {"count": 5.0, "loss_scale": 64.0, "good_steps": 1.0}
-    assert all(t == 5 for steps in second.steps for t in steps)
 
 
 # -------------------------------------------------------------------------- torch's own

@@ -88,7 +88,7 @@ _MODULES = {
 # The modules of kernels, for the message of an AttributeError.
 _ELSEWHERE = {
     "kernels.activation": ("activate",),
-    "kernels.adamw": ("adamw_step", "sum_of_squares"),
+    "kernels.adamw": ("adamw_step", "adamw_update", "begin_adamw", "sum_of_squares"),
     "kernels.attention": ("attention",),
     "kernels.cross_entropy": ("cross_entropy", "linear_cross_entropy"),
     "kernels.dropout": ("dropout",),

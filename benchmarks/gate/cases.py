@@ -155,20 +155,16 @@ def cases() -> list[Case]:
         ]
     for dtype in (fp32, torch.float64):
         flat, low = m(10**7, dtype=dtype), m(10**7)
-        one, rates = m(dtype=fp32), adamw._Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
-        step = m(dtype=torch.float64)  # as in the trainer
         found += [
             Case(
                 f"adamw {dtype}".replace("torch.", ""),
-                lambda flat=flat, low=low, step=step, one=one, rates=rates: adamw._adamw_triton(
-                    flat, low, flat, flat, low, step, one, one, rates
-                ),
+                lambda flat=flat, low=low: _adamw(adamw, flat, low, skip=m(dtype=fp32)),
                 float64=dtype == torch.float64,
                 cost=cost.adamw(10**7, grad_size=2, param_size=2) if dtype == fp32 else None,
             ),
             Case(
                 f"sum_of_squares {dtype}".replace("torch.", ""),
-                lambda flat=flat: adamw._sum_of_squares_triton(flat),
+                lambda flat=flat: adamw._sum_of_squares_triton([flat]),
                 float64=dtype == torch.float64,
                 cost=Cost(2 * 10**7, 10**7 * dtype.itemsize),
             ),
@@ -291,22 +287,28 @@ def _rope_cases(rope) -> list[Case]:
     return found
 
 
+def _adamw(adamw, flat: torch.Tensor, low: torch.Tensor, skip: torch.Tensor | None) -> None:
+    """One step of a trainer, whose count is float64, with a gradient and a copy in bfloat16."""
+    rates = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    step, scale = adamw.begin_adamw(m(dtype=torch.float64), **rates), m(dtype=torch.float32)
+    adamw._adamw_triton(flat, low, flat, flat, low, step, scale, skip, True)
+
+
 def _adamw_cases(adamw) -> list[Case]:
     """More than 2^31 elements."""
     from warpweave.kernels import cost
 
-    n, one = 2**31 + 4096, m(dtype=torch.float32)
+    n = 2**31 + 4096
     many, lows = m(n, dtype=torch.float32), m(n)
-    rates = adamw._Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
     return [
         Case(
             "adamw offsets past 2^31",
-            lambda: adamw._adamw_triton(many, lows, many, many, lows, one, one, None, rates),
+            lambda: _adamw(adamw, many, lows, skip=None),
             cost=cost.adamw(n, grad_size=2, param_size=2),
         ),
         Case(
             "sum_of_squares offsets past 2^31",
-            lambda: adamw._sum_of_squares_triton(lows),
+            lambda: adamw._sum_of_squares_triton([lows]),
             cost=Cost(2 * n, 2 * n),
         ),
     ]

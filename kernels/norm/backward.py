@@ -256,6 +256,5 @@ def launch_backward(
                 len(s2), dy2.stride(0), 0 if ds2 is None else ds2.stride(0), s2.stride(0),
                 seed, site, E, *constants, rows, block,
                 **options)  # fmt: skip
-    dw = partial[0].sum(0)  # separate tensors: outputs of an operator must not share storage
-    db = partial[1].sum(0) if bias else None
-    return dx, dresidual, partial[-1].sum(0) if x_bias else None, dw, db
+    sums = partial.sum(1)
+    return dx, dresidual, sums[-1] if x_bias else None, sums[0], sums[1] if bias else None

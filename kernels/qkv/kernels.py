@@ -104,8 +104,7 @@ def _launch_qkv_fwd(
     if fused_or_unfused(impl, "qkv", flat) == "unfused":
         with no_autocast(x):
             z = gemm(flat, rows(weight).t(), flat_bias)
-        q, k, v = _unfused_qkv(z, (B, S), weight, cos, sin, "triton")
-        return q.contiguous(), k.contiguous(), v.contiguous()
+        return _unfused_qkv(z, (B, S), weight, cos, sin, "triton")
     q, k, v = _qkv_fwd_fake(x, weight, bias, cos, sin, precision, impl)
     if not q.numel():
         return q, k, v

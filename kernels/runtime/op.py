@@ -3,7 +3,8 @@
 Compilers cannot trace a Triton launch, and DTensor cannot shard one, so both see an operator
 instead. An `Op` consists of plain functions and an einsum:
 
-    run       computes: tensors, numbers and records in; a tensor, a tuple or list of them, or None
+    run       computes: tensors, numbers and records in; a tensor, a tuple or list of them (which
+              may be views of one result), or None
     fake      the same signature: empty outputs of the right shapes and dtypes
     save      what the backward needs: ``save(ctx, inputs, output)``, as in `torch.autograd`
     backward  gradients of run's arguments (None for records) from those of the outputs; trailing
@@ -145,7 +146,7 @@ class Op:
         ]
 
         def flat(*args: Any) -> Any:
-            return run(*self.nested(args))
+            return _apart(run(*self.nested(args)))
 
         flat.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             parameters, return_annotation=None if result is type(None) else result
@@ -222,6 +223,20 @@ class Op:
             record = unflatten(integers, reals, words, self.records)
             found.append(record._replace(**given) if record is not None and given else record)
         return found
+
+
+def _apart(outputs: Any) -> Any:
+    """The outputs, with a contiguous copy of each that shares memory with another.
+
+    `run` may return views of one result, but torch forbids that to an operator.
+    """
+    if not isinstance(outputs, (tuple, list)):
+        return outputs
+    held = [x.untyped_storage().data_ptr() if x.numel() else 0 for x in outputs]
+    return type(outputs)(
+        x.clone(memory_format=torch.contiguous_format) if at and held.count(at) > 1 else x
+        for x, at in zip(outputs, held, strict=True)
+    )
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

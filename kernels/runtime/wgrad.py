@@ -203,4 +203,12 @@ def bias_gradient(bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
         total = rows(dy).sum(0, dtype=compute_dtype(dy))
         return total.to(grad_dtype(bias)).view(bias.shape)
 
-    return wgrad(bias, make)
+    def into(buffer: torch.Tensor, add: bool) -> None:
+        if add:
+            buffer.add_(make())
+        elif buffer.dtype == compute_dtype(dy):
+            torch.sum(rows(dy), 0, dtype=buffer.dtype, out=buffer.view(-1))
+        else:
+            buffer.copy_(make())
+
+    return wgrad(bias, make, into)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from warpweave.kernels.adamw import adamw_step
+from warpweave.kernels.adamw import AdamWStep, adamw_update, begin_adamw
 from warpweave.kernels.muon import orthogonalize
 from warpweave.parallel.data.parameters import FlatParameters
 
@@ -89,15 +89,14 @@ class Piece:
         moments: name -> state, updated in place.
         matrix: True for weights of linear maps. For Muon, `grad` is then the step direction.
         param: set to the new weights in the parameters' dtype; None if `master` is the parameters.
-        step: 0-dim, the number of updates before this one, one tensor per piece; the rule
-            increments it.
         decay: True if weight decay applies.
 
     Examples:
         >>> from warpweave.parallel.data.optimizer import SGD
         >>> w, g, m, one = torch.ones(8), torch.ones(8), torch.zeros(8), torch.tensor(1.0)
-        >>> piece = Piece(w, g, {"momentum": m}, False, None, torch.tensor(0.0), True)
-        >>> SGD().update(piece, lr=0.1, scale=one, skip=torch.tensor(0.0))
+        >>> piece = Piece(w, g, {"momentum": m}, False, None, True)
+        >>> step = SGD().begin(0.1, count=one)
+        >>> SGD().update(piece, step, scale=one, skip=torch.tensor(0.0))
         >>> round(w[0].item(), 4)
         0.9
     """
@@ -107,7 +106,6 @@ class Piece:
     moments: dict[str, Tensor]
     matrix: bool
     param: Tensor | None
-    step: Tensor
     decay: bool
 
 
@@ -117,6 +115,8 @@ class Rule(Protocol):
     Examples:
         >>> class SignSGD:
         ...     moments = matrix_moments = ()
+        ...     def begin(self, lr, count):
+        ...         return lr
         ...     def update(self, piece, lr, scale, skip):
         ...         piece.master.sub_(lr * piece.grad.sign() * (skip == 0))
         ...         if piece.param is not None:
@@ -133,8 +133,16 @@ class Rule(Protocol):
         """The subset of `moments` that weights of linear maps have (`ParamRecord.matrices`)."""
         ...
 
-    def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Update `piece` in place from its gradient times `scale` (0-dim).
+    def begin(self, lr: float, count: Tensor) -> Any:
+        """Compute once per step what `update` needs for every piece.
+
+        count: 0-dim fp64, the number of this step, 1 for the first; if the step will be skipped, it
+        is that of the step before.
+        """
+        ...
+
+    def update(self, piece: Piece, step: Any, scale: Tensor, skip: Tensor) -> None:
+        """Update `piece` in place from its gradient times `scale` (0-dim). `step`: from `begin`.
 
         If `skip` (0-dim) is non-zero, nothing changes. No host sync.
         """
@@ -167,19 +175,21 @@ class AdamW:
         """All moments."""
         return self.moments
 
-    def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
+    def begin(self, lr: float, count: Tensor) -> AdamWStep:
+        """The rates, and on a GPU the bias corrections of this step."""
+        (beta1, beta2), decay = self.betas, self.weight_decay
+        rates = {"beta1": beta1, "beta2": beta2, "eps": self.eps, "weight_decay": decay}
+        return begin_adamw(count, lr=lr, **rates, impl=self.impl)
+
+    def update(self, piece: Piece, step: AdamWStep, scale: Tensor, skip: Tensor) -> None:
         """Update in one pass over the piece (`kernels.adamw`)."""
-        adamw_step(
+        adamw_update(
             piece.master,
             piece.grad,
             piece.moments["exp_avg"],
             piece.moments["exp_avg_sq"],
-            lr=lr,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            eps=self.eps,
-            weight_decay=self.weight_decay if piece.decay else 0.0,
-            step=piece.step,
+            step,
+            decay=piece.decay,
             grad_scale=scale,
             skip=skip,
             param=piece.param,
@@ -201,13 +211,17 @@ class NAdamW(AdamW):
     half of that value during the first thousands of steps; here it is constant.
     """
 
-    def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
+    def begin(self, lr: float, count: Tensor) -> AdamWStep:
+        """The rates, and the number of the step."""
+        return AdamWStep(lr, *self.betas, self.eps, self.weight_decay, count)
+
+    def update(self, piece: Piece, step: AdamWStep, scale: Tensor, skip: Tensor) -> None:
         """Update by elementwise torch operators, with one pass over the piece for each."""
         (b1, b2), g, skipped = self.betas, piece.grad * scale, skip.bool()
+        lr, t = step.lr, step.scalars
         m, v = (piece.moments[name] for name in self.moments)
         m.copy_(torch.where(skipped, m, m.lerp(g, 1 - b1)))
         v.copy_(torch.where(skipped, v, v.lerp(g * g, 1 - b2)))
-        t = piece.step + 1
         u = m * (b1 / (1 - b1 ** (t + 1))) + g * ((1 - b1) / (1 - b1**t))
         new = piece.master * (1 - lr * self.weight_decay) if piece.decay else piece.master
         _set_weights(piece, new - lr * u / ((v / (1 - b2**t)).sqrt() + self.eps), skip)
@@ -233,14 +247,18 @@ class SGD:
         """All moments."""
         return self.moments
 
-    def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
+    def begin(self, lr: float, count: Tensor) -> float:
+        """The learning rate."""
+        return lr
+
+    def update(self, piece: Piece, step: float, scale: Tensor, skip: Tensor) -> None:
         """Update by elementwise torch operators, with one pass over the piece for each."""
         g = piece.grad * scale
         if piece.decay:
             g = g.add_(piece.master, alpha=self.weight_decay)
         b, skipped = piece.moments["momentum"], skip.bool()
         b.copy_(torch.where(skipped, b, self.momentum * b + g))
-        _set_weights(piece, piece.master - lr * b, skip)
+        _set_weights(piece, piece.master - step * b, skip)
 
 
 def _set_weights(piece: Piece, new: Tensor, skip: Tensor) -> None:
@@ -248,7 +266,6 @@ def _set_weights(piece: Piece, new: Tensor, skip: Tensor) -> None:
     piece.master.copy_(torch.where(skip.bool(), piece.master, new))
     if piece.param is not None:
         piece.param.copy_(piece.master)
-    piece.step.add_(1 - skip.to(piece.step.dtype))
 
 
 Scale = Literal["moonlight", "jordan"]
@@ -318,11 +335,16 @@ class Muon:
         s = 0.2 * max(out, cols) ** 0.5 if self.scale == "moonlight" else max(1, out / cols) ** 0.5
         return orthogonalize(u, impl=self.impl) * s
 
-    def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
+    def begin(self, lr: float, count: Tensor) -> AdamWStep:
+        """That of the rule for the rest."""
+        return self.rest.begin(lr, count)
+
+    def update(self, piece: Piece, step: AdamWStep, scale: Tensor, skip: Tensor) -> None:
         """Make a step of AdamW; for matrices, a step along the direction in ``piece.grad``."""
         if not piece.matrix:
-            self.rest.update(piece, lr, scale, skip)
+            self.rest.update(piece, step, scale, skip)
             return
+        lr = step.lr
         shrink = 1 - lr * self.weight_decay if piece.decay else 1.0
         _set_weights(piece, piece.master * shrink - lr * piece.grad, skip)
 
@@ -340,8 +362,8 @@ class LossScale:
         self.interval = interval
 
     def update(self, overflow: Tensor, halted: Tensor | None = None) -> None:
-        """Adapt after a step. `overflow` (0-dim) is non-zero if the step was skipped because of its
-        gradients. If `halted` is non-zero, nothing changes."""
+        """Adapt `value` in place after a step. `overflow` (0-dim) is non-zero if the step was
+        skipped because of its gradients. If `halted` is non-zero, nothing changes."""
         bad = overflow.bool()
         good = torch.where(bad, 0.0, self.good_steps + 1)
         grow = good >= self.interval
@@ -350,7 +372,8 @@ class LossScale:
         if halted is not None:
             value = torch.where(halted.bool(), self.value, value)
             good = torch.where(halted.bool(), self.good_steps, good)
-        self.value, self.good_steps = value, good
+        self.value.copy_(value)
+        self.good_steps.copy_(good)
 
     def to(self, device: torch.device) -> LossScale:
         """Move the scale's tensors."""

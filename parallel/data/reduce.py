@@ -138,7 +138,7 @@ class FlatGradients:
         """Make every ``.grad`` a view of the flat buffer again, with its gradient in it."""
         if not self._flat_is_stale:
             return
-        end = 0
+        end, views, gradients = 0, list[Tensor](), list[Tensor]()
         for record, param in self._params:
             view, offset = self.views[param], self.layout.offsets[record.name]
             self._clear_padding(end, offset)
@@ -148,8 +148,11 @@ class FlatGradients:
             if param.grad is None:  # owed by a deferred weight gradient, or not reached
                 view.zero_()
             else:
-                view.copy_(param.grad)
+                views.append(view)
+                gradients.append(param.grad)
             param.grad = view
+        if views:
+            torch._foreach_copy_(views, gradients)  # one launch on a GPU
         self._clear_padding(end, self.flat.numel())
         self._flat_is_stale = False
 

@@ -75,7 +75,6 @@ class ZeroOptimizer:
                 self._whole.append(WholeMatrices(alike, mesh))
         device = units[0].state.master.device
         zero = torch.zeros((), dtype=torch.float64, device=device)  # fp32 counts to 2**24
-        self.steps = [[zero.clone() for _ in u.layout.ranges] for u in units]
         self.count = zero  # updates made; equal on every rank
         self.finite = torch.ones((), device=device)  # this rank's gradients in the last step
         axes = tuple(axis for axis in factors("inner") if not (apart and axis == "pp"))
@@ -131,8 +130,8 @@ class ZeroOptimizer:
             largest, total, self.finite = exact_sum(pieces, groups, reference, squares=True)
             norm = (largest * total.sqrt()).to(reference.dtype)
         else:
-            squares = [sum_of_squares(piece, impl=self.impl) for piece in pieces]
-            total = torch.stack(squares).sum() if squares else reference.new_zeros(())
+            none = not pieces  # every parameter is counted by another rank
+            total = reference.new_zeros(()) if none else sum_of_squares(pieces, impl=self.impl)
             self.finite = total.isfinite()
             for group in groups:
                 if group is not None:
@@ -161,14 +160,15 @@ class ZeroOptimizer:
         if self.loss_scale is not None:
             scale = scale / self.loss_scale.value
         directions = self._directions(scale, skip)
-        for unit, steps in zip(self.units, self.steps, strict=True):
+        self.count += 1 - skip.to(self.count.dtype)
+        begun = self.rule.begin(lr, self.count)
+        for unit in self.units:
             unit.parameters.next_version(unit.state.region)
-            for piece in self._pieces(unit, steps, directions.get(unit)):
-                self.rule.update(piece, lr, scale, skip)
+            for piece in self._pieces(unit, directions.get(unit)):
+                self.rule.update(piece, begun, scale, skip)
             unit.gradients.clear()
             if unit.placement.optim and not unit.placement.param:
                 unit.parameters.publish()
-        self.count += 1 - skip.to(self.count.dtype)
         if self.loss_scale is not None:
             self.loss_scale.update(skip, halted)
         return norm
@@ -187,7 +187,7 @@ class ZeroOptimizer:
             whole.apply([found[unit] for unit in whole.units], rule.orthogonalize)
         return found
 
-    def _pieces(self, unit: Unit, steps: list[Tensor], direction: Tensor | None) -> Iterator[Piece]:
+    def _pieces(self, unit: Unit, direction: Tensor | None) -> Iterator[Piece]:
         state, master, param = unit.state, unit.state.master, unit.state.param
         for r, part in unit.layout.ranges_of(state.region):
             grad = unit.gradients.reduced if direction is None or not r.matrix else direction
@@ -198,7 +198,6 @@ class ZeroOptimizer:
                 {name: moment for name, moment in moments.items() if moment is not None},
                 r.matrix,
                 None if state.is_master else param[part],
-                steps[unit.layout.ranges.index(r)],
                 r.decay,
             )
 
@@ -212,8 +211,7 @@ class ZeroOptimizer:
 
     def load_state(self, state: dict[str, float]) -> None:
         """Restore the result of `state`."""
-        for tensor in (self.count, *(t for steps in self.steps for t in steps)):
-            tensor.fill_(state["count"])
+        self.count.fill_(state["count"])
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.value.fill_(state["loss_scale"])
             self.loss_scale.good_steps.fill_(state["good_steps"])

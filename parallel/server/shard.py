@@ -110,8 +110,7 @@ class Shard:
         self.layout, self.rule, self.dtype = FlatLayout(records, 1, 0), rule, dtype
         self.master = torch.zeros(self.layout.size, dtype=master_dtype(dtype))
         self.moments = {name: torch.zeros_like(self.master) for name in rule.moments}
-        zero = torch.zeros((), dtype=torch.float64)
-        self.steps = [zero.clone() for _ in self.layout.ranges]
+        self.count = torch.zeros((), dtype=torch.float64)  # updates made
         self.load("", value)
 
     @property
@@ -139,7 +138,9 @@ class Shard:
     def update(self, total: Tensor, lr: float, scale: float) -> None:
         """Apply one step of the rule, with the gradient `total` times `scale`."""
         factor = torch.tensor(scale, dtype=self.master.dtype)
-        for r, step in zip(self.layout.ranges, self.steps, strict=True):
+        self.count += 1
+        step = self.rule.begin(lr, self.count)
+        for r in self.layout.ranges:
             part = slice(r.start, r.stop)
             moments = {name: moment[part] for name, moment in self.moments.items()}
             piece = Piece(
@@ -148,10 +149,9 @@ class Shard:
                 moments=moments,
                 matrix=False,
                 param=None,
-                step=step,
                 decay=r.decay,
             )
-            self.rule.update(piece, lr, factor, torch.zeros(()))
+            self.rule.update(piece, step, factor, torch.zeros(()))
 
     # ------------------------------------------------------------------ state in and out
 

@@ -475,10 +475,11 @@ def _elementwise() -> list[Measure]:
     x, dy, narrow_dy = (torch.randn(T, n).to(half) for n in (E, E, E // 2))
     flat = [torch.rand(20_000) for _ in range(4)]
     low, one, zero = torch.empty(20_000, dtype=half), torch.ones(()), torch.zeros(())
-    scale, rates = torch.ones(()), adamw._Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
+    rates = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     tokens, heads = torch.arange(T), torch.randn(2, 64, 4, 32).to(half)
     cos, sin = rope.rope_table(torch.arange(64), 32)
-    step = {"step_ptr": _SCALAR, "grad_scale_ptr": _SCALAR, "skip_ptr": _SCALAR}
+    begun = adamw.begin_adamw(one, **rates, impl="triton")
+    step = {"scalars_ptr": _SCALAR, "grad_scale_ptr": _SCALAR, "skip_ptr": _SCALAR}
     return [
         Measure(
             "rope",
@@ -513,13 +514,13 @@ def _elementwise() -> list[Measure]:
         ),
         Measure(
             "adamw",
-            lambda: adamw._adamw_triton(*flat, low, one, scale, zero, rates),
+            lambda: adamw._adamw_triton(*flat, low, begun, one, zero, True),
             lambda t: cost.adamw(20_000, param_size=2).bytes,
             resident=step,
         ),
         Measure(
             "sum_of_squares",
-            lambda: adamw._sum_of_squares_triton(flat[0]),
+            lambda: adamw._sum_of_squares_triton([flat[0]]),
             lambda t: flat[0].numel() * 4,
         ),
     ]

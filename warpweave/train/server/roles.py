@@ -109,8 +109,7 @@ class ServedModel:
                 return reader.mapped(prefix + record.name)
 
             shard.load(prefix, saved)
-        for step in shard.steps:
-            step.fill_(reader.step)
+        shard.count.fill_(reader.step)
 
     def gradient(self, gpt: GPT, number: int) -> Compute:
         """The gradient function of worker `number` with its `gpt`, over its micro-batches of a
