@@ -66,46 +66,67 @@ def compiling(target: str) -> Iterator[list[Compiled]]:
     Raises ValueError for an unknown target, and without a compiler (no Triton, or TRITON_INTERPRET
     set).
     """
+    from triton import knobs
+    from triton.runtime.jit import JITFunction
+
+    with pretending(target) as part:
+        run, found = JITFunction.run, list[Compiled]()
+
+        def compile_only(self, *args, grid, warmup, **options):
+            with redirect_stdout(io.StringIO()) as log:  # Triton prints the output of ptxas there
+                kernel = run(self, *args, grid=grid, warmup=True, **options)
+            if said := log.getvalue():  # keep it with the kernel, which Triton compiles only once
+                kernel.ptxas_log = said
+            own = {name: value for name, value in options.items() if name in self.arg_names}
+            bound = inspect.signature(self.fn).bind(*args, **own)
+            found.append(_compiled(part, self.fn.__name__, kernel, grid, bound.arguments))
+            return kernel
+
+        JITFunction.run = compile_only
+        try:
+            with knobs.nvidia.scope(), knobs.compilation.scope():
+                knobs.nvidia.dump_ptxas_log = True
+                knobs.compilation.always_compile = True  # Triton's disk cache keeps no log
+                yield found
+        finally:
+            JITFunction.run = run
+
+
+@contextmanager
+def pretending(target: str) -> Iterator[Device]:
+    """Inside, launches compile for `target` ("sm_90") and then do nothing; see `compiling`.
+
+    Every launch goes through Triton's whole path: binding of arguments, specialization, cache, and
+    the call of a launcher, which does nothing. So this also shows what launches cost the host,
+    without the driver. Tensors may be on any device; their values are not read or written.
+    """
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
     if not dispatch.HAS_TRITON or dispatch.INTERPRET:
         raise ValueError("compiling needs Triton with TRITON_INTERPRET unset")
-    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
-    part, found = TARGETS[target], list[Compiled]()
-    run, active = JITFunction.run, driver._active  # the property `active` would look for a GPU
-
-    def compile_only(self, *args, grid, warmup, **options):
-        with redirect_stdout(io.StringIO()) as log:  # Triton prints the output of ptxas there
-            kernel = run(self, *args, grid=grid, warmup=True, **options)
-        if said := log.getvalue():  # keep it with the kernel, which Triton compiles only once
-            kernel.ptxas_log = said
-        own = {name: value for name, value in options.items() if name in self.arg_names}
-        bound = inspect.signature(self.fn).bind(*args, **own)
-        found.append(_compiled(part, self.fn.__name__, kernel, grid, bound.arguments))
-        return kernel
-
+    part, active = TARGETS[target], driver._active  # the property `active` would look for a GPU
     fakes = {
-        "choose": lambda impl, *tensors: "triton",
+        "choose": _choose,
         "capability": lambda device: part.arch,
         "processors": lambda device: part.processors,
     }
     real = {name: getattr(dispatch, name) for name in fakes}
     driver.set_active(_driver(part, GPUTarget("cuda", part.arch, 32)))
-    JITFunction.run = compile_only
     _replace(real, fakes)
     try:
-        with knobs.nvidia.scope(), knobs.compilation.scope():
-            knobs.nvidia.dump_ptxas_log = True
-            knobs.compilation.always_compile = True  # Triton's disk cache keeps no log
-            yield found
+        yield part
     finally:
         _replace(fakes, real)
-        JITFunction.run = run
         driver._active = active
+
+
+def _choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
+    """As `dispatch.choose` on CUDA tensors."""
+    dispatch.check_impl(impl)
+    return impl or "triton"
 
 
 def _replace(old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -120,18 +141,24 @@ def _driver(part: Device, target: Any) -> Any:
     """Make a driver that only names a target. Each target is a separate device, as Triton caches
     by device."""
 
-    class Driver:
-        get_current_target = staticmethod(lambda: target)
-        get_current_device = staticmethod(lambda: part.arch)
-        set_current_device = staticmethod(lambda device: None)
-        get_current_stream = staticmethod(lambda device=None: 0)
-        get_active_torch_device = staticmethod(lambda: torch.device("meta"))
+    class Utils:
+        load_binary = staticmethod(lambda name, kernel, shared, device: (1, 1, 128, 0, 1024))
         get_device_properties = staticmethod(
             lambda device=0: {
                 "max_shared_mem": part.block_shared,
                 "multiprocessor_count": part.processors,
             }
         )
+
+    class Driver:
+        utils = Utils
+        get_current_target = staticmethod(lambda: target)
+        get_current_device = staticmethod(lambda: part.arch)
+        set_current_device = staticmethod(lambda device: None)
+        get_current_stream = staticmethod(lambda device=None: 0)
+        get_active_torch_device = staticmethod(lambda: torch.device("meta"))
+        launcher_cls = staticmethod(lambda source, metadata: lambda *args: None)
+        get_device_properties = Utils.get_device_properties
         map_python_to_cpp_type = staticmethod(lambda ty: ty)
 
     return Driver()
