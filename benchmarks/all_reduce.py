@@ -79,7 +79,7 @@ def simulate(ranks: int, n: int) -> list[dict[str, Any]]:
 
 def measure(ranks: int, sizes: tuple[int, ...], repeats: int) -> dict[str, Any]:
     """Return the milliseconds of each algorithm and of gloo, by bytes, on this machine, and the
-    network fitted to ours: seconds per round, per byte over a link and per byte added."""
+    network fitted to ours: seconds per round, per byte over a link and per byte reduced."""
     config = CollectivesConfig(
         ranks=ranks, sizes=tuple(map(str, sizes)), repeats=repeats, device="cpu", timeout=120.0
     )
@@ -108,7 +108,7 @@ def table(rows: list[dict[str, Any]], sizes: tuple[int, ...], measured: dict[int
         low, high = found["predicted_by_measured"]
         lines.append(
             f"fitted: {1e6 * alpha:.0f} us per round, {1e9 * beta:.2f} ns per byte over a link, "
-            f"{1e9 * gamma:.2f} ns per byte added; predicted / measured {low:.2f} to {high:.2f}"
+            f"{1e9 * gamma:.2f} ns per byte reduced; predicted / measured {low:.2f} to {high:.2f}"
         )
     return "\n".join(lines)
 

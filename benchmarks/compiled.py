@@ -172,7 +172,8 @@ def _lines(report: dict) -> str:
 def write(path: Path, target: str, rows: list[dict[str, Any]], wrong: list[str]) -> None:
     """Write one part's rows, with the header that all results have."""
     part: dict[str, Any] = dataclasses.asdict(TARGETS[target])
-    header = harness.header(kind="compiled", device=f"{part['name']}, compiled for, not run on")
+    device = f"{part['name']} (compiled for it, not run on it)"
+    header = harness.header(kind="compiled", device=device)
     path.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "script": "compiled",

@@ -24,9 +24,9 @@ if __name__ != "warpweave.kernels":
     import sys
 
     _WHY = (
-        f"this folder is the package 'warpweave.kernels', but it was imported as {__name__!r}: "
-        "import warpweave.kernels; if you want PyPI's kernels, keep the checkout off sys.path "
-        "(python -P)"
+        f"this folder is the package 'warpweave.kernels', but it was imported as {__name__!r}; "
+        "import warpweave.kernels, or, for the PyPI package 'kernels', keep the checkout off "
+        "sys.path (python -P)"
     )
     # When transformers is imported, it imports any 'kernels' on sys.path to read its version, and
     # fails if that raises. So transformers gets an empty module without a version.

@@ -145,7 +145,10 @@ def attention(
     if window is not None or documents is not None:
         lengths = [Sq] if documents is None else list(documents)
         if Sq != Sk or sum(lengths) != Sq:
-            raise ValueError(f"need Sq = Sk = sum(lengths), got {Sq}, {Sk} and {lengths}")
+            raise ValueError(
+                "with a window or documents, Sq, Sk and sum(documents) must be equal, got "
+                f"{Sq}, {Sk} and {lengths}"
+            )
         bands = [(n, n if window is None else min(window, n)) for n in lengths]
         pairs = sum(2 * n * w - w * w for n, w in bands)
     flops = 4 * B * H * pairs * D // (2 if causal else 1)

@@ -68,7 +68,9 @@ def check_drop(drop: Drop | None, shape: torch.Size) -> Drop | None:
         raise ValueError(f"need 0 <= p < 1, got {p}")
     if tokens is None or tokens.numel() != shape.numel() or tokens.dtype != torch.int64:
         got = None if tokens is None else f"{tokens.dtype} {[*tokens.shape]}"
-        raise ValueError(f"expected int64 tokens{[*shape]}, one for each row, got {got}")
+        raise ValueError(
+            f"drop.tokens must be int64{[*shape]}, one token index for each row, got {got}"
+        )
     check_key(seed, site)
     if p == 0:
         return None

@@ -54,7 +54,7 @@ def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"it has several values for {name!r}")
+        raise ValueError(f"duplicate key {name!r}")
     return found
 
 

@@ -2,6 +2,6 @@
 
 if __name__ != "warpweave.layers":
     raise ImportError(
-        f"this folder is the package 'warpweave.layers', but it was imported as {__name__!r}: "
+        f"this folder is the package 'warpweave.layers', but it was imported as {__name__!r}; "
         "import warpweave.layers"
     )

@@ -96,7 +96,7 @@ class Attention(nn.Module):
         self.group = heads_per_kv_head(num_heads, kv_heads)
         if kv_heads % tp:
             raise ValueError(
-                f"num_kv_heads ({kv_heads}) is not divisible by the tensor axis tp ({tp})"
+                f"num_kv_heads ({kv_heads}) is not divisible by the size of the mesh axis tp ({tp})"
             )
         if style.rope_theta is not None and self.head_dim % 2:
             raise ValueError(f"rope needs an even head size, got {self.head_dim}")

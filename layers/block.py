@@ -100,7 +100,7 @@ class TransformerBlock(nn.Module):
             return None
         if context is None or context.token_ids is None:
             raise ValueError(
-                f"dropout = {self.dropout} is keyed by global token ids, but "
-                "context.token_ids is missing"
+                f"dropout = {self.dropout} needs global token ids, but context.token_ids is "
+                "missing; pass a TokenContext with token_ids"
             )
         return Drop(self.dropout, context.seed, site, context.token_ids)

@@ -23,7 +23,9 @@ _UNUSED = ("strategy", "recompute", "impl")  # fields of `Place` that a linear l
 
 def _check_divides(what: str, size: int, parts: int) -> None:
     if size % parts:
-        raise ValueError(f"{what} ({size}) is not divisible by the tensor axis tp ({parts})")
+        raise ValueError(
+            f"{what} ({size}) is not divisible by the size of the mesh axis tp ({parts})"
+        )
 
 
 class _ParallelLinear(nn.Module):

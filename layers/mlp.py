@@ -57,7 +57,7 @@ class MLP(nn.Module):
         tp = connected(place.mesh).size("tp")
         if hidden_dim % tp:
             raise ValueError(
-                f"hidden_dim ({hidden_dim}) is not divisible by the tensor axis tp ({tp})"
+                f"hidden_dim ({hidden_dim}) is not divisible by the size of the mesh axis tp ({tp})"
             )
         self.activation, self.recompute, self.impl = style.activation, place.recompute, place.impl
         each = (1, 1) if gated else (1,)

@@ -37,7 +37,7 @@ class _Norm(nn.Module):
         whole = isinstance(normalized_shape, int)
         shape = (normalized_shape,) if whole else tuple(normalized_shape)
         if len(shape) != 1:
-            raise ValueError(f"normalized_shape must be one dim, got {shape}")
+            raise ValueError(f"normalized_shape must have exactly one dim, got {shape}")
         self.normalized_shape, self.eps, self.impl = shape, eps, place.impl
         # With sequence parallelism each tensor rank normalizes its own tokens, so the gradients of
         # weight and bias are partial sums.

@@ -94,8 +94,8 @@ class SequenceLayout:
             counts = {len(own) for own in self.chunks}
             if len(self.chunks) != self.parts or len(counts) != 1 or 0 in counts:
                 raise ValueError(
-                    f"expected the same number of chunks for each of the {self.parts} parts, "
-                    f"got {[len(own) for own in self.chunks]}"
+                    "expected the same nonzero number of chunks for each of the "
+                    f"{self.parts} parts, got {[len(own) for own in self.chunks]}"
                 )
             if numbers != [*range(len(numbers))] or any(
                 [*own] != sorted(own) for own in self.chunks

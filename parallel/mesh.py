@@ -167,7 +167,7 @@ class Mesh:
                 raise ValueError(f"{axis} = {index} is outside the mesh, whose {axis} is {size}")
             rank = rank * size + index
         if at:
-            raise ValueError(f"expected coordinates on the axes {AXES}, got {sorted(at)}")
+            raise ValueError(f"unknown axes {sorted(at)}; coordinates must be on the axes {AXES}")
         return rank
 
     def members(self, axis: str) -> list[list[int]]:

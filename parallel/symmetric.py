@@ -69,13 +69,13 @@ def symmetric_memory(
     token = torch.tensor([secrets.randbits(62)])
     dist.broadcast(token, group_src=0, group=group)
     files = [FOLDER / f"warpweave-{token.item():016x}-{peer}" for peer in range(world)]
-    of_group = f"files of their group in {FOLDER} (the ranks must share one machine)"
+    of_group = f"group's shared files in {FOLDER} (all ranks must be on one machine)"
     try:
         problem = _attempt(lambda: create_file(files[rank], size))
-        _agree(problem, group, f"cannot make the {of_group}")
+        _agree(problem, group, f"cannot create their {of_group}")
         segments: list[torch.Tensor] = []
         problem = _attempt(lambda: segments.extend(map_file(file, size) for file in files))
-        _agree(problem, group, f"cannot map the {of_group}")
+        _agree(problem, group, f"cannot map their {of_group}")
     finally:  # the mapping outlives the file name, so a later crash leaves no file behind
         files[rank].unlink(missing_ok=True)
     return over_segments(segments, rank, slots=slots, capacity=capacity, polls=polls)
@@ -125,7 +125,7 @@ class Workspace:
                     raise ValueError(
                         f"{name} on rank {self.rank} of {self.world} needs {size} bytes of "
                         f"symmetric memory in {slots} parts, but symmetric memory cannot grow "
-                        "during graph capture: run the step once on this stream before capturing it"
+                        "during graph capture; run the step once on this stream before capturing it"
                     )
                 if memory is not None:  # peers may have been reading it until now
                     torch.cuda.current_stream(device).synchronize()
@@ -220,8 +220,9 @@ def unreachable(own: int, peers: list[int], atomics: Callable[[int, int], bool])
     """
     if len(set(peers)) < len(peers):
         return (
-            f"ranks have GPUs {peers}, which are not all different; use one GPU per rank and make "
-            "all GPUs of the group visible to every process"
+            f"each rank must have its own GPU, got GPUs {peers} for ranks 0 to {len(peers) - 1}; "
+            "make all GPUs of the group visible to every process, and use a different one on each "
+            "rank"
         )
     for rank, peer in enumerate(peers):
         if peer == own:
@@ -229,7 +230,10 @@ def unreachable(own: int, peers: list[int], atomics: Callable[[int, int], bool])
         if not torch.cuda.can_device_access_peer(own, peer):
             return f"cuda:{own} has no peer access to cuda:{peer} of rank {rank}"
         if not atomics(own, peer):
-            return f"cuda:{own} has no native atomics on cuda:{peer} of rank {rank} (PCIe)"
+            return (
+                f"cuda:{own} has no native atomics on cuda:{peer} of rank {rank}; the GPUs must be "
+                "connected by NVLink, not PCIe"
+            )
     return ""
 
 

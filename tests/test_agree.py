@@ -192,7 +192,7 @@ def test_where_steps_cannot_be_run_again_the_tensor_group_is_named(tmp_path):
     layout = LAYOUTS["asynchronous"] | {"microbatches": 2}
     config = _small(tmp_path, steps=1, eval_every=0, **layout)
     found = run_threads(4, _stopped, config, (3,), "output blocks.1.attention_norm")
-    assert found == ["ranks 2, 3, within this tensor group"] * 4
+    assert found == ["ranks 2, 3, within this tensor-parallel group"] * 4
 
 
 # ---------------------------------------------------------------- replicas
@@ -249,16 +249,16 @@ SPOILT = [
     ({"tp": 2, "zero": 0}, _flip_weight(NORM, (1,)),
      f"rank 0 (tp=0) and rank 1 (tp=1) differ in {NORM}"),
     ({"dp": 2, "tp": 2, "zero": 0}, _flip_weight(NORM, (3,)),
-     f"rank 3 (dp=1, tp=1) differs in {NORM} from ranks 0, 1, 2"),
+     f"rank 3 (dp=1, tp=1) differs from ranks 0, 1, 2 in {NORM}"),
     ({"dp": 3, "zero": 0}, _flip_weight("blocks.0.mlp.up.weight", (1,)),
-     "rank 1 (dp=1) differs in blocks.0.mlp.up.weight from ranks 0, 2"),
+     "rank 1 (dp=1) differs from ranks 0, 2 in blocks.0.mlp.up.weight"),
     ({"dp": 4, "dp_shard": 2, "zero": 3}, _flip_moment,
      "rank 0 (dp=0) and rank 2 (dp=2) differ in blocks.0."),
     ({"pp": 2, "zero": 0}, _flip_weight("embedding.weight", (1,)),
      "rank 0 (pp=0) and rank 1 (pp=1) differ in embedding.weight"),
     ({"tp": 2}, _other_tokens, "rank 0 (tp=0) and rank 1 (tp=1) differ in tokens"),
     ({"dp": 3}, _other_count,
-     "rank 0 (dp=0) differs in the optimizer's step count from ranks 1, 2"),
+     "rank 0 (dp=0) differs from ranks 1, 2 in the optimizer's step count"),
 ]  # fmt: skip
 
 

@@ -242,7 +242,7 @@ def test_a_token_sees_no_later_one_but_all_earlier_ones():
         (4, {"rope_theta": 1e4}, "rope needs an even head size, got 3"),
         (4, {"head_size": 0}, "head_size must be at least 1, got 0"),
         (6, {"num_kv_heads": 3, "mesh": ConnectedMesh(Mesh(tp=2), 0, {"tp": None}, None)},
-         "num_kv_heads (3) is not divisible by the tensor axis tp (2)"),
+         "num_kv_heads (3) is not divisible by the size of the mesh axis tp (2)"),
     ],
 )  # fmt: skip
 def test_heads_that_do_not_fit_are_refused_by_their_numbers(heads, options, message):

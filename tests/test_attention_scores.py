@@ -387,12 +387,12 @@ def test_launches_that_ptxas_would_spill_state_their_registers(monkeypatch) -> N
             {"dropout_origin": (0, 2**32)},
             r"0 <= sample, head < 2\*\*32, got 0 and 0 and 4294967296$",
         ),
-        ({"sinks": torch.zeros(3)}, r"floating of shape \(2,\), got torch.float32 \(3,\)"),
-        ({"sinks": torch.zeros(2, dtype=torch.int64)}, r"floating .* got torch.int64"),
+        ({"sinks": torch.zeros(3)}, r"float dtype and shape \(2,\), got torch.float32 \(3,\)"),
+        ({"sinks": torch.zeros(2, dtype=torch.int64)}, r"float dtype .* got torch.int64"),
         ({"sinks": torch.zeros(2, device="meta")}, r"one device, got cpu and meta"),
         (
             {"sinks": torch.zeros(2), "into": (torch.zeros(1, 8, 2, 16), torch.zeros(1, 2, 8))},
-            r"start lse from the sinks instead",
+            r"to include sinks, initialize `into` with o = 0 and lse = sinks",
         ),
         (
             {"into": (torch.zeros(1, 8, 2, 16), torch.zeros(1, 2, 8))},

@@ -61,7 +61,7 @@ def test_after_a_watchdog_abort_the_hung_rank_is_named_and_dumps_are_kept(
     assert WORDS.format(0) in err
     assert WORDS.format(2) in err
     found = re.fullmatch(
-        r"warpweave: ranks 0, 2 were ended by SIGABRT, probably by NCCL's watchdog \(see its "
+        r"warpweave: ranks 0, 2 were killed by SIGABRT, probably from NCCL's watchdog \(see its "
         r"messages above\); not aborted: rank 1 \(tp=1\), last seen at step 7 \(saving\), "
         r"(\d+\.\d) s ago", said
     )  # fmt: skip
@@ -78,7 +78,7 @@ def _store(**beats: list) -> dist.Store:
     return store
 
 
-WATCHDOG = "ended by SIGABRT, probably by NCCL's watchdog (see its messages above)"
+WATCHDOG = "killed by SIGABRT, probably from NCCL's watchdog (see its messages above)"
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ WATCHDOG = "ended by SIGABRT, probably by NCCL's watchdog (see its messages abov
          "rank 0 (tp=0) before its first step; not aborted: rank 2 (tp=2) before"),
         ([(1, 134), (2, 134)], {}, f"ranks 1, 2 were {WATCHDOG}; not aborted: rank 0 (tp=0)"),
         ([(2, ABORTED), (0, ABORTED), (1, ABORTED)], {},
-         f"all ranks were {WATCHDOG}; cause unknown; the first rank to abort ended before its "
-         "first"),
+         f"all ranks were {WATCHDOG}; cause unknown; rank 2 (tp=2), the first to abort, ended "
+         "before its first"),
     ],
 )  # fmt: skip
 def test_evidence_names_a_rank_and_its_number_does_not(ends, dumps, said):
@@ -110,8 +110,8 @@ def test_ended_ranks_are_listed_in_order_with_where_the_first_was_last_seen():
     assert line.startswith(f"ranks 1, 2, 3 were {WATCHDOG}; not aborted: rank 0 (tp=0), last")
     line = rank_at_fault([End(r, ABORTED) for r in (2, 0, 1)], Mesh(tp=3), store, {})
     assert (
-        "; cause unknown; the first rank to abort ended, last seen at step 7 (training step), "
-        in line
+        "; cause unknown; rank 2 (tp=2), the first to abort, ended, last seen at step 7 (training "
+        "step), " in line
     )
 
 

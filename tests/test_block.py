@@ -178,9 +178,10 @@ def test_both_branches_are_dropped_by_masks_of_their_own():
 @pytest.mark.parametrize("context", [None, TokenContext(2)])
 def test_dropout_without_token_ids_is_refused(context):
     x = draw(1, 2, 6, E) if context is None else draw(1, 12, E)
-    with pytest.raises(
-        ValueError, match=r"^dropout = 0.1 is keyed .* context.token_ids is missing$"
-    ):
+    words = (
+        r"^dropout = 0.1 needs .* context.token_ids is missing; pass a TokenContext with token_ids$"
+    )
+    with pytest.raises(ValueError, match=words):
         _block(GPT2, dropout=0.1)(x, context)
 
 

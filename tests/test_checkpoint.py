@@ -169,11 +169,15 @@ def test_a_wrong_config_is_refused_listing_the_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "options", "says"),
     [
-        ([("a", torch.ones(2)), ("a", torch.ones(2))], {}, "'a' was given twice"),
+        (
+            [("a", torch.ones(2)), ("a", torch.ones(2))],
+            {},
+            "'a' must be saved only once, but rank 0",
+        ),
         (
             [("a", torch.ones(2)), ("b", torch.ones(2)), ("a", torch.ones(2))],
             {"shard_bytes": 8},
-            "'a' was given twice",
+            "'a' must be saved only once, but rank 0",
         ),
     ],
 )
@@ -195,7 +199,9 @@ def test_the_newest_k_stay_and_foreign_files_are_never_touched(tmp_path: Path) -
         save(tmp_path, step)
     (tmp_path / "step_00000001" / "plot.png").write_text("mine too")
     save(tmp_path, 3)
-    with pytest.warns(CheckpointWarning, match="step_00000001 has files that saving did not write"):
+    with pytest.warns(
+        CheckpointWarning, match="step_00000001 is not a folder with only checkpoint files"
+    ):
         save(tmp_path, 4, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "latest", "notes.txt", "step_00000001", "step_00000003", "step_00000004",
@@ -236,7 +242,7 @@ def test_resaved_step_is_replaced_and_a_crash_between_renames_is_repaired(
 def test_a_folder_in_the_way_that_is_no_checkpoint_stays(tmp_path: Path) -> None:
     (tmp_path / "step_00000007").mkdir()
     (tmp_path / "step_00000007" / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match="move it away"):
+    with pytest.raises(CheckpointError, match="only checkpoint files; move it away"):
         save(tmp_path)
     assert (tmp_path / "step_00000007" / "thesis.tex").read_text() == "years of work"
 
@@ -295,7 +301,7 @@ def test_a_file_changed_after_verification_is_noticed(tmp_path: Path, swapped: b
         shard.unlink()
     shard.write_bytes(data)
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns + (not swapped)))
-    with pytest.raises(CheckpointError, match="changed after it was verified"):
+    with pytest.raises(CheckpointError, match="changed after it was verified; open the checkpoint"):
         reader.tensor("rng")
 
 
@@ -413,24 +419,27 @@ def test_a_file_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
         (lambda m: m.update(format="other"), "format must be .warpweave-checkpoint., got 'other'"),
         (lambda m: m.update(surprise=1), "surprise"),
         (lambda m: m.pop("state"), "state"),
-        (lambda m: m.update(step=8), "has step 8"),
+        (lambda m: m.update(step=8), "step is 8, but the folder is named"),
         (lambda m: m.update(step=True), "step must be an integer >= 0, got True"),
         (lambda m: m["config"].update(width=65), "config_sha256"),
         (lambda m: m["tensors"]["rng"].update(shape=[-1]), "got -1"),
-        (lambda m: m["tensors"]["rng"].update(shape=[10**300] * 50), "bad file"),
-        (lambda m: m["tensors"]["rng"].update(shape=[2**61] * 60), "bad file"),
-        (lambda m: m["tensors"]["rng"].update(shape=[2] * 2000), "bad file"),
+        (lambda m: m["tensors"]["rng"].update(shape=[10**300] * 50), "has an invalid file"),
+        (lambda m: m["tensors"]["rng"].update(shape=[2**61] * 60), "has an invalid file"),
+        (lambda m: m["tensors"]["rng"].update(shape=[2] * 2000), "has an invalid file"),
         (
             lambda m: m["tensors"]["rng"].update(dtype="object"),
             "dtype must be one of .* got 'object'",
         ),
-        (lambda m: m["tensors"]["rng"].update(file="rank00009-00000.safetensors"), "bad file"),
-        (lambda m: m["tensors"]["rng"].update(shape=[100]), "'rng' is"),
-        (lambda m: m["tensors"]["rng"].update(dtype="int8"), "'rng' is"),
-        (lambda m: m["tensors"].pop("rng"), r"disagree about tensors \['rng'\]"),
+        (
+            lambda m: m["tensors"]["rng"].update(file="rank00009-00000.safetensors"),
+            "has an invalid file",
+        ),
+        (lambda m: m["tensors"]["rng"].update(shape=[100]), "of tensor 'rng' must be"),
+        (lambda m: m["tensors"]["rng"].update(dtype="int8"), "of tensor 'rng' must be"),
+        (lambda m: m["tensors"].pop("rng"), r"the manifest lists for it, but differs in \['rng'\]"),
         (
             lambda m: m["tensors"].update(more=m["tensors"]["rng"]),
-            r"disagree about tensors \['more'\]",
+            r"the manifest lists for it, but differs in \['more'\]",
         ),
     ],
 )
@@ -485,7 +494,9 @@ def test_a_manifest_of_120000_tensors_is_read(tmp_path: Path, name: str, shape: 
     tensors = {name.format(i): entry for i in range(120_000)}
     data = json.dumps({"tensors": tensors}, separators=(",", ":")).encode()
     manifest_module._count_values(data, tmp_path)
-    with pytest.raises(CheckpointError, match=r"bytes and .* values; expected at most"):
+    with pytest.raises(
+        CheckpointError, match=r"at most .* JSON values, got .* bytes and .* values"
+    ):
         manifest_module._count_values(data * 2, tmp_path)
 
 
@@ -535,11 +546,11 @@ def entry(begin: int, end: int, dtype: str = "U8") -> dict:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ((1 << 63).to_bytes(8, "little") + b"{}", "bad header of 9223372036854775808 bytes"),
-        (b"\x01", "bad header of 1 bytes"),
-        (header({"a": entry(0, 4), "b": entry(2, 6)}) + b"\0" * 8, "'b' is"),
-        (header({"a": entry(0, 4), "b": entry(6, 10)}) + b"\0" * 10, "'b' is"),
-        (header({"a": entry(0, 4), "b": entry(4, 1 << 62)}) + b"\0" * 8, "'b' is"),
+        ((1 << 63).to_bytes(8, "little") + b"{}", "header of 9223372036854775808 bytes does not"),
+        (b"\x01", "header of 1 bytes does not fit"),
+        (header({"a": entry(0, 4), "b": entry(2, 6)}) + b"\0" * 8, "of tensor 'b' must be"),
+        (header({"a": entry(0, 4), "b": entry(6, 10)}) + b"\0" * 10, "of tensor 'b' must be"),
+        (header({"a": entry(0, 4), "b": entry(4, 1 << 62)}) + b"\0" * 8, "of tensor 'b' must be"),
         (
             header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 9,
             "bytes, but its header declares",
@@ -548,18 +559,24 @@ def entry(begin: int, end: int, dtype: str = "U8") -> dict:
             header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 7,
             "bytes, but its header declares",
         ),
-        (header({"a": entry(0, 4, "F32"), "b": entry(4, 8)}) + b"\0" * 8, "'a' is"),
-        (header({"a": entry(0, 4)}) + b"\0" * 4, r"disagree about tensors \['b'\]"),
+        (header({"a": entry(0, 4, "F32"), "b": entry(4, 8)}) + b"\0" * 8, "of tensor 'a' must be"),
+        (header({"a": entry(0, 4)}) + b"\0" * 4, r"but differs in \['b'\]"),
         (header({"a": entry(0, 4), "b": entry(4, 8), "__metadata__": {}}) + b"\0" * 8, "header"),
-        ((10**8).to_bytes(8, "little") + b"{" + b" " * 10**6, "bad header of 100000000 bytes"),
-        (header(b"{" + b" " * 10**6 + b"}"), "bad header of 1000002 bytes for 2 tensors"),
+        ((10**8).to_bytes(8, "little") + b"{" + b" " * 10**6, "header of 100000000 bytes does"),
+        (header(b"{" + b" " * 10**6 + b"}"), "header of 1000002 bytes does not fit 2 tensors"),
         (header([1, 2]) + b"\0" * 8, "bad safetensors header"),
         (header({"a": {"dtype": "U8", "shape": 4, "data_offsets": 7}}), "bad safetensors header"),
         (header(b"[" * 4000), "bad safetensors header"),
-        (header({"a": entry(False, 4), "b": entry(4, 8)}) + b"\0" * 8, "'a' is"),
-        (header({"a": entry(0, 4.0), "b": entry(4, 8)}) + b"\0" * 8, "'a' is"),
-        (header({"a": entry(0, 4) | {"shape": [4.0]}, "b": entry(4, 8)}) + b"\0" * 8, "'a' is"),
-        (header({"a": entry(0, 4) | {"more": 1}, "b": entry(4, 8)}) + b"\0" * 8, "'a' is"),
+        (header({"a": entry(False, 4), "b": entry(4, 8)}) + b"\0" * 8, "of tensor 'a' must be"),
+        (header({"a": entry(0, 4.0), "b": entry(4, 8)}) + b"\0" * 8, "of tensor 'a' must be"),
+        (
+            header({"a": entry(0, 4) | {"shape": [4.0]}, "b": entry(4, 8)}) + b"\0" * 8,
+            "of tensor 'a' must be",
+        ),
+        (
+            header({"a": entry(0, 4) | {"more": 1}, "b": entry(4, 8)}) + b"\0" * 8,
+            "of tensor 'a' must be",
+        ),
         (header({"a": entry(0, 4) | {"data_offsets": "04"}, "b": entry(4, 8)}), "header"),
         (header(b'{"a": 1, "a": 2}'), "bad safetensors header"),
     ],
@@ -632,7 +649,9 @@ def test_a_step_that_the_disk_did_not_take_costs_no_older_one(
             path.write_bytes(data[:-1] if damage == "cut" else data)
 
     monkeypatch.setattr(save_module, "publish_step", publish)
-    with pytest.raises(CheckpointError, match=r"cannot read the step back: .*older steps are kept"):
+    with pytest.raises(
+        CheckpointError, match=r"was written but failed verification: .*older checkpoints are kept"
+    ):
         save(tmp_path, 3, keep=1)
     monkeypatch.undo()
     assert {path.name[-1] for path in tmp_path.glob("step_*")} == {"1", "2", "3"}
@@ -784,8 +803,8 @@ def _fail_together(rank: int, folder: str, fault: str) -> str:
 
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [("twice", "'t' was given twice, to ranks 0 and 1"), ("full", "rank 1: cannot write"),
-     ("closed", "Not a directory")],
+    [("twice", "'t' must be saved by one rank only, got ranks 0 and 1"),
+     ("full", "rank 1: cannot write"), ("closed", "Not a directory")],
 )  # fmt: skip
 def test_one_rank_that_fails_is_everyones_error(tmp_path: Path, fault: str, says: str) -> None:
     save(tmp_path, 5)

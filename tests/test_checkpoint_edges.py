@@ -117,7 +117,9 @@ def test_a_tensor_has_up_to_64_dimensions_and_fewer_than_2_62_elements(tmp_path:
         if fits:
             manifests.read_manifest(path)
         else:
-            with pytest.raises(CheckpointError, match=r"tensors?.*b.*(has bad file|must be)"):
+            with pytest.raises(
+                CheckpointError, match=r"tensors?.*b.*(has an invalid file|must be)"
+            ):
                 manifests.read_manifest(path)
 
 
@@ -126,15 +128,19 @@ def test_a_manifest_is_read_up_to_its_limits_of_bytes_and_values(
 ) -> None:
     data = b"," * 11_111  # 10,000 values are allowed, and one more per ten bytes
     manifests._count_values(data, tmp_path)
-    with pytest.raises(CheckpointError, match=r"has 11112 bytes and 11112 values; .* 11111 values"):
+    with pytest.raises(
+        CheckpointError, match=r"at most 11111 JSON values, got 11112 bytes and 11112 values"
+    ):
         manifests._count_values(data + b",", tmp_path)
     monkeypatch.setattr(manifests, "_MAX_BYTES", 700)
     manifests._count_values(b"x" * 700, tmp_path)
     with pytest.raises(
-        CheckpointError, match="has 701 bytes and 0 values; expected at most 700 bytes"
+        CheckpointError, match=r"at most 700 bytes and, .*, got 701 bytes and 0 values"
     ):
         manifests._count_values(b"x" * 701, tmp_path)
-    with pytest.raises(CheckpointError, match=r"manifest\.json has \d{3} bytes and \d\d values; "):
+    with pytest.raises(
+        CheckpointError, match=r"manifest\.json must .* got \d{3} bytes and \d\d values$"
+    ):
         _save(tmp_path, state={"a": "x" * 400})  # a checkpoint that cannot be read is not published
     assert not _steps(tmp_path)
 
@@ -153,7 +159,7 @@ def test_numbers_are_refused_below_their_least(tmp_path: Path, name: str, least:
 
 @pytest.mark.parametrize("name", ["", "__metadata__", 3, None])
 def test_a_name_that_no_tensor_can_have_is_refused(tmp_path: Path, name) -> None:
-    with pytest.raises(CheckpointError, match=f"{name!r} cannot be a tensor's name"):
+    with pytest.raises(CheckpointError, match=f"string other than .__metadata__., got {name!r}"):
         _save(tmp_path, tensors=[("fine", torch.ones(1)), (name, torch.ones(1))])
     _save(tmp_path, tensors=[("__metadata", torch.ones(1)), (" ", torch.ones(1))])
 
@@ -172,7 +178,7 @@ def test_a_step_is_opened_under_any_name_but_that_of_another_step(tmp_path: Path
         assert open_checkpoint(path).step == 3
     for name in ("step_00000004", "step_00000030"):
         path = path.rename(tmp_path / name)
-        with pytest.raises(CheckpointError, match=f"has step 3, but the folder is named {name}"):
+        with pytest.raises(CheckpointError, match=f"step is 3, but the folder is named {name}"):
             open_checkpoint(path)
 
 
@@ -397,7 +403,9 @@ def test_ranks_go_back_to_the_same_step_though_one_alone_sees_the_damage(tmp_pat
 def test_an_unknown_tensor_is_told_with_the_folder_and_how_many_there_are(tmp_path: Path) -> None:
     reader = open_checkpoint(_save(tmp_path, tensors=[(f"t{i}", torch.ones(1)) for i in range(12)]))
     for read in (reader.tensor, reader.mapped, reader.shape, reader.dtype):
-        with pytest.raises(CheckpointError, match=r"step_00000001 has no tensor 'x' among its 12"):
+        with pytest.raises(
+            CheckpointError, match=r"step_00000001 has no tensor named 'x' .it has 12 in all"
+        ):
             read("x")
 
 

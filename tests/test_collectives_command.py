@@ -83,7 +83,10 @@ def test_the_summary_has_every_rows_prediction_and_the_backends_time() -> None:
 
 def test_a_wrong_sum_is_an_error() -> None:
     command._check("ring", torch.full((3,), 6.0), 3)
-    with pytest.raises(ValueError, match=r"ring: expected the sum of 1..3, 6, got \[5.0, 6.0\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"ring: every element must be 6, which is the sum of 1..3, got \[5.0, 6.0\]",
+    ):
         command._check("ring", torch.tensor([6.0, 5.0, 6.0]), 3)
 
 
@@ -157,7 +160,7 @@ def test_the_table_has_each_figure_of_its_row_in_its_column(node) -> None:
     low, high = round(min(ratios), 3), round(max(ratios), 3)
     assert found["predicted_by_measured"] == [low, high]
     assert lines[-1] == (
-        "fitted: 30.0 us per round, 2.000 ns per byte over a link, 0.500 ns per byte added; "
+        "fitted: 30.0 us per round, 2.000 ns per byte over a link, 0.500 ns per byte reduced; "
         f"predicted / measured from {low:.2f} to {high:.2f}"
     )
     assert found["network"] == {"alpha": 3e-5, "beta": 2e-9, "gamma": 5e-10}

@@ -399,23 +399,28 @@ REFUSED = {
     ),
     "floats": (
         lambda: fa.flash_attn_varlen_qkvpacked_func(torch.ones(2, 3, H, D), torch.ones(2), 1),
-        r"cu_seqlens_q must be int32\[n \+ 1\], got torch.float32",
+        r"cu_seqlens_q must be a non-empty 1-D int32 or int64 tensor .*, got torch.float32",
     ),
-    "too far": (lambda: _varlen([0, 5], [0, 4]), r"cu_seqlens_q must ascend .* 4 rows, got"),
+    "too far": (
+        lambda: _varlen([0, 5], [0, 4]),
+        r"cu_seqlens_q must ascend .* at most 4, the number of rows, got",
+    ),
     "later": (lambda: _varlen([1, 4], [0, 4]), "cu_seqlens_q must ascend from 0 .* got .1, 4"),
     "two dims": (lambda: _varlen([[0, 4]], [0, 4]), r"cu_seqlens_q must be .* \(1, 2\)"),
     "no ends": (lambda: _varlen([0, 4], []), r"cu_seqlens_k must be .* \(0,\)"),
     "descends": (lambda: _varlen([0, 4], [0, 3, 2]), "cu_seqlens_k must ascend from 0"),
     "not as many": (lambda: _varlen([0, 4], [0, 2, 4]), "has 1 sequences, but cu_seqlens_k has 2"),
     "leftpad": (lambda: _cached(cache_leftpad=torch.tensor([0, 7])), "cache_leftpad must be 2 num"),
-    "k alone": (lambda: _cached(k=NEW["k"], cache_seqlens=1), "together or not at all"),
+    "k alone": (lambda: _cached(k=NEW["k"], cache_seqlens=1), "k must be passed with v"),
     "cos alone": (
-        lambda: _cached(**NEW, cache_seqlens=1, rotary_cos=torch.ones(3, 2)), "together or not"
+        lambda: _cached(**NEW, cache_seqlens=1, rotary_cos=torch.ones(3, 2)),
+        "and rotary_cos with rotary_sin",
     ),
     "sin alone": (
-        lambda: _cached(**NEW, cache_seqlens=1, rotary_sin=torch.ones(3, 2)), "together or not"
+        lambda: _cached(**NEW, cache_seqlens=1, rotary_sin=torch.ones(3, 2)),
+        "and rotary_cos with rotary_sin",
     ),
-    "v alone": (lambda: _cached(v=NEW["v"], cache_seqlens=1), "together or not at all"),
+    "v alone": (lambda: _cached(v=NEW["v"], cache_seqlens=1), "k must be passed with v"),
     "no length": (lambda: _cached(**NEW), "k needs cache_seqlens"),
     "full": (lambda: _cached(**NEW, cache_seqlens=5), r"cache_seqlens must be 2 numbers in 0..4"),
     "one length": (

@@ -481,7 +481,7 @@ REFUSED = {
         lambda: FUSED()(*_case()[1::-1], _case()[2], torch.ones(V + 1)), f"bias must be .{V}., got"
     ),
     "three dims": (
-        lambda: CE()(torch.ones(2, 3, V), torch.ones(2, 3, dtype=torch.int64)), "flatten them"
+        lambda: CE()(torch.ones(2, 3, V), torch.ones(2, 3, dtype=torch.int64)), "; flatten them"
     ),
     "three q": (
         lambda: liger.liger_rotary_pos_emb(*[torch.ones(4, 7, 8), torch.ones(2, 4, 7, 8)] * 2),
@@ -494,7 +494,7 @@ REFUSED = {
     "flat logits": (lambda: CE()(torch.ones(V), torch.ones(V, dtype=torch.int64)), "flatten"),
     "labels": (
         lambda: FUSED()(torch.ones(V, E), torch.ones(6, E), torch.ones(2, 3, dtype=torch.int64)),
-        "flatten them",
+        "; flatten them",
     ),
     "weights of other classes": (
         lambda: CE(torch.ones(V + 1))(torch.ones(3, V), torch.zeros(3, dtype=torch.int64)),

@@ -182,7 +182,7 @@ def test_the_reason_names_the_memory_that_was_asked_for() -> None:
     for memory, shown in ((12_345_678, "12.35"), (2_000_000_000, "2000.00")):
         rows = explain(ZIGZAG, heads=4, kv_heads=2, head_dim=8, links=Links(1e9, 1e9, None, memory))
         (why,) = (cost.auto for cost in rows if cost.auto)
-        assert why == f"least exposed of those that hold at most {shown} MB"
+        assert why == f"least exposed time among the strategies that hold at most {shown} MB"
         assert f"  auto ({why})" in table(rows)
 
 
@@ -224,8 +224,14 @@ def test_a_ring_visits_exactly_the_blocks_of_which_any_position_is_seen(kind, ca
         ("ulysses", STRIPED, None, 4, None),
         ("ulysses", ZIGZAG, None, 3, "Ulysses over 4 ranks .* got 3"),
         ("stream", ZIGZAG, None, 1, None),
-        ("stream", ZIGZAG, 2, 4, "'stream' needs one group, got a pair"),
-        ("hybrid", ZIGZAG, None, 4, "'hybrid' needs a pair of groups, got one"),
+        ("stream", ZIGZAG, 2, 4, "'stream' needs one process group, got a pair"),
+        (
+            "hybrid",
+            ZIGZAG,
+            None,
+            4,
+            r"'hybrid' needs a pair of process groups \(ring, Ulysses\), got one",
+        ),
     ],
 )
 def test_each_strategy_runs_where_it_fits(strategy, layout, ulysses, heads, refusal) -> None:
@@ -242,7 +248,7 @@ def test_each_strategy_runs_where_it_fits(strategy, layout, ulysses, heads, refu
 def test_what_is_weighed_is_what_is_attended() -> None:
     """Every size and option of a call reaches `explain`, and the mask affects the bytes."""
     given = Links(1.0, 1.0)
-    row = StrategyCost("gather", 0, 0, 0, 0, 0.0, "least exposed")
+    row = StrategyCost("gather", 0, 0, 0, 0, 0.0, "least exposed time")
     q, k = torch.randn(3, 6, 10, 7).bfloat16(), torch.randn(3, 6, 5, 7).bfloat16()
     seen = {
         "heads": 10, "kv_heads": 5, "head_dim": 7, "batch": 3, "itemsize": 2, "causal": False,

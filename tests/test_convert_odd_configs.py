@@ -268,10 +268,12 @@ def test_an_index_that_names_no_files_is_refused(odd, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({} if odd is None else {"weight_map": odd}))
-    with pytest.raises(ConvertError, match=r"weight_map$|weight_map.* must|is not a file in"):
+    with pytest.raises(
+        ConvertError, match=r"weight_map$|weight_map.* must|must have no folder part"
+    ):
         from_hf(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "b", "c": "d/e"}}))
-    with pytest.raises(ConvertError, match="names 'd/e', which is not a file in the folder"):
+    with pytest.raises(ConvertError, match=r"file names in .* must have no folder part, got 'd/e'"):
         from_hf(tmp_path)
 
 
@@ -307,11 +309,13 @@ def test_checkpoint_is_read_with_its_config_and_unknown_fields_are_rejected(tmp_
         check_same_model(config, place)
         more, fewer = replace(config, layers=3), replace(config, layers=1)
         with pytest.raises(
-            ValueError, match=r"^blocks.2.attention_norm.weight is None in .* \(16,"
+            ValueError,
+            match=r"^blocks.2.attention_norm.weight: .* has no such tensor, but .* shape \(16,",
         ):
             check_same_model(more, place)
         with pytest.raises(
-            ValueError, match=r"^blocks.1.attention_norm.weight is \(16,\) in .* None"
+            ValueError,
+            match=r"^blocks.1.attention_norm.weight: .* has shape \(16,\), but .* no such tensor",
         ):
             check_same_model(fewer, place)
     for step, more in enumerate(({"flux": 1}, {"heads": 0}, {"heads": None})):

@@ -304,8 +304,8 @@ def test_a_cache_whose_digests_are_damaged_is_refused_by_name(tmp_path, text):
     names = [".bin", ".bin.json", ".json", ".starts"]
     assert sorted(path.name for path in cache.iterdir()) == [kept.name + name for name in names]
     kept.with_suffix(".json").write_text(text)
-    words = f"{kept}.bin is damaged (its SHA-256 differs); delete {kept}.* to rebuild"
-    with pytest.raises(DataError, match=f"^{re.escape(words)}$"):
+    words = f"{kept}.bin is damaged (its SHA-256 differs); delete {kept}.* to rebuild it"
+    with pytest.raises(DataError, match=f"^the token cache {re.escape(words)}$"):
         open_dataset(tmp_path / "text", cache=cache, **options)
     for path in cache.iterdir():
         path.unlink()

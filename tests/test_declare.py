@@ -482,22 +482,30 @@ AXES = {"a": "dp", "b": "tp", "both": ("dp", "cp"), "turned": ("cp", "dp"), "non
         ("...", (), [None] * 3),
         ("none c", (1, 1), [None] * 3),
         ("both b", (8, 3), [0, 1, 0]),
-        ("both b", (4, 3), "x: dim 0: 4 is not divisible by 8 ranks"),
-        ("both b", (8, 4), "x: dim 1: 4 is not divisible by 3 ranks"),
-        ("turned b", (8, 3), "x: dim 0 lists axes ('cp', 'dp'): use the mesh's order ('dp', 'tp'"),
+        ("both b", (4, 3), "x: dim 0: size 4 is not divisible by 8 ranks"),
+        ("both b", (8, 4), "x: dim 1: size 4 is not divisible by 3 ranks"),
+        ("turned b", (8, 3), "x: dim 0 lists axes ('cp', 'dp'); use the mesh's order ('dp', 'tp'"),
         ((("cp", "dp"), None), (8, 3), "x: dim 0 lists axes ('cp', 'dp')"),
         ((("dp", "cp"), None, "tp"), (16, 5, 6), [0, 2, 0]),
         ("a a", (2, 2), "x: axis 'dp' would shard two dims of (2, 2)"),
         ("(a c=5)", (20,), [0, None, None]),
-        ("(a c=5)", (15,), "x: dim 0: 3 is not divisible by 2 ranks"),
-        ("(a c=5)", (12,), "x: dim 0 has 12 elements, which do not match the sizes (None, 5)"),
+        ("(a c=5)", (15,), "x: dim 0: size 3 is not divisible by 2 ranks"),
+        (
+            "(a c=5)",
+            (12,),
+            "x: dim 0 has size 12, which does not match the sizes (None, 5) in the plan",
+        ),
         ("(a=4 c)", (20,), [0, None, None]),
-        ("(a=3 c)", (6,), "x: dim 0: 3 is not divisible by 2 ranks"),
+        ("(a=3 c)", (6,), "x: dim 0: size 3 is not divisible by 2 ranks"),
         ("(a c)", (6,), [0, None, None]),
         ("(a c d=3)", (6,), [0, None, None]),  # nothing more is known
         ("(a=2 c=3)", (6,), [0, None, None]),
-        ("(a=2 c=3)", (12,), "x: dim 0 has 12 elements, which do not match the sizes (2, 3)"),
-        ("a=2 b", (4, 3), "x: dim 0 has 4 elements, which do not match the sizes (2,)"),
+        (
+            "(a=2 c=3)",
+            (12,),
+            "x: dim 0 has size 12, which does not match the sizes (2, 3) in the plan",
+        ),
+        ("a=2 b", (4, 3), "x: dim 0 has size 4, which does not match the sizes (2,) in the plan"),
         ("a=4 b=3", (4, 3), [0, 1, None]),
         ("(c a)", (6,), "plan['e']: only the first name of (c a) can be sharded"),
         ("(c d a)", (6,), "plan['e']: only the first name of (c d a) can be sharded"),
@@ -528,7 +536,7 @@ def test_result_is_placed_if_it_is_a_tensor_or_a_tuple_starting_with_one(result)
     one = torch.ones(1)
     assert hook(nn.Tanh(), (), one) == 2
     assert hook(nn.Tanh(), (), (one, one, result)) == (2, one, result)
-    words = f"up() is a {type(result).__name__}, but a plan can place only a tensor"
+    words = f"up() returns a {type(result).__name__}, but a plan entry for an output needs a tensor"
     with pytest.raises(ValueError, match=re.escape(words)):
         hook(nn.Tanh(), (), result)
 
@@ -555,12 +563,12 @@ REFUSED: list[tuple[dict, dict | None, str]] = [
     (
         {"up.weight": "(a b=8) c"},
         {"a": "tp"},
-        "up.weight: dim 0: 1 is not divisible by 2 ranks (8 elements = 1 x 8)",
+        "up.weight: dim 0: size 1 is not divisible by 2 ranks (dim size 8 = 1 x 8)",
     ),
     (
         {"up.weight": "a=7 b"},
         {},
-        "up.weight: dim 0 has 8 elements, which do not match the sizes (7,)",
+        "up.weight: dim 0 has size 8, which does not match the sizes (7,) in the plan",
     ),
     ({"up.weight": "a b"}, {"z": "tp"}, "axes: ['z'] do not occur in the plan"),
     ({"up.weight": "... ..."}, {}, "may contain only names, name=size and one '...', got '...'"),
@@ -580,7 +588,9 @@ def _refusals(rank: int) -> None:
     with pytest.raises(ValueError, match="shard needs a mesh whose axes have names"):
         shard(_Small(), {}, init_device_mesh("cpu", (2,)))
     shard(_Small(), {"up.weight": "a=8 b"}, mesh, {"a": "tp"})
-    with pytest.raises(ValueError, match="no parameter of _Small is a DTensor: shard it first"):
+    with pytest.raises(
+        ValueError, match="no parameter or buffer of _Small is a DTensor; shard the"
+    ):
         explain_sharding(_Small()).__enter__()
     for plan, axes, words in REFUSED:
         with pytest.raises(ValueError, match=re.escape(words)):
@@ -590,10 +600,11 @@ def _refusals(rank: int) -> None:
     changed.forward = lambda x: 2 * x  # set on the object, not on its class
     shard(changed, {"(x)": "rows width"}, mesh, {"rows": "tp"})
     assert changed(torch.ones(4, 6)).full_tensor().eq(2).all()
-    with pytest.raises(ValueError, match=r"the model\(x\): dim 0: 3 is not divisible by 2 ranks"):
+    words = r"the model\(x\): dim 0: size 3 is not divisible by 2 ranks"
+    with pytest.raises(ValueError, match=words):
         model(torch.zeros(3, 6))
     model.up.register_forward_hook(lambda *_: [1], prepend=True)
-    with pytest.raises(ValueError, match=r"up\(\) is a list, but a plan can place only a tensor"):
+    with pytest.raises(ValueError, match=r"up\(\) returns a list, but a plan entry for an output"):
         model(torch.zeros(4, 6))
     with pytest.raises(ValueError, match=r"up\(\) has shape \(2, 4, 8\), but the plan names 2"):
         shard(_Small(), {"up()": "rows w"}, mesh, {"rows": "tp"})(torch.zeros(2, 4, 6))

@@ -241,11 +241,14 @@ def test_sharded_memory_is_that_of_one_device(forms: str) -> None:
 
 
 REFUSED: list[tuple[Form, str]] = [
-    (lambda x, t: x.unsqueeze_(0), "unsqueeze_ changes the shape of a DTensor in place, which"),
-    (lambda x, t: x.transpose_(0, 1), "in place, which its shards cannot follow: use transpose,"),
+    (
+        lambda x, t: x.unsqueeze_(0),
+        "unsqueeze_ cannot change the shape of a DTensor in place; use unsq",
+    ),
+    (lambda x, t: x.transpose_(0, 1), "the shape of a DTensor in place; use transpose, which"),
     (
         lambda x, t: setattr(x, "data", t),
-        "x.data = y has no effect if x is a DTensor: write x.copy_(y)",
+        "x.data = y has no effect if x is a DTensor; write x.copy_(y)",
     ),
     (
         lambda x, t: torch.abs(t, out=x[0]),
@@ -253,7 +256,7 @@ REFUSED: list[tuple[Form, str]] = [
     ),
     (
         lambda x, t: torch._foreach_zero_([x[:, 1:], x[1:]]),
-        "_foreach_zero_ writes two views of one sharded tensor at once: write them one by one",
+        "_foreach_zero_ writes to two views of the same sharded tensor at once; write to them one",
     ),
 ]
 

@@ -163,9 +163,12 @@ RUNS = (
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"plan": ParallelPlan(zero=1)}, "ZeRO 1 shards it over all dp = 3: pass --zero 0 or --dp"),
-        ({"elastic": 4}, "the number of replicas; got elastic = 4 and 3 replicas"),
-        ({"dp": 1}, "got elastic = 1 and 1 replicas"),
+        (
+            {"plan": ParallelPlan(zero=1)},
+            "ZeRO 1 shards it over all data ranks (dp = 3); pass --zero 0 or --dp-shard",
+        ),
+        ({"elastic": 4}, "which must be at least 2, got elastic = 4 and 3 replicas"),
+        ({"dp": 1}, "got elastic = 1 and 1 replica"),
         (
             {"dp": 4, "dp_shard": 2, "plan": ParallelPlan(), "elastic": 3},
             "elastic = 3 and 2 replicas",
@@ -543,7 +546,7 @@ def test_fewer_replicas_than_asked_for_save_and_stop(tmp_path, late):
     keeper = _Harmed(config, harm)
     with pytest.raises(SystemExit, match=r"^1$"):
         keeper.run()
-    words = "; fewer replicas than --elastic 2 are left; replica 0 saves and stops"
+    words = "; fewer replicas than --elastic 2 remain; replica 0 saves and stops"
     assert keeper.changes[-1].endswith(words)
     rows = _rows(config)
     assert open_latest(config.out / "checkpoints").step == rows[-1]["step"] < 5000

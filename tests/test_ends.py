@@ -292,7 +292,8 @@ def test_under_torchrun_restarts_are_its_own_option(monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             train.run(TrainConfig(dp=dp, max_restarts=1))
         assert ended.value.code == 2
-        assert "max_restarts = 1 is not supported under torchrun" in capsys.readouterr().err
+        words = "max_restarts = 1 is not supported under torchrun; pass --max-restarts to torchrun"
+        assert words in capsys.readouterr().err
 
 
 def test_a_refusal_is_final(capfd):
@@ -400,15 +401,15 @@ def test_a_run_that_cannot_go_on_says_what_where_and_what_is_left(
     with pytest.raises(TrainingStopped) as caught:
         Trainer._stop(trainer, loss, norm, what)
     groups = {0: "ranks 0, 1", 1: "ranks 0, 1", 3: "ranks 2, 3"}
-    names = [f"{groups[rank]}, within this tensor group" for rank in ranks]
-    where = f"{', '.join(names) or 'no single rank'}, but not when the step was run again"
-    kept = "" if math.isfinite(norm) else "the weights were not updated, "
+    names = ", ".join(f"{groups[rank]}, within this tensor-parallel group" for rank in ranks)
+    where = f"first seen on {names}" if ranks else "not seen on any single rank"
+    kept = "" if math.isfinite(norm) else "the weights were not updated; "
     last = "there is no checkpoint"
     if isinstance(checkpoint, CheckpointError):
         last = "cannot write x: disk full"
     elif checkpoint is not None:
         last = "the last good checkpoint is runs/step_00000006"
-    assert str(caught.value) == f"{words}, first seen on {where}; {kept}{last}"
+    assert str(caught.value) == f"{words}, {where}; a rerun did not reproduce it; {kept}{last}"
 
 
 @pytest.mark.parametrize("what", ["loss", "validation loss"])
@@ -432,7 +433,7 @@ def test_stop_reruns_the_step_only_if_the_weights_are_unchanged(monkeypatch, kin
     again = kind == "plain" or what == "validation loss"
     said = str(caught.value)
     assert ("the weights were not updated" in said) == (kind == "plain")
-    assert ("but not when the step was run again" in said) == again
+    assert ("; a rerun did not reproduce it" in said) == again
     assert ran[0] == "asked"  # about the last run, before anything runs again
     assert len(ran) == 1 + again
     assert engine.step.called == (what == "loss" and again)

@@ -312,7 +312,9 @@ REFUSED = {
     r"hidden \(21\) is not divisible by tp \(2\)": (
         GPTConfig(**SIZES, hidden=21), _place(tp=2), {}
     ),
-    "pp = 4 stages need one layer each, got 3 layers": (CONFIG, _place(pp=4), {}),
+    r"layers must be at least the number of pipeline stages \(4\), got 3": (
+        CONFIG, _place(pp=4), {}
+    ),
     r"17 tokens of a micro-batch are not divisible by tp \(2\)": (
         GPTConfig(37, 17, 3, 16, 4), _place(tp=2), {"micro_batch_size": 1}
     ),
@@ -370,8 +372,13 @@ def test_wrong_arguments_of_a_step_are_refused(monkeypatch):
             engine.evaluate(tokens, labels, documents)
     with pytest.raises(ValueError, match=r"temperature must not be negative, got -1"):
         engine.generate(torch.tensor([1]), 3, temperature=-1.0)
-    for prompt in (torch.tensor([1.0]), torch.tensor([[1]]), torch.zeros(0).long(), [1]):
-        with pytest.raises(ValueError, match="prompt must be int64"):
+    for prompt, words in (
+        (torch.tensor([1.0]), "be int64, got torch.float32"),
+        (torch.tensor([[1]]), r"have shape \[n >= 1\], got \[1, 1\]"),
+        (torch.zeros(0).long(), r"have shape \[n >= 1\], got \[0\]"),
+        ([1], "be int64, got"),
+    ):
+        with pytest.raises(ValueError, match=f"^prompt must {words}"):
             engine.generate(prompt, 3)
 
 
@@ -441,7 +448,9 @@ def _state_dicts(rank: int) -> None:
             assert torch.equal(held[record.name], tensor), (zero, record.name)
     engine = _engine(CONFIG, Mesh(dp=2).connect(), zero=3)
     with pytest.raises(
-        RuntimeError, match=r"ZeRO 3 keeps only a shard of .* use Engine.read, which gives"
+        RuntimeError,
+        match=r"ZeRO 3 keeps only a shard of .*; instead of state_dict, use Engine.read, which "
+        "gives",
     ):
         engine.gpt.state_dict()
 

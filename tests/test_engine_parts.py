@@ -184,7 +184,9 @@ def _ahead(mesh: ConnectedMesh, m: int, ahead: int) -> None:
 
     def lacks(got: int) -> None:
         wanted = (
-            rf"is {ahead} steps ahead: a step needs {(ahead + 1) * m} micro-batches .*, got {got}$"
+            rf"needs {(ahead + 1) * m} micro-batches that were fed but not trained on yet, got "
+            rf"{got}; feed the data of {ahead} steps? \(Engine.feed\) before the first step and "
+            r"after a load$"
         )
         with pytest.raises(ValueError, match=wanted):
             engine.step(*data, lr=0.1)

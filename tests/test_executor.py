@@ -71,17 +71,19 @@ def run(lists: Schedule, stages: int, **more) -> dict[int, Plain]:
         (  # updates the named stage, not the other one on the rank
             lists_of("0F0 0F1 0F2 1F0 1F1 1F2 1I0 0I0 1I1 0I1 1I2 0I2 0W1 0UPDATE@1"),
             2,
-            "rank 0: 0UPDATE@1 comes before W of micro-batches [0, 2]",
+            "rank 0: 0UPDATE@1 must come after the W of micro-batches [0, 2]",
         ),
         (
             lists_of("0F0 0F1 1F0 1F1 1I1 1I0 0I1"),
             2,
-            "rank 0: no W follows for these (stage, mb) pairs: [(0, 1), (1, 0), (1, 1)]",
+            "rank 0: no W follows the I of these (stage, micro-batch) pairs: "
+            "[(0, 1), (1, 0), (1, 1)]",
         ),
         (
             lists_of("0F1 0F0 1F0 1B0"),
             2,
-            "rank 0: the list ends with unused (kind, stage, mb) [('B', 0, 0), ('F', 1, 1)]",
+            "rank 0: the action list ends with unused data of these (kind, stage, micro-batch): "
+            "[('B', 0, 0), ('F', 1, 1)]",
         ),
         (
             lists_of(
@@ -128,7 +130,10 @@ def test_every_rank_is_asked_whether_its_micro_batches_have_ended() -> None:
     run_ = InFlight()
     run_.check_ended()
     execute(lists, {s: Plain() for s in range(2)}, InProcess(), run_)
-    words = r"^rank 1: the run ends with unfinished \(stage, mb\) \[\(0, 1\), \(0, 2\)\]$"
+    words = (
+        r"^rank 1: the run ends with unfinished \(stage, micro-batch\) pairs: "
+        r"\[\(0, 1\), \(0, 2\)\]$"
+    )
     with pytest.raises(RuntimeError, match=words):
         run_.check_ended()
     run_.advance(4, 3)
@@ -141,7 +146,10 @@ def test_a_weight_gradient_may_be_owed_from_one_pass_to_the_next() -> None:
     done: list[int] = []
     stage.backward_weight = done.append
     execute(begun, {0: stage}, InProcess(), run_)
-    words = r"^rank 0: the run ends with unfinished \(stage, mb\) \[\(0, 1\), \(0, 2\)\]$"
+    words = (
+        r"^rank 0: the run ends with unfinished \(stage, micro-batch\) pairs: "
+        r"\[\(0, 1\), \(0, 2\)\]$"
+    )
     with pytest.raises(RuntimeError, match=words):
         run_.check_ended()
     run_.advance(1)
@@ -151,7 +159,7 @@ def test_a_weight_gradient_may_be_owed_from_one_pass_to_the_next() -> None:
     late = InFlight()
     late.ranks |= run_.ranks
     late.advance(2)
-    with pytest.raises(RuntimeError, match=r"0UPDATE@1 comes before W of .* \[0, 1\]$"):
+    with pytest.raises(RuntimeError, match=r"0UPDATE@1 must come after the W of .* \[0, 1\]$"):
         execute(lists_of("0UPDATE@1"), {0: stage}, InProcess(), late)
     with pytest.raises(RuntimeError, match=r"^rank 0: 0I1 occurs twice$"):
         execute(lists_of("0I1"), {0: stage}, InProcess(), late)
@@ -162,8 +170,8 @@ def test_a_weight_gradient_may_be_owed_from_one_pass_to_the_next() -> None:
 
 def test_forward_reads_current_or_earlier_weight_versions_but_not_later_ones() -> None:
     for row, words in (
-        ("0F0@1 0B0@1", "0F0@1 comes before 0UPDATE@1"),
-        ("0F0 0B0 0UPDATE@1 0F1@2 0B1@2", "0F1@2 comes before 0UPDATE@2"),
+        ("0F0@1 0B0@1", "0F0@1 comes before 0UPDATE@1, on which it depends"),
+        ("0F0 0B0 0UPDATE@1 0F1@2 0B1@2", "0F1@2 comes before 0UPDATE@2, on which it depends"),
     ):
         with pytest.raises(RuntimeError, match=f"^rank 0: {words}$"):
             run(lists_of(row), 1)
@@ -181,7 +189,9 @@ def test_forward_reads_current_or_earlier_weight_versions_but_not_later_ones() -
         execute(lists_of(one.format(0, 0, 1, 1)), {0: stage}, InProcess(), run_)
         run_.advance(2, 2)
     assert seen == [(mb, mb) for mb in range(6)]
-    with pytest.raises(RuntimeError, match=r"^rank 0: 0F0@1 comes before 0UPDATE@1$"):
+    with pytest.raises(
+        RuntimeError, match=r"^rank 0: 0F0@1 comes before 0UPDATE@1, on which it depends$"
+    ):
         execute(lists_of("0F0@1 0B0@1"), {0: stage}, InProcess(), run_)
     execute(lists_of("0F0@-1 0B0@-1"), {0: stage}, InProcess(), run_)
     assert seen[-1] == (6, 5)

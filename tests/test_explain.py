@@ -204,7 +204,7 @@ def test_the_table_names_every_strategy_that_fits() -> None:
         explain(SequenceLayout(131072, 8), **sizes, links=Links(n, 4e14)) for n in (1e13, 1e9)
     )
     assert sum(c.exposed for c in near) < sum(c.exposed for c in far)
-    assert table(far).count("auto (least exposed)") == 1
+    assert table(far).count("auto (least exposed time)") == 1
 
 
 @pytest.mark.parametrize("links", [None, Links(5e10, 4e14)])

@@ -458,7 +458,10 @@ def test_another_tokenizer_than_the_trainings_is_never_exported(words_run, bytes
     mine = kept.read_bytes()
     try:
         _words(kept, "</s>")
-        with pytest.raises(ConvertError, match=r"^the training tokenizer .* is not in .*origin"):
+        with pytest.raises(
+            ConvertError,
+            match=r"^the tokenizer that the model was trained with .* is not in .*origin",
+        ):
             to_hf(words_run, tmp_path / "out")
     finally:
         kept.write_bytes(mine)
@@ -481,8 +484,11 @@ def test_both_commands_say_that_a_tokenizer_is_not_the_trainings(
         (words_run, "bytes", words), (step, other, words), (words_run, mine, None),
         (bytes_run, other, "bytes"), (bytes_run, "bytes", None), (words_run, None, None),
     )):  # fmt: skip
-        said = f"warpweave: --tokenizer {given} is not the training tokenizer ({trained}): "
-        said = [] if trained is None else [f"{said}its ids have different meanings"]
+        said = (
+            f"warpweave: --tokenizer {given} is not the tokenizer that the model was trained with "
+            f"({trained}), so the same token ids have different meanings"
+        )
+        said = [] if trained is None else [said]
         option = [] if given is None else ["--tokenizer", given]
         err = _export(capfd, run, tmp_path / str(number), *option)[2]
         sample.main([*map(str, (run, "--prompt", "3", "--tokens", 1, *option))])
@@ -495,17 +501,19 @@ def test_both_commands_say_that_a_tokenizer_is_not_the_trainings(
 
 
 # Validation losses by step; best loss and its step in the newest checkpoint's progress; the step
-# and the loss that each command uses; the hint; the same with --best, or a part of the error.
+# and the loss that each command uses; the hint's step and end; the same with --best, or a part of
+# the error.
 CHOICES = (
-    ({10: 3.0, 20: 2.5, 30: 2.75}, (2.5, 20), (30, 2.75), "2.5000 at step 20 (--best)", (20, 2.5)),
-    ({10: 3.0, 20: 2.5, 30: 2.25}, (2.5, 20), (30, 2.25), "", (30, 2.25)),  # the end comes last
-    ({10: 2.5, 20: 2.5}, (2.5, 10), (30, None), "2.5000 at step 10 (--best)", (10, 2.5)),
-    ({}, (2.5, 20), (30, None), "2.5000 at step 20 (--best)", (20, 2.5)),  # the metrics are missing
+    ({10: 3.0, 20: 2.5, 30: 2.75}, (2.5, 20), (30, 2.75), (20, "pass --best to use it"), (20, 2.5)),
+    ({10: 3.0, 20: 2.5, 30: 2.25}, (2.5, 20), (30, 2.25), (), (30, 2.25)),  # the end comes last
+    ({10: 2.5, 20: 2.5}, (2.5, 10), (30, None), (10, "pass --best to use it"), (10, 2.5)),
+    # the metrics are missing
+    ({}, (2.5, 20), (30, None), (20, "pass --best to use it"), (20, 2.5)),
     (
-        {10: 3.0, 15: 2.5}, (2.5, 15), (30, None), "2.5000 at step 15 (not kept)",
+        {10: 3.0, 15: 2.5}, (2.5, 15), (30, None), (15, "not kept"),
         "at step 15) was not kept (kept: [10, 20, 30]); train with --early-stop",
     ),
-    ({}, (None, 0), (30, None), "", "has no validation loss; leave out --best"),
+    ({}, (None, 0), (30, None), (), "has no validation loss; leave out --best"),
 )  # fmt: skip
 
 
@@ -549,7 +557,9 @@ def test_export_and_sample_name_their_checkpoint_and_best_is_the_lowest(
         assert about.items() <= shown.items()
         known = "not evaluated" if loss is None else f"validation loss {loss:.4f}"
         line = f"warpweave: using step {step} ({known}), {about['checkpoint']}"
-        line += f", the newest; the lowest validation loss was {hint}" if hint and not words else ""
+        if hint and not words:
+            line += "; it is the newest, but step {} has the lowest validation loss, 2.5000 ({})"
+            line = line.format(*hint)
         assert line == err.split("\n")[0] == sampled.err.strip().split("\n")[0]
         saved = from_hf(out).load(GPT(GPTConfig(256, 32, 1, 8, 2)))
         for found, wanted in zip(saved.parameters(), models[step].parameters(), strict=True):

@@ -338,12 +338,18 @@ def swapped(one: str, two: str) -> str:
     [
         (changed("3W1"), "rank 0: stage 3 micro-batch 1 has 1 F, 0 B, 1 I and 0 W; expected one"),
         (changed("3W1", "3W0"), "rank 0: stage 3 micro-batch 0 has 1 F, 0 B, 1 I and 2 W"),
-        (changed("1F2", "0F2"), "stage 0 is on ranks 0 and 1"),
+        (changed("1F2", "0F2"), "stage 0 must be on one rank, got ranks 0 and 1"),
         (changed("2I0", "2X0"), "row 1 field 9: expected .stage..op..micro-batch."),
         (changed("0SEND_F1"), "0SEND_F1 must occur once, but occurs 0 times"),
-        (swapped("1RECV_F0", "1RECV_F1"), "link F from rank 0 to 1: message 0 is sent as 0SEND_F0"),
-        (changed("0W1", "0REDUCE_GRAD"), "rank 0: 0REDUCE follows from other options"),
-        (to_csv(with_update(FAMILIES["1f1b"].make(2, 2))), "rank 0: 0UPDATE@1 follows from"),
+        (swapped("1RECV_F0", "1RECV_F1"), "link F from rank 0 to 1: message 0 is sent by 0SEND_F0"),
+        (
+            changed("0W1", "0REDUCE_GRAD"),
+            "rank 0: 0REDUCE is added automatically, depending on other options",
+        ),
+        (
+            to_csv(with_update(FAMILIES["1f1b"].make(2, 2))),
+            "rank 0: 0UPDATE@1 is added automatically",
+        ),
         ("0F0,0B0\n\n1F0,1B0", "rank 1: has no action"),
         ("0F0,0B0\n,,", "rank 1: has no action"),
         (swapped("0I0", "0W0"), r"rank 0 position \d+: 0W0 comes before 0I0"),
@@ -353,7 +359,8 @@ def swapped(one: str, two: str) -> str:
         ),
         (  # without messages, for which no order suits both ranks
             "0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0",
-            "link F from rank 0 to 1: message 0 is sent as 0SEND_F0 but received as 0SEND_F1",
+            "link F from rank 0 to 1: message 0 is sent by 0SEND_F0, but the receiver expects that "
+            "of 0SEND_F1",
         ),
     ],
 )

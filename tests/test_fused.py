@@ -195,7 +195,7 @@ def _refused(rank: int) -> None:
     ranks = {"group": group, "sequence_parallel": True}
     with pytest.raises(ValueError, match="one of none, bulk, chunked, fused, got 'fast'"):
         column_parallel_linear(x, w, overlap="fast", **ranks)
-    with pytest.raises(ValueError, match="needs the group's workspace"):
+    with pytest.raises(ValueError, match="needs `workspace`, got None; pass a Workspace of the"):
         column_parallel_linear(x, w, overlap="fused", **ranks)
     workspace = Workspace(group)
     ranks |= {"overlap": "fused", "workspace": workspace}
@@ -292,7 +292,7 @@ def _left(rank: int) -> None:
     bounded = Workspace(dist.group.WORLD, polls=3)
     if rank == 0:  # the other never arrives
         bounded._memory = local_memory(2, slots=4, capacity=1 << 10, polls=3)[0]
-        with pytest.raises(TimeoutError, match="gemm_reduce_scatter on rank 0 of 2, epoch 1"):
+        with pytest.raises(TimeoutError, match="gemm_reduce_scatter on rank 0 of 2, operation 1"):
             gemm_reduce_scatter(a, b, memory=bounded)
         with pytest.raises(ValueError, match="ended gemm_reduce_scatter midway"):
             all_gather_gemm(a, b, memory=bounded)
@@ -312,7 +312,8 @@ def _bounded(rank: int) -> None:
     mesh.check_waits()
     word = Signature("qkv_rope", 3, 5, torch.float32, (1, 1)).word()
     memory.error.copy_(torch.tensor([9, 1, 2, word, word]))  # as a kernel on a GPU leaves it
-    with pytest.raises(TimeoutError, match=rf"^qkv_rope on rank {rank} of 2, epoch 9: rank 1 did"):
+    words = rf"^qkv_rope on rank {rank} of 2, operation 9 .*: timed out after .* from rank 1;"
+    with pytest.raises(TimeoutError, match=words):
         mesh.check_waits()
     with mock.patch.object(symmetric, "_over_peers") as made:
         mesh.workspace("tp").renew()
@@ -322,7 +323,7 @@ def _bounded(rank: int) -> None:
     assert made.call_args.args[-1] == 3_500_000
     if rank == 0:  # the other never arrives
         with pytest.raises(
-            TimeoutError, match=r"on rank 0 of 2, epoch 1: rank 1 did not .* 5 polls"
+            TimeoutError, match=r"on rank 0 of 2, operation 1 .* 5 polls for part .* from rank 1;"
         ):
             gemm_reduce_scatter(torch.ones(4, 3), torch.ones(3, 2), memory=workspace)
 
@@ -332,8 +333,13 @@ def _bounded(rank: int) -> None:
     [
         ([0, 1, 2], {0, 2}, {0, 2}, ""),
         ([0, 1, 2], {0}, {0, 2}, "cuda:1 has no peer access to cuda:2 of rank 2"),
-        ([2, 1, 0], {0, 2}, {0}, "cuda:1 has no native atomics on cuda:2 of rank 0 (PCIe)"),
-        ([1, 1], {0, 2}, {0, 2}, "ranks have GPUs [1, 1], which are not all different"),
+        ([2, 1, 0], {0, 2}, {0}, "cuda:1 has no native atomics on cuda:2 of rank 0; the GPUs must"),
+        (
+            [1, 1],
+            {0, 2},
+            {0, 2},
+            "each rank must have its own GPU, got GPUs [1, 1] for ranks 0 to 1",
+        ),
     ],
 )
 def test_gpus_that_cannot_signal_are_refused_in_one_line(

@@ -27,7 +27,7 @@ CONNECTIONS, ORDER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"
         (8, 8, {}, "nccl"),
         (8, 8, {"asked": "gloo"}, "gloo"),
         (9, 8, {"launched": False}, "nccl"),
-        (7, 8, {}, f"7 GPU(s) are too few for 8 ranks: start one rank per GPU, {AGAIN}"),
+        (7, 8, {}, f"7 GPU(s) are too few for 8 ranks; start one rank per GPU, {AGAIN}"),
         (7, 8, {"launched": False}, "7 GPU(s) are too few for 8 ranks"),
         (1, 8, {}, "1 GPU(s) are too few for 8 ranks"),
         (1, 8, {"launched": False}, "nccl"),  # each may see a different one
@@ -51,7 +51,7 @@ def test_torch_that_sees_no_gpu_on_a_gpu_machine_is_an_error(monkeypatch, tmp_pa
     pretend_gpus(monkeypatch, 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpus, "DRIVER", tmp_path)
-    line = f"NVIDIA's driver, but torch {torch.__version__} sees no GPU: install a torch build for"
+    line = f"NVIDIA's driver, but torch {torch.__version__} sees no GPU; install a torch build for"
     with pytest.raises(ValueError, match=re.escape(f"{line} its CUDA version, {AGAIN}")):
         choose_backend(1)
     assert choose_backend(1, "gloo") == "gloo"
@@ -66,7 +66,7 @@ def test_torch_that_sees_no_gpu_on_a_gpu_machine_is_an_error(monkeypatch, tmp_pa
 def test_a_torch_without_nccl_is_named_where_ranks_are_several(monkeypatch):
     pretend_gpus(monkeypatch, 2, nccl=False)
     assert choose_backend(1) == "nccl"  # for a single rank
-    with pytest.raises(ValueError, match=rf"has no NCCL, which 2 ranks on GPUs need: .*{AGAIN}"):
+    with pytest.raises(ValueError, match=rf"has no NCCL, which 2 ranks on GPUs need; .*{AGAIN}"):
         choose_backend(2)
 
 
@@ -173,11 +173,11 @@ ALIKE = "all ranks must compute on the same kind of device, but"
         ([*_gpus("H"), {"name": "cpu"}], f"{ALIKE} rank 0 (dp=0) has H, rank 1 (dp=1) has cpu"),
         (
             [*_gpus("H", "H"), {"name": "H", "uuid": "u1"}],
-            f"ranks 1, 2 share one GPU (u1), but need one each: start one rank per GPU, {AGAIN}",
+            f"ranks 1, 2 share one GPU (u1), but need one each; start one rank per GPU, {AGAIN}",
         ),
         (
             [*_gpus("H", "H"), *_gpus("H"), *_gpus("H", "H")],
-            f"ranks 0, 2, 3 share one GPU (u0), but need one each: start one rank per GPU, {AGAIN}",
+            f"ranks 0, 2, 3 share one GPU (u0), but need one each; start one rank per GPU, {AGAIN}",
         ),
     ],
 )

@@ -257,7 +257,9 @@ def test_what_a_layer_says_it_costs_is_what_its_call_weighs(ulysses: int) -> Non
     def noted(*args, **sizes):
         asked.append((args, sizes))
         return (
-            StrategyCost("hybrid" if ulysses > 1 else "gather", 0, 0, 0, 0, 0.0, "least exposed"),
+            StrategyCost(
+                "hybrid" if ulysses > 1 else "gather", 0, 0, 0, 0, 0.0, "least exposed time"
+            ),
         )
 
     def on_rank(mesh: ConnectedMesh) -> None:

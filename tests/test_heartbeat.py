@@ -65,7 +65,7 @@ def test_a_rank_without_a_beat_is_named_alone_by_whoever_asks_first(error, survi
         said = sessions[survivor].explain(error)
         assert time.monotonic() - began < 20
         assert re.fullmatch(
-            r"no heartbeat from rank 1 \(tp=1\): it died or hangs, last seen at step 3 "
+            r"no heartbeat from rank 1 \(tp=1\): it died or is hanging, last seen at step 3 "
             r"\(training step\), \d+\.\d s ago", said
         )  # fmt: skip
         assert [sessions[other].explain(LOST) for other in (0, 2, 3)] == [None] * 3

@@ -146,7 +146,7 @@ def test_revert_leaves_no_trace(llama):
     }
     assert ours.config._attn_implementation == "eager"
     assert torch.equal(ours(ids()).logits, llama(ids()).logits)
-    with pytest.raises(ValueError, match=r"not changed by warpweave\.hf"):
+    with pytest.raises(ValueError, match=r"does not use warpweave\.hf; call apply first"):
         ww.revert(ours)
 
 
@@ -483,7 +483,7 @@ def test_masks_that_are_no_run_of_keys_are_refused(llama):
     with pytest.raises(ValueError, match="zeros between its ones"):
         ours(ids(), attention_mask=holes)
     own = torch.zeros(2, 1, 11, 11)
-    with pytest.raises(ValueError, match=r"LlamaAttention: .* mask \[2, 1, 11, 11\] of"):
+    with pytest.raises(ValueError, match=r"LlamaAttention: .* of shape \[2, 1, 11, 11\] .your own"):
         ours(ids(), attention_mask=own)
     functions = transformers.masking_utils
     blocks = functions.or_masks(functions.causal_mask_function, lambda b, h, q, k: q == k)
@@ -656,7 +656,7 @@ def test_a_model_with_numbers_of_its_own_or_no_labels_keeps_its_loss(llama):
     """Its logits may meet that number, although it is zero now."""
     ours = copy.deepcopy(llama)
     ours.register_buffer("final_logits_bias", torch.zeros(101))
-    for model, why in ((ours, "it may combine its logits with its own tensors"),
+    for model, why in ((ours, "the model itself has tensors that may change its logits"),
                        (llama.model, "its forward has no labels")):  # fmt: skip
         assert [e.why for e in reported(model).kept("loss")] == [why]
         ww.revert(model)

@@ -267,7 +267,7 @@ TOKENS, FORWARD = "would see one rank's tokens", "would compute with only one ra
 NEW, MIXED, MADE = (
     "a new parameter in a Llama",
     "got mixed torch.Tensor",
-    "is computed from a parameter",
+    "is computed (for example, by pruning) from a parameter",
 )
 DORA, DROPOUT, OTHER = (
     "is a DoraLinearVariant",
@@ -370,7 +370,7 @@ def test_ranks_with_other_adapters_or_tokens_are_told(two):
         alike, tokens, checkpoints = rank["refused"]
         assert "q_proj.lora_A.default.weight: the ranks hold different values" in alike
         assert "received different tokens" in tokens  # although peft calls no hook of the model
-        assert "reentrant checkpoints hide what was added" in checkpoints
+        assert "reentrant gradient checkpointing hides what was added" in checkpoints
 
 
 # ---------------------------------------------------------------- 3. on one device

@@ -107,7 +107,7 @@ def test_logits_with_a_cache_over_context_ranks_are_those_of_one_rank():
     assert "this cache was filled while gradients were enabled" in part
     assert "GPT2Block: prefix is a object, which may be a cache" in unknown
     assert "got 8 queries and 24 keys, but a mask for 8 queries and 16 keys" in learning
-    assert "GPT2Attention: attention dropout is not supported over ranks" in dropout
+    assert "GPT2Attention: attention dropout is not supported with apply(mesh=...)" in dropout
 
 
 TENSOR, CACHE = torch.zeros(2), transformers.DynamicCache()
@@ -170,7 +170,7 @@ def test_dropout_of_an_unknown_kind_is_refused():
         (nn.Dropout(0.1), "dropout 0.1 is"),
         (nn.Tanh(), "of an unknown kind is"),
     ):
-        with pytest.raises(ValueError, match=f"x: .*{words} not supported over ranks"):
+        with pytest.raises(ValueError, match=rf"x: .*{words} not supported with apply\(mesh=...\)"):
             check_dropout(module, "x")
 
 

@@ -326,7 +326,7 @@ def _through_layers(mesh, sequence_parallel: bool) -> None:
         with torch.set_grad_enabled(learns):
             if learns and length % n:
                 with pytest.raises(
-                    ValueError, match=rf"{length} tokens are not divisible by {n}, "
+                    ValueError, match=rf"must be divisible by {n} for this mesh, got {length}; "
                 ):
                     tokens.cut(layer, (x,), kwargs)
                 continue
@@ -499,9 +499,9 @@ def test_the_blocks_of_a_column_are_found_by_what_makes_each_ranks_heads(blocks,
     others = (draw(2, 5, ranks, D),) * (3 - blocks)  # made from other columns
     assert structure._blocks_of_heads(y, heads + others, ranks) == blocks
     shuffled = y[..., torch.arange(y.shape[-1]).roll(D)].unflatten(-1, (-1, D))
-    with pytest.raises(ValueError, match="are not one, two or three blocks of equal width"):
+    with pytest.raises(ValueError, match="must form one, two or three blocks of equal width"):
         structure._blocks_of_heads(y, (shuffled,), ranks)
-    with pytest.raises(ValueError, match="belongs to heads of several ranks"):
+    with pytest.raises(ValueError, match="is used by heads on several ranks"):
         structure._blocks_of_heads(y, (shuffled.cumsum(2),), ranks)
 
 

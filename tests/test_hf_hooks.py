@@ -111,7 +111,8 @@ def everywhere(model: nn.Module) -> list:
 STATES = {"output_hidden_states": True}
 EQUAL = ""
 TOKENS, HEADS = "would see one rank's tokens", "would see one rank's heads or hidden units"
-FORWARD, LAYERS = "its forward was replaced", "but tokens are sharded between the 2"
+FORWARD = "its forward was replaced"
+LAYERS = "but tokens stay sharded over ranks from the first to the last of the 2"
 # The change, the request, and the outcome in each layout.
 CASES = {
     "hidden states": (lambda m: [], STATES, (EQUAL,) * 3),
@@ -289,7 +290,7 @@ REFUSED = (
     "LlamaModel: its forward did not reach the last of 2 layers",
     "has no output_hidden_states, which warpweave.hf reads",
     "GptOssDecoderLayer: with cp or sequence_parallel, each rank has only its own tokens' router_",
-    "with cp or sequence_parallel, each rank has only its own tokens' attentions: do not request",
+    "with cp or sequence_parallel, each rank has only its own tokens' attentions; do not request",
 )
 
 

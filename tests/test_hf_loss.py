@@ -251,7 +251,10 @@ KEPT = {
     ),
     "other logits": (lambda: make(Shifted), "its logits are not its head's output"),
     "no labels": (lambda: make(Unlabelled), "its forward has no labels"),
-    "no forward": (lambda: make(Failing), "does not run on its dummy inputs: no labels of mine"),
+    "no forward": (
+        lambda: make(Failing),
+        "it does not run on `example` (default: its dummy_inputs): no labels of mine",
+    ),
     "a loss of its own": (lambda: make(Own), "its loss does not come from its loss_function"),
     "reads logits": (lambda: make(Reading), "its forward needs the logits: "),
     "masked": (masked, "its loss is not that of a causal language model"),

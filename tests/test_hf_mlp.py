@@ -172,16 +172,18 @@ class Late(Mlp):
         return super().forward(x) * (1.01 if self.training else 1.0)
 
 
+SEVERAL = "it has several activations, or one that warpweave does not support"
+NO_MLP = "its forward does not match any MLP of warpweave"
 STAY = {
     "takes more": (Takes(*PLAIN, act=F.gelu), "its forward also accepts scale"),
     "by name": (TakesNamed(*PLAIN, act=F.gelu), "its forward also accepts scale"),
     "whatever": (TakesAll(*PLAIN, act=F.gelu), "its forward also accepts args, kwargs"),
-    "two activations": (Mlp(*PLAIN, act=F.gelu, other=F.silu), "its activation is not one of ours"),
-    "one of ours": (Mlp(*PLAIN, act=F.gelu, other=torch.tanh), "its activation is not one of ours"),
-    "none of ours": (Mlp(*PLAIN, act=torch.tanh), "its activation is not one of ours"),
-    "gated only": (Mlp(*PLAIN, act=F.silu), "its forward is not one of our MLPs"),
-    "residual": (Residual(*PLAIN, act=F.gelu), "its forward is not one of our MLPs"),
-    "training": (Late(*PLAIN, act=F.gelu), "its forward is not one of our MLPs"),
+    "two activations": (Mlp(*PLAIN, act=F.gelu, other=F.silu), SEVERAL),
+    "one of ours": (Mlp(*PLAIN, act=F.gelu, other=torch.tanh), SEVERAL),
+    "none of ours": (Mlp(*PLAIN, act=torch.tanh), SEVERAL),
+    "gated only": (Mlp(*PLAIN, act=F.silu), NO_MLP),
+    "residual": (Residual(*PLAIN, act=F.gelu), NO_MLP),
+    "training": (Late(*PLAIN, act=F.gelu), NO_MLP),
 }
 
 

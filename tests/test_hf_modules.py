@@ -72,7 +72,7 @@ def test_a_norm_is_known_by_what_it_computes_and_computes_it_in_every_dtype(name
     theirs = Norm(**options).to(weights)
     found = norm.find_norm_form(theirs)
     if wanted is None:
-        assert found == "its forward is not one of our RMSNorms or LayerNorms"
+        assert found == "its forward does not match any RMSNorm or LayerNorm of warpweave"
         return
     if wanted.out == "weight" and weights == torch.float32:
         wanted = form(out="wider")  # the same form
@@ -182,7 +182,7 @@ def test_every_shape_of_a_feed_forward_layer_computes_the_same_in_every_mode(sha
     if shape == "plain":
         known = act != "silu" and drop != "inside"
     if not known:
-        assert found == "its forward is not one of our MLPs"
+        assert found == "its forward does not match any MLP of warpweave"
         return
     assert found.activation == act
     assert (found.fused, found.plain) == (options.get("fused", ""), shape == "plain")
@@ -255,7 +255,7 @@ class Exchanged(nn.LayerNorm):
 def test_a_norm_that_exchanges_weight_and_bias_is_none_of_ours():
     for dtype in (torch.float32, torch.bfloat16):
         found = norm.find_norm_form(Exchanged(E).to(dtype))
-        assert found == "its forward is not one of our RMSNorms or LayerNorms"
+        assert found == "its forward does not match any RMSNorm or LayerNorm of warpweave"
 
 
 @pytest.mark.parametrize("part", ["up", "down"])
@@ -375,13 +375,17 @@ SHARED_BY_NONE = {
         {},
         "must call attention exactly once",
     ),
-    "a norm in front": (("a norm of x",), {}, "as wide as a linear layer does not directly follow"),
+    "a norm in front": (
+        ("a norm of x",),
+        {},
+        "as wide as a linear layer's output must directly follow",
+    ),
     "a number": (("a number",), {}, "its own parameters cannot be assigned to heads"),
     "and sinks": (("a number", "sinks"), {}, "its own parameters cannot be assigned to heads"),
     "one key head": ((), {"kv": 1}, r"1 key heads are not divisible by tp \(2\)"),
     "three ranks": ((), {"ranks": 3}, r"4 query heads are not divisible by tp \(3\)"),
     "turned": (("turned",), {}, "does not read the concatenated heads"),
-    "rolled": (("rolled",), {}, "are not one, two or three blocks of equal width"),
+    "rolled": (("rolled",), {}, "must form one, two or three blocks of equal width"),
     "a norm of all": (("qkv", "norm of all"), {"kv": 4}, "norm spans queries, keys and values"),
     "half": (("norm of half a head",), {}, "parameters other than per-head norms"),
 }
@@ -427,7 +431,9 @@ def test_every_module_is_reported_once_with_what_became_of_it():
         ("norm", "norm"): layer, ("again", "norm"): layer, ("other", "norm"): layer,
         ("foreign", "norm"): ("LayerNorm", False, "its forward was replaced by other code"),
         ("ffn", "mlp"): ("Mlp", True, "mlp, gelu_erf"),
-        ("tanh", "mlp"): ("Mlp", False, "its activation is not one of ours"),
+        ("tanh", "mlp"): (
+            "Mlp", False, "it has several activations, or one that warpweave does not support",
+        ),
         ("act", "mlp"): ("GELUActivation", True, "activation, gelu_erf"),
         ("experts", "mlp"): ("Experts", False, "products of grouped experts"),
         ("deep", "mlp"): ("Mlp", True, "mlp, gelu_erf"),  # together with its activation
@@ -460,7 +466,7 @@ def _checked(mesh, model) -> str | None:
         ({"cp": 2}, "(False, 'none', 'ring')"),
         (
             {"pp": 2, "tp": 2},
-            "LlamaForCausalLM: apply does not support pipeline stages: use pp = 1",
+            "LlamaForCausalLM: apply does not support pipeline stages; use pp = 1",
         ),
     ],
 )

@@ -377,21 +377,23 @@ REFUSED = (
     "model.layers.0.self_attn: 1 key heads are not divisible by tp (2)",
     "model.layers.0.mlp: 57 hidden units are not divisible by tp (2)",
     "model.layers.0.mlp: 57 hidden units are not divisible by tp (2)",
-    "model.layers.0.self_attn: attention dropout is not supported over ranks",
-    "transformer.h.0.attn.resid_dropout: dropout 0.1 is not supported over ranks",
+    "model.layers.0.self_attn: attention dropout is not supported with apply(mesh=...)",
+    "transformer.h.0.attn.resid_dropout: dropout 0.1 is not supported with apply(mesh=...)",
     "(it may need all heads): shape '[3, -1, 4, 8]' is invalid for input of size 240",
-    "its forward fails over ranks (it may need all heads): OPTAttention: warpweave attention",
+    "its forward fails once the model is sharded (it may need all heads): OPTAttention: warpweave "
+    "attention",
     "model.embed_tokens.weight: the ranks hold different values",
-    "a mesh needs the attention replaced, but `only` is norm",
+    "with a mesh, `only` must include attention, got norm",
     "overlap must be one of",
-    "14 tokens are not divisible by 4",
-    "LlamaAttention: its attention must be warpweave over ranks, but was set to sdpa",
-    "transformer.h.1.mlp.dropout: dropout 0.1 is not supported over ranks",
+    "the number of tokens must be divisible by 4 for this mesh, got 14",
+    "LlamaAttention: with apply(mesh=...), attn_implementation must be warpweave, got sdpa",
+    "transformer.h.1.mlp.dropout: dropout 0.1 is not supported with apply(mesh=...)",
     "the ranks of tp and cp received different tokens",
-    "LlamaAttention: attention dropout is not supported over ranks",
+    "LlamaAttention: attention dropout is not supported with apply(mesh=...)",
     "LlamaMLP.up_proj: a layer that is sharded over ranks was replaced",
     "LlamaAttention: an attention module was replaced after apply(mesh=...)",
-    "LlamaModel.layers: layers were replaced or moved, but tokens are sharded between the 2 layers",
+    "LlamaModel.layers: layers were replaced or moved, but tokens stay sharded over ranks from the "
+    "first to the last of the 2 layers",
 )
 
 

@@ -168,7 +168,7 @@ def _trainer_of_two(rank: int, folder: str) -> dict:
     model = make("llama")
     ww.apply(model, mesh=Mesh(tp=2).connect(), sequence_parallel=True)
     with pytest.raises(
-        ValueError, match="only on GPUs: on CPUs write your own training loop"
+        ValueError, match="only on GPUs; on CPUs, write your own training loop"
     ) as refused:
         curve(model, folder, 1, ddp_backend="gloo")
     assert "\n" not in str(refused.value)

@@ -191,7 +191,7 @@ def test_too_few_replicas_save_and_stop_and_the_run_has_failed(keeper, least, st
     found = keeper(3, least)
     assert _ends(found, r1=-9) is None
     assert found.current.stop == stops
-    more = f"fewer replicas than --elastic {least} are left; replicas 0 and 2 save and stop"
+    more = f"fewer replicas than --elastic {least} remain; replicas 0 and 2 save and stop"
     assert found.current.change.endswith(f"; {more if stops else 'replicas 0 and 2 continue'}")
     assert [replica.start for replica in found.replicas] == [0, 0 if stops else 1, 0]
     if not stops:
@@ -259,7 +259,7 @@ def test_a_run_begins_with_fewer_replicas_if_no_fewer_than_asked_for(keeper, cap
         code = _ends(found, r0=-9)
     said = capsys.readouterr().err
     assert "replica 0 is not restarted" in said
-    assert ("fewer replicas than --elastic 2 are left" in said) == (least == 2)
+    assert ("fewer replicas than --elastic 2 remain" in said) == (least == 2)
     assert code == (1 if least == 2 else None)
     if least == 1:
         _ready(found, 1)

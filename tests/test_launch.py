@@ -241,7 +241,9 @@ def test_a_refused_resume_ends_with_2_and_one_line(tmp_path):
         assert (code, out, _noise(err)) == (2, "", []), err
         (line,) = filter(None, err.splitlines())
         assert line.startswith("warpweave: ")
-        assert line.endswith("step_00000001 was trained with seed 0, now 3")
+        assert line.endswith(
+            "step_00000001 was trained with seed 0, but this run has seed 3; pass --seed 0"
+        )
     assert sorted((path, path.stat().st_mtime_ns) for path in files.rglob("*")) == before
 
 
@@ -289,8 +291,9 @@ def test_silent_ranks_are_named_with_their_last_word(monkeypatch):
         sessions[rank].store.set(f"failed/{rank}", "lost")
     said = sessions[1].explain(RuntimeError(LOST))
     assert re.fullmatch(
-        r"no heartbeat from rank 0 \(tp=0\): it died or hangs before its first step; no heartbeat "
-        r"from rank 2 \(tp=2\): it died or hangs, last seen at step 7 \(saving\), \d+\.\d s ago",
+        r"no heartbeat from rank 0 \(tp=0\): it died or is hanging before its first step; "
+        r"no heartbeat from rank 2 \(tp=2\): it died or is hanging, last seen at step 7 "
+        r"\(saving\), \d+\.\d s ago",
         said,
     )  # fmt: skip
     assert sessions[3].explain(RuntimeError(LOST)) is None

@@ -141,7 +141,9 @@ def test_features_that_the_tensor_axis_does_not_divide_are_refused():
 
 def test_an_input_of_another_width_or_dtype_is_refused():
     layer = ColumnParallelLinear(6, 4)
-    with pytest.raises(ValueError, match=r"dim 1 of the weight; got x\(3, 5\) and weight\(4, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"weight must be \[N, K\], got x\[3, 5\] and weight\[4, 6\]"
+    ):
         layer(torch.zeros(3, 5))
     with pytest.raises(ValueError, match=r"dtypes differ: x torch.float64, weight torch.float32"):
         layer(torch.zeros(3, 6, dtype=torch.float64))

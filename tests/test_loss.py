@@ -84,7 +84,7 @@ def test_it_owns_no_parameters():
 def test_gathered_or_short_logits_and_wrong_smoothing_are_refused():
     layer = VocabParallelCrossEntropy(13)
     with pytest.raises(
-        ValueError, match=r"12 logits columns on each of 1 tensor-parallel ranks do not"
+        ValueError, match=r"12 logits columns on each of 1 tensor-parallel ranks must add up"
     ):
         layer(torch.zeros(2, 12), torch.zeros(2, dtype=torch.int64), 1)
     with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\), got 1.5"):

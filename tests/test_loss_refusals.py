@@ -45,7 +45,7 @@ OPTIONS: Rows = [
 CROSS: Rows = [
     *OPTIONS,
     ({"logits": z(3, 10, 1)}, r"need logits\[N, V\]"),
-    ({"logits": z(3, 10, dtype=INT)}, "logits floating"),
+    ({"logits": z(3, 10, dtype=INT)}, "logits must have a float dtype"),
 ]
 CROSS_HALF: Rows = [
     ({}, None),

@@ -335,7 +335,7 @@ def test_what_is_no_file_of_metrics_is_moved_and_no_link_is_followed(tmp_path, c
     assert not (path.parent / "nowhere").exists()
     aside, said = path.with_name("metrics.jsonl.damaged-1"), capsys.readouterr().err
     assert os.path.lexists(aside) == (kind not in ("empty", "absent"))
-    assert (f"{path} is " in said and f"moved to {aside}" in said) == os.path.lexists(aside)
+    assert (f"{path} is " in said and f"moved {path} to {aside}" in said) == os.path.lexists(aside)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -362,7 +362,7 @@ def test_a_link_that_comes_while_a_run_goes_on_is_not_written_through(tmp_path, 
     metrics.path.symlink_to(other)
     metrics.write({"step": 1})
     assert other.read_text() == "mine"
-    assert f"{metrics.path} cannot be written" in capsys.readouterr().err
+    assert f"{metrics.path} cannot be written: " in capsys.readouterr().err
 
 
 def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, capsys):
@@ -380,8 +380,9 @@ def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, 
     metrics.write({"step": 4})
     assert metrics.path.read_text() == "".join(f'{{"step": {i}}}\n' for i in range(1, 5))
     (said,) = capsys.readouterr().err.strip().splitlines()
-    assert said.startswith(
-        f"warpweave: {metrics.path} cannot be written; the run continues and will"
+    assert said == (
+        f"warpweave: {metrics.path} cannot be written: No space left on device; the run continues "
+        "and will try again"
     )
 
 
@@ -416,7 +417,7 @@ def test_rows_that_a_disk_does_not_give_are_moved_and_not_written_over(
     _metrics(tmp_path, 1).write({"step": 2})
     aside = path.with_name("metrics.jsonl.damaged-1")
     assert (path.read_bytes(), aside.read_bytes()) == (b'{"step": 2}\n', _row(1) + b"\n")
-    assert f"it was moved to {aside}; starting a new file" in capsys.readouterr().err
+    assert f"; moved {path} to {aside} and will write a new file" in capsys.readouterr().err
 
 
 def test_a_run_ends_well_whose_metrics_plot_and_boards_all_fail(tmp_path, capsys, monkeypatch):
@@ -436,9 +437,10 @@ def test_a_run_ends_well_whose_metrics_plot_and_boards_all_fail(tmp_path, capsys
     assert (result["steps"], result["plot"]) == (3, None)
     said = capsys.readouterr().err
     for line in (
-        f"{config.out}/metrics.jsonl cannot be written; the run continues",
-        f"{config.out}/loss.png cannot be written; the run continues",
-        f"{config.out} cannot be written by Broken; the run continues and will try again: the",
+        f"{config.out}/metrics.jsonl cannot be written: Is a directory; the run continues",
+        f"{config.out}/loss.png cannot be written: {config.out}/metrics.jsonl is not a regular "
+        "file; the run continues",
+        f"{config.out} cannot be written by Broken: the board is gone; the run continues and will",
     ):
         assert said.count(line) == 1, line
 
@@ -457,4 +459,6 @@ def test_options_that_cannot_be_written_are_said(tmp_path, capsys):
     (tmp_path / "run" / "config.toml" / "mine").mkdir(parents=True)
     metrics = _metrics(tmp_path, 0)
     said = capsys.readouterr().err
-    assert f"{metrics.folder}/config.toml cannot be written; the run continues" in said
+    assert (
+        f"{metrics.folder}/config.toml cannot be written: Is a directory; the run continues" in said
+    )

@@ -93,8 +93,8 @@ def test_a_board_that_fails_takes_nothing_from_others_and_each_is_said_once(
     assert [board.calls for board in boards] == [[*rows, "flush", "close"]] * 5
     said = [line for line in capsys.readouterr().err.splitlines() if line]
     assert said == [
-        f"warpweave: {metrics.folder} cannot be written by {name}; the run continues and "
-        "will try again: gone"
+        f"warpweave: {metrics.folder} cannot be written by {name}: gone; the run continues and "
+        "will try again"
         for name in ("Broken", "Torn")
     ]
 
@@ -224,7 +224,7 @@ def test_a_folder_on_a_file_system_without_locks_is_trained_into(tmp_path, monke
         with metrics_module.locked(tmp_path / "new"):
             assert (tmp_path / "new" / "lock").exists()
     with (
-        pytest.raises(ValueError, match="another job is training into"),
+        pytest.raises(ValueError, match="another job is writing to"),
         metrics_module.locked(tmp_path / "new"),
     ):
         pass

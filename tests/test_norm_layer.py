@@ -88,7 +88,9 @@ def test_the_shape_may_be_a_number_or_a_sequence_of_one():
     for shape in (E, (E,), [E], torch.Size([E])):
         assert LayerNorm(shape).normalized_shape == nn.LayerNorm(shape).normalized_shape
         assert RMSNorm(shape).weight.shape == (E,)
-    with pytest.raises(ValueError, match=r"^normalized_shape must be one dim, got \(3, 13\)$"):
+    with pytest.raises(
+        ValueError, match=r"^normalized_shape must have exactly one dim, got \(3, 13\)$"
+    ):
         LayerNorm((3, E))
 
 
@@ -123,7 +125,9 @@ def test_descriptions_name_width_epsilon_and_bias():
     assert RMSNorm([E], 1e-3).extra_repr() == "(13,), eps=0.001, bias=False"
     assert RMSNorm((E,), offset=True).extra_repr() == "(13,), eps=1e-06, bias=False, offset=True"
     for shape in ((), (2, E)):
-        with pytest.raises(ValueError, match=r"^normalized_shape must be one dim, got \("):
+        with pytest.raises(
+            ValueError, match=r"^normalized_shape must have exactly one dim, got \("
+        ):
             RMSNorm(shape)
 
 

@@ -195,15 +195,20 @@ def test_a_pass_holds_what_is_under_way_and_says_what_never_ends() -> None:
     passes, stages = _passes(3, 3, 3), _build(3, 9, range(3))
     in_flight = InFlight()
     execute(passes[0], stages, InProcess(), in_flight)
-    words = r"^rank 0: the run ends with unfinished \(stage, mb\) \[\(0, 3\), \(0, 4\)\]$"
+    words = (
+        r"^rank 0: the run ends with unfinished \(stage, micro-batch\) pairs: "
+        r"\[\(0, 3\), \(0, 4\)\]$"
+    )
     with pytest.raises(RuntimeError, match=words):
         in_flight.check_ended()
     with pytest.raises(RuntimeError, match="rank 1: 1F1 comes before 1RECV_F1"):
         execute(passes[1], stages, InProcess(), InFlight())  # nothing is in flight
-    with pytest.raises(RuntimeError, match=r"list ends with unused .*\('F', 1, 4\)"):
+    with pytest.raises(RuntimeError, match=r"action list ends with unused data of .*\('F', 1, 4\)"):
         execute(passes[0], _build(3, 9, range(3)), InProcess())  # closed
     stages = _build(3, 9, range(3), versions=2)
-    with pytest.raises(ValueError, match="micro-batch 2 reads version 0, but the stage holds"):
+    with pytest.raises(
+        ValueError, match="micro-batch 2 reads version 0 of the weights, but the stage holds"
+    ):
         _run(stages, [InProcess()] * 3, passes, 3, 3)
 
 
@@ -233,7 +238,7 @@ def test_a_pass_that_cannot_be_is_refused() -> None:
         execute(first[:2], _build(3, 12, range(3)), InProcess(), InFlight())
     wrong = pipedream(2, 4)
     wrong[0][-2] = wrong[0][-2]._replace(ver=1)
-    with pytest.raises(ValueError, match="its F read version"):
+    with pytest.raises(ValueError, match="the F of the same micro-batch read version"):
         validate(wrong, staleness=1)
 
 
@@ -404,12 +409,18 @@ def test_versions_of_sharded_parameters_and_of_freed_weights_are_rejected() -> N
     x, target = (part.double() for part in _data(4))
     stage.begin(list(zip(x, target)), each=1)
     for version in (-1, 1):
-        with pytest.raises(ValueError, match=rf"version {version}, but the stage holds \[0\]"):
+        with pytest.raises(
+            ValueError,
+            match=rf"version {version} of the weights, but the stage holds only versions \[0\]",
+        ):
             stage.forward(0, None, version)
     stage.forward(0, None, 0)
     for _ in range(2):
         stage.updated()
         for unit in stage.units:
             unit.parameters.next_version(unit.state.region)
-    with pytest.raises(ValueError, match=r"batch 0 reads version 0, but the stage holds \[1, 2\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"reads version 0 of the weights, but the stage holds only versions \[1, 2\]",
+    ):
         stage.backward(0, None)

@@ -255,7 +255,7 @@ def test_a_schedule_in_another_order_is_refused() -> None:
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=4, dp_shard=2), Mesh(outer=2)])
 def test_replicas_of_shards_are_refused(mesh: Mesh) -> None:
-    with pytest.raises(ValueError, match="reduce = 'ordered' does not support replicas"):
+    with pytest.raises(ValueError, match="reduce = 'ordered' does not support dp_shard"):
         MODEL.check(mesh, ParallelPlan(reduce="ordered"))
 
 

@@ -349,7 +349,9 @@ def test_each_replica_goes_on_with_its_own_loss_scale(tmp_path: Path) -> None:
 
 REFUSED = {
     "the outer interval must be at least 1 step, got 0": {"outer_every": 0},
-    "interval of 4 steps is not divisible by fragments = 3": {"outer_every": 4, "fragments": 3},
+    "fragments must be at least 1 and divide the outer interval of 4 steps, got 3": {
+        "outer_every": 4, "fragments": 3
+    },
     "outer delay must be .* less than the 2 steps between .* got 2": {
         "outer_every": 4, "fragments": 2, "outer_delay": 2
     },
@@ -385,7 +387,7 @@ def test_replicas_that_begin_with_other_weights_are_named_on_every_rank() -> Non
 
 
 def test_the_engine_refuses_what_it_could_not_take_back() -> None:
-    with pytest.raises(ValueError, match="outer = 2 replicas need an OuterRule"):
+    with pytest.raises(ValueError, match=r"2 outer replicas needs .*; pass an OuterRule as outer="):
         _engine(Mesh(outer=2).seen_from(0), None)
     engine = _engine(single(), OuterRule(2))
     halted = torch.zeros(())
@@ -393,7 +395,7 @@ def test_the_engine_refuses_what_it_could_not_take_back() -> None:
     given = (tokens, tokens, torch.arange(SAMPLES)[None])
     engine.step(*given, lr=0.1, halted=halted)
     with pytest.raises(
-        ValueError, match="`halted` must be None in a step after which replicas meet"
+        ValueError, match="`halted` must be None in a step after which the outer replicas synchron"
     ):
         engine.step(*given, lr=0.1, halted=halted)
 

@@ -39,8 +39,8 @@ def _unit(
     [
         (lambda: OuterRule(0), "interval must be at least 1 step, got 0"),
         (lambda: OuterRule(1), None),
-        (lambda: OuterRule(4, fragments=0), "4 steps is not divisible by fragments = 0"),
-        (lambda: OuterRule(4, fragments=3), "4 steps is not divisible by fragments = 3"),
+        (lambda: OuterRule(4, fragments=0), "divide the outer interval of 4 steps, got 0"),
+        (lambda: OuterRule(4, fragments=3), "divide the outer interval of 4 steps, got 3"),
         (lambda: OuterRule(4, fragments=4), None),
         (lambda: OuterRule(6, delay=-1), "outer delay must be .* less than the 6 steps .* got -1"),
         (lambda: OuterRule(6, delay=5), None),

@@ -153,7 +153,7 @@ def test_real_ranks_over_shared_memory_however_they_are_delayed(world, tmp_path)
 
 def _of_other_sizes(rank: int, folder: Path) -> str:
     symmetric.FOLDER = folder
-    with pytest.raises(ValueError, match="cannot map the files") as caught:
+    with pytest.raises(ValueError, match="cannot map their group's shared files") as caught:
         symmetric_memory(dist.group.WORLD, "cpu", slots=4, capacity=1024 * (1 + (rank == 1)))
     return str(caught.value)
 
@@ -278,7 +278,8 @@ def test_an_empty_operation_is_no_epoch():
 def test_a_rank_that_never_comes_is_named():
     memory, _ = local_memory(2, slots=4, capacity=1 << 10, polls=3)
     a, b = torch.zeros(4, 2), torch.zeros(2, 3)
-    gone = "on rank 0 of 2, epoch 1: rank 1 did not publish part 0 within 3 polls"
+    where = "on rank 0 of 2, operation 1 on this symmetric memory"
+    gone = f"{where}: timed out after 3 polls for part 0 from rank 1; check"
     with pytest.raises(TimeoutError, match=f"gemm_reduce_scatter {gone}"):
         gemm_reduce_scatter(a, b, memory=memory)
     memory, _ = local_memory(2, slots=4, capacity=1 << 10, polls=3)
@@ -317,7 +318,8 @@ def test_a_rank_in_another_operation_is_named(kind):
     memories = local_memory(world, slots=64, capacity=1 << 16, polls=3)
     run_local([_different(kind, rank, world, memories[rank]) for rank in range(world)])
     for rank in range(world):
-        with pytest.raises(ValueError, match=rf"^\w+ on rank {rank} of 3, epoch 1: rank") as caught:
+        words = rf"^\w+ on rank {rank} of 3, operation 1 on this symmetric memory: rank"
+        with pytest.raises(ValueError, match=words) as caught:
             memories[rank].check()
         message = str(caught.value)
         theirs, own = message.split(", but this rank runs ")
@@ -330,7 +332,8 @@ def _of_other_length(rank: int) -> None:
     memory = symmetric_memory(dist.group.WORLD, "cpu", slots=64, capacity=1 << 16)
     x, b = torch.ones(5 + 15 * rank, 3), torch.ones(3, 2)
     other = rf"rank {1 - rank} runs all_gather_gemm \[{20 - 15 * rank}, 3\] of torch.float32"
-    with pytest.raises(ValueError, match=f"all_gather_gemm on rank {rank} of 2, epoch 1: {other}"):
+    where = f"all_gather_gemm on rank {rank} of 2, operation 1 on this symmetric memory"
+    with pytest.raises(ValueError, match=f"{where}: {other}"):
         all_gather_gemm(x, b, memory=memory)
     with pytest.raises(ValueError, match="ended all_gather_gemm midway"):
         all_gather_gemm(x[:5], b, memory=memory)
@@ -363,7 +366,9 @@ def test_after_one_wait_in_vain_none_is_long(monkeypatch):
     monkeypatch.setattr(
         interpreter_builder, "create_atomic_rmw", lambda *args: looks.append(0) or atomic(*args)
     )
-    with pytest.raises(TimeoutError, match="rank 1 did not publish part 0 within 100 polls"):
+    with pytest.raises(
+        TimeoutError, match="timed out after 100 polls for part 0 from rank 1; check"
+    ):
         gemm_reduce_scatter(torch.zeros(66, 2), torch.zeros(2, 33), memory=memory)
     tiles = 3 * 2  # at most, with 16 rows and 32 columns
     waits, published = 2 * 4 * tiles, 2 * tiles  # quarters of a tile, from two ranks each
@@ -376,7 +381,9 @@ def test_only_an_operation_that_has_begun_is_remembered_as_ended_midway():
     for op in (gemm_reduce_scatter, gemm_all_reduce, all_gather_gemm):
         with pytest.raises(ValueError, match="need a"):
             op(a, b.t(), memory=memory)
-        with pytest.raises(ValueError, match=r"needs \d+ parts and .* it has 4 and 1024"):
+        with pytest.raises(
+            ValueError, match=r"needs \d+ parts and .* this memory has 4 parts and 1024 bytes"
+        ):
             op(torch.zeros(256, 2), torch.zeros(2, 64), memory=memory)
     assert memory.left == []
     with pytest.raises(TimeoutError):
@@ -445,7 +452,10 @@ def test_memory_fits_up_to_its_last_part_and_byte_and_only_on_its_device():
     for slots, size in ((7, 1024), (0, 0), (7, 0), (0, 1024)):
         assert memory.fitting("it", here, slots, size) is memory
     for slots, size in ((8, 1024), (7, 1025), (8, 0), (0, 1025)):
-        needs = f"it on rank 1 of 2 needs {slots} parts and {size} bytes of .* has 7 and 1024$"
+        needs = (
+            f"it on rank 1 of 2 needs {slots} parts and {size} bytes of .*, but this memory has 7 "
+            "parts and 1024 bytes$"
+        )
         with pytest.raises(ValueError, match=needs):
             memory.fitting("it", here, slots, size)
     there = SimpleNamespace(device=torch.device("cuda:0"))
@@ -465,14 +475,18 @@ def test_a_wait_in_vain_and_another_operation_are_reported_with_all_numbers():
     other_text = "qkv_rope [7, 5] of torch.bfloat16, parts of 64 x 1"
     for epoch in (1, 2, 11):
         memory.error.copy_(torch.tensor([epoch, 3, 12, own.word(), own.word()]))
-        where = f"gemm_reduce_scatter on rank 2 of 4, epoch {epoch}: rank 3"
+        where = f"gemm_reduce_scatter on rank 2 of 4, operation {epoch} on this symmetric memory"
         with pytest.raises(TimeoutError) as caught:
             memory.check()
-        assert str(caught.value) == f"{where} did not publish part 12 within 9 polls"
+        late = (
+            "timed out after 9 polls for part 12 from rank 3; check whether that rank failed or is"
+        )
+        assert str(caught.value) == f"{where}: {late} late"
         memory.error[3] = other.word()
         with pytest.raises(ValueError, match="this rank runs") as caught:
             memory.settle()
-        assert str(caught.value) == f"{where} runs {other_text}, but this rank runs {own_text}"
+        runs = f"rank 3 runs {other_text}, but this rank runs {own_text}"
+        assert str(caught.value) == f"{where}: {runs}"
 
 
 @triton.jit

@@ -111,7 +111,7 @@ def test_every_rank_sees_what_another_writes_and_polls_as_often_as_is_asked(
 
 
 @pytest.mark.parametrize("error", [OSError, RuntimeError])
-@pytest.mark.parametrize(("step", "verb"), [("create_file", "make"), ("map_file", "map")])
+@pytest.mark.parametrize(("step", "verb"), [("create_file", "create"), ("map_file", "map")])
 def test_all_ranks_are_told_who_cannot_allocate_and_nothing_is_left(
     step, verb, error, folder
 ) -> None:
@@ -132,7 +132,8 @@ def test_all_ranks_are_told_who_cannot_allocate_and_nothing_is_left(
     with mock.patch.object(symmetric, step, broken):
         found = on_threads(3, allocate)
     assert not [*folder.iterdir()]
-    whose = f"cannot {verb} the files of their group in {folder} (the ranks must share one machine)"
+    files = f"their group's shared files in {folder} (all ranks must be on one machine)"
+    whose = f"cannot {verb} {files}"
     failed = [rank for rank in range(3) if found[rank].endswith(": no room")]
     assert len(failed) == (2 if step == "create_file" else 3)
     for rank, words in enumerate(found):

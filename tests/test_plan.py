@@ -355,7 +355,7 @@ def test_faster_hardware_is_never_slower(given: dict) -> None:
         (
             "x.json",
             '{"half": 1e15, "memory": 3e12}',
-            "no base: add one, or add nvlink, network, capacity",
+            "no base; set base to one of a100-40g, .*, or set nvlink, network, capacity",
         ),
         ("x.json", '{"base": "h100", "halves": 1}', "unknown field halves; expected base, half"),
         ("x.json", '{"base": "mi300"}', "base must be one of a100-40g, .* got 'mi300'"),
@@ -564,7 +564,7 @@ def test_seven_gpus_are_no_seven_context_ranks_and_a_line_says_what_to_do(tmp_pa
     assert told["refused"][reason] == 1
     assert reason in printed
     assert (
-        "512 sequences are not divisible by 7 data ranks: --sequences 511 allows dp = 7" in printed
+        "512 sequences are not divisible by 7 data ranks; --sequences 511 allows dp = 7" in printed
     )
     words = ("--gpus", "7", "--hw", "h200", "--seq-len", "7168", "--sequences", "511")
     told, printed = _planned(tmp_path, "--model", "llama-8b", *words)
@@ -592,7 +592,7 @@ def test_train_and_prove_read_a_plan(tmp_path, capsys) -> None:
         (
             prove_options.parse,
             ["--config", path, "--dp", "4096"],
-            "of --config exceed the limit of 64",
+            "ranks, more than the limit of 64 processes; pass --typecheck",
         ),
         (prove_options.parse, ["--config", "missing.toml"], "missing.toml cannot be read"),
         (train_config.parse, ["--config", "missing.toml"], "missing.toml cannot be read"),
@@ -637,8 +637,8 @@ def test_a_layout_with_a_wrong_value_is_one_line(wrong: str, says: str, tmp_path
         (["--hw", "tpu"], "hw must be one of a100-40g"),
         (["--model", "llama3-405b"], "no layout of 8 GPUs fits: the smallest needs"),
         (["--best", "0"], "best must be at least 1, got 0"),
-        (["--out", "no/p.toml"], "no/p.toml cannot be written: name a file in an existing"),
-        (["--html", "."], r"\. cannot be written: name a file in an existing folder"),
+        (["--out", "no/p.toml"], "no/p.toml cannot be written; name a file in an existing"),
+        (["--html", "."], r"\. cannot be written; name a file in an existing folder"),
     ],
 )
 def test_what_the_command_refuses(words: list[str], says: str, capsys) -> None:

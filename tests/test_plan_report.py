@@ -87,8 +87,8 @@ def test_explain_prints_the_figures_of_the_formulas_it_names(name: str) -> None:
     rows = T // mesh.tp if plan.sequence_parallel else T
     assert empty == ""
     assert head == (
-        f"one block and micro-batch: T = {T} tokens of {job.batch} sequences; a rank has {rows} "
-        "rows of width 4096"
+        f"one micro-batch in one block: T = {T} tokens per context rank, from {job.batch} "
+        f"sequences; a tensor rank has {rows} rows of width 4096"
     )
     shapes = {"qkv": (T, 6144 // mesh.tp, E), "output": (T, E, 4096 // mesh.tp),
               "up": (T, 2 * hidden // mesh.tp, E), "down": (T, E, hidden // mesh.tp)}  # fmt: skip
@@ -103,9 +103,11 @@ def test_explain_prints_the_figures_of_the_formulas_it_names(name: str) -> None:
         sent = T * E * b * (mesh.tp - 1) / mesh.tp
         near = A100.device.nvlink * A100.efficiency.near
         each = math.log2(mesh.tp) * latency + sent / near
+        both = "" if plan.sequence_parallel else " (an all-reduce counts as both)"
         assert next(lines) == (
-            f"  tensor: 4 passes forward, {6 if plan.sequence_parallel else 4} backward of "
-            f"{sent / 1e6:.2f} MB = T E b (tp - 1) / tp, each {each * 1e3:.3f} ms at "
+            f"  tensor: 4 all-gathers or reduce-scatters{both} in the forward and "
+            f"{6 if plan.sequence_parallel else 4} in the backward, each {sent / 1e6:.2f} MB = T x "
+            f"width x bytes per element x (tp - 1) / tp and {each * 1e3:.3f} ms at "
             f"{near / 1e9:.0f} GB/s; overlap {plan.overlap}"
         )
     if mesh.cp > 1:
@@ -123,7 +125,7 @@ def test_explain_prints_the_figures_of_the_formulas_it_names(name: str) -> None:
     shown = "\n".join(rest)
     work, (ranks, m) = stage_work(job), (mesh.pp, plan.microbatches)
     sent = rows * E * b if ranks > 1 else 0
-    (stages,) = re.findall(r"stages: .*", shown)
+    (stages,) = re.findall(r"stages, forward \+ backward: .*", shown)
     ends = [1e3 * x for s in (work[0], work[-1]) for x in (s.forward, s.backward)]
     *four, megabytes, _ = _numbers(stages)  # to two decimal places
     assert four == pytest.approx(ends, abs=0.0051)
@@ -154,8 +156,8 @@ def _memory_is_said(job: Job, chosen: Chosen, shown: str) -> None:
     block = (4096 * (4096 * 2 + 2 * 1024) + 3 * 4096 * 14336) / mesh.tp + 2 * 4096
     assert (
         f"memory of pipeline rank {fullest}: {sum(units.values()) / 1e6:.1f} M parameters "
-        f"({block / 1e6:.1f} M per block), each of {b} bytes, {max(4, b)} for its gradient and "
-        f"{held} for the optimizer; ZeRO {plan.zero} over {shards} ranks\n"
+        f"({block / 1e6:.1f} M per block); bytes per parameter: {b} for the weight, {max(4, b)} "
+        f"for its gradient, and {held} for the optimizer; ZeRO {plan.zero} over {shards} ranks\n"
     ) in shown
     T, tp = job.batch * 8192 // mesh.cp, mesh.tp
     rows = T // tp if plan.sequence_parallel else T
@@ -165,7 +167,8 @@ def _memory_is_said(job: Job, chosen: Chosen, shown: str) -> None:
     flight = live_blocks(plan, mesh.pp, MODEL)[fullest]
     assert (
         f"  activations: {flight} blocks in flight, {kept / 1e6:.1f} MB each without recomputation "
-        f"(arXiv:2205.05198, with masks and scores: {whole / 1e6:.1f} MB)\n"
+        f"({whole / 1e6:.1f} MB in an implementation that also keeps dropout masks and attention "
+        "scores, arXiv:2205.05198)\n"
     ) in shown
     *named, peak = shown.splitlines()[-8:]
     sizes = dataclasses.asdict(chosen.memory[fullest])
@@ -233,19 +236,19 @@ def test_the_text_page_has_a_row_for_each_layout() -> None:
         (a, pytest.approx(of["bytes"] / 1e9, abs=0.0051), of["link"]) for a, of in traffic.items()
     ]
     assert [*traffic] == ["tp", "cp", "pp", "dp"]
-    assert (
-        "17 layouts were simulated, 2345 were compared by a bound; why others were rejected:"
-        in rows
+    searched = (
+        "17 layouts were simulated, 2345 were ranked by a lower bound on their step time; why "
+        "others were rejected:"
     )
-    at = rows.index(
-        "17 layouts were simulated, 2345 were compared by a bound; why others were rejected:"
-    )
+    assert searched in rows
+    at = rows.index(searched)
     assert [row.split(maxsplit=1) for row in rows[at + 1 : -1]] == [
         ["70", "another"], ["11", "a third"], ["3", "one reason"],
     ]  # fmt: skip
     assert rows[-1] == (
-        "nearest miss: 81.2 GiB of 74.5 for dp 48 cp 1 tp 1 pp 1 zero 3 schedule 1f1b chunks 1 "
-        "microbatches 13 sequence_parallel True overlap bulk recompute none batch 7"
+        "nearest miss: dp 48 cp 1 tp 1 pp 1 zero 3 schedule 1f1b chunks 1 microbatches 13 "
+        "sequence_parallel True overlap bulk recompute none batch 7 needs 81.2 GiB per GPU, but "
+        "a100-80g has 74.5"
     )
     without = dataclasses.replace(found, miss=None)
     assert [*command.lines(config, search, without)] == [head, "", names, *rows[:-1]]
@@ -292,7 +295,8 @@ def test_the_html_shows_the_first_layouts_memory_and_timeline(monkeypatch) -> No
     assert title == "my-model on 48 a100-80g"
     assert about == next(command.lines(config, search, found))
     assert searched.startswith(
-        "17 layouts were simulated, 2345 were compared by a bound; nearest miss:"
+        "17 layouts were simulated, 2345 were ranked by a lower bound on their step time; nearest "
+        "miss:"
     )
     assert (capacity, timeline) == (80e9, found.best[0].time.timeline)
     assert record == command.as_record(config, search, found)
@@ -334,7 +338,7 @@ def test_the_files_are_of_the_first_layout(tmp_path: Path, monkeypatch, capsys) 
     [
         (["--timeline", "line.pdf"], r"line\.pdf"),
         (["--timeline", "no/line.svg"], "no/line.svg cannot be written"),
-        (["--out", "folder.toml"], "folder.toml cannot be written: name a file"),
+        (["--out", "folder.toml"], "folder.toml cannot be written; name a file"),
         (["--out", "plan.json"], "--out must end in .toml, got plan.json"),
     ],
 )

@@ -92,7 +92,9 @@ def test_every_layout_of_a_branch_is_looked_at(pp: int, dp: int, m: int, layers:
             try:
                 find_family(name).make(pp, m, chunks)
             except ValueError:
-                refusals[f"{name} does not support the micro-batches or chunks"] += 1
+                refusals[
+                    f"schedule {name} does not support this number of micro-batches or chunks"
+                ] += 1
                 continue
             wanted |= {(name, chunks, zero) for zero in (range(4) if dp > 1 else (1,))}
     refused = Counter[str]()
@@ -230,7 +232,9 @@ def test_what_a_row_of_hardware_has_and_what_it_lacks(tmp_path: Path) -> None:
     path.write_text('base = "l40s"\n')
     for name, base in (("a40", "a40"), ("l40s", "l40s"), (str(path), "h100")):
         with pytest.raises(
-            ValueError, match=rf'no figure nvlink \(bytes/s over NVLink\).*base = "{base}"$'
+            ValueError,
+            match=r"no value for nvlink \(bytes/s over NVLink\); .*"
+            rf'base = "{base}", and pass that file as hw$',
         ):
             find_hardware(name)
     path.write_text('base = "l40s"\nnvlink = 1e10\nnetwork = 1e9\n')

@@ -1236,7 +1236,8 @@ def test_every_option_is_passed_on_or_refused():
         elif name not in ("typecheck", "model"):
             assert name.replace("_", "-") in _told({name: value} | types).partition(": ")[2], name
     for option in ({"style": "olmo"}, {"tied": False}):  # of the tiny model
-        assert "has no effect on types" in _told(types | {"model": "small"} | option)
+        flag = "--no-tied" if "tied" in option else "--style"
+        assert f"{flag} has no effect with --model" in _told(types | {"model": "small"} | option)
 
 
 def test_an_engine_is_told_all_that_a_layout_says():
@@ -1260,9 +1261,9 @@ def test_the_line_of_a_layout_tells_it_from_every_other():
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(("--microbatches", "5"), "12 samples over dp = 1 are not divisible by 5 micro-batches\n"),
+    [(("--microbatches", "5"), "12 samples are not divisible by dp x micro-batches (1 x 5)\n"),
      (("--tp", "0"), "mesh axis tp must be a positive integer, got 0"),
-     (("--packed", "--typecheck"), "--packed has no effect on types: leave it out, or "
+     (("--packed", "--typecheck"), "--packed has no effect on types; leave it out, or "
       "prove without --typecheck"),
      (("--tp", "2", "--overlap", "fused"), "pass --impl triton"),
      (("--tp", "2", "--device", "cuda"), f"torch {torch.__version__} sees no GPU")],

@@ -79,9 +79,12 @@ def _attention(rows: int = 4, keys: int = 4, **layout) -> object:
         (lambda: SequenceLayout(0, 1), None),
         (lambda: SequenceLayout(8, 2, "balanced"), "'balanced' requires chunks"),
         (lambda: SequenceLayout(8, 2, chunks=((0, 3), (1, 2))), "other kinds do not allow"),
-        (lambda: _layout((0,), (1,), (2,)), "same number of chunks for each of the 2 parts"),
-        (lambda: _layout((0, 1, 2), (3,)), "same number of chunks for each of the 2 parts"),
-        (lambda: _layout((), ()), "same number of chunks for each of the 2 parts"),
+        (
+            lambda: _layout((0,), (1,), (2,)),
+            "same nonzero number of chunks for each of the 2 parts",
+        ),
+        (lambda: _layout((0, 1, 2), (3,)), "same nonzero number of chunks for each of the 2 parts"),
+        (lambda: _layout((), ()), "same nonzero number of chunks for each of the 2 parts"),
         (lambda: _layout((0, 3), (1, 1)), "expected each of chunks 0 to 3 once"),
         (lambda: _layout((0, 4), (1, 2)), "expected each of chunks 0 to 3 once"),
         (lambda: _layout((3, 0), (1, 2)), "ascending on each rank"),
@@ -161,18 +164,18 @@ LINEARS = [
     for row in (
         (lambda group, f=linear: f(group), None),
         (lambda group, f=linear: f(group, b=None), None),
-        (lambda group, f=linear: f(group, x=x[0]), "x needs at least two dims"),
+        (lambda group, f=linear: f(group, x=x[0]), r"x must be .* \(with at least two dims"),
         (lambda _, f=linear: f(None, x=x[0]), None),
         (
             lambda group, f=linear: f(group, x=x[:, :5]),
-            "its last dim must equal dim 1 of the weight",
+            r"x must be \[\.\.\., K\] .* and weight must be \[N, K\]",
         ),
         (
             lambda group, f=linear: f(group, w=w[..., None]),
-            "its last dim must equal dim 1 of the weight",
+            r"x must be \[\.\.\., K\] .* and weight must be \[N, K\]",
         ),
-        (lambda group, f=linear: f(group, b=b[:4]), r"got bias\(4,\)"),
-        (lambda group, f=linear: f(group, b=b[:, None]), r"got bias\(5, 1\)"),
+        (lambda group, f=linear: f(group, b=b[:4]), r"got bias\[4\]"),
+        (lambda group, f=linear: f(group, b=b[:, None]), r"got bias\[5, 1\]"),
     )
 ]
 
@@ -199,8 +202,8 @@ COLLECTIVES = [
         (lambda group: _embedding(group, ids=ids.view(2, 2)), None),
         (lambda group: _embedding(group, ids=ids[:3]), None),
         (lambda group: _embedding(group, ids=ids, **CUT), None),
-        (lambda group: _embedding(group, ids=ids.view(2, 2), **CUT), r"got ids\(2, 2\)"),
-        (lambda group: _embedding(group, ids=ids[:3], **CUT), r"got ids\(3,\)"),
+        (lambda group: _embedding(group, ids=ids.view(2, 2), **CUT), r"got ids\[2, 2\]"),
+        (lambda group: _embedding(group, ids=ids[:3], **CUT), r"got ids\[3\]"),
         (lambda group: _embedding(group, ids=ids.int()), None),
         (lambda group: _embedding(group, ids=ids.float()), "ids must be .*, got torch.float32"),
         (lambda group: _embedding(group, rows=3), "3 rows on each of 2 .* vocabulary of 8"),
@@ -209,8 +212,14 @@ COLLECTIVES = [
         (lambda group: _embedding(group, size=5), "padded vocabulary of 6"),
         (lambda group: _embedding(group, size=5, padded_vocab_size=8), None),
         (lambda group: _embedding(group, size=1, padded_vocab_size=8), None),
-        (lambda group: _embedding(group, size=0, padded_vocab_size=8), "vocab_size 0"),
-        (lambda group: _embedding(group, size=9, padded_vocab_size=8), "vocab_size 9"),
+        (
+            lambda group: _embedding(group, size=0, padded_vocab_size=8),
+            r"vocab_size must be in \[1, 8\], got 0",
+        ),
+        (
+            lambda group: _embedding(group, size=9, padded_vocab_size=8),
+            r"vocab_size must be in \[1, 8\], got 9",
+        ),
         (lambda group: _loss(group), None),
         (lambda group: _loss(group, logits=x[None], labels=ids[:1]), "expected logits"),
         (lambda group: _loss(group, labels=ids[:3]), r"and \(3,\)"),
@@ -229,10 +238,10 @@ COLLECTIVES = [
         (lambda group: _mlp(group, x=x[0]), "at least two dims"),
         (lambda _: _mlp(None, x=x[0]), None),
         (lambda group: _qkv(group), None),
-        (lambda group: _qkv(group, x=x[:, None]), r"R = 1 .* got \[4, 1, 6\]$"),
-        (lambda group: _qkv(group, x=x[:3]), r"\[2, 2\] and R = 1 .* got \[3, 6\]$"),
+        (lambda group: _qkv(group, x=x[:, None]), r"R = 1 .* got x\[4, 1, 6\]$"),
+        (lambda group: _qkv(group, x=x[:3]), r"\[2, 2\] and R = 1 .* got x\[3, 6\]$"),
         (lambda group: _qkv(group, x=x[:2], **CUT), None),
-        (lambda group: _qkv(group, **CUT), r"R = 2 .* got \[4, 6\]$"),
+        (lambda group: _qkv(group, **CUT), r"R = 2 .* got x\[4, 6\]$"),
         (lambda _: _qkv(None, **CUT), None),
     ]
 )
@@ -273,8 +282,8 @@ GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
         (lambda: interleaved(1, 1, 0), "c >= 1"),
         (lambda: split_backward([ONE], lag=-1), "lag must be >= 0"),
         (lambda: split_backward([ONE]), None),
-        (lambda: placement([[]]), "expected stages 0 to -1"),
-        (lambda: placement([[Action(F, 1, 0)]]), r"got \[1\]"),
+        (lambda: placement([[]]), r"numbered 0, 1, 2, \.\.\. without gaps, got \[\]"),
+        (lambda: placement([[Action(F, 1, 0)]]), r"without gaps, got \[1\]"),
         (lambda: placement([[Action(F, 0, 0)], [Action(F, 0, 0)]]), "ranks 0 and 1"),
         (lambda: from_csv("0F0,,0B0\n"), None),
         (lambda: from_csv("F0\n"), "got 'F0'"),
@@ -288,14 +297,20 @@ GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
         (lambda: _valid(microbatches=2), "micro-batch 1 has 0 F"),
         (lambda: _valid(Action(F, 0, 1), microbatches=1), "micro-batch from 0 to 0, got 1"),
         (lambda: _valid(Action(F, 0, WHOLE)), "micro-batch from 0 to 0, got -1"),
-        (lambda: _valid(Action(UPDATE, 0, 0, 1)), "applies to a whole stage"),
+        (lambda: _valid(Action(UPDATE, 0, 0, 1)), "must not have a micro-batch number"),
         (lambda: _valid(Action(UPDATE, 0, WHOLE, 1)), None),
         # order within a stage
         (lambda: _valid(lists=[ONE[::-1]]), "0B0 comes before 0F0"),
         # versions
         (lambda: _valid(lists=[[Action(F, 0, 0, 1), Action(B, 0, 0, 1)]]), "newest version is 0"),
-        (lambda: _valid(lists=[[ONE[0], Action(B, 0, 0, 1)]]), "its F read version 0"),
-        (lambda: _valid(Action(UPDATE, 0, WHOLE, 2)), "produces version 2 after version 0"),
+        (
+            lambda: _valid(lists=[[ONE[0], Action(B, 0, 0, 1)]]),
+            "the same micro-batch read version 0",
+        ),
+        (
+            lambda: _valid(Action(UPDATE, 0, WHOLE, 2)),
+            "version 2 of the weights right after version 0",
+        ),
         (lambda: _valid(Action(UPDATE, 0, WHOLE, 1), at=1), "has no gradient to apply"),
         (
             lambda: _valid(*[Action(op, 0, 1) for op in (F, B)], Action(UPDATE, 0, WHOLE, 1)),
@@ -307,20 +322,23 @@ GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
         ),
         # reductions, ties
         (lambda: _valid(Action(REDUCE, 0)), None),
-        (lambda: _valid(Action(REDUCE, 0), at=1), "not reduced before the end"),
-        (lambda: _valid(Action(UPDATE, 0, WHOLE, 1), Action(REDUCE, 0)), "not reduced before UPD"),
-        (lambda: _valid(Action(TIE, 0), Action(REDUCE, 0)), "not reduced before TIE"),
+        (lambda: _valid(Action(REDUCE, 0), at=1), "have no REDUCE before the end"),
+        (
+            lambda: _valid(Action(UPDATE, 0, WHOLE, 1), Action(REDUCE, 0)),
+            "have no REDUCE before UPD",
+        ),
+        (lambda: _valid(Action(TIE, 0), Action(REDUCE, 0)), "have no REDUCE before TIE"),
         # messages
         (lambda: _valid(lists=CROSSED), None),
         (lambda: _valid(lists=_replaced("0SEND_F0")), "0SEND_F0 must occur once, but"),
         (lambda: _valid(lists=_replaced("1RECV_F0")), "1RECV_F0 must occur once, but"),
         (
             lambda: _valid(lists=_replaced("1B0", Action(B, 1, 0), Action(SEND_F, 1, 0))),
-            "stages 1 and 2, which must be on different ranks",
+            "stages 1 and 2, which must both exist and be on different ranks",
         ),
         (
             lambda: _valid(lists=[[*ONE, Action(F, 1, 0), Action(B, 1, 0), Action(SEND_F, 0, 0)]]),
-            "stages 0 and 1, which must be on different ranks",
+            "stages 0 and 1, which must both exist and be on different ranks",
         ),
     ]
 )
@@ -387,9 +405,9 @@ STALE = from_csv("0F0,0F1,0B0,0UPDATE@1,0B1,0UPDATE@2\n")[0]
         (lambda: _ran([*ONE, *[Action(UPDATE, 0, WHOLE, n) for n in (1, 1)]]), None),
         (
             lambda: _ran([Action(F, 0, 0), Action(I, 0, 0), Action(UPDATE, 0, WHOLE, 1)]),
-            r"UPDATE@1 comes before W of micro-batches \[0\]",
+            r"UPDATE@1 must come after the W of micro-batches \[0\]",
         ),
-        (lambda: _ran([Action(F, 0, 0), Action(I, 0, 0)]), "no W follows for these"),
+        (lambda: _ran([Action(F, 0, 0), Action(I, 0, 0)]), "no W follows the I of these"),
         (
             lambda: _ran(
                 [*TWO[0][:3], Action(I, 0, 0), Action(UPDATE, 1, WHOLE, 1), Action(W, 0, 0)],
@@ -405,7 +423,7 @@ STALE = from_csv("0F0,0F1,0B0,0UPDATE@1,0B1,0UPDATE@2\n")[0]
         (lambda: _module(inputs=[x].__getitem__), None),
         (lambda: _module(like=((2,), torch.float32, "cpu")), None),
         (lambda: _module(inputs=[x].__getitem__, like=((2,), x.dtype, "cpu")), "either `inputs`"),
-        (lambda: Distributed([STALE], None), "1 versions old; at most 0 are allowed"),
+        (lambda: Distributed([STALE], None), r"1 weight version old; the limit \(staleness\) is 0"),
         (lambda: Distributed([STALE], None, staleness=1), None),
         (lambda: _opened(TWO), None),
         (lambda: _opened([[*TWO[0]]], built=TWO), None),  # equal lists count as the same

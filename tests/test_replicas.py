@@ -46,18 +46,18 @@ def _compared(mesh: ConnectedMesh, held: dict[str, tuple]) -> tuple[str | None, 
         # Each replica has different data, and all ranks have the same number.
         ({"tokens": (1, 1, 1, 4, 4, 4), "labels": (5, 5, 5, 6, 6, 6)}, None),
         ({"tokens": (1, 1, 1, 4, 3, 4)},
-         "rank 4 (dp=1, tp=1) differs in tokens from ranks 3, 5"),
+         "rank 4 (dp=1, tp=1) differs from ranks 3, 5 in tokens"),
         ({"tokens": (1, 8, 1, 1, 1, 1)},
-         "rank 1 (dp=0, tp=1) differs in tokens from ranks 0, 2"),
+         "rank 1 (dp=0, tp=1) differs from ranks 0, 2 in tokens"),
         ({"rate": (0.5,) * 5 + (0.25,)},
-         "rank 5 (dp=1, tp=2) differs in rate from ranks 0, 1, 2, 3, 4"),
+         "rank 5 (dp=1, tp=2) differs from ranks 0, 1, 2, 3, 4 in rate"),
         ({"rate": (0.25,) + (0.5,) * 5},
-         "rank 0 (dp=0, tp=0) differs in rate from ranks 1, 2, 3, 4, 5"),
+         "rank 0 (dp=0, tp=0) differs from ranks 1, 2, 3, 4, 5 in rate"),
         # Several ranks differ, all equally or each in a different way.
         ({"rate": (0.5, 0.5, 0.25, 0.5, 0.5, 0.25)},
-         "ranks 2, 5 differ in rate from ranks 0, 1, 3, 4"),
+         "ranks 2, 5 differ from ranks 0, 1, 3, 4 in rate"),
         ({"rate": (0.75, 0.5, 0.25, 0.5, 0.5, 0.5)},
-         "ranks 0, 2 differ in rate from ranks 1, 3, 4, 5"),
+         "ranks 0, 2 differ from ranks 1, 3, 4, 5 in rate"),
         # No majority is right.
         ({"rate": (0.5,) * 3 + (0.25,) * 3}, "ranks 0, 1, 2 and ranks 3, 4, 5 differ in rate"),
         ({"rate": (0.5, 0.25, 0.75) * 2},
@@ -65,16 +65,16 @@ def _compared(mesh: ConnectedMesh, held: dict[str, tuple]) -> tuple[str | None, 
         ({"tokens": (1, 2, 3, 1, 1, 1)},
          "rank 0 (dp=0, tp=0) and rank 1 (dp=0, tp=1) and rank 2 (dp=0, tp=2) differ in tokens"),
         ({"count": (7.0,) * 4 + (8.0,) * 2},
-         "ranks 4, 5 differ in the optimizer's step count from ranks 0, 1, 2, 3"),
+         "ranks 4, 5 differ from ranks 0, 1, 2, 3 in the optimizer's step count"),
         # The first of several tensors is named.
         ({"tokens": (1, 1, 8, 1, 1, 1), "labels": (2, 2, 8, 2, 2, 2)},
-         "rank 2 (dp=0, tp=2) differs in tokens (and 1 other tensors) from ranks 0, 1"),
+         "rank 2 (dp=0, tp=2) differs from ranks 0, 1 in tokens (and 1 other tensor)"),
         ({"labels": (2, 2, 8, 2, 2, 2), "rate": (0.5,) * 4 + (0.25,) * 2},
-         "rank 2 (dp=0, tp=2) differs in labels (and 1 other tensors) from ranks 0, 1"),
+         "rank 2 (dp=0, tp=2) differs from ranks 0, 1 in labels (and 1 other tensor)"),
         ({"count": (7.0, 9.0, 7.0, 7.0, 7.0, 7.0), "tokens": (1, 3, 1, 1, 1, 1),
           "labels": (2, 4, 2, 2, 2, 2)},
-         "rank 1 (dp=0, tp=1) differs in the optimizer's step count (and 2 other tensors) from "
-         "ranks 0, 2, 3, 4, 5"),
+         "rank 1 (dp=0, tp=1) differs from ranks 0, 2, 3, 4, 5 in the optimizer's step count "
+         "(and 2 other tensors)"),
     ],
 )  # fmt: skip
 def test_those_who_differ_are_named_against_the_most_that_agree(changes, words):
@@ -133,7 +133,7 @@ def test_each_buffer_that_several_ranks_hold_is_compared(mesh, zero, sharded, wh
         assert found == [None] * mesh.world
         return
     others = "0, 1" if mesh.world == 3 else "0, 4"
-    assert found == [f"rank 2 (dp=2) differs in {FIRST}{KINDS[what]} from ranks {others}"] * (
+    assert found == [f"rank 2 (dp=2) differs from ranks {others} in {FIRST}{KINDS[what]}"] * (
         mesh.world
     )
 
@@ -141,7 +141,7 @@ def test_each_buffer_that_several_ranks_hold_is_compared(mesh, zero, sharded, wh
 @pytest.mark.parametrize("what", KINDS)
 def test_in_the_second_of_two_shards_the_tensor_that_lies_there_is_named(what):
     mesh, second = Mesh(dp=6, dp_shard=2), "blocks.0.mlp.down.weight"
-    words = f"rank 3 (dp=3) differs in {second}{KINDS[what]} from ranks 1, 5"
+    words = f"rank 3 (dp=3) differs from ranks 1, 5 in {second}{KINDS[what]}"
     assert on_mesh(mesh, _checked, 3, torch.bfloat16, what, 3) == [words] * 6
 
 
@@ -158,7 +158,7 @@ def _muons(mesh: ConnectedMesh, what: str) -> Any:
 def test_difference_in_a_second_moment_is_attributed_past_muon_matrices():
     mesh, norm = Mesh(dp=6, dp_shard=2), "blocks.0.attention_norm.weight"
     for what, name in (("exp_avg", "blocks.0.mlp.down.weight"), ("exp_avg_sq", norm)):
-        words = f"rank 3 (dp=3) differs in {name} ({what}) from ranks 1, 5"
+        words = f"rank 3 (dp=3) differs from ranks 1, 5 in {name} ({what})"
         assert on_mesh(mesh, _muons, what) == [words] * 6
 
 

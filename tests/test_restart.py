@@ -173,7 +173,7 @@ def test_a_token_file_of_which_half_was_replaced_is_refused(tmp_path, capsys):
     assert "fingerprint" not in capsys.readouterr().err
     tokens[2**17 : 3 * 2**17] = 7
     write_token_file(config.data, tokens, vocab_size=256)
-    with pytest.raises(CheckpointError, match=r"was trained on other data: saved .*tokens.bin"):
+    with pytest.raises(CheckpointError, match=r"was trained on different data: .*tokens.bin"):
         _trainer(config)
     rewrite(
         config.out / CHECKPOINTS / "step_00000001",
@@ -184,7 +184,7 @@ def test_a_token_file_of_which_half_was_replaced_is_refused(tmp_path, capsys):
     assert words in capsys.readouterr().err
     config = _replace(config, data=config.data.rename(tmp_path / "other.bin"))
     (tmp_path / "tokens.bin.json").rename(tmp_path / "other.bin.json")
-    with pytest.raises(CheckpointError, match="was trained on other data"):
+    with pytest.raises(CheckpointError, match="was trained on different data"):
         _trainer(config)
 
 

@@ -87,18 +87,30 @@ def test_a_run_goes_on_from_its_own_state_and_says_nothing(config):
 @pytest.mark.parametrize(
     ("saved", "now", "words"),
     [
-        (TrainConfig(), OUTER, "outer replicas and optimizer None, now {'replicas': 2"),
-        (OUTER, TrainConfig(), r"outer replicas and optimizer {'replicas': 2, .*}, now None"),
-        (OUTER, dataclasses.replace(OUTER, outer=3), r"'replicas': 2, .* now {'replicas': 3"),
-        (OUTER, dataclasses.replace(OUTER, outer_lr=0.5), r"'lr': 0.7, .* now .*'lr': 0.5"),
-        (OUTER, dataclasses.replace(OUTER, outer_mix=0.5), r"'mix': 0.25, .* now .*'mix': 0.5"),
-        (TrainConfig(seed=4), TrainConfig(seed=5), "was trained with seed 4, now 5"),
-        (TrainConfig(seed=3), TrainConfig(), "was trained with seed 3, now 0"),
+        (
+            TrainConfig(), OUTER,
+            "trained with no outer optimizer, but this run has the outer settings {'replicas': 2",
+        ),
+        (
+            OUTER, TrainConfig(),
+            r"the outer settings {'replicas': 2, .*}, but this run has no outer optimizer$",
+        ),
+        (OUTER, dataclasses.replace(OUTER, outer=3), r"'replicas': 2, .* has .* {'replicas': 3"),
+        (OUTER, dataclasses.replace(OUTER, outer_lr=0.5), r"'lr': 0.7, .* run has .*'lr': 0.5"),
+        (OUTER, dataclasses.replace(OUTER, outer_mix=0.5), r"'mix': 0.25, .* run has .*'mix': 0.5"),
+        (
+            TrainConfig(seed=4), TrainConfig(seed=5),
+            "was trained with seed 4, but this run has seed 5; pass --seed 4$",
+        ),
+        (
+            TrainConfig(seed=3), TrainConfig(),
+            "was trained with seed 3, but this run has seed 0; pass --seed 3$",
+        ),
         (TrainConfig(optimizer="muon"), TrainConfig(), "optimizer muon, whose state does not fit"),
         (TrainConfig(), TrainConfig(optimizer="sgd"), "optimizer adamw, whose state does not fit"),
         (TrainConfig(optimizer="nadamw"), TrainConfig(), "optimizer nadamw, whose state does not"),
-        (PIPEDREAM, TrainConfig(pp=3), r"'schedule': 'pipedream', .*}.*, but this run uses 1f1b: "),
-        (PIPEDREAM, dataclasses.replace(PIPEDREAM, pp=2), r"'pp': 3.* uses {.*'pp': 2.*}: resume"),
+        (PIPEDREAM, TrainConfig(pp=3), r"'schedule': 'pipedream', .*}.*, but this run uses 1f1b; "),
+        (PIPEDREAM, dataclasses.replace(PIPEDREAM, pp=2), r"'pp': 3.* uses {.*'pp': 2.*}; resume"),
         (
             PIPEDREAM,
             dataclasses.replace(
@@ -191,7 +203,7 @@ def test_a_token_file_of_an_older_version_is_known_by_its_name(tokenizer, whole,
         said = "fingerprint: saved ends of the file, now whole file"
         assert differences(reader, TrainConfig(), 12) == said
         return
-    with pytest.raises(CheckpointError, match="run/step was trained on other data: saved text"):
+    with pytest.raises(CheckpointError, match="run/step was trained on different data: text"):
         check_run(reader, TrainConfig(), now)
     ends = tokenizer is None and not whole
     assert bool(differences(reader, TrainConfig(), 12)) == ends

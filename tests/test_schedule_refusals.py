@@ -51,7 +51,7 @@ VEE = lists_of("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
 STEP = with_comm(gpipe(2, 2))
 LONG = with_comm(gpipe(2, 12))
 REDUCED = lists_of("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1 1REDUCE_GRAD")
-NO_CELL = "must be an F and a B of different micro-batches to form a cell"
+NO_CELL = "must be an F and a B of different micro-batches to form an overlapped pair"
 ONE_OF = "expected one F and either one B or one I and one W"
 
 
@@ -85,7 +85,8 @@ ONE_OF = "expected one F and either one B or one I and one W"
         *[
             (
                 edit(split_backward(gpipe(1, 1)), old, f"{old}@1"),
-                f"rank 0 position {at}: {old}@1 runs on version 1, but its F read version 0",
+                f"rank 0 position {at}: {old}@1 uses version 1 of the weights, but the F of the "
+                "same micro-batch read version 0",
             )
             for at, old in enumerate(("0I0", "0W0"), 1)
         ],
@@ -95,11 +96,13 @@ ONE_OF = "expected one F and either one B or one I and one W"
         ),
         (
             lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@1"),
-            "rank 0 position 5: 0UPDATE@1 produces version 1 after version 1",
+            "rank 0 position 5: 0UPDATE@1 produces version 1 of the weights right after version 1; "
+            "versions must increase by 1",
         ),
         (
             lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@3"),
-            "rank 0 position 5: 0UPDATE@3 produces version 3 after version 1",
+            "rank 0 position 5: 0UPDATE@3 produces version 3 of the weights right after version 1; "
+            "versions must increase by 1",
         ),
         (
             lists_of("0F0 0B0 0UPDATE@1 0UPDATE@2"),
@@ -111,32 +114,32 @@ ONE_OF = "expected one F and either one B or one I and one W"
         ),
         (
             lists_of("0F0 0F1 0F2 0I0 0I1 0I2 0W1 0UPDATE@1 0W0 0W2"),
-            "rank 0 position 7: 0UPDATE@1 comes before W of micro-batches [0, 2] of stage 0",
+            "rank 0 position 7: 0UPDATE@1 must come after the W of micro-batches [0, 2] of stage 0",
         ),
         (
             [*with_update(gpipe(3, 1))[:2], gpipe(3, 1)[2]],
-            "stages 0 to 2 must have equally many updates, got [1, 1, 0]",
+            "stages 0 to 2 must have the same number of updates, got [1, 1, 0]",
         ),
         # ---- messages
         (
             edit(with_comm(VEE), "1F0", "1F0", "1SEND_F0"),
-            "1SEND_F0 is between stages 1 and 2, which must be on different ranks",
+            "1SEND_F0 connects stages 1 and 2, which must both exist and be on different ranks",
         ),
         (
             edit(with_comm(VEE), "0B0", "0B0", "0SEND_B0"),
-            "0SEND_B0 is between stages 0 and -1, which must be on different ranks",
+            "0SEND_B0 connects stages 0 and -1, which must both exist and be on different ranks",
         ),
         (
             edit(STEP, "0B0", "0B0", "0SEND_B0"),  # the last stage is on another rank
-            "0SEND_B0 is between stages 0 and -1, which must be on different ranks",
+            "0SEND_B0 connects stages 0 and -1, which must both exist and be on different ranks",
         ),
         (
             edit(STEP, "0F0", "0RECV_F0", "0F0"),
-            "0RECV_F0 is between stages 0 and -1, which must be on different ranks",
+            "0RECV_F0 connects stages 0 and -1, which must both exist and be on different ranks",
         ),
         (
             edit(with_comm(VEE), "3F0", "3F0", "3RECV_B0"),
-            "3RECV_B0 is between stages 3 and 4, which must be on different ranks",
+            "3RECV_B0 connects stages 3 and 4, which must both exist and be on different ranks",
         ),
         *[(edit(LONG, name), f"{name} must occur once, but occurs 0 times")
           for name in ("0SEND_F11", "1RECV_F11", "1SEND_B11", "0RECV_B11")],
@@ -144,28 +147,30 @@ ONE_OF = "expected one F and either one B or one I and one W"
           for name in ("0SEND_F10", "1RECV_F10", "1SEND_B10", "0RECV_B10")],
         (
             swap(swap(LONG, "1RECV_F10", "1RECV_F11"), "1F10", "1F11"),
-            "link F from rank 0 to 1: message 10 is sent as 0SEND_F10 but received as 0SEND_F11",
+            "link F from rank 0 to 1: message 10 is sent by 0SEND_F10, but the receiver expects "
+            "that of 0SEND_F11",
         ),
         (
             swap(swap(LONG, "0RECV_B3", "0RECV_B4"), "0B3", "0B4"),
-            "link B from rank 1 to 0: message 3 is sent as 1SEND_B3 but received as 1SEND_B4",
+            "link B from rank 1 to 0: message 3 is sent by 1SEND_B3, but the receiver expects that "
+            "of 1SEND_B4",
         ),
         # ---- sums over data ranks
-        (REDUCED, "stage 0: gradients of 0B0 0B1 are not reduced before the end"),
+        (REDUCED, "stage 0: the gradients of 0B0 0B1 have no REDUCE before the end"),
         (
             edit(REDUCED, "0B0", "0B0", "0REDUCE_GRAD"),
-            "stage 0: gradients of 0B1 are not reduced before the end",
+            "stage 0: the gradients of 0B1 have no REDUCE before the end",
         ),
         (
             edit(with_tie(VEE), "0B0", "0B0", "3TIE"),
-            "rank 0 position 4: 3TIE: only stages [0] have a TIE",
+            "rank 0 position 4: 3TIE: a TIE is allowed only on stages [0]",
         ),
         # ---- an action of a whole stage has no micro-batch
         *[
             (
                 [[*gpipe(1, 12)[0], Action(op, 0, 11, int(op == "UPDATE"))]],
                 f"rank 0 position 24: 0{op}11{'@1' * (op == 'UPDATE')}: {op} applies to a whole "
-                "stage, so its micro-batch must be -1",
+                "stage, so it must not have a micro-batch number",
             )
             for op in ("REDUCE", "TIE", "UPDATE")
         ],
@@ -211,8 +216,8 @@ def test_pipedream_reduces_before_each_update_and_is_p_minus_1_updates_stale(p) 
             assert (after.op == "UPDATE") == (before.op == "REDUCE")
     if p > 1:
         words = (
-            r"rank 0 position \d+: 0UPDATE@3 applies the gradient of 0B2, 2 versions old; at most "
-            "1 are allowed"
+            r"rank 0 position \d+: 0UPDATE@3 applies the gradient of 0B2, which is 2 weight "
+            r"versions old; the limit \(staleness\) is 1"
         )
         assert re.fullmatch(words, refusal(lists, staleness=p - 2))
 
@@ -314,7 +319,10 @@ def test_the_command_prints_two_ranks_and_four_micro_batches_by_default(
     ("text", "message"),
     [
         ("\n0F0,0B0", "rank 0: has no action"),  # a leading blank line is a rank
-        ("0F0,0B0\n1F0,1B0,1REDUCE_GRAD", "rank 1: 1REDUCE follows from other options; remove it"),
+        (
+            "0F0,0B0\n1F0,1B0,1REDUCE_GRAD",
+            "rank 1: 1REDUCE is added automatically, depending on other options; remove it",
+        ),
     ],
 )
 def test_a_file_is_refused_for_the_first_wrong_rank(text, message, tmp_path) -> None:

@@ -151,8 +151,8 @@ def _lost(run: _Run) -> list[tuple[Any, ...]]:
     found = []
     for line in run.lines:
         head, _, why = line.partition(": ")
-        if " is lost at clock " in head:
-            worker, clock = head.removeprefix("worker ").split(" is lost at clock ")
+        if " was lost at clock " in head:
+            worker, clock = head.removeprefix("worker ").split(" was lost at clock ")
             found.append((int(worker), int(clock), why))
     return found
 
@@ -174,8 +174,8 @@ def test_no_two_workers_ever_have_the_same_number(monkeypatch):
     run = _Run(monkeypatch, ServerPlan(timeout=LONG, **ASYNC), script, workers=[0, 1])
     given = [(1, 1), (2, 2), (3, 3), (4, 7), (5, 8), (6, 9), (7, 0)]
     assert run.answers("welcome", "worker") == given
-    assert [line for line in run.lines if "joins" in line] == [
-        f"worker {worker} joins at clock 0" for _, worker in given
+    assert [line for line in run.lines if "joined" in line] == [
+        f"worker {worker} joined at clock 0" for _, worker in given
     ]
     assert run.answers("gone", "why") == [(1, "its process ended")]
 
@@ -186,7 +186,7 @@ def test_a_worker_resumes_at_its_saved_clock_and_a_new_one_at_the_lowest(monkeyp
     run = _Run(monkeypatch, ServerPlan(timeout=LONG, **ASYNC), script, [0, 1, 4], state)
     found = run.answers("welcome", "worker", "clock")
     assert found == [(1, 4, 6), (2, 0, 5), (3, 6, 3), (4, 7, 3), (5, 1, 3)]
-    assert run.lines == [f"worker {worker} joins at clock {clock}" for _, worker, clock in found]
+    assert run.lines == [f"worker {worker} joined at clock {clock}" for _, worker, clock in found]
     assert not run.saved, "nothing is new since the checkpoint"
 
 
@@ -195,7 +195,7 @@ def test_a_worker_of_another_model_is_refused_with_both_digests(monkeypatch):
     run = _Run(monkeypatch, ServerPlan(timeout=LONG), [hello(3, 0, other)], workers=[0])
     ((visitor, why),) = run.answers("refused", "why")
     assert visitor == 3
-    assert why.endswith(f"have digest {other[:12]}, the servers' model has {DIGEST[:12]}")
+    assert why.endswith(f"is {other[:12]}, but that of the servers' model is {DIGEST[:12]}")
     assert not run.answers("welcome")
 
 
@@ -210,7 +210,7 @@ def test_the_timeout_runs_only_while_it_is_a_workers_turn(monkeypatch):
         LONG, 0.25, LONG - 0.25, 0.5,
     ]  # fmt: skip
     run = _Run(monkeypatch, ServerPlan(timeout=LONG), script, workers=[0, 1, 2])
-    why = "no message for 10 s: it died or hangs"
+    why = "no message for 10 s; the worker has died or is hanging"
     assert _lost(run) == [(2, 0, why), (1, 0, why), (0, 1, why)]
     assert run.answers("gone", "why") == [(2, why), (1, why)]
     assert run.updates == [(1, [(0, 0)])]
@@ -257,7 +257,7 @@ def test_why_workers_are_dropped_and_what_a_dropped_one_is_told(monkeypatch):
     run = _Run(monkeypatch, plan, [*start, {"op": "failed", "visitor": 1}])
     assert _lost(run) == [(0, 0, "its connection to a server failed")]
     run = _Run(monkeypatch, plan, [*start, pull(1)])
-    assert _lost(run) == [(0, 0, "it pulls again without pushing a gradient first")]
+    assert _lost(run) == [(0, 0, "it pulled again without pushing a gradient first")]
     words = "this worker was already dropped"
     late = [
         pull(1),
@@ -341,7 +341,8 @@ def test_a_run_ends_when_its_last_worker_leaves_but_not_when_it_is_lost(monkeypa
     run = _Run(monkeypatch, plan, [*lost, LONG, hello(3)])
     assert run.stopped, "somebody came in time"
     assert run.answers("over") == [(1,), (3,)]
-    with pytest.raises(TimeoutError, match=r"^no worker is left after update 0$"):
+    words = rf"^no worker is left after update 0, and none joined within {LONG:g} s$"
+    with pytest.raises(TimeoutError, match=words):
         _Run(monkeypatch, plan, [*lost, LONG, 0.25, hello(3)])
 
 

@@ -42,10 +42,13 @@ NAN, LATE = float("nan"), {"staleness": None, "joint": False}
             "staleness must be at least 0, or None, got -1",
         ),
         (lambda: ServerPlan(staleness=0, joint=False), None),
-        (lambda: ServerPlan(staleness=1), "joint updates require staleness 0, got 1"),
-        (lambda: ServerPlan(staleness=None), "joint updates require staleness 0, got None"),
+        (lambda: ServerPlan(staleness=1), "staleness must be 0 with joint=True, got 1;"),
+        (lambda: ServerPlan(staleness=None), "staleness must be 0 with joint=True, got None;"),
         (lambda: ServerPlan(compensation=-1e-9, **LATE), "compensation must be at least 0, .* -1e"),
-        (lambda: ServerPlan(compensation=1e-9), "joint updates, which have no delay; got 1e-09"),
+        (
+            lambda: ServerPlan(compensation=1e-9),
+            r"exactly 0 with joint=True \(no gradient is delayed\), got 1e-09",
+        ),
         (lambda: ServerPlan(compensation=1e-9, **LATE), None),
         (lambda: ServerPlan(clip=0.0), "clip must be positive, or None for no clipping, got 0.0"),
         (lambda: ServerPlan(clip=NAN), "clip must be positive, or None for no clipping, got nan"),
@@ -122,7 +125,7 @@ def test_as_many_servers_as_parameters_and_no_fewer_than_one() -> None:
     empty = [ParamRecord(f"p{n}", (0, 2)) for n in range(5)]
     assert sorted(len(part) for part in spread(empty, 3)) == [1, 2, 2]
     for servers in (4, 0, -1):
-        with pytest.raises(ValueError, match=rf"^expected 1 to 3 servers .* got {servers}$"):
+        with pytest.raises(ValueError, match=rf"^servers must be from 1 to 3 .* got {servers}$"):
             spread(records, servers)
 
 
@@ -249,12 +252,13 @@ def test_a_replay_adds_an_updates_terms_in_the_order_of_the_log(workers) -> None
 
 
 def test_a_log_that_no_run_could_write_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^update 2 applies a gradient of the later version 5$"):
+    words = "applies a gradient computed at the later weights version"
+    with pytest.raises(ValueError, match=rf"^update 2 {words} 5$"):
         _replayed((0, 0, 0), (1, 3, 5), (0, 1, 1))
-    with pytest.raises(ValueError, match=r"^update 1 applies a gradient of the later version 1$"):
+    with pytest.raises(ValueError, match=rf"^update 1 {words} 1$"):
         _replayed((0, 0, 1))
     for versions, number, found in (((2, 3), 1, 2), ((1, 1), 2, 1), ((1, 3), 2, 3), ((0, 1), 1, 0)):
-        words = rf"^expected version {number} in the log, got {found}$"
+        words = rf"^row {number} of the log must have version {number}, got {found}$"
         with pytest.raises(ValueError, match=words):
             _replayed((0, 0, 0), (1, 0, 0), versions=versions)
     assert log_of(iter([{"version": 1}, {"version": 2}])) == [{"version": 1}, {"version": 2}]
@@ -290,7 +294,7 @@ def test_a_worker_that_leaves_neither_waits_to_pull_nor_owes_a_gradient() -> Non
     assert not clocks.grant()
     clocks.join(1)
     assert not clocks.owes(1)
-    with pytest.raises(ValueError, match="worker 1 pushes a gradient without pulling"):
+    with pytest.raises(ValueError, match="worker 1 pushed a gradient without pulling"):
         clocks.give(1, 1, 0.0)
     clocks.ask(1)
     assert clocks.grant() == [1]
@@ -355,10 +359,14 @@ def test_a_mailbox_gives_the_first_header_and_each_once() -> None:
         *[(host, None, None) for host in ("localhost", "::1", "127.0.0.1", "127.9.0.1")],
         *[("127.0.0.1", name, None) for name in ("lo", "lo0")],
         *[
-            (host, "eth7", f"=eth7 would open sockets to the network, but the store on {host} is")
+            (
+                host,
+                "eth7",
+                f"=eth7 would open sockets on the network, but the store on {host} is only for",
+            )
             for host in ("localhost", "::1", "127.0.0.1", "127.9.0.1")
         ],
-        ("", None, "^the store on every address is open to the network; use 127.0.0.1"),
+        ("", None, "^the store on every address is open to the network; .*, so use 127.0.0.1$"),
         *[
             (host, None, f"^the store on {host} is open to the network")
             for host in ("0.0.0.0", "::", "here", "10.1.2.3", "fe80::7")

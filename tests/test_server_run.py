@@ -53,16 +53,19 @@ def test_a_log_comes_back_whole_but_for_a_last_line_that_was_cut(tmp_path):
     ("text", "words"),
     [
         (None, "cannot be read: No such file or directory"),
-        ("", "is not a log of updates: not enough values"),
+        ("", "is not a log of updates: it has no complete line"),
         ("{\n", "is not a log of updates: "),
-        ("[1]\n", "is not a log of updates: a line is not an update"),
-        ('{"servers": 1}\n', "is not a log of updates: 'threads'"),
-        ('{"threads": 1}\n', "is not a log of updates: 'servers'"),
+        ("[1]\n", "is not a log of updates: a line has the wrong fields"),
+        ('{"servers": 1}\n', "is not a log of updates: a line has the wrong fields"),
+        ('{"threads": 1}\n', "is not a log of updates: a line has the wrong fields"),
         (
             '{"threads": 1, "servers": 1}\n{"version": 1}\n',
-            "is not a log of updates: a line is not",
+            "is not a log of updates: a line has the wrong fields",
         ),
-        ('{"threads": 1, "servers": 1}\n3\n', "is not a log of updates: "),
+        (
+            '{"threads": 1, "servers": 1}\n3\n',
+            "is not a log of updates: a line has the wrong fields",
+        ),
     ],
 )
 def test_what_is_no_log_is_refused_with_its_name(tmp_path, text, words):
@@ -331,15 +334,22 @@ def test_a_replay_says_what_it_has_repeated_and_how_much_differs(tmp_path, monke
         first = min(names, key=shards.index)
         assert (code, found["equal"]) == (1, False)
         assert err == (
-            f"warpweave: {len(names)} tensors differ from {reader.path}; the first is {first}"
+            f"warpweave: the replay differs from {reader.path} in {len(names)} "
+            f"tensor{'s' * (len(names) == 2)}; the first is {first}"
         )
 
 
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("servers", "run is not a run of 3 parameter servers"),
-        ("no servers", "run is not a run of 2 parameter servers"),
+        (
+            "servers",
+            "run: the update log is of 3 parameter servers, but config.toml has server = 2",
+        ),
+        (
+            "no servers",
+            "run: the update log is of 2 parameter servers, but config.toml has server = 0",
+        ),
         ("short", "step_00000003 has 3 updates, but the log has 2"),
         ("no log", "updates.jsonl cannot be read"),
         ("no options", "config.toml cannot be read"),
@@ -408,7 +418,7 @@ def test_a_run_says_who_trains_how_much_and_starts_in_what_is_prepared(
     assert seen["watch"] == (config, device, (servers._rank, backend, early))
     assert seen["env"]["GLOO_SOCKET_IFNAME"] == "mine"
     assert (seen["spread"], seen["at"]) == ((["a", "b"], 2), "127.0.0.1")
-    said = f"2 servers and 3 workers ({device}), staleness 5; 24 sequences per worker and step"
+    said = f"servers: 2, workers: 3 ({device}), staleness 5; 24 sequences per worker per step"
     assert capsys.readouterr().err.strip() == f"warpweave: {said}"
 
 

@@ -26,7 +26,7 @@ def test_silent_ranks_are_named_in_order_by_a_rank_or_by_its_launcher(monkeypatc
         store.set(f"failed/{rank}", "lost")
     said = sessions[1].explain(RuntimeError(LOST))
     words = "; ".join(
-        f"no heartbeat from rank {r} (tp={r}): it died or hangs before its first step"
+        f"no heartbeat from rank {r} (tp={r}): it died or is hanging before its first step"
         for r in (2, 10, 11)
     )
     if launched:

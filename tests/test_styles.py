@@ -450,11 +450,12 @@ def _said(family: str, sizes: dict, more: dict) -> dict:
     names = ("attn", "mlp") if family == "gpt2" else ("self_attn", "mlp")
     base, layers = ("transformer", "h") if family == "gpt2" else ("model", "layers")
     for layer in range(LAYERS):
-        ways = (f"{n} columns and a row over 2" if "tp" in sizes else "tokens" for n in columns)
+        words = "column-parallel + 1 row-parallel layers over 2 ranks"
+        ways = (f"{n} {words}" if "tp" in sizes else "tokens" for n in columns)
         for name, suffix, how in zip(names, ("Attention", "MLP"), ways):
             said[f"{base}.{layers}.{layer}.{name}"] = f"{kind}{suffix}", True, how
         if "hidden_act" in more:
-            why = "its activation is not one of ours"
+            why = "it has several activations, or one that warpweave does not support"
             said[f"{base}.{layers}.{layer}.mlp"] = f"{kind}MLP", False, why
     if "tp" in sizes and family != "gemma3":  # its embedding does more than look up
         embedding = f"{base}.wte" if family == "gpt2" else f"{base}.embed_tokens"
@@ -487,19 +488,19 @@ def test_what_a_style_cannot_do_is_one_line(two):
         "ColwiseParallel: 1 output features are not divisible by 2 ranks",
         "ColwiseParallel shards Linear or Embedding, not LayerNorm",
         "ColwiseParallel: output_layouts cannot be P(sum)",
-        "ColwiseParallel: input_layouts S(2) is not a dim of a tensor with 2 dims",
-        "RowwiseParallel: output_layouts S(-3) is not a dim of a tensor with 2 dims",
+        "ColwiseParallel: input_layouts S(2) is out of range for a tensor with 2 dims",
+        "RowwiseParallel: output_layouts S(-3) is out of range for a tensor with 2 dims",
         "3 tokens (dim 0 of x) are not divisible by the 2 tensor-parallel ranks",
-        "ColwiseParallel: input_layouts S(0): 3 is not divisible by 2 ranks",
-        "ColwiseParallel: input_layouts S(-1): 5 is not divisible by 2 ranks",
+        "ColwiseParallel: input_layouts S(0): size 3 of this dim is not divisible by 2 ranks",
+        "ColwiseParallel: input_layouts S(-1): size 5 of this dim is not divisible by 2 ranks",
         "ColwiseParallel shards Linear or Embedding, not Own",
         "RowwiseParallel shards Linear or Embedding, not Own",
         "an embedding with max_norm, scale_grad_by_freq or sparse cannot be sharded",
-        "SequenceParallel: S(1) is the feature dim of a tensor with 2 dims",
-        "SequenceParallel: sequence_dim S(2) is not a dim of a tensor with 2 dims",
+        "SequenceParallel: S(1) shards the feature dim of a tensor with 2 dims",
+        "SequenceParallel: sequence_dim S(2) is out of range for a tensor with 2 dims",
         "Linear: x[3, 4] has 2 dims, but sequences are sharded along dim 1 of a 3-D",
         "Linear: x[3, 4] has 2 dims, but sequences are sharded along dim 1 of a 3-D",
-        "5 tokens are not divisible by 2, as sequence parallelism requires",
+        "the number of tokens must be divisible by 2 for sequence parallelism, got 5",
     )
     for rank in two:
         for said, words in zip(rank["said"], wanted, strict=True):

@@ -92,7 +92,12 @@ OTHERS = {  # one more word, of a module or parameter that may not exist, and th
     "a column outside": ("head", "colwise", "head: colwise has no counterpart", True),
     "a row outside": ("base.embed", "rowwise", "base.embed: rowwise has no counterpart", True),
     "experts' own": ("base.layers.*.mlp.experts", "moe_tp_experts", "has no counterpart", False),
-    "a parameter": ("base.layers.*.mlp.w", "colwise", "w: a parameter has no counterpart", False),
+    "a parameter": (
+        "base.layers.*.mlp.w",
+        "colwise",
+        "w: the tp_plan shards a single parameter, ",
+        False,
+    ),
     "packed": ("base.layers.*.mlp.w", "packed_colwise", "packed_colwise has no counte", False),
 }
 
@@ -126,7 +131,7 @@ def test_parameters_inside_a_sharded_module_must_be_in_the_plan():
     assert styles._words(beside, False, "") == wanted(False, "")
     for empty in ({}, None):
         model.tp_plan = empty
-        with pytest.raises(ValueError, match=r"^Model has no tp_plan: use warpweave.hf.apply"):
+        with pytest.raises(ValueError, match=r"^Model has no tp_plan; use warpweave.hf.apply"):
             styles._words(model, False, "")
 
 
@@ -229,7 +234,10 @@ def _rows(mesh) -> None:
         assert vocabulary.group is mesh.group("tp")
         assert vocabulary._replace(cut=False).group is None
         for other in (size - 1, size + 1, each):
-            with pytest.raises(ValueError, match=f"^expected {size} rows, .*, got {other}$"):
+            words = (
+                f"^the bias or LoRA weight of the sharded head must have {size} rows, got {other}$"
+            )
+            with pytest.raises(ValueError, match=words):
                 vocabulary.own_rows(torch.ones(other, 2))
 
 
@@ -309,7 +317,9 @@ def test_only_attention_of_warpweave_and_known_feed_forwards_are_sharded(monkeyp
     model.model.layers[0].mlp.act_fn = nn.Tanh()
     parts, kept = structure.find_parts(model, inputs, 2)
     assert [part.kind for part in parts] == ["attention"]
-    assert kept == {"model.layers.0.mlp": "its activation is not one of ours"}
+    assert kept == {
+        "model.layers.0.mlp": "it has several activations, or one that warpweave does not support"
+    }
     assert [part.kind for part in structure.find_parts(model, inputs, 1)[0]] == ["attention"]
     with pytest.raises(
         ValueError, match=r"layers.0.self_attn: 2 query heads are not divisible by tp"

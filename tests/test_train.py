@@ -308,7 +308,8 @@ def test_resuming_a_finished_run_repeats_the_result_and_writes_nothing_new(tmp_p
     assert again == first | {"tokens_per_second": 0.0}
     assert _rows(config.out) == rows
     assert os.stat(manifest).st_mtime_ns == stamp
-    assert "has completed all 2 steps: nothing to train" in capsys.readouterr().err
+    said = f"nothing to train, evaluating {first['checkpoint']} only: the run has completed all 2"
+    assert f"{said} steps\n" in capsys.readouterr().err
     # With more steps it goes on, and says that the schedule is now another one.
     longer = _trainer(_replace(config, resume=True, steps=3, lr=0.01)).run()
     assert longer["steps"] == 3
@@ -364,8 +365,8 @@ def test_a_resume_that_is_another_run_is_refused(tmp_path):
             {"width": 32, "heads": 4},
             "a different config; heads: saved 2, now 4; width: saved 16, now",
         ),
-        ({"data": other}, "was trained on other data: saved .*text .* now .*other"),
-        ({"seed": 3}, "was trained with seed 0, now 3"),
+        ({"data": other}, "was trained on different data: .*text .*, but this run uses .*other"),
+        ({"seed": 3}, "was trained with seed 0, but this run has seed 3; pass --seed 0$"),
     ):
         with pytest.raises(CheckpointError, match=words) as caught:
             _trainer(_replace(config, resume=True, **changes))
@@ -393,8 +394,8 @@ def test_a_resume_on_other_validation_data_is_announced(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("tokenizer", "what"),
-    [({"tokenizer": "bytes"}, "other tokens (tokenizer bytes, now cccccccccccc)"),
-     ({"tokenizer": 20 * "c"}, "other data"), ({}, "other data")],
+    [({"tokenizer": "bytes"}, "different tokens (tokenizer was bytes, is now cccccccccccc)"),
+     ({"tokenizer": 20 * "c"}, "different data"), ({}, "different data")],
 )  # fmt: skip
 def test_another_tokenizer_is_not_taken_for_another_text(tokenizer, what):
     saved = {"name": "text", "fingerprint": 20 * "a"} | tokenizer
@@ -403,7 +404,7 @@ def test_another_tokenizer_is_not_taken_for_another_text(tokenizer, what):
     with pytest.raises(CheckpointError) as caught:
         check_run(reader, TrainConfig(data="text"), now)
     assert str(caught.value) == (
-        f"run was trained on {what}: saved text (aaaaaaaaaaaa), now text (bbbbbbbbbbbb)"
+        f"run was trained on {what}: text (aaaaaaaaaaaa), but this run uses text (bbbbbbbbbbbb)"
     )
 
 
@@ -575,8 +576,8 @@ def test_nan_on_one_rank_stops_all_and_names_step_and_rank(tmp_path, where, axis
     assert first == second
     message, untouched, step = first
     assert message == (
-        f"{where} is nan at step 3, first seen on rank {rank}, but not when the step was run "
-        "again; the weights were not updated, "
+        f"{where} is nan at step 3, first seen on rank {rank}; a rerun did not reproduce it; "
+        "the weights were not updated; "
         f"the last good checkpoint is {config.out}/checkpoints/step_00000002"
     )
     assert untouched
@@ -636,8 +637,8 @@ def test_a_validation_loss_that_is_no_number_stops_the_run(tmp_path, monkeypatch
     monkeypatch.setattr(trainer.engine, "evaluate", lambda *_: torch.tensor(math.inf))
     with pytest.raises(
         TrainingStopped,
-        match=r"validation loss is inf at step 1, first seen on "
-        r"no single rank, but not when the step was run again; the last good .*step_00000001",
+        match=r"validation loss is inf at step 1, not seen on any single rank; "
+        r"a rerun did not reproduce it; the last good .*step_00000001",
     ):
         trainer.run()  # fmt: skip
 
@@ -716,8 +717,8 @@ def test_early_stop_keeps_the_best_checkpoint_and_its_count_across_a_resume(tmp_
     assert (result["steps"], result["val_loss"], result["stopped"]) == (8, 2.0, "early")
     assert (result["lowest_val_loss"], result["lowest_step"]) == (2.0, 4)
     err = capsys.readouterr().err
-    assert "the run stopped early at step 8: 2 evaluations did not lower the validation loss of " \
-        "2.0000 at step 4" in err  # fmt: skip
+    assert "the run stopped early at step 8, after 2 evaluations without a validation loss below " \
+        "2.0000 (step 4)" in err  # fmt: skip
     shown = [line.split(": ", 1)[1] for line in err.split("\n") if ": validation loss" in line]
     assert shown == [f"step {at}: validation loss {LOSSES[at]:.4f}" for at in (2, 4, 6, 8)]
     kept = sorted(path.name for path in (config.out / "checkpoints").glob("step*"))
@@ -725,7 +726,7 @@ def test_early_stop_keeps_the_best_checkpoint_and_its_count_across_a_resume(tmp_
     rows, resumed = _rows(config.out), _replace(config, resume=True)
     assert [row["step"] for row in rows if "val_loss" in row] == [2, 4, 6, 8]
     assert _with_losses(resumed).run() == result | {"tokens_per_second": 0.0}
-    assert "step_00000008 stopped early at step 8" in capsys.readouterr().err
+    assert "step_00000008 only: the run stopped early at step 8" in capsys.readouterr().err
     assert _rows(config.out) == rows
     interrupted = _config(tmp_path, out=tmp_path / "b", steps=12, keep=1, early_stop=2,
                           layers=1)  # fmt: skip
@@ -901,7 +902,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
         train.main(_arguments(config))
     assert caught.value.code == 2
     said = capsys.readouterr().err.strip()
-    assert said == f"warpweave: --out {config.out} cannot be written: Not a directory"
+    assert said == f"warpweave: --out {config.out} cannot be written to: Not a directory"
 
 
 def test_two_jobs_cannot_share_a_folder(tmp_path, capsys):
@@ -909,7 +910,7 @@ def test_two_jobs_cannot_share_a_folder(tmp_path, capsys):
     with locked(config.out), pytest.raises(SystemExit) as caught:
         train.main(_arguments(config))
     assert caught.value.code == 2
-    assert f"another job is training into {config.out}" in capsys.readouterr().err
+    assert f"another job is writing to {config.out}" in capsys.readouterr().err
     with contextlib.ExitStack() as stack:  # the folder is available again
         stack.enter_context(locked(config.out))
 
@@ -933,5 +934,5 @@ def test_a_resume_on_a_file_whose_contents_have_changed_is_refused(tmp_path):
     config = _config(tmp_path)
     _one_step(config)
     config.data.write_bytes(config.data.read_bytes()[::-1])
-    with pytest.raises(CheckpointError, match=r"was trained on other data: saved .*text"):
+    with pytest.raises(CheckpointError, match=r"was trained on different data: .*text"):
         _trainer(_replace(config, resume=True))

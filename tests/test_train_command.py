@@ -196,7 +196,7 @@ def test_an_elastic_run_is_refused_under_torchrun(command, monkeypatch, capsys):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert _ends(TrainConfig(elastic=1, dp=2)) == 2
-    words = "--elastic needs warpweave train; run it without torchrun"
+    words = "--elastic 1 starts its own ranks; run it without torchrun"
     assert capsys.readouterr().err.strip() == f"warpweave: {words}"
 
 

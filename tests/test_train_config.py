@@ -98,7 +98,7 @@ PLAN = {
 @pytest.mark.parametrize("name", ONE_RANK)
 def test_workers_of_servers_are_one_rank_each_that_only_trains(name):
     value = ONE_RANK[name]
-    with pytest.raises(ValueError, match=f"^--server does not support {name} = {value}: each"):
+    with pytest.raises(ValueError, match=f"^--server does not support {name} = {value}; leave"):
         _ = TrainConfig(server=1, **{name: value}).server_plan
     assert TrainConfig(**{name: value}).server_plan is None
 
@@ -120,13 +120,19 @@ def test_the_plans_fields_are_refused_of_workers_or_are_their_micro_batches():
     ("changes", "words"),
     [
         ({"tiles": Path("x.json")}, "--server workers do not read tile tables"),
-        ({"compensation": 0.5}, "compensation = 0.5 corrects delayed gradients"),
+        (
+            {"compensation": 0.5},
+            "compensation = 0.5 needs delayed gradients, but staleness is 0; pass",
+        ),
         ({"compensation": 0.5, "staleness": 1}, None),
         ({"compensation": 0.5, "staleness": "unbounded"}, None),
         ({"staleness": "unbounded"}, None),
         ({"dtype": "fp16"}, "dtype = fp16 needs loss scaling"),
         *(({"dtype": dtype}, None) for dtype in ("fp32", "bf16", "fp64", None)),
-        ({"optimizer": "muon"}, "--server needs elementwise updates, not optimizer = muon"),
+        (
+            {"optimizer": "muon"},
+            "--server supports only elementwise optimizers, got optimizer = muon",
+        ),
         *(({"optimizer": rule}, None) for rule in ("adamw", "nadamw", "sgd")),
         ({"dp": 4}, None),
     ],
@@ -149,7 +155,7 @@ def test_what_servers_can_do_is_told_before_they_start(changes, words):
     ],
 )
 def test_options_of_servers_need_servers(changes, words):
-    with pytest.raises(ValueError, match=f"^{words} to parameter servers only: pass --server$"):
+    with pytest.raises(ValueError, match=f"^{words} to parameter servers only; pass --server$"):
         _ = TrainConfig(**changes).server_plan
 
 
@@ -210,12 +216,12 @@ def test_settings_hold_each_option_that_a_resumed_run_must_have():
     ("changes", "what"),
     [
         ({"outer": 2}, "outer = 2"),
-        ({"outer_lr": 0.5}, "outer lr = 0.5"),
-        ({"outer_momentum": 0.5}, "outer momentum = 0.5"),
-        ({"outer_delay": 1}, "outer delay = 1"),
-        ({"outer_mix": 0.5}, "outer mix = 0.5"),
-        ({"outer_warmup": 4}, "outer warmup = 4"),
-        ({"fragments": 2}, "outer fragments = 2"),
+        ({"outer_lr": 0.5}, "outer_lr = 0.5"),
+        ({"outer_momentum": 0.5}, "outer_momentum = 0.5"),
+        ({"outer_delay": 1}, "outer_delay = 1"),
+        ({"outer_mix": 0.5}, "outer_mix = 0.5"),
+        ({"outer_warmup": 4}, "outer_warmup = 4"),
+        ({"fragments": 2}, "fragments = 2"),
         ({"outer": 3, "outer_mix": 0.5}, "outer = 3"),
         ({}, None),
     ],
@@ -225,7 +231,9 @@ def test_an_option_of_an_outer_optimizer_needs_one(changes, what):
     if what is None:
         assert TrainConfig().outer_rule is None
         return
-    with pytest.raises(ValueError, match=f"^{what} requires --outer-every, the steps between"):
+    with pytest.raises(
+        ValueError, match=f"^{what} requires --outer-every, the number of steps between"
+    ):
         _ = TrainConfig(**changes).outer_rule
 
 

@@ -196,10 +196,10 @@ def test_rows_replace_those_of_their_key_only(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "there is none: pass --dry --target sm_90 to only list the tiles that compile"),
+        ([], "there is none; pass --dry --target sm_90 to only list the tiles that compile"),
         (
             ["--dry", "--output", "x.json"],
-            "--dry does not write a table: leave out --output x.json",
+            "--dry does not write a table; leave out --output x.json",
         ),
         (["--head-dims", "64", "257"], "head dims must be 1..256, got [257]"),
         (["--steps", "0"], "steps must be 1 or 2, got 0"),

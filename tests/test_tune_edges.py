@@ -374,7 +374,7 @@ def test_dry_run_compiles_for_its_target_and_stops_after_its_minutes(monkeypatch
     every = [Problem("gemm", "bf16", kind) for kind in KINDS]
     assert asked == [(p, TARGETS["sm_89"], 2, ("sm_89", p, tried)) for p in every]
     assert (found["dry"], found["target"], found["tuned"]) == (True, "sm_89", 0)
-    assert found["device"] == f"{TARGETS['sm_89'].name}, compiled for, not run on"
+    assert found["device"] == f"{TARGETS['sm_89'].name} (compiled for it, not run on it)"
     assert [row["problem"] for row in found["rows"]] == [str(p) for p in every]
     clock = itertools.count(0.0, 50.0)
     monkeypatch.setattr(command, "time", SimpleNamespace(perf_counter=lambda: next(clock)))

@@ -148,7 +148,9 @@ def test_faults_are_named_and_float64_may_spill() -> None:
     assert fault([spilled], FWD, 16) == ""
     assert fault([spilled], Problem("gemm", "fp64", "large")) == ""
     none = dataclasses.replace(GOOD, occupancy=0, shared=250_000)
-    too_much = "250000 bytes of shared memory and 128 registers"
+    too_much = (
+        "does not fit on a multiprocessor (250000 bytes of shared memory, 128 registers per thread)"
+    )
     assert fault([none], FWD) == fault([none], FWD, 16) == too_much
     assert fault("CompilationError", FWD) == "CompilationError"
     assert target_of(90) == "sm_90"

@@ -542,14 +542,15 @@ def test_nothing_is_left_behind() -> None:
 def test_what_cannot_be_cut_and_what_is_missing_is_said_in_one_line() -> None:
     for cp in (2, 4):  # Ulysses over all of the axis, and over a part of it
         with pytest.raises(
-            ValueError, match=r"^ulysses = 2: the typechecker has a single context axis"
+            ValueError,
+            match=r"^ulysses must be 1, got 2: the typechecker has a single context axis",
         ):
             typecheck(PRESETS["toy"], Mesh(cp=cp, ulysses=2))
     with pytest.raises(ValueError, match=r"kv_heads \(8\) is not divisible by tp \(3\)"):
         typecheck(GPT2, Mesh(tp=3))
     with (
         mock.patch.dict(sys.modules, {"spmd_types.types": None}),
-        pytest.raises(ImportError, match="needs spmd_types: install the extra `typecheck`"),
+        pytest.raises(ImportError, match="needs spmd_types; install the extra `typecheck`"),
     ):
         typecheck(GPT2, Mesh(tp=2))
 

@@ -298,7 +298,8 @@ def _pair(name: str, **changes: Any) -> tuple[ParamRecord, nn.Parameter]:
     [
         (
             lambda: make_unit("u", [_pair("a"), _pair("b", sum_over="dp")], single()),
-            r"^unit u needs gradients summed over one axis, got \['data', 'dp'\]$",
+            r"^unit u needs all its gradients summed over the same mesh axis, got "
+            r"\['data', 'dp'\]$",
         ),
         (lambda: _bn(bias=torch.zeros(2)), r"\] and bias\[C\], got x\[2, 3\] and bias\[2\]$"),
         (lambda: _bn(torch.zeros(3, 1)), r"weight\[C\], got x\[2, 3\] and weight\[3, 1\]$"),
@@ -318,7 +319,7 @@ def _bn(weight: torch.Tensor | None = None, bias: torch.Tensor | None = None) ->
 
 
 def _of_replicas(mesh: ConnectedMesh) -> None:
-    words = "^unit u: ordered sums do not support hybrid sharding"
+    words = "^unit u: the ordered reduction of gradients does not support hybrid sharding"
     for zero in range(4):
         check(
             lambda zero=zero: make_unit("u", [_pair("a")], mesh, zero=zero, ordered=True),

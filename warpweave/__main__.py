@@ -15,14 +15,14 @@ _USAGE = """usage: warpweave COMMAND [OPTIONS]
 
 commands:
   train        train a GPT on text, on any mesh (warpweave train --help)
-  prove        show that a mesh computes the same as one plain device (warpweave prove --help)
+  prove        show that a mesh computes the same results as one device (warpweave prove --help)
   plan         find the fastest layouts of a model on given GPUs (warpweave plan --help)
-  doctor       check this machine: kernels, links, axes (warpweave doctor --help)
+  doctor       check this machine: kernels, GPU links, mesh axes (warpweave doctor --help)
   collectives  measure all-reduce algorithms (warpweave collectives --help)
   replay       repeat a parameter-server run bit for bit (warpweave replay --help)
   sample       generate text with a trained model (warpweave sample --help)
   export       write a trained model for Hugging Face transformers (warpweave export --help)
-  tune         measure tiles on this GPU and write the best to a table (warpweave tune --help)
+  tune         time kernel tiles on this GPU and write the best to a table (warpweave tune --help)
 
 Every command prints its result as one JSON object on the last line."""
 

@@ -184,7 +184,9 @@ def check_documents(documents: torch.Tensor, q: torch.Tensor, *, apart: bool = F
     With `apart`, keys may have separate boundaries.
     """
     if not isinstance(documents, torch.Tensor):
-        raise ValueError(f"documents must be a tensor of boundaries, got {documents!r}")
+        raise ValueError(
+            f"documents must be a tensor of cumulative boundaries (cu_seqlens), got {documents!r}"
+        )
     choose("torch", q, documents)  # one device
     if documents.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"documents must be int32 or int64, got {documents.dtype}")
@@ -192,7 +194,7 @@ def check_documents(documents: torch.Tensor, q: torch.Tensor, *, apart: bool = F
     allowed = [(), (B,), (B, 2)] if apart else [(), (B,)]
     if shape[-1:] < (1,) or shape[:-1] not in allowed:
         words = " or ".join(f"[{', '.join([*map(str, each), 'n + 1'])}]" for each in allowed)
-        raise ValueError(f"documents must have the shape {words}, got {shape}")
+        raise ValueError(f"documents must have the shape {words} for n documents, got {shape}")
 
 
 def check_boundaries(options: AttentionOptions, queries: int, keys: int) -> None:
@@ -256,8 +258,7 @@ def _end(runs: Sequence[Run] | None, rows: int) -> int:
 def _boundaries_of_each(documents: torch.Tensor) -> str:
     return (
         f"documents must be boundaries, not one document id for each of the {documents.shape[-1]} "
-        f"tokens, got {[*documents.shape]}; to pass exactly that many boundaries, repeat the last "
-        "one"
+        f"tokens, got {[*documents.shape]}; if they are boundaries, append the last one once more"
     )
 
 
@@ -303,7 +304,8 @@ def check_attention(
         )
     if sinks is not None and (sinks.shape != q.shape[2:3] or not sinks.is_floating_point()):
         raise ValueError(
-            f"sinks must be floating of shape ({Hq},), got {sinks.dtype} {tuple(sinks.shape)}"
+            f"sinks must have a float dtype and shape ({Hq},), got {sinks.dtype} "
+            f"{tuple(sinks.shape)}"
         )
 
 
@@ -373,8 +375,8 @@ def check_carried(
         raise ValueError(f"`into` must be (o, lse), got {type(into).__name__} of {len(into)}")
     if sinks is not None or out_dtype is not None:
         raise ValueError(
-            "`into` cannot be combined with `sinks` or `out_dtype`: start lse from the sinks "
-            "instead"
+            "`into` cannot be combined with `sinks` or `out_dtype`; to include sinks, "
+            "initialize `into` with o = 0 and lse = sinks"
         )
     o, lse = into
     choose("torch", q, o, lse)

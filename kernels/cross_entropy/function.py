@@ -70,7 +70,10 @@ def cross_entropy(
     impl = choose(impl, logits, labels)
     size = check_logits(logits, labels, 0, vocab_size)
     if size > logits.shape[1]:
-        raise ValueError(f"vocab_size must be at most the {logits.shape[1]} columns, got {size}")
+        raise ValueError(
+            f"vocab_size must be at most {logits.shape[1]}, the number of columns of logits, got "
+            f"{size}"
+        )
     vocabulary = Vocabulary(0, size, ignore_index, label_smoothing, z_loss, impl)
     losses = CrossEntropy.apply(logits, labels, vocabulary, LOCAL)
     if reduction == "none":

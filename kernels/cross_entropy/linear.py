@@ -280,7 +280,7 @@ def head_loss(
     """
     if recompute is False and reduction == "none":
         raise ValueError(
-            "recompute=False needs the same incoming gradient for every token: pass "
+            "recompute=False needs the same incoming gradient for every token; pass "
             'reduction="mean" or reduction="sum"'
         )
     if recompute is None:

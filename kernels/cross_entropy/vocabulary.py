@@ -106,7 +106,8 @@ def check_logits(logits, labels, vocab_start: int, vocab_size: int | None) -> in
         )
     if labels.dtype != torch.int64 or not logits.dtype.is_floating_point:
         raise ValueError(
-            f"labels must be int64 and logits floating, got {labels.dtype} and {logits.dtype}"
+            f"labels must be int64 and logits must have a float dtype, got {labels.dtype} and "
+            f"{logits.dtype}"
         )
     size = vocab_start + logits.shape[1] if vocab_size is None else vocab_size
     if vocab_start < 0 or size < 1:

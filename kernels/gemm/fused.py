@@ -53,7 +53,8 @@ def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) 
         raise ValueError(f"a and b must have the same float dtype, got {a.dtype} and {b.dtype}")
     if bias is not None and (bias.shape != b.shape[1:] or bias.dtype not in FLOATS):
         raise ValueError(
-            f"bias must be a float [N] for b[K, N] = {[*b.shape]}, got {bias.dtype} {[*bias.shape]}"
+            f"bias must be [N] with a float dtype for b[K, N] = {[*b.shape]}, got {bias.dtype} "
+            f"{[*bias.shape]}"
         )
 
 

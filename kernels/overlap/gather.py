@@ -311,7 +311,7 @@ def gathered(
     whole = x.new_empty(world * S, K)
     if whole.numel() == 0:
         if K == 0 and S:
-            raise ValueError(f"{name} needs K >= 1, got x {[*x.shape]}")
+            raise ValueError(f"{name} needs x[S, K] with K >= 1, got {[*x.shape]}")
         return whole
     parts = -(-S // tile.m)
     memory = memory.fitting(name, x.device, parts, x.numel() * x.element_size())

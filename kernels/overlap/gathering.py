@@ -55,7 +55,7 @@ def check_fusing(impl: str | None) -> None:
     """Raise ValueError unless `impl`, once chosen, is Triton: only its kernels gather."""
     if impl == "torch":
         raise ValueError(
-            "overlap='fused' needs Triton's kernels, got impl='torch' (the default on a CPU): pass "
+            "overlap='fused' needs Triton's kernels, got impl='torch' (the default on a CPU); pass "
             "impl='triton', or a different overlap"
         )
 

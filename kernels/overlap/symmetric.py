@@ -131,7 +131,10 @@ class SymmetricMemory:
         synchronize again.
         """
         epoch, source, slot, theirs, own = self.error.tolist()
-        where = f"{Signature.of(own).name} on rank {self.rank} of {self.world}, epoch {epoch}"
+        where = (
+            f"{Signature.of(own).name} on rank {self.rank} of {self.world}, operation {epoch} on "
+            "this symmetric memory"
+        )
         if theirs != own:
             raise ValueError(
                 f"{where}: rank {source} runs {Signature.of(theirs)}, but this rank runs "
@@ -139,7 +142,8 @@ class SymmetricMemory:
             )
         if epoch:
             raise TimeoutError(
-                f"{where}: rank {source} did not publish part {slot} within {self.polls} polls"
+                f"{where}: timed out after {self.polls} polls for part {slot} from rank {source}; "
+                "check whether that rank failed or is late"
             )
 
     def settle(self) -> None:
@@ -169,7 +173,8 @@ class SymmetricMemory:
         if slots > self.slots or size > self.capacity:
             raise ValueError(
                 f"{name} on rank {self.rank} of {self.world} needs {slots} parts and {size} "
-                f"bytes of symmetric memory, but it has {self.slots} and {self.capacity}"
+                f"bytes of symmetric memory, but this memory has {self.slots} parts and "
+                f"{self.capacity} bytes"
             )
         return self
 

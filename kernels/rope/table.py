@@ -38,7 +38,8 @@ def rope_table(
     check_integers("positions", positions)
     if rotary_dim % 2 or rotary_dim < 1 or positions.ndim != 1:
         raise ValueError(
-            f"need an even head_dim and positions[S], got {rotary_dim} and {[*positions.shape]}"
+            "rotary_dim must be even and at least 2, and positions must be [S], got "
+            f"{rotary_dim} and {[*positions.shape]}"
         )
     if not theta > 1:
         raise ValueError(f"theta must be greater than 1, got {theta}")

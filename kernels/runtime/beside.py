@@ -50,8 +50,9 @@ def beside_dtensors(*activations: str) -> Callable[[Callable[P, R]], Callable[P,
                 x = bound.arguments.get(which)
                 if isinstance(x, torch.Tensor) and not is_dtensor(x):
                     raise ValueError(
-                        f"{name} got a plain {which} next to a DTensor: pass {which} as a DTensor "
-                        "as well (DTensor.from_local with its placements)"
+                        f"{name} got a plain tensor for {which} together with a DTensor; pass "
+                        f"{which} as a DTensor too (DTensor.from_local with the placements of "
+                        f"{which})"
                     )
             mesh = next(x for x in tensors if is_dtensor(x)).device_mesh
             bound.arguments = tree_unflatten([as_dtensor(x, mesh) for x in leaves], tree)

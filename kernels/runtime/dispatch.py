@@ -87,7 +87,7 @@ def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
         elif tensor.device != device:
             raise ValueError(f"all tensors must be on one device, got {device} and {tensor.device}")
     if device is None:
-        raise ValueError("choose() needs at least one tensor")
+        raise ValueError("expected at least one tensor, got none")
     if impl == "torch" or (impl is None and device.type != "cuda"):
         return "torch"
     if not HAS_TRITON:
@@ -98,7 +98,7 @@ def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
         return "triton"
     if device.type == "cpu":
         raise ValueError(
-            'impl="triton" on CPU tensors needs Triton\'s interpreter: set TRITON_INTERPRET=1 '
+            'impl="triton" on CPU tensors needs Triton\'s interpreter; set TRITON_INTERPRET=1 '
             'before importing warpweave, or pass impl="torch"'
         )
     raise ValueError(
@@ -127,7 +127,7 @@ def refuse_tangents(name: str, *given: object) -> None:
         forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
         raise RuntimeError(
-            f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors): "
+            f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors); "
             "compute the gradient in reverse mode"
         )
 
@@ -142,8 +142,8 @@ def refuse_graph(name: str, *given: object) -> None:
     if wants_gradient(*given):
         shapes = [[*x.shape] for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
         raise ValueError(
-            f"{name} has no gradient, but an argument of shape {shapes[0]} requires grad: call it "
-            "under torch.no_grad(), or use the differentiable function"
+            f"{name} is not differentiable, but an argument of shape {shapes[0]} requires grad; "
+            "call it under torch.no_grad(), or use a differentiable op instead"
         )
 
 
@@ -170,8 +170,8 @@ class _Final(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):
         raise RuntimeError(
-            f"{ctx.name} has no second derivative: the gradients that it returned under "
-            "create_graph=True were differentiated"
+            f"{ctx.name} does not support second derivatives, but the gradients that it returned "
+            "under create_graph=True were differentiated"
         )
 
 
@@ -201,8 +201,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             for node in {node for node, _ in ctx.next_functions if node is not None} - reached:
                 if not hasattr(node, "variable"):
                     raise RuntimeError(
-                        f"{name} has no second derivative: create_graph=True is not supported "
-                        f"through its input from {node.name()}"
+                        f"{name} does not support second derivatives; create_graph=True cannot be "
+                        f"used here, because an input of {name} was computed by {node.name()}"
                     )
                 sources.append(node.variable)
         return _Final.apply(name, found, *sources)

@@ -88,7 +88,8 @@ _FIELDS: dict[str, Any] = {
     "element_size": Annotated[int, "2, 4 or 8 bytes", lambda x: x in (2, 4, 8)],
     "head_dim": Annotated[int, f"1..{MAX_HEAD_DIM}", lambda x: 0 < x <= MAX_HEAD_DIM],
     "kind": Annotated[str, f"one of {', '.join(_KINDS)}", lambda x: x in _KINDS],
-    "variants": Annotated[list[str], f"a list of some of {', '.join(VARIANTS)}",
+    "variants": Annotated[list[str], "a non-empty list of strings, each one or more of "
+                          f"{', '.join(VARIANTS)} separated by single spaces",
                           lambda x: x and {*" ".join(x).split(" ")} <= {*VARIANTS}],
     "us": _Time,
     "shipped_us": _Time,

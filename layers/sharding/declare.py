@@ -90,7 +90,7 @@ def _read(entry: str, dims: Dims, axes: Axes) -> list[_Dim | None]:
         first, *others = [_tuple(axes.get(part["name"])) for part in parts if part]
         if any(others):
             raise ValueError(
-                f"plan[{entry!r}]: only the first name of ({group}) can be sharded: the shards of "
+                f"plan[{entry!r}]: only the first name of ({group}) can be sharded; the shards of "
                 "the others are not contiguous"
             )
         sizes = (part["size"] for part in parts if part)
@@ -121,7 +121,7 @@ def _placements(what: str, dims: list[_Dim | None], shape: torch.Size, mesh: Dev
                 raise ValueError(f"{what}: axis {axis!r} would shard two dims of {tuple(shape)}")
             placements[names.index(axis)] = Shard(d)
         if [*dim.over] != [axis for axis in names if axis in dim.over]:
-            raise ValueError(f"{what}: dim {d} lists axes {dim.over}: use the mesh's order {names}")
+            raise ValueError(f"{what}: dim {d} lists axes {dim.over}; use the mesh's order {names}")
         ranks = prod(mesh.size(names.index(axis)) for axis in dim.over)
         _check_dim(f"{what}: dim {d}", dim.sizes, size, ranks)
     return placements
@@ -131,13 +131,16 @@ def _check_dim(what: str, sizes: tuple[int | None, ...], size: int, ranks: int) 
     """Raise ValueError unless parts of these `sizes` fill a dim and `ranks` can shard the first."""
     known = prod(part for part in sizes if part is not None)
     if size % known or (None not in sizes and known != size):
-        raise ValueError(f"{what} has {size} elements, which do not match the sizes {sizes}")
+        raise ValueError(
+            f"{what} has size {size}, which does not match the sizes {sizes} in the plan (None: "
+            "not given)"
+        )
     first = sizes[0]
     if first is None:
         first = size // known if sizes.count(None) == 1 else size
     if first % ranks:
-        of = "" if first == size else f" ({size} elements = {first} x {size // first})"
-        raise ValueError(f"{what}: {first} is not divisible by {ranks} ranks{of}")
+        of = "" if first == size else f" (dim size {size} = {first} x {size // first})"
+        raise ValueError(f"{what}: size {first} is not divisible by {ranks} ranks{of}")
 
 
 # ---------------------------------------------------------------- the model
@@ -234,7 +237,7 @@ def _shard_tensors(
                         new = _sharded(tensor, mesh, where)
                         done[id(tensor)] = full, new
                     elif list(new.placements) != where:
-                        raise ValueError(f"{full} is tied to {first}: shard them the same way")
+                        raise ValueError(f"{full} is tied to {first}; shard them the same way")
                 held[name] = new
 
 
@@ -305,8 +308,8 @@ def _on_result(what: str, place: Callable[[Any], Any]) -> Callable[..., Any]:
         if type(result) is tuple and result and isinstance(result[0], Tensor):
             return (place(result[0]), *result[1:])
         raise ValueError(
-            f"{what} is a {type(result).__name__}, but a plan can place only a tensor, or a tensor "
-            "that is a tuple's first item"
+            f"{what} returns a {type(result).__name__}, but a plan entry for an output needs a "
+            "tensor, or a tuple whose first item is a tensor"
         )
 
     return hook
@@ -350,7 +353,10 @@ def _attention_rule(
     """
     mesh, dims = query.device_mesh, (query.ndim, key.ndim, value.ndim)
     if dims != (4, 4, 4):
-        raise ValueError(f"attention of a declared model expects [B, H, S, D], got {dims} dims")
+        raise ValueError(
+            "attention in a model sharded by `shard` expects query, key and value [B, H, S, D], "
+            f"got tensors with {dims} dims"
+        )
     if enable_gqa:
         group = query.size(1) // key.size(1)
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))

@@ -131,8 +131,8 @@ def check_alike(parameters: Iterable[tuple[str, nn.Parameter]], groups: Groups) 
     for (name, _), alike in zip(named, _alike(sums, groups), strict=True):
         if not alike:
             raise ValueError(
-                f"{name}: the ranks hold different values: load the same weights, or call "
-                "torch.manual_seed, on every rank"
+                f"{name}: the ranks hold different values; on every rank, load the same weights or "
+                "call torch.manual_seed with the same seed"
             )
 
 
@@ -147,7 +147,7 @@ def check_same_inputs(inputs: Iterable[Any], groups: Groups) -> None:
         digest = torch.stack((places.new_tensor(len(x)), x.sum(), (x * places.sin()).sum()))
         if not all(_alike(digest, groups)):
             raise ValueError(
-                "the ranks of tp and cp received different tokens: pass the same batch to all of "
+                "the ranks of tp and cp received different tokens; pass the same batch to all of "
                 "them (use a DistributedSampler only over data ranks)"
             )
 

@@ -306,7 +306,7 @@ class OneMemory(TorchFunctionMode):
             if not _runs_on_parts(name, args, kwargs):
                 return self._on_whole(func, args, kwargs)
         elif func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise ValueError("x.data = y has no effect if x is a DTensor: write x.copy_(y)")
+            raise ValueError("x.data = y has no effect if x is a DTensor; write x.copy_(y)")
         return self._on_parts(func, args, kwargs, tensors)
 
     def _on_parts(self, func: Any, args: tuple, kwargs: dict, tensors: list[DTensor]) -> Any:
@@ -446,8 +446,8 @@ def _runs_on_parts(name: str, args: tuple, kwargs: dict) -> bool:
     name = name.strip("_") + "_"
     if name in _RESHAPES:
         raise ValueError(
-            f"{name} changes the shape of a DTensor in place, which its shards cannot follow: "
-            f"use {name[:-1]}, which returns a new tensor"
+            f"{name} cannot change the shape of a DTensor in place; use {name[:-1]}, which returns "
+            "a new tensor"
         )
     if is_partial(x):
         adds_number = not placed and name in ("add_", "sub_", "iadd_", "isub_")
@@ -472,7 +472,7 @@ def _check_apart(func: Any, written: list[DTensor]) -> None:
             memory = _root_of(base)
         if id(memory) in seen:
             raise ValueError(
-                f"{func.__name__} writes two views of one sharded tensor at once: write them one "
-                "by one"
+                f"{func.__name__} writes to two views of the same sharded tensor at once; write to "
+                "them one at a time"
             )
         seen.add(id(memory))

@@ -86,7 +86,7 @@ class Style(ParallelStyle):
         for what in ("input_layouts", "output_layouts"):
             if type(getattr(self, what)) not in (Replicate, Shard):
                 raise ValueError(
-                    f"{type(self).__name__}: {what} cannot be {getattr(self, what)}: pass "
+                    f"{type(self).__name__}: {what} cannot be {getattr(self, what)}; pass "
                     "Replicate() or Shard(d)"
                 )
         self.use_local_output = use_local_output
@@ -325,8 +325,8 @@ class SequenceParallel(ParallelStyle):
             x = args[0]
             if dim_of(self.layout, x.ndim, "SequenceParallel: sequence_dim") == -1:
                 raise ValueError(
-                    f"SequenceParallel: {self.layout} is the feature dim of a tensor with {x.ndim} "
-                    "dims: shard a token dim"
+                    f"SequenceParallel: {self.layout} shards the feature dim of a tensor with "
+                    f"{x.ndim} dims; shard a token dim"
                 )
             return (_local(x, mesh, self.layout, "SequenceParallel: sequence_dim"), *args[1:])
 
@@ -408,7 +408,7 @@ def dim_of(layout: Placement, ndim: int, what: str = "layout") -> int | None:
     if not isinstance(layout, Shard):
         return None
     if not -ndim <= layout.dim < ndim:
-        raise ValueError(f"{what} {layout} is not a dim of a tensor with {ndim} dims")
+        raise ValueError(f"{what} {layout} is out of range for a tensor with {ndim} dims")
     dim = layout.dim % ndim
     return -1 if dim == ndim - 1 else dim
 
@@ -419,5 +419,8 @@ def _local(x: torch.Tensor, mesh: DeviceMesh, layout: Placement, what: str) -> t
     if not isinstance(x, DTensor):
         return x
     if dim is not None and x.shape[dim] % mesh.size():
-        raise ValueError(f"{what} {layout}: {x.shape[dim]} is not divisible by {mesh.size()} ranks")
+        raise ValueError(
+            f"{what} {layout}: size {x.shape[dim]} of this dim is not divisible by {mesh.size()} "
+            "ranks"
+        )
     return x.redistribute(mesh, [layout]).to_local()

@@ -242,7 +242,8 @@ def resolve_strategy(
         strategy = by_bytes(layout, *heads, causal, window, ulysses)
     if pair != (strategy == "hybrid"):
         raise ValueError(
-            f"strategy {strategy!r} needs {'one group' if pair else 'a pair of groups'}, got "
+            f"strategy {strategy!r} needs "
+            f"{'one process group' if pair else 'a pair of process groups (ring, Ulysses)'}, got "
             f"{'a pair' if pair else 'one'}"
         )
     if layout.kind == "balanced" and strategy in ("ring", "hybrid"):

@@ -96,9 +96,9 @@ def explain(
         (use.cost(use.exposed(shape, links)) for use in found),
         key=lambda cost: (cost.exposed, cost.messages, cost.memory),
     )
-    held, why = links.memory, "least exposed"
+    held, why = links.memory, "least exposed time"
     if held is not None:
-        why += f" of those that hold at most {held / 1e6:.2f} MB"
+        why += f" among the strategies that hold at most {held / 1e6:.2f} MB"
     first = next((c for c in costs if held is None or c.memory <= held), None)
     return tuple(replace(c, auto=why) if c is first else c for c in costs)
 

@@ -218,8 +218,8 @@ def _check_matrices(record: ParamRecord) -> None:
     rows = sum(record.matrices)
     if len(record.shape) != 2 or record.shape[0] % rows:
         raise ValueError(
-            f"Muon orthogonalizes matrices [n x {rows}, columns], but {record.name} has shape "
-            f"{record.shape}"
+            f"Muon needs 2-dim weights whose number of rows is divisible by {rows}, but "
+            f"{record.name} has shape {record.shape}"
         )
     if others := {*record.cut_axes} - {"tp"}:
         raise ValueError(

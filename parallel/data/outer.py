@@ -77,8 +77,8 @@ class OuterRule:
             raise ValueError(f"the outer interval must be at least 1 step, got {self.every}")
         if self.fragments < 1 or self.every % self.fragments:
             raise ValueError(
-                f"the outer interval of {self.every} steps is not divisible by fragments = "
-                f"{self.fragments}"
+                f"fragments must be at least 1 and divide the outer interval of {self.every} "
+                f"steps, got {self.fragments}"
             )
         if not 0 <= self.delay < self.apart:
             raise ValueError(

@@ -62,8 +62,8 @@ class FlatParameters:
         for record, param in params:
             if tuple(param.shape) != record.local_shape:
                 raise ValueError(
-                    f"parameter {record.name}: expected shape {record.local_shape}, as in its "
-                    f"record, got {tuple(param.shape)}"
+                    f"parameter {record.name}: expected shape {record.local_shape}, the local "
+                    f"shape of its ParamRecord, got {tuple(param.shape)}"
                 )
             value = None if param.is_meta else param.detach()
             if param.is_meta:  # a parameter cannot change its device by assignment

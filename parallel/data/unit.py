@@ -236,8 +236,8 @@ def guard_state_dict(module: nn.Module, units: Sequence[Unit], whole: str) -> No
             unit.parameters.wait()
             if not unit.parameters.materialised:
                 raise RuntimeError(
-                    f"ZeRO 3 keeps only a shard of {unit.name} on this rank: use {whole}, which "
-                    "gives whole tensors, instead of state_dict"
+                    f"ZeRO 3 keeps only a shard of {unit.name} on this rank; instead of "
+                    f"state_dict, use {whole}, which gives whole tensors"
                 )
 
     module.register_state_dict_pre_hook(check)
@@ -296,7 +296,10 @@ def make_unit(
         )
     axes = {record.sum_over for record, _ in given.values()}
     if len(axes) != 1:
-        raise ValueError(f"unit {name} needs gradients summed over one axis, got {sorted(axes)}")
+        raise ValueError(
+            f"unit {name} needs all its gradients summed over the same mesh axis, got "
+            f"{sorted(axes)}"
+        )
     (dtype,), (sum_over,), device = dtypes, axes, torch.device(device)
     place = zero_placement(zero, sum_over, mesh)
     shards, index = mesh.size(place.shard_over), mesh.index(place.shard_over)
@@ -315,7 +318,8 @@ def make_unit(
         )
     elif ordered:
         raise ValueError(
-            f"unit {name}: ordered sums do not support hybrid sharding (replicas of shards)"
+            f"unit {name}: the ordered reduction of gradients does not support hybrid sharding "
+            "(replicas of shards)"
         )
     else:
         gradients = FlatGradients(

@@ -111,7 +111,9 @@ class InFlight:
         """Raise RuntimeError, in one line, unless every micro-batch that has begun has ended."""
         for rank, state in sorted(self.ranks.items()):
             if left := sorted(state.under_way()):
-                raise RuntimeError(f"rank {rank}: the run ends with unfinished (stage, mb) {left}")
+                raise RuntimeError(
+                    f"rank {rank}: the run ends with unfinished (stage, micro-batch) pairs: {left}"
+                )
 
 
 def execute(
@@ -179,11 +181,13 @@ def execute(
 def _check_closed(rank: int, state: _RankState) -> None:
     if state.owed:
         raise RuntimeError(
-            f"rank {rank}: no W follows for these (stage, mb) pairs: {sorted(state.owed)}"
+            f"rank {rank}: no W follows the I of these (stage, micro-batch) pairs: "
+            f"{sorted(state.owed)}"
         )
     if state.held:
         raise RuntimeError(
-            f"rank {rank}: the list ends with unused (kind, stage, mb) {sorted(state.held)}"
+            f"rank {rank}: the action list ends with unused data of these (kind, stage, "
+            f"micro-batch): {sorted(state.held)}"
         )
 
 
@@ -244,7 +248,9 @@ def _run_rank(
         else:
             if op == UPDATE and any(stage_ == s for stage_, _ in owed):
                 late = sorted(mb for stage_, mb in owed if stage_ == s)
-                raise RuntimeError(f"rank {rank}: {action} comes before W of micro-batches {late}")
+                raise RuntimeError(
+                    f"rank {rank}: {action} must come after the W of micro-batches {late}"
+                )
             _run_on_whole(stage, op)
             if op == UPDATE:
                 state.newest[s] = ver
@@ -260,7 +266,7 @@ def _check_turn(rank: int, action: Action, state: _RankState, rank_of: list[int]
         else:
             met = rank_of[needed.stage] != rank or needed in state.done
         if not met:
-            raise RuntimeError(f"rank {rank}: {action} comes before {needed}")
+            raise RuntimeError(f"rank {rank}: {action} comes before {needed}, on which it depends")
     if action.mb != WHOLE and state.done.intersection(gives(action)):
         raise RuntimeError(f"rank {rank}: {action} occurs twice")
 

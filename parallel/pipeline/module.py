@@ -144,7 +144,8 @@ class ModuleStage:
         kept = sorted(self._stash) or [self._newest]
         if version not in kept:
             raise ValueError(
-                f"micro-batch {mb} reads version {version}, but the stage holds {kept}"
+                f"micro-batch {mb} reads version {version} of the weights, but the stage holds "
+                f"only versions {kept}"
             )
 
     def _at(self, version: int, mb: int) -> Callable[[Tensor], Output]:

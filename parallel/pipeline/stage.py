@@ -194,7 +194,8 @@ class ChainStage:
         if not 0 <= age < kept:
             held = list(range(self._newest - kept + 1, self._newest + 1))
             raise ValueError(
-                f"micro-batch {mb} reads version {version}, but the stage holds {held}"
+                f"micro-batch {mb} reads version {version} of the weights, but the stage holds "
+                f"only versions {held}"
             )
         return age
 

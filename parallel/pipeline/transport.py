@@ -417,5 +417,5 @@ class Distributed:
         except RuntimeError as error:
             first = str(error).splitlines()[0]
             raise RuntimeError(
-                f"rank {self.rank}: {words} failed within {self._timeout} s: {first}"
+                f"rank {self.rank}: {words} failed (the timeout is {self._timeout} s): {first}"
             ) from error

@@ -167,10 +167,13 @@ def placement(lists: Schedule) -> list[int]:
         for action in actions:
             if rank_of.setdefault(action.stage, rank) != rank:
                 raise ValueError(
-                    f"stage {action.stage} is on ranks {rank_of[action.stage]} and {rank}"
+                    f"stage {action.stage} must be on one rank, got ranks "
+                    f"{rank_of[action.stage]} and {rank}"
                 )
     if sorted(rank_of) != list(range(len(rank_of))) or not rank_of:
-        raise ValueError(f"expected stages 0 to {len(rank_of) - 1}, got {sorted(rank_of)}")
+        raise ValueError(
+            f"stages must be numbered 0, 1, 2, ... without gaps, got {sorted(rank_of)}"
+        )
     return [rank_of[s] for s in range(len(rank_of))]
 
 

@@ -141,8 +141,8 @@ def leave_open(lists: Schedule, each: int) -> OpenRun:
     steady = next((k for k in range(len(same) - 1) if same[k] == same[k + 1]), None)
     if steady is None:
         raise ValueError(
-            f"no two consecutive passes are the same, of {len(passes)} passes of {each} "
-            "micro-batches"
+            f"no two consecutive passes are the same among the {len(passes)} passes of {each} "
+            "micro-batches each"
         )
     begun = [
         [a for one in passes[:steady] for a in one[rank] if a.op == F and a.mb >= steady * each]

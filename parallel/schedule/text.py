@@ -79,7 +79,7 @@ def _parse(field: str, row: int, at: int) -> list[Action]:
     ]
     if len(actions) < len(found) or any(a.op not in _OPS for a in actions):
         raise ValueError(
-            f"row {row} field {at}: expected [stage][op][micro-batch][@version], as in 2F0, or a "
-            f"cell, as in (2F0;5B1)OVERLAP_F_B, got {field!r}"
+            f"row {row} field {at}: expected [stage][op][micro-batch][@version], as in 2F0, or "
+            f"an overlapped pair, as in (2F0;5B1)OVERLAP_F_B, got {field!r}"
         )
     return actions if cell is None else [actions[0]._replace(joined=True), actions[1]]

@@ -96,13 +96,13 @@ def _validate(
         _check_compute(s, actions, microbatches, rank_of)
         _check_versions(s, actions, staleness)
         if REDUCE in ops:
-            _check_collected(s, actions, REDUCE, (TIE, UPDATE), "are not reduced before")
+            _check_collected(s, actions, REDUCE, (TIE, UPDATE), "have no REDUCE before")
     if TIE in ops:
         _check_tied(lists, rank_of)
     updates = [sum(a.op == UPDATE for a in actions) for actions in per_stage]
     if len(set(updates)) > 1:
         raise ValueError(
-            f"stages 0 to {len(rank_of) - 1} must have equally many updates, got {updates}"
+            f"stages 0 to {len(rank_of) - 1} must have the same number of updates, got {updates}"
         )
     if lowered(lists):
         crossings = [s for s in range(len(rank_of) - 1) if rank_of[s] != rank_of[s + 1]]
@@ -123,7 +123,9 @@ def _check_cells(actions: list[Action]) -> None:
     for a, after in zip_longest(actions, actions[1:]):
         if a.joined and (a.op != F or after is None or after.op != B or after.mb == a.mb):
             raise _WrongError(
-                a, f" and {after} must be an F and a B of different micro-batches to form a cell"
+                a,
+                f" and {after} must be an F and a B of different micro-batches to form an "
+                "overlapped pair",
             )
 
 
@@ -149,17 +151,21 @@ def _check_compute(s: int, actions: list[Action], m: int, rank_of: list[int]) ->
             raise _WrongError(a, f": expected a micro-batch from 0 to {m - 1}, got {a.mb}")
         if a.op not in COMPUTE + SENDS + RECEIVES and a.mb != WHOLE:
             raise _WrongError(
-                a, f": {a.op} applies to a whole stage, so its micro-batch must be {WHOLE}"
+                a, f": {a.op} applies to a whole stage, so it must not have a micro-batch number"
             )
     read = {a.mb: a.ver for a in actions if a.op == F}
     for a in actions:
         if a.op in (B, I, W) and a.ver != read[a.mb]:
-            raise _WrongError(a, f" runs on version {a.ver}, but its F read version {read[a.mb]}")
+            raise _WrongError(
+                a,
+                f" uses version {a.ver} of the weights, but the F of the same micro-batch read "
+                f"version {read[a.mb]}",
+            )
     done: set[Action] = set()
     for a in actions:
         for d in deps(a, len(rank_of)) if a.op in COMPUTE else ():
             if d.stage == s and d.op != UPDATE and d not in done:
-                raise _WrongError(a, f" comes before {d}")
+                raise _WrongError(a, f" comes before {d}, on which it depends")
         done.update(gives(a))
 
 
@@ -175,19 +181,24 @@ def _check_versions(s: int, actions: list[Action], staleness: int) -> None:
             gradients.append(a)
         if a.op == UPDATE:
             if a.ver != newest + 1:
-                raise _WrongError(a, f" produces version {a.ver} after version {newest}")
+                raise _WrongError(
+                    a,
+                    f" produces version {a.ver} of the weights right after version {newest}; "
+                    "versions must increase by 1",
+                )
             if owed:
                 raise _WrongError(
-                    a, f" comes before W of micro-batches {sorted(owed)} of stage {s}"
+                    a, f" must come after the W of micro-batches {sorted(owed)} of stage {s}"
                 )
             if not gradients:
                 raise _WrongError(a, " has no gradient to apply")
             oldest = min(gradients, key=lambda g: g.ver)
-            if newest - oldest.ver > staleness:
+            age = newest - oldest.ver
+            if age > staleness:
                 raise _WrongError(
                     a,
-                    f" applies the gradient of {oldest}, {newest - oldest.ver} versions old; "
-                    f"at most {staleness} are allowed",
+                    f" applies the gradient of {oldest}, which is {age} weight "
+                    f"version{'s' if age > 1 else ''} old; the limit (staleness) is {staleness}",
                 )
             newest, gradients = a.ver, []
     if newest and gradients:
@@ -205,7 +216,7 @@ def _check_collected(
             waiting = []
         if waiting and a.op in (*before, "the end"):
             raise ValueError(
-                f"stage {s}: gradients of {' '.join(map(str, waiting))} {words} {a.op}"
+                f"stage {s}: the gradients of {' '.join(map(str, waiting))} {words} {a.op}"
             )
 
 
@@ -213,10 +224,10 @@ def _check_tied(lists: Schedule, rank_of: list[int]) -> None:
     ends = {0, len(rank_of) - 1}
     for a in (a for actions in lists for a in actions if a.op == TIE):
         if a.stage not in tied_stages(rank_of):
-            raise _WrongError(a, f": only stages {list(tied_stages(rank_of))} have a TIE")
+            raise _WrongError(a, f": a TIE is allowed only on stages {list(tied_stages(rank_of))}")
     for s in tied_stages(rank_of):
         own = [a for a in lists[rank_of[s]] if a.stage in ends]
-        _check_collected(s, own, TIE, (UPDATE,), "are not tied before")
+        _check_collected(s, own, TIE, (UPDATE,), "have no TIE before")
 
 
 def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
@@ -231,7 +242,8 @@ def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
         peer = a.stage + AFTER[a.op]
         if not 0 <= peer < len(rank_of) or rank_of[peer] == rank_of[a.stage]:
             raise ValueError(
-                f"{a} is between stages {a.stage} and {peer}, which must be on different ranks"
+                f"{a} connects stages {a.stage} and {peer}, which must both exist and be on "
+                "different ranks"
             )
         if a.op in SENDS:
             sent.setdefault(link(a, rank_of), []).append(a)
@@ -247,5 +259,5 @@ def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
             if a != b:
                 raise ValueError(
                     f"link {channel.kind} from rank {channel.src} to {channel.dst}: "
-                    f"message {place} is sent as {a} but received as {b}"
+                    f"message {place} is sent by {a}, but the receiver expects that of {b}"
                 )

@@ -87,7 +87,10 @@ class Clocks:
         if self.staleness is not None and self.staleness < 0:
             raise ValueError(f"staleness must be at least 0, or None, got {self.staleness}")
         if self.joint and self.staleness != 0:
-            raise ValueError(f"joint updates require staleness 0, got {self.staleness}")
+            raise ValueError(
+                f"staleness must be 0 with joint=True, got {self.staleness}; pass joint=False for "
+                "a staleness other than 0"
+            )
 
     def join(self, worker: int | None = None, clock: int | None = None) -> int:
         """Add a worker, by default a new one at the lowest clock, and return its number."""
@@ -135,7 +138,7 @@ class Clocks:
             ValueError: the worker has not pulled since its last gradient.
         """
         if not self.owes(worker):
-            raise ValueError(f"worker {worker} pushes a gradient without pulling weights first")
+            raise ValueError(f"worker {worker} pushed a gradient without pulling weights first")
         self._given.append(
             Term(worker, self.clocks[worker], *self._pulled.pop(worker), count, loss)
         )

@@ -42,8 +42,8 @@ def check_loopback(host: str) -> None:
     if host in ("localhost", "::1") or host.startswith("127."):
         if interface not in (None, *_LOOPBACK):
             raise ValueError(
-                f"{_INTERFACE}={interface} would open sockets to the network, but the store on "
-                f"{host} is for ranks of this machine; use {_INTERFACE}=lo"
+                f"{_INTERFACE}={interface} would open sockets on the network, but the store on "
+                f"{host} is only for ranks on this machine; set {_INTERFACE}=lo"
             )
         return
     try:
@@ -52,8 +52,8 @@ def check_loopback(host: str) -> None:
         ours = set()
     if host in ("0.0.0.0", "::", "", socket.gethostname(), *ours):
         raise ValueError(
-            f"the store on {host or 'every address'} is open to the network; use 127.0.0.1 for "
-            "ranks of one machine"
+            f"the store on {host or 'every address'} is open to the network; all ranks are on one "
+            "machine, so use 127.0.0.1"
         )
 
 

@@ -71,7 +71,8 @@ def replay(
             kept[term] = _recomputed(compute(term.worker), term.clock, shards, weights)
         if late := [term for term in terms if term not in kept]:
             raise ValueError(
-                f"update {version + 1} applies a gradient of the later version {late[0].pulled}"
+                f"update {version + 1} applies a gradient computed at the later weights version "
+                f"{late[0].pulled}"
             )
         _apply(plan, shards, [kept.pop(term) for term in terms], lr)
     return len(updates)
@@ -82,7 +83,9 @@ def log_of(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     found = list(rows)
     for number, row in enumerate(found, 1):
         if row["version"] != number:
-            raise ValueError(f"expected version {number} in the log, got {row['version']}")
+            raise ValueError(
+                f"row {number} of the log must have version {number}, got {row['version']}"
+            )
     return found
 
 

@@ -90,8 +90,8 @@ class ServerPlan:
             raise ValueError(f"servers must be at least 1, got {self.servers}")
         if self.compensation < 0 or (self.compensation and self.joint):
             raise ValueError(
-                f"compensation must be at least 0, and 0 for joint updates, which have no delay; "
-                f"got {self.compensation}"
+                "compensation must be at least 0, and exactly 0 with joint=True (no gradient is "
+                f"delayed), got {self.compensation}"
             )
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be positive, or None for no clipping, got {self.clip}")
@@ -335,7 +335,7 @@ class Server:
             return
         self._due.pop(worker, None)  # it has answered; the next step is the servers'
         if op == "pull" and self.clocks.owes(worker):
-            self._drop(worker, "it pulls again without pushing a gradient first")
+            self._drop(worker, "it pulled again without pushing a gradient first")
         elif op == "pull":
             self.clocks.ask(worker)
         elif op == "push":
@@ -358,8 +358,9 @@ class Server:
         """Let a worker join if it has the same model."""
         if request["digest"] != self._digest:
             why = (
-                f"this worker has a different model: its names, shapes and dtype have digest "
-                f"{request['digest'][:12]}, the servers' model has {self._digest[:12]}"
+                "this worker has a different model: the digest of its parameter names, shapes and "
+                f"dtype is {request['digest'][:12]}, but that of the servers' model is "
+                f"{self._digest[:12]}"
             )
             return self._mail(visitor, op="refused", why=why)
         worker, here = request["worker"], set(self._visitors.values())
@@ -375,7 +376,7 @@ class Server:
         if not self._order("join", worker=worker, visitor=visitor):
             return self._drop(worker, "it did not connect")
         self._due[worker] = time.monotonic() + self.plan.timeout
-        self.notes.say(f"worker {worker} joins at clock {clock}")
+        self.notes.say(f"worker {worker} joined at clock {clock}")
 
     def _take(self, worker: int, server: int) -> None:
         """Note that a server has a worker's gradient, and accept it when all servers have it."""
@@ -437,11 +438,14 @@ class Server:
         now = time.monotonic()
         for worker, due in list(self._due.items()):
             if now > due:
-                self._drop(worker, f"no message for {self.plan.timeout:g} s: it died or hangs")
+                self._drop(
+                    worker,
+                    f"no message for {self.plan.timeout:g} s; the worker has died or is hanging",
+                )
 
     def _drop(self, worker: int, why: str) -> None:
         """Continue without a worker that is lost."""
-        self.notes.say(f"worker {worker} is lost at clock {self.clocks.clocks[worker]}: {why}")
+        self.notes.say(f"worker {worker} was lost at clock {self.clocks.clocks[worker]}: {why}")
         visitor = self._visitor(worker)
         self._leave(worker)
         self._quit = False
@@ -462,7 +466,10 @@ class Server:
         if self._stopped or (self._quit and not self.clocks.clocks):
             return True
         if not self.clocks.clocks and time.monotonic() > self._empty + self.plan.timeout:
-            raise TimeoutError(f"no worker is left after update {self.clocks.version}")
+            raise TimeoutError(
+                f"no worker is left after update {self.clocks.version}, and none joined within "
+                f"{self.plan.timeout:g} s"
+            )
         return False
 
     def _finish(self) -> bool:

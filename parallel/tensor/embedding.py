@@ -142,7 +142,7 @@ def vocab_parallel_embedding(
     if sequence_parallel and (ids.dim() != 1 or ids.shape[0] % group_size(group)):
         raise ValueError(
             f"{name}: sequence parallelism needs ids[T] with T divisible by the "
-            f"{group_size(group)} tensor-parallel ranks, got ids{tuple(ids.shape)}"
+            f"{group_size(group)} tensor-parallel ranks, got ids{[*ids.shape]}"
         )
     if group is None and torch.compiler.is_compiling():
         return F.embedding(ids, weight)
@@ -163,6 +163,7 @@ def check_vocabulary(
         padded = -(-vocab_size // ranks) * ranks
     if local * ranks != padded or not 1 <= vocab_size <= padded:
         raise ValueError(
-            f"{name}: {local} {what} on each of {ranks} tensor-parallel ranks do not add up to the "
-            f"padded vocabulary of {padded} (vocab_size {vocab_size}); pass this rank's shard only"
+            f"{name}: {local} {what} on each of {ranks} tensor-parallel ranks must add up to the "
+            f"padded vocabulary of {padded}, and vocab_size must be in [1, {padded}], got "
+            f"{vocab_size}; pass this rank's shard only"
         )

@@ -210,12 +210,13 @@ def _check_linear(
     """Return the dtype to compute in. Raise ValueError if shapes or dtypes do not match."""
     if (x.dim() < 2 and group is not None) or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{name} on rank {group_rank(group)}: x needs at least two dims, and its last dim "
-            f"must equal dim 1 of the weight; got x{tuple(x.shape)} and weight{tuple(weight.shape)}"
+            f"{name} on rank {group_rank(group)}: x must be [..., K] (with at least two dims if "
+            "there is a group) and weight must be [N, K], got "
+            f"x{[*x.shape]} and weight{[*weight.shape]}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"{name} on rank {group_rank(group)}: expected bias{tuple(weight.shape[:1])} for "
-            f"weight{tuple(weight.shape)}, got bias{tuple(bias.shape)}"
+            f"{name} on rank {group_rank(group)}: expected bias{[*weight.shape[:1]]} for "
+            f"weight{[*weight.shape]}, got bias{[*bias.shape]}"
         )
     return operand_dtype(f"{name} on rank {group_rank(group)}", x, {"weight": weight, "bias": bias})

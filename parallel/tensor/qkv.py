@@ -61,8 +61,9 @@ def parallel_qkv_rope(
     cut = group if sequence_parallel else None
     if x.ndim != 2 or len(x) * group_size(cut) != shape[0] * shape[1]:
         raise ValueError(
-            f"parallel_qkv_rope on rank {group_rank(group)}: expected x[B S / R, E] with [B, S] = "
-            f"{[*shape]} and R = {group_size(cut)} ranks that share its tokens, got {[*x.shape]}"
+            f"parallel_qkv_rope on rank {group_rank(group)}: expected x[B*S/R, E] with [B, S] = "
+            f"{[*shape]} and R = {group_size(cut)} (the number of ranks that the tokens are split "
+            f"over), got x{[*x.shape]}"
         )
     if group is None:
         return qkv_rope(x.view(*shape, x.shape[1]), weight, bias, cos, sin, impl=impl)

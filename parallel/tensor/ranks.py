@@ -329,7 +329,10 @@ def tensor_ranks(
         return LOCAL
     if word == "fused":
         if workspace is None:
-            raise ValueError("overlap='fused' needs the group's workspace, got None")
+            raise ValueError(
+                "overlap='fused' needs `workspace`, got None; pass a Workspace of the "
+                "tensor-parallel group"
+            )
         if x is not None:
             check_fusing(choose(impl, x))
     return TensorRanks(group, sequence_parallel, word, workspace if word == "fused" else None)

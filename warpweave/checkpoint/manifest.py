@@ -136,8 +136,8 @@ def _count_values(data: bytes, path: Path) -> None:
     values, most = sum(map(data.count, b",[{")), _VALUES + len(data) // _BYTES_PER_VALUE
     if len(data) > _MAX_BYTES or values > most:
         raise CheckpointError(
-            f"{path} has {len(data)} bytes and {values} values; expected at most {_MAX_BYTES} "
-            f"bytes and, at this size, {most} values"
+            f"{path} must have at most {_MAX_BYTES} bytes and, for its size, at most {most} JSON "
+            f"values, got {len(data)} bytes and {values} values"
         )
 
 
@@ -145,7 +145,7 @@ def _check_manifest(manifest: Manifest, folder: Path) -> None:
     """Raise ValueError if the manifest of the step in `folder` was not written by saving."""
     match = STEP.match(folder.name)
     if match and int(match[1]) != manifest.step:
-        raise ValueError(f"has step {manifest.step}, but the folder is named {folder.name}")
+        raise ValueError(f"step is {manifest.step}, but the folder is named {folder.name}")
     if config_digest(manifest.config) != manifest.config_sha256:
         raise ValueError("config_sha256 is not the digest of config")
     for name in manifest.files:
@@ -155,7 +155,9 @@ def _check_manifest(manifest: Manifest, folder: Path) -> None:
         # Check each size, then their product: Python refuses to print larger numbers.
         sizes_fit = len(shape) <= 64 and max(shape, default=0) < 1 << 62
         if not sizes_fit or math.prod(shape) >= 1 << 62 or file not in manifest.files:
-            raise ValueError(f"tensor {name!r} has bad file {file!r} or shape {shape!r:.200}")
+            raise ValueError(
+                f"tensor {name!r} has an invalid file {file!r} or shape {shape!r:.200}"
+            )
 
 
 def dump(value: Any, what: str) -> bytes:
@@ -187,7 +189,10 @@ def parse_manifest(data: bytes) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            raise ValueError(f"{len(pairs) - len(result)} names appear twice in one object")
+            raise ValueError(
+                "names in a JSON object must be unique, got "
+                f"{len(pairs) - len(result)} duplicate(s)"
+            )
         return result
 
     def refuse(constant: str) -> NoReturn:

@@ -95,7 +95,9 @@ class CheckpointReader:
         path = self.path / entry.file
         try:
             if stamp(os.lstat(path)) != self._stamps[entry.file]:
-                raise CheckpointError(f"{path} changed after it was verified; open it again")
+                raise CheckpointError(
+                    f"{path} changed after it was verified; open the checkpoint again"
+                )
             with safe_open(path, framework="pt") as file:
                 if index is None:
                     return file.get_tensor(name)
@@ -125,7 +127,7 @@ class CheckpointReader:
     def _entry(self, name: str) -> TensorEntry:
         if name not in self._tensors:
             raise CheckpointError(
-                f"{self.path} has no tensor {name!r} among its {len(self._tensors)}"
+                f"{self.path} has no tensor named {name!r} (it has {len(self._tensors)} in all)"
             )
         return self._tensors[name]
 
@@ -219,7 +221,7 @@ def _refuse_run_folder(path: Path) -> None:
     for folder in () if os.path.lexists(path / MANIFEST) else (path, path / _STEPS):
         if steps := newest_first(folder):
             raise CheckpointError(
-                f"{path} is a run's folder, not a step: open {steps[0]}, or call "
+                f"{path} is a run's folder, not a step; open {steps[0]}, or call "
                 f"open_latest({str(folder)!r}) for the newest good step"
             )
 
@@ -234,7 +236,9 @@ def _check_listing(folder: Path, files: dict[str, FileEntry]) -> dict[str, tuple
     return their stamps."""
     found = {path.name: os.lstat(path) for path in list(folder.iterdir())}
     for name in sorted(set(found) - set(files) - {MANIFEST, DIGEST}):
-        raise CheckpointError(f"{folder / name} does not belong to this checkpoint")
+        raise CheckpointError(
+            f"{folder / name} is not listed in the manifest of this checkpoint; move it away"
+        )
     for name, entry in sorted(files.items()):
         path = folder / name
         if name not in found:
@@ -258,7 +262,8 @@ def _check_shard(path: Path, entry: FileEntry, expected: dict[str, TensorEntry])
         room = 4096 + sum(200 + 6 * len(key) + 24 * len(e.shape) for key, e in expected.items())
         if size < 8 or length > min(size - 8, room):
             raise CheckpointError(
-                f"{path}: bad header of {length} bytes for {len(expected)} tensors in {size} bytes"
+                f"{path}: a safetensors header of {length} bytes does not fit {len(expected)} "
+                f"tensors in a file of {size} bytes"
             )
         try:
             header = parse_manifest(file.read(length))
@@ -271,7 +276,10 @@ def _check_shard(path: Path, entry: FileEntry, expected: dict[str, TensorEntry])
             raise CheckpointError(f"{path}: bad safetensors header: {one_line(error)}") from None
         if set(entries) != set(expected):
             names = sorted(set(entries) ^ set(expected))
-            raise CheckpointError(f"{path} and the manifest disagree about tensors {names[:4]}")
+            raise CheckpointError(
+                f"{path} must have exactly the tensors that the manifest lists for it, but differs "
+                f"in {names[:4]}"
+            )
         position = 0
         for key in order:
             shape = expected[key].shape
@@ -279,8 +287,8 @@ def _check_shard(path: Path, entry: FileEntry, expected: dict[str, TensorEntry])
             should = (code, [*shape], position, position + width * math.prod(shape))
             if repr(entries[key]) != repr(should):  # repr, as true and 1.0 compare equal to 1
                 raise CheckpointError(
-                    f"{path}: tensor {key!r} is (dtype, shape, begin, end) = "
-                    f"{entries[key]!r:.200}, expected {should}"
+                    f"{path}: (dtype, shape, begin, end) of tensor {key!r} must be {should}, "
+                    f"got {entries[key]!r:.200}"
                 )
             position = should[3]
         if 8 + length + position != size:

@@ -80,7 +80,10 @@ def save_checkpoint(
     try:
         open_checkpoint(target, group=group)
     except CheckpointError as error:
-        raise CheckpointError(f"cannot read the step back: {error}; older steps are kept") from None
+        raise CheckpointError(
+            f"the new checkpoint was written but failed verification: {error}; older checkpoints "
+            "are kept"
+        ) from None
     if rank == 0:
         prune(folder, target, keep, spare)
     return target
@@ -96,7 +99,8 @@ def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
         for name in report["tensors"]:
             if name in writers:
                 raise CheckpointError(
-                    f"tensor {name!r} was given twice, to ranks {writers[name]} and {rank}"
+                    f"tensor {name!r} must be saved by one rank only, got ranks {writers[name]} "
+                    f"and {rank}"
                 )
             writers[name] = rank
 
@@ -133,7 +137,10 @@ class _Shards:
         """Add a tensor; it is read only when its file is full."""
         _check_tensor(name, tensor)
         if name in self.waiting or name in self.written:
-            raise CheckpointError(f"tensor {name!r} was given twice to rank {self.rank}")
+            raise CheckpointError(
+                f"tensor {name!r} must be saved only once, but rank {self.rank} was asked to save "
+                "it twice"
+            )
         if self.bytes + tensor.nbytes > self.most:
             self.flush()
         self.waiting[name] = tensor.detach().contiguous()
@@ -192,7 +199,9 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
     dtype = _dtype_name(tensor)
     if not isinstance(name, str) or not name or name == "__metadata__":
-        raise CheckpointError(f"{name!r} cannot be a tensor's name")
+        raise CheckpointError(
+            f'a tensor\'s name must be a non-empty string other than "__metadata__", got {name!r}'
+        )
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or dtype not in DTYPE_CODES:
         raise CheckpointError(
             f"tensor {name!r} must be dense, on the CPU, and one of {', '.join(DTYPE_CODES)}; "

@@ -15,15 +15,16 @@ UlyssesDegree = Annotated[
     int,
     arg(
         help="Ulysses degree: number of adjacent context ranks that exchange sequence shards for "
-        "head shards by all-to-all. A ring runs over the cp / ulysses groups. With 1, there is "
-        "only a ring."
+        "head shards by all-to-all. There are (cp / ulysses) such groups, and a ring runs over "
+        "them. With 1, there is only a ring."
     ),
 ]
 ShardingDegree = Annotated[
     int | None,
     arg(
-        help="Sharding degree (hybrid sharding): number of adjacent data replicas that ZeRO shards "
-        "over; the dp / dp_shard groups hold replicas of the shards. Default: all data replicas."
+        help="Sharding degree (hybrid sharding): number of adjacent data-parallel ranks that ZeRO "
+        "shards over; each of the (dp / dp_shard) groups holds a full set of the shards. Default: "
+        "all data-parallel ranks."
     ),
 ]
 Device = Annotated[
@@ -37,4 +38,6 @@ Implementation = Annotated[
         "On the CPU, triton needs TRITON_INTERPRET=1 and is slow."
     ),
 ]
-Timeout = Annotated[float, arg(help="Timeout in seconds of every message between ranks.")]
+Timeout = Annotated[
+    float, arg(help="Timeout in seconds for any collective or message between ranks.")
+]

@@ -149,7 +149,10 @@ def flash_attn_varlen_func(
             raise ValueError(f"{name} must be [tokens, heads, D], got shape {tuple(x.shape)}")
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x.ndim != 1 or len(x) < 1 or x.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be int32[n + 1], got {x.dtype} {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} must be a non-empty 1-D int32 or int64 tensor (one more entry than "
+                f"sequences), got {x.dtype} {tuple(x.shape)}"
+            )
     options = _options(dropout_p, softmax_scale, softcap)
     both = ("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)
     if q.is_cpu:  # elsewhere reading them waits for the device
@@ -290,7 +293,7 @@ def flash_attn_with_kvcache(
     """
     _refuse_given(alibi_slopes=alibi_slopes, block_table=block_table)
     if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
-        raise ValueError("pass k and v, and rotary_cos and rotary_sin, together or not at all")
+        raise ValueError("k must be passed with v, and rotary_cos with rotary_sin")
     if k is None and rotary_cos is not None:
         raise ValueError("rotary_cos needs k and v: the keys in the cache are already rotated")
     if k is not None and cache_seqlens is None:
@@ -412,7 +415,9 @@ def _boundaries(name: str, boundaries: Tensor, x: Tensor) -> list[int]:
     """The boundaries as a list; ValueError unless they ascend from 0 to at most x's rows."""
     ends = _read_numbers(boundaries)
     if ends[0] != 0 or ends != sorted(ends) or ends[-1] > len(x):
-        raise ValueError(f"{name} must ascend from 0 to at most {len(x)} rows, got {ends}")
+        raise ValueError(
+            f"{name} must ascend from 0 to at most {len(x)}, the number of rows, got {ends}"
+        )
     return ends
 
 

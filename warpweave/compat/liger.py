@@ -303,7 +303,7 @@ def _check_labels(rows: Tensor, target: Tensor) -> None:
     if rows.ndim != 2 or target.shape != rows.shape[:1]:
         raise ValueError(
             f"_input must be [tokens, size] and target [tokens], got {[*rows.shape]} and "
-            f"{[*target.shape]}: flatten them"
+            f"{[*target.shape]}; flatten them"
         )
 
 
@@ -407,7 +407,8 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         self.return_predicted_tokens = return_predicted_tokens
         self.use_token_scaling, self.accum_dtype = use_token_scaling, accum_dtype
         _refuse_because(
-            "losses are not weighted by their tokens", use_token_scaling=use_token_scaling
+            "the kernel does not scale a token's loss by its predicted probability",
+            use_token_scaling=use_token_scaling,
         )
         if accum_dtype is not torch.float32:
             _refuse_because("gradients are summed in float32", accum_dtype=accum_dtype)

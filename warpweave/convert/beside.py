@@ -93,7 +93,8 @@ def tokenizer_of(
     if record is not None:
         where = " or ".join(map(str, places)) or "no folder"
         raise ConvertError(
-            f"the training tokenizer (SHA-256 {record[:12]}) is not in {where}: pass its path"
+            f"the tokenizer that the model was trained with (SHA-256 {record[:12]}) is not in "
+            f"{where}; pass its path as `tokenizer`"
         )
     return {}, None
 
@@ -177,7 +178,7 @@ pipeline_tag: text-generation
 A language model, exported by warpweave.
 
 {about}
-* License: not chosen yet. Fill in `license:` above, and anything that the data's licenses require.
+* License: not chosen yet; add `license:` to the header above, and what the data's licenses require.
 * Intended use, limits, evaluation: to be filled in.
 
 ```python

@@ -81,8 +81,9 @@ def _check_complete(fields: Mapping[str, Any], family: Family, config: GPTConfig
         missing -= {"rope_parameters"}
     if missing:
         raise ConvertError(
-            f"transformers {version} wrote no {', '.join(sorted(missing))}, which it may have "
-            "renamed: add the field, or remove transformers_version to use the default"
+            f"it is from transformers {version} but has no {', '.join(sorted(missing))}, which "
+            "that version may have renamed; add what is missing, or remove transformers_version to "
+            "use the default"
         )
 
 
@@ -111,7 +112,9 @@ def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[
         misses.append((len(others), f"{name} with {', '.join(others)}"))
     tried = ", ".join(FAMILIES) if kind is None else kind
     nearest = min(misses, key=lambda miss: miss[0])[1]
-    raise ConvertError(f"no {tried} model matches this one: the closest is {nearest}")
+    raise ConvertError(
+        f"no model_type that was tried ({tried}) can express this model; the closest is {nearest}"
+    )
 
 
 def canonical(config: GPTConfig) -> GPTConfig:
@@ -329,7 +332,8 @@ def _read_gemma3(c: Mapping[str, Any]) -> GPTConfig:
     every, both = given(c, "sliding_window_pattern", 6), c.get("rope_parameters") or {}
     if not set(both) <= {"full_attention", "sliding_attention"}:
         raise ConvertError(
-            f"rope_parameters of {', '.join(both)} are not supported; expected them by layer type"
+            "rope_parameters must have only the keys full_attention and sliding_attention, got "
+            f"{', '.join(both)}"
         )
     full, local = (both.get(kind) or {"rope_type": "default"} for kind in _KINDS)
     full = {"rope_theta": given(c, "rope_theta", 1e6)} | full | (c.get("rope_scaling") or {})
@@ -345,7 +349,8 @@ def _read_gemma3(c: Mapping[str, Any]) -> GPTConfig:
         and (theta, scaling) != read_rope(c | {"rope_parameters": full})
     ):
         raise ConvertError(
-            "RoPE scaling of sliding_attention is not supported, unless full_attention has the same"
+            "RoPE scaling of sliding_attention is supported only if full_attention has the same "
+            "rope_theta and scaling"
         )
     return _read_gemma(
         c | {"rope_parameters": full},

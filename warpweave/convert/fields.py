@@ -26,7 +26,7 @@ def read_json(path: Path, kind: Any = dict) -> Any:
         if not os.path.exists(name):
             text = f"{name} does not exist"
             if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
-                text += "; download a Hub model first: "
+                text += "; if it is a Hub model, download it first: "
                 text += f"hf download {name} --local-dir FOLDER"
         raise ConvertError(text)
     try:
@@ -60,7 +60,8 @@ def read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     p = c.get("rope_scaling") or c.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in p.values()):
         raise ConvertError(
-            f"rope_parameters by layer type ({', '.join(p)}) are not supported; expected one set"
+            "rope_parameters must be one set for all layers, got one per layer type "
+            f"({', '.join(p)})"
         )
     theta = float(p.get("rope_theta", c.get("rope_theta", 10000.0)))
     expect({**c, **p}, "partial_rotary_factor", 1.0)

@@ -167,7 +167,7 @@ def _find_tensors(path: Path) -> dict[str, StoredTensor]:
         names = read_json(path / INDEX, _Index)["weight_map"]
         for file in names.values():
             if Path(file).name != file:
-                raise ConvertError(f"{INDEX} names {file!r}, which is not a file in the folder")
+                raise ConvertError(f"file names in {INDEX} must have no folder part, got {file!r}")
         files = sorted(set(names.values()))
     else:
         raise ConvertError(f"no {SINGLE} or {INDEX} (only safetensors files are supported)")
@@ -209,7 +209,8 @@ def _check_names(
     for name in places:
         if name not in shapes and name not in tied and not name.endswith(family.unused):
             raise ConvertError(
-                f"unexpected tensor {name}: our {family.architecture} has no tensor of that name"
+                f"unexpected tensor {name}: warpweave's {family.architecture} has no tensor of "
+                "that name"
             )
     return {name: places[name] for name in (*shapes, *tied) if name in places}
 

@@ -71,11 +71,11 @@ def check_same_model(config: GPTConfig, folder: Path) -> None:
         GPT(m, device="meta").parameter_records() for m in (config, open_model(folder).config)
     )
     for name in {**ours, **theirs}:
-        wanted, found = (r[name].shape if name in r else None for r in (ours, theirs))
+        wanted, found = (
+            f"shape {r[name].shape}" if name in r else "no such tensor" for r in (ours, theirs)
+        )
         if wanted != found:
-            raise ValueError(
-                f"{name} is {found} in {folder}, but the given options make it {wanted}"
-            )
+            raise ValueError(f"{name}: {folder} has {found}, but the given options need {wanted}")
 
 
 def find_tokenizer(folder: Path) -> Path | None:
@@ -90,7 +90,7 @@ def find_tokenizer(folder: Path) -> Path | None:
     for other in ("tokenizer.model", "vocab.json", "tokenizer_config.json"):
         if (folder / other).is_file():
             raise ConvertError(
-                f"{folder} has {other} but no tokenizer.json, the only supported format: pass "
+                f"{folder} has {other} but no tokenizer.json, the only supported format; pass "
                 "--tokenizer"
             )
     return None
@@ -116,8 +116,8 @@ def other_tokenizer(folder: Path, given: Path | None) -> str | None:
         return None
     own = bytes_ if trained == bytes_ else f"SHA-256 {trained[:12]}"
     return (
-        f"--tokenizer {given} is not the training tokenizer ({own}): its ids have different "
-        "meanings"
+        f"--tokenizer {given} is not the tokenizer that the model was trained with ({own}), so the "
+        "same token ids have different meanings"
     )
 
 

@@ -51,7 +51,7 @@ def open_dataset(
     if path is not None and path.suffix in TOKEN_FILES:
         if tokenizer is not None:
             raise DataError(
-                f"{path} has token ids, so the tokenizer {tokenizer} does not apply: pass "
+                f"{path} has token ids, so the tokenizer {tokenizer} does not apply; pass "
                 "--tokenizer None"
             )
         corpus = open_token_file(path, None if cache is None else Path(cache))

@@ -113,7 +113,8 @@ def _read_text(path: Path) -> bytes:
     data = read_whole(path)
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(
-            f"{path} is UTF-16 or UTF-32 text; convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
+            f"{path} is UTF-16 or UTF-32 text; convert it to UTF-8: iconv -f UTF-16 -t UTF-8 "
+            "(or -f UTF-32)"
         )
     if (zero := data.find(0)) >= 0:
         raise DataError(
@@ -151,6 +152,9 @@ def _read_cache(path: Path) -> tuple[np.ndarray, np.ndarray]:
     for suffix in (".bin", ".starts"):
         file = path.with_suffix(suffix)
         if not isinstance(digests, dict) or digests.get(suffix) != sha256(file, path.parent):
-            raise DataError(f"{file} is damaged (its SHA-256 differs); delete {path}.* to rebuild")
+            raise DataError(
+                f"the token cache {file} is damaged (its SHA-256 differs); delete {path}.* to "
+                "rebuild it"
+            )
     tokens, _ = map_tokens(path.with_suffix(".bin"))
     return tokens, np.fromfile(path.with_suffix(".starts"), dtype="<i8")

@@ -52,7 +52,10 @@ def write_token_file(path: str | Path, tokens: np.ndarray, *, vocab_size: int) -
             "with np.asarray(tokens)"
         )
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or not len(tokens):
-        raise DataError(f"tokens must be integers[N > 0], got {tokens.dtype}{list(tokens.shape)}")
+        raise DataError(
+            "tokens must be a non-empty 1-D array of integers, got "
+            f"{tokens.dtype}{list(tokens.shape)}"
+        )
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         raise DataError(f"tokens {tokens.min()}..{tokens.max()} must lie in [0, {vocab_size})")
     dtype = smallest_dtype(vocab_size)

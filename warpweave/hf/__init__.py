@@ -18,13 +18,13 @@ try:
     import transformers
 except ImportError:
     raise ImportError(
-        "warpweave.hf needs transformers: pip install 'transformers>=5.23' 'accelerate>=1.13'"
+        "warpweave.hf needs transformers; pip install 'transformers>=5.23' 'accelerate>=1.13'"
     ) from None
 
 # Before 5.23, transformers has different names for some things read here, without any error.
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
     raise ImportError(
-        f"warpweave.hf needs transformers >= 5.23, got {transformers.__version__}: "
+        f"warpweave.hf needs transformers >= 5.23, got {transformers.__version__}; "
         "pip install 'transformers>=5.23'"
     )
 else:

@@ -167,18 +167,18 @@ def _check_lora(wrapper: Any, name: str) -> None:
     if not plain or any(type(layer) is not nn.Linear for part in parts for layer in part.values()):
         raise ValueError(
             f"{name}: {kind} of {type(wrapper).__module__} is not LoRA (it does not compute B A "
-            "x), but only LoRA works over ranks: remove this adapter, or merge it before "
-            "apply(mesh=...)"
+            "x), the only kind of adapter that apply(mesh=...) supports; remove this adapter, or "
+            "merge it before apply(mesh=...)"
         )
     if not hasattr(wrapper, "lora_variant"):
         raise ValueError(
-            f"{name}: {kind} has no lora_variant, which distinguishes LoRA from its variants: "
+            f"{name}: {kind} has no lora_variant, which distinguishes LoRA from its variants; "
             "install the version of peft in constraints.txt"
         )
     for adapter, variant in wrapper.lora_variant.items():
         raise ValueError(
             f"{name}: adapter {adapter!r} is a {type(variant).__name__}, which needs the whole "
-            "weight, but each rank has only a part of it: use plain LoRA instead (for DoRA, set "
+            "weight, but each rank has only a part of it; use plain LoRA instead (for DoRA, set "
             "use_dora=False)"
         )
     for adapter, dropout in wrapper.lora_dropout.items():
@@ -189,7 +189,7 @@ def check_dropout(module: Any, name: str) -> None:
     """Raise ValueError if a module draws dropout, which ranks would draw differently."""
     p = 0.0 if isinstance(module, nn.Identity) else getattr(module, "p", "of an unknown kind")
     if p != 0:
-        raise ValueError(f"{name}: dropout {p} is not supported over ranks: set it to 0")
+        raise ValueError(f"{name}: dropout {p} is not supported with apply(mesh=...); set it to 0")
 
 
 def _hook_first(a: nn.Module, cut: ShardedLayer | None, tp: Any, shared: Groups) -> list[Any]:
@@ -255,8 +255,8 @@ def _put_together(base: Any, a: Any, b: Any, name: str) -> None:
         local = base.weight.to_local().shape[dim]
         if isinstance(p, DTensor) or p.shape[dim] != local or isinstance(base, Conv1D):
             raise ValueError(
-                f"{name}: expected {size} features in dim {dim}, got {[*p.shape]}: add the adapter "
-                "before apply(mesh=...), or call the model once before you wrap it"
+                f"{name}: dim {dim} must have {size} features, got shape {[*p.shape]}; add the "
+                "adapter before apply(mesh=...), or call the model once before fully_shard"
             )
         shape = torch.Size(size if d == dim else n for d, n in enumerate(p.shape))
         stride = (shape[1], 1) if len(shape) == 2 else (1,)

@@ -31,7 +31,7 @@ def cache_of(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Cache
         if not isinstance(value, Cache) and _may_be_cache(name, value):
             raise ValueError(
                 f"{type(module).__name__}: {name} is a {type(value).__name__}, which may be a "
-                "cache but is not a transformers.Cache: pass use_cache=False over ranks"
+                "cache but is not a transformers.Cache; pass use_cache=False with apply(mesh=...)"
             )
     return next((value for _, value in given if isinstance(value, Cache)), None)
 
@@ -56,7 +56,7 @@ def check_whole(module: nn.Module, cache: Cache | None) -> None:
     if cache is not None and hasattr(cache, _PART):
         raise ValueError(
             f"{type(module).__name__}: this cache was filled while gradients were enabled, so it "
-            "holds only this rank's tokens. Fill a new cache under torch.no_grad()."
+            "holds only this rank's tokens; fill a new cache under torch.no_grad()"
         )
 
 
@@ -76,5 +76,5 @@ def own(owner: Any, name: str) -> Any:
         kind = owner if isinstance(owner, type) else type(owner)
         raise ValueError(
             f"{kind.__name__} of transformers {transformers.__version__} has no {name}, "
-            "which warpweave.hf reads: install a version that docs/install.md lists"
+            "which warpweave.hf reads; install a version that docs/install.md lists"
         ) from None

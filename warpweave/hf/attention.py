@@ -102,7 +102,9 @@ def attention_forward(
     if asked:
         raise ValueError(f"{name}: warpweave attention does not support {', '.join(asked)}")
     if dropout and known(module, Shared) is not None:
-        raise ValueError(f"{name}: attention dropout is not supported over ranks: set it to 0")
+        raise ValueError(
+            f"{name}: attention dropout is not supported with apply(mesh=...); set it to 0"
+        )
     across = known(module, Across)
     visible = _visible(module, query, key, attention_mask, is_causal, across)
     simple = across is None and softcap is None and s_aux is None and not dropout
@@ -186,9 +188,9 @@ def _visible(
         return Visible(causal, None, None, (0, Sq), (0, Sk))
     if not isinstance(mask, Mask):
         raise ValueError(
-            f"{name}: warpweave attention needs a mask that transformers makes from attention_mask "
-            f"or position_ids, but got a mask {[*mask.shape]} of your own or with a bias in it: "
-            "use model.set_attn_implementation('sdpa')"
+            f"{name}: warpweave attention needs the mask that transformers makes from "
+            f"attention_mask or position_ids, got a different one of shape {[*mask.shape]} (your "
+            "own, or with a bias); use model.set_attn_implementation('sdpa')"
         )
     visible = mask.visible
     if (visible.q_run[1], visible.k_run[1]) != (Sq, Sk):

@@ -115,7 +115,7 @@ class Watch:
                     continue
                 if part.kind == "attention":
                     raise ValueError(
-                        f"{kind}: an attention module was replaced after apply(mesh=...): replace "
+                        f"{kind}: an attention module was replaced after apply(mesh=...); replace "
                         "it before apply(mesh=...)"
                     )
                 continue
@@ -123,7 +123,7 @@ class Watch:
                 for name in sorted(module._parameters.keys() - sums_of(module).keys()):
                     raise ValueError(
                         f"{names[module]}.{name}: a new parameter in a {kind}, which is sharded "
-                        "over tensor-parallel ranks: add it before apply(mesh=...)"
+                        "over tensor-parallel ranks; add it before apply(mesh=...)"
                     )
 
     def _sum(self, module: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
@@ -131,8 +131,9 @@ class Watch:
         for buffer, value in module._buffers.items():
             if isinstance(value, DTensor):
                 raise ValueError(
-                    f"{name}.{buffer} is computed from a parameter that ranks share (by pruning, "
-                    "for example): make the pruning permanent (prune.remove) before apply(mesh=...)"
+                    f"{name}.{buffer} is computed (for example, by pruning) from a parameter that "
+                    "is now a DTensor; make the pruning permanent (prune.remove) before "
+                    "apply(mesh=...)"
                 )
         sums = sums_of(module)
         new = [n for n, p in module._parameters.items() if p is not None and n not in sums]
@@ -208,9 +209,8 @@ class Watch:
         inside = any(x.is_leaf and x.requires_grad for x in _tensors_in((args, kwargs)))
         if inside or any(isinstance(n, _Reentrant) for n, _ in _nodes_between(out, ())):
             raise ValueError(
-                "reentrant checkpoints hide what was added to the layers after apply(mesh=...): "
-                "use "
-                "gradient_checkpointing_enable({'use_reentrant': False})"
+                "reentrant gradient checkpointing hides what was added to the layers after "
+                "apply(mesh=...); use gradient_checkpointing_enable({'use_reentrant': False})"
             )
         if self.shared and self.tokens.are_cut():
             self._refuse(_nodes_between(out, self.shared))
@@ -248,11 +248,12 @@ class Watch:
             leaf = getattr(node, "variable", None)
             if leaf is None or all(g is self.tp and _is_sharded(leaf) for g in wrong):
                 continue
-            name = self.names.get(id(leaf), f"a parameter {[*leaf.shape]} that is not the model's")
+            other = f"a parameter of shape {[*leaf.shape]} that does not belong to the model"
+            name = self.names.get(id(leaf), other)
             raise ValueError(
                 f"{name} is used outside its own module's forward (for example by a hook, pruning, "
-                "or a weight norm), so its gradient would miss some tokens or heads. Remove the "
-                "hook, pruning, or norm, or call warpweave.hf.revert first."
+                "or a weight norm), so its gradient would miss some tokens or heads; remove the "
+                "hook, pruning, or norm, or call warpweave.hf.revert first"
             )
 
 

@@ -337,7 +337,7 @@ def find_loss_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> L
     if head_terms(head) is None:
         return "its head is not a plain linear layer"
     if seen.owns_numbers(model):
-        return "it may combine its logits with its own tensors"
+        return "the model itself has tensors that may change its logits"
     made: list[torch.Tensor] = []
 
     def widen(_: nn.Module, args: tuple, z: torch.Tensor) -> torch.Tensor:
@@ -349,7 +349,7 @@ def find_loss_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> L
         with quietly(model), seen.noted(model) as fields:
             out = model(**inputs, labels=inputs["input_ids"])
     except Exception as error:  # a model may raise anything on inputs that it does not expect
-        return f"does not run on its dummy inputs: {one_line(error)}"
+        return f"it does not run on `example` (default: its dummy_inputs): {one_line(error)}"
     finally:
         hook.remove()
     if len(made) != 1 or getattr(out, "logits", None) is None or out.loss is None:

@@ -29,7 +29,7 @@ from warpweave.hf.arguments import unknown
 _Run = tuple[int, int]
 _BROKEN = (
     "warpweave attention needs padding at the ends of a sample, but attention_mask has zeros "
-    "between its ones: pad on the left, or use set_attn_implementation('sdpa')"
+    "between its ones; pad on the left, or use set_attn_implementation('sdpa')"
 )
 # Arguments of transformers' other mask functions, about skipping a mask or its representation.
 _IGNORED = (
@@ -121,7 +121,7 @@ def make_mask(
     if names := unknown(rest, _IGNORED):
         raise ValueError(
             f"warpweave attention's mask does not support {', '.join(names)}, which transformers "
-            f"{transformers.__version__} passes: use model.set_attn_implementation('sdpa')"
+            f"{transformers.__version__} passes; use model.set_attn_implementation('sdpa')"
         )
     plain = mask_function is masking_utils.causal_mask_function and attention_mask is None
     if plain and isinstance(q_offset, int) and q_offset == kv_offset == 0 and q_length == kv_length:
@@ -240,8 +240,8 @@ class _Held(dict):
 
     def __missing__(self, name: str) -> object:
         raise ValueError(
-            f"warpweave attention expected {name} in a mask of transformers "
-            f"{transformers.__version__}: use model.set_attn_implementation('sdpa')"
+            f"a mask function of transformers {transformers.__version__} has no variable {name}, "
+            "which warpweave attention reads; use model.set_attn_implementation('sdpa')"
         )
 
 

@@ -187,7 +187,7 @@ def find_mlp_form(module: nn.Module) -> MLPForm | str:
         return "quantized or wrapped linear layers"
     names = {name_of(function) for function in _activations(module)}
     if len(names) != 1 or None in names:
-        return "its activation is not one of ours"
+        return "it has several activations, or one that warpweave does not support"
     (activation,) = names
     drops = tuple(n for n, c in module.named_children() if isinstance(c, nn.Dropout))
     exact = copy.deepcopy(module).float()  # in 16 bits, a forward with a factor of 0.99 would agree
@@ -200,7 +200,7 @@ def find_mlp_form(module: nn.Module) -> MLPForm | str:
         with seen.noted(exact) as fields:
             if _agrees(module, form) and _agrees(exact, form):
                 return form._replace(fields=tuple(fields.items()))
-    return "its forward is not one of our MLPs"
+    return "its forward does not match any MLP of warpweave"
 
 
 def _gated_forward(form: MLPForm, module: Any, hidden_states: torch.Tensor) -> torch.Tensor:

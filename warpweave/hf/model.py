@@ -122,7 +122,7 @@ def revert(model: nn.Module) -> None:
         >>> revert(model)
     """
     if not _is_applied(model):
-        raise ValueError(f"{type(model).__name__} is not changed by warpweave.hf: call apply first")
+        raise ValueError(f"{type(model).__name__} does not use warpweave.hf; call apply first")
     _undo(model)
 
 
@@ -131,11 +131,11 @@ def _check_model(model: nn.Module, only: Collection[str] | None) -> set[str]:
         raise TypeError(f"apply needs a model, got {type(model).__name__}")
     kinds = set(KINDS if only is None else [only] if isinstance(only, str) else only)
     if not kinds or kinds - set(KINDS):
-        raise ValueError(f"`only` must be some of {', '.join(KINDS)}, got {only!r}")
+        raise ValueError(f"`only` must be one or more of {', '.join(KINDS)}, got {only!r}")
     if _is_applied(model):
-        raise ValueError(f"{type(model).__name__} already uses warpweave.hf: call revert first")
+        raise ValueError(f"{type(model).__name__} already uses warpweave.hf; call revert first")
     if any(p.is_meta for p in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has parameters on the meta device: load it first")
+        raise ValueError(f"{type(model).__name__} has parameters on the meta device; load it first")
     return kinds
 
 
@@ -154,13 +154,13 @@ def _check_mesh(
         return None
     if mesh.size("pp") > 1:
         raise ValueError(
-            f"{type(model).__name__}: apply does not support pipeline stages: use pp = 1"
+            f"{type(model).__name__}: apply does not support pipeline stages; use pp = 1"
         )
     if _transformers_model(model) is None:
-        raise ValueError(f"{type(model).__name__}: a mesh needs a transformers model")
+        raise ValueError(f"apply(mesh=...) needs a transformers model, got {type(model).__name__}")
     if "attention" not in kinds:
         raise ValueError(
-            f"{type(model).__name__}: a mesh needs the attention replaced, but `only` is "
+            f"{type(model).__name__}: with a mesh, `only` must include attention, got "
             f"{', '.join(sorted(kinds))}"
         )
     return Spread(mesh, sequence_parallel and mesh.size("tp") > 1, overlap, strategy)
@@ -202,9 +202,9 @@ def _spread(
     found = _outputs(model, inputs)
     why = wanted if isinstance(wanted, str) else None
     if why is None and isinstance(found, str):
-        why = f"its forward fails over ranks (it may need all heads): {found}"
+        why = f"its forward fails once the model is sharded (it may need all heads): {found}"
     if why is None and not all(map(agree, wanted, found)):
-        why = "the model's output was different over ranks"
+        why = "its output differs from the output before sharding"
     why = why or (loss.differs(model, inputs) if loss.is_installed(model) else None)
     if why is not None:
         raise ValueError(f"{type(model).__name__} cannot be spread over {spread.mesh.sizes}: {why}")
@@ -309,7 +309,7 @@ def _replace_attention(
     names = {m: f"{own_name}.{n}".strip(".") for n, m in model.named_modules()}
     for module, name in names.items():
         if "inv_freq" in dict(module.named_buffers(recurse=False)):
-            why = "the rotation is a function inside attention, not a module"
+            why = "RoPE is applied by a function inside attention, not by a module"
             report.add(name, "rotary", module, why)
     if not model._can_set_attn_implementation():
         why = "its attention does not use transformers' AttentionInterface"
@@ -317,7 +317,8 @@ def _replace_attention(
         return
     wanted = _outputs(model, inputs)
     if isinstance(wanted, str):
-        report.add(own_name, "attention", model, f"does not run on its dummy inputs: {wanted}")
+        why = f"it does not run on `example` (default: its dummy_inputs): {wanted}"
+        report.add(own_name, "attention", model, why)
         return
     changes = changes_of(model)
     configs = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]

@@ -94,7 +94,7 @@ def find_norm_form(module: nn.Module) -> NormForm | str:
         found = _answers(own, width, partial(form.forward, own), wanted)
         if wanted and len(wanted) == len(found):
             return form
-    return "its forward is not one of our RMSNorms or LayerNorms"
+    return "its forward does not match any RMSNorm or LayerNorm of warpweave"
 
 
 def _norm_forward(form: NormForm, module: Any, hidden_states: torch.Tensor) -> Any:

@@ -55,12 +55,13 @@ class Replicas(NamedTuple):
         recipe = "write your own training loop (docs/from_hugging_face.md)"
         if self.replicas > 1:
             raise ValueError(
-                f"Trainer does not support Mesh(dp={self.replicas}, ...): fully_shard the model "
+                f"Trainer does not support Mesh(dp={self.replicas}, ...); fully_shard the model "
                 f'over mesh.device_mesh["dp"] and {recipe}, or use Mesh(dp=1, ...)'
             )
         if self.device == "cpu":
             raise ValueError(
-                f"accelerate lets {self.tp_size} ranks share a model only on GPUs: on CPUs {recipe}"
+                f"accelerate lets {self.tp_size} ranks share a model only on GPUs; on CPUs, "
+                f"{recipe}"
             )
         return 1
 
@@ -95,7 +96,7 @@ class HeadVocabulary(NamedTuple):
         """
         if len(whole) != self.size:
             raise ValueError(
-                f"expected {self.size} rows, as in the head that is sharded over ranks, got "
+                f"the bias or LoRA weight of the sharded head must have {self.size} rows, got "
                 f"{len(whole)}"
             )
         ranks = self.spread.mesh.size("tp")

@@ -84,7 +84,9 @@ def spread_model(
         if isinstance(module, nn.Dropout):
             check_dropout(module, name)
         if getattr(module, "attention_dropout", 0.0):  # early; see `attention.Shared` for any name
-            raise ValueError(f"{name}: attention dropout is not supported over ranks: set it to 0")
+            raise ValueError(
+                f"{name}: attention dropout is not supported with apply(mesh=...); set it to 0"
+            )
     parts, kept = structure.find_parts(model, inputs, tp)
     layers = _layers(model, parts)
     for name, why in kept.items():
@@ -98,7 +100,9 @@ def spread_model(
     if type(head) is nn.Linear:
         note(head, HeadVocabulary(len(head.weight), head in plan, spread))
     for part in parts:
-        how = f"{len(part.columns)} columns and a row over {tp}" if tp > 1 else "tokens"
+        how = "tokens"
+        if tp > 1:
+            how = f"{len(part.columns)} column-parallel + 1 row-parallel layers over {tp} ranks"
         report.add(names[part.module], "parallel", part.module, how, replaced=True)
         enter = _Entrance(part, tokens, spread, model.config, watch)
         handle = part.module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -148,7 +152,7 @@ def _plan(
             if rows and spread.mesh.size("dp") > 1:
                 raise ValueError(
                     f"{names[linear]}: {blocks} blocks of rows are sharded over tp, but "
-                    "fully_shard over dp would join them in a different order: use dp = 1"
+                    "fully_shard over dp would join them in a different order; use dp = 1"
                 )
             inside = part.takes_once
             plan[linear] = Column(tokens, inside=inside, blocks=blocks, **spread.options)
@@ -269,24 +273,26 @@ class _Entrance:
             found = linear if tp is None else module.get_submodule(name)
             if found is not linear and not (self.watch.adapt(found) and wrapped(found) is linear):
                 raise ValueError(
-                    f"{kind}.{name}: a layer that is sharded over ranks was replaced: replace it "
+                    f"{kind}.{name}: a layer that is sharded over ranks was replaced; replace it "
                     "before apply(mesh=...)"
                 )
         if any(map(seen.changed, self.part.norms)):
             raise ValueError(
                 f"{kind}: a norm whose features are sharded over ranks was "
-                "changed: call warpweave.hf.revert first"
+                "changed; call warpweave.hf.revert first"
             )
         if self.part.kind == "mlp":
             return
         config = getattr(module, "config", self.config)
         if config._attn_implementation != attention.NAME:
             raise ValueError(
-                f"{kind}: its attention must be {attention.NAME} over ranks, but was set to "
-                f"{config._attn_implementation}: call warpweave.hf.revert first"
+                f"{kind}: with apply(mesh=...), attn_implementation must be {attention.NAME}, got "
+                f"{config._attn_implementation}; call warpweave.hf.revert first"
             )
         if module.training and getattr(module, "attention_dropout", 0.0):
-            raise ValueError(f"{kind}: attention dropout is not supported over ranks: set it to 0")
+            raise ValueError(
+                f"{kind}: attention dropout is not supported with apply(mesh=...); set it to 0"
+            )
 
 
 def own_positions(name: str, value: Any, layout: SequenceLayout, rank: int) -> Any:

@@ -82,7 +82,7 @@ class Tokens:
         if x.ndim != 3:
             raise ValueError(
                 f"{type(module).__name__}: x{[*x.shape]} has {x.ndim} dims, but sequences "
-                "are sharded along dim 1 of a 3-D tensor: remove this module from the tp_plan, or "
+                "are sharded along dim 1 of a 3-D tensor; remove this module from the tp_plan, or "
                 "do not shard sequences"
             )
         return 1
@@ -103,8 +103,8 @@ class Tokens:
         fits = x.shape[1] % n == 0
         if not fits and (learns or self.always):
             raise ValueError(
-                f"{x.shape[1]} tokens are not divisible by {n}, as {self.need} requires: pad the "
-                f"batch (pad_to_multiple_of={n})"
+                f"the number of tokens must be divisible by {n} for {self.need}, got {x.shape[1]}; "
+                f"pad the batch (pad_to_multiple_of={n})"
             )
         cache = None if self.always else cache_of(layer, args, kwargs)
         if not learns:
@@ -184,7 +184,7 @@ class Tokens:
         if asked - {_STATES}:
             raise ValueError(
                 f"{type(self.layers[0]).__name__}: with cp or sequence_parallel, each rank has "
-                f"only its own tokens' {', '.join(sorted(asked - {_STATES}))}: do not request "
+                f"only its own tokens' {', '.join(sorted(asked - {_STATES}))}; do not request "
                 "layer outputs other than hidden_states"
             )
         for n, layer in enumerate(self.layers):

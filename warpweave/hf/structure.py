@@ -141,7 +141,9 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
             "it must call attention exactly once between its input and output projections"
         )
     if len(normed) != len(wide):
-        raise ValueError("a norm as wide as a linear layer does not directly follow a linear layer")
+        raise ValueError(
+            "an RMSNorm as wide as a linear layer's output must directly follow a linear layer"
+        )
     q, k, v, o, sinks = seen[0]
     own = list(module.parameters(recurse=False))
     if own and (len(own) > 1 or own[0] is not sinks):
@@ -194,7 +196,9 @@ def _blocks_of_heads(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: in
                 continue
             features = (g != 0).flatten(0, -2).any(0).cpu()
             if (owner[features] >= 0).logical_and(owner[features] != rank).any():
-                raise ValueError("a feature belongs to heads of several ranks")
+                raise ValueError(
+                    "an output feature of a projection is used by heads on several ranks"
+                )
             owner[features] = rank
     for blocks in (1, 2, 3):
         if len(owner) % (blocks * ranks) == 0:
@@ -202,7 +206,7 @@ def _blocks_of_heads(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: in
             if torch.equal(owner, wanted.repeat(blocks)):
                 return blocks
     raise ValueError(
-        f"the {len(owner)} features of a projection are not one, two or three blocks of equal "
-        f"width divisible by tp ({ranks}); queries, keys and values that share one projection must "
-        "be equally wide"
+        f"the {len(owner)} output features of a projection must form one, two or three blocks of "
+        f"equal width, each divisible by tp ({ranks}); queries, keys and values that share one "
+        "projection must be equally wide"
     )

@@ -199,7 +199,7 @@ def _words(model: Any, sequence_parallel: bool, ending: str) -> dict[str, str]:
     """A model's plan in our styles."""
     theirs: dict[str, str] = dict(model.tp_plan or {})
     if not theirs:
-        raise ValueError(f"{type(model).__name__} has no tp_plan: use warpweave.hf.apply(mesh=...)")
+        raise ValueError(f"{type(model).__name__} has no tp_plan; use warpweave.hf.apply(mesh=...)")
     ours, sequence = {}, "sequence_" if sequence_parallel else ""
     columns: dict[str, list[str]] = {}  # by the module that they are in
     parametrised = _parametrised(model)
@@ -212,7 +212,10 @@ def _words(model: Any, sequence_parallel: bool, ending: str) -> dict[str, str]:
         elif word == "embedding_rowwise":
             ours[name] = f"{WORD}embedding_rowwise"
         elif inside and word in _KNOWN and name not in parametrised:
-            raise ValueError(f"{name}: a parameter has no counterpart among warpweave's styles")
+            raise ValueError(
+                f"{name}: the tp_plan shards a single parameter, which warpweave's styles do not "
+                "support with sequence parallelism"
+            )
         elif word == "colwise" and inside:
             columns.setdefault(name.rpartition(".")[0], []).append(name)
         elif word == "rowwise" and inside:

@@ -103,9 +103,10 @@ class Untouched:
             more = len(found) - len(self.layers)
             what = "added" if more > 0 else "removed" if more < 0 else "replaced or moved"
             raise ValueError(
-                f"{type(self.stack).__name__}.{self.list}: layers were {what}, but tokens are "
-                f"sharded between the {len(self.layers)} layers that apply(mesh=...) found: call "
-                "warpweave.hf.revert, change the layers, and apply again"
+                f"{type(self.stack).__name__}.{self.list}: layers were {what}, but tokens stay "
+                f"sharded over ranks from the first to the last of the {len(self.layers)} layers "
+                "that apply(mesh=...) found; call warpweave.hf.revert, change the layers, and "
+                "apply again"
             )
         return found
 
@@ -115,7 +116,7 @@ class Untouched:
         everywhere = seen.hooked_everywhere()
         if everywhere is not None and self.own:
             raise ValueError(
-                f"a {everywhere} would see one rank's part of {type(self.stack).__name__}: "
+                f"a {everywhere} would see one rank's part of {type(self.stack).__name__}; "
                 f"remove it, or {_REVERT}"
             )
         for module in self.ends:
@@ -134,13 +135,13 @@ class Untouched:
         if hook is not None:
             name = next((n for n, m in self.model.named_modules() if m is module), "")
             raise ValueError(
-                f"{name}: a {hook} would see one rank's {part}: hook the layer that holds the "
+                f"{name}: a {hook} would see one rank's {part}; hook the layer that holds the "
                 f"module, or {_REVERT}"
             )
         if own is not None and _has_new_forward(module, own):
             raise ValueError(
                 f"{own.name}: its forward was replaced, but would compute with only one rank's "
-                f"{part}: {_REVERT}"
+                f"{part}; {_REVERT}"
             )
 
     def _enter(self, stack: Any, args: tuple, kwargs: dict) -> None:
@@ -158,7 +159,7 @@ class Untouched:
             self.tokens.inside = False
             raise ValueError(
                 f"{type(stack).__name__}: its forward did not reach the last of {len(self.layers)} "
-                "layers, where tokens are gathered: call warpweave.hf.revert, change the number of "
+                "layers, where tokens are gathered; call warpweave.hf.revert, change the number of "
                 "layers, and apply again"
             )
 
@@ -175,7 +176,7 @@ def _stack_of(model: nn.Module, layers: list[nn.Module]) -> tuple[nn.Module, str
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and [*child] == layers:
                 return module, name
-    raise AssertionError("the layers are those of a list")
+    raise AssertionError("no nn.ModuleList holds exactly the layers that apply found")
 
 
 # ---------------------------------------------------------------- unsupported operations
@@ -198,7 +199,7 @@ def refuse_copies(model: Any, modules: Collection[nn.Module], spread: Spread) ->
             return model.get_input_embeddings()
         raise ValueError(
             f"{type(model).__name__} is spread over {spread.mesh.sizes}, so its {rows} embeddings "
-            f"cannot be resized to {new_num_tokens}: call warpweave.hf.revert, resize, and apply "
+            f"cannot be resized to {new_num_tokens}; call warpweave.hf.revert, resize, and apply "
             "again"
         )
 
@@ -208,5 +209,5 @@ def refuse_copies(model: Any, modules: Collection[nn.Module], spread: Spread) ->
 def _refuse_copy(kind: str, mesh: str, protocol: int) -> Any:
     raise ValueError(
         f"{kind} is spread over {mesh} and holds connections to other ranks, which cannot be "
-        "copied or pickled: use save_pretrained or state_dict, or call warpweave.hf.revert first"
+        "copied or pickled; use save_pretrained or state_dict, or call warpweave.hf.revert first"
     )

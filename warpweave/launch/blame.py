@@ -77,7 +77,7 @@ def _after_abort(aborted: list[int], mesh: Mesh, store: dist.Store, dumps: dict[
         who = f"{mesh.describe(aborted[0])} was"
     else:
         who = f"ranks {', '.join(map(str, sorted(aborted)))} were"
-    said = [f"{who} ended by SIGABRT, probably by NCCL's watchdog (see its messages above)"]
+    said = [f"{who} killed by SIGABRT, probably from NCCL's watchdog (see its messages above)"]
     words = behind({rank: path.read_bytes() for rank, path in dumps.items()})
     said += [f"{mesh.describe(rank)} {what}" for rank, what in sorted(words.items())]
     if dumps:
@@ -86,7 +86,8 @@ def _after_abort(aborted: list[int], mesh: Mesh, store: dist.Store, dumps: dict[
     others = [rank for rank in range(mesh.world) if rank not in aborted]
     said += [f"not aborted: {mesh.describe(rank)}{last_seen(store, rank)}" for rank in others]
     if len(said) == 1:
-        said.append(f"cause unknown; the first rank to abort ended{last_seen(store, aborted[0])}")
+        first = f"{mesh.describe(aborted[0])}, the first to abort,"
+        said.append(f"cause unknown; {first} ended{last_seen(store, aborted[0])}")
     return "; ".join(said)
 
 

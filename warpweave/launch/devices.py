@@ -51,18 +51,18 @@ def choose_backend(local_world: int, asked: str | None = None, *, launched: bool
             raise ValueError(f"torch {torch.__version__} sees no GPU")
         if DRIVER.exists() and not hidden:
             raise ValueError(
-                f"this machine has NVIDIA's driver, but torch {torch.__version__} sees no GPU: "
+                f"this machine has NVIDIA's driver, but torch {torch.__version__} sees no GPU; "
                 f"install a torch build for its CUDA version, {instead}"
             )
         return "gloo"
     if local_world > 1 and not dist.is_nccl_available():
         raise ValueError(
-            f"torch {torch.__version__} has no NCCL, which {local_world} ranks on GPUs need: "
+            f"torch {torch.__version__} has no NCCL, which {local_world} ranks on GPUs need; "
             f"install a torch build that has it, {instead}"
         )
     if gpus < local_world and (launched or gpus > 1):
         raise ValueError(
-            f"{gpus} GPU(s) are too few for {local_world} ranks: start one rank per GPU, {instead}"
+            f"{gpus} GPU(s) are too few for {local_world} ranks; start one rank per GPU, {instead}"
         )
     return "nccl"
 
@@ -142,7 +142,7 @@ def refusal(devices: list[dict[str, Any]], mesh: Mesh) -> str | None:
     for uuid, sharing in ranks.items():
         if len(sharing) > 1:
             return (
-                f"ranks {', '.join(map(str, sharing))} share one GPU ({uuid}), but need one each: "
+                f"ranks {', '.join(map(str, sharing))} share one GPU ({uuid}), but need one each; "
                 "start one rank per GPU, or pass --device cpu"
             )
     if len(kinds) > 1:

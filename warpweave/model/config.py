@@ -129,7 +129,7 @@ class ParallelPlan:
         """Raise a one-line ``ValueError`` if the schedule is asynchronous and an option needs all
         stages to update together."""
         words = (
-            (f"clip = {clip}, by the norm of all stages,", bool(clip)),
+            (f"clip = {clip}, which uses the gradient norm over all stages,", bool(clip)),
             ("dtype = fp16, whose overflow skips the update of all stages,", fp16),
             ("an outer optimizer, which replaces the weights of all stages,", outer),
         )
@@ -219,7 +219,7 @@ class GPTConfig(HeadStyle, MLPStyle):
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if min(self.windows, default=0) < 0:
-            raise ValueError(f"windows must be integers of at least 0, got {self.windows}")
+            raise ValueError(f"windows must be non-negative integers, got {self.windows}")
         for name in ("attention_scale", "softcap", "logit_softcap", "embedding_scale"):
             number = getattr(self, name)
             if number is not None and not 0 < number < math.inf:
@@ -228,7 +228,7 @@ class GPTConfig(HeadStyle, MLPStyle):
             if getattr(self, name) is not None and self.positions != "rope":
                 raise ValueError(f"{name} needs positions = 'rope', got {self.positions!r}")
         if self.qk_norm_whole and not self.qk_norm:
-            raise ValueError("qk_norm_whole is a variant of qk_norm: set qk_norm to True as well")
+            raise ValueError("qk_norm_whole is a variant of qk_norm; set qk_norm to True as well")
 
     @property
     def num_kv_heads(self) -> int:
@@ -301,7 +301,9 @@ class GPTConfig(HeadStyle, MLPStyle):
             raise ValueError(f"dp_shard = {mesh.dp_shard} needs ZeRO 1 to 3, got zero = 0")
         if plan.reduce == "ordered" and (mesh.dp_shard is not None or mesh.outer > 1):
             given = f"dp_shard = {mesh.dp_shard}, outer = {mesh.outer}"
-            raise ValueError(f"reduce = 'ordered' does not support replicas of shards: {given}")
+            raise ValueError(
+                f"reduce = 'ordered' does not support dp_shard or outer > 1, got {given}"
+            )
         self.check_tensor(mesh.tp)
         if plan.asynchronous and plan.zero == 3:
             raise ValueError(
@@ -310,20 +312,22 @@ class GPTConfig(HeadStyle, MLPStyle):
             )
         if plan.asynchronous and plan.reduce == "ordered":
             raise ValueError(
-                "reduce = 'ordered' needs the same updates on any number of data ranks, but the "
-                f"updates of schedule {plan.schedule} depend on a replica's micro-batches"
+                "reduce = 'ordered' does not support asynchronous schedules, got "
+                f"schedule {plan.schedule}"
             )
         if plan.asynchronous and self.tied and mesh.pp > 1:
             raise ValueError(
-                f"schedule {plan.schedule} does not support tied embeddings: the two gradients "
-                f"arrive {mesh.pp - 1} micro-batches apart, so tied must be False"
+                f"tied must be False with schedule {plan.schedule}: the gradients of the embedding "
+                f"and the head would arrive {mesh.pp - 1} micro-batches apart"
             )
         if plan.reduce == "ordered":
             check_order(plan.make_schedule(mesh.pp), tied=self.tied)
         stages = len(plan.placement(mesh.pp))
         if stages > self.layers:
-            found = f"pp = {mesh.pp}" if stages == mesh.pp else f"{stages} pipeline"
-            raise ValueError(f"{found} stages need one layer each, got {self.layers} layers")
+            raise ValueError(
+                f"layers must be at least the number of pipeline stages ({stages}), got "
+                f"{self.layers}"
+            )
         layout = cut(self.seq_len, mesh.cp, plan.layout)
         if mesh.cp > 1:
             heads = self.heads // mesh.tp, self.num_kv_heads // mesh.tp
@@ -331,7 +335,7 @@ class GPTConfig(HeadStyle, MLPStyle):
             measured = plan.cp_strategy == "measured"
             if measured and ulysses is not None:
                 raise ValueError(
-                    f"cp_strategy = 'measured' has nothing to choose with ulysses = {ulysses}: use "
+                    f"cp_strategy = 'measured' has nothing to choose with ulysses = {ulysses}; use "
                     "'hybrid'"
                 )
             resolve_strategy("auto" if measured else plan.cp_strategy, layout, heads, ulysses)

@@ -60,7 +60,8 @@ class Engine:
         seed: of the initialization.
         rule: the update rule; None is ``AdamW()``.
         clip: maximum gradient norm; None disables clipping.
-        outer: the rule by which replicas of the mesh's outer axis meet; None for one replica.
+        outer: the rule by which the replicas of the mesh's outer axis synchronize; None for one
+            replica.
         impl: "triton", "torch" or None, as for the kernels.
         timeout: seconds that a pipeline message may take.
 
@@ -98,7 +99,10 @@ class Engine:
                 "for tensor-parallel ranks while holding the SMs that messages between stages need"
             )
         if (replicas := mesh.size("outer")) > 1 and outer is None:
-            raise ValueError(f"outer = {replicas} replicas need an OuterRule: pass outer=")
+            raise ValueError(
+                f"a mesh with {replicas} outer replicas needs an outer optimizer; pass an "
+                "OuterRule as outer="
+            )
         self.config, self.mesh, self.plan, self.dtype = config, mesh, plan, dtype
         self.micro_batch_size, self.device = micro_batch_size, torch.device(device)
         choose(impl, torch.empty(0, device=self.device))  # raises ValueError if it cannot run
@@ -221,8 +225,9 @@ class Engine:
 
         Raises:
             ValueError: shapes or dtypes do not fit, a parameter is frozen, `halted` is given at a
-                step after which replicas meet, or with an asynchronous schedule, `halted` is given,
-                or `lr` or the data of the steps in between is missing. Nothing was sent.
+                step after which the outer replicas synchronize, or with an asynchronous schedule,
+                `halted` is given, or `lr` or the data of the steps in between is missing. Nothing
+                was sent.
         """
         return self.begin(
             tokens, labels, sample_ids, lr=lr, key=key, interrupted=interrupted,
@@ -247,11 +252,13 @@ class Engine:
         if lr is not None:
             check_lr(lr)
         if halted is not None and self.outer is not None and self.outer.acts_next:
-            raise ValueError("`halted` must be None in a step after which replicas meet")
+            raise ValueError(
+                "`halted` must be None in a step after which the outer replicas synchronize"
+            )
         if self.passes.asynchronous and (lr is None or halted is not None):
             raise ValueError(
-                f"schedule {self.plan.schedule} has already begun the next steps: pass `lr`, "
-                "but not `halted`"
+                f"schedule {self.plan.schedule} is asynchronous and has already begun later steps, "
+                "so `lr` is required and `halted` must be None"
             )
         frozen = (r.name for unit in self.units for r, p in unit.params if not p.requires_grad)
         if (name := next(frozen, None)) is not None:
@@ -432,7 +439,7 @@ class Engine:
             raise ValueError(f"temperature must not be negative, got {temperature}")
         check_int64(prompt=prompt)
         if prompt.ndim != 1 or not len(prompt):
-            raise ValueError(f"prompt must be int64 [n >= 1] tokens, got {[*prompt.shape]}")
+            raise ValueError(f"prompt must have shape [n >= 1], got {[*prompt.shape]}")
         tokens = [upload(prompt, self.device)]
 
         def step(chosen: Tensor | None) -> tuple[Tensor | None, int]:

@@ -145,9 +145,11 @@ class OpenPasses:
         more steps was fed."""
         wanted = (self.ahead + 1) * self._run.microbatches
         if self._fed != wanted:
+            more = f"{self.ahead} step{'s' * (self.ahead != 1)}"
             raise ValueError(
-                f"the schedule is {self.ahead} steps ahead: a step needs {wanted} micro-batches "
-                f"that were fed but not trained on yet, got {self._fed}"
+                f"a step of this schedule needs {wanted} micro-batches that were fed but not "
+                f"trained on yet, got {self._fed}; feed the data of {more} (Engine.feed) before "
+                "the first step and after a load"
             )
         if not self._in_flight.ranks and self.ahead:
             execute(self._run.fill, self.stages, self._filling, self._in_flight)

@@ -66,7 +66,7 @@ class Sampling:
                 f"tokens and top_k must not be negative, got {self.tokens} and {self.top_k}"
             )
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+            raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
@@ -247,8 +247,9 @@ def _check_ranks(gpt: GPT) -> None:
     sizes, stages = gpt.mesh.sizes, len(gpt.placement)
     if sizes.dp * sizes.cp > 1 or stages > sizes.pp or gpt.sequence_parallel:
         raise ValueError(
-            "generate supports tensor-parallel ranks and one pipeline stage per rank, without "
-            f"sequence parallelism; got {sizes} with {stages} stages"
+            "generate needs dp = 1, cp = 1, one stage per pipeline rank, and no sequence "
+            f"parallelism, got {sizes}, stages = {stages}, and "
+            f"sequence_parallel = {gpt.sequence_parallel}"
         )
 
 

@@ -78,14 +78,15 @@ def _check_forward(tokens: Tensor, labels: Tensor | None, sample_ids: Tensor | N
         if name == "tokens" or given is not None:
             check_integers(name, given)
     if tokens.ndim != 2:
-        raise ValueError(f"expected tokens of shape [batch, sequence], got {[*tokens.shape]}")
+        raise ValueError(f"tokens must have shape [batch, sequence], got {[*tokens.shape]}")
     if labels is not None and labels.shape != tokens.shape:
         raise ValueError(
-            f"expected labels with the tokens' shape {[*tokens.shape]}, got {[*labels.shape]}"
+            f"labels must have the tokens' shape {[*tokens.shape]}, got {[*labels.shape]}"
         )
     if sample_ids is not None and sample_ids.shape != tokens.shape[:1]:
         raise ValueError(
-            f"expected one sample id per sequence, {[*tokens.shape[:1]]}, got {[*sample_ids.shape]}"
+            f"sample_ids must have shape {[*tokens.shape[:1]]}, one per sequence, got "
+            f"{[*sample_ids.shape]}"
         )
 
 
@@ -399,7 +400,7 @@ class GPT(nn.Module):
             )
         if seed is None and self.config.dropout and self.training:
             raise ValueError(
-                f"dropout = {self.config.dropout} needs a key: pass a different seed in every step "
+                f"dropout = {self.config.dropout} needs a seed; pass a different one in every step "
                 "(gpt(tokens, labels, seed=step)), or call eval()"
             )
         targets = labels if labels is not None else torch.full_like(tokens, -100)

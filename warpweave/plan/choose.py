@@ -218,7 +218,8 @@ def layouts_of(branch: Job, refused: Counter[str]) -> Iterator[Job]:
             try:
                 pipeline_shape(own, mesh.pp)
             except ValueError:
-                refused[f"{name} does not support the micro-batches or chunks"] += 1
+                what = "this number of micro-batches or chunks"
+                refused[f"schedule {name} does not support {what}"] += 1
                 continue
             for zero in (0, 1, 2, 3) if mesh.data > 1 else (1,):
                 yield replace(branch, plan=replace(own, zero=zero))

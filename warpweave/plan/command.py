@@ -33,7 +33,7 @@ def run(config: PlanConfig, processes: Processes | None = None) -> None:
             raise ValueError(f"--out must end in .toml, got {config.out}")
         for path in filter(None, (config.out, config.html, config.timeline)):
             if path.is_dir() or not path.absolute().parent.is_dir():
-                raise ValueError(f"{path} cannot be written: name a file in an existing folder")
+                raise ValueError(f"{path} cannot be written; name a file in an existing folder")
         found = choose_layouts(search, config.best)
     result = as_record(config, search, found)
     print("\n".join(lines(config, search, found)))
@@ -115,7 +115,7 @@ def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
     fits = search.sequences // search.gpus * search.gpus
     if 0.9 * search.sequences <= fits < search.sequences:  # nearly the same batch
         yield (
-            f"{search.sequences} sequences are not divisible by {search.gpus} data ranks: "
+            f"{search.sequences} sequences are not divisible by {search.gpus} data ranks; "
             f"--sequences {fits} allows dp = {search.gpus}"
         )
     yield from _nearest_miss(search, found)
@@ -138,7 +138,10 @@ def _about(config: PlanConfig, search: Search, found: Found) -> str:
 
 
 def _searched(found: Found) -> str:
-    return f"{found.simulated} layouts were simulated, {found.bounded} were compared by a bound"
+    return (
+        f"{found.simulated} layouts were simulated, {found.bounded} were ranked by a lower bound "
+        "on their step time"
+    )
 
 
 def _nearest_miss(search: Search, found: Found) -> Iterator[str]:
@@ -146,7 +149,10 @@ def _nearest_miss(search: Search, found: Found) -> Iterator[str]:
         job, needed = found.miss
         options = " ".join(f"{k} {v}" for k, v in options_of_job(job).items())
         room = search.hardware.capacity / _GIB
-        yield f"nearest miss: {needed / _GIB:.1f} GiB of {room:.1f} for {options}"
+        yield (
+            f"nearest miss: {options} needs {needed / _GIB:.1f} GiB per GPU, but "
+            f"{search.hardware.name} has {room:.1f}"
+        )
 
 
 def _html(config: PlanConfig, search: Search, found: Found) -> str:

@@ -150,8 +150,8 @@ def find_hardware(name: str) -> Hardware:
     for figure, what in _FIGURES.items():
         if not getattr(found.device, figure) > 0:
             raise ValueError(
-                f"{name} has no figure {figure} ({what}): add it in a file with "
-                f'base = "{name if name in HARDWARE else "h100"}"'
+                f"{name} has no value for {figure} ({what}); set it in a .toml or .json file with "
+                f'base = "{name if name in HARDWARE else "h100"}", and pass that file as hw'
             )
     return found
 
@@ -172,7 +172,10 @@ def _read_hardware(path: Path) -> Hardware:
         own[record][key] = structure(kind, value, f"{path}: {key}")
     missing = [key for key in (*_FIGURES, "capacity") if base is None and key not in given]
     if missing:
-        raise ValueError(f"{path} has no base: add one, or add {', '.join(missing)}")
+        raise ValueError(
+            f"{path} has no base; set base to one of {', '.join(HARDWARE)}, or set "
+            f"{', '.join(missing)}"
+        )
     like = HARDWARE[base or "h100"]
     device = replace(like.device, name=path.stem, **own["device"])
     efficiency = replace(like.efficiency, **own["efficiency"])

@@ -40,8 +40,8 @@ def _block(job: Job) -> Iterator[str]:
     """Yield a block's work, part by part."""
     mesh, speed = job.mesh, job.hardware
     yield (
-        f"one block and micro-batch: T = {job.tokens} tokens of {job.batch} sequences; a rank "
-        f"has {job.rows} rows of width {job.config.width}"
+        f"one micro-batch in one block: T = {job.tokens} tokens per context rank, from {job.batch} "
+        f"sequences; a tensor rank has {job.rows} rows of width {job.config.width}"
     )
     names = ("qkv", "output", "up", "down")
     for name, (M, N, K) in zip(names, product_shapes(job)):
@@ -54,9 +54,11 @@ def _block(job: Job) -> Iterator[str]:
     if mesh.tp > 1:
         moved, seconds = tensor_pass(job)
         count = tensor_passes(job)
+        both = "" if job.plan.sequence_parallel else " (an all-reduce counts as both)"
         yield (
-            f"  tensor: {count[0]} passes forward, {count[1]} backward of {moved / 1e6:.2f} MB = "
-            f"T E b (tp - 1) / tp, each {seconds * _MS:.3f} ms at "
+            f"  tensor: {count[0]} all-gathers or reduce-scatters{both} in the forward and "
+            f"{count[1]} in the backward, each {moved / 1e6:.2f} MB = T x width x bytes per "
+            f"element x (tp - 1) / tp and {seconds * _MS:.3f} ms at "
             f"{speed.bandwidth(1, mesh.tp) / 1e9:.0f} GB/s; overlap {job.plan.overlap}"
         )
     if mesh.cp > 1:
@@ -77,8 +79,9 @@ def _step(chosen: Chosen) -> Iterator[str]:
     work, m = stage_work(job), job.plan.microbatches
     first, last = work[0], work[-1]
     yield (
-        f"stages: first {first.forward * _MS:.2f} + {first.backward * _MS:.2f} ms, last "
-        f"{last.forward * _MS:.2f} + {last.backward * _MS:.2f} ms forward and backward, a message "
+        f"stages, forward + backward: first {first.forward * _MS:.2f} + "
+        f"{first.backward * _MS:.2f} ms, last {last.forward * _MS:.2f} + "
+        f"{last.backward * _MS:.2f} ms; one message between stages: "
         f"{message(job)[0] / 1e6:.2f} MB in {message(job)[1] * _MS:.3f} ms"
     )
     yield (
@@ -106,14 +109,15 @@ def _memory_of(chosen: Chosen) -> Iterator[str]:
     unfused = block_activations(job, fused=False)[0]
     yield (
         f"memory of pipeline rank {rank}: {parameters_of(job)[rank] / 1e6:.1f} M parameters "
-        f"({block_parameters(job.config, job.mesh.tp) / 1e6:.1f} M per block), each of {size} "
-        f"bytes, {max(4, size)} for its gradient and {12 if size < 4 else 2 * size} for the "
-        f"optimizer; ZeRO {job.plan.zero} over {job.mesh.size('shard')} ranks"
+        f"({block_parameters(job.config, job.mesh.tp) / 1e6:.1f} M per block); bytes per "
+        f"parameter: {size} for the weight, {max(4, size)} for its gradient, and "
+        f"{12 if size < 4 else 2 * size} for the optimizer; ZeRO {job.plan.zero} over "
+        f"{job.mesh.size('shard')} ranks"
     )
     yield (
         f"  activations: {live_blocks(job.plan, job.mesh.pp, job.config)[rank]} blocks in "
-        f"flight, {kept / 1e6:.1f} MB each without recomputation (arXiv:2205.05198, with masks "
-        f"and scores: {unfused / 1e6:.1f} MB)"
+        f"flight, {kept / 1e6:.1f} MB each without recomputation ({unfused / 1e6:.1f} MB in an "
+        "implementation that also keeps dropout masks and attention scores, arXiv:2205.05198)"
     )
     for name, value in dataclasses.asdict(held).items():
         yield f"  {name:12} {value / _GIB:8.2f} GiB"

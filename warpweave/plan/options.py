@@ -34,13 +34,13 @@ class PlanConfig:
     """Hardware: a100-40g, a100-80g, a40, l40s, h100, h800, h200, b200, or a .toml or .json file
     with the figures of a GPU."""
     sequences: int | None = None
-    """Sequences per step, over all data replicas. Default: the number that makes 4,194,304
-    tokens."""
+    """Sequences per step, over all data replicas. Default: as many as fit in 4,194,304 tokens, at
+    least 1."""
     seq_len: int | None = None
     """Sequence length in tokens. Default: the model's."""
     best: int = 5
     """Maximum number of layouts to print. Only the fastest layout of each family is printed; a
-    family is the layouts that shard the model over the same axes."""
+    family is all layouts that shard the model over the same axes."""
     explain: bool = False
     """Print the formula and numbers behind each figure of the best layout."""
     out: Path | None = None

@@ -3,7 +3,7 @@
 It shows the record that the command prints as JSON and the chosen layout's simulated timeline. The
 page also contains that JSON (``<script id="plan">``):
 
-    the table of layouts    click on a column's head to sort by it
+    the table of layouts    click a column header to sort by it
     memory per rank         stacked by kind, next to the GPU's capacity
     the timeline            SVG; the wheel zooms in time, dragging moves, a double click shows all
     traffic                 bytes that a rank sends in a step, by axis and link
@@ -133,12 +133,12 @@ def plan_page(
             f"<p>{escape(about)}</p>",
             "<h2>Layouts</h2>",
             "<p>The fastest layout of each family. A family's layouts shard over the same axes. "
-            "Click on a column's head to sort by it.</p>",
+            "Click a column header to sort by it.</p>",
             _layout_table(layouts),
             "<h2>Memory per rank of the first layout</h2>",
             _memory_bars(memory, capacity),
             "<h2>Timeline of the first layout</h2>",
-            "<p>Turn the wheel to zoom, drag to move, double-click to show everything.</p>",
+            "<p>Scroll to zoom, drag to move, double-click to show everything.</p>",
             f'<div id="timeline">{svg({"simulated": timeline}, tooltips=True)}</div>',
             "<h2>Traffic of the first layout</h2>",
             _traffic_table(first["traffic"]),

@@ -84,8 +84,9 @@ _COLUMNS = {  # fields of `Errors` -> column headings
 }
 _WIDTH = 14  # of a column such as "2.5e-16 x0.67"
 _LEGEND = """\
-Largest error of each kind of number: first relative to the number's size, then (x) as a multiple of
-the effect that rounding alone has on it in the plain model. ok: at most {limits}.
+Each column has the largest error, relative to the size of the value, then (x) as a multiple of the
+error that rounding alone causes in that value in the plain model. A row is ok if all multiples are
+at most {limits}.
 evaluation: losses without training; token: the logit of each generated token; layout: options of
 `warpweave prove`, where batch = data ranks x micro-batches x sequences x tokens.
 """
@@ -153,7 +154,7 @@ def _prove(config: ProveConfig, summary: dict, processes: Processes | None = Non
     except (ValueError, ImportError) as error:
         raise _RefusedError(error) from error
     if under_torchrun():
-        raise _RefusedError("prove starts its own ranks: run it without torchrun")
+        raise _RefusedError("prove starts its own ranks; run it without torchrun")
     world = layouts[0].mesh.world
     for line in idle_lines(PROVE, config):
         say(line)

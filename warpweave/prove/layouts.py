@@ -130,8 +130,8 @@ class Layout:
     def __post_init__(self) -> None:
         if self.sizes.samples % (self.mesh.dp * self.microbatches):
             raise ValueError(
-                f"{self.sizes.samples} samples over dp = {self.mesh.dp} are not divisible by "
-                f"{self.microbatches} micro-batches"
+                f"{self.sizes.samples} samples are not divisible by dp x micro-batches "
+                f"({self.mesh.dp} x {self.microbatches})"
             )
 
     @property

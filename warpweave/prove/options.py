@@ -105,12 +105,14 @@ class ProveConfig:
     packed: bool = False
     """Sequence packing: put several documents into each sample."""
     microbatches: int | None = None
-    """Micro-batches per step. Default: more than the number of pipeline stages, if the number of
-    samples has such a divisor."""
+    """Micro-batches per step and data replica. Default: the smallest divisor of a replica's number
+    of samples that is greater than --pp and large enough for the schedule; without one, that number
+    of samples itself."""
     overlap: Overlap = "bulk"
     """Overlap of tensor-parallel collectives with GEMMs; fused requires --impl triton."""
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    """Optimizer of the steps: AdamW, Muon for the blocks' matrices, or SGD with momentum."""
+    """Optimizer of the training steps: adamw, muon (Muon for the blocks' matrices, AdamW for the
+    rest), or sgd (with momentum)."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "both"] = "both"
     """Precision of the proof; both means fp64, then fp32 (on GPUs, fp32, then bf16)."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -146,13 +148,16 @@ class ProveConfig:
 
     def typechecked(self) -> Layout:
         """Return the layout to typecheck; raise ValueError for an option that types ignore."""
-        of_the_tiny_model = () if self.model is None else ("style", "tied")
-        for name in (*_UNSEEN, *of_the_tiny_model):
-            if getattr(self, name) != getattr(ProveConfig(), name):
+        usual = ProveConfig()
+        for name in _UNSEEN:
+            if getattr(self, name) != getattr(usual, name):
                 raise ValueError(
-                    f"--{name.replace('_', '-')} has no effect on types: leave it out, or prove "
+                    f"--{name.replace('_', '-')} has no effect on types; leave it out, or prove "
                     "without --typecheck"
                 )
+        for name, flag in (("style", "--style"), ("tied", "--no-tied")):  # of the tiny model
+            if self.model is not None and getattr(self, name) != getattr(usual, name):
+                raise ValueError(f"{flag} has no effect with --model; leave one of them out")
         return self.given()
 
     def layouts(self) -> list[Layout]:
@@ -170,11 +175,14 @@ class ProveConfig:
         if self.device == "cpu":
             choose(impl, torch.empty(0))  # raises an error that names what is missing
         if self.overlap == "fused" and impl == "torch":
-            raise ValueError("--overlap fused runs inside Triton kernels: pass --impl triton")
+            raise ValueError("--overlap fused runs inside Triton kernels; pass --impl triton")
         chosen = [self.given()]
         several = self.all or self.random != 0
         if several and (chosen != [ProveConfig().given()] or (self.all and self.random)):
-            raise ValueError("--all and --random choose the layouts: remove the other choices")
+            raise ValueError(
+                "--all and --random choose the layouts; pass only one of them, without options of "
+                "a single layout"
+            )
         if not several and (self.world, self.seed) != (4, 0):
             raise ValueError("--world requires --all, and --seed requires --random")
         if self.world < 1 or self.random < 0:
@@ -218,8 +226,9 @@ def parse(argv: list[str] | None = None) -> ProveConfig:
         found = read_command_line(ProveConfig, "prove", __doc__, argv, defaults)
         if not found.typecheck and found.given().mesh.world > _RANKS:
             raise ValueError(
-                f"the {found.given().mesh.world} ranks of --config exceed the limit of {_RANKS} "
-                "processes: add --typecheck to check only their types, or plan for fewer --gpus"
+                f"--config needs {found.given().mesh.world} ranks, more than the limit of {_RANKS} "
+                "processes; pass --typecheck to check only the program's types, or plan with fewer "
+                "--gpus"
             )
         left = ", ".join(f"{name} = {value}" for name, value in layout.items() if name not in own)
         how = "--typecheck" if found.typecheck else "prove"

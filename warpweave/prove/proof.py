@@ -253,7 +253,8 @@ def prove_layout(
     for name, count in zip(owners, counts.tolist(), strict=True):
         reads = times - (layout.optimizer == "muon" and is_muons(name)) * mesh.size("outer")
         if count != reads:  # would be lost in a checkpoint, or written twice
-            compare.add("weight", f"{name} read {count} times, not {reads},", float("inf"))
+            what = f"{name}, which the ranks would save {count} times instead of {reads},"
+            compare.add("weight", what, float("inf"))
     errors = {kind: compare.errors.get(kind, math.inf) for kind in KINDS}  # inf: never compared
     relative = {kind: compare.relative.get(kind, math.inf) for kind in KINDS}
     found = Errors(**errors, where=compare.where, relative=relative, first=compare.first)

@@ -47,17 +47,17 @@ def typecheck(
     plan = ParallelPlan(sequence_parallel=sequence_parallel, recompute=recompute, layout=layout)
     if mesh.ulysses > 1:
         raise ValueError(
-            f"ulysses = {mesh.ulysses}: the typechecker has a single context axis; check it as a "
-            "ring, with ulysses = 1"
+            f"ulysses must be 1, got {mesh.ulysses}: the typechecker has a single context axis; "
+            "use ulysses = 1 to check a ring of the same size"
         )
     config.check(mesh, plan)
     try:
         from spmd_types.types import SpmdTypeError
     except ImportError:
-        raise ImportError("typecheck needs spmd_types: install the extra `typecheck`") from None
+        raise ImportError("typecheck needs spmd_types; install the extra `typecheck`") from None
     if dist.is_initialized():
         raise RuntimeError(
-            "typecheck creates its own process group: destroy the existing one first"
+            "typecheck creates its own process group; destroy the existing one first"
         )
     for stage in stages if stages is not None else range(mesh.pp):
         if mesh.data * mesh.tp == 1:

@@ -83,8 +83,8 @@ def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
         )
     if best:
         return ChosenCheckpoint(kept[at], at, loss)
-    hint = f", the newest; the lowest validation loss was {loss:.4f} at step {at} "
-    hint += "(--best)" if at in kept else "(not kept)"
+    hint = f"; it is the newest, but step {at} has the lowest validation loss, {loss:.4f} "
+    hint += "(pass --best to use it)" if at in kept else "(not kept)"
     return chosen if at == number else replace(chosen, hint=hint)
 
 

@@ -114,11 +114,13 @@ def run(
             )
         if config.max_restarts and torchrun:
             raise ValueError(
-                f"max_restarts = {config.max_restarts} is not supported under torchrun; use "
-                "torchrun's option"
+                f"max_restarts = {config.max_restarts} is not supported under torchrun; pass "
+                "--max-restarts to torchrun instead"
             )
         if config.elastic and torchrun:
-            raise ValueError("--elastic needs warpweave train; run it without torchrun")
+            raise ValueError(
+                f"--elastic {config.elastic} starts its own ranks; run it without torchrun"
+            )
         config = config.for_ranks(int(os.environ["WORLD_SIZE"]) if torchrun else config.mesh.world)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun else config.mesh.world
         backend = choose_backend(here, BACKENDS.get(config.device), launched=not torchrun)

@@ -31,10 +31,11 @@ class ExportConfig:
     best: bool = False
     """Export the checkpoint with the run's lowest validation loss instead of the newest one."""
     like: Path | None = None
-    """Transformers model folder to copy the model family and other files from; default: that of
-    the run's --init-from, or the first family that can hold this model."""
+    """Transformers model folder to take the model family and other files from; default: the folder
+    of the run's --init-from, or without one, the first family that can represent this model."""
     tokenizer: Path | None = None
-    """Tokenizer: a Hugging Face tokenizers JSON, or the word bytes; default: the run's own."""
+    """Tokenizer: a JSON file of the Hugging Face tokenizers library (tokenizer.json), or 'bytes';
+    default: the run's own."""
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
     """Precision of the weights; default: as they were saved."""
 

@@ -48,8 +48,8 @@ def _one_document(config: Any) -> bool:
     return len(data.starts) < 2 and not data.has_separator
 
 
-def _first_meeting(config: Any) -> int:
-    """The step after which outer replicas have exchanged weights for the first time."""
+def _first_outer_step(config: Any) -> int:
+    """The step after which outer replicas make the first outer step."""
     apart = config.outer_every // config.fragments
     return config.outer_warmup + apart + config.outer_delay
 
@@ -63,13 +63,13 @@ TRAIN = (
     ),
     Idle(
         ("packed",), _one_document,
-        "{data} is one document; pass --separator with the id of the token that ends one, or a "
-        "folder of several files",
+        "{data} is one document; pass --separator with the id of the token that ends each "
+        "document, or pass --data with a folder of several files",
     ),
     # ---- the model
     Idle(
         ("rope_theta",), lambda c: c.model_config(1).positions != "rope",
-        "the model's positions are learned (--positions rope)",
+        "the model's positions are learned; pass --positions rope to use it",
     ),
     Idle(
         ("rope_theta",), lambda c: c.model_config(1).local_rope_theta and None not in _windows(c),
@@ -85,12 +85,12 @@ TRAIN = (
     ),
     Idle(
         ("norm_bias",), lambda c: c.model_config(1).norm != "layer",
-        "the model's norm is RMSNorm, which has no bias (--norm layer)",
+        "the model's norm is RMSNorm, which has no bias; pass --norm layer to use one",
     ),
     # ---- the ranks
     Idle(
         ("sample", "eval_every", "check_every"), lambda c: c.server,
-        "a --server run evaluates once, at the end, does not sample, and does not compare workers",
+        "a --server run evaluates only at the end, and neither samples nor compares workers",
     ),
     Idle(
         ("check_collectives",), lambda c: c.server,
@@ -102,17 +102,17 @@ TRAIN = (
     ),
     Idle(
         ("zero",), lambda c: c.plan.zero >= 2 and c.mesh.size("shard") == 1,
-        "there is only one rank to shard over (dp x cp, or dp_shard x cp)",
+        "dp x cp (or dp_shard x cp) is 1, so there is only one rank to shard over",
     ),
     Idle(("overlap",), lambda c: c.plan.overlap != "none" and c.tp == 1, "tp is 1"),
     Idle(
         ("chunks", "schedule"), lambda c: c.pp == 1 and not c.plan.asynchronous,
-        "pp is 1 (only the memory of activations differs)",
+        "pp is 1, so it can change only activation memory",
     ),
     Idle(("layout", "cp_strategy"), lambda c: c.cp == 1, "cp is 1"),
     Idle(
-        ("outer_every",), lambda c: _first_meeting(c) > c.steps,
-        "the run ends after {steps} steps, before the first meeting",
+        ("outer_every",), lambda c: _first_outer_step(c) > c.steps,
+        "the run ends after {steps} steps, before the first outer step",
     ),
     # ---- the optimizer
     Idle(
@@ -131,12 +131,12 @@ TRAIN = (
     ),
     Idle(
         ("min_lr",), lambda c: c.lr_schedule == "wsd" and not round(c.decay * c.steps),
-        "lr_schedule = wsd with decay = {decay} of {steps} steps does not decay",
+        "decay = {decay} of {steps} steps rounds to 0 steps, so lr_schedule = wsd does not decay",
     ),
     # ---- what is written and when
     Idle(
-        ("early_stop",), lambda c: not c.eval_every, "it counts evaluations, so pass --eval-every",
-        True,
+        ("early_stop",), lambda c: not c.eval_every,
+        "it counts evaluations during the run, but eval_every is 0; pass --eval-every", True,
     ),
     Idle(
         ("early_stop",), lambda c: c.eval_every >= c.steps,
@@ -148,7 +148,7 @@ TRAIN = (
     Idle(
         ("keep",),
         lambda c: not (c.save_every or c.save_minutes or c.early_stop or c.resume),
-        "only the last step is saved (--save-every, --save-minutes)",
+        "only the last step is saved; pass --save-every or --save-minutes to save more",
     ),
     Idle(
         ("tiles",), lambda c: c.impl == "torch" or (c.impl is None and c.device == "cpu"),
@@ -184,7 +184,7 @@ SAMPLE = (
     ),
     Idle(
         ("top_k",), lambda c: c.top_k >= _vocabulary(c),
-        "the model's vocabulary is not larger",
+        "the model's vocabulary has no more than {top_k} tokens",
     ),
     Idle(("timeout",), lambda c: c.mesh.world == 1, "there is only one rank"),
 )  # fmt: skip

@@ -45,7 +45,9 @@ from warpweave.train.options import (
 
 _DAMAGED = f"{METRICS}.damaged"  # damaged lines of metrics; -1, -2, ... is appended
 _MODE = 0o666  # colleagues of the user can read the files if the umask allows it
-_HEADING = "# The options of this run; repeat it with `warpweave train --config` and this file.\n"
+_HEADING = (
+    "# The options of this run. To repeat the run, pass this file to `warpweave train --config`.\n"
+)
 
 
 def utilisation(
@@ -154,7 +156,8 @@ class Metrics:
         except Exception as error:
             if (what := f"{path} cannot be written{by}") not in self._said:
                 self._said.add(what)
-                say(f"{what}; the run continues and will try again: {reason(error, path)}")
+                why = reason(error, path).removeprefix("cannot write ").removeprefix(f"{path}: ")
+                say(f"{what}: {why}; the run continues and will try again")
 
     def _rewind(self, step: int, *, evaluates: bool) -> None:
         """Keep the rows up to `step`, without its evaluation if the run `evaluates` there again."""
@@ -177,7 +180,8 @@ class Metrics:
             except (CheckpointError, OSError) as error:
                 if os.path.lexists(self.path):
                     os.rename(self.path, aside)
-                    say(f"{reason(error, self.path)}; it was moved to {aside}; starting a new file")
+                    why = reason(error, self.path)
+                    say(f"{why}; moved {self.path} to {aside} and will write a new file")
                 return []
             if damaged:
                 replace(aside, lambda file: file.write(b"\n".join(damaged) + b"\n"), _MODE)
@@ -294,13 +298,13 @@ def locked(folder: Path) -> Iterator[None]:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         lock = os.fdopen(os.open(folder / "lock", flags, _MODE))
     except OSError as error:
-        raise ValueError(f"--out {folder} cannot be written: {error.strerror}") from None
+        raise ValueError(f"--out {folder} cannot be written to: {error.strerror}") from None
     with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"another job is training into {folder}; pass a different --out"
+                f"another job is writing to {folder}; pass a different --out"
             ) from None
         except OSError:
             pass  # the file system has no locks

@@ -124,7 +124,7 @@ def first_seen(
     engine: Engine, batches: Batches, step: int, what: str, result: StepResult | None
 ) -> str:
     """Describe where the "loss" of `step`, the "validation loss", or a gradient first was not
-    finite. Collective.
+    finite, such as "first seen on rank 1 (dp=1)". Collective.
 
     If the step cannot be run again, or is finite when run again, name the ranks whose losses or
     gradients were not finite. Tensor ranks share their sums, so their whole group is named.
@@ -142,9 +142,10 @@ def first_seen(
         ranks: dict[str, list[int]] = {}
         for rank, where in found.items():
             ranks.setdefault(where, []).append(rank)
-        return ", ".join(f"{mesh.names(those)} in {where}" for where, those in ranks.items())
+        seen = ", ".join(f"{mesh.names(those)} in {where}" for where, those in ranks.items())
+        return f"first seen on {seen}"
     groups = dict.fromkeys(rank // tp * tp for rank in flagged)
-    alike = ", within this tensor group" * (tp > 1)
+    alike = ", within this tensor-parallel group" * (tp > 1)
     names = ", ".join(mesh.names(range(first, first + tp)) + alike for first in groups)
-    once = ", but not when the step was run again" * (again is not None)
-    return (names or "no single rank") + once
+    once = "; a rerun did not reproduce it" * (again is not None)
+    return (f"first seen on {names}" if names else "not seen on any single rank") + once

@@ -58,15 +58,15 @@ class ModelOptions:
         "toy", "small", "toy-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl",
         "llama-1b", "llama-8b", "llama-70b", "llama3-405b", "gpt3-175b",
     ] = "small"  # fmt: skip
-    """Model preset. The model options below override single values of the preset."""
+    """Model preset. The model options below override individual values of the preset."""
     overrides: Annotated[Any, tyro.conf.arg(constructor=GPTOverrides)] = field(
         default_factory=GPTOverrides
     )
-    """Model options that differ from the preset."""
+    """Model options that override values of the preset."""
     init_from: Path | None = None
     """Pretrained model to start from instead of a preset: a transformers model folder (``hf
-    download NAME --local-dir FOLDER`` downloads a model from the Hub), or the folder or a
-    checkpoint of a run."""
+    download NAME --local-dir FOLDER`` downloads a model from the Hub), a run's folder, or a
+    checkpoint in it."""
     device: shared.Device = None
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
     """Precision of parameters and activations; master weights, gradients, and sums are fp32 (fp64
@@ -84,12 +84,15 @@ class DataOptions:
     """Training data: a UTF-8 text file, a folder of text files, or a token file. Default: the
     source code of Python's standard library."""
     tokenizer: Path | None = None
-    """Tokenizer: a JSON file of Hugging Face tokenizers. Default: that of `init_from`, or bytes."""
+    """Tokenizer: a JSON file of the Hugging Face tokenizers library (tokenizer.json). Default: that
+    of `init_from`, or bytes."""
     packed: bool = False
-    """Sequence packing: a sample holds several documents, which end at the separator or with a
-    file. Each token attends only within its document, and learned positions restart in each."""
+    """Sequence packing: a sample holds several documents. A document ends at a separator token or
+    at the end of a file. Each token attends only within its document, and learned positions restart
+    in each document."""
     separator: int | None = None
-    """End-of-document token id for --packed. A token file has no other document boundaries."""
+    """End-of-document token id for --packed. In a token file, only this token separates
+    documents."""
 
 
 @dataclass(frozen=True)
@@ -105,26 +108,27 @@ class ParallelismOptions:
     ulysses: shared.UlyssesDegree = 1
     pp: shared.PipelineParallel = 1
     outer: int = 1
-    """Number of outer replicas, each with dp x cp x tp x pp ranks. They train separately and meet
-    every `outer_every` steps (local SGD, DiLoCo)."""
+    """Number of outer replicas, each with dp x cp x tp x pp ranks. They train separately and
+    synchronize every `outer_every` steps (local SGD, DiLoCo)."""
     outer_every: int | None = None
-    """Steps between meetings of the outer replicas. At a meeting, the replicas' weights are
-    averaged and the outer optimizer makes a step. Default: no outer optimizer."""
+    """Steps between synchronizations of the outer replicas. At each one, the replicas' weights are
+    averaged and the outer optimizer takes a step. Default: no outer optimizer."""
     outer_lr: float = 0.7
     """Learning rate of the outer SGD, whose gradient is the global weights minus the mean of the
     replicas' weights. For local SGD, use 1 and no momentum."""
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer SGD."""
     fragments: int = 1
-    """Streaming: number of fragments into which the layers are divided. The fragments meet in turn,
-    outer_every / fragments steps apart."""
+    """Streaming DiLoCo: number of fragments into which the layers are divided. The fragments are
+    synchronized in turn, outer_every / fragments steps apart."""
     outer_delay: int = 0
-    """Streaming: steps between the start of a fragment's all-reduce and the fragment's outer step.
-    These steps hide the all-reduce."""
+    """Streaming DiLoCo: steps between the start of a fragment's all-reduce and the fragment's outer
+    step. These steps hide the all-reduce."""
     outer_mix: float = 0.0
-    """Streaming: fraction of the local weights that is kept when the global weights arrive."""
+    """Streaming DiLoCo: fraction of the local weights that is kept when the global weights
+    arrive."""
     outer_warmup: int = 0
-    """Steps of plain data parallelism over the outer replicas before the first `outer_every` steps
+    """Warm-up steps at the start of the run, with plain data parallelism over the outer replicas
     (post-local SGD)."""
     plan: ParallelPlan = ParallelPlan()
     """Parallel plan: how a step is distributed over the ranks."""
@@ -160,9 +164,9 @@ class OptimizerOptions:
     decay: float = 0.2
     """Decay phase of lr_schedule wsd, as a fraction of the steps."""
     optimizer: Literal["adamw", "nadamw", "muon", "sgd"] = "adamw"
-    """Optimizer: adamw; nadamw, whose look-ahead corrects for delays (use --betas 0.99 0.999);
-    muon, which uses Muon for the blocks' matrices (scaled so that AdamW's learning rates work) and
-    AdamW for the rest; or sgd, with momentum."""
+    """Optimizer: adamw; nadamw, whose look-ahead corrects for stale gradients (use --betas 0.99
+    0.999); muon, which uses Muon for the blocks' matrices (scaled so that AdamW's learning rates
+    work) and AdamW for the rest; or sgd, with momentum."""
     momentum: float = 0.95
     """Momentum of muon and sgd."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -188,7 +192,8 @@ class CheckpointsOptions:
     keep: int = 3
     """Number of most recent checkpoints to keep."""
     resume: Annotated[bool | Literal["auto"], RESUME] = False
-    """Resume from the newest good checkpoint in `out`. With auto, it may be missing."""
+    """Resume from the newest good checkpoint in `out`. With auto, start a new run if there is no
+    checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +204,8 @@ class FaultsOptions:
     """Elastic data parallelism: minimum number of replicas. If replicas die, the run continues
     while this many are left, and dead replicas can rejoin. With 0, any death ends the run."""
     max_restarts: int = 0
-    """Restarts of all ranks from the newest checkpoint after a failure (torchrun has its own)."""
+    """Maximum number of restarts of all ranks from the newest checkpoint after a failure. Under
+    torchrun, use torchrun's --max-restarts instead."""
     timeout: shared.Timeout = 300.0
     check_every: int = 100
     """Interval in steps at which ranks compare a step's collectives, the replicas' state after the
@@ -275,10 +281,16 @@ class TrainConfig(
         given["fragments"] = self.fragments
         if self.outer_every is None:
             rule = OuterRule(1)
-            idle = [f"{n} = {v}" for n, v in given.items() if v != getattr(rule, n)]
+            idle = [
+                f"{name if name == 'fragments' else f'outer_{name}'} = {value}"
+                for name, value in given.items()
+                if value != getattr(rule, name)
+            ]
             if self.outer > 1 or idle:
-                what = f"outer = {self.outer}" if self.outer > 1 else f"outer {idle[0]}"
-                raise ValueError(f"{what} requires --outer-every, the steps between meetings")
+                what = f"outer = {self.outer}" if self.outer > 1 else idle[0]
+                raise ValueError(
+                    f"{what} requires --outer-every, the number of steps between outer steps"
+                )
             return None
         rule = OuterRule(self.outer_every, **given)
         rule.check(self.overrides.layers or self.base.layers)
@@ -295,7 +307,7 @@ class TrainConfig(
             if self.staleness != 0 or self.compensation:
                 raise ValueError(
                     f"staleness = {self.staleness} and compensation = {self.compensation:g} apply "
-                    "to parameter servers only: pass --server"
+                    "to parameter servers only; pass --server"
                 )
             return None
         from warpweave.parallel.server.server import ServerPlan
@@ -304,9 +316,7 @@ class TrainConfig(
                "max_restarts", "elastic")  # fmt: skip
         for name in one:
             if (given := getattr(self, name)) != getattr(TrainConfig, name):
-                raise ValueError(
-                    f"--server does not support {name} = {given}: each worker is one rank"
-                )
+                raise ValueError(f"--server does not support {name} = {given}; leave it out")
         plan = dataclasses.replace(self.plan, microbatches=1)
         for name, value in dataclasses.asdict(ParallelPlan()).items():
             if (given := getattr(plan, name)) != value:
@@ -315,13 +325,15 @@ class TrainConfig(
             raise ValueError("--server workers do not read tile tables; leave out --tiles")
         if self.compensation and self.staleness == 0:
             raise ValueError(
-                f"compensation = {self.compensation:g} corrects delayed gradients: pass a "
-                "--staleness other than 0"
+                f"compensation = {self.compensation:g} needs delayed gradients, but staleness is "
+                "0; pass a nonzero --staleness"
             )
         if self.dtype == "fp16":
             raise ValueError("dtype = fp16 needs loss scaling, which --server does not support")
         if self.optimizer == "muon":
-            raise ValueError("--server needs elementwise updates, not optimizer = muon; use adamw")
+            raise ValueError(
+                "--server supports only elementwise optimizers, got optimizer = muon; use adamw"
+            )
         return ServerPlan(
             self.server,
             None if self.staleness == "unbounded" else self.staleness,

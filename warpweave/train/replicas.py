@@ -123,7 +123,7 @@ class ReplicaCheck:
                 self._leader[rank, i] = first.setdefault(tuple(key), rank * most + i)
 
     def _words(self, mesh: Mesh, values: np.ndarray, differs: np.ndarray) -> str:
-        """ "rank 3 (tp=1) differs in NAME from ranks 0, 1, 2", for the first differing tensor."""
+        """ "rank 3 (tp=1) differs from ranks 0, 1, 2 in NAME", for the first differing tensor."""
         group = self._leader[differs][0]
         holders = [(int(rank), int(i)) for rank, i in np.argwhere(self._leader == group)]
         by_value: dict[int, list[int]] = defaultdict(list)
@@ -133,9 +133,9 @@ class ReplicaCheck:
         rank, i = holders[0]
         name = self._keys[rank][i][0]
         more = len({self._keys[r][i][0] for r, i in np.argwhere(differs)} - {name})
-        also = f" (and {more} other tensors)" if more else ""
+        also = f" (and {more} other tensor{'s' * (more > 1)})" if more else ""
         if len(most) > 1 and all(len(ranks) < len(most) for ranks in others):
             odd = sorted(rank for ranks in others for rank in ranks)
             verb = "differs" if len(odd) == 1 else "differ"
-            return f"{mesh.names(odd)} {verb} in {name}{also} from {mesh.names(most)}"
+            return f"{mesh.names(odd)} {verb} from {mesh.names(most)} in {name}{also}"
         return f"{' and '.join(map(mesh.names, by_value.values()))} differ in {name}{also}"

@@ -55,9 +55,10 @@ class Progress:
         """A phrase that says why a run of `steps` steps is over at `step`."""
         if step >= steps:
             return f"has completed all {steps} steps"
+        count = f"{self.since} evaluation{'s' * (self.since != 1)}"
         return (
-            f"stopped early at step {step}: {self.since} evaluations did not lower the validation "
-            f"loss of {self.best:.4f} at step {self.best_step}"
+            f"stopped early at step {step}, after {count} without a validation loss below "
+            f"{self.best:.4f} (step {self.best_step})"
         )
 
     def lowest(self, step: int, val_loss: float | None) -> dict[str, Any]:
@@ -134,7 +135,10 @@ def open_run(
     except ValueError as error:
         raise CheckpointError(f"{reader.path} was not written by the trainer: {error}") from None
     if state.get("step", reader.step) != reader.step:
-        raise CheckpointError(f"{reader.path} has a state of step {state['step']}")
+        raise CheckpointError(
+            f"{reader.path} is the checkpoint of step {reader.step}, but its state is of step "
+            f"{state['step']}"
+        )
     return reader
 
 
@@ -189,26 +193,31 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
     if not same and not (_of_ends(saved) and saved["name"] == data.name):
         now = data.tokenizer_name
         before, now = (str(name)[:12] for name in (saved.get("tokenizer", now), now))
-        other = "other data" if before == now else f"other tokens (tokenizer {before}, now {now})"
+        other = "different data"
+        if before != now:
+            other = f"different tokens (tokenizer was {before}, is now {now})"
         raise CheckpointError(
-            f"{reader.path} was trained on {other}: saved {saved['name']} "
-            f"({saved['fingerprint'][:12]}), now {data.name} ({data.fingerprint[:12]})"
+            f"{reader.path} was trained on {other}: {saved['name']} "
+            f"({saved['fingerprint'][:12]}), but this run uses {data.name} "
+            f"({data.fingerprint[:12]})"
         )
     outer = _outer_settings(config)
     if (before := reader.state.get("outer")) != outer:
-        raise CheckpointError(
-            f"{reader.path} was trained with outer replicas and optimizer {before}, now {outer}"
+        had, has = (
+            f"the outer settings {x}" if x else "no outer optimizer" for x in (before, outer)
         )
+        raise CheckpointError(f"{reader.path} was trained with {had}, but this run has {has}")
     held, wanted = reader.state.get("asynchronous"), _asynchronous_schedule(config)
     if held not in (None, wanted):
         raise CheckpointError(
-            f"{reader.path} was saved with the asynchronous schedule {held} and holds its weight "
-            f"versions, but this run uses {wanted or config.plan.schedule}: resume with that "
-            "schedule, or pass --init-from"
+            f"{reader.path} was saved with the asynchronous schedule {held} and holds the "
+            f"schedule's weight versions, but this run uses {wanted or config.plan.schedule}; "
+            "resume with the saved schedule, or start a new run with --init-from"
         )
-    if reader.state["seed"] != config.seed:
+    if (before := reader.state["seed"]) != config.seed:
         raise CheckpointError(
-            f"{reader.path} was trained with seed {reader.state['seed']}, now {config.seed}"
+            f"{reader.path} was trained with seed {before}, but this run has seed {config.seed}; "
+            f"pass --seed {before}"
         )
     if (before := reader.state["settings"].get("optimizer", "adamw")) != config.optimizer:
         raise CheckpointError(

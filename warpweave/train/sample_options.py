@@ -48,8 +48,8 @@ class SampleConfig:
     seed: int = 0
     """Random seed for sampling."""
     tokenizer: Path | None = None
-    """Tokenizer: a Hugging Face tokenizers JSON, or the word bytes; default: the model's, or bytes
-    if the model was trained on bytes or has a vocabulary of 256."""
+    """Tokenizer: a JSON file of the Hugging Face tokenizers library (tokenizer.json), or 'bytes';
+    default: the model's, or bytes if the model was trained on bytes or has a vocabulary of 256."""
     tp: shared.TensorParallel = 1
     pp: shared.PipelineParallel = 1
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"

@@ -223,8 +223,8 @@ class Trainer:
         """
         now = self._begun or self._begin(self.step)
         outer = self.engine.outer
-        meets = outer is not None and outer.acts_next  # an outer step cannot be undone
-        halts = self._interrupted or self._timely or self._pauses(self.step + 1) or meets
+        acts = outer is not None and outer.acts_next  # an outer step cannot be undone
+        halts = self._interrupted or self._timely or self._pauses(self.step + 1) or acts
         early = self.ahead and not halts
         self._begun = self._begin(self.step + 1, now) if early else None
         result = now.result.wait()
@@ -319,13 +319,13 @@ class Trainer:
         # The optimizer skips the update when the norm is not finite.
         untouched = not math.isfinite(norm) and self.config.outer_rule is None
         untouched &= not self.engine.passes.asynchronous
-        kept = "the weights were not updated, " if untouched else ""
+        kept = "the weights were not updated; " if untouched else ""
         try:
             path = self.saver.wait()
             last = f"the last good checkpoint is {path}" if path else "there is no checkpoint"
         except CheckpointError as error:
             last = str(error)
-        raise TrainingStopped(f"{words} at step {number}, first seen on {seen}; {kept}{last}")
+        raise TrainingStopped(f"{words} at step {number}, {seen}; {kept}{last}")
 
     def evaluate(self) -> float:
         """Mean loss on fixed validation samples, in nats per token."""
@@ -389,7 +389,7 @@ class Trainer:
                 say(f"resuming with settings that differ from {reader.path}: {differing}")
             if self.over:
                 why = self.progress.why(self.step, self.config.steps)
-                say(f"{reader.path} {why}: nothing to train; evaluating only")
+                say(f"nothing to train, evaluating {reader.path} only: the run {why}")
         return True
 
     # ------------------------------------------------------------------ the end

@@ -222,7 +222,7 @@ class Pipeline(Sharded):
         check_lr(lr)
         batches = self._cut(inputs, targets)
         if self._is_broken:
-            raise RuntimeError("an earlier step failed: build a new Pipeline")
+            raise RuntimeError("an earlier step failed; create a new Pipeline")
         if self._shape is None:
             self._find_messages(batches[0])
         self._is_broken = True
@@ -334,7 +334,7 @@ def _lists_of(name: str, stages: int, ranks: int, microbatches: int) -> schedule
     family = schedules.find_family(name)
     if family.asynchronous:
         raise ValueError(
-            f"schedule {name} updates weights within a step, which only Engine supports: choose a "
+            f"schedule {name} updates weights within a step, which only Engine supports; choose a "
             "synchronous schedule"
         )
     lists = family.make(ranks, microbatches, stages // ranks)

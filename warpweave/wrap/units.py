@@ -30,7 +30,9 @@ def make_units(
     group, kinds = mesh.group("data"), dict[tuple, list[tuple[ParamRecord, nn.Parameter]]]()
     for record, param in params:
         if param.is_meta:
-            raise ValueError(f"{record.name} is on the meta device: give it values first")
+            raise ValueError(
+                f"{record.name} is on the meta device; materialize and initialize it first"
+            )
         if group is not None:
             dist.broadcast(param.data, group=group, group_src=0)
         if param.requires_grad:
@@ -75,8 +77,8 @@ class Sharded:
             raise ValueError(f"rank {mesh.rank} has no parameter that requires a gradient")
         if isinstance(rule, Muon) and not any(r.matrices for u in self.units for r, _ in u.params):
             raise ValueError(
-                "Muon needs the matrices of warpweave's layers: the modules have none, so Muon "
-                "would be the same as AdamW"
+                "Muon updates only the weight matrices of warpweave's layers, and the modules of "
+                f"rank {mesh.rank} have none; use AdamW"
             )
         self.optimizer = ZeroOptimizer(self.units, mesh, rule, clip=clip, divisor=divisor)
 
@@ -120,7 +122,7 @@ class Sharded:
         refuse ``load_state_dict``, which would not reach master weights."""
 
         def refuse(*given: object) -> None:
-            raise RuntimeError("load_state_dict() would not set master weights: use load()")
+            raise RuntimeError("load_state_dict() would not set master weights; use load()")
 
         guard_state_dict(module, self.units, "tensors()")
         module.register_load_state_dict_pre_hook(refuse)

@@ -265,12 +265,15 @@ class Zero(Sharded):
         check_lr(lr)
         if self._backwards != self.microbatches:
             raise ValueError(
-                f"expected microbatches = {self.microbatches} backward passes before a step, got "
-                f"{self._backwards}"
+                "the number of backward passes before zero.step() must be microbatches = "
+                f"{self.microbatches}, got {self._backwards}"
             )
         for name, p in self.model.named_parameters():
             if p.requires_grad and p not in self._trained:
-                raise ValueError(f"{name} was frozen when Zero was made: make a new Zero")
+                raise ValueError(
+                    f"{name} requires a gradient, but was frozen when this Zero was created; "
+                    "create a new Zero"
+                )
         self.free()  # what a forward without a backward has left
         for unit in self.units:
             unit.gradients.finish()
@@ -302,7 +305,7 @@ class Zero(Sharded):
     def check_ended(self) -> None:
         """Raise RuntimeError if a backward has begun and not ended."""
         if self._is_queued and torch._C._current_graph_task_id() == -1:
-            raise RuntimeError("the last backward did not end: make a new Zero")
+            raise RuntimeError("the last backward pass did not finish; create a new Zero")
 
     def entered(self, block: _Wrapped, *, is_root: bool) -> _Wrapped | None:
         """Note the order of blocks in a forward, and return the previous one."""
@@ -319,8 +322,9 @@ class Zero(Sharded):
         """
         if self._backwards == self.microbatches:
             raise RuntimeError(
-                f"expected zero.step(lr) after microbatches = {self.microbatches} backward passes; "
-                "no other optimizer sees these gradients"
+                "the number of backward passes before zero.step(lr) must be microbatches = "
+                f"{self.microbatches}, got {self._backwards + 1}; the step of another optimizer "
+                "does not replace it"
             )
         if not self._is_queued:
             self._is_queued = True
@@ -414,7 +418,7 @@ def _check_zero(
     """Raise ValueError for what `Zero` does not accept."""
     if mesh.size("pp") > 1 or mesh.size("outer") > 1:
         raise ValueError(
-            f"Zero needs pp = 1 and outer = 1, got {mesh.size('pp')} and {mesh.size('outer')}: use "
+            f"Zero needs pp = 1 and outer = 1, got {mesh.size('pp')} and {mesh.size('outer')}; use "
             "Pipeline(zero=...) for pipeline ranks"
         )
     if type(microbatches) is not int or microbatches < 1:
@@ -429,6 +433,6 @@ def _check_zero(
         for name, inner in block.named_modules():
             if inner is not block and inner in blocks:
                 raise ValueError(
-                    f"{name} of {type(block).__name__} is a block inside a block: pass only the "
+                    f"{name} of {type(block).__name__} is a block inside a block; pass only the "
                     "outer or only the inner ones"
                 )

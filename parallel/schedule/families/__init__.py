@@ -53,7 +53,7 @@ def _in_file(path: Path) -> ScheduleFamily:
             others = [a for a in actions if a.op not in COMPUTE + SENDS + RECEIVES]
             if others or not actions:
                 what = (
-                    f"{others[0]} follows from other options; remove it"
+                    f"{others[0]} is added automatically, depending on other options; remove it"
                     if others
                     else "has no action"
                 )

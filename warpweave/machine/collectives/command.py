@@ -78,7 +78,8 @@ def _check(name: str, x: Tensor, ranks: int) -> None:
     expected = ranks * (ranks + 1) // 2
     if not bool((x == expected).all()):
         raise ValueError(
-            f"{name}: expected the sum of 1..{ranks}, {expected}, got {x.unique().tolist()}"
+            f"{name}: every element must be {expected}, which is the sum of 1..{ranks}, got "
+            f"{x.unique().tolist()}"
         )
 
 
@@ -122,7 +123,7 @@ def rows_table(found: Row) -> str:
     lines += [
         "",
         f"fitted: {1e6 * alpha:.1f} us per round, {1e9 * beta:.3f} ns per byte over a link, "
-        f"{1e9 * gamma:.3f} ns per byte added; predicted / measured from {low:.2f} to {high:.2f}",
+        f"{1e9 * gamma:.3f} ns per byte reduced; predicted / measured from {low:.2f} to {high:.2f}",
     ]
     return "\n".join(lines)
 

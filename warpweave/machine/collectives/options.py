@@ -34,7 +34,7 @@ class CollectivesConfig:
     """Ranks per node, for the hierarchical algorithm. Default: the divisor of the number of ranks
     that is closest to its square root."""
     repeats: int = 9
-    """Number of measurements of each; the median is reported."""
+    """Number of measurements of each algorithm and size; the median is reported."""
     out: Path | None = None
     """Folder for the rows and a plot (collectives.json, collectives.png); created if missing."""
     device: shared.Device = None

@@ -26,10 +26,11 @@ class DoctorConfig:
     quick: bool = False
     """Check one dtype on two ranks, without kernel times: about one minute."""
     out: Path | None = None
-    """Folder for the page and the JSON (doctor.md, doctor.json); created if missing."""
+    """Folder for the report as Markdown and JSON (doctor.md, doctor.json); created if missing."""
     device: shared.Device = None
     ranks: int | None = None
-    """Number of ranks of each axis. Default: all GPUs, at most 8; 2 on a CPU or with --quick."""
+    """Number of ranks in the checks of mesh axes, fused GEMMs, and collectives. Default: the number
+    of GPUs, at most 8; 2 on a CPU or with --quick."""
 
 
 def parse(argv: list[str] | None = None) -> DoctorConfig:

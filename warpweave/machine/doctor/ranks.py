@@ -97,7 +97,7 @@ class _RankRows:
             self._found += self._more(self._items[number:])
         if found := self._found[number]:
             return found
-        raise RuntimeError(f"the ranks ended before this result{self._said}")
+        raise RuntimeError(f"the ranks exited before they produced this result{self._said}")
 
     def _more(self, items: Sequence[Any]) -> list[dict]:
         """The rows of these items, ending with an empty row for the first one without a result."""

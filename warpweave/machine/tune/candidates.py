@@ -105,7 +105,10 @@ def fault(found: list[Compiled] | str, problem: Problem, spilled: int = 0) -> st
         return found
     for kernel in found:
         if kernel.occupancy == 0:
-            return f"{kernel.shared} bytes of shared memory and {kernel.registers} registers"
+            return (
+                f"does not fit on a multiprocessor ({kernel.shared} bytes of shared memory, "
+                f"{kernel.registers} registers per thread)"
+            )
         if kernel.stack > spilled and problem.dtype != "fp64":
             return f"spills {kernel.stack} bytes"
     return ""

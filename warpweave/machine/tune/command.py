@@ -27,7 +27,7 @@ def cuda_bench() -> Bench:
     be compiled for it."""
     if not torch.cuda.is_available():
         raise ValueError(
-            "tune needs a CUDA GPU, but there is none: pass --dry --target sm_90 to only list the "
+            "tune needs a CUDA GPU, but there is none; pass --dry --target sm_90 to only list the "
             "tiles that compile"
         )
     device = torch.device("cuda", torch.cuda.current_device())
@@ -94,7 +94,7 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
     return {
         "dry": True,
         "target": config.target,
-        "device": f"{part.name}, compiled for, not run on",
+        "device": f"{part.name} (compiled for it, not run on it)",
         "table": None,
         "tuned": 0,
         "left_out": left_out,
@@ -104,9 +104,9 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
 
 
 _HEADING = f"""\
-Compiled for {{part.name}}, not run: {TOKENS} tokens of an 8B Llama. Columns: registers per thread,
-bytes of shared memory, and programs that one multiprocessor holds at once (occupancy), for the
-worst kernel. A tile may still spill in other calls, which only tuning on a GPU compiles."""
+Compiled for {{part.name}}, not run, for {TOKENS} tokens of an 8B Llama. Columns, each for the worst
+kernel: registers per thread, bytes of shared memory, and programs that one multiprocessor holds at
+once (occupancy). A tile may still spill in other calls; only tuning on a GPU compiles those."""
 _WORST = {"registers": max, "shared": max, "occupancy": min}
 
 

@@ -37,10 +37,11 @@ class TuneConfig:
     dtypes: tuple[Literal["bf16", "fp32", "fp64"], ...] = ("bf16",)
     """Precisions to tune; fp16 uses bf16's tiles."""
     head_dims: tuple[int, ...] = (64, 128, 256)
-    """Attention head dims to tune; each tile also serves smaller head dims, down to the next one in
-    the table."""
+    """Attention head dims to tune; any other head dim uses the tiles of the next larger one in the
+    table."""
     steps: int = 2
-    """Search distance from the shipped tile: 1 is about eight tiles per row, 2 about thirty."""
+    """Size of the search around the shipped tile: 1 tries about eight tiles for each row of the
+    table (a kernel, a dtype, and a head dim or kind of product), 2 about thirty."""
     minutes: float = 20.0
     """Time limit in minutes: no row is started after that."""
     output: Path = Path("tiles.json")
@@ -59,7 +60,7 @@ class TuneConfig:
         if not 0 < self.minutes <= 24 * 60:
             raise ValueError(f"minutes must be in (0, {24 * 60}], got {self.minutes}")
         if self.dry and self.output != TuneConfig.output:
-            raise ValueError(f"--dry does not write a table: leave out --output {self.output}")
+            raise ValueError(f"--dry does not write a table; leave out --output {self.output}")
         if not self.dry and self.target != TuneConfig.target:
             raise ValueError(
                 f"--target {self.target} requires --dry: without it, tune measures this GPU"

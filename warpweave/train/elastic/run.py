@@ -184,7 +184,7 @@ class Keeper:
         if not self.current.members:  # before the run has begun
             few = sum(bool(r.processes) for r in self.replicas) < self.config.elastic
         if few:
-            causes.append(f"fewer replicas than --elastic {self.config.elastic} are left")
+            causes.append(f"fewer replicas than --elastic {self.config.elastic} remain")
         if not of_run and not few:
             say("; ".join(causes))
         elif not left:

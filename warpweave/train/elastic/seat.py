@@ -21,14 +21,14 @@ def replica_width(config: TrainConfig) -> int:
     if zero and mesh.dp_shard is None:
         raise ValueError(
             f"elastic = {least} needs replicas that hold the whole state, but ZeRO {zero} shards "
-            f"it over all dp = {mesh.dp}: pass --zero 0 or --dp-shard"
+            f"it over all data ranks (dp = {mesh.dp}); pass --zero 0 or --dp-shard"
         )
     width = mesh.dp_shard or 1
     replicas = mesh.dp // width
     if replicas < 2 or not 0 < least <= replicas:
         raise ValueError(
-            "--elastic needs at least 2 replicas and a value between 1 and the number of replicas; "
-            f"got elastic = {least} and {replicas} replicas"
+            "--elastic must be between 1 and the number of replicas, which must be at least 2, got "
+            f"elastic = {least} and {replicas} replica{'s' * (replicas != 1)}"
         )
     refused = (
         (f"outer_every = {config.outer_every}", config.outer_every is not None),

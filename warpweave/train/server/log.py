@@ -30,13 +30,16 @@ def read_log(path: Path) -> tuple[Row, list[Row]]:
     """
     try:
         lines = path.read_text().split("\n")[:-1]
+        if not lines:
+            raise ValueError("it has no complete line")
         head, *rows = [json.loads(line) for line in lines]
-        if not isinstance(head, dict) or not all("terms" in row for row in rows):
-            raise ValueError("a line is not an update")
-        head["threads"], head["servers"]
+        wanted = ({"threads", "servers"}, *[{"terms"}] * len(rows))
+        for line, names in zip((head, *rows), wanted, strict=True):
+            if not isinstance(line, dict) or names - line.keys():
+                raise ValueError("a line has the wrong fields")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not a log of updates: {error}") from None
     return head, rows
 
@@ -66,7 +69,7 @@ def plot_staleness(rows: Iterable[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     labels = {
-        "staleness": "staleness at pull: clocks ahead of the slowest worker",
+        "staleness": "staleness at pull: steps ahead of the slowest worker",
         "delay": "delay: updates between pull and application",
     }
     figure, both = plt.subplots(1, 2, figsize=(9, 3.5), dpi=120)

@@ -25,7 +25,10 @@ def run(config: ReplayConfig, processes: Processes | None = None) -> None:
         found = read_options(config.run / CONFIG, TrainConfig(), ("config",), FORMERLY)
         head, rows = read_log(config.run / UPDATES)
         if found.server_plan is None or found.server != head["servers"]:
-            raise ValueError(f"{config.run} is not a run of {head['servers']} parameter servers")
+            raise ValueError(
+                f"{config.run}: the update log is of {head['servers']} parameter servers, but "
+                f"config.toml has server = {found.server}"
+            )
         torch.set_num_threads(head["threads"])  # the number decides the order of sums
         device = torch.device(found.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         served = ServedModel(dataclasses.replace(found, out=config.run), device.type)
@@ -45,7 +48,8 @@ def run(config: ReplayConfig, processes: Processes | None = None) -> None:
         if not torch.equal(x, reader.mapped(name))
     ]
     if differing:
-        say(f"{len(differing)} tensors differ from {reader.path}; the first is {differing[0]}")
+        count = f"{len(differing)} tensor{'s' * (len(differing) > 1)}"
+        say(f"the replay differs from {reader.path} in {count}; the first is {differing[0]}")
     result = {
         "equal": not differing,
         "updates": len(rows),

@@ -88,13 +88,16 @@ class ServedModel:
                 f"{reader.path} has no optimizer state ({missing[0]}), which servers need to resume"
             )
         if "server" not in reader.state:
-            raise CheckpointError(f"{reader.path} was not written by servers")
+            raise CheckpointError(f"{reader.path} was not written by a --server run")
         # The log is replayed with one set of options.
         saved = reader.state["data"]["sequences_per_step"]
         each = self.config.plan.microbatches * self.config.batch
         differing = [differences(reader, self.config, saved, layout=False)]
         if saved % each:
-            differing.append(f"sequences_per_step: saved {saved}, now {each} per worker")
+            differing.append(
+                f"sequences_per_step: saved {saved}, which is not divisible by the {each} per "
+                "worker of this run"
+            )
         if words := "; ".join(filter(None, differing)):
             raise CheckpointError(
                 f"{reader.path} can be resumed or replayed only with its own options: {words}"

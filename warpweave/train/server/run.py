@@ -50,8 +50,8 @@ def run(config: TrainConfig, processes: Processes | None = None) -> None:
     check_loopback("127.0.0.1")
     dp, per_step = config.mesh.dp, config.plan.microbatches * config.batch
     say(
-        f"{config.server} servers and {dp} workers ({device}), staleness {config.staleness}; "
-        f"{per_step} sequences per worker and step"
+        f"servers: {config.server}, workers: {dp} ({device}), staleness {config.staleness}; "
+        f"{per_step} sequences per worker per step"
     )
     backend = BACKENDS[device]  # of the workers' devices; tensors travel over gloo
     with environment(**told_ranks(backend)):
