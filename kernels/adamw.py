@@ -352,11 +352,14 @@ def _check_shards(master, grad, m, v, param, grad_scale, skip) -> None:
             continue
         if x.ndim != 1 or x.shape != master.shape or not x.is_contiguous():
             raise ValueError(
-                f"{name} must be flat and contiguous like master[{master.numel()}], got "
-                f"{[*x.shape]} with strides {x.stride()}"
+                f"{name} must be contiguous with shape [{master.numel()}], got {[*x.shape]} with "
+                f"strides {x.stride()}"
             )
         if not x.dtype.is_floating_point or (name in ("m", "v") and x.dtype != master.dtype):
-            raise ValueError(f"{name} has dtype {x.dtype}, which does not match {master.dtype}")
+            raise ValueError(
+                f"{name} must have a float dtype (m and v that of master, {master.dtype}), got "
+                f"{x.dtype}"
+            )
     for name, x in (("grad_scale", grad_scale), ("skip", skip)):
         if x is not None and x.ndim != 0:
             raise ValueError(f"{name} must be a 0-dim tensor, got {[*x.shape]}")

@@ -364,16 +364,25 @@ STEP_BASE = dict.fromkeys(("master", "grad", "m", "v"), E6) | {"step": ONE, **RA
 STEP: Rows = [
     ({}, None),
     ({"master": z(6, dtype=F16)}, "master must be float32 or float64"),
-    *[({name: z(5)}, f"{name} must be flat") for name in ("grad", "m", "v", "param")],
-    *[({name: strided(E6)}, f"{name} must be flat") for name in ("grad", "m", "v", "param")],
-    ({"master": z(2, 3), "grad": z(2, 3), "m": z(2, 3), "v": z(2, 3)}, "master must be flat"),
+    *[
+        ({name: z(5)}, f"{name} must be contiguous with shape")
+        for name in ("grad", "m", "v", "param")
+    ],
+    *[
+        ({name: strided(E6)}, f"{name} must be contiguous with shape")
+        for name in ("grad", "m", "v", "param")
+    ],
+    (
+        {"master": z(2, 3), "grad": z(2, 3), "m": z(2, 3), "v": z(2, 3)},
+        "master must be contiguous with shape",
+    ),
     ({"grad": z(6, dtype=F16)}, None),
-    ({"grad": z(6, dtype=INT)}, "grad has dtype"),
+    ({"grad": z(6, dtype=INT)}, "grad must have a float dtype"),
     ({"grad": z(6).to("meta")}, "one device"),
     ({"param": z(6, dtype=F16)}, None),
-    ({"param": z(6, dtype=INT)}, "param has dtype"),
-    ({"m": z(6, dtype=F64)}, "m has dtype"),
-    ({"v": z(6, dtype=F64)}, "v has dtype"),
+    ({"param": z(6, dtype=INT)}, "param must have a float dtype"),
+    ({"m": z(6, dtype=F64)}, "m must have a float dtype"),
+    ({"v": z(6, dtype=F64)}, "v must have a float dtype"),
     *[({name: z(1)}, f"{name} must be a 0-dim") for name in ("step", "grad_scale", "skip")],
     *[({name: ONE}, None) for name in ("grad_scale", "skip")],
     ({"step": ONE.double()}, None),
