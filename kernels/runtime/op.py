@@ -146,7 +146,7 @@ class Op:
         ]
 
         def flat(*args: Any) -> Any:
-            return _apart(run(*self.nested(args)))
+            return _separate(run(*self.nested(args)))
 
         flat.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             parameters, return_annotation=None if result is type(None) else result
@@ -225,7 +225,7 @@ class Op:
         return found
 
 
-def _apart(outputs: Any) -> Any:
+def _separate(outputs: Any) -> Any:
     """The outputs, with a contiguous copy of each that shares memory with another.
 
     `run` may return views of one result, but torch forbids that to an operator.

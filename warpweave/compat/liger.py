@@ -407,8 +407,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         self.return_predicted_tokens = return_predicted_tokens
         self.use_token_scaling, self.accum_dtype = use_token_scaling, accum_dtype
         _refuse_because(
-            "the kernel does not scale a token's loss by its predicted probability",
-            use_token_scaling=use_token_scaling,
+            "losses are not scaled by predicted probability", use_token_scaling=use_token_scaling
         )
         if accum_dtype is not torch.float32:
             _refuse_because("gradients are summed in float32", accum_dtype=accum_dtype)

@@ -60,8 +60,7 @@ class Engine:
         seed: of the initialization.
         rule: the update rule; None is ``AdamW()``.
         clip: maximum gradient norm; None disables clipping.
-        outer: the rule by which the replicas of the mesh's outer axis synchronize; None for one
-            replica.
+        outer: the rule by which the mesh's outer replicas synchronize; None for one replica.
         impl: "triton", "torch" or None, as for the kernels.
         timeout: seconds that a pipeline message may take.
 
@@ -99,10 +98,7 @@ class Engine:
                 "for tensor-parallel ranks while holding the SMs that messages between stages need"
             )
         if (replicas := mesh.size("outer")) > 1 and outer is None:
-            raise ValueError(
-                f"a mesh with {replicas} outer replicas needs an outer optimizer; pass an "
-                "OuterRule as outer="
-            )
+            raise ValueError(f"{replicas} outer replicas need an OuterRule; pass it as outer=")
         self.config, self.mesh, self.plan, self.dtype = config, mesh, plan, dtype
         self.micro_batch_size, self.device = micro_batch_size, torch.device(device)
         choose(impl, torch.empty(0, device=self.device))  # raises ValueError if it cannot run
@@ -225,9 +221,8 @@ class Engine:
 
         Raises:
             ValueError: shapes or dtypes do not fit, a parameter is frozen, `halted` is given at a
-                step after which the outer replicas synchronize, or with an asynchronous schedule,
-                `halted` is given, or `lr` or the data of the steps in between is missing. Nothing
-                was sent.
+                step after which replicas synchronize, or with an asynchronous schedule, `halted` is
+                given, or `lr` or the data of the steps in between is missing. Nothing was sent.
         """
         return self.begin(
             tokens, labels, sample_ids, lr=lr, key=key, interrupted=interrupted,
@@ -252,14 +247,10 @@ class Engine:
         if lr is not None:
             check_lr(lr)
         if halted is not None and self.outer is not None and self.outer.acts_next:
-            raise ValueError(
-                "`halted` must be None in a step after which the outer replicas synchronize"
-            )
+            raise ValueError("`halted` must be None in a step after which replicas synchronize")
         if self.passes.asynchronous and (lr is None or halted is not None):
-            raise ValueError(
-                f"schedule {self.plan.schedule} is asynchronous and has already begun later steps, "
-                "so `lr` is required and `halted` must be None"
-            )
+            kind = f"asynchronous schedule {self.plan.schedule}"
+            raise ValueError(f"`lr` is required and `halted` must be None with {kind}")
         frozen = (r.name for unit in self.units for r, p in unit.params if not p.requires_grad)
         if (name := next(frozen, None)) is not None:
             raise ValueError(f"the engine trains every parameter, but {name} does not require grad")

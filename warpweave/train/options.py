@@ -84,15 +84,13 @@ class DataOptions:
     """Training data: a UTF-8 text file, a folder of text files, or a token file. Default: the
     source code of Python's standard library."""
     tokenizer: Path | None = None
-    """Tokenizer: a JSON file of the Hugging Face tokenizers library (tokenizer.json). Default: that
-    of `init_from`, or bytes."""
+    """Tokenizer: a Hugging Face tokenizer.json. Default: that of `init_from`, or bytes."""
     packed: bool = False
     """Sequence packing: a sample holds several documents. A document ends at a separator token or
     at the end of a file. Each token attends only within its document, and learned positions restart
     in each document."""
     separator: int | None = None
-    """End-of-document token id for --packed. In a token file, only this token separates
-    documents."""
+    """End-of-document token id for --packed; in a token file, nothing else separates documents."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +123,7 @@ class ParallelismOptions:
     """Streaming DiLoCo: steps between the start of a fragment's all-reduce and the fragment's outer
     step. These steps hide the all-reduce."""
     outer_mix: float = 0.0
-    """Streaming DiLoCo: fraction of the local weights that is kept when the global weights
-    arrive."""
+    """Streaming DiLoCo: fraction of the local weights kept when the global weights arrive."""
     outer_warmup: int = 0
     """Warm-up steps at the start of the run, with plain data parallelism over the outer replicas
     (post-local SGD)."""
@@ -192,8 +189,7 @@ class CheckpointsOptions:
     keep: int = 3
     """Number of most recent checkpoints to keep."""
     resume: Annotated[bool | Literal["auto"], RESUME] = False
-    """Resume from the newest good checkpoint in `out`. With auto, start a new run if there is no
-    checkpoint."""
+    """Resume from the newest good checkpoint in `out`; with auto, start a new run without one."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +200,7 @@ class FaultsOptions:
     """Elastic data parallelism: minimum number of replicas. If replicas die, the run continues
     while this many are left, and dead replicas can rejoin. With 0, any death ends the run."""
     max_restarts: int = 0
-    """Maximum number of restarts of all ranks from the newest checkpoint after a failure. Under
-    torchrun, use torchrun's --max-restarts instead."""
+    """Maximum number of restarts of all ranks after a failure. torchrun has its own option."""
     timeout: shared.Timeout = 300.0
     check_every: int = 100
     """Interval in steps at which ranks compare a step's collectives, the replicas' state after the
@@ -281,16 +276,11 @@ class TrainConfig(
         given["fragments"] = self.fragments
         if self.outer_every is None:
             rule = OuterRule(1)
-            idle = [
-                f"{name if name == 'fragments' else f'outer_{name}'} = {value}"
-                for name, value in given.items()
-                if value != getattr(rule, name)
-            ]
+            set_ = [n for n, v in given.items() if v != getattr(rule, n)]
+            idle = [f"{'outer_' * (n != 'fragments')}{n} = {given[n]}" for n in set_]
             if self.outer > 1 or idle:
                 what = f"outer = {self.outer}" if self.outer > 1 else idle[0]
-                raise ValueError(
-                    f"{what} requires --outer-every, the number of steps between outer steps"
-                )
+                raise ValueError(f"{what} requires --outer-every, the steps between outer steps")
             return None
         rule = OuterRule(self.outer_every, **given)
         rule.check(self.overrides.layers or self.base.layers)
@@ -331,9 +321,7 @@ class TrainConfig(
         if self.dtype == "fp16":
             raise ValueError("dtype = fp16 needs loss scaling, which --server does not support")
         if self.optimizer == "muon":
-            raise ValueError(
-                "--server supports only elementwise optimizers, got optimizer = muon; use adamw"
-            )
+            raise ValueError("--server needs an elementwise optimizer, got muon; use adamw")
         return ServerPlan(
             self.server,
             None if self.staleness == "unbounded" else self.staleness,
