@@ -344,7 +344,7 @@ def test_a_run_folder_is_refused_with_the_step_to_open(tmp_path: Path) -> None:
 def test_links_and_foreign_files_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path)
     (path / "extra.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"extra.safetensors does not belong"):
+    with pytest.raises(CheckpointError, match=r"extra.safetensors is not listed in the manifest"):
         open_checkpoint(path)
     (path / "extra.safetensors").unlink()
     for file in sorted(path.iterdir()):
@@ -360,7 +360,7 @@ def test_links_and_foreign_files_are_refused(tmp_path: Path) -> None:
         file.unlink()
         shutil.move(away, file)
     os.mkfifo(path / "pipe")
-    with pytest.raises(CheckpointError, match="pipe does not belong"):
+    with pytest.raises(CheckpointError, match="pipe is not listed in the manifest"):
         open_checkpoint(path)
     (path / "pipe").unlink()
     (tmp_path / "link").symlink_to(path)
@@ -482,7 +482,9 @@ def test_a_manifest_is_counted_before_it_is_parsed(
         (path / "manifest.json").write_bytes(data)
         (path / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
         began = time.process_time()
-        with pytest.raises(CheckpointError, match=r"manifest.json has .* bytes") as error:
+        with pytest.raises(
+            CheckpointError, match=r"manifest.json (must have at most|has) .* bytes"
+        ) as error:
             open_checkpoint(path)
         one_line(error)
         assert time.process_time() - began < 2.0

@@ -313,7 +313,9 @@ def test_truncated_line_is_no_result_and_ranks_restart_for_the_rest() -> None:
     rows = ranks._RankRows("abcd", start)
     assert rows[0] == {"name": "a"}
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"before this result \(exit status 3, see above\)"):
+        with pytest.raises(
+            RuntimeError, match=r"before they produced this result \(exit status 3, see above\)"
+        ):
             rows[1]
     assert [rows[2], rows[3], rows[0]] == [{"name": "c"}, {"name": "d"}, {"name": "a"}]
     assert starts == ["abcd", "cd"]

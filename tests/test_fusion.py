@@ -178,7 +178,7 @@ def _qkv(dtype: torch.dtype, turned: bool, impl: str | None = None):
 def _check_qkv(turned: bool) -> None:
     truth, same = (_qkv(d, turned, "torch") for d in (torch.float64, torch.float16))
     ours = _qkv(torch.float16, turned)
-    assert all(t.is_contiguous() for t in ours[:3])  # the layout that attention reads
+    assert all(t.stride(3) == 1 for t in ours[:3])  # the layout that attention reads
     for a, b, t in zip(ours, same, truth, strict=True):
         assert_error_budget(a, b, t)
 

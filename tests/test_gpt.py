@@ -472,7 +472,7 @@ def test_packed_documents_are_each_computed_as_if_alone(config):
         assert_close_f64(got, expected, RTOL)
     apart = torch.stack((bounds, bounds), 1)  # keys: their positions count from those of queries
     for wrong, shape in ((bounds[:3], r"\(3, 5\)"), (apart, r"\(4, 2, 5\)")):
-        with pytest.raises(ValueError, match=rf"shape \[n \+ 1\] or \[4, n \+ 1\], got {shape}"):
+        with pytest.raises(ValueError, match=rf"or \[4, n \+ 1\] for n documents, got {shape}"):
             gpt(tokens, documents=wrong)
     with pytest.raises(ValueError, match=r"documents must end at 12, the end .* got \[0, 5, 48\]"):
         gpt.micro_batch(tokens, labels, valid, documents=torch.tensor([0, 5, 48]))

@@ -280,7 +280,11 @@ def test_where_a_run_stops_and_from_what_it_goes_on() -> None:
     assert short_of_peak(TrainConfig(warmup=4, steps=3)) is not None
     state = {"seed": 3, "settings": {}, "data": {"fingerprint": "a", "name": "x"}}
     reader = SimpleNamespace(path="p", state=state)
-    for seed, print_, words in ((3, "a", None), (4, "a", "with seed 3, now 4"), (3, "b", "other")):
+    for seed, print_, words in (
+        (3, "a", None),
+        (4, "a", "with seed 3, but this run has seed 4"),
+        (3, "b", "different data"),
+    ):
         data = SimpleNamespace(fingerprint=print_, name="y", tokenizer_name=None)
         if words is None:
             check_run(reader, TrainConfig(seed=seed), data)

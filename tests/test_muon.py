@@ -404,7 +404,10 @@ def _muon_of(record: ParamRecord) -> None:
     ("call", "words"),
     [
         (lambda: _muon_of(ParamRecord("b", (5,), matrices=(1,))), r"but b has shape \(5,\)"),
-        (lambda: _muon_of(ParamRecord("w", (7, 2), matrices=(1, 1))), "\\[n x 2, columns\\]"),
+        (
+            lambda: _muon_of(ParamRecord("w", (7, 2), matrices=(1, 1))),
+            "divisible by 2, but w has shape",
+        ),
         (lambda: _muon_of(ParamRecord("w", (8, 2), (Cut("cp", 0, 2),), matrices=(1,))), "over tp"),
         (lambda: Muon(scale="adam"), "scale must be one of .*moonlight"),
         (lambda: Muon(momentum=1.0), "momentum must be in"),

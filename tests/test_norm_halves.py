@@ -230,7 +230,7 @@ def test_sums_over_tokens_are_of_what_is_not_rounded(wide, layer, impl, monkeypa
     for a, t in sums:
         assert a.dtype == F32
         assert_close_f64(a, t, 1e-5)
-    assert len({a.untyped_storage().data_ptr() for a, _ in sums}) == len(sums) == 2 + layer
+    assert len(sums) == 2 + layer
 
 
 @LAYER

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from well_formed import well_formed
 
 from warpweave.kernels.runtime.op import Op, flatten, unflatten
 
@@ -250,6 +251,27 @@ def test_a_direct_op_is_a_plain_call_but_for_compilers() -> None:
     compiled = torch.compile(lambda x: DIRECT(x, scale, None), backend=backend, fullgraph=True)
     assert compiled(x).tolist() == [2.0, 2.0]
     assert [name for name in called if "test_direct" in name] == called != []
+
+
+def test_an_operator_copies_outputs_that_are_views_of_one_result() -> None:
+    """A direct call returns the views. Compilers may not be given outputs that share memory."""
+
+    def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = torch.cat((x, -x), 1)
+        return *y.chunk(2, 1), x.sum(1)
+
+    def fake(x):
+        return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(len(x))
+
+    op = Op("test_halves", halves, fake, direct=True)
+    x = torch.randn(3, 4)
+    well_formed(op, x)
+    left, right, _ = op(x)
+    assert left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    compiled = torch.compile(lambda x: op(x * 1), fullgraph=True, backend="aot_eager")(x)
+    assert all(map(torch.equal, compiled, (x, -x, x.sum(1))))
+    assert all(y.is_contiguous() for y in compiled)
+    assert len({y.untyped_storage().data_ptr() for y in compiled}) == 3
 
 
 def test_a_call_and_its_backward_import_no_compiler() -> None:

@@ -50,8 +50,12 @@ def _refused(rank: int) -> None:
     options = {"shape": (B, LENGTH), "group": world()[0]}
     name = f"parallel_qkv_rope on rank {rank}: "
     for arguments, change, words in (
-        ((x, weight, bias), {"shape": (B, 5)}, name + r"expected x.* R = 1 ranks"),
-        ((x, weight, bias), {"sequence_parallel": True}, name + "expected x.* R = 2 ranks"),
+        ((x, weight, bias), {"shape": (B, 5)}, name + r"expected x.* R = 1 \(the number of ranks"),
+        (
+            (x, weight, bias),
+            {"sequence_parallel": True},
+            name + r"expected x.* R = 2 \(the number of ranks",
+        ),
         ((x[:, :6], weight, bias), {}, r"need x\[B, S, E\]"),
         ((x, weight.flatten(0, 2), bias), {}, "need x"),
         ((x, weight, bias[1:]), {}, "bias must be"),

@@ -516,7 +516,7 @@ def test_the_trainer_goes_on_from_versions_and_from_an_interrupt(tmp_path) -> No
     assert [r for r in _rows(stopped) if "loss" in r] == trained
 
     with pytest.raises(
-        CheckpointError, match=r"schedule .*pipedream-2bw.*, but this run uses 1f1b: "
+        CheckpointError, match=r"schedule .*pipedream-2bw.*, but this run uses 1f1b; "
     ):
         _trainer(_config(stopped.out, resume=True, plan=ParallelPlan(microbatches=2)))
     plain = _config(tmp_path / "plain", plan=ParallelPlan(microbatches=2), steps=3)

@@ -231,9 +231,7 @@ def test_an_option_of_an_outer_optimizer_needs_one(changes, what):
     if what is None:
         assert TrainConfig().outer_rule is None
         return
-    with pytest.raises(
-        ValueError, match=f"^{what} requires --outer-every, the number of steps between"
-    ):
+    with pytest.raises(ValueError, match=f"^{what} requires --outer-every, the steps between"):
         _ = TrainConfig(**changes).outer_rule
 
 

@@ -85,8 +85,8 @@ _COLUMNS = {  # fields of `Errors` -> column headings
 _WIDTH = 14  # of a column such as "2.5e-16 x0.67"
 _LEGEND = """\
 Each column has the largest error, relative to the size of the value, then (x) as a multiple of the
-error that rounding alone causes in that value in the plain model. A row is ok if all multiples are
-at most {limits}.
+error that rounding alone causes in that value in the plain model. A layout is ok if all multiples
+are at most {limits}.
 evaluation: losses without training; token: the logit of each generated token; layout: options of
 `warpweave prove`, where batch = data ranks x micro-batches x sequences x tokens.
 """

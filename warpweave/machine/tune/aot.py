@@ -158,7 +158,7 @@ def _driver(part: Device, target: Any) -> Any:
         get_current_stream = staticmethod(lambda device=None: 0)
         get_active_torch_device = staticmethod(lambda: torch.device("meta"))
         launcher_cls = staticmethod(lambda source, metadata: lambda *args: None)
-        get_device_properties = Utils.get_device_properties
+        get_device_properties = staticmethod(Utils.get_device_properties)
         map_python_to_cpp_type = staticmethod(lambda ty: ty)
 
     return Driver()
