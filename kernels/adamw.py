@@ -51,8 +51,8 @@ _ROW = 1024  # elements that torch adds in one row of sum_of_squares
 
 
 class AdamWStep(NamedTuple):
-    """What all updates of one step share: the rates, and on a GPU what follows from them and from
-    the number of the step. Made by `begin_adamw`, and valid for that step only."""
+    """The numbers that all updates of one step share: the rates, and on a GPU the bias corrections.
+    `begin_adamw` returns it; it is valid for that step only."""
 
     lr: float
     beta1: float
@@ -248,12 +248,20 @@ def begin_adamw(
     weight_decay: float,
     impl: str | None = None,
 ) -> AdamWStep:
-    """What the updates of step number `step` share, for `adamw_update` of any number of shards.
+    """Prepare step number `step` for calls of `adamw_update` on any number of shards.
 
     step: 0-dim fp32 or fp64, 1 for the first update; it is only read, and may be 0 if the updates
     are skipped. One launch on a GPU.
 
     Raises ValueError for other dtypes or rates.
+
+    Examples:
+        >>> w, m, v = torch.ones(8), torch.zeros(8), torch.zeros(8)
+        >>> rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
+        >>> step = begin_adamw(torch.tensor(1.0), **rates)
+        >>> adamw_update(w, torch.ones(8), m, v, step)
+        >>> round(w[0].item(), 4)
+        0.9
     """
     impl = choose(impl, step)
     _check_step(step, lr, beta1, beta2, eps, weight_decay)

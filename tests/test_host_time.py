@@ -1,4 +1,4 @@
-"""What a training step launches on a GPU, counted without one (`benchmarks/host_time.py`)."""
+"""Launches of a training step on a GPU, counted without one (`benchmarks/host_time.py`)."""
 
 import json
 import os
