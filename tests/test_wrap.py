@@ -177,7 +177,12 @@ def test_pipeline_refuses_what_does_not_fit():
     for modules, options, message in (
         (tied, {}, r"stage 1 shares \S+ with stage 0"),
         ([], {}, r"the number of modules \(0\) must be a positive multiple of pp = 1"),
-        (stages(1), {"schedule": "pipedream"}, "pipedream updates weights within a step"),
+        (stages(1), {"schedule": "pipedream"}, "pipedream updates .* choose one of v-half, "),
+        (
+            stages(1),
+            {"schedule": "1F1B"},
+            r"schedule must be one of v-half, (?!.*pipedream).*'1f1b'",
+        ),
         (stages(3), {"schedule": "1f1b"}, "chunks = 1 stages per rank, got 3"),
         ([nn.Identity()], {}, "has no parameter that requires a gradient"),
         ([Block().to("meta")], {}, "is on the meta device; materialize"),

@@ -331,12 +331,13 @@ def _lists_of(name: str, stages: int, ranks: int, microbatches: int) -> schedule
         raise ValueError(
             f"the number of modules ({stages}) must be a positive multiple of pp = {ranks}"
         )
-    family = schedules.find_family(name)
-    if family.asynchronous:
+    known = [other for other, of in schedules.FAMILIES.items() if not of.asynchronous]
+    if name in schedules.FAMILIES and name not in known:
         raise ValueError(
-            f"schedule {name} updates weights within a step, which only Engine supports; choose a "
-            "synchronous schedule"
+            f"schedule {name} updates weights within a step, which only Engine supports; choose "
+            f"one of {', '.join(known)}"
         )
+    family = schedules.find_family(name, known)
     lists = family.make(ranks, microbatches, stages // ranks)
     lists = schedules.with_update(schedules.with_reduce(schedules.with_comm(lists)))
     schedules.validate(lists, microbatches=microbatches)

@@ -6,6 +6,7 @@ To add a schedule, add a file: pure functions (p, m) -> lists, with drawings of 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -24,18 +25,19 @@ FAMILIES: dict[str, ScheduleFamily] = {
 }
 
 
-def find_family(name: str) -> ScheduleFamily:
-    """Return the schedule of a name, or of a file in torch's notation if the path ends in .csv.
+def find_family(name: str, known: Collection[str] = FAMILIES.keys()) -> ScheduleFamily:
+    """Return the schedule of a name in `known`, or of a file in torch's notation if the path ends
+    in .csv.
 
     Raises:
         ValueError: in one line, if the name is unknown, or the file cannot be read or is invalid.
     """
     if name.endswith(".csv"):
         return _in_file(Path(name))
-    if name not in FAMILIES:
+    if name not in known:
         raise ValueError(
-            f"schedule must be one of {', '.join(FAMILIES)} or a path ending in .csv, got {name!r}"
-            f"{did_you_mean(name, FAMILIES)}"
+            f"schedule must be one of {', '.join(known)} or a path ending in .csv, got {name!r}"
+            f"{did_you_mean(name, known)}"
         )
     return FAMILIES[name]
 
