@@ -10,7 +10,6 @@ once. In the same pass it can write the low-precision copy that the next forward
 element for fp32, 30 with a bf16 copy. `sum_of_squares` is the shard's term of the gradient norm.
 The norm, the clipping factor (grad_scale) and the decision to skip stay on the device, without a
 host sync.
-host sync.
 
 The moments and the arithmetic have the dtype of the master weights, fp32 or fp64. grad and the copy
 may have any float dtype.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from close import assert_close_f64, assert_error_budget
 from plants import Plant, planted
+from well_formed import told_right
 
 from warpweave.kernels import mlp, reference
 from warpweave.kernels.activation import ACTIVATIONS, activation_fwd
@@ -15,6 +16,7 @@ from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import epilogue, fused
 from warpweave.kernels.mlp import hidden
 from warpweave.kernels.qkv import kernels, qkv_rope
+from warpweave.kernels.qkv.kernels import _launch_qkv_fwd
 from warpweave.kernels.rope import rope_table
 from warpweave.kernels.runtime import fusion
 from warpweave.kernels.runtime.fusion import FUSED, fused_or_unfused
@@ -179,6 +181,8 @@ def _check_qkv(turned: bool) -> None:
     truth, same = (_qkv(d, turned, "torch") for d in (torch.float64, torch.float16))
     ours = _qkv(torch.float16, turned)
     assert all(t.stride(3) == 1 for t in ours[:3])  # the layout that attention reads
+    if turned:  # a view would keep the product, queries and keys included, until the backward
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in ours[:3])
     for a, b, t in zip(ours, same, truth, strict=True):
         assert_error_budget(a, b, t)
 
@@ -189,6 +193,9 @@ def test_qkv_is_right_either_way_and_takes_what_the_table_says(way, turned, gpu)
     ran = gpu("fused" if way == "unfused" else "unfused", "qkv")  # all others run the other way
     _check_qkv(turned)
     assert ran == (["kernels"] if way == "fused" else [])
+    x, w = torch.randn(2, 9, 20).half(), torch.randn(2, 4, 8, 20).half()
+    table = rope_table(torch.arange(9), 8) if turned else (None, None)
+    told_right(_launch_qkv_fwd, x, w, None, *table, None, "auto")
 
 
 def _no_bias(product):

@@ -272,7 +272,11 @@ def test_a_planned_layout_of_up_to_64_ranks_is_proven_by_processes(tmp_path, cap
         with pytest.raises(SystemExit):
             parse(*words, **mesh)
         said = capsys.readouterr().err
-        assert f"--config needs {world} ranks, more than the limit of 64 processes" in said
+        assert f"the proof needs {world} ranks, more than the limit of 64 processes" in said
+    for words in (["--tp", "65"], ["--all", "--world", "65"]):
+        with pytest.raises(SystemExit):
+            options.parse(words)
+        assert "the proof needs 65 ranks, more than the limit of 64" in capsys.readouterr().err
 
 
 def test_meshes_whose_types_cannot_be_checked_are_refused(monkeypatch) -> None:

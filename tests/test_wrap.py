@@ -183,14 +183,17 @@ def test_pipeline_refuses_what_does_not_fit():
             {"schedule": "1F1B"},
             r"schedule must be one of v-half, (?!.*pipedream).*'1f1b'",
         ),
-        (stages(3), {"schedule": "1f1b"}, "chunks = 1 stages per rank, got 3"),
+        (stages(3), {"schedule": "1f1b"}, "1f1b needs 1 modules on pp = 1, got 3"),
+        (stages(1), {"schedule": "zb-v"}, "zb-v needs 2 modules on pp = 1, got 1"),
+        (stages(1), {"loss": nn.MSELoss}, r"loss must be a function .* got <class .*MSELoss"),
+        (stages(1), {"rule": torch.optim.SGD}, r"rule must be .*, got <class .*SGD"),
         ([nn.Identity()], {}, "has no parameter that requires a gradient"),
         ([Block().to("meta")], {}, "is on the meta device; materialize"),
         ([Block()], {"microbatches": 2.0}, "microbatches must be an integer, got 2.0"),
         ([Block(), Block().double()], {}, "float64 parameters cannot be mixed"),
     ):
         with pytest.raises(ValueError, match=message):
-            Pipeline(modules, one, loss=loss_of, **{"schedule": "interleaved", **options})
+            Pipeline(modules, one, **{"loss": loss_of, "schedule": "interleaved", **options})
     pipeline = Pipeline(stages(1), one, loss=loss_of, microbatches=4)
     replicas = Mesh(outer=2).seen_from(0)
     with pytest.raises(ValueError, match="Pipeline needs outer = 1, got 2"):
@@ -346,7 +349,13 @@ def test_zero_refuses_what_does_not_fit():
     one = Mesh().seen_from(0)
     nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
     for make, message in (
-        (lambda: Zero(nested, one, stage=4), "zero must be one of 0, 1, 2, 3, got 4"),
+        (lambda: Zero(nested, one, stage=4), "the ZeRO stage must be one of 0, 1, 2, 3, got 4"),
+        (lambda: Zero(nested, one, clip=-1.0), "clip must be positive, or None"),
+        (lambda: Zero(nested, one, stage="3"), "the ZeRO stage must be one of 0, 1, 2, 3, got '3'"),
+        (
+            lambda: Zero(nested, one, rule=torch.optim.AdamW),
+            r"rule must be .* as AdamW\(\), got <class",
+        ),
         (lambda: Zero(nested, one, blocks=[nested[0], nested[0][0]]), "is a block inside a block"),
         (lambda: Zero(nn.Tanh(), one), "has no parameter that requires a gradient"),
         (lambda: Zero(Opaque(), one).model(torch.ones(1, 2)), "returned a set in which no tensor"),

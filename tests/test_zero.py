@@ -667,7 +667,7 @@ def test_all_stages_equal_torchs_fsdp2_and_its_zero_redundancy_optimizer():
 def test_wrong_stages_dtypes_and_shapes_are_refused_in_one_line():
     weight = nn.Parameter(torch.zeros(3, 2))
     record = ParamRecord("w", (3, 2))
-    with pytest.raises(ValueError, match="zero must be one of 0, 1, 2, 3, got 4"):
+    with pytest.raises(ValueError, match="the ZeRO stage must be one of 0, 1, 2, 3, got 4"):
         make_unit("u", [(record, weight)], single(), zero=4)
     half = (ParamRecord("h", (2,)), nn.Parameter(torch.zeros(2, dtype=torch.float16)))
     with pytest.raises(ValueError, match=r"u needs parameters of one dtype, .*float16.*float32"):

@@ -104,7 +104,8 @@ def _launch_qkv_fwd(
     if fused_or_unfused(impl, "qkv", flat) == "unfused":
         with no_autocast(x):
             z = gemm(flat, rows(weight).t(), flat_bias)
-        return _unfused_qkv(z, (B, S), weight, cos, sin, "triton")
+        q, k, v = _unfused_qkv(z, (B, S), weight, cos, sin, "triton")
+        return q, k, v if cos is None else v.contiguous()  # q and k are copies: let go of z
     q, k, v = _qkv_fwd_fake(x, weight, bias, cos, sin, precision, impl)
     if not q.numel():
         return q, k, v

@@ -226,16 +226,17 @@ class Op:
 
 
 def _separate(outputs: Any) -> Any:
-    """The outputs, with a contiguous copy of each that shares memory with another.
+    """The outputs, with a contiguous copy of each that is a part of a larger result.
 
-    `run` may return views of one result, but torch forbids that to an operator.
+    `run` may return views of one result, but an operator's outputs must not share memory, and have
+    the strides that its fake returns.
     """
     if not isinstance(outputs, (tuple, list)):
         return outputs
-    held = [x.untyped_storage().data_ptr() if x.numel() else 0 for x in outputs]
+    parts = [x.untyped_storage().nbytes() != x.numel() * x.itemsize for x in outputs]
     return type(outputs)(
-        x.clone(memory_format=torch.contiguous_format) if at and held.count(at) > 1 else x
-        for x, at in zip(outputs, held, strict=True)
+        x.clone(memory_format=torch.contiguous_format) if part and x.numel() else x
+        for x, part in zip(outputs, parts, strict=True)
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -150,9 +151,18 @@ class Rule(Protocol):
 
 
 def check_lr(lr: float) -> None:
-    """Raise ValueError unless the learning rate is finite and at least 0."""
-    if not 0 <= lr < math.inf:
-        raise ValueError(f"lr must be finite and at least 0, got {lr}")
+    """Raise ValueError unless the learning rate is a finite number of at least 0."""
+    if not isinstance(lr, Real) or not 0 <= lr < math.inf:
+        raise ValueError(f"lr must be finite and at least 0, got {lr!r}")
+
+
+def check_rule(rule: Rule, clip: float | None) -> None:
+    """Raise ValueError if `rule` is no update rule (a class, an optimizer of torch) or `clip` is
+    not positive."""
+    if isinstance(rule, type) or not hasattr(rule, "begin"):
+        raise ValueError(f"rule must be an update rule of warpweave such as AdamW(), got {rule!r}")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def zero_placement(zero: int, sum_over: str, mesh: ConnectedMesh) -> Placement:
         ValueError: the stage is not 0 to 3.
     """
     if zero not in STAGES:
-        raise ValueError(f"zero must be one of 0, 1, 2, 3, got {zero}")
+        raise ValueError(f"the ZeRO stage must be one of 0, 1, 2, 3, got {zero!r}")
     shard_over, replicate_over = SHARDS.get(sum_over, (sum_over, None))
     states = STAGES[zero if mesh.group(shard_over) is not None else 0]
     return Placement(sum_over, shard_over, replicate_over, **states)

@@ -23,7 +23,7 @@ from torch import Tensor
 from warpweave.kernels.adamw import sum_of_squares
 from warpweave.parallel.algorithms.direct import ordered
 from warpweave.parallel.data.muon import WholeMatrices
-from warpweave.parallel.data.optimizer import LossScale, Muon, Piece, Rule
+from warpweave.parallel.data.optimizer import LossScale, Muon, Piece, Rule, check_rule
 from warpweave.parallel.data.ordered import OrderedGradients, exact_sum
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.mesh import AXES, ConnectedMesh, factors
@@ -59,8 +59,7 @@ class ZeroOptimizer:
         divisor: int = 1,
         apart: bool = False,
     ) -> None:
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
+        check_rule(rule, clip)
         self.units, self.mesh, self.rule, self.clip = units, mesh, rule, clip
         self.ordered = any(isinstance(u.gradients, OrderedGradients) for u in units)
         self.loss_scale, self.impl, self.divisor = loss_scale, impl, divisor

@@ -54,7 +54,7 @@ _UNSEEN = ("all", "world", "random", "seed", "dp_shard", "zero", "reduce", "sche
            "cp_strategy", "packed", "microbatches", "overlap", "optimizer", "dtype", "device",
            "impl", "timeout")  # fmt: skip
 
-_RANKS = 64  # processes that a planned layout may ask for
+_RANKS = 64  # processes that a layout may ask for
 
 
 @dataclass(frozen=True)
@@ -211,25 +211,30 @@ class ProveConfig:
         return every
 
 
+def _checked(config: ProveConfig) -> ProveConfig:
+    """Return `config`, or raise ValueError if it needs too many processes."""
+    ranks = config.world if config.all else config.given().mesh.world
+    if ranks > _RANKS and not config.typecheck:
+        raise ValueError(
+            f"the proof needs {ranks} ranks, more than the limit of {_RANKS} processes; pass "
+            "--typecheck to check only the program's types, or use fewer ranks"
+        )
+    return config
+
+
 def parse(argv: list[str] | None = None) -> ProveConfig:
     """Parse the command line, which overrides the options of ``--config``; exit with 2 if an option
     is wrong."""
     with refusing(ValueError):
         given = read_command_line(ProveConfig, "prove", __doc__, argv)
         if given.config is None:
-            return given
+            return _checked(given)
         layout = read_layout(given.config)
         # The tiny model has its own chunks and micro-batches; `_UNSEEN` has no effect on types.
         without = _UNSEEN if given.typecheck else ("microbatches",)
         own = {n: v for n, v in layout.items() if hasattr(given, n) and n not in without}
         defaults = dataclasses.replace(ProveConfig(), **own)
-        found = read_command_line(ProveConfig, "prove", __doc__, argv, defaults)
-        if not found.typecheck and found.given().mesh.world > _RANKS:
-            raise ValueError(
-                f"--config needs {found.given().mesh.world} ranks, more than the limit of {_RANKS} "
-                "processes; pass --typecheck to check only the program's types, or plan with fewer "
-                "--gpus"
-            )
+        found = _checked(read_command_line(ProveConfig, "prove", __doc__, argv, defaults))
         left = ", ".join(f"{name} = {value}" for name, value in layout.items() if name not in own)
         how = "--typecheck" if found.typecheck else "prove"
         say(f"{how} ignores these options of {given.config}: {left}")

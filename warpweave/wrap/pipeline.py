@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from warpweave.layers.modes import in_mode
 from warpweave.layers.records import collect_records
 from warpweave.parallel import schedule as schedules
-from warpweave.parallel.data.optimizer import AdamW, Rule, check_lr, master_dtype
+from warpweave.parallel.data.optimizer import AdamW, Rule, check_lr, check_rule, master_dtype
 from warpweave.parallel.exchange import exchange
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.pipeline import Distributed, Like, execute, relay
@@ -135,6 +135,10 @@ class Pipeline(Sharded):
             raise ValueError(f"Pipeline needs outer = 1, got {mesh.size('outer')}")
         if type(microbatches) is not int:
             raise ValueError(f"microbatches must be an integer, got {microbatches!r}")
+        rule = AdamW() if rule is None else rule
+        check_rule(rule, clip)  # before the modules change
+        if isinstance(loss, type):
+            raise ValueError(f"loss must be a function of (output, targets), got {loss}")
         self.microbatches, self._loss, self._is_broken = microbatches, loss, False
         self._lists = _lists_of(schedule, len(modules), mesh.size("pp"), microbatches)
         self._rank_of = schedules.placement(self._lists)
@@ -148,7 +152,7 @@ class Pipeline(Sharded):
             self.stages[stage] = _Stage(segments, self._arrive)
         self.modules = nn.ModuleDict({str(stage): module for stage, module in own.items()})
         units = (unit for stage in self.stages.values() for unit in stage.units)
-        super().__init__(units, mesh, rule or AdamW(), clip)
+        super().__init__(units, mesh, rule, clip)
         self._guard(self.modules)
         self._transport = Distributed(
             self._lists, mesh.group("pp"), device=self.device, timeout=timeout
@@ -284,6 +288,9 @@ class Pipeline(Sharded):
 
     def _cut(self, inputs: Tensor, targets: Tensor) -> list[_Batch]:
         m = self.microbatches
+        if not (isinstance(inputs, Tensor) and isinstance(targets, Tensor)):
+            kinds = f"{type(inputs).__name__} and {type(targets).__name__}"
+            raise ValueError(f"inputs and targets must be tensors, got {kinds}")
         if len(inputs) != len(targets) or not len(inputs) or len(inputs) % m:
             raise ValueError(
                 f"inputs ({len(inputs)}) and targets ({len(targets)}) must have the same length "
@@ -312,7 +319,12 @@ class Pipeline(Sharded):
                     stage.message = like
                     shape, dtype, device = like or ((), torch.float32, self.device)
                     x = torch.zeros(shape, dtype=dtype, device=device) if number else None
-                    y, _ = stage.evaluate(x, batch)
+                    try:
+                        y, _ = stage.evaluate(x, batch)
+                    except RuntimeError as error:
+                        given = batch.inputs if x is None else x
+                        what = f"an input {[*given.shape]} of {given.dtype}"
+                        raise RuntimeError(f"stage {number} failed on {what}: {error}") from error
                     if y is not None:
                         made = [*y.shape], str(y.dtype).removeprefix("torch.")
                 made = exchange(made, self.mesh.group("pp"))[rank]
@@ -338,6 +350,9 @@ def _lists_of(name: str, stages: int, ranks: int, microbatches: int) -> schedule
             f"one of {', '.join(known)}"
         )
     family = schedules.find_family(name, known)
+    if family.chunks is not None and stages != family.chunks * ranks:
+        needed = family.chunks * ranks
+        raise ValueError(f"schedule {name} needs {needed} modules on pp = {ranks}, got {stages}")
     lists = family.make(ranks, microbatches, stages // ranks)
     lists = schedules.with_update(schedules.with_reduce(schedules.with_comm(lists)))
     schedules.validate(lists, microbatches=microbatches)

@@ -26,7 +26,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from warpweave.layers.records import collect_records
-from warpweave.parallel.data.optimizer import AdamW, Rule, check_lr
+from warpweave.parallel.data.optimizer import AdamW, Rule, check_lr, check_rule
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.wrap.units import Sharded, make_units, share_buffers
@@ -233,6 +233,8 @@ class Zero(Sharded):
         mesh = connected(mesh)
         chosen = list(dict.fromkeys(_lists_in(model) if blocks is None else blocks))
         _check_zero(model, mesh, chosen, microbatches)
+        rule = AdamW() if rule is None else rule
+        check_rule(rule, clip)  # before the model changes
         self.model, self.microbatches, self._backwards = model, microbatches, 0
         share_buffers(model, mesh)
         records, names = collect_records(model), {p: n for n, p in model.named_parameters()}
@@ -246,7 +248,7 @@ class Zero(Sharded):
         rest = [(records[name], p) for p, name in names.items()]
         self._root = _Wrapped(self, model, make_units("model", rest, mesh, stage), is_root=True)
         every = [unit for block in (self._root, *self._blocks) for unit in block.units]
-        super().__init__(every, mesh, rule or AdamW(), clip, divisor=mesh.size("data"))
+        super().__init__(every, mesh, rule, clip, divisor=mesh.size("data"))
         self._guard(model)
         self._trained = {p for unit in self.units for _, p in unit.params}
         self._last_entered: _Wrapped | None = None
