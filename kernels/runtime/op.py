@@ -4,7 +4,7 @@ Compilers cannot trace a Triton launch, and DTensor cannot shard one, so both se
 instead. An `Op` consists of plain functions and an einsum:
 
     run       computes: tensors, numbers and records in; a tensor, a tuple or list of them (which
-              may be views of one result), or None
+              may share memory), or None
     fake      the same signature: empty outputs of the right shapes and dtypes
     save      what the backward needs: ``save(ctx, inputs, output)``, as in `torch.autograd`
     backward  gradients of run's arguments (None for records) from those of the outputs; trailing
@@ -226,17 +226,17 @@ class Op:
 
 
 def _separate(outputs: Any) -> Any:
-    """The outputs, with a contiguous copy of each that is a part of a larger result.
+    """The outputs, with a contiguous copy of each that shares memory with another.
 
-    `run` may return views of one result, but an operator's outputs must not share memory, and have
-    the strides that its fake returns.
+    `run` may return several views of one result, but torch forbids that to an operator. A single
+    view must have the strides that the operator's fake returns.
     """
     if not isinstance(outputs, (tuple, list)):
         return outputs
-    parts = [x.untyped_storage().nbytes() != x.numel() * x.itemsize for x in outputs]
+    held = [x.untyped_storage().data_ptr() if x.numel() else 0 for x in outputs]
     return type(outputs)(
-        x.clone(memory_format=torch.contiguous_format) if part and x.numel() else x
-        for x, part in zip(outputs, parts, strict=True)
+        x.clone(memory_format=torch.contiguous_format) if at and held.count(at) > 1 else x
+        for x, at in zip(outputs, held, strict=True)
     )
 
 

@@ -160,12 +160,22 @@ class ProveConfig:
                 raise ValueError(f"{flag} has no effect with --model; leave one of them out")
         return self.given()
 
+    def check_ranks(self) -> None:
+        """Raise ValueError if the proof needs too many processes."""
+        ranks = self.world if self.all else self.given().mesh.world
+        if ranks > _RANKS and not self.typecheck:
+            raise ValueError(
+                f"the proof needs {ranks} ranks, more than the limit of {_RANKS} processes; pass "
+                "--typecheck to check only the program's types, or use fewer ranks"
+            )
+
     def layouts(self) -> list[Layout]:
         """Return the layouts to prove, largest worlds first."""
         if self.model is not None:
             raise ValueError(
                 f"model = {self.model!r} needs --typecheck: ranks always train the tiny model"
             )
+        self.check_ranks()
         import torch  # here, with the kernels: parsing the options needs neither
 
         from warpweave.kernels.runtime.dispatch import choose
@@ -211,30 +221,20 @@ class ProveConfig:
         return every
 
 
-def _checked(config: ProveConfig) -> ProveConfig:
-    """Return `config`, or raise ValueError if it needs too many processes."""
-    ranks = config.world if config.all else config.given().mesh.world
-    if ranks > _RANKS and not config.typecheck:
-        raise ValueError(
-            f"the proof needs {ranks} ranks, more than the limit of {_RANKS} processes; pass "
-            "--typecheck to check only the program's types, or use fewer ranks"
-        )
-    return config
-
-
 def parse(argv: list[str] | None = None) -> ProveConfig:
     """Parse the command line, which overrides the options of ``--config``; exit with 2 if an option
     is wrong."""
     with refusing(ValueError):
         given = read_command_line(ProveConfig, "prove", __doc__, argv)
         if given.config is None:
-            return _checked(given)
+            return given
         layout = read_layout(given.config)
         # The tiny model has its own chunks and micro-batches; `_UNSEEN` has no effect on types.
         without = _UNSEEN if given.typecheck else ("microbatches",)
         own = {n: v for n, v in layout.items() if hasattr(given, n) and n not in without}
         defaults = dataclasses.replace(ProveConfig(), **own)
-        found = _checked(read_command_line(ProveConfig, "prove", __doc__, argv, defaults))
+        found = read_command_line(ProveConfig, "prove", __doc__, argv, defaults)
+        found.check_ranks()
         left = ", ".join(f"{name} = {value}" for name, value in layout.items() if name not in own)
         how = "--typecheck" if found.typecheck else "prove"
         say(f"{how} ignores these options of {given.config}: {left}")
