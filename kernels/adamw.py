@@ -58,7 +58,7 @@ class AdamWStep(NamedTuple):
     beta2: float
     eps: float
     weight_decay: float
-    scalars: torch.Tensor  # Triton: fp64[3], see `_scalars_kernel`; torch: the number, fp32
+    scalars: torch.Tensor  # Triton: fp64[3] of `_adamw_scalars_kernel`; torch: the number, fp32
 
 
 @triton.jit
