@@ -137,6 +137,15 @@ def test_a_state_loads_where_only_one_of_both_has_a_loss_scale() -> None:
     assert scaled.state() == {"count": 6.0, "loss_scale": 8.0, "good_steps": 3.0}
 
 
+def test_a_loss_scale_changes_in_place_as_a_cuda_graph_needs() -> None:
+    scale = LossScale(4.0, interval=1)
+    value, good = scale.value, scale.good_steps
+    for overflow, expected in ((1.0, 2.0), (0.0, 4.0)):
+        scale.update(torch.tensor(overflow))
+        assert float(value) == expected
+        assert (scale.value is value, scale.good_steps is good) == (True, True)
+
+
 def test_a_loss_scale_moves_to_a_device() -> None:
     moved = LossScale(4.0).to(torch.device("meta"))
     assert (moved.value.device.type, moved.good_steps.device.type) == ("meta", "meta")
