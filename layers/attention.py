@@ -25,7 +25,7 @@ from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope_qk, rope_table
 from warpweave.layers.context import TokenContext
 from warpweave.layers.keywords import fields_as_keywords
-from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear, fusable
+from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divides, fusable
 from warpweave.layers.norm import ColumnParallelRMSNorm, RMSNorm
 from warpweave.layers.place import Place
 from warpweave.layers.style import AttentionStyle, HeadStyle
@@ -94,26 +94,20 @@ class Attention(nn.Module):
         if self.head_dim < 1:
             raise ValueError(f"head_size must be at least 1, got {self.head_dim}")
         self.group = heads_per_kv_head(num_heads, kv_heads)
-        if kv_heads % tp:
-            raise ValueError(
-                f"num_kv_heads ({kv_heads}) is not divisible by the size of the mesh axis tp ({tp})"
-            )
+        check_divides("num_kv_heads", kv_heads, tp)
         if style.rope_theta is not None and self.head_dim % 2:
             raise ValueError(f"rope needs an even head size, got {self.head_dim}")
         check_numbers(AttentionOptions(**self._mask))
         qkv_bias = style.bias if style.qkv_bias is None else style.qkv_bias
         qkv_features = kv_heads * (self.group + 2) * self.head_dim
-        out_features = num_heads * self.head_dim
         each = (self.group * self.head_dim, self.head_dim, self.head_dim)
         self.qkv = ColumnParallelLinear(
             embed_dim, qkv_features, qkv_bias, matrices=each, place=place
         )
-        self.out = RowParallelLinear(
-            out_features, embed_dim, style.bias, init=out_init, place=place
-        )
-        self.q_norm, self.k_norm = (
-            self._head_norm(heads, place) for heads in (num_heads, kv_heads)
-        )
+        size = num_heads * self.head_dim
+        self.out = RowParallelLinear(size, embed_dim, style.bias, init=out_init, place=place)
+        self.q_norm = self._head_norm(num_heads, place)
+        self.k_norm = self._head_norm(kv_heads, place)
         self.records: dict[str, ParamRecord] = {}
         self.register_parameter("sinks", None)
         if style.sinks:
@@ -157,17 +151,11 @@ class Attention(nn.Module):
         sizes, strategy = self.mesh.sizes, self.strategy
         heads = self.num_heads // sizes.tp
         return explain(
-            layout,
-            heads=heads,
-            kv_heads=heads // self.group,
-            head_dim=self.head_dim,
-            batch=batch,
-            itemsize=self.qkv.weight.itemsize,
-            causal=self.style.causal,
-            window=self.style.window,
+            layout, heads=heads, kv_heads=heads // self.group, head_dim=self.head_dim, batch=batch,
+            itemsize=self.qkv.weight.itemsize, causal=self.style.causal, window=self.style.window,
             ulysses=sizes.ulysses if sizes.ulysses > 1 else None,
             links=strategy if isinstance(strategy, Links) else None,
-        )
+        )  # fmt: skip
 
     def forward(
         self, x: Tensor, context: TokenContext | None = None, *, add_bias: bool = True
@@ -189,16 +177,15 @@ class Attention(nn.Module):
         if context is None and x.dim() != 3:
             raise ValueError(f"without a context, attention expects x[B, S, E], got {[*x.shape]}")
         q, k, v = self._heads(x, context)
-        masked = self._mask | {
-            "documents": None if context is None else context.documents,
-            "sinks": self.sinks,
-        }
+        documents = None if context is None else context.documents
         layout = None if context is None else context.layout
+        masked = self._mask | {"documents": documents, "sinks": self.sinks}
+        whole = layout is None or (layout.parts == 1 and layout.local_len == q.shape[1])
         if context is not None and context.cache is not None:
             runs = ((context.cache.start, q.shape[1]),)
             k, v = context.cache.extend(self, k, v)
             o = attention(q, k, v, q_runs=runs, **masked)
-        elif self.mesh.sizes.cp == 1 and (layout is None or _is_whole(layout, q.shape[1])):
+        elif self.mesh.sizes.cp == 1 and whole:
             o = attention(q, k, v, **masked)
         else:  # also refuses a layout that does not fit
             o = context_attention(
@@ -225,14 +212,7 @@ class Attention(nn.Module):
             for t in (self.qkv.weight, self.qkv.bias)
         )
         q, k, v = parallel_qkv_rope(
-            x,
-            weight,
-            bias,
-            cos,
-            sin,
-            shape=shape,
-            impl=self.impl,
-            **self.qkv.over_ranks,
+            x, weight, bias, cos, sin, shape=shape, impl=self.impl, **self.qkv.over_ranks
         )
         if self.q_norm is not None:
             q, k = self._turned(q, k, rope)
@@ -279,8 +259,7 @@ class Attention(nn.Module):
                 )
             local = self.style.window is not None and context.local_rope is not None
             return context.local_rope if local else context.rope
-        positions = torch.arange(length, device=x.device)
-        wide = compute_dtype(x)
+        positions, wide = torch.arange(length, device=x.device), compute_dtype(x)
         return rope_table(positions, self.head_dim, theta=theta, scaling=scaling, dtype=wide)
 
     def extra_repr(self) -> str:
@@ -294,11 +273,6 @@ class Attention(nn.Module):
             f"num_kv_heads={self.num_heads // self.group}, "
             + ", ".join(f"{name}={getattr(style, name)}" for name in shown)
         )
-
-
-def _is_whole(layout: SequenceLayout, length: int) -> bool:
-    """Return True if the layout is that of `length` tokens on one rank."""
-    return layout.parts == 1 and layout.local_len == length
 
 
 def _samples(context: TokenContext, tokens: int) -> tuple[int, int]:

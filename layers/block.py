@@ -73,10 +73,7 @@ class TransformerBlock(nn.Module):
         fuses = fusable(self.attention, Attention) and fusable(out, RowParallelLinear)
         a = self.attention(self.attention_norm(x), context, add_bias=not fuses)
         h, x = self.mlp_norm(
-            a,
-            residual=x,
-            x_bias=out.bias if fuses else None,
-            drop=self._drop(self.site, context),
+            a, residual=x, x_bias=out.bias if fuses else None, drop=self._drop(self.site, context)
         )
         return self.mlp(h, residual=x, drop=self._drop(self.site + 1, context))
 

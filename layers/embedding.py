@@ -47,8 +47,7 @@ class VocabParallelEmbedding(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the whole table like ``nn.Embedding`` (standard normal) and keep this rank's
-        rows."""
+        """Draw the whole table, standard normal as ``nn.Embedding``; keep this rank's rows."""
         if not self.weight.is_meta:
             full = self.weight.new_empty(self.records["weight"].shape).normal_()
             self.weight.copy_(self.records["weight"].slice(full, self.mesh.coords))
@@ -56,12 +55,9 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids int64 [...] -> y[..., E] (or ids[T] -> y[T/tp, E] with sequence parallelism)."""
         return vocab_parallel_embedding(
-            ids,
-            self.weight,
-            group=self.mesh.group("tp"),
-            vocab_size=self.num_embeddings,
+            ids, self.weight, group=self.mesh.group("tp"), vocab_size=self.num_embeddings,
             sequence_parallel=self.sequence_parallel,
-        )
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return (

@@ -59,19 +59,12 @@ def _with_fields(own: Signature, positional: tuple[str, ...], offered: dict) -> 
     first = [p for p in parameters if p.kind is not by_keyword]
     last = [p for p in parameters if p.kind is by_keyword and p.name not in offered]
     whole = [
-        own.parameters[name].replace(
-            default=None, annotation=f"{own.parameters[name].annotation} | None"
-        )
-        for name in offered
+        p.replace(default=None, annotation=f"{p.annotation} | None")
+        for p in map(own.parameters.__getitem__, offered)
     ]
     every = {f.name: f for of_record in offered.values() for f in of_record}
-    options = [
-        Parameter(
-            name,
-            by_place if name in positional else by_keyword,
-            default=every[name].default,
-            annotation=every[name].type,
-        )
-        for name in (*positional, *(name for name in every if name not in positional))
-    ]
+    options = []
+    for name in dict.fromkeys((*positional, *every)):
+        kind, field = by_place if name in positional else by_keyword, every[name]
+        options.append(Parameter(name, kind, default=field.default, annotation=field.type))
     return Signature([*first, *options, *last, *whole])

@@ -21,26 +21,19 @@ from warpweave.parallel.tensor.linear import column_parallel_linear, row_paralle
 _UNUSED = ("strategy", "recompute", "impl")  # fields of `Place` that a linear layer does not use
 
 
-def _check_divides(what: str, size: int, parts: int) -> None:
-    if size % parts:
-        raise ValueError(
-            f"{what} ({size}) is not divisible by the size of the mesh axis tp ({parts})"
-        )
+def check_divides(what: str, size: int, tp: int) -> None:
+    """Raise ValueError unless the tensor axis can share `size` features or heads evenly."""
+    if size % tp:
+        raise ValueError(f"{what} ({size}) is not divisible by the size of the mesh axis tp ({tp})")
 
 
 class _ParallelLinear(nn.Module):
     """Base class of both layers: parameters, records, and ``nn.Linear``'s initialization."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        shard_dim: int,
-        init: float,
-        place: Place,
-        matrices: tuple[int, ...] = (1,),
-    ) -> None:
+        self, in_features: int, out_features: int, bias: bool, shard_dim: int, init: float,
+        place: Place, matrices: tuple[int, ...] = (1,),
+    ) -> None:  # fmt: skip
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.mesh = connected(place.mesh)
@@ -48,9 +41,8 @@ class _ParallelLinear(nn.Module):
         factory = {"device": place.device, "dtype": place.dtype}
         tp = self.mesh.size("tp")
         cut = "in_features" if shard_dim else "out_features"
-        _check_divides(cut, in_features if shard_dim else out_features, tp)
-        shape: tuple[int, ...] = (out_features, in_features)
-        cuts = (Cut("tp", shard_dim, tp),)
+        check_divides(cut, in_features if shard_dim else out_features, tp)
+        shape, cuts = (out_features, in_features), (Cut("tp", shard_dim, tp),)
         weight = ParamRecord("weight", shape, cuts, init=init, matrices=matrices)
         self.records = {"weight": weight}
         self.weight = nn.Parameter(torch.empty(weight.local_shape, **factory))
@@ -58,16 +50,11 @@ class _ParallelLinear(nn.Module):
             # A row-parallel bias is added after the sum over ranks; with sequence parallelism each
             # rank adds it to its own tokens, so that its gradient is a partial sum.
             whole = shard_dim == 1
-            self.records["bias"] = ParamRecord(
-                "bias",
-                (out_features,),
-                () if whole else (Cut("tp", 0, tp),),
-                partial=("tp",) if whole and self.sequence_parallel and tp > 1 else (),
-                init="zeros",
-                decay=False,
-            )
-            shape = self.records["bias"].local_shape
-            self.bias = nn.Parameter(torch.empty(shape, **factory))
+            cuts = () if whole else cuts
+            partial = ("tp",) if whole and self.sequence_parallel and tp > 1 else ()
+            record = ParamRecord("bias", (out_features,), cuts, partial, init="zeros", decay=False)
+            self.records["bias"] = record
+            self.bias = nn.Parameter(torch.empty(record.local_shape, **factory))
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -216,10 +203,10 @@ def fusable(module: nn.Module, kind: type[nn.Module]) -> bool:
     quantizers and parametrizations replace a module or its class. FSDP2 changes its class and frees
     its parameters outside its forward. All of them rely on the module being called.
     """
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return type(module) is kind and not any(hooks)
+    return type(module) is kind and not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if calling a module does more than run its forward."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return bool(before or after or module._backward_hooks or module._backward_pre_hooks)

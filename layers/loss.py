@@ -49,14 +49,9 @@ class VocabParallelCrossEntropy(nn.Module):
     def forward(self, logits: Tensor, labels: Tensor, normaliser: Tensor | float) -> Tensor:
         """logits[T, ceil(V/tp)], labels int64[T] (-100: no loss) -> loss, 0-dim, fp32 or fp64."""
         losses = vocab_parallel_cross_entropy(
-            logits,
-            labels,
-            group=self.mesh.group("tp"),
-            vocab_size=self.vocab_size,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            impl=self.impl,
-        )
+            logits, labels, group=self.mesh.group("tp"), vocab_size=self.vocab_size,
+            label_smoothing=self.label_smoothing, z_loss=self.z_loss, impl=self.impl,
+        )  # fmt: skip
         return torch.sum(losses) / normaliser
 
 
@@ -110,18 +105,9 @@ class VocabParallelLinearCrossEntropy(nn.Module):
         `VocabParallelCrossEntropy`. A pending normaliser is waited for after the sum is computed.
         """
         total = vocab_parallel_linear_cross_entropy(
-            x,
-            weight,
-            labels,
-            group=self.mesh.group("tp"),
-            vocab_size=self.vocab_size,
-            sequence_parallel=self.sequence_parallel,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            recompute=self.recompute,
-            softcap=self.softcap,
-            overlap=self.overlap,
-            workspace=self.mesh.workspace("tp"),
-            impl=self.impl,
-        )
+            x, weight, labels, group=self.mesh.group("tp"), vocab_size=self.vocab_size,
+            sequence_parallel=self.sequence_parallel, label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss, recompute=self.recompute, softcap=self.softcap,
+            overlap=self.overlap, workspace=self.mesh.workspace("tp"), impl=self.impl,
+        )  # fmt: skip
         return total / (normaliser.wait() if isinstance(normaliser, Pending) else normaliser)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from warpweave.kernels.activation import activate, find_activation
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.layers.keywords import fields_as_keywords
-from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear, fusable
+from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divides, fusable
 from warpweave.layers.place import Place
 from warpweave.layers.style import MLPStyle
 from warpweave.parallel.mesh import connected
@@ -53,14 +53,9 @@ class MLP(nn.Module):
         out_init: float = 0.02,
     ) -> None:
         super().__init__()
-        gated = find_activation(style.activation).gated
-        tp = connected(place.mesh).size("tp")
-        if hidden_dim % tp:
-            raise ValueError(
-                f"hidden_dim ({hidden_dim}) is not divisible by the size of the mesh axis tp ({tp})"
-            )
+        each = (1, 1) if find_activation(style.activation).gated else (1,)
+        check_divides("hidden_dim", hidden_dim, connected(place.mesh).size("tp"))
         self.activation, self.recompute, self.impl = style.activation, place.recompute, place.impl
-        each = (1, 1) if gated else (1,)
         self.up = ColumnParallelLinear(
             embed_dim, len(each) * hidden_dim, style.bias, matrices=each, place=place
         )
@@ -81,18 +76,10 @@ class MLP(nn.Module):
             up = up.unflatten(0, (-1, 2))
             up_bias = None if up_bias is None else up_bias.unflatten(0, (-1, 2))
         return parallel_mlp(
-            x,
-            up,
-            self.down.weight,
-            up_bias,
-            self.down.bias,
-            activation=self.activation,
-            residual=residual,
-            drop=drop,
-            recompute=self.recompute,
-            impl=self.impl,
+            x, up, self.down.weight, up_bias, self.down.bias, activation=self.activation,
+            residual=residual, drop=drop, recompute=self.recompute, impl=self.impl,
             **self.up.over_ranks,
-        )
+        )  # fmt: skip
 
     def _composed(self, x: Tensor, residual: Tensor | None, drop: Drop | None) -> Tensor:
         """Like `forward`, but call ``up``, the activation and ``down``."""

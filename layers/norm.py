@@ -25,13 +25,9 @@ class _Norm(nn.Module):
     """Base class of the norms. Parameters are replicated over tp unless `cuts` shards them."""
 
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float,
-        place: Place,
-        offset: bool = False,
-        cuts: tuple[Cut, ...] = (),
-    ) -> None:
+        self, normalized_shape: int | Sequence[int], eps: float, place: Place,
+        offset: bool = False, cuts: tuple[Cut, ...] = (),
+    ) -> None:  # fmt: skip
         super().__init__()
         mesh = connected(place.mesh)
         whole = isinstance(normalized_shape, int)
@@ -103,13 +99,9 @@ class RMSNorm(_Norm):
         super().__init__(normalized_shape, eps, place, offset)
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        *,
-        x_bias: Tensor | None = None,
+        self, x: Tensor, residual: Tensor | None = None, *, x_bias: Tensor | None = None,
         drop: Drop | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """x[..., E] -> norm(x)[..., E]; with any other argument, (norm(s), s) where
         s = residual + dropout(x + x_bias), in one kernel."""
         terms = {"residual": residual, "x_bias": x_bias, "drop": drop}
@@ -129,12 +121,7 @@ class ColumnParallelRMSNorm(_Norm):
 
     @fields_as_keywords(unused=("sequence_parallel", *_UNUSED), place=Place)
     def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-6,
-        *,
-        place: Place,
-        offset: bool = False,
+        self, num_features: int, eps: float = 1e-6, *, place: Place, offset: bool = False
     ) -> None:
         mesh = connected(place.mesh)
         super().__init__(num_features, eps, place, offset, (Cut("tp", 0, mesh.size("tp")),))
@@ -153,10 +140,7 @@ class LayerNorm(_Norm):
     Args:
         normalized_shape, eps, device, dtype: as for ``nn.LayerNorm`` over one dim.
         bias: add a bias.
-        mesh, sequence_parallel: pass them if tensor ranks hold different tokens, or different heads
-            for a per-head norm. The gradients are then partial sums.
-        impl: "triton", "torch" or None, as for the kernels.
-        place: a `Place`, instead of these options, device and dtype.
+        mesh, sequence_parallel, impl, place: as for `RMSNorm`.
 
     Examples:
         >>> norm, x = LayerNorm(64), torch.randn(2, 16, 64)
@@ -179,13 +163,9 @@ class LayerNorm(_Norm):
             self.bias = self._parameter("bias", "zeros", place)
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        *,
-        x_bias: Tensor | None = None,
+        self, x: Tensor, residual: Tensor | None = None, *, x_bias: Tensor | None = None,
         drop: Drop | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """x[..., E] -> norm(x)[..., E]; with any other argument, (norm(s), s) where
         s = residual + dropout(x + x_bias), in one kernel."""
         terms = {"residual": residual, "x_bias": x_bias, "drop": drop}

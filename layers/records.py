@@ -24,12 +24,9 @@ def collect_records(module: nn.Module, prefix: str = "") -> dict[str, ParamRecor
     records: dict[str, ParamRecord] = {}
     for path, child in module.named_modules(prefix=prefix):
         own = getattr(child, "records", {})
-        if not isinstance(own, dict):  # an attribute of a foreign module
-            own = {}
+        own = own if isinstance(own, dict) else {}  # an attribute of a foreign module
         for short, param in child.named_parameters(recurse=False):
             name = f"{path}.{short}" if path else short
-            record = own.get(short)
-            if record is None:
-                record = ParamRecord(short, tuple(param.shape), decay=param.ndim >= 2)
-            records[name] = record.renamed(name)
+            foreign = ParamRecord(short, tuple(param.shape), decay=param.ndim >= 2)
+            records[name] = own.get(short, foreign).renamed(name)
     return records

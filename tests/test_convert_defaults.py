@@ -139,7 +139,7 @@ def _names() -> set[str]:
                 found |= _words(node.args[:1])
             elif called in ("given", "expect"):
                 found |= _words(node.args[1:2])
-    return found | set(families._GPT2_ALIASES)
+    return found | {*families._SIZES.values(), *families._GPT2_SIZES.values()}
 
 
 def _words(nodes: list[ast.expr]) -> set[str]:

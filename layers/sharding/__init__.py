@@ -10,10 +10,4 @@ from warpweave.layers.sharding.declare import shard
 from warpweave.layers.sharding.explain import explain_sharding
 from warpweave.layers.sharding.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-__all__ = [
-    "ColwiseParallel",
-    "RowwiseParallel",
-    "SequenceParallel",
-    "explain_sharding",
-    "shard",
-]
+__all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "explain_sharding", "shard"]

@@ -32,8 +32,7 @@ def whole_tensor(x: Any) -> Any:
     """
     if not isinstance(x, DTensor):
         return x
-    replicated: Any = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
-    return replicated.to_local()
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()
 
 
 def is_partial(x: DTensor) -> bool:
@@ -60,11 +59,14 @@ def reduced_truth(x: Any) -> Any:
     """
     if not isinstance(x, DTensor) or x.dtype != torch.bool or not is_partial(x):
         return x
-    counts: Any = DTensor.from_local(
-        x.to_local().int(), x.device_mesh, x.placements, run_check=False,
-        shape=x.shape, stride=x.stride(),
-    )  # fmt: skip
+    counts = laid_out_like(x, x.to_local().int())
     return counts.redistribute(placements=[Replicate()] * x.device_mesh.ndim).bool()
+
+
+def laid_out_like(x: DTensor, part: torch.Tensor) -> DTensor:
+    """A DTensor of `part`, with the layout, shape and strides of x."""
+    mesh, where, shape, stride = x.device_mesh, x.placements, x.shape, x.stride()
+    return DTensor.from_local(part, mesh, where, run_check=False, shape=shape, stride=stride)
 
 
 # ---------------------------------------------------------------- strided shards
@@ -122,9 +124,8 @@ def _follows(x: DTensor, shape: torch.Size) -> bool:
         return False
     ((p, ranks),) = strided
     ahead = p.split_factor * prod([size for q, size in axes if q.is_shard(p.dim)])
-    if shape[: p.dim] != x.shape[: p.dim]:
-        return False
     for at in range(p.dim + 1, len(shape)):
         if prod(shape[p.dim : at]) == ahead and shape[at] % ranks == 0:
-            return prod(shape[p.dim : at + 1]) == x.shape[p.dim]
+            same = shape[: p.dim] == x.shape[: p.dim]
+            return same and prod(shape[p.dim : at + 1]) == x.shape[p.dim]
     return False

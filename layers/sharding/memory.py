@@ -43,6 +43,7 @@ from warpweave.layers.sharding.layouts import (
     has_strides,
     is_cut,
     is_partial,
+    laid_out_like,
     reduced_truth,
     reshapable,
     sum_partial,
@@ -91,10 +92,7 @@ _INPLACE_OPERATORS = frozenset(
 
 
 def finished(result: Any) -> Any:
-    """A model's result with its copies up to date and its partial sums reduced.
-
-    A single rank can then read it.
-    """
+    """A model's result with its copies up to date and its partial sums reduced, for one rank."""
 
     def finish(x: Any) -> Any:
         if isinstance(x, DTensor):
@@ -142,8 +140,7 @@ class _Copy:
 
     def update(self, copy: DTensor) -> None:
         """Copy from the base if the base was written."""
-        base = self.base()
-        if base is None:
+        if (base := self.base()) is None:
             return
         refresh(base)
         if _version(base) == self.version:
@@ -157,8 +154,7 @@ class _Copy:
 
     def write_back(self, copy: DTensor) -> None:
         """Apply to the base what was written to the copy."""
-        base = self.base()
-        if base is None:
+        if (base := self.base()) is None:
             return
         new: Tensor = copy
         if self.view is not None:
@@ -217,20 +213,12 @@ def _shares_memory(x: Any, y: Any) -> bool:
     return x._cdata == y._cdata
 
 
-def _apart(view: DTensor) -> DTensor:
-    """Return the same tensor, but one that autograd does not treat as a view."""
-    return DTensor.from_local(
-        view.to_local(), view.device_mesh, view.placements, run_check=False,
-        shape=view.shape, stride=view.stride(),
-    )  # fmt: skip
-
-
 def _remember(func: Callable, args: tuple, kwargs: dict, at: int, view: DTensor) -> DTensor:
     """Turn the view that is result number `at` of func into a copy that remembers its base."""
     memory = view._base
     given = _tensors_among(args) + _tensors_among(kwargs.values())
     base = next((x for x in given if _root_of(x) is memory), None)
-    copy = _apart(view)
+    copy = laid_out_like(view, view.to_local())  # autograd does not treat it as a view
     if base is None:  # a view of a tensor that func created and nothing else holds
         return copy
 
@@ -369,27 +357,22 @@ class OneMemory(TorchFunctionMode):
             places = [(Tensor.narrow, (x, dim, i, n)) for i, n in zip(starts, lengths)]
         return tuple(self._call(view, given, {}) for view, given in places)
 
-    def _set_item(self, x: DTensor, index: Any, value: Any) -> None:
+    def _set_item(self, x: DTensor, index: Any, value: Any) -> Any:
         if not _is_basic(index):
-            self._on_whole(Tensor.__setitem__, (x, index, value), {})
-            return
+            return self._on_whole(Tensor.__setitem__, (x, index, value), {})
         place = self._call(Tensor.__getitem__, (x, index), {})
         if not isinstance(value, Tensor):
-            self._call(Tensor.fill_, (place, value), {})
-            return
+            return self._call(Tensor.fill_, (place, value), {})
         while value.ndim > place.ndim and value.shape[0] == 1:
             value = self._call(Tensor.__getitem__, (value, 0), {})
-        self._call(Tensor.copy_, (place, value), {})
+        return self._call(Tensor.copy_, (place, value), {})
 
     def _to_out(self, func: Any, args: tuple, kwargs: dict) -> Any:
         out = kwargs.pop("out")
         results = self._call(func, args, kwargs)
         for x, new in zip(tree_leaves(out), tree_leaves(results), strict=True):
-            if x.shape != new.shape:
-                raise ValueError(
-                    f"expected out= of shape {tuple(new.shape)}, got a DTensor of shape "
-                    f"{tuple(x.shape)}"
-                )
+            if (found := tuple(x.shape)) != (wanted := tuple(new.shape)):
+                raise ValueError(f"expected out= of shape {wanted}, got a DTensor of shape {found}")
             self._call(Tensor.copy_, (x, new), {})
         return out
 

@@ -94,10 +94,7 @@ def _whole(func: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 def _of_whole_sums(func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Compute func with partial sums reduced, in its tensors and in its results' gradients.
-
-    The backward of func has no rule for partial sums.
-    """
+    """Reduce partial sums in func's tensors and results' gradients: its backward has no rule."""
     args, kwargs = tree_map(lambda x: _even(sum_partial(x)), (args, kwargs))
 
     def watch(x: Any) -> Any:
@@ -179,8 +176,7 @@ def _elementwise_loss(loss: Function, *args: Any, **kwargs: Any) -> Tensor:
     if loss in _WEIGHTED and given.get("weight") is not None:
         given["reduction"] = reduction
         return loss(*bound.args, **bound.kwargs)
-    each = loss(*bound.args, **bound.kwargs)
-    return _REDUCTIONS[reduction](each)
+    return _REDUCTIONS[reduction](loss(*bound.args, **bound.kwargs))
 
 
 def _dropped_weight(x: DTensor) -> Any:
@@ -207,13 +203,11 @@ def _named_dims(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     dim = kwargs.pop("dim") if "dim" in kwargs else args[0] if args else None
     if (isinstance(dim, (tuple, list)) and not dim) or (dim is None and func in _ALL_BY_DEFAULT):
         dim = _every(x)
-    x = _even(x)
-    return func(x, dim, *args[1:], **kwargs) if dim is not None else func(x, *args[1:], **kwargs)
+    return func(_even(x), *(() if dim is None else (dim,)), *args[1:], **kwargs)
 
 
 def _logsumexp(func: Function, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """Restore reduced dims after the reduction: DTensor shifts sharded dims as if none were
-    kept."""
+    """Restore reduced dims afterwards: DTensor shifts sharded dims as if none were kept."""
     y = _named_dims(func, x, dim)
     if not keepdim:
         return y
@@ -261,17 +255,10 @@ def _rms_norm(
 
 
 def _group_norm(
-    func: Function,
-    x: Any,
-    num_groups: int,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
+    func: Function, x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Tensor:
     """Normalize each rank's samples locally, with gathered channels and positions."""
-    ranks = prod(
-        size for size, p in zip(x.device_mesh.shape, x.placements, strict=True) if p == Shard(0)
-    )
+    ranks = prod(n for n, p in zip(x.device_mesh.shape, x.placements, strict=True) if p == Shard(0))
     cuts = [p if p == Shard(0) and not x.size(0) % ranks else Replicate() for p in x.placements]
     whole, sums = [Replicate()] * len(cuts), [Partial() if p.is_shard() else p for p in cuts]
     weight, bias = (None if t is None else own_part(t, whole, sums) for t in (weight, bias))
@@ -292,34 +279,24 @@ _ALL_BY_DEFAULT = _named("amax", "amin")
 
 _TABLE: tuple[tuple[Function, list[Function]], ...] = (
     (_class_loss, [F.cross_entropy, F.nll_loss]),
-    (
-        _elementwise_loss,
-        [
-            *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss),
-            *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div),
-            *(F.poisson_nll_loss, F.gaussian_nll_loss, F.hinge_embedding_loss),
-            *(F.margin_ranking_loss, F.triplet_margin_loss),
-        ],
-    ),
-    (
-        _whole,
-        [
-            *(F.cosine_embedding_loss, F.multi_margin_loss, F.multilabel_margin_loss),
-            *(F.multilabel_soft_margin_loss, F.ctc_loss, F.bilinear, F.embedding_bag),
-            *(F.triplet_margin_with_distance_loss, F.pdist, F.local_response_norm),
-            *_named("quantile", "nanquantile", "prod", "cumprod", "cummax", "cummin", "renorm"),
-            *_named("cdist", "trace", "trapezoid", "trapz", "cov", "corrcoef", "scatter_reduce"),
-            *_named("masked_scatter", "put", "index_put"),
-            *_named("slice_scatter", "select_scatter", "diagonal_scatter"),
-        ],
-    ),
-    (
-        _of_whole_sums,
-        [
-            *(F.normalize, F.cosine_similarity, F.pairwise_distance, torch.linalg.matrix_norm),
-            *_named("lerp"),
-        ],
-    ),
+    (_elementwise_loss, [
+        F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss, F.kl_div,
+        F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.poisson_nll_loss,
+        F.gaussian_nll_loss, F.hinge_embedding_loss, F.margin_ranking_loss, F.triplet_margin_loss,
+    ]),
+    (_whole, [
+        F.cosine_embedding_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.ctc_loss,
+        F.multilabel_soft_margin_loss, F.triplet_margin_with_distance_loss, F.pdist, F.bilinear,
+        F.embedding_bag, F.local_response_norm,
+        *_named("quantile", "nanquantile", "prod", "cumprod", "cummax", "cummin", "renorm"),
+        *_named("cdist", "trace", "trapezoid", "trapz", "cov", "corrcoef", "scatter_reduce", "put"),
+        *_named("masked_scatter", "index_put", "slice_scatter", "select_scatter"),
+        *_named("diagonal_scatter"),
+    ]),
+    (_of_whole_sums, [
+        F.normalize, F.cosine_similarity, F.pairwise_distance, torch.linalg.matrix_norm,
+        *_named("lerp"),
+    ]),
     (_deviation, _named("std", "var", "std_mean", "var_mean")),
     (_norm, [*_P_NORMS, torch.linalg.vector_norm, torch.linalg.norm]),
     (_dist, _named("dist")),
@@ -331,7 +308,7 @@ _TABLE: tuple[tuple[Function, list[Function]], ...] = (
     (join_tensors, _named("stack")),
     (_rms_norm, [F.rms_norm, torch.rms_norm]),
     (_group_norm, [F.group_norm]),
-)
+)  # fmt: skip
 _RULES: dict[Function, Function] = {func: rule for rule, funcs in _TABLE for func in funcs}
 _NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
@@ -372,9 +349,8 @@ def register_reductions() -> None:
 
 def _whole_shardings(results: int, *args: Any) -> list[tuple[list, list]]:
     """The only valid (placements of outputs, of arguments) for tensors that must be whole."""
-    return [
-        ([Replicate()] * results, [Replicate() if hasattr(x, "placements") else None for x in args])
-    ]
+    given = [Replicate() if hasattr(x, "placements") else None for x in args]
+    return [([Replicate()] * results, given)]
 
 
 def _elementwise_shardings(*args: Any) -> list[tuple[list, list]]:

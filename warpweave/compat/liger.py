@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -56,16 +57,10 @@ class LigerRMSNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: str = "ones",
-        in_place: bool = True,
-        row_mode: bool | None = None,
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+        init_fn: str = "ones", in_place: bool = True, row_mode: bool | None = None,
         elementwise_affine: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if casting_mode not in ("llama", "gemma", "none"):
             raise ValueError(
@@ -129,6 +124,7 @@ class _GatedMLP(nn.Module):
 
     _activation: str
     _names: tuple[str, ...]
+    _act: Callable[[Tensor], Tensor]
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -156,10 +152,6 @@ class _GatedMLP(nn.Module):
         pairs = torch.stack((gate.weight, up.weight), 1)
         return mlp(x, pairs, down.weight, activation=self._activation)
 
-    @staticmethod
-    def _act(x: Tensor) -> Tensor:
-        raise NotImplementedError
-
 
 class LigerSwiGLUMLP(_GatedMLP):
     """The gated MLP with SiLU; `config.hidden_act` is "silu" or "swish".
@@ -171,11 +163,7 @@ class LigerSwiGLUMLP(_GatedMLP):
         torch.Size([2, 16, 64])
     """
 
-    _activation, _names = "swiglu", ("silu", "swish")
-
-    @staticmethod
-    def _act(x: Tensor) -> Tensor:
-        return F.silu(x)
+    _activation, _names, _act = "swiglu", ("silu", "swish"), staticmethod(F.silu)
 
 
 class LigerGEGLUMLP(_GatedMLP):
@@ -192,10 +180,7 @@ class LigerGEGLUMLP(_GatedMLP):
     """
 
     _activation, _names = "geglu", ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_tanh")
-
-    @staticmethod
-    def _act(x: Tensor) -> Tensor:
-        return F.gelu(x, approximate="tanh")
+    _act = staticmethod(partial(F.gelu, approximate="tanh"))
 
 
 @dataclass
@@ -225,19 +210,11 @@ class CrossEntropyOutput:
 class _Loss(nn.Module):
     """Base class with the options of both losses."""
 
-    return_token_accuracy: bool
-    return_predicted_tokens: bool
-
     def __init__(
-        self,
-        weight: Tensor | None,
-        ignore_index: int,
-        lse_square_scale: float,
-        label_smoothing: float,
-        reduction: str,
-        softcap: float | None,
-        return_z_loss: bool,
-    ) -> None:
+        self, weight: Tensor | None, ignore_index: int, lse_square_scale: float,
+        label_smoothing: float, reduction: str, softcap: float | None, return_z_loss: bool,
+        return_token_accuracy: bool, return_predicted_tokens: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
         _refuse_because("the kernel returns one sum", return_z_loss=return_z_loss)
         if not 0 <= label_smoothing <= 1:
@@ -252,14 +229,13 @@ class _Loss(nn.Module):
         self.ignore_index, self.lse_square_scale = ignore_index, lse_square_scale
         self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
         self.return_z_loss = return_z_loss
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
 
     def _returned(
         self, loss: Tensor, target: Tensor, predict: Callable[[], Tensor]
     ) -> Tensor | CrossEntropyOutput:
-        """Return the loss, with any requested outputs.
-
-        `predict` finds the class of the largest logit of every token.
-        """
+        """The loss with any requested outputs, from each token's largest logit by `predict`."""
         if not self.return_token_accuracy and not self.return_predicted_tokens:
             return loss
         with torch.no_grad():
@@ -284,10 +260,7 @@ class _Loss(nn.Module):
         }
 
     def _weighted(self, losses: Tensor, target: Tensor, weight: Tensor, classes: int) -> Tensor:
-        """Multiply losses[N] by the weight[V] of their class and reduce them.
-
-        The mean divides by the sum of the weights.
-        """
+        """Reduce losses[N] times the weight[V] of their class; a mean divides by these weights."""
         if weight.shape != (classes,):
             raise ValueError(f"weight must be [{classes}], one per class, got {[*weight.shape]}")
         valid = target != self.ignore_index
@@ -332,23 +305,15 @@ class LigerCrossEntropyLoss(_Loss):
     """
 
     def __init__(
-        self,
-        weight: Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        return_token_accuracy: bool = False,
+        self, weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-            return_z_loss,
+            return_z_loss, return_token_accuracy, return_predicted_tokens,
         )  # fmt: skip
-        self.return_token_accuracy = return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
         self.weight = weight
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
@@ -386,32 +351,23 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
     """
 
     def __init__(
-        self,
-        ce_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None,
-        use_token_scaling: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-    ) -> None:
+        self, ce_weight: Tensor | None = None, ignore_index: int = -100,
+        lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+        softcap: float | None = None, return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
+        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(
             ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-            return_z_loss,
+            return_z_loss, return_token_accuracy, return_predicted_tokens,
         )  # fmt: skip
-        self.return_token_accuracy = return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
-        self.use_token_scaling, self.accum_dtype = use_token_scaling, accum_dtype
         _refuse_because(
             "losses are not scaled by predicted probability", use_token_scaling=use_token_scaling
         )
         if accum_dtype is not torch.float32:
             _refuse_because("gradients are summed in float32", accum_dtype=accum_dtype)
-        self.ce_weight = ce_weight
+        self.ce_weight, self.accum_dtype = ce_weight, accum_dtype
+        self.use_token_scaling = use_token_scaling
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
@@ -456,13 +412,9 @@ def _largest(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def liger_rotary_pos_emb(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None = None,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None,
     unsqueeze_dim: int = 1,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate q[B, H, S, D] and k[B, Hkv, S, D] in pairs (i, i + D/2).
 
     Args:

@@ -37,8 +37,7 @@ def keep_origin(
     run: Path, source: Path | None, tokenizer: Path | None, record: str | None, *, again: bool
 ) -> None:
     """Copy into a run's folder what its export will need, from the model it started from and its
-    tokenizer (`record` as for `tokenizer_of`). If the run is resumed (`again`), keep existing
-    files."""
+    tokenizer (`record` as for `tokenizer_of`). A resumed run (`again`) keeps existing files."""
     folder = run / ORIGIN
     if again and folder.exists():
         return
@@ -120,10 +119,9 @@ def special_tokens(
         said = json.loads(files.get("tokenizer_config.json", b"{}"))
     except Exception as error:  # the Rust side raises bare Exception
         raise ConvertError(f"tokenizer.json is not a valid tokenizer: {one_line(error)}") from None
-    if (size := tokenizer.get_vocab_size(with_added_tokens=True)) > config.vocab_size:
-        raise ConvertError(
-            f"the tokenizer has {size} tokens, but the model has {config.vocab_size}"
-        )
+    size, rows = tokenizer.get_vocab_size(with_added_tokens=True), config.vocab_size
+    if size > rows:
+        raise ConvertError(f"the tokenizer has {size} tokens, but the model has {rows}")
     special = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
     for kind in _KINDS:
         name = said.get(f"{kind}_token")
@@ -155,13 +153,9 @@ def tokenizer_config(
 def card(
     name: str, config: GPTConfig, architecture: str, trained: Mapping[str, Any], tokenizer: bool
 ) -> str:
-    """Return a README.md template: the model, its training data, and how to load it, together with
-    the `tokenizer` if there is one."""
-    also, load = (
-        (", AutoTokenizer", f'\ntokenizer = AutoTokenizer.from_pretrained("{name}")')
-        if tokenizer
-        else ("", "")
-    )
+    """Return a README.md template: the model, its training data, and how to load both."""
+    also = ", AutoTokenizer" if tokenizer else ""
+    load = f'\ntokenizer = AutoTokenizer.from_pretrained("{name}")' if tokenizer else ""
     sizes = (
         f"{config.layers} layers of width {config.width}, {config.heads} heads, vocabulary "
         f"{config.vocab_size}, sequences of {config.seq_len} tokens"

@@ -142,6 +142,11 @@ def canonical(config: GPTConfig) -> GPTConfig:
 
 # ---------------------------------------------------------------- Llama and its descendants
 
+_SIZES = {  # our field -> theirs
+    "vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "layers": "num_hidden_layers",
+    "width": "hidden_size", "heads": "num_attention_heads", "hidden": "intermediate_size",
+}  # fmt: skip
+
 
 def _expect_whole_heads(c: Mapping[str, Any]) -> None:
     """Require heads of equal width, as some families' config classes do."""
@@ -160,38 +165,23 @@ def _read_rotary(c: Mapping[str, Any], *, kv_heads: int | None = None, **more: A
     if "activation" not in more:
         expect(c, "hidden_act", "silu")
     theta, scaling = read_rope(c)
+    usual = {"norm": "rms", "activation": "swiglu", "bias": False}
+    usual["tied"] = given(c, "tie_word_embeddings", False)
     return GPTConfig(
-        vocab_size=c["vocab_size"],
-        seq_len=c["max_position_embeddings"],
-        layers=c["num_hidden_layers"],
-        width=c["hidden_size"],
-        heads=c["num_attention_heads"],
+        **{ours: c[theirs] for ours, theirs in _SIZES.items()},
         kv_heads=c.get("num_key_value_heads", kv_heads),
-        hidden=c["intermediate_size"],
         head_size=c.get("head_dim"),
         positions="rope",
         norm_eps=given(c, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        **{
-            "norm": "rms",
-            "activation": "swiglu",
-            "bias": False,
-            "tied": given(c, "tie_word_embeddings", False),
-            **more,
-        },
+        **(usual | more),
     )
 
 
 def _write_rotary(c: GPTConfig) -> dict[str, Any]:
-    return {
-        "vocab_size": c.vocab_size,
-        "max_position_embeddings": c.seq_len,
-        "num_hidden_layers": c.layers,
-        "hidden_size": c.width,
-        "num_attention_heads": c.heads,
+    return {theirs: getattr(c, ours) for ours, theirs in _SIZES.items()} | {
         "num_key_value_heads": c.num_kv_heads,
-        "intermediate_size": c.num_hidden,
         "head_dim": c.head_dim,
         "hidden_act": "silu",
         "tie_word_embeddings": c.tied,
@@ -393,11 +383,9 @@ _ROTARY = {
     "mlp.down": ("mlp.down_proj",),
 }
 _ROTARY_NAMES = {
-    "modules": _ROTARY,
-    "blocks": "model.layers.{}.",
-    "base": "model.",
+    "modules": _ROTARY, "blocks": "model.layers.{}.", "base": "model.",
     "unused": (".rotary_emb.inv_freq",),
-}
+}  # fmt: skip
 _POST_NORMS = {
     "attention_post_norm": ("post_attention_layernorm",),
     "mlp_norm": ("pre_feedforward_layernorm",),
@@ -405,16 +393,17 @@ _POST_NORMS = {
 }
 _POST_NORM_NAMES = {**_ROTARY_NAMES, "modules": _ROTARY | _POST_NORMS}
 _PHI3_MODULES = {"attention.qkv": ("self_attn.qkv_proj",), "mlp.up": ("mlp.gate_up_proj",)}
+_PHI3_NAMES = {**_ROTARY_NAMES, "modules": _ROTARY | _PHI3_MODULES}
 
 # ---------------------------------------------------------------- GPT-2
 
 _GPT2_GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
-
-
-_GPT2_ALIASES = {  # these take precedence over GPT-2's own names
-    "max_position_embeddings": "n_positions", "num_hidden_layers": "n_layer",
-    "hidden_size": "n_embd", "num_attention_heads": "n_head",
+_GPT2_SIZES = {
+    "vocab_size": "vocab_size", "seq_len": "n_positions", "layers": "n_layer", "width": "n_embd",
+    "heads": "n_head",
 }  # fmt: skip
+# The other families' names take precedence over GPT-2's own.
+_GPT2_ALIASES = {_SIZES[ours]: own for ours, own in _GPT2_SIZES.items() if ours != "vocab_size"}
 
 
 def _read_gpt2(c: Mapping[str, Any]) -> GPTConfig:
@@ -423,11 +412,7 @@ def _read_gpt2(c: Mapping[str, Any]) -> GPTConfig:
     expect(c, "scale_attn_by_inverse_layer_idx", False)
     expect(c, "add_cross_attention", False)
     return GPTConfig(
-        vocab_size=c["vocab_size"],
-        seq_len=c["n_positions"],
-        layers=c["n_layer"],
-        width=c["n_embd"],
-        heads=c["n_head"],
+        **{ours: c[theirs] for ours, theirs in _GPT2_SIZES.items()},
         hidden=c.get("n_inner"),
         activation=_GPT2_GELU[expect(c, "activation_function", *_GPT2_GELU)],
         tied=given(c, "tie_word_embeddings", True),
@@ -436,12 +421,7 @@ def _read_gpt2(c: Mapping[str, Any]) -> GPTConfig:
 
 
 def _write_gpt2(c: GPTConfig) -> dict[str, Any]:
-    return {
-        "vocab_size": c.vocab_size,
-        "n_positions": c.seq_len,
-        "n_layer": c.layers,
-        "n_embd": c.width,
-        "n_head": c.heads,
+    return {theirs: getattr(c, ours) for ours, theirs in _GPT2_SIZES.items()} | {
         "n_inner": c.num_hidden,
         "activation_function": "gelu" if c.activation == "gelu_erf" else "gelu_new",
         "tie_word_embeddings": c.tied,
@@ -462,30 +442,21 @@ _GPT2 = {
     "mlp.up": ("mlp.c_fc",),
     "mlp.down": ("mlp.c_proj",),
 }
+_GPT2_NAMES = {
+    "modules": _GPT2, "blocks": "transformer.h.{}.", "base": "transformer.",
+    "transposed": ("attention.qkv", "attention.out", "mlp.up", "mlp.down"),
+    "unused": (".attn.bias", ".attn.masked_bias"),
+}  # fmt: skip
 
 # ---------------------------------------------------------------- all families
 
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family(
-        "GPT2LMHeadModel",
-        _read_gpt2,
-        _write_gpt2,
-        modules=_GPT2,
-        blocks="transformer.h.{}.",
-        base="transformer.",
-        transposed=("attention.qkv", "attention.out", "mlp.up", "mlp.down"),
-        unused=(".attn.bias", ".attn.masked_bias"),
-    ),
+    "gpt2": Family("GPT2LMHeadModel", _read_gpt2, _write_gpt2, **_GPT2_NAMES),
     "llama": Family("LlamaForCausalLM", _read_llama, _write_llama, **_ROTARY_NAMES),
     "mistral": Family("MistralForCausalLM", _read_mistral, _write_mistral, **_ROTARY_NAMES),
     "qwen2": Family("Qwen2ForCausalLM", _read_qwen2, _write_qwen, **_ROTARY_NAMES),
     "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_qwen, **_ROTARY_NAMES),
-    "phi3": Family(
-        "Phi3ForCausalLM",
-        _read_phi3,
-        _write_phi3,
-        **{**_ROTARY_NAMES, "modules": _ROTARY | _PHI3_MODULES},
-    ),
+    "phi3": Family("Phi3ForCausalLM", _read_phi3, _write_phi3, **_PHI3_NAMES),
     "gemma2": Family("Gemma2ForCausalLM", _read_gemma2, _write_gemma, **_POST_NORM_NAMES),
     "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _write_gemma3, **_POST_NORM_NAMES),
     "olmo2": Family("Olmo2ForCausalLM", _read_olmo2, _write_rotary, **_POST_NORM_NAMES),

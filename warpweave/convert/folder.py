@@ -21,17 +21,11 @@ from warpweave.model.gpt import GPT
 from warpweave.parallel.shard import ParamRecord
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class StoredTensor(NamedTuple):
-    """The location of a tensor: its file and name there, its shape, and its safetensors dtype
-    code."""
+    """The location of a tensor: its file, and its name, shape and safetensors dtype code there."""
 
     file: str
     name: str
@@ -89,15 +83,13 @@ class HFFolder:
                 self._open[file] = safe_open(self.path / file, framework="pt")
             return self._open[file].get_tensor(stored)
         except (OSError, SafetensorError) as error:
-            raise ConvertError(
-                f"cannot read {name}: {self.path / file}: {one_line(error)}"
-            ) from None
+            where = f"{name}: {self.path / file}"
+            raise ConvertError(f"cannot read {where}: {one_line(error)}") from None
 
 
 @torch.no_grad()
 def fill(gpt: GPT, tensor: Callable[[ParamRecord], Tensor]) -> GPT:
-    """Set every parameter of this rank's part from the logical tensor of its record; return the
-    GPT."""
+    """Set this rank's part of every parameter from its record's logical tensor; return the GPT."""
     records = gpt.parameter_records()
     for name, param in gpt.named_parameters():
         param.copy_(records[name].slice(tensor(records[name]), gpt.mesh.coords))
@@ -179,9 +171,8 @@ def _find_tensors(path: Path) -> dict[str, StoredTensor]:
                     if name in places:
                         raise ConvertError(f"tensor {name} is in {places[name].file} and in {file}")
                     piece = opened.get_slice(name)
-                    places[name] = StoredTensor(
-                        file, name, tuple(piece.get_shape()), piece.get_dtype()
-                    )
+                    shape = tuple(piece.get_shape())
+                    places[name] = StoredTensor(file, name, shape, piece.get_dtype())
         except (OSError, SafetensorError) as error:
             raise ConvertError(f"cannot read {path / file}: {one_line(error)}") from None
     return places

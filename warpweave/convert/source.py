@@ -53,9 +53,8 @@ def read_model_config(folder: Path) -> GPTConfig:
 def open_model(folder: Path, group: dist.ProcessGroup | None = None) -> HFFolder | SavedModel:
     """Open the model in a folder and check its weights; every rank of `group` calls this.
 
-    Both return types have ``config``, ``tensor(record)``, for one tensor at a time, and
-    ``load(gpt)``. Raises `ConvertError` or `CheckpointError` if the folder is damaged or is not a
-    model.
+    Both return types have ``config``, ``tensor(record)`` and ``load(gpt)``. Raises `ConvertError`
+    or `CheckpointError` if the folder is damaged or is not a model.
     """
     step = find_step(folder)
     if step is None:
@@ -65,8 +64,7 @@ def open_model(folder: Path, group: dist.ProcessGroup | None = None) -> HFFolder
 
 
 def check_same_model(config: GPTConfig, folder: Path) -> None:
-    """Raise a one-line ``ValueError`` if the shapes of a folder's weights differ from the
-    model's."""
+    """Raise a one-line ``ValueError`` unless a folder's weights have the model's shapes."""
     ours, theirs = (
         GPT(m, device="meta").parameter_records() for m in (config, open_model(folder).config)
     )
@@ -122,8 +120,7 @@ def other_tokenizer(folder: Path, given: Path | None) -> str | None:
 
 
 def read_stop_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the end tokens of a transformers model, or of a run that started from one; () if it
-    names none.
+    """Return the end tokens of a transformers model, or of a run that started from one; () if none.
 
     As in transformers, generation_config.json alone decides if it exists.
     """
@@ -146,8 +143,7 @@ def find_step(folder: Path) -> Path | None:
 
 
 def _tokenizer_of_training(folder: Path) -> str | None:
-    """Return the tokenizer of a run's text: "bytes", or the SHA-256 of a tokenizers JSON; None if
-    unknown."""
+    """Return the record of a run's tokenizer, see `tokenizer_of` in `beside`; None if unknown."""
     step = find_step(folder)
     return None if step is None else read_manifest(step).state.get("data", {}).get("tokenizer")
 

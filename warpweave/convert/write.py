@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from warpweave.checkpoint import CheckpointError, CheckpointReader, open_checkpoint
+from warpweave.checkpoint import CheckpointError, open_checkpoint
 from warpweave.checkpoint.files import agree_on_all, attempt
 from warpweave.convert.beside import (
     GENERATION,
@@ -76,12 +76,15 @@ def to_hf(
     if isinstance(model, (str, Path)):
         saved = open_checkpoint(find_step(Path(model)) or model)
         config, group, state = GPTConfig(**saved.config), None, saved.state
-        tensors = _of_checkpoint(saved)
+        tensors = ((n, saved.tensor(n)) for n in saved.names if "/" not in n)  # "/": optimizer's
         places += [place for place in [find_origin(saved.path)] if place is not None]
     else:
         config, group = model.config, model.mesh.group("world")
-        tensors = _of_engine(model) if isinstance(model, Engine) else _of_gpt(model)
-        dtype = model.dtype if dtype is None and isinstance(model, Engine) else dtype
+        if isinstance(model, Engine):
+            tensors = ((r.name, tensor) for r, tensor, mine in model.read("param") if mine)
+            dtype = model.dtype if dtype is None else dtype
+        else:
+            tensors = _of_gpt(model)
     source = next((place for place in places if (place / "config.json").is_file()), like)
     kind, fields = _config_json(config, source)
     files, place = tokenizer_of(tokenizer, state.get("data", {}).get("tokenizer"), places)
@@ -101,8 +104,7 @@ def to_hf(
     def finish() -> None:
         config_json = fields | {"dtype": next(r["dtype"] for r in reports if r["dtype"])}
         _write_names(temporary, reports)
-        _dump(temporary / "config.json", config_json)
-        for name, data in beside.items():
+        for name, data in {"config.json": _json(config_json), **beside}.items():
             (temporary / name).write_bytes(data)
         os.rename(temporary, folder)
 
@@ -120,8 +122,7 @@ def to_hf(
 
 
 def _config_json(config: GPTConfig, like: str | Path | None) -> tuple[str, dict[str, Any]]:
-    """Return a model's (model_type, config.json), unchanged from `like` if that is the same
-    model."""
+    """Return (model_type, config.json) of a model, or of `like` unchanged if it is the same."""
     if like is None:
         return write_config(config)
     old = read_json(Path(like) / "config.json")
@@ -136,16 +137,10 @@ def _config_json(config: GPTConfig, like: str | Path | None) -> tuple[str, dict[
 
 
 def _beside(
-    name: str,
-    config: GPTConfig,
-    kind: str,
-    fields: dict[str, Any],
-    files: dict[str, bytes],
-    source: str | Path | None,
-    state: Mapping[str, Any],
-) -> dict[str, bytes]:
-    """Return the files besides config.json and the weights, file -> content, with the tokenizer's
-    `files`.
+    name: str, config: GPTConfig, kind: str, fields: dict[str, Any], files: dict[str, bytes],
+    source: str | Path | None, state: Mapping[str, Any],
+) -> dict[str, bytes]:  # fmt: skip
+    """Return the files besides config.json and the weights, with the tokenizer's `files`.
 
     Add the begin and end tokens to `fields`, unless `source`, where the fields come from, has this
     tokenizer and names them.
@@ -169,18 +164,6 @@ def _beside(
     return files | {"README.md": written.encode()}
 
 
-def _of_checkpoint(saved: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
-    for name in saved.names:
-        if "/" not in name:  # names with "/" are optimizer states
-            yield name, saved.tensor(name)
-
-
-def _of_engine(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    for record, tensor, mine in engine.read("param"):
-        if mine:
-            yield record.name, tensor
-
-
 @torch.no_grad()
 def _of_gpt(gpt: GPT) -> Iterator[tuple[str, Tensor]]:
     """Yield the logical parameters that this rank writes; collective over the tensor ranks."""
@@ -200,12 +183,9 @@ def _of_gpt(gpt: GPT) -> Iterator[tuple[str, Tensor]]:
 
 
 def _write_files(
-    folder: Path,
-    rank: int,
-    tensors: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype | None,
+    folder: Path, rank: int, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None,
     shard_bytes: int,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Write this rank's files; return them with their tensors' sizes, or {"error": the reason}."""
     files: dict[str, dict[str, int]] = {}
     waiting: dict[str, Tensor] = {}
@@ -244,11 +224,8 @@ def _write_names(folder: Path, reports: list[dict[str, Any]]) -> None:
         names |= dict.fromkeys(sizes, new)
         total += sum(sizes.values())
     if len(written) > 1:
-        _dump(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
-
-
-def _dump(path: Path, value: dict[str, Any]) -> None:
-    path.write_bytes(_json(value))
+        index = {"metadata": {"total_size": total}, "weight_map": names}
+        (folder / INDEX).write_bytes(_json(index))
 
 
 def _json(value: dict[str, Any]) -> bytes:

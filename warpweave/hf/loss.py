@@ -38,6 +38,7 @@ from warpweave.hf.mlp import is_plain_linear
 from warpweave.hf.options import HeadVocabulary
 from warpweave.hf.patch import original, patch, unpatch
 from warpweave.hf.probe import agree, quietly
+from warpweave.layers.linear import has_hooks
 from warpweave.layers.sharding.dtensor import local
 from warpweave.parallel.collectives import copy_to, group_size, own_slice, reduce_from, scatter
 from warpweave.parallel.tensor import vocab_parallel_linear_cross_entropy
@@ -90,7 +91,7 @@ def head_terms(head: Any) -> Callable | None:
     if _is_linear(head):
         return lambda x: _with_columns(x, head, _bias_columns(head, x))
     base, lora = getattr(head, "base_layer", None), getattr(head, "lora_A", None)
-    if lora is None or "forward" in head.__dict__ or seen.has_hooks(head):
+    if lora is None or "forward" in head.__dict__ or has_hooks(head):
         return None
     if not _is_linear(base):
         return None

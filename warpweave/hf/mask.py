@@ -101,17 +101,11 @@ class _Pattern(NamedTuple):
 
 
 def make_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int | torch.Tensor = 0,
-    mask_function: Callable = masking_utils.causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    **rest: object,
-) -> Mask | None:
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | torch.Tensor = 0,
+    kv_offset: int | torch.Tensor = 0, mask_function: Callable = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None, device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32, **rest: object,
+) -> Mask | None:  # fmt: skip
     """The mask function that is registered together with our attention.
 
     Returns a `Mask`. Returns None if rows are positions and a query sees all keys, or all keys up

@@ -29,6 +29,7 @@ from warpweave.hf.probe import agree, noise, quietly, takes_more, tried
 from warpweave.kernels.activation import activate
 from warpweave.kernels.mlp import mlp
 from warpweave.kernels.runtime.dispatch import once_differentiable
+from warpweave.layers.linear import has_hooks
 
 # ---------------------------------------------------------------- 1. activations
 
@@ -253,7 +254,7 @@ def is_plain_linear(module: Any) -> bool:
     """Return True if a module is only its weight and bias: no hook, wrapper or quantization."""
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
         return False
-    if seen.has_hooks(module):
+    if has_hooks(module):
         return False
     weight = module._parameters.get("weight")
     return type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()

@@ -140,13 +140,9 @@ def _check_model(model: nn.Module, only: Collection[str] | None) -> set[str]:
 
 
 def _check_mesh(
-    model: nn.Module,
-    kinds: set[str],
-    mesh: ConnectedMesh | None,
-    sequence_parallel: bool,
-    overlap: str,
-    strategy: Strategy | Links,
-) -> Spread | None:
+    model: nn.Module, kinds: set[str], mesh: ConnectedMesh | None, sequence_parallel: bool,
+    overlap: str, strategy: Strategy | Links,
+) -> Spread | None:  # fmt: skip
     mesh = connected(mesh)
     check_overlap(overlap)
     check_strategy(strategy)
@@ -183,10 +179,7 @@ def _undo(model: nn.Module) -> None:
 
 
 def _spread(
-    model: PreTrainedModel,
-    spread: Spread,
-    example: dict[str, torch.Tensor] | None,
-    report: Report,
+    model: PreTrainedModel, spread: Spread, example: dict[str, torch.Tensor] | None, report: Report
 ) -> None:
     """Shard an applied model over ranks and check that it computes the same as before."""
     inputs = _inputs_of(model, example)
@@ -267,10 +260,7 @@ def _patch_module(
 
 
 def _replace_whole(
-    model: nn.Module,
-    kinds: set[str],
-    example: dict[str, torch.Tensor] | None,
-    report: Report,
+    model: nn.Module, kinds: set[str], example: dict[str, torch.Tensor] | None, report: Report
 ) -> None:
     whole = next(((n, m) for n, m in model.named_modules() if isinstance(m, PreTrainedModel)), None)
     if whole is None:

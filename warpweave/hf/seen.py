@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from transformers.utils.output_capturing import _active_collector as _collector
 
 from warpweave.hf import changes
+from warpweave.layers.linear import has_hooks
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", changes.NAME}
 # Prefixes of attributes that transformers and accelerate set on modules; no forward computes with
@@ -118,16 +119,6 @@ def changed(module: nn.Module) -> bool:
         if found is not value and not _equal(found, value):
             return True
     return bool(seen.bypassed) and not torch.compiler.is_compiling() and _has_any_global_hook()
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return True if calling a module does more than run its forward."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
 
 
 # Packages whose hooks do not change activations: ours; transformers', which only collect; peft's,
